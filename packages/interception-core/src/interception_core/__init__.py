@@ -1,0 +1,80 @@
+"""interception-core: taps JAX functions and primitives, and hosts jaxtap's plugins.
+
+Importing this package does not import jax: the names that need it are imported when they are
+first used. A plugin module may therefore import its specs and `hookimpl` from here.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._errors import JaxtapError, PluginError, PluginWarning, TargetError, UnknownNameError
+from ._plugins.hookspecs import hookimpl
+from ._plugins.host import engines, get_engine, get_provider, kernels, plugins, providers
+from ._plugins.records import PluginRecord
+from ._plugins.specs import (
+    CheckResult,
+    CommandSpec,
+    DoctorCheck,
+    EngineSpec,
+    KernelSpec,
+    ProviderSpec,
+)
+
+if TYPE_CHECKING:
+    from ._interceptor import Interceptor
+    from ._opcall import OpCall, Operand
+    from ._patch.engine import Engine, PatchEngine
+
+    __version__: str
+
+__all__ = [
+    "CheckResult",
+    "CommandSpec",
+    "DoctorCheck",
+    "Engine",
+    "EngineSpec",
+    "Interceptor",
+    "JaxtapError",
+    "KernelSpec",
+    "OpCall",
+    "Operand",
+    "PatchEngine",
+    "PluginError",
+    "PluginRecord",
+    "PluginWarning",
+    "ProviderSpec",
+    "TargetError",
+    "UnknownNameError",
+    "engines",
+    "get_engine",
+    "get_provider",
+    "hookimpl",
+    "kernels",
+    "plugins",
+    "providers",
+]
+
+_LAZY = {
+    "Engine": "_patch.engine",
+    "Interceptor": "_interceptor",
+    "OpCall": "_opcall",
+    "Operand": "_opcall",
+    "PatchEngine": "_patch.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("interception-core")
+    elif name in _LAZY:
+        value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -1,0 +1,7 @@
+"""``python -m interception_core``: the same as ``jaxtap``."""
+
+import sys
+
+from ._cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,110 @@
+"""interception-core's own checks for ``jaxtap doctor``."""
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, entry_points, metadata, requires, version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from .._errors import nearest_name, one_line
+from .._plugins import host as _host
+from .._plugins.registry import DISABLE, STRICT
+from .._plugins.specs import CheckResult
+from .main import DEBUG
+
+_DISTRIBUTION = "interception-core"
+_OURS = (DISABLE, STRICT, DEBUG)
+# How JAX reads a boolean variable: these, in any case, are false.
+_FALSE = ("", "0", "false", "f", "no", "n", "off")
+
+
+def versions() -> Iterator[CheckResult]:
+    """Compares Python, jax and jaxlib with what this package's metadata asks for."""
+    python = SpecifierSet(metadata(_DISTRIBUTION)["Requires-Python"])
+    yield _compared("Python", platform.python_version(), python)
+    needs = {need.name: need for need in map(Requirement, requires(_DISTRIBUTION) or ())}
+    jax, jaxlib = _installed("jax"), _installed("jaxlib")
+    if jax is None:
+        yield CheckResult("fail", "jax is not installed", f"pip install '{needs['jax']}'")
+        return
+    yield _compared("jax", jax, needs["jax"].specifier)
+    if jaxlib is not None and Version(jaxlib).release == Version(jax).release:
+        yield CheckResult("ok", f"jaxlib {jaxlib}")
+    else:
+        message = f"jaxlib is of version {jaxlib}, and jax of {jax}"
+        yield CheckResult("fail", message, f"pip install jaxlib=={Version(jax).public}")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _compared(name: str, found: str, supported: SpecifierSet) -> CheckResult:
+    # Pre-releases count: a nightly jax is still newer than the last release.
+    if supported.contains(found, prereleases=True):
+        return CheckResult("ok", f"{name} {found}")
+    return CheckResult(
+        "fail", f"{name} {found} is not supported", f"install one that satisfies {supported}"
+    )
+
+
+def devices() -> Iterator[CheckResult]:
+    """Initialises JAX's default backend and those of the installed GPU plugins."""
+    import jax
+
+    chosen = os.environ.get("JAX_PLATFORMS", "")
+    hint = f"JAX_PLATFORMS={chosen} limits the choice" if chosen else ""
+    try:
+        default = jax.devices()
+    except RuntimeError as error:
+        yield CheckResult("fail", f"no backend initialises: {one_line(error)}", hint)
+        return
+    found = f"{default[0].platform}: {len(default)} x {default[0].device_kind}, the default"
+    yield CheckResult("ok", found)
+    # A GPU plugin that cannot start leaves JAX on the CPU almost silently.
+    for name in sorted(entry.name for entry in entry_points(group="jax_plugins")):
+        for gpu in ("cuda", "rocm"):
+            if gpu not in name:
+                continue
+            try:
+                jax.devices(gpu)
+            except RuntimeError as error:
+                message = f"{name} is installed, but {gpu} does not start: {one_line(error)}"
+                yield CheckResult("warn", message, hint)
+
+
+def plugins() -> Iterator[CheckResult]:
+    """Reports the installed plugins."""
+    for record in _host.loaded().records:
+        if record.error is not None:
+            hint = f"upgrade or uninstall {record.distribution}, or set {DISABLE}={record.name}"
+            yield CheckResult("fail", f"{record.label}: {record.reason}", hint)
+        elif record.notes:
+            yield CheckResult("warn", record.label, " ".join(record.notes))
+        else:
+            yield CheckResult("ok", f"{record.label}: {record.status}")
+
+
+def environment() -> Iterator[CheckResult]:
+    """Reports the environment variables that change what jaxtap or JAX does."""
+    disable_jit = os.environ.get("JAX_DISABLE_JIT", "")
+    if disable_jit.lower() not in _FALSE:
+        yield CheckResult(
+            "warn",
+            f"JAX_DISABLE_JIT={disable_jit}: everything runs op by op",
+            "unset it, and use PatchEngine(disable_jit=True) where a program needs it",
+        )
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith("JAXTAP_"):
+            continue
+        near = None if name in _OURS else nearest_name(name, _OURS)
+        if near is None:
+            yield CheckResult("ok", f"{name}={value}")
+        else:
+            yield CheckResult("warn", f"{name} is set, which nothing reads", f"is it {near}?")

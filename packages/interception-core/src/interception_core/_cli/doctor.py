@@ -1,0 +1,78 @@
+"""``jaxtap doctor``: makes the checks that the plugins declare, and reports."""
+
+import argparse
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from .._errors import PluginError, one_line
+from .._plugins import host as _host
+from .._plugins.paths import resolve
+from .._plugins.registry import Claim
+from .._plugins.specs import CheckResult, DoctorCheck
+
+
+class Finding(NamedTuple):
+    """A check, and what it found."""
+
+    check: DoctorCheck
+    results: tuple[CheckResult, ...]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes every check and prints what was found.
+
+    Returns:
+        1 when a check fails, 0 otherwise.
+    """
+    findings = [examine(claim) for claim in _host.loaded().of(DoctorCheck)]
+    statuses = [result.status for finding in findings for result in finding.results]
+    healthy = "fail" not in statuses
+    if args.json:
+        print(json.dumps({"ok": healthy, "checks": [*map(_as_json, findings)]}, indent=2))
+    else:
+        for finding in findings:
+            _print(finding)
+        counts = [f"{statuses.count(status)} {status}" for status in ("ok", "warn", "fail")]
+        print(", ".join(counts))
+    return 0 if healthy else 1
+
+
+def examine(claim: Claim[DoctorCheck]) -> Finding:
+    """Makes one check. A check that raises, or returns anything else, fails."""
+    try:
+        found = resolve(claim.spec.run, claim.label)()
+        if not isinstance(found, Iterable):
+            raise PluginError(f"It must return a list of CheckResult objects, got {found!r}.")
+        results = tuple(found)
+        for result in results:
+            if not isinstance(result, CheckResult):
+                raise PluginError(f"It must return CheckResult objects, got {result!r}.")
+    except (Exception, SystemExit) as error:
+        hint = f"the check itself is broken; it is of {claim.owner.label}"
+        results = (CheckResult("fail", one_line(error), hint),)
+    return Finding(claim.spec, results or (CheckResult("ok", "nothing to report"),))
+
+
+def _as_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "name": finding.check.name,
+        "summary": finding.check.summary,
+        "results": [
+            {"status": result.status, "message": result.message, "hint": result.hint}
+            for result in finding.results
+        ],
+    }
+
+
+def _print(finding: Finding) -> None:
+    print(f"{finding.check.name}: {finding.check.summary}")
+    for result in finding.results:
+        print(f"  {result.status:4}  {result.message}")
+        if result.hint:
+            print(f"        {result.hint}")

@@ -1,0 +1,122 @@
+"""The command line. Its commands come from plugins; this module finds and runs them.
+
+Building the parser needs the declarations alone, so that ``jaxtap --help`` imports neither JAX
+nor any command. A command's options are added when its parser is first used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from .._errors import JaxtapError, PluginError, UnknownNameError
+from .._plugins import host as _host
+from .._plugins.paths import resolve
+from .._plugins.registry import DISABLE, STRICT, Claim, Registry
+from .._plugins.specs import CommandSpec
+
+DEBUG = "JAXTAP_DEBUG"
+
+_EPILOG = f"""environment:
+  {DISABLE}  plugin names, separated by commas, that are not loaded
+  {STRICT}   1: a broken plugin is an error, not a warning
+  {DEBUG}            1: errors come with a traceback
+"""
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """A command's parser, to which the command adds its options once it is needed."""
+
+    claim: Claim[CommandSpec] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Adds the options, then parses as usual; argparse comes here for ``--help`` too."""
+        claim, self.claim = self.claim, None
+        if claim is not None and claim.spec.configure is not None:
+            resolve(claim.spec.configure, claim.label)(self)
+        return super().parse_known_args(args, namespace)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the words after ``jaxtap``; those of this process by default.
+
+    Returns:
+        The exit status: what the command returned, 1 after an error of class `JaxtapError`
+        (printed in one line, with a traceback where `JAXTAP_DEBUG` is 1), 2 where the command
+        line itself is wrong.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(arguments)
+    except JaxtapError as error:
+        return _report(error, 1)
+
+
+def _report(error: JaxtapError, status: int) -> int:
+    if os.environ.get(DEBUG, "") not in ("", "0"):
+        traceback.print_exception(error)
+    else:
+        print(f"jaxtap: error: {error}", file=sys.stderr)
+    return status
+
+
+def _main(arguments: list[str]) -> int:
+    # What a plugin prints while it is imported must not get into a command's output.
+    with contextlib.redirect_stdout(sys.stderr):
+        registry = _host.loaded()
+    for line in _host.new_warnings():
+        print(f"jaxtap: warning: {line}", file=sys.stderr)
+
+    parser = _parser(registry)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    if not arguments[0].startswith("-"):
+        # argparse would refuse a wrong command too, but without the nearest or the reason.
+        try:
+            registry.get(CommandSpec, arguments[0])
+        except UnknownNameError as error:
+            return _report(error, 2)
+    try:
+        parsed = parser.parse_args(arguments)
+    except SystemExit as stop:
+        # After --help, --version or a wrong option, which argparse has reported.
+        return stop.code if isinstance(stop.code, int) else 0
+    claim = registry.get(CommandSpec, parsed.jaxtap_command)
+    status = resolve(claim.spec.run, claim.label)(parsed)
+    if status is not None and not isinstance(status, int):
+        raise PluginError(f"{claim.label} must return an int or None, got {status!r}.")
+    return status or 0
+
+
+def _parser(registry: Registry) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxtap",
+        description="Taps JAX programs; this is its command line. Plugins add commands.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ours = f"jaxtap (interception-core {version('interception-core')})"
+    parser.add_argument("--version", action="version", version=ours)
+    commands = parser.add_subparsers(
+        title="commands",
+        dest="jaxtap_command",
+        metavar="COMMAND",
+        required=True,
+        parser_class=_CommandParser,
+    )
+    for claim in registry.of(CommandSpec):
+        spec = claim.spec
+        summary = spec.summary.replace("%", "%%")  # argparse formats its help texts
+        command = commands.add_parser(spec.name, help=summary, description=summary)
+        command.claim = claim
+    return parser

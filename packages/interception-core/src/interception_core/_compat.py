@@ -1,0 +1,87 @@
+"""The only place of interception-core that touches private JAX, or depends on its version.
+
+Each name says for which versions it holds; all were checked on 0.10.2, 0.11.2 and 0.12.0.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import jax
+from jax._src import core as _core  # 0.10.2 - 0.12
+from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
+from jax._src.interpreters import ad as _ad  # 0.10.2 - 0.12
+from jax._src.interpreters import batching as _batching  # 0.10.2 - 0.12
+from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
+from jax._src.interpreters import partial_eval as _pe  # 0.10.2 - 0.12
+from jax._src.interpreters import remat as _remat  # 0.10.2 - 0.12
+from jax.extend.core import primitives as _public_primitives
+
+PjitFunction: type = type(jax.jit(lambda: None))
+"""The C++ type of every jitted function, 0.10.2 - 0.12."""
+
+NameScope: type = type(jax.named_scope(""))
+"""What ``jax.named_scope`` returns: a Python class with plain enter and exit, 0.10.2 - 0.12.
+
+JAX's own decorators and flax's and equinox's module calls all go through it.
+"""
+
+lower_jaxpr_to_module: FunctionType = _mlir.lower_jaxpr_to_module
+"""Runs all lowering rules, 0.10.2 - 0.12.
+
+Rules made by ``mlir.lower_fun`` trace ordinary lax functions, which are no operations of the
+program and must not be tapped.
+"""
+
+rule_runners: tuple[FunctionType, ...] = (
+    _ad.JVPTrace.process_primitive,
+    _ad.LinearizeTrace.process_primitive,
+    _ad.backward_pass3,
+    _batching.BatchTrace.process_primitive,
+    _pe.JaxprTrace.process_primitive,
+    _remat.RematTrace.process_primitive,
+    _shard_map.ShardMapTrace.process_primitive,
+)
+"""Run the rules of primitives (derivative, transpose, batching, ...), 0.10.2 - 0.12.
+
+Those rules call lax functions too. No code of the program runs below them, except the rules of
+``custom_vjp``, ``custom_jvp`` and ``custom_vmap``.
+"""
+
+Primitive: type = _core.Primitive
+
+
+def traced_function(fn: Any) -> Any:
+    """Returns the Python function that a ``PjitFunction`` traces (0.10.2 - 0.12)."""
+    return fn._fun
+
+
+def staging_trace() -> Any | None:
+    """Returns the innermost trace that builds a jaxpr, or None outside of any.
+
+    Traces of ``grad``, ``vmap`` and ``jvp`` are looked through: they evaluate in place.
+    """
+    trace = _core.trace_ctx.trace
+    while trace is not None and not hasattr(trace, "frame"):
+        trace = getattr(trace, "parent_trace", None)
+    return trace
+
+
+def trace_label(trace: Any) -> str:
+    """Returns what a staging trace traces, as ``jit(block)`` or ``scan(body)``."""
+    info = trace.frame.debug_info
+    if info is None:
+        return "trace"
+    return f"{info.traced_for.split(' ')[0]}({info.func_name})".replace("/", ".")
+
+
+def primitives() -> dict[str, Any]:
+    """Returns every primitive that JAX exposes or that has a lowering rule, by name.
+
+    The lowering tables (0.10.2 - 0.12) also hold the primitives of other libraries.
+    """
+    tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
+    lowered = [primitive for table in tables for primitive in table]
+    public = [p for p in vars(_public_primitives).values() if isinstance(p, Primitive)]
+    return {primitive.name: primitive for primitive in (*lowered, *public)}

@@ -1,0 +1,125 @@
+"""OpCall: what a handler is told about the call that it was given."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    from ._patch.scope import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One positional argument of a tapped call.
+
+    Attributes:
+        shape: its shape, or None where it isn't an array.
+        dtype: its dtype, or None where it isn't an array.
+        provenance: the pytree path of the input that it is, such as ``args[0]['w']``, or None
+            where it is no input as such (a value computed on the way, or one seen from within
+            a nested trace).
+        axes: for each axis of the input, the axis of the operand that it became, or None with
+            the provenance. The patch engine sees whole inputs alone: always the identity.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: Any
+    provenance: str | None
+    axes: tuple[int, ...] | None
+
+
+class OpCall:
+    """One call of a target.
+
+    Attributes:
+        op_name: the target's last name: ``dot``, ``Dense.__call__``, ``dot_general``.
+        op_id: module path, name and a number among the calls of that name under that path:
+            ``encoder/layer_0/dot:0``. Calls within a nested trace add its label and count for
+            themselves (``encoder/jit(block)/dot:0``), so ids don't depend on what JAX has cached.
+        module_path: the name scopes (``jax.named_scope``) open since the wrapped function
+            began, joined by ``/``.
+        level: "function" or "primitive".
+        params: the keyword arguments: for a primitive, its parameters.
+    """
+
+    __slots__ = (
+        "_activation",
+        "_args",
+        "_proceed",
+        "level",
+        "module_path",
+        "op_id",
+        "op_name",
+        "params",
+    )
+
+    def __init__(
+        self,
+        op_name: str,
+        level: str,
+        module_path: str,
+        args: tuple,
+        params: Mapping[str, Any],
+        activation: Activation,
+        proceed: Callable[..., Any],
+    ):
+        self.op_name = op_name
+        self.op_id = activation.op_id(module_path, op_name)
+        self.module_path = module_path
+        self.level = level
+        self.params = params
+        self._args = args
+        self._activation = activation
+        self._proceed = proceed
+
+    def proceed(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the original with these arguments and returns its result.
+
+        This interceptor is off meanwhile; others that were active are asked first.
+        """
+        return self._proceed(args, kwargs)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The positional arguments, with where they came from.
+
+        Raises:
+            RuntimeError: the wrapped function has returned, and its inputs are forgotten.
+        """
+        origins = self._activation.origins()
+        return tuple(_operand(arg, origins.get(id(arg))) for arg in self._args)
+
+    @property
+    def fingerprint(self) -> str:
+        """A short hash of the call's structure: shapes, dtypes and static parameters.
+
+        Equal in every process. Kept beside an ``op_id``, it tells whether the number still
+        means the call that it meant when it was written down.
+        """
+        leaves, treedef = jax.tree.flatten((self._args, dict(self.params)))
+        text = repr((self.op_name, str(treedef), [_describe(leaf) for leaf in leaves]))
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"<OpCall {self.op_id} ({self.level})>"
+
+
+def _operand(value: Any, provenance: str | None) -> Operand:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return Operand(None, None, None, None)
+    axes = tuple(range(len(shape))) if provenance is not None else None
+    return Operand(tuple(shape), dtype, provenance, axes)
+
+
+def _describe(leaf: Any) -> str:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    if callable(leaf):
+        return f"{getattr(leaf, '__module__', '')}.{getattr(leaf, '__qualname__', type(leaf))}"
+    return repr(leaf)

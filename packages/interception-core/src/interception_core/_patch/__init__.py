@@ -1,0 +1,1 @@
+"""PatchEngine: taps by patching what a program calls."""

@@ -1,0 +1,123 @@
+"""Taps of our own, which keep a scope right where JAX works later or elsewhere.
+
+* A name scope extends the module path of the current scope.
+* JAX's own rules (derivatives, batching, lowering) call lax functions that are no operations of
+  the program: the scope sleeps meanwhile.
+* The rules of ``custom_vjp``, ``custom_jvp`` and ``custom_vmap`` are the program's, but run when
+  JAX gets to them, which may be after the scope has ended: they take it along.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.custom_batching
+
+from .. import _compat
+from .context import CONTEXT
+from .dispatch import run
+from .patching import CodePatch, Patch
+from .scope import Entered, Scope, State
+from .targets import CallSites, Sites
+
+
+def _enter_name(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    (name_scope,) = args
+    result = original(name_scope)
+    if isinstance(state, Scope):
+        scope = state.extended(str(name_scope.name))
+        scope.opener, scope.restore = name_scope, CONTEXT(scope)
+        scope.restore.__enter__()
+    return result
+
+
+def _exit_name(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    name_scope, *exc_info = args
+    if isinstance(state, Scope) and state.opener is name_scope:
+        state.restore.__exit__(*exc_info)
+    return original(*args, **kwargs)
+
+
+def _lower(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    with CONTEXT(None):
+        return original(*args, **kwargs)
+
+
+def _rules(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    if not isinstance(state, Scope) or state.asleep:
+        return original(*args, **kwargs)
+    with CONTEXT(state.turned(asleep=True)):
+        return original(*args, **kwargs)
+
+
+def _call(sites: CallSites, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    """Runs ``instance(...)`` of a class whose ``__call__`` is patched."""
+    instance, rest = args[0], args[1:]
+    call = functools.partial(original, _with_scope(instance, state))
+    site = sites.get(id(instance))
+    if site is None:
+        return call(*rest, **kwargs)
+    return run(site, call, state, rest, kwargs)
+
+
+def _with_scope(instance: Any, state: State) -> Any:
+    """Returns ``instance``; if it has custom rules, a copy whose rules take ``state`` along."""
+    rules = _CUSTOM_RULES.get(type(instance))
+    if rules is None:
+        return instance
+    # Not copy.copy: on 0.10.2 custom_vjp.__new__ takes the function.
+    carried = object.__new__(type(instance))
+    carried.__dict__.update(instance.__dict__)
+    for name, carry in rules.items():
+        if getattr(instance, name, None) is not None:
+            setattr(carried, name, carry(getattr(instance, name), state))
+    return carried
+
+
+def _carry(rule: Callable, state: State) -> Callable:
+    @functools.wraps(rule)
+    def carried(*args, **kwargs):
+        with Entered(state):
+            return rule(*args, **kwargs)
+
+    return carried
+
+
+def _carry_backward(rule: Callable, state: State) -> Callable:
+    """Tapped where the tap wraps the differentiation: in the scope of then, not that of the call.
+
+    Unless the call was made in a handler, whose own rules are never tapped.
+    """
+    if not isinstance(state, Scope):
+        return _carry(rule, state)
+
+    @functools.wraps(rule)
+    def carried(*args, **kwargs):
+        now = CONTEXT.value
+        if not isinstance(now, Scope) or not now.asleep:
+            return rule(*args, **kwargs)
+        with Entered(now.turned(asleep=False)):
+            return rule(*args, **kwargs)
+
+    return carried
+
+
+_CUSTOM_RULES: dict[type, dict[str, Callable[[Callable, State], Callable]]] = {
+    jax.custom_jvp: {"jvp": _carry},
+    jax.custom_vjp: {"fwd": _carry, "bwd": _carry_backward},
+    jax.custom_batching.custom_vmap: {"vmap_rule": _carry},
+}
+
+SITES = Sites(run, _call)
+
+ALWAYS: tuple[Patch, ...] = (
+    CodePatch(_compat.NameScope.__enter__, _enter_name, None),
+    CodePatch(_compat.NameScope.__exit__, _exit_name, None),
+    CodePatch(_compat.lower_jaxpr_to_module, _lower, None),
+    *(CodePatch(runner, _rules, None) for runner in _compat.rule_runners),
+    *(SITES.call_patch(cls)[0] for cls in _CUSTOM_RULES),
+)
+"""Installed with every scope."""

@@ -1,0 +1,240 @@
+"""Scopes: what is active on this thread, which is also what JAX's caches are keyed by.
+
+There is one source of truth: the value of a ``jax.make_user_context``, which is local to the
+thread and part of the key of every trace, lowering and compilation cache. A tap fires if and
+only if the scope that it sees there has a handler for it, so a trace made under a scope can
+never be found from outside of it, nor the other way round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from .. import _compat
+from .._interceptor import Handler, Interceptor
+from .context import CONTEXT
+from .patching import PatchSet
+from .targets import Site
+
+
+class Activation:
+    """One run of a wrapped function: its taps, its op counters and its inputs.
+
+    It hangs on the scope beside the cache key. JAX's caches keep a scope alive, so all that is
+    large (the inputs) is dropped when the run ends, and traces are held weakly.
+    """
+
+    __slots__ = (
+        "_base",
+        "_counts",
+        "_nested",
+        "_origins",
+        "disable_jit",
+        "inputs",
+        "interceptor",
+        "patches",
+        "table",
+    )
+
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        table: Mapping[Site, tuple[str, Handler]],
+        patches: PatchSet,
+        disable_jit: bool,
+        inputs: tuple[tuple, dict] | None,
+    ):
+        self.interceptor = interceptor
+        self.table = table
+        self.patches = patches
+        self.disable_jit = disable_jit
+        self.inputs = inputs
+        self._origins: dict[int, str] | None = None
+        base = _compat.staging_trace()
+        self._base = None if base is None else weakref.ref(base)
+        self._counts: Counter[str] = Counter()
+        self._nested: weakref.WeakKeyDictionary[Any, Counter[str]] | None = None
+
+    def op_id(self, path: str, op_name: str) -> str:
+        """Returns the id of the next ``op_name`` under module ``path``.
+
+        Every trace below this run (a jitted function, a scan body) counts for itself and adds
+        its label to the path: JAX may skip such a trace when it has it cached, and the ids of
+        the operations around it must not depend on that.
+        """
+        trace = _compat.staging_trace()
+        prefix = f"{path}/{op_name}" if path else op_name
+        if trace is None or (self._base is not None and self._base() is trace):
+            counts = self._counts
+        else:
+            if self._nested is None:
+                self._nested = weakref.WeakKeyDictionary()
+            counts = self._nested.setdefault(trace, Counter())
+            label = _compat.trace_label(trace)
+            prefix = f"{path}/{label}/{op_name}" if path else f"{label}/{op_name}"
+        number = counts[prefix]
+        counts[prefix] = number + 1
+        return f"{prefix}:{number}"
+
+    def origins(self) -> dict[int, str]:
+        """Returns the pytree path of every array among the inputs, by identity."""
+        if self.inputs is None:
+            raise RuntimeError(
+                "OpCall.operands is known only while the wrapped function runs. Read it in the "
+                "handler and keep the result."
+            )
+        if self._origins is None:
+            args, kwargs = self.inputs
+            inputs = {"args": args, "kwargs": kwargs}
+            leaves, _ = jax.tree_util.tree_flatten_with_path(inputs)
+            self._origins = {
+                # A shared array keeps the first of its paths.
+                id(leaf): path[0].key + jax.tree_util.keystr(path[1:])
+                for path, leaf in reversed(leaves)
+                if hasattr(leaf, "shape")
+            }
+        return self._origins
+
+    def finish(self) -> None:
+        """Lets go of the inputs."""
+        self.inputs = self._origins = None
+
+
+class Scope(tuple):
+    """One active interceptor and the scopes around it, innermost first.
+
+    As a tuple it is what the caches compare: the interceptor's key, the resolved module path,
+    the sites whose original it is running, whether it is asleep, and the scope outside. The
+    attributes are the rest. A scope is asleep while JAX runs its own rules.
+    """
+
+    activation: Activation
+    parent: Scope | None
+    path: str
+    within: frozenset[Site]
+    asleep: bool
+    opener: Any = None
+    restore: Any = None
+    _other: Scope | None = None
+
+    @classmethod
+    def make(
+        cls,
+        activation: Activation,
+        parent: Scope | None,
+        path: str = "",
+        within: frozenset[Site] = frozenset(),
+        asleep: bool = False,
+    ) -> Scope:
+        """Returns the scope of ``activation`` inside ``parent``."""
+        interceptor = activation.interceptor
+        key = (interceptor.cache_key, interceptor.resolve_path(path), within, asleep, parent)
+        scope = cls(key)
+        scope.activation = activation
+        scope.parent = parent
+        scope.path = path
+        scope.within = within
+        scope.asleep = asleep
+        return scope
+
+    def rebased(self, parent: Scope | None) -> Scope:
+        """Returns the same scope inside another one."""
+        if parent is self.parent:
+            return self
+        return Scope.make(self.activation, parent, self.path, self.within)
+
+    def inside(self, site: Site) -> Scope:
+        """Returns the scope in which the original of ``site`` runs when no handler took it."""
+        return Scope.make(self.activation, self.parent, self.path, self.within | {site})
+
+    def extended(self, name: str) -> Scope:
+        """Returns the scope with ``name`` appended to the module path, on every level."""
+        parent = self.parent.extended(name) if self.parent is not None else None
+        path = f"{self.path}/{name}" if self.path else name
+        return Scope.make(self.activation, parent, path, self.within)
+
+    def turned(self, asleep: bool) -> Scope:
+        """Returns the scope asleep, or awake."""
+        if asleep == self.asleep:
+            return self
+        if self._other is None:
+            other = Scope.make(self.activation, self.parent, self.path, self.within, asleep)
+            self._other, other._other = other, self
+        return self._other
+
+    def holds(self, interceptor: Interceptor) -> bool:
+        """Returns whether an interceptor equal to this one is active here or outside."""
+        scope: Scope | None = self
+        while scope is not None:
+            if scope.activation.interceptor == interceptor:
+                return True
+            scope = scope.parent
+        return False
+
+
+class _Outside(tuple):
+    """The state inside a handler of the outermost interceptor: nothing is tapped.
+
+    It differs from no scope at all, so that lazily evaluated rules (``custom_vjp``) that were
+    made there are known to belong there.
+    """
+
+    __slots__ = ()
+
+
+OUTSIDE = _Outside(("jaxtap", "outside"))
+
+State = Scope | _Outside
+"""A value of CONTEXT other than None."""
+
+
+class Entered:
+    """Context manager: makes a state current, with its patches installed."""
+
+    __slots__ = ("_context", "_held", "_jit", "_state", "left")
+
+    def __init__(self, state: State):
+        self._state = state
+        self._held: list[PatchSet] = []
+        self._jit = None
+        self.left: State = state
+
+    def __enter__(self) -> Entered:
+        try:
+            disable_jit = False
+            scope = self._state if isinstance(self._state, Scope) else None
+            while scope is not None:
+                scope.activation.patches.acquire()
+                self._held.append(scope.activation.patches)
+                disable_jit |= scope.activation.disable_jit
+                scope = scope.parent
+            disabled: bool = jax.config.jax_disable_jit  # pyrefly: ignore[missing-attribute]
+            if disable_jit and not disabled:
+                self._jit = jax.disable_jit()
+                self._jit.__enter__()
+            self._context = CONTEXT(self._state)
+            self._context.__enter__()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        # A generator may be suspended inside a named scope: its next step resumes there.
+        self.left = CONTEXT.value
+        self._context.__exit__(*exc_info)
+        self._release()
+
+    def _release(self) -> None:
+        try:
+            if self._jit is not None:
+                self._jit.__exit__(None, None, None)
+                self._jit = None
+        finally:
+            while self._held:
+                self._held.pop().release()

@@ -1,0 +1,237 @@
+"""Targets: from a dotted name to the object that it means and the patches that tap it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from .. import _compat
+from .._errors import TargetError, unknown_name
+from .._interceptor import PRIMITIVE_PREFIX, Handler, Interceptor
+from .patching import (
+    AttributePatch,
+    CodePatch,
+    Patch,
+    PatchSet,
+    Run,
+    site_of_tap,
+    tap_function,
+)
+
+
+class Site:
+    """One callable that can be tapped, however many names and doors it has.
+
+    Attributes:
+        subject: the callable itself.
+        level: "function" or "primitive".
+        patches: what taps it wherever it is called from.
+    """
+
+    __slots__ = ("__weakref__", "_attributes", "level", "name", "patches", "subject", "tap")
+
+    def __init__(self, subject: Any, name: str, original: Callable, run: Run):
+        self.subject = subject
+        self.name = name
+        self.level = "primitive" if isinstance(subject, _compat.Primitive) else "function"
+        self.tap = tap_function(original, original, run, self)
+        self.patches: tuple[Patch, ...] = ()
+        self._attributes: dict[tuple[int, str], AttributePatch] = {}
+
+    def attribute(self, holder: Any, name: str) -> AttributePatch:
+        """Returns the one patch of that attribute, which all interceptors share."""
+        place = (id(holder), name)
+        if place not in self._attributes:
+            self._attributes[place] = AttributePatch(holder, name, self.tap)
+        return self._attributes[place]
+
+    def __repr__(self) -> str:
+        return f"<site {self.name}>"
+
+
+class CallSites(dict[int, Site]):
+    """The tapped instances of one class, whose ``__call__`` is patched, by identity."""
+
+
+class Sites:
+    """Finds or makes the site of an object; one per process, as its patches are.
+
+    Args:
+        run: what a tap calls; see ``_patching.Run``.
+        run_call: the same for the ``__call__`` of a class; its site is a ``CallSites``.
+    """
+
+    def __init__(self, run: Run, run_call: Run):
+        self._run, self._run_call = run, run_call
+        self._sites: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+        self._calls: dict[FunctionType, tuple[CodePatch, CallSites]] = {}
+
+    def get(self, subject: Any, name: str) -> Site:
+        """Returns the site of ``subject``. Raises TargetError where it can't be tapped."""
+        site = self._sites.get(id(subject))
+        if site is None:
+            original = subject.bind if isinstance(subject, _compat.Primitive) else subject
+            self._check(subject, name)
+            site = Site(subject, name, original, self._run)
+            site.patches = self._patches(site)
+            self._sites[id(subject)] = site
+        return site
+
+    def call_patch(self, cls: type) -> tuple[CodePatch, CallSites]:
+        """Returns the patch of the class's ``__call__`` and the sites it serves."""
+        function = inspect.getattr_static(cls, "__call__", None)
+        if not isinstance(function, FunctionType):
+            raise TargetError(
+                f"Instances of {cls.__module__}.{cls.__qualname__} can't be tapped: calling them "
+                "doesn't go through a Python function. Tap the function that they call."
+            )
+        if function not in self._calls:
+            sites = CallSites()
+            self._calls[function] = CodePatch(function, self._run_call, sites), sites
+        return self._calls[function]
+
+    @staticmethod
+    def _check(subject: Any, name: str) -> None:
+        untappable = type | BuiltinFunctionType | functools.partial
+        if not callable(subject) and not isinstance(subject, _compat.Primitive):
+            problem = "is not callable"
+        elif isinstance(subject, untappable):
+            problem = f"is a {type(subject).__name__}, whose aliases would be missed"
+        else:
+            return
+        raise TargetError(
+            f"Target {name!r} {problem}. Tap a Python function, a method, a jitted function, a "
+            "callable instance or a primitive ('primitive:NAME')."
+        )
+
+    def _patches(self, site: Site) -> tuple[Patch, ...]:
+        subject = site.subject
+        if isinstance(subject, FunctionType):
+            return (CodePatch(subject, self._run, site),)
+        if isinstance(subject, _compat.PjitFunction):
+            return self._jitted_patches(site)
+        if isinstance(subject, _compat.Primitive):
+            return (site.attribute(subject, "bind"),)
+        patch, sites = self.call_patch(type(subject))
+        sites[id(subject)] = site
+        return (patch,)
+
+    def _jitted_patches(self, site: Site) -> tuple[Patch, ...]:
+        """Taps a jitted function before its dispatch where it can, inside its trace elsewhere.
+
+        The first needs a place to patch: the attribute that the target names, and that of the
+        defining module, which JAX's own callers (``x @ w``) look up. Any other alias ends in
+        the Python function that is traced, and is traced anew because the scope is part of the
+        cache key.
+        """
+        subject = site.subject
+        patches: list[Patch] = []
+        traced = _compat.traced_function(subject)
+        if isinstance(traced, FunctionType):
+            # Not __module__: JAX sets that to the public module.
+            home = sys.modules.get(traced.__globals__.get("__name__", ""))
+            if home is not None and vars(home).get(traced.__name__) is subject:
+                patches.append(site.attribute(home, traced.__name__))
+            patches.append(CodePatch(traced, self._run, site))
+        return tuple(patches)
+
+
+class Resolved:
+    """An interceptor's targets, found: its handlers by site, and its patches."""
+
+    def __init__(self, interceptor: Interceptor, sites: Sites, always: Iterable[Patch]):
+        self.table: dict[Site, tuple[str, Handler]] = {}
+        self._found: list[tuple[Any, str, Site]] = []
+        patches = list(always)
+        names: dict[Site, str] = {}
+        for target, handler in interceptor.items():
+            if target.startswith(PRIMITIVE_PREFIX):
+                op_name = target.removeprefix(PRIMITIVE_PREFIX)
+                site = sites.get(find_primitive(op_name), target)
+            else:
+                holder, attribute = find_holder(target)
+                site = self._site(sites, holder, attribute, target)
+                self._found.append((holder, attribute, site))
+                op_name = f"{holder.__name__}.{attribute}" if inspect.isclass(holder) else attribute
+                if isinstance(site.subject, _compat.PjitFunction):
+                    patches.append(site.attribute(holder, attribute))
+            if site in names:
+                raise TargetError(
+                    f"{names[site]!r} and {target!r} are the same function under two names, so "
+                    "which handler should run is undecided. Keep one of them: it covers both."
+                )
+            names[site] = target
+            self.table[site] = (op_name, handler)
+            patches.extend(site.patches)
+        self.patches = PatchSet(patches)
+
+    @staticmethod
+    def _site(sites: Sites, holder: Any, attribute: str, target: str) -> Site:
+        subject = _subject(holder, attribute)
+        return site_of_tap(subject) or sites.get(subject, target)
+
+    def is_current(self) -> bool:
+        """Returns whether every name still means what it meant (modules may be reloaded)."""
+        for holder, attribute, site in self._found:
+            subject = _subject(holder, attribute)
+            if subject is not site.subject and site_of_tap(subject) is not site:
+                return False
+        return True
+
+
+def _subject(holder: Any, attribute: str) -> Any:
+    if inspect.isclass(holder):
+        found = inspect.getattr_static(holder, attribute)
+    else:
+        found = getattr(holder, attribute)
+    return getattr(found, "__func__", found)
+
+
+def find_holder(target: str) -> tuple[Any, str]:
+    """Returns the module or object that holds a dotted target, and the attribute's name.
+
+    Raises:
+        UnknownNameError: there's no such module or attribute; says what there is nearby.
+    """
+    parts = target.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise TargetError(
+            f"{target!r} is not a dotted name of a function. Write for example 'jax.numpy.dot', "
+            "or 'primitive:dot_general' for a primitive."
+        )
+    holder: Any = _import(parts[0], target)
+    for depth, part in enumerate(parts[1:], start=1):
+        path = ".".join(parts[:depth])
+        if not hasattr(holder, part) and inspect.ismodule(holder):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(f"{path}.{part}")
+        if not hasattr(holder, part):
+            known = [f"{path}.{name}" for name in dir(holder) if not name.startswith("_")]
+            raise unknown_name("target", f"{path}.{part}", known, f"It is part of {target!r}.")
+        if depth < len(parts) - 1:
+            holder = getattr(holder, part)
+    return holder, parts[-1]
+
+
+def _import(module: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise unknown_name(
+            "target", target, sorted(name for name in sys.modules if "." not in name)
+        ) from error
+
+
+def find_primitive(name: str) -> Any:
+    """Returns the primitive of that name. Raises UnknownNameError if there is none."""
+    known = _compat.primitives()
+    if name not in known:
+        raise unknown_name("primitive", name, known)
+    return known[name]

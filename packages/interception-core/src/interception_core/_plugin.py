@@ -1,0 +1,64 @@
+"""interception-core's own plugin: it has no other way in than a third party's has."""
+
+from ._plugins.hookspecs import hookimpl
+from ._plugins.specs import CommandSpec, DoctorCheck, EngineSpec
+
+API = (1, 0)
+
+
+@hookimpl
+def jaxtap_register_engines() -> list[EngineSpec]:
+    """Returns the engine that works by patching."""
+    return [
+        EngineSpec(
+            name="patch",
+            summary="replaces functions and primitives while the program runs or is traced",
+            factory="interception_core._patch.engine:PatchEngine",
+        )
+    ]
+
+
+@hookimpl
+def jaxtap_register_commands() -> list[CommandSpec]:
+    """Returns the commands that look at the installation."""
+    return [
+        CommandSpec(
+            name="plugins",
+            summary="list the installed plugins and what became of them",
+            run="interception_core._cli.plugins:run",
+            configure="interception_core._cli.plugins:configure",
+        ),
+        CommandSpec(
+            name="doctor",
+            summary="check versions, devices, plugins and the environment",
+            run="interception_core._cli.doctor:run",
+            configure="interception_core._cli.doctor:configure",
+        ),
+    ]
+
+
+@hookimpl
+def jaxtap_doctor_checks() -> list[DoctorCheck]:
+    """Returns the checks of the installation."""
+    return [
+        DoctorCheck(
+            name="versions",
+            summary="Python, jax and jaxlib are of supported versions",
+            run="interception_core._cli.checks:versions",
+        ),
+        DoctorCheck(
+            name="devices",
+            summary="JAX's backends initialise",
+            run="interception_core._cli.checks:devices",
+        ),
+        DoctorCheck(
+            name="plugins",
+            summary="every installed plugin loads",
+            run="interception_core._cli.checks:plugins",
+        ),
+        DoctorCheck(
+            name="environment",
+            summary="no environment variable changes how programs run unnoticed",
+            run="interception_core._cli.checks:environment",
+        ),
+    ]

@@ -1,0 +1,64 @@
+"""The metadata plane: which plugins are installed. Nothing of theirs is imported."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+
+from .hookspecs import PROJECT
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An installed entry point of the group ``jaxtap``.
+
+    `error` is why its distribution's metadata could not be read, if so.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    error: Exception | None = None
+
+
+def discover() -> tuple[Found, ...]:
+    """Returns the installed plugins, sorted by name."""
+    try:
+        found = [_from_entry_point(entry) for entry in entry_points(group=PROJECT)]
+    except Exception:
+        # One distribution with unreadable metadata makes that call fail for everyone.
+        found = list(_one_by_one(distributions()))
+    return tuple(sorted(found, key=lambda item: (item.name, item.distribution)))
+
+
+def _identity(home: Distribution) -> tuple[str, str]:
+    try:
+        return home.name or "unnamed", home.version or "?"
+    except Exception:
+        # An incomplete installation must not hide the plugins of the complete ones.
+        return "unnamed", "?"
+
+
+def _from_entry_point(entry: EntryPoint) -> Found:
+    home = entry.dist
+    return Found(entry.name, entry.value, *(_identity(home) if home is not None else ("?", "?")))
+
+
+def _one_by_one(installed: Iterable[Distribution]) -> Iterable[Found]:
+    seen = set()
+    for home in installed:
+        try:
+            declares = f"[{PROJECT}]" in (home.read_text("entry_points.txt") or "")
+        except Exception:
+            declares = False
+        name, version = _identity(home)
+        # As for imports, what comes earlier on sys.path hides the later.
+        if not declares or name in seen:
+            continue
+        seen.add(name)
+        try:
+            yield from [
+                _from_entry_point(entry) for entry in home.entry_points.select(group=PROJECT)
+            ]
+        except Exception as error:
+            yield Found(name, "", name, version, error)

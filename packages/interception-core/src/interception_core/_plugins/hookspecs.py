@@ -1,0 +1,57 @@
+"""The hooks that a plugin may implement, and the version of this contract."""
+
+from collections.abc import Iterable
+
+import pluggy
+
+from .specs import CommandSpec, DoctorCheck, EngineSpec, KernelSpec, ProviderSpec, Spec
+
+# Both the pluggy project and the entry-point group.
+PROJECT = "jaxtap"
+
+# (major, minor). A new hook, or a new optional field of a spec, is a minor step; whatever
+# makes a correct plugin stop working is a major one.
+API_VERSION = (1, 0)
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def jaxtap_register_providers() -> Iterable[ProviderSpec]:
+    """Returns the providers of this plugin, as `ProviderSpec` objects."""
+    return ()
+
+
+@hookspec
+def jaxtap_register_engines() -> Iterable[EngineSpec]:
+    """Returns the engines of this plugin, as `EngineSpec` objects."""
+    return ()
+
+
+@hookspec
+def jaxtap_register_kernels() -> Iterable[KernelSpec]:
+    """Returns the kernels of this plugin, as `KernelSpec` objects."""
+    return ()
+
+
+@hookspec
+def jaxtap_register_commands() -> Iterable[CommandSpec]:
+    """Returns the commands that this plugin adds to `jaxtap`, as `CommandSpec` objects."""
+    return ()
+
+
+@hookspec
+def jaxtap_doctor_checks() -> Iterable[DoctorCheck]:
+    """Returns the checks that this plugin adds to `jaxtap doctor`, as `DoctorCheck` objects."""
+    return ()
+
+
+# Which spec each hook returns.
+HOOKS: dict[str, type[Spec]] = {
+    "jaxtap_register_providers": ProviderSpec,
+    "jaxtap_register_engines": EngineSpec,
+    "jaxtap_register_kernels": KernelSpec,
+    "jaxtap_register_commands": CommandSpec,
+    "jaxtap_doctor_checks": DoctorCheck,
+}

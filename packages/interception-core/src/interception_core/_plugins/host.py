@@ -1,0 +1,193 @@
+"""The plugin host: what programs ask for by name.
+
+The plugins are loaded once per process, when something is first asked for, and never again:
+there is no hook call while a program is traced or run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .._errors import PluginError, PluginWarning
+from .discovery import Found, discover
+from .paths import resolve
+from .records import PluginRecord
+from .registry import Claim, Registry, build
+from .specs import EngineSpec, KernelSpec, ProviderSpec
+
+if TYPE_CHECKING:
+    from .._patch.engine import Engine
+
+_PROVIDER_MEMBERS = {
+    "engine": "the name of the engine that it runs on",
+    "disable_jit": "whether that engine is to run with jit off",
+    "interceptor": "interceptor() -> Interceptor",
+    "apply": "apply(fn) -> fn",
+}
+_ENGINE_MEMBERS = {"wrap": "wrap(fn, interceptor) -> fn"}
+
+
+class Host:
+    """Loads the plugins once, whichever thread comes first.
+
+    Args:
+        discover: returns the installed plugins.
+        environ: where the environment variables are read from.
+    """
+
+    def __init__(
+        self, discover: Callable[[], Iterable[Found]], environ: Mapping[str, str] = os.environ
+    ):
+        self._discover = discover
+        self._environ = environ
+        self._lock = threading.RLock()
+        self._loading = False
+        self._registry: Registry | None = None
+        self._announced = False
+
+    def registry(self) -> Registry:
+        """Returns the registry, loading the plugins on the first call. Raises for none of them."""
+        if self._registry is None:
+            with self._lock:
+                # The lock is re-entrant for the sake of this message.
+                if self._loading:
+                    raise PluginError(
+                        "A plugin must not ask for plugins while it is being loaded: do it in "
+                        "a module that a 'module:attribute' string names."
+                    )
+                if self._registry is None:
+                    self._loading = True
+                    try:
+                        self._registry = build(self._discover(), self._environ)
+                    finally:
+                        self._loading = False
+        return self._registry
+
+    def new_warnings(self) -> tuple[str, ...]:
+        """Returns the warnings on the first call in a process, and none later."""
+        registry = self.registry()
+        with self._lock:
+            announced, self._announced = self._announced, True
+        return () if announced else registry.warnings
+
+
+_host = Host(discover)
+
+
+def _reset(host: Host | None = None) -> None:
+    """Forgets what was loaded. For tests alone: modules already imported stay imported."""
+    global _host
+    _host = Host(discover) if host is None else host
+
+
+def loaded() -> Registry:
+    """Returns the registry even where `JAXTAP_STRICT_PLUGINS` would raise: for diagnosis."""
+    return _host.registry()
+
+
+def new_warnings() -> tuple[str, ...]:
+    """Returns the warnings not given yet in this process, for the command line to print."""
+    return _host.new_warnings()
+
+
+def _ready() -> Registry:
+    """The registry for the functions below, which call this directly (for `stacklevel`)."""
+    registry = _host.registry()
+    registry.raise_if_strict()
+    for line in _host.new_warnings():
+        warnings.warn(line, PluginWarning, stacklevel=3)
+    return registry
+
+
+def plugins() -> tuple[PluginRecord, ...]:
+    """Returns what became of each installed plugin, sorted by name.
+
+    Raises:
+        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+    """
+    return _ready().records
+
+
+def providers() -> tuple[ProviderSpec, ...]:
+    """Returns the declared providers, sorted by name, without those that two plugins claim.
+
+    Raises:
+        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+    """
+    return tuple(claim.spec for claim in _ready().of(ProviderSpec))
+
+
+def engines() -> tuple[EngineSpec, ...]:
+    """Returns the declared engines, sorted by name, without those that two plugins claim.
+
+    Raises:
+        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+    """
+    return tuple(claim.spec for claim in _ready().of(EngineSpec))
+
+
+def kernels() -> tuple[KernelSpec, ...]:
+    """Returns the declared kernels, sorted by target, without those that two plugins claim.
+
+    Raises:
+        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+    """
+    return tuple(claim.spec for claim in _ready().of(KernelSpec))
+
+
+def get_provider(name: str, /, **config: Any) -> Any:
+    """Builds a provider by name.
+
+    Args:
+        name: the name that a plugin declares it under.
+        **config: passed on to the provider's factory.
+
+    Returns:
+        The provider: an object with `engine`, `disable_jit`, `interceptor()` and `apply(fn)`.
+
+    Raises:
+        UnknownNameError: no provider has that name; the known ones are listed, and the plugins
+            that failed, one of which might have had it.
+        PluginError: two plugins claim the name, the plugin of that name failed, the factory
+            cannot be imported, or what it returns is not a provider.
+    """
+    return _made(_ready().get(ProviderSpec, name), config, _PROVIDER_MEMBERS)
+
+
+def get_engine(name: str, /, **config: Any) -> Engine:
+    """Builds an engine by name.
+
+    Args:
+        name: the name that a plugin declares it under, such as ``"patch"``.
+        **config: passed on to the engine's factory.
+
+    Returns:
+        The engine: an object with `wrap(fn, interceptor)`.
+
+    Raises:
+        UnknownNameError: no engine has that name; the known ones are listed, and the plugins
+            that failed, one of which might have had it.
+        PluginError: two plugins claim the name, the plugin of that name failed, the factory
+            cannot be imported, or what it returns is not an engine.
+    """
+    return _made(_ready().get(EngineSpec, name), config, _ENGINE_MEMBERS)
+
+
+def _made(
+    claim: Claim[ProviderSpec] | Claim[EngineSpec],
+    config: Mapping[str, Any],
+    members: Mapping[str, str],
+) -> Any:
+    factory = claim.spec.factory
+    # Errors of the factory itself, such as an option that it does not have, are the caller's.
+    made = resolve(factory, claim.label)(**config)
+    missing = [meaning for member, meaning in members.items() if not hasattr(made, member)]
+    if missing:
+        raise PluginError(
+            f"{claim.label}: {factory!r} returned {made!r}, which lacks: {'; '.join(missing)}."
+        )
+    return made

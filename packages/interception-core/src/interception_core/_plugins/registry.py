@@ -1,0 +1,188 @@
+"""The registry: every declared name and whose it is. Built once, then never changed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
+
+from .._errors import PluginError, nearest_name, one_line, unknown_name
+from .discovery import Found
+from .loading import Loaded, load, record_of
+from .records import PluginRecord
+from .specs import Spec
+
+DISABLE = "JAXTAP_DISABLE_PLUGINS"
+STRICT = "JAXTAP_STRICT_PLUGINS"
+
+
+S = TypeVar("S", bound=Spec)
+
+
+class Claim(NamedTuple, Generic[S]):
+    """A spec and the plugin that declares it."""
+
+    spec: S
+    owner: PluginRecord
+
+    @property
+    def label(self) -> str:
+        """What it is and whose, for messages."""
+        return f"{self.spec.kind.capitalize()} {self.spec.key!r} of {self.owner.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """Every installed plugin, and what each name stands for.
+
+    Attributes:
+        records: one per installed plugin, sorted by name.
+        claims: (kind, key) to every claim of it, more than one where plugins conflict.
+        warnings: one line per plugin that is left out or misbehaves.
+        strict: whether the failure of a plugin is to be raised.
+    """
+
+    records: tuple[PluginRecord, ...]
+    claims: Mapping[tuple[str, str], tuple[Claim, ...]]
+    warnings: tuple[str, ...]
+    strict: bool
+
+    @property
+    def broken(self) -> tuple[PluginRecord, ...]:
+        """The records of the plugins that failed or that conflict."""
+        return tuple(record for record in self.records if record.error is not None)
+
+    def of(self, wanted: type[S]) -> tuple[Claim[S], ...]:
+        """Returns the claims of a kind of spec that nobody contests, sorted by key."""
+        return tuple(
+            Claim(claim.spec, claim.owner)
+            for (claim, *rivals) in self.claims.values()
+            if not rivals and isinstance(claim.spec, wanted)
+        )
+
+    def get(self, wanted: type[S], name: str) -> Claim[S]:
+        """Looks a name up.
+
+        Args:
+            wanted: the class of the spec, such as `ProviderSpec`.
+            name: the key of the spec.
+
+        Returns:
+            The one claim of that name.
+
+        Raises:
+            PluginError: two plugins claim the name, or it is the name of a plugin that failed.
+            UnknownNameError: nothing has that name. The plugins that failed are listed, since
+                one of them may be what would provide it, and the first one's error is the cause.
+        """
+        kind = wanted.kind
+        available = {claim.spec.key: claim for claim in self.of(wanted)}
+        if name in available:
+            return available[name]
+        if (kind, name) in self.claims:
+            raise _conflict(self.claims[kind, name])
+        # Nobody knows what these would have declared.
+        silent = [record for record in self.broken if not record.provides]
+        for record in silent:
+            if record.name == name:
+                raise PluginError(
+                    f"No {kind} {name!r}: {record.label} failed. {record.reason}"
+                ) from record.error
+        hints = [f"Failed: {record.label}, {record.reason}" for record in silent]
+        disabled = [record.name for record in self.records if record.status == "disabled"]
+        if disabled:
+            hints.append(f"Disabled by {DISABLE}: {', '.join(disabled)}.")
+        cause = silent[0].error if silent else None
+        raise unknown_name(kind, name, available, " ".join(hints)) from cause
+
+    def raise_if_strict(self) -> None:
+        """Raises a `PluginError` naming every broken plugin, where failures are to be raised."""
+        if self.strict and self.broken:
+            reasons = " ".join(f"{record.label}, {record.reason}" for record in self.broken)
+            raise PluginError(f"{STRICT} is set. Broken: {reasons}") from self.broken[0].error
+
+
+def build(installed: Iterable[Found], environ: Mapping[str, str]) -> Registry:
+    """Loads the plugins and puts their declarations together.
+
+    Args:
+        installed: the installed plugins.
+        environ: where `JAXTAP_DISABLE_PLUGINS` and `JAXTAP_STRICT_PLUGINS` are read from.
+
+    Returns:
+        The registry. Whatever is wrong with a plugin is in its record, and in one warning line.
+    """
+    installed = tuple(installed)
+    strict = environ.get(STRICT, "") not in ("", "0")
+    disabled = {name.strip() for name in environ.get(DISABLE, "").split(",")} - {""}
+    loaded = [_load_unless(found, installed, disabled, strict) for found in installed]
+    claims = _claims(loaded)
+    records = tuple(_with_conflicts(one.record, claims) for one in loaded)
+    warnings = [*_unknown_disabled(disabled, installed), *_warnings(records)]
+    return Registry(records, MappingProxyType(claims), tuple(warnings), strict)
+
+
+def _load_unless(
+    found: Found, installed: tuple[Found, ...], disabled: set[str], strict: bool
+) -> Loaded:
+    if found.name in disabled:
+        return Loaded(record_of(found, "disabled", "metadata"))
+    namesakes = [other.distribution for other in installed if other.name == found.name]
+    if len(namesakes) > 1:
+        error = PluginError(
+            f"The plugin name {found.name!r} is claimed by the distributions "
+            f"{' and '.join(namesakes)}; neither is loaded. Uninstall one of them."
+        )
+        return Loaded(record_of(found, "conflict", "metadata", error))
+    return load(found, strict)
+
+
+def _claims(loaded: Iterable[Loaded]) -> dict[tuple[str, str], tuple[Claim, ...]]:
+    claims: dict[tuple[str, str], tuple[Claim, ...]] = {}
+    for record, specs in loaded:
+        for spec in specs:
+            key = (spec.kind, spec.key)
+            claims[key] = (*claims.get(key, ()), Claim(spec, record))
+    return dict(sorted(claims.items()))
+
+
+def _with_conflicts(
+    record: PluginRecord, claims: Mapping[tuple[str, str], tuple[Claim, ...]]
+) -> PluginRecord:
+    contested = [
+        rivals
+        for rivals in claims.values()
+        if len(rivals) > 1 and any(claim.owner is record for claim in rivals)
+    ]
+    if not contested:
+        return record
+    error = PluginError(" ".join(str(_conflict(rivals)) for rivals in contested))
+    return replace(record, status="conflict", error=error)
+
+
+def _conflict(claims: tuple[Claim, ...]) -> PluginError:
+    spec = claims[0].spec
+    owners = [claim.owner for claim in claims]
+    return PluginError(
+        f"The {spec.kind} name {spec.key!r} is claimed by "
+        f"{' and by '.join(owner.label for owner in owners)}, so neither is used. Disable one: "
+        f"{' or '.join(f'{DISABLE}={owner.name}' for owner in owners)}."
+    )
+
+
+def _unknown_disabled(disabled: set[str], installed: tuple[Found, ...]) -> Iterator[str]:
+    known = {found.name for found in installed}
+    for name in sorted(disabled - known):
+        near = nearest_name(name, known)
+        yield f"{DISABLE} names {name!r}, which is not an installed plugin." + (
+            f" Did you mean {near!r}?" if near else ""
+        )
+
+
+def _warnings(records: Iterable[PluginRecord]) -> Iterator[str]:
+    for record in records:
+        if record.status == "failed":
+            yield f"{record.label} is left out. {record.reason}"
+        elif record.error is not None:
+            yield f"{record.label} conflicts. {one_line(record.error)}"
+        for note in record.notes:
+            yield f"{record.label}: {note}"

@@ -1,0 +1,244 @@
+"""What a plugin declares: frozen, checked descriptions of things not yet imported.
+
+Each class has a `kind` and a `key`. No two plugins may claim the same key of
+the same kind.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+from .._errors import PluginError
+from .paths import PATH_FORM, is_path
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def _refuse(spec: object, field: str, wanted: str) -> PluginError:
+    given = getattr(spec, field)
+    return PluginError(f"{type(spec).__name__}.{field} must be {wanted}, got {given!r}.")
+
+
+def _check_name(spec: Any, field: str = "name") -> None:
+    value = getattr(spec, field)
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise _refuse(
+            spec, field, "a name of lower-case letters, digits, '-', '_' and '.', such as 'acme'"
+        )
+
+
+def _check_summary(spec: Any, may_be_empty: bool = False) -> None:
+    value = spec.summary
+    if not isinstance(value, str) or "\n" in value or not (value.strip() or may_be_empty):
+        raise _refuse(spec, "summary", "one line of text")
+
+
+def _check_path(spec: Any, field: str, optional: bool = False) -> None:
+    value = getattr(spec, field)
+    if not is_path(value) and not (optional and value is None):
+        raise _refuse(spec, field, f"a {PATH_FORM} string{' or None' if optional else ''}")
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderSpec:
+    """Declares a provider, which `get_provider(name, **config)` builds.
+
+    Args:
+        name: what users ask for, such as ``"acme"``.
+        summary: one line about it.
+        factory: ``"module:attribute"`` of a callable that takes the config
+            as keyword arguments and returns a provider: an object with
+            `engine`, `disable_jit`, `interceptor()` and `apply(fn)`.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    kind: ClassVar[str] = "provider"
+    name: str
+    summary: str
+    factory: str
+
+    def __post_init__(self) -> None:
+        _check_name(self)
+        _check_summary(self)
+        _check_path(self, "factory")
+
+    @property
+    def key(self) -> str:
+        """What no other provider may be called."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Declares an engine, which `get_engine(name, **config)` builds.
+
+    Args:
+        name: what users ask for, such as ``"patch"``.
+        summary: one line about it.
+        factory: ``"module:attribute"`` of a callable that takes the config
+            as keyword arguments and returns an engine: an object with
+            `wrap(fn, interceptor)`.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    kind: ClassVar[str] = "engine"
+    name: str
+    summary: str
+    factory: str
+
+    def __post_init__(self) -> None:
+        _check_name(self)
+        _check_summary(self)
+        _check_path(self, "factory")
+
+    @property
+    def key(self) -> str:
+        """What no other engine may be called."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Declares a kernel: an XLA FFI target that implements an op on a platform.
+
+    Args:
+        target: the FFI target, with its package in front so that targets of
+            different plugins cannot meet: ``"acme_quant.gemm_ternary"``.
+        platform: the platform as JAX spells it in lowering: ``"cpu"``, ``"cuda"``, ...
+        handlers: ``"module:attribute"`` of a callable that returns the
+            handlers to register.
+        op: the op that the kernel implements, such as ``"gemm_w8a8"``.
+        supports: ``"module:attribute"`` of a predicate that says whether the
+            kernel can take a given call, or None for every call.
+        priority: among the kernels that support a call the highest is taken.
+        summary: one line about it, or empty.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    kind: ClassVar[str] = "kernel"
+    target: str
+    platform: str
+    handlers: str
+    op: str
+    supports: str | None = None
+    priority: int = 0
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
+            raise _refuse(
+                self, "target", "a dotted name that starts with its package, such as 'acme.gemm'"
+            )
+        _check_name(self, "platform")
+        _check_path(self, "handlers")
+        _check_name(self, "op")
+        _check_path(self, "supports", optional=True)
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise _refuse(self, "priority", "an int")
+        _check_summary(self, may_be_empty=True)
+
+    @property
+    def key(self) -> str:
+        """The target on its platform, which no other kernel may claim."""
+        return f"{self.target}@{self.platform}"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpec:
+    """Declares a command of the `jaxtap` command line.
+
+    Args:
+        name: the word after ``jaxtap``.
+        summary: one line for ``jaxtap --help``.
+        run: ``"module:attribute"`` of the command, called with the parsed
+            `argparse.Namespace`; it returns the exit status, an int or None for 0.
+        configure: ``"module:attribute"`` of a callable that gets the command's
+            `argparse.ArgumentParser` and adds its options, or None. It is
+            imported only when this command is run or its own help is asked for.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    kind: ClassVar[str] = "command"
+    name: str
+    summary: str
+    run: str
+    configure: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_name(self)
+        _check_summary(self)
+        _check_path(self, "run")
+        _check_path(self, "configure", optional=True)
+
+    @property
+    def key(self) -> str:
+        """What no other command may be called."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorCheck:
+    """Declares a check that ``jaxtap doctor`` makes.
+
+    Args:
+        name: a short name for the list.
+        summary: one line: what is checked.
+        run: ``"module:attribute"`` of a callable without arguments that
+            returns an iterable of `CheckResult`. It may import JAX.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    kind: ClassVar[str] = "check"
+    name: str
+    summary: str
+    run: str
+
+    def __post_init__(self) -> None:
+        _check_name(self)
+        _check_summary(self)
+        _check_path(self, "run")
+
+    @property
+    def key(self) -> str:
+        """What no other check may be called."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One finding of a `DoctorCheck`.
+
+    Args:
+        status: ``"ok"``, ``"warn"`` or ``"fail"``; one ``"fail"`` makes
+            ``jaxtap doctor`` exit with 1.
+        message: what was found.
+        hint: what to do about it, or empty.
+
+    Raises:
+        PluginError: a field has the wrong type or value; the message names it.
+    """
+
+    status: str
+    message: str
+    hint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status not in ("ok", "warn", "fail"):
+            raise _refuse(self, "status", "'ok', 'warn' or 'fail'")
+        for field in ("message", "hint"):
+            if not isinstance(getattr(self, field), str):
+                raise _refuse(self, field, "a str")
+
+
+Spec: TypeAlias = ProviderSpec | EngineSpec | KernelSpec | CommandSpec | DoctorCheck
