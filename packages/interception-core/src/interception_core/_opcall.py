@@ -45,6 +45,7 @@ class OpCall:
             began, joined by ``/``.
         level: "function" or "primitive".
         params: the keyword arguments: for a primitive, its parameters.
+        within: the names of the targets, tapped but let run, that this call is a part of.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class OpCall:
         "op_id",
         "op_name",
         "params",
+        "within",
     )
 
     def __init__(
@@ -66,6 +68,7 @@ class OpCall:
         args: tuple,
         params: Mapping[str, Any],
         activation: Activation,
+        within: frozenset[str],
         proceed: Callable[..., Any],
     ):
         self.op_name = op_name
@@ -73,6 +76,7 @@ class OpCall:
         self.module_path = module_path
         self.level = level
         self.params = params
+        self.within = within
         self._args = args
         self._activation = activation
         self._proceed = proceed
@@ -86,13 +90,21 @@ class OpCall:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The positional arguments, with where they came from.
+        """The positional arguments, with where they came from. Raises as ``operand`` does."""
+        return tuple(self.operand(arg) for arg in self._args)
+
+    def operand(self, value: Any) -> Operand:
+        """Returns what is known of ``value``, an argument of this call.
 
         Raises:
             RuntimeError: the wrapped function has returned, and its inputs are forgotten.
         """
-        origins = self._activation.origins()
-        return tuple(_operand(arg, origins.get(id(arg))) for arg in self._args)
+        provenance = self._activation.origins().get(id(value))
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is None or dtype is None:
+            return Operand(None, None, None, None)
+        axes = tuple(range(len(shape))) if provenance is not None else None
+        return Operand(tuple(shape), dtype, provenance, axes)
 
     @property
     def fingerprint(self) -> str:
@@ -107,14 +119,6 @@ class OpCall:
 
     def __repr__(self) -> str:
         return f"<OpCall {self.op_id} ({self.level})>"
-
-
-def _operand(value: Any, provenance: str | None) -> Operand:
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is None or dtype is None:
-        return Operand(None, None, None, None)
-    axes = tuple(range(len(shape))) if provenance is not None else None
-    return Operand(tuple(shape), dtype, provenance, axes)
 
 
 def _describe(leaf: Any) -> str:

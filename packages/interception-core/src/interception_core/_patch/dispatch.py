@@ -46,7 +46,10 @@ def _ask(
             outer = level.parent
             proceed = _Proceed(site, original, outer, kept)
             op_name, handler = entry
-            call = OpCall(op_name, site.level, level.path, args, kwargs, activation, proceed)
+            within = frozenset(activation.table[s][0] for s in level.within)
+            call = OpCall(
+                op_name, site.level, level.path, args, kwargs, activation, within, proceed
+            )
             with Entered(OUTSIDE if outer is None else outer):
                 result = handler(call, *args, **kwargs)
             if result is not NotImplemented:

@@ -1,0 +1,466 @@
+"""PtqProvider: what runs in integers, how exactly, and what it reports."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from interception_core import UnknownNameError, get_provider
+from provider_xla import PtqProvider, QuantizationRule
+
+INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+
+
+def conv(x, k):
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=LAYOUT)
+
+
+def batched_dot(x, w):
+    return lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,))))
+
+
+# name: function, shapes, and for each operand the axes that its scale does not depend on.
+OPS = {
+    "dot": (lambda x, w: jnp.dot(x, w), (5, 24), (24, 7), (1,), (0,)),
+    "x.dot": (lambda x, w: x.dot(w), (5, 24), (24, 7), (1,), (0,)),
+    "dot of vectors": (lambda x, w: jnp.dot(x, w), (24,), (24,), (0,), (0,)),
+    "dot of 3 and 2 axes": (lambda x, w: jnp.dot(x, w), (2, 5, 24), (24, 7), (2,), (0,)),
+    "operator": (lambda x, w: x @ w, (5, 24), (24, 7), (1,), (0,)),
+    "matmul": (lambda x, w: jnp.matmul(x, w), (3, 5, 24), (3, 24, 7), (2,), (1,)),
+    "matmul, broadcast": (lambda x, w: jnp.matmul(x, w), (3, 5, 24), (24, 7), (2,), (0,)),
+    "matmul of vectors": (lambda x, w: jnp.matmul(x, w), (24,), (24,), (0,), (0,)),
+    "matrix by vector": (lambda x, w: jnp.matmul(x, w), (5, 24), (24,), (1,), (0,)),
+    "vector by matrix": (lambda x, w: jnp.matmul(x, w), (24,), (24, 7), (0,), (0,)),
+    "einsum": (lambda x, w: jnp.einsum("bi,io->bo", x, w), (5, 24), (24, 7), (1,), (0,)),
+    "einsum, attention": (
+        lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
+        (2, 5, 3, 8),
+        (2, 6, 3, 8),
+        (3,),
+        (3,),
+    ),
+    "dot_general": (batched_dot, (3, 5, 24), (3, 24, 7), (2,), (1,)),
+    "lax.dot": (lambda x, w: lax.dot(x, w), (5, 24), (24, 7), (1,), (0,)),
+    "inner": (lambda x, w: jnp.inner(x, w), (5, 24), (7, 24), (1,), (1,)),
+    "conv": (conv, (2, 8, 8, 3), (3, 3, 3, 5), (1, 2, 3), (0, 1, 2)),
+}
+
+
+@pytest.fixture(params=OPS)
+def op(request):
+    return OPS[request.param]
+
+
+def draw(*shapes, dtype=np.float32):
+    rng = np.random.default_rng()
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def int8_grid(x, axes):
+    """NumPy's own quantize-dequantize: codes -127 to 127, absmax scale, in float64."""
+    x = np.asarray(x, np.float64)
+    scale = np.abs(x).max(axis=axes, keepdims=True) / 127
+    return np.round(x / scale) * scale
+
+
+def integer_dots(fn, *args):
+    """The dtypes of every product in the jaxpr of ``fn``, also in the jaxprs within."""
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                yield tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
+            for inner in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from visit(inner)
+
+    return list(visit(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_every_op_equals_the_grid_in_float64(op, transform):
+    fn, x_shape, w_shape, x_axes, w_axes = op
+    x, w = draw(x_shape, w_shape)
+    provider = PtqProvider([INT8])
+    actual = transform(provider.apply(fn))(x, w)
+    with jax.enable_x64(True):
+        expected = fn(jnp.asarray(int8_grid(x, x_axes)), jnp.asarray(int8_grid(w, w_axes)))
+    assert actual.dtype == jnp.float32
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    # Codes may differ where float32 and float64 round a tie apart: one scale's worth.
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=0.05)
+    assert np.mean(np.abs(actual - expected) < 1e-4) > 0.9
+    assert provider.get_unused_rules() == []
+
+
+def test_every_op_runs_in_int8_with_int32_sums(op):
+    fn, x_shape, w_shape, *_ = op
+    provider = PtqProvider([INT8])
+    dots = integer_dots(provider.apply(fn), *draw(x_shape, w_shape))
+    assert dots == [("int8", "int8", "int32")]
+    assert all(record.quantized for record in provider.report())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_result_has_the_dtype_of_the_float_op(op, dtype):
+    fn, x_shape, w_shape, *_ = op
+    x, w = draw(x_shape, w_shape, dtype=dtype)
+    result, expected = PtqProvider().apply(fn)(x, w), fn(x, w)
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+
+
+def test_preferred_element_type_is_kept():
+    x, w = draw((4, 8), (8, 3), dtype=jnp.bfloat16)
+    fn = PtqProvider().apply(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32))
+    assert fn(x, w).dtype == jnp.float32
+
+
+def test_gradients_are_those_of_the_float_op(op):
+    fn, x_shape, w_shape, *_ = op
+    x, w = draw(x_shape, w_shape)
+
+    def gradients(fn):
+        return jax.grad(lambda x, w: jnp.sum(fn(x, w)), (0, 1))(x, w)
+
+    quantized = PtqProvider().apply(fn)
+    for ours in (gradients(quantized), gradients(jax.jit(quantized))):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+            ours,
+            gradients(fn),
+        )
+
+
+@pytest.mark.parametrize("value", ["zeros", "nan", "inf", "-inf", "huge", "tiny", "subnormal"])
+def test_special_values_give_the_result_class_of_the_float_op(op, value):
+    fn, x_shape, w_shape, *_ = op
+    x, w = draw(x_shape, w_shape)
+    if value == "zeros":
+        x = jnp.zeros_like(x)
+    elif value in ("huge", "tiny", "subnormal"):
+        x = x * jnp.float32({"huge": 1e30, "tiny": 1e-36, "subnormal": 1e-42}[value])
+    else:
+        x = x.at[(0,) * x.ndim].set(float(value))
+    expected, actual = fn(x, w), PtqProvider().apply(fn)(x, w)
+    finite, ours = np.isfinite(expected), np.isfinite(actual)
+    if fn is conv and value in ("nan", "inf", "-inf"):
+        # The image shares a scale, so all of it is affected; the other images are not.
+        assert not ours[~finite].any()
+        assert ours[1:].all()
+    else:
+        np.testing.assert_array_equal(ours, finite)
+    if value == "zeros":
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (lambda x, w: x @ w, ((0, 4), (4, 3))),
+        (lambda x, w: x @ w, ((2, 0), (0, 3))),
+        (lambda x, w: jnp.dot(x, w), ((0,), (0,))),
+        (lambda x, w: jnp.einsum("bi,bj->ij", x, w), ((0, 4), (0, 3))),
+        (batched_dot, ((0, 2, 4), (0, 4, 3))),
+        (conv, ((0, 8, 8, 3), (3, 3, 3, 5))),
+        (conv, ((2, 0, 8, 3), (3, 3, 3, 5))),
+    ],
+)
+def test_zero_size_operands(fn, shapes):
+    x, w = draw(*shapes)
+    np.testing.assert_array_equal(PtqProvider().apply(fn)(x, w), fn(x, w))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "reason"),
+    [
+        (jnp.dot, (jnp.arange(3), jnp.arange(3)), "an operand is int32"),
+        (lambda x: jnp.dot(x, 2.0), (jnp.ones(3),), "an operand is a float"),
+        (lambda x: jnp.dot(x, x[0]), (jnp.ones(3),), "an operand is a scalar"),
+        (
+            lambda x: jnp.einsum("ij,jk,kl->il", x, x, x),
+            (jnp.ones((3, 3)),),
+            "3 operands are seen in their parts",
+        ),
+        (lambda x: jnp.einsum(x, [0, 1], x, [1, 2]), (jnp.ones((3, 3)),), "interleaved"),
+        (lambda x: jnp.einsum("ii,ij->j", x, x), (jnp.ones((3, 3)),), "repeats a label"),
+        (
+            lambda x: lax.dot(x, x, preferred_element_type=jnp.int32),
+            (jnp.ones((3, 3)),),
+            "preferred_element_type is int32",
+        ),
+    ],
+)
+def test_what_stays_float_says_why(fn, args, reason):
+    provider = PtqProvider([INT8])
+    try:
+        expected = fn(*args)
+    except TypeError:
+        with pytest.raises(TypeError):
+            provider.apply(fn)(*args)
+    else:
+        np.testing.assert_allclose(provider.apply(fn)(*args), expected, rtol=0.02)
+    first = provider.report()[0]
+    assert not first.quantized
+    assert reason in first.reason
+
+
+def test_wrong_calls_raise_what_they_always_raised():
+    x = jnp.ones((2, 3))
+    for fn in (lambda: jnp.dot(x), lambda: x @ x, lambda: jnp.einsum("ij,jk->ik", x, x)):
+        with pytest.raises((TypeError, ValueError)) as plain:
+            fn()
+        with pytest.raises(plain.type) as tapped:
+            PtqProvider().apply(fn)()
+        assert str(tapped.value) == str(plain.value)
+
+
+def test_strict_promotion_still_refuses_mixed_operands():
+    x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.float32)
+    with pytest.raises(
+        jax.errors.TypePromotionError if hasattr(jax.errors, "TypePromotionError") else ValueError
+    ):
+        PtqProvider().apply(lambda x, w: x @ w)(x, w)
+    with jax.numpy_dtype_promotion("standard"):
+        assert PtqProvider().apply(lambda x, w: x @ w)(x, w).dtype == (x @ w).dtype
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+def two_layers(params, x):
+    with jax.named_scope("first"):
+        x = x @ params["w"]
+    with jax.named_scope("second"):
+        return jnp.einsum("bi,io->bo", x, params["w"])
+
+
+def layer_inputs():
+    w, x = draw((8, 8), (4, 8))
+    return {"w": w}, x
+
+
+def test_first_match_decides():
+    rules = [
+        QuantizationRule(module_path="first"),
+        QuantizationRule(module_path="first", weight_qtype="int8", act_qtype="int8"),
+        INT8,
+    ]
+    provider = PtqProvider(rules)
+    provider.apply(two_layers)(*layer_inputs())
+    first, second = provider.report()
+    assert (first.rule, first.quantized, first.reason) == (0, False, "the rule leaves it float")
+    assert (second.rule, second.qtypes) == (2, ("int8", "int8"))
+    assert provider.get_unused_rules() == [rules[1]]
+
+
+def test_rules_on_equal_layers_that_share_a_jitted_block():
+    block = jax.jit(lambda x, w: x @ w)
+
+    def model(x, w):
+        with jax.named_scope("first"):
+            a = block(x, w)
+        with jax.named_scope("second"):
+            return a, block(x, w)
+
+    provider = PtqProvider(
+        [QuantizationRule(module_path="second", weight_qtype="int8", act_qtype="int8")]
+    )
+    x, w = draw((4, 8), (8, 8))
+    plain = block(x, w)
+    for fn in (provider.apply(model), jax.jit(provider.apply(model))):
+        first, second = fn(x, w)
+        np.testing.assert_array_equal(first, plain)
+        assert np.abs(second - plain).max() > 0
+    np.testing.assert_array_equal(block(x, w), plain)
+    assert [record.quantized for record in provider.report()] == [False, False, True]
+
+
+def test_op_names():
+    provider = PtqProvider(
+        [QuantizationRule(op_names=["einsum"], weight_qtype="int8", act_qtype="int8")]
+    )
+    provider.apply(two_layers)(*layer_inputs())
+    by_name = {record.op_name: record for record in provider.report()}
+    assert by_name["einsum"].quantized
+    assert by_name["matmul"].reason == "no rule matches"
+    assert by_name["dot_general"].op_id == "first/jit(matmul)/dot_general:0"
+
+
+def test_an_op_without_a_rule_is_looked_into():
+    provider = PtqProvider(
+        [QuantizationRule(op_names=["dot_general"], weight_qtype="int8", act_qtype="int8")]
+    )
+    x, w = draw((4, 8), (8, 3))
+    dots = integer_dots(provider.apply(lambda x, w: x @ w), x, w)
+    assert dots == [("int8", "int8", "int32")]
+
+
+def test_a_rule_for_float_covers_the_parts():
+    provider = PtqProvider([QuantizationRule(op_names=["einsum"]), INT8])
+    x, w = draw((4, 8), (8, 3))
+    dots = integer_dots(provider.apply(lambda x, w: jnp.einsum("bi,io->bo", x, w)), x, w)
+    assert dots == [("float32",) * 3]
+
+
+def test_weight_only_knows_weights_by_their_path():
+    provider = PtqProvider([QuantizationRule(weight_qtype="int8")])
+    params, x = layer_inputs()
+
+    def model(params, x):
+        return (x @ params["w"]) @ x.T
+
+    result = provider.apply(model)(params, x)
+    grid = int8_grid(params["w"], (0,))
+    np.testing.assert_allclose(
+        result, np.asarray(x, np.float64) @ grid @ np.asarray(x).T, rtol=1e-3, atol=1e-3
+    )
+    weight, activations = provider.report()
+    assert weight.qtypes == (None, "int8")
+    assert weight.weight == "args[0]['w']"
+    assert activations.reason == "the rule is for weights, and no operand is known as a parameter"
+
+
+def test_weights_on_the_left_and_as_another_argument():
+    provider = PtqProvider([QuantizationRule(weight_qtype="int4")], params_argnum=1)
+    x, w = draw((8, 4), (6, 8))
+    provider.apply(lambda x, w: w @ x)(x, w)
+    (record,) = provider.report()
+    assert record.qtypes == ("int4", None)
+    assert record.weight == "args[1]"
+
+
+@pytest.mark.parametrize("tile", [2, 4, 8])
+def test_tiles(tile):
+    provider = PtqProvider(
+        [QuantizationRule(weight_qtype="int4", act_qtype="int8", tile_size=tile)]
+    )
+    w, x = draw((8, 3), (5, 8))
+
+    def grid(values, qmax):
+        tiles = np.asarray(values, np.float64).reshape(-1, 8 // tile, tile)
+        scale = np.abs(tiles).max(axis=-1, keepdims=True) / qmax
+        return (np.round(tiles / scale) * scale).reshape(-1, 8)
+
+    result = provider.apply(lambda w, x: x @ w)(w, x)
+    np.testing.assert_allclose(result, grid(x, 127) @ grid(w.T, 7).T, rtol=1e-3, atol=1e-3)
+
+
+def test_tiles_that_do_not_fit_are_reported():
+    provider = PtqProvider([QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=5)])
+    params, x = layer_inputs()
+    np.testing.assert_array_equal(provider.apply(two_layers)(params, x), two_layers(params, x))
+    assert {record.reason for record in provider.report()} == {
+        "tile_size 5 does not divide contracted [8]"
+    }
+    image, kernel = draw((1, 8, 8, 5), (3, 3, 5, 5))
+    provider.apply(conv)(image, kernel)
+    assert provider.report()[-1].reason == "tile_size is for matrix products"
+
+
+# --- in programs ---------------------------------------------------------------------------------
+
+
+def test_control_flow_and_transformations():
+    x, w = draw((6, 8), (8, 8))
+
+    def model(w, x):
+        h = jax.checkpoint(lambda x: jnp.tanh(x @ w))(x)
+        h = lax.cond(h[0, 0] > 2, lambda h: h, lambda h: h @ w, h)
+        _, rows = lax.scan(lambda c, row: (c, row @ w), 0, h)
+        return jax.vmap(lambda row: jnp.dot(w, row))(rows).sum()
+
+    quantized = PtqProvider().apply(model)
+    expected = model(w, x)
+    for fn in (quantized, jax.jit(quantized)):
+        np.testing.assert_allclose(fn(w, x), expected, rtol=0.1, atol=2.0)
+    plain_grad = jax.grad(model)(w, x)
+    for fn in (jax.grad(quantized), jax.jit(jax.grad(quantized))):
+        cosine = jnp.vdot(fn(w, x), plain_grad) / (
+            jnp.linalg.norm(fn(w, x)) * jnp.linalg.norm(plain_grad)
+        )
+        assert cosine > 0.99
+    dots = integer_dots(quantized, w, x)
+    assert len(dots) == 4
+    assert all(dot == ("int8", "int8", "int32") for dot in dots)
+
+
+def test_flax_and_equinox_models_by_their_paths():
+    import equinox as eqx
+    from flax import linen, nnx
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.relu(linen.Conv(8, (3, 3), name="conv")(x)).reshape(x.shape[0], -1)
+            return linen.Dense(10, name="head")(x)
+
+    (images,) = draw((4, 8, 8, 1))
+    net = Net()
+    variables = net.init(jax.random.key(0), images)
+    provider = PtqProvider([QuantizationRule(module_path="Net/conv"), INT8])
+    result = provider.apply(net.apply)(variables, images)
+    np.testing.assert_allclose(result, net.apply(variables, images), atol=0.1)
+    convolution, head = provider.report()
+    assert convolution.reason == "the rule leaves it float"
+    assert head.op_id == "Net/head/dot_general:0"
+    assert head.weight == "args[0]['params']['head']['kernel']"
+
+    linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    mlp = jax.vmap(eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0)))
+    (x,) = draw((5, 8))
+    for fn in (lambda x: linear(x), lambda x: mlp(x)):
+        provider = PtqProvider()
+        np.testing.assert_allclose(provider.apply(fn)(x), fn(x), atol=0.2)
+        assert all(record.quantized for record in provider.report())
+
+
+def test_float_is_bit_identical_before_between_and_after():
+    block = jax.jit(lambda w, x: jnp.tanh(x @ w) @ w)
+    w, x = draw((8, 8), (4, 8))
+    before = block(w, x)
+    int8, int4 = (
+        PtqProvider([QuantizationRule(weight_qtype=q, act_qtype=q)]).apply(block)
+        for q in ("int8", "int4")
+    )
+    results = [int8(w, x), block(w, x), int4(w, x), block(w, x), int8(w, x), block(w, x)]
+    for plain in results[1::2]:
+        np.testing.assert_array_equal(plain, before)
+    np.testing.assert_array_equal(results[0], results[4])
+    assert np.abs(results[0] - results[2]).max() > 0
+    assert np.abs(results[0] - before).max() > 0
+
+
+# --- as a plugin ---------------------------------------------------------------------------------
+
+
+def test_by_name():
+    provider = get_provider("ptq", rules=[INT8])
+    assert isinstance(provider, PtqProvider)
+    with pytest.raises(UnknownNameError, match="ptq"):
+        get_provider("pqt")
+
+
+def test_report_as_table_and_json():
+    provider = PtqProvider([INT8])
+    assert "call the wrapped function first" in str(provider.report())
+    provider.apply(two_layers)(*layer_inputs())
+    text = str(provider.report())
+    assert "first/matmul:0" in text
+    assert "2 of 2 operations quantized" in text
+    assert provider.report().as_json()[0] == {
+        "op_id": "first/matmul:0",
+        "op_name": "matmul",
+        "operands": ("f32[4,8]", "f32[8,8]"),
+        "qtypes": ("int8", "int8"),
+        "rule": 0,
+        "reason": None,
+        "weight": "args[0]['w']",
+    }
+    provider.apply(two_layers)(*layer_inputs())
+    assert len(provider.report()) == 2

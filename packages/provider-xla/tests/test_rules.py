@@ -1,0 +1,47 @@
+"""QuantizationRule: what it matches, and what it refuses."""
+
+import pytest
+
+from provider_xla import PtqProvider, QuantizationRule
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight_qtype": "int9"}, "weight_qtype.*int8.*Got 'int9'"),
+        ({"act_qtype": "itn8"}, "act_qtype.*int8.*Got 'itn8'"),
+        ({"act_qtype": 8}, "act_qtype.*Got 8"),
+        ({"module_path": "("}, "module_path must be a regular expression"),
+        ({"module_path": None}, "module_path must be a regular expression"),
+        ({"tile_size": -128}, "tile_size must be .*positive.*Got -128"),
+        ({"tile_size": 0}, "tile_size.*Got 0"),
+        ({"tile_size": 1.5}, "tile_size.*Got 1.5"),
+        ({"tile_size": True}, "tile_size.*Got True"),
+        ({"op_names": "dot"}, "op_names.*Got 'dot'"),
+        ({"op_names": ["dott"]}, "op_names.*matmul.*Got"),
+        ({"op_names": []}, "op_names.*Got"),
+    ],
+)
+def test_bad_fields_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        QuantizationRule(**fields)
+
+
+def test_rules_take_keywords_only():
+    with pytest.raises(TypeError):
+        QuantizationRule(".*")
+
+
+def test_matching_is_of_the_whole_path():
+    rule = QuantizationRule(module_path="encoder/.*", op_names=["dot", "einsum"])
+    assert rule.matches("dot", "encoder/layer_0")
+    assert not rule.matches("dot", "my/encoder/layer_0")
+    assert not rule.matches("dot", "encoder")
+    assert not rule.matches("matmul", "encoder/layer_0")
+    assert QuantizationRule().matches("matmul", "")
+
+
+@pytest.mark.parametrize("rules", [["int8"], [None], ["int8", QuantizationRule()]])
+def test_provider_refuses_what_is_no_rule(rules):
+    with pytest.raises(TypeError, match="takes QuantizationRules"):
+        PtqProvider(rules)

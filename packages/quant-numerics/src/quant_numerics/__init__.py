@@ -1,0 +1,26 @@
+"""Quantized arrays, and quantized dot_general, einsum and convolution, as pure JAX functions."""
+
+from quant_numerics._conv import conv_general_dilated
+from quant_numerics._dot import dot_general
+from quant_numerics._einsum import einsum, einsum_dimension_numbers
+from quant_numerics._qarray import QArray, qarray
+from quant_numerics._qtypes import QTYPES, QType, get_qtype
+from quant_numerics._quantize import dequantize, quantize, quantize_for_conv, quantize_for_dot
+from quant_numerics._ste import straight_through
+
+__all__ = [
+    "QTYPES",
+    "QArray",
+    "QType",
+    "conv_general_dilated",
+    "dequantize",
+    "dot_general",
+    "einsum",
+    "einsum_dimension_numbers",
+    "get_qtype",
+    "qarray",
+    "quantize",
+    "quantize_for_conv",
+    "quantize_for_dot",
+    "straight_through",
+]

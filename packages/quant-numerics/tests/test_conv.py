@@ -1,0 +1,338 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from quant_numerics import (
+    QArray,
+    conv_general_dilated,
+    get_qtype,
+    qarray,
+    quantize,
+    quantize_for_conv,
+)
+
+INF, NAN = float("inf"), float("nan")
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def run(lhs, rhs, *args, **options):
+    return jax.jit(lambda a, b: conv_general_dilated(a, b, *args, **options))(lhs, rhs)
+
+
+def reference(lhs, rhs, *args, **options):
+    """The convolution in float64."""
+    with jax.enable_x64(True):
+        conv = jax.jit(lambda a, b: lax.conv_general_dilated(a, b, *args, **options))
+        return np.asarray(conv(value(lhs), value(rhs)))
+
+
+def value(x):
+    if not isinstance(x, QArray):
+        return np.asarray(x).astype(np.float64)
+    return np.asarray(x.qvalue).astype(np.float64) * np.asarray(x.scale)
+
+
+def coarse(shape, channel_axis, seed, qtype="int8"):
+    """A QArray with scales 0.5, 1 and 2 and few bits, so that float32 sums are exact."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-7, 8, shape).astype(get_qtype(qtype).storage_dtype)
+    scale_shape = [n if a == channel_axis else 1 for a, n in enumerate(shape)]
+    scale = (2.0 ** rng.integers(-1, 2, scale_shape)).astype(np.float32)
+    return qarray(codes, scale, qtype, jnp.float32)
+
+
+CONFIGS = {
+    "default layout": ((2, 3, 6, 5), (4, 3, 3, 2), ((1, 1), "VALID"), {}),
+    "nhwc same": ((2, 6, 5, 3), (3, 2, 3, 4), ((2, 1), "SAME"), {"dimension_numbers": NHWC}),
+    "mixed layouts": (
+        (6, 3, 5, 2),
+        (2, 4, 3, 3),
+        ((1, 2), [(1, 0), (2, 1)]),
+        {"dimension_numbers": ("HCWN", "WOHI", "CNWH")},
+    ),
+    "explicit numbers": (
+        (2, 6, 3),
+        (3, 3, 4),
+        ((1,), "SAME"),
+        {"dimension_numbers": lax.ConvDimensionNumbers((0, 2, 1), (2, 1, 0), (0, 2, 1))},
+    ),
+    "rhs dilation": ((2, 3, 9, 9), (4, 3, 3, 3), ((1, 1), "VALID", None, (2, 3)), {}),
+    "transposed": ((2, 3, 4, 4), (4, 3, 3, 3), ((1, 1), [(2, 2), (1, 3)], (2, 3)), {}),
+    "feature groups": (
+        (2, 5, 5, 6),
+        (3, 3, 2, 9),
+        ((1, 1), "SAME"),
+        {"dimension_numbers": NHWC, "feature_group_count": 3},
+    ),
+    "depthwise": (
+        (2, 5, 5, 4),
+        (3, 3, 1, 8),
+        ((2, 2), "SAME"),
+        {"dimension_numbers": NHWC, "feature_group_count": 4},
+    ),
+    "batch groups": (
+        (6, 5, 5, 3),
+        (2, 2, 3, 6),
+        ((1, 1), "VALID"),
+        {"dimension_numbers": NHWC, "batch_group_count": 3},
+    ),
+    "batch groups, features first": ((4, 3, 5), (6, 3, 2), ((1,), "SAME"), {"batch_group_count": 2,
+        "dimension_numbers": ("NCH", "OIH", "CNH")}),
+    "no spatial axes": ((2, 3), (4, 3), ((), ()), {}),
+    "three spatial axes": ((1, 2, 3, 4, 3), (3, 2, 2, 2, 2), ((1, 1, 1), "SAME"), {}),
+}  # fmt: skip
+
+
+def channel_axes(shape_l, shape_r, options):
+    dn = lax.conv_dimension_numbers(shape_l, shape_r, options.get("dimension_numbers"))
+    return dn.lhs_spec[0], dn.rhs_spec[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_integer_convolutions_are_exact(name):
+    shape_l, shape_r, args, options = CONFIGS[name]
+    axis_l, axis_r = channel_axes(shape_l, shape_r, options)
+    lhs, rhs = coarse(shape_l, axis_l, 0), coarse(shape_r, axis_r, 1, "int4")
+    out = run(lhs, rhs, *args, **options)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, reference(lhs, rhs, *args, **options))
+
+
+@pytest.mark.parametrize("which", ["lhs", "rhs"])
+@pytest.mark.parametrize("name", ["mixed layouts", "transposed", "feature groups", "batch groups"])
+def test_weight_only_convolutions_are_exact(name, which):
+    shape_l, shape_r, args, options = CONFIGS[name]
+    axis_l, axis_r = channel_axes(shape_l, shape_r, options)
+    lhs, rhs = coarse(shape_l, axis_l, 0), coarse(shape_r, axis_r, 1)
+    if which == "lhs":
+        rhs = jnp.asarray(value(rhs)).astype(jnp.bfloat16)
+    else:
+        lhs = jnp.asarray(value(lhs)).astype(jnp.bfloat16)
+    out = run(lhs, rhs, *args, **options)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, reference(lhs, rhs, *args, **options))
+
+
+@st.composite
+def problems(draw):
+    """A one-dimensional convolution with any strides, dilations, padding and groups."""
+    small = st.integers(1, 3)
+    groups, batch_groups = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2), (3, 1)]))
+    window, dilation_r = draw(small), draw(small)
+    size = draw(st.integers(dilation_r * (window - 1) + 1, 10))
+    features_in = draw(small)
+    shape_l = (draw(small) * batch_groups, features_in * groups, size)
+    shape_r = (draw(small) * groups * batch_groups, features_in, window)
+    seed = draw(st.integers(0, 99))
+    lhs = coarse(shape_l, draw(st.sampled_from([0, None])), seed)
+    rhs = coarse(shape_r, draw(st.sampled_from([0, None])), seed + 1)
+    padding = [(draw(st.integers(-1, 2)), draw(st.integers(0, 2)))]
+    args = ((draw(small),), padding, (draw(small),), (dilation_r,))
+    return lhs, rhs, args, {"feature_group_count": groups, "batch_group_count": batch_groups}
+
+
+@settings(deadline=None, max_examples=20)
+@given(problems())
+def test_any_convolution_is_exact(problem):
+    lhs, rhs, args, options = problem
+    np.testing.assert_array_equal(
+        run(lhs, rhs, *args, **options), reference(lhs, rhs, *args, **options)
+    )
+
+
+def test_int8_reaches_the_convolution_and_int32_leaves_it(primitives):
+    shape_l, shape_r, args, options = CONFIGS["nhwc same"]
+    for qtype in ("int8", "int4"):
+        lhs, rhs = coarse(shape_l, 0, 0), coarse(shape_r, 3, 1, qtype)
+        fn = functools.partial(
+            conv_general_dilated, window_strides=args[0], padding=args[1], **options
+        )
+        convs = [e for e in primitives(fn, lhs, rhs) if e[0].startswith("conv_general")]
+        assert convs == [("conv_general_dilated", ["int8", "int8"], ["int32"])]
+        convs = [
+            e
+            for e in primitives(fn, jnp.ones(shape_l, jnp.bfloat16), rhs)
+            if e[0].startswith("conv_general")
+        ]
+        assert convs == [("conv_general_dilated", ["bfloat16", "bfloat16"], ["float32"])]
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.sampled_from(["int8", "int4"]), st.integers(0, 99), st.integers(1, 3))
+def test_error_is_within_the_analytic_bound(qtype, seed, features):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(2, features, 7)).astype(np.float32)
+    w = rng.normal(size=(4, features, 3)).astype(np.float32)
+    dn = lax.conv_dimension_numbers(x.shape, w.shape, None)
+
+    @jax.jit
+    def f(x, w):
+        lhs = quantize_for_conv(x, qtype, "lhs", dn)
+        rhs = quantize_for_conv(w, qtype, "rhs", dn)
+        return conv_general_dilated(lhs, rhs, (1,), "SAME"), lhs.scale, rhs.scale
+
+    out, sx, sw = map(np.asarray, f(x, w))
+    sw, x_max = sw.reshape(1, -1, 1), np.abs(x).max((1, 2), keepdims=True)
+    w_max = np.abs(w).max((1, 2)).reshape(1, -1, 1)
+    bound = 3 * features * (sx / 2 * w_max + sw / 2 * x_max + sx * sw / 4)
+    assert np.all(np.abs(out - reference(x, w, (1,), "SAME")) <= bound * (1 + 1e-4))
+
+
+@pytest.mark.parametrize("which", ["both", "lhs", "rhs"])
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_a_non_finite_value_spoils_its_sample_or_feature_and_no_other(bad, which):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, 2, 8)).astype(np.float32)
+    w = rng.normal(size=(4, 2, 3)).astype(np.float32)
+    x[1, 0, 2] = bad
+    w[2, 1, 0] = bad
+    dn = lax.conv_dimension_numbers(x.shape, w.shape, None)
+
+    @jax.jit
+    def both(x, w):
+        lhs = x if which == "rhs" else quantize_for_conv(x, "int8", "lhs", dn)
+        rhs = w if which == "lhs" else quantize_for_conv(w, "int8", "rhs", dn)
+        ours = conv_general_dilated(lhs, rhs, (1,), "VALID")
+        return ours, lax.conv_general_dilated(x, w, (1,), "VALID")
+
+    ours, theirs = map(np.asarray, both(x, w))
+    spoiled = np.zeros((3, 4), bool)
+    spoiled[1], spoiled[:, 2] = True, True
+    finite = np.isfinite(ours)
+    assert finite[~spoiled].all()
+    assert not finite[~np.isfinite(theirs)].any()
+    if which == "both":
+        assert not finite[spoiled].any()
+
+
+def test_infinities_keep_their_sign():
+    x, w = np.ones((1, 1, 4), np.float32), np.ones((1, 1, 2), np.float32)
+    x[0, 0, 1] = -INF
+    lhs, rhs = jax.jit(lambda x, w: (quantize(x, "int8"), quantize(w, "int8")))(x, w)
+    out = run(lhs, rhs, (1,), "VALID")
+    assert out[0, 0, :2].tolist() == [-INF, -INF]
+    assert jnp.isnan(out[0, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("shape_l", "shape_r"),
+    [
+        ((0, 2, 5), (3, 2, 2)),
+        ((2, 0, 5), (3, 0, 2)),
+        ((2, 2, 5), (0, 2, 2)),
+        ((2, 2, 0), (3, 2, 2)),
+    ],
+)
+def test_sizes_of_zero(shape_l, shape_r):
+    x, w = jnp.ones(shape_l), jnp.ones(shape_r)
+    want = lax.conv_general_dilated(x, w, (1,), "SAME")
+    dn = lax.conv_dimension_numbers(shape_l, shape_r, None)
+
+    @jax.jit
+    def f(x, w):
+        lhs, rhs = quantize_for_conv(x, "int8", "lhs", dn), quantize_for_conv(w, "int8", "rhs", dn)
+        return conv_general_dilated(lhs, rhs, (1,), "SAME")
+
+    assert jnp.array_equal(f(x, w), want)
+
+
+def test_all_zero_operands_give_zeros():
+    lhs = jax.jit(lambda: quantize(jnp.zeros((2, 3, 4)), "int8", channel_axes=(0,)))()
+    out = run(lhs, coarse((4, 3, 2), 0, 0), (1,), "SAME")
+    assert jnp.array_equal(out, jnp.zeros((2, 4, 4)))
+
+
+@pytest.mark.parametrize("which", ["both", "lhs", "rhs", "neither"])
+def test_output_dtype(which):
+    def dtype(a, b, **options):
+        def f(x, w):
+            lhs = quantize(x, "int8") if which in ("both", "lhs") else x
+            rhs = quantize(w, "int8") if which in ("both", "rhs") else w
+            return conv_general_dilated(lhs, rhs, (1,), "SAME", **options)
+
+        return jax.eval_shape(f, jnp.ones((2, 3, 4), a), jnp.ones((4, 3, 2), b)).dtype
+
+    assert dtype("bfloat16", "bfloat16") == jnp.bfloat16
+    assert dtype("bfloat16", "float16") == jnp.float32
+    assert dtype("float16", "float32") == jnp.float32
+    assert dtype("float32", "float32", preferred_element_type=jnp.bfloat16) == jnp.bfloat16
+
+
+def test_float64_under_x64():
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).normal(size=(2, 3, 6))
+        w = coarse((4, 3, 2), 0, 0)
+        out = run(x, w, (1,), "SAME")
+        assert out.dtype == jnp.float64
+        np.testing.assert_allclose(out, reference(x, w, (1,), "SAME"), rtol=1e-12)
+
+
+def test_float_operands_are_a_plain_convolution():
+    x, w = value(coarse((2, 3, 6), 0, 0)), value(coarse((4, 3, 2), 0, 1))
+    out = run(jnp.float32(x), jnp.float32(w), (1,), "SAME")
+    np.testing.assert_array_equal(out, reference(x, w, (1,), "SAME"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradient_of_a_weight_only_convolution(dtype):
+    x, w = jnp.ones((2, 3, 6), dtype), coarse((4, 3, 2), 0, 0)
+
+    def loss(x):
+        out = conv_general_dilated(x, w, (1,), "VALID", preferred_element_type=jnp.float32)
+        return out[:, :, 2].sum()
+
+    grad = jax.jit(jax.grad(loss))(x)
+    assert grad.dtype == dtype
+    want = np.zeros((2, 3, 6), np.float32)
+    want[:, :, 2:4] = value(w).sum(0)
+    np.testing.assert_array_equal(grad.astype(jnp.float32), want)
+
+
+def test_vmap():
+    lhs, rhs = coarse((3, 2, 3, 6), 0, 0), coarse((4, 3, 2), 0, 1)
+    out = jax.jit(jax.vmap(lambda x: conv_general_dilated(x, rhs, (1,), "SAME")))(lhs)
+    for i in range(3):
+        one = QArray(lhs.qvalue[i], lhs.scale[i], lhs.qtype, lhs.dtype)
+        np.testing.assert_array_equal(out[i], reference(one, rhs, (1,), "SAME"))
+
+
+def test_other_scales_are_refused():
+    lhs, rhs = coarse((2, 3, 6), 0, 0), coarse((4, 3, 2), 0, 1)
+    with pytest.raises(
+        ValueError, match=r"one per batch element \(shape \(2, 1, 1\)\), got .*3, 1"
+    ):
+        conv_general_dilated(coarse((2, 3, 6), 1, 0), rhs, (1,), "SAME")
+    with pytest.raises(ValueError, match=r"one per output feature \(shape \(4, 1, 1\)\), got"):
+        conv_general_dilated(lhs, coarse((4, 3, 2), 1, 0), (1,), "SAME")
+    tiled = qarray(lhs.qvalue, jnp.ones((1, 1, 2)), "int8", jnp.float32)
+    with pytest.raises(ValueError, match="quantize_for_conv"):
+        conv_general_dilated(tiled, rhs, (1,), "SAME")
+
+
+def test_sums_that_could_overflow_int32_are_refused():
+    def conv(window, which):
+        x, w = jnp.ones((1, 4, window)), jnp.ones((1, 4, window))
+        return jax.eval_shape(
+            lambda x, w: conv_general_dilated(
+                quantize(x, which[0]), quantize(w, which[1]), (1,), "VALID"
+            ),
+            x,
+            w,
+        ).shape
+
+    assert conv(33286, ("int8", "int8")) == (1, 1, 1)
+    message = "sums 133148 products per output .* safe only up to 133144"
+    with pytest.raises(ValueError, match=message):
+        conv(33287, ("int8", "int8"))
+    assert conv(33287, ("int8", "int4")) == (1, 1, 1)
+
+
+def test_the_largest_sum_is_exact():
+    ones = jax.jit(lambda: quantize(jnp.ones((1, 4, 33286)), "int8"))()
+    np.testing.assert_allclose(run(ones, ones, (1,), "VALID"), [[[4 * 33286]]], rtol=1e-6)

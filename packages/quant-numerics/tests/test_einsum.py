@@ -1,0 +1,197 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quant_numerics import (
+    QArray,
+    einsum,
+    einsum_dimension_numbers,
+    qarray,
+    quantize,
+    quantize_for_dot,
+)
+
+
+def run(spec, lhs, rhs, **options):
+    return jax.jit(lambda a, b: einsum(spec, a, b, **options))(lhs, rhs)
+
+
+def coarse(shape, seed):
+    """A QArray with small codes, so that float32 sums are exact; per-channel on the first axis."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-7, 8, shape).astype(np.int8)
+    scale_shape = [n if a == 0 else 1 for a, n in enumerate(shape)]
+    scale = (2.0 ** rng.integers(-1, 2, scale_shape)).astype(np.float32)
+    return qarray(codes, scale, "int8", jnp.float32)
+
+
+def value(x):
+    if not isinstance(x, QArray):
+        return np.asarray(x).astype(np.float64)
+    return np.asarray(x.qvalue).astype(np.float64) * np.asarray(x.scale)
+
+
+SPECS = [
+    ("ij,jk->ik", (2, 3), (3, 4)),
+    ("ij,jk", (2, 3), (3, 4)),
+    ("ba,cb", (2, 3), (4, 2)),  # implicit output is alphabetical
+    (" ij , jk -> ki ", (2, 3), (3, 4)),
+    ("bqhd,bkhd->bhqk", (2, 3, 2, 4), (2, 5, 2, 4)),
+    ("btd,dnh->btnh", (2, 3, 4), (4, 2, 5)),
+    ("btnh,nhd->btd", (2, 3, 2, 5), (2, 5, 4)),
+    ("i,i->", (3,), (3,)),
+    ("i,j->ji", (3,), (2,)),
+    ("i,i->i", (3,), (3,)),
+    (",->", (), ()),
+    (",i->i", (), (3,)),
+    ("...ij,...jk->...ik", (2, 5, 2, 3), (2, 5, 3, 4)),
+    ("...ij,jk->...ik", (2, 5, 2, 3), (3, 4)),
+    ("...ij,...jk", (2, 2, 3), (2, 3, 4)),
+    ("...ij,...jk->...ik", (1, 2, 3), (5, 3, 4)),  # size 1 broadcasts
+    ("...ij,...jk->...ik", (4, 2, 3), (5, 4, 3, 4)),
+    ("...,...->...", (2, 3), (3,)),
+    ("ij,jk->ik", (2, 1), (3, 4)),  # a contracted axis broadcasts too
+    ("ij,jk->jik", (2, 3), (1, 4)),
+    ("ij,jk->k", (2, 3), (3, 4)),  # i is only in the first operand
+    ("ij,kj->i", (2, 3), (4, 3)),
+    ("ij,kl->", (2, 3), (4, 3)),
+    ("ij,jk->ik", (0, 3), (3, 4)),
+    ("ij,jk->ik", (2, 0), (0, 4)),
+    ("ij,jk->k", (0, 3), (3, 4)),
+]
+
+
+@pytest.mark.parametrize("which", ["both", "lhs", "rhs", "neither"])
+def test_it_equals_numpys(which):
+    problems = []
+    for spec, shape_l, shape_r in SPECS:
+        lhs, rhs = coarse(shape_l, 0), coarse(shape_r, 1)
+        if which in ("rhs", "neither"):
+            lhs = value(lhs).astype(np.float32)
+        if which in ("lhs", "neither"):
+            rhs = value(rhs).astype(np.float32)
+        problems.append((spec, lhs, rhs))
+    specs = [spec for spec, _, _ in problems]
+    outs = jax.jit(lambda pairs: [einsum(s, *p) for s, p in zip(specs, pairs, strict=True)])(
+        [pair for _, *pair in problems]
+    )
+    for (spec, lhs, rhs), out in zip(problems, outs, strict=True):
+        assert out.dtype == jnp.float32
+        np.testing.assert_array_equal(out, np.einsum(spec, value(lhs), value(rhs)), err_msg=spec)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.permutations("abc").flatmap(lambda p: st.integers(0, 3).map(lambda n: p[:n])),
+    st.permutations("abcd").flatmap(lambda p: st.integers(0, 3).map(lambda n: p[:n])),
+    st.permutations("abcd"),
+    st.integers(0, 4),
+    st.tuples(*[st.integers(1, 3)] * 4),
+    st.integers(0, 99),
+)
+def test_any_labels_in_any_order(in_l, in_r, order, kept, sizes, seed):
+    size = dict(zip("abcd", sizes, strict=True))
+    out = [c for c in order if c in in_l or c in in_r][:kept]
+    spec = f"{''.join(in_l)},{''.join(in_r)}->{''.join(out)}"
+    lhs = coarse([size[c] for c in in_l], seed)
+    rhs = coarse([size[c] for c in in_r], seed + 1)
+    np.testing.assert_array_equal(run(spec, lhs, rhs), np.einsum(spec, value(lhs), value(rhs)))
+
+
+def test_it_is_one_integer_dot(primitives):
+    lhs, rhs = coarse((2, 3, 2, 4), 0), coarse((2, 5, 2, 4), 1)
+    eqns = primitives(functools.partial(einsum, "bqhd,bkhd->bhqk"), lhs, rhs)
+    dots = [e for e in eqns if e[0] == "dot_general"]
+    assert dots == [("dot_general", ["int8", "int8"], ["int32"])]
+
+
+def test_a_label_summed_in_one_operand_makes_it_float(primitives):
+    eqns = primitives(functools.partial(einsum, "ij,jk->k"), coarse((2, 3), 0), coarse((3, 4), 1))
+    dots = [e for e in eqns if e[0] == "dot_general"]
+    assert dots == [("dot_general", ["float32", "float32"], ["float32"])]
+
+
+@pytest.mark.parametrize(
+    ("spec", "ndims", "want"),
+    [
+        ("ij,jk->ik", (2, 2), (((1,), (0,)), ((), ()))),
+        ("bqhd,bkhd->bhqk", (4, 4), (((3,), (3,)), ((0, 2), (0, 2)))),
+        ("btnh,hnd->btd", (4, 3), (((2, 3), (1, 0)), ((), ()))),
+        ("...ij,...jk", (3, 4), (((2,), (2,)), ((0,), (1,)))),
+        ("ij,jk->k", (2, 2), (((1,), (0,)), ((), ()))),
+        ("i,j->ij", (1, 1), (((), ()), ((), ()))),
+    ],
+)
+def test_dimension_numbers(spec, ndims, want):
+    assert einsum_dimension_numbers(spec, *ndims) == want
+
+
+def test_dimension_numbers_tell_how_to_quantize():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 3, 4, 8)).astype(np.float32)
+    w = rng.normal(size=(8, 4, 5)).astype(np.float32)
+    spec = "btnh,hnd->btd"
+    (lc, rc), _ = einsum_dimension_numbers(spec, x.ndim, w.ndim)
+
+    @jax.jit
+    def f(x, w):
+        return einsum(spec, *(quantize_for_dot(a, c, "int8", 4) for a, c in ((x, lc), (w, rc))))
+
+    np.testing.assert_allclose(f(x, w), np.einsum(spec, x, w), atol=0.3)
+
+
+def test_dtypes():
+    lhs, rhs = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 2), jnp.float16)
+
+    def dtype(spec, **options):
+        return jax.eval_shape(
+            lambda a, b: einsum(spec, quantize(a, "int8"), b, **options), lhs, rhs
+        ).dtype
+
+    for spec in ("ij,jk->ik", "ij,jk->k", "ij,jk->i"):
+        assert dtype(spec) == jnp.float32
+        assert dtype(spec, preferred_element_type=jnp.bfloat16) == jnp.bfloat16
+
+
+def test_gradient_of_a_weight_only_einsum():
+    x, w = np.ones((2, 3, 4), np.float32), coarse((4, 5), 0)
+    grad = jax.jit(jax.grad(lambda x: einsum("btd,df->fbt", x, w).sum()))(x)
+    np.testing.assert_array_equal(grad, np.broadcast_to(value(w).sum(1), x.shape))
+
+
+def test_vmap():
+    lhs, rhs = coarse((3, 2, 4), 0), coarse((3, 4, 5), 1)
+    out = jax.jit(jax.vmap(functools.partial(einsum, "ij,jk->ki")))(lhs, rhs)
+    np.testing.assert_array_equal(out, run("bij,bjk->bki", lhs, rhs))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ij->ij", "does not have exactly two operands"),
+        ("ij,jk,kl->il", "does not have exactly two operands"),
+        ("ii,ij->j", "repeats a label within one operand"),
+        ("ij,jk->ii", "more than once in the output"),
+        ("ij,jk->iz", "did not appear in the input"),
+        ("ij,jk->i->k", "only contain one '->'"),
+        ("i.j,jk->ik", "Invalid Ellipses"),
+        ("...ijk,jk->i", "Ellipses lengths do not match"),
+        ("ijk,jk->i", "names 3 axes of an operand that has 2"),
+        ("i1,1k->ik", "a character that is not a letter"),
+        ("ij,jk->ik", "label 'j' has size 3 in the first operand .* and 4 in the second"),
+    ],
+)
+def test_errors_say_what_is_wrong_and_what_is_allowed(spec, message):
+    with pytest.raises(ValueError, match=message) as e:
+        einsum(spec, jnp.ones((2, 3)), jnp.ones((4, 5)))
+    assert "allowed are two operands" in str(e.value) or "must be equal" in str(e.value)
+
+
+def test_operands_must_be_float_or_quantized():
+    with pytest.raises(TypeError, match=r"lhs, where not a QArray, must .* got int32"):
+        einsum("i,i", jnp.ones(3, jnp.int32), jnp.ones(3))

@@ -1,0 +1,86 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quant_numerics import QArray, dequantize, qarray, quantize
+
+
+def sample(qtype="int8", **options):
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    return jax.jit(lambda x: quantize(x, qtype, **options))(x)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4"])
+def test_it_flattens_to_codes_and_scale(qtype):
+    q = sample(qtype=qtype, channel_axes=(0,))
+    leaves, tree = jax.tree.flatten(q)
+    assert [leaf.shape for leaf in leaves] == [(4, 6), (4, 1)]
+    back = jax.tree.unflatten(tree, leaves)
+    assert (back.qtype, back.dtype) == (qtype, jnp.float32)
+    assert (back.shape, back.ndim) == ((4, 6), 2)
+
+
+def test_unflatten_takes_any_leaf():
+    q = sample()
+    assert jax.tree.map(lambda _: None, q).qvalue is None
+    abstract = jax.eval_shape(lambda: sample(channel_axes=(1,)))
+    assert isinstance(abstract, QArray)
+    assert (abstract.shape, abstract.scale.shape) == ((4, 6), (1, 6))
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sample().qtype = "int4"
+
+
+def test_it_goes_through_jit():
+    q = sample(tile_axes={1: 3})
+    out = jax.jit(lambda q: q)(q)
+    assert (out.qtype, out.dtype) == (q.qtype, q.dtype)
+    assert jnp.array_equal(dequantize(out), dequantize(q))
+
+
+def test_static_fields_are_part_of_the_jit_key():
+    q = sample()
+    assert jax.tree.structure(q) == jax.tree.structure(sample())
+    for change in ({"qtype": "int4"}, {"dtype": jnp.dtype(jnp.bfloat16)}):
+        assert jax.tree.structure(dataclasses.replace(q, **change)) != jax.tree.structure(q)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4"])
+def test_scan_slices_codes_and_scales_together(qtype):
+    x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
+    stacked = jax.jit(jax.vmap(lambda x: quantize(x, qtype, channel_axes=(0,))))(x)
+    assert stacked.scale.shape == (3, 4, 1)
+    _, layers = jax.lax.scan(lambda c, q: (c, dequantize(q)), 0, stacked)
+    assert jnp.array_equal(layers, dequantize(stacked))
+
+
+CODES = jnp.ones((4, 6), jnp.int8)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (4, 6), (2, 3), (1, 2)])
+def test_qarray_takes_scales_that_fit(shape):
+    q = qarray(CODES, jnp.full(shape, 2.0), "int8", jnp.bfloat16)
+    assert q.dtype == jnp.bfloat16
+    assert jnp.array_equal(dequantize(q), jnp.full((4, 6), 2, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (3, 1), (1, 12), (1, 0), (4, 6, 1)])
+def test_qarray_refuses_scales_that_do_not(shape):
+    with pytest.raises(ValueError, match="does not fit qvalue of shape"):
+        qarray(CODES, jnp.ones(shape), "int8", jnp.float32)
+
+
+def test_qarray_refuses_wrong_dtypes():
+    with pytest.raises(TypeError, match="stores codes as int4, got qvalue of dtype int8"):
+        qarray(CODES, jnp.ones((1, 1)), "int4", jnp.float32)
+    with pytest.raises(TypeError, match="scale must be float32, got bfloat16"):
+        qarray(CODES, jnp.ones((1, 1), jnp.bfloat16), "int8", jnp.float32)
+    with pytest.raises(TypeError, match="logical dtype of a QArray"):
+        qarray(CODES, jnp.ones((1, 1)), "int8", jnp.int32)
+    with pytest.raises(ValueError, match="unknown qtype"):
+        qarray(CODES, jnp.ones((1, 1)), "int7", jnp.float32)
