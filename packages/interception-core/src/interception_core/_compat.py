@@ -5,6 +5,7 @@ Each name says for which versions it holds; all were checked on 0.10.2, 0.11.2 a
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +17,11 @@ from jax._src.interpreters import batching as _batching  # 0.10.2 - 0.12
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as _pe  # 0.10.2 - 0.12
 from jax._src.interpreters import remat as _remat  # 0.10.2 - 0.12
+from jax.extend import source_info_util
 from jax.extend.core import primitives as _public_primitives
+
+# Operations have the source line of the program, not that of the tap.
+source_info_util.register_exclusion(str(Path(__file__).parent))
 
 PjitFunction: type = type(jax.jit(lambda: None))
 """The C++ type of every jitted function, 0.10.2 - 0.12."""

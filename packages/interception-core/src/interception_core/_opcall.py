@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-
-if TYPE_CHECKING:
-    from ._patch.scope import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,60 +31,53 @@ class Operand:
     axes: tuple[int, ...] | None
 
 
-class OpCall:
-    """One call of a target.
+class OpCall(abc.ABC):
+    """One call of a target. Engines implement it.
 
     Attributes:
         op_name: the target's last name: ``dot``, ``Dense.__call__``, ``dot_general``.
-        op_id: module path, name and a number among the calls of that name under that path:
-            ``encoder/layer_0/dot:0``. Calls within a nested trace add its label and count for
-            themselves (``encoder/jit(block)/dot:0``), so ids don't depend on what JAX has cached.
         module_path: the name scopes (``jax.named_scope``) open since the wrapped function
             began, joined by ``/``.
         level: "function" or "primitive".
         params: the keyword arguments: for a primitive, its parameters.
-        within: the names of the targets, tapped but let run, that this call is a part of.
     """
 
-    __slots__ = (
-        "_activation",
-        "_args",
-        "_proceed",
-        "level",
-        "module_path",
-        "op_id",
-        "op_name",
-        "params",
-        "within",
-    )
+    __slots__ = ("_args", "level", "module_path", "op_name", "params")
 
-    def __init__(
-        self,
-        op_name: str,
-        level: str,
-        module_path: str,
-        args: tuple,
-        params: Mapping[str, Any],
-        activation: Activation,
-        within: frozenset[str],
-        proceed: Callable[..., Any],
-    ):
-        self.op_name = op_name
-        self.op_id = activation.op_id(module_path, op_name)
-        self.module_path = module_path
-        self.level = level
-        self.params = params
-        self.within = within
-        self._args = args
-        self._activation = activation
-        self._proceed = proceed
+    op_name: str
+    module_path: str
+    level: str
+    params: Mapping[str, Any]
+    _args: tuple
 
+    @property
+    @abc.abstractmethod
+    def op_id(self) -> str:
+        """Module path, name and a number among such calls: ``encoder/layer_0/dot:0``.
+
+        Calls within a nested trace add its label and count for themselves
+        (``encoder/jit(block)/dot:0``), so that ids don't depend on what JAX has cached.
+        """
+
+    @property
+    @abc.abstractmethod
+    def within(self) -> frozenset[str]:
+        """The names of the targets, tapped but let run, that this call is a part of."""
+
+    @abc.abstractmethod
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the original with these arguments and returns its result.
 
         This interceptor is off meanwhile; others that were active are asked first.
         """
-        return self._proceed(args, kwargs)
+
+    @abc.abstractmethod
+    def provenance(self, value: Any) -> str | None:
+        """Returns the pytree path of the input that ``value`` is, or None if it is none.
+
+        Raises:
+            RuntimeError: the wrapped function has returned, and its inputs are forgotten.
+        """
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -99,7 +90,7 @@ class OpCall:
         Raises:
             RuntimeError: the wrapped function has returned, and its inputs are forgotten.
         """
-        provenance = self._activation.origins().get(id(value))
+        provenance = self.provenance(value)
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
         if shape is None or dtype is None:
             return Operand(None, None, None, None)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,96 +22,113 @@ class StaysFloat(Exception):
     """This call can't be quantized; says why."""
 
 
+class Product(Protocol):
+    """A bilinear operation of two float arrays, without them. Hashable: it keys a jit cache."""
+
+    @property
+    def contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Of each operand, the axes that are contracted; None for a convolution."""
+
+    def quantize(self, side: int, x: jax.Array, qtype: str, tile_size: int | None) -> qn.QArray:
+        """Quantizes operand 0 or 1 as finely as the operation allows."""
+
+    def run(self, lhs: jax.Array | qn.QArray, rhs: jax.Array | qn.QArray) -> jax.Array:
+        """The operation; operands may be quantized."""
+
+
 @dataclass(frozen=True)
-class Product:
-    """A bilinear operation of two float arrays.
+class MatrixProduct:
+    """What ``lax.dot_general`` and a two-operand einsum can say; one of the latter has a spec."""
 
-    Attributes:
-        operands: both arrays.
-        contracted: of each operand, the axes that are contracted; None for a convolution.
-        quantize: called with a side (0, 1), the array, a qtype and a tile size; returns a QArray.
-        run: the operation on operands that may be QArrays.
-    """
+    dims: Dims
+    spec: str | None
+    precision: Any
+    preferred_element_type: Any
 
-    operands: tuple[jax.Array, jax.Array]
-    contracted: tuple[tuple[int, ...], tuple[int, ...]] | None
-    quantize: Callable[[int, jax.Array, str, int | None], qn.QArray]
-    run: Callable[..., jax.Array]
+    @property
+    def contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.dims[0]
 
-    def check_tile(self, tile_size: int | None) -> None:
-        """Raises StaysFloat if the operands can't have tiles of that size."""
-        if tile_size is None:
-            return
-        if self.contracted is None:
-            raise StaysFloat("tile_size is for matrix products")
-        for x, axes in zip(self.operands, self.contracted, strict=True):
-            if not axes or x.shape[axes[-1]] % tile_size:
-                sizes = [x.shape[axis] for axis in axes]
-                raise StaysFloat(f"tile_size {tile_size} does not divide contracted {sizes}")
+    def quantize(self, side: int, x: jax.Array, qtype: str, tile_size: int | None) -> qn.QArray:
+        return qn.quantize_for_dot(x, self.contracted[side], qtype, tile_size)
+
+    def run(self, lhs: jax.Array | qn.QArray, rhs: jax.Array | qn.QArray) -> jax.Array:
+        options = {
+            "precision": self.precision,
+            "preferred_element_type": self.preferred_element_type,
+        }
+        if self.spec is not None:
+            return qn.einsum(self.spec, lhs, rhs, **options)
+        return qn.dot_general(lhs, rhs, self.dims, **options)
 
 
-def _matrix_product(lhs: jax.Array, rhs: jax.Array, dims: Dims, run: Callable) -> Product:
-    contracted = dims[0]
+@dataclass(frozen=True)
+class Convolution:
+    """What ``lax.conv_general_dilated`` can say: its arguments but the operands, as tuples."""
 
-    def quantize(side: int, x: jax.Array, qtype: str, tile_size: int | None) -> qn.QArray:
-        return qn.quantize_for_dot(x, contracted[side], qtype, tile_size)
+    numbers: lax.ConvDimensionNumbers
+    arguments: tuple[tuple[str, Any], ...]
 
-    return Product((lhs, rhs), contracted, quantize, run)
+    contracted = None
+
+    def quantize(self, side: int, x: jax.Array, qtype: str, tile_size: int | None) -> qn.QArray:
+        return qn.quantize_for_conv(x, qtype, ("lhs", "rhs")[side], self.numbers)
+
+    def run(self, lhs: jax.Array | qn.QArray, rhs: jax.Array | qn.QArray) -> jax.Array:
+        return qn.conv_general_dilated(
+            lhs, rhs, dimension_numbers=self.numbers, **dict(self.arguments)
+        )
 
 
-def _dot_product(lhs: jax.Array, rhs: jax.Array, dims: Dims, options: Mapping[str, Any]) -> Product:
-    run = functools.partial(qn.dot_general, dimension_numbers=dims, **options)
-    return _matrix_product(lhs, rhs, dims, run)
+Operands = tuple[jax.Array, jax.Array]
 
 
-def _dot_general(arguments: dict[str, Any]) -> Product:
+def _dot_general(arguments: dict[str, Any]) -> tuple[Product, Operands]:
     lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
     dims = arguments["dimension_numbers"]
     if dims is None:  # lax.dot of vectors and matrices
         dims = (((lhs.ndim - 1,), (0,)), ((), ()))
     (lc, rc), (lb, rb) = dims
     normal = ((_axes(lc, lhs), _axes(rc, rhs)), (_axes(lb, lhs), _axes(rb, rhs)))
-    return _dot_product(lhs, rhs, normal, _options(arguments))
+    return MatrixProduct(normal, None, *_options(arguments)), (lhs, rhs)
 
 
-def _dot(arguments: dict[str, Any]) -> Product:
+def _dot(arguments: dict[str, Any]) -> tuple[Product, Operands]:
     a, b = _promoted(arguments["a"], arguments["b"])
     dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
-    return _dot_product(a, b, dims, _options(arguments))
+    return MatrixProduct(dims, None, *_options(arguments)), (a, b)
 
 
-def _matmul(arguments: dict[str, Any]) -> Product:
+def _matmul(arguments: dict[str, Any]) -> tuple[Product, Operands]:
     a, b = _promoted(arguments["a"], arguments["b"])
     left = "j" if a.ndim == 1 else "...ij"
     right = "j" if b.ndim == 1 else "...jk"
     out = ("" if a.ndim == b.ndim == 1 else "...") + "i" * (a.ndim > 1) + "k" * (b.ndim > 1)
-    return _einsum_product(f"{left},{right}->{out}", a, b, _options(arguments))
+    return _einsum_product(f"{left},{right}->{out}", a, b, arguments)
 
 
-def _einsum(arguments: dict[str, Any]) -> Product:
+def _einsum(arguments: dict[str, Any]) -> tuple[Product, Operands]:
     spec, operands = arguments["subscripts"], arguments["operands"]
     if not isinstance(spec, str):
         raise StaysFloat("the interleaved form is seen in its parts")
     if len(operands) != 2:
         raise StaysFloat(f"{len(operands)} operands are seen in their parts")
-    lhs, rhs = _promoted(*operands)
-    return _einsum_product(spec, lhs, rhs, _options(arguments))
+    return _einsum_product(spec, *_promoted(*operands), arguments)
 
 
 def _einsum_product(
-    spec: str, lhs: jax.Array, rhs: jax.Array, options: Mapping[str, Any]
-) -> Product:
+    spec: str, lhs: jax.Array, rhs: jax.Array, arguments: Mapping[str, Any]
+) -> tuple[Product, Operands]:
     try:
         dims = qn.einsum_dimension_numbers(spec, lhs.ndim, rhs.ndim)
     except ValueError as error:  # a diagonal; what is wrong in itself fails in the float op
         raise StaysFloat(str(error).partition(";")[0]) from error
+    return MatrixProduct(dims, spec, *_options(arguments)), (lhs, rhs)
 
-    return _matrix_product(lhs, rhs, dims, functools.partial(qn.einsum, spec, **options))
 
-
-def _conv(arguments: dict[str, Any]) -> Product:
-    lhs, rhs = _operands(arguments.pop("lhs"), arguments.pop("rhs"))
-    options = _options(arguments)
+def _conv(arguments: dict[str, Any]) -> tuple[Product, Operands]:
+    lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
+    precision, preferred = _options(arguments)
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, arguments["dimension_numbers"])
     names = (
         "window_strides",
@@ -121,13 +138,50 @@ def _conv(arguments: dict[str, Any]) -> Product:
         "feature_group_count",
         "batch_group_count",
     )
-    options |= {name: arguments[name] for name in names} | {"dimension_numbers": numbers}
+    given = tuple((name, _frozen(arguments[name])) for name in names)
+    options = (("precision", precision), ("preferred_element_type", preferred))
+    return Convolution(numbers, given + options), (lhs, rhs)
 
-    def quantize(side: int, x: jax.Array, qtype: str, tile_size: int | None) -> qn.QArray:
-        return qn.quantize_for_conv(x, qtype, ("lhs", "rhs")[side], numbers)
 
-    run = functools.partial(qn.conv_general_dilated, **options)
-    return Product((lhs, rhs), None, quantize, run)
+def _frozen(value: Any) -> Any:
+    """Returns sequences as tuples, all the way down."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def check_tile(product: Product, operands: Operands, tile_size: int | None) -> None:
+    """Raises StaysFloat if the operands can't have tiles of that size."""
+    if tile_size is None:
+        return
+    if product.contracted is None:
+        raise StaysFloat("tile_size is for matrix products")
+    for x, axes in zip(operands, product.contracted, strict=True):
+        if not axes or x.shape[axes[-1]] % tile_size:
+            sizes = [x.shape[axis] for axis in axes]
+            raise StaysFloat(f"tile_size {tile_size} does not divide contracted {sizes}")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def quantized_product(
+    product: Product,
+    qtypes: tuple[str | None, str | None],
+    tile_size: int | None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+) -> jax.Array:
+    """Quantizes the operands that have a qtype and runs the product. Derivatives are float.
+
+    Jitted so that a model with many equal layers traces it once.
+    """
+
+    def quantized(*operands: jax.Array) -> jax.Array:
+        return product.run(
+            *(
+                x if qtype is None else product.quantize(side, x, qtype, tile_size)
+                for side, (x, qtype) in enumerate(zip(operands, qtypes, strict=True))
+            )
+        )
+
+    return qn.straight_through(quantized, product.run)(lhs, rhs)
 
 
 def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
@@ -152,13 +206,14 @@ def _promoted(*values: Any) -> tuple[jax.Array, jax.Array]:
 _FLOATS = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float64"))
 
 
-def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _options(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns precision and preferred_element_type."""
     if arguments.get("out_sharding") is not None:
         raise StaysFloat("out_sharding is given")
     preferred = arguments["preferred_element_type"]
     if preferred is not None and jnp.dtype(preferred) not in _FLOATS:
         raise StaysFloat(f"preferred_element_type is {jnp.dtype(preferred)}")
-    return {"precision": arguments["precision"], "preferred_element_type": preferred}
+    return _frozen(arguments["precision"]), preferred if preferred is None else jnp.dtype(preferred)
 
 
 def _axes(axes: Any, x: jax.Array) -> tuple[int, ...]:
@@ -171,26 +226,26 @@ class TappedOp:
 
     Attributes:
         name: what rules call it.
-        read: makes a Product of the bound arguments, or raises StaysFloat.
+        reader: makes a Product and its operands of the bound arguments, or raises StaysFloat.
         signature: that of the function.
     """
 
     name: str
-    read: Callable[[dict[str, Any]], Product]
+    reader: Callable[[dict[str, Any]], tuple[Product, Operands]]
     signature: inspect.Signature
 
-    def product(self, args: tuple, kwargs: Mapping[str, Any]) -> Product:
+    def read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Product, Operands]:
         """Returns the call as a product. Raises StaysFloat with the reason if it is none."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:  # the function itself will say it best
             raise StaysFloat(str(error)) from error
         bound.apply_defaults()
-        return self.read(bound.arguments)
+        return self.reader(bound.arguments)
 
 
-def _op(name: str, function: Callable, read: Callable[[dict[str, Any]], Product]) -> TappedOp:
-    return TappedOp(name, read, inspect.signature(function))
+def _op(name: str, function: Callable, reader: Callable[..., tuple[Product, Operands]]) -> TappedOp:
+    return TappedOp(name, reader, inspect.signature(function))
 
 
 OPS = {

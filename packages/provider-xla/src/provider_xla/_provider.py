@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import jax
+from jax.extend import source_info_util
 
-import quant_numerics as qn
 from interception_core import Interceptor, OpCall, get_engine
 
-from ._ops import OPS, Product, StaysFloat, TappedOp
+from ._ops import OPS, StaysFloat, TappedOp, check_tile, quantized_product
+from ._paths import PathKeys
 from ._report import OpRecord, Report
 from ._rules import QuantizationRule
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# Operations have the source line of the program, not that of the provider.
+source_info_util.register_exclusion(str(Path(__file__).parent))
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
@@ -58,7 +62,8 @@ class PtqProvider:
         self._used: set[int] = set()
         self._rule = functools.lru_cache(maxsize=None)(self._find_rule)
         handlers = {target: functools.partial(self._handle, op) for target, op in OPS.items()}
-        self._interceptor = Interceptor(handlers)
+        # What decides is the rule, so paths that no rule tells apart share JAX's traces.
+        self._interceptor = Interceptor(handlers, path_key=PathKeys(r.module_path for r in rules))
 
     def interceptor(self) -> Interceptor:
         """Returns the interceptor, the same each time: what it traces is cached under it."""
@@ -88,25 +93,25 @@ class PtqProvider:
         if index is not None:
             self._used.add(index)
         try:
-            product = op.product(args, kwargs)
+            product, operands = op.read(args, kwargs)
         except StaysFloat as reason:
             self._record(op, call, args, index, reason=str(reason))
             return NotImplemented
         if index is None:
-            self._record(op, call, product.operands, None, reason="no rule matches")
+            self._record(op, call, operands, None, reason="no rule matches")
             return NotImplemented
         rule = self.rules[index]
         try:
-            weights = [self._weight(call, operand) for operand in product.operands]
+            weights = [self._weight(call, operand) for operand in operands]
             qtypes = _qtypes(rule, weights)
-            product.check_tile(rule.tile_size)
+            check_tile(product, operands, rule.tile_size)
         except StaysFloat as reason:
-            self._record(op, call, product.operands, index, reason=str(reason))
+            self._record(op, call, operands, index, reason=str(reason))
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
-        self._record(op, call, product.operands, index, qtypes, weights)
+        self._record(op, call, operands, index, qtypes, weights)
         try:
-            return _run(product, qtypes, rule.tile_size)
+            return quantized_product(product, qtypes, rule.tile_size, *operands)
         except (TypeError, ValueError):
             # A call that is wrong in itself gets the error that it always got.
             call.proceed(*args, **kwargs)
@@ -142,20 +147,6 @@ def _qtypes(rule: QuantizationRule, weights: Sequence[str | None]) -> tuple[str 
             raise StaysFloat("the rule leaves it float")
         raise StaysFloat("the rule is for weights, and no operand is known as a parameter")
     return lhs, rhs
-
-
-def _run(
-    product: Product, qtypes: tuple[str | None, str | None], tile_size: int | None
-) -> jax.Array:
-    def quantized(*operands: jax.Array) -> jax.Array:
-        return product.run(
-            *(
-                x if qtype is None else product.quantize(side, x, qtype, tile_size)
-                for side, (x, qtype) in enumerate(zip(operands, qtypes, strict=True))
-            )
-        )
-
-    return qn.straight_through(quantized, product.run)(*product.operands)
 
 
 def _short(x: Any) -> str:

@@ -75,11 +75,9 @@ def dot_general(
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     (lc, rc), (lb, rb) = dimension_numbers
     dims = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
-    # lax checks shapes and dimension numbers, in terms of what the caller passed.
-    out = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), *map(_struct, (lhs, rhs)))
     dtype = output_dtype(lhs, rhs, preferred_element_type)
-    if any(lhs.shape[a] == 0 for a in dims[0][0]):
-        return jnp.zeros(out.shape, dtype)
+    if 0 in lhs.shape and any(lhs.shape[a] == 0 for a in dims[0][0]):
+        return jnp.zeros(_output_shape(lhs, rhs, dims), dtype)
     if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
         common = promote_floats(lhs.dtype, rhs.dtype)
         return lax.dot_general(
@@ -89,7 +87,19 @@ def dot_general(
             precision=precision,
             preferred_element_type=promote_floats(common, dtype),
         ).astype(dtype)
-    return _scaled_dot(lhs, rhs, dims, precision).astype(dtype)
+    try:
+        return _scaled_dot(lhs, rhs, dims, precision).astype(dtype)
+    except (TypeError, ValueError, IndexError):
+        # What is wrong with the shapes or dimension numbers, lax says in the caller's terms.
+        _output_shape(lhs, rhs, dims)
+        raise
+
+
+def _output_shape(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, dims: DotDimensionNumbers
+) -> tuple[int, ...]:
+    structs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs)]
+    return jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), *structs).shape
 
 
 def output_dtype(
@@ -104,10 +114,6 @@ def output_dtype(
 def int_codes(q: QArray) -> jax.Array:
     """The codes as int8, which is what integer dots and convolutions are run on."""
     return q.qvalue.astype(jnp.int8)
-
-
-def _struct(x: QArray | jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

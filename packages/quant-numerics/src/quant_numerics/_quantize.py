@@ -12,6 +12,10 @@ from jax.typing import ArrayLike
 from quant_numerics._qarray import QArray, split_axes, tile_sizes
 from quant_numerics._qtypes import compute_dtype, float_dtype, get_qtype
 
+_LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST_DIVISOR = 2.0**125
+"""Its reciprocal is no subnormal, which the hardware may flush to zero."""
+
 
 def quantize(
     x: ArrayLike,
@@ -29,9 +33,9 @@ def quantize(
 
     Special values, per slice:
 
-    - all zero: scale 1, codes 0. Nothing becomes NaN.
-    - absmax so small that the scale would be subnormal: the scale is the smallest normal float32.
-    - an infinity: scale inf, code ±qmax at the infinities and 0 elsewhere. The whole slice is
+    - all zero, or absmax so small that the scale would be subnormal: the scale is the smallest
+      normal float32, so that zeros have code 0 and stay zeros.
+    - an infinity: scale inf, code ±qmax at the infinities and almost 0 elsewhere. The slice is
       then non-finite in every op, and an infinity keeps its sign where the codes' sum is not 0.
     - a NaN: scale NaN.
 
@@ -60,15 +64,19 @@ def quantize(
     values, where = split_axes(x.astype(compute_dtype(dtype)), tiles)
     kept = {where[a] for a in channels} | {where[a] - 1 for a in tiles}
     reduced = tuple(a for a in range(values.ndim) if a not in kept)
-    absmax = jnp.max(jnp.abs(values), axis=reduced, keepdims=True, initial=0)
-    # Where the hardware flushes subnormals, a subnormal scale would divide by zero.
-    scale = jnp.maximum(absmax / kind.qmax, float(jnp.finfo(jnp.float32).tiny))
-    scale = jnp.where(absmax == 0, 1, scale).astype(jnp.float32)
+    # lax, not jnp, here: jnp's own jits would double the time to trace a quantized model.
+    absmax = lax.expand_dims(lax.reduce_max(lax.abs(values), reduced), reduced)
+    # The least scale is for slices of zeros or of nothing (whose maximum is -inf), and for those
+    # whose scale the hardware would flush to zero as a subnormal.
+    scale = lax.max(absmax / kind.qmax, lax.full_like(absmax, _LEAST_SCALE)).astype(jnp.float32)
 
-    codes = jnp.clip(jnp.round(values / scale.astype(values.dtype)), -kind.qmax, kind.qmax)
-    codes = jnp.where(jnp.isinf(values), jnp.sign(values) * kind.qmax, codes)
+    # An infinite scale would make NaN of the infinities; divided by this, they go to ±qmax.
+    divisor = lax.min(scale, lax.full_like(scale, _LARGEST_DIVISOR))
+    codes = lax.round(values / divisor.astype(values.dtype), lax.RoundingMethod.TO_NEAREST_EVEN)
+    largest = values.dtype.type(kind.qmax)
+    codes = lax.clamp(-largest, codes, largest)
     # Converting NaN to an integer is undefined; the NaN lives on in the scale.
-    codes = jnp.where(jnp.isnan(codes), 0, codes).astype(kind.storage_dtype)
+    codes = lax.select(codes == codes, codes, lax.full_like(codes, 0)).astype(kind.storage_dtype)
 
     scale_shape = [
         n if a in channels else n // tiles[a] if a in tiles else 1 for a, n in enumerate(x.shape)

@@ -12,20 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from .._opcall import OpCall
+from .context import CONTEXT
 from .scope import OUTSIDE, Entered, Scope, State
 from .targets import Site
 
 
 def run(site: Site, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     """Runs a call of ``site`` that was made in ``state``."""
-    if not isinstance(state, Scope) or state.asleep:
+    if state.__class__ is not Scope or state.asleep:
         return original(*args, **kwargs)
-    level: Scope | None = state
-    while level is not None:
-        if site in level.activation.table and site not in level.within:
-            return _ask(site, original, state, (), args, kwargs)
-        level = level.parent
-    return original(*args, **kwargs)
+    return _ask(site, original, state, (), args, kwargs)
 
 
 def _ask(
@@ -38,40 +34,66 @@ def _ask(
 ) -> Any:
     """Asks ``level`` and those outside it, then runs the original in what was ``kept``."""
     while level is not None:
-        activation = level.activation
-        entry = None if site in level.within else activation.table.get(site)
-        if entry is None:
+        entry = level.activation.table.get(site)
+        if entry is None or site in level.within:
             kept = (*kept, level)
         else:
-            outer = level.parent
-            proceed = _Proceed(site, original, outer, kept)
             op_name, handler = entry
-            within = frozenset(activation.table[s][0] for s in level.within)
-            call = OpCall(
-                op_name, site.level, level.path, args, kwargs, activation, within, proceed
-            )
-            with Entered(OUTSIDE if outer is None else outer):
+            call = _Call(op_name, site, original, level, kept, args, kwargs)
+            outer = level.parent
+            with CONTEXT(OUTSIDE) if outer is None else Entered(outer):
                 result = handler(call, *args, **kwargs)
             if result is not NotImplemented:
                 return result
             kept = (*kept, level.inside(site))
         level = level.parent
-    scope: Scope | None = None
-    for open_level in reversed(kept):
-        scope = open_level.rebased(scope)
-    with Entered(OUTSIDE if scope is None else scope):
+    state: State = OUTSIDE
+    for scope in reversed(kept):
+        state = scope.rebased(state if isinstance(state, Scope) else None)
+    if state is CONTEXT.value:
+        return original(*args, **kwargs)
+    with Entered(state):
         return original(*args, **kwargs)
 
 
-class _Proceed:
-    """The rest of a call, for its handler to run as often as it likes."""
+class _Call(OpCall):
+    """A call that was led to the dispatcher."""
 
-    __slots__ = ("_kept", "_original", "_outer", "_site")
+    __slots__ = ("_kept", "_number", "_original", "_scope", "_site", "_trace")
 
     def __init__(
-        self, site: Site, original: Callable, outer: Scope | None, kept: tuple[Scope, ...]
+        self,
+        op_name: str,
+        site: Site,
+        original: Callable,
+        scope: Scope,
+        kept: tuple[Scope, ...],
+        args: tuple,
+        kwargs: dict,
     ):
-        self._site, self._original, self._outer, self._kept = site, original, outer, kept
+        self.op_name = op_name
+        self.module_path = path = scope.path
+        self.level = site.level
+        self.params = kwargs
+        self._args = args
+        self._site = site
+        self._original = original
+        self._scope = scope
+        self._kept = kept
+        self._number, self._trace = scope.activation.number(path, op_name)
 
-    def __call__(self, args: tuple, kwargs: dict) -> Any:
-        return _ask(self._site, self._original, self._outer, self._kept, args, kwargs)
+    @property
+    def op_id(self) -> str:
+        parts = filter(None, (self.module_path, self._trace, self.op_name))
+        return f"{'/'.join(parts)}:{self._number}"
+
+    @property
+    def within(self) -> frozenset[str]:
+        table = self._scope.activation.table
+        return frozenset(table[site][0] for site in self._scope.within)
+
+    def proceed(self, *args: Any, **kwargs: Any) -> Any:
+        return _ask(self._site, self._original, self._scope.parent, self._kept, args, kwargs)
+
+    def provenance(self, value: Any) -> str | None:
+        return self._scope.activation.origins().get(id(value))

@@ -30,20 +30,6 @@ class Run:
         finally:
             self._state = entered.left
 
-    def result(self, function: Callable[[], Any]) -> Any:
-        """Calls ``function``; returns its value, or what drives it if that is suspended code."""
-        suspended = False
-        try:
-            value = self.step(function)
-            for kind, drive in _DRIVERS.items():
-                if isinstance(value, kind):
-                    suspended = True
-                    return drive(self, value)
-            return value
-        finally:
-            if not suspended:
-                self._activation.finish()
-
     def generator(self, inner: Generator | Coroutine) -> Generator:
         """Drives a generator, or a coroutine through the same protocol."""
         step: Callable[[], Any] = functools.partial(inner.send, None)
@@ -98,7 +84,7 @@ class _Steps:
         return self._generator
 
 
-_DRIVERS: dict[type, Callable[[Run, Any], Any]] = {
+DRIVERS: dict[type, Callable[[Run, Any], Any]] = {
     types.CoroutineType: Run.coroutine,
     types.GeneratorType: Run.generator,
     types.AsyncGeneratorType: Run.async_generator,

@@ -11,9 +11,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 from .._errors import TargetError
 from .._interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
-from .driven import Run
+from .driven import DRIVERS, Run
 from .housekeeping import ALWAYS, SITES
-from .scope import Activation, Scope
+from .scope import Activation, Entered, Scope
 from .targets import Resolved
 
 P = ParamSpec("P")
@@ -91,8 +91,17 @@ class PatchEngine:
             activation = Activation(
                 interceptor, resolved.table, resolved.patches, self.disable_jit, (args, kwargs)
             )
-            run = Run(Scope.make(activation, outer), activation)
-            return run.result(lambda: fn(*args, **kwargs))
+            driver = None
+            try:
+                with (entered := Entered(Scope.make(activation, outer))):
+                    value = fn(*args, **kwargs)
+                driver = DRIVERS.get(type(value))
+                if driver is not None:  # suspended code: it runs later, step by step
+                    return driver(Run(entered.left, activation), value)
+                return value
+            finally:
+                if driver is None:
+                    activation.finish()
 
         if inspect.iscoroutinefunction(fn):
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import jax.custom_batching
 from .. import _compat
 from .context import CONTEXT
 from .dispatch import run
-from .patching import CodePatch, Patch
+from .patching import CodePatch, Patch, Run
 from .scope import Entered, Scope, State
 from .targets import CallSites, Sites
 
@@ -113,11 +114,15 @@ _CUSTOM_RULES: dict[type, dict[str, Callable[[Callable, State], Callable]]] = {
 
 SITES = Sites(run, _call)
 
+_TAPPED: tuple[tuple[FunctionType, Run], ...] = (
+    (_compat.NameScope.__enter__, _enter_name),
+    (_compat.NameScope.__exit__, _exit_name),
+    (_compat.lower_jaxpr_to_module, _lower),
+    *((runner, _rules) for runner in _compat.rule_runners),
+)
+
 ALWAYS: tuple[Patch, ...] = (
-    CodePatch(_compat.NameScope.__enter__, _enter_name, None),
-    CodePatch(_compat.NameScope.__exit__, _exit_name, None),
-    CodePatch(_compat.lower_jaxpr_to_module, _lower, None),
-    *(CodePatch(runner, _rules, None) for runner in _compat.rule_runners),
+    *(CodePatch(fn, run, None, keep_signature=False) for fn, run in _TAPPED),
     *(SITES.call_patch(cls)[0] for cls in _CUSTOM_RULES),
 )
 """Installed with every scope."""

@@ -116,13 +116,17 @@ class Patch(Protocol):
 class CodePatch:
     """Replaces the code object of a Python function, which covers every alias of it."""
 
-    def __init__(self, fn: FunctionType, run: Run, site: Any):
+    def __init__(self, fn: FunctionType, run: Run, site: Any, *, keep_signature: bool = True):
         self.count = 0
         self.fn = fn
         self.original = copy_function(fn)
         self._tap = tap_code(fn.__code__, self.original, run, site)
         self._signature: inspect.Signature | None = None
-        if "__wrapped__" not in fn.__dict__ and "__signature__" not in fn.__dict__:
+        if (
+            keep_signature
+            and "__wrapped__" not in fn.__dict__
+            and "__signature__" not in fn.__dict__
+        ):
             self._signature = inspect.signature(fn)
 
     def install(self) -> None:

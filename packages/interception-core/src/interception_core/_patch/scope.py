@@ -9,7 +9,6 @@ never be found from outside of it, nor the other way round.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,8 @@ from .._interceptor import Handler, Interceptor
 from .context import CONTEXT
 from .patching import PatchSet
 from .targets import Site
+
+Counts = dict[tuple[str, str], int]
 
 
 class Activation:
@@ -57,29 +58,30 @@ class Activation:
         self._origins: dict[int, str] | None = None
         base = _compat.staging_trace()
         self._base = None if base is None else weakref.ref(base)
-        self._counts: Counter[str] = Counter()
-        self._nested: weakref.WeakKeyDictionary[Any, Counter[str]] | None = None
+        self._counts: Counts = {}
+        self._nested: weakref.WeakKeyDictionary[Any, Counts] | None = None
 
-    def op_id(self, path: str, op_name: str) -> str:
-        """Returns the id of the next ``op_name`` under module ``path``.
+    def number(self, path: str, op_name: str) -> tuple[int, str]:
+        """Counts a call of ``op_name`` under module ``path``.
 
-        Every trace below this run (a jitted function, a scan body) counts for itself and adds
-        its label to the path: JAX may skip such a trace when it has it cached, and the ids of
-        the operations around it must not depend on that.
+        Every trace below this run (a jitted function, a scan body) counts for itself: JAX may
+        skip such a trace when it has it cached, and the numbers of the calls around it must not
+        depend on that.
+
+        Returns:
+            How many there were before it, and the label of the trace that it is in, if any.
         """
         trace = _compat.staging_trace()
-        prefix = f"{path}/{op_name}" if path else op_name
         if trace is None or (self._base is not None and self._base() is trace):
-            counts = self._counts
+            counts, label = self._counts, ""
         else:
             if self._nested is None:
                 self._nested = weakref.WeakKeyDictionary()
-            counts = self._nested.setdefault(trace, Counter())
-            label = _compat.trace_label(trace)
-            prefix = f"{path}/{label}/{op_name}" if path else f"{label}/{op_name}"
-        number = counts[prefix]
-        counts[prefix] = number + 1
-        return f"{prefix}:{number}"
+            counts, label = self._nested.setdefault(trace, {}), _compat.trace_label(trace)
+        key = (path, op_name)
+        number = counts.get(key, 0)
+        counts[key] = number + 1
+        return number, label
 
     def origins(self) -> dict[int, str]:
         """Returns the pytree path of every array among the inputs, by identity."""
@@ -105,11 +107,21 @@ class Activation:
         self.inputs = self._origins = None
 
 
+class _Token:
+    """Stands for one cache key, for as long as a scope or a cache has it."""
+
+    __slots__ = ("__weakref__",)
+
+
+_TOKENS: weakref.WeakValueDictionary[tuple, _Token] = weakref.WeakValueDictionary()
+
+
 class Scope(tuple):
     """One active interceptor and the scopes around it, innermost first.
 
-    As a tuple it is what the caches compare: the interceptor's key, the resolved module path,
-    the sites whose original it is running, whether it is asleep, and the scope outside. The
+    As a tuple it is what the caches compare. It holds one object, which stands for the
+    interceptor's key, the resolved module path, the sites whose original it is running, whether
+    it is asleep, and the scope outside: JAX hashes and compares it at every jitted call. The
     attributes are the rest. A scope is asleep while JAX runs its own rules.
     """
 
@@ -134,7 +146,10 @@ class Scope(tuple):
         """Returns the scope of ``activation`` inside ``parent``."""
         interceptor = activation.interceptor
         key = (interceptor.cache_key, interceptor.resolve_path(path), within, asleep, parent)
-        scope = cls(key)
+        token = _TOKENS.get(key)
+        if token is None:
+            token = _TOKENS.setdefault(key, _Token())
+        scope = cls((token,))
         scope.activation = activation
         scope.parent = parent
         scope.path = path

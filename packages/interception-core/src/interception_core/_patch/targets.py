@@ -94,7 +94,10 @@ class Sites:
             )
         if function not in self._calls:
             sites = CallSites()
-            self._calls[function] = CodePatch(function, self._run_call, sites), sites
+            self._calls[function] = (
+                CodePatch(function, self._run_call, sites, keep_signature=False),
+                sites,
+            )
         return self._calls[function]
 
     @staticmethod

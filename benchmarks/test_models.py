@@ -1,0 +1,100 @@
+"""Trace and compile time of a 16-layer model: tapped, and in int8."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwix
+from flax import linen
+from sides import WRAPPERS, compare
+
+from provider_xla import PtqProvider, QuantizationRule
+
+pytestmark = pytest.mark.filterwarnings("ignore:'VariableState':DeprecationWarning")  # Qwix's
+
+LAYERS, WIDTH, HEADS, TOKENS = 16, 64, 4, 16
+TARGETS = {
+    name: (lambda proceed, *args, **kwargs: proceed(*args, **kwargs))
+    for name in ("jax.lax.dot_general", "jax.lax.conv_general_dilated", "jax.numpy.einsum")
+}
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        q, k, v = (
+            linen.DenseGeneral((HEADS, WIDTH // HEADS), name=name)(linen.LayerNorm()(x))
+            for name in "qkv"
+        )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(WIDTH // HEADS).astype(np.float32)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+        x = x + linen.DenseGeneral(WIDTH, axis=(-2, -1), name="out")(mixed)
+        h = linen.gelu(linen.Dense(4 * WIDTH, name="up")(linen.LayerNorm()(x)))
+        return x + linen.Dense(WIDTH, name="down")(h)
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for i in range(LAYERS):
+            x = Block(name=f"layer_{i}")(x)
+        return linen.Dense(10, name="head")(x)
+
+
+NET, X = Net(), jnp.ones((2, TOKENS, WIDTH))
+PARAMS = NET.init(jax.random.key(0), X)
+INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
+EVERY_SECOND = f".*layer_({'|'.join(str(i) for i in range(0, LAYERS, 2))})/.*"
+
+
+def in_int8(wrap, path=".*"):
+    if wrap is WRAPPERS["plain"]:
+        return NET.apply
+    if wrap is WRAPPERS["jaxtap"]:
+        return PtqProvider([QuantizationRule(module_path=path, **INT8)]).apply(NET.apply)
+    rule = qwix.QuantizationRule(module_path=path, **INT8)
+    return qwix.quantize_model(NET, qwix.QtProvider([rule])).apply
+
+
+CASES = {
+    "tapped, all let run": lambda wrap: wrap(NET.apply, TARGETS),
+    "int8": in_int8,
+    "int8 in every second layer": lambda wrap: in_int8(wrap, EVERY_SECOND),
+}
+
+
+def cold():
+    """Before each: no cache of JAX's, and no garbage of the side before."""
+    jax.clear_caches()
+    gc.collect()
+
+
+@pytest.fixture(params=CASES)
+def model(request):
+    return CASES[request.param]
+
+
+def test_16_layers_trace(benchmark, model):
+    def make(wrap):
+        fn = model(wrap)
+        return lambda: jax.jit(lambda *args: fn(*args)).trace(PARAMS, X)
+
+    compare(benchmark, make, rounds=11, unit="ms", setup=cold)
+
+
+def test_16_layers_trace_and_compile(benchmark, model):
+    def make(wrap):
+        fn = model(wrap)
+        return lambda: jax.jit(lambda *args: fn(*args)).lower(PARAMS, X).compile()
+
+    compare(benchmark, make, rounds=5, unit="ms", setup=cold)
+
+
+def test_16_layers_run(benchmark, model):
+    def make(wrap):
+        compiled = jax.jit(model(wrap)).lower(PARAMS, X).compile()
+        return lambda: compiled(PARAMS, X)
+
+    compare(benchmark, make, rounds=100, unit="ms")

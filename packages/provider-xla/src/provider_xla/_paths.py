@@ -1,0 +1,66 @@
+"""Which module paths the rules can tell apart.
+
+A jitted function that is called under two paths may share one trace if no rule can ever treat
+the two apart: not there, and not under any name scope that the function opens inside. For a
+regular expression that is a question about its finite automaton: both paths must lead to the
+same state (Myhill and Nerode).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import interegular
+
+_SEPARATOR = "/"
+
+
+class PathKeys:
+    """Maps a module path to a key; equal keys mean that the patterns can't tell paths apart.
+
+    Args:
+        patterns: regular expressions that are matched with whole paths.
+    """
+
+    def __init__(self, patterns: Iterable[str]):
+        automata = [_automaton(pattern) for pattern in patterns]
+        known = [automaton for automaton in automata if automaton is not None]
+        # Beyond automata (a back reference, say): every path by itself.
+        self._automata = known if len(known) == len(automata) else None
+        self._key = functools.lru_cache(maxsize=None)(self._find_key)
+
+    def __call__(self, path: str) -> Hashable:
+        """Returns the key of ``path``."""
+        return self._key(path)
+
+    def _find_key(self, path: str) -> Hashable:
+        if self._automata is None:
+            return path
+        return tuple(_state(automaton, path) for automaton in self._automata)
+
+
+def _automaton(pattern: str) -> interegular.FSM | None:
+    """Returns the smallest automaton of ``pattern``, or None if it has none."""
+    try:
+        return interegular.parse_pattern(pattern).to_fsm().reduce()
+    except (interegular.Unsupported, interegular.InvalidSyntax):
+        return None
+
+
+def _state(automaton: interegular.FSM, path: str) -> tuple[bool, Any]:
+    """Returns whether ``path`` matches, and the state that the paths below it start from."""
+    state = _follow(automaton, automaton.initial, path)
+    below = _follow(automaton, state, _SEPARATOR) if path else state
+    return state in automaton.finals, below
+
+
+def _follow(automaton: interegular.FSM, state: Any, text: str) -> Any:
+    """Returns the state after ``text``; None where no continuation can match any more."""
+    for character in text:
+        if state is None:
+            return None
+        moves: Any = automaton.map.get(state, {})
+        state = moves.get(automaton.alphabet[character])
+    return state if state is None or automaton.islive(state) else None
