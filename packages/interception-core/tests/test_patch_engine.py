@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from interception_core import Interceptor, PatchEngine, UnknownNameError
+from interception_core import Interceptor, PatchEngine, UnknownNameError, untapped
 from interception_core._errors import TargetError
 
 ENGINE = PatchEngine()
@@ -471,6 +471,23 @@ def test_a_recursive_wrapped_function_taps_once(program):
         return program.plain(n) if n == 0 else recursive(n - 1)
 
     assert recursive(3) == ("tapped", ("plain", 0, 2, 3))
+
+
+def test_untapped_functions_are_never_tapped(program):
+    float_only = untapped(lambda: (program.plain(1), jax.jit(jnp.matmul)(X, W)))
+    interceptor = Interceptor(
+        {"program.plain": wrap_result("tapped"), "jax.numpy.matmul": record([], "tapped")}
+    )
+    assert program.plain(1) == float_only()[0]
+    plain, product = ENGINE.wrap(float_only, interceptor)()
+    assert plain == ("plain", 1, 2, 3)
+    np.testing.assert_array_equal(product, X @ W)
+    assert ENGINE.wrap(lambda: (float_only()[0], program.plain(1)), interceptor)() == (
+        ("plain", 1, 2, 3),
+        ("tapped", ("plain", 1, 2, 3)),
+    )
+    with pytest.raises(TargetError, match="needs a callable"):
+        untapped(3)
 
 
 # --- errors, and what is left behind ------------------------------------------------------------

@@ -420,6 +420,26 @@ def test_flax_and_equinox_models_by_their_paths():
         assert all(record.quantized for record in provider.report())
 
 
+def test_pallas_kernels_stay_as_they_are():
+    from jax.experimental import pallas
+
+    def kernel(a, b, out):
+        out[...] = jnp.dot(a[...], b[...])
+
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def model(x, w):
+        return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x, w) @ w
+
+    x, w = draw((8, 8), (8, 8))
+    provider = PtqProvider([INT8])
+    assert integer_dots(provider.apply(model), x, w) == [
+        ("float32",) * 3,
+        ("int8", "int8", "int32"),
+    ]
+    assert [record.op_id for record in provider.report()] == ["matmul:0"]
+
+
 def test_float_is_bit_identical_before_between_and_after():
     block = jax.jit(lambda w, x: jnp.tanh(x @ w) @ w)
     w, x = draw((8, 8), (4, 8))

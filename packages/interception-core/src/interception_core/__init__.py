@@ -21,9 +21,10 @@ from ._plugins.specs import (
 )
 
 if TYPE_CHECKING:
+    from ._engine import Engine
     from ._interceptor import Interceptor
     from ._opcall import OpCall, Operand
-    from ._patch.engine import Engine, PatchEngine
+    from ._patch.engine import PatchEngine, untapped
 
     __version__: str
 
@@ -52,14 +53,16 @@ __all__ = [
     "kernels",
     "plugins",
     "providers",
+    "untapped",
 ]
 
 _LAZY = {
-    "Engine": "_patch.engine",
+    "Engine": "_engine",
     "Interceptor": "_interceptor",
     "OpCall": "_opcall",
     "Operand": "_opcall",
     "PatchEngine": "_patch.engine",
+    "untapped": "_patch.engine",
 }
 
 

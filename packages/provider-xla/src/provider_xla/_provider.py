@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jax.extend import source_info_util
 
-from interception_core import Interceptor, OpCall, get_engine
+from interception_core import Interceptor, OpCall, get_engine, untapped
 
 from ._ops import OPS, StaysFloat, TappedOp, check_tile, quantized_product
 from ._paths import PathKeys
@@ -61,7 +61,10 @@ class PtqProvider:
         self._records: dict[tuple, OpRecord] = {}
         self._used: set[int] = set()
         self._rule = functools.lru_cache(maxsize=None)(self._find_rule)
-        handlers = {target: functools.partial(self._handle, op) for target, op in OPS.items()}
+        handlers: dict[str, Callable[..., Any]] = {
+            target: functools.partial(self._handle, op) for target, op in OPS.items()
+        }
+        handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         # What decides is the rule, so paths that no rule tells apart share JAX's traces.
         self._interceptor = Interceptor(handlers, path_key=PathKeys(r.module_path for r in rules))
 
@@ -137,6 +140,11 @@ class PtqProvider:
         if key not in self._records:
             weight = " and ".join(filter(None, weights)) or None
             self._records[key] = OpRecord(call.op_id, op.name, shapes, qtypes, rule, reason, weight)
+
+
+def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
+    """A Pallas kernel computes on blocks in memory that it manages: it stays as it was written."""
+    return untapped(call.proceed(*args, **kwargs))
 
 
 def _qtypes(rule: QuantizationRule, weights: Sequence[str | None]) -> tuple[str | None, str | None]:

@@ -1,4 +1,4 @@
-"""The engine contract, and PatchEngine: taps by patching what a program calls."""
+"""PatchEngine: taps by patching what a program calls."""
 
 from __future__ import annotations
 
@@ -6,29 +6,20 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, TypeVar
 
 from .._errors import TargetError
 from .._interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
 from .driven import DRIVERS, Run
 from .housekeeping import ALWAYS, SITES
-from .scope import Activation, Entered, Scope
+from .scope import OUTSIDE, Activation, Entered, Scope
 from .targets import Resolved
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _RESOLVE_LOCK = threading.RLock()
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """Runs functions with an interceptor active."""
-
-    def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
-        """Returns ``fn``, run with ``interceptor`` active."""
-        ...
 
 
 class PatchEngine:
@@ -112,3 +103,23 @@ class PatchEngine:
             wrapped = call
         # Not the function's __dict__: that of a model object holds its parameters.
         return functools.update_wrapper(wrapped, fn, updated=())  # type: ignore[return-value]
+
+
+def untapped(fn: Callable[P, R]) -> Callable[P, R]:
+    """Returns ``fn``, run with no interceptor active.
+
+    For what must stay as it is wherever it is called from, such as the body of a kernel.
+
+    Raises:
+        TargetError: ``fn`` is not callable.
+    """
+    if not callable(fn):
+        raise TargetError(f"untapped needs a callable, got {fn!r}.")
+
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if CONTEXT.value is None:
+            return fn(*args, **kwargs)
+        with CONTEXT(OUTSIDE):
+            return fn(*args, **kwargs)
+
+    return functools.update_wrapper(wrapped, fn, updated=())

@@ -20,7 +20,7 @@ from .registry import Claim, Registry, build
 from .specs import EngineSpec, KernelSpec, ProviderSpec
 
 if TYPE_CHECKING:
-    from .._patch.engine import Engine
+    from .._engine import Engine
 
 _PROVIDER_MEMBERS = {
     "engine": "the name of the engine that it runs on",

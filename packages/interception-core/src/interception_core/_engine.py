@@ -1,0 +1,20 @@
+"""The contract of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+
+from ._interceptor import Interceptor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Runs functions with an interceptor active."""
+
+    def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
+        """Returns ``fn``, run with ``interceptor`` active."""
+        ...

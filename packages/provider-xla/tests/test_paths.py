@@ -1,0 +1,63 @@
+"""PathKeys: equal keys only where no rule can tell two paths apart."""
+
+import re
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from provider_xla._paths import PathKeys
+
+PATTERNS = (
+    ".*",
+    "",
+    "a/b",
+    ".*layer_1/.*",
+    ".*(a|b)",
+    r"net/layer_\d+/(q|k|v)",
+    ".*mlp.*",
+    "[^/]*/b?",
+    r"(\w+/)*out",
+)
+NAMES = st.sampled_from(["a", "b", "net", "layer_0", "layer_1", "layer_12", "mlp", "q", "out", "é"])
+PATHS = st.lists(NAMES, max_size=3).map("/".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3),
+    below=PATHS,
+    one=PATHS,
+    other=PATHS,
+)
+@example(patterns=[".*(a|b)"], below="b", one="", other="a")
+def test_equal_keys_mean_equal_matches_here_and_below(patterns, below, one, other):
+    keys = PathKeys(patterns)
+    if keys(one) != keys(other):
+        return
+    for pattern in patterns:
+        ends = [("", "")] if not below else [("", ""), ("/", below)]
+        for separator, rest in ends:
+            matches = {
+                re.fullmatch(pattern, (path + separator if path else "") + rest) is not None
+                for path in (one, other)
+            }
+            assert len(matches) == 1
+
+
+def test_layers_that_no_rule_tells_apart_share_a_key():
+    keys = PathKeys([".*layer_1/.*", "head"])
+    assert keys("net/layer_0/q") == keys("net/layer_2/k") == keys("net/layer_12")
+    assert keys("net/layer_1/q") == keys("net/layer_1/k")
+    assert len({keys("net/layer_0"), keys("net/layer_1"), keys("head"), keys("")}) == 4
+
+
+def test_one_key_where_paths_do_not_matter():
+    keys = PathKeys([".*"])
+    assert keys("") == keys("a/b") == keys("c")
+
+
+@pytest.mark.parametrize("pattern", [r"(a)/\1", r"\bnet\b.*", "^net$"])
+def test_patterns_beyond_automata_keep_paths_apart(pattern):
+    keys = PathKeys([".*", pattern])
+    assert keys("a/b") != keys("a/c")

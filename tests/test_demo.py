@@ -1,0 +1,54 @@
+"""The README's first command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def demo(*arguments):
+    command = [sys.executable, "-m", "interception_core", "demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    file = tmp_path_factory.mktemp("demo") / "demo.json"
+    run = demo("--json", str(file), "--seed", "3")
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in file.parent.iterdir()] == ["demo.json"]
+    return run, json.loads(file.read_text())
+
+
+def test_both_models_learn_and_stay_accurate_in_int8(outcome):
+    _, results = outcome
+    assert [result["model"] for result in results] == ["convolutional", "attention"]
+    for result in results:
+        assert result["test_images"] == 450
+        assert result["float_accuracy"] > 0.95
+        assert result["int8_accuracy"] > result["float_accuracy"] - 0.01
+        assert result["agreement"] > 0.98
+
+
+def test_every_op_of_the_models_ran_in_int8(outcome):
+    _, (convolutional, attention) = outcome
+    ops = [op["op_name"] for op in convolutional["ops"]]
+    assert ops == ["conv_general_dilated"] * 2 + ["matmul"] * 2
+    assert [op["op_name"] for op in attention["ops"]] == ["einsum"] * 5 + ["matmul"] * 3
+    for op in convolutional["ops"] + attention["ops"]:
+        assert op["qtypes"] == ["int8", "int8"]
+
+
+def test_output_shows_accuracy_agreement_and_the_table(outcome):
+    run, _ = outcome
+    for text in ("accuracy  float", "both say the same digit", "classifier/matmul:1", "args[0]['"):
+        assert text in run.stdout
+    assert "training, attention" in run.stderr  # the progress bar
+
+
+def test_nowhere_to_write_is_said_before_the_work(tmp_path):
+    run = demo("--json", str(tmp_path / "missing" / "demo.json"))
+    assert run.returncode == 1
+    assert "There is no folder" in run.stderr
+    assert "Traceback" not in run.stderr

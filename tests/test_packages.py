@@ -1,0 +1,43 @@
+"""Each package installs by itself, with what it needs and nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).parent.parent / "packages"
+NEEDS = {
+    "interception-core": ["interception-core"],
+    "quant-numerics": ["quant-numerics"],
+    "provider-xla": ["interception-core", "quant-numerics", "provider-xla"],
+}
+CHECKS = {
+    "interception-core": "import interception_core as ic; assert len(ic.plugins()) == 1; "
+    "ic.get_engine('patch')",
+    "quant-numerics": "import quant_numerics as qn; qn.quantize([1.0, 2.0], 'int8')",
+    "provider-xla": "import interception_core as ic; ic.get_provider('ptq').apply(len)",
+}
+
+
+@pytest.mark.parametrize("package", NEEDS)
+def test_in_an_empty_environment(package, tmp_path):
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv, "this test needs uv: run the tests with `uv run pytest`"
+    environment = tmp_path / "environment"
+    python = environment / "bin" / "python"
+    folders = [str(PACKAGES / name) for name in NEEDS[package]]
+
+    def run(*command):
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    run(uv, "venv", "--python", sys.executable, str(environment))
+    run(uv, "pip", "install", "--python", str(python), *folders)
+    run(str(python), "-W", "error", "-c", CHECKS[package])
+    installed = run(uv, "pip", "list", "--python", str(python))
+    for other in NEEDS.keys() - set(NEEDS[package]):
+        assert other not in installed
