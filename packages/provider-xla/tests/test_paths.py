@@ -1,11 +1,10 @@
 """PathKeys: equal keys only where no rule can tell two paths apart."""
 
-import re
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from provider_xla import QuantizationRule
 from provider_xla._paths import PathKeys
 
 PATTERNS = (
@@ -39,7 +38,9 @@ def test_equal_keys_mean_equal_matches_here_and_below(patterns, below, one, othe
         ends = [("", "")] if not below else [("", ""), ("/", below)]
         for separator, rest in ends:
             matches = {
-                re.fullmatch(pattern, (path + separator if path else "") + rest) is not None
+                QuantizationRule(module_path=pattern).matches(
+                    "dot", (path + separator if path else "") + rest
+                )
                 for path in (one, other)
             }
             assert len(matches) == 1

@@ -7,8 +7,9 @@ can tell jaxtap's own refusals from bugs with one ``except``.
 import difflib
 from collections.abc import Iterable
 
-# A longer list than this (the tap targets, say) hides the answer instead of giving it.
+# Of a longer list than this (the tap targets, say), only what is near is of use.
 _LISTED = 20
+_NEAREST = 8
 
 
 class JaxtapError(Exception):
@@ -77,7 +78,8 @@ def unknown_name(
     elif len(names) <= _LISTED:
         sentences.append(f"Known {kind}s: {', '.join(names)}.")
     else:
-        sentences.append(f"There are {len(names)} known {kind}s.")
+        nearby = difflib.get_close_matches(given, names, n=_NEAREST, cutoff=0)
+        sentences.append(f"Nearest of the {len(names)} known {kind}s: {', '.join(nearby)}.")
     if hint:
         sentences.append(hint)
     error = UnknownNameError(" ".join(sentences))

@@ -20,7 +20,8 @@ class QuantizationRule:
 
     Attributes:
         module_path: regular expression that must match the whole module path (the name scopes
-            around the operation, joined by ``/``; a Flax module's path).
+            around the operation, joined by ``/``; a Flax module's path). Character classes are
+            those of ASCII.
         op_names: names out of ``OP_NAMES``; None for all of them.
         weight_qtype: qtype of an operand that is a parameter; None leaves it float.
         act_qtype: qtype of every other operand; None leaves it float.
@@ -41,7 +42,7 @@ class QuantizationRule:
         if not isinstance(self.module_path, str):
             raise ValueError(_field("module_path", self.module_path, "a regular expression"))
         try:
-            re.compile(self.module_path)
+            re.compile(self.module_path, re.ASCII)
         except re.error as error:
             allowed = f"a regular expression ({error})"
             raise ValueError(_field("module_path", self.module_path, allowed)) from error
@@ -66,7 +67,8 @@ class QuantizationRule:
     def matches(self, op_name: str, module_path: str) -> bool:
         """Returns whether the rule is for this operation."""
         named = self.op_names is None or op_name in self.op_names
-        return named and re.fullmatch(self.module_path, module_path) is not None
+        # ASCII, as the automata that decide which paths share a trace have it (see _paths).
+        return named and re.fullmatch(self.module_path, module_path, re.ASCII) is not None
 
 
 def _field(name: str, given: object, allowed: str) -> str:
