@@ -6,6 +6,7 @@ uv run python examples/flax_by_path.py
 import jax
 import jax.numpy as jnp
 from flax import linen
+
 from provider_xla import PtqProvider, QuantizationRule
 
 

@@ -41,7 +41,24 @@ def _check_path(spec: Any, field: str, optional: bool = False) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ProviderSpec:
+class _FactorySpec:
+    name: str
+    summary: str
+    factory: str
+
+    def __post_init__(self) -> None:
+        _check_name(self)
+        _check_summary(self)
+        _check_path(self, "factory")
+
+    @property
+    def key(self) -> str:
+        """What no other thing of the kind may be called."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderSpec(_FactorySpec):
     """Declares a provider, which `get_provider(name, **config)` builds.
 
     Args:
@@ -56,23 +73,10 @@ class ProviderSpec:
     """
 
     kind: ClassVar[str] = "provider"
-    name: str
-    summary: str
-    factory: str
-
-    def __post_init__(self) -> None:
-        _check_name(self)
-        _check_summary(self)
-        _check_path(self, "factory")
-
-    @property
-    def key(self) -> str:
-        """What no other provider may be called."""
-        return self.name
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
+class EngineSpec(_FactorySpec):
     """Declares an engine, which `get_engine(name, **config)` builds.
 
     Args:
@@ -87,19 +91,6 @@ class EngineSpec:
     """
 
     kind: ClassVar[str] = "engine"
-    name: str
-    summary: str
-    factory: str
-
-    def __post_init__(self) -> None:
-        _check_name(self)
-        _check_summary(self)
-        _check_path(self, "factory")
-
-    @property
-    def key(self) -> str:
-        """What no other engine may be called."""
-        return self.name
 
 
 @dataclass(frozen=True, slots=True)
