@@ -55,6 +55,30 @@ def test_lowering_rules_of_jax_are_not_tapped():
     assert seen == []
 
 
+def test_rules_of_jax_that_open_name_scopes_are_not_tapped():
+    """Here a batching rule of a primitive of our own; it runs below JAX's batching."""
+    from jax.extend.core import Primitive
+    from jax.interpreters import batching
+
+    primitive = Primitive("opaque_product")
+
+    @primitive.def_abstract_eval
+    def _(x, w):
+        return jax.core.ShapedArray((*x.shape[:-1], w.shape[-1]), x.dtype)
+
+    def batch(args, dims):
+        with jax.named_scope("rule"):
+            return dot(args[0][:, 0], args[1])[:, None], 0
+
+    batching.primitive_batchers[primitive] = batch
+    seen = []
+    fn = ENGINE.wrap(
+        lambda x: jax.vmap(lambda row: primitive.bind(row[None], W)[0])(x), tap(seen, factor=2)
+    )
+    np.testing.assert_allclose(fn(X), X @ W, rtol=1e-5)
+    assert seen == []
+
+
 def make_product(log):
     @jax.custom_vjp
     def product(x, w):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -47,16 +47,19 @@ class PtqProvider:
     engine = "patch"
     disable_jit = False
 
-    def __init__(self, rules: Sequence[QuantizationRule] = (INT8,), *, params_argnum: int = 0):
-        if isinstance(rules, QuantizationRule):
-            rules = (rules,)
-        for rule in rules:
+    def __init__(
+        self,
+        rules: QuantizationRule | Iterable[QuantizationRule] = (INT8,),
+        *,
+        params_argnum: int = 0,
+    ):
+        self.rules = (rules,) if isinstance(rules, QuantizationRule) else tuple(rules)
+        for rule in self.rules:
             if not isinstance(rule, QuantizationRule):
                 raise TypeError(
                     f"PtqProvider takes QuantizationRules, got {rule!r}. Write for example "
                     "QuantizationRule(weight_qtype='int8', act_qtype='int8')."
                 )
-        self.rules = tuple(rules)
         self._params = f"args[{params_argnum}]"
         self._records: dict[tuple, OpRecord] = {}
         self._used: set[int] = set()
@@ -66,7 +69,8 @@ class PtqProvider:
         }
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         # What decides is the rule, so paths that no rule tells apart share JAX's traces.
-        self._interceptor = Interceptor(handlers, path_key=PathKeys(r.module_path for r in rules))
+        path_key = PathKeys(rule.module_path for rule in self.rules)
+        self._interceptor = Interceptor(handlers, path_key=path_key)
 
     def interceptor(self) -> Interceptor:
         """Returns the interceptor, the same each time: what it traces is cached under it."""

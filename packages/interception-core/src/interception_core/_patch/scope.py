@@ -171,7 +171,7 @@ class Scope(tuple):
         """Returns the scope with ``name`` appended to the module path, on every level."""
         parent = self.parent.extended(name) if self.parent is not None else None
         path = f"{self.path}/{name}" if self.path else name
-        return Scope.make(self.activation, parent, path, self.within)
+        return Scope.make(self.activation, parent, path, self.within, self.asleep)
 
     def turned(self, asleep: bool) -> Scope:
         """Returns the scope asleep, or awake."""
