@@ -78,7 +78,7 @@ def unknown_name(
     elif len(names) <= _LISTED:
         sentences.append(f"Known {kind}s: {', '.join(names)}.")
     else:
-        nearby = difflib.get_close_matches(given, names, n=_NEAREST, cutoff=0.0)
+        nearby = difflib.get_close_matches(str(given), names, n=_NEAREST, cutoff=0.0)
         sentences.append(f"Nearest of the {len(names)} known {kind}s: {', '.join(nearby)}.")
     if hint:
         sentences.append(hint)
