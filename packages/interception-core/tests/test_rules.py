@@ -106,6 +106,36 @@ def test_forward_rule_is_tapped_wherever_the_differentiation_happens(inner):
     assert "forward" in rules
 
 
+def custom_vjp_with(**options):
+    """A custom_vjp function of one argument, with options of JAX's."""
+    if "nondiff_argnums" in options:
+        product = jax.custom_vjp(lambda n, x: n * dot(x, W), **options)
+        product.defvjp(lambda n, x: (n * dot(x, W), None), lambda n, _, ct: (n * dot(ct, W.T),))
+        return lambda x: product(3, x)
+    product = jax.custom_vjp(lambda x, scale=3: scale * dot(x, W))
+
+    def forward(x, scale=3):
+        values = [getattr(value, "value", value) for value in (x, scale)]
+        return values[1] * dot(values[0], W), values[1]
+
+    product.defvjp(forward, lambda scale, ct: (scale * dot(ct, W.T), None), **options)
+    return lambda x: product(x, scale=jnp.float32(3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nondiff_argnums": (0,)}, {"symbolic_zeros": True}, {"optimize_remat": True}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+@pytest.mark.parametrize("inner", [lambda fn: fn, jax.jit], ids=["direct", "jitted"])
+def test_every_kind_of_custom_vjp_is_tapped(options, inner):
+    product = custom_vjp_with(**options)
+    expected, _ = jax.vjp(product, X)
+    value, pull = jax.vjp(inner(ENGINE.wrap(product, tap([], factor=2))), X)
+    np.testing.assert_allclose(value, 2 * expected, rtol=1e-5)
+    np.testing.assert_allclose(pull(expected)[0], 3 * dot(expected, W.T), rtol=1e-5)
+
+
 def test_backward_rule_is_tapped_where_the_tap_wraps_the_gradient():
     def gradient(x, w, product):
         value, pull = jax.vjp(lambda w: product(x, w), w)

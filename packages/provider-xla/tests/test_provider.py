@@ -58,6 +58,10 @@ def draw(*shapes, dtype=np.float32):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
+def own_dot_general(lhs, rhs, *args, **kwargs):
+    return 2 * lax.dot_general(lhs, rhs, *args, **kwargs)
+
+
 def int8_grid(x, axes):
     """NumPy's own quantize-dequantize: codes -127 to 127, absmax scale, in float64."""
     x = np.asarray(x, np.float64)
@@ -189,6 +193,11 @@ def test_zero_size_operands(fn, shapes):
         ),
         (lambda x: jnp.einsum(x, [0, 1], x, [1, 2]), (jnp.ones((3, 3)),), "interleaved"),
         (lambda x: jnp.einsum("ii,ij->j", x, x), (jnp.ones((3, 3)),), "repeats a label"),
+        (
+            lambda x: jnp.einsum("ij,jk->ik", x, x, _dot_general=own_dot_general),
+            (jnp.ones((3, 3)),),
+            "a dot_general of the program's own",
+        ),
         (
             lambda x: lax.dot(x, x, preferred_element_type=jnp.int32),
             (jnp.ones((3, 3)),),
@@ -324,6 +333,20 @@ def test_weight_only_knows_weights_by_their_path():
     assert weight.qtypes == (None, "int8")
     assert weight.weight == "args[0]['w']"
     assert activations.reason == "the rule is for weights, and no operand is known as a parameter"
+
+
+def test_numpy_weights_and_numpy_padding():
+    provider = PtqProvider([QuantizationRule(weight_qtype="int8")])
+
+    def model(params, x):
+        padding = np.array([[1, 1], [1, 1]])
+        return lax.conv_general_dilated(x, params["k"], [1, 1], padding, dimension_numbers=LAYOUT)
+
+    x, k = (np.asarray(value) for value in draw((2, 8, 8, 3), (3, 3, 3, 5)))
+    result = provider.apply(model)({"k": k}, x)
+    np.testing.assert_allclose(result, conv(x, k), atol=0.3)
+    (record,) = provider.report()
+    assert record.weight == "args[0]['k']"
 
 
 def test_weights_on_the_left_and_as_another_argument():

@@ -113,6 +113,8 @@ def _einsum(arguments: dict[str, Any]) -> tuple[Product, Operands]:
         raise StaysFloat("the interleaved form is seen in its parts")
     if len(operands) != 2:
         raise StaysFloat(f"{len(operands)} operands are seen in their parts")
+    if arguments["_dot_general"] is not lax.dot_general:
+        raise StaysFloat("it is computed by a dot_general of the program's own")
     return _einsum_product(spec, *_promoted(*operands), arguments)
 
 
@@ -144,7 +146,9 @@ def _conv(arguments: dict[str, Any]) -> tuple[Product, Operands]:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns sequences as tuples, all the way down."""
+    """Returns sequences and NumPy arrays as tuples, all the way down."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
@@ -192,8 +196,8 @@ def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
             raise StaysFloat(f"an operand is {value.dtype}")
         if value.ndim == 0:
             raise StaysFloat("an operand is a scalar")
-    lhs, rhs = values
-    return jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = values  # as they are: a weight is known by its identity
+    return lhs, rhs
 
 
 def _promoted(*values: Any) -> tuple[jax.Array, jax.Array]:

@@ -108,7 +108,8 @@ def _carry_backward(rule: Callable, state: State) -> Callable:
 
 _CUSTOM_RULES: dict[type, dict[str, Callable[[Callable, State], Callable]]] = {
     jax.custom_jvp: {"jvp": _carry},
-    jax.custom_vjp: {"fwd": _carry, "bwd": _carry_backward},
+    # The function itself too: with optimize_remat it may stand in for the forward rule.
+    jax.custom_vjp: {"fun": _carry, "fwd": _carry, "bwd": _carry_backward},
     jax.custom_batching.custom_vmap: {"vmap_rule": _carry},
 }
 
