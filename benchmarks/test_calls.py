@@ -85,39 +85,32 @@ def in_held_scope(wrap, handlers, run):
     return held
 
 
-def test_in_scope_calls_a_function_not_tapped(benchmark):
+def in_scope(benchmark, fn, handler=lambda proceed: None):
+    """Times calls of ``fn`` from a wrapped function; ``tiny`` is tapped there."""
+
     def make(wrap):
-        wrapped = wrap(thousand, {TINY: lambda proceed: None})
-        return lambda: wrapped(other)
+        wrapped = wrap(thousand, {TINY: handler})
+        return lambda: wrapped(fn)
 
     per_call(benchmark, make)
+
+
+def test_in_scope_calls_a_function_not_tapped(benchmark):
+    in_scope(benchmark, other)
 
 
 def test_in_scope_calls_a_jitted_function_not_tapped(benchmark):
     x = np.ones((4, 4), np.float32)
     jitted = jax.jit(lambda x: x + 1)
-
-    def make(wrap):
-        wrapped = wrap(thousand, {TINY: lambda proceed: None})
-        return lambda: wrapped(lambda: jitted(x))
-
-    per_call(benchmark, make)
+    in_scope(benchmark, lambda: jitted(x))
 
 
 def test_in_scope_tapped_and_the_handler_lets_it_run(benchmark):
-    def make(wrap):
-        wrapped = wrap(thousand, {TINY: lambda proceed: proceed()})
-        return lambda: wrapped(tiny)
-
-    per_call(benchmark, make)
+    in_scope(benchmark, tiny, lambda proceed: proceed())
 
 
 def test_in_scope_tapped_and_the_handler_answers(benchmark):
-    def make(wrap):
-        wrapped = wrap(thousand, {TINY: lambda proceed: None})
-        return lambda: wrapped(tiny)
-
-    per_call(benchmark, make)
+    in_scope(benchmark, tiny)
 
 
 def test_empty_scope_of_5_targets(benchmark):

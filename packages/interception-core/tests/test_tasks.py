@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from interception_core import Interceptor, PatchEngine
+from interception_core import Interceptor, PatchEngine, untapped
 
 ENGINE = PatchEngine(disable_jit=True)
 
@@ -223,3 +223,61 @@ def test_a_name_scope_goes_on_after_a_yield():
         with jax.named_scope("elsewhere"):
             pass
     assert paths == [("layer", "layer/value:0"), ("layer", "layer/value:1"), ("", "value:0")]
+
+
+def test_inputs_are_known_until_suspended_code_ends():
+    """And no longer."""
+    x = jax.numpy.ones(2)
+    calls, seen = [], []
+
+    def handler(call):
+        calls.append(call)
+        seen.append(call.operand(x).provenance)
+
+    def value():
+        return sys.modules["program"].value()
+
+    def generator(x):
+        for _ in range(3):
+            yield value()
+
+    async def async_generator(x):
+        for _ in range(3):
+            yield value()
+
+    async def coroutine(x):
+        for _ in range(3):
+            value()
+            await asyncio.sleep(0)
+
+    async def collect(fn):
+        return [item async for item in fn(x)]
+
+    interceptor = Interceptor({"program.value": handler})
+    runs = [
+        lambda: list(ENGINE.wrap(generator, interceptor)(x)),
+        lambda: asyncio.run(collect(ENGINE.wrap(async_generator, interceptor))),
+        lambda: asyncio.run(ENGINE.wrap(coroutine, interceptor)(x)),
+    ]
+    for run in runs:
+        seen.clear()
+        run()
+        assert seen == ["args[0]"] * 3
+        with pytest.raises(RuntimeError, match="only while the wrapped function runs"):
+            calls[-1].operand(x)
+
+
+def test_untapped_coroutines_and_generators():
+    async def outside():
+        await asyncio.sleep(0)
+        return sys.modules["program"].value()
+
+    def items():
+        yield sys.modules["program"].value()
+
+    async def body():
+        inside = sys.modules["program"].value()
+        return inside, await untapped(outside)(), list(untapped(items)())
+
+    assert inspect.iscoroutinefunction(untapped(outside))
+    assert asyncio.run(ENGINE.wrap(body, tapped())()) == ("tapped", "plain", ["plain"])

@@ -141,22 +141,25 @@ def test_gradients_are_those_of_the_float_op(op):
         )
 
 
+@pytest.mark.parametrize("side", [0, 1], ids=["lhs", "rhs"])
 @pytest.mark.parametrize("value", ["zeros", "nan", "inf", "-inf", "huge", "tiny", "subnormal"])
-def test_special_values_give_the_result_class_of_the_float_op(op, value):
+def test_special_values_give_the_result_class_of_the_float_op(op, value, side):
     fn, x_shape, w_shape, *_ = op
-    x, w = draw(x_shape, w_shape)
+    operands = draw(x_shape, w_shape)
+    special = operands[side]
     if value == "zeros":
-        x = jnp.zeros_like(x)
+        special = jnp.zeros_like(special)
     elif value in ("huge", "tiny", "subnormal"):
-        x = x * jnp.float32({"huge": 1e30, "tiny": 1e-36, "subnormal": 1e-42}[value])
+        special = special * jnp.float32({"huge": 1e30, "tiny": 1e-36, "subnormal": 1e-42}[value])
     else:
-        x = x.at[(0,) * x.ndim].set(float(value))
-    expected, actual = fn(x, w), PtqProvider().apply(fn)(x, w)
+        special = special.at[(0,) * special.ndim].set(float(value))
+    operands[side] = special
+    expected, actual = fn(*operands), PtqProvider().apply(fn)(*operands)
     finite, ours = np.isfinite(expected), np.isfinite(actual)
     if fn is conv and value in ("nan", "inf", "-inf"):
-        # The image shares a scale, so all of it is affected; the other images are not.
+        # An image, or an output feature, shares a scale: all of it is affected, others are not.
         assert not ours[~finite].any()
-        assert ours[1:].all()
+        assert ours[1:].all() if side == 0 else ours[..., 1:].all()
     else:
         np.testing.assert_array_equal(ours, finite)
     if value == "zeros":

@@ -192,7 +192,7 @@ def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
     for value in values:
         if not isinstance(value, jax.Array | np.ndarray):
             raise StaysFloat(f"an operand is a {type(value).__name__}")
-        if jnp.result_type(value) not in _FLOATS:
+        if jnp.result_type(value) not in qn.FLOAT_DTYPES:
             raise StaysFloat(f"an operand is {value.dtype}")
         if value.ndim == 0:
             raise StaysFloat("an operand is a scalar")
@@ -207,15 +207,12 @@ def _promoted(*values: Any) -> tuple[jax.Array, jax.Array]:
     return lhs, rhs
 
 
-_FLOATS = tuple(jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float64"))
-
-
 def _options(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns precision and preferred_element_type."""
     if arguments.get("out_sharding") is not None:
         raise StaysFloat("out_sharding is given")
     preferred = arguments["preferred_element_type"]
-    if preferred is not None and jnp.dtype(preferred) not in _FLOATS:
+    if preferred is not None and jnp.dtype(preferred) not in qn.FLOAT_DTYPES:
         raise StaysFloat(f"preferred_element_type is {jnp.dtype(preferred)}")
     return _frozen(arguments["precision"]), preferred if preferred is None else jnp.dtype(preferred)
 

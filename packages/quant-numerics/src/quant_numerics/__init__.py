@@ -8,7 +8,7 @@ from quant_numerics._conv import conv_general_dilated
 from quant_numerics._dot import dot_general
 from quant_numerics._einsum import einsum, einsum_dimension_numbers
 from quant_numerics._qarray import QArray, qarray
-from quant_numerics._qtypes import QTYPES, QType, get_qtype
+from quant_numerics._qtypes import FLOAT_DTYPES, QTYPES, QType, get_qtype
 from quant_numerics._quantize import dequantize, quantize, quantize_for_conv, quantize_for_dot
 from quant_numerics._ste import straight_through
 
@@ -16,6 +16,7 @@ from quant_numerics._ste import straight_through
 source_info_util.register_exclusion(str(Path(__file__).parent))
 
 __all__ = [
+    "FLOAT_DTYPES",
     "QTYPES",
     "QArray",
     "QType",

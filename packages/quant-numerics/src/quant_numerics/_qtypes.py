@@ -41,6 +41,7 @@ QTYPES: Mapping[str, QType] = types.MappingProxyType(
 """All known quantized types by name (read-only)."""
 
 FLOAT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)))
+"""The dtypes that can be quantized, and that results can have."""
 
 
 def get_qtype(name: str) -> QType:

@@ -7,21 +7,27 @@ A scope is local to the thread, so it must end wherever the function gives up co
 from __future__ import annotations
 
 import functools
+import inspect
 import types
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any
 
-from .scope import Activation, Entered, State
+from .scope import Entered, State
 
 
 class Run:
-    """The scope of one run, as its last step left it."""
+    """The scope of one run of suspended code, as its last step left it.
 
-    def __init__(self, state: State, activation: Activation):
+    Args:
+        state: the scope of the next step.
+        finish: called when the code has ended, however it did.
+    """
+
+    def __init__(self, state: State, finish: Callable[[], None]):
         self._state = state
-        self._activation = activation
+        self._finish = finish
 
-    def step(self, function: Callable[[], Any]) -> Any:
+    def _step(self, function: Callable[[], Any]) -> Any:
         """Calls ``function`` in the scope."""
         entered = Entered(self._state)
         try:
@@ -30,51 +36,61 @@ class Run:
         finally:
             self._state = entered.left
 
-    def generator(self, inner: Generator | Coroutine) -> Generator:
-        """Drives a generator, or a coroutine through the same protocol."""
+    def _steps(self, inner: Generator | Coroutine) -> Generator:
+        """Does what ``inner`` does, each step in the scope."""
         step: Callable[[], Any] = functools.partial(inner.send, None)
-        try:
-            while True:
-                try:
-                    item = self.step(step)
-                except StopIteration as stop:
-                    return stop.value
-                try:
-                    sent = yield item
-                except GeneratorExit:
-                    self.step(inner.close)
-                    raise
-                except BaseException as error:
-                    step = functools.partial(inner.throw, error)
-                else:
-                    step = functools.partial(inner.send, sent)
-        finally:
-            self._activation.finish()
-
-    async def coroutine(self, inner: Coroutine) -> Any:
-        """Drives a coroutine."""
-        return await _Steps(self.generator(inner))
-
-    async def async_generator(self, inner: AsyncGenerator) -> AsyncGenerator:
-        """Drives an asynchronous generator."""
-        step: Callable[[], Awaitable] = functools.partial(inner.asend, None)
         while True:
             try:
-                item = await self.coroutine(step())  # type: ignore[arg-type]
-            except StopAsyncIteration:
-                return
+                item = self._step(step)
+            except StopIteration as stop:
+                return stop.value
             try:
                 sent = yield item
             except GeneratorExit:
-                await self.coroutine(inner.aclose())  # type: ignore[arg-type]
+                self._step(inner.close)
                 raise
             except BaseException as error:
-                step = functools.partial(inner.athrow, error)
+                step = functools.partial(inner.throw, error)
             else:
-                step = functools.partial(inner.asend, sent)
+                step = functools.partial(inner.send, sent)
+
+    def generator(self, inner: Generator) -> Generator:
+        """Drives a generator."""
+        try:
+            return (yield from self._steps(inner))
+        finally:
+            self._finish()
+
+    async def coroutine(self, inner: Coroutine) -> Any:
+        """Drives a coroutine."""
+        try:
+            return await _Awaitable(self._steps(inner))
+        finally:
+            self._finish()
+
+    async def async_generator(self, inner: AsyncGenerator) -> AsyncGenerator:
+        """Drives an asynchronous generator."""
+        step: Callable[[], Any] = functools.partial(inner.asend, None)
+        try:
+            while True:
+                try:
+                    item = await _Awaitable(self._steps(step()))
+                except StopAsyncIteration:
+                    return
+                try:
+                    sent = yield item
+                except GeneratorExit:
+                    await _Awaitable(self._steps(inner.aclose()))  # type: ignore[arg-type]
+                    raise
+                except BaseException as error:
+                    step = functools.partial(inner.athrow, error)
+                else:
+                    step = functools.partial(inner.asend, sent)
+        finally:
+            self._finish()
 
 
-class _Steps:
+class _Awaitable:
     """Makes a generator awaitable."""
 
     def __init__(self, generator: Generator):
@@ -84,8 +100,42 @@ class _Steps:
         return self._generator
 
 
-DRIVERS: dict[type, Callable[[Run, Any], Any]] = {
+_DRIVERS: dict[type, Callable[[Run, Any], Any]] = {
     types.CoroutineType: Run.coroutine,
     types.GeneratorType: Run.generator,
     types.AsyncGeneratorType: Run.async_generator,
 }
+
+
+def run_in(
+    state: State,
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+    finish: Callable[[], None] = lambda: None,
+) -> Any:
+    """Calls ``fn`` in ``state``; if it returns suspended code, that will run in it as well.
+
+    ``finish`` is called when all of it has ended.
+    """
+    driver = None
+    try:
+        with (entered := Entered(state)):
+            value = fn(*args, **kwargs)
+        driver = _DRIVERS.get(type(value))
+        return value if driver is None else driver(Run(entered.left, finish), value)
+    finally:
+        if driver is None:
+            finish()
+
+
+def stand_in(call: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``call`` in the looks of ``fn``; a coroutine function if ``fn`` is one."""
+    wrapped = call
+    if inspect.iscoroutinefunction(fn):
+
+        async def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return await call(*args, **kwargs)
+
+    # Not the function's __dict__: that of a model object holds its parameters.
+    return functools.update_wrapper(wrapped, fn, updated=())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -11,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 from .._errors import TargetError
 from .._interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
-from .driven import DRIVERS, Run
+from .driven import run_in, stand_in
 from .housekeeping import ALWAYS, SITES
-from .scope import OUTSIDE, Activation, Entered, Scope
+from .scope import OUTSIDE, Activation, Scope
 from .targets import Resolved
 
 P = ParamSpec("P")
@@ -82,33 +80,16 @@ class PatchEngine:
             activation = Activation(
                 interceptor, resolved.table, resolved.patches, self.disable_jit, (args, kwargs)
             )
-            driver = None
-            try:
-                with (entered := Entered(Scope.make(activation, outer))):
-                    value = fn(*args, **kwargs)
-                driver = DRIVERS.get(type(value))
-                if driver is not None:  # suspended code: it runs later, step by step
-                    return driver(Run(entered.left, activation), value)
-                return value
-            finally:
-                if driver is None:
-                    activation.finish()
+            return run_in(Scope.make(activation, outer), fn, args, kwargs, activation.finish)
 
-        if inspect.iscoroutinefunction(fn):
-
-            async def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
-                return await call(*args, **kwargs)
-
-        else:
-            wrapped = call
-        # Not the function's __dict__: that of a model object holds its parameters.
-        return functools.update_wrapper(wrapped, fn, updated=())  # type: ignore[return-value]
+        return stand_in(call, fn)
 
 
 def untapped(fn: Callable[P, R]) -> Callable[P, R]:
     """Returns ``fn``, run with no interceptor active.
 
-    For what must stay as it is wherever it is called from, such as the body of a kernel.
+    For what must stay as it is wherever it is called from, such as the body of a kernel. A
+    coroutine or generator that it returns inside a scope runs outside of it, too.
 
     Raises:
         TargetError: ``fn`` is not callable.
@@ -116,10 +97,9 @@ def untapped(fn: Callable[P, R]) -> Callable[P, R]:
     if not callable(fn):
         raise TargetError(f"untapped needs a callable, got {fn!r}.")
 
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
         if CONTEXT.value is None:
             return fn(*args, **kwargs)
-        with CONTEXT(OUTSIDE):
-            return fn(*args, **kwargs)
+        return run_in(OUTSIDE, fn, args, kwargs)
 
-    return functools.update_wrapper(wrapped, fn, updated=())
+    return stand_in(call, fn)
