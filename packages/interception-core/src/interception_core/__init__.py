@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ._interceptor import Interceptor
     from ._opcall import OpCall, Operand
     from ._patch.engine import PatchEngine, untapped
+    from ._patch.scope import Observer
+    from ._patch.taps import Taps
 
     __version__: str
 
@@ -37,6 +39,7 @@ __all__ = [
     "Interceptor",
     "JaxtapError",
     "KernelSpec",
+    "Observer",
     "OpCall",
     "Operand",
     "PatchEngine",
@@ -44,6 +47,7 @@ __all__ = [
     "PluginRecord",
     "PluginWarning",
     "ProviderSpec",
+    "Taps",
     "TargetError",
     "UnknownNameError",
     "engines",
@@ -59,9 +63,11 @@ __all__ = [
 _LAZY = {
     "Engine": "_engine",
     "Interceptor": "_interceptor",
+    "Observer": "_patch.scope",
     "OpCall": "_opcall",
     "Operand": "_opcall",
     "PatchEngine": "_patch.engine",
+    "Taps": "_patch.taps",
     "untapped": "_patch.engine",
 }
 

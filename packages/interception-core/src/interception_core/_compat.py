@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax._src import core as _core  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
+from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import ad as _ad  # 0.10.2 - 0.12
 from jax._src.interpreters import batching as _batching  # 0.10.2 - 0.12
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
@@ -42,17 +43,37 @@ program and must not be tapped.
 rule_runners: tuple[FunctionType, ...] = (
     _ad.JVPTrace.process_primitive,
     _ad.LinearizeTrace.process_primitive,
-    _ad.backward_pass3,
     _batching.BatchTrace.process_primitive,
     _pe.JaxprTrace.process_primitive,
     _remat.RematTrace.process_primitive,
     _shard_map.ShardMapTrace.process_primitive,
 )
-"""Run the rules of primitives (derivative, transpose, batching, ...), 0.10.2 - 0.12.
+"""Run the rules of primitives (derivative, batching, ...), 0.10.2 - 0.12.
 
-Those rules call lax functions too. No code of the program runs below them, except the rules of
-``custom_vjp``, ``custom_jvp`` and ``custom_vmap``.
+Called with the trace, the primitive, its operands and its parameters. Those rules call lax
+functions too. No code of the program runs below them, except the rules of ``custom_vjp``,
+``custom_jvp`` and ``custom_vmap``.
 """
+
+backward_pass: FunctionType = _ad.backward_pass3
+"""Runs the transpose rules, 0.10.2 - 0.12. As ``rule_runners``."""
+
+SETTLED = "jaxtap.settled"
+"""Begins the name scope of operations that are none of the program's, where an observer looks
+on: what a rule or a handler adds to the program."""
+
+
+def settled(name: str = SETTLED) -> Any:
+    """Returns a context manager: operations made in it are none of the program's."""
+    return _source_info.extend_name_stack(name)
+
+
+def unsettled() -> Any:
+    """Returns a context manager: operations made in it are the program's again."""
+    stack = _source_info.current_name_stack()
+    kept = tuple(entry for entry in stack.stack if not entry.name.startswith(SETTLED))
+    return _source_info.set_name_stack(_source_info.NameStack(kept))
+
 
 Primitive: type = _core.Primitive
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import abc
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
+
+NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +22,21 @@ class Operand:
         shape: its shape, or None where it isn't an array.
         dtype: its dtype, or None where it isn't an array.
         provenance: the pytree path of the input that it is, such as ``args[0]['w']``, or None
-            where it is no input as such (a value computed on the way, or one seen from within
-            a nested trace).
-        axes: for each axis of the input, the axis of the operand that it became, or None with
-            the provenance. The patch engine sees whole inputs alone: always the identity.
+            where it is no input as such: a value computed on the way, or, for the patch engine,
+            one seen from within a nested trace. The trace engine looks through what moves a
+            value without changing it: transposes, reshapes, casts, calls, branches, loops.
+        axes: for each axis of the input, the axis of the operand that it became: a number (two
+            axes that were merged have the same), a tuple where it was split, None where it is
+            gone (a scan took one step of it). None with the provenance. The patch engine sees
+            whole inputs alone: always the identity.
+        metadata: what handlers have attached to the value with ``OpCall.annotate``.
     """
 
     shape: tuple[int, ...] | None
     dtype: Any
     provenance: str | None
-    axes: tuple[int, ...] | None
+    axes: tuple[int | tuple[int, ...] | None, ...] | None
+    metadata: Mapping[str, Any] = field(default=NO_METADATA)
 
 
 class OpCall(abc.ABC):
@@ -79,6 +87,28 @@ class OpCall(abc.ABC):
             RuntimeError: the wrapped function has returned, and its inputs are forgotten.
         """
 
+    @abc.abstractmethod
+    def annotate(self, value: Any, **metadata: Any) -> Any:
+        """Attaches metadata to ``value``, to be read where it is an operand, and returns it.
+
+        It stays with the value itself, not with what is computed from it, and replaces what
+        was attached under the same names. Under the trace engine it enters and leaves jitted
+        functions, branches and loops; where two branches disagree, or a loop changes the
+        value, it is dropped.
+
+        Args:
+            value: an array: an argument of this call, or what its handler returns.
+            metadata: hashable values.
+
+        Raises:
+            TypeError: a value of the metadata can't be hashed: jitted functions that are shown
+                one operand with it and one without must be told apart.
+        """
+
+    @abc.abstractmethod
+    def metadata(self, value: Any) -> Mapping[str, Any]:
+        """Returns what was attached to ``value``; empty if nothing was."""
+
     @property
     def operands(self) -> tuple[Operand, ...]:
         """The positional arguments, with where they came from. Raises as ``operand`` does."""
@@ -95,7 +125,7 @@ class OpCall(abc.ABC):
         if shape is None or dtype is None:
             return Operand(None, None, None, None)
         axes = tuple(range(len(shape))) if provenance is not None else None
-        return Operand(tuple(shape), dtype, provenance, axes)
+        return Operand(tuple(shape), dtype, provenance, axes, self.metadata(value))
 
     @property
     def fingerprint(self) -> str:
@@ -110,6 +140,19 @@ class OpCall(abc.ABC):
 
     def __repr__(self) -> str:
         return f"<OpCall {self.op_id} ({self.level})>"
+
+
+def checked_metadata(metadata: dict[str, Any]) -> Mapping[str, Any]:
+    """Returns ``metadata``, read-only. Raises TypeError where a value can't be hashed."""
+    for name, value in metadata.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(
+                f"Metadata {name}={value!r} can't be hashed. Attach strings, numbers, tuples or "
+                "frozen dataclasses."
+            ) from error
+    return MappingProxyType(metadata)
 
 
 def _describe(leaf: Any) -> str:

@@ -8,10 +8,11 @@ active that have not handled the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._opcall import OpCall
+from .._opcall import NO_METADATA, OpCall, checked_metadata
 from .context import CONTEXT
 from .scope import OUTSIDE, Entered, Scope, State
 from .targets import Site
@@ -95,5 +96,37 @@ class _Call(OpCall):
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
         return _ask(self._site, self._original, self._scope.parent, self._kept, args, kwargs)
 
+    def let_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the original as NotImplemented would: what it is made of is tapped."""
+        kept = (*self._kept, self._scope.inside(self._site))
+        return _ask(self._site, self._original, self._scope.parent, kept, args, kwargs)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function itself, as whoever is active when it is called will see it."""
+        return functools.partial(_run_now, self._site, self._original)
+
+    @property
+    def site(self) -> Site:
+        """What is called, under whatever name."""
+        return self._site
+
+    @property
+    def observer(self) -> Any:
+        """The observer of the scope that was asked."""
+        return self._scope.activation.observer
+
     def provenance(self, value: Any) -> str | None:
         return self._scope.activation.origins().get(id(value))
+
+    def annotate(self, value: Any, **metadata: Any) -> Any:
+        known = self._scope.activation.metadata
+        known[id(value)] = value, checked_metadata({**self.metadata(value), **metadata})
+        return value
+
+    def metadata(self, value: Any) -> Mapping[str, Any]:
+        return self._scope.activation.metadata.get(id(value), (None, NO_METADATA))[1]
+
+
+def _run_now(site: Site, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    return run(site, original, CONTEXT.value, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,14 +9,11 @@ from .._errors import TargetError
 from .._interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
 from .driven import run_in, stand_in
-from .housekeeping import ALWAYS, SITES
-from .scope import OUTSIDE, Activation, Scope
-from .targets import Resolved
+from .scope import OUTSIDE
+from .taps import Taps
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_RESOLVE_LOCK = threading.RLock()
 
 
 class PatchEngine:
@@ -66,21 +62,12 @@ class PatchEngine:
                 f"{primitives[0]!r} can't be tapped with JIT on: JAX's caches hide the binds of "
                 "primitives. Use PatchEngine(disable_jit=True), or tap the function that binds it."
             )
-        resolved: Resolved | None = None
+        taps = Taps(interceptor, disable_jit=self.disable_jit)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            nonlocal resolved
-            outer = CONTEXT.value
-            outer = outer if isinstance(outer, Scope) else None
-            if outer is not None and outer.holds(interceptor):
+            if taps.holds():
                 return fn(*args, **kwargs)
-            if resolved is None or not resolved.is_current():
-                with _RESOLVE_LOCK:
-                    resolved = Resolved(interceptor, SITES, ALWAYS)
-            activation = Activation(
-                interceptor, resolved.table, resolved.patches, self.disable_jit, (args, kwargs)
-            )
-            return run_in(Scope.make(activation, outer), fn, args, kwargs, activation.finish)
+            return taps.run(fn, args, kwargs)
 
         return stand_in(call, fn)
 

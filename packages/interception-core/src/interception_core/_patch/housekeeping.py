@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from types import FunctionType
@@ -21,7 +22,7 @@ from .. import _compat
 from .context import CONTEXT
 from .dispatch import run
 from .patching import CodePatch, Patch, Run
-from .scope import Entered, Scope, State
+from .scope import OUTSIDE, Entered, Scope, State
 from .targets import CallSites, Sites
 
 
@@ -50,8 +51,24 @@ def _lower(site: Any, original: Callable, state: State, args: tuple, kwargs: dic
 def _rules(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     if not isinstance(state, Scope) or state.asleep:
         return original(*args, **kwargs)
-    with CONTEXT(state.turned(asleep=True)):
+    settled = _compat.settled() if state.observed else contextlib.nullcontext()
+    with CONTEXT(state.turned(asleep=True)), settled:
         return original(*args, **kwargs)
+
+
+def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    """Shows a primitive to the observers, innermost first, and then runs its rule."""
+    if isinstance(state, Scope) and state.observed and not state.asleep:
+        level: Scope | None = state
+        while level is not None:
+            observer, outer = level.activation.observer, level.parent
+            if observer is not None:
+                with CONTEXT(OUTSIDE) if outer is None else Entered(outer):
+                    result = observer.bind(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            level = outer
+    return _rules(site, original, state, args, kwargs)
 
 
 def _call(sites: CallSites, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
@@ -79,9 +96,11 @@ def _with_scope(instance: Any, state: State) -> Any:
 
 
 def _carry(rule: Callable, state: State) -> Callable:
+    observed = isinstance(state, Scope) and state.observed
+
     @functools.wraps(rule)
     def carried(*args, **kwargs):
-        with Entered(state):
+        with Entered(state), _compat.unsettled() if observed else contextlib.nullcontext():
             return rule(*args, **kwargs)
 
     return carried
@@ -100,7 +119,8 @@ def _carry_backward(rule: Callable, state: State) -> Callable:
         now = CONTEXT.value
         if not isinstance(now, Scope) or not now.asleep:
             return rule(*args, **kwargs)
-        with Entered(now.turned(asleep=False)):
+        unsettled = _compat.unsettled() if now.observed else contextlib.nullcontext()
+        with Entered(now.turned(asleep=False)), unsettled:
             return rule(*args, **kwargs)
 
     return carried
@@ -119,7 +139,8 @@ _TAPPED: tuple[tuple[FunctionType, Run], ...] = (
     (_compat.NameScope.__enter__, _enter_name),
     (_compat.NameScope.__exit__, _exit_name),
     (_compat.lower_jaxpr_to_module, _lower),
-    *((runner, _rules) for runner in _compat.rule_runners),
+    (_compat.backward_pass, _rules),
+    *((runner, _bind) for runner in _compat.rule_runners),
 )
 
 ALWAYS: tuple[Patch, ...] = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -21,6 +21,13 @@ from .patching import PatchSet
 from .targets import Site
 
 Counts = dict[tuple[str, str], int]
+
+
+class Observer(Protocol):
+    """Is shown the primitives that meet a trace which doesn't stage them (grad, vmap, ...)."""
+
+    def bind(self, trace: Any, primitive: Any, values: Any, params: dict[str, Any]) -> Any:
+        """Returns the primitive's result in ``trace``, or NotImplemented to let it run."""
 
 
 class Activation:
@@ -38,6 +45,8 @@ class Activation:
         "disable_jit",
         "inputs",
         "interceptor",
+        "metadata",
+        "observer",
         "patches",
         "table",
     )
@@ -49,8 +58,12 @@ class Activation:
         patches: PatchSet,
         disable_jit: bool,
         inputs: tuple[tuple, dict] | None,
+        observer: Observer | None = None,
     ):
         self.interceptor = interceptor
+        self.observer = observer
+        # By identity; the value is held, so that its id isn't given to another one.
+        self.metadata: dict[int, tuple[Any, Mapping[str, Any]]] = {}
         self.table = table
         self.patches = patches
         self.disable_jit = disable_jit
@@ -105,6 +118,7 @@ class Activation:
     def finish(self) -> None:
         """Lets go of the inputs."""
         self.inputs = self._origins = None
+        self.metadata = {}
 
 
 class _Token:
@@ -122,7 +136,8 @@ class Scope(tuple):
     As a tuple it is what the caches compare. It holds one object, which stands for the
     interceptor's key, the resolved module path, the sites whose original it is running, whether
     it is asleep, and the scope outside: JAX hashes and compares it at every jitted call. The
-    attributes are the rest. A scope is asleep while JAX runs its own rules.
+    attributes are the rest. A scope is asleep while JAX runs its own rules. It is observed if
+    it, or one outside, has an observer.
     """
 
     activation: Activation
@@ -130,6 +145,7 @@ class Scope(tuple):
     path: str
     within: frozenset[Site]
     asleep: bool
+    observed: bool
     opener: Any = None
     restore: Any = None
     _other: Scope | None = None
@@ -155,6 +171,7 @@ class Scope(tuple):
         scope.path = path
         scope.within = within
         scope.asleep = asleep
+        scope.observed = activation.observer is not None or (parent is not None and parent.observed)
         return scope
 
     def rebased(self, parent: Scope | None) -> Scope:

@@ -147,9 +147,22 @@ class Sites:
 
 
 class Resolved:
-    """An interceptor's targets, found: its handlers by site, and its patches."""
+    """An interceptor's targets, found: its handlers by site, and its patches.
 
-    def __init__(self, interceptor: Interceptor, sites: Sites, always: Iterable[Patch]):
+    Args:
+        interceptor: the targets and their handlers.
+        sites: where the site of each is found or made.
+        always: patches beside those of the targets.
+        patch_primitives: whether primitives are patched as well; their sites are found anyway.
+    """
+
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        sites: Sites,
+        always: Iterable[Patch],
+        patch_primitives: bool = True,
+    ):
         self.table: dict[Site, tuple[str, Handler]] = {}
         self._found: list[tuple[Any, str, Site]] = []
         patches = list(always)
@@ -172,7 +185,8 @@ class Resolved:
                 )
             names[site] = target
             self.table[site] = (op_name, handler)
-            patches.extend(site.patches)
+            if site.level == "function" or patch_primitives:
+                patches.extend(site.patches)
         self.patches = PatchSet(patches)
 
     @staticmethod

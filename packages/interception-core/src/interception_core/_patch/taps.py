@@ -1,0 +1,97 @@
+"""Taps: what engines are built on."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from .._interceptor import Handler, Interceptor
+from .context import CONTEXT
+from .driven import run_in
+from .housekeeping import ALWAYS, SITES
+from .scope import Activation, Observer, Scope
+from .targets import Resolved
+
+_RESOLVE_LOCK = threading.RLock()
+
+OnCall = Callable[..., Any]
+"""Called as ``on_call(handler, call, *args, **kwargs)`` in place of a function's handler."""
+
+
+class Taps:
+    """The targets of an interceptor, found, and functions run with them tapped.
+
+    Args:
+        interceptor: the targets and their handlers. They are looked up when they are first
+            needed, and again where a module was reloaded.
+        disable_jit: run functions under ``jax.disable_jit``. Primitives are patched only then.
+        on_call: asked in place of the handlers of functions.
+    """
+
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        *,
+        disable_jit: bool = False,
+        on_call: OnCall | None = None,
+    ):
+        self.interceptor = interceptor
+        self._disable_jit = disable_jit
+        self._on_call = on_call
+        self._resolved: Resolved | None = None
+
+    @staticmethod
+    def state() -> Hashable:
+        """Returns what is active on this thread, as JAX's caches see it."""
+        return CONTEXT.value
+
+    def holds(self) -> bool:
+        """Returns whether an equal interceptor is active on this thread."""
+        state = CONTEXT.value
+        return isinstance(state, Scope) and state.holds(self.interceptor)
+
+    @property
+    def primitives(self) -> dict[Any, tuple[str, Handler]]:
+        """The targeted primitives, with their names and handlers. Raises TargetError."""
+        table = self._find().table
+        return {site.subject: entry for site, entry in table.items() if site.level == "primitive"}
+
+    @property
+    def functions(self) -> dict[Any, tuple[str, Handler]]:
+        """The sites of the targeted functions, with names and handlers. Raises TargetError."""
+        table = self._find().table
+        return {site: entry for site, entry in table.items() if site.level == "function"}
+
+    def run(self, fn: Callable, args: tuple, kwargs: dict, observer: Observer | None = None) -> Any:
+        """Calls ``fn`` with the targets tapped.
+
+        Args:
+            fn: any callable.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            observer: is shown what meets ``grad``, ``vmap`` and their like meanwhile.
+
+        Raises:
+            TargetError: a target is unknown, can't be tapped or is named twice.
+        """
+        resolved = self._find()
+        table = resolved.table
+        if self._on_call is not None:
+            table = {
+                site: (name, functools.partial(self._on_call, handler))
+                for site, (name, handler) in table.items()
+            }
+        activation = Activation(
+            self.interceptor, table, resolved.patches, self._disable_jit, (args, kwargs), observer
+        )
+        outer = CONTEXT.value
+        outer = outer if isinstance(outer, Scope) else None
+        return run_in(Scope.make(activation, outer), fn, args, kwargs, activation.finish)
+
+    def _find(self) -> Resolved:
+        if self._resolved is None or not self._resolved.is_current():
+            with _RESOLVE_LOCK:
+                self._resolved = Resolved(self.interceptor, SITES, ALWAYS, self._disable_jit)
+        return self._resolved
