@@ -5,7 +5,588 @@ Each name says for which versions it holds; all were checked on 0.10.2, 0.11.2 a
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from jax._src import api as _api  # 0.10.2 - 0.12
+from jax._src import api_util as _api_util  # 0.10.2 - 0.12
+from jax._src import config as _config  # 0.10.2 - 0.12
+from jax._src import core  # 0.10.2 - 0.12
+from jax._src import custom_batching as _custom_batching  # 0.10.2 - 0.12
+from jax._src import custom_derivatives as _custom_derivatives  # 0.10.2 - 0.12
+from jax._src import linear_util as lu  # 0.10.2 - 0.12
+from jax._src import mesh as _mesh  # 0.10.2 - 0.12
+from jax._src import pjit as _pjit  # 0.10.2 - 0.12
+from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
+from jax._src import sharding_impls as _sharding_impls  # 0.10.2 - 0.12
+from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
+from jax._src.state import types as _state  # 0.10.2 - 0.12
+from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
+from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
+from jax._src.lax.control_flow import conditionals as _conditionals  # 0.10.2 - 0.12
+from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
+
+try:
+    from jax._src import flattree as _flat_tree  # 0.11 - 0.12
+except ImportError:
+    _flat_tree: Any = None  # 0.10.2
+
 # ---- Staging and re-emitting programs: what _tap/ needs ----
+
+Jaxpr: type = core.Jaxpr
+"""0.10.2 - 0.12."""
+JAXPRS: tuple[type, ...] = tuple({core.Jaxpr, getattr(core, "ClosedJaxpr", core.Jaxpr)})
+"""0.10.2 has open and closed ones; since 0.11 there is one class, which may hold constants."""
+Literal: type = core.Literal
+"""0.10.2 - 0.12."""
+Ref: type = core.Ref
+"""0.10.2 - 0.12."""
+Tracer: type = core.Tracer
+"""0.10.2 - 0.12."""
+
+jit_p = _pjit.jit_p
+scan_p = _loops.scan_p
+while_p = _loops.while_p
+cond_p = _conditionals.cond_p
+custom_jvp_call_p = _custom_derivatives.custom_jvp_call_p
+custom_vjp_call_p = _custom_derivatives.custom_vjp_call_p
+custom_vmap_p = _custom_batching.custom_vmap_p
+shard_map_p = _shard_map.shard_map_p
+"""The primitives whose bodies need more than an exchange of a parameter, 0.10.2 - 0.12."""
+
+
+def open_of(jaxpr: Any) -> Any:
+    """Returns the jaxpr without its constants' values (0.10.2), or itself."""
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def consts_of(jaxpr: Any) -> list[Any]:
+    """Returns the values of a closed jaxpr's constants; none for an open one."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def like(jaxpr: Any, original: Any) -> Any:
+    """Returns a jaxpr without constants, open or closed as ``original`` is (0.10.2)."""
+    return jaxpr if isinstance(original, core.Jaxpr) else like_closed(jaxpr)
+
+
+def like_closed(jaxpr: Any) -> Any:
+    """Returns a jaxpr without constants as a closed one (0.10.2)."""
+    return jaxpr if JAXPRS == (core.Jaxpr,) else pe.close_jaxpr(jaxpr)
+
+
+def with_consts(jaxpr: Any, consts: list[Any]) -> Any:
+    """Returns the closed jaxpr of ``jaxpr``, as ``stage`` returned it, and its constants."""
+    if JAXPRS == (core.Jaxpr,):
+        return jaxpr if list(jaxpr.consts) == list(consts) else jaxpr.replace(consts=consts)
+    return core.ClosedJaxpr(jaxpr, consts)
+
+
+def consts_as_args(jaxpr: Any) -> Any:
+    """Returns the jaxpr with its constants as leading arguments (0.10.2 - 0.12)."""
+    return pe.convert_constvars_jaxpr(jaxpr)
+
+
+def stage(
+    fn: Callable[..., Sequence[Any]], in_avals: Sequence[Any], debug_info: Any
+) -> tuple[Any, list[Any]]:
+    """Traces ``fn`` on flat arguments to a jaxpr that may be high. Returns it and its constants."""
+    wrapped = lu.wrap_init(fn, debug_info=debug_info)
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, in_avals)
+    return jaxpr, list(consts)
+
+
+def debug_info(traced_for: str, fn: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns what error messages and HLO call the function and its arguments."""
+    return _api_util.debug_info(traced_for, fn, args, kwargs)
+
+
+def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Binds a call of a closed jaxpr under ``name``, as a jitted function makes it."""
+    ins, outs = len(values), len(open_of(jaxpr).outvars)
+    return jit_p.bind(
+        *values,
+        jaxpr=jaxpr,
+        in_shardings=(UNSPECIFIED,) * ins,
+        out_shardings=(UNSPECIFIED,) * outs,
+        in_layouts=(None,) * ins,
+        out_layouts=(None,) * outs,
+        donated_invars=(False,) * ins,
+        ctx_mesh=_mesh.get_concrete_mesh(),
+        name=name,
+        keep_unused=False,
+        inline=_NOT_INLINE,
+        compiler_options_kvs=(),
+    )
+
+
+UNSPECIFIED: Any = _sharding_impls.UNSPECIFIED
+"""No sharding asked for, 0.10.2 - 0.12."""
+
+_NOT_INLINE: Any = _api.Inline.AUTO if hasattr(_api, "Inline") else False  # 0.11: an enumeration
+
+
+def wrap_fun(fn: Callable[..., Any], debug_info: Any) -> Any:
+    """Returns ``fn`` as JAX's transformations want it (0.10.2 - 0.12)."""
+    return lu.wrap_init(fn, debug_info=debug_info)
+
+
+def current_trace() -> Any:
+    """Returns the trace that operations are bound in now (0.10.2 - 0.12)."""
+    return core.trace_ctx.trace
+
+
+def is_staging(trace: Any) -> bool:
+    """Returns whether a trace builds a jaxpr (0.10.2 - 0.12)."""
+    return isinstance(trace, pe.DynamicJaxprTrace)
+
+
+set_current_trace = core.set_current_trace
+"""Context manager, 0.10.2 - 0.12."""
+
+
+def trace_context() -> Hashable:
+    """Returns all of JAX's configuration that a trace depends on (0.10.2 - 0.12)."""
+    return _config.trace_context()
+
+
+def is_jax_type(value: Any) -> bool:
+    """Returns whether ``value`` can be an argument of a traced function as it is."""
+    try:
+        core.typeof(value)
+    except TypeError:
+        return False
+    return True
+
+
+def is_ref(value: Any) -> bool:
+    """Returns whether ``value`` is a Ref, or stands for one (0.10.2 - 0.12)."""
+    if isinstance(value, core.Ref):
+        return True
+    return isinstance(value, core.Tracer) and isinstance(core.typeof(value), _state.AbstractRef)
+
+
+typeof = core.typeof
+"""0.10.2 - 0.12; public as ``jax.typeof``."""
+
+
+def same_type(given: Any, expected: Any) -> bool:
+    """Returns whether a value of one type may stand for one of the other.
+
+    Weak types may differ (0.10.2 - 0.12).
+    """
+    return core.typematch(given, expected)
+
+
+def scopes_of(stack: Any) -> list[str]:
+    """Returns the names of a name stack's scopes, outermost first, without its transforms."""
+    return [entry.name for entry in stack.stack if type(entry) is _source_info.Scope]
+
+
+def current_stack() -> Any:
+    """Returns the name stack that is open now (0.10.2 - 0.12)."""
+    return _source_info.current_name_stack()
+
+
+def strip(stack: Any, is_ours: Callable[[str], bool]) -> Any:
+    """Returns the name stack without the scopes that ``is_ours`` picks."""
+    kept = tuple(entry for entry in stack.stack if not is_ours(entry.name))
+    return _source_info.NameStack(kept) if len(kept) < len(stack.stack) else stack
+
+
+def at(eqn: Any, stack: Any) -> contextlib.ExitStack:
+    """Returns a context manager: operations are made where and how ``eqn`` was."""
+    context = contextlib.ExitStack()
+    context.enter_context(_source_info.user_context(eqn.source_info.traceback, name_stack=stack))
+    context.enter_context(eqn.ctx.manager)
+    return context
+
+
+def rebind(eqn: Any, values: Sequence[Any], stack: Any) -> Sequence[Any]:
+    """Binds an equation anew, under the name stack ``stack``. Returns its results."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with (
+        _source_info.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        result = eqn.primitive.bind(*values, **params)
+    return result if eqn.primitive.multiple_results else (result,)
+
+
+def can_append(eqn: Any) -> bool:
+    """Returns whether an equation may be appended as it is to a jaxpr that is being built.
+
+    Its types are known then, and no rule has to be run again.
+    """
+    return not (
+        eqn.effects
+        or eqn.primitive.ref_allocating
+        or any(isinstance(const, core.Ref) for const in consts_of(eqn.params.get("jaxpr")))
+    )
+
+
+def append(trace: Any, eqn: Any, values: Sequence[Any], stack: Any) -> Sequence[Any]:
+    """Appends an equation for which ``can_append`` holds, on values of equal types."""
+    info = eqn.source_info
+    if stack is not info.name_stack:
+        info = info.replace(name_stack=stack)
+    to_tracer = trace.to_jaxpr_tracer
+    tracers = [to_tracer(value, info) for value in values]
+    avals = [var.aval for var in eqn.outvars]
+    return trace.emit_eqn(tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+
+
+def inner_value(tracer: Any) -> tuple[Any, int | None] | None:
+    """Returns what a tracer of ``grad``, ``jvp`` or ``vmap`` stands for, and its mapped axis.
+
+    None for any other value (0.10.2 - 0.12).
+    """
+    if isinstance(tracer, ad.JVPTracer | ad.LinearizeTracer):
+        return tracer.primal, None
+    if isinstance(tracer, batching.BatchTracer):
+        return tracer.val, tracer.batch_dim
+    return None
+
+
+def producer(tracer: Any) -> tuple[Any, Any]:
+    """Returns a staged value's variable and the equation that made it, or None for that.
+
+    0.10.2 - 0.12. The equation has ``in_tracers`` and ``outvars``.
+    """
+    return tracer.val, tracer.parent
+
+
+def is_staged_in(value: Any, trace: Any) -> bool:
+    """Returns whether ``value`` is one of the values of a staging trace (0.10.2 - 0.12)."""
+    return isinstance(value, pe.DynamicJaxprTracer) and value._trace is trace
+
+
+def staged_in(trace: Any) -> list[Any]:
+    """Returns the equations of a staging trace so far that are still needed (0.10.2 - 0.12)."""
+    eqns = (eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in trace.frame.tracing_eqns)
+    return [eqn for eqn in eqns if eqn is not None]
+
+
+def staging_trace(trace: Any) -> Any:
+    """Returns the trace that builds a jaxpr below ``trace``, or None (0.10.2 - 0.12)."""
+    while trace is not None and not is_staging(trace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace
+
+
+def operand_count(eqn: Any) -> int:
+    """Returns how many operands an equation has, staged or being staged (0.10.2 - 0.12)."""
+    return len(eqn.in_tracers if isinstance(eqn, pe.TracingEqn) else eqn.invars)
+
+
+def last_used(jaxpr: Any) -> dict[Any, Any]:
+    """Returns for each variable the equation that uses it last, None for results."""
+    return core.last_used(jaxpr)
+
+
+def has_effects(params: dict[str, Any]) -> bool:
+    """Returns whether a jaxpr among an equation's parameters has effects."""
+    return any(
+        open_of(jaxpr).effects
+        for value in params.values()
+        for jaxpr in (value if isinstance(value, tuple) else (value,))
+        if isinstance(jaxpr, JAXPRS)
+    )
+
+
+def with_unused(jaxpr: Any, before: list[Any], own: int, after: list[Any]) -> Any:
+    """Returns a jaxpr with inputs that it doesn't use before and after its first ``own``."""
+    opened = open_of(jaxpr)
+    new = core.gensym()
+    start, rest = opened.invars[:own], opened.invars[own:]
+    invars = [*map(new, before), *start, *map(new, after), *rest]
+    wide = opened.replace(invars=invars, debug_info=opened.debug_info.with_unknown_names())
+    return with_consts(wide, consts_of(jaxpr)) if isinstance(jaxpr, JAXPRS[-1:]) else wide
+
+
+def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
+    """Returns the vmap rule of a ``custom_vmap_call``, wrapped (0.10.2 - 0.12)."""
+    again = copy.copy(rule)
+    again.rule = wrap(rule.rule)
+    return again
+
+
+def label(jaxpr: Any) -> str:
+    """Returns what a body was traced for, as ``scan(body)``."""
+    info = open_of(jaxpr).debug_info
+    if info is None:
+        return "trace"
+    return f"{info.traced_for.split(' ')[0]}({info.func_name})".replace("/", ".")
+
+
+def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
+    """Returns the parameters of a scan that takes ``extra`` more leading constants."""
+    if "num_consts" in params:  # 0.10.2
+        return {**params, "num_consts": params["num_consts"] + extra}
+    consts, carry, xs = params["ft_in"].unpack()
+    consts = _flat_tree.nones(len(consts) + extra)
+    return {**params, "ft_in": _flat_tree.pack((consts, carry, xs))}
+
+
+def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many constants and how much carry a scan has."""
+    if "num_consts" in params:  # 0.10.2
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 # ---- High-level types: what _types/ needs ----
+
+import functools as _functools  # noqa: E402
+from collections.abc import Callable as _Callable  # noqa: E402
+from typing import Any as _Any  # noqa: E402
+
+import jax as _jax  # noqa: E402
+from jax._src import ad_util as _ad_util  # noqa: E402  0.10.2 - 0.12
+from jax._src import core as _hi_core  # noqa: E402  0.10.2 - 0.12
+from jax._src import hijax as _hijax  # noqa: E402  0.10.2 - 0.12, see below
+from jax._src.interpreters import ad as _hi_ad  # noqa: E402  0.10.2 - 0.12
+from jax._src.interpreters import batching as _hi_batching  # noqa: E402  0.10.2 - 0.12
+from jax._src.interpreters import mlir as _hi_mlir  # noqa: E402  0.10.2 - 0.12
+from jax._src.interpreters import partial_eval as _hi_pe  # noqa: E402  0.10.2 - 0.12
+from jax.extend import core as _extend_core  # noqa: E402
+
+HiTypeBase: type = _hijax.HiType
+"""0.10.2 - 0.12; its messages for missing methods are bare asserts on 0.10.2."""
+
+if not hasattr(_hijax, "HiPrim"):  # 0.10.2
+    # vmap of jit reads it to fit shardings, of which hi types have none (jax issue 38125).
+    HiTypeBase = type("HiType", (HiTypeBase,), {"ndim": 0, "__module__": __name__})
+
+MappingSpec: type = _hijax.MappingSpec
+"""How a high-level type is mapped by ``vmap`` or ``scan``, 0.10.2 - 0.12."""
+
+HiPspecBase: type = _hijax.HiPspec
+"""How a high-level type is split by ``shard_map``, 0.10.2 - 0.12."""
+
+Zero: type = _ad_util.Zero
+"""A tangent that is known to be zero, with its type as ``aval``, 0.10.2 - 0.12."""
+
+GradAccum: type = _hi_ad.GradAccum
+"""What ``transpose`` and ``vjp_bwd`` add cotangents to, with ``accum``, 0.10.2 - 0.12."""
+
+Jaxpr: type = _hi_core.Jaxpr
+ClosedJaxpr: type = getattr(_hi_core, "ClosedJaxpr", _hi_core.Jaxpr)
+"""Two types on 0.10.2; later a closed jaxpr is a ``Jaxpr`` with consts."""
+
+register_hitype_base: _Callable = _hijax.register_hitype
+"""0.10.2 - 0.12."""
+
+
+def instantiate(tangent: _Any) -> _Any:
+    """Returns a tangent with a symbolic zero replaced by an array or hi value of zeros."""
+    return _ad_util.instantiate(tangent)
+
+
+def zeros_like_aval(aval: _Any) -> _Any:
+    """Returns the zero of a type: ``vspace_zero()`` of a hi type."""
+    return _hi_ad.zeros_like_aval(aval)
+
+
+def current_trace() -> _Any:
+    """Returns the trace that a primitive bound now would be handed to (0.10.2 - 0.12)."""
+    return _hi_core.trace_ctx.trace
+
+
+def registered_typeof(cls: type) -> _Callable | None:
+    """Returns the function that gives the JAX type of a ``cls``, if one is registered."""
+    return _hi_core.pytype_aval_mappings.get(cls)
+
+
+def lower_jaxpr(jaxpr: _Any) -> _Any:
+    """Returns the lojax jaxpr of a jaxpr with hi types and primitives (0.10.2 - 0.12)."""
+    return _hi_pe.lower_jaxpr2(jaxpr)
+
+
+def as_closed(jaxpr: _Any) -> _Any:
+    """Returns a jaxpr as what ``lower_jaxpr`` takes: closed, on 0.10.2."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    return _hi_pe.close_jaxpr(jaxpr)
+
+
+class PrimitiveBase(_extend_core.Primitive):
+    """A ``Primitive`` whose rules are its methods, in JAX's tables (0.10.2 - 0.12)."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        _hi_ad.primitive_jvps[self] = lambda *a, **k: self.jvp(*a, **k)
+        _hi_ad.primitive_transposes[self] = lambda *a, **k: self.transpose(*a, **k)
+        _hi_batching.fancy_primitive_batchers[self] = lambda axis, args, dims, **params: self.batch(
+            axis, args, dims, **params
+        )
+        # Reached where `is_high` says no: then the primitive is lowered with the rest.
+        lowering = _hi_mlir.lower_fun(
+            lambda *args, **params: self.to_lojax(*args, **params),
+            multiple_results=self.multiple_results,
+        )
+        _hi_mlir.register_lowering(self, lowering)
+
+
+def _live_ins_optional(dce: _Callable) -> _Callable:
+    """Lets ``dce(used_outs, live_ins)`` be called without ``live_ins``: all are live."""
+
+    @_functools.wraps(dce)
+    def called(self: _Any, used_outs: _Any, live_ins: _Any = None) -> _Any:
+        if live_ins is None:
+            live_ins = _jax.tree.unflatten(self.in_tree, [True] * self.in_tree.num_leaves)
+        return dce(self, used_outs, live_ins)
+
+    return called
+
+
+def _residuals_closed_over(remat: _Callable) -> _Callable:
+    """Turns what ``remat`` returns on 0.12 (out, residuals, rem) into (out, rem)."""
+
+    @_functools.wraps(remat)
+    def called(self: _Any, trace: _Any, *args: _Any) -> _Any:
+        out, residuals, rem = remat(self, trace, *args)
+        return out, lambda *again: rem(residuals, *again)
+
+    return called
+
+
+if hasattr(_hijax, "vmap_rule"):  # 0.12
+    HiPrimBase: type = _hijax.HiPrim
+    vmap_rule: _Callable = _hijax.vmap_rule
+    unmap_avals: _Callable = _hijax.unmap_avals
+    bdims_at_front: _Callable = _hijax.bdims_at_front
+else:  # 0.10.2, 0.11.2
+    _OlderBase: type = getattr(_hijax, "HiPrim", None) or _hijax.VJPHiPrimitive
+
+    class HiPrimBase(_OlderBase):  # type: ignore[no-redef]
+        """``HiPrim`` with the interface of 0.12 on the class that older versions call."""
+
+        def __init_subclass__(cls, **kwargs: _Any) -> None:
+            super().__init_subclass__(**kwargs)
+            if "dce" in vars(cls):
+                cls.dce = _live_ins_optional(vars(cls)["dce"])
+            if "remat" in vars(cls):
+                cls.remat = _residuals_closed_over(vars(cls)["remat"])
+
+        def batch(self, axis_data: _Any, args: _Any, dims: _Any) -> _Any:
+            raise NotImplementedError(
+                f"for vmap support, subclass {type(self)} must implement `batch`"
+            )
+
+        def dce(self, used_outs: _Any, live_ins: _Any = None) -> _Any:
+            if self.effects or any(_jax.tree.leaves(used_outs)):
+                return True, True, self
+            return False, False, None
+
+        def pp_params(self) -> dict[str, _Any]:
+            return {k: v for k, v in self.params.items() if not k.startswith("_")}
+
+        def __repr__(self) -> str:
+            shown = " ".join(f"{k}={v}" for k, v in self.pp_params().items())
+            return f"{type(self).__name__}[{shown}]"
+
+    def unmap_avals(axis_data: _Any, avals: _Any, dims: _Any) -> _Any:
+        """Returns the types of the whole batch for the types of one example."""
+        return _jax.tree.map(
+            lambda aval, dim: _hi_core.unmapped_aval(
+                axis_data.size, dim, aval, axis_data.explicit_mesh_axis
+            ),
+            avals,
+            dims,
+        )
+
+    def bdims_at_front(axis_data: _Any, args: _Any, dims: _Any) -> _Any:
+        """Returns the arguments with the batch axis first, broadcast where they have none."""
+        return _jax.tree.map(
+            lambda x, dim: _hi_batching.bdim_at_front(
+                x, dim, axis_data.size, axis_data.explicit_mesh_axis
+            ),
+            args,
+            dims,
+        )
+
+    def vmap_rule(
+        axis_data: _Any, f: _Callable, in_axes: _Any, out_axes: _Any, *, sum_match: bool = False
+    ) -> _Callable:
+        """Returns ``f`` mapped over ``axis_data``, symbolic zeros included."""
+        from jax._src import api
+
+        mapped = api.vmap(
+            f,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            axis_size=axis_data.size,
+            axis_name=axis_data.name,
+            spmd_axis_name=axis_data.spmd_name or axis_data.explicit_mesh_axis,
+            sum_match=sum_match,
+        )
+        is_none = lambda x: x is None  # noqa: E731
+        zeros_in = _functools.partial(_hijax.map_zero, axis_data)
+        zeros_out = _functools.partial(_hijax.unmap_zero, axis_data)
+
+        def batched(*args: _Any) -> _Any:
+            out = mapped(*_jax.tree.map(zeros_in, in_axes, args, is_leaf=is_none))
+            return _jax.tree.map(zeros_out, out_axes, out, is_leaf=is_none)
+
+        return batched
+
+
+if "to_lojax" not in vars(_hi_core.closed_call_p):  # 0.10.2
+    # 0.10.2 has no rule for what remat of a scan becomes. Nothing that worked is changed.
+    def _closed_call_to_lojax(*args: _Any, call_jaxpr: _Any) -> _Any:
+        return _hi_core.jaxpr_as_fun(call_jaxpr)(*args)
+
+    _hi_core.closed_call_p.to_lojax = _closed_call_to_lojax
+
+
+def native_rule(name: str) -> _Any | None:
+    """Returns JAX's own ``vjp_from_jvp`` and the like, which 0.10.2 lacks."""
+    return getattr(_hijax, name, None)
+
+
+# What _box/ needs: where a program is being traced. All 0.10.2 - 0.12.
+
+
+def is_eval(trace: _Any) -> bool:
+    """Returns whether a trace is none: operations are computed at once."""
+    return trace is None or isinstance(trace, _hi_core.EvalTrace)
+
+
+def is_staging(trace: _Any) -> bool:
+    """Returns whether a trace builds a jaxpr (jit, scan, cond ...), unlike grad and vmap."""
+    return hasattr(trace, "frame")
+
+
+def parent_trace(trace: _Any) -> _Any:
+    """Returns the trace around one of grad, vmap or the like."""
+    return getattr(trace, "parent_trace", None)
+
+
+def under(trace: _Any) -> _Any:
+    """Context manager: makes ``trace`` the current one."""
+    return _hi_core.set_current_trace(trace)
+
+
+def traced_for(trace: _Any) -> str:
+    """Returns what a trace is for: "jit", "scan", "while_body", "vmap", "grad" ..."""
+    if is_staging(trace):
+        info = trace.frame.debug_info
+        return "a trace" if info is None else info.traced_for
+    kinds = {"BatchTrace": "vmap", "JVPTrace": "jvp", "LinearizeTrace": "grad"}
+    kinds |= {"ShardMapTrace": "shard_map", "RematTrace": "remat"}
+    return kinds.get(type(trace).__name__, type(trace).__name__)
+
+
+def trace_of(value: _Any) -> _Any:
+    """Returns the trace that a value is a tracer of, or None."""
+    return value._trace if isinstance(value, _hi_core.Tracer) else None
+
+
+def is_zero(tangent: _Any) -> bool:
+    """Returns whether a tangent is known to be zero."""
+    return isinstance(tangent, _ad_util.Zero)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ._engine import Engine
     from ._interceptor import Interceptor
     from ._opcall import OpCall, Operand
+    from ._compat import SETTLED, settled
     from ._patch.engine import PatchEngine, untapped
     from ._patch.scope import Observer
     from ._patch.taps import Taps
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "SETTLED",
     "CheckResult",
     "CommandSpec",
     "DoctorCheck",
@@ -57,10 +59,12 @@ __all__ = [
     "kernels",
     "plugins",
     "providers",
+    "settled",
     "untapped",
 ]
 
 _LAZY = {
+    "SETTLED": "_compat",
     "Engine": "_engine",
     "Interceptor": "_interceptor",
     "Observer": "_patch.scope",
@@ -68,6 +72,7 @@ _LAZY = {
     "Operand": "_opcall",
     "PatchEngine": "_patch.engine",
     "Taps": "_patch.taps",
+    "settled": "_compat",
     "untapped": "_patch.engine",
 }
 

@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import jax
+from jax._src import ad_checkpoint as _ad_checkpoint  # 0.10.2 - 0.12
 from jax._src import core as _core  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
@@ -57,6 +58,10 @@ functions too. No code of the program runs below them, except the rules of ``cus
 
 backward_pass: FunctionType = _ad.backward_pass3
 """Runs the transpose rules, 0.10.2 - 0.12. As ``rule_runners``."""
+
+evaluate_checkpoint: FunctionType = _ad_checkpoint.remat_impl
+"""Binds what ``jax.checkpoint`` has traced once more where nothing else is to be traced,
+0.10.2 - 0.12. It was tapped when it was traced."""
 
 SETTLED = "jaxtap.settled"
 """Begins the name scope of operations that are none of the program's, where an observer looks

@@ -36,7 +36,7 @@ class Operand:
     dtype: Any
     provenance: str | None
     axes: tuple[int | tuple[int, ...] | None, ...] | None
-    metadata: Mapping[str, Any] = field(default=NO_METADATA)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class OpCall(abc.ABC):
@@ -87,7 +87,6 @@ class OpCall(abc.ABC):
             RuntimeError: the wrapped function has returned, and its inputs are forgotten.
         """
 
-    @abc.abstractmethod
     def annotate(self, value: Any, **metadata: Any) -> Any:
         """Attaches metadata to ``value``, to be read where it is an operand, and returns it.
 
@@ -104,6 +103,20 @@ class OpCall(abc.ABC):
             TypeError: a value of the metadata can't be hashed: jitted functions that are shown
                 one operand with it and one without must be told apart.
         """
+        for name, note in metadata.items():
+            try:
+                hash(note)
+            except TypeError as error:
+                raise TypeError(
+                    f"Metadata {name}={note!r} can't be hashed. Attach strings, numbers, tuples "
+                    "or frozen dataclasses."
+                ) from error
+        self._attach(value, MappingProxyType({**self.metadata(value), **metadata}))
+        return value
+
+    @abc.abstractmethod
+    def _attach(self, value: Any, metadata: Mapping[str, Any]) -> None:
+        """Keeps ``metadata`` as that of ``value``."""
 
     @abc.abstractmethod
     def metadata(self, value: Any) -> Mapping[str, Any]:
@@ -140,19 +153,6 @@ class OpCall(abc.ABC):
 
     def __repr__(self) -> str:
         return f"<OpCall {self.op_id} ({self.level})>"
-
-
-def checked_metadata(metadata: dict[str, Any]) -> Mapping[str, Any]:
-    """Returns ``metadata``, read-only. Raises TypeError where a value can't be hashed."""
-    for name, value in metadata.items():
-        try:
-            hash(value)
-        except TypeError as error:
-            raise TypeError(
-                f"Metadata {name}={value!r} can't be hashed. Attach strings, numbers, tuples or "
-                "frozen dataclasses."
-            ) from error
-    return MappingProxyType(metadata)
 
 
 def _describe(leaf: Any) -> str:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._opcall import NO_METADATA, OpCall, checked_metadata
+from .._opcall import NO_METADATA, OpCall
 from .context import CONTEXT
 from .scope import OUTSIDE, Entered, Scope, State
 from .targets import Site
@@ -119,10 +119,8 @@ class _Call(OpCall):
     def provenance(self, value: Any) -> str | None:
         return self._scope.activation.origins().get(id(value))
 
-    def annotate(self, value: Any, **metadata: Any) -> Any:
-        known = self._scope.activation.metadata
-        known[id(value)] = value, checked_metadata({**self.metadata(value), **metadata})
-        return value
+    def _attach(self, value: Any, metadata: Mapping[str, Any]) -> None:
+        self._scope.activation.metadata[id(value)] = value, metadata
 
     def metadata(self, value: Any) -> Mapping[str, Any]:
         return self._scope.activation.metadata.get(id(value), (None, NO_METADATA))[1]

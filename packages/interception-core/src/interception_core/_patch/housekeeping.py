@@ -140,6 +140,7 @@ _TAPPED: tuple[tuple[FunctionType, Run], ...] = (
     (_compat.NameScope.__exit__, _exit_name),
     (_compat.lower_jaxpr_to_module, _lower),
     (_compat.backward_pass, _rules),
+    (_compat.evaluate_checkpoint, _rules),
     *((runner, _bind) for runner in _compat.rule_runners),
 )
 

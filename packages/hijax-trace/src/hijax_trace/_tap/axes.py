@@ -1,0 +1,120 @@
+"""Axes: where the axes of a value are after operations that move it without changing it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Axes = tuple[int | tuple[int, ...] | None, ...]
+"""For each axis of a value, the axis that it became: see ``interception_core.Operand.axes``."""
+
+Move = Callable[[dict[str, Any], Sequence[int], Sequence[int]], Axes | None]
+"""``move(params, shape_before, shape_after)``; None where the axes can't be followed."""
+
+
+def identity(rank: int) -> Axes:
+    """Returns the axes of a value that stays as it is."""
+    return tuple(range(rank))
+
+
+def compose(first: Axes, then: Axes) -> Axes:
+    """Returns where axes are after two moves."""
+
+    def after(axis: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+        if axis is None:
+            return None
+        if isinstance(axis, int):
+            return then[axis]
+        parts: list[int] = []
+        for part in axis:
+            moved = then[part]
+            parts.extend(moved if isinstance(moved, tuple) else () if moved is None else (moved,))
+        if not parts:
+            return None
+        return parts[0] if len(set(parts)) == 1 else tuple(parts)
+
+    return tuple(after(axis) for axis in first)
+
+
+def dropped(axis: int, rank: int) -> Axes:
+    """Returns the axes after one of them is taken away (a step of a scan, a row of a vmap)."""
+    return tuple(None if i == axis else i - (i > axis) for i in range(rank))
+
+
+def _same(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes:
+    return identity(len(before))
+
+
+def _transpose(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes:
+    permutation = list(params["permutation"])
+    return tuple(permutation.index(axis) for axis in range(len(before)))
+
+
+def _squeeze(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes:
+    kept = [axis for axis in range(len(before)) if axis not in params["dimensions"]]
+    return tuple(kept.index(axis) if axis in kept else None for axis in range(len(before)))
+
+
+def _broadcast(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes:
+    places = params["broadcast_dimensions"]
+    return tuple(
+        place if before[axis] == after[place] else None for axis, place in enumerate(places)
+    )
+
+
+def _reshape(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes | None:
+    """Pairs runs of axes of equal size: one to one, one to many, many to one."""
+    if params.get("dimensions") is not None:
+        return None
+    if not all(isinstance(size, int) for size in (*before, *after)):
+        return identity(len(before)) if tuple(before) == tuple(after) else None
+    axes: list[int | tuple[int, ...] | None] = [None] * len(before)
+    i = j = 0
+    while i < len(before) and j < len(after):
+        # Axes of size one carry nothing: they are followed only where they stay in place.
+        if before[i] == 1 and after[j] != 1:
+            i += 1
+            continue
+        if after[j] == 1 and before[i] != 1:
+            j += 1
+            continue
+        left, right = [i], [j]
+        while (a := math.prod(before[k] for k in left)) != (
+            b := math.prod(after[k] for k in right)
+        ):
+            if a < b:
+                left.append(left[-1] + 1)
+            else:
+                right.append(right[-1] + 1)
+            if left[-1] >= len(before) or right[-1] >= len(after):
+                return None
+        i, j = left[-1] + 1, right[-1] + 1
+        left = [k for k in left if before[k] != 1] or left[:1]
+        right = [k for k in right if after[k] != 1] or right[:1]
+        if len(left) > 1 and len(right) > 1:
+            return None
+        for axis in left:
+            axes[axis] = right[0] if len(right) == 1 else tuple(right)
+    return tuple(axes)
+
+
+MOVES: dict[str, Move] = {
+    "convert_element_type": _same,
+    "copy": _same,
+    "copy_p": _same,
+    "device_put": _same,
+    "mesh_cast": _same,
+    "optimization_barrier": _same,
+    "pcast": _same,
+    "pvary": _same,
+    "reduce_precision": _same,
+    "reshard": _same,
+    "sharding_constraint": _same,
+    "stop_gradient": _same,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+}
+"""By primitive. Result ``k`` of each is a move of operand ``k``, or of operand 0."""

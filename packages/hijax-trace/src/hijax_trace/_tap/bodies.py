@@ -1,0 +1,229 @@
+"""Bodies: the programs that a primitive holds, made again with handlers' work in them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from interception_core import JaxtapError
+
+from .. import _compat
+from .flow import entered
+from .forms import CHANGES, SAME, Body, form_of
+from .frames import Around, Frame, Notes, Numbers, Operands, Origin, Resolve
+from .marker import hoisted
+from .memo import Tapped
+from .rerun import rerun
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class Entered(NamedTuple):
+    """An equation to be made in place of another one.
+
+    Attributes:
+        params: its parameters.
+        values: its operands.
+        notes: the metadata of its results, by number.
+        replaced: whether any operation in it was.
+    """
+
+    params: dict[str, Any]
+    values: list[Any]
+    notes: Mapping[int, Notes]
+    replaced: bool
+
+
+def enter(
+    run: Run,
+    around: Around,
+    primitive: Any,
+    params: dict[str, Any],
+    values: Sequence[Any],
+    operands: Operands,
+) -> Entered:
+    """Returns an equation with what it holds tapped."""
+    form = form_of(primitive, params)
+    assert form is not None
+    bodies = form.bodies(params, len(values))
+    tapped = [tap_body(run, around, body, operands) for body in bodies]
+    jaxprs, extra = [one.jaxpr for one in tapped], [one.extra for one in tapped]
+    places = form.places(params)
+    if form.results == "branches" and any(extra):
+        jaxprs = _share(jaxprs, extra)
+        extra, places = [tuple(x for part in extra for x in part)], places[:1]
+    all_values = list(values)
+    for place, more in sorted(zip(places, extra, strict=True), key=lambda pair: -pair[0]):
+        if more and place < 0:
+            raise JaxtapError(
+                f"A handler used a value of the program around `{primitive.name}` in an operation "
+                f"inside of it, and `{primitive.name}` can't be given more operands. Let the "
+                "handler use its own arguments and constants alone."
+            )
+        all_values[max(place, 0) : max(place, 0)] = more
+    new = form.rebuild(params, jaxprs, [len(part) for part in extra])
+    if primitive is _compat.custom_vmap_p:
+        new["rule"] = _compat.with_rule(new["rule"], run.tapping.rewrap)
+    return Entered(new, all_values, _joined(form.results, tapped), any(t.replaced for t in tapped))
+
+
+def _joined(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Notes]:
+    if results == "carry":
+        return {}
+    first, *rest = tapped
+    return {i: note for i, note in first.notes.items() if all(t.notes.get(i) == note for t in rest)}
+
+
+def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> list[Any]:
+    """Gives every branch the new inputs of all."""
+    avals = [[_compat.typeof(value) for value in part] for part in extra]
+    shared = []
+    for i, jaxpr in enumerate(jaxprs):
+        before = [aval for part in avals[:i] for aval in part]
+        after = [aval for part in avals[i + 1 :] for aval in part]
+        shared.append(_compat.with_unused(jaxpr, before, len(avals[i]), after))
+    return shared
+
+
+def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], dict[int, Notes]]:
+    """Returns the origins and the metadata of a body's inputs."""
+
+    def resolve(operand: int, kind: str) -> Resolve:
+        def origin() -> Origin | None:
+            found = operands.origins[operand]()
+            return None if found is None else found.moved(entered(kind, operands.avals[operand]))
+
+        return origin
+
+    origins: list[Resolve | None] = []
+    notes: dict[int, Notes] = {}
+    for i, (operand, kind) in enumerate(zip(body.inputs, body.kinds, strict=True)):
+        known = operand is not None and kind != CHANGES
+        origins.append(resolve(operand, kind) if known else None)
+        if known and kind == SAME and operand in operands.notes:
+            notes[i] = operands.notes[operand]
+    return origins, notes
+
+
+def tap_body(run: Run, around: Around, body: Body, operands: Operands) -> Tapped:
+    """Returns a body with its handlers' work in it: made before, or now."""
+    jaxpr = _compat.open_of(body.jaxpr)
+    if not run.tapping.plans.wants(jaxpr):
+        return Tapped(body.jaxpr, (), {}, False, {}, {}, None, False)
+    frame, scopes = around.frame, around.scopes
+    origins, notes = body_inputs(body, operands)
+    path, label = frame.silent_path(scopes), body.label or frame.label
+
+    def resolve_path() -> Any:
+        return run.interceptor.resolve_path(frame.path(scopes))
+
+    def origin(index: int) -> Origin | None:
+        resolve = origins[index]
+        return None if resolve is None else resolve()
+
+    key = (label, around.within, around.silent, tuple(notes.items()), _compat.trace_context())
+    key = (*key[:3], tuple((i, tuple(note.items())) for i, note in notes.items()), key[4])
+    found = run.tapping.memo.find(jaxpr, key, origin, resolve_path)
+    if found is not None:
+        run.numbers.add(
+            {("/".join(filter(None, (path, k[0]))), *k[1:]): n for k, n in found.counted.items()}
+        )
+        return found
+    inner = Frame(jaxpr, origins, notes, path, label, around.within, around.silent, frame)
+    before = run.numbers.copy()
+    new, consts = stage_again(run, inner, body.jaxpr, _compat.consts_of(body.jaxpr))
+    new, extra = hoisted(new, consts)
+    counted = {
+        (key[0].removeprefix(path).lstrip("/"), *key[1:]): n
+        for key, n in run.numbers.since(before).items()
+    }
+    out_notes = {
+        i: inner.notes[var] for i, var in enumerate(jaxpr.outvars) if _is_noted(inner, var)
+    }
+    tapped = Tapped(
+        _compat.like(new, body.jaxpr) if extra or not consts else new,
+        tuple(extra),
+        out_notes,
+        bool(inner.replaced),
+        counted,
+        inner.read,
+        resolve_path() if inner.path_was_read else None,
+        inner.path_was_read,
+    )
+    if not extra:
+        run.tapping.memo.keep(jaxpr, key, tapped)
+    return tapped
+
+
+def _is_noted(frame: Frame, atom: Any) -> bool:
+    return type(atom) is not _compat.Literal and atom in frame.notes
+
+
+def stage_again(run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Returns a jaxpr made of another one and its handlers, and its constants."""
+    jaxpr = _compat.open_of(jaxpr)
+
+    def flat(*args: Any) -> list[Any]:
+        return rerun(run, frame, jaxpr, consts, args)
+
+    return _compat.stage(flat, [var.aval for var in jaxpr.invars], jaxpr.debug_info)
+
+
+def custom(
+    run: Run, around: Around, params: dict[str, Any], values: Sequence[Any], operands: Operands
+) -> Entered:
+    """Returns the call of a function with rules of its own, with it and them tapped.
+
+    A rule runs in place of the function, when JAX gets to it: its operations count from where
+    the function's do.
+    """
+    new = dict(params)
+    before = run.numbers.copy()
+    count = len(values)
+    body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
+    tapped = tap_body(run, around, body, operands)
+    extra = len(tapped.extra)
+    new["call_jaxpr"] = tapped.jaxpr
+    new["num_consts"] = params["num_consts"] + extra
+    own = operands.origins[params["num_consts"] :]
+    for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
+        if name in params:
+            rule = _tapped_rule(run, around, params[name], own, before)
+            new[name] = _compat.wrap_fun(rule, params[name].debug_info)
+    if extra and "out_trees" in params:
+        new["out_trees"] = functools.partial(_shifted, params["out_trees"], extra)
+    return Entered(new, [*tapped.extra, *values], tapped.notes, tapped.replaced)
+
+
+def _tapped_rule(
+    run: Run, around: Around, rule: Any, origins: Sequence[Resolve], numbers: Numbers
+) -> Callable[..., tuple]:
+    @functools.cache
+    def tapped(*zeros: Any) -> tuple:
+        jaxpr, consts, *rest = rule.call_wrapped(*zeros)
+        if not run.tapping.plans.wants(jaxpr):
+            return (jaxpr, consts, *rest)
+        frame = around.frame
+        more = len(_compat.open_of(jaxpr).invars) - len(origins)
+        inputs = [*origins, *(None for _ in range(more))]
+        path = frame.silent_path(around.scopes)
+        inner = Frame(
+            _compat.open_of(jaxpr),
+            inputs,
+            {},
+            path,
+            frame.label,
+            around.within,
+            around.silent,
+            frame,
+        )
+        return (*stage_again(run.counting(numbers.copy()), inner, jaxpr, consts), *rest)
+
+    return tapped
+
+
+def _shifted(out_trees: Callable[[], tuple], extra: int) -> tuple:
+    out_tree, res_tree, forwarded = out_trees()
+    return out_tree, res_tree, [None if i is None else i + extra for i in forwarded]

@@ -1,0 +1,134 @@
+"""What a handler of the trace engine is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from interception_core import OpCall, Operand
+
+from .frames import Frame, Notes, Origin
+
+if TYPE_CHECKING:
+    from .run import Run
+
+_NOTHING: Notes = {}
+
+
+class TraceCall(OpCall):
+    """One tapped operation of a staged program.
+
+    Args:
+        op_name: its name.
+        level: "function" or "primitive".
+        args: the positional arguments that its handler gets.
+        params: the keyword arguments.
+        scopes: the names of the scopes around it in its frame.
+        number: its number among such operations.
+        frame: where it is.
+        values: the arrays among its arguments.
+        origins: of each of them, how its origin is found.
+        notes: of each of them, the metadata.
+        proceed: runs the original.
+        run: the run that it is a part of.
+    """
+
+    __slots__ = (
+        "_frame",
+        "_notes",
+        "_number",
+        "_origins",
+        "_proceed",
+        "_run",
+        "_scopes",
+        "_values",
+        "given",
+    )
+
+    def __init__(
+        self,
+        op_name: str,
+        level: str,
+        args: tuple,
+        params: Mapping[str, Any],
+        scopes: Sequence[str],
+        number: int,
+        frame: Frame,
+        values: Sequence[Any],
+        origins: Callable[[int], Origin | None],
+        notes: Callable[[int], Notes],
+        proceed: Callable[..., Any],
+        run: Run,
+    ):
+        self.op_name = op_name
+        self.level = level
+        self.params = params
+        self._args = args
+        self._scopes = scopes
+        self._number = number
+        self._frame = frame
+        self._values = values
+        self._origins = origins
+        self._notes = notes
+        self._proceed = proceed
+        self._run = run
+        # By identity; the value is held, so that its id isn't given to another one.
+        self.given: dict[int, tuple[Any, Notes]] = {}
+
+    @property
+    def module_path(self) -> str:  # pyrefly: ignore[bad-override]
+        return self._frame.path(self._scopes)
+
+    @property
+    def op_id(self) -> str:
+        parts = filter(None, (self.module_path, self._frame.label, self.op_name))
+        return f"{'/'.join(parts)}:{self._number}"
+
+    @property
+    def within(self) -> frozenset[str]:
+        return self._frame.within
+
+    def proceed(self, *args: Any, **kwargs: Any) -> Any:
+        return self._proceed(*args, **kwargs)
+
+    def provenance(self, value: Any) -> str | None:
+        origin = self._origin(value)
+        return None if origin is None else origin.path
+
+    def operand(self, value: Any) -> Operand:
+        origin = self._origin(value)
+        path, axes = (None, None) if origin is None else origin
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if shape is None or dtype is None:
+            return Operand(None, None, path, None, self.metadata(value))
+        return Operand(tuple(shape), dtype, path, axes, self.metadata(value))
+
+    def _attach(self, value: Any, metadata: Notes) -> None:
+        self.given[id(value)] = value, metadata
+
+    def metadata(self, value: Any) -> Notes:
+        given = self.given.get(id(value))
+        if given is not None:
+            return given[1]
+        index = self._index(value)
+        return _NOTHING if index is None else self._notes(index)
+
+    def notes_of(self, result: Any) -> Notes | None:
+        """Returns what the handler attached to a result."""
+        given = self.given.get(id(result))
+        return None if given is None else given[1]
+
+    def _origin(self, value: Any) -> Origin | None:
+        if self._run.finished:
+            raise RuntimeError(
+                "OpCall.operands is known only while the wrapped function runs. Read it in the "
+                "handler and keep the result."
+            )
+        index = self._index(value)
+        return None if index is None else self._origins(index)
+
+    def _index(self, value: Any) -> int | None:
+        for index, known in enumerate(self._values):
+            if known is value:
+                return index
+        return None

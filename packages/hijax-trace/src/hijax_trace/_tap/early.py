@@ -1,0 +1,232 @@
+"""Early: what meets grad, vmap and their like while the program is still being staged.
+
+What is differentiated or batched inside the wrapped function can't be told from its derivative
+afterwards, so a handler is asked at once, before the transformation's own rule. What it, and the
+rules, leave behind in the staged program is marked by a name scope, and passed later on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from interception_core import SETTLED, settled
+
+from .. import _compat
+from .axes import dropped
+from .call import TraceCall
+from .flow import move_of
+from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
+from .plan import Do
+
+if TYPE_CHECKING:
+    from .run import Run
+
+_TOKENS = itertools.count()
+_NOTHING: Notes = {}
+
+
+class Early:
+    """Asks handlers while a program is staged.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        met: whether a handler should have been asked, but was not expected to.
+        met_nested: whether that was inside of a nested trace, which JAX keeps and uses again: then
+            it must be told apart by module path.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._base: weakref.ref[Any] | None = None
+        self._variables: dict[Any, int] = {}
+        self._origins: Callable[[int], Origin] | None = None
+        self._numbers = Numbers()
+        self._looked_at = 0
+        self._left: dict[str, Key] = {}
+        self._notes: dict[int, tuple[Any, Notes]] = {}
+        self.met = self.met_nested = False
+
+    def begin(self, trace: Any, tracers: Sequence[Any], origins: Callable[[int], Origin]) -> None:
+        """Says in which trace the program is staged, and on what."""
+        self._base = weakref.ref(trace)
+        self._variables = {_compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
+        self._origins = origins
+
+    def end(self) -> None:
+        """Says that it is."""
+        self._base = None
+        self._notes = {}
+
+    def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
+        """Asks the handler of a function. ``call`` is what PatchEngine tells of the call."""
+        where = self._where(_compat.current_trace(), call.module_path)
+        if where is None:
+            return NotImplemented
+        values = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "dtype")]
+        told = self._told(
+            call.op_name, "function", args, kwargs, where, call.within, values, call.proceed
+        )
+        with settled(self._token(told)):
+            return self._noted(told, handler(told, *args, **kwargs))
+
+    def bind(self, trace: Any, primitive: Any, values: Any, params: dict[str, Any]) -> Any:
+        """Asks the handler of a primitive, and those of what it holds."""
+        tapping = self._run.tapping
+        entry = tapping.primitives.get(primitive)
+        enters = tapping.plans.enters(primitive, params, len(values))
+        if entry is None and not enters:
+            return NotImplemented
+        where = self._where(trace, "/".join(_compat.scopes_of(_compat.current_stack())))
+        if where is None:
+            return NotImplemented
+        values = list(values)
+        with _compat.set_current_trace(trace):
+            within: frozenset[str] = frozenset()
+            if entry is not None:
+                name, handler = entry
+                proceed = functools.partial(self._proceed, primitive)
+                told = self._told(
+                    name, "primitive", tuple(values), params, where, within, values, proceed
+                )
+                with settled(self._token(told)):
+                    result = handler(told, *values, **params)
+                    if result is not NotImplemented:
+                        return self._noted(told, result)
+                within = within | {name}
+            if not enters:
+                return NotImplemented
+            frame = Frame(None, (), {}, where)
+            around = Around(frame, (), within, silent=False)
+            with settled(f"{SETTLED}.{next(_TOKENS)}"):
+                return self._bind_entered(around, primitive, params, values)
+
+    def seen(self, token: str, numbers: Numbers) -> None:
+        """Counts the operation whose handler left something behind, when that is passed."""
+        key = self._left.pop(token, None)
+        if key is not None:
+            numbers.next(*key)
+
+    def _where(self, trace: Any, path: str) -> str | None:
+        """Returns the module path, or None where it can't be known."""
+        base = self._base() if self._base is not None else None
+        nested = _compat.staging_trace(trace) is not base
+        if self._run.tapping.expects_early and (self._run.tapping.by_path or not nested):
+            return path
+        self.met = True
+        self.met_nested |= nested
+        return None
+
+    def _told(
+        self,
+        name: str,
+        level: str,
+        args: tuple,
+        params: Any,
+        path: str,
+        within: frozenset[str],
+        values: list[Any],
+        proceed: Callable[..., Any],
+    ) -> TraceCall:
+        self._count_staged()
+        frame = Frame(None, (), {}, path, within=within)
+        return TraceCall(
+            name,
+            level,
+            args,
+            params,
+            (),
+            self._numbers.next(path, "", name),
+            frame,
+            values,
+            lambda i: self.origin(values[i]),
+            lambda i: self._notes.get(id(values[i]), (None, _NOTHING))[1],
+            proceed,
+            self._run,
+        )
+
+    def _token(self, told: TraceCall) -> str:
+        token = f"{SETTLED}.{next(_TOKENS)}"
+        self._left[token] = (told.module_path, "", told.op_name)
+        return token
+
+    def _noted(self, told: TraceCall, result: Any) -> Any:
+        for value, notes in told.given.values():
+            self._notes[id(value)] = value, notes
+        return result
+
+    def _proceed(self, primitive: Any, *values: Any, **params: Any) -> Any:
+        frame = Frame(None, (), {}, "", silent=True)
+        around = Around(frame, (), frozenset(), silent=True)
+        if self._run.tapping.plans.enters(primitive, params, len(values)):
+            return self._bind_entered(around, primitive, params, list(values))
+        return primitive.bind(*values, **primitive.get_bind_params(params))
+
+    def _bind_entered(
+        self, around: Around, primitive: Any, params: dict[str, Any], values: list[Any]
+    ) -> Any:
+        operands = Operands(
+            [_compat.typeof(value) for value in values],
+            [functools.partial(self.origin, value) for value in values],
+            {i: self._notes[id(v)][1] for i, v in enumerate(values) if id(v) in self._notes},
+        )
+        before = self._run.numbers
+        self._run.numbers = self._numbers
+        try:
+            new = self._run.enter(around, primitive, params, values, operands)
+        finally:
+            self._run.numbers = before
+        return primitive.bind(*new.values, **primitive.get_bind_params(new.params))
+
+    def origin(self, value: Any) -> Origin | None:
+        """Returns which input of the wrapped function a value of the staged program is."""
+        inner = _compat.inner_value(value)
+        if inner is not None:
+            value, axis = inner
+            origin = self.origin(value)
+            if origin is None or axis is None:
+                return origin
+            rank = len(getattr(value, "shape", ()))
+            return origin.moved(dropped(axis, rank))
+        base = self._base() if self._base is not None else None
+        if base is None or not _compat.is_staged_in(value, base):
+            return None
+        var, eqn = _compat.producer(value)
+        if eqn is None:
+            index = self._variables.get(var)
+            return None if index is None or self._origins is None else self._origins(index)
+        step = move_of(
+            eqn.primitive,
+            eqn.params,
+            [_compat.typeof(tracer) for tracer in eqn.in_tracers],
+            [out.aval for out in eqn.outvars],
+            eqn.outvars.index(var),
+        )
+        if step is None:
+            return None
+        origin = self.origin(eqn.in_tracers[step[0]])
+        return None if origin is None else origin.moved(step[1])
+
+    def _count_staged(self) -> None:
+        """Counts what has been staged since the last time, and is to be asked later on."""
+        base = self._base() if self._base is not None else None
+        if base is None:
+            return
+        plans = self._run.tapping.plans
+        eqns = _compat.staged_in(base)
+        for eqn in eqns[self._looked_at :]:
+            step = plans.step(eqn)
+            path = "/".join(_compat.scopes_of(eqn.source_info.name_stack))
+            if step.do is Do.ASK:
+                name = self._run.tapping.primitives[eqn.primitive][0]
+                self._numbers.next(path, "", name)
+            elif step.do is Do.MARKER and step.marker is not None:
+                self._numbers.next(path, "", step.marker.op_name)
+        self._looked_at = len(eqns)

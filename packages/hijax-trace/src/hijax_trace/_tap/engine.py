@@ -1,0 +1,146 @@
+"""TraceEngine: taps by tracing a program and running it again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from interception_core import Interceptor, TargetError
+
+from .. import _compat
+from .axes import identity
+from .frames import Frame, Origin
+from .marker import Packed
+from .rerun import rerun
+from .run import Run, Tapping
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TraceEngine:
+    """Traces a wrapped function to a jaxpr, and runs that again with its operations tapped.
+
+    Functions and primitives are shown under ``jit``, whatever of the program was traced or
+    compiled before: in nested jitted functions, the bodies of loops and branches, ``remat``,
+    ``custom_jvp``, ``custom_vjp`` and ``shard_map``; and before they are differentiated or
+    batched where the program does that itself. What a program does is otherwise unchanged: the
+    result is an ordinary JAX function, and what no handler has replaced is made again as it was.
+
+    A program must be traceable, as for ``jax.jit``. Its arrays are traced values; Python's
+    numbers, strings and other objects among its arguments are constants.
+    """
+
+    def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
+        """Returns ``fn``, run with ``interceptor`` active.
+
+        It is traced at each call; what it calls is traced once for all calls, as far as JAX
+        does so. Where the interceptor is active already, the wrapper does nothing.
+
+        A handler is asked once for each operation, and for those of nested functions once for
+        each way in which they are called that makes a difference to it: with other types, or
+        where it looks at them, under another module path or with operands of other origin.
+
+        Args:
+            fn: any callable whose result is a pytree: plain or jitted.
+            interceptor: the targets and their handlers. They are looked up at the first call.
+
+        Raises:
+            TargetError: at once for wrong types; at the call for a target that is unknown, can't
+                be tapped or is named twice, and for a handler whose result is not of the
+                structure, shapes and dtypes of the original's.
+        """
+        if not callable(fn):
+            raise TargetError(f"TraceEngine.wrap needs a callable, got {fn!r}.")
+        if not isinstance(interceptor, Interceptor):
+            raise TargetError(
+                f"TraceEngine.wrap needs an Interceptor, got {type(interceptor).__name__}. Build "
+                "one with Interceptor({'jax.numpy.dot': handler})."
+            )
+        if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TargetError(
+                f"{fn!r} is asynchronous, and can't be traced. Wrap what it calls, or use "
+                "PatchEngine."
+            )
+        return functools.update_wrapper(_Tapped(self, fn, interceptor), fn, updated=())
+
+
+class _Tapped:
+    """A wrapped function."""
+
+    def __init__(self, engine: TraceEngine, fn: Callable[..., Any], interceptor: Interceptor):
+        self._fn = fn
+        self._interceptor = interceptor
+        self._tapping: Tapping | None = None
+        self._rewrap = functools.partial(engine.wrap, interceptor=interceptor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tapping = self._tapping
+        if tapping is None:
+            tapping = self._tapping = Tapping(self._interceptor, self._rewrap)
+        if tapping.taps.holds():
+            return self._fn(*args, **kwargs)
+        packed = Packed((args, kwargs))
+        run, staged = self._stage(tapping, packed)
+        while run.early.met:
+            by_path = tapping.by_path or run.early.met_nested
+            tapping = self._tapping = Tapping(self._interceptor, self._rewrap, True, by_path)
+            run, staged = self._stage(tapping, packed)
+        jaxpr, consts, result = staged
+        origins = _Origins(packed, args, kwargs)
+        frame = Frame(
+            jaxpr, [functools.partial(origins, i) for i in range(len(packed.arrays))], {}, ""
+        )
+        try:
+            return result.build(rerun(run, frame, jaxpr, consts, packed.arrays))
+        finally:
+            run.finished = True
+
+    def _stage(self, tapping: Tapping, packed: Packed) -> tuple[Run, tuple[Any, list[Any], Packed]]:
+        run = Run(tapping)
+        result: Packed | None = None
+        origins = _Origins(packed, *packed.build(packed.arrays))
+
+        def flat(*tracers: Any) -> list[Any]:
+            nonlocal result
+            run.early.begin(_compat.current_trace(), tracers, origins)
+            args, kwargs = packed.build(tracers)
+            value = tapping.taps.run(self._fn, args, kwargs, observer=run)
+            if inspect.isgenerator(value) or inspect.iscoroutine(value):
+                raise TargetError(
+                    f"{self._fn!r} returned a {type(value).__name__}, which can't be traced. Wrap "
+                    "what it calls, or use PatchEngine."
+                )
+            result = Packed(value)
+            arrays = result.arrays
+            result.forget()
+            return arrays
+
+        avals = [_compat.typeof(value) for value in packed.arrays]
+        info = _compat.debug_info("tap", self._fn, *packed.build(packed.arrays))
+        try:
+            jaxpr, consts = _compat.stage(flat, avals, info)
+        finally:
+            run.early.end()
+        assert result is not None
+        return run, (jaxpr, consts, result)
+
+
+class _Origins:
+    """The pytree paths of a function's arguments, made when one is asked for."""
+
+    def __init__(self, packed: Packed, args: tuple, kwargs: dict[str, Any]):
+        self._packed, self._inputs = packed, {"args": args, "kwargs": kwargs}
+        self._paths: list[str] | None = None
+
+    def __call__(self, index: int) -> Origin:
+        if self._paths is None:
+            found, _ = jax.tree_util.tree_flatten_with_path(self._inputs)
+            self._paths = [path[0].key + jax.tree_util.keystr(path[1:]) for path, _ in found]
+        shape = getattr(self._packed.arrays[index], "shape", None)
+        axes = None if shape is None else identity(len(shape))
+        return Origin(self._paths[self._packed.leaf_of(index)], axes)

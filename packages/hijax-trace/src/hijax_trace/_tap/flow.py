@@ -1,0 +1,145 @@
+"""Flow: which input of a jaxpr a value in it is, if nothing but moves lie between."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+from .. import _compat
+from .axes import MOVES, Axes, compose, dropped, identity
+from .forms import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, form_of
+
+
+class Source(NamedTuple):
+    """A value is a moved input.
+
+    Attributes:
+        index: which input.
+        axes: where the input's axes are in the value; None where the type has none.
+        through: the variables in between, this one included.
+    """
+
+    index: int
+    axes: Axes | None
+    through: tuple[Any, ...]
+
+
+class Flow:
+    """The sources of the values of one jaxpr, found when they are asked for."""
+
+    def __init__(self, jaxpr: Any):
+        jaxpr = _compat.open_of(jaxpr)
+        self._inputs = {var: i for i, var in enumerate(jaxpr.invars)}
+        self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._found: dict[Any, Source | None] = {}
+
+    def source(self, atom: Any) -> Source | None:
+        """Returns where ``atom``, a variable or literal of the jaxpr, comes from."""
+        if isinstance(atom, _compat.Literal):
+            return None
+        if atom not in self._found:
+            self._found[atom] = self._find(atom)
+        return self._found[atom]
+
+    def _find(self, var: Any) -> Source | None:
+        index = self._inputs.get(var)
+        if index is not None:
+            return Source(index, _identity(var.aval), ())
+        eqn = self._makers.get(var)
+        if eqn is None:
+            return None
+        step = move_of(
+            eqn.primitive,
+            eqn.params,
+            [atom.aval for atom in eqn.invars],
+            [out.aval for out in eqn.outvars],
+            eqn.outvars.index(var),
+        )
+        if step is None:
+            return None
+        operand, axes = step
+        before = self.source(eqn.invars[operand])
+        if before is None:
+            return None
+        both = None if before.axes is None or axes is None else compose(before.axes, axes)
+        return Source(before.index, both, (*before.through, var))
+
+
+def _identity(aval: Any) -> Axes | None:
+    shape = getattr(aval, "shape", None)
+    return None if shape is None else identity(len(shape))
+
+
+_FLOWS: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
+
+
+def flow_of(jaxpr: Any) -> Flow:
+    """Returns the flow of a jaxpr, which is made once."""
+    jaxpr = _compat.open_of(jaxpr)
+    flow = _FLOWS.get(jaxpr)
+    if flow is None:
+        flow = _FLOWS[jaxpr] = Flow(jaxpr)
+    return flow
+
+
+def entered(kind: str, aval: Any) -> Axes | None:
+    """Returns where the axes of an operand are once it is an input, of that kind, of a body."""
+    shape = getattr(aval, "shape", None)
+    if shape is None:
+        return None
+    return dropped(0, len(shape)) if kind == SLICE else identity(len(shape))
+
+
+def move_of(
+    primitive: Any, params: dict[str, Any], ins: list[Any], outs: list[Any], result: int
+) -> tuple[int, Axes | None] | None:
+    """Returns which operand a result is, and where that operand's axes are in it.
+
+    Args:
+        primitive: what made the result.
+        params: its parameters.
+        ins: the types of its operands.
+        outs: the types of its results.
+        result: which of them.
+    """
+    move = MOVES.get(primitive.name)
+    if move is not None:
+        operand = result if len(ins) > result else 0
+        shapes = [getattr(aval, "shape", None) for aval in (ins[operand], outs[result])]
+        if None in shapes:
+            return None
+        axes = move(params, *shapes)
+        return None if axes is None else (operand, axes)
+    if primitive in CUSTOM_CALLS:
+        jaxpr = params["call_jaxpr"]
+        count = len(ins)
+        bodies, results = [Body(jaxpr, tuple(range(count)), (SAME,) * count)], "same"
+    else:
+        form = form_of(primitive, params)
+        if form is None:
+            return None
+        bodies, results = form.bodies(params, len(ins)), form.results
+    if results == "carry":
+        # The last body is the one that steps; the while loop's condition returns no carry.
+        return _unchanged(bodies[-1], ins, result)
+    found = {_through(body, ins, result) for body in bodies}
+    return found.pop() if len(found) == 1 else None
+
+
+def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None] | None:
+    source = flow_of(body.jaxpr).source(_compat.open_of(body.jaxpr).outvars[result])
+    if source is None or body.kinds[source.index] == CHANGES:
+        return None
+    operand = body.inputs[source.index]
+    if operand is None:
+        return None
+    inside = entered(body.kinds[source.index], ins[operand])
+    both = None if inside is None or source.axes is None else compose(inside, source.axes)
+    return operand, both
+
+
+def _unchanged(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None] | None:
+    if result >= len(body.carry) or body.kinds[body.carry[result]] != SAME:
+        return None
+    operand = body.inputs[body.carry[result]]
+    return None if operand is None else (operand, _identity(ins[operand]))

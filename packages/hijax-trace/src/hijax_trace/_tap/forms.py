@@ -1,0 +1,229 @@
+"""Forms: the primitives that hold programs, taken apart and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .. import _compat
+
+SAME, SLICE, CHANGES = "same", "slice", "changes"
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One program that a primitive holds.
+
+    Attributes:
+        jaxpr: open or closed.
+        inputs: for each of its inputs the operand of the equation that it is, or None.
+        kinds: for each how it is that: SAME, SLICE (one step along axis 0), CHANGES (in the first
+            step of a loop only).
+        carry: which inputs a loop carries from step to step.
+        label: what stands for it in op ids, or "" where its operations count as the caller's.
+    """
+
+    jaxpr: Any
+    inputs: tuple[int | None, ...]
+    kinds: tuple[str, ...]
+    carry: range = range(0)
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How to take a primitive apart.
+
+    Attributes:
+        bodies: its programs, from its parameters and the number of its operands.
+        rebuild: its parameters with other bodies, which take ``extra[i]`` more leading inputs.
+        places: where those operands are inserted, by body; -1 where they can't be.
+        results: "same" (those of the body), "branches" (where all bodies agree) or "carry"
+            (those of the carry that the loop doesn't change).
+    """
+
+    bodies: Callable[[dict[str, Any], int], list[Body]]
+    rebuild: Callable[[dict[str, Any], list[Any], list[int]], dict[str, Any]]
+    places: Callable[[dict[str, Any]], list[int]]
+    results: str = "same"
+
+
+def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:
+    count = len(_compat.open_of(jaxpr).invars)
+    return Body(jaxpr, tuple(range(first, first + count)), (SAME,) * count, label=label)
+
+
+def _carried(jaxpr: Any, consts: int, carry: int) -> tuple[str, ...]:
+    """Returns the kinds of the carry of a loop's body: what it hands on unchanged is the same."""
+    jaxpr = _compat.open_of(jaxpr)
+    return tuple(
+        SAME if jaxpr.outvars[i] is jaxpr.invars[consts + i] else CHANGES for i in range(carry)
+    )
+
+
+def _jit_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
+    (more,) = extra
+    unspecified = _compat.UNSPECIFIED
+    return {
+        **params,
+        "jaxpr": jaxprs[0],
+        "in_shardings": (unspecified,) * more + tuple(params["in_shardings"]),
+        "in_layouts": (None,) * more + tuple(params["in_layouts"]),
+        "donated_invars": (False,) * more + tuple(params["donated_invars"]),
+    }
+
+
+def _scan_bodies(params: dict[str, Any], operands: int) -> list[Body]:
+    jaxpr = params["jaxpr"]
+    consts, carry = _compat.scan_parts(params)
+    stepped = consts + carry
+    kinds = (SAME,) * consts + _carried(jaxpr, consts, carry) + (SLICE,) * (operands - stepped)
+    carried = range(consts, stepped)
+    return [Body(jaxpr, tuple(range(operands)), kinds, carried, _compat.label(jaxpr))]
+
+
+def _scan_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
+    return {**_compat.more_scan_consts(params, extra[0]), "jaxpr": jaxprs[0]}
+
+
+def _while_bodies(params: dict[str, Any], operands: int) -> list[Body]:
+    cond, body = params["cond_nconsts"], params["body_nconsts"]
+    carry = range(cond + body, operands)
+    kinds = _carried(params["body_jaxpr"], body, len(carry))
+
+    def part(name: str, consts: range) -> Body:
+        jaxpr, count = params[name], len(consts)
+        inputs, carried = (*consts, *carry), range(count, count + len(carry))
+        return Body(jaxpr, inputs, (SAME,) * count + kinds, carried, _compat.label(jaxpr))
+
+    return [part("cond_jaxpr", range(cond)), part("body_jaxpr", range(cond, cond + body))]
+
+
+def _while_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
+    return {
+        "cond_nconsts": params["cond_nconsts"] + extra[0],
+        "cond_jaxpr": jaxprs[0],
+        "body_nconsts": params["body_nconsts"] + extra[1],
+        "body_jaxpr": jaxprs[1],
+    }
+
+
+def _cond_bodies(params: dict[str, Any], operands: int) -> list[Body]:
+    return [_all_same(branch, 1, _compat.label(branch)) for branch in params["branches"]]
+
+
+def _cond_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
+    return {**params, "branches": tuple(jaxprs)}
+
+
+def _shard_map_rebuild(
+    params: dict[str, Any], jaxprs: list[Any], extra: list[int]
+) -> dict[str, Any]:
+    specs = (PartitionSpec(),) * extra[0] + tuple(params["in_specs"])
+    return {**params, "jaxpr": jaxprs[0], "in_specs": specs}
+
+
+def _custom_vmap_rebuild(
+    params: dict[str, Any], jaxprs: list[Any], extra: list[int]
+) -> dict[str, Any]:
+    return {**params, "call": jaxprs[0]}
+
+
+FORMS: dict[Any, Form] = {
+    _compat.jit_p: Form(
+        lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild, lambda params: [0]
+    ),
+    _compat.scan_p: Form(_scan_bodies, _scan_rebuild, lambda params: [0], "carry"),
+    _compat.while_p: Form(
+        _while_bodies, _while_rebuild, lambda params: [0, params["cond_nconsts"]], "carry"
+    ),
+    # The branches share their operands: see ``emit``, which gives each the others' as well.
+    _compat.cond_p: Form(
+        _cond_bodies, _cond_rebuild, lambda params: [1] * len(params["branches"]), "branches"
+    ),
+    _compat.shard_map_p: Form(
+        lambda params, n: [_all_same(params["jaxpr"], 0)], _shard_map_rebuild, lambda params: [0]
+    ),
+    _compat.custom_vmap_p: Form(
+        lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]
+    ),
+}
+
+CUSTOM_CALLS = (_compat.custom_jvp_call_p, _compat.custom_vjp_call_p)
+"""Hold a program in ``call_jaxpr``, and rules; see ``custom``."""
+
+_KERNELS = frozenset(
+    {
+        "pallas_call",
+        "core_map",
+        "custom_partitioning",
+        "reduce",
+        "reduce_and",
+        "reduce_or",
+        "reduce_window",
+        "select_and_scatter",
+        "sort",
+        "call_hi_primitive",
+        "call_hi_primitive_linearized",
+    }
+)
+"""What they hold is how they are computed, not a part of the program."""
+
+
+_TAKE_MORE = frozenset({"remat2", "checkpoint", "closed_call", "core_call"})
+"""More leading operands are all that more leading inputs of their body need."""
+
+Slot = tuple[str, int | None]
+"""A parameter, and the place in it where it is a tuple."""
+
+
+def _slots(params: dict[str, Any]) -> tuple[Slot, ...]:
+    slots: list[Slot] = []
+    for name, value in params.items():
+        if isinstance(value, _compat.JAXPRS):
+            slots.append((name, None))
+        elif isinstance(value, tuple):
+            slots += [(name, i) for i, part in enumerate(value) if isinstance(part, _compat.JAXPRS)]
+    return tuple(slots)
+
+
+def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Form:
+    """Returns the form of a primitive that is known only to hold jaxprs in these places."""
+
+    def bodies(params: dict[str, Any], operands: int) -> list[Body]:
+        found = []
+        for name, place in slots:
+            jaxpr = params[name] if place is None else params[name][place]
+            count = len(_compat.open_of(jaxpr).invars)
+            alone = len(slots) == 1 and count == operands
+            inputs = tuple(range(count)) if alone else (None,) * count
+            found.append(Body(jaxpr, inputs, (SAME,) * count))
+        return found
+
+    def rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
+        params = dict(params)
+        for (name, place), jaxpr in zip(slots, jaxprs, strict=True):
+            if place is None:
+                params[name] = jaxpr
+            else:
+                parts = list(params[name])
+                parts[place] = jaxpr
+                whole = type(params[name])
+                params[name] = whole(*parts) if hasattr(whole, "_fields") else whole(parts)
+        return params
+
+    return Form(bodies, rebuild, lambda params: [0 if takes_more else -1] * len(slots))
+
+
+def form_of(primitive: Any, params: dict[str, Any]) -> Form | None:
+    """Returns how to take an equation apart, or None where it holds no part of the program."""
+    form = FORMS.get(primitive)
+    if form is not None:
+        return form
+    if primitive in CUSTOM_CALLS or primitive.name in _KERNELS or "scatter" in primitive.name:
+        return None
+    slots = _slots(params)
+    return _generic(slots, primitive.name in _TAKE_MORE) if slots else None

@@ -1,0 +1,173 @@
+"""Frames: what is known of the values of a program while it is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .axes import Axes, compose
+from .flow import flow_of
+
+
+class Origin(NamedTuple):
+    """Which input of the wrapped function a value is.
+
+    Attributes:
+        path: the input's pytree path.
+        axes: where the input's axes are in the value; None where its type has none.
+    """
+
+    path: str
+    axes: Axes | None
+
+    def moved(self, axes: Axes | None) -> Origin:
+        """Returns the origin of the value after another move."""
+        both = None if self.axes is None or axes is None else compose(self.axes, axes)
+        return Origin(self.path, both)
+
+
+Resolve = Callable[[], Origin | None]
+"""Finds the origin of an input of a frame, when somebody wants to know it."""
+
+Notes = Mapping[str, Any]
+"""The metadata of one value."""
+
+
+class Frame:
+    """One jaxpr that is being run again, in one place.
+
+    It keeps book of what its handlers have asked for, so that what they did can be used again
+    wherever the answers are the same.
+
+    Args:
+        jaxpr: the jaxpr, open; None where there's none, but a single operation.
+        inputs: the origins of its inputs.
+        notes: the metadata of its inputs, by number.
+        path: the module path that it runs under.
+        label: of the innermost loop or branch that it is in, for op ids.
+        within: the names of the functions, tapped but let run, that it is a part of.
+        silent: whether no handler is asked.
+        parent: the frame around it.
+    """
+
+    __slots__ = (
+        "_flow",
+        "_inputs",
+        "_parent",
+        "_path",
+        "label",
+        "notes",
+        "path_was_read",
+        "read",
+        "replaced",
+        "silent",
+        "within",
+    )
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        inputs: Sequence[Resolve | None],
+        notes: Mapping[int, Notes],
+        path: str,
+        label: str = "",
+        within: frozenset[str] = frozenset(),
+        silent: bool = False,
+        parent: Frame | None = None,
+    ):
+        self._flow = None if jaxpr is None else flow_of(jaxpr)
+        self._inputs = inputs
+        self._parent = parent
+        self._path = path
+        self.label = label
+        self.within = within
+        self.silent = silent
+        self.notes: dict[Any, Notes] = {jaxpr.invars[i]: note for i, note in notes.items()}
+        self.replaced: set[Any] = set()
+        self.read: dict[int, Origin | None] = {}
+        self.path_was_read = False
+
+    def origin(self, atom: Any) -> Origin | None:
+        """Returns the origin of a variable or literal of the jaxpr."""
+        source = None if self._flow is None else self._flow.source(atom)
+        if source is None or not self.replaced.isdisjoint(source.through):
+            return None
+        origin = self.input(source.index)
+        return None if origin is None else origin.moved(source.axes)
+
+    def input(self, index: int) -> Origin | None:
+        """Returns the origin of an input."""
+        if index not in self.read:
+            resolve = self._inputs[index]
+            self.read[index] = None if resolve is None else resolve()
+        return self.read[index]
+
+    def path(self, scopes: Sequence[str]) -> str:
+        """Returns the module path within ``scopes``, for a handler to see."""
+        frame: Frame | None = self
+        while frame is not None:
+            frame.path_was_read = True
+            frame = frame._parent
+        return self.silent_path(scopes)
+
+    def silent_path(self, scopes: Sequence[str]) -> str:
+        """Returns the module path within ``scopes``, for our own use."""
+        return "/".join(filter(None, (self._path, *scopes)))
+
+
+class Around(NamedTuple):
+    """Where an equation is.
+
+    Attributes:
+        frame: its frame.
+        scopes: the names of the scopes around it in that.
+        within: the names of the functions that it is a part of.
+        silent: whether no handler is asked.
+    """
+
+    frame: Frame
+    scopes: Sequence[str]
+    within: frozenset[str]
+    silent: bool
+
+
+class Operands(NamedTuple):
+    """What is known of the operands of an equation.
+
+    Attributes:
+        avals: their types.
+        origins: how the origin of each is found.
+        notes: their metadata, by number.
+    """
+
+    avals: Sequence[Any]
+    origins: Sequence[Resolve]
+    notes: Mapping[int, Notes]
+
+
+Key = tuple[str, str, str]
+"""Module path, label and operation name."""
+
+
+class Numbers(dict[Key, int]):
+    """How many operations there have been, by what they have in common."""
+
+    def next(self, path: str, label: str, name: str) -> int:
+        """Counts one operation. Returns how many there were before it."""
+        key = (path, label, name)
+        number = self.get(key, 0)
+        self[key] = number + 1
+        return number
+
+    def since(self, before: Numbers) -> dict[Key, int]:
+        """Returns what has been counted since there was ``before``."""
+        return {key: n - before.get(key, 0) for key, n in self.items() if n != before.get(key, 0)}
+
+    def add(self, counted: Mapping[Key, int]) -> None:
+        """Counts what was counted elsewhere."""
+        for key, number in counted.items():
+            self[key] = self.get(key, 0) + number
+
+    def copy(self) -> Numbers:
+        """Returns numbers that go on from here by themselves."""
+        return Numbers(self)

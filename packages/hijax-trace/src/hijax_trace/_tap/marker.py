@@ -1,0 +1,217 @@
+"""Markers: how the call of a named function stays visible in a jaxpr.
+
+While a program is staged, the call of a targeted function becomes the call of a jaxpr under the
+function's name, as a jitted function's does. Its name, a string of a class of its own, holds
+what is needed to call the function's handler with the arguments that it was called with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from interception_core import OpCall, TargetError
+
+from .. import _compat
+
+
+class Packed:
+    """A pytree taken apart into arrays, each once, and what isn't one.
+
+    Args:
+        tree: the pytree.
+        as_arrays: whether Python's numbers count as arrays: they do among results.
+    """
+
+    __slots__ = ("_places", "_rest", "arrays", "treedef")
+
+    def __init__(self, tree: Any, as_arrays: bool = False):
+        leaves, self.treedef = jax.tree.flatten(tree)
+        self.arrays: list[Any] = []
+        self._rest: list[Any] = []
+        self._places: list[int | None] = []
+        seen: dict[int, int] = {}
+        for leaf in leaves:
+            if not _is_array(leaf, as_arrays):
+                self._places.append(None)
+                self._rest.append(leaf)
+                continue
+            if id(leaf) not in seen:
+                seen[id(leaf)] = len(self.arrays)
+                self.arrays.append(leaf)
+            self._places.append(seen[id(leaf)])
+
+    def build(self, arrays: Sequence[Any]) -> Any:
+        """Returns the pytree with other arrays."""
+        rest = iter(self._rest)
+        leaves = [next(rest) if place is None else arrays[place] for place in self._places]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def leaf_of(self, index: int) -> int:
+        """Returns the number of the leaf that array ``index`` is first found at."""
+        return self._places.index(index)
+
+    def forget(self) -> None:
+        """Lets go of the arrays."""
+        self.arrays = []
+
+    def key(self) -> tuple | None:
+        """Returns a hashable that is equal where all but the arrays is; None if there's none."""
+        key = (self.treedef, tuple(self._places), tuple((type(x), x) for x in self._rest))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+
+def _is_array(leaf: Any, numbers: bool) -> bool:
+    if isinstance(leaf, bool | int | float | complex):
+        return numbers
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMmT" and (
+            leaf.dtype.kind != "V" or leaf.dtype.names is None
+        )
+    return _compat.is_jax_type(leaf) and not _compat.is_ref(leaf)
+
+
+@dataclass(eq=False, slots=True)
+class Marker:
+    """The staged call of a function.
+
+    Attributes:
+        interceptor: whose target it is.
+        op_name: the target's last name.
+        site: what is called.
+        function: the function, as whoever is active when it is called will see it.
+        packed: its arguments, a pair of ``args`` and ``kwargs``.
+        results: its result.
+        jaxpr: what it does, closed.
+        extra: how many leading inputs of it are no arguments, but values closed over.
+    """
+
+    interceptor: Any
+    op_name: str
+    site: Any
+    function: Callable[..., Any]
+    packed: Packed
+    results: Packed
+    jaxpr: Any
+    extra: int
+
+
+class MarkerName(str):
+    """The name of a marker's equation."""
+
+    __slots__ = ("marker",)
+    marker: Marker
+
+    @classmethod
+    def of(cls, marker: Marker) -> MarkerName:
+        """Returns the name that holds ``marker``."""
+        name = cls(marker.op_name)
+        name.marker = marker
+        return name
+
+
+def marker_of(eqn: Any) -> Marker | None:
+    """Returns the marker that an equation is, or None for any other.
+
+    A marker that was differentiated or batched is an ordinary call of that name.
+    """
+    if eqn.primitive is not _compat.jit_p:
+        return None
+    name = eqn.params["name"]
+    if type(name) is not MarkerName or name.marker.jaxpr is not eqn.params["jaxpr"]:
+        return None
+    return name.marker
+
+
+def stage_call(
+    interceptor: Any,
+    op_name: str,
+    site: Any,
+    function: Callable[..., Any],
+    body: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Puts a marker into the jaxpr that is being built. Returns the call's result.
+
+    Args:
+        interceptor: whose target it is.
+        op_name: the target's last name.
+        site: what is called.
+        function: see ``Marker``.
+        body: called with the arguments, to be staged.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
+    packed = Packed((args, kwargs))
+    results: Packed | None = None
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal results
+        inner_args, inner_kwargs = packed.build(arrays)
+        results = Packed(body(*inner_args, **inner_kwargs), as_arrays=True)
+        return results.arrays
+
+    values = packed.arrays
+    info = _compat.debug_info(op_name, function, (), {})
+    jaxpr, consts = _compat.stage(flat, [_compat.typeof(value) for value in values], info)
+    assert results is not None
+    jaxpr, more = hoisted(jaxpr, consts)
+    marker = Marker(interceptor, op_name, site, function, packed, results, jaxpr, len(more))
+    packed.forget()
+    results.forget()
+    out = _compat.named_call(MarkerName.of(marker), jaxpr, [*more, *values])
+    return results.build(out)
+
+
+def hoisted(jaxpr: Any, consts: list[Any]) -> tuple[Any, list[Any]]:
+    """Returns a closed jaxpr and the values of its new leading inputs.
+
+    Those are the constants, if one of them is no plain array: a value of a trace, or a Ref.
+    """
+    if any(isinstance(const, _compat.Tracer) or _compat.is_ref(const) for const in consts):
+        return _compat.like_closed(_compat.consts_as_args(jaxpr)), list(consts)
+    return _compat.with_consts(jaxpr, consts), []
+
+
+def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[Any]) -> list[Any]:
+    """Returns the arrays of a handler's result.
+
+    Raises:
+        TargetError: the result is not of the structure, shapes and dtypes of the original's,
+            on which the staged program was built.
+    """
+    packed = Packed(result, as_arrays=True)
+    if packed.treedef != expected.treedef:
+        raise TargetError(
+            f"The handler of {call.op_id} returned {packed.treedef}, but the operation returns "
+            f"{expected.treedef}. Return a result of the same structure."
+        )
+    leaves = jax.tree.leaves(result)
+    values = [leaves[expected.leaf_of(i)] for i in range(len(avals))]
+    for value, aval in zip(values, avals, strict=True):
+        check_value(call, value, aval)
+    return values
+
+
+def check_value(call: OpCall, value: Any, aval: Any) -> None:
+    """Raises TargetError unless ``value`` has the shape and dtype of ``aval``."""
+    if not _compat.is_jax_type(value):
+        raise TargetError(
+            f"The handler of {call.op_id} returned {value!r}, which is no array. Return an array "
+            f"of type {aval.str_short()}, or NotImplemented to let the operation run."
+        )
+    given = _compat.typeof(value)
+    if not _compat.same_type(given, aval):
+        raise TargetError(
+            f"The handler of {call.op_id} returned {given.str_short()}, but the rest of the "
+            f"program was traced for {aval.str_short()}. Convert the result to that shape and dtype."
+        )

@@ -1,0 +1,70 @@
+"""Memo: what was made of a program, to be used again where its handlers would do the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .frames import Key, Notes, Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Tapped:
+    """A program with its handlers' work in it.
+
+    Attributes:
+        jaxpr: open or closed, as the original is.
+        extra: the values of its new leading inputs.
+        notes: the metadata of its results, by number.
+        replaced: whether any operation was.
+        counted: its operations, by module path below its own, label and name.
+        read: the origins of its inputs that handlers looked at, by number.
+        path: what stands for the module path that they looked at.
+        path_was_read: whether they did.
+    """
+
+    jaxpr: Any
+    extra: tuple[Any, ...]
+    notes: Mapping[int, Notes]
+    replaced: bool
+    counted: Mapping[Key, int]
+    read: Mapping[int, Origin | None]
+    path: Hashable
+    path_was_read: bool
+
+
+class Memo:
+    """Keeps tapped programs for as long as the originals live."""
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Tapped]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def find(
+        self,
+        jaxpr: Any,
+        key: Hashable,
+        origin: Callable[[int], Origin | None],
+        path: Callable[[], Hashable],
+    ) -> Tapped | None:
+        """Returns what was made of ``jaxpr`` where all that its handlers looked at was the same.
+
+        Args:
+            jaxpr: the original, open.
+            key: what must be the same in any case.
+            origin: tells the origin of an input now.
+            path: tells what stands for the module path now.
+        """
+        for tapped in self._kept.get(jaxpr, {}).get(key, ()):
+            if tapped.path_was_read and tapped.path != path():
+                continue
+            if all(origin(index) == before for index, before in tapped.read.items()):
+                return tapped
+        return None
+
+    def keep(self, jaxpr: Any, key: Hashable, tapped: Tapped) -> None:
+        """Keeps what was made of ``jaxpr``."""
+        self._kept.setdefault(jaxpr, {}).setdefault(key, []).append(tapped)

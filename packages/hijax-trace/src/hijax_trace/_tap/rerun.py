@@ -1,0 +1,299 @@
+"""Rerun: runs a staged program again, operation by operation, asking the handlers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from interception_core import TargetError
+
+from .. import _compat
+from .call import TraceCall
+from .frames import Around, Frame, Notes, Operands
+from .marker import Marker, MarkerName, check_result, check_value
+from .plan import Do, Step
+
+if TYPE_CHECKING:
+    from .run import Run
+
+_NOTHING: Notes = {}
+
+
+def rerun(
+    run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
+) -> list[Any]:
+    """Runs an open jaxpr in the current trace. Returns its results."""
+    return Rerun(run, frame, jaxpr, consts, args).results()
+
+
+class Rerun:
+    """One pass over a jaxpr.
+
+    Where it is run to build another jaxpr, most equations are appended to that as they are: the
+    types of their results are known. Only what depends on a value of another type than the
+    original's (a handler may return one that is less weakly typed) is bound, as is everything
+    in other traces.
+    """
+
+    def __init__(
+        self, run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
+    ):
+        self.run = run
+        self.frame = frame
+        self._jaxpr = jaxpr
+        self._trace = _compat.current_trace()
+        self._outer = _compat.current_stack()
+        self._appends = _compat.is_staging(self._trace) and not jaxpr.is_high
+        self._changed: set[Any] = set()
+        self._env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        self._write(jaxpr.invars, args)
+
+    def results(self) -> list[Any]:
+        """Runs the equations."""
+        env, outer, literal = self._env, self._outer, _compat.Literal
+        for step in self.run.tapping.plans.steps(self._jaxpr):
+            eqn = step.eqn
+            values = [a.val if type(a) is literal else env[a] for a in eqn.invars]
+            stack = eqn.source_info.name_stack
+            if step.token is not None:
+                stack = self.run.left_behind(step.token, stack)
+            if len(outer):
+                stack = outer + stack
+            if step.do is Do.PASS:
+                self._again(step, eqn, values, stack)
+            else:
+                _ACTIONS[step.do](self, step, values, stack)
+            for var in step.dead:
+                env.pop(var, None)
+        return [a.val if type(a) is literal else env[a] for a in self._jaxpr.outvars]
+
+    def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        for var, value in zip(variables, values, strict=True):
+            self._env[var] = value
+            if self._appends:
+                aval = _compat.typeof(value)
+                if aval is not var.aval and aval != var.aval:
+                    self._changed.add(var)
+
+    def _again(self, step: Step, eqn: Any, values: Sequence[Any], stack: Any) -> None:
+        """Makes an equation as it is."""
+        if (
+            self._appends
+            and step.simple
+            and (not self._changed or self._changed.isdisjoint(map(_variable, eqn.invars)))
+        ):
+            for var, value in zip(
+                eqn.outvars, _compat.append(self._trace, eqn, values, stack), strict=True
+            ):
+                self._env[var] = value
+        else:
+            self._write(eqn.outvars, _compat.rebind(eqn, values, stack))
+
+    def _ask(self, step: Step, values: list[Any], stack: Any) -> None:
+        """Asks the handler of a primitive."""
+        eqn, frame = step.eqn, self.frame
+        name, handler = self.run.tapping.primitives[eqn.primitive]
+        if frame.silent:
+            self._let_run(step, values, stack, frame.within)
+            return
+        proceed = functools.partial(self._proceed, step, stack)
+        call = self._call(name, "primitive", tuple(values), eqn.params, step, values, 0, proceed)
+        with _compat.at(eqn, stack):
+            result = handler(call, *values, **eqn.params)
+        if result is NotImplemented:
+            self._let_run(step, values, stack, frame.within | {name})
+            return
+        results = list(result) if eqn.primitive.multiple_results else [result]
+        if len(results) != len(eqn.outvars):
+            raise TargetError(
+                f"The handler of {call.op_id} returned {len(results)} results, but "
+                f"{eqn.primitive.name} has {len(eqn.outvars)}."
+            )
+        for value, var in zip(results, eqn.outvars, strict=True):
+            check_value(call, value, var.aval)
+        self._replace(call, eqn, results)
+
+    def _let_run(self, step: Step, values: list[Any], stack: Any, within: frozenset[str]) -> None:
+        eqn = step.eqn
+        if self.run.tapping.plans.enters(eqn.primitive, eqn.params, len(values)):
+            self._enter(step, values, stack, within=within)
+        else:
+            self._again(step, eqn, values, stack)
+
+    def _proceed(self, step: Step, stack: Any, *values: Any, **params: Any) -> Any:
+        """Runs a primitive for its handler: nothing in it is tapped."""
+        eqn = step.eqn.replace(params=params)
+        plans = self.run.tapping.plans
+        if plans.enters(eqn.primitive, params, len(values)):
+            around = self._around(eqn, self.frame.within, silent=True)
+            new = self.run.enter(around, eqn.primitive, params, values, self._operands(eqn))
+            eqn, values = eqn.replace(params=new.params), tuple(new.values)
+        results = _compat.rebind(eqn, values, _compat.current_stack())
+        return list(results) if eqn.primitive.multiple_results else results[0]
+
+    def _marker(self, step: Step, values: list[Any], stack: Any) -> None:
+        """Asks the handler of a function."""
+        eqn, marker, frame = step.eqn, step.marker, self.frame
+        assert marker is not None
+        entry = self.run.tapping.functions.get(marker.site)
+        if frame.silent or entry is None:
+            self._inline(eqn, marker, values, stack, frame.within)
+            return
+        _, handler = entry
+        arrays = values[marker.extra :]
+        args, kwargs = marker.packed.build(arrays)
+        call = self._call(
+            marker.op_name, "function", args, kwargs, step, arrays, marker.extra, marker.function
+        )
+        with _compat.at(eqn, stack):
+            result = handler(call, *args, **kwargs)
+        if result is NotImplemented:
+            self._inline(eqn, marker, values, stack, frame.within | {marker.op_name})
+            return
+        avals = [var.aval for var in eqn.outvars]
+        self._replace(call, eqn, check_result(call, result, marker.results, avals))
+
+    def _inline(
+        self, eqn: Any, marker: Marker, values: list[Any], stack: Any, within: frozenset[str]
+    ) -> None:
+        """Runs what a marker stands for in its place."""
+        frame, jaxpr = self.frame, _compat.open_of(marker.jaxpr)
+        scopes = _compat.scopes_of(eqn.source_info.name_stack)
+        operands = self._operands(eqn)
+        inner = Frame(
+            jaxpr,
+            operands.origins,
+            operands.notes,
+            frame.silent_path(scopes),
+            frame.label,
+            within,
+            frame.silent,
+            frame,
+        )
+        with _compat.at(eqn, stack):
+            results = rerun(self.run, inner, jaxpr, _compat.consts_of(marker.jaxpr), values)
+        for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
+            if type(atom) is not _compat.Literal and atom in inner.notes:
+                frame.notes[var] = inner.notes[atom]
+        if inner.replaced:
+            frame.replaced.update(eqn.outvars)
+        self._write(eqn.outvars, results)
+
+    def _others(self, step: Step, values: list[Any], stack: Any) -> None:
+        """Makes another interceptor's marker again, with what it stands for tapped."""
+        marker, eqn = step.marker, step.eqn
+        assert marker is not None
+        if not self.run.tapping.plans.wants(marker.jaxpr):
+            self._write(eqn.outvars, _compat.rebind(eqn, values, stack))
+            return
+        around = self._around(eqn, self.frame.within, self.frame.silent)
+        new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
+        again = Marker(
+            marker.interceptor,
+            marker.op_name,
+            marker.site,
+            self.run.tapping.rewrap(marker.function),
+            marker.packed,
+            marker.results,
+            new.params["jaxpr"],
+            marker.extra + len(new.values) - len(values),
+        )
+        name = MarkerName.of(again)
+        self._emit(step, eqn, new._replace(params={**new.params, "name": name}), stack)
+
+    def _enter(
+        self,
+        step: Step,
+        values: list[Any],
+        stack: Any,
+        within: frozenset[str] | None = None,
+    ) -> None:
+        """Makes an equation with what it holds tapped."""
+        eqn, frame = step.eqn, self.frame
+        around = self._around(eqn, frame.within if within is None else within, frame.silent)
+        new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
+        self._emit(step, eqn, new, stack)
+
+    def _custom(self, step: Step, values: list[Any], stack: Any) -> None:
+        """Makes the call of a function with rules of its own, with it and them tapped."""
+        eqn, frame = step.eqn, self.frame
+        around = self._around(eqn, frame.within, frame.silent)
+        new = self.run.custom(around, eqn.params, values, self._operands(eqn))
+        self._emit(step, eqn, new, stack)
+
+    def _emit(self, step: Step, eqn: Any, new: Any, stack: Any) -> None:
+        for i, note in new.notes.items():
+            self.frame.notes[eqn.outvars[i]] = note
+        if new.replaced:
+            self.frame.replaced.update(eqn.outvars)
+        again = eqn.replace(params=new.params)
+        if len(new.values) == len(eqn.invars) and not _compat.has_effects(new.params):
+            self._again(step, again, new.values, stack)
+        else:
+            self._write(eqn.outvars, _compat.rebind(again, new.values, stack))
+
+    def _replace(self, call: TraceCall, eqn: Any, results: list[Any]) -> None:
+        """Goes on with a handler's results."""
+        self.frame.replaced.update(eqn.outvars)
+        for var, value in zip(eqn.outvars, results, strict=True):
+            notes = call.notes_of(value)
+            if notes:
+                self.frame.notes[var] = notes
+        self._write(eqn.outvars, results)
+
+    def _call(
+        self,
+        name: str,
+        level: str,
+        args: tuple,
+        params: Mapping[str, Any],
+        step: Step,
+        values: list[Any],
+        first: int,
+        proceed: Callable[..., Any],
+    ) -> TraceCall:
+        frame, atoms = self.frame, step.eqn.invars[first:]
+        scopes = _compat.scopes_of(step.eqn.source_info.name_stack)
+        number = self.run.numbers.next(frame.silent_path(scopes), frame.label, name)
+        return TraceCall(
+            name,
+            level,
+            args,
+            params,
+            scopes,
+            number,
+            frame,
+            values,
+            lambda i: frame.origin(atoms[i]),
+            lambda i: _notes(frame, atoms[i]),
+            proceed,
+            self.run,
+        )
+
+    def _around(self, eqn: Any, within: frozenset[str], silent: bool) -> Around:
+        scopes = _compat.scopes_of(eqn.source_info.name_stack)
+        return Around(self.frame, scopes, within, silent)
+
+    def _operands(self, eqn: Any) -> Operands:
+        frame = self.frame
+        notes = {i: note for i, atom in enumerate(eqn.invars) if (note := _notes(frame, atom))}
+        origins = [functools.partial(frame.origin, atom) for atom in eqn.invars]
+        return Operands([atom.aval for atom in eqn.invars], origins, notes)
+
+
+def _variable(atom: Any) -> Any:
+    return None if type(atom) is _compat.Literal else atom
+
+
+def _notes(frame: Frame, atom: Any) -> Notes:
+    return _NOTHING if type(atom) is _compat.Literal else frame.notes.get(atom, _NOTHING)
+
+
+_ACTIONS: dict[Do, Callable[[Rerun, Step, list[Any], Any], None]] = {
+    Do.ASK: Rerun._ask,
+    Do.MARKER: Rerun._marker,
+    Do.OTHERS: Rerun._others,
+    Do.ENTER: Rerun._enter,
+    Do.CUSTOM: Rerun._custom,
+}

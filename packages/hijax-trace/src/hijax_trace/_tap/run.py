@@ -1,0 +1,120 @@
+"""A run: one call of a wrapped function, from staging it to running it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from interception_core import SETTLED, Interceptor, Taps
+
+from .. import _compat
+from .bodies import Entered, custom, enter
+from .early import Early
+from .frames import Around, Numbers, Operands
+from .marker import stage_call
+from .memo import Memo
+from .plan import Plans
+
+
+class Tapping:
+    """What the runs of one wrapped function share.
+
+    Args:
+        interceptor: the targets and their handlers.
+        rewrap: wraps another function with the same interceptor.
+        expects_early: whether handlers are asked while a program is staged; see ``early``.
+        by_path: whether they are in the traces of nested functions too, which are then told apart
+            by module path.
+    """
+
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        rewrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+        expects_early: bool = False,
+        by_path: bool = False,
+    ):
+        self.rewrap = rewrap
+        self.expects_early = expects_early
+        self.interceptor = interceptor
+        path_key = interceptor.resolve_path if by_path else _no_path
+        staged = Interceptor(
+            dict(interceptor), key=("staged", interceptor.cache_key), path_key=path_key
+        )
+        self.by_path = by_path
+        self.taps = Taps(staged, on_call=_on_call)
+        self.primitives = self.taps.primitives
+        self.functions = self.taps.functions
+        self.plans = Plans(self.primitives, interceptor)
+        self.memo = Memo()
+
+
+def _no_path(path: str) -> None:
+    return None
+
+
+def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) -> Any:
+    return call.observer.on_call(handler, call, args, kwargs)
+
+
+class Run:
+    """One call of a wrapped function. Sees to what happens while it is staged.
+
+    Args:
+        tapping: what the runs share.
+        numbers: the operations so far.
+    """
+
+    def __init__(self, tapping: Tapping, numbers: Numbers | None = None):
+        self.tapping = tapping
+        self.numbers = Numbers() if numbers is None else numbers
+        self.early = Early(self)
+        self.finished = False
+
+    @property
+    def interceptor(self) -> Interceptor:
+        """The targets and their handlers."""
+        return self.tapping.interceptor
+
+    def on_call(
+        self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Called in place of a function's handler while the program is staged."""
+        if not _compat.is_staging(_compat.current_trace()):
+            return self.early.call(handler, call, args, kwargs)
+        marked = (self.interceptor, call.op_name, call.site, call.function, call.let_run)
+        return stage_call(*marked, args, kwargs)
+
+    def bind(self, trace: Any, primitive: Any, values: Any, params: dict[str, Any]) -> Any:
+        """Called with what meets a transformation while the program is staged."""
+        return self.early.bind(trace, primitive, values, params)
+
+    def left_behind(self, token: str, stack: Any) -> Any:
+        """Returns the name stack of what a transformation or a handler left in the program."""
+        self.early.seen(token, self.numbers)
+        return _compat.strip(stack, lambda name: name.startswith(SETTLED))
+
+    def enter(
+        self,
+        around: Around,
+        primitive: Any,
+        params: dict[str, Any],
+        values: Sequence[Any],
+        operands: Operands,
+    ) -> Entered:
+        """See ``bodies``."""
+        return enter(self, around, primitive, params, values, operands)
+
+    def custom(
+        self,
+        around: Around,
+        params: dict[str, Any],
+        values: Sequence[Any],
+        operands: Operands,
+    ) -> Entered:
+        """See ``bodies``."""
+        return custom(self, around, params, values, operands)
+
+    def counting(self, numbers: Numbers) -> Run:
+        """Returns a run of its own for what happens later, or instead."""
+        return Run(self.tapping, numbers)
