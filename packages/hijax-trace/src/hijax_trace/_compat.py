@@ -68,9 +68,9 @@ def consts_of(jaxpr: Any) -> list[Any]:
     return list(getattr(jaxpr, "consts", ()))
 
 
-def like(jaxpr: Any, original: Any) -> Any:
-    """Returns a jaxpr without constants, open or closed as ``original`` is (0.10.2)."""
-    return jaxpr if isinstance(original, core.Jaxpr) else like_closed(jaxpr)
+def is_open(jaxpr: Any) -> bool:
+    """Returns whether a jaxpr has no place for constants: those of remat and shard_map (0.10.2)."""
+    return len(JAXPRS) > 1 and isinstance(jaxpr, core.Jaxpr)
 
 
 def like_closed(jaxpr: Any) -> Any:
@@ -81,8 +81,16 @@ def like_closed(jaxpr: Any) -> Any:
 def with_consts(jaxpr: Any, consts: list[Any]) -> Any:
     """Returns the closed jaxpr of ``jaxpr``, as ``stage`` returned it, and its constants."""
     if JAXPRS == (core.Jaxpr,):
-        return jaxpr if list(jaxpr.consts) == list(consts) else jaxpr.replace(consts=consts)
+        return jaxpr.with_consts(consts) if consts else jaxpr
     return core.ClosedJaxpr(jaxpr, consts)
+
+
+def inputs_of(jaxpr: Any) -> list[Any]:
+    """Returns the variables of a jaxpr's constants and arguments, in this order.
+
+    Since 0.11 a constant without a value is an ordinary leading argument.
+    """
+    return jaxpr.all_invars if JAXPRS == (core.Jaxpr,) else [*jaxpr.constvars, *jaxpr.invars]
 
 
 def consts_as_args(jaxpr: Any) -> Any:
@@ -93,7 +101,11 @@ def consts_as_args(jaxpr: Any) -> Any:
 def stage(
     fn: Callable[..., Sequence[Any]], in_avals: Sequence[Any], debug_info: Any
 ) -> tuple[Any, list[Any]]:
-    """Traces ``fn`` on flat arguments to a jaxpr that may be high. Returns it and its constants."""
+    """Traces ``fn`` on flat arguments to a jaxpr, which may be high.
+
+    Returns:
+        The jaxpr, open, and the values of its constants: see ``inputs_of``.
+    """
     wrapped = lu.wrap_init(fn, debug_info=debug_info)
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, in_avals)
     return jaxpr, list(consts)
@@ -320,6 +332,16 @@ def label(jaxpr: Any) -> str:
     if info is None:
         return "trace"
     return f"{info.traced_for.split(' ')[0]}({info.func_name})".replace("/", ".")
+
+
+def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
+    """Returns a context manager: what is traced in it is the body of that shard_map."""
+    mesh, manual = params["mesh"], params["newly_manual_axes"]
+    context = contextlib.ExitStack()
+    context.enter_context(_shard_map._extend_axis_env(mesh, manual))
+    context.enter_context(_mesh.use_abstract_mesh(_shard_map._as_manual_mesh(mesh, manual)))
+    context.enter_context(_config._check_vma(params["check_vma"]))
+    return context
 
 
 def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def enter(
     form = form_of(primitive, params)
     assert form is not None
     bodies = form.bodies(params, len(values))
-    tapped = [tap_body(run, around, body, operands) for body in bodies]
+    with form.context(params):
+        tapped = [tap_body(run, around, body, operands) for body in bodies]
     jaxprs, extra = [one.jaxpr for one in tapped], [one.extra for one in tapped]
     places = form.places(params)
     if form.results == "branches" and any(extra):
@@ -134,7 +135,7 @@ def tap_body(run: Run, around: Around, body: Body, operands: Operands) -> Tapped
     inner = Frame(jaxpr, origins, notes, path, label, around.within, around.silent, frame)
     before = run.numbers.copy()
     new, consts = stage_again(run, inner, body.jaxpr, _compat.consts_of(body.jaxpr))
-    new, extra = hoisted(new, consts)
+    new, extra = hoisted(new, consts, _compat.is_open(body.jaxpr))
     counted = {
         (key[0].removeprefix(path).lstrip("/"), *key[1:]): n
         for key, n in run.numbers.since(before).items()
@@ -143,7 +144,7 @@ def tap_body(run: Run, around: Around, body: Body, operands: Operands) -> Tapped
         i: inner.notes[var] for i, var in enumerate(jaxpr.outvars) if _is_noted(inner, var)
     }
     tapped = Tapped(
-        _compat.like(new, body.jaxpr) if extra or not consts else new,
+        new,
         tuple(extra),
         out_notes,
         bool(inner.replaced),
@@ -166,9 +167,10 @@ def stage_again(run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any]) -> tu
     jaxpr = _compat.open_of(jaxpr)
 
     def flat(*args: Any) -> list[Any]:
-        return rerun(run, frame, jaxpr, consts, args)
+        return rerun(run, frame, jaxpr, [*consts, *args])
 
-    return _compat.stage(flat, [var.aval for var in jaxpr.invars], jaxpr.debug_info)
+    own = _compat.inputs_of(jaxpr)[len(consts) :]
+    return _compat.stage(flat, [var.aval for var in own], jaxpr.debug_info)
 
 
 def custom(
@@ -206,8 +208,10 @@ def _tapped_rule(
         if not run.tapping.plans.wants(jaxpr):
             return (jaxpr, consts, *rest)
         frame = around.frame
-        more = len(_compat.open_of(jaxpr).invars) - len(origins)
-        inputs = [*origins, *(None for _ in range(more))]
+        count = len(_compat.open_of(jaxpr).invars)
+        first = len(_compat.inputs_of(_compat.open_of(jaxpr))) - count
+        first = len(consts) - first
+        inputs = [*([None] * first), *origins, *([None] * (count - first - len(origins)))]
         path = frame.silent_path(around.scopes)
         inner = Frame(
             _compat.open_of(jaxpr),

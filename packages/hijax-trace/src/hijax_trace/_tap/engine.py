@@ -92,11 +92,11 @@ class _Tapped:
             run, staged = self._stage(tapping, packed)
         jaxpr, consts, result = staged
         origins = _Origins(packed, args, kwargs)
-        frame = Frame(
-            jaxpr, [functools.partial(origins, i) for i in range(len(packed.arrays))], {}, ""
-        )
+        inputs = [None] * (len(jaxpr.invars) - len(packed.arrays))
+        inputs += [functools.partial(origins, i) for i in range(len(packed.arrays))]
+        frame = Frame(jaxpr, inputs, {}, "")
         try:
-            return result.build(rerun(run, frame, jaxpr, consts, packed.arrays))
+            return result.build(rerun(run, frame, jaxpr, [*consts, *packed.arrays]))
         finally:
             run.finished = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class Form:
         bodies: its programs, from its parameters and the number of its operands.
         rebuild: its parameters with other bodies, which take ``extra[i]`` more leading inputs.
         places: where those operands are inserted, by body; -1 where they can't be.
+        context: returns a context manager, in which its bodies are traced.
         results: "same" (those of the body), "branches" (where all bodies agree) or "carry"
             (those of the carry that the loop doesn't change).
     """
@@ -49,6 +51,9 @@ class Form:
     rebuild: Callable[[dict[str, Any], list[Any], list[int]], dict[str, Any]]
     places: Callable[[dict[str, Any]], list[int]]
     results: str = "same"
+    context: Callable[[dict[str, Any]], contextlib.AbstractContextManager] = lambda params: (
+        contextlib.nullcontext()
+    )
 
 
 def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:
@@ -145,7 +150,10 @@ FORMS: dict[Any, Form] = {
         _cond_bodies, _cond_rebuild, lambda params: [1] * len(params["branches"]), "branches"
     ),
     _compat.shard_map_p: Form(
-        lambda params, n: [_all_same(params["jaxpr"], 0)], _shard_map_rebuild, lambda params: [0]
+        lambda params, n: [_all_same(params["jaxpr"], 0)],
+        _shard_map_rebuild,
+        lambda params: [0],
+        context=_compat.in_shard_map,
     ),
     _compat.custom_vmap_p: Form(
         lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]

@@ -172,14 +172,17 @@ def stage_call(
     return results.build(out)
 
 
-def hoisted(jaxpr: Any, consts: list[Any]) -> tuple[Any, list[Any]]:
-    """Returns a closed jaxpr and the values of its new leading inputs.
+def hoisted(jaxpr: Any, consts: list[Any], is_open: bool = False) -> tuple[Any, list[Any]]:
+    """Returns a jaxpr, closed unless ``is_open``, and the values of its new leading inputs.
 
-    Those are the constants, if one of them is no plain array: a value of a trace, or a Ref.
+    Those are the constants, if one of them is no plain array (but a value of a trace, or a Ref)
+    or if an open jaxpr is wanted, which has no place for them.
     """
-    if any(isinstance(const, _compat.Tracer) or _compat.is_ref(const) for const in consts):
-        return _compat.like_closed(_compat.consts_as_args(jaxpr)), list(consts)
-    return _compat.with_consts(jaxpr, consts), []
+    plain = not any(isinstance(const, _compat.Tracer) or _compat.is_ref(const) for const in consts)
+    if plain and not is_open:
+        return _compat.with_consts(jaxpr, consts), []
+    jaxpr = _compat.consts_as_args(jaxpr)
+    return (jaxpr if is_open else _compat.like_closed(jaxpr)), list(consts)
 
 
 def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[Any]) -> list[Any]:

@@ -20,11 +20,19 @@ if TYPE_CHECKING:
 _NOTHING: Notes = {}
 
 
-def rerun(
-    run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
-) -> list[Any]:
-    """Runs an open jaxpr in the current trace. Returns its results."""
-    return Rerun(run, frame, jaxpr, consts, args).results()
+def rerun(run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Runs a jaxpr in the current trace.
+
+    Args:
+        run: the run.
+        frame: what is known of its values.
+        jaxpr: the jaxpr, open.
+        values: of its constants and arguments.
+
+    Returns:
+        Its results.
+    """
+    return Rerun(run, frame, jaxpr, values).results()
 
 
 class Rerun:
@@ -36,9 +44,7 @@ class Rerun:
     in other traces.
     """
 
-    def __init__(
-        self, run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
-    ):
+    def __init__(self, run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any]):
         self.run = run
         self.frame = frame
         self._jaxpr = jaxpr
@@ -46,8 +52,8 @@ class Rerun:
         self._outer = _compat.current_stack()
         self._appends = _compat.is_staging(self._trace) and not jaxpr.is_high
         self._changed: set[Any] = set()
-        self._env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        self._write(jaxpr.invars, args)
+        self._env: dict[Any, Any] = {}
+        self._write(_compat.inputs_of(jaxpr), values)
 
     def results(self) -> list[Any]:
         """Runs the equations."""
@@ -172,7 +178,7 @@ class Rerun:
             frame,
         )
         with _compat.at(eqn, stack):
-            results = rerun(self.run, inner, jaxpr, _compat.consts_of(marker.jaxpr), values)
+            results = rerun(self.run, inner, jaxpr, _compat.consts_of(marker.jaxpr) + values)
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
             if type(atom) is not _compat.Literal and atom in inner.notes:
                 frame.notes[var] = inner.notes[atom]
