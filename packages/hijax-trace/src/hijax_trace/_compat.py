@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import jax
 from jax._src import api as _api  # 0.10.2 - 0.12
 from jax._src import api_util as _api_util  # 0.10.2 - 0.12
 from jax._src import config as _config  # 0.10.2 - 0.12
@@ -46,6 +47,9 @@ Ref: type = core.Ref
 """0.10.2 - 0.12."""
 Tracer: type = core.Tracer
 """0.10.2 - 0.12."""
+
+PjitFunction: type = type(jax.jit(lambda: None))
+"""The C++ type of every jitted function, 0.10.2 - 0.12."""
 
 jit_p = _pjit.jit_p
 scan_p = _loops.scan_p
@@ -135,6 +139,8 @@ def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     )
 
 
+_EARLY: tuple[Any, ...] = (_api.Inline.JAX_EARLY,) if hasattr(_api, "Inline") else (True,)
+
 UNSPECIFIED: Any = _sharding_impls.UNSPECIFIED
 """No sharding asked for, 0.10.2 - 0.12."""
 
@@ -209,23 +215,42 @@ def strip(stack: Any, is_ours: Callable[[str], bool]) -> Any:
     return _source_info.NameStack(kept) if len(kept) < len(stack.stack) else stack
 
 
-def at(eqn: Any, stack: Any) -> contextlib.ExitStack:
-    """Returns a context manager: operations are made where and how ``eqn`` was."""
-    context = contextlib.ExitStack()
-    context.enter_context(_source_info.user_context(eqn.source_info.traceback, name_stack=stack))
-    context.enter_context(eqn.ctx.manager)
-    return context
+def info_of(eqn: Any, outer: Any, stack: Any) -> Any:
+    """Returns where an equation is said to come from when it is made again.
+
+    Args:
+        eqn: the equation.
+        outer: the source of the call that it is inlined for, as JAX has it, or None.
+        stack: its name stack.
+    """
+    info = eqn.source_info if outer is None else outer
+    return info if info.name_stack is stack else info.replace(name_stack=stack)
 
 
-def rebind(eqn: Any, values: Sequence[Any], stack: Any) -> Sequence[Any]:
-    """Binds an equation anew, under the name stack ``stack``. Returns its results."""
+def at(info: Any) -> Any:
+    """Returns a context manager: operations are said to come from there (0.10.2 - 0.12)."""
+    return _source_info.user_context(info.traceback, name_stack=info.name_stack)
+
+
+def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
+    """Binds an equation anew. Returns its results."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    with (
-        _source_info.user_context(eqn.source_info.traceback, name_stack=stack),
-        eqn.ctx.manager,
-    ):
+    with at(info), eqn.ctx.manager:
         result = eqn.primitive.bind(*values, **params)
     return result if eqn.primitive.multiple_results else (result,)
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Returns whether JAX puts the body of a jitted function's call in its place at once."""
+    params = eqn.params
+    return (
+        eqn.primitive is jit_p
+        and params["inline"] in _EARLY
+        and all(sharding is UNSPECIFIED for sharding in params["in_shardings"])
+        and all(sharding is UNSPECIFIED for sharding in params["out_shardings"])
+        and not any(params["in_layouts"])
+        and not any(params["out_layouts"])
+    )
 
 
 def can_append(eqn: Any) -> bool:
@@ -236,19 +261,30 @@ def can_append(eqn: Any) -> bool:
     return not (
         eqn.effects
         or eqn.primitive.ref_allocating
+        or eqn.params.get("inline") in _EARLY
         or any(isinstance(const, core.Ref) for const in consts_of(eqn.params.get("jaxpr")))
     )
 
 
-def append(trace: Any, eqn: Any, values: Sequence[Any], stack: Any) -> Sequence[Any]:
+def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     """Appends an equation for which ``can_append`` holds, on values of equal types."""
-    info = eqn.source_info
-    if stack is not info.name_stack:
-        info = info.replace(name_stack=stack)
     to_tracer = trace.to_jaxpr_tracer
     tracers = [to_tracer(value, info) for value in values]
     avals = [var.aval for var in eqn.outvars]
+    if eqn.primitive in pe.const_fold_rules:
+        folded = pe.try_constant_folding(eqn.primitive, tracers, eqn.params, avals)
+        if folded is not None:
+            return [trace.new_const(*pair) for pair in zip(folded, [info] * len(avals), avals)]
     return trace.emit_eqn(tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+
+
+def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
+    """Puts the body of a call for which ``is_inlined`` holds in its place, as JAX does."""
+    tracers = [trace.to_jaxpr_tracer(value, info) for value in values]
+    jaxpr = eqn.params["jaxpr"]
+    consts = consts_of(jaxpr)
+    results = pe.inline_jaxpr_into_trace(trace, info, open_of(jaxpr), consts, *tracers)
+    return [trace.to_jaxpr_tracer(result, info) for result in results]
 
 
 def inner_value(tracer: Any) -> tuple[Any, int | None] | None:
@@ -612,3 +648,10 @@ def trace_of(value: _Any) -> _Any:
 def is_zero(tangent: _Any) -> bool:
     """Returns whether a tangent is known to be zero."""
     return isinstance(tangent, _ad_util.Zero)
+
+
+undifferentiated_refs: bool = hasattr(_hijax, "HiPrim")
+"""Whether a loop can be transposed that writes only constants to a reference made before it.
+
+0.10.2 fails with "DynamicJaxprTracer has no attribute accum".
+"""

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax._src import ad_checkpoint as _ad_checkpoint  # 0.10.2 - 0.12
 from jax._src import core as _core  # 0.10.2 - 0.12
+from jax._src import pjit as _pjit  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import ad as _ad  # 0.10.2 - 0.12
@@ -62,6 +63,20 @@ backward_pass: FunctionType = _ad.backward_pass3
 evaluate_checkpoint: FunctionType = _ad_checkpoint.remat_impl
 """Binds what ``jax.checkpoint`` has traced once more where nothing else is to be traced,
 0.10.2 - 0.12. It was tapped when it was traced."""
+
+jit_staging_rule: FunctionType = _pjit.pjit_staging_rule
+"""Puts the call of a jitted function into a jaxpr, or its body in its place, 0.10.2 - 0.12.
+
+Called with the trace, the source line and the operands; the parameters are keywords.
+"""
+
+
+def keep_call(trace: Any, source_info: Any, *operands: Any, **params: Any) -> Any:
+    """Puts the call itself into the jaxpr, however early it wants to be inlined."""
+    return trace.default_process_primitive(
+        _pjit.jit_p, operands, params, source_info=source_info
+    )
+
 
 SETTLED = "jaxtap.settled"
 """Begins the name scope of operations that are none of the program's, where an observer looks

@@ -124,8 +124,8 @@ def tap_body(run: Run, around: Around, body: Body, operands: Operands) -> Tapped
         resolve = origins[index]
         return None if resolve is None else resolve()
 
-    key = (label, around.within, around.silent, tuple(notes.items()), _compat.trace_context())
-    key = (*key[:3], tuple((i, tuple(note.items())) for i, note in notes.items()), key[4])
+    noted = tuple((i, tuple(note.items())) for i, note in notes.items())
+    key = (label, around.within, around.silent, noted, run.context)
     found = run.tapping.memo.find(jaxpr, key, origin, resolve_path)
     if found is not None:
         run.numbers.add(

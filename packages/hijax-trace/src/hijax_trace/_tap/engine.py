@@ -108,6 +108,7 @@ class _Tapped:
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
             run.early.begin(_compat.current_trace(), tracers, origins)
+            run.keep(_compat.current_trace())
             args, kwargs = packed.build(tracers)
             value = tapping.taps.run(self._fn, args, kwargs, observer=run)
             if inspect.isgenerator(value) or inspect.iscoroutine(value):
@@ -116,9 +117,7 @@ class _Tapped:
                     "what it calls, or use PatchEngine."
                 )
             result = Packed(value)
-            arrays = result.arrays
-            result.forget()
-            return arrays
+            return result.forget()
 
         avals = [_compat.typeof(value) for value in packed.arrays]
         info = _compat.debug_info("tap", self._fn, *packed.build(packed.arrays))

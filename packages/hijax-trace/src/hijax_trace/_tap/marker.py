@@ -7,7 +7,7 @@ what is needed to call the function's handler with the arguments that it was cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +27,18 @@ class Packed:
         as_arrays: whether Python's numbers count as arrays: they do among results.
     """
 
-    __slots__ = ("_places", "_rest", "arrays", "treedef")
+    __slots__ = ("_places", "arrays", "rest", "treedef")
 
     def __init__(self, tree: Any, as_arrays: bool = False):
         leaves, self.treedef = jax.tree.flatten(tree)
         self.arrays: list[Any] = []
-        self._rest: list[Any] = []
+        self.rest: list[Any] = []
         self._places: list[int | None] = []
         seen: dict[int, int] = {}
         for leaf in leaves:
             if not _is_array(leaf, as_arrays):
                 self._places.append(None)
-                self._rest.append(leaf)
+                self.rest.append(leaf)
                 continue
             if id(leaf) not in seen:
                 seen[id(leaf)] = len(self.arrays)
@@ -47,7 +47,7 @@ class Packed:
 
     def build(self, arrays: Sequence[Any]) -> Any:
         """Returns the pytree with other arrays."""
-        rest = iter(self._rest)
+        rest = iter(self.rest)
         leaves = [next(rest) if place is None else arrays[place] for place in self._places]
         return jax.tree.unflatten(self.treedef, leaves)
 
@@ -55,13 +55,14 @@ class Packed:
         """Returns the number of the leaf that array ``index`` is first found at."""
         return self._places.index(index)
 
-    def forget(self) -> None:
-        """Lets go of the arrays."""
-        self.arrays = []
+    def forget(self) -> list[Any]:
+        """Lets go of the arrays. Returns them."""
+        arrays, self.arrays = self.arrays, []
+        return arrays
 
     def key(self) -> tuple | None:
         """Returns a hashable that is equal where all but the arrays is; None if there's none."""
-        key = (self.treedef, tuple(self._places), tuple((type(x), x) for x in self._rest))
+        key = (self.treedef, tuple(self._places), tuple((type(x), x) for x in self.rest))
         try:
             hash(key)
         except TypeError:
@@ -131,45 +132,92 @@ def marker_of(eqn: Any) -> Marker | None:
     return name.marker
 
 
-def stage_call(
-    interceptor: Any,
-    op_name: str,
-    site: Any,
-    function: Callable[..., Any],
-    body: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Puts a marker into the jaxpr that is being built. Returns the call's result.
+class Markers:
+    """Puts markers into jaxprs that are being built.
 
     Args:
-        interceptor: whose target it is.
-        op_name: the target's last name.
-        site: what is called.
-        function: see ``Marker``.
-        body: called with the arguments, to be staged.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
+        interceptor: whose targets they stand for.
     """
-    packed = Packed((args, kwargs))
-    results: Packed | None = None
 
-    def flat(*arrays: Any) -> list[Any]:
-        nonlocal results
-        inner_args, inner_kwargs = packed.build(arrays)
-        results = Packed(body(*inner_args, **inner_kwargs), as_arrays=True)
-        return results.arrays
+    def __init__(self, interceptor: Any):
+        self._interceptor = interceptor
+        self._known: dict[Hashable, Marker] = {}
 
-    values = packed.arrays
-    info = _compat.debug_info(op_name, function, (), {})
-    jaxpr, consts = _compat.stage(flat, [_compat.typeof(value) for value in values], info)
-    assert results is not None
-    jaxpr, more = hoisted(jaxpr, consts)
-    marker = Marker(interceptor, op_name, site, function, packed, results, jaxpr, len(more))
-    packed.forget()
-    results.forget()
-    out = _compat.named_call(MarkerName.of(marker), jaxpr, [*more, *values])
-    return results.build(out)
+    def stage(
+        self,
+        context: Hashable,
+        op_name: str,
+        site: Any,
+        function: Callable[..., Any],
+        body: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Stages one call. Returns its result.
+
+        Args:
+            context: what stands for JAX's configuration.
+            op_name: the target's last name.
+            site: what is called.
+            function: see ``Marker``.
+            body: called with the arguments, to be staged.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+        """
+        packed = Packed((args, kwargs))
+        values = packed.arrays
+        avals = tuple(_compat.typeof(value) for value in values)
+        key = (site, context, avals, packed.key()) if _is_pure(site.subject, packed) else None
+        marker = None if key is None else self._known.get(key)
+        more: list[Any] = []
+        if marker is None:
+            marker, consts, more = self._make(op_name, site, function, body, packed, avals)
+            if key is not None and not consts:
+                self._known[key] = marker
+        out = _compat.named_call(MarkerName.of(marker), marker.jaxpr, [*more, *values])
+        return marker.results.build(out)
+
+    def _make(
+        self,
+        op_name: str,
+        site: Any,
+        function: Callable[..., Any],
+        body: Callable[..., Any],
+        packed: Packed,
+        avals: Sequence[Any],
+    ) -> tuple[Marker, list[Any], list[Any]]:
+        results: Packed | None = None
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal results
+            args, kwargs = packed.build(arrays)
+            results = Packed(body(*args, **kwargs), as_arrays=True)
+            return results.forget()
+
+        info = _compat.debug_info(op_name, function, (), {})
+        jaxpr, consts = _compat.stage(flat, avals, info)
+        assert results is not None
+        jaxpr, more = hoisted(jaxpr, consts)
+        packed.forget()
+        marker = Marker(
+            self._interceptor, op_name, site, function, packed, results, jaxpr, len(more)
+        )
+        return marker, consts, more
+
+
+def _is_pure(subject: Any, packed: Packed) -> bool:
+    """Returns whether equal calls of a function do the same, as JAX's own do, and jitted ones.
+
+    Others may depend on what they close over or are bound to, and those that are given
+    functions on what these do.
+    """
+    if not isinstance(subject, _compat.PjitFunction) and not _is_jaxs(subject):
+        return False
+    return not any(callable(leaf) and not isinstance(leaf, type) for leaf in packed.rest)
+
+
+def _is_jaxs(subject: Any) -> bool:
+    return getattr(subject, "__globals__", {}).get("__name__", "").split(".")[0] == "jax"
 
 
 def hoisted(jaxpr: Any, consts: list[Any], is_open: bool = False) -> tuple[Any, list[Any]]:

@@ -38,6 +38,7 @@ class Step(NamedTuple):
         eqn: the equation.
         do: what to do with it.
         simple: whether it may be appended to a jaxpr without running any rule.
+        inlined: whether it is a call that JAX puts the body of into a jaxpr.
         marker: the marker that it is, if it is one.
         token: for what a transformation left behind, see ``early``: which.
         dead: the variables that nothing needs after it.
@@ -46,6 +47,7 @@ class Step(NamedTuple):
     eqn: Any
     do: Do
     simple: bool
+    inlined: bool
     marker: Marker | None
     token: str | None
     dead: tuple[Any, ...]
@@ -97,10 +99,10 @@ class Plans:
         if last is not None:
             used = {*eqn.outvars, *(a for a in eqn.invars if type(a) is not _compat.Literal)}
             dead = tuple(var for var in used if last.get(var, eqn) is eqn)
-        simple = _compat.can_append(eqn)
+        simple, inlined = _compat.can_append(eqn), _compat.is_inlined(eqn)
         for name in _compat.scopes_of(eqn.source_info.name_stack):
             if name.startswith(SETTLED):
-                return Step(eqn, Do.PASS, simple, None, name, dead)
+                return Step(eqn, Do.PASS, simple, inlined, None, name, dead)
         marker = marker_of(eqn)
         if marker is not None:
             do = Do.MARKER if marker.interceptor == self._interceptor else Do.OTHERS
@@ -112,4 +114,4 @@ class Plans:
             do = Do.ENTER
         else:
             do = Do.PASS
-        return Step(eqn, do, simple, marker, None, dead)
+        return Step(eqn, do, simple, inlined, marker, None, dead)

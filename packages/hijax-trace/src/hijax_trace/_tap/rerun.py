@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _NOTHING: Notes = {}
 
 
-def rerun(run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+def rerun(
+    run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
+) -> list[Any]:
     """Runs a jaxpr in the current trace.
 
     Args:
@@ -28,11 +30,13 @@ def rerun(run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any]) -> list[Any
         frame: what is known of its values.
         jaxpr: the jaxpr, open.
         values: of its constants and arguments.
+        caller: the source of the call in whose place it is run. Its equations then have that
+            instead of their own: JAX shares the jaxprs of equal calls.
 
     Returns:
         Its results.
     """
-    return Rerun(run, frame, jaxpr, values).results()
+    return Rerun(run, frame, jaxpr, values, caller).results()
 
 
 class Rerun:
@@ -44,12 +48,15 @@ class Rerun:
     in other traces.
     """
 
-    def __init__(self, run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any]):
+    def __init__(
+        self, run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
+    ):
         self.run = run
         self.frame = frame
         self._jaxpr = jaxpr
         self._trace = _compat.current_trace()
-        self._outer = _compat.current_stack()
+        self._caller = caller
+        self._outer = _compat.current_stack() if caller is None else caller.name_stack
         self._appends = _compat.is_staging(self._trace) and not jaxpr.is_high
         self._changed: set[Any] = set()
         self._env: dict[Any, Any] = {}
@@ -65,11 +72,12 @@ class Rerun:
             if step.token is not None:
                 stack = self.run.left_behind(step.token, stack)
             if len(outer):
-                stack = outer + stack
+                stack = outer + stack if len(stack) else outer
+            info = _compat.info_of(eqn, self._caller, stack)
             if step.do is Do.PASS:
-                self._again(step, eqn, values, stack)
+                self._again(step, eqn, values, info)
             else:
-                _ACTIONS[step.do](self, step, values, stack)
+                _ACTIONS[step.do](self, step, values, info)
             for var in step.dead:
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self._jaxpr.outvars]
@@ -82,33 +90,29 @@ class Rerun:
                 if aval is not var.aval and aval != var.aval:
                     self._changed.add(var)
 
-    def _again(self, step: Step, eqn: Any, values: Sequence[Any], stack: Any) -> None:
+    def _again(self, step: Step, eqn: Any, values: Sequence[Any], info: Any) -> None:
         """Makes an equation as it is."""
-        if (
-            self._appends
-            and step.simple
-            and (not self._changed or self._changed.isdisjoint(map(_variable, eqn.invars)))
-        ):
-            for var, value in zip(
-                eqn.outvars, _compat.append(self._trace, eqn, values, stack), strict=True
-            ):
-                self._env[var] = value
+        make = None
+        if self._appends:
+            make = _compat.append if step.simple else _compat.inline if step.inlined else None
+        if make is None or not self._changed.isdisjoint(map(_variable, eqn.invars)):
+            self._write(eqn.outvars, _compat.rebind(eqn, values, info))
         else:
-            self._write(eqn.outvars, _compat.rebind(eqn, values, stack))
+            self._env.update(zip(eqn.outvars, make(self._trace, eqn, values, info), strict=True))
 
-    def _ask(self, step: Step, values: list[Any], stack: Any) -> None:
+    def _ask(self, step: Step, values: list[Any], info: Any) -> None:
         """Asks the handler of a primitive."""
         eqn, frame = step.eqn, self.frame
         name, handler = self.run.tapping.primitives[eqn.primitive]
         if frame.silent:
-            self._let_run(step, values, stack, frame.within)
+            self._let_run(step, values, info, frame.within)
             return
-        proceed = functools.partial(self._proceed, step, stack)
+        proceed = functools.partial(self._proceed, step, info)
         call = self._call(name, "primitive", tuple(values), eqn.params, step, values, 0, proceed)
-        with _compat.at(eqn, stack):
+        with _compat.at(info), eqn.ctx.manager:
             result = handler(call, *values, **eqn.params)
         if result is NotImplemented:
-            self._let_run(step, values, stack, frame.within | {name})
+            self._let_run(step, values, info, frame.within | {name})
             return
         results = list(result) if eqn.primitive.multiple_results else [result]
         if len(results) != len(eqn.outvars):
@@ -120,14 +124,14 @@ class Rerun:
             check_value(call, value, var.aval)
         self._replace(call, eqn, results)
 
-    def _let_run(self, step: Step, values: list[Any], stack: Any, within: frozenset[str]) -> None:
+    def _let_run(self, step: Step, values: list[Any], info: Any, within: frozenset[str]) -> None:
         eqn = step.eqn
         if self.run.tapping.plans.enters(eqn.primitive, eqn.params, len(values)):
-            self._enter(step, values, stack, within=within)
+            self._enter(step, values, info, within=within)
         else:
-            self._again(step, eqn, values, stack)
+            self._again(step, eqn, values, info)
 
-    def _proceed(self, step: Step, stack: Any, *values: Any, **params: Any) -> Any:
+    def _proceed(self, step: Step, info: Any, *values: Any, **params: Any) -> Any:
         """Runs a primitive for its handler: nothing in it is tapped."""
         eqn = step.eqn.replace(params=params)
         plans = self.run.tapping.plans
@@ -135,16 +139,16 @@ class Rerun:
             around = self._around(eqn, self.frame.within, silent=True)
             new = self.run.enter(around, eqn.primitive, params, values, self._operands(eqn))
             eqn, values = eqn.replace(params=new.params), tuple(new.values)
-        results = _compat.rebind(eqn, values, _compat.current_stack())
+        results = _compat.rebind(eqn, values, info)
         return list(results) if eqn.primitive.multiple_results else results[0]
 
-    def _marker(self, step: Step, values: list[Any], stack: Any) -> None:
+    def _marker(self, step: Step, values: list[Any], info: Any) -> None:
         """Asks the handler of a function."""
         eqn, marker, frame = step.eqn, step.marker, self.frame
         assert marker is not None
         entry = self.run.tapping.functions.get(marker.site)
         if frame.silent or entry is None:
-            self._inline(eqn, marker, values, stack, frame.within)
+            self._inline(eqn, marker.jaxpr, values, info, frame.within)
             return
         _, handler = entry
         arrays = values[marker.extra :]
@@ -152,19 +156,20 @@ class Rerun:
         call = self._call(
             marker.op_name, "function", args, kwargs, step, arrays, marker.extra, marker.function
         )
-        with _compat.at(eqn, stack):
+        with _compat.at(info), eqn.ctx.manager:
             result = handler(call, *args, **kwargs)
         if result is NotImplemented:
-            self._inline(eqn, marker, values, stack, frame.within | {marker.op_name})
+            within = frame.within | {marker.op_name}
+            self._inline(eqn, marker.jaxpr, values, info, within)
             return
         avals = [var.aval for var in eqn.outvars]
         self._replace(call, eqn, check_result(call, result, marker.results, avals))
 
     def _inline(
-        self, eqn: Any, marker: Marker, values: list[Any], stack: Any, within: frozenset[str]
+        self, eqn: Any, closed: Any, values: list[Any], info: Any, within: frozenset[str]
     ) -> None:
-        """Runs what a marker stands for in its place."""
-        frame, jaxpr = self.frame, _compat.open_of(marker.jaxpr)
+        """Runs what an equation stands for in its place."""
+        frame, jaxpr = self.frame, _compat.open_of(closed)
         scopes = _compat.scopes_of(eqn.source_info.name_stack)
         operands = self._operands(eqn)
         inner = Frame(
@@ -177,8 +182,8 @@ class Rerun:
             frame.silent,
             frame,
         )
-        with _compat.at(eqn, stack):
-            results = rerun(self.run, inner, jaxpr, _compat.consts_of(marker.jaxpr) + values)
+        values = _compat.consts_of(closed) + values
+        results = rerun(self.run, inner, jaxpr, values, info)
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
             if type(atom) is not _compat.Literal and atom in inner.notes:
                 frame.notes[var] = inner.notes[atom]
@@ -186,12 +191,12 @@ class Rerun:
             frame.replaced.update(eqn.outvars)
         self._write(eqn.outvars, results)
 
-    def _others(self, step: Step, values: list[Any], stack: Any) -> None:
+    def _others(self, step: Step, values: list[Any], info: Any) -> None:
         """Makes another interceptor's marker again, with what it stands for tapped."""
         marker, eqn = step.marker, step.eqn
         assert marker is not None
         if not self.run.tapping.plans.wants(marker.jaxpr):
-            self._write(eqn.outvars, _compat.rebind(eqn, values, stack))
+            self._write(eqn.outvars, _compat.rebind(eqn, values, info))
             return
         around = self._around(eqn, self.frame.within, self.frame.silent)
         new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
@@ -206,38 +211,41 @@ class Rerun:
             marker.extra + len(new.values) - len(values),
         )
         name = MarkerName.of(again)
-        self._emit(step, eqn, new._replace(params={**new.params, "name": name}), stack)
+        self._emit(step, eqn, new._replace(params={**new.params, "name": name}), info)
 
     def _enter(
         self,
         step: Step,
         values: list[Any],
-        stack: Any,
+        info: Any,
         within: frozenset[str] | None = None,
     ) -> None:
         """Makes an equation with what it holds tapped."""
         eqn, frame = step.eqn, self.frame
+        if step.inlined and self._appends:
+            self._inline(eqn, eqn.params["jaxpr"], values, info, within or frame.within)
+            return
         around = self._around(eqn, frame.within if within is None else within, frame.silent)
         new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
-        self._emit(step, eqn, new, stack)
+        self._emit(step, eqn, new, info)
 
-    def _custom(self, step: Step, values: list[Any], stack: Any) -> None:
+    def _custom(self, step: Step, values: list[Any], info: Any) -> None:
         """Makes the call of a function with rules of its own, with it and them tapped."""
         eqn, frame = step.eqn, self.frame
         around = self._around(eqn, frame.within, frame.silent)
         new = self.run.custom(around, eqn.params, values, self._operands(eqn))
-        self._emit(step, eqn, new, stack)
+        self._emit(step, eqn, new, info)
 
-    def _emit(self, step: Step, eqn: Any, new: Any, stack: Any) -> None:
+    def _emit(self, step: Step, eqn: Any, new: Any, info: Any) -> None:
         for i, note in new.notes.items():
             self.frame.notes[eqn.outvars[i]] = note
         if new.replaced:
             self.frame.replaced.update(eqn.outvars)
         again = eqn.replace(params=new.params)
         if len(new.values) == len(eqn.invars) and not _compat.has_effects(new.params):
-            self._again(step, again, new.values, stack)
+            self._again(step, again, new.values, info)
         else:
-            self._write(eqn.outvars, _compat.rebind(again, new.values, stack))
+            self._write(eqn.outvars, _compat.rebind(again, new.values, info))
 
     def _replace(self, call: TraceCall, eqn: Any, results: list[Any]) -> None:
         """Goes on with a handler's results."""

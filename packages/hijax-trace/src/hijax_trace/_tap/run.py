@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from interception_core import SETTLED, Interceptor, Taps
@@ -11,7 +12,7 @@ from .. import _compat
 from .bodies import Entered, custom, enter
 from .early import Early
 from .frames import Around, Numbers, Operands
-from .marker import stage_call
+from .marker import Markers
 from .memo import Memo
 from .plan import Plans
 
@@ -47,6 +48,15 @@ class Tapping:
         self.functions = self.taps.functions
         self.plans = Plans(self.primitives, interceptor)
         self.memo = Memo()
+        self.markers = Markers(interceptor)
+
+
+_CONTEXTS: dict[Hashable, object] = {}
+
+
+def _interned(context: Hashable) -> object:
+    """Returns an object that stands for JAX's configuration: one that is hashed fast."""
+    return _CONTEXTS.setdefault(context, object())
 
 
 def _no_path(path: str) -> None:
@@ -69,7 +79,9 @@ class Run:
         self.tapping = tapping
         self.numbers = Numbers() if numbers is None else numbers
         self.early = Early(self)
+        self.context = _interned(_compat.trace_context())
         self.finished = False
+        self._keeping: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def interceptor(self) -> Interceptor:
@@ -82,8 +94,28 @@ class Run:
         """Called in place of a function's handler while the program is staged."""
         if not _compat.is_staging(_compat.current_trace()):
             return self.early.call(handler, call, args, kwargs)
-        marked = (self.interceptor, call.op_name, call.site, call.function, call.let_run)
-        return stage_call(*marked, args, kwargs)
+        return self.tapping.markers.stage(
+            self.context, call.op_name, call.site, call.function, self._kept(call), args, kwargs
+        )
+
+    def _kept(self, call: Any) -> Callable[..., Any]:
+        def body(*args: Any, **kwargs: Any) -> Any:
+            self.keep(_compat.current_trace())
+            return call.let_run(*args, **kwargs)
+
+        return body
+
+    def keep(self, trace: Any) -> None:
+        """Lets ``trace`` keep the calls of jitted functions that JAX would inline.
+
+        They are inlined when the program is run again. Until then they are one equation that
+        JAX knows already: its derivative, too, is made once for all such calls.
+        """
+        self._keeping.add(trace)
+
+    def keeps(self, trace: Any) -> bool:
+        """Returns whether ``trace`` does."""
+        return trace in self._keeping
 
     def bind(self, trace: Any, primitive: Any, values: Any, params: dict[str, Any]) -> Any:
         """Called with what meets a transformation while the program is staged."""

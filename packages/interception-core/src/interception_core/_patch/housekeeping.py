@@ -71,6 +71,18 @@ def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict
     return _rules(site, original, state, args, kwargs)
 
 
+def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    """Keeps the call of a jitted function, which JAX would inline, where an observer wants it."""
+    if isinstance(state, Scope) and state.observed and not state.asleep:
+        level: Scope | None = state
+        while level is not None:
+            observer = level.activation.observer
+            if observer is not None and observer.keeps(args[0]):
+                return _compat.keep_call(*args, **kwargs)
+            level = level.parent
+    return original(*args, **kwargs)
+
+
 def _call(sites: CallSites, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     """Runs ``instance(...)`` of a class whose ``__call__`` is patched."""
     instance, rest = args[0], args[1:]
@@ -140,6 +152,7 @@ _TAPPED: tuple[tuple[FunctionType, Run], ...] = (
     (_compat.NameScope.__exit__, _exit_name),
     (_compat.lower_jaxpr_to_module, _lower),
     (_compat.backward_pass, _rules),
+    (_compat.jit_staging_rule, _stage_jitted),
     (_compat.evaluate_checkpoint, _rules),
     *((runner, _bind) for runner in _compat.rule_runners),
 )

@@ -24,10 +24,16 @@ Counts = dict[tuple[str, str], int]
 
 
 class Observer(Protocol):
-    """Is shown the primitives that meet a trace which doesn't stage them (grad, vmap, ...)."""
+    """Looks on while a program is staged.
+
+    It is shown the primitives that meet a trace which doesn't stage them (grad, vmap, ...).
+    """
 
     def bind(self, trace: Any, primitive: Any, values: Any, params: dict[str, Any]) -> Any:
         """Returns the primitive's result in ``trace``, or NotImplemented to let it run."""
+
+    def keeps(self, trace: Any) -> bool:
+        """Returns whether ``trace`` keeps the calls of jitted functions that JAX would inline."""
 
 
 class Activation:
