@@ -258,12 +258,12 @@ def can_append(eqn: Any) -> bool:
 
     Its types are known then, and no rule has to be run again.
     """
-    return not (
-        eqn.effects
-        or eqn.primitive.ref_allocating
-        or eqn.params.get("inline") in _EARLY
-        or any(isinstance(const, core.Ref) for const in consts_of(eqn.params.get("jaxpr")))
-    )
+    if eqn.effects or eqn.primitive.ref_allocating:
+        return False
+    if eqn.primitive is not jit_p:
+        return True
+    consts = consts_of(eqn.params["jaxpr"])
+    return eqn.params["inline"] not in _EARLY and not any(isinstance(c, core.Ref) for c in consts)
 
 
 def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
@@ -330,9 +330,34 @@ def operand_count(eqn: Any) -> int:
     return len(eqn.in_tracers if isinstance(eqn, pe.TracingEqn) else eqn.invars)
 
 
-def last_used(jaxpr: Any) -> dict[Any, Any]:
-    """Returns for each variable the equation that uses it last, None for results."""
-    return core.last_used(jaxpr)
+def forgettable(jaxpr: Any) -> dict[Any, list[Any]]:
+    """Returns the variables that nothing needs any more after each equation, by that."""
+    after: dict[Any, list[Any]] = {}
+    for var, eqn in core.last_used(jaxpr).items():
+        if eqn is not None:
+            after.setdefault(eqn, []).append(var)
+    for eqn in jaxpr.eqns:
+        after.setdefault(eqn, []).extend(v for v in eqn.outvars if isinstance(v, core.DropVar))
+    return after
+
+
+_HOLDING: dict[Any, bool] = {}
+
+
+def holds_jaxprs(eqn: Any) -> bool:
+    """Returns whether an equation's primitive has jaxprs among its parameters.
+
+    It is looked at once for each primitive, of which some thousand equations may come along.
+    """
+    held = _HOLDING.get(eqn.primitive)
+    if held is None:
+        parts = [
+            part
+            for value in eqn.params.values()
+            for part in (value if isinstance(value, tuple) else (value,))
+        ]
+        held = _HOLDING[eqn.primitive] = any(isinstance(part, JAXPRS) for part in parts)
+    return held
 
 
 def has_effects(params: dict[str, Any]) -> bool:
@@ -399,18 +424,11 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 # ---- High-level types: what _types/ needs ----
 
-import functools as _functools  # noqa: E402
-from collections.abc import Callable as _Callable  # noqa: E402
-from typing import Any as _Any  # noqa: E402
+import functools  # noqa: E402
 
-import jax as _jax  # noqa: E402
 from jax._src import ad_util as _ad_util  # noqa: E402  0.10.2 - 0.12
-from jax._src import core as _hi_core  # noqa: E402  0.10.2 - 0.12
 from jax._src import hijax as _hijax  # noqa: E402  0.10.2 - 0.12, see below
-from jax._src.interpreters import ad as _hi_ad  # noqa: E402  0.10.2 - 0.12
-from jax._src.interpreters import batching as _hi_batching  # noqa: E402  0.10.2 - 0.12
-from jax._src.interpreters import mlir as _hi_mlir  # noqa: E402  0.10.2 - 0.12
-from jax._src.interpreters import partial_eval as _hi_pe  # noqa: E402  0.10.2 - 0.12
+from jax._src.interpreters import mlir as _mlir  # noqa: E402  0.10.2 - 0.12
 from jax.extend import core as _extend_core  # noqa: E402
 
 HiTypeBase: type = _hijax.HiType
@@ -429,47 +447,33 @@ HiPspecBase: type = _hijax.HiPspec
 Zero: type = _ad_util.Zero
 """A tangent that is known to be zero, with its type as ``aval``, 0.10.2 - 0.12."""
 
-GradAccum: type = _hi_ad.GradAccum
-"""What ``transpose`` and ``vjp_bwd`` add cotangents to, with ``accum``, 0.10.2 - 0.12."""
-
-Jaxpr: type = _hi_core.Jaxpr
-ClosedJaxpr: type = getattr(_hi_core, "ClosedJaxpr", _hi_core.Jaxpr)
+ClosedJaxpr: type = getattr(core, "ClosedJaxpr", core.Jaxpr)
 """Two types on 0.10.2; later a closed jaxpr is a ``Jaxpr`` with consts."""
 
-register_hitype_base: _Callable = _hijax.register_hitype
+register_hitype_base: Callable = _hijax.register_hitype
 """0.10.2 - 0.12."""
 
 
-def instantiate(tangent: _Any) -> _Any:
+def instantiate(tangent: Any) -> Any:
     """Returns a tangent with a symbolic zero replaced by an array or hi value of zeros."""
     return _ad_util.instantiate(tangent)
 
 
-def zeros_like_aval(aval: _Any) -> _Any:
+def zeros_like_aval(aval: Any) -> Any:
     """Returns the zero of a type: ``vspace_zero()`` of a hi type."""
-    return _hi_ad.zeros_like_aval(aval)
+    return ad.zeros_like_aval(aval)
 
 
-def current_trace() -> _Any:
-    """Returns the trace that a primitive bound now would be handed to (0.10.2 - 0.12)."""
-    return _hi_core.trace_ctx.trace
-
-
-def registered_typeof(cls: type) -> _Callable | None:
-    """Returns the function that gives the JAX type of a ``cls``, if one is registered."""
-    return _hi_core.pytype_aval_mappings.get(cls)
-
-
-def lower_jaxpr(jaxpr: _Any) -> _Any:
+def lower_jaxpr(jaxpr: Any) -> Any:
     """Returns the lojax jaxpr of a jaxpr with hi types and primitives (0.10.2 - 0.12)."""
-    return _hi_pe.lower_jaxpr2(jaxpr)
+    return pe.lower_jaxpr2(jaxpr)
 
 
-def as_closed(jaxpr: _Any) -> _Any:
+def as_closed(jaxpr: Any) -> Any:
     """Returns a jaxpr as what ``lower_jaxpr`` takes: closed, on 0.10.2."""
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr
-    return _hi_pe.close_jaxpr(jaxpr)
+    return pe.close_jaxpr(jaxpr)
 
 
 class PrimitiveBase(_extend_core.Primitive):
@@ -477,36 +481,37 @@ class PrimitiveBase(_extend_core.Primitive):
 
     def __init__(self, name: str):
         super().__init__(name)
-        _hi_ad.primitive_jvps[self] = lambda *a, **k: self.jvp(*a, **k)
-        _hi_ad.primitive_transposes[self] = lambda *a, **k: self.transpose(*a, **k)
-        _hi_batching.fancy_primitive_batchers[self] = lambda axis, args, dims, **params: self.batch(
-            axis, args, dims, **params
-        )
+        ad.primitive_jvps[self] = self._rule("jvp")
+        ad.primitive_transposes[self] = self._rule("transpose")
+        batching.fancy_primitive_batchers[self] = self._rule("batch")
         # Reached where `is_high` says no: then the primitive is lowered with the rest.
-        lowering = _hi_mlir.lower_fun(
-            lambda *args, **params: self.to_lojax(*args, **params),
-            multiple_results=self.multiple_results,
+        lowering = _mlir.lower_fun(
+            self._rule("to_lojax"), multiple_results=self.multiple_results
         )
-        _hi_mlir.register_lowering(self, lowering)
+        _mlir.register_lowering(self, lowering)
+
+    def _rule(self, name: str) -> Callable:
+        """Returns the method of that name, looked up when it is called."""
+        return lambda *args, **kwargs: getattr(self, name)(*args, **kwargs)
 
 
-def _live_ins_optional(dce: _Callable) -> _Callable:
+def _live_ins_optional(dce: Callable) -> Callable:
     """Lets ``dce(used_outs, live_ins)`` be called without ``live_ins``: all are live."""
 
-    @_functools.wraps(dce)
-    def called(self: _Any, used_outs: _Any, live_ins: _Any = None) -> _Any:
+    @functools.wraps(dce)
+    def called(self: Any, used_outs: Any, live_ins: Any = None) -> Any:
         if live_ins is None:
-            live_ins = _jax.tree.unflatten(self.in_tree, [True] * self.in_tree.num_leaves)
+            live_ins = jax.tree.unflatten(self.in_tree, [True] * self.in_tree.num_leaves)
         return dce(self, used_outs, live_ins)
 
     return called
 
 
-def _residuals_closed_over(remat: _Callable) -> _Callable:
+def _residuals_closed_over(remat: Callable) -> Callable:
     """Turns what ``remat`` returns on 0.12 (out, residuals, rem) into (out, rem)."""
 
-    @_functools.wraps(remat)
-    def called(self: _Any, trace: _Any, *args: _Any) -> _Any:
+    @functools.wraps(remat)
+    def called(self: Any, trace: Any, *args: Any) -> Any:
         out, residuals, rem = remat(self, trace, *args)
         return out, lambda *again: rem(residuals, *again)
 
@@ -514,54 +519,54 @@ def _residuals_closed_over(remat: _Callable) -> _Callable:
 
 
 if hasattr(_hijax, "vmap_rule"):  # 0.12
-    HiPrimBase: type = _hijax.HiPrim
-    vmap_rule: _Callable = _hijax.vmap_rule
-    unmap_avals: _Callable = _hijax.unmap_avals
-    bdims_at_front: _Callable = _hijax.bdims_at_front
+    HiPrimBase: type = vars(_hijax)["HiPrim"]
+    vmap_rule: Callable = vars(_hijax)["vmap_rule"]
+    unmap_avals: Callable = vars(_hijax)["unmap_avals"]
+    bdims_at_front: Callable = vars(_hijax)["bdims_at_front"]
 else:  # 0.10.2, 0.11.2
     _OlderBase: type = getattr(_hijax, "HiPrim", None) or _hijax.VJPHiPrimitive
 
     class HiPrimBase(_OlderBase):  # type: ignore[no-redef]
         """``HiPrim`` with the interface of 0.12 on the class that older versions call."""
 
-        def __init_subclass__(cls, **kwargs: _Any) -> None:
+        def __init_subclass__(cls, **kwargs: Any) -> None:
             super().__init_subclass__(**kwargs)
             if "dce" in vars(cls):
                 cls.dce = _live_ins_optional(vars(cls)["dce"])
             if "remat" in vars(cls):
                 cls.remat = _residuals_closed_over(vars(cls)["remat"])
 
-        def batch(self, axis_data: _Any, args: _Any, dims: _Any) -> _Any:
+        def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
             raise NotImplementedError(
                 f"for vmap support, subclass {type(self)} must implement `batch`"
             )
 
-        def dce(self, used_outs: _Any, live_ins: _Any = None) -> _Any:
-            if self.effects or any(_jax.tree.leaves(used_outs)):
+        def dce(self, used_outs: Any, live_ins: Any = None) -> Any:
+            if self.effects or any(jax.tree.leaves(used_outs)):
                 return True, True, self
             return False, False, None
 
-        def pp_params(self) -> dict[str, _Any]:
+        def pp_params(self) -> dict[str, Any]:
             return {k: v for k, v in self.params.items() if not k.startswith("_")}
 
         def __repr__(self) -> str:
             shown = " ".join(f"{k}={v}" for k, v in self.pp_params().items())
             return f"{type(self).__name__}[{shown}]"
 
-    def unmap_avals(axis_data: _Any, avals: _Any, dims: _Any) -> _Any:
+    def unmap_avals(axis_data: Any, avals: Any, dims: Any) -> Any:
         """Returns the types of the whole batch for the types of one example."""
-        return _jax.tree.map(
-            lambda aval, dim: _hi_core.unmapped_aval(
+        return jax.tree.map(
+            lambda aval, dim: core.unmapped_aval(
                 axis_data.size, dim, aval, axis_data.explicit_mesh_axis
             ),
             avals,
             dims,
         )
 
-    def bdims_at_front(axis_data: _Any, args: _Any, dims: _Any) -> _Any:
+    def bdims_at_front(axis_data: Any, args: Any, dims: Any) -> Any:
         """Returns the arguments with the batch axis first, broadcast where they have none."""
-        return _jax.tree.map(
-            lambda x, dim: _hi_batching.bdim_at_front(
+        return jax.tree.map(
+            lambda x, dim: batching.bdim_at_front(
                 x, dim, axis_data.size, axis_data.explicit_mesh_axis
             ),
             args,
@@ -569,8 +574,8 @@ else:  # 0.10.2, 0.11.2
         )
 
     def vmap_rule(
-        axis_data: _Any, f: _Callable, in_axes: _Any, out_axes: _Any, *, sum_match: bool = False
-    ) -> _Callable:
+        axis_data: Any, f: Callable, in_axes: Any, out_axes: Any, *, sum_match: bool = False
+    ) -> Callable:
         """Returns ``f`` mapped over ``axis_data``, symbolic zeros included."""
         from jax._src import api
 
@@ -584,25 +589,25 @@ else:  # 0.10.2, 0.11.2
             sum_match=sum_match,
         )
         is_none = lambda x: x is None  # noqa: E731
-        zeros_in = _functools.partial(_hijax.map_zero, axis_data)
-        zeros_out = _functools.partial(_hijax.unmap_zero, axis_data)
+        zeros_in = functools.partial(_hijax.map_zero, axis_data)
+        zeros_out = functools.partial(_hijax.unmap_zero, axis_data)
 
-        def batched(*args: _Any) -> _Any:
-            out = mapped(*_jax.tree.map(zeros_in, in_axes, args, is_leaf=is_none))
-            return _jax.tree.map(zeros_out, out_axes, out, is_leaf=is_none)
+        def batched(*args: Any) -> Any:
+            out = mapped(*jax.tree.map(zeros_in, in_axes, args, is_leaf=is_none))
+            return jax.tree.map(zeros_out, out_axes, out, is_leaf=is_none)
 
         return batched
 
 
-if "to_lojax" not in vars(_hi_core.closed_call_p):  # 0.10.2
+if "to_lojax" not in vars(core.closed_call_p):  # 0.10.2
     # 0.10.2 has no rule for what remat of a scan becomes. Nothing that worked is changed.
-    def _closed_call_to_lojax(*args: _Any, call_jaxpr: _Any) -> _Any:
-        return _hi_core.jaxpr_as_fun(call_jaxpr)(*args)
+    def _closed_call_to_lojax(*args: Any, call_jaxpr: Any) -> Any:
+        return core.jaxpr_as_fun(call_jaxpr)(*args)
 
-    _hi_core.closed_call_p.to_lojax = _closed_call_to_lojax
+    core.closed_call_p.to_lojax = _closed_call_to_lojax
 
 
-def native_rule(name: str) -> _Any | None:
+def native_rule(name: str) -> Any | None:
     """Returns JAX's own ``vjp_from_jvp`` and the like, which 0.10.2 lacks."""
     return getattr(_hijax, name, None)
 
@@ -610,27 +615,17 @@ def native_rule(name: str) -> _Any | None:
 # What _box/ needs: where a program is being traced. All 0.10.2 - 0.12.
 
 
-def is_eval(trace: _Any) -> bool:
+def is_eval(trace: Any) -> bool:
     """Returns whether a trace is none: operations are computed at once."""
-    return trace is None or isinstance(trace, _hi_core.EvalTrace)
+    return trace is None or isinstance(trace, core.EvalTrace)
 
 
-def is_staging(trace: _Any) -> bool:
-    """Returns whether a trace builds a jaxpr (jit, scan, cond ...), unlike grad and vmap."""
-    return hasattr(trace, "frame")
-
-
-def parent_trace(trace: _Any) -> _Any:
+def parent_trace(trace: Any) -> Any:
     """Returns the trace around one of grad, vmap or the like."""
     return getattr(trace, "parent_trace", None)
 
 
-def under(trace: _Any) -> _Any:
-    """Context manager: makes ``trace`` the current one."""
-    return _hi_core.set_current_trace(trace)
-
-
-def traced_for(trace: _Any) -> str:
+def traced_for(trace: Any) -> str:
     """Returns what a trace is for: "jit", "scan", "while_body", "vmap", "grad" ..."""
     if is_staging(trace):
         info = trace.frame.debug_info
@@ -640,14 +635,9 @@ def traced_for(trace: _Any) -> str:
     return kinds.get(type(trace).__name__, type(trace).__name__)
 
 
-def trace_of(value: _Any) -> _Any:
+def trace_of(value: Any) -> Any:
     """Returns the trace that a value is a tracer of, or None."""
-    return value._trace if isinstance(value, _hi_core.Tracer) else None
-
-
-def is_zero(tangent: _Any) -> bool:
-    """Returns whether a tangent is known to be zero."""
-    return isinstance(tangent, _ad_util.Zero)
+    return value._trace if isinstance(value, core.Tracer) else None
 
 
 undifferentiated_refs: bool = hasattr(_hijax, "HiPrim")

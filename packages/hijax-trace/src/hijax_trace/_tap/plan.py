@@ -41,7 +41,6 @@ class Step(NamedTuple):
         inlined: whether it is a call that JAX puts the body of into a jaxpr.
         marker: the marker that it is, if it is one.
         token: for what a transformation left behind, see ``early``: which.
-        dead: the variables that nothing needs after it.
     """
 
     eqn: Any
@@ -50,7 +49,6 @@ class Step(NamedTuple):
     inlined: bool
     marker: Marker | None
     token: str | None
-    dead: tuple[Any, ...]
 
 
 class Plans:
@@ -63,6 +61,7 @@ class Plans:
 
     def __init__(self, primitives: Iterable[Any], interceptor: Any):
         self._primitives = frozenset(primitives)
+        self._asked = self._primitives | frozenset(CUSTOM_CALLS)
         self._interceptor = interceptor
         self._plans: weakref.WeakKeyDictionary[Any, tuple[list[Step], bool]] = (
             weakref.WeakKeyDictionary()
@@ -87,31 +86,33 @@ class Plans:
         jaxpr = _compat.open_of(jaxpr)
         plan = self._plans.get(jaxpr)
         if plan is None:
-            last = _compat.last_used(jaxpr)
-            steps = [self.step(eqn, last) for eqn in jaxpr.eqns]
+            steps = [self.step(eqn) for eqn in jaxpr.eqns]
             wanted = any(step.do is not Do.PASS or step.token is not None for step in steps)
             plan = self._plans[jaxpr] = steps, wanted
         return plan
 
-    def step(self, eqn: Any, last: dict[Any, Any] | None = None) -> Step:
+    def step(self, eqn: Any) -> Step:
         """Returns what to do with one equation, staged or being staged."""
-        dead: tuple[Any, ...] = ()
-        if last is not None:
-            used = {*eqn.outvars, *(a for a in eqn.invars if type(a) is not _compat.Literal)}
-            dead = tuple(var for var in used if last.get(var, eqn) is eqn)
+        primitive = eqn.primitive
+        stack = eqn.source_info.name_stack
+        token = None
+        if len(stack):
+            names = _compat.scopes_of(stack)
+            token = next((name for name in names if name.startswith(SETTLED)), None)
+        if token is None and primitive not in self._asked and not _compat.holds_jaxprs(eqn):
+            return Step(eqn, Do.PASS, _compat.can_append(eqn), False, None, None)
         simple, inlined = _compat.can_append(eqn), _compat.is_inlined(eqn)
-        for name in _compat.scopes_of(eqn.source_info.name_stack):
-            if name.startswith(SETTLED):
-                return Step(eqn, Do.PASS, simple, inlined, None, name, dead)
-        marker = marker_of(eqn)
-        if marker is not None:
+        marker = None
+        if token is not None:
+            do = Do.PASS
+        elif (marker := marker_of(eqn)) is not None:
             do = Do.MARKER if marker.interceptor == self._interceptor else Do.OTHERS
-        elif eqn.primitive in self._primitives:
+        elif primitive in self._primitives:
             do = Do.ASK
-        elif eqn.primitive in CUSTOM_CALLS:
+        elif primitive in CUSTOM_CALLS:
             do = Do.CUSTOM
-        elif self.enters(eqn.primitive, eqn.params, _compat.operand_count(eqn)):
+        elif self.enters(primitive, eqn.params, _compat.operand_count(eqn)):
             do = Do.ENTER
         else:
             do = Do.PASS
-        return Step(eqn, do, simple, inlined, marker, None, dead)
+        return Step(eqn, do, simple, inlined, marker, token)

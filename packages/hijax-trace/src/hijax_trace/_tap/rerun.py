@@ -65,6 +65,8 @@ class Rerun:
     def results(self) -> list[Any]:
         """Runs the equations."""
         env, outer, literal = self._env, self._outer, _compat.Literal
+        # What is staged costs nothing to keep; arrays are let go as soon as they can be.
+        forget = {} if _compat.is_staging(self._trace) else _compat.forgettable(self._jaxpr)
         for step in self.run.tapping.plans.steps(self._jaxpr):
             eqn = step.eqn
             values = [a.val if type(a) is literal else env[a] for a in eqn.invars]
@@ -78,7 +80,7 @@ class Rerun:
                 self._again(step, eqn, values, info)
             else:
                 _ACTIONS[step.do](self, step, values, info)
-            for var in step.dead:
+            for var in forget.get(eqn, ()):
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self._jaxpr.outvars]
 
