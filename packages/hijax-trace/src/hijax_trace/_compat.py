@@ -429,6 +429,7 @@ import functools  # noqa: E402
 from jax._src import ad_util as _ad_util  # noqa: E402  0.10.2 - 0.12
 from jax._src import hijax as _hijax  # noqa: E402  0.10.2 - 0.12, see below
 from jax._src.interpreters import mlir as _mlir  # noqa: E402  0.10.2 - 0.12
+from jax._src.state import discharge as _discharge  # noqa: E402  0.10.2 - 0.12
 from jax.extend import core as _extend_core  # noqa: E402
 
 HiTypeBase: type = _hijax.HiType
@@ -645,3 +646,15 @@ undifferentiated_refs: bool = hasattr(_hijax, "HiPrim")
 
 0.10.2 fails with "DynamicJaxprTracer has no attribute accum".
 """
+
+
+def register_discharge_to_first(primitive: Any) -> None:
+    """Lets a primitive of a value and a reference become the value, where references end.
+
+    JAX's rules get the operands last, after two other arguments on 0.10.2 and one since.
+    """
+
+    @_discharge.register_discharge_rule(primitive)
+    def discharged(*args: Any, **params: Any) -> Any:
+        value, _ = args[-2:]
+        return (None, None), value

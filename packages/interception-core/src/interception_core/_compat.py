@@ -73,9 +73,7 @@ Called with the trace, the source line and the operands; the parameters are keyw
 
 def keep_call(trace: Any, source_info: Any, *operands: Any, **params: Any) -> Any:
     """Puts the call itself into the jaxpr, however early it wants to be inlined."""
-    return trace.default_process_primitive(
-        _pjit.jit_p, operands, params, source_info=source_info
-    )
+    return trace.default_process_primitive(_pjit.jit_p, operands, params, source_info=source_info)
 
 
 SETTLED = "jaxtap.settled"

@@ -77,14 +77,16 @@ class Early:
         with settled(self._token(told)):
             return self._noted(told, handler(told, *args, **kwargs))
 
-    def bind(self, trace: Any, primitive: Any, values: Any, params: dict[str, Any]) -> Any:
+    def bind(
+        self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
+    ) -> Any:
         """Asks the handler of a primitive, and those of what it holds."""
         tapping = self._run.tapping
         entry = tapping.primitives.get(primitive)
         enters = tapping.plans.enters(primitive, params, len(values))
         if entry is None and not enters:
             return NotImplemented
-        where = self._where(trace, "/".join(_compat.scopes_of(_compat.current_stack())))
+        where = self._where(trace, path)
         if where is None:
             return NotImplemented
         values = list(values)
@@ -118,11 +120,17 @@ class Early:
         """Returns the module path, or None where it can't be known."""
         base = self._base() if self._base is not None else None
         nested = _compat.staging_trace(trace) is not base
-        if self._run.tapping.expects_early and (self._run.tapping.by_path or not nested):
-            return path
+        mode = self._run.tapping.mode
+        if mode.early and (mode.by_path or not nested):
+            # In the program's own trace, what another engine runs again has its name stack only.
+            return path if nested else "/".join(self._scopes())
         self.met = True
         self.met_nested |= nested
         return None
+
+    def _scopes(self) -> list[str]:
+        names = _compat.scopes_of(_compat.current_stack())
+        return [name for name in names if not name.startswith(SETTLED)]
 
     def _told(
         self,

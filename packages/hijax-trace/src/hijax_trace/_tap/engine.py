@@ -16,7 +16,7 @@ from .axes import identity
 from .frames import Frame, Origin
 from .marker import Packed
 from .rerun import rerun
-from .run import Run, Tapping
+from .run import Run, Tapping, mode_of, widen_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,16 +79,14 @@ class _Tapped:
         self._rewrap = functools.partial(engine.wrap, interceptor=interceptor)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tapping = self._tapping
-        if tapping is None:
-            tapping = self._tapping = Tapping(self._interceptor, self._rewrap)
+        tapping = self._current()
         if tapping.taps.holds():
             return self._fn(*args, **kwargs)
         packed = Packed((args, kwargs))
         run, staged = self._stage(tapping, packed)
         while run.early.met:
-            by_path = tapping.by_path or run.early.met_nested
-            tapping = self._tapping = Tapping(self._interceptor, self._rewrap, True, by_path)
+            widen_mode(self._interceptor, run.early.met_nested)
+            tapping = self._current()
             run, staged = self._stage(tapping, packed)
         jaxpr, consts, result = staged
         origins = _Origins(packed, args, kwargs)
@@ -99,6 +97,12 @@ class _Tapped:
             return result.build(rerun(run, frame, jaxpr, [*consts, *packed.arrays]))
         finally:
             run.finished = True
+
+    def _current(self) -> Tapping:
+        mode, tapping = mode_of(self._interceptor), self._tapping
+        if tapping is None or tapping.mode != mode:
+            tapping = self._tapping = Tapping(self._interceptor, self._rewrap, mode)
+        return tapping
 
     def _stage(self, tapping: Tapping, packed: Packed) -> tuple[Run, tuple[Any, list[Any], Packed]]:
         run = Run(tapping)

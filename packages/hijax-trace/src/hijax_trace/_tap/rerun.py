@@ -113,6 +113,7 @@ class Rerun:
         call = self._call(name, "primitive", tuple(values), eqn.params, step, values, 0, proceed)
         with _compat.at(info), eqn.ctx.manager:
             result = handler(call, *values, **eqn.params)
+        self._annotate(call, eqn.invars, values)
         if result is NotImplemented:
             self._let_run(step, values, info, frame.within | {name})
             return
@@ -160,6 +161,7 @@ class Rerun:
         )
         with _compat.at(info), eqn.ctx.manager:
             result = handler(call, *args, **kwargs)
+        self._annotate(call, eqn.invars[marker.extra :], arrays)
         if result is NotImplemented:
             within = frame.within | {marker.op_name}
             self._inline(eqn, marker.jaxpr, values, info, within)
@@ -248,6 +250,14 @@ class Rerun:
             self._again(step, again, new.values, info)
         else:
             self._write(eqn.outvars, _compat.rebind(again, new.values, info))
+
+    def _annotate(self, call: TraceCall, atoms: Sequence[Any], values: Sequence[Any]) -> None:
+        """Keeps what a handler attached to its arguments."""
+        if call.given:
+            for atom, value in zip(atoms, values, strict=True):
+                notes = call.notes_of(value)
+                if notes and type(atom) is not _compat.Literal:
+                    self.frame.notes[atom] = notes
 
     def _replace(self, call: TraceCall, eqn: Any, results: list[Any]) -> None:
         """Goes on with a handler's results."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from interception_core import SETTLED, Interceptor, Taps
 
@@ -17,32 +17,56 @@ from .memo import Memo
 from .plan import Plans
 
 
+class Mode(NamedTuple):
+    """How a program has to be staged; see ``early``.
+
+    Attributes:
+        early: whether handlers are asked meanwhile.
+        by_path: whether they are in the traces of nested functions too, which are then told apart
+            by module path.
+    """
+
+    early: bool = False
+    by_path: bool = False
+
+
+_MODES: dict[Hashable, Mode] = {}
+"""The modes other than the first, by interceptor: equal ones share what JAX has traced."""
+
+
+def mode_of(interceptor: Interceptor) -> Mode:
+    """Returns how programs are staged for an interceptor."""
+    return _MODES.get(interceptor.cache_key, Mode())
+
+
+def widen_mode(interceptor: Interceptor, nested: bool) -> None:
+    """Lets handlers be asked early, from now on; in the traces of nested functions too."""
+    by_path = nested or mode_of(interceptor).by_path
+    _MODES[interceptor.cache_key] = Mode(True, by_path)
+
+
 class Tapping:
     """What the runs of one wrapped function share.
 
     Args:
         interceptor: the targets and their handlers.
         rewrap: wraps another function with the same interceptor.
-        expects_early: whether handlers are asked while a program is staged; see ``early``.
-        by_path: whether they are in the traces of nested functions too, which are then told apart
-            by module path.
+        mode: see ``Mode``.
     """
 
     def __init__(
         self,
         interceptor: Interceptor,
         rewrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-        expects_early: bool = False,
-        by_path: bool = False,
+        mode: Mode,
     ):
         self.rewrap = rewrap
-        self.expects_early = expects_early
+        self.mode = mode
         self.interceptor = interceptor
-        path_key = interceptor.resolve_path if by_path else _no_path
+        path_key = interceptor.resolve_path if mode.by_path else _no_path
         staged = Interceptor(
             dict(interceptor), key=("staged", interceptor.cache_key), path_key=path_key
         )
-        self.by_path = by_path
         self.taps = Taps(staged, on_call=_on_call)
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
@@ -117,9 +141,11 @@ class Run:
         """Returns whether ``trace`` does."""
         return trace in self._keeping
 
-    def bind(self, trace: Any, primitive: Any, values: Any, params: dict[str, Any]) -> Any:
+    def bind(
+        self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
+    ) -> Any:
         """Called with what meets a transformation while the program is staged."""
-        return self.early.bind(trace, primitive, values, params)
+        return self.early.bind(path, trace, primitive, values, params)
 
     def left_behind(self, token: str, stack: Any) -> Any:
         """Returns the name stack of what a transformation or a handler left in the program."""

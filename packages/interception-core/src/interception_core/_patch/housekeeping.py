@@ -64,7 +64,7 @@ def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict
             observer, outer = level.activation.observer, level.parent
             if observer is not None:
                 with CONTEXT(OUTSIDE) if outer is None else Entered(outer):
-                    result = observer.bind(*args, **kwargs)
+                    result = observer.bind(level.path, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
             level = outer

@@ -29,8 +29,13 @@ class Observer(Protocol):
     It is shown the primitives that meet a trace which doesn't stage them (grad, vmap, ...).
     """
 
-    def bind(self, trace: Any, primitive: Any, values: Any, params: dict[str, Any]) -> Any:
-        """Returns the primitive's result in ``trace``, or NotImplemented to let it run."""
+    def bind(
+        self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
+    ) -> Any:
+        """Returns a primitive's result in ``trace``, or NotImplemented to let it run.
+
+        ``path`` is the module path, as far as the scope knows it.
+        """
 
     def keeps(self, trace: Any) -> bool:
         """Returns whether ``trace`` keeps the calls of jitted functions that JAX would inline."""
