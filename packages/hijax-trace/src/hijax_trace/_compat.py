@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -24,11 +24,11 @@ from jax._src import pjit as _pjit  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import sharding_impls as _sharding_impls  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
-from jax._src.state import types as _state  # 0.10.2 - 0.12
 from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import conditionals as _conditionals  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
+from jax._src.state import types as _state  # 0.10.2 - 0.12
 
 try:
     from jax._src import flattree as _flat_tree  # 0.11 - 0.12
@@ -79,12 +79,12 @@ def is_open(jaxpr: Any) -> bool:
 
 def like_closed(jaxpr: Any) -> Any:
     """Returns a jaxpr without constants as a closed one (0.10.2)."""
-    return jaxpr if JAXPRS == (core.Jaxpr,) else pe.close_jaxpr(jaxpr)
+    return jaxpr if (core.Jaxpr,) == JAXPRS else pe.close_jaxpr(jaxpr)
 
 
 def with_consts(jaxpr: Any, consts: list[Any]) -> Any:
     """Returns the closed jaxpr of ``jaxpr``, as ``stage`` returned it, and its constants."""
-    if JAXPRS == (core.Jaxpr,):
+    if (core.Jaxpr,) == JAXPRS:
         return jaxpr.with_consts(consts) if consts else jaxpr
     return core.ClosedJaxpr(jaxpr, consts)
 
@@ -94,7 +94,7 @@ def inputs_of(jaxpr: Any) -> list[Any]:
 
     Since 0.11 a constant without a value is an ordinary leading argument.
     """
-    return jaxpr.all_invars if JAXPRS == (core.Jaxpr,) else [*jaxpr.constvars, *jaxpr.invars]
+    return jaxpr.all_invars if (core.Jaxpr,) == JAXPRS else [*jaxpr.constvars, *jaxpr.invars]
 
 
 def consts_as_args(jaxpr: Any) -> Any:
@@ -204,15 +204,20 @@ def scopes_of(stack: Any) -> list[str]:
     return [entry.name for entry in stack.stack if type(entry) is _source_info.Scope]
 
 
+def name_scope(name: str) -> Any:
+    """Returns a context manager: a name scope that is no part of the module path."""
+    return _source_info.extend_name_stack(name)
+
+
 def current_stack() -> Any:
     """Returns the name stack that is open now (0.10.2 - 0.12)."""
     return _source_info.current_name_stack()
 
 
-def strip(stack: Any, is_ours: Callable[[str], bool]) -> Any:
-    """Returns the name stack without the scopes that ``is_ours`` picks."""
-    kept = tuple(entry for entry in stack.stack if not is_ours(entry.name))
-    return _source_info.NameStack(kept) if len(kept) < len(stack.stack) else stack
+def stack_without(stack: Any, names: Container[str]) -> Any:
+    """Returns the name stack without some of its scopes."""
+    kept = tuple(entry for entry in stack.stack if entry.name not in names)
+    return _source_info.NameStack(kept)
 
 
 def info_of(eqn: Any, outer: Any, stack: Any) -> Any:
@@ -486,9 +491,7 @@ class PrimitiveBase(_extend_core.Primitive):
         ad.primitive_transposes[self] = self._rule("transpose")
         batching.fancy_primitive_batchers[self] = self._rule("batch")
         # Reached where `is_high` says no: then the primitive is lowered with the rest.
-        lowering = _mlir.lower_fun(
-            self._rule("to_lojax"), multiple_results=self.multiple_results
-        )
+        lowering = _mlir.lower_fun(self._rule("to_lojax"), multiple_results=self.multiple_results)
         _mlir.register_lowering(self, lowering)
 
     def _rule(self, name: str) -> Callable:

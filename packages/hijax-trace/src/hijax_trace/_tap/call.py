@@ -29,6 +29,7 @@ class TraceCall(OpCall):
         values: the arrays among its arguments.
         origins: of each of them, how its origin is found.
         notes: of each of them, the metadata.
+        within: the names of the functions that it is a part of.
         proceed: runs the original.
         run: the run that it is a part of.
     """
@@ -42,6 +43,7 @@ class TraceCall(OpCall):
         "_run",
         "_scopes",
         "_values",
+        "_within",
         "given",
     )
 
@@ -57,6 +59,7 @@ class TraceCall(OpCall):
         values: Sequence[Any],
         origins: Callable[[int], Origin | None],
         notes: Callable[[int], Notes],
+        within: frozenset[str],
         proceed: Callable[..., Any],
         run: Run,
     ):
@@ -70,6 +73,7 @@ class TraceCall(OpCall):
         self._values = values
         self._origins = origins
         self._notes = notes
+        self._within = within
         self._proceed = proceed
         self._run = run
         # By identity; the value is held, so that its id isn't given to another one.
@@ -86,7 +90,7 @@ class TraceCall(OpCall):
 
     @property
     def within(self) -> frozenset[str]:
-        return self._frame.within
+        return self._within
 
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
         return self._proceed(*args, **kwargs)

@@ -22,7 +22,7 @@ from .axes import dropped
 from .call import TraceCall
 from .flow import move_of
 from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
-from .plan import Do
+from .plan import WITHIN, Do
 
 if TYPE_CHECKING:
     from .run import Run
@@ -75,7 +75,11 @@ class Early:
             call.op_name, "function", args, kwargs, where, call.within, values, call.proceed
         )
         with settled(self._token(told)):
-            return self._noted(told, handler(told, *args, **kwargs))
+            result = self._noted(told, handler(told, *args, **kwargs))
+        if result is not NotImplemented:
+            return result
+        with _compat.name_scope(WITHIN + call.op_name):
+            return call.let_run(*args, **kwargs)
 
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
@@ -130,7 +134,7 @@ class Early:
 
     def _scopes(self) -> list[str]:
         names = _compat.scopes_of(_compat.current_stack())
-        return [name for name in names if not name.startswith(SETTLED)]
+        return [name for name in names if not name.startswith((SETTLED, WITHIN))]
 
     def _told(
         self,
@@ -144,7 +148,7 @@ class Early:
         proceed: Callable[..., Any],
     ) -> TraceCall:
         self._count_staged()
-        frame = Frame(None, (), {}, path, within=within)
+        frame = Frame(None, (), {}, path)
         return TraceCall(
             name,
             level,
@@ -156,6 +160,7 @@ class Early:
             values,
             lambda i: self.origin(values[i]),
             lambda i: self._notes.get(id(values[i]), (None, _NOTHING))[1],
+            within,
             proceed,
             self._run,
         )
@@ -231,7 +236,7 @@ class Early:
         eqns = _compat.staged_in(base)
         for eqn in eqns[self._looked_at :]:
             step = plans.step(eqn)
-            path = "/".join(_compat.scopes_of(eqn.source_info.name_stack))
+            path = "/".join(step.scopes)
             if step.do is Do.ASK:
                 name = self._run.tapping.primitives[eqn.primitive][0]
                 self._numbers.next(path, "", name)

@@ -7,6 +7,9 @@ what is needed to call the function's handler with the arguments that it was cal
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +71,48 @@ class Packed:
         except TypeError:
             return None
         return key
+
+
+def is_plain(tree: Any) -> bool:
+    """Returns whether a call's arguments can be told by their arrays and constants.
+
+    Other objects (a bound flax module, a closure) may hold values of the trace that the program
+    is staged in, or be changed by the call.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=_is_object)
+    return all(_is_array(leaf, True) or _is_constant(leaf) for leaf in leaves)
+
+
+def _is_object(node: Any) -> bool:
+    """Whether a node of a pytree may be more than its parts: it isn't known to be unchangeable."""
+    if isinstance(node, tuple | list | dict | jax.core.Tracer | jax.Array):
+        return False
+    return not (dataclasses.is_dataclass(node) and _is_frozen(node))
+
+
+def _is_frozen(node: Any) -> bool:
+    return type(node).__dataclass_params__.frozen  # pyrefly: ignore[missing-attribute]
+
+
+_CONSTANTS = (str, bytes, type, np.dtype, enum.Enum, slice, range, type(None), type(...))
+
+
+def _is_constant(leaf: Any) -> bool:
+    if isinstance(leaf, _CONSTANTS):
+        return True
+    if callable(leaf):
+        return _is_global(leaf)
+    # Shardings, layouts, dimension numbers and the like: values that JAX itself hashes.
+    return type(leaf).__module__.split(".")[0] in ("jax", "jaxlib", "ml_dtypes")
+
+
+def _is_global(function: Any) -> bool:
+    """Whether a function is what its module calls by that name, and so closes over nothing."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    found: Any = module
+    for part in getattr(function, "__qualname__", "?").split("."):
+        found = getattr(found, part, None)
+    return found is function or isinstance(function, _compat.PjitFunction | jax.custom_jvp)
 
 
 def _is_array(leaf: Any, numbers: bool) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import SETTLED
@@ -12,6 +12,11 @@ from interception_core import SETTLED
 from .. import _compat
 from .forms import CUSTOM_CALLS, form_of
 from .marker import Marker, marker_of
+
+_OURS = "jaxtap."
+WITHIN = "jaxtap.within."
+"""Begins the name scope of a function's operations whose handler was asked early."""
+_NOTHING: frozenset[str] = frozenset()
 
 
 class Do(enum.Enum):
@@ -40,6 +45,9 @@ class Step(NamedTuple):
         simple: whether it may be appended to a jaxpr without running any rule.
         inlined: whether it is a call that JAX puts the body of into a jaxpr.
         marker: the marker that it is, if it is one.
+        stack: its name stack, without the scopes that are ours.
+        scopes: the names of its scopes.
+        within: the names of the functions, asked early but let run, that it is a part of.
         token: for what a transformation left behind, see ``early``: which.
     """
 
@@ -48,6 +56,9 @@ class Step(NamedTuple):
     simple: bool
     inlined: bool
     marker: Marker | None
+    stack: Any
+    scopes: Sequence[str]
+    within: frozenset[str]
     token: str | None
 
 
@@ -87,25 +98,30 @@ class Plans:
         plan = self._plans.get(jaxpr)
         if plan is None:
             steps = [self.step(eqn) for eqn in jaxpr.eqns]
-            wanted = any(step.do is not Do.PASS or step.token is not None for step in steps)
+            wanted = any(
+                step.do is not Do.PASS or step.stack is not step.eqn.source_info.name_stack
+                for step in steps
+            )
             plan = self._plans[jaxpr] = steps, wanted
         return plan
 
     def step(self, eqn: Any) -> Step:
         """Returns what to do with one equation, staged or being staged."""
-        primitive = eqn.primitive
-        stack = eqn.source_info.name_stack
-        token = None
+        primitive, stack = eqn.primitive, eqn.source_info.name_stack
+        scopes: Sequence[str] = ()
+        token, within = None, _NOTHING
         if len(stack):
-            names = _compat.scopes_of(stack)
-            token = next((name for name in names if name.startswith(SETTLED)), None)
-        if token is None and primitive not in self._asked and not _compat.holds_jaxprs(eqn):
-            return Step(eqn, Do.PASS, _compat.can_append(eqn), False, None, None)
-        simple, inlined = _compat.can_append(eqn), _compat.is_inlined(eqn)
-        marker = None
+            scopes = _compat.scopes_of(stack)
+            if any(name.startswith(_OURS) for name in scopes):
+                scopes, token, within, stack = _cleaned(scopes, stack)
+        where = (stack, scopes, within, token)
+        simple = _compat.can_append(eqn)
         if token is not None:
-            do = Do.PASS
-        elif (marker := marker_of(eqn)) is not None:
+            return Step(eqn, Do.PASS, simple, _compat.is_inlined(eqn), None, *where)
+        if primitive not in self._asked and not _compat.holds_jaxprs(eqn):
+            return Step(eqn, Do.PASS, simple, False, None, *where)
+        marker = marker_of(eqn)
+        if marker is not None:
             do = Do.MARKER if marker.interceptor == self._interceptor else Do.OTHERS
         elif primitive in self._primitives:
             do = Do.ASK
@@ -115,4 +131,18 @@ class Plans:
             do = Do.ENTER
         else:
             do = Do.PASS
-        return Step(eqn, do, simple, inlined, marker, token)
+        return Step(eqn, do, simple, _compat.is_inlined(eqn), marker, *where)
+
+
+def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], str | None, frozenset[str], Any]:
+    """Takes our own scopes out of a name stack."""
+    token, within, scopes = None, [], []
+    for name in names:
+        if name.startswith(SETTLED):
+            token = token or name
+        elif name.startswith(WITHIN):
+            within.append(name.removeprefix(WITHIN))
+        else:
+            scopes.append(name)
+    ours = {name for name in names if name.startswith(_OURS)}
+    return scopes, token, frozenset(within), _compat.stack_without(stack, ours)

@@ -11,7 +11,7 @@ from interception_core import TargetError
 from .. import _compat
 from .call import TraceCall
 from .frames import Around, Frame, Notes, Operands
-from .marker import Marker, MarkerName, check_result, check_value
+from .marker import Marker, MarkerName, Packed, check_result, check_value
 from .plan import Do, Step
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class Rerun:
         for step in self.run.tapping.plans.steps(self._jaxpr):
             eqn = step.eqn
             values = [a.val if type(a) is literal else env[a] for a in eqn.invars]
-            stack = eqn.source_info.name_stack
+            stack = step.stack
             if step.token is not None:
-                stack = self.run.left_behind(step.token, stack)
+                self.run.early.seen(step.token, self.run.numbers)
             if len(outer):
                 stack = outer + stack if len(stack) else outer
             info = _compat.info_of(eqn, self._caller, stack)
@@ -106,8 +106,9 @@ class Rerun:
         """Asks the handler of a primitive."""
         eqn, frame = step.eqn, self.frame
         name, handler = self.run.tapping.primitives[eqn.primitive]
+        within = frame.within | step.within
         if frame.silent:
-            self._let_run(step, values, info, frame.within)
+            self._let_run(step, values, info, within)
             return
         proceed = functools.partial(self._proceed, step, info)
         call = self._call(name, "primitive", tuple(values), eqn.params, step, values, 0, proceed)
@@ -115,7 +116,7 @@ class Rerun:
             result = handler(call, *values, **eqn.params)
         self._annotate(call, eqn.invars, values)
         if result is NotImplemented:
-            self._let_run(step, values, info, frame.within | {name})
+            self._let_run(step, values, info, within | {name})
             return
         results = list(result) if eqn.primitive.multiple_results else [result]
         if len(results) != len(eqn.outvars):
@@ -139,61 +140,74 @@ class Rerun:
         eqn = step.eqn.replace(params=params)
         plans = self.run.tapping.plans
         if plans.enters(eqn.primitive, params, len(values)):
-            around = self._around(eqn, self.frame.within, silent=True)
+            around = self._around(step, self.frame.within, silent=True)
             new = self.run.enter(around, eqn.primitive, params, values, self._operands(eqn))
             eqn, values = eqn.replace(params=new.params), tuple(new.values)
-        results = _compat.rebind(eqn, values, info)
+        here = _compat.info_of(eqn, info, _compat.current_stack())
+        results = _compat.rebind(eqn, values, here)
         return list(results) if eqn.primitive.multiple_results else results[0]
 
     def _marker(self, step: Step, values: list[Any], info: Any) -> None:
         """Asks the handler of a function."""
-        eqn, marker, frame = step.eqn, step.marker, self.frame
+        eqn, marker, within = step.eqn, step.marker, self.frame.within | step.within
         assert marker is not None
         entry = self.run.tapping.functions.get(marker.site)
-        if frame.silent or entry is None:
-            self._inline(eqn, marker.jaxpr, values, info, frame.within)
+        if self.frame.silent or entry is None:
+            self._inline(step, marker.jaxpr, values, info, within)
             return
         _, handler = entry
-        arrays = values[marker.extra :]
+        arrays, atoms = values[marker.extra :], eqn.invars[marker.extra :]
         args, kwargs = marker.packed.build(arrays)
+        proceed = functools.partial(self._proceed_call, step, marker, values, info)
         call = self._call(
-            marker.op_name, "function", args, kwargs, step, arrays, marker.extra, marker.function
+            marker.op_name, "function", args, kwargs, step, arrays, marker.extra, proceed
         )
         with _compat.at(info), eqn.ctx.manager:
             result = handler(call, *args, **kwargs)
-        self._annotate(call, eqn.invars[marker.extra :], arrays)
+        self._annotate(call, atoms, arrays)
         if result is NotImplemented:
-            within = frame.within | {marker.op_name}
-            self._inline(eqn, marker.jaxpr, values, info, within)
+            self._inline(step, marker.jaxpr, values, info, within | {marker.op_name})
             return
         avals = [var.aval for var in eqn.outvars]
         self._replace(call, eqn, check_result(call, result, marker.results, avals))
 
+    def _proceed_call(
+        self, step: Step, marker: Marker, values: list[Any], info: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a function for its handler: nothing in it is tapped."""
+        packed = Packed((args, kwargs))
+        avals = [var.aval for var in _compat.open_of(marker.jaxpr).invars[marker.extra :]]
+        key = marker.packed.key()
+        if key is None or packed.key() != key or avals != list(map(_compat.typeof, packed.arrays)):
+            return marker.function(*args, **kwargs)
+        # What was staged is what the function does, and holds no value of the staging any more.
+        inner = self._inner(step, marker.jaxpr, self.frame.within, silent=True)
+        given = [*_compat.consts_of(marker.jaxpr), *values[: marker.extra], *packed.arrays]
+        here = _compat.info_of(step.eqn, info, _compat.current_stack())
+        jaxpr = _compat.open_of(marker.jaxpr)
+        return marker.results.build(rerun(self.run, inner, jaxpr, given, here))
+
     def _inline(
-        self, eqn: Any, closed: Any, values: list[Any], info: Any, within: frozenset[str]
+        self, step: Step, closed: Any, values: list[Any], info: Any, within: frozenset[str]
     ) -> None:
         """Runs what an equation stands for in its place."""
-        frame, jaxpr = self.frame, _compat.open_of(closed)
-        scopes = _compat.scopes_of(eqn.source_info.name_stack)
-        operands = self._operands(eqn)
-        inner = Frame(
-            jaxpr,
-            operands.origins,
-            operands.notes,
-            frame.silent_path(scopes),
-            frame.label,
-            within,
-            frame.silent,
-            frame,
-        )
-        values = _compat.consts_of(closed) + values
-        results = rerun(self.run, inner, jaxpr, values, info)
+        eqn, frame, jaxpr = step.eqn, self.frame, _compat.open_of(closed)
+        inner = self._inner(step, closed, within, frame.silent)
+        results = rerun(self.run, inner, jaxpr, _compat.consts_of(closed) + values, info)
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
             if type(atom) is not _compat.Literal and atom in inner.notes:
                 frame.notes[var] = inner.notes[atom]
         if inner.replaced:
             frame.replaced.update(eqn.outvars)
         self._write(eqn.outvars, results)
+
+    def _inner(self, step: Step, closed: Any, within: frozenset[str], silent: bool) -> Frame:
+        """Returns the frame of what an equation stands for."""
+        frame, operands = self.frame, self._operands(step.eqn)
+        path = frame.silent_path(step.scopes)
+        jaxpr = _compat.open_of(closed)
+        known = (operands.origins, operands.notes)
+        return Frame(jaxpr, *known, path, frame.label, within, silent, frame)
 
     def _others(self, step: Step, values: list[Any], info: Any) -> None:
         """Makes another interceptor's marker again, with what it stands for tapped."""
@@ -202,7 +216,7 @@ class Rerun:
         if not self.run.tapping.plans.wants(marker.jaxpr):
             self._write(eqn.outvars, _compat.rebind(eqn, values, info))
             return
-        around = self._around(eqn, self.frame.within, self.frame.silent)
+        around = self._around(step, self.frame.within, self.frame.silent)
         new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
         again = Marker(
             marker.interceptor,
@@ -227,16 +241,17 @@ class Rerun:
         """Makes an equation with what it holds tapped."""
         eqn, frame = step.eqn, self.frame
         if step.inlined and self._appends:
-            self._inline(eqn, eqn.params["jaxpr"], values, info, within or frame.within)
+            within = (within or frame.within) | step.within
+            self._inline(step, eqn.params["jaxpr"], values, info, within)
             return
-        around = self._around(eqn, frame.within if within is None else within, frame.silent)
+        around = self._around(step, frame.within if within is None else within, frame.silent)
         new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
         self._emit(step, eqn, new, info)
 
     def _custom(self, step: Step, values: list[Any], info: Any) -> None:
         """Makes the call of a function with rules of its own, with it and them tapped."""
         eqn, frame = step.eqn, self.frame
-        around = self._around(eqn, frame.within, frame.silent)
+        around = self._around(step, frame.within, frame.silent)
         new = self.run.custom(around, eqn.params, values, self._operands(eqn))
         self._emit(step, eqn, new, info)
 
@@ -280,26 +295,25 @@ class Rerun:
         proceed: Callable[..., Any],
     ) -> TraceCall:
         frame, atoms = self.frame, step.eqn.invars[first:]
-        scopes = _compat.scopes_of(step.eqn.source_info.name_stack)
-        number = self.run.numbers.next(frame.silent_path(scopes), frame.label, name)
+        number = self.run.numbers.next(frame.silent_path(step.scopes), frame.label, name)
         return TraceCall(
             name,
             level,
             args,
             params,
-            scopes,
+            step.scopes,
             number,
             frame,
             values,
             lambda i: frame.origin(atoms[i]),
             lambda i: _notes(frame, atoms[i]),
+            frame.within | step.within,
             proceed,
             self.run,
         )
 
-    def _around(self, eqn: Any, within: frozenset[str], silent: bool) -> Around:
-        scopes = _compat.scopes_of(eqn.source_info.name_stack)
-        return Around(self.frame, scopes, within, silent)
+    def _around(self, step: Step, within: frozenset[str], silent: bool) -> Around:
+        return Around(self.frame, step.scopes, within | step.within, silent)
 
     def _operands(self, eqn: Any) -> Operands:
         frame = self.frame

@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from interception_core import SETTLED, Interceptor, Taps
+from interception_core import Interceptor, Taps
 
 from .. import _compat
 from .bodies import Entered, custom, enter
 from .early import Early
 from .frames import Around, Numbers, Operands
-from .marker import Markers
+from .marker import Markers, is_plain
 from .memo import Memo
 from .plan import Plans
 
@@ -116,7 +116,7 @@ class Run:
         self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """Called in place of a function's handler while the program is staged."""
-        if not _compat.is_staging(_compat.current_trace()):
+        if not _compat.is_staging(_compat.current_trace()) or not is_plain((args, kwargs)):
             return self.early.call(handler, call, args, kwargs)
         return self.tapping.markers.stage(
             self.context, call.op_name, call.site, call.function, self._kept(call), args, kwargs
@@ -146,11 +146,6 @@ class Run:
     ) -> Any:
         """Called with what meets a transformation while the program is staged."""
         return self.early.bind(path, trace, primitive, values, params)
-
-    def left_behind(self, token: str, stack: Any) -> Any:
-        """Returns the name stack of what a transformation or a handler left in the program."""
-        self.early.seen(token, self.numbers)
-        return _compat.strip(stack, lambda name: name.startswith(SETTLED))
 
     def enter(
         self,
