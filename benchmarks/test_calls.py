@@ -6,7 +6,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sides import compare, held_open
+from paired import compare
+from sides import WRAPPERS, held_open
 
 TARGETS = {
     name: (lambda proceed, *args, **kwargs: proceed(*args, **kwargs))
@@ -40,7 +41,7 @@ def thousand(fn):
 
 def per_call(benchmark, make):
     """Times a thousand calls in whatever ``make`` puts around them."""
-    compare(benchmark, make, rounds=50, unit="µs", per=len(CALLS))
+    compare(benchmark, WRAPPERS, make, rounds=50, unit="µs", per=len(CALLS))
 
 
 def test_function_no_longer_tapped(benchmark):

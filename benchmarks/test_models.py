@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import qwix
 from flax import linen
-from sides import WRAPPERS, compare
+from paired import compare
+from sides import WRAPPERS
 
 from provider_xla import PtqProvider, QuantizationRule
 
@@ -81,7 +82,7 @@ def test_16_layers_trace(benchmark, model):
         fn = model(wrap)
         return lambda: jax.jit(lambda *args: fn(*args)).trace(PARAMS, X)
 
-    compare(benchmark, make, rounds=11, unit="ms", setup=cold)
+    compare(benchmark, WRAPPERS, make, rounds=11, unit="ms", setup=cold)
 
 
 def test_16_layers_trace_and_compile(benchmark, model):
@@ -89,7 +90,7 @@ def test_16_layers_trace_and_compile(benchmark, model):
         fn = model(wrap)
         return lambda: jax.jit(lambda *args: fn(*args)).lower(PARAMS, X).compile()
 
-    compare(benchmark, make, rounds=5, unit="ms", setup=cold)
+    compare(benchmark, WRAPPERS, make, rounds=5, unit="ms", setup=cold)
 
 
 def test_16_layers_run(benchmark, model):
@@ -97,4 +98,4 @@ def test_16_layers_run(benchmark, model):
         compiled = jax.jit(model(wrap)).lower(PARAMS, X).compile()
         return lambda: compiled(PARAMS, X)
 
-    compare(benchmark, make, rounds=100, unit="ms")
+    compare(benchmark, WRAPPERS, make, rounds=100, unit="ms")

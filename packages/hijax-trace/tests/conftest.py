@@ -1,5 +1,11 @@
+import sys
+from pathlib import Path
+
 import jax
 import pytest
+
+# The hi types that several tests use are a module beside this file.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import jax
+from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
 from jax._src import api as _api  # 0.10.2 - 0.12
 from jax._src import api_util as _api_util  # 0.10.2 - 0.12
 from jax._src import config as _config  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
 from jax._src import custom_batching as _custom_batching  # 0.10.2 - 0.12
 from jax._src import custom_derivatives as _custom_derivatives  # 0.10.2 - 0.12
+from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
 from jax._src import linear_util as lu  # 0.10.2 - 0.12
 from jax._src import mesh as _mesh  # 0.10.2 - 0.12
 from jax._src import pjit as _pjit  # 0.10.2 - 0.12
@@ -25,15 +28,18 @@ from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import sharding_impls as _sharding_impls  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
+from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import conditionals as _conditionals  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
+from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import types as _state  # 0.10.2 - 0.12
+from jax.extend import core as _extend_core
 
 try:
-    from jax._src import flattree as _flat_tree  # 0.11 - 0.12
-except ImportError:
-    _flat_tree: Any = None  # 0.10.2
+    from jax._src import flattree as _flat_tree  # pyrefly: ignore[missing-module-attribute]
+except ImportError:  # 0.10.2; 0.11 - 0.12 have it
+    _flat_tree: Any = None
 
 # ---- Staging and re-emitting programs: what _tap/ needs ----
 
@@ -279,7 +285,8 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
     if eqn.primitive in pe.const_fold_rules:
         folded = pe.try_constant_folding(eqn.primitive, tracers, eqn.params, avals)
         if folded is not None:
-            return [trace.new_const(*pair) for pair in zip(folded, [info] * len(avals), avals)]
+            pairs = zip(folded, avals, strict=True)
+            return [trace.new_const(const, info, aval) for const, aval in pairs]
     return trace.emit_eqn(tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
 
 
@@ -429,14 +436,6 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 # ---- High-level types: what _types/ needs ----
 
-import functools  # noqa: E402
-
-from jax._src import ad_util as _ad_util  # noqa: E402  0.10.2 - 0.12
-from jax._src import hijax as _hijax  # noqa: E402  0.10.2 - 0.12, see below
-from jax._src.interpreters import mlir as _mlir  # noqa: E402  0.10.2 - 0.12
-from jax._src.state import discharge as _discharge  # noqa: E402  0.10.2 - 0.12
-from jax.extend import core as _extend_core  # noqa: E402
-
 HiTypeBase: type = _hijax.HiType
 """0.10.2 - 0.12; its messages for missing methods are bare asserts on 0.10.2."""
 
@@ -581,9 +580,7 @@ else:  # 0.10.2, 0.11.2
         axis_data: Any, f: Callable, in_axes: Any, out_axes: Any, *, sum_match: bool = False
     ) -> Callable:
         """Returns ``f`` mapped over ``axis_data``, symbolic zeros included."""
-        from jax._src import api
-
-        mapped = api.vmap(
+        mapped = _api.vmap(
             f,
             in_axes=in_axes,
             out_axes=out_axes,

@@ -105,10 +105,10 @@ def move_of(
     move = MOVES.get(primitive.name)
     if move is not None:
         operand = result if len(ins) > result else 0
-        shapes = [getattr(aval, "shape", None) for aval in (ins[operand], outs[result])]
-        if None in shapes:
+        before, after = (getattr(aval, "shape", None) for aval in (ins[operand], outs[result]))
+        if before is None or after is None:
             return None
-        axes = move(params, *shapes)
+        axes = move(params, before, after)
         return None if axes is None else (operand, axes)
     if primitive in CUSTOM_CALLS:
         jaxpr = params["call_jaxpr"]

@@ -309,5 +309,5 @@ def check_value(call: OpCall, value: Any, aval: Any) -> None:
     if not _compat.same_type(given, aval):
         raise TargetError(
             f"The handler of {call.op_id} returned {given.str_short()}, but the rest of the "
-            f"program was traced for {aval.str_short()}. Convert the result to that shape and dtype."
+            f"program was traced for {aval.str_short()}. Convert the result to that type."
         )

@@ -1,0 +1,46 @@
+"""Times several sides of one comparison in turn."""
+
+import statistics
+import time
+
+
+def compare(benchmark, sides, make, *, rounds, unit, per=1, setup=lambda: None):
+    """Times all sides in turn, round by round, so that they see the same machine.
+
+    Args:
+        benchmark: pytest-benchmark's fixture. It times whole rounds and keeps ``extra_info``.
+        sides: by name, what ``make`` needs to know of a side. Ratios are those of the second
+            to each of the others.
+        make: called with one of them; returns what is timed. That may return a value that has
+            ``block_until_ready``, or its own time in seconds.
+        rounds: how many, after one that isn't counted.
+        unit: of the times in the report: "µs" or "ms".
+        per: calls that one run of it makes; times are per call.
+        setup: runs before each, not timed.
+    """
+    runs = {side: make(how) for side, how in sides.items()}
+    times = {side: [] for side in sides}
+
+    def one_round():
+        for side, run in runs.items():
+            setup()
+            start = time.perf_counter()
+            result = run()
+            getattr(result, "block_until_ready", lambda: None)()
+            elapsed = time.perf_counter() - start
+            times[side].append((result if isinstance(result, float) else elapsed) / per)
+
+    benchmark.pedantic(one_round, rounds=rounds, warmup_rounds=1)
+    counted = {side: values[1:] for side, values in times.items()}
+    benchmark.extra_info["unit"] = unit
+    benchmark.extra_info["seconds"] = {
+        side: statistics.median(values) for side, values in counted.items()
+    }
+    first, ours, *_ = sides
+    benchmark.extra_info["ratios"] = {
+        f"{ours} / {other}": statistics.median(
+            a / b for a, b in zip(counted[ours], counted[other], strict=True)
+        )
+        for other in sides
+        if other != ours
+    }

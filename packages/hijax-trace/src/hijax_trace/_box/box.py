@@ -1,0 +1,247 @@
+"""Box: a mutable cell for a pytree of arrays and hi values."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import jax
+
+from .. import _compat
+from . import scope
+from .contents import Contents, flatten
+from .guard import explained
+from .types import BoxType
+
+
+class Box:
+    """Holds one value, a pytree of arrays, numbers and hi values, which can be replaced.
+
+    A Box may be closed over or passed to functions under any transformation; writes inside are
+    seen outside. A pytree node itself: ``jax.jit`` and others pass it by reference.
+
+    The type of the contents may change outside of traces, in the trace that made the Box, and in
+    functions under ``hijax_trace.jit``. In other traces it is fixed.
+    """
+
+    __slots__ = ("__weakref__", "_contents", "_fixed_by", "_home", "_passed")
+
+    _contents: Contents
+    _home: Any
+    _passed: bool
+    _fixed_by: str | None
+
+    def __init__(self, value: Any = None):
+        leaves, type_ = flatten(value)
+        self._set_up(Contents.of(leaves, type_), passed=False)
+
+    def _set_up(self, contents: Contents, passed: bool) -> None:
+        home = scope.home_trace()
+        self._contents = contents
+        self._home = None if home is None else weakref.ref(home)
+        self._passed = passed
+        self._fixed_by = None
+
+    @classmethod
+    def new(cls, value: Any = None) -> Box:
+        """Returns a Box that holds ``value``."""
+        return cls(value)
+
+    def get(self) -> Any:
+        """Returns the value.
+
+        Raises:
+            RuntimeError: the Box escaped its trace.
+            NotImplementedError: it was closed over by a function under ``shard_map``.
+        """
+        try:
+            return self._resolved()._used().read()
+        except jax.errors.UnexpectedTracerError as error:
+            raise scope.escaped_error() from error
+
+    def set(self, value: Any) -> None:
+        """Replaces the value.
+
+        Raises:
+            TypeError: the value has another type than the contents where that is fixed; or it is
+                differentiated, or mapped by ``vmap``, and the Box is not.
+            RuntimeError: the Box escaped its trace.
+            NotImplementedError: it was closed over by a function under ``shard_map``.
+        """
+        leaves, type_ = flatten(value)
+        box = self._resolved()
+        try:
+            current = box._current()
+            if current.type == type_:
+                current = box._used()
+            if current.type == type_ and current.values is None:
+                current.write(leaves, box._passed)
+            else:
+                box._change(leaves, type_)
+        except jax.errors.UnexpectedTracerError as error:
+            raise scope.escaped_error() from error
+        except Exception as error:
+            replacement = explained(error)
+            if replacement is error:
+                raise
+            raise replacement from error
+
+    @property
+    def type(self) -> BoxType:
+        """The type of the contents."""
+        return self._resolved()._current().type
+
+    def __repr__(self) -> str:
+        try:
+            return repr(self.type)
+        except Exception:
+            return "Box(...)"
+
+    def _resolved(self) -> Box:
+        """Returns the Box that stands for this one: an argument, in the run it was passed to."""
+        box = self
+        for run in scope.LOCAL.runs:
+            box = run.stand_in(box)
+        return box
+
+    def _current(self) -> Contents:
+        """Returns the contents as the innermost run sees them."""
+        for run in reversed(scope.LOCAL.runs):
+            if (contents := run.changed.get(self)) is not None:
+                return contents
+        return self._contents
+
+    def _home_trace(self) -> Any:
+        """Returns the trace that the Box belongs to, None if it belongs to no trace.
+
+        Raises:
+            RuntimeError: that trace is over.
+        """
+        if self._home is None:
+            return None
+        home = self._home()
+        if home is None or not home.is_valid():
+            raise scope.escaped_error()
+        return home
+
+    def _used(self) -> Contents:
+        """Returns the contents, having noted who uses them."""
+        between = scope.traces_up_to(self._home_trace())
+        scope.check_not_sharded(between)
+        contents = self._current()
+        staging = scope.staging_in(between)
+        if staging is None:
+            return contents
+        runs = scope.LOCAL.runs
+        for run in runs:
+            run.uses(self)
+        run = next((run for run in runs if run.hands_out(contents, self)), None)
+        if run is not None and staging is not run.trace:
+            with _compat.set_current_trace(run.trace):
+                _ = contents.refs  # a loop must see a reference
+        label = _compat.traced_for(staging)
+        # Inside of a run it is the run that keeps the program, and traces again for other types.
+        within = any(staging is run.trace for run in runs) or (runs and label != "jit")
+        if not within:
+            self._fixed_by = label
+        return contents
+
+    def _change(self, leaves: list, type_: BoxType) -> None:
+        """Gives the Box contents of another type."""
+        home = self._home_trace()
+        between = scope.traces_up_to(home)
+        scope.check_not_sharded(between)
+        staging = scope.staging_in(between)
+        old = self._current().type
+        run = next((r for r in scope.LOCAL.runs if r.owns(self, staging)), None)
+        if run is None and (staging is not None or self._passed):
+            raise scope.frozen_error(old, type_, staging or home, self._passed)
+        if self._fixed_by is not None:
+            raise scope.captured_error(old, type_, self._fixed_by)
+        inner = between if staging is None else between[: between.index(staging)]
+        scope.check_unmixed(leaves, inner)
+        if run is not None:
+            contents = Contents.to_come(leaves, type_)
+            if not run.is_argument(self):
+                self._used()
+                run.changed[self] = contents
+                return
+        elif inner:
+            # References made under grad or vmap would be theirs: make them where the Box lives.
+            with _compat.set_current_trace(
+                home if home is not None else _compat.parent_trace(inner[-1])
+            ):
+                contents = Contents.of(leaves, type_)
+        else:
+            contents = Contents.of(leaves, type_)
+        self._contents = contents
+
+
+class _Structure:
+    """The static part of a Box: its structure. The Box itself is no part of equality.
+
+    It is kept (weakly) so that ``jax.tree.map(lambda x: x, box)`` gives back the same Box.
+    """
+
+    __slots__ = ("owner", "treedef")
+
+    def __init__(self, treedef: Any, owner: Box):
+        self.treedef = treedef
+        self.owner = weakref.ref(owner)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.treedef == other.treedef
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+    def __repr__(self) -> str:
+        return f"Box[{self.treedef}]"
+
+
+def _flatten(box: Box) -> tuple[tuple, _Structure]:
+    local = scope.LOCAL
+    if local.none_expected:
+        local.none_expected = False
+        raise scope.BoxFound
+    if local.collected is not None:
+        local.collected.append(box)
+        return (), _Structure(None, box)
+    box = box._resolved()
+    contents = box._current()
+    if contents.values is not None:
+        contents = box._used()
+    return contents.refs, _Structure(contents.treedef, box)
+
+
+def _flatten_with_keys(box: Box) -> tuple[tuple, _Structure]:
+    refs, structure = _flatten(box)
+    return tuple((jax.tree_util.SequenceKey(i), ref) for i, ref in enumerate(refs)), structure
+
+
+def _unflatten(structure: _Structure, refs: Any) -> Box:
+    refs = tuple(refs)
+    owner = structure.owner()
+    if owner is not None:
+        own = owner._resolved()._current()._refs or ()
+        same = len(own) == len(refs) and all(a is b for a, b in zip(own, refs, strict=True))
+        # An empty Box looks the same everywhere; in a trace it is always a new one.
+        if same and (refs or scope.home_trace() is None):
+            return owner
+    box = object.__new__(Box)
+    box._set_up(Contents(structure.treedef, refs), passed=True)
+    return box
+
+
+jax.tree_util.register_pytree_with_keys(Box, _flatten_with_keys, _unflatten, _flatten)
+
+
+def collect(tree: Any) -> list[Box]:
+    """Returns the Boxes in a pytree, in its order, each as often as it is there."""
+    local = scope.LOCAL
+    outer, local.collected = local.collected, []
+    try:
+        jax.tree.leaves(tree)
+        return local.collected
+    finally:
+        local.collected = outer

@@ -1,0 +1,98 @@
+"""Contents: what a Box holds at one time, as one reference per leaf.
+
+The references are JAX's own (``jax.new_ref``), so reads and writes are ordinary operations under
+every transformation. Another type of contents needs other references: a new ``Contents``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from .. import _compat
+from . import guard
+from .types import BoxType, leaf_type
+
+
+class Contents:
+    """References and structure. Its identity stands for the references it has.
+
+    New contents that a function under ``hijax_trace.jit`` hands out are ``pending``: plain values
+    until a loop or an inner jit uses them, for references made inside of a program count as
+    differentiated and as mapped when the program is. The Box is neither.
+    """
+
+    __slots__ = ("__weakref__", "_refs", "_type", "pending", "treedef", "values")
+
+    def __init__(self, treedef: Any, refs: tuple | None, type_: BoxType | None = None):
+        self.treedef = treedef
+        self._refs = refs
+        self._type = type_
+        self.values: list | None = None
+        self.pending = False
+
+    @classmethod
+    def of(cls, leaves: list, type_: BoxType) -> Contents:
+        """Makes new references, in the current trace."""
+        return cls(type_.treedef, tuple(map(jax.new_ref, leaves)), type_)
+
+    @classmethod
+    def to_come(cls, leaves: list, type_: BoxType) -> Contents:
+        """Makes pending contents."""
+        contents = cls(type_.treedef, None, type_)
+        contents.values, contents.pending = leaves, True
+        return contents
+
+    @property
+    def refs(self) -> tuple:
+        """The references; pending values get theirs in the current trace."""
+        if self._refs is None:
+            assert self.values is not None
+            self._refs, self.values = tuple(map(jax.new_ref, self.values)), None
+        return self._refs
+
+    @property
+    def type(self) -> BoxType:
+        """The type, found out when first asked for: JAX rebuilds Boxes of all kinds of leaves."""
+        if self._type is None:
+            avals = tuple(jax.typeof(ref).inner_aval for ref in self.refs)
+            self._type = BoxType(self.treedef, avals)
+        return self._type
+
+    def leaves(self) -> list:
+        """Reads each reference."""
+        if self.values is not None:
+            return list(self.values)
+        leaves = [ref[...] for ref in self.refs]
+        constant = self.pending and _compat.undifferentiated_refs
+        return [undifferentiated(leaf) for leaf in leaves] if constant else leaves
+
+    def read(self) -> Any:
+        """Returns the value."""
+        return jax.tree.unflatten(self.treedef, self.leaves())
+
+    def write(self, leaves: list, passed: bool) -> None:
+        """Writes values of the same types to the references.
+
+        Args:
+            leaves: the values.
+            passed: whether the Box came in as an argument.
+        """
+        traced = not _compat.is_eval(_compat.current_trace())
+        constant = self.pending and _compat.undifferentiated_refs
+        for ref, leaf in zip(self.refs, leaves, strict=True):
+            if traced and (passed or constant or _compat.trace_of(ref) is None):
+                leaf = guard.written.bind(leaf, ref, constant=constant)
+            ref[...] = leaf
+
+
+def undifferentiated(leaf: Any) -> Any:
+    """Returns a leaf of a Box that is not differentiated."""
+    return leaf if jax.typeof(leaf).is_high else jax.lax.stop_gradient(leaf)
+
+
+def flatten(value: Any) -> tuple[list, BoxType]:
+    """Returns the leaves of a value and its type as contents of a Box."""
+    leaves, treedef = jax.tree.flatten(value)
+    return leaves, BoxType(treedef, tuple(map(leaf_type, leaves)))

@@ -1,0 +1,262 @@
+"""jit: ``jax.jit`` for functions that change the types of Boxes.
+
+The function is compiled by one ``jax.jit``, with the options given. Where it changed the type of
+a Box, the new contents are extra outputs of the program, and the Box gets them after the call.
+Boxes closed over are part of the program, as arrays closed over are for ``jax.jit``; when one has
+got another type the program is made anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+
+from .. import _compat
+from . import scope
+from .box import Box, collect
+from .contents import Contents
+from .guard import explained
+from .run import Again, Result, Run, apply, is_box
+from .types import BoxType, mut_types, record_mut_types
+
+# Part of the key of JAX's caches: what is traced inside of one program isn't found by another.
+_PROGRAM = jax.make_user_context(None)
+_NUMBERS = itertools.count(1)
+
+
+class BoxJit:
+    """A function under ``hijax_trace.jit``. Called as the function is."""
+
+    def __init__(self, fun: Callable, options: dict[str, Any]):
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._options = options
+        self._always = options.get("out_shardings") is not None
+        if self._always:
+            options = {**options, "out_shardings": Result(options["out_shardings"], None)}
+        self._jit_options = options
+        self._lock = threading.RLock()
+        self._boxes: list[Box] = []  # those closed over, as the programs number them
+        self._held: dict[Box, Contents] = {}  # what they held when the programs were traced
+        self._calls = threading.local()
+        self._jitted = self._fresh()
+        self._number: int | None = None
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<hijax_trace.jit of {getattr(self._fun, '__name__', self._fun)!r}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function, compiled for the types of the arguments and of its Boxes.
+
+        Raises:
+            TypeError: a type changed where it can't, as ``Box.set`` says.
+        """
+        if not self._held:
+            # Nearly all calls: JAX takes the arguments apart, and finds no Box there.
+            local = scope.LOCAL
+            local.none_expected = True
+            try:
+                result = self._jitted(*args, **kwargs)
+            except scope.BoxFound:
+                pass
+            else:
+                # The first trace may have found Boxes that are closed over.
+                return apply(result, [], self._boxes) if type(result) is Result else result
+            finally:
+                local.none_expected = False
+        return self._through(lambda jitted: jitted, collect((args, kwargs)), args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what ``jax.jit(f).trace`` returns. ``mut_types`` knows of its ``jaxpr``."""
+        traced = self._stage("trace", args, kwargs)
+        out = traced.out_info
+        if type(out) is Result and out.writes is not None:
+            places = _places(args, kwargs)
+            record_mut_types(
+                traced.jaxpr,
+                {
+                    places[index] if kind == "argument" else f"closed over[{index}]": type_
+                    for kind, index, type_ in out.writes.entries
+                    if kind != "new"
+                },
+            )
+        return traced
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what ``jax.jit(f).lower`` returns.
+
+        Raises:
+            TypeError: the function changes the type of a Box, which is done by calling it.
+        """
+        changed = mut_types(self.trace(*args, **kwargs).jaxpr)
+        if changed:
+            raise TypeError(
+                f"a program that was compiled ahead of time can't change the type of a Box, and "
+                f"this one does: {changed}. Call the function once, so that the Box has its final "
+                "type, and lower it then."
+            )
+        return self._stage("lower", args, kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the types of the results. Boxes keep theirs."""
+        out = self.trace(*args, **kwargs).out_info
+        return out.out if type(out) is Result else out
+
+    def clear_cache(self) -> None:
+        """Forgets all programs."""
+        with self._lock:
+            self._jitted = self._fresh()
+            self._held.clear()
+
+    def index(self, box: Box, contents: Contents) -> int:
+        """Returns the number of a Box that is closed over."""
+        with self._lock:
+            for i, known in enumerate(self._boxes):
+                if known is box:
+                    return i
+            self._boxes.append(box)
+            return len(self._boxes) - 1
+
+    def _fresh(self) -> Any:
+        fun, always, calls = self._fun, self._always, self._calls
+
+        @functools.wraps(fun)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            scope.LOCAL.none_expected = False
+            if not _compat.is_staging(_compat.current_trace()):
+                return fun(*args, **kwargs)  # under jax.disable_jit nothing needs to be handed out
+            run = Run(self, getattr(calls, "arguments", ()))
+            args, kwargs = run.adopt(args, kwargs)
+            with run:
+                out = run.finish(fun(*args, **kwargs), always)
+            self._note(run)
+            return out
+
+        return jax.jit(traced, **self._jit_options)
+
+    def _note(self, run: Run) -> None:
+        """Remembers what the Boxes closed over held in a new program."""
+        with self._lock:
+            unknown = [box for box in run.used if box not in self._held]
+            self._held.update(run.used)
+            if run.aliased and any(box in unknown for box in run.outer):
+                # Made without knowing that this argument is closed over too: good for one call.
+                self._calls.stale = True
+
+    def _prepare(self, boxes: list[Box], args: tuple, kwargs: dict) -> tuple[Any, ...]:
+        """Returns the jitted function, the Boxes passed, the arguments and the context."""
+        passed = list(dict.fromkeys(box._resolved() for box in boxes))
+        if len(passed) < len(boxes):
+            args, kwargs = _once(args, kwargs)
+        with self._lock:
+            now = {box: box._resolved()._current() for box in self._held}
+            if any(now[box] is not held for box, held in self._held.items()):
+                self._jitted = self._fresh()
+                self._number = next(_NUMBERS)
+                self._held = now
+            aliases = tuple(
+                (i, j)
+                for i, box in enumerate(passed)
+                for j, known in enumerate(self._held)
+                if known._resolved() is box
+            )
+            jitted, number = self._jitted, self._number
+        for run in scope.LOCAL.runs:  # the program around this one uses them too
+            for box in now:
+                if box._resolved() is box:
+                    run.uses(box)
+        key = (number, aliases) if number is not None or aliases else None
+        return jitted, passed, args, kwargs, nullcontext() if key is None else _PROGRAM(key)
+
+    def _through(self, method: Callable, boxes: list[Box], args: tuple, kwargs: dict) -> Any:
+        jitted, passed, args, kwargs, context = self._prepare(boxes, args, kwargs)
+        if passed:
+            self._check_donation(args)
+        self._calls.arguments, self._calls.stale = tuple(passed), False
+        try:
+            with context:
+                result = method(jitted)(*args, **kwargs)
+        except Exception as error:
+            replacement = explained(error)
+            if replacement is error:
+                raise
+            raise replacement from error
+        finally:
+            self._calls.arguments = ()
+        if self._calls.stale:
+            with self._lock:
+                self._jitted = self._fresh()
+        return apply(result, passed, self._boxes) if type(result) is Result else result
+
+    def _stage(self, name: str, args: tuple, kwargs: dict) -> Any:
+        staged = []
+
+        def method(jitted: Any) -> Callable:
+            return lambda *a, **k: staged.append(getattr(jitted, name)(*a, **k))
+
+        self._through(method, collect((args, kwargs)), args, kwargs)
+        return staged[0]
+
+    def _check_donation(self, args: tuple) -> None:
+        donated = self._options.get("donate_argnums", ())
+        for i in (donated,) if isinstance(donated, int) else donated or ():
+            if i < len(args) and collect(args[i]):
+                raise TypeError(
+                    f"argument {i} is donated and holds a Box. A Box is updated in place already: "
+                    "leave it out of donate_argnums."
+                )
+
+
+def _once(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns the arguments with each Box once, its other places marked."""
+    seen: dict[Box, int] = {}
+
+    def mark(x: Any) -> Any:
+        if not is_box(x):
+            return x
+        box = x._resolved()
+        if box in seen:
+            return Again(seen[box])
+        seen[box] = len(seen)
+        return x
+
+    return jax.tree.map(mark, (args, kwargs), is_leaf=lambda x: is_box(x) or x is None)
+
+
+def _places(args: tuple, kwargs: dict) -> list[str]:
+    """Returns where each Box is among the arguments."""
+    found: dict[Box, str] = {}
+    for name, tree in (("args", args), ("kwargs", kwargs)):
+        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_box):
+            if is_box(leaf):
+                found.setdefault(leaf._resolved(), name + jax.tree_util.keystr(path))
+    return list(found.values())
+
+
+def jit(fun: Callable | None = None, /, **options: Any) -> Any:
+    """Compiles a function as ``jax.jit`` does, and lets it change the types of Boxes.
+
+    Args:
+        fun: the function. Without it, a decorator is returned.
+        **options: those of ``jax.jit``: static and donated arguments, shardings and so on.
+
+    Returns:
+        The function, with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``. It may be
+        called under ``jax.grad``, ``jax.vmap`` and ``jax.jit``; what it may do to a Box there is
+        what that transformation allows. It may return Boxes.
+    """
+    if fun is None:
+        return functools.partial(jit, **options)
+    return BoxJit(fun, options)
+
+
+__all__ = ["BoxJit", "BoxType", "jit"]

@@ -1,0 +1,89 @@
+"""BoxType: the type of a Box's contents, and which types a traced program changes."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+def leaf_type(leaf: Any) -> Any:
+    """Returns the type of one leaf of a Box's contents, not weak.
+
+    Raises:
+        TypeError: the leaf is no JAX value.
+    """
+    try:
+        return jax.typeof(leaf).strip_weak_type()
+    except TypeError:
+        raise TypeError(
+            f"a Box holds arrays, numbers and values of hi types, in any pytree; it can't hold "
+            f"{leaf!r} of type {type(leaf).__name__}. Keep that beside the Box, or make it part of "
+            "the structure (as a registered static pytree node)."
+        ) from None
+
+
+def _signature(aval: Any) -> Any:
+    # Where an array lies is no part of the type of the Box that holds it.
+    return aval if aval.is_high else (aval.shape, aval.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class BoxType:
+    """The structure of a Box's contents and the type of each leaf.
+
+    Two are equal if structures, shapes, dtypes and hi types are.
+    """
+
+    treedef: Any
+    avals: tuple
+
+    def _key(self) -> tuple:
+        return self.treedef, tuple(map(_signature, self.avals))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BoxType) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        shown = [_Shown(aval.str_short()) for aval in self.avals]
+        return f"Box({jax.tree.unflatten(self.treedef, shown)})"
+
+
+class _Shown(str):
+    """A string that prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_MUT_TYPES: weakref.WeakKeyDictionary[Any, dict[str, BoxType]] = weakref.WeakKeyDictionary()
+
+
+def record_mut_types(jaxpr: Any, types: dict[str, BoxType]) -> None:
+    """Notes the Boxes whose type the program ``jaxpr`` changes."""
+    _MUT_TYPES[jaxpr] = types
+
+
+def mut_types(jaxpr: Any) -> dict[str, BoxType]:
+    """Returns the final type of each Box whose type a program changes.
+
+    Args:
+        jaxpr: a jaxpr made by ``hijax_trace.jit(f).trace(*args)``, or what that returned. Any
+            other program changes the type of no Box.
+
+    Returns:
+        The types, by where the Box is: ``args[0]['stats']``, or ``closed over[0]``, in the order
+        in which the program first used them.
+    """
+    found = _MUT_TYPES.get(jaxpr) if hasattr(type(jaxpr), "__weakref__") else None
+    if found is None:
+        inner = getattr(jaxpr, "jaxpr", None)
+        found = _MUT_TYPES.get(inner) if inner is not None else None
+    return dict(found or {})

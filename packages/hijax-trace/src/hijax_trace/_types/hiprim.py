@@ -1,0 +1,30 @@
+"""HiPrim: an operation as a class, one instance per types and parameters.
+
+JAX calls the class ``VJPHiPrimitive`` on 0.10.2 and ``HiPrim`` since; this is it with the
+interface of JAX 0.12 on all of them. It is called with pytrees, and JAX's ``custom_vjp`` is made
+of it.
+"""
+
+from __future__ import annotations
+
+from .. import _compat
+from . import rules
+
+HiPrim = _compat.HiPrimBase
+"""Base of operations on hi types and arrays.
+
+A subclass's ``__init__`` sets ``in_avals`` (a tuple of pytrees of types), ``out_aval``, and
+``params`` (hashable), then calls ``super().__init__()``. ``expand(*args)`` computes the result.
+Optional: ``jvp``; ``vjp_fwd`` with ``vjp_bwd`` or ``vjp_bwd_retval``; ``lin`` with ``linearized``;
+``transpose``; ``batch(axis_data, args, dims)``; ``dce(used_outs, live_ins)``;
+``remat(trace, *args)``, which returns the result, residuals and ``rem(residuals, *args)``.
+"""
+
+vmap_rule = _compat.vmap_rule
+unmap_avals = _compat.unmap_avals
+bdims_at_front = _compat.bdims_at_front
+
+linearize_from_jvp = _compat.native_rule("linearize_from_jvp") or rules.LINEARIZE_FROM_JVP
+vjp_from_jvp = _compat.native_rule("vjp_from_jvp") or rules.VJP_FROM_JVP
+vjp_from_lin = _compat.native_rule("vjp_from_lin") or rules.VJP_FROM_LIN
+jvp_from_lin = _compat.native_rule("jvp_from_lin") or rules.jvp_from_lin

@@ -1,0 +1,143 @@
+"""HiType: a JAX type of your own, which lowers to arrays.
+
+The interface is that of ``jax.experimental.hijax.HiType``, of which this is a subclass on every
+version. A method that a transformation needs and the type lacks is named by the error, which
+JAX 0.10.2 does with a bare ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+
+from .. import _compat
+
+MappingSpec = _compat.MappingSpec
+
+
+def must_implement(owner: Any, method: str, needed_for: str) -> NoReturn:
+    """Raises the error for a method that is not there.
+
+    Raises:
+        NotImplementedError: "``<transformation>`` requires ``<Type>`` to implement ...".
+    """
+    raise NotImplementedError(
+        f"{needed_for} requires {type(owner).__name__} to implement the `{method}` method"
+    )
+
+
+class HiType(_compat.HiTypeBase):
+    """Base of high-level types. Subclasses are immutable, usually frozen dataclasses.
+
+    A type defines equality and hash, ``lo_ty``, ``lower_val`` and ``raise_val``; the others are
+    needed by one transformation each. Register the class of its values by ``register_hitype``.
+    """
+
+    def __hash__(self) -> int:
+        must_implement(self, "__hash__", "type equality")
+
+    def __eq__(self, other: object) -> bool:
+        must_implement(self, "__eq__", "type equality")
+
+    def lo_ty(self) -> list[Any]:
+        """Returns the JAX types that a value of this type is lowered to."""
+        must_implement(self, "lo_ty", "lowering (e.g. under jit)")
+
+    def lower_val(self, hi_val: Any, /) -> list[Any]:
+        """Returns the arrays of ``hi_val``, one per entry of ``lo_ty()``."""
+        must_implement(self, "lower_val", "lowering values (e.g. under jit)")
+
+    def raise_val(self, *lo_vals: Any) -> Any:
+        """Returns the value that ``lower_val`` took apart. Makes no array itself."""
+        must_implement(self, "raise_val", "raising lowered values (e.g. under jit)")
+
+    def to_tangent_aval(self) -> Any:
+        """Returns the type of tangents: a hi type, or an array type."""
+        must_implement(self, "to_tangent_aval", "autodiff")
+
+    def to_ct_aval(self) -> Any:
+        """Returns the type of cotangents: that of tangents, unless overridden."""
+        return self.to_tangent_aval()
+
+    def vspace_zero(self) -> Any:
+        """Returns the zero of this type, where it is a tangent type."""
+        must_implement(self, "vspace_zero", "use as a tangent/cotangent type")
+
+    def vspace_add(self, x: Any, y: Any) -> Any:
+        """Returns the sum of two tangents of this type."""
+        must_implement(self, "vspace_add", "use as a tangent/cotangent type")
+
+    def dec_rank(self, size: int | None, spec: Any) -> Any:
+        """Returns the type of one example of a batch that is mapped as ``spec`` says."""
+        must_implement(self, "dec_rank", "vmap")
+
+    def inc_rank(self, size: int | None, spec: Any) -> Any:
+        """Returns the type of a batch of values of this type: the reverse of ``dec_rank``."""
+        must_implement(self, "inc_rank", "vmap")
+
+    def leading_axis_spec(self) -> Any:
+        """Returns the spec by which ``scan`` takes values apart and stacks them."""
+        must_implement(self, "leading_axis_spec", "scan")
+
+    def shard(self, mesh: Any, manual_axes: frozenset, check_vma: bool, spec: Any) -> Any:
+        """Returns the type of one shard, split as the ``HiPspec`` says."""
+        must_implement(self, "shard", "shard_map")
+
+    def unshard(self, mesh: Any, check_vma: bool, spec: Any) -> Any:
+        """Returns the type of the whole: the reverse of ``shard``."""
+        must_implement(self, "unshard", "shard_map")
+
+    def nospec(self, mesh: Any, check_vma: bool, all_names: tuple) -> Any:
+        """Returns the ``HiPspec`` of a residual that is split over ``all_names``."""
+        must_implement(self, "nospec", "autodiff through shard_map")
+
+    def reshard(self, sharding: Any) -> Any:
+        """Returns the type with another sharding. JAX has this from 0.12 on."""
+        must_implement(self, "reshard", "reshard")
+
+    @property
+    def mat(self) -> Any:
+        """What ``cond`` compares of the branches' results: the manual axes of the arrays.
+
+        JAX reads this attribute of every result (0.10.2 - 0.12) and documents it nowhere.
+        """
+        return tuple(getattr(ty, "mat", None) for ty in self.lo_ty())
+
+
+class HiPspec(_compat.HiPspecBase):
+    """How ``shard_map`` splits a value of a hi type. Subclasses are immutable and hashable."""
+
+    def to_lo(self) -> tuple:
+        """Returns a ``PartitionSpec`` per entry of the type's ``lo_ty()``."""
+        must_implement(self, "to_lo", "shard_map")
+
+    def to_tangent_spec(self) -> Any:
+        """Returns the spec of tangents."""
+        must_implement(self, "to_tangent_spec", "autodiff through shard_map")
+
+    def to_ct_spec(self) -> Any:
+        """Returns the spec of cotangents."""
+        must_implement(self, "to_ct_spec", "autodiff through shard_map")
+
+
+def register_hitype(val_cls: type, typeof_fn: Callable[[Any], Any]) -> None:
+    """Tells JAX that instances of ``val_cls`` are values of a high-level type.
+
+    Args:
+        val_cls: the Python class of concrete values. Under jit a value is a tracer instead, so
+            functions on it dispatch on ``jax.typeof(x)``, never on ``isinstance``.
+        typeof_fn: returns the ``HiType`` of an instance.
+
+    Raises:
+        TypeError: ``val_cls`` is not a class, or already a JAX value of another kind.
+    """
+    if not isinstance(val_cls, type):
+        raise TypeError(f"register_hitype needs the class of the values, got {val_cls!r}")
+    if issubclass(val_cls, (jax.Array, int, float, complex)):
+        raise TypeError(
+            f"{val_cls.__name__} is a JAX value already and can't be a high-level one as well: "
+            "wrap it in a class of your own"
+        )
+    _compat.register_hitype_base(val_cls, typeof_fn)

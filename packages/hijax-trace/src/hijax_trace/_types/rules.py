@@ -1,0 +1,95 @@
+"""Derivative rules of a HiPrim that follow from another one, for JAX 0.10.2.
+
+Later versions have them and theirs are used. These compute the primal part again in the linear
+one, which is right, and slower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _compat
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, _compat.Zero)
+
+
+def _instantiate(tree: Any) -> Any:
+    return jax.tree.map(_compat.instantiate, tree, is_leaf=_is_zero)
+
+
+def _transposed(prim: Any, tangent_map: Any, cotangent: Any) -> Any:
+    """Returns the cotangents of a HiPrim's arguments under a linear map of their tangents."""
+    avals = [aval.to_tangent_aval() for aval in prim.in_avals_flat]
+    # Integers have tangents of type float0, on which no map can act.
+    linear = [getattr(aval, "dtype", None) != jax.dtypes.float0 for aval in avals]
+
+    def of_linear(*tangents: Any) -> Any:
+        given = iter(tangents)
+        flat = [
+            next(given) if is_linear else _compat.Zero(aval)
+            for aval, is_linear in zip(avals, linear, strict=True)
+        ]
+        return _instantiate(tangent_map(*jax.tree.unflatten(prim.in_tree, flat)))
+
+    zeros = [
+        _compat.zeros_like_aval(aval)
+        for aval, is_linear in zip(avals, linear, strict=True)
+        if is_linear
+    ]
+    results = iter(jax.linear_transpose(of_linear, *zeros)(_instantiate(cotangent)))
+    flat = [
+        next(results) if is_linear else np.zeros(aval.shape, jax.dtypes.float0)
+        for aval, is_linear in zip(avals, linear, strict=True)
+    ]
+    return jax.tree.unflatten(prim.in_tree, flat)
+
+
+def _lin(self: Any, nzs_in: Any, *primals: Any) -> Any:
+    return self(*primals), primals
+
+
+def _linearized(self: Any, primals: Any, *tangents: Any) -> Any:
+    return _instantiate(self.jvp(primals, tuple(map(_instantiate, tangents)))[1])
+
+
+def _vjp_fwd_from_jvp(self: Any, nzs_in: Any, *primals: Any) -> Any:
+    return self(*primals), primals
+
+
+def _vjp_bwd_from_jvp(self: Any, primals: Any, cotangent: Any) -> Any:
+    return _transposed(self, lambda *tangents: self.jvp(primals, tangents)[1], cotangent)
+
+
+def _vjp_fwd_from_lin(self: Any, nzs_in: Any, *primals: Any) -> Any:
+    out, residuals, *_ = self.lin(nzs_in, *primals)
+    return out, residuals
+
+
+def _vjp_bwd_from_lin(self: Any, residuals: Any, cotangent: Any) -> Any:
+    return _transposed(self, lambda *tangents: self.linearized(residuals, *tangents), cotangent)
+
+
+def jvp_from_lin(self: Any, primals: Any, tangents: Any) -> Any:
+    """The ``jvp`` of a HiPrim that has ``lin`` and ``linearized``.
+
+    Raises:
+        TypeError: ``lin`` was itself derived from ``jvp``.
+    """
+    if type(self).lin is _lin:
+        raise TypeError(
+            f"subclass {type(self)} can't set both `jvp = jvp_from_lin` and `lin, linearized = "
+            "linearize_from_jvp`: write one of the two rules out"
+        )
+    nzs_in = jax.tree.map(lambda t: not _is_zero(t), tangents, is_leaf=_is_zero)
+    out, residuals, *_ = self.lin(nzs_in, *primals)
+    return out, self.linearized(residuals, *map(_instantiate, tangents))
+
+
+LINEARIZE_FROM_JVP = (_lin, _linearized)
+VJP_FROM_JVP = (_vjp_fwd_from_jvp, _vjp_bwd_from_jvp)
+VJP_FROM_LIN = (_vjp_fwd_from_lin, _vjp_bwd_from_lin)
