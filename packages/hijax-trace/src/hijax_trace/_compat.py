@@ -319,6 +319,17 @@ def producer(tracer: Any) -> tuple[Any, Any]:
     return tracer.val, tracer.parent
 
 
+def primitive_names() -> list[str]:
+    """Returns the names of all primitives that JAX and what is loaded beside it have a rule for."""
+    tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
+    return sorted({primitive.name for table in tables for primitive in table})
+
+
+def is_high_type(aval: Any) -> bool:
+    """Returns whether a type is a high-level one (0.10.2 - 0.12)."""
+    return bool(aval.is_high)
+
+
 def is_staged_in(value: Any, trace: Any) -> bool:
     """Returns whether ``value`` is one of the values of a staging trace (0.10.2 - 0.12)."""
     return isinstance(value, pe.DynamicJaxprTracer) and value._trace is trace

@@ -1,6 +1,6 @@
 """hijax-trace's plugin module: what it adds to jaxtap. Must not import jax."""
 
-from interception_core import EngineSpec, hookimpl
+from interception_core import CommandSpec, EngineSpec, hookimpl
 
 API = (1, 0)
 
@@ -13,5 +13,19 @@ def jaxtap_register_engines() -> list[EngineSpec]:
             name="trace",
             summary="traces the program once and shows each operation of it, under jit",
             factory="hijax_trace._tap.engine:TraceEngine",
+            priority=20,
+        )
+    ]
+
+
+@hookimpl
+def jaxtap_register_commands() -> list[CommandSpec]:
+    """Returns the command that shows a program's operations."""
+    return [
+        CommandSpec(
+            name="trace",
+            summary="print the operations of a JAX function: ids, operands, where they come from",
+            run="hijax_trace._list.command:run",
+            configure="hijax_trace._list.command:configure",
         )
     ]

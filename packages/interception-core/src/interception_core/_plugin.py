@@ -14,6 +14,7 @@ def jaxtap_register_engines() -> list[EngineSpec]:
             name="patch",
             summary="replaces functions and primitives while the program runs or is traced",
             factory="interception_core._patch.engine:PatchEngine",
+            priority=10,
         )
     ]
 

@@ -39,12 +39,14 @@ class PtqProvider:
             int8 for everything.
         params_argnum: index of the positional argument that holds the parameters: an operand
             that is a leaf of it is a weight.
+        engine: the name of the engine that ``apply`` uses: "trace", which also finds weights
+            behind transposes, casts, scans and in nested jitted functions, or "patch". The
+            default is "trace" where hijax-trace is installed.
 
     Raises:
         TypeError: ``rules`` holds something else than rules.
     """
 
-    engine = "patch"
     disable_jit = False
 
     def __init__(
@@ -52,7 +54,9 @@ class PtqProvider:
         rules: QuantizationRule | Iterable[QuantizationRule] = (INT8,),
         *,
         params_argnum: int = 0,
+        engine: str | None = None,
     ):
+        self.engine = engine
         self.rules = (rules,) if isinstance(rules, QuantizationRule) else tuple(rules)
         for rule in self.rules:
             if not isinstance(rule, QuantizationRule):
@@ -78,7 +82,7 @@ class PtqProvider:
 
     def apply(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Returns ``fn`` with its operations quantized by the rules."""
-        return get_engine(self.engine, disable_jit=self.disable_jit).wrap(fn, self.interceptor())
+        return get_engine(self.engine).wrap(fn, self.interceptor())
 
     def report(self) -> Report:
         """Returns every operation seen so far, with its rule or the reason why it stays float."""

@@ -22,24 +22,30 @@ from interception_core import OpCall, TargetError
 from .. import _compat
 
 
+NUMPY: tuple[type, ...] = (np.ndarray, np.generic)
+NUMBERS: tuple[type, ...] = (bool, int, float, complex)
+
+
 class Packed:
     """A pytree taken apart into arrays, each once, and what isn't one.
 
     Args:
         tree: the pytree.
-        as_arrays: whether Python's numbers count as arrays: they do among results.
+        kinds: what counts as an array beside JAX's own. NumPy's do among a program's arguments,
+            but may be constants among those of an operation (a convolution's padding); Python's
+            numbers do among results alone.
     """
 
     __slots__ = ("_places", "arrays", "rest", "treedef")
 
-    def __init__(self, tree: Any, as_arrays: bool = False):
+    def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY):
         leaves, self.treedef = jax.tree.flatten(tree)
         self.arrays: list[Any] = []
         self.rest: list[Any] = []
         self._places: list[int | None] = []
         seen: dict[int, int] = {}
         for leaf in leaves:
-            if not _is_array(leaf, as_arrays):
+            if not _is_array(leaf, kinds):
                 self._places.append(None)
                 self.rest.append(leaf)
                 continue
@@ -80,7 +86,7 @@ def is_plain(tree: Any) -> bool:
     is staged in, or be changed by the call.
     """
     leaves = jax.tree.leaves(tree, is_leaf=_is_object)
-    return all(_is_array(leaf, True) or _is_constant(leaf) for leaf in leaves)
+    return all(_is_array(leaf, ()) or _is_constant(leaf) for leaf in leaves)
 
 
 def _is_object(node: Any) -> bool:
@@ -94,7 +100,7 @@ def _is_frozen(node: Any) -> bool:
     return type(node).__dataclass_params__.frozen  # pyrefly: ignore[missing-attribute]
 
 
-_CONSTANTS = (str, bytes, type, np.dtype, enum.Enum, slice, range, type(None), type(...))
+_CONSTANTS = (*NUMPY, *NUMBERS, str, bytes, type, np.dtype, enum.Enum, slice, range, type(None), type(...))
 
 
 def _is_constant(leaf: Any) -> bool:
@@ -115,13 +121,12 @@ def _is_global(function: Any) -> bool:
     return found is function or isinstance(function, _compat.PjitFunction | jax.custom_jvp)
 
 
-def _is_array(leaf: Any, numbers: bool) -> bool:
-    if isinstance(leaf, bool | int | float | complex):
-        return numbers
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OSUMmT" and (
-            leaf.dtype.kind != "V" or leaf.dtype.names is None
-        )
+def _is_array(leaf: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(leaf, NUMBERS):
+        return bool in kinds
+    if isinstance(leaf, NUMPY):
+        known = leaf.dtype.kind not in "OSUMmT"
+        return np.ndarray in kinds and known and leaf.dtype.names is None
     return _compat.is_jax_type(leaf) and not _compat.is_ref(leaf)
 
 
@@ -209,7 +214,7 @@ class Markers:
             args: the positional arguments.
             kwargs: the keyword arguments.
         """
-        packed = Packed((args, kwargs))
+        packed = Packed((args, kwargs), ())
         values = packed.arrays
         avals = tuple(_compat.typeof(value) for value in values)
         key = (site, context, avals, packed.key()) if _is_pure(site.subject, packed) else None
@@ -236,7 +241,7 @@ class Markers:
         def flat(*arrays: Any) -> list[Any]:
             nonlocal results
             args, kwargs = packed.build(arrays)
-            results = Packed(body(*args, **kwargs), as_arrays=True)
+            results = Packed(body(*args, **kwargs), NUMPY + NUMBERS)
             return results.forget()
 
         info = _compat.debug_info(op_name, function, (), {})
@@ -285,7 +290,7 @@ def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[An
         TargetError: the result is not of the structure, shapes and dtypes of the original's,
             on which the staged program was built.
     """
-    packed = Packed(result, as_arrays=True)
+    packed = Packed(result, NUMPY + NUMBERS)
     if packed.treedef != expected.treedef:
         raise TargetError(
             f"The handler of {call.op_id} returned {packed.treedef}, but the operation returns "

@@ -175,7 +175,7 @@ class Rerun:
         self, step: Step, marker: Marker, values: list[Any], info: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Runs a function for its handler: nothing in it is tapped."""
-        packed = Packed((args, kwargs))
+        packed = Packed((args, kwargs), ())
         avals = [var.aval for var in _compat.open_of(marker.jaxpr).invars[marker.extra :]]
         key = marker.packed.key()
         if key is None or packed.key() != key or avals != list(map(_compat.typeof, packed.arrays)):

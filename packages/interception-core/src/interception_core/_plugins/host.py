@@ -158,11 +158,12 @@ def get_provider(name: str, /, **config: Any) -> Any:
     return _made(_ready().get(ProviderSpec, name), config, _PROVIDER_MEMBERS)
 
 
-def get_engine(name: str, /, **config: Any) -> Engine:
-    """Builds an engine by name.
+def get_engine(name: str | None = None, /, **config: Any) -> Engine:
+    """Builds an engine.
 
     Args:
-        name: the name that a plugin declares it under, such as ``"patch"``.
+        name: the name that a plugin declares it under, such as ``"patch"``. Without one it is
+            the engine of the highest priority: "trace" where hijax-trace is installed.
         **config: passed on to the engine's factory.
 
     Returns:
@@ -174,7 +175,19 @@ def get_engine(name: str, /, **config: Any) -> Engine:
         PluginError: two plugins claim the name, the plugin of that name failed, the factory
             cannot be imported, or what it returns is not an engine.
     """
-    return _made(_ready().get(EngineSpec, name), config, _ENGINE_MEMBERS)
+    registry = _ready()
+    if name is None:
+        name = max(
+            (claim.spec for claim in registry.of(EngineSpec)),
+            key=lambda spec: spec.priority,
+            default=_PATCH,
+        ).name
+    return _made(registry.get(EngineSpec, name), config, _ENGINE_MEMBERS)
+
+
+_PATCH = EngineSpec(
+    "patch", "named where no engine is there at all", "interception_core:PatchEngine"
+)
 
 
 def _made(

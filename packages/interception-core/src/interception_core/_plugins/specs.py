@@ -34,6 +34,11 @@ def _check_summary(spec: Any, may_be_empty: bool = False) -> None:
         raise _refuse(spec, "summary", "one line of text")
 
 
+def _check_priority(spec: Any) -> None:
+    if not isinstance(spec.priority, int) or isinstance(spec.priority, bool):
+        raise _refuse(spec, "priority", "an int")
+
+
 def _check_path(spec: Any, field: str, optional: bool = False) -> None:
     value = getattr(spec, field)
     if not is_path(value) and not (optional and value is None):
@@ -85,12 +90,21 @@ class EngineSpec(_FactorySpec):
         factory: ``"module:attribute"`` of a callable that takes the config
             as keyword arguments and returns an engine: an object with
             `wrap(fn, interceptor)`.
+        priority: the engine with the highest one is that of `get_engine()`
+            without a name. Ours have 10 and 20; an engine that leaves it at 0
+            is used where it is asked for by name.
 
     Raises:
         PluginError: a field has the wrong type or form; the message names it.
     """
 
     kind: ClassVar[str] = "engine"
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        # Not super(): dataclasses with slots make the class anew.
+        _FactorySpec.__post_init__(self)
+        _check_priority(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +145,7 @@ class KernelSpec:
         _check_path(self, "handlers")
         _check_name(self, "op")
         _check_path(self, "supports", optional=True)
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise _refuse(self, "priority", "an int")
+        _check_priority(self)
         _check_summary(self, may_be_empty=True)
 
     @property

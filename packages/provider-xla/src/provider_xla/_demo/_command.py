@@ -14,6 +14,9 @@ from interception_core import JaxtapError
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``jaxtap demo``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument(
+        "--engine", choices=["trace", "patch"], help="what taps the model (default: the best)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the split and the training")
 
 
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     for model in MODELS:
         with tqdm(total=EPOCHS, desc=f"training, {model.name}", unit="epoch") as bar:
             params = train(model, digits, args.seed, bar.update)
-        provider = get_provider("ptq")
+        provider = get_provider("ptq", engine=args.engine)
         runs = [
             np.asarray(jax.jit(apply)(params, digits.test_images)).argmax(axis=-1)
             for apply in (model.apply, provider.apply(model.apply))

@@ -1,0 +1,1 @@
+"""Lists the operations of a program, for people to read."""

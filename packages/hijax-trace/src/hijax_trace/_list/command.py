@@ -1,0 +1,156 @@
+"""``jaxtap trace``: prints the operations of a function in a file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from interception_core import JaxtapError
+
+_TYPE = re.compile(r"([a-z]+[0-9]*[a-z0-9_]*)\[([0-9, ]*)\]")
+_SHORT = {"f": "float", "i": "int", "u": "uint", "c": "complex", "bf": "bfloat"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``jaxtap trace``."""
+    parser.add_argument("function", metavar="FILE:FUNCTION", help="model.py:forward, say")
+    parser.add_argument(
+        "args",
+        nargs="*",
+        metavar="ARG",
+        help="its arguments: types such as 'f32[8,64]', or expressions on what FILE defines, such "
+        "as 'params'",
+    )
+    parser.add_argument(
+        "--tap",
+        action="append",
+        metavar="TARGET",
+        help="list only this ('jax.numpy.dot', 'primitive:dot_general'); may be repeated",
+    )
+    parser.add_argument("--high", action="store_true", help="also list the jaxprs that are high")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the operations.
+
+    Returns:
+        0.
+
+    Raises:
+        JaxtapError: the file, the function or an argument can't be used, or the function can't
+            be traced.
+    """
+    path, _, name = args.function.rpartition(":")
+    module = _load(path, args.function)
+    fn = getattr(module, name, None)
+    if not callable(fn):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value)) or "none"
+        raise JaxtapError(f"{path} has no function {name!r}. It has: {known}.")
+    values = tuple(_argument(text, module) for text in args.args)
+
+    from .operations import default_targets, high_jaxprs, operations
+
+    targets = args.tap or default_targets({name.partition(".")[0] for name in sys.modules})
+    try:
+        found, jaxpr = operations(fn, values, targets)
+    except JaxtapError:
+        raise
+    except Exception as error:
+        raise JaxtapError(
+            f"{args.function} can't be traced with {len(values)} arguments: "
+            f"{type(error).__name__}: {str(error).splitlines()[0]} Give its arguments after it, "
+            "as types ('f32[8,64]') or expressions on what the file defines ('params')."
+        ) from error
+    high = high_jaxprs(jaxpr)
+    if args.json:
+        content: dict[str, Any] = {"operations": [asdict(operation) for operation in found]}
+        if args.high:
+            content["high_jaxprs"] = [{"jaxpr": name, "equations": n} for name, n in high]
+        print(json.dumps(content, indent=2))
+    else:
+        print("\n".join(_table(found)))
+        if args.high:
+            print("\n" + ("\n".join(_high_lines(high)) if high else "No jaxpr is high."))
+    return 0
+
+
+def _load(path: str, given: str) -> ModuleType:
+    file = Path(path)
+    if not path or not file.is_file():
+        raise JaxtapError(
+            f"{given!r} names no file. Write FILE:FUNCTION, such as model.py:forward."
+        )
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise JaxtapError(f"{path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.resolve().parent))
+    sys.modules.setdefault(file.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise JaxtapError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _argument(text: str, module: ModuleType) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    match = _TYPE.fullmatch(text)
+    if match is not None:
+        short, shape = match.groups()
+        kind, bits = re.fullmatch(r"([a-z]+)(.*)", short).groups()  # type: ignore[union-attr]
+        dtype = _SHORT.get(kind, kind) + bits
+        if hasattr(jnp, dtype):
+            sizes = [int(size) for size in shape.split(",") if size.strip()]
+            return jax.ShapeDtypeStruct(tuple(sizes), getattr(jnp, dtype))
+    try:
+        return eval(text, vars(module))
+    except Exception as error:
+        raise JaxtapError(
+            f"The argument {text!r} is neither a type such as 'f32[8,64]' nor an expression on "
+            f"what {module.__name__}.py defines: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _table(found: list[Any]) -> Iterator[str]:
+    from tabulate import tabulate
+
+    rows = [
+        [
+            op.op_id,
+            op.level,
+            ", ".join(op.within),
+            "hi" if op.high else "",
+            ", ".join(
+                shape if path is None else f"{shape} = {path}{_moved(axes)}"
+                for shape, path, axes in zip(op.operands, op.provenance, op.axes, strict=True)
+            ),
+        ]
+        for op in found
+    ]
+    yield tabulate(rows, ["operation", "level", "within", "", "operands"], disable_numparse=True)
+    yield f"{len(found)} operations"
+
+
+def _moved(axes: tuple | None) -> str:
+    """Says where the axes are, unless they are where they were."""
+    if axes is None or axes == tuple(range(len(axes))):
+        return ""
+    return f" axes {list(axes)}"
+
+
+def _high_lines(high: list[tuple[str, int]]) -> Iterator[str]:
+    yield "High jaxprs:"
+    for name, equations in high:
+        yield f"  {name}: {equations} equations"

@@ -1,0 +1,164 @@
+"""The operations of a program, as the trace engine shows them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from interception_core import Interceptor, OpCall, TargetError
+
+from .. import _compat
+from .._tap.engine import TraceEngine
+
+NAMES = (
+    *(
+        f"jax.numpy.{name}"
+        for name in (
+            "dot matmul einsum tensordot inner outer vdot mean var std sum max min prod cumsum take "
+            "take_along_axis where concatenate stack argmax argmin sort argsort linalg.norm"
+        ).split()
+    ),
+    *(
+        f"jax.nn.{name}"
+        for name in (
+            "softmax log_softmax logsumexp gelu silu relu relu6 leaky_relu elu selu sigmoid softplus "
+            "hard_swish glu standardize one_hot dot_product_attention"
+        ).split()
+    ),
+    "jax.image.resize",
+    "jax.lax.conv_general_dilated",
+    "jax.lax.ragged_dot",
+    "jax.lax.reduce_window",
+    *(
+        f"flax.linen.{name}.__call__"
+        for name in "Dense DenseGeneral Conv Embed LayerNorm RMSNorm GroupNorm BatchNorm".split()
+    ),
+    "flax.linen.avg_pool",
+    "flax.linen.max_pool",
+    *(
+        f"flax.nnx.{name}.__call__"
+        for name in "Linear LinearGeneral Conv Embed LayerNorm RMSNorm GroupNorm BatchNorm".split()
+    ),
+    *(
+        f"equinox.nn.{name}.__call__"
+        for name in "Linear Conv Embedding LayerNorm RMSNorm GroupNorm MultiheadAttention".split()
+    ),
+)
+"""The functions that are listed by name, if they are there and their package is in use."""
+
+_CALLS = frozenset(
+    {
+        "jit",
+        "closed_call",
+        "core_call",
+        "remat2",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vmap_call",
+    }
+)
+"""Primitives that only call what they hold: their operations are listed in their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a program.
+
+    Attributes:
+        op_id: module path, name and number.
+        level: "function" or "primitive".
+        within: the named functions that it is a part of.
+        operands: the types of its array operands, such as ``f32[4,8]``.
+        provenance: of each operand, the pytree path of the input that it is, or None.
+        axes: of each, where that input's axes are.
+        high: whether an operand has a high-level type, or the primitive is a high-level one.
+    """
+
+    op_id: str
+    level: str
+    within: tuple[str, ...]
+    operands: tuple[str, ...]
+    provenance: tuple[str | None, ...]
+    axes: tuple[tuple | None, ...]
+    high: bool
+
+
+def default_targets(loaded: Iterable[str]) -> list[str]:
+    """Returns the targets to list: functions with a name, and all primitives.
+
+    Args:
+        loaded: the packages in use; those of others are left out, and not imported.
+    """
+    names = [name for name in NAMES if name.partition(".")[0] in loaded]
+    primitives = [f"primitive:{name}" for name in _compat.primitive_names() if name not in _CALLS]
+    return [*filter(_is_there, names), *primitives]
+
+
+def _is_there(name: str) -> bool:
+    """Whether this version of the library has the function, and it can be tapped."""
+    with contextlib.suppress(TargetError, LookupError):
+        from interception_core import Taps
+
+        return bool(Taps(Interceptor({name: _ignore})).functions)
+    return False
+
+
+def _ignore(call: OpCall, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
+
+
+def operations(fn: Callable, args: tuple, targets: Iterable[str]) -> tuple[list[Operation], Any]:
+    """Traces ``fn`` and returns its operations in their order, and its jaxpr.
+
+    Nothing is computed; what is jitted is shown once for each way in which it is called.
+
+    Args:
+        fn: the function.
+        args: its positional arguments: arrays or ``jax.ShapeDtypeStruct``, in pytrees.
+        targets: what to list, as for an ``Interceptor``.
+
+    Raises:
+        TargetError: as ``TraceEngine.wrap``.
+    """
+    found: list[Operation] = []
+
+    def look(call: OpCall, *args: Any, **kwargs: Any) -> Any:
+        values = [leaf for leaf in jax.tree.leaves(args) if _is_value(leaf)]
+        types = [_compat.typeof(value) for value in values]
+        operands = [call.operand(value) for value in values]
+        found.append(
+            Operation(
+                call.op_id,
+                call.level,
+                tuple(sorted(call.within)),
+                tuple(aval.str_short(short_dtypes=True) for aval in types),
+                tuple(operand.provenance for operand in operands),
+                tuple(operand.axes for operand in operands),
+                any(_compat.is_high_type(aval) for aval in types),
+            )
+        )
+        return NotImplemented
+
+    tapped = TraceEngine().wrap(fn, Interceptor(dict.fromkeys(targets, look)))
+    jaxpr = jax.make_jaxpr(tapped)(*args)
+    return found, jaxpr
+
+
+def _is_value(leaf: Any) -> bool:
+    return not isinstance(leaf, bool | int | float | complex | str) and _compat.is_jax_type(leaf)
+
+
+def high_jaxprs(jaxpr: Any, name: str = "the program") -> list[tuple[str, int]]:
+    """Returns the jaxprs in a program that are high: their names and numbers of equations."""
+    jaxpr = _compat.open_of(jaxpr)
+    found = [(name, len(jaxpr.eqns))] if jaxpr.is_high else []
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if isinstance(inner, _compat.JAXPRS):
+                    found += high_jaxprs(inner, f"{name} / {_compat.label(inner)}")
+    return found
