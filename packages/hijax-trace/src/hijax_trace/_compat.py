@@ -322,7 +322,8 @@ def producer(tracer: Any) -> tuple[Any, Any]:
 def primitive_names() -> list[str]:
     """Returns the names of all primitives that JAX and what is loaded beside it have a rule for."""
     tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
-    return sorted({primitive.name for table in tables for primitive in table})
+    lowered = {primitive.name for table in tables for primitive in table}
+    return sorted(lowered | {_hijax.call_hi_primitive_p.name})
 
 
 def is_high_type(aval: Any) -> bool:

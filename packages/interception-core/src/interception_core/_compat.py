@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax._src import ad_checkpoint as _ad_checkpoint  # 0.10.2 - 0.12
 from jax._src import core as _core  # 0.10.2 - 0.12
+from jax._src import hijax as _hijax  # 0.10.2 - 0.12
 from jax._src import pjit as _pjit  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
@@ -128,4 +129,6 @@ def primitives() -> dict[str, Any]:
     tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
     lowered = [primitive for table in tables for primitive in table]
     public = [p for p in vars(_public_primitives).values() if isinstance(p, Primitive)]
-    return {primitive.name: primitive for primitive in (*lowered, *public)}
+    # Made of other operations before it is lowered: it has no rule there.
+    high = [_hijax.call_hi_primitive_p]
+    return {primitive.name: primitive for primitive in (*lowered, *public, *high)}

@@ -131,7 +131,7 @@ def _table(found: list[Any]) -> Iterator[str]:
             op.op_id,
             op.level,
             ", ".join(op.within),
-            "hi" if op.high else "",
+            f"hi {op.hi_prim or ''}" if op.high else "",
             ", ".join(
                 shape if path is None else f"{shape} = {path}{_moved(axes)}"
                 for shape, path, axes in zip(op.operands, op.provenance, op.axes, strict=True)

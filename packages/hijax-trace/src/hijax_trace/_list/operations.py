@@ -76,6 +76,7 @@ class Operation:
         provenance: of each operand, the pytree path of the input that it is, or None.
         axes: of each, where that input's axes are.
         high: whether an operand has a high-level type, or the primitive is a high-level one.
+        hi_prim: the class of the ``HiPrim``, if it is one.
     """
 
     op_id: str
@@ -85,6 +86,7 @@ class Operation:
     provenance: tuple[str | None, ...]
     axes: tuple[tuple | None, ...]
     high: bool
+    hi_prim: str | None
 
 
 def default_targets(loaded: Iterable[str]) -> list[str]:
@@ -130,6 +132,7 @@ def operations(fn: Callable, args: tuple, targets: Iterable[str]) -> tuple[list[
         values = [leaf for leaf in jax.tree.leaves(args) if _is_value(leaf)]
         types = [_compat.typeof(value) for value in values]
         operands = [call.operand(value) for value in values]
+        prim = kwargs.get("_prim")
         found.append(
             Operation(
                 call.op_id,
@@ -138,7 +141,8 @@ def operations(fn: Callable, args: tuple, targets: Iterable[str]) -> tuple[list[
                 tuple(aval.str_short(short_dtypes=True) for aval in types),
                 tuple(operand.provenance for operand in operands),
                 tuple(operand.axes for operand in operands),
-                any(_compat.is_high_type(aval) for aval in types),
+                prim is not None or any(_compat.is_high_type(aval) for aval in types),
+                None if prim is None else type(prim).__name__,
             )
         )
         return NotImplemented

@@ -100,7 +100,19 @@ def _is_frozen(node: Any) -> bool:
     return type(node).__dataclass_params__.frozen  # pyrefly: ignore[missing-attribute]
 
 
-_CONSTANTS = (*NUMPY, *NUMBERS, str, bytes, type, np.dtype, enum.Enum, slice, range, type(None), type(...))
+_CONSTANTS = (
+    *NUMPY,
+    *NUMBERS,
+    str,
+    bytes,
+    type,
+    np.dtype,
+    enum.Enum,
+    slice,
+    range,
+    type(None),
+    type(...),
+)
 
 
 def _is_constant(leaf: Any) -> bool:
