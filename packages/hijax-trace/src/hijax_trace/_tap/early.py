@@ -62,7 +62,7 @@ class Early:
 
     def end(self) -> None:
         """Says that it is."""
-        self._base = None
+        self._base, self._origins = None, None
         self._notes = {}
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:

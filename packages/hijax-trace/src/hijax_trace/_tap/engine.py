@@ -66,7 +66,13 @@ class TraceEngine:
                 f"{fn!r} is asynchronous, and can't be traced. Wrap what it calls, or use "
                 "PatchEngine."
             )
-        return functools.update_wrapper(_Tapped(self, fn, interceptor), fn, updated=())
+        tapped = _Tapped(self, fn, interceptor)
+
+        # A function, not the object: as an attribute of a class it is a method.
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return tapped.call(args, kwargs)
+
+        return functools.update_wrapper(call, fn, updated=())
 
 
 class _Tapped:
@@ -78,7 +84,8 @@ class _Tapped:
         self._tapping: Tapping | None = None
         self._rewrap = functools.partial(engine.wrap, interceptor=interceptor)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls the function with its operations tapped."""
         tapping = self._current()
         if tapping.taps.holds():
             return self._fn(*args, **kwargs)
@@ -89,7 +96,7 @@ class _Tapped:
             tapping = self._current()
             run, staged = self._stage(tapping, packed)
         jaxpr, consts, result = staged
-        origins = _Origins(packed, args, kwargs)
+        origins = _Origins(packed)
         inputs = [None] * (len(jaxpr.invars) - len(packed.arrays))
         inputs += [functools.partial(origins, i) for i in range(len(packed.arrays))]
         frame = Frame(jaxpr, inputs, {}, "")
@@ -107,7 +114,7 @@ class _Tapped:
     def _stage(self, tapping: Tapping, packed: Packed) -> tuple[Run, tuple[Any, list[Any], Packed]]:
         run = Run(tapping)
         result: Packed | None = None
-        origins = _Origins(packed, *packed.build(packed.arrays))
+        origins = _Origins(packed)
 
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
@@ -136,14 +143,18 @@ class _Tapped:
 class _Origins:
     """The pytree paths of a function's arguments, made when one is asked for."""
 
-    def __init__(self, packed: Packed, args: tuple, kwargs: dict[str, Any]):
-        self._packed, self._inputs = packed, {"args": args, "kwargs": kwargs}
+    def __init__(self, packed: Packed):
+        # No arrays: the rules of a program may run, and be tapped, when its call is long over.
+        self._treedef = packed.treedef
+        self._leaves = [packed.leaf_of(i) for i in range(len(packed.arrays))]
+        shapes = [getattr(array, "shape", None) for array in packed.arrays]
+        self._axes = [None if shape is None else identity(len(shape)) for shape in shapes]
         self._paths: list[str] | None = None
 
     def __call__(self, index: int) -> Origin:
         if self._paths is None:
-            found, _ = jax.tree_util.tree_flatten_with_path(self._inputs)
+            args, kwargs = jax.tree.unflatten(self._treedef, range(self._treedef.num_leaves))
+            inputs = {"args": args, "kwargs": kwargs}
+            found, _ = jax.tree_util.tree_flatten_with_path(inputs)
             self._paths = [path[0].key + jax.tree_util.keystr(path[1:]) for path, _ in found]
-        shape = getattr(self._packed.arrays[index], "shape", None)
-        axes = None if shape is None else identity(len(shape))
-        return Origin(self._paths[self._packed.leaf_of(index)], axes)
+        return Origin(self._paths[self._leaves[index]], self._axes[index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -75,12 +76,10 @@ class Tapping:
         self.markers = Markers(interceptor)
 
 
-_CONTEXTS: dict[Hashable, object] = {}
-
-
+@functools.lru_cache(maxsize=256)
 def _interned(context: Hashable) -> object:
     """Returns an object that stands for JAX's configuration: one that is hashed fast."""
-    return _CONTEXTS.setdefault(context, object())
+    return object()
 
 
 def _no_path(path: str) -> None:
