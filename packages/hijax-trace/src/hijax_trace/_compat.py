@@ -251,11 +251,10 @@ def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     return result if eqn.primitive.multiple_results else (result,)
 
 
-def is_inlined(eqn: Any) -> bool:
+def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
     """Returns whether JAX puts the body of a jitted function's call in its place at once."""
-    params = eqn.params
     return (
-        eqn.primitive is jit_p
+        primitive is jit_p
         and params["inline"] in _EARLY
         and all(sharding is UNSPECIFIED for sharding in params["in_shardings"])
         and all(sharding is UNSPECIFIED for sharding in params["out_shardings"])
@@ -413,10 +412,27 @@ def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
 
 def label(jaxpr: Any) -> str:
     """Returns what a body was traced for, as ``scan(body)``."""
-    info = open_of(jaxpr).debug_info
+    return _label(open_of(jaxpr).debug_info)
+
+
+def _label(info: Any) -> str:
     if info is None:
         return "trace"
     return f"{info.traced_for.split(' ')[0]}({info.func_name})".replace("/", ".")
+
+
+_LOOPS = ("scan", "while", "fori_loop", "map", "cond", "switch")
+
+
+def loop_label(trace: Any, base: Any) -> str:
+    """Returns the label of the innermost loop or branch that is staged between two traces."""
+    while trace is not None and trace is not base:
+        if is_staging(trace) and trace.frame.debug_info is not None:
+            info = trace.frame.debug_info
+            if info.traced_for.startswith(_LOOPS):
+                return _label(info)
+        trace = getattr(trace, "parent_trace", None)
+    return ""
 
 
 def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:

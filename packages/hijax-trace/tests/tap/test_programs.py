@@ -1045,7 +1045,7 @@ def check(name, plain, tapped):
             assert_same(result, expected)
     except Exception as error:
         import traceback
-        failed.append((name, type(error).__name__, str(error)[:300], traceback.format_exc()[-1500:]))
+        failed.append((name, traceback.format_exc()[-1500:]))
 
 only = sys.argv[2:]
 for fn in cases:

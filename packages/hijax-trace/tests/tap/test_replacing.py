@@ -111,14 +111,16 @@ def test_value(name, mode):
 def test_custom_vjp_under_grad(name):
     fn, expected = PROGRAMS[name]
     grads = jax.jit(jax.grad(tap(loss(fn), rounding, DOT), (0, 1)))(X, W)
-    assert_close(grads, jax.grad(loss(lambda x, w: expected(x, w, ste)), (0, 1))(X, W), rtol=1e-5)
+    plain = jax.jit(jax.grad(loss(lambda x, w: expected(x, w, ste)), (0, 1)))
+    assert_close(grads, plain(X, W), rtol=1e-5)
 
 
 @FORMS
 def test_custom_vjp_under_grad_inside(name):
     fn, expected = PROGRAMS[name]
     grads = jax.jit(tap(jax.grad(loss(fn), (0, 1)), rounding, DOT))(X, W)
-    assert_close(grads, jax.grad(loss(lambda x, w: expected(x, w, ste)), (0, 1))(X, W), rtol=1e-5)
+    plain = jax.jit(jax.grad(loss(lambda x, w: expected(x, w, ste)), (0, 1)))
+    assert_close(grads, plain(X, W), rtol=1e-5)
 
 
 @FORMS
@@ -141,16 +143,17 @@ def test_under_vmap(name):
     fn, expected = PROGRAMS[name]
     xs = jnp.stack([X, X + 1, -X])
     result = jax.jit(jax.vmap(tap(fn, rounding, DOT), (0, None)))(xs, W)
-    assert_close(result, jnp.stack([expected(x, W, ste) for x in xs]), rtol=1e-5)
+    plain = jax.jit(jax.vmap(lambda x, w: expected(x, w, ste), (0, None)))
+    assert_close(result, plain(xs, W), rtol=1e-5)
 
 
 @FORMS
 def test_under_vmap_of_grad(name):
     fn, expected = PROGRAMS[name]
     xs = jnp.stack([X, X + 1])
-    result = jax.vmap(jax.grad(tap(loss(fn), times(2.0), DOT)), (0, None))(xs, W)
-    plain = jax.grad(loss(lambda x, w: expected(x, w, lambda y: 2 * y)))
-    assert_close(result, jnp.stack([plain(x, W) for x in xs]), rtol=1e-5)
+    result = jax.jit(jax.vmap(jax.grad(tap(loss(fn), times(2.0), DOT)), (0, None)))(xs, W)
+    plain = jax.vmap(jax.grad(loss(lambda x, w: expected(x, w, lambda y: 2 * y))), (0, None))
+    assert_close(result, jax.jit(plain)(xs, W), rtol=1e-5)
 
 
 @FORMS
@@ -480,11 +483,8 @@ def test_numpy_result():
 
 
 def test_result_of_function_with_a_pytree():
-    def handler(call, x, axis=None):
-        return jax.tree.map(lambda y: y * 2, call.proceed(x, axis=axis))
-
     out = jax.jit(tap(lambda x: jnp.linalg.eigh(x @ x.T), handler_pytree, "jax.numpy.linalg.eigh"))
-    values, vectors = out(X)
+    values, _ = out(X)
     expected = jnp.linalg.eigh(X @ X.T)
     assert_close(values, expected[0] * 2, rtol=1e-5)
     assert type(out(X)) is type(expected)

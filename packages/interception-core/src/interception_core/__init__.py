@@ -21,10 +21,10 @@ from ._plugins.specs import (
 )
 
 if TYPE_CHECKING:
+    from ._compat import SETTLED, settled
     from ._engine import Engine
     from ._interceptor import Interceptor
     from ._opcall import OpCall, Operand
-    from ._compat import SETTLED, settled
     from ._patch.engine import PatchEngine, untapped
     from ._patch.scope import Observer
     from ._patch.taps import Taps

@@ -8,45 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+
 from interception_core import Interceptor, OpCall, TargetError
 
 from .. import _compat
 from .._tap.engine import TraceEngine
 
-NAMES = (
-    *(
-        f"jax.numpy.{name}"
-        for name in (
-            "dot matmul einsum tensordot inner outer vdot mean var std sum max min prod cumsum take "
-            "take_along_axis where concatenate stack argmax argmin sort argsort linalg.norm"
-        ).split()
-    ),
-    *(
-        f"jax.nn.{name}"
-        for name in (
-            "softmax log_softmax logsumexp gelu silu relu relu6 leaky_relu elu selu sigmoid softplus "
-            "hard_swish glu standardize one_hot dot_product_attention"
-        ).split()
-    ),
-    "jax.image.resize",
-    "jax.lax.conv_general_dilated",
-    "jax.lax.ragged_dot",
-    "jax.lax.reduce_window",
-    *(
-        f"flax.linen.{name}.__call__"
-        for name in "Dense DenseGeneral Conv Embed LayerNorm RMSNorm GroupNorm BatchNorm".split()
-    ),
-    "flax.linen.avg_pool",
-    "flax.linen.max_pool",
-    *(
-        f"flax.nnx.{name}.__call__"
-        for name in "Linear LinearGeneral Conv Embed LayerNorm RMSNorm GroupNorm BatchNorm".split()
-    ),
-    *(
-        f"equinox.nn.{name}.__call__"
-        for name in "Linear Conv Embedding LayerNorm RMSNorm GroupNorm MultiheadAttention".split()
-    ),
-)
+_BY_MODULE = {
+    "jax.numpy": """
+        dot matmul einsum tensordot inner outer vdot mean var std sum max min prod cumsum take
+        take_along_axis where concatenate stack argmax argmin sort argsort linalg.norm""",
+    "jax.nn": """
+        softmax log_softmax logsumexp gelu silu relu relu6 leaky_relu elu selu sigmoid softplus
+        hard_swish glu standardize one_hot dot_product_attention""",
+    "jax.image": "resize",
+    "jax.lax": "conv_general_dilated ragged_dot reduce_window",
+    "flax.linen": """
+        Dense.__call__ DenseGeneral.__call__ Conv.__call__ Embed.__call__ LayerNorm.__call__
+        RMSNorm.__call__ GroupNorm.__call__ BatchNorm.__call__ avg_pool max_pool""",
+    "flax.nnx": """
+        Linear.__call__ LinearGeneral.__call__ Conv.__call__ Embed.__call__ LayerNorm.__call__
+        RMSNorm.__call__ GroupNorm.__call__ BatchNorm.__call__""",
+    "equinox.nn": """
+        Linear.__call__ Conv.__call__ Embedding.__call__ LayerNorm.__call__ RMSNorm.__call__
+        GroupNorm.__call__ MultiheadAttention.__call__""",
+}
+NAMES = tuple(f"{module}.{name}" for module, names in _BY_MODULE.items() for name in names.split())
 """The functions that are listed by name, if they are there and their package is in use."""
 
 _CALLS = frozenset(

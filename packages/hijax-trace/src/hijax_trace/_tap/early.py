@@ -7,11 +7,11 @@ rules, leave behind in the staged program is marked by a name scope, and passed 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -22,13 +22,25 @@ from .axes import dropped
 from .call import TraceCall
 from .flow import move_of
 from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
-from .plan import WITHIN, Do
+from .plan import WITHIN
+from .rerun import rerun
 
 if TYPE_CHECKING:
     from .run import Run
 
-_TOKENS = itertools.count()
 _NOTHING: Notes = {}
+
+
+class Where(NamedTuple):
+    """Where an operation is.
+
+    Attributes:
+        path: the module path.
+        label: of the innermost loop or branch that it is in.
+    """
+
+    path: str
+    label: str
 
 
 class Early:
@@ -50,7 +62,7 @@ class Early:
         self._origins: Callable[[int], Origin] | None = None
         self._numbers = Numbers()
         self._looked_at = 0
-        self._left: dict[str, Key] = {}
+        self._asked: list[tuple[int, Key, int]] = []
         self._notes: dict[int, tuple[Any, Notes]] = {}
         self.met = self.met_nested = False
 
@@ -74,7 +86,7 @@ class Early:
         told = self._told(
             call.op_name, "function", args, kwargs, where, call.within, values, call.proceed
         )
-        with settled(self._token(told)):
+        with settled():
             result = self._noted(told, handler(told, *args, **kwargs))
         if result is not NotImplemented:
             return result
@@ -102,32 +114,41 @@ class Early:
                 told = self._told(
                     name, "primitive", tuple(values), params, where, within, values, proceed
                 )
-                with settled(self._token(told)):
+                with settled():
                     result = handler(told, *values, **params)
                     if result is not NotImplemented:
                         return self._noted(told, result)
                 within = within | {name}
             if not enters:
                 return NotImplemented
-            frame = Frame(None, (), {}, where)
-            around = Around(frame, (), within, silent=False)
-            with settled(f"{SETTLED}.{next(_TOKENS)}"):
+            with settled():
+                if _compat.is_inlined(primitive, params):
+                    return self._inline(where, within, params, values)
+                around = Around(Frame(None, (), {}, *where), (), within, silent=False)
                 return self._bind_entered(around, primitive, params, values)
 
-    def seen(self, token: str, numbers: Numbers) -> None:
-        """Counts the operation whose handler left something behind, when that is passed."""
-        key = self._left.pop(token, None)
-        if key is not None:
-            numbers.next(*key)
+    def reach(self, position: int, numbers: Numbers) -> None:
+        """Counts the operations that were asked about before an equation of the program.
 
-    def _where(self, trace: Any, path: str) -> str | None:
-        """Returns the module path, or None where it can't be known."""
+        Args:
+            position: of the equation.
+            numbers: of the operations of the program as it is run again.
+        """
+        while self._asked and self._asked[0][0] <= position:
+            _, key, number = self._asked.pop(0)
+            numbers[key] = max(numbers.get(key, 0), number + 1)
+
+    def _where(self, trace: Any, path: str) -> Where | None:
+        """Returns the module path and label, or None where they can't be known."""
         base = self._base() if self._base is not None else None
-        nested = _compat.staging_trace(trace) is not base
+        staging = _compat.staging_trace(trace)
+        nested = staging is not base
         mode = self._run.tapping.mode
         if mode.early and (mode.by_path or not nested):
             # In the program's own trace, what another engine runs again has its name stack only.
-            return path if nested else "/".join(self._scopes())
+            if not nested:
+                return Where("/".join(self._scopes()), "")
+            return Where(path, _compat.loop_label(staging, base))
         self.met = True
         self.met_nested |= nested
         return None
@@ -142,20 +163,23 @@ class Early:
         level: str,
         args: tuple,
         params: Any,
-        path: str,
+        where: Where,
         within: frozenset[str],
         values: list[Any],
         proceed: Callable[..., Any],
     ) -> TraceCall:
         self._count_staged()
-        frame = Frame(None, (), {}, path)
+        path, label = where
+        frame, key = Frame(None, (), {}, path, label), (path, label, name)
+        number = self._numbers.next(*key)
+        self._asked.append((self._looked_at, key, number))
         return TraceCall(
             name,
             level,
             args,
             params,
             (),
-            self._numbers.next(path, "", name),
+            number,
             frame,
             values,
             lambda i: self.origin(values[i]),
@@ -164,11 +188,6 @@ class Early:
             proceed,
             self._run,
         )
-
-    def _token(self, told: TraceCall) -> str:
-        token = f"{SETTLED}.{next(_TOKENS)}"
-        self._left[token] = (told.module_path, "", told.op_name)
-        return token
 
     def _noted(self, told: TraceCall, result: Any) -> Any:
         for value, notes in told.given.values():
@@ -182,21 +201,42 @@ class Early:
             return self._bind_entered(around, primitive, params, list(values))
         return primitive.bind(*values, **primitive.get_bind_params(params))
 
+    def _inline(
+        self, where: Where, within: frozenset[str], params: dict[str, Any], values: list[Any]
+    ) -> Any:
+        """Runs the body of a call that JAX would have inlined."""
+        jaxpr, consts = _compat.open_of(params["jaxpr"]), _compat.consts_of(params["jaxpr"])
+        known = self._operands(values)
+        frame = Frame(jaxpr, known.origins, known.notes, *where, within)
+        with self._counting():
+            return rerun(self._run, frame, jaxpr, [*consts, *values])
+
     def _bind_entered(
         self, around: Around, primitive: Any, params: dict[str, Any], values: list[Any]
     ) -> Any:
-        operands = Operands(
+        with self._counting():
+            new = self._run.enter(around, primitive, params, values, self._operands(values))
+        return primitive.bind(*new.values, **primitive.get_bind_params(new.params))
+
+    def _operands(self, values: list[Any]) -> Operands:
+        return Operands(
             [_compat.typeof(value) for value in values],
             [functools.partial(self.origin, value) for value in values],
             {i: self._notes[id(v)][1] for i, v in enumerate(values) if id(v) in self._notes},
         )
-        before = self._run.numbers
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Lets what is run count here, and be counted when its place is reached."""
+        self._count_staged()
+        before, kept = self._numbers.copy(), self._run.numbers
         self._run.numbers = self._numbers
         try:
-            new = self._run.enter(around, primitive, params, values, operands)
+            yield
         finally:
-            self._run.numbers = before
-        return primitive.bind(*new.values, **primitive.get_bind_params(new.params))
+            self._run.numbers = kept
+            for key in self._numbers.since(before):
+                self._asked.append((self._looked_at, key, self._numbers[key] - 1))
 
     def origin(self, value: Any) -> Origin | None:
         """Returns which input of the wrapped function a value of the staged program is."""
@@ -212,6 +252,8 @@ class Early:
         if base is None or not _compat.is_staged_in(value, base):
             return None
         var, eqn = _compat.producer(value)
+        if isinstance(var, _compat.Literal):
+            return None
         if eqn is None:
             index = self._variables.get(var)
             return None if index is None or self._origins is None else self._origins(index)
@@ -232,14 +274,7 @@ class Early:
         base = self._base() if self._base is not None else None
         if base is None:
             return
-        plans = self._run.tapping.plans
         eqns = _compat.staged_in(base)
         for eqn in eqns[self._looked_at :]:
-            step = plans.step(eqn)
-            path = "/".join(step.scopes)
-            if step.do is Do.ASK:
-                name = self._run.tapping.primitives[eqn.primitive][0]
-                self._numbers.next(path, "", name)
-            elif step.do is Do.MARKER and step.marker is not None:
-                self._numbers.next(path, "", step.marker.op_name)
+            self._numbers.add(self._run.tapping.plans.counted(eqn))
         self._looked_at = len(eqns)

@@ -111,6 +111,18 @@ class _Tapped:
             tapping = self._tapping = Tapping(self._interceptor, self._rewrap, mode)
         return tapping
 
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, all of which must run while it is staged."""
+        value = self._fn(*args, **kwargs)
+        if inspect.isgenerator(value) or inspect.iscoroutine(value) or inspect.isasyncgen(value):
+            if hasattr(value, "close"):
+                value.close()
+            raise TargetError(
+                f"{self._fn!r} returned a {type(value).__name__}, which can't be traced. Wrap "
+                "what it calls, or use PatchEngine."
+            )
+        return value
+
     def _stage(self, tapping: Tapping, packed: Packed) -> tuple[Run, tuple[Any, list[Any], Packed]]:
         run = Run(tapping)
         result: Packed | None = None
@@ -121,13 +133,7 @@ class _Tapped:
             run.early.begin(_compat.current_trace(), tracers, origins)
             run.keep(_compat.current_trace())
             args, kwargs = packed.build(tracers)
-            value = tapping.taps.run(self._fn, args, kwargs, observer=run)
-            if inspect.isgenerator(value) or inspect.iscoroutine(value):
-                raise TargetError(
-                    f"{self._fn!r} returned a {type(value).__name__}, which can't be traced. Wrap "
-                    "what it calls, or use PatchEngine."
-                )
-            result = Packed(value)
+            result = Packed(tapping.taps.run(self._whole, args, kwargs, observer=run))
             return result.forget()
 
         avals = [_compat.typeof(value) for value in packed.arrays]

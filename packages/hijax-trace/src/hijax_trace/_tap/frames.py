@@ -87,6 +87,11 @@ class Frame:
         self.read: dict[int, Origin | None] = {}
         self.path_was_read = False
 
+    @property
+    def is_program(self) -> bool:
+        """Whether this is the frame of the wrapped function itself."""
+        return self._parent is None and self._flow is not None
+
     def origin(self, atom: Any) -> Origin | None:
         """Returns the origin of a variable or literal of the jaxpr."""
         source = None if self._flow is None else self._flow.source(atom)

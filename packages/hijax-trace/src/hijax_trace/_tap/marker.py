@@ -21,7 +21,6 @@ from interception_core import OpCall, TargetError
 
 from .. import _compat
 
-
 NUMPY: tuple[type, ...] = (np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (bool, int, float, complex)
 

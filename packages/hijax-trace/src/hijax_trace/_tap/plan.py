@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import SETTLED
 
 from .. import _compat
 from .forms import CUSTOM_CALLS, form_of
+from .frames import Key, Numbers
 from .marker import Marker, marker_of
 
 _OURS = "jaxtap."
@@ -48,7 +49,7 @@ class Step(NamedTuple):
         stack: its name stack, without the scopes that are ours.
         scopes: the names of its scopes.
         within: the names of the functions, asked early but let run, that it is a part of.
-        token: for what a transformation left behind, see ``early``: which.
+        settled: whether a transformation or a handler left it behind; see ``early``.
     """
 
     eqn: Any
@@ -59,20 +60,20 @@ class Step(NamedTuple):
     stack: Any
     scopes: Sequence[str]
     within: frozenset[str]
-    token: str | None
+    settled: bool
 
 
 class Plans:
     """The plans for one interceptor; each is made once.
 
     Args:
-        primitives: the primitives that it targets.
+        primitives: the primitives that it targets, with names and handlers.
         interceptor: its markers are asked, those of others kept.
     """
 
-    def __init__(self, primitives: Iterable[Any], interceptor: Any):
-        self._primitives = frozenset(primitives)
-        self._asked = self._primitives | frozenset(CUSTOM_CALLS)
+    def __init__(self, primitives: Mapping[Any, tuple[str, Any]], interceptor: Any):
+        self._primitives = primitives
+        self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
         self._interceptor = interceptor
         self._plans: weakref.WeakKeyDictionary[Any, tuple[list[Step], bool]] = (
             weakref.WeakKeyDictionary()
@@ -93,6 +94,24 @@ class Plans:
             return False
         return any(self.wants(body.jaxpr) for body in form.bodies(params, operands))
 
+    def counted(self, eqn: Any) -> dict[Key, int]:
+        """Returns how many operations an equation is, at most: if all is let run."""
+        step = self.step(eqn)
+        base = tuple(step.scopes)
+        if step.settled or step.do is Do.PASS:
+            return {}
+        counts = Numbers()
+        if step.do is Do.ASK:
+            counts.next("/".join(base), "", self._primitives[eqn.primitive][0])
+        elif step.marker is not None:
+            counts.next("/".join(base), "", step.marker.op_name)
+        for jaxpr, label in _bodies(eqn):
+            for inner in _compat.open_of(jaxpr).eqns:
+                for (path, own, name), number in self.counted(inner).items():
+                    path = "/".join(filter(None, (*base, path)))
+                    counts.add({(path, own or label, name): number})
+        return counts
+
     def _plan(self, jaxpr: Any) -> tuple[list[Step], bool]:
         jaxpr = _compat.open_of(jaxpr)
         plan = self._plans.get(jaxpr)
@@ -109,15 +128,16 @@ class Plans:
         """Returns what to do with one equation, staged or being staged."""
         primitive, stack = eqn.primitive, eqn.source_info.name_stack
         scopes: Sequence[str] = ()
-        token, within = None, _NOTHING
+        settled, within = False, _NOTHING
         if len(stack):
             scopes = _compat.scopes_of(stack)
             if any(name.startswith(_OURS) for name in scopes):
-                scopes, token, within, stack = _cleaned(scopes, stack)
-        where = (stack, scopes, within, token)
+                scopes, settled, within, stack = _cleaned(scopes, stack)
+        where = (stack, scopes, within, settled)
         simple = _compat.can_append(eqn)
-        if token is not None:
-            return Step(eqn, Do.PASS, simple, _compat.is_inlined(eqn), None, *where)
+        inlined = _compat.is_inlined(primitive, eqn.params)
+        if settled:
+            return Step(eqn, Do.PASS, simple, inlined, None, *where)
         if primitive not in self._asked and not _compat.holds_jaxprs(eqn):
             return Step(eqn, Do.PASS, simple, False, None, *where)
         marker = marker_of(eqn)
@@ -131,18 +151,27 @@ class Plans:
             do = Do.ENTER
         else:
             do = Do.PASS
-        return Step(eqn, do, simple, _compat.is_inlined(eqn), marker, *where)
+        return Step(eqn, do, simple, inlined, marker, *where)
 
 
-def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], str | None, frozenset[str], Any]:
+def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozenset[str], Any]:
     """Takes our own scopes out of a name stack."""
-    token, within, scopes = None, [], []
+    settled, within, scopes = False, [], []
     for name in names:
         if name.startswith(SETTLED):
-            token = token or name
+            settled = True
         elif name.startswith(WITHIN):
             within.append(name.removeprefix(WITHIN))
         else:
             scopes.append(name)
     ours = {name for name in names if name.startswith(_OURS)}
-    return scopes, token, frozenset(within), _compat.stack_without(stack, ours)
+    return scopes, settled, frozenset(within), _compat.stack_without(stack, ours)
+
+
+def _bodies(eqn: Any) -> Iterator[tuple[Any, str]]:
+    """Yields the programs that an equation holds, with their labels."""
+    if eqn.primitive in CUSTOM_CALLS:
+        yield eqn.params["call_jaxpr"], ""
+    elif (form := form_of(eqn.primitive, eqn.params)) is not None:
+        for body in form.bodies(eqn.params, _compat.operand_count(eqn)):
+            yield body.jaxpr, body.label

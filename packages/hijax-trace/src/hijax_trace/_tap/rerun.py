@@ -67,12 +67,12 @@ class Rerun:
         env, outer, literal = self._env, self._outer, _compat.Literal
         # What is staged costs nothing to keep; arrays are let go as soon as they can be.
         forget = {} if _compat.is_staging(self._trace) else _compat.forgettable(self._jaxpr)
-        for step in self.run.tapping.plans.steps(self._jaxpr):
+        for position, step in enumerate(self.run.tapping.plans.steps(self._jaxpr)):
             eqn = step.eqn
+            if self.frame.is_program:
+                self.run.early.reach(position, self.run.numbers)
             values = [a.val if type(a) is literal else env[a] for a in eqn.invars]
             stack = step.stack
-            if step.token is not None:
-                self.run.early.seen(step.token, self.run.numbers)
             if len(outer):
                 stack = outer + stack if len(stack) else outer
             info = _compat.info_of(eqn, self._caller, stack)
@@ -240,7 +240,7 @@ class Rerun:
     ) -> None:
         """Makes an equation with what it holds tapped."""
         eqn, frame = step.eqn, self.frame
-        if step.inlined and self._appends:
+        if step.inlined:
             within = (within or frame.within) | step.within
             self._inline(step, eqn.params["jaxpr"], values, info, within)
             return

@@ -1,0 +1,131 @@
+"""JAX's caches never carry a tapped trace out of its scope, nor a plain one into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ... import Engine, Interceptor, OpCall
+from .base import Suite, arrays, close, same, times
+from .forms import DIFFERENTIABLE, FORMS
+
+TARGET = "jax.lax.dot_general"
+MODES = ("eager", "outer jit", "inner jit")
+
+every_form = pytest.mark.parametrize("form", FORMS)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def scaled(factor: int) -> Interceptor:
+    """An interceptor whose tapped products are ``factor`` times the plain ones.
+
+    Those of equal factors are equal, as those that a provider makes from equal rules are.
+    """
+    return Interceptor({TARGET: times(factor)}, key=("scaled", factor))
+
+
+def by_path(call: OpCall, *args: Any, **kwargs: Any) -> Any:
+    """Treats two layers differently."""
+    factor = {"first": 2, "second": 4}.get(call.module_path.split("/")[0])
+    if factor is None:
+        return NotImplemented
+    return call.proceed(*args, **kwargs) * jnp.float32(factor)
+
+
+class Case:
+    """A function of a form with its plain and its tapped version, and an unrelated one."""
+
+    def __init__(self, engine: Engine, form: str, mode: str):
+        make = FORMS[form]
+        self._engine, self._mode = engine, mode
+        self.fn, self._other = make(), make()
+        if mode == "inner jit":
+            self.fn, self._other = jax.jit(self.fn), jax.jit(self._other)
+        self.plain, self.other = self._outer(self.fn), self._outer(self._other)
+
+    def _outer(self, fn: Callable) -> Callable:
+        return jax.jit(fn) if self._mode == "outer jit" else fn
+
+    def tapped(self, interceptor: Interceptor) -> Callable:
+        """Returns the function tapped, newly wrapped."""
+        return self._outer(self._engine.wrap(self.fn, interceptor))
+
+
+class IsolationSuite(Suite):
+    """Every form, in every mode, in every order."""
+
+    @every_form
+    @every_mode
+    def test_isolation_plain_first(self, form: str, mode: str) -> None:
+        case, (x, w) = Case(self.engine, form, mode), arrays((4, 4), (4, 4))
+        before, elsewhere = case.plain(x, w), case.other(x, w)
+        same(case.tapped(scaled(2))(x, w), 2 * before)
+        same(case.plain(x, w), before)
+        same(case.other(x, w), elsewhere)
+
+    @every_form
+    @every_mode
+    def test_isolation_tapped_first(self, form: str, mode: str) -> None:
+        case, (x, w) = Case(self.engine, form, mode), arrays((4, 4), (4, 4))
+        doubled = case.tapped(scaled(2))(x, w)
+        before = case.plain(x, w)
+        same(doubled, 2 * before)
+        same(case.other(x, w), before)
+        same(case.tapped(scaled(2))(x, w), doubled)
+
+    @every_form
+    @every_mode
+    def test_isolation_one_interceptor_then_another(self, form: str, mode: str) -> None:
+        case, (x, w) = Case(self.engine, form, mode), arrays((4, 4), (4, 4))
+        a = case.tapped(scaled(2))(x, w)
+        b = case.tapped(scaled(4))(x, w)
+        again = case.tapped(scaled(2))(x, w)
+        before = case.plain(x, w)
+        same(a, 2 * before)
+        same(b, 4 * before)
+        same(again, a)
+        same(case.other(x, w), before)
+
+    @every_form
+    @every_mode
+    def test_isolation_two_rules_on_equal_layers(self, form: str, mode: str) -> None:
+        layer = FORMS[form]()
+        layer = jax.jit(layer) if mode == "inner jit" else layer
+
+        def model(x: Any, w: Any) -> Any:
+            with jax.named_scope("first"):
+                first = layer(x, w)
+            with jax.named_scope("second"):
+                second = layer(x, w)
+            return first, second, layer(x, w)
+
+        plain: Callable = model
+        wrapped = self.engine.wrap(model, Interceptor({TARGET: by_path}))
+        if mode == "outer jit":
+            plain, wrapped = jax.jit(plain), jax.jit(wrapped)
+        x, w = arrays((4, 4), (4, 4))
+        for _ in range(2):
+            first, second, third = wrapped(x, w)
+            expected = plain(x, w)[0]
+            same(first, 2 * expected)
+            same(second, 4 * expected)
+            same(third, expected)
+
+    @pytest.mark.parametrize("form", DIFFERENTIABLE)
+    @pytest.mark.parametrize("inner", [lambda fn: fn, jax.jit], ids=["direct", "jitted"])
+    def test_isolation_of_gradients(self, form: str, inner: Callable) -> None:
+        """Rules that JAX evaluates when it differentiates, after the scope, are tapped as well."""
+        fn, (x, w) = FORMS[form](), arrays((4, 4), (4, 4))
+
+        def value(product: Callable) -> Any:
+            return jax.value_and_grad(lambda x: jnp.sum(product(x, w)))(x)[0]
+
+        plain = jnp.sum(fn(x, w))
+        tapped = inner(self.engine.wrap(fn, scaled(2)))
+        close(value(tapped), 2 * plain)
+        close(value(inner(fn)), plain)
+        close(value(inner(self.engine.wrap(fn, scaled(2)))), 2 * plain)
