@@ -45,7 +45,8 @@ except ImportError:  # 0.10.2; 0.11 - 0.12 have it
 
 Jaxpr: type = core.Jaxpr
 """0.10.2 - 0.12."""
-JAXPRS: tuple[type, ...] = tuple({core.Jaxpr, getattr(core, "ClosedJaxpr", core.Jaxpr)})
+ClosedJaxpr: type = getattr(core, "ClosedJaxpr", core.Jaxpr)
+JAXPRS: tuple[type, ...] = (core.Jaxpr,) if ClosedJaxpr is core.Jaxpr else (core.Jaxpr, ClosedJaxpr)
 """0.10.2 has open and closed ones; since 0.11 there is one class, which may hold constants."""
 Literal: type = core.Literal
 """0.10.2 - 0.12."""
@@ -116,6 +117,8 @@ def stage(
     Returns:
         The jaxpr, open, and the values of its constants: see ``inputs_of``.
     """
+    if debug_info.arg_names is not None and len(debug_info.arg_names) != len(in_avals):
+        debug_info = debug_info._replace(arg_names=None)
     wrapped = lu.wrap_init(fn, debug_info=debug_info)
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, in_avals)
     return jaxpr, list(consts)
@@ -212,7 +215,7 @@ def scopes_of(stack: Any) -> list[str]:
 
 def name_scope(name: str) -> Any:
     """Returns a context manager: a name scope that is no part of the module path."""
-    return _source_info.extend_name_stack(name)
+    return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
 
 
 def current_stack() -> Any:
@@ -247,7 +250,11 @@ def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     """Binds an equation anew. Returns its results."""
     params = eqn.primitive.get_bind_params(eqn.params)
     with at(info), eqn.ctx.manager:
-        result = eqn.primitive.bind(*values, **params)
+        try:
+            result = eqn.primitive.bind(*values, **params)
+        except _api_util.InternalFloatingPointError as error:  # jax_debug_nans
+            name = eqn.params.get("name", eqn.primitive.name)
+            raise FloatingPointError(f"invalid value ({error.ty}) encountered in {name}") from None
     return result if eqn.primitive.multiple_results else (result,)
 
 
@@ -399,8 +406,9 @@ def with_unused(jaxpr: Any, before: list[Any], own: int, after: list[Any]) -> An
     new = core.gensym()
     start, rest = opened.invars[:own], opened.invars[own:]
     invars = [*map(new, before), *start, *map(new, after), *rest]
-    wide = opened.replace(invars=invars, debug_info=opened.debug_info.with_unknown_names())
-    return with_consts(wide, consts_of(jaxpr)) if isinstance(jaxpr, JAXPRS[-1:]) else wide
+    info = opened.debug_info._replace(arg_names=None)
+    wide = opened.replace(invars=invars, debug_info=info)
+    return wide if is_open(jaxpr) else with_consts(wide, consts_of(jaxpr))
 
 
 def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
@@ -479,9 +487,6 @@ HiPspecBase: type = _hijax.HiPspec
 
 Zero: type = _ad_util.Zero
 """A tangent that is known to be zero, with its type as ``aval``, 0.10.2 - 0.12."""
-
-ClosedJaxpr: type = getattr(core, "ClosedJaxpr", core.Jaxpr)
-"""Two types on 0.10.2; later a closed jaxpr is a ``Jaxpr`` with consts."""
 
 register_hitype_base: Callable = _hijax.register_hitype
 """0.10.2 - 0.12."""

@@ -81,9 +81,10 @@ def test_recorders_change_nothing_and_agree(name, inner, outer):
     fn, _ = PROGRAMS[name]
     logs = Log(), Log()
     assert stablehlo(tap(tap(fn, logs[0], inner), logs[1], outer), X) == stablehlo(fn, X)
-    suffixes = [[i.split("dot")[0] for i in log.ids] for log in logs]
-    assert suffixes[0] == suffixes[1]
-    assert suffixes[0]
+    # Where the program differentiates, the outer engine stages it once more than it asks.
+    paths = [{i.split("dot")[0] for i in log.ids} for log in logs]
+    assert paths[0] == paths[1]
+    assert paths[0]
 
 
 @NAMES

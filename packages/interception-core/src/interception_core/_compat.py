@@ -84,7 +84,8 @@ on: what a rule or a handler adds to the program."""
 
 def settled(name: str = SETTLED) -> Any:
     """Returns a context manager: operations made in it are none of the program's."""
-    return _source_info.extend_name_stack(name)
+    # Not extend_name_stack: that would be a part of the module path.
+    return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
 
 
 def unsettled() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,15 +49,18 @@ def enter(
     form = form_of(primitive, params)
     assert form is not None
     bodies = form.bodies(params, len(values))
+    # What JAX would have inlined is no function of the program: each call is one of its own.
+    shared = not _compat.is_inlined(primitive, params)
     with form.context(params):
-        tapped = [tap_body(run, around, body, operands) for body in bodies]
+        tapped = [tap_body(run, around, body, operands, shared, form.hoists) for body in bodies]
     jaxprs, extra = [one.jaxpr for one in tapped], [one.extra for one in tapped]
     places = form.places(params)
     if form.results == "branches" and any(extra):
         jaxprs = _share(jaxprs, extra)
         extra, places = [tuple(x for part in extra for x in part)], places[:1]
     all_values = list(values)
-    for place, more in sorted(zip(places, extra, strict=True), key=lambda pair: -pair[0]):
+    # From the last to the first: what is inserted must not move the places to come.
+    for place, _, more in sorted(zip(places, range(len(places)), extra, strict=True), reverse=True):
         if more and place < 0:
             raise JaxtapError(
                 f"A handler used a value of the program around `{primitive.name}` in an operation "
@@ -108,8 +112,25 @@ def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], d
     return origins, notes
 
 
-def tap_body(run: Run, around: Around, body: Body, operands: Operands) -> Tapped:
-    """Returns a body with its handlers' work in it: made before, or now."""
+def tap_body(
+    run: Run,
+    around: Around,
+    body: Body,
+    operands: Operands,
+    shared: bool = True,
+    hoists: bool = False,
+) -> Tapped:
+    """Returns a body with its handlers' work in it: made before, or now.
+
+    Args:
+        run: the run.
+        around: where it is.
+        body: the body.
+        operands: what is known of the operands of its equation.
+        shared: whether handlers that have been asked about it, and asked nothing that has
+            changed since, need not be asked again.
+        hoists: whether its constants must become operands.
+    """
     jaxpr = _compat.open_of(body.jaxpr)
     if not run.tapping.plans.wants(jaxpr):
         return Tapped(body.jaxpr, (), {}, False, {}, {}, None, False)
@@ -126,7 +147,7 @@ def tap_body(run: Run, around: Around, body: Body, operands: Operands) -> Tapped
 
     noted = tuple((i, tuple(note.items())) for i, note in notes.items())
     key = (label, around.within, around.silent, noted, run.context)
-    found = run.tapping.memo.find(jaxpr, key, origin, resolve_path)
+    found = run.tapping.memo.find(jaxpr, key, origin, resolve_path) if shared else None
     if found is not None:
         run.numbers.add(
             {("/".join(filter(None, (path, k[0]))), *k[1:]): n for k, n in found.counted.items()}
@@ -135,7 +156,7 @@ def tap_body(run: Run, around: Around, body: Body, operands: Operands) -> Tapped
     inner = Frame(jaxpr, origins, notes, path, label, around.within, around.silent, frame)
     before = run.numbers.copy()
     new, consts = stage_again(run, inner, body.jaxpr, _compat.consts_of(body.jaxpr))
-    new, extra = hoisted(new, consts, _compat.is_open(body.jaxpr))
+    new, extra = hoisted(new, consts, hoists, _compat.is_open(body.jaxpr))
     counted = {
         (key[0].removeprefix(path).lstrip("/"), *key[1:]): n
         for key, n in run.numbers.since(before).items()
@@ -153,9 +174,21 @@ def tap_body(run: Run, around: Around, body: Body, operands: Operands) -> Tapped
         resolve_path() if inner.path_was_read else None,
         inner.path_was_read,
     )
-    if not extra:
+    if _of_a_trace(extra):
+        return tapped
+    if shared:
         run.tapping.memo.keep(jaxpr, key, tapped)
+    elif not tapped.replaced:
+        # The same jaxpr each time: JAX knows its derivative, and its compiled program.
+        numbers = run.numbers.copy()
+        silent = tap_body(run, around._replace(silent=True), body, operands)
+        run.numbers = numbers
+        return dataclasses.replace(tapped, jaxpr=silent.jaxpr, extra=silent.extra)
     return tapped
+
+
+def _of_a_trace(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, _compat.Tracer) for value in values)
 
 
 def _is_noted(frame: Frame, atom: Any) -> bool:

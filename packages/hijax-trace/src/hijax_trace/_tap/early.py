@@ -23,7 +23,6 @@ from .call import TraceCall
 from .flow import move_of
 from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
 from .plan import WITHIN
-from .rerun import rerun
 
 if TYPE_CHECKING:
     from .run import Run
@@ -122,8 +121,6 @@ class Early:
             if not enters:
                 return NotImplemented
             with settled():
-                if _compat.is_inlined(primitive, params):
-                    return self._inline(where, within, params, values)
                 around = Around(Frame(None, (), {}, *where), (), within, silent=False)
                 return self._bind_entered(around, primitive, params, values)
 
@@ -200,16 +197,6 @@ class Early:
         if self._run.tapping.plans.enters(primitive, params, len(values)):
             return self._bind_entered(around, primitive, params, list(values))
         return primitive.bind(*values, **primitive.get_bind_params(params))
-
-    def _inline(
-        self, where: Where, within: frozenset[str], params: dict[str, Any], values: list[Any]
-    ) -> Any:
-        """Runs the body of a call that JAX would have inlined."""
-        jaxpr, consts = _compat.open_of(params["jaxpr"]), _compat.consts_of(params["jaxpr"])
-        known = self._operands(values)
-        frame = Frame(jaxpr, known.origins, known.notes, *where, within)
-        with self._counting():
-            return rerun(self._run, frame, jaxpr, [*consts, *values])
 
     def _bind_entered(
         self, around: Around, primitive: Any, params: dict[str, Any], values: list[Any]

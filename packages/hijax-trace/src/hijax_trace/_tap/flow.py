@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .. import _compat
@@ -143,3 +144,32 @@ def _unchanged(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | Non
         return None
     operand = body.inputs[body.carry[result]]
     return None if operand is None else (operand, _identity(ins[operand]))
+
+
+def handed_on(eqn: Any) -> list[tuple[int, int]]:
+    """Returns which results of a call, branch or loop are operands, just as they were.
+
+    Returns:
+        Pairs of the number of a result and that of an operand.
+    """
+    form = form_of(eqn.primitive, eqn.params)
+    if form is None:
+        return []
+    bodies = form.bodies(eqn.params, len(eqn.invars))
+    if form.results == "carry":
+        body = bodies[-1]
+        carry = enumerate(body.carry)
+        return [(i, body.inputs[k]) for i, k in carry if body.kinds[k] == SAME]  # type: ignore[misc]
+    found = [dict(_passed(body)) for body in bodies]
+    return [(i, k) for i, k in found[0].items() if all(other.get(i) == k for other in found)]
+
+
+def _passed(body: Body) -> Iterator[tuple[int, int]]:
+    jaxpr = _compat.open_of(body.jaxpr)
+    places = {var: i for i, var in enumerate(jaxpr.invars)}
+    for i, atom in enumerate(jaxpr.outvars):
+        place = None if isinstance(atom, _compat.Literal) else places.get(atom)
+        if place is not None and body.kinds[place] == SAME:
+            operand = body.inputs[place]
+            if operand is not None:
+                yield i, operand

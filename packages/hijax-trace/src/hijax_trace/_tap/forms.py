@@ -42,6 +42,7 @@ class Form:
         bodies: its programs, from its parameters and the number of its operands.
         rebuild: its parameters with other bodies, which take ``extra[i]`` more leading inputs.
         places: where those operands are inserted, by body; -1 where they can't be.
+        hoists: whether its bodies can't have constants, only operands.
         context: returns a context manager, in which its bodies are traced.
         results: "same" (those of the body), "branches" (where all bodies agree) or "carry"
             (those of the carry that the loop doesn't change).
@@ -51,6 +52,7 @@ class Form:
     rebuild: Callable[[dict[str, Any], list[Any], list[int]], dict[str, Any]]
     places: Callable[[dict[str, Any]], list[int]]
     results: str = "same"
+    hoists: bool = False
     context: Callable[[dict[str, Any]], contextlib.AbstractContextManager] = lambda params: (
         contextlib.nullcontext()
     )
@@ -153,6 +155,7 @@ FORMS: dict[Any, Form] = {
         lambda params, n: [_all_same(params["jaxpr"], 0)],
         _shard_map_rebuild,
         lambda params: [0],
+        hoists=True,
         context=_compat.in_shard_map,
     ),
     _compat.custom_vmap_p: Form(
@@ -223,7 +226,8 @@ def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Form:
                 params[name] = whole(*parts) if hasattr(whole, "_fields") else whole(parts)
         return params
 
-    return Form(bodies, rebuild, lambda params: [0 if takes_more else -1] * len(slots))
+    places = [0 if takes_more else -1] * len(slots)
+    return Form(bodies, rebuild, lambda params: places, hoists=takes_more)
 
 
 def form_of(primitive: Any, params: dict[str, Any]) -> Form | None:

@@ -281,14 +281,16 @@ def _is_jaxs(subject: Any) -> bool:
     return getattr(subject, "__globals__", {}).get("__name__", "").split(".")[0] == "jax"
 
 
-def hoisted(jaxpr: Any, consts: list[Any], is_open: bool = False) -> tuple[Any, list[Any]]:
+def hoisted(
+    jaxpr: Any, consts: list[Any], always: bool = False, is_open: bool = False
+) -> tuple[Any, list[Any]]:
     """Returns a jaxpr, closed unless ``is_open``, and the values of its new leading inputs.
 
-    Those are the constants, if one of them is no plain array (but a value of a trace, or a Ref)
-    or if an open jaxpr is wanted, which has no place for them.
+    Those are the constants, if one of them is no plain array (but a value of a trace, or a Ref),
+    or ``always``.
     """
     plain = not any(isinstance(const, _compat.Tracer) or _compat.is_ref(const) for const in consts)
-    if plain and not is_open:
+    if plain and not always:
         return _compat.with_consts(jaxpr, consts), []
     jaxpr = _compat.consts_as_args(jaxpr)
     return (jaxpr if is_open else _compat.like_closed(jaxpr)), list(consts)

@@ -10,6 +10,7 @@ from interception_core import TargetError
 
 from .. import _compat
 from .call import TraceCall
+from .flow import handed_on
 from .frames import Around, Frame, Notes, Operands
 from .marker import Marker, MarkerName, Packed, check_result, check_value
 from .plan import Do, Step
@@ -64,15 +65,17 @@ class Rerun:
 
     def results(self) -> list[Any]:
         """Runs the equations."""
-        env, outer, literal = self._env, self._outer, _compat.Literal
+        env, outer, literal, frame = self._env, self._outer, _compat.Literal, self.frame
         # What is staged costs nothing to keep; arrays are let go as soon as they can be.
         forget = {} if _compat.is_staging(self._trace) else _compat.forgettable(self._jaxpr)
         for position, step in enumerate(self.run.tapping.plans.steps(self._jaxpr)):
             eqn = step.eqn
-            if self.frame.is_program:
+            if frame.is_program:
                 self.run.early.reach(position, self.run.numbers)
             values = [a.val if type(a) is literal else env[a] for a in eqn.invars]
             stack = step.stack
+            if step.settled and self.run.is_observed:
+                stack = eqn.source_info.name_stack
             if len(outer):
                 stack = outer + stack if len(stack) else outer
             info = _compat.info_of(eqn, self._caller, stack)
@@ -80,6 +83,10 @@ class Rerun:
                 self._again(step, eqn, values, info)
             else:
                 _ACTIONS[step.do](self, step, values, info)
+            if frame.notes and _compat.holds_jaxprs(eqn):
+                for i, operand in handed_on(eqn):
+                    if notes := _notes(frame, eqn.invars[operand]):
+                        frame.notes.setdefault(eqn.outvars[i], notes)
             for var in forget.get(eqn, ()):
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self._jaxpr.outvars]
@@ -240,7 +247,7 @@ class Rerun:
     ) -> None:
         """Makes an equation with what it holds tapped."""
         eqn, frame = step.eqn, self.frame
-        if step.inlined:
+        if step.inlined and self._appends:
             within = (within or frame.within) | step.within
             self._inline(step, eqn.params["jaxpr"], values, info, within)
             return

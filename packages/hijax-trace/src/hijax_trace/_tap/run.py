@@ -103,6 +103,8 @@ class Run:
         self.numbers = Numbers() if numbers is None else numbers
         self.early = Early(self)
         self.context = _interned(_compat.trace_context())
+        # What was settled for this engine is so for one around it.
+        self.is_observed = bool(getattr(Taps.state(), "observed", False))
         self.finished = False
         self._keeping: weakref.WeakSet[Any] = weakref.WeakSet()
 
