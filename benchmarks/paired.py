@@ -36,7 +36,7 @@ def compare(benchmark, sides, make, *, rounds, unit, per=1, setup=lambda: None):
     benchmark.extra_info["seconds"] = {
         side: statistics.median(values) for side, values in counted.items()
     }
-    first, ours, *_ = sides
+    _, ours, *_ = sides
     benchmark.extra_info["ratios"] = {
         f"{ours} / {other}": statistics.median(
             a / b for a, b in zip(counted[ours], counted[other], strict=True)
