@@ -47,6 +47,14 @@ def test_output_shows_accuracy_agreement_and_the_table(outcome):
     assert "training, attention" in run.stderr  # the progress bar
 
 
+def test_both_engines_give_the_same_table(outcome, tmp_path):
+    _, by_default = outcome
+    file = tmp_path / "demo.json"
+    run = demo("--json", str(file), "--seed", "3", "--engine", "patch")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(file.read_text()) == by_default
+
+
 def test_nowhere_to_write_is_said_before_the_work(tmp_path):
     run = demo("--json", str(tmp_path / "missing" / "demo.json"))
     assert run.returncode == 1

@@ -109,8 +109,23 @@ class TestByName:
         host(acme)
         with pytest.raises(UnknownNameError, match="Did you mean 'acme'"):
             get_provider("acne")
-        with pytest.raises(UnknownNameError, match="Unknown engine None"):
-            get_engine(None)
+        with pytest.raises(UnknownNameError, match="Unknown engine 'acne'"):
+            get_engine("acne")
+
+    def test_the_engine_of_the_highest_priority_is_the_default(self, acme, declare, host):
+        own = [found for found in discover() if found.distribution == "interception-core"]
+        at = "acme_implementation:Engine"
+        shy = declare("shy", jaxtap_register_engines=[EngineSpec("a-shy", "an engine", at)])
+        host(*own, shy)
+        assert isinstance(get_engine(), interception_core.PatchEngine)
+        bold = declare("bold", jaxtap_register_engines=[EngineSpec("bold", "one", at, priority=99)])
+        host(*own, shy, bold)
+        assert isinstance(get_engine(), Engine)
+
+    def test_no_engine_at_all(self, host):
+        host()
+        with pytest.raises(UnknownNameError, match="Unknown engine 'patch'"):
+            get_engine()
 
 
 def test_the_specs_can_be_listed(acme, host):

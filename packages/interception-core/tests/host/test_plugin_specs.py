@@ -52,6 +52,7 @@ def test_the_key_of_a_kernel_has_its_platform():
         (lambda: ProviderSpec("acme", "s", dict), "ProviderSpec.factory"),
         (lambda: EngineSpec("x", "s", "a:b-c"), "EngineSpec.factory"),
         (lambda: EngineSpec("x", "s", ":b"), "EngineSpec.factory"),
+        (lambda: EngineSpec("x", "s", "a:b", priority="high"), "EngineSpec.priority"),
         (lambda: KernelSpec(**{**KERNEL, "target": "gemm"}), "KernelSpec.target"),
         (lambda: KernelSpec(**{**KERNEL, "platform": "CPU"}), "KernelSpec.platform"),
         (lambda: KernelSpec(**{**KERNEL, "handlers": None}), "KernelSpec.handlers"),
