@@ -22,7 +22,9 @@ from .axes import dropped
 from .call import TraceCall
 from .flow import move_of
 from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
+from .marker import Marker, check_result, marker_in
 from .plan import WITHIN
+from .rerun import rerun
 
 if TYPE_CHECKING:
     from .run import Run
@@ -97,6 +99,9 @@ class Early:
     ) -> Any:
         """Asks the handler of a primitive, and those of what it holds."""
         tapping = self._run.tapping
+        marker = marker_in(primitive, params)
+        if marker is not None and marker.interceptor == self._run.interceptor:
+            return self._marker(path, trace, marker, list(values))
         entry = tapping.primitives.get(primitive)
         enters = tapping.plans.enters(primitive, params, len(values))
         if entry is None and not enters:
@@ -123,6 +128,26 @@ class Early:
             with settled():
                 around = Around(Frame(None, (), {}, *where), (), within, silent=False)
                 return self._bind_entered(around, primitive, params, values)
+
+    def _marker(self, path: str, trace: Any, marker: Marker, values: list[Any]) -> Any:
+        """Asks the handler of a function whose call another engine has staged, and makes now."""
+        where, entry = self._where(trace, path), self._run.tapping.functions.get(marker.site)
+        if where is None or entry is None:
+            return NotImplemented
+        arrays, name = values[marker.extra :], marker.op_name
+        args, kwargs = marker.packed.build(arrays)
+        nothing: frozenset[str] = frozenset()
+        told = self._told(name, "function", args, kwargs, where, nothing, arrays, marker.function)
+        jaxpr = _compat.open_of(marker.jaxpr)
+        with _compat.set_current_trace(trace), settled():
+            result = self._noted(told, entry[1](told, *args, **kwargs))
+            if result is not NotImplemented:
+                avals = [atom.aval for atom in jaxpr.outvars]
+                return check_result(told, result, marker.results, avals)
+            known = self._operands(values)
+            inner = Frame(jaxpr, known.origins, known.notes, *where, frozenset({name}))
+            with self._counting():
+                return rerun(self._run, inner, jaxpr, [*_compat.consts_of(marker.jaxpr), *values])
 
     def reach(self, position: int, numbers: Numbers) -> None:
         """Counts the operations that were asked about before an equation of the program.

@@ -185,10 +185,15 @@ def marker_of(eqn: Any) -> Marker | None:
 
     A marker that was differentiated or batched is an ordinary call of that name.
     """
-    if eqn.primitive is not _compat.jit_p:
+    return marker_in(eqn.primitive, eqn.params)
+
+
+def marker_in(primitive: Any, params: dict[str, Any]) -> Marker | None:
+    """Returns the same of what is about to be an equation."""
+    if primitive is not _compat.jit_p:
         return None
-    name = eqn.params["name"]
-    if type(name) is not MarkerName or name.marker.jaxpr is not eqn.params["jaxpr"]:
+    name = params["name"]
+    if type(name) is not MarkerName or name.marker.jaxpr is not params["jaxpr"]:
         return None
     return name.marker
 

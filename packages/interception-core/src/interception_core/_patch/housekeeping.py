@@ -72,8 +72,11 @@ def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict
 
 
 def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Keeps the call of a jitted function, which JAX would inline, where an observer wants it."""
-    if isinstance(state, Scope) and state.observed and not state.asleep:
+    """Keeps the call of a jitted function, which JAX would inline, where an observer wants it.
+
+    Also in JAX's own rules: a derivative of what they leave behind sums in the order of calls.
+    """
+    if isinstance(state, Scope) and state.observed:
         level: Scope | None = state
         while level is not None:
             observer = level.activation.observer
