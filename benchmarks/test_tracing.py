@@ -116,16 +116,6 @@ def test_trace(benchmark, model, differentiated):
     compare(benchmark, SIDES, make, rounds=15, unit="ms", setup=cold)
 
 
-def test_trace_and_compile(benchmark, model, differentiated):
-    make_model, weights = model
-
-    def make(wrap):
-        fn = make_model()
-        return lambda: jax.jit(differentiated(wrap(fn))).lower(weights, X).compile()
-
-    compare(benchmark, SIDES, make, rounds=3, unit="ms", setup=cold)
-
-
 def test_run(benchmark, model, differentiated):
     make_model, weights = model
 
