@@ -55,8 +55,8 @@ def op(request):
     return OPS[request.param]
 
 
-def draw(*shapes, dtype=np.float32):
-    rng = np.random.default_rng()
+def draw(*shapes, dtype=np.float32, seed=None):
+    rng = np.random.default_rng(seed)
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
@@ -396,7 +396,8 @@ def test_tiles_that_do_not_fit_are_reported():
 
 
 def test_control_flow_and_transformations():
-    x, w = draw((6, 8), (8, 8))
+    # Drawn once: four quantized products in a row bound their error for most draws, not for all.
+    x, w = draw((6, 8), (8, 8), seed=0)
 
     def model(w, x):
         h = jax.checkpoint(lambda x: jnp.tanh(x @ w))(x)
