@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_name("wrong_engines.py")
-OUTCOME = r"^(PASSED|FAILED|ERROR) \S*::Test\w+::(test_.*?\]|test_\w+)"
+OUTCOME = r"^(PASSED|FAILED|ERROR) \S*::Test\w+::(test_\w+(?:\[.*?\](?= - |$))?)"
 
 # What must fail, and what must not: a suite that fails everything shows nothing.
 FAULTS = {
