@@ -180,9 +180,7 @@ def tap_body(
         run.tapping.memo.keep(jaxpr, key, tapped)
     elif not tapped.replaced:
         # The same jaxpr each time: JAX knows its derivative, and its compiled program.
-        numbers = run.numbers.copy()
         silent = tap_body(run, around._replace(silent=True), body, operands)
-        run.numbers = numbers
         return dataclasses.replace(tapped, jaxpr=silent.jaxpr, extra=silent.extra)
     return tapped
 

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 _NOTHING: Notes = {}
 
 
+def _no_trace() -> None:
+    """Stands for the weak reference to the program's trace before and after there is one."""
+
+
 class Where(NamedTuple):
     """Where an operation is.
 
@@ -58,7 +62,7 @@ class Early:
 
     def __init__(self, run: Run):
         self._run = run
-        self._base: weakref.ref[Any] | None = None
+        self._base: Callable[[], Any] = _no_trace
         self._variables: dict[Any, int] = {}
         self._origins: Callable[[int], Origin] | None = None
         self._numbers = Numbers()
@@ -75,7 +79,7 @@ class Early:
 
     def end(self) -> None:
         """Says that it is."""
-        self._base, self._origins = None, None
+        self._base, self._origins = _no_trace, None
         self._notes = {}
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
@@ -162,7 +166,7 @@ class Early:
 
     def _where(self, trace: Any, path: str) -> Where | None:
         """Returns the module path and label, or None where they can't be known."""
-        base = self._base() if self._base is not None else None
+        base = self._base()
         staging = _compat.staging_trace(trace)
         nested = staging is not base
         mode = self._run.tapping.mode
@@ -260,7 +264,7 @@ class Early:
                 return origin
             rank = len(getattr(value, "shape", ()))
             return origin.moved(dropped(axis, rank))
-        base = self._base() if self._base is not None else None
+        base = self._base()
         if base is None or not _compat.is_staged_in(value, base):
             return None
         var, eqn = _compat.producer(value)
@@ -283,7 +287,7 @@ class Early:
 
     def _count_staged(self) -> None:
         """Counts what has been staged since the last time, and is to be asked later on."""
-        base = self._base() if self._base is not None else None
+        base = self._base()
         if base is None:
             return
         eqns = _compat.staged_in(base)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from interception_core import Interceptor, Taps
 
 from .. import _compat
-from .bodies import Entered, custom, enter
+from .bodies import custom, enter
 from .early import Early
-from .frames import Around, Numbers, Operands
+from .frames import Numbers
 from .marker import Markers, is_plain
 from .memo import Memo
 from .plan import Plans
@@ -148,26 +148,9 @@ class Run:
         """Called with what meets a transformation while the program is staged."""
         return self.early.bind(path, trace, primitive, values, params)
 
-    def enter(
-        self,
-        around: Around,
-        primitive: Any,
-        params: dict[str, Any],
-        values: Sequence[Any],
-        operands: Operands,
-    ) -> Entered:
-        """See ``bodies``."""
-        return enter(self, around, primitive, params, values, operands)
-
-    def custom(
-        self,
-        around: Around,
-        params: dict[str, Any],
-        values: Sequence[Any],
-        operands: Operands,
-    ) -> Entered:
-        """See ``bodies``."""
-        return custom(self, around, params, values, operands)
+    # Methods, so that ``rerun``, which ``bodies`` calls, can call them without importing it.
+    enter = enter
+    custom = custom
 
     def counting(self, numbers: Numbers) -> Run:
         """Returns a run of its own for what happens later, or instead."""
