@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ._box.jit import jit
     from ._box.types import BoxType, mut_types
     from ._tap.engine import TraceEngine
+    from ._tap.standin import StandIn
     from ._types.hiprim import (
         HiPrim,
         bdims_at_front,
@@ -35,6 +36,7 @@ __all__ = [
     "HiPspec",
     "HiType",
     "MappingSpec",
+    "StandIn",
     "TraceEngine",
     "bdims_at_front",
     "is_high",
@@ -60,6 +62,7 @@ _LAZY = {
     "HiPspec": "_types.hitype",
     "HiType": "_types.hitype",
     "MappingSpec": "_types.hitype",
+    "StandIn": "_tap.standin",
     "TraceEngine": "_tap.engine",
     "bdims_at_front": "_types.hiprim",
     "is_high": "_types.inspect",

@@ -317,6 +317,11 @@ def inner_value(tracer: Any) -> tuple[Any, int | None] | None:
     return None
 
 
+def is_batched(value: Any) -> bool:
+    """Returns whether a value is one of ``vmap`` (0.10.2 - 0.12)."""
+    return isinstance(value, batching.BatchTracer)
+
+
 def producer(tracer: Any) -> tuple[Any, Any]:
     """Returns a staged value's variable and the equation that made it, or None for that.
 
@@ -460,6 +465,20 @@ def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
     consts, carry, xs = params["ft_in"].unpack()
     consts = _flat_tree.nones(len(consts) + extra)
     return {**params, "ft_in": _flat_tree.pack((consts, carry, xs))}
+
+
+def more_scan_steps(params: dict[str, Any], extra: int) -> dict[str, Any]:
+    """Returns the parameters of a scan that steps along ``extra`` more operands, its last."""
+    if "ft_in" not in params:  # 0.10.2 counts the others alone
+        return params
+    consts, carry, xs = params["ft_in"].unpack()
+    xs = _flat_tree.nones(len(xs) + extra)
+    return {**params, "ft_in": _flat_tree.pack((consts, carry, xs))}
+
+
+def step_type(aval: Any) -> Any:
+    """Returns the type of one step along axis 0."""
+    return core.mapped_aval(aval.shape[0], 0, aval)
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:

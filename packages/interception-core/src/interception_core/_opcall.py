@@ -122,6 +122,13 @@ class OpCall(abc.ABC):
     def metadata(self, value: Any) -> Mapping[str, Any]:
         """Returns what was attached to ``value``; empty if nothing was."""
 
+    def stand_in(self, value: Any) -> Any:
+        """Returns what the caller passed in place of ``value``, or None.
+
+        The trace engine knows it: see ``hijax_trace.StandIn``.
+        """
+        return None
+
     @property
     def operands(self) -> tuple[Operand, ...]:
         """The positional arguments, with where they came from. Raises as ``operand`` does."""

@@ -16,6 +16,7 @@ from .frames import Around, Frame, Notes, Numbers, Operands, Origin, Resolve
 from .marker import hoisted
 from .memo import Tapped
 from .rerun import rerun
+from .standin import NONE_TAKEN, Taken, taken
 
 if TYPE_CHECKING:
     from .run import Run
@@ -49,11 +50,20 @@ def enter(
     form = form_of(primitive, params)
     assert form is not None
     bodies = form.bodies(params, len(values))
+    stand_ins = operands.stand_ins if min(form.places(params)) >= 0 else {}
+    held = [taken(body, stand_ins) for body in bodies]
     # What JAX would have inlined is no function of the program: each call is one of its own.
     shared = not _compat.is_inlined(primitive, params)
     with form.context(params):
-        tapped = [tap_body(run, around, body, operands, shared, form.hoists) for body in bodies]
-    jaxprs, extra = [one.jaxpr for one in tapped], [one.extra for one in tapped]
+        tapped = [
+            tap_body(run, around, body, operands, part, shared, form.hoists)
+            for body, part in zip(bodies, held, strict=True)
+        ]
+    jaxprs = [one.jaxpr for one in tapped]
+    held = [part if one.taken else NONE_TAKEN for part, one in zip(held, tapped, strict=True)]
+    extra = [(*one.extra, *part.leading) for one, part in zip(tapped, held, strict=True)]
+    # Only a scan's body, the one that it has, takes any.
+    trailing = held[0].trailing
     places = form.places(params)
     if form.results == "branches" and any(extra):
         jaxprs = _share(jaxprs, extra)
@@ -68,7 +78,9 @@ def enter(
                 "handler use its own arguments and constants alone."
             )
         all_values[max(place, 0) : max(place, 0)] = more
-    new = form.rebuild(params, jaxprs, [len(part) for part in extra])
+    all_values += trailing
+    new = form.more_steps(params, len(trailing))
+    new = form.rebuild(new, jaxprs, [len(part) for part in extra])
     if primitive is _compat.custom_vmap_p:
         new["rule"] = _compat.with_rule(new["rule"], run.tapping.rewrap)
     return Entered(new, all_values, _joined(form.results, tapped), any(t.replaced for t in tapped))
@@ -117,6 +129,7 @@ def tap_body(
     around: Around,
     body: Body,
     operands: Operands,
+    held: Taken,
     shared: bool = True,
     hoists: bool = False,
 ) -> Tapped:
@@ -127,13 +140,14 @@ def tap_body(
         around: where it is.
         body: the body.
         operands: what is known of the operands of its equation.
+        held: the stand-ins of operands that it can take.
         shared: whether handlers that have been asked about it, and asked nothing that has
             changed since, need not be asked again.
         hoists: whether its constants must become operands.
     """
     jaxpr = _compat.open_of(body.jaxpr)
     if not run.tapping.plans.wants(jaxpr):
-        return Tapped(body.jaxpr, (), {}, False, {}, {}, None, False)
+        return Tapped(body.jaxpr, (), {}, False, {}, {}, None, False, False)
     frame, scopes = around.frame, around.scopes
     origins, notes = body_inputs(body, operands)
     path, label = frame.silent_path(scopes), body.label or frame.label
@@ -146,7 +160,7 @@ def tap_body(
         return None if resolve is None else resolve()
 
     noted = tuple((i, tuple(note.items())) for i, note in notes.items())
-    key = (label, around.within, around.silent, noted, run.context)
+    key = (label, around.within, around.silent, noted, held.key(), run.context)
     found = run.tapping.memo.find(jaxpr, key, origin, resolve_path) if shared else None
     if found is not None:
         run.numbers.add(
@@ -155,7 +169,7 @@ def tap_body(
         return found
     inner = Frame(jaxpr, origins, notes, path, label, around.within, around.silent, frame)
     before = run.numbers.copy()
-    new, consts = stage_again(run, inner, body.jaxpr, _compat.consts_of(body.jaxpr))
+    new, consts = stage_again(run, inner, body.jaxpr, _compat.consts_of(body.jaxpr), held)
     new, extra = hoisted(new, consts, hoists, _compat.is_open(body.jaxpr))
     counted = {
         (key[0].removeprefix(path).lstrip("/"), *key[1:]): n
@@ -173,6 +187,7 @@ def tap_body(
         inner.read,
         resolve_path() if inner.path_was_read else None,
         inner.path_was_read,
+        held is not NONE_TAKEN,
     )
     if _of_a_trace(extra):
         return tapped
@@ -180,8 +195,8 @@ def tap_body(
         run.tapping.memo.keep(jaxpr, key, tapped)
     elif not tapped.replaced:
         # The same jaxpr each time: JAX knows its derivative, and its compiled program.
-        silent = tap_body(run, around._replace(silent=True), body, operands)
-        return dataclasses.replace(tapped, jaxpr=silent.jaxpr, extra=silent.extra)
+        silent = tap_body(run, around._replace(silent=True), body, operands, NONE_TAKEN)
+        return dataclasses.replace(tapped, jaxpr=silent.jaxpr, extra=silent.extra, taken=False)
     return tapped
 
 
@@ -193,15 +208,21 @@ def _is_noted(frame: Frame, atom: Any) -> bool:
     return type(atom) is not _compat.Literal and atom in frame.notes
 
 
-def stage_again(run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any]]:
+def stage_again(
+    run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any], held: Taken = NONE_TAKEN
+) -> tuple[Any, list[Any]]:
     """Returns a jaxpr made of another one and its handlers, and its constants."""
     jaxpr = _compat.open_of(jaxpr)
+    own = [var.aval for var in _compat.inputs_of(jaxpr)[len(consts) :]]
+    before, after = held.avals()
+    start, end = len(before), len(before) + len(own)
 
     def flat(*args: Any) -> list[Any]:
-        return rerun(run, frame, jaxpr, [*consts, *args])
+        for i, stand_in in held.inside(args[:start], args[end:]).items():
+            frame.stand_ins[jaxpr.invars[i]] = stand_in
+        return rerun(run, frame, jaxpr, [*consts, *args[start:end]])
 
-    own = _compat.inputs_of(jaxpr)[len(consts) :]
-    return _compat.stage(flat, [var.aval for var in own], jaxpr.debug_info)
+    return _compat.stage(flat, [*before, *own, *after], jaxpr.debug_info)
 
 
 def custom(
@@ -216,8 +237,10 @@ def custom(
     before = run.numbers.copy()
     count = len(values)
     body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
-    tapped = tap_body(run, around, body, operands)
-    extra = len(tapped.extra)
+    held = taken(body, operands.stand_ins)
+    tapped = tap_body(run, around, body, operands, held)
+    leading = [*tapped.extra, *(held.leading if tapped.taken else ())]
+    extra = len(leading)
     new["call_jaxpr"] = tapped.jaxpr
     new["num_consts"] = params["num_consts"] + extra
     own = operands.origins[params["num_consts"] :]
@@ -227,7 +250,7 @@ def custom(
             new[name] = _compat.wrap_fun(rule, params[name].debug_info)
     if extra and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], extra)
-    return Entered(new, [*tapped.extra, *values], tapped.notes, tapped.replaced)
+    return Entered(new, [*leading, *values], tapped.notes, tapped.replaced)
 
 
 def _tapped_rule(

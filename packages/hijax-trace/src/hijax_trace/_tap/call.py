@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from interception_core import OpCall, Operand
 
 from .frames import Frame, Notes, Origin
+from .standin import StandIn
 
 if TYPE_CHECKING:
     from .run import Run
@@ -29,6 +30,7 @@ class TraceCall(OpCall):
         values: the arrays among its arguments.
         origins: of each of them, how its origin is found.
         notes: of each of them, the metadata.
+        stand_ins: of each of them, what it is kept as.
         within: the names of the functions that it is a part of.
         proceed: runs the original.
         run: the run that it is a part of.
@@ -42,6 +44,7 @@ class TraceCall(OpCall):
         "_proceed",
         "_run",
         "_scopes",
+        "_stand_ins",
         "_values",
         "_within",
         "given",
@@ -59,6 +62,7 @@ class TraceCall(OpCall):
         values: Sequence[Any],
         origins: Callable[[int], Origin | None],
         notes: Callable[[int], Notes],
+        stand_ins: Callable[[int], StandIn | None],
         within: frozenset[str],
         proceed: Callable[..., Any],
         run: Run,
@@ -73,6 +77,7 @@ class TraceCall(OpCall):
         self._values = values
         self._origins = origins
         self._notes = notes
+        self._stand_ins = stand_ins
         self._within = within
         self._proceed = proceed
         self._run = run
@@ -98,6 +103,10 @@ class TraceCall(OpCall):
     def provenance(self, value: Any) -> str | None:
         origin = self._origin(value)
         return None if origin is None else origin.path
+
+    def stand_in(self, value: Any) -> StandIn | None:
+        index = self._index(value)
+        return None if index is None else self._stand_ins(index)
 
     def operand(self, value: Any) -> Operand:
         origin = self._origin(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
 from .marker import Marker, check_result, marker_in
 from .plan import WITHIN
 from .rerun import rerun
+from .standin import StandIn
 
 if TYPE_CHECKING:
     from .run import Run
@@ -69,18 +70,26 @@ class Early:
         self._looked_at = 0
         self._asked: list[tuple[int, Key, int]] = []
         self._notes: dict[int, tuple[Any, Notes]] = {}
+        self._stand_ins: Mapping[int, StandIn] = {}
         self.met = self.met_nested = False
 
-    def begin(self, trace: Any, tracers: Sequence[Any], origins: Callable[[int], Origin]) -> None:
-        """Says in which trace the program is staged, and on what."""
+    def begin(
+        self,
+        trace: Any,
+        tracers: Sequence[Any],
+        origins: Callable[[int], Origin],
+        stand_ins: Mapping[int, StandIn],
+    ) -> None:
+        """Says in which trace the program is staged, on what, and what that is kept as."""
         self._base = weakref.ref(trace)
         self._variables = {_compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
         self._origins = origins
+        self._stand_ins = stand_ins
 
     def end(self) -> None:
         """Says that it is."""
         self._base, self._origins = _no_trace, None
-        self._notes = {}
+        self._notes, self._stand_ins = {}, {}
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
         """Asks the handler of a function. ``call`` is what PatchEngine tells of the call."""
@@ -149,7 +158,14 @@ class Early:
                 avals = [atom.aval for atom in jaxpr.outvars]
                 return check_result(told, result, marker.results, avals)
             known = self._operands(values)
-            inner = Frame(jaxpr, known.origins, known.notes, *where, frozenset({name}))
+            inner = Frame(
+                jaxpr,
+                known.origins,
+                known.notes,
+                *where,
+                frozenset({name}),
+                stand_ins=known.stand_ins,
+            )
             with self._counting():
                 return rerun(self._run, inner, jaxpr, [*_compat.consts_of(marker.jaxpr), *values])
 
@@ -210,6 +226,7 @@ class Early:
             values,
             lambda i: self.origin(values[i]),
             lambda i: self._notes.get(id(values[i]), (None, _NOTHING))[1],
+            lambda i: self._stand_in(values[i]),
             within,
             proceed,
             self._run,
@@ -239,6 +256,7 @@ class Early:
             [_compat.typeof(value) for value in values],
             [functools.partial(self.origin, value) for value in values],
             {i: self._notes[id(v)][1] for i, v in enumerate(values) if id(v) in self._notes},
+            {i: held for i, v in enumerate(values) if (held := self._stand_in(v)) is not None},
         )
 
     @contextlib.contextmanager
@@ -284,6 +302,29 @@ class Early:
             return None
         origin = self.origin(eqn.in_tracers[step[0]])
         return None if origin is None else origin.moved(step[1])
+
+    def _stand_in(self, value: Any) -> StandIn | None:
+        """Returns what a value of the staged program, mapped over or not, is kept as."""
+        base = self._base()
+        if not self._stand_ins or base is None:
+            return None
+        # What vmap doesn't map is the value itself; a derivative needs the array.
+        if _compat.is_batched(value):
+            value, axis = _compat.inner_value(value)
+            return self._stand_in(value) if axis is None else None
+        if not _compat.is_staged_in(value, base):
+            return None
+        var, eqn = _compat.producer(value)
+        if eqn is None:
+            return (
+                None
+                if isinstance(var, _compat.Literal)
+                else self._stand_ins.get(self._variables.get(var, -1))
+            )
+        if len(eqn.in_tracers) != 1 or len(eqn.outvars) != 1:
+            return None
+        held = self._stand_in(eqn.in_tracers[0])
+        return None if held is None else held.moved(eqn.primitive.name, eqn.params)
 
     def _count_staged(self) -> None:
         """Counts what has been staged since the last time, and is to be asked later on."""

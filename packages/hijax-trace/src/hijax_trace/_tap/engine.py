@@ -17,6 +17,7 @@ from .frames import Frame, Origin
 from .marker import Packed
 from .rerun import rerun
 from .run import Run, Tapping, mode_of, widen_mode
+from .standin import StandIn, is_stand_in, leaves_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +31,8 @@ class TraceEngine:
     ``custom_jvp``, ``custom_vjp`` and ``shard_map``; and before they are differentiated or
     batched where the program does that itself. What a program does is otherwise unchanged: the
     result is an ordinary JAX function, and what no handler has replaced is made again as it was.
+
+    Arguments may hold a ``StandIn`` where the function expects an array.
 
     A program must be traceable, as for ``jax.jit``. Its arrays are traced values; Python's
     numbers, strings and other objects among its arguments are constants.
@@ -89,19 +92,23 @@ class _Tapped:
         tapping = self._current()
         if tapping.taps.holds():
             return self._fn(*args, **kwargs)
-        packed = Packed((args, kwargs))
-        run, staged = self._stage(tapping, packed)
+        packed, held = _restored(args, kwargs)
+        run, staged = self._stage(tapping, packed, held)
         while run.early.met:
             widen_mode(self._interceptor, run.early.met_nested)
             tapping = self._current()
-            run, staged = self._stage(tapping, packed)
+            run, staged = self._stage(tapping, packed, held)
         jaxpr, consts, result = staged
         origins = _Origins(packed)
-        inputs = [None] * (len(jaxpr.invars) - len(packed.arrays))
-        inputs += [functools.partial(origins, i) for i in range(len(packed.arrays))]
-        frame = Frame(jaxpr, inputs, {}, "")
+        leaves = leaves_of(list(held.values()))
+        count = len(packed.arrays)
+        first = len(jaxpr.invars) - len(leaves) - count
+        inputs: list[Any] = [None] * len(jaxpr.invars)
+        inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
+        stand_ins = {first + i: stand_in for i, stand_in in held.items()}
+        frame = Frame(jaxpr, inputs, {}, "", stand_ins=stand_ins)
         try:
-            return result.build(rerun(run, frame, jaxpr, [*consts, *packed.arrays]))
+            return result.build(rerun(run, frame, jaxpr, [*consts, *packed.arrays, *leaves]))
         finally:
             run.finished = True
 
@@ -123,20 +130,26 @@ class _Tapped:
             )
         return value
 
-    def _stage(self, tapping: Tapping, packed: Packed) -> tuple[Run, tuple[Any, list[Any], Packed]]:
+    def _stage(
+        self, tapping: Tapping, packed: Packed, held: dict[int, StandIn]
+    ) -> tuple[Run, tuple[Any, list[Any], Packed]]:
         run = Run(tapping)
         result: Packed | None = None
         origins = _Origins(packed)
 
+        values = [*packed.arrays, *leaves_of(list(held.values()))]
+
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
-            run.early.begin(_compat.current_trace(), tracers, origins)
+            tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
+            stand_ins = jax.tree.unflatten(jax.tree.structure(held), leaves)
+            run.early.begin(_compat.current_trace(), tracers, origins, stand_ins)
             run.keep(_compat.current_trace())
             args, kwargs = packed.build(tracers)
             result = Packed(tapping.taps.run(self._whole, args, kwargs, observer=run))
             return result.forget()
 
-        avals = [_compat.typeof(value) for value in packed.arrays]
+        avals = [_compat.typeof(value) for value in values]
         info = _compat.debug_info("tap", self._fn, *packed.build(packed.arrays))
         try:
             jaxpr, consts = _compat.stage(flat, avals, info)
@@ -144,6 +157,19 @@ class _Tapped:
             run.early.end()
         assert result is not None
         return run, (jaxpr, consts, result)
+
+
+def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, StandIn]]:
+    """Returns the arguments with arrays in place of stand-ins, and these, by array."""
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_stand_in)
+    if not any(map(is_stand_in, leaves)):
+        return Packed((args, kwargs)), {}
+    # One that is there twice is one array, as an array is.
+    arrays = {id(leaf): leaf.restore() for leaf in leaves if is_stand_in(leaf)}
+    packed = Packed(jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves]))
+    places = {id(array): i for i, array in enumerate(packed.arrays)}
+    by_place = {places[id(arrays[id(x)])]: x for x in leaves if id(x) in arrays}
+    return packed, dict(sorted(by_place.items()))
 
 
 class _Origins:

@@ -44,6 +44,7 @@ class Form:
         places: where those operands are inserted, by body; -1 where they can't be.
         hoists: whether its bodies can't have constants, only operands.
         context: returns a context manager, in which its bodies are traced.
+        more_steps: its parameters with that many more operands, the last, that its steps go along.
         results: "same" (those of the body), "branches" (where all bodies agree) or "carry"
             (those of the carry that the loop doesn't change).
     """
@@ -53,6 +54,7 @@ class Form:
     places: Callable[[dict[str, Any]], list[int]]
     results: str = "same"
     hoists: bool = False
+    more_steps: Callable[[dict[str, Any], int], dict[str, Any]] = lambda params, count: params
     context: Callable[[dict[str, Any]], contextlib.AbstractContextManager] = lambda params: (
         contextlib.nullcontext()
     )
@@ -143,7 +145,13 @@ FORMS: dict[Any, Form] = {
     _compat.jit_p: Form(
         lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild, lambda params: [0]
     ),
-    _compat.scan_p: Form(_scan_bodies, _scan_rebuild, lambda params: [0], "carry"),
+    _compat.scan_p: Form(
+        _scan_bodies,
+        _scan_rebuild,
+        lambda params: [0],
+        "carry",
+        more_steps=_compat.more_scan_steps,
+    ),
     _compat.while_p: Form(
         _while_bodies, _while_rebuild, lambda params: [0, params["cond_nconsts"]], "carry"
     ),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from .axes import Axes, compose
 from .flow import flow_of
+from .standin import StandIn
 
 
 class Origin(NamedTuple):
@@ -48,6 +49,7 @@ class Frame:
         within: the names of the functions, tapped but let run, that it is a part of.
         silent: whether no handler is asked.
         parent: the frame around it.
+        stand_ins: what its inputs are kept as, by number.
     """
 
     __slots__ = (
@@ -61,6 +63,7 @@ class Frame:
         "read",
         "replaced",
         "silent",
+        "stand_ins",
         "within",
     )
 
@@ -74,6 +77,7 @@ class Frame:
         within: frozenset[str] = frozenset(),
         silent: bool = False,
         parent: Frame | None = None,
+        stand_ins: Mapping[int, StandIn] | None = None,
     ):
         self._flow = None if jaxpr is None else flow_of(jaxpr)
         self._inputs = inputs
@@ -83,6 +87,9 @@ class Frame:
         self.within = within
         self.silent = silent
         self.notes: dict[Any, Notes] = {jaxpr.invars[i]: note for i, note in notes.items()}
+        self.stand_ins: dict[Any, StandIn] = {
+            jaxpr.invars[i]: stand_in for i, stand_in in (stand_ins or {}).items()
+        }
         self.replaced: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
         self.path_was_read = False
@@ -143,11 +150,13 @@ class Operands(NamedTuple):
         avals: their types.
         origins: how the origin of each is found.
         notes: their metadata, by number.
+        stand_ins: what they are kept as, by number.
     """
 
     avals: Sequence[Any]
     origins: Sequence[Resolve]
     notes: Mapping[int, Notes]
+    stand_ins: Mapping[int, StandIn]
 
 
 Key = tuple[str, str, str]

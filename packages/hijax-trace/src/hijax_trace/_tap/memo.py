@@ -23,6 +23,7 @@ class Tapped:
         read: the origins of its inputs that handlers looked at, by number.
         path: what stands for the module path that they looked at.
         path_was_read: whether they did.
+        taken: whether it takes the stand-ins of its operands.
     """
 
     jaxpr: Any
@@ -33,6 +34,7 @@ class Tapped:
     read: Mapping[int, Origin | None]
     path: Hashable
     path_was_read: bool
+    taken: bool
 
 
 class Memo:

@@ -79,7 +79,9 @@ class Rerun:
             if len(outer):
                 stack = outer + stack if len(stack) else outer
             info = _compat.info_of(eqn, self._caller, stack)
-            if step.do is Do.PASS:
+            if frame.stand_ins and self._moves(step, values, info):
+                pass
+            elif step.do is Do.PASS:
                 self._again(step, eqn, values, info)
             else:
                 _ACTIONS[step.do](self, step, values, info)
@@ -98,6 +100,28 @@ class Rerun:
                 aval = _compat.typeof(value)
                 if aval is not var.aval and aval != var.aval:
                     self._changed.add(var)
+
+    def _moves(self, step: Step, values: list[Any], info: Any) -> bool:
+        """Makes an equation that moves what has a stand-in. Returns whether it did."""
+        eqn, stand_ins = step.eqn, self.frame.stand_ins
+        if step.do is not Do.PASS or not eqn.invars:
+            return False
+        held = [stand_ins.get(_variable(atom)) for atom in eqn.invars]
+        if not any(held):
+            return False
+        if step.inlined:
+            within = self.frame.within | step.within
+            self._inline(step, eqn.params["jaxpr"], values, info, within)
+            return True
+        first = held[0]
+        if first is None or len(eqn.outvars) != 1:
+            return False
+        self._again(step, eqn, values, info)
+        with _compat.at(info), eqn.ctx.manager:
+            moved = first.moved(eqn.primitive.name, eqn.params)
+        if moved is not None:
+            stand_ins[eqn.outvars[0]] = moved
+        return True
 
     def _again(self, step: Step, eqn: Any, values: Sequence[Any], info: Any) -> None:
         """Makes an equation as it is."""
@@ -202,8 +226,12 @@ class Rerun:
         inner = self._inner(step, closed, within, frame.silent)
         results = rerun(self.run, inner, jaxpr, _compat.consts_of(closed) + values, info)
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
-            if type(atom) is not _compat.Literal and atom in inner.notes:
+            if type(atom) is _compat.Literal:
+                continue
+            if atom in inner.notes:
                 frame.notes[var] = inner.notes[atom]
+            if atom in inner.stand_ins:
+                frame.stand_ins[var] = inner.stand_ins[atom]
         if inner.replaced:
             frame.replaced.update(eqn.outvars)
         self._write(eqn.outvars, results)
@@ -214,7 +242,8 @@ class Rerun:
         path = frame.silent_path(step.scopes)
         jaxpr = _compat.open_of(closed)
         known = (operands.origins, operands.notes)
-        return Frame(jaxpr, *known, path, frame.label, within, silent, frame)
+        where = (path, frame.label, within, silent, frame)
+        return Frame(jaxpr, *known, *where, operands.stand_ins)
 
     def _others(self, step: Step, values: list[Any], info: Any) -> None:
         """Makes another interceptor's marker again, with what it stands for tapped."""
@@ -314,6 +343,7 @@ class Rerun:
             values,
             lambda i: frame.origin(atoms[i]),
             lambda i: _notes(frame, atoms[i]),
+            lambda i: frame.stand_ins.get(_variable(atoms[i])),
             frame.within | step.within,
             proceed,
             self.run,
@@ -326,7 +356,11 @@ class Rerun:
         frame = self.frame
         notes = {i: note for i, atom in enumerate(eqn.invars) if (note := _notes(frame, atom))}
         origins = [functools.partial(frame.origin, atom) for atom in eqn.invars]
-        return Operands([atom.aval for atom in eqn.invars], origins, notes)
+        stand_ins = {}
+        if frame.stand_ins:
+            found = [frame.stand_ins.get(_variable(atom)) for atom in eqn.invars]
+            stand_ins = {i: held for i, held in enumerate(found) if held is not None}
+        return Operands([atom.aval for atom in eqn.invars], origins, notes, stand_ins)
 
 
 def _variable(atom: Any) -> Any:
