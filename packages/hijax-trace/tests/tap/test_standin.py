@@ -252,6 +252,22 @@ def test_equal_layers_share_one_trace():
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize(("origin_key", "times"), [(None, 2), (lambda path: path[:7], 1)])
+def test_origins_that_an_interceptor_does_not_tell_apart(origin_key, times):
+    paths = []
+
+    def handler(call, x, w, **params):
+        paths.append(call.operand(w).provenance)
+        return NotImplemented
+
+    def model(ws, x):
+        return functools.reduce(lambda x, w: layer(w, x), ws, x)
+
+    interceptor = Interceptor({"jax.numpy.matmul": handler}, origin_key=origin_key)
+    TraceEngine().wrap(model, interceptor)([jnp.ones((8, 8))] * 2 + [jnp.eye(8)], jnp.ones((4, 8)))
+    assert len(paths) == times
+
+
 def test_another_granularity_is_another_trace():
     asked = []
 

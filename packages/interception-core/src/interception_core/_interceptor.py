@@ -30,13 +30,17 @@ class Interceptor(Mapping[str, Handler]):
             default keeps all paths apart, and so traces what a model calls once for each of its
             layers. ``lambda path: None`` is right, and several times faster to trace, for
             handlers that ignore ``call.module_path`` and ``call.op_id``.
+        origin_key: maps the provenance of an operand (``"args[0]['w']"``) to the hashable that
+            stands for it where the trace engine decides whether a jitted function's handlers
+            have to be asked again. Equal values must be treated alike by every handler. The
+            default keeps all inputs apart.
 
     Raises:
         TargetError: a target is not a name, a handler is not callable, the mapping is empty or
             the key cannot be hashed.
     """
 
-    __slots__ = ("_handlers", "_key", "_path_key", "cache_key")
+    __slots__ = ("_handlers", "_key", "_origin_key", "_path_key", "cache_key")
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class Interceptor(Mapping[str, Handler]):
         key: Hashable = None,
         *,
         path_key: Callable[[str], Hashable] | None = None,
+        origin_key: Callable[[str], Hashable] | None = None,
     ):
         if not isinstance(handlers, Mapping) or not handlers:
             raise TargetError(
@@ -69,9 +74,12 @@ class Interceptor(Mapping[str, Handler]):
             ) from error
         if path_key is not None and not callable(path_key):
             raise TargetError(f"path_key must be a function of the module path, got {path_key!r}.")
+        if origin_key is not None and not callable(origin_key):
+            raise TargetError(f"origin_key must be a function of a path, got {origin_key!r}.")
         self._handlers = MappingProxyType(dict(handlers))
         self._key = key
         self._path_key = path_key
+        self._origin_key = origin_key
         self.cache_key = (key, *sorted(self._handlers))
 
     @property
@@ -82,6 +90,10 @@ class Interceptor(Mapping[str, Handler]):
     def resolve_path(self, path: str) -> Hashable:
         """Returns what stands for module ``path`` in the cache key."""
         return path if self._path_key is None else self._path_key(path)
+
+    def resolve_origin(self, path: str) -> Hashable:
+        """Returns what stands for the provenance ``path``."""
+        return path if self._origin_key is None else self._origin_key(path)
 
     def __getitem__(self, target: str) -> Handler:
         return self._handlers[target]

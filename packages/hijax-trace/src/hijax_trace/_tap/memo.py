@@ -38,9 +38,14 @@ class Tapped:
 
 
 class Memo:
-    """Keeps tapped programs for as long as the originals live."""
+    """Keeps tapped programs for as long as the originals live.
 
-    def __init__(self) -> None:
+    Args:
+        resolve_origin: what stands for an input of the program.
+    """
+
+    def __init__(self, resolve_origin: Callable[[str], Hashable]) -> None:
+        self._resolve_origin = resolve_origin
         self._kept: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Tapped]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -63,9 +68,15 @@ class Memo:
         for tapped in self._kept.get(jaxpr, {}).get(key, ()):
             if tapped.path_was_read and tapped.path != path():
                 continue
-            if all(origin(index) == before for index, before in tapped.read.items()):
+            if all(self._same(origin(index), before) for index, before in tapped.read.items()):
                 return tapped
         return None
+
+    def _same(self, now: Origin | None, before: Origin | None) -> bool:
+        if now is None or before is None or now == before:
+            return now == before
+        resolve = self._resolve_origin
+        return now.axes == before.axes and resolve(now.path) == resolve(before.path)
 
     def keep(self, jaxpr: Any, key: Hashable, tapped: Tapped) -> None:
         """Keeps what was made of ``jaxpr``."""

@@ -72,7 +72,7 @@ class Tapping:
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
         self.plans = Plans(self.primitives, interceptor)
-        self.memo = Memo()
+        self.memo = Memo(interceptor.resolve_origin)
         self.markers = Markers(interceptor)
 
 

@@ -22,17 +22,14 @@ class StandIn(abc.ABC):
     ``call.stand_in(operand)``, moved as the program has moved the array: through transposes and
     the like, calls, branches, and the steps of loops. What no handler has replaced gets the
     array itself, by ``restore``.
+
+    Attributes:
+        shape: that of the array.
+        dtype: that of the array.
     """
 
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> np.dtype:
-        """Dtype of the array."""
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
     @abc.abstractmethod
     def restore(self) -> jax.Array:
