@@ -6,5 +6,11 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 # docs/plugins.md holds the files of a plugin: interception-core's tests build and run them.
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser()],
-    patterns=["README.md", "docs/interception.md", "docs/tracing.md", "packages/*/README.md"],
+    patterns=[
+        "README.md",
+        "docs/interception.md",
+        "docs/quantization.md",
+        "docs/tracing.md",
+        "packages/*/README.md",
+    ],
 ).pytest()

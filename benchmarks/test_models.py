@@ -3,11 +3,9 @@
 import gc
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import qwix
-from flax import linen
+from networks import LAYERS, Net, X
 from paired import compare
 from sides import WRAPPERS
 
@@ -15,36 +13,13 @@ from provider_xla import PtqProvider, QuantizationRule
 
 pytestmark = pytest.mark.filterwarnings("ignore:'VariableState':DeprecationWarning")  # Qwix's
 
-LAYERS, WIDTH, HEADS, TOKENS = 16, 64, 4, 16
 TARGETS = {
     name: (lambda proceed, *args, **kwargs: proceed(*args, **kwargs))
     for name in ("jax.lax.dot_general", "jax.lax.conv_general_dilated", "jax.numpy.einsum")
 }
 
 
-class Block(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        q, k, v = (
-            linen.DenseGeneral((HEADS, WIDTH // HEADS), name=name)(linen.LayerNorm()(x))
-            for name in "qkv"
-        )
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(WIDTH // HEADS).astype(np.float32)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-        x = x + linen.DenseGeneral(WIDTH, axis=(-2, -1), name="out")(mixed)
-        h = linen.gelu(linen.Dense(4 * WIDTH, name="up")(linen.LayerNorm()(x)))
-        return x + linen.Dense(WIDTH, name="down")(h)
-
-
-class Net(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        for i in range(LAYERS):
-            x = Block(name=f"layer_{i}")(x)
-        return linen.Dense(10, name="head")(x)
-
-
-NET, X = Net(), jnp.ones((2, TOKENS, WIDTH))
+NET = Net()
 PARAMS = NET.init(jax.random.key(0), X)
 INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
 EVERY_SECOND = f".*layer_({'|'.join(str(i) for i in range(0, LAYERS, 2))})/.*"

@@ -21,14 +21,25 @@ def outcome(tmp_path_factory):
     return run, json.loads(file.read_text())
 
 
-def test_both_models_learn_and_stay_accurate_in_int8(outcome):
+def test_both_models_learn_and_stay_accurate(outcome):
     _, results = outcome
     assert [result["model"] for result in results] == ["convolutional", "attention"]
     for result in results:
         assert result["test_images"] == 450
-        assert result["float_accuracy"] > 0.95
-        assert result["int8_accuracy"] > result["float_accuracy"] - 0.01
-        assert result["agreement"] > 0.98
+        in_float, int8, int4 = result["outcomes"]
+        assert [one["format"] for one in result["outcomes"]] == ["float", "int8", "int4"]
+        assert in_float["accuracy"] > 0.95
+        assert int8["accuracy"] > in_float["accuracy"] - 0.01
+        assert int8["agreement"] > 0.98
+        assert int4["accuracy"] > in_float["accuracy"] - 0.05
+
+
+def test_stored_parameters_are_small(outcome):
+    _, results = outcome
+    for result in results:
+        in_float, int8, int4 = (one["parameter_bytes"] for one in result["outcomes"])
+        assert int8 < in_float / 3
+        assert int4 < in_float / 5
 
 
 def test_every_op_of_the_models_ran_in_int8(outcome):
@@ -42,7 +53,7 @@ def test_every_op_of_the_models_ran_in_int8(outcome):
 
 def test_output_shows_accuracy_agreement_and_the_table(outcome):
     run, _ = outcome
-    for text in ("accuracy  float", "both say the same digit", "classifier/matmul:1", "args[0]['"):
+    for text in ("stored bytes", "same digit as in float", "classifier/matmul:1", "args[0]['"):
         assert text in run.stdout
     assert "training, attention" in run.stderr  # the progress bar
 

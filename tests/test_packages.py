@@ -12,8 +12,8 @@ PACKAGES = Path(__file__).parent.parent / "packages"
 NEEDS = {
     "interception-core": ["interception-core"],
     "hijax-trace": ["interception-core", "hijax-trace"],
-    "quant-numerics": ["quant-numerics"],
-    "provider-xla": ["interception-core", "quant-numerics", "provider-xla"],
+    "quant-numerics": ["interception-core", "hijax-trace", "quant-numerics"],
+    "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
 }
 CHECKS = {
     "interception-core": "import interception_core as ic; assert len(ic.plugins()) == 1; "
@@ -21,8 +21,10 @@ CHECKS = {
     "hijax-trace": "import interception_core as ic, hijax_trace as ht; "
     "assert isinstance(ic.get_engine(), ht.TraceEngine); ht.Box(1).get()",
     "quant-numerics": "import quant_numerics as qn; qn.quantize([1.0, 2.0], 'int8')",
-    "provider-xla": "import interception_core as ic; ic.get_provider('ptq').apply(len); "
-    "assert isinstance(ic.get_engine(), ic.PatchEngine)",
+    "provider-xla": "import interception_core as ic; ic.get_provider('qt').apply(len); "
+    "import jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = ic.get_provider('ptq').plan(jnp.dot, w, w); "
+    "plan.apply(jnp.dot)(plan.quantize(w), w)",
 }
 
 

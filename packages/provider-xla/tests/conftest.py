@@ -1,8 +1,13 @@
+import sys
+from pathlib import Path
+
 import jax
 import pytest
 
 import provider_xla._provider
 from interception_core import get_engine
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,13 @@
 """PtqProvider: what runs in integers, how exactly, and what it reports."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from xla_samples import products
 
 from interception_core import UnknownNameError, get_provider
 from provider_xla import PtqProvider, QuantizationRule
@@ -71,21 +74,7 @@ def int8_grid(x, axes):
     return np.round(x / scale) * scale
 
 
-def integer_dots(fn, *args):
-    """The dtypes of every product in the jaxpr of ``fn``, also in the jaxprs within."""
-
-    def visit(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-                yield tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
-            for inner in jax.tree.leaves(
-                list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
-            ):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from visit(inner)
-
-    return list(visit(jax.make_jaxpr(fn)(*args).jaxpr))
+integer_dots = functools.partial(products, results=True)
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])

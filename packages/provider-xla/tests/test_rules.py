@@ -19,7 +19,12 @@ from provider_xla import PtqProvider, QuantizationRule
         ({"tile_size": True}, "tile_size.*Got True"),
         ({"op_names": "dot"}, "op_names.*Got 'dot'"),
         ({"op_names": ["dott"]}, "op_names.*matmul.*Got"),
-        ({"op_names": []}, "op_names.*Got"),
+        ({"weight_calibration_method": "absmin"}, "weight_calibration_method.*absmax.*Got"),
+        ({"weight_calibration_method": None}, "weight_calibration_method.*Got None"),
+        ({"act_calibration_method": "rms"}, "act_calibration_method.*Got 'rms'"),
+        ({"act_static_scale": True}, "act_static_scale must be None where act_qtype is None"),
+        ({"act_batch_axes": "0"}, "act_batch_axes must be a sequence of axes.*Got '0'"),
+        ({"tile_size": 0.3}, "tile_size.*one over a number of tiles.*Got 0.3"),
     ],
 )
 def test_bad_fields_are_named(fields, message):

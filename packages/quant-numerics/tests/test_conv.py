@@ -11,6 +11,7 @@ from jax import lax
 from quant_numerics import (
     QArray,
     conv_general_dilated,
+    dequantize,
     get_qtype,
     qarray,
     quantize,
@@ -153,8 +154,10 @@ def test_int8_reaches_the_convolution_and_int32_leaves_it(primitives):
         fn = functools.partial(
             conv_general_dilated, window_strides=args[0], padding=args[1], **options
         )
-        convs = [e for e in primitives(fn, lhs, rhs) if e[0].startswith("conv_general")]
-        assert convs == [("conv_general_dilated", ["int8", "int8"], ["int32"])]
+        hlo = jax.jit(fn).trace(lhs, rhs).lower(lowering_platforms=("cuda",)).as_text()
+        (conv,) = (line for line in hlo.splitlines() if "stablehlo.convolution" in line)
+        assert conv.count("xi8>") == 2
+        assert conv.count("xi32>") == 1
         convs = [
             e
             for e in primitives(fn, jnp.ones(shape_l, jnp.bfloat16), rhs)
@@ -298,7 +301,7 @@ def test_vmap():
     lhs, rhs = coarse((3, 2, 3, 6), 0, 0), coarse((4, 3, 2), 0, 1)
     out = jax.jit(jax.vmap(lambda x: conv_general_dilated(x, rhs, (1,), "SAME")))(lhs)
     for i in range(3):
-        one = QArray(lhs.qvalue[i], lhs.scale[i], lhs.qtype, lhs.dtype)
+        one = QArray(lhs.qvalue[i], lhs.scale[i], qtype=lhs.qtype, dtype=lhs.dtype)
         np.testing.assert_array_equal(out[i], reference(one, rhs, (1,), "SAME"))
 
 
@@ -315,24 +318,120 @@ def test_other_scales_are_refused():
         conv_general_dilated(tiled, rhs, (1,), "SAME")
 
 
-def test_sums_that_could_overflow_int32_are_refused():
-    def conv(window, which):
-        x, w = jnp.ones((1, 4, window)), jnp.ones((1, 4, window))
+def ones(shape, qtype="int8"):
+    """All codes are as large as can be."""
+    return jax.jit(lambda: quantize(jnp.ones(shape), qtype))()
+
+
+def test_sums_that_could_overflow_int32_are_cut():
+    lhs, rhs = ones((1, 9, 33287)), ones((1, 9, 33287))
+    np.testing.assert_allclose(run(lhs, rhs, (1,), "VALID"), [[[9 * 33287]]], rtol=1e-6)
+    lhs, rhs = ones((1, 5, 200), "int16"), ones((1, 5, 200))
+    np.testing.assert_allclose(run(lhs, rhs, (1,), "VALID"), [[[1000]]], rtol=1e-6)
+
+
+def test_sums_that_cannot_be_cut_are_refused():
+    def conv(features, window, which, **options):
         return jax.eval_shape(
             lambda x, w: conv_general_dilated(
-                quantize(x, which[0]), quantize(w, which[1]), (1,), "VALID"
+                quantize(x, which[0]), quantize(w, which[1]), (1,), "VALID", **options
             ),
-            x,
-            w,
+            jnp.ones((1, features, window)),
+            jnp.ones((1, features, window)),
         ).shape
 
-    assert conv(33286, ("int8", "int8")) == (1, 1, 1)
-    message = "sums 133148 products per output .* safe only up to 133144"
+    assert conv(1, 133144, ("int8", "int8")) == (1, 1, 1)
+    message = "sums 133145 products per output .* safe only up to 133144, with numbers up to 127"
     with pytest.raises(ValueError, match=message):
-        conv(33287, ("int8", "int8"))
-    assert conv(33287, ("int8", "int4")) == (1, 1, 1)
+        conv(1, 133145, ("int8", "int8"))
+    assert conv(1, 133145, ("int8", "int4")) == (1, 1, 1)
+    with pytest.raises(ValueError, match="split the input features"):
+        jax.eval_shape(
+            lambda: conv_general_dilated(
+                ones((1, 4, 99999)), ones((2, 2, 99999)), (1,), "VALID", feature_group_count=2
+            )
+        )
 
 
 def test_the_largest_sum_is_exact():
     ones = jax.jit(lambda: quantize(jnp.ones((1, 4, 33286)), "int8"))()
     np.testing.assert_allclose(run(ones, ones, (1,), "VALID"), [[[4 * 33286]]], rtol=1e-6)
+
+
+def pointed(shape, channel_axis, seed, qtype="int8"):
+    """A QArray with zero points, and few bits otherwise."""
+    q = coarse(shape, channel_axis, seed, qtype)
+    low, high = get_qtype(qtype).asymmetric
+    points = np.random.default_rng(seed).integers(low, high + 1, q.scale.shape)
+    return qarray(q.qvalue, q.scale, qtype, jnp.float32, zero_point=points.astype(q.qvalue.dtype))
+
+
+def pointed_value(q):
+    points = 0 if q.zero_point is None else np.asarray(q.zero_point).astype(np.float64)
+    return (np.asarray(q.qvalue).astype(np.float64) - points) * np.asarray(q.scale)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("left", "right"), [("int8", "int8"), ("int4", "int8"), ("int4", "int4")])
+def test_zero_points_are_exact_also_at_the_padding(name, left, right):
+    shape_l, shape_r, args, options = CONFIGS[name]
+    axis_l, axis_r = channel_axes(shape_l, shape_r, options)
+    lhs, rhs = pointed(shape_l, axis_l, 0, left), coarse(shape_r, axis_r, 1, right)
+    for a, b in ((lhs, rhs), (lhs, pointed(shape_r, axis_r, 2, right))):
+        want = reference(pointed_value(a), pointed_value(b), *args, **options)
+        np.testing.assert_array_equal(run(a, b, *args, **options), want)
+
+
+FORMATS = ["int2", "int16", "fp8", "fp8_e5m2", "fp4", "nf4"]
+
+
+@pytest.mark.parametrize("left", [*FORMATS, None])
+@pytest.mark.parametrize("right", ["int8", "fp8", "nf4"])
+def test_all_formats(left, right):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 3, 6)).astype(np.float32)
+    w = rng.normal(size=(4, 3, 2)).astype(np.float32)
+    dn = lax.conv_dimension_numbers(x.shape, w.shape, None)
+
+    @jax.jit
+    def f(x, w):
+        lhs = x if left is None else quantize_for_conv(x, left, "lhs", dn)
+        rhs = quantize_for_conv(w, right, "rhs", dn)
+        numbers = [a if not isinstance(a, QArray) else dequantize(a) for a in (lhs, rhs)]
+        return conv_general_dilated(lhs, rhs, (1,), "SAME"), numbers
+
+    out, (lhs, rhs) = f(x, w)
+    # Dequantized numbers are rounded to float32.
+    np.testing.assert_allclose(out, reference(lhs, rhs, (1,), "SAME"), rtol=2e-6, atol=3e-6)
+
+
+def test_equal_float8_formats_are_not_converted(primitives):
+    lhs, rhs = ones((2, 3, 6), "fp8"), ones((4, 3, 2), "fp8")
+    fn = functools.partial(conv_general_dilated, window_strides=(1,), padding="SAME")
+    convs = [e for e in primitives(fn, lhs, rhs) if e[0].startswith("conv_general")]
+    assert convs == [("conv_general_dilated", ["float8_e4m3fn"] * 2, ["float32"])]
+
+
+@pytest.mark.parametrize(
+    ("features", "window", "in_floats", "convolutions"),
+    [
+        (4, 3, True, 1),
+        (1040, 1, True, 1),
+        (1041, 1, True, 2),
+        (2, 1040, True, 2),
+        (2, 1041, False, 1),
+    ],
+)
+def test_on_cpu_floats_are_used_where_they_are_exact(features, window, in_floats, convolutions):
+    """The largest sums, less one, of an odd number: float32 must not round it."""
+    codes = np.full((1, features, window), 127, np.int8)
+    codes[0, 0, 0] = 126
+    one = np.ones((1, 1, 1), np.float32)
+    lhs = qarray(codes, one, "int8", jnp.float32)
+    rhs = qarray(np.full((1, features, window), 127, np.int8), one, "int8", jnp.float32)
+    lowered = jax.jit(lambda a, b: conv_general_dilated(a, b, (1,), "VALID")).lower(lhs, rhs)
+    lines = [x for x in lowered.as_text().splitlines() if "stablehlo.convolution" in x]
+    assert len(lines) == convolutions
+    assert all(("xf32>" in line) == in_floats for line in lines)
+    exact = (features * window) * 127 * 127 - 127
+    np.testing.assert_array_equal(lowered.compile()(lhs, rhs), np.float32([[[exact]]]))

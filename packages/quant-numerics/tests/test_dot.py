@@ -198,7 +198,7 @@ def test_a_plain_matmul_moves_no_operand(primitives):
 def test_chunks_change_nothing(problem, limit):
     lhs, rhs, spec, dims = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quant_numerics._dot.INT32_MAX", 127 * 127 * limit)
+        patch.setattr("quant_numerics._operands.INT32_MAX", 127 * 127 * limit)
         out = run(lhs, rhs, dims)
     np.testing.assert_array_equal(out, np.einsum(spec, value(lhs), value(rhs)))
 
@@ -213,7 +213,7 @@ def test_chunks_bound_the_length_of_every_integer_sum(monkeypatch):
         return original(a, b, dims, **kwargs)
 
     monkeypatch.setattr(jax.lax, "dot_general", spy)
-    monkeypatch.setattr("quant_numerics._dot.INT32_MAX", 127 * 127 * 7)
+    monkeypatch.setattr("quant_numerics._operands.INT32_MAX", 127 * 127 * 7)
     for k in (7, 8, 21, 22):
         jax.eval_shape(
             lambda x, w: dot_general(quantize(x, "int8"), quantize(w, "int8"), MATMUL),
@@ -262,7 +262,7 @@ def test_infinities_keep_their_sign(tile, monkeypatch):
     x = np.float32([[INF, 1, 0, 1], [0, 0, -INF, 0], [1, 1, 1, 1]])
     w = np.float32([[2], [1], [3], [-1]])
     for limit in (4, 1):  # with chunks too
-        monkeypatch.setattr("quant_numerics._dot.INT32_MAX", 127 * 127 * limit)
+        monkeypatch.setattr("quant_numerics._operands.INT32_MAX", 127 * 127 * limit)
         lhs = quantized(x, (1,), "int8")
         out = run(lhs, quantized(w, (0,), "int8", tile))
         assert out[:2, 0].tolist() == [INF, -INF]
@@ -377,8 +377,8 @@ def test_gradient_with_respect_to_scales():
     )
 
     def loss(sx, sw):
-        lhs = QArray(x.qvalue, sx, x.qtype, x.dtype)
-        return dot_general(lhs, QArray(w.qvalue, sw, w.qtype, w.dtype), MATMUL).sum()
+        lhs = QArray(x.qvalue, sx, qtype=x.qtype, dtype=x.dtype)
+        return dot_general(lhs, QArray(w.qvalue, sw, qtype=w.qtype, dtype=w.dtype), MATMUL).sum()
 
     dx, dw = jax.jit(jax.grad(loss, (0, 1)))(x.scale, w.scale)
     np.testing.assert_allclose(dx, (value(x) @ value(w)).sum(1, keepdims=True) / x.scale, rtol=1e-4)

@@ -173,9 +173,8 @@ def test_vmap():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("ij->ij", "does not have exactly two operands"),
-        ("ij,jk,kl->il", "does not have exactly two operands"),
-        ("ii,ij->j", "repeats a label within one operand"),
+        ("ij->ij", "is for 1 operands, but there are 2"),
+        ("ij,jk,kl->il", "is for 3 operands, but there are 2"),
         ("ij,jk->ii", "more than once in the output"),
         ("ij,jk->iz", "did not appear in the input"),
         ("ij,jk->i->k", "only contain one '->'"),
@@ -183,15 +182,106 @@ def test_vmap():
         ("...ijk,jk->i", "Ellipses lengths do not match"),
         ("ijk,jk->i", "names 3 axes of an operand that has 2"),
         ("i1,1k->ik", "a character that is not a letter"),
-        ("ij,jk->ik", "label 'j' has size 3 in the first operand .* and 4 in the second"),
+        ("ij,jk->ik", "label 'j' has size 3 in operand 0 .* and 4 in operand 1"),
     ],
 )
 def test_errors_say_what_is_wrong_and_what_is_allowed(spec, message):
     with pytest.raises(ValueError, match=message) as e:
         einsum(spec, jnp.ones((2, 3)), jnp.ones((4, 5)))
-    assert "allowed are two operands" in str(e.value) or "must be equal" in str(e.value)
+    assert "allowed are letters" in str(e.value) or "must be equal" in str(e.value)
 
 
 def test_operands_must_be_float_or_quantized():
     with pytest.raises(TypeError, match=r"lhs, where not a QArray, must .* got int32"):
         einsum("i,i", jnp.ones(3, jnp.int32), jnp.ones(3))
+
+
+MANY = [
+    ("ij,jk,kl->il", [(2, 3), (3, 4), (4, 5)]),
+    ("ij,jk,kl->li", [(2, 3), (3, 4), (4, 5)]),
+    ("bij,bjk,bk->bi", [(2, 3, 4), (2, 4, 5), (2, 5)]),
+    ("a,b,c->cab", [(2,), (3,), (4,)]),
+    ("ij,jk,kl,lm->", [(2, 3), (3, 4), (4, 2), (2, 3)]),
+    ("...ij,...jk,kl", [(2, 2, 3), (1, 3, 4), (4, 5)]),
+    ("ij,ij,ij->ij", [(2, 3), (2, 1), (2, 3)]),
+    ("ab,b,c,a->c", [(2, 3), (3,), (4,), (2,)]),
+    ("ij,jk,k->", [(2, 3), (3, 4), (1,)]),
+]
+DIAGONALS = [
+    ("ii,ij->j", [(3, 3), (3, 4)]),
+    ("iji,jk->ik", [(2, 3, 2), (3, 4)]),
+    ("ii,jj->ij", [(3, 3), (2, 2)]),
+    ("ijjk,kk->i", [(2, 3, 3, 4), (4, 4)]),
+]
+ALONE = [("ii->i", [(3, 3)]), ("ii", [(3, 3)]), ("ij->ji", [(2, 3)]), ("...ij->...", [(2, 3, 4)])]
+
+
+@pytest.mark.parametrize(("spec", "shapes"), MANY + DIAGONALS + ALONE)
+def test_any_number_of_operands(spec, shapes):
+    operands = [coarse(s, i) for i, s in enumerate(shapes)]
+    want = np.einsum(spec, *map(value, operands))
+    np.testing.assert_array_equal(jax.jit(functools.partial(einsum, spec))(*operands), want)
+    operands[0] = value(operands[0]).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(functools.partial(einsum, spec))(*operands), want)
+
+
+@pytest.mark.parametrize("optimize", [True, False, "greedy", "auto", [(1, 2), (0, 1)], [(0, 1, 2)]])
+def test_every_order_gives_the_same(optimize):
+    operands = [coarse(s, i) for i, s in enumerate([(2, 3), (3, 4), (4, 5)])]
+    out = einsum("ij,jk,kl->il", *operands, optimize=optimize)
+    np.testing.assert_array_equal(out, np.einsum("ij,jk,kl->il", *map(value, operands)))
+
+
+def test_the_order_is_the_cheapest(primitives):
+    operands = [coarse(s, i) for i, s in enumerate([(64, 3), (3, 64), (64, 1)])]
+    eqns = primitives(functools.partial(einsum, "ij,jk,kl->il"), *operands)
+    dots = [e for e in eqns if e[0] == "dot_general"]
+    # The last two are quantized, and contracted first.
+    assert dots == [
+        ("dot_general", ["int8", "int8"], ["int32"]),
+        ("dot_general", ["float32", "float32"], ["float32"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ([0, 1], [1, 2], [0, 2]),
+        ([0, 1], [1, 2], [2, 0]),
+        ([7, 3], [3, 5], None),
+        ([0, 1], [1, 2], []),
+        (["a", "b"], ["b", "c"], ["c", "a"]),
+        ([Ellipsis, 1], [1, 2], [Ellipsis, 2]),
+        ([60, 70], [70, 80], [60, 80]),
+    ],
+)
+def test_the_interleaved_form(labels):
+    left, right, out = labels
+    lhs, rhs = coarse((2, 3), 0), coarse((3, 4), 1)
+    tail = () if out is None else (out,)
+    got = einsum(lhs, left, rhs, right, *tail)
+    small = {60: 0, 70: 1, 80: 2, "a": 0, "b": 1, "c": 2}  # what NumPy takes
+    left, right, *tail = ([small.get(c, c) for c in label] for label in (left, right, *tail))
+    np.testing.assert_array_equal(got, np.einsum(value(lhs), left, value(rhs), right, *tail))
+
+
+def test_intermediates_have_the_outputs_dtype(primitives):
+    operands = [jnp.ones((2, 2), jnp.bfloat16) for _ in range(3)]
+    quantized = [quantize(x, "int8") for x in operands]
+    out = jax.eval_shape(functools.partial(einsum, "ij,jk,kl->il"), *quantized)
+    assert out.dtype == jnp.bfloat16
+    mixed = [quantized[0], operands[1].astype(jnp.float16), quantized[2]]
+    assert jax.eval_shape(functools.partial(einsum, "ij,jk,kl->il"), *mixed).dtype == jnp.float32
+    half = functools.partial(einsum, "ij,jk,kl->il", preferred_element_type=jnp.float16)
+    assert jax.eval_shape(half, *quantized).dtype == jnp.float16
+
+
+def test_numbers_of_operands():
+    with pytest.raises(ValueError, match="is for 2 operands, but there are 1"):
+        einsum("ij,jk->ik", coarse((2, 3), 0))
+    with pytest.raises(ValueError, match="was given no operands"):
+        einsum("ij->i")
+    with pytest.raises(ValueError, match="repeats a label within one operand"):
+        einsum_dimension_numbers("ii,ij->j", 2, 2)
+    with pytest.raises(TypeError, match="operand 2, where not a QArray, must"):
+        einsum("i,i,i", jnp.ones(3), jnp.ones(3), jnp.ones(3, jnp.int32))

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quant_numerics import QArray, dequantize, qarray, quantize
+from hijax_trace import StandIn
+from quant_numerics import QArray, dequantize, pack, qarray, quantize
 
 
 def sample(qtype="int8", **options):
@@ -83,4 +84,57 @@ def test_qarray_refuses_wrong_dtypes():
     with pytest.raises(TypeError, match="logical dtype of a QArray"):
         qarray(CODES, jnp.ones((1, 1)), "int8", jnp.int32)
     with pytest.raises(ValueError, match="unknown qtype"):
-        qarray(CODES, jnp.ones((1, 1)), "int7", jnp.float32)
+        qarray(CODES, jnp.ones((1, 1)), "int9", jnp.float32)
+
+
+def test_zero_points_and_global_scales_are_leaves():
+    q = sample(method="minmax", channel_axes=(0,))
+    assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(4, 6), (4, 1), (4, 1)]
+    x = np.ones((4, 32), np.float32)
+    q = quantize(x, "nvfp4", tile_axes={1: 16})
+    assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(4, 32), (1, 2), (1, 1)]
+
+
+def test_qarray_checks_zero_points():
+    scale = jnp.ones((4, 1))
+    point = jnp.full((4, 1), 3, jnp.int8)
+    q = qarray(CODES, scale, "int8", jnp.float32, zero_point=point)
+    assert jnp.array_equal(dequantize(q), jnp.full((4, 6), -2.0))
+    with pytest.raises(ValueError, match=r"the scale's shape \(4, 1\), got \(1, 1\)"):
+        qarray(CODES, scale, "int8", jnp.float32, zero_point=point[:1])
+    with pytest.raises(TypeError, match="the codes' dtype int8, got float32"):
+        qarray(CODES, scale, "int8", jnp.float32, zero_point=scale)
+    with pytest.raises(ValueError, match="no zero points, only the integer qtypes have"):
+        qarray(CODES.astype(jnp.uint4), scale, "nf4", jnp.float32, zero_point=point)
+
+
+def test_qarray_checks_global_scales():
+    codes = jnp.ones((4, 32), jnp.float4_e2m1fn)
+    scale = jnp.ones((4, 2), jnp.float8_e4m3fn)
+    outer = jnp.full((4, 1), 2.0)
+    q = qarray(codes, scale, "nvfp4", jnp.float32, global_scale=outer)
+    assert jnp.array_equal(dequantize(q), jnp.full((4, 32), 2.0))
+    with pytest.raises(ValueError, match="'nvfp4' has a global_scale: give one"):
+        qarray(codes, scale, "nvfp4", jnp.float32)
+    with pytest.raises(ValueError, match="'int8' has no global_scale: leave it out"):
+        qarray(CODES, jnp.ones((1, 1)), "int8", jnp.float32, global_scale=outer)
+    with pytest.raises(ValueError, match="global_scale of shape"):
+        qarray(codes, scale, "nvfp4", jnp.float32, global_scale=jnp.ones((2, 1)))
+    with pytest.raises(TypeError, match="global_scale must be float32"):
+        qarray(codes, scale, "nvfp4", jnp.float32, global_scale=scale[:, :1])
+    with pytest.raises(TypeError, match="scale must be float8_e4m3fn"):
+        qarray(codes, outer, "nvfp4", jnp.float32, global_scale=outer)
+
+
+def test_it_is_a_stand_in():
+    q = sample(tile_axes={1: 3})
+    assert isinstance(q, StandIn)
+    assert jnp.array_equal(q.restore(), dequantize(q))
+    moved = q.moved("transpose", {"permutation": (1, 0)})
+    assert moved.scale.shape == (2, 1)
+    assert jnp.array_equal(moved.restore(), dequantize(q).T)
+    assert q.moved("exp", {}) is None
+    p = pack(quantize(jnp.ones((4, 6)), "int3"))
+    assert isinstance(p, StandIn)
+    assert jnp.array_equal(p.restore(), jnp.ones((4, 6)))
+    assert p.moved("transpose", {"permutation": (1, 0)}).shape == (6, 4)

@@ -213,7 +213,7 @@ def test_dequantize_is_differentiable_in_the_scale():
     q = quantize(jnp.array([[1.0, -2.0], [0.5, 4.0]]), "int8", channel_axes=(0,))
 
     def total(scale):
-        return dequantize(type(q)(q.qvalue, scale, q.qtype, q.dtype)).sum()
+        return dequantize(type(q)(q.qvalue, scale, qtype=q.qtype, dtype=q.dtype)).sum()
 
     np.testing.assert_array_equal(
         jax.grad(total)(q.scale), q.qvalue.astype(jnp.float32).sum(1, keepdims=True)

@@ -129,6 +129,13 @@ class OpCall(abc.ABC):
         """
         return None
 
+    def roots(self, value: Any) -> frozenset[str] | None:
+        """Returns the pytree paths of all inputs that ``value`` is computed from.
+
+        The trace engine knows them; None where they are not known.
+        """
+        return None
+
     @property
     def operands(self) -> tuple[Operand, ...]:
         """The positional arguments, with where they came from. Raises as ``operand`` does."""

@@ -1,4 +1,4 @@
-"""provider-xla: runs the matrix products and convolutions of a JAX program in int8, JIT on.
+"""provider-xla: quantizes the matrix products and convolutions of a JAX program, JIT on.
 
 Importing this package does not import jax, so that plugin discovery stays light.
 """
@@ -7,17 +7,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._provider import PtqProvider
+    from ._errors import QuantizationError, QuantizationWarning
+    from ._plan import Plan
+    from ._ptq import PtqProvider
+    from ._qt import QtProvider
     from ._report import OpRecord, Report
-    from ._rules import QuantizationRule
+    from ._rules import QtRule, QuantizationRule
+    from ._weights import WeightPlan
 
-__all__ = ["OpRecord", "PtqProvider", "QuantizationRule", "Report"]
+__all__ = [
+    "OpRecord",
+    "Plan",
+    "PtqProvider",
+    "QtProvider",
+    "QtRule",
+    "QuantizationError",
+    "QuantizationRule",
+    "QuantizationWarning",
+    "Report",
+    "WeightPlan",
+]
 
 _LAZY = {
     "OpRecord": "_report",
-    "PtqProvider": "_provider",
+    "Plan": "_plan",
+    "PtqProvider": "_ptq",
+    "QtProvider": "_qt",
+    "QtRule": "_rules",
+    "QuantizationError": "_errors",
     "QuantizationRule": "_rules",
+    "QuantizationWarning": "_errors",
     "Report": "_report",
+    "WeightPlan": "_weights",
 }
 
 

@@ -2,135 +2,105 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from opt_einsum import parser
 
 import quant_numerics as qn
 
-Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+from ._products import Convolution, MatrixProduct, Product, RaggedProduct
 
 
 class StaysFloat(Exception):
-    """This call can't be quantized; says why."""
+    """This call can't be quantized as a whole; says why.
+
+    Attributes:
+        in_parts: whether the operations that it consists of can be.
+    """
+
+    def __init__(self, reason: str, *, in_parts: bool = False):
+        super().__init__(reason)
+        self.in_parts = in_parts
 
 
-class Product(Protocol):
-    """A bilinear operation of two float arrays, without them. Hashable: it keys a jit cache."""
+class Reading(NamedTuple):
+    """A call, read.
 
-    @property
-    def contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Of each operand, the axes that are contracted; None for a convolution."""
+    Attributes:
+        product: what it computes.
+        operands: of what.
+        extras: its other arrays: the sizes of groups.
+    """
 
-    def quantize(self, side: int, x: jax.Array, qtype: str, tile_size: int | None) -> qn.QArray:
-        """Quantizes operand 0 or 1 as finely as the operation allows."""
-
-    def run(self, lhs: jax.Array | qn.QArray, rhs: jax.Array | qn.QArray) -> jax.Array:
-        """The operation; operands may be quantized."""
-
-
-@dataclass(frozen=True)
-class MatrixProduct:
-    """What ``lax.dot_general`` and a two-operand einsum can say; one of the latter has a spec."""
-
-    dims: Dims
-    spec: str | None
-    precision: Any
-    preferred_element_type: Any
-
-    @property
-    def contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.dims[0]
-
-    def quantize(self, side: int, x: jax.Array, qtype: str, tile_size: int | None) -> qn.QArray:
-        return qn.quantize_for_dot(x, self.contracted[side], qtype, tile_size)
-
-    def run(self, lhs: jax.Array | qn.QArray, rhs: jax.Array | qn.QArray) -> jax.Array:
-        options = {
-            "precision": self.precision,
-            "preferred_element_type": self.preferred_element_type,
-        }
-        if self.spec is not None:
-            return qn.einsum(self.spec, lhs, rhs, **options)
-        return qn.dot_general(lhs, rhs, self.dims, **options)
+    product: Product
+    operands: tuple[Any, Any]
+    extras: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """What ``lax.conv_general_dilated`` can say: its arguments but the operands, as tuples."""
-
-    numbers: lax.ConvDimensionNumbers
-    arguments: tuple[tuple[str, Any], ...]
-
-    contracted = None
-
-    def quantize(self, side: int, x: jax.Array, qtype: str, tile_size: int | None) -> qn.QArray:
-        return qn.quantize_for_conv(x, qtype, ("lhs", "rhs")[side], self.numbers)
-
-    def run(self, lhs: jax.Array | qn.QArray, rhs: jax.Array | qn.QArray) -> jax.Array:
-        return qn.conv_general_dilated(
-            lhs, rhs, dimension_numbers=self.numbers, **dict(self.arguments)
-        )
-
-
-Operands = tuple[jax.Array, jax.Array]
-
-
-def _dot_general(arguments: dict[str, Any]) -> tuple[Product, Operands]:
+def _dot_general(arguments: dict[str, Any]) -> Reading:
     lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
     dims = arguments["dimension_numbers"]
     if dims is None:  # lax.dot of vectors and matrices
         dims = (((lhs.ndim - 1,), (0,)), ((), ()))
     (lc, rc), (lb, rb) = dims
     normal = ((_axes(lc, lhs), _axes(rc, rhs)), (_axes(lb, lhs), _axes(rb, rhs)))
-    return MatrixProduct(normal, None, *_options(arguments)), (lhs, rhs)
+    return Reading(MatrixProduct(normal, None, *_options(arguments)), (lhs, rhs))
 
 
-def _dot(arguments: dict[str, Any]) -> tuple[Product, Operands]:
+def _dot(arguments: dict[str, Any]) -> Reading:
     a, b = _promoted(arguments["a"], arguments["b"])
     dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
-    return MatrixProduct(dims, None, *_options(arguments)), (a, b)
+    return Reading(MatrixProduct(dims, None, *_options(arguments)), (a, b))
 
 
-def _matmul(arguments: dict[str, Any]) -> tuple[Product, Operands]:
+def _matmul(arguments: dict[str, Any]) -> Reading:
     a, b = _promoted(arguments["a"], arguments["b"])
+    if a.ndim <= 2 and b.ndim <= 2:
+        dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
+        return Reading(MatrixProduct(dims, None, *_options(arguments)), (a, b))
     left = "j" if a.ndim == 1 else "...ij"
     right = "j" if b.ndim == 1 else "...jk"
-    out = ("" if a.ndim == b.ndim == 1 else "...") + "i" * (a.ndim > 1) + "k" * (b.ndim > 1)
+    out = "..." + "i" * (a.ndim > 1) + "k" * (b.ndim > 1)
     return _einsum_product(f"{left},{right}->{out}", a, b, arguments)
 
 
-def _einsum(arguments: dict[str, Any]) -> tuple[Product, Operands]:
+def _einsum(arguments: dict[str, Any]) -> Reading:
     spec, operands = arguments["subscripts"], arguments["operands"]
     if not isinstance(spec, str):
-        raise StaysFloat("the interleaved form is seen in its parts")
+        raise StaysFloat("the interleaved form is seen in its parts", in_parts=True)
     if len(operands) != 2:
-        raise StaysFloat(f"{len(operands)} operands are seen in their parts")
+        raise StaysFloat(f"{len(operands)} operands are seen in their parts", in_parts=True)
     if arguments["_dot_general"] is not lax.dot_general:
-        raise StaysFloat("it is computed by a dot_general of the program's own")
+        raise StaysFloat("it is computed by a dot_general of the program's own", in_parts=True)
     return _einsum_product(spec, *_promoted(*operands), arguments)
 
 
 def _einsum_product(
     spec: str, lhs: jax.Array, rhs: jax.Array, arguments: Mapping[str, Any]
-) -> tuple[Product, Operands]:
+) -> Reading:
     try:
         dims = qn.einsum_dimension_numbers(spec, lhs.ndim, rhs.ndim)
     except ValueError as error:  # a diagonal; what is wrong in itself fails in the float op
-        raise StaysFloat(str(error).partition(";")[0]) from error
-    return MatrixProduct(dims, spec, *_options(arguments)), (lhs, rhs)
+        raise StaysFloat(str(error).partition(";")[0], in_parts=True) from error
+    inputs, output, _ = parser.parse_einsum_input((spec, lhs.shape, rhs.shape), shapes=True)
+    left, right = (set(labels) for labels in inputs.split(","))
+    if (left ^ right) - set(output):
+        raise StaysFloat("a label of one operand alone is summed first: in parts", in_parts=True)
+    return Reading(MatrixProduct(dims, spec, *_options(arguments)), (lhs, rhs))
 
 
-def _conv(arguments: dict[str, Any]) -> tuple[Product, Operands]:
+def _conv(arguments: dict[str, Any]) -> Reading:
     lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
-    precision, preferred = _options(arguments)
+    precision, preferred, out_sharding = _options(arguments)
+    if out_sharding is not None:
+        raise StaysFloat("out_sharding is given to a convolution")
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, arguments["dimension_numbers"])
     names = (
         "window_strides",
@@ -142,7 +112,31 @@ def _conv(arguments: dict[str, Any]) -> tuple[Product, Operands]:
     )
     given = tuple((name, _frozen(arguments[name])) for name in names)
     options = (("precision", precision), ("preferred_element_type", preferred))
-    return Convolution(numbers, given + options), (lhs, rhs)
+    return Reading(Convolution(numbers, given + options), (lhs, rhs))
+
+
+_RAGGED_DOT = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+
+
+def _ragged_dot(arguments: dict[str, Any]) -> Reading:
+    return _ragged(arguments, _RAGGED_DOT)
+
+
+def _ragged_dot_general(arguments: dict[str, Any]) -> Reading:
+    return _ragged(arguments, arguments["ragged_dot_dimension_numbers"])
+
+
+def _ragged(arguments: dict[str, Any], numbers: lax.RaggedDotDimensionNumbers) -> Reading:
+    lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
+    precision, preferred, _ = _options(arguments)
+    offset = arguments["group_offset"]
+    extras = (arguments["group_sizes"], *(() if offset is None else (offset,)))
+    frozen = RaggedProduct.freeze(numbers)
+    return Reading(RaggedProduct(frozen, precision, preferred), (lhs, rhs), extras)
 
 
 def _frozen(value: Any) -> Any:
@@ -150,42 +144,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def check_tile(product: Product, operands: Operands, tile_size: int | None) -> None:
-    """Raises StaysFloat if the operands can't have tiles of that size."""
-    if tile_size is None:
-        return
-    if product.contracted is None:
-        raise StaysFloat("tile_size is for matrix products")
-    for x, axes in zip(operands, product.contracted, strict=True):
-        if not axes or x.shape[axes[-1]] % tile_size:
-            sizes = [x.shape[axis] for axis in axes]
-            raise StaysFloat(f"tile_size {tile_size} does not divide contracted {sizes}")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def quantized_product(
-    product: Product,
-    qtypes: tuple[str | None, str | None],
-    tile_size: int | None,
-    lhs: jax.Array,
-    rhs: jax.Array,
-) -> jax.Array:
-    """Quantizes the operands that have a qtype and runs the product. Derivatives are float.
-
-    Jitted so that a model with many equal layers traces it once.
-    """
-
-    def quantized(*operands: jax.Array) -> jax.Array:
-        return product.run(
-            *(
-                x if qtype is None else product.quantize(side, x, qtype, tile_size)
-                for side, (x, qtype) in enumerate(zip(operands, qtypes, strict=True))
-            )
-        )
-
-    return qn.straight_through(quantized, product.run)(lhs, rhs)
 
 
 def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
@@ -207,14 +165,13 @@ def _promoted(*values: Any) -> tuple[jax.Array, jax.Array]:
     return lhs, rhs
 
 
-def _options(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns precision and preferred_element_type."""
-    if arguments.get("out_sharding") is not None:
-        raise StaysFloat("out_sharding is given")
+def _options(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Returns precision, preferred_element_type and out_sharding."""
     preferred = arguments["preferred_element_type"]
     if preferred is not None and jnp.dtype(preferred) not in qn.FLOAT_DTYPES:
         raise StaysFloat(f"preferred_element_type is {jnp.dtype(preferred)}")
-    return _frozen(arguments["precision"]), preferred if preferred is None else jnp.dtype(preferred)
+    preferred = preferred if preferred is None else jnp.dtype(preferred)
+    return _frozen(arguments["precision"]), preferred, arguments.get("out_sharding")
 
 
 def _axes(axes: Any, x: jax.Array) -> tuple[int, ...]:
@@ -223,19 +180,19 @@ def _axes(axes: Any, x: jax.Array) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TappedOp:
-    """A function that the provider taps.
+    """A function that the providers tap.
 
     Attributes:
         name: what rules call it.
-        reader: makes a Product and its operands of the bound arguments, or raises StaysFloat.
+        reader: reads the bound arguments, or raises StaysFloat.
         signature: that of the function.
     """
 
     name: str
-    reader: Callable[[dict[str, Any]], tuple[Product, Operands]]
+    reader: Callable[[dict[str, Any]], Reading]
     signature: inspect.Signature
 
-    def read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Product, Operands]:
+    def read(self, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
         """Returns the call as a product. Raises StaysFloat with the reason if it is none."""
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -245,7 +202,7 @@ class TappedOp:
         return self.reader(bound.arguments)
 
 
-def _op(name: str, function: Callable, reader: Callable[..., tuple[Product, Operands]]) -> TappedOp:
+def _op(name: str, function: Callable, reader: Callable[..., Reading]) -> TappedOp:
     return TappedOp(name, reader, inspect.signature(function))
 
 
@@ -256,5 +213,9 @@ OPS = {
     "jax.lax.dot_general": _op("dot_general", lax.dot_general, _dot_general),
     "jax.lax.dot": _op("dot_general", lax.dot, _dot_general),
     "jax.lax.conv_general_dilated": _op("conv_general_dilated", lax.conv_general_dilated, _conv),
+    "jax.lax.ragged_dot": _op("ragged_dot", lax.ragged_dot, _ragged_dot),
+    "jax.lax.ragged_dot_general": _op(
+        "ragged_dot_general", lax.ragged_dot_general, _ragged_dot_general
+    ),
 }
 """By target."""

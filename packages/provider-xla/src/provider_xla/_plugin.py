@@ -7,13 +7,18 @@ API = (1, 0)
 
 @hookimpl
 def jaxtap_register_providers() -> list[ProviderSpec]:
-    """Returns the provider for inference."""
+    """Returns the providers for inference and for training."""
     return [
         ProviderSpec(
             name="ptq",
-            summary="post-training quantization: matrix products and convolutions in int8",
+            summary="post-training quantization: parameters and products in int8, int4, fp8",
             factory="provider_xla:PtqProvider",
-        )
+        ),
+        ProviderSpec(
+            name="qt",
+            summary="quantized training: products in int8, int4 or fp8, forward and backward",
+            factory="provider_xla:QtProvider",
+        ),
     ]
 
 
@@ -23,7 +28,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
             name="demo",
-            summary="train two small models on handwritten digits and run them in int8",
+            summary="train two small models on handwritten digits and run them in int8 and int4",
             run="provider_xla._demo:run",
             configure="provider_xla._demo:configure",
         )

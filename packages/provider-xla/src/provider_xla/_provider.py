@@ -1,20 +1,23 @@
-"""PtqProvider: post-training quantization for inference."""
+"""What the providers have in common: rules, an engine, and a report."""
 
 from __future__ import annotations
 
+import abc
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from jax.extend import source_info_util
 
-from interception_core import Interceptor, OpCall, get_engine, untapped
+from interception_core import Interceptor, PatchEngine, get_engine
 
-from ._ops import OPS, StaysFloat, TappedOp, check_tile, quantized_product
-from ._paths import PathKeys
+from ._errors import QuantizationError, QuantizationWarning
+from ._plan import Plan, make_plan
 from ._report import OpRecord, Report
 from ._rules import QuantizationRule
+from ._sites import Rules, Site, Sites
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,23 +28,20 @@ source_info_util.register_exclusion(str(Path(__file__).parent))
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
 
-class PtqProvider:
-    """Runs matrix products and convolutions in integers, as rules say. JIT stays on.
-
-    Both operands are quantized when the operation runs, with absmax scales: one per row of the
-    activations and one per output channel of the weights. Two quantized operands are multiplied
-    as int8 with int32 sums and rescaled in float32. Gradients are the float operation's
-    (straight-through). Use one provider per model: the report is the provider's.
+class XlaProvider(abc.ABC):
+    """Base of the providers. JIT stays on.
 
     Args:
         rules: the first rule that matches an operation decides; an operation without a match
             stays float, but the tapped operations that it consists of are looked at. Default:
             int8 for everything.
         params_argnum: index of the positional argument that holds the parameters: an operand
-            that is a leaf of it is a weight.
+            that is a leaf of it, moved or not, is a weight.
         engine: the name of the engine that ``apply`` uses: "trace", which also finds weights
-            behind transposes, casts, scans and in nested jitted functions, or "patch". The
-            default is "trace" where hijax-trace is installed.
+            behind transposes, casts, scans and in nested jitted functions and is the default,
+            or "patch".
+        strict: whether what ``plan`` warns about is an error, and an operation that a rule is
+            about and that has no quantized form is one in ``apply``, too.
 
     Raises:
         TypeError: ``rules`` holds something else than rules.
@@ -55,34 +55,61 @@ class PtqProvider:
         *,
         params_argnum: int = 0,
         engine: str | None = None,
+        strict: bool = False,
     ):
         self.engine = engine
+        self.strict = strict
         self.rules = (rules,) if isinstance(rules, QuantizationRule) else tuple(rules)
         for rule in self.rules:
             if not isinstance(rule, QuantizationRule):
                 raise TypeError(
-                    f"PtqProvider takes QuantizationRules, got {rule!r}. Write for example "
-                    "QuantizationRule(weight_qtype='int8', act_qtype='int8')."
+                    f"{type(self).__name__} takes QuantizationRules, got {rule!r}. Write for "
+                    "example QuantizationRule(weight_qtype='int8', act_qtype='int8')."
                 )
-        self._params = f"args[{params_argnum}]"
+        self.rules = tuple(map(self._init_rule, self.rules))
+        self.params_argnum = params_argnum
+        self._rules = Rules(self.rules, f"args[{params_argnum}]")
         self._records: dict[tuple, OpRecord] = {}
         self._used: set[int] = set()
-        self._rule = functools.lru_cache(maxsize=None)(self._find_rule)
-        handlers: dict[str, Callable[..., Any]] = {
-            target: functools.partial(self._handle, op) for target, op in OPS.items()
-        }
-        handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
-        # What decides is the rule, so paths that no rule tells apart share JAX's traces.
-        path_key = PathKeys(rule.module_path for rule in self.rules)
-        self._interceptor = Interceptor(handlers, path_key=path_key)
+        self._engine = get_engine(engine)
+
+    @functools.cached_property
+    def _interceptor(self) -> Interceptor:
+        return self._sites(self._run).interceptor
 
     def interceptor(self) -> Interceptor:
         """Returns the interceptor, the same each time: what it traces is cached under it."""
         return self._interceptor
 
-    def apply(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """Returns ``fn`` with its operations quantized by the rules."""
-        return get_engine(self.engine).wrap(fn, self.interceptor())
+    def plan(self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Plan:
+        """Finds what the rules do to ``fn``. Nothing is run, copied or changed.
+
+        Args:
+            fn: called as ``fn(params, *args, **kwargs)``, ``params`` at ``params_argnum``.
+            params: the parameters: arrays or ``jax.ShapeDtypeStruct``.
+            args: the other arguments: examples, or their types.
+            kwargs: keyword arguments.
+
+        Returns:
+            The plan: a table of all operations and parameters.
+
+        Raises:
+            QuantizationError: a rule does not fit a parameter: it has another dtype, or an axis
+                that the tiles do not divide; or, with ``strict=True``, anything that it
+                warns about otherwise.
+
+        Warns:
+            QuantizationWarning: an unused rule, an operation that a rule is about and that has
+                no quantized form, a parameter that rules treat in several ways.
+        """
+        plan = make_plan(self._rules, self._engine, self.params_argnum, fn, params, args, kwargs)
+        if plan.problems:
+            text = "\n".join(f"- {problem}" for problem in plan.problems)
+            if self.strict:
+                raise QuantizationError(f"The rules can't be followed (strict=True):\n{text}")
+            message = f"Not all rules can be followed (errors with strict=True):\n{text}"
+            warnings.warn(message, QuantizationWarning, stacklevel=2)
+        return plan
 
     def report(self) -> Report:
         """Returns every operation seen so far, with its rule or the reason why it stays float."""
@@ -92,81 +119,27 @@ class PtqProvider:
         """Returns the rules that decided nothing so far: perhaps a misspelt path."""
         return [rule for i, rule in enumerate(self.rules) if i not in self._used]
 
-    def _find_rule(self, op_name: str, module_path: str) -> int | None:
-        matches = (i for i, r in enumerate(self.rules) if r.matches(op_name, module_path))
-        return next(matches, None)
+    def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
+        return rule
 
-    def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
-        # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.
-        if op.name in call.within:
-            return NotImplemented
-        index = self._rule(op.name, call.module_path)
-        if index is not None:
-            self._used.add(index)
-        try:
-            product, operands = op.read(args, kwargs)
-        except StaysFloat as reason:
-            self._record(op, call, args, index, reason=str(reason))
-            return NotImplemented
-        if index is None:
-            self._record(op, call, operands, None, reason="no rule matches")
-            return NotImplemented
-        rule = self.rules[index]
-        try:
-            weights = [self._weight(call, operand) for operand in operands]
-            qtypes = _qtypes(rule, weights)
-            check_tile(product, operands, rule.tile_size)
-        except StaysFloat as reason:
-            self._record(op, call, operands, index, reason=str(reason))
-            # The rule is about the whole operation: its parts are not looked at.
-            return call.proceed(*args, **kwargs)
-        self._record(op, call, operands, index, qtypes, weights)
-        try:
-            return quantized_product(product, qtypes, rule.tile_size, *operands)
-        except (TypeError, ValueError):
-            # A call that is wrong in itself gets the error that it always got.
-            call.proceed(*args, **kwargs)
-            raise
+    def _sites(self, run: Callable[[Site], Any], *, keyed: bool = True) -> Sites:
+        # Lookups are seen as primitives: by the engine that taps them with JIT on.
+        lookup = None if isinstance(self._engine, PatchEngine) else self._lookup
+        return Sites(
+            self._rules, run, self._record, lookup=lookup, keyed=keyed and not self._rules.is_static
+        )
 
-    def _weight(self, call: OpCall, operand: Any) -> str | None:
-        """Returns the pytree path of the parameter that the operand is, if it is one."""
-        path = call.operand(operand).provenance
-        return path if path is not None and path.startswith(self._params) else None
+    @abc.abstractmethod
+    def _run(self, site: Site) -> Any:
+        """Returns the result of an operation."""
 
-    def _record(
-        self,
-        op: TappedOp,
-        call: OpCall,
-        operands: Sequence[Any],
-        rule: int | None,
-        qtypes: tuple[str | None, str | None] = (None, None),
-        weights: Sequence[str | None] = (),
-        reason: str | None = None,
-    ) -> None:
-        shapes = tuple(_short(operand) for operand in operands if hasattr(operand, "shape"))
-        key = (call.op_id, shapes)
-        if key not in self._records:
-            weight = " and ".join(filter(None, weights)) or None
-            self._records[key] = OpRecord(call.op_id, op.name, shapes, qtypes, rule, reason, weight)
+    def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+        """Handles a lookup in an array."""
+        return NotImplemented
 
-
-def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """A Pallas kernel computes on blocks in memory that it manages: it stays as it was written."""
-    return untapped(call.proceed(*args, **kwargs))
-
-
-def _qtypes(rule: QuantizationRule, weights: Sequence[str | None]) -> tuple[str | None, str | None]:
-    """Returns the qtype of both operands. Raises StaysFloat if both stay float."""
-    lhs, rhs = (rule.act_qtype if weight is None else rule.weight_qtype for weight in weights)
-    if lhs is None and rhs is None:
-        if rule.weight_qtype is None:
-            raise StaysFloat("the rule leaves it float")
-        raise StaysFloat("the rule is for weights, and no operand is known as a parameter")
-    return lhs, rhs
-
-
-def _short(x: Any) -> str:
-    return f"{_SHORT.get(x.dtype.name, x.dtype.name)}{list(x.shape)}".replace(" ", "")
-
-
-_SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
+    def _record(self, record: OpRecord, problem: str | None) -> None:
+        if record.rule is not None:
+            self._used.add(record.rule)
+        self._records.setdefault((record.op_id, record.operands), record)
+        if problem is not None and self.strict:
+            raise QuantizationError(f"{record.op_id} can't be quantized (strict=True): {problem}.")

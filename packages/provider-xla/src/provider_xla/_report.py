@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,27 +49,36 @@ class Report(tuple[OpRecord, ...]):
         """Returns the records as JSON values."""
         return [asdict(record) for record in self]
 
+    def table(self, sizes: Mapping[str, tuple[int, int]] | None = None) -> str:
+        """Returns the operations as a table.
+
+        Args:
+            sizes: by weight, its bytes before and after; None leaves them out.
+        """
+        headers = ["op", "operands", "runs as", "rule", "weight or reason"]
+        rows = [_row(record) for record in self]
+        if sizes is not None:
+            headers.append("bytes")
+            for record, row in zip(self, rows, strict=True):
+                size = sizes.get(record.weight or "") if record.quantized else None
+                row.append("" if size is None else f"{size[0]:,} -> {size[1]:,}")
+        count = sum(record.quantized for record in self)
+        table = tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
+        return f"{table}\n{count} of {len(self)} operations quantized"
+
     def __str__(self) -> str:
         if not self:
             return "No operation was seen yet: call the wrapped function first."
-        headers = ["op", "operands", "runs as", "rule", "weight or reason"]
-        count = sum(record.quantized for record in self)
-        table = tabulate(_rows(self), headers, tablefmt="simple", disable_numparse=True)
-        return f"{table}\n{count} of {len(self)} operations quantized"
+        return self.table()
 
 
-def _rows(records: Iterable[OpRecord]) -> list[list[str]]:
+def _row(record: OpRecord) -> list[str]:
     return [
-        [
-            record.op_id,
-            " x ".join(record.operands),
-            " x ".join(qtype or "float" for qtype in record.qtypes)
-            if record.quantized
-            else "float",
-            "" if record.rule is None else str(record.rule),
-            record.reason or record.weight or "",
-        ]
-        for record in records
+        record.op_id,
+        " x ".join(record.operands),
+        _runs_as(record),
+        "" if record.rule is None else str(record.rule),
+        record.reason or record.weight or "",
     ]
 
 

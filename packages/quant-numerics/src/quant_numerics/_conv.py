@@ -1,17 +1,28 @@
 """Quantized convolution: integer accumulation and float rescaling."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from quant_numerics._dot import INT32_MAX, int_codes, output_dtype
-from quant_numerics._qarray import Operand, QArray, as_operand, qtype_of
-from quant_numerics._qtypes import compute_dtype, promote_floats
+from quant_numerics._int_conv import int_conv
+from quant_numerics._operands import (
+    INT32_MAX,
+    Arithmetic,
+    arithmetic,
+    has_zero_point_left,
+    largest_number,
+    numbers,
+    output_dtype,
+)
+from quant_numerics._qarray import Operand, QArray, as_operand, effective_scale
+from quant_numerics._qtypes import promote_floats
 
 
 def conv_general_dilated(
@@ -26,76 +37,107 @@ def conv_general_dilated(
     batch_group_count: int = 1,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """``jax.lax.conv_general_dilated`` where either side may be a QArray.
 
-    Both QArrays: the codes reach ``lax`` as int8, are summed in int32, and rescaled in float32,
-    times the lhs scale, then times the rhs scale. One QArray: its codes are converted to the dtype
-    of the float side and summed in float32 (float64 if that side is float64). None: plain ``lax``
-    in the wider of the two dtypes. See arXiv:1712.05877, section 2.2, and, for scales per output
-    feature, arXiv:2004.09602, section 3.2.
+    - Two integer QArrays: the codes reach ``lax`` as int8, are summed in int32, and rescaled in
+      float32, times the lhs scale, then times the rhs scale. See arXiv:1712.05877, section 2.2,
+      and, for scales per output feature, arXiv:2004.09602, section 3.2. With int16, or where an
+      int8 side has zero points, ``lax`` gets int32: zero points are subtracted before, so that
+      padding is an exact zero.
+    - Other two QArrays, and one QArray: in the dtypes that ``dot_general`` uses.
+    - None: plain ``lax`` in the wider of the two dtypes.
 
     The lhs may have one scale, or one per batch element; the rhs one scale, or one per output
     feature: these factor out of every sum. A non-finite value makes its slice non-finite, so
     with one in a batch element (or kernel feature), all outputs of that batch element (feature)
     are non-finite, also those whose window does not touch it.
 
+    int32 never overflows: sums of more products (window elements times input features) than
+    ``(2**31 - 1) // (max_lhs * max_rhs)``, 133144 for int8 by int8, are taken in groups of input
+    features that are added in float32.
+
     Args:
-      lhs: input, QArray or array of bfloat16, float16, float32 or float64.
+      lhs: input, QArray, PackedQArray or array of bfloat16, float16, float32 or float64.
       rhs: kernel, the same.
       window_strides: as in ``lax``, like all arguments that are not listed here.
       padding: as in ``lax``.
-      lhs_dilation: as in ``lax``.
+      lhs_dilation: as in ``lax``; strides of a transposed convolution.
       rhs_dilation: as in ``lax``.
       dimension_numbers: None, three strings, or a ``lax.ConvDimensionNumbers``.
       feature_group_count: as in ``lax``.
       batch_group_count: as in ``lax``.
-      precision: for float operands; integer convolutions are exact.
+      precision: where a side is float; other convolutions are exact.
       preferred_element_type: dtype of the output, a supported float dtype; by default the wider
         of the logical dtypes (float32 for bfloat16 with float16).
+      out_sharding: as in ``lax``.
 
     Returns:
       Array with the shape that ``lax`` gives.
 
     Raises:
-      ValueError: a scale of another shape; or two QArrays with so many terms per output (window
-        elements times input features of the kernel) that int32 could overflow, that is more than
-        ``(2**31 - 1) // (qmax_lhs * qmax_rhs)``, 133144 for int8 by int8.
+      ValueError: a scale of another shape; or two integer QArrays with so many products per
+        output that int32 could overflow, and no way to take fewer: a window of more elements than
+        that, or groups of input features.
       TypeError: a side that is neither a QArray nor a supported float array, or what ``lax``
         refuses.
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     dn = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     dtype = output_dtype(lhs, rhs, preferred_element_type)
+    how, values_l, values_r = _values(lhs, rhs, precision, dtype)
 
-    if isinstance(lhs, QArray) and isinstance(rhs, QArray):
-        _check_length(lhs, rhs, dn)
-        values_l, values_r = int_codes(lhs), int_codes(rhs)
-        acc_dtype, precision = jnp.dtype(jnp.int32), None
-    else:
-        floats = [x.dtype for x in (lhs, rhs) if not isinstance(x, QArray)]
-        common = promote_floats(floats[0], floats[-1])
-        values_l, values_r = (
-            (int_codes(x) if isinstance(x, QArray) else x).astype(common) for x in (lhs, rhs)
+    def run(left: jax.Array, right: jax.Array, precision: Any, sums: Any) -> jax.Array:
+        return lax.conv_general_dilated(
+            left,
+            right,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dn,
+            feature_group_count=feature_group_count,
+            batch_group_count=batch_group_count,
+            precision=precision,
+            preferred_element_type=sums,
+            out_sharding=out_sharding,
         )
-        # lax refuses to accumulate in less than the operands' precision.
-        acc_dtype = compute_dtype(common) if len(floats) == 1 else promote_floats(common, dtype)
 
-    acc = lax.conv_general_dilated(
-        values_l,
-        values_r,
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dn,
-        feature_group_count=feature_group_count,
-        batch_group_count=batch_group_count,
-        precision=precision,
-        preferred_element_type=acc_dtype,
-    )
-    if acc_dtype == jnp.int32:
-        acc = acc.astype(jnp.float32)
+    def conv(left: jax.Array, right: jax.Array) -> jax.Array:
+        return run(left, right, how.precision, how.sums)
+
+    def float_conv(left: jax.Array, right: jax.Array) -> jax.Array:
+        return run(left, right, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
+
+    features = values_r.shape[dn.rhs_spec[1]]
+    window = math.prod(values_r.shape[a] for a in dn.rhs_spec[2:])
+    if how.limit is None:
+        acc = conv(values_l, values_r)
+    elif window * features <= how.limit:
+        acc = int_conv(
+            conv,
+            float_conv,
+            values_l,
+            values_r,
+            (dn.lhs_spec[1], dn.rhs_spec[1]) if feature_group_count == 1 else None,
+            (window, features),
+            INT32_MAX // how.limit,
+        )
+    else:
+        if feature_group_count > 1 or window > how.limit:
+            raise _too_long(lhs, rhs, window * features, how.limit)
+        # In float32 before rescaling: a part that sums to zero must not turn an infinite scale
+        # into NaN.
+        step = how.limit // window
+        acc = sum(
+            conv(
+                lax.slice_in_dim(values_l, i, min(i + step, features), axis=dn.lhs_spec[1]),
+                lax.slice_in_dim(values_r, i, min(i + step, features), axis=dn.rhs_spec[1]),
+            ).astype(jnp.float32)
+            for i in range(0, features, step)
+        )
+        assert isinstance(acc, jax.Array)
     if isinstance(lhs, QArray):
         acc = acc * _lhs_scale(lhs, dn, acc.shape, batch_group_count).astype(acc.dtype)
     if isinstance(rhs, QArray):
@@ -103,17 +145,39 @@ def conv_general_dilated(
     return acc.astype(dtype)
 
 
-def _check_length(lhs: QArray, rhs: QArray, dn: lax.ConvDimensionNumbers) -> None:
-    """Refuses convolutions whose int32 sums could overflow."""
-    terms = math.prod(rhs.shape[a] for a in dn.rhs_spec[1:])
-    limit = INT32_MAX // (qtype_of(lhs).qmax * qtype_of(rhs).qmax)
-    if terms > limit:
-        raise ValueError(
-            f"a convolution of {lhs.qtype} by {rhs.qtype} with kernel shape {rhs.shape} sums "
-            f"{terms} products per output (window elements times input features), and int32 is "
-            f"safe only up to {limit}; keep one side float, or split the input features over "
-            "several convolutions and add their results"
-        )
+def _values(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any, dtype: np.dtype
+) -> tuple[Arithmetic, jax.Array, jax.Array]:
+    """How to convolve, and the numbers of both sides."""
+    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
+        how = arithmetic(lhs, rhs, precision)
+        # There are no exact corrections as in a dot product: padding is not part of the lhs.
+        wide = [
+            x for x in (lhs, rhs) if isinstance(x, QArray) and has_zero_point_left(x, how.dtype)
+        ]
+        if wide:
+            how = dataclasses.replace(how, dtype=jnp.dtype(jnp.int32))
+    else:
+        # lax refuses to accumulate in less than the operands' precision.
+        common = promote_floats(lhs.dtype, rhs.dtype)
+        how = Arithmetic(common, promote_floats(common, dtype), precision)
+    left, right = (
+        numbers(x, how.dtype) if isinstance(x, QArray) else x.astype(how.dtype) for x in (lhs, rhs)
+    )
+    return how, left, right
+
+
+def _too_long(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, terms: int, limit: int
+) -> ValueError:
+    assert isinstance(lhs, QArray)
+    assert isinstance(rhs, QArray)
+    return ValueError(
+        f"a convolution of {lhs.qtype} by {rhs.qtype} with kernel shape {rhs.shape} sums {terms} "
+        "products per output (window elements times input features), and int32 is safe only up to "
+        f"{limit}, with numbers up to {largest_number(lhs)} and {largest_number(rhs)}; keep one "
+        "side float, or split the input features over several convolutions and add their results"
+    )
 
 
 def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
@@ -127,7 +191,7 @@ def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
             f"(shape {tuple(expected)}), got scale of shape {q.scale.shape} for values of shape "
             f"{q.shape}; quantize it with quantize_for_conv(x, qtype, {side!r}, ...)"
         )
-    return q.scale.reshape(-1)
+    return effective_scale(q).reshape(-1)
 
 
 def _lhs_scale(

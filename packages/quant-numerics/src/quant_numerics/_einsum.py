@@ -1,71 +1,162 @@
-"""Two-operand einsum on top of dot_general."""
+"""Einsum of any number of operands, on top of dot_general."""
 
-from typing import Any, TypeAlias
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+import opt_einsum
 from jax.typing import DTypeLike
-from opt_einsum import parser
 
-from quant_numerics._dot import dot_general, output_dtype
+from quant_numerics._dot import dot_general
 from quant_numerics._qarray import Operand, QArray, as_operand
+from quant_numerics._qtypes import float_dtype, promote_floats
 from quant_numerics._quantize import dequantize
-
-AxisPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-DimensionNumbers: TypeAlias = tuple[AxisPair, AxisPair]
+from quant_numerics._subscripts import (
+    DimensionNumbers,
+    before_transpose,
+    check_sizes,
+    diagonals,
+    dimension_numbers,
+    from_interleaved,
+    parse,
+    squeeze,
+    sum_lone,
+)
 
 
 def einsum(
-    spec: str,
-    lhs: Operand,
-    rhs: Operand,
-    *,
+    spec: str | Operand,
+    *operands: Any,
+    optimize: str | bool | Sequence[tuple[int, ...]] = "auto",
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.numpy.einsum`` of two operands, either of which may be a QArray.
+    """``jax.numpy.einsum`` of any number of operands, any of which may be a QArray.
 
-    It is one ``dot_general`` and a transpose; see there for accumulation, scales and dtypes. As
-    in NumPy, the output may be implicit, ``...`` stands for broadcast axes, and an axis of size 1
-    broadcasts against the other operand's. A label that only one operand has and the output has
-    not is summed first, in that operand alone: a QArray is dequantized for it, so this costs that
-    side its integer arithmetic.
+    Two operands are one ``dot_general`` and a transpose; see there for accumulation, scales and
+    dtypes. More are contracted two at a time in an order of opt_einsum's; what comes out on the
+    way is a float array of the output's dtype. One operand is dequantized.
+
+    As in NumPy, the output may be implicit, ``...`` stands for broadcast axes, and an axis of size
+    1 broadcasts against the other operand's. A label that only one operand has and the output has
+    not is summed first, in that operand alone, and of a label that one operand has twice the
+    diagonal is taken: a QArray is dequantized for both, so this costs that side its integer
+    arithmetic.
 
     Args:
-      spec: subscripts with exactly one comma, e.g. ``"bqhd,bkhd->bhqk"``.
-      lhs: QArray or array of bfloat16, float16, float32 or float64.
-      rhs: the same.
+      spec: subscripts, e.g. ``"bqhd,bkhd->bhqk"``. Or the interleaved form: operands and lists of
+        integer labels by turns, then maybe the output's, ``einsum(x, [0, 1], w, [1, 2], [0, 2])``.
+      *operands: QArrays or arrays of bfloat16, float16, float32 or float64.
+      optimize: how to find an order for three or more operands, as in ``jax.numpy.einsum``: a
+        strategy of opt_einsum's, False for left to right, or a path.
       precision: as in ``dot_general``.
       preferred_element_type: as in ``dot_general``.
+      out_sharding: sharding of the output, a NamedSharding or PartitionSpec.
 
     Raises:
-      ValueError: a malformed spec; not two operands; a label repeated within one operand (a
-        diagonal); sizes that differ; different tiles along a contracted label.
-      TypeError: a side that is neither a QArray nor a supported float array.
+      ValueError: a malformed spec; another number of operands than it has; sizes that differ;
+        different tiles along a contracted label.
+      TypeError: an operand that is neither a QArray nor a supported float array.
     """
-    left, right = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
-    in_l, in_r, out = _parse(spec, left.ndim, right.ndim)
-    dtype = output_dtype(left, right, preferred_element_type)
+    if not isinstance(spec, str):
+        spec, operands = from_interleaved((spec, *operands))
+    two = len(operands) == 2
+    arrays = [
+        as_operand(x, ("lhs", "rhs")[i] if two else f"operand {i}") for i, x in enumerate(operands)
+    ]
+    terms, out = parse(spec, [x.ndim for x in arrays])
+    check_sizes(spec, arrays, terms)
+    if preferred_element_type is not None:
+        dtype = float_dtype(preferred_element_type, "preferred_element_type")
+    else:
+        dtype = functools.reduce(promote_floats, (x.dtype for x in arrays))
 
+    for i, (x, term) in enumerate(zip(arrays, terms, strict=True)):
+        arrays[i], terms[i] = diagonals(x, term)
+    path = _path(arrays, terms, out, optimize) if len(arrays) > 2 else [tuple(range(len(arrays)))]
+    for step, places in enumerate(path):
+        last = step == len(path) - 1
+        chosen = [(arrays.pop(i), terms.pop(i)) for i in sorted(places, reverse=True)][::-1]
+        (x, labels), *others = chosen
+        if not others:
+            return _alone(x, labels, out, dtype)
+        for i, (right, in_r) in enumerate(others):  # a path may name more than two at once
+            later = [t for _, t in others[i + 1 :]] + terms
+            kept = "".join(
+                c for c in dict.fromkeys(labels + in_r) if c in out or any(c in t for t in later)
+            )
+            final = last and i == len(others) - 1
+            kept = out if final else kept
+            sharding = out_sharding if final else None
+            x = _two(x, labels, right, in_r, kept, dtype, precision, sharding)
+            labels = kept
+        arrays.append(x)
+        terms.append(labels)
+    (result,) = arrays
+    assert not isinstance(result, QArray)
+    return result
+
+
+def _two(
+    left: QArray | jax.Array,
+    in_l: str,
+    right: QArray | jax.Array,
+    in_r: str,
+    out: str,
+    dtype: np.dtype,
+    precision: Any,
+    out_sharding: Any,
+) -> jax.Array:
+    """Einsum of two operands without repeated labels."""
     sizes_l = dict(zip(in_l, left.shape, strict=True))
     sizes_r = dict(zip(in_r, right.shape, strict=True))
-    for label in set(in_l) & set(in_r):
-        if sizes_l[label] != sizes_r[label] and 1 not in (sizes_l[label], sizes_r[label]):
-            raise ValueError(
-                f"einsum {spec!r}: label {label!r} has size {sizes_l[label]} in the first operand "
-                f"(shape {left.shape}) and {sizes_r[label]} in the second (shape {right.shape}); "
-                "they must be equal, or one of them 1"
-            )
-    left, in_l = _squeeze(left, in_l, {c for c in in_r if sizes_r[c] != sizes_l.get(c)})
-    right, in_r = _squeeze(right, in_r, {c for c in in_l if sizes_l[c] != sizes_r.get(c)})
-    left, in_l = _sum_lone(left, in_l, in_r + out)
-    right, in_r = _sum_lone(right, in_r, in_l + out)
+    left, in_l = squeeze(left, in_l, {c for c in in_r if sizes_r[c] != sizes_l.get(c)})
+    right, in_r = squeeze(right, in_r, {c for c in in_l if sizes_l[c] != sizes_r.get(c)})
+    left, in_l = sum_lone(left, in_l, in_r + out)
+    right, in_r = sum_lone(right, in_r, in_l + out)
 
-    dims = _dimension_numbers(in_l, in_r, out)
-    result = dot_general(left, right, dims, precision=precision, preferred_element_type=dtype)
+    dims = dimension_numbers(in_l, in_r, out)
     batch = "".join(in_l[a] for a in dims[1][0])
     labels = batch + "".join(c for c in in_l + in_r if c in out and c not in batch)
-    return result.transpose([labels.index(c) for c in out])
+    order = [labels.index(c) for c in out]
+    result = dot_general(
+        left,
+        right,
+        dims,
+        precision=precision,
+        preferred_element_type=dtype,
+        out_sharding=before_transpose(out_sharding, order),
+    )
+    return result if order == sorted(order) else result.transpose(order)
+
+
+def _alone(x: QArray | jax.Array, labels: str, out: str, dtype: np.dtype) -> jax.Array:
+    """Einsum of one operand without repeated labels."""
+    x, labels = sum_lone(dequantize(x) if isinstance(x, QArray) else x, labels, out)
+    assert not isinstance(x, QArray)
+    return x.transpose([labels.index(c) for c in out]).astype(dtype)
+
+
+def _path(
+    arrays: Sequence[QArray | jax.Array], terms: Sequence[str], out: str, optimize: Any
+) -> list[tuple[int, ...]]:
+    """Which operands to contract in each step; results go to the end of the list."""
+    if optimize is False:
+        return [(0, 1), *((0, len(arrays) - 2 - i) for i in range(len(arrays) - 2))]
+    sizes: dict[str, int] = {}
+    for x, term in zip(arrays, terms, strict=True):
+        for c, n in zip(term, x.shape, strict=True):
+            sizes[c] = n if sizes.get(c, 1) == 1 else sizes[c]
+    shapes = [tuple(sizes[c] for c in term) for term in terms]
+    # Like jax.numpy: "auto" is exhaustive for few operands.
+    strategy = "optimal" if optimize is True else optimize
+    path, _ = opt_einsum.contract_path(
+        f"{','.join(terms)}->{out}", *shapes, shapes=True, optimize=strategy
+    )
+    return [tuple(step) for step in path]
 
 
 def einsum_dimension_numbers(spec: str, lhs_ndim: int, rhs_ndim: int) -> DimensionNumbers:
@@ -74,7 +165,7 @@ def einsum_dimension_numbers(spec: str, lhs_ndim: int, rhs_ndim: int) -> Dimensi
     For a caller that quantizes operands before ``einsum`` and must know which axes contract.
 
     Args:
-      spec: subscripts with exactly one comma.
+      spec: subscripts with exactly one comma, and no label twice in an operand.
       lhs_ndim: number of axes of the first operand.
       rhs_ndim: number of axes of the second operand.
 
@@ -86,66 +177,10 @@ def einsum_dimension_numbers(spec: str, lhs_ndim: int, rhs_ndim: int) -> Dimensi
     Raises:
       ValueError: as ``einsum``, as far as ndims tell.
     """
-    return _dimension_numbers(*_parse(spec, lhs_ndim, rhs_ndim))
-
-
-def _parse(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
-    """Labels of both operands, one per axis, and of the output."""
-    spec = spec.replace(" ", "")
-    allowed = (
-        "allowed are two operands with letters as labels, each label once per operand, an "
-        'optional "..." in each, and an optional "->" with the output, e.g. "...ij,...jk->...ik"'
-    )
-    if spec.split("->")[0].count(",") != 1:
-        raise ValueError(f"einsum {spec!r} does not have exactly two operands; {allowed}")
-    if not parser.has_valid_einsum_chars_only(spec):
-        raise ValueError(f"einsum {spec!r} has a character that is not a letter; {allowed}")
-    ndims = (lhs_ndim, rhs_ndim)
-    try:
-        inputs, out, _ = parser.parse_einsum_input((spec, *((1,) * n for n in ndims)), shapes=True)
-    except ValueError as e:
-        raise ValueError(f"einsum {spec!r} of {lhs_ndim} and {rhs_ndim} axes: {e} {allowed}") from e
-    terms = inputs.split(",")
-    for labels, ndim in zip(terms, ndims, strict=True):
-        if len(set(labels)) != len(labels):
-            raise ValueError(
-                f"einsum {spec!r} repeats a label within one operand, which takes a diagonal and "
-                f"is not supported; {allowed}; take the diagonal (jnp.diagonal) before quantizing"
-            )
-        if len(labels) != ndim:
-            raise ValueError(
-                f"einsum {spec!r} names {len(labels)} axes of an operand that has {ndim}; {allowed}"
-            )
-    return terms[0], terms[1], out
-
-
-def _dimension_numbers(in_l: str, in_r: str, out: str) -> DimensionNumbers:
-    shared = [c for c in in_l if c in in_r]
-    contract = [c for c in shared if c not in out]
-    batch = [c for c in shared if c in out]
-
-    def axes(term: str, labels: list[str]) -> tuple[int, ...]:
-        return tuple(term.index(c) for c in labels)
-
-    return (
-        (axes(in_l, contract), axes(in_r, contract)),
-        (axes(in_l, batch), axes(in_r, batch)),
-    )
-
-
-def _squeeze(
-    x: QArray | jax.Array, labels: str, differing: set[str]
-) -> tuple[QArray | jax.Array, str]:
-    """Drops axes of size 1 whose label is larger in the other operand."""
-    axes = [a for a, c in enumerate(labels) if c in differing and x.shape[a] == 1]
-    # A QArray's leaves have equal ndims, and size 1 in the codes is size 1 in the scale.
-    x = jax.tree.map(lambda leaf: jnp.squeeze(leaf, tuple(axes)), x)
-    return x, "".join(c for a, c in enumerate(labels) if a not in axes)
-
-
-def _sum_lone(x: QArray | jax.Array, labels: str, elsewhere: str) -> tuple[QArray | jax.Array, str]:
-    """Sums over axes whose label is nowhere else."""
-    axes = [a for a, c in enumerate(labels) if c not in elsewhere]
-    if axes:
-        x = jnp.sum(dequantize(x) if isinstance(x, QArray) else x, axis=tuple(axes))
-    return x, "".join(c for a, c in enumerate(labels) if a not in axes)
+    terms, out = parse(spec, (lhs_ndim, rhs_ndim))
+    if any(len(set(term)) != len(term) for term in terms):
+        raise ValueError(
+            f"einsum {spec!r} repeats a label within one operand, of which einsum takes the "
+            "diagonal in float: it has no dimension numbers; leave the operands unquantized"
+        )
+    return dimension_numbers(terms[0], terms[1], out)

@@ -12,7 +12,17 @@ from interception_core import JaxtapError
 from .. import _compat
 from .flow import entered
 from .forms import CHANGES, SAME, Body, form_of
-from .frames import Around, Frame, Notes, Numbers, Operands, Origin, Resolve
+from .frames import (
+    Around,
+    Frame,
+    Notes,
+    Numbers,
+    Operands,
+    Origin,
+    Resolve,
+    Roots,
+    united,
+)
 from .marker import hoisted
 from .memo import Tapped
 from .rerun import rerun
@@ -167,7 +177,17 @@ def tap_body(
             {("/".join(filter(None, (path, k[0]))), *k[1:]): n for k, n in found.counted.items()}
         )
         return found
-    inner = Frame(jaxpr, origins, notes, path, label, around.within, around.silent, frame)
+    inner = Frame(
+        jaxpr,
+        origins,
+        notes,
+        path,
+        label,
+        around.within,
+        around.silent,
+        frame,
+        roots=_roots(body, operands),
+    )
     before = run.numbers.copy()
     new, consts = stage_again(run, inner, body.jaxpr, _compat.consts_of(body.jaxpr), held)
     new, extra = hoisted(new, consts, hoists, _compat.is_open(body.jaxpr))
@@ -189,7 +209,7 @@ def tap_body(
         inner.path_was_read,
         held is not NONE_TAKEN,
     )
-    if _of_a_trace(extra):
+    if _of_a_trace(extra) or inner.roots_were_read:
         return tapped
     if shared:
         run.tapping.memo.keep(jaxpr, key, tapped)
@@ -198,6 +218,22 @@ def tap_body(
         silent = tap_body(run, around._replace(silent=True), body, operands, NONE_TAKEN)
         return dataclasses.replace(tapped, jaxpr=silent.jaxpr, extra=silent.extra, taken=False)
     return tapped
+
+
+def _roots(body: Body, operands: Operands) -> list[Roots] | None:
+    """Returns how the roots of a body's inputs are found."""
+    roots = operands.roots
+    if roots is None:
+        return None
+
+    def of_all() -> frozenset[str] | None:
+        return united(root() for root in operands.roots or ())
+
+    # What a loop changes may come from any of its operands.
+    return [
+        of_all if operand is None or kind == CHANGES else roots[operand]
+        for operand, kind in zip(body.inputs, body.kinds, strict=True)
+    ]
 
 
 def _of_a_trace(values: Sequence[Any]) -> bool:

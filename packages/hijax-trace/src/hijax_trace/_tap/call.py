@@ -31,6 +31,7 @@ class TraceCall(OpCall):
         origins: of each of them, how its origin is found.
         notes: of each of them, the metadata.
         stand_ins: of each of them, what it is kept as.
+        roots: of each of them, the inputs that it is computed from.
         within: the names of the functions that it is a part of.
         proceed: runs the original.
         run: the run that it is a part of.
@@ -42,6 +43,7 @@ class TraceCall(OpCall):
         "_number",
         "_origins",
         "_proceed",
+        "_roots",
         "_run",
         "_scopes",
         "_stand_ins",
@@ -63,6 +65,7 @@ class TraceCall(OpCall):
         origins: Callable[[int], Origin | None],
         notes: Callable[[int], Notes],
         stand_ins: Callable[[int], StandIn | None],
+        roots: Callable[[int], frozenset[str] | None],
         within: frozenset[str],
         proceed: Callable[..., Any],
         run: Run,
@@ -78,6 +81,7 @@ class TraceCall(OpCall):
         self._origins = origins
         self._notes = notes
         self._stand_ins = stand_ins
+        self._roots = roots
         self._within = within
         self._proceed = proceed
         self._run = run
@@ -107,6 +111,10 @@ class TraceCall(OpCall):
     def stand_in(self, value: Any) -> StandIn | None:
         index = self._index(value)
         return None if index is None else self._stand_ins(index)
+
+    def roots(self, value: Any) -> frozenset[str] | None:
+        index = self._index(value)
+        return None if index is None else self._roots(index)
 
     def operand(self, value: Any) -> Operand:
         origin = self._origin(value)

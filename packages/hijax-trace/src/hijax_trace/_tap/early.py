@@ -227,6 +227,7 @@ class Early:
             lambda i: self.origin(values[i]),
             lambda i: self._notes.get(id(values[i]), (None, _NOTHING))[1],
             lambda i: self._stand_in(values[i]),
+            lambda i: None,
             within,
             proceed,
             self._run,
@@ -310,7 +311,7 @@ class Early:
             return None
         # What vmap doesn't map is the value itself; a derivative needs the array.
         if _compat.is_batched(value):
-            value, axis = _compat.inner_value(value)
+            value, axis = _compat.inner_value(value) or (None, None)
             return self._stand_in(value) if axis is None else None
         if not _compat.is_staged_in(value, base):
             return None

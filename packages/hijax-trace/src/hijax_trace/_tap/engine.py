@@ -13,7 +13,7 @@ from interception_core import Interceptor, TargetError
 
 from .. import _compat
 from .axes import identity
-from .frames import Frame, Origin
+from .frames import Frame, Origin, Resolve
 from .marker import Packed
 from .rerun import rerun
 from .run import Run, Tapping, mode_of, widen_mode
@@ -106,7 +106,8 @@ class _Tapped:
         inputs: list[Any] = [None] * len(jaxpr.invars)
         inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
         stand_ins = {first + i: stand_in for i, stand_in in held.items()}
-        frame = Frame(jaxpr, inputs, {}, "", stand_ins=stand_ins)
+        roots = [functools.partial(_root, resolve) for resolve in inputs]
+        frame = Frame(jaxpr, inputs, {}, "", stand_ins=stand_ins, roots=roots)
         try:
             return result.build(rerun(run, frame, jaxpr, [*consts, *packed.arrays, *leaves]))
         finally:
@@ -157,6 +158,12 @@ class _Tapped:
             run.early.end()
         assert result is not None
         return run, (jaxpr, consts, result)
+
+
+def _root(resolve: Resolve | None) -> frozenset[str]:
+    """Returns the root that an input of the program is: none if it is a constant."""
+    origin = None if resolve is None else resolve()
+    return frozenset() if origin is None else frozenset({origin.path})
 
 
 def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, StandIn]]:

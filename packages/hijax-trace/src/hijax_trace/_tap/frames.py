@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .axes import Axes, compose
@@ -30,6 +30,20 @@ class Origin(NamedTuple):
 Resolve = Callable[[], Origin | None]
 """Finds the origin of an input of a frame, when somebody wants to know it."""
 
+Roots = Callable[[], "frozenset[str] | None"]
+"""Finds the inputs of the wrapped function that a value is computed from, if they are known."""
+
+
+def united(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+    """Returns all roots; None where some are not known."""
+    found: frozenset[str] = frozenset()
+    for part in parts:
+        if part is None:
+            return None
+        found |= part
+    return found
+
+
 Notes = Mapping[str, Any]
 """The metadata of one value."""
 
@@ -50,6 +64,8 @@ class Frame:
         silent: whether no handler is asked.
         parent: the frame around it.
         stand_ins: what its inputs are kept as, by number.
+        roots: how the inputs of the wrapped function that its inputs are computed from are
+            found; None where they are not known.
     """
 
     __slots__ = (
@@ -57,11 +73,13 @@ class Frame:
         "_inputs",
         "_parent",
         "_path",
+        "_roots",
         "label",
         "notes",
         "path_was_read",
         "read",
         "replaced",
+        "roots_were_read",
         "silent",
         "stand_ins",
         "within",
@@ -78,10 +96,12 @@ class Frame:
         silent: bool = False,
         parent: Frame | None = None,
         stand_ins: Mapping[int, StandIn] | None = None,
+        roots: Sequence[Roots] | None = None,
     ):
         self._flow = None if jaxpr is None else flow_of(jaxpr)
         self._inputs = inputs
         self._parent = parent
+        self._roots = roots
         self._path = path
         self.label = label
         self.within = within
@@ -92,7 +112,7 @@ class Frame:
         }
         self.replaced: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
-        self.path_was_read = False
+        self.path_was_read = self.roots_were_read = False
 
     @property
     def is_program(self) -> bool:
@@ -113,6 +133,16 @@ class Frame:
             resolve = self._inputs[index]
             self.read[index] = None if resolve is None else resolve()
         return self.read[index]
+
+    def roots(self, atom: Any) -> frozenset[str] | None:
+        """Returns the inputs of the wrapped function that a variable is computed from."""
+        frame: Frame | None = self
+        while frame is not None:
+            frame.roots_were_read = True
+            frame = frame._parent
+        if self._flow is None or self._roots is None:
+            return None
+        return united(self._roots[i]() for i in self._flow.inputs_behind(atom))
 
     def path(self, scopes: Sequence[str]) -> str:
         """Returns the module path within ``scopes``, for a handler to see."""
@@ -151,12 +181,14 @@ class Operands(NamedTuple):
         origins: how the origin of each is found.
         notes: their metadata, by number.
         stand_ins: what they are kept as, by number.
+        roots: of each, how the inputs that it is computed from are found; None if unknown.
     """
 
     avals: Sequence[Any]
     origins: Sequence[Resolve]
     notes: Mapping[int, Notes]
     stand_ins: Mapping[int, StandIn]
+    roots: Sequence[Roots] | None = None
 
 
 Key = tuple[str, str, str]

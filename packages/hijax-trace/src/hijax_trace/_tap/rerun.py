@@ -243,7 +243,7 @@ class Rerun:
         jaxpr = _compat.open_of(closed)
         known = (operands.origins, operands.notes)
         where = (path, frame.label, within, silent, frame)
-        return Frame(jaxpr, *known, *where, operands.stand_ins)
+        return Frame(jaxpr, *known, *where, operands.stand_ins, operands.roots)
 
     def _others(self, step: Step, values: list[Any], info: Any) -> None:
         """Makes another interceptor's marker again, with what it stands for tapped."""
@@ -344,6 +344,7 @@ class Rerun:
             lambda i: frame.origin(atoms[i]),
             lambda i: _notes(frame, atoms[i]),
             lambda i: frame.stand_ins.get(_variable(atoms[i])),
+            lambda i: frame.roots(atoms[i]),
             frame.within | step.within,
             proceed,
             self.run,
@@ -360,7 +361,8 @@ class Rerun:
         if frame.stand_ins:
             found = [frame.stand_ins.get(_variable(atom)) for atom in eqn.invars]
             stand_ins = {i: held for i, held in enumerate(found) if held is not None}
-        return Operands([atom.aval for atom in eqn.invars], origins, notes, stand_ins)
+        roots = [functools.partial(frame.roots, atom) for atom in eqn.invars]
+        return Operands([atom.aval for atom in eqn.invars], origins, notes, stand_ins, roots)
 
 
 def _variable(atom: Any) -> Any:

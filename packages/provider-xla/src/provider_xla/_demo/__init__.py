@@ -1,4 +1,4 @@
-"""``jaxtap demo``: two small models on scikit-learn's handwritten digits, in float and in int8."""
+"""``jaxtap demo``: two small models on handwritten digits, in float, int8 and int4."""
 
 from ._command import configure, run
 

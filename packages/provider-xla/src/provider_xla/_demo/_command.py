@@ -1,4 +1,4 @@
-"""The command: trains, runs in float and in int8, prints both."""
+"""The command: trains, quantizes, runs, prints."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from interception_core import JaxtapError
+import jax
+import numpy as np
+from tabulate import tabulate
+
+from interception_core import JaxtapError, get_provider
+
+from .._rules import QuantizationRule
+
+if TYPE_CHECKING:
+    from .._report import Report
+    from ._models import Model
+    from ._training import Digits
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +31,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the split and the training")
 
 
+FORMATS = {
+    "int8": {"weight_qtype": "int8", "act_qtype": "int8"},
+    "int4": {"weight_qtype": "int4", "act_qtype": "int8"},
+}
+"""The fields of the rules, by what they are called in the output."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a model is in one format; fractions are of the test images.
+
+    Attributes:
+        format: "float", or a name in ``FORMATS``.
+        parameter_bytes: of all parameters as they are stored.
+        accuracy: how many digits are right.
+        agreement: how many are what the float model says.
+    """
+
+    format: str
+    parameter_bytes: int
+    accuracy: float
+    agreement: float
+
+
 @dataclass(frozen=True)
 class Result:
-    """One model's outcome; accuracies and agreement are fractions of the test images."""
+    """One model's outcomes, and what becomes of its operations in int8."""
 
     model: str
     test_images: int
-    float_accuracy: float
-    int8_accuracy: float
-    agreement: float
+    outcomes: list[Outcome]
     ops: list[dict[str, Any]]
 
 
@@ -47,11 +80,6 @@ def run(args: argparse.Namespace) -> int:
         from tqdm import tqdm
     except ModuleNotFoundError as error:
         raise JaxtapError(f"The demo needs {error.name}: install provider-xla[demo].") from error
-    import jax
-    import numpy as np
-
-    from interception_core import get_provider
-
     from ._models import MODELS
     from ._training import EPOCHS, Digits, train
 
@@ -62,25 +90,45 @@ def run(args: argparse.Namespace) -> int:
     for model in MODELS:
         with tqdm(total=EPOCHS, desc=f"training, {model.name}", unit="epoch") as bar:
             params = train(model, digits, args.seed, bar.update)
-        provider = get_provider("ptq", engine=args.engine)
-        runs = [
-            np.asarray(jax.jit(apply)(params, digits.test_images)).argmax(axis=-1)
-            for apply in (model.apply, provider.apply(model.apply))
+        outcomes, report = _quantize(model, params, digits, args.engine)
+        count = len(digits.test_images)
+        results.append(Result(model.name, count, outcomes, report.as_json()))
+        print(f"\n{model.name} model on {count} test images\n")
+        rows = [
+            [one.format, f"{one.parameter_bytes:,}", f"{one.accuracy:.2%}", f"{one.agreement:.2%}"]
+            for one in outcomes
         ]
-        in_float, in_int8 = (float(np.mean(run == digits.test_labels)) for run in runs)
-        agreement = float(np.mean(runs[0] == runs[1]))
-        report = provider.report()
-        results.append(
-            Result(model.name, len(runs[0]), in_float, in_int8, agreement, report.as_json())
-        )
-        print(f"\n{model.name} model on {len(runs[0])} test images")
-        print(f"  accuracy  float {in_float:.2%}   int8 {in_int8:.2%}")
-        print(f"  both say the same digit on {agreement:.2%}\n")
-        print(report, end="\n\n")
+        headers = ["parameters", "stored bytes", "accuracy", "same digit as in float"]
+        print(tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3)))
+        print(f"\nin int8\n\n{report}\n")
     if args.json is not None:
         _write(args.json, [asdict(result) for result in results])
         print(f"Wrote {args.json}.")
     return 0
+
+
+def _quantize(
+    model: Model, params: Any, digits: Digits, engine: str | None
+) -> tuple[list[Outcome], Report]:
+    """Runs a model in all formats. Returns the outcomes, and the operations in int8."""
+    images, labels = digits.test_images, digits.test_labels
+
+    def digits_of(fn: Any, params: Any) -> Any:
+        return np.asarray(jax.jit(fn)(params, images)).argmax(axis=-1)
+
+    in_float, reports = digits_of(model.apply, params), []
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    outcomes = [Outcome("float", size, float(np.mean(in_float == labels)), 1.0)]
+    for name, fields in FORMATS.items():
+        provider = get_provider("ptq", rules=QuantizationRule(**fields), engine=engine)
+        plan = provider.plan(model.apply, params, images)
+        # The patch engine quantizes parameters at each call, with the same result.
+        stored = params if engine == "patch" else plan.quantize(params)
+        found = digits_of(provider.apply(model.apply), stored)
+        accuracy, agreement = float(np.mean(found == labels)), float(np.mean(found == in_float))
+        outcomes.append(Outcome(name, plan.bytes_after, accuracy, agreement))
+        reports.append(provider.report())
+    return outcomes, reports[0]
 
 
 def _write(path: Path, value: Any) -> None:

@@ -1,0 +1,108 @@
+"""Which axes of a parameter have scales, from what the operations do with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+Axes = tuple[int | tuple[int, ...] | None, ...]
+"""For each axis of a parameter, the axis of the operand that it became: see ``Operand.axes``."""
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Along which axes of an array scales differ.
+
+    Attributes:
+        channel_axes: those with a scale per index.
+        tile_axes: those with a scale per tile, with the size of a tile.
+    """
+
+    channel_axes: tuple[int, ...] = ()
+    tile_axes: Mapping[int, int] = field(default_factory=dict)
+
+    def join(self, other: Granularity) -> Granularity:
+        """Returns the finest that is no finer than either: both operations can use it."""
+        tiles = {}
+        for axis in {*self.channel_axes, *self.tile_axes} & {*other.channel_axes, *other.tile_axes}:
+            size = math.lcm(self.tile_axes.get(axis, 1), other.tile_axes.get(axis, 1))
+            tiles[axis] = size
+        channels = tuple(sorted(axis for axis, size in tiles.items() if size == 1))
+        return Granularity(channels, {a: size for a, size in sorted(tiles.items()) if size > 1})
+
+    def fitted(self, shape: Sequence[int]) -> Granularity:
+        """Returns it without tiles that do not divide their axis."""
+        tiles = {a: n for a, n in self.tile_axes.items() if shape[a] % n == 0}
+        return Granularity(self.channel_axes, tiles)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scales of an array."""
+        tiles = self.tile_axes
+        return tuple(
+            n if a in self.channel_axes else n // tiles[a] if a in tiles else 1
+            for a, n in enumerate(shape)
+        )
+
+
+def of_operand(
+    axes: Axes,
+    shape: Sequence[int],
+    operand_shape: Sequence[int],
+    contracted: Sequence[int],
+    tile_size: int | None,
+) -> Granularity:
+    """Returns the finest granularity of a parameter that an operation can use.
+
+    What is contracted has one scale, or one per tile of the operand's last contracted axis. An
+    axis that is gone in the operand (a step of a scan) has a scale per index.
+
+    Args:
+        axes: where the parameter's axes are in the operand.
+        shape: of the parameter.
+        operand_shape: of the operand.
+        contracted: the contracted axes of the operand, in order.
+        tile_size: elements of a tile, if there are any.
+    """
+    channels: list[int] = []
+    tiles: dict[int, int] = {}
+    merged: dict[int, list[int]] = {}
+    for axis, became in enumerate(axes):
+        if became is None:
+            channels.append(axis)
+        elif isinstance(became, int):
+            merged.setdefault(became, []).append(axis)
+        else:
+            kept = [part for part in became if part not in contracted]
+            if len(kept) == len(became):
+                channels.append(axis)
+            elif kept == list(became[: len(kept)]) and kept:
+                # The outer parts stay: elements of the inner ones, side by side, share a scale.
+                tiles[axis] = shape[axis] // math.prod(operand_shape[part] for part in kept)
+            elif not kept and became[-1] == contracted[-1] and tile_size is not None:
+                tiles[axis] = tile_size
+    for became, parts in merged.items():
+        if became not in contracted:
+            channels.extend(parts)
+        elif became == contracted[-1] and tile_size is not None:
+            _tile(parts, shape, tile_size, channels, tiles)
+    return Granularity(tuple(sorted(channels)), dict(sorted(tiles.items()))).fitted(shape)
+
+
+def _tile(
+    parts: Sequence[int],
+    shape: Sequence[int],
+    tile_size: int,
+    channels: list[int],
+    tiles: dict[int, int],
+) -> None:
+    """Tiles an axis that several, outer to inner, were merged into."""
+    left = tile_size
+    for axis in reversed(parts):
+        if left == 1:
+            channels.append(axis)
+        elif left % shape[axis] == 0:
+            tiles[axis] = shape[axis]
+            left //= shape[axis]
+        else:
+            tiles[axis], left = left, 1

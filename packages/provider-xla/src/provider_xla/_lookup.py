@@ -1,0 +1,77 @@
+"""Lookups: rows of a quantized parameter, gathered as codes and scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import quant_numerics as qn
+
+
+def looked_up(params: dict[str, Any]) -> tuple[int, ...]:
+    """Returns the axes of the operand of a ``gather`` that indices go along."""
+    return tuple(params["dimension_numbers"].start_index_map)
+
+
+def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Array | None:
+    """Returns what ``lax.gather_p`` gives of the dequantized array.
+
+    Codes and scales are gathered alike, so that only what was looked up is dequantized.
+
+    Args:
+        q: the parameter.
+        indices: integer array.
+        params: those of the primitive.
+
+    Returns:
+        The slices; or None where scales can't be gathered with the codes.
+    """
+    sizes, along = params["slice_sizes"], looked_up(params)
+    batched = params["dimension_numbers"].operand_batching_dims
+    if any(q.scale.shape[axis] != q.shape[axis] for axis in batched):
+        return None
+    mode = lax.GatherScatterMode.from_any(params["mode"])
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    for axis, (n, count, size) in enumerate(zip(q.shape, q.scale.shape, sizes, strict=True)):
+        if count not in (1, n) and (axis in along or size != n):
+            return None
+        # The one scale of an axis is never out of bounds, so it can't give the NaN for that.
+        if fills and axis in along and count < n:
+            return None
+
+    def one(x: jax.Array, fill: Any) -> jax.Array:
+        # An axis with one scale for all has that for each index.
+        places = jnp.asarray([x.shape[axis] == q.shape[axis] for axis in along], indices.dtype)
+        own = indices * places.reshape((1,) * (indices.ndim - 1) + (-1,))
+        slices = tuple(
+            size if x.shape[axis] == q.shape[axis] else x.shape[axis]
+            for axis, size in enumerate(sizes)
+        )
+        return lax.gather(
+            x,
+            own,
+            params["dimension_numbers"],
+            slices,
+            unique_indices=params["unique_indices"],
+            indices_are_sorted=params["indices_are_sorted"],
+            mode=params["mode"],
+            fill_value=fill,
+        )
+
+    fill = params["fill_value"]
+    if fill is not None and not np.isnan(fill):
+        return None
+    # Codes of zero with a scale of NaN are what NaN is to a lookup out of bounds.
+    leaves = {name: getattr(q, name) for name in ("zero_point", "global_scale")}
+    rows = qn.QArray(
+        one(q.qvalue, 0),
+        one(q.scale, None),
+        **{name: None if leaf is None else one(leaf, 0) for name, leaf in leaves.items()},
+        qtype=q.qtype,
+        dtype=q.dtype,
+    )
+    return qn.dequantize(rows)

@@ -1,0 +1,81 @@
+"""Running a quantized operation, for inference and for training."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+import quant_numerics as qn
+
+from ._products import Product
+
+Operands = tuple[Any, Any]
+Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
+
+
+# Jitted so that a model with many equal layers traces it once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def quantized_product(
+    product: Product,
+    hows: Hows,
+    lhs: jax.Array | qn.QArray,
+    rhs: jax.Array | qn.QArray,
+    extras: tuple[Any, ...],
+    calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
+) -> jax.Array:
+    """Quantizes the operands that are still float and have to be; runs the product.
+
+    Derivatives, with respect to the operands that are float, are the float operation's.
+    """
+
+    # All arrays are arguments: a derivative's rule can't close over those of a trace.
+    def quantized(
+        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
+    ) -> jax.Array:
+        sides = []
+        for i, (x, how, range_) in enumerate(zip(operands, hows, calibrations, strict=True)):
+            if how is None or isinstance(x, qn.QArray):
+                sides.append(x)
+            elif range_ is None:
+                sides.append(product.quantize(i, x, how))
+            else:
+                sides.append(qn.quantize_with(x, how.qtype, *qn.scale_of(range_, how.qtype)))
+        return product.run(*sides, *extras)
+
+    def in_float(
+        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
+    ) -> jax.Array:
+        return product.run(*operands, *extras)
+
+    return qn.straight_through(quantized, in_float)((lhs, rhs), extras, calibrations)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def trained_product(
+    product: Product,
+    hows: Hows,
+    backward: qn.Backward | None,
+    weight: int | None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    extras: tuple[Any, ...],
+    calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
+    key: jax.Array | None,
+) -> jax.Array:
+    """Runs the product of quantized operands, with the gradients of quantized training."""
+    if not product.trains:
+        return quantized_product(product, hows, lhs, rhs, extras, calibrations)
+    return product.train(
+        lhs,
+        rhs,
+        *extras,
+        lhs_how=hows[0],
+        rhs_how=hows[1],
+        backward=backward,
+        lhs_calibration=calibrations[0],
+        rhs_calibration=calibrations[1],
+        key=key,
+        weight=weight,
+    )

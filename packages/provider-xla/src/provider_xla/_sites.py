@@ -1,0 +1,242 @@
+"""Sites: the operations of a program that rules are about, found and read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import quant_numerics as qn
+from interception_core import Interceptor, OpCall, Operand, untapped
+
+from ._ops import OPS, StaysFloat, TappedOp
+from ._paths import PathKeys
+from ._products import Product, check_tile
+from ._report import OpRecord
+from ._rules import QuantizationRule
+
+SIDES = ("lhs", "rhs")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One operation that a rule quantizes.
+
+    Attributes:
+        call: the call.
+        product: what it computes.
+        operands: of what.
+        extras: its other arrays.
+        rule: the rule that decides.
+        index: the number of that rule.
+        weights: what is known of each operand that is a parameter; None for activations.
+        hows: how each operand is quantized; None where it stays float.
+    """
+
+    call: OpCall
+    product: Product
+    operands: tuple[Any, Any]
+    extras: tuple[Any, ...]
+    rule: QuantizationRule
+    index: int
+    weights: tuple[Operand | None, Operand | None]
+    hows: tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
+
+    def key(self, side: int) -> str:
+        """Returns what the statistics of an operand are kept under."""
+        return f"{self.call.op_id}#{SIDES[side]}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules in their order, and which argument holds the parameters.
+
+    Attributes:
+        rules: the first match counts.
+        params: begins the pytree path of every parameter.
+        channelwise: whether each rule allows a scale per channel.
+    """
+
+    rules: tuple[QuantizationRule, ...]
+    params: str
+
+    def __post_init__(self):
+        object.__setattr__(self, "find", functools.lru_cache(maxsize=None)(self._find))
+
+    find: Callable[[tuple[str, ...], str], int | None] = None  # type: ignore[assignment]
+    """Returns the number of the rule for an operation with these names, under a module path."""
+
+    def _find(self, names: tuple[str, ...], module_path: str) -> int | None:
+        for i, rule in enumerate(self.rules):
+            if any(rule.matches(name, module_path) for name in names):
+                return i
+        return None
+
+    def weight(self, call: OpCall, value: Any) -> Operand | None:
+        """Returns what is known of an operand if it is a parameter."""
+        operand = call.operand(value)
+        path = operand.provenance
+        return operand if path is not None and path.startswith(self.params) else None
+
+    def computed(self, call: OpCall, value: Any) -> bool:
+        """Returns whether an operand is computed from parameters alone."""
+        roots = call.roots(value)
+        return bool(roots) and all(root.startswith(self.params) for root in roots)  # type: ignore[union-attr]
+
+    def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
+        """Returns how a rule quantizes an operand."""
+        qtype = rule.weight_qtype if is_weight else rule.act_qtype
+        if qtype is None:
+            return None
+        method = rule.weight_calibration_method if is_weight else rule.act_method
+        tile = rule.tile_size if rule.tile_size is not None else qn.get_qtype(qtype).block
+        channelwise = not getattr(rule, "disable_channelwise_axes", False)
+        return qn.HowToQuantize(qtype, tile, method, channelwise)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether any activation has a static range."""
+        return any(rule.act_static_scale for rule in self.rules)
+
+
+Record = Callable[[OpRecord, str | None], None]
+"""Takes an operation, and what is wrong with it, if a rule is about it and can't be followed."""
+
+
+class Sites:
+    """The handlers of a provider: find the rule, read the call, and hand a Site on.
+
+    Args:
+        rules: the rules.
+        run: called with a Site; returns the result of the operation, or NotImplemented to let
+            it run as it is, with nothing in it tapped.
+        record: called for every operation seen.
+        lookup: the handler of lookups of parameters, or None.
+        keyed: whether operations in jitted functions are treated alike where no rule tells
+            their module paths, and whether their operands are parameters, apart; or each by
+            itself.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        run: Callable[[Site], Any],
+        record: Record,
+        *,
+        lookup: Callable[..., Any] | None = None,
+        keyed: bool = True,
+    ):
+        self._rules = rules
+        self._run = run
+        self._record = record
+        self._surveys = not keyed
+        handlers: dict[str, Callable[..., Any]] = {
+            target: functools.partial(self._handle, op) for target, op in OPS.items()
+        }
+        handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
+        if lookup is not None:
+            handlers["primitive:gather"] = lookup
+        keys: dict[str, Callable[[str], Hashable]] = {}
+        if keyed:
+            # What decides is the rule, so paths that no rule tells apart share JAX's traces.
+            keys["path_key"] = PathKeys(rule.module_path for rule in rules.rules)
+            keys["origin_key"] = functools.partial(_starts_with, rules.params)
+        self.interceptor = Interceptor(handlers, **keys)  # pyrefly: ignore[bad-argument-type]
+
+    def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
+        # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.
+        if op.name in call.within:
+            return NotImplemented
+        # What an einsum of several operands consists of is still an einsum to a rule.
+        names = (op.name, "einsum") if "einsum" in call.within else (op.name,)
+        index = self._rules.find(names, call.module_path)
+        rule = None if index is None else self._rules.rules[index]
+        try:
+            product, operands, extras = op.read(args, kwargs)
+        except StaysFloat as reason:
+            wrong = rule is not None and not reason.in_parts and _is_quantizing(rule)
+            weights = [self._rules.weight(call, x) for x in args if hasattr(x, "dtype")]
+            self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
+            return NotImplemented
+        if rule is None or index is None:
+            self._note(op, call, operands, None, reason="no rule matches")
+            return NotImplemented
+        weights = tuple(self._rules.weight(call, operand) for operand in operands)
+        hows = tuple(self._rules.how(rule, weight is not None) for weight in weights)
+        reason, wrong = self._why_not(call, rule, product, operands, hows)
+        if reason is not None:
+            self._note(op, call, operands, index, reason=reason, weights=weights, wrong=wrong)
+            # The rule is about the whole operation: its parts are not looked at.
+            return call.proceed(*args, **kwargs)
+        self._note(op, call, operands, index, hows=hows, weights=weights)
+        site = Site(call, product, operands, extras, rule, index, weights, hows)  # type: ignore[arg-type]
+        try:
+            result = self._run(site)
+        except (TypeError, ValueError):
+            # A call that is wrong in itself gets the error that it always got.
+            call.proceed(*args, **kwargs)
+            raise
+        return call.proceed(*args, **kwargs) if result is NotImplemented else result
+
+    def _why_not(
+        self,
+        call: OpCall,
+        rule: QuantizationRule,
+        product: Product,
+        operands: Sequence[Any],
+        hows: Sequence[Any],
+    ) -> tuple[str | None, bool]:
+        """Returns why an operation stays float, and whether that is against its rule."""
+        if not any(hows):
+            if rule.weight_qtype is None:
+                return "the rule leaves it float", False
+            computed = self._surveys and any(self._rules.computed(call, x) for x in operands)
+            return "the rule is for weights, and no operand is known as a parameter", computed
+        shapes = tuple(operand.shape for operand in operands)
+        tiles = {how.tile_size for how in hows if how is not None}
+        for tile in sorted(tiles - {None}):
+            reason = check_tile(product, shapes, tile)
+            if reason is not None:
+                return reason, True
+        return None, False
+
+    def _note(
+        self,
+        op: TappedOp,
+        call: OpCall,
+        operands: Sequence[Any],
+        index: int | None,
+        hows: Sequence[qn.HowToQuantize | None] = (None, None),
+        weights: Sequence[Operand | None] = (),
+        reason: str | None = None,
+        wrong: bool = False,
+    ) -> None:
+        shapes = tuple(short(operand) for operand in operands if hasattr(operand, "shape"))
+        qtypes = tuple(None if how is None else how.qtype for how in hows)
+        weight = " and ".join(str(w.provenance) for w in weights if w is not None) or None
+        record = OpRecord(call.op_id, op.name, shapes, qtypes, index, reason, weight)  # type: ignore[arg-type]
+        self._record(record, reason if wrong else None)
+
+
+def _starts_with(start: str, path: str) -> bool:
+    return path.startswith(start)
+
+
+def _is_quantizing(rule: QuantizationRule) -> bool:
+    return rule.weight_qtype is not None or rule.act_qtype is not None
+
+
+def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
+    """A Pallas kernel computes on blocks in memory that it manages: it stays as it was written."""
+    return untapped(call.proceed(*args, **kwargs))
+
+
+def short(x: Any) -> str:
+    """Returns dtype and shape as ``f32[8,64]``."""
+    return f"{_SHORT.get(x.dtype.name, x.dtype.name)}{list(x.shape)}".replace(" ", "")
+
+
+_SHORT: Mapping[str, str] = {"float32": "f32", "float64": "f64", "float16": "f16"} | {
+    "bfloat16": "bf16"
+}

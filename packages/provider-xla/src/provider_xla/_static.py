@@ -1,0 +1,83 @@
+"""Static ranges: statistics of activations, by site."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import quant_numerics as qn
+from interception_core import JaxtapError
+
+from ._sites import SIDES, Site
+
+Statistics = Mapping[str, Any]
+"""By site and side (``"mlp/dot:0#lhs"``): ``quant_numerics.Statistics``, or a Calibration."""
+
+
+class StaticRange(NamedTuple):
+    """An activation with a static range: its number of axes, and whether that is symmetric."""
+
+    ndim: int
+    symmetric: bool
+
+
+def is_static(site: Site, side: int) -> bool:
+    """Returns whether an operand has a static range."""
+    return bool(site.rule.act_static_scale) and site.weights[side] is None
+
+
+def measure(site: Site, side: int) -> qn.Calibration:
+    """Returns the range of an activation: one for all of it, as float32 of shape (1, ..., 1).
+
+    The mean over the batch axes of the rule of the largest over the others.
+    """
+    how, x = site.hows[side], jax.lax.stop_gradient(site.operands[side])
+    assert how is not None
+    batch = {a % x.ndim for a in site.rule.act_batch_axes if -x.ndim <= a < x.ndim}
+    shared = site.product.shared(side, x.ndim)
+    axes = tuple(sorted(batch - set(shared)))
+    found = qn.calibrate(x, how.qtype, channel_axes=axes, method=how.method)
+    return jax.tree.map(lambda bound: jnp.mean(bound, axis=axes, keepdims=True), found)
+
+
+def observe(statistics: Statistics, site: Site, side: int) -> None:
+    """Adds the range of an activation to the statistics."""
+    _of(statistics, site, side).observe(measure(site, side))
+
+
+def calibrations(
+    statistics: Statistics | None, site: Site
+) -> tuple[qn.Calibration | None, qn.Calibration | None]:
+    """Returns the static ranges of both operands, where they have one.
+
+    Raises:
+        JaxtapError: a range is needed and there is none.
+    """
+
+    def one(side: int) -> qn.Calibration | None:
+        if site.hows[side] is None or not is_static(site, side):
+            return None
+        found = _of(statistics, site, side)
+        return found if isinstance(found, qn.Calibration) else found.calibration()
+
+    return one(0), one(1)
+
+
+def _of(statistics: Statistics | None, site: Site, side: int) -> Any:
+    key = site.key(side)
+    if statistics is None:
+        raise JaxtapError(
+            f"The rule of {site.call.op_id} has act_static_scale=True, and there are no "
+            "statistics to take the range from. Measure them with plan.calibrate(fn, params, "
+            "batches), and pass them as statistics=."
+        )
+    if key not in statistics:
+        known = ", ".join(sorted(statistics)) or "none"
+        raise JaxtapError(
+            f"There are no statistics for {key} (the {SIDES[side]} of {site.call.op_id}), only "
+            f"for: {known}. They were made for another program or for other rules."
+        )
+    return statistics[key]

@@ -1,0 +1,37 @@
+"""Quantized training learns as well as float: two models on handwritten digits."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from provider_xla import QtProvider, QtRule
+from provider_xla._demo._models import MODELS
+from provider_xla._demo._training import Digits, train
+
+SEED = 0
+RULES = {
+    "int8": (QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8"), 0.01),
+    "int4": (QtRule(weight_qtype="int4", act_qtype="int8"), 0.02),
+}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return Digits.load(SEED)
+
+
+def accuracy(model, digits):
+    with jax.numpy_dtype_promotion("standard"):  # optax's schedules need it
+        params = train(model, digits, SEED, lambda: None)
+    found = np.asarray(jax.jit(model.apply)(params, digits.test_images)).argmax(axis=-1)
+    return np.mean(found == digits.test_labels)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_converges(model, digits):
+    in_float = accuracy(model, digits)
+    for rule, points in RULES.values():
+        quantized = dataclasses.replace(model, apply=QtProvider([rule]).apply(model.apply))
+        assert accuracy(quantized, digits) >= in_float - points

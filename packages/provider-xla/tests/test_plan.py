@@ -1,0 +1,498 @@
+"""Plans: what is found, what is stored, and that the stored parameters are what runs."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from xla_samples import PROGRAMS, draw, make, products, stack, tied
+
+import quant_numerics as qn
+from provider_xla import (
+    PtqProvider,
+    QuantizationError,
+    QuantizationRule,
+    QuantizationWarning,
+)
+
+W8 = QuantizationRule(weight_qtype="int8")
+W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+
+
+def is_codes(node):
+    return isinstance(node, qn.QArray | qn.PackedQArray)
+
+
+def restored(params):
+    def one(leaf):
+        leaf = qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
+        return qn.dequantize(leaf) if is_codes(leaf) else leaf
+
+    return jax.tree.map(one, params, is_leaf=is_codes)
+
+
+@pytest.fixture(params=PROGRAMS)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_every_parameter_is_stored_and_used(name, transform):
+    fn, params, x = make(name)
+    plan = PtqProvider([W8], strict=True).plan(fn, params, x)
+    assert len(plan.weights) == len(jax.tree.leaves(params))
+    stored = plan.quantize(params)
+    assert all(map(is_codes, jax.tree.leaves(stored, is_leaf=is_codes)))
+    actual = transform(plan.apply(fn))(stored, x)
+    expected = fn(restored(stored), x)
+    assert actual.dtype == expected.dtype
+    tolerance = 0.05 if expected.dtype == jnp.bfloat16 else 1e-4
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), np.asarray(expected, np.float64), tolerance, tolerance
+    )
+
+
+def test_codes_are_what_is_multiplied(name):
+    fn, params, x = make(name)
+    plan = PtqProvider([W8A8]).plan(fn, params, x)
+    stored = plan.quantize(params)
+    found = products(plan.apply(fn), stored, x)
+    assert found == [("int8", "int8")] * PROGRAMS[name][3]
+    text = jax.jit(plan.apply(fn)).lower(stored, x).compile().as_text()
+    for leaf in jax.tree.leaves(params):
+        # The arrays are no part of the program, in their shape at least.
+        if leaf.ndim > 2 and name not in ("convolution", "transposed kernel"):
+            assert f"f32[{','.join(map(str, leaf.shape))}]" not in text
+
+
+def test_error_of_each_parameter_is_half_a_scale(name):
+    fn, params, x = make(name)
+    stored = PtqProvider([W8]).plan(fn, params, x).quantize(params)
+    for q, leaf in zip(
+        jax.tree.leaves(stored, is_leaf=is_codes), jax.tree.leaves(params), strict=True
+    ):
+        scale = np.broadcast_to(
+            np.kron(
+                q.scale, np.ones([n // s for n, s in zip(q.shape, q.scale.shape, strict=True)])
+            ),
+            q.shape,
+        )
+        error = np.abs(np.asarray(qn.dequantize(q), np.float64) - np.asarray(leaf, np.float64))
+        assert (error <= scale * 0.5001).all()
+
+
+@pytest.mark.parametrize(
+    ("program", "shapes"),
+    {
+        "operator": [(1, 6)],
+        "left": [(6, 1)],
+        "transposed": [(6, 1)],
+        "reshaped, split": [(1, 6)],
+        "reshaped, merged": [(1, 2, 3)],
+        "reshaped, contracted": [(1, 1, 6)],
+        "heads": [(1, 4)],
+        "twice": [(1, 1)],
+        "scan": [(3, 1, 8)],
+        "scan of scan": [(2, 3, 1, 8)],
+        "scan of remat": [(3, 8, 1)],
+        "convolution": [(1, 1, 1, 5)],
+        "transposed kernel": [(5, 1, 1, 1)],
+        "tied": [(16, 1), (1, 8)],
+        "experts": [(4, 1, 8), (4, 1, 6)],
+        "grouped queries": [(1, 2, 4), (1, 1, 1, 6), (1, 2, 2, 4), (1, 2, 4)],
+    }.items(),
+)
+def test_scales_are_as_fine_as_all_uses_allow(program, shapes):
+    fn, params, x = make(program)
+    plan = PtqProvider([W8]).plan(fn, params, x)
+    assert [w.granularity.scale_shape(w.shape) for w in plan.weights.values()] == shapes
+    stored = jax.tree.leaves(plan.quantize(params), is_leaf=is_codes)
+    assert [q.scale.shape for q in stored] == shapes
+
+
+QTYPES = ["int2", "int3", "int4", "int5", "int7", "int8", "int16"]
+QTYPES += ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "nf4"]
+
+
+@pytest.mark.parametrize("qtype", QTYPES)
+@pytest.mark.parametrize("program", ["operator", "scan", "tied"])
+def test_every_format_runs_as_it_is_stored(qtype, program):
+    fn, params, x = make(program)
+    plan = PtqProvider([QuantizationRule(weight_qtype=qtype)]).plan(fn, params, x)
+    stored = plan.quantize(params)
+    np.testing.assert_allclose(
+        jax.jit(plan.apply(fn))(stored, x), fn(restored(stored), x), rtol=1e-3, atol=1e-3
+    )
+    sizes = [q.nbytes for q in jax.tree.leaves(stored, is_leaf=is_codes)]
+    assert sum(sizes) == plan.bytes_after == sum(w.bytes_after for w in plan.weights.values())
+    assert plan.bytes_before == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(("qtype", "block"), [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16)])
+def test_block_formats_have_tiles_by_themselves(qtype, block):
+    (ws,), x = draw((2, 64, 64)), jnp.ones((4, 64))
+    plan = PtqProvider([QuantizationRule(weight_qtype=qtype)], strict=True).plan(stack, ws, x)
+    stored = plan.quantize(ws)
+    assert stored.scale.shape == (2, 64 // block, 64)
+    if qtype == "nvfp4":
+        assert stored.global_scale.shape == (2, 1, 1)  # each layer has its own
+    actual = jax.jit(plan.apply(stack))(stored, x)
+    np.testing.assert_allclose(actual, stack(restored(stored), x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tile", [4, 0.5, 8])
+def test_tiles(tile):
+    rule = QuantizationRule(weight_qtype="int4", tile_size=tile)
+    fn, params, x = make("transposed")
+    plan = PtqProvider([rule]).plan(fn, params, x)
+    stored = plan.quantize(params)
+    assert stored.scale.shape == (6, 1 if tile == 8 else 2)
+    np.testing.assert_allclose(
+        plan.apply(fn)(stored, x), fn(restored(stored), x), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("method", ["absmax,0.8", "minmax", "rms,3", "percentile,99", "mse"])
+def test_calibration_methods(method):
+    rule = QuantizationRule(weight_qtype="int4", weight_calibration_method=method)
+    fn, params, x = make("scan")
+    plan = PtqProvider([rule]).plan(fn, params, x)
+    stored = plan.quantize(params)
+    assert (stored.zero_point is not None) == (method == "minmax")
+    np.testing.assert_allclose(
+        jax.jit(plan.apply(fn))(stored, x), fn(restored(stored), x), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_nothing_is_run_or_copied():
+    shape = jax.ShapeDtypeStruct
+
+    def model(params, x):
+        assert isinstance(x, jax.core.Tracer)
+        return stack(params, x)
+
+    huge = shape((1000, 100_000, 100_000), jnp.float32)  # 40 TB
+    plan = PtqProvider([W8]).plan(model, huge, shape((4, 100_000), jnp.float32))
+    assert plan.bytes_before == 40 * 10**12
+    assert plan.bytes_after == 10 * 10**12 + 4 * 10**8
+
+
+def test_shown_as_table_and_json():
+    fn, params, x = make("tied")
+    plan = PtqProvider([QuantizationRule(module_path="nowhere"), W8A8], strict=False)
+    with pytest.warns(QuantizationWarning, match="rule 0 decides nothing"):
+        plan = plan.plan(fn, params, x)
+    text = str(plan)
+    assert "take:0" in text
+    assert "args[0]['table']" in text
+    assert "512 -> 192" in text
+    assert "2 of 2 parameters quantized" in text
+    values = json.loads(json.dumps(plan.as_json()))
+    assert [w["path"] for w in values["weights"]] == ["args[0]['table']", "args[0]['w']"]
+    assert values["weights"][0]["ops"] == ["take:0", "matmul:1"]
+    assert values["problems"] == list(plan.problems)
+
+
+def test_each_layer_is_listed_by_its_path_and_rule():
+    def model(layers, x):
+        for i, w in enumerate(layers):
+            with jax.named_scope(f"layer_{i}"):
+                x = jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x)
+        return x
+
+    ws = draw((8, 8), (8, 8), (8, 8))
+    rules = [QuantizationRule(module_path="layer_1", weight_qtype="int4"), W8]
+    plan = PtqProvider(rules, strict=True).plan(model, ws, jnp.ones((4, 8)))
+    assert [r.op_id for r in plan.ops] == [f"layer_{i}/matmul:0" for i in range(3)]
+    assert [w.qtype for w in plan.weights.values()] == ["int8", "int4", "int8"]
+    stored = plan.quantize(ws)
+    np.testing.assert_allclose(
+        jax.jit(plan.apply(model))(stored, jnp.ones((4, 8))),
+        model(restored(stored), jnp.ones((4, 8))),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_equal_jitted_blocks_are_read_once():
+    traced = []
+
+    @jax.jit
+    def layer(w, x):
+        traced.append(None)
+        return jnp.tanh(x @ w)
+
+    def model(ws, x):
+        for w in ws:
+            x = layer(w, x)
+        return x
+
+    ws, x = draw(*[(8, 8)] * 16), jnp.ones((4, 8))
+    plan = PtqProvider([W8A8]).plan(model, ws, x)
+    stored = plan.quantize(ws)
+    traced.clear()
+    text = jax.jit(plan.apply(model)).lower(stored, x).as_text()
+    assert len(traced) == 1
+    assert text.count("stablehlo.dot_general") == 1  # one function, called 16 times
+
+
+def test_only_lookups_that_a_rule_names_are_quantized():
+    def model(params, x):
+        return params["table"][x].sum(axis=-1)
+
+    params, x = {"table": draw((16, 8))[0]}, jnp.arange(4)
+    with pytest.warns(QuantizationWarning, match="rule 0 decides nothing"):
+        assert not PtqProvider([W8]).plan(model, params, x).weights
+    rule = QuantizationRule(op_names=["take"], weight_qtype="int8")
+    plan = PtqProvider([rule], strict=True).plan(model, params, x)
+    stored = plan.quantize(params)
+    assert stored["table"].scale.shape == (16, 1)
+    found = jax.jit(plan.apply(model))(stored, x)
+    np.testing.assert_allclose(found, model(restored(stored), x), rtol=1e-5, atol=1e-5)
+
+
+def test_lookups_out_of_bounds_are_what_they_were():
+    def model(params, x):
+        table = params["table"]
+        rows = jnp.take(table, x, axis=0), jnp.take(table, x, axis=0, mode="clip")
+        columns = jnp.take(table, x, axis=1), table[x, x]
+        return (*rows, *columns, table @ table.T)
+
+    params, x = {"table": draw((16, 8))[0]}, jnp.asarray([3, 40, 7])
+    plan = PtqProvider([W8]).plan(model, params, x)
+    stored = plan.quantize(params)
+    for actual, expected in zip(
+        plan.apply(model)(stored, x), model(restored(stored), x), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_donated_parameters_are_deleted_one_by_one():
+    fn, params, x = make("tied")
+    plan = PtqProvider([W8]).plan(fn, params, x)
+    expected = plan.quantize(params)
+    stored = plan.quantize(params, donate=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    jax.tree.map(np.testing.assert_array_equal, stored, expected)
+
+
+def test_a_plan_is_applied_at_another_batch_size_and_under_transformations():
+    fn, params, x = make("scan")
+    plan = PtqProvider([W8]).plan(fn, params, x)
+    stored = plan.quantize(params)
+    fn_q, fn_r = plan.apply(fn), lambda x: fn(restored(stored), x)
+    batch = draw((5, 2, 8), seed=2)[0]
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(fn_q, (None, 0)))(stored, batch), jax.vmap(fn_r)(batch), rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(lambda x: fn_q(stored, x).sum()))(x),
+        jax.grad(lambda x: fn_r(x).sum())(x),
+        rtol=1e-3,
+        atol=1e-5,
+    )
+    _, tangent = jax.jvp(lambda x: fn_q(stored, x), (x,), (x,))
+    np.testing.assert_allclose(tangent, jax.jvp(fn_r, (x,), (x,))[1], rtol=1e-3, atol=1e-5)
+
+
+def test_parameters_may_stay_arrays_in_part():
+    fn, params, x = make("tied")
+    plan = PtqProvider([W8]).plan(fn, params, x)
+    stored = {**plan.quantize(params), "table": params["table"]}
+    np.testing.assert_allclose(
+        plan.apply(fn)(stored, x), fn(restored(plan.quantize(params)), x), atol=0.2
+    )
+
+
+# --- static ranges -------------------------------------------------------------------------------
+
+STATIC = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+
+
+def test_static_ranges_are_those_of_the_batches():
+    def model(w, x):
+        return x @ w
+
+    (w,) = draw((8, 6))
+    batches = [(draw((4, 8), seed=s)[0],) for s in range(3)]
+    plan = PtqProvider([STATIC], strict=True).plan(model, w, *batches[0])
+    ranges = plan.calibrate(model, w, batches)
+    (key,) = ranges
+    assert key == "matmul:0#lhs"
+    # The mean over examples, and batches, of the largest magnitude of an example.
+    expected = np.mean([np.abs(x).max(axis=1).mean() for (x,) in batches])
+    np.testing.assert_allclose(ranges[key].upper, [[expected]], rtol=1e-6)
+
+    stored = plan.quantize(w)
+    scale = expected / 127
+    x = np.asarray(batches[0][0])
+    grid = np.clip(np.round(x / scale), -127, 127) * scale
+    np.testing.assert_allclose(
+        jax.jit(plan.apply(model, ranges))(stored, x), grid @ restored(stored), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("program", ["scan", "grouped queries", "experts", "convolution", "jit"])
+def test_static_ranges_in_programs(program):
+    fn, params, x = make(program)
+    plan = PtqProvider([dataclasses.replace(STATIC, act_batch_axes=())]).plan(fn, params, x)
+    ranges = plan.calibrate(fn, params, [(x,), (x,)])
+    assert set(ranges) == set(plan.ranges)
+    stored = plan.quantize(params)
+    actual, expected = jax.jit(plan.apply(fn, ranges))(stored, x), fn(params, x)
+    # The steps of a scan share one range: some values of the first are cut off.
+    assert np.linalg.norm(actual - expected) < 0.15 * np.linalg.norm(expected)
+    assert products(plan.apply(fn, ranges), stored, x) == [("int8", "int8")] * PROGRAMS[program][3]
+
+
+def test_asymmetric_static_ranges():
+    rule = QuantizationRule(
+        weight_qtype="int8",
+        act_qtype="int8",
+        act_static_scale=True,
+        act_calibration_method="minmax",
+    )
+    (w,), x = draw((8, 6)), jnp.abs(draw((64, 8))[0])
+    plan = PtqProvider([rule]).plan(lambda w, x: x @ w, w, x)
+    ranges = plan.calibrate(lambda w, x: x @ w, w, [(x,)])
+    assert float(ranges["matmul:0#lhs"].lower.max()) == 0
+    stored = plan.quantize(w)
+    actual = plan.apply(lambda w, x: x @ w, ranges)(stored, jnp.minimum(x, 1.0))
+    np.testing.assert_allclose(actual, jnp.minimum(x, 1.0) @ w, atol=0.1)
+
+
+def test_static_ranges_that_are_missing():
+    (w,), x = draw((8, 6)), jnp.ones((4, 8))
+    plan = PtqProvider([STATIC]).plan(lambda w, x: x @ w, w, x)
+    with pytest.raises(Exception, match="no statistics"):
+        plan.apply(lambda w, x: x @ w)(plan.quantize(w), x)
+    with pytest.raises(Exception, match="no statistics for matmul:0#lhs"):
+        plan.apply(lambda w, x: x @ w, {"other#lhs": None})(plan.quantize(w), x)
+    with pytest.raises(QuantizationError, match="batches is empty"):
+        plan.calibrate(lambda w, x: x @ w, w, [])
+    dynamic = PtqProvider([W8]).plan(lambda w, x: x @ w, w, x)
+    with pytest.raises(QuantizationError, match="nothing to calibrate"):
+        dynamic.calibrate(lambda w, x: x @ w, w, [(x,)])
+
+
+# --- rules and parameters that do not fit --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([QuantizationRule(module_path="misspelt"), W8], "rule 0 decides nothing"),
+        ([QuantizationRule(weight_qtype="int8", op_names=["einsum"])], "rule 0 decides nothing"),
+        (
+            [QuantizationRule(op_names=["matmul"], module_path="two", weight_qtype="int4"), W8],
+            r"args\[0\]\['w'\] is ambiguous: rule 1 .* int8 for one/matmul:0, rule 0 .* int4",
+        ),
+    ],
+)
+def test_what_is_a_warning_or_with_strict_an_error(rules, message):
+    def model(params, x):
+        with jax.named_scope("one"):
+            x = x @ params["w"]
+        with jax.named_scope("two"):
+            return x @ params["w"]
+
+    params, x = {"w": draw((8, 8))[0]}, jnp.ones((4, 8))
+    with pytest.warns(QuantizationWarning, match=message):
+        plan = PtqProvider(rules).plan(model, params, x)
+    assert plan.problems
+    with pytest.raises(QuantizationError, match=message):
+        PtqProvider(rules, strict=True).plan(model, params, x)
+
+
+def test_an_unmatched_weight():
+    def model(params, x):
+        return x @ (params["w"] * 2)
+
+    params, x = {"w": draw((8, 8))[0]}, jnp.ones((4, 8))
+    message = "matmul:0 stays float: .*no operand is known as a parameter"
+    with pytest.warns(QuantizationWarning, match=message):
+        assert not PtqProvider([W8]).plan(model, params, x).weights
+    with pytest.raises(QuantizationError, match="no operand is known"):
+        PtqProvider([W8], strict=True).plan(model, params, x)
+
+
+def test_an_operation_without_quantized_form():
+    def model(params, x):
+        return jnp.dot(params["w"], x, preferred_element_type=jnp.int32)
+
+    params, x = {"w": jnp.ones((8, 8))}, jnp.ones(8)
+    message = "dot:0.*stays float: preferred_element_type is int32"
+    with pytest.warns(QuantizationWarning, match=message):
+        PtqProvider([W8]).plan(model, params, x)
+    with pytest.raises(QuantizationError, match="preferred_element_type is int32"):
+        PtqProvider([W8], strict=True).apply(model)(params, x)
+
+
+def test_integer_parameters_that_a_rule_is_about():
+    params = {"layer": {"w": jnp.ones((8, 6), jnp.int32)}}
+    with pytest.raises(QuantizationError, match=r"Rule 0 .*args\[0\]\['layer'\]\['w'\].*int32"):
+        PtqProvider([W8]).plan(lambda p, x: x @ p["layer"]["w"], params, jnp.ones((4, 8), int))
+
+
+def test_tiles_that_do_not_divide():
+    rule = QuantizationRule(module_path=".*", weight_qtype="int4", tile_size=5)
+    params = {"w": draw((8, 6))[0]}
+    with pytest.raises(QuantizationError, match=r"Rule 0 .*\['w'\].*tile_size 5.* \[?8"):
+        PtqProvider([rule]).plan(lambda p, x: x @ p["w"], params, jnp.ones((4, 8)))
+
+
+def test_parameters_that_the_plan_is_not_for():
+    fn, params, x = make("tied")
+    plan = PtqProvider([W8]).plan(fn, params, x)
+    table, w = params["table"], params["w"]
+    before = jax.tree.map(np.asarray, params)
+    for other, message in (
+        ({"table": table}, r"\['w'\] is one that the plan has"),
+        ({**params, "more": w}, r"\['more'\] is one that the parameters have"),
+        ([table, w], "another tree"),
+        ({**params, "w": w[:4]}, r"\['w'\] \(rule 0\) is f32\[4,8\], but .* f32\[8,8\]"),
+        ({**params, "w": w.astype(jnp.bfloat16)}, r"\['w'\] \(rule 0\) is bf16\[8,8\]"),
+        ({**params, "w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, r"\['w'\].*only arrays"),
+        ({**params, "w": w.at[1, 2].set(jnp.nan)}, r"\['w'\] has values .* not finite.*rule 0"),
+        ({**params, "w": w.at[1, 2].set(jnp.inf)}, r"\['w'\] has values .* not finite"),
+    ):
+        for donate in (False, True):
+            with pytest.raises(QuantizationError, match=message):
+                plan.quantize(other, donate=donate)
+    jax.tree.map(np.testing.assert_array_equal, params, before)  # nothing was deleted
+
+
+def test_codes_for_another_engine():
+    fn, params, x = make("operator")
+    stored = PtqProvider([W8]).plan(fn, params, x).quantize(params)
+    with pytest.raises(QuantizationError, match="int8 codes"):
+        PtqProvider([W8], engine="patch").apply(fn)(stored, x)
+
+
+def test_numpy_parameters_and_equinox_modules():
+    import equinox as eqx
+
+    fn, params, x = make("tied")
+    params = jax.tree.map(np.asarray, params)
+    plan = PtqProvider([W8]).plan(fn, params, np.asarray(x))
+    np.testing.assert_allclose(plan.apply(fn)(plan.quantize(params), x), fn(params, x), atol=0.2)
+    mlp = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
+    (rows,) = draw((5, 8))
+
+    def model(mlp, x):
+        return jax.vmap(mlp)(x)
+
+    plan = PtqProvider([W8A8], strict=True).plan(model, mlp, rows)
+    assert [w.path for w in plan.weights.values()] == [
+        f"args[0].layers[{i}].weight" for i in range(3)
+    ]
+    stored = plan.quantize(mlp)
+    np.testing.assert_allclose(plan.apply(model)(stored, rows), model(mlp, rows), atol=0.1)
+
+
+def test_the_tied_program_needs_strictness_nowhere():
+    fn, params, x = make("tied")
+    assert tied is fn
+    assert not PtqProvider([W8A8], strict=True).plan(fn, params, x).problems

@@ -1,0 +1,313 @@
+"""QtProvider: values, gradients, transformations, statistics and training."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from xla_samples import PROGRAMS, conv, draw, make, stack
+
+import quant_numerics as qn
+from interception_core import get_provider
+from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule, QuantizationWarning
+
+QAT = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+QT = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
+FP8 = QtRule(weight_qtype="float8_e4m3fn", act_qtype="float8_e4m3fn", bwd_qtype="float8_e5m2")
+
+
+@pytest.fixture(params=PROGRAMS)
+def name(request):
+    return request.param
+
+
+def gradients(fn, params, x):
+    return jax.grad(lambda params: jnp.sum(fn(params, x).astype(jnp.float32) ** 2))(params)
+
+
+def distance(ours, expected):
+    ours, expected = (
+        np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+        for tree in (ours, expected)
+    )
+    return np.linalg.norm(ours - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("rule", [QAT, QT], ids=["qat", "qt"])
+def test_values_are_those_of_inference(name, rule):
+    fn, params, x = make(name)
+    expected = PtqProvider([QAT]).apply(fn)(params, x)
+    np.testing.assert_allclose(
+        np.asarray(QtProvider([rule]).apply(fn)(params, x), np.float64),
+        np.asarray(expected, np.float64),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "bound"), [(QAT, 0.15), (QT, 0.15), (FP8, 0.4)], ids=["qat", "qt", "fp8"]
+)
+def test_gradients_are_near_those_in_float(name, rule, bound):
+    fn, params, x = make(name)
+    params = jax.tree.map(lambda leaf: 0.4 * leaf, params)
+    qat = QtProvider([rule]).apply(fn)
+    expected = gradients(fn, params, x)
+    around = jax.jit(lambda params: gradients(qat, params, x))(params)
+    inside = jax.jit(QtProvider([rule]).apply(lambda params, x: gradients(fn, params, x)))(
+        params, x
+    )
+    assert distance(around, expected) < bound
+    assert distance(inside, around) < 1e-3  # a tap around the train step, or inside of it
+    for leaf, grad in zip(jax.tree.leaves(params), jax.tree.leaves(around), strict=True):
+        assert (leaf.shape, leaf.dtype) == (grad.shape, grad.dtype)
+
+
+def test_backward_products_are_of_integers(name):
+    fn, params, x = make(name)
+    if x.dtype == jnp.int32 or name == "while":
+        return  # lookups have no product, and JAX differentiates no while loop of another kind
+    qt = QtProvider([QT]).apply(fn)
+
+    def gradient(params, x):
+        return jax.grad(lambda p, x: (qt(p, x).astype(jnp.float32) ** 2).sum(), (0, 1))(params, x)
+
+    text = jax.jit(gradient).lower(params, x).as_text()
+    found = [
+        re.findall(r"x([a-z]\w+)>", line.split(" : ")[-1].split("->")[0])
+        for line in text.splitlines()
+        if re.search(r"(dot_general|convolution|ragged_dot)[ (]", line)
+    ]
+    assert {tuple(types[:2]) for types in found} == {("i8", "i8")}
+    assert len(found) >= (1 if "experts" in name else 3)
+
+
+def test_without_bwd_qtype_gradients_are_straight_through():
+    (w,), x = draw((8, 6)), draw((4, 8), seed=1)[0]
+    ours = jax.grad(lambda w: QtProvider([QAT]).apply(jnp.dot)(x, w).sum())(w)
+    np.testing.assert_allclose(ours, jax.grad(lambda w: jnp.dot(x, w).sum())(w), rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["absmax,0.5", "rms,1", "fixed,-1,1"])
+def test_what_is_cut_off_has_no_gradient(method):
+    rule = QuantizationRule(weight_qtype="int8", weight_calibration_method=method)
+    (w,), x = draw((64, 6)), jnp.ones((1, 64))
+    ours = jax.grad(lambda w: QtProvider([rule]).apply(lambda w, x: x @ w)(w, x).sum())(w)
+    size = {
+        "absmax,0.5": np.abs(w).max(0) / 2,
+        "rms,1": np.sqrt(np.mean(np.square(w), 0)),
+        "fixed,-1,1": 1.0,
+    }[method]
+    np.testing.assert_array_equal(ours, np.abs(w) <= size)
+
+
+@pytest.mark.parametrize("rule", [QAT, QT], ids=["qat", "qt"])
+def test_transformations(rule):
+    (ws,), x = draw((3, 8, 8)), draw((5, 4, 8), seed=1)[0]
+    qt = QtProvider([rule]).apply(stack)
+    value, tangent = jax.jvp(lambda ws: qt(ws, x[0]), (ws,), (jnp.ones_like(ws),))
+    _, expected = jax.jvp(lambda ws: stack(ws, x[0]), (ws,), (jnp.ones_like(ws),))
+    np.testing.assert_array_equal(value, qt(ws, x[0]))
+    assert distance(tangent, expected) < 0.15
+    per_example = jax.jit(jax.vmap(jax.grad(lambda ws, x: qt(ws, x).sum()), (None, 0)))(ws, x)
+    for i in range(5):
+        one = jax.grad(lambda ws, x: qt(ws, x).sum())(ws, x[i])
+        np.testing.assert_allclose(per_example[i], one, rtol=1e-3, atol=1e-3)
+    rematerialized = jax.grad(lambda ws: jax.checkpoint(qt)(ws, x[0]).sum())(ws)
+    np.testing.assert_allclose(
+        rematerialized, jax.grad(lambda ws: qt(ws, x[0]).sum())(ws), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_gradient_accumulation():
+    (w,), x = draw((8, 8)), draw((4, 2, 8), seed=1)[0]
+    qt = QtProvider([QT]).apply(lambda w, x: jnp.tanh(x @ w).sum())
+
+    @jax.jit
+    def accumulated(w, batches):
+        def step(total, x):
+            return total + jax.grad(qt)(w, x), None
+
+        return lax.scan(step, jnp.zeros_like(w), batches)[0]
+
+    expected = sum(jax.grad(qt)(w, batch) for batch in x)
+    np.testing.assert_allclose(accumulated(w, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_forward_and_for_the_gradient_of_the_parameter():
+    rule = QtRule(
+        weight_qtype="int4",
+        act_qtype="int8",
+        bwd_qtype="int8",
+        tile_size=4,
+        bwd_weight_grad_tile_size=2,
+    )
+    (w,), x = draw((8, 6)), draw((4, 8), seed=1)[0]
+    qt = QtProvider([rule]).apply(lambda w, x: x @ w)
+    ours = jax.grad(lambda w: (qt(w, x) ** 2).sum())(w)
+    grids = [qn.quantize_for_dot(v, (a,), q, 4) for v, a, q in ((x, 1, "int8"), (w, 0, "int4"))]
+    grid_x, grid_w = (np.asarray(qn.dequantize(q), np.float64) for q in grids)
+    assert distance(ours, grid_x.T @ (2 * grid_x @ grid_w)) < 0.02
+    wrong = dataclasses.replace(rule, bwd_weight_grad_tile_size=3)
+    with pytest.raises(ValueError, match="tile size 3"):
+        jax.grad(lambda w: QtProvider([wrong]).apply(lambda w, x: x @ w)(w, x).sum())(w)
+
+
+def test_one_scale_for_all():
+    rule = dataclasses.replace(QT, disable_channelwise_axes=True)
+    (w,), x = draw((8, 6)), draw((4, 8), seed=1)[0]
+    actual = QtProvider([rule]).apply(jnp.dot)(x, w)
+    grids = [np.round(v / (s := np.abs(v).max() / 127)) * s for v in map(np.float64, (x, w))]
+    np.testing.assert_allclose(actual, grids[0] @ grids[1], rtol=1e-4, atol=1e-4)
+
+
+# --- stochastic rounding -------------------------------------------------------------------------
+
+NOISY = dataclasses.replace(QT, bwd_stochastic_rounding="uniform")
+
+
+@pytest.mark.parametrize("method", ["uniform", "low_bit_uniform"])
+def test_stochastic_rounding_is_unbiased(method):
+    rule = dataclasses.replace(
+        QT, bwd_qtype="int4", bwd_stochastic_rounding=method, channelwise_noise_axes=(0, 1)
+    )
+    (w,), x = draw((6, 6)), jnp.eye(6)
+    g = draw((6, 6), seed=2)[0]
+    qt = QtProvider([rule]).apply(lambda w, x: x @ w)
+    grad = jax.jit(jax.grad(lambda w, key: (qt(w, x, quant_key=key) * g).sum()))
+    keys = jax.random.split(jax.random.key(0), 400)
+    found = np.stack([grad(w, key) for key in keys])
+    step = np.abs(g).max() / 7
+    assert found.std(axis=0).max() > step / 10
+    np.testing.assert_allclose(found.mean(axis=0), g, atol=5 * step / np.sqrt(400))
+
+
+def test_noise_differs_by_operation_by_step_and_by_key():
+    ws = jnp.stack([jnp.eye(8)] * 2)
+    x, g = jnp.eye(8), draw((8, 8))[0]
+
+    def model(ws, x):
+        return lax.scan(lambda h, w: (h @ w, None), x, ws)[0]
+
+    qt = QtProvider([NOISY]).apply(model)
+    grad = jax.jit(jax.grad(lambda ws, key: (qt(ws, x, quant_key=key) * g).sum()))
+    first, second = grad(ws, jax.random.key(0))
+    other, _ = grad(ws, jax.random.key(1))
+    assert (first != second).any()
+    assert (first != other).any()
+    np.testing.assert_array_equal(grad(ws, jax.random.key(0))[0], first)
+
+
+def test_noise_needs_a_key():
+    (w,), x = draw((8, 6)), jnp.ones((4, 8))
+    with pytest.raises(Exception, match="quant_key=key"):
+        QtProvider([NOISY]).apply(lambda w, x: x @ w)(w, x)
+
+
+# --- static ranges -------------------------------------------------------------------------------
+
+
+def test_statistics_are_collected_and_used():
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    provider = QtProvider([rule])
+    (w,) = draw((8, 6))
+    batches = [draw((4, 8), seed=s)[0] for s in range(5)]
+
+    def model(w, x):
+        return jnp.tanh(x @ w)
+
+    statistics = provider.init_statistics(model, w, batches[0])
+    assert list(statistics) == ["matmul:0#lhs"]
+    train, test = (provider.apply(model, statistics, update=update) for update in (True, False))
+    step = jax.jit(jax.grad(lambda w, x: train(w, x).sum()))
+    for x in batches:
+        step(w, x)
+    expected = np.mean([np.abs(x).max(axis=1).mean() for x in batches])
+    found = statistics["matmul:0#lhs"].calibration()
+    np.testing.assert_allclose(found.upper, [[expected]], rtol=1e-5)
+    value = jax.jit(test)(w, batches[0])
+    np.testing.assert_array_equal(statistics["matmul:0#lhs"].calibration().upper, found.upper)
+
+    # What training has seen is what inference uses.
+    plan = PtqProvider([rule]).plan(model, w, batches[0])
+    stored = plan.apply(model, statistics)(plan.quantize(w), batches[0])
+    np.testing.assert_allclose(stored, value, rtol=1e-5, atol=1e-6)
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bwd_qtype": "int9"}, "QtRule.bwd_qtype.*int8.*Got 'int9'"),
+        ({"bwd_calibration_method": "nearest"}, "bwd_calibration_method.*Got 'nearest'"),
+        ({"bwd_weight_grad_tile_size": 0}, "bwd_weight_grad_tile_size.*Got 0"),
+        ({"bwd_stochastic_rounding": "gaussian"}, "bwd_stochastic_rounding.*Got 'gaussian'"),
+        ({"channelwise_noise_axes": "0"}, "channelwise_noise_axes.*Got '0'"),
+    ],
+)
+def test_bad_fields_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        QtRule(**fields)
+
+
+def test_by_name_and_with_plain_rules():
+    provider = get_provider("qt", rules=[QAT])
+    assert isinstance(provider, QtProvider)
+    assert provider.rules == (QtRule(weight_qtype="int8", act_qtype="int8"),)
+    fn, params, x = make("tied")
+    assert "2 of 2 parameters quantized" in str(provider.plan(fn, params, x))
+    with pytest.warns(QuantizationWarning, match="rule 0 decides nothing"):
+        QtProvider([QtRule(module_path="x"), QT]).plan(fn, params, x)
+
+
+def test_two_rules_on_equal_layers():
+    block = jax.jit(lambda w, x: x @ w)
+
+    def model(w, x):
+        with jax.named_scope("a"):
+            first = block(w, x)
+        with jax.named_scope("b"):
+            return first, block(w, x)
+
+    (w,), x = draw((8, 8)), draw((4, 8), seed=1)[0]
+    rules = [QtRule(module_path="a"), QT]
+    for transform in (lambda fn: fn, jax.jit):
+        first, second = transform(QtProvider(rules).apply(model))(w, x)
+        np.testing.assert_array_equal(first, block(w, x))
+        assert (second != first).any()
+
+
+@pytest.mark.parametrize("engine", ["trace", "patch"])
+def test_a_convolution_trains_on_both_engines(engine):
+    (k,), x = draw((3, 3, 2, 5)), draw((2, 6, 6, 2), seed=1)[0]
+    qt = QtProvider([QT], engine=engine).apply(conv)
+    ours = jax.jit(jax.grad(lambda k: (qt(k, x) ** 2).sum()))(k)
+    assert distance(ours, jax.grad(lambda k: (conv(k, x) ** 2).sum())(k)) < 0.05
+
+
+def general_ragged(w, x):
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+    return lax.ragged_dot_general(x, w, jnp.array([3, 5], jnp.int32), numbers)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (lambda w, x: jnp.einsum("ij,jk->k", x, w), ((5, 6), (4, 5))),
+        (lambda w, x: jnp.einsum("bij,jk->bk", x, w), ((5, 6), (2, 4, 5))),
+        (lambda w, x: jnp.einsum("ii,ik->k", x, w), ((5, 6), (5, 5))),
+        (general_ragged, ((2, 8, 8), (8, 8))),
+    ],
+)
+def test_rarer_forms(fn, shapes):
+    w, x = draw(*shapes)
+    actual = QtProvider([QT]).apply(fn)(w, x)
+    np.testing.assert_allclose(actual, PtqProvider([QAT]).apply(fn)(w, x), rtol=1e-5, atol=1e-6)
+    assert 0 < distance(actual, fn(w, x)) < 0.02
+    ours = gradients(QtProvider([QT]).apply(fn), w, x)
+    assert distance(ours, gradients(fn, w, x)) < 0.05

@@ -1,0 +1,245 @@
+"""linear_with_transpose under every transformation."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from quant_numerics import linear_with_transpose
+
+RNG = np.random.default_rng(0)
+X, W, G = (RNG.normal(size=s).astype(np.float32) for s in ((3, 4), (4, 5), (3, 5)))
+
+
+def forward(w, x):
+    return x @ w
+
+
+def thrice(w, g):
+    """Three times the true transpose, so that it is seen which one is used."""
+    return 3 * (g @ w.T)
+
+
+def dot(w, x):
+    return linear_with_transpose(forward, thrice, w, x)
+
+
+def loss(w, x):
+    return jnp.sum(dot(w, x) * G)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_value_and_derivatives(wrap):
+    np.testing.assert_allclose(wrap(dot)(W, X), X @ W, rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(wrap(loss), 1)(W, X), 3 * G @ W.T, rtol=1e-5)
+    # The derivative with respect to residuals is forward's, once.
+    np.testing.assert_allclose(jax.grad(wrap(loss), 0)(W, X), X.T @ G, rtol=1e-5)
+    _, tangent = jax.jvp(wrap(dot), (W, X), (2 * W, X))
+    np.testing.assert_allclose(tangent, 3 * X @ W, rtol=1e-5)
+
+
+def test_the_transpose_of_the_transpose_is_the_forward_map():
+    (transposed,) = jax.linear_transpose(lambda x: dot(W, x), X)(G)
+    np.testing.assert_allclose(transposed, 3 * G @ W.T, rtol=1e-5)
+    back = jax.linear_transpose(lambda g: jax.linear_transpose(lambda x: dot(W, x), X)(g)[0], G)
+    np.testing.assert_allclose(back(X)[0], X @ W, rtol=1e-5)
+
+
+def test_derivatives_of_derivatives():
+    def twice(w, x):
+        return jnp.sum(jnp.sin(dot(w, x)) * G)
+
+    # forward over reverse: g(x) = 3 (cos(xw) G) w', so its tangent is 3 (-sin(xw) G (tw)) w'
+    _, tangent = jax.jvp(lambda x: jax.grad(twice, 1)(W, x), (X,), (X,))
+    want = 3 * (-np.sin(X @ W) * G * (X @ W)) @ W.T
+    np.testing.assert_allclose(tangent, want, rtol=2e-4, atol=1e-5)
+    # reverse over forward
+    grad = jax.grad(lambda x: jnp.sum(jax.jvp(lambda y: dot(W, y) ** 2, (x,), (X,))[1]))(X)
+    np.testing.assert_allclose(grad, 3 * (2 * (X @ W)) @ W.T, rtol=2e-4, atol=1e-5)
+    # reverse over reverse, with respect to the residual: the true transpose's derivative
+    grad = jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(loss, 1)(w, X))))(W)
+    np.testing.assert_allclose(grad, (G.T @ np.ones_like(X)).T, rtol=1e-4)
+
+
+def test_vmap_of_all_kinds():
+    xs, ws = np.stack([X, 2 * X]), np.stack([W, -W])
+    np.testing.assert_allclose(jax.vmap(dot)(ws, xs), np.stack([X @ W, -2 * X @ W]), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.vmap(dot, (None, 1), 2)(W, np.moveaxis(xs, 0, 1)),
+        np.stack([X @ W, 2 * X @ W], 2),
+        rtol=1e-5,
+    )
+    grads = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(ws, X)
+    np.testing.assert_allclose(grads[1], np.stack([3 * G @ W.T, -3 * G @ W.T]), rtol=1e-5)
+    np.testing.assert_allclose(grads[0], np.stack([X.T @ G] * 2), rtol=1e-5)
+
+    def shared(w, x):
+        return jnp.sum(jax.vmap(loss, (0, None))(w, x))
+
+    grads = jax.jit(jax.grad(shared, (0, 1)))(ws, X)
+    np.testing.assert_allclose(grads[1], 0 * X, atol=1e-4)
+    np.testing.assert_allclose(grads[0], np.stack([X.T @ G] * 2), rtol=1e-5)
+
+
+def test_axis_names_are_seen_inside():
+    def centred(_, x):
+        return x - lax.pmean(x, "i")
+
+    f = functools.partial(linear_with_transpose, centred, centred, None)
+    np.testing.assert_allclose(jax.vmap(f, axis_name="i")(X), X - X.mean(0), rtol=1e-5)
+
+
+def test_scan():
+    square = (W @ W.T / 10).astype(np.float32)
+
+    def total(w, x):
+        def step(c, _):
+            return dot(w, c), None
+
+        return jnp.sum(lax.scan(step, x, None, length=2)[0] * X)
+
+    for wrap in (lambda f: f, jax.checkpoint):
+        grad = jax.jit(jax.grad(wrap(total), 1))(square, X)
+        np.testing.assert_allclose(grad, 9 * X @ square.T @ square.T, rtol=1e-4)
+    ws = np.stack([square, 2 * square])
+
+    def layers(ws):
+        return jnp.sum(lax.scan(lambda c, w: (dot(w, c), None), jnp.asarray(X), ws)[0] * X)
+
+    grads = jax.jit(jax.grad(layers))(ws)
+    np.testing.assert_allclose(grads[1], (X @ square).T @ X, rtol=1e-4)
+    np.testing.assert_allclose(grads[0], 3 * X.T @ (X @ ws[1].T), rtol=1e-4)
+
+
+def test_trees_and_integer_residuals():
+    def swap(index, tree):
+        return {"a": tree["b"] * index.astype(jnp.float32), "c": tree["a"]}
+
+    def swap_back(index, tree):
+        return {"a": tree["c"], "b": tree["a"] * index.astype(jnp.float32) * 10}
+
+    def f(index, tree):
+        return linear_with_transpose(swap, swap_back, index, tree)
+
+    tree = {"a": X, "b": G}
+    out = jax.jit(f)(jnp.int32(2), tree)
+    np.testing.assert_allclose(out["a"], 2 * G)
+    grads = jax.jit(jax.grad(lambda t: sum(x.sum() for x in f(jnp.int32(2), t).values())))(tree)
+    np.testing.assert_allclose(grads["b"], np.full_like(G, 20))
+    # Only one of the results is used: the other's cotangent is a zero.
+    grads = jax.grad(lambda t: f(jnp.int32(2), t)["c"].sum())(tree)
+    np.testing.assert_allclose(grads["b"], 0 * G)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    factor: float
+    seen: list = dataclasses.field(default_factory=list, compare=False)
+
+    def __call__(self, _, x):
+        self.seen.append(x.shape)
+        return self.factor * x
+
+
+def test_equal_functions_share_a_trace():
+    seen = []
+
+    def f(x):
+        for _ in range(5):
+            x = linear_with_transpose(Times(2.0, seen), Times(3.0), None, x)
+        for _ in range(5):
+            part = functools.partial(linear_with_transpose, functools.partial(scaled, by=2.0))
+            x = part(functools.partial(scaled, by=3.0), None, x)
+        return x
+
+    scaled.calls = 0
+    with jax.check_tracer_leaks(False):  # which turns caches off
+        np.testing.assert_allclose(jax.jit(f)(X), 1024 * X, rtol=1e-6)
+    assert len(seen) <= 2  # JAX 0.10.2 traces once more
+    assert scaled.calls <= 2
+
+
+def scaled(_, x, by):
+    scaled.calls += 1
+    return by * x
+
+
+def test_narrow_dtypes():
+    def f(x):
+        return linear_with_transpose(
+            lambda _, x: x.astype(jnp.float32), lambda _, g: g.astype(jnp.bfloat16), None, x
+        )
+
+    grad = jax.grad(lambda x: f(x).sum())(jnp.ones(3, jnp.bfloat16))
+    assert grad.dtype == jnp.bfloat16
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match=r"hashable backward.*pass a plain function"):
+        linear_with_transpose(forward, functools.partial(thrice, np.ones(3)), W, X)
+    with pytest.raises(TypeError, match=r"must be of floats, got int32; pass other arrays as"):
+        linear_with_transpose(forward, thrice, W, jnp.ones((3, 4), jnp.int32))
+    f = functools.partial(linear_with_transpose, forward, lambda w, g: g, W)
+    with pytest.raises(TypeError, match=r"backward function.*float32\[3, 4\].*float32\[3, 5\]"):
+        jax.grad(lambda x: f(x).sum())(X)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from quant_numerics import linear_with_transpose
+
+rng = np.random.default_rng(0)
+X, W, G = (rng.normal(size=s).astype(np.float32) for s in ((16, 4), (4, 5), (16, 5)))
+dot = lambda w, x: linear_with_transpose(lambda w, x: x @ w, lambda w, g: 3 * (g @ w.T), w, x)
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x, g, w = (jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in
+                   ((X, P("d")), (G, P("d")), (W, P())))
+        def local(w, x, g):
+            y = dot(w, x)
+            assert jax.typeof(y).mat.varying == {"d"}, jax.typeof(y)
+            return lax.psum((y * g).sum(), "d")
+        loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P(),
+                             check_vma=True)
+        gw, gx = jax.jit(jax.grad(loss, (0, 1)))(w, x, g)
+        np.testing.assert_allclose(gw, X.T @ G, rtol=1e-4)
+        np.testing.assert_allclose(gx, 3 * G @ W.T, rtol=1e-4)
+        # the tangent is the same on all devices, the residual is not
+        turned = lambda x, w, g: linear_with_transpose(
+            lambda x, w: x @ w, lambda x, g: 3 * (x.T @ g), x, w)
+        def local(w, x, g):
+            return lax.psum((turned(x, w, g) * g).sum(), "d")
+        loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P())
+        gw, gx = jax.jit(jax.grad(loss, (0, 1)))(w, x, g)
+        np.testing.assert_allclose(gw, 3 * X.T @ G, rtol=1e-4)
+        np.testing.assert_allclose(gx, G @ W.T, rtol=1e-4)
+        _, t = jax.jit(lambda *a: jax.jvp(loss, a, a))(w, x, g)
+        np.testing.assert_allclose(t, 3 * ((X @ W) * G).sum(), rtol=1e-4)
+        # without shard_map
+        gx = jax.jit(jax.grad(lambda x: (dot(w, x) * g).sum()))(x)
+        np.testing.assert_allclose(gx, 3 * G @ W.T, rtol=1e-4)
+print("done")
+"""
+
+
+def test_shard_map_on_eight_devices():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "XLA_FLAGS": flags},
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "done"

@@ -1,0 +1,240 @@
+"""Moves of QArrays against NumPy's of the dequantized arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from quant_numerics import QArray, concatenate, dequantize, get_qtype, move, quantize
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def of_groups(shape, groups, seed=0, qtype="int8", zero_point=False):
+    """A QArray with `groups` scales along each axis, all different."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-7, 8, shape).astype(get_qtype(qtype).storage_dtype)
+    scale = (1 + rng.permutation(int(np.prod(groups))).reshape(groups)).astype(np.float32)
+    points = rng.integers(-3, 4, groups).astype(codes.dtype) if zero_point else None
+    return QArray(
+        jnp.asarray(codes), jnp.asarray(scale), points, qtype=qtype, dtype=jnp.dtype("float32")
+    )
+
+
+def value(q):
+    leaves = []
+    for leaf in (q.scale, q.zero_point):
+        leaf = np.zeros(q.scale.shape) if leaf is None else np.asarray(leaf).astype(np.float64)
+        for axis, n in enumerate(q.shape):
+            leaf = np.repeat(leaf, n // leaf.shape[axis], axis) if n else leaf
+        leaves.append(leaf)
+    return (np.asarray(q.qvalue).astype(np.float64) - leaves[1]) * leaves[0]
+
+
+@st.composite
+def arrays(draw, max_rank=3):
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6]), max_size=max_rank)))
+    groups = tuple(draw(st.sampled_from(divisors(n))) for n in shape)
+    return of_groups(shape, groups, draw(st.integers(0, 99)), zero_point=draw(st.booleans()))
+
+
+def moved(q, fn, must=True):
+    """Moves `q` as the only equation of `fn` says; compares with `fn` of the numbers."""
+    eqns = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(q.shape, jnp.float32)).jaxpr.eqns
+    out = q
+    for eqn in eqns:
+        out = move(out, eqn.primitive.name, eqn.params)
+        if out is None:
+            assert not must
+            return None
+    np.testing.assert_array_equal(value(out), np.asarray(fn(value(q).astype(np.float32))))
+    return out
+
+
+@settings(deadline=None, max_examples=25)
+@given(arrays(), st.data())
+def test_moves_that_are_always_possible(q, data):
+    permutation = data.draw(st.permutations(range(q.ndim)))
+    moved(q, lambda x: lax.transpose(x, permutation))
+    moved(q, lambda x: lax.squeeze(x, [a for a, n in enumerate(q.shape) if n == 1]))
+    axes = data.draw(st.sets(st.sampled_from(range(q.ndim)))) if q.ndim else set()
+    moved(q, lambda x: lax.rev(x, sorted(axes)))
+    rank = q.ndim + data.draw(st.integers(0, 2))
+    where = sorted(data.draw(st.permutations(range(rank)))[: q.ndim])
+    shape = [data.draw(st.integers(1, 3)) for _ in range(rank)]
+    for axis, n in zip(where, q.shape, strict=True):
+        shape[axis] = n if n > 1 else shape[axis]
+    moved(q, lambda x: lax.broadcast_in_dim(x, shape, where))
+
+
+@settings(deadline=None, max_examples=60)
+@given(arrays(4), st.data())
+def test_reshapes_are_right_or_refused(q, data):
+    rest, shape = int(np.prod(q.shape)), []
+    while rest > 1:
+        shape.append(data.draw(st.sampled_from(divisors(rest)[1:])))
+        rest //= shape[-1]
+    shape = data.draw(st.sampled_from([shape, [*shape, 1], [1, *shape]]))
+    out = moved(q, lambda x: lax.reshape(x, shape), must=False)
+    if all(s in (1, n) for s, n in zip(q.scale.shape, q.shape, strict=True)) and (
+        set(q.scale.shape) == {1} or q.scale.shape == q.shape
+    ):
+        assert out is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "new", "expected"),
+    [
+        ((4, 6), (4, 1), (2, 2, 6), (2, 2, 1)),
+        ((4, 6), (4, 1), (24,), (4,)),
+        ((4, 6), (1, 6), (24,), None),
+        ((4, 6), (1, 6), (4, 2, 3), (1, 2, 3)),
+        ((8,), (2,), (2, 4), (2, 1)),
+        ((8,), (2,), (4, 2), (2, 1)),
+        ((2, 8), (2, 2), (16,), (4,)),
+        ((2, 8), (1, 2), (16,), None),
+        ((6,), (2,), (2, 3), (2, 1)),
+        ((6,), (3,), (2, 3), None),
+        ((1, 4), (1, 4), (4, 1), (4, 1)),
+        ((3, 4), (3, 4), (2, 6), (2, 6)),
+        ((6, 2), (1, 1), (2, 2, 3), (1, 1, 1)),
+        ((3, 4), (3, 1), (2, 6), None),
+        ((), (), (1, 1), (1, 1)),
+    ],
+)
+def test_reshape(shape, groups, new, expected):
+    out = moved(of_groups(shape, groups), lambda x: lax.reshape(x, new), must=expected is not None)
+    assert (out and out.scale.shape) == expected
+
+
+def test_a_tile_that_is_no_axis_is_refused():
+    # (3, 4) -> (2, 6) with a scale per row would need tiles of 4 in an axis of 6.
+    q = of_groups((3, 4), (3, 1))
+    assert moved(q, lambda x: lax.reshape(x, (2, 6)), must=False) is None
+
+
+@settings(deadline=None, max_examples=30)
+@given(arrays(), st.data())
+def test_slices_are_right_or_refused(q, data):
+    bounds = []
+    for n in q.shape:
+        start = data.draw(st.integers(0, n - 1))
+        bounds.append((start, data.draw(st.integers(start + 1, n)), data.draw(st.integers(1, 3))))
+    starts, limits, strides = zip(*bounds, strict=True) if bounds else ((), (), ())
+    out = moved(q, lambda x: lax.slice(x, starts, limits, strides), must=False)
+    if all(s in (1, n) for s, n in zip(q.scale.shape, q.shape, strict=True)):
+        assert out is not None
+
+
+def test_slices_of_tiles():
+    q = of_groups((8,), (2,))
+    assert moved(q, lambda x: lax.slice(x, (4,), (8,))).scale.shape == (1,)
+    assert moved(q, lambda x: lax.slice(x, (1,), (3,))).scale.shape == (1,)
+    assert moved(q, lambda x: lax.slice(x, (2,), (6,)), must=False) is None
+
+
+def test_conversions():
+    q = of_groups((2, 3), (2, 1))
+    params = {"new_dtype": jnp.dtype("bfloat16"), "weak_type": False, "sharding": None}
+    out = move(q, "convert_element_type", params)
+    assert out.dtype == jnp.bfloat16
+    assert out.qvalue is q.qvalue
+    assert move(q, "convert_element_type", {**params, "new_dtype": jnp.dtype("int32")}) is None
+
+
+def test_what_computes_is_no_move():
+    q = of_groups((2, 3), (2, 1))
+    for name in ("sin", "reduce_sum", "dot_general", "no such primitive"):
+        assert move(q, name, {}) is None
+    assert move(q, "copy", {}) is q
+
+
+def test_global_scales_go_along():
+    q = jax.jit(lambda x: quantize(x, "nvfp4", channel_axes=(0,), tile_axes={1: 16}))(
+        np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)
+    )
+    want = np.asarray(dequantize(q))
+    for fn in (
+        lambda x: lax.transpose(x, (1, 0)),
+        lambda x: lax.reshape(x, (2, 2, 32)),
+        lambda x: lax.reshape(x, (128,)),
+        lambda x: lax.slice(x, (1, 16), (3, 32)),
+        lambda x: lax.broadcast_in_dim(x, (3, 4, 32), (1, 2)),
+    ):
+        (eqn,) = jax.make_jaxpr(fn)(want).jaxpr.eqns
+        out = move(q, eqn.primitive.name, eqn.params)
+        np.testing.assert_array_equal(dequantize(out), fn(want))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (2, 4), (1, 2)])
+def test_concatenate(axis, groups):
+    a, b = of_groups((2, 4), groups), of_groups((2, 4), groups, 1, zero_point=False)
+    out = concatenate([a, b, a], axis)
+    np.testing.assert_array_equal(value(out), np.concatenate([value(x) for x in (a, b, a)], axis))
+
+
+def test_concatenate_refuses_what_differs():
+    q = of_groups((2, 4), (2, 1))
+    assert concatenate([q, of_groups((2, 4), (2, 1), qtype="int4")], 0) is None
+    assert concatenate([q, of_groups((2, 4), (2, 1), zero_point=True)], 0) is None
+    assert concatenate([q, of_groups((2, 4), (2, 2))], 1) is None
+    assert concatenate([q, of_groups((2, 2), (2, 1))], 1) is None  # 4 and 2 elements per scale
+    out = concatenate([q, of_groups((2, 4), (2, 4))], 0)  # one scale per row, and per element
+    assert out.scale.shape == (4, 4)
+    np.testing.assert_array_equal(
+        value(out), np.concatenate([value(q), value(of_groups((2, 4), (2, 4)))])
+    )
+
+
+def test_methods():
+    q = of_groups((4, 6), (4, 1))
+    x = value(q)
+    for out, want in (
+        (q.T, x.T),
+        (q.transpose(1, 0), x.T),
+        (q.transpose((1, 0)), x.T),
+        (q.transpose(), x.T),
+        (q.swapaxes(0, -1), x.T),
+        (q.reshape(2, -1, 6), x.reshape(2, 2, 6)),
+        (q.reshape((2, 2, 6)), x.reshape(2, 2, 6)),
+        (q[1], x[1]),
+        (q[-1, 2:4], x[-1, 2:4]),
+        (q[..., None, 0], x[..., None, 0]),
+        (q[::-2, None], x[::-2, None]),
+        (q[:, 5:1:-2], x[:, 5:1:-2]),
+        (q[3:1], x[3:1]),
+        (q[2][3], x[2][3]),
+        (q[np.int64(2)], x[2]),
+    ):
+        assert isinstance(out, QArray)
+        np.testing.assert_array_equal(value(out), want)
+    assert q.astype(jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_methods_say_what_is_wrong():
+    q = of_groups((4, 6), (1, 6))
+    with pytest.raises(ValueError, match=r"reshape.*\(4, 6\).*\(1, 6\).*dequantize it first"):
+        q.reshape(24)
+    with pytest.raises(ValueError, match="cannot reshape"):
+        q.reshape(5, -1)
+    with pytest.raises(TypeError, match=r"integers, slices.*take"):
+        q[np.array([0, 1])]
+    with pytest.raises(IndexError, match="index 4 is out of range for axis 0 of size 4"):
+        q[4]
+    with pytest.raises(IndexError, match="too many indices"):
+        q[0, 0, 0]
+    with pytest.raises(ValueError, match=r"\[.*would not have one scale"):
+        of_groups((8,), (2,))[1:6]
+
+
+def test_moves_under_jit_and_vmap():
+    q = of_groups((3, 4, 6), (3, 4, 1))
+    out = jax.jit(jax.vmap(lambda q: q.reshape(2, 2, 6)[:, 1].T))(q)
+    want = value(q).reshape(3, 2, 2, 6)[:, :, 1].transpose(0, 2, 1)
+    np.testing.assert_array_equal(value(out), want)

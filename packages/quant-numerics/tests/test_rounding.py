@@ -1,0 +1,109 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quant_numerics import StochasticRounding, dequantize, quantize, quantize_with
+
+KEYS = jax.random.split(jax.random.key(0), 4000)
+
+
+def draws(x, qtype, method="uniform", axes=(0,), scale=1.0, zero_point=None):
+    """What 4000 keys make of `x`."""
+
+    @jax.jit
+    def many(keys):
+        def one(key):
+            rounding = StochasticRounding(key, method, axes)
+            shape = jnp.full((1,) * x.ndim, scale)
+            return quantize_with(x, qtype, shape, zero_point, rounding=rounding).qvalue
+
+        return jax.vmap(one)(keys)
+
+    return np.asarray(many(KEYS)).astype(np.float64)
+
+
+@pytest.mark.parametrize("method", ["uniform", "low_bit_uniform"])
+@pytest.mark.parametrize("qtype", ["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+def test_the_mean_is_the_value(qtype, method):
+    # Values just above powers of two among them: there the steps below are finer.
+    x = np.float32([0.3, -0.3, 1.03, 2.1, -2.1, 3.9, 4.1, -5.3, 0.01, 0.0])
+    got = draws(x, qtype, method)
+    step = np.maximum(1e-9, got.max(0) - got.min(0))
+    assert np.all(np.abs(got.mean(0) - x) < (5 * 0.5 / np.sqrt(4000) + 1 / 512) * step)
+    for column in got.T:
+        assert len(set(column)) <= 2  # the two neighbours
+
+
+def test_what_the_format_has_stays():
+    for qtype in ("int4", "float4_e2m1fn", "float8_e5m2"):
+        x = np.float32([0, 1, -2, 3, 4, -6])
+        for seed in range(20):
+            rounding = StochasticRounding(jax.random.key(seed))
+            q = quantize_with(x, qtype, jnp.ones(1), rounding=rounding)
+            np.testing.assert_array_equal(dequantize(q), x)
+
+
+def test_the_ends_of_the_range_saturate():
+    x = np.float32([448, -448, 500, np.inf, np.nan])
+    got = draws(x, "float8_e4m3fn")
+    assert np.all(got[:, :4] == [448, -448, 448, 448])
+    assert np.all(np.isnan(got[:, 4]))
+    assert np.all(draws(np.float32([127, 200, -np.inf, np.nan]), "int8") == [127, 127, -127, 0])
+
+
+def test_with_a_zero_point():
+    got = draws(np.float32([0.0, 1.25, -3.5]), "int8", zero_point=jnp.array([5], jnp.int8))
+    np.testing.assert_allclose(got.mean(0), [5, 6.25, 1.5], atol=0.05)
+
+
+def test_noise_is_shared_along_other_axes():
+    x = np.full((4, 6), 0.5, np.float32)
+    assert np.all(draws(x, "int8", axes=(0,)) == draws(x, "int8", axes=(0,))[:, :, :1])
+    assert np.any(draws(x, "int8", axes=(0, -1)) != draws(x, "int8", axes=(0, -1))[:, :, :1])
+    shared = draws(x, "int8", axes=())
+    assert np.all(shared == shared[:, :1, :1])
+    assert 0.4 < shared.mean() < 0.6
+
+
+def test_noise_of_tiles():
+    x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    rounding = StochasticRounding(jax.random.key(1), channelwise_noise_axes=(0, 1))
+    q = quantize(x, "int8", tile_axes={0: 4, 1: 3}, rounding=rounding)
+    noise = np.asarray(rounding.noise(x.shape))
+    assert noise.shape == (8, 6)
+    scale = np.asarray(q.scale).repeat(4, 0).repeat(3, 1)
+    want = np.clip(np.rint(x / scale + noise), -127, 127)
+    np.testing.assert_array_equal(q.qvalue, want)
+
+
+def test_it_is_a_pytree_of_its_key():
+    rounding = StochasticRounding(jax.random.key(0), "low_bit_uniform", (1,))
+    leaves, tree = jax.tree.flatten(rounding)
+    assert leaves == [rounding.key]
+    assert jax.tree.unflatten(tree, leaves).channelwise_noise_axes == (1,)
+
+    @jax.jit
+    def f(x, rounding):
+        return quantize(x, "int8", rounding=rounding).qvalue
+
+    x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+    np.testing.assert_array_equal(f(x, rounding), quantize(x, "int8", rounding=rounding).qvalue)
+
+
+@pytest.mark.parametrize("method", ["uniform", "low_bit_uniform"])
+def test_noise_is_within_half_a_step(method):
+    noise = np.asarray(StochasticRounding(jax.random.key(0), method, (0,)).noise((100000,)))
+    assert np.abs(noise).max() < 0.5
+    assert abs(noise.mean()) < 0.005
+    np.testing.assert_allclose(noise.var(), 1 / 12, rtol=0.02)
+
+
+def test_errors():
+    x = jnp.ones((2, 3))
+    with pytest.raises(ValueError, match="known are 'uniform' and 'low_bit_uniform'"):
+        quantize(x, "int8", rounding=StochasticRounding(jax.random.key(0), "normal"))
+    with pytest.raises(ValueError, match="noise axis 2 is out of range"):
+        quantize(x, "int8", rounding=StochasticRounding(jax.random.key(0), "uniform", (2,)))
+    with pytest.raises(ValueError, match="'nf4' has no even steps"):
+        quantize(x, "nf4", rounding=StochasticRounding(jax.random.key(0)))

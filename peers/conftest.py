@@ -1,0 +1,33 @@
+"""Our results beside Qwix's: the same rule, the same input.
+
+Run with ``uv run --group peers pytest peers``, on the newest JAX; a table of the differences that
+were measured follows the results.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tabulate import tabulate
+
+# The tests share the modules beside this file.
+sys.path.insert(0, str(Path(__file__).parent))
+
+MEASURED: list[tuple] = []
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "ignore:'VariableState':DeprecationWarning")  # Qwix's
+
+
+@pytest.fixture
+def measured():
+    """Takes rows: what, how it is quantized, ours to Qwix, its bound, ours and Qwix's to exact."""
+    return MEASURED.append
+
+
+def pytest_terminal_summary(terminalreporter):
+    if MEASURED:
+        headers = ["what", "quantized", "ours to Qwix", "bound", "ours to exact", "Qwix to exact"]
+        terminalreporter.section("relative differences (Frobenius norm)")
+        terminalreporter.write_line(tabulate(MEASURED, headers, floatfmt=".1e"))
