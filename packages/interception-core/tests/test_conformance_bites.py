@@ -66,7 +66,8 @@ FAULTS = {
 
 def run(engine, tests):
     """Returns the outcomes of each test. In a process of its own: what leaks, stays there."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=no", "-rA"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q"]
+    command += ["--tb=no", "-rA"]
     names = [f"{FILE}::Test{engine}::{test}" for test in tests]
     result = subprocess.run([*command, *names], capture_output=True, text=True, timeout=600)
     found: dict = {}

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -170,7 +169,7 @@ def bounds(
         high = lax.expand_dims(lax.reduce_max(values, reduced), reduced)
         zero = lax.full_like(low, 0)
         return lax.min(low, zero) * method.factor, lax.max(high, zero) * method.factor
-    absmax = lax.expand_dims(_absmax(values, reduced), reduced)
+    absmax = lax.expand_dims(lax.reduce_max(lax.abs(values), reduced), reduced)
     if method.name == "absmax":
         return None, absmax if method.factor == 1 else absmax * method.factor
     if method.name == "fixed":
@@ -190,21 +189,6 @@ def bounds(
         upper = safe * _best_factor(values, safe, reduced, kind, int(method.factor) if method.args
                                     else _MSE_STEPS)  # fmt: skip
     return None, lax.select(lax.is_finite(absmax), upper, absmax)
-
-
-def _absmax(values: jax.Array, reduced: tuple[int, ...]) -> jax.Array:
-    """The largest magnitude, -inf of nothing.
-
-    As maximum and minimum in one reduction, which XLA's CPU backend compiles to one loop; the
-    maximum of magnitudes is three.
-    """
-    least, largest = values.dtype.type(-np.inf), values.dtype.type(np.inf)
-    high, low = lax.reduce((values, values), (least, largest), _wider, reduced)
-    return lax.max(high, lax.neg(low))
-
-
-def _wider(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return lax.max(a[0], b[0]), lax.min(a[1], b[1])
 
 
 def _percentile(magnitudes: jax.Array, reduced: tuple[int, ...], p: float) -> jax.Array:
