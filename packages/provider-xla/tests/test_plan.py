@@ -285,7 +285,10 @@ def test_a_plan_is_applied_at_another_batch_size_and_under_transformations():
     fn_q, fn_r = plan.apply(fn), lambda x: fn(restored(stored), x)
     batch = draw((5, 2, 8), seed=2)[0]
     np.testing.assert_allclose(
-        jax.jit(jax.vmap(fn_q, (None, 0)))(stored, batch), jax.vmap(fn_r)(batch), rtol=1e-4
+        jax.jit(jax.vmap(fn_q, (None, 0)))(stored, batch),
+        jax.vmap(fn_r)(batch),
+        rtol=1e-3,
+        atol=1e-5,
     )
     np.testing.assert_allclose(
         jax.jit(jax.grad(lambda x: fn_q(stored, x).sum()))(x),

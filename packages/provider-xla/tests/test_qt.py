@@ -81,7 +81,9 @@ def test_backward_products_are_of_integers(name):
         for line in text.splitlines()
         if re.search(r"(dot_general|convolution|ragged_dot)[ (]", line)
     ]
-    assert {tuple(types[:2]) for types in found} == {("i8", "i8")}
+    # On CPU XLA sums integer convolutions in float32 where that is exact: see quant_numerics.
+    dtype = "f32" if name in ("convolution", "transposed kernel") else "i8"
+    assert {tuple(types[:2]) for types in found} == {(dtype, dtype)}
     assert len(found) >= (1 if "experts" in name else 3)
 
 

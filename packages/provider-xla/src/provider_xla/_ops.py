@@ -133,10 +133,10 @@ def _ragged_dot_general(arguments: dict[str, Any]) -> Reading:
 def _ragged(arguments: dict[str, Any], numbers: lax.RaggedDotDimensionNumbers) -> Reading:
     lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
     precision, preferred, _ = _options(arguments)
-    offset = arguments["group_offset"]
-    extras = (arguments["group_sizes"], *(() if offset is None else (offset,)))
-    frozen = RaggedProduct.freeze(numbers)
-    return Reading(RaggedProduct(frozen, precision, preferred), (lhs, rhs), extras)
+    if arguments["group_offset"] is not None:
+        raise StaysFloat("group_offset is given")
+    product = RaggedProduct(RaggedProduct.freeze(numbers), precision, preferred)
+    return Reading(product, (lhs, rhs), (arguments["group_sizes"],))
 
 
 def _frozen(value: Any) -> Any:

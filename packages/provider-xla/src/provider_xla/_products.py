@@ -168,7 +168,7 @@ class RaggedProduct(Product):
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
-        sizes, offset = extras if len(extras) == 2 else (*extras, None)
+        (sizes,) = extras
         return qn.ragged_dot_general(
             lhs,
             rhs,
@@ -176,18 +176,16 @@ class RaggedProduct(Product):
             self._numbers,
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
-            group_offset=offset,
         )
 
     def train(self, lhs: jax.Array, rhs: jax.Array, *extras: Any, **options: Any) -> jax.Array:
-        sizes, offset = extras if len(extras) == 2 else (*extras, None)
+        (sizes,) = extras
         return qn.train_ragged_dot(
             lhs,
             rhs,
             sizes,
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
-            group_offset=offset,
             **options,
         )
 

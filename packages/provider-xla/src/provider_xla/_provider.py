@@ -14,10 +14,11 @@ from jax.extend import source_info_util
 from interception_core import Interceptor, PatchEngine, get_engine
 
 from ._errors import QuantizationError, QuantizationWarning
-from ._plan import Plan, make_plan
+from ._plan import Plan
 from ._report import OpRecord, Report
 from ._rules import QuantizationRule
 from ._sites import Rules, Site, Sites
+from ._survey import make_plan
 
 P = ParamSpec("P")
 R = TypeVar("R")

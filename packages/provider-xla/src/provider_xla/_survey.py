@@ -1,0 +1,248 @@
+"""The survey: one abstract run of a program, in which its operations are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+import quant_numerics as qn
+from interception_core import Engine, PatchEngine
+
+from ._errors import QuantizationError
+from ._granularity import Granularity, of_operand
+from ._lookup import looked_up
+from ._plan import Plan, is_array
+from ._products import divides, tile_elements
+from ._report import OpRecord, Report
+from ._sites import Rules, Site, Sites, short
+from ._static import StaticRange, is_static, measure
+from ._weights import WeightPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """An operation that a parameter is an operand of.
+
+    Attributes:
+        path: of the parameter.
+        op_id: of the operation.
+        rule: the number of its rule.
+        how: how that quantizes it; None for a lookup that no rule names.
+        granularity: the finest that the operation can use.
+        stepped: the axes of the parameter that are gone in the operand.
+        is_lookup: whether it takes parts of it, whatever its scales.
+    """
+
+    path: str
+    op_id: str
+    rule: int | None
+    how: qn.HowToQuantize | None
+    granularity: Granularity
+    stepped: tuple[int, ...]
+    is_lookup: bool
+
+
+class Survey:
+    """Collects what there is in one abstract run of a program."""
+
+    def __init__(self, rules: Rules, leaves: Mapping[str, Any]):
+        self.rules = rules
+        self.leaves = leaves
+        self.records: dict[tuple, OpRecord] = {}
+        self.problems: list[str] = []
+        self.uses: list[Use] = []
+        self.ranges: dict[str, StaticRange] = {}
+
+    def record(self, record: OpRecord, problem: str | None) -> None:
+        """Takes an operation."""
+        self.records.setdefault((record.op_id, record.operands), record)
+        if problem is None or record.rule is None:
+            return
+        rule = self.rules.rules[record.rule]
+        for path in filter(None, (record.weight or "").split(" and ")):
+            leaf = self.leaves.get(path)
+            if leaf is not None and leaf.dtype not in qn.FLOAT_DTYPES:
+                raise QuantizationError(
+                    f"Rule {record.rule} can't be followed for {path}, an operand of "
+                    f"{record.op_id}: it is {short(leaf)}, and only floats can be quantized. "
+                    "Convert it, or give the operation a rule without qtypes."
+                )
+        about = f" of {record.weight}" if record.weight else ""
+        if record.weight and rule.weight_qtype is not None and "tile_size" in problem:
+            raise QuantizationError(
+                f"Rule {record.rule} can't be followed for {record.weight}, an operand of "
+                f"{record.op_id}: {problem}. Choose another tile_size, or give the operation a "
+                "rule of its own."
+            )
+        self.problems.append(f"{record.op_id}{about} stays float: {problem} (rule {record.rule})")
+
+    def run(self, site: Site) -> Any:
+        """Takes an operation that is quantized."""
+        for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
+            if how is None:
+                continue
+            if weight is None:
+                if is_static(site, side):
+                    found = measure(site, side)
+                    self.ranges[site.key(side)] = StaticRange(found.upper.ndim, found.lower is None)
+                continue
+            shared = site.product.shared(side, site.operands[side].ndim)
+            self._use(site.call.op_id, weight, site.index, how, shared, is_lookup=False)
+        return NotImplemented
+
+    def lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+        """Takes a lookup in a parameter."""
+        weight = self.rules.weight(call, operand)
+        if weight is None:
+            return NotImplemented
+        index = self.rules.find(("take",), call.module_path)
+        rule = None if index is None else self.rules.rules[index]
+        along = looked_up(params)
+        shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
+        how = None if rule is None else self.rules.how(rule, True)
+        record = OpRecord(
+            call.op_id.replace("gather:", "take:"),
+            "take",
+            (short(operand), short(indices)),
+            (None if how is None else how.qtype, None),
+            index,
+            None if how is not None else "no rule names it",
+            weight.provenance,
+        )
+        self.record(record, None)
+        self._use(record.op_id, weight, index, how, shared, is_lookup=True)
+        return NotImplemented
+
+    def _use(
+        self,
+        op_id: str,
+        weight: Any,
+        rule: int | None,
+        how: qn.HowToQuantize | None,
+        shared: Sequence[int],
+        is_lookup: bool,
+    ) -> None:
+        leaf = self.leaves[weight.provenance]
+        if weight.axes is None:
+            if how is not None:
+                self.problems.append(
+                    f"{weight.provenance} stays an array: its axes can't be followed to {op_id}, "
+                    "which quantizes it each time"
+                )
+            return
+        stepped = tuple(axis for axis, became in enumerate(weight.axes) if became is None)
+        tile = None
+        if how is not None and how.tile_size is not None and shared:
+            size = weight.shape[shared[-1]]
+            if not divides(how.tile_size, size):
+                raise QuantizationError(
+                    f"Rule {rule} can't be followed for {weight.provenance}, an operand of "
+                    f"{op_id}: tile_size {how.tile_size} does not divide {size}."
+                )
+            tile = tile_elements(how.tile_size, size)
+        granularity = of_operand(weight.axes, leaf.shape, weight.shape, shared, tile)
+        if how is not None and not how.channelwise:
+            granularity = Granularity(stepped, granularity.tile_axes)
+        use = Use(weight.provenance, op_id, rule, how, granularity, stepped, is_lookup)
+        self.uses.append(use)
+
+
+def make_plan(
+    rules: Rules,
+    engine: Engine,
+    argnum: int,
+    fn: Callable[..., Any],
+    params: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> Plan:
+    """Makes a plan: see ``XlaProvider.plan``."""
+    found, _ = jax.tree_util.tree_flatten_with_path(params)
+    leaves = {
+        rules.params + jax.tree_util.keystr(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in found
+        if is_array(leaf)
+    }
+    survey = Survey(rules, leaves)
+    lookup = None if isinstance(engine, PatchEngine) else survey.lookup
+    sites = Sites(rules, survey.run, survey.record, lookup=lookup, keyed=False)
+    everything = list(args)
+    everything.insert(argnum, params)
+    tapped = engine.wrap(fn, sites.interceptor)
+    # What is no array (a string, an activation function in an Equinox module) stays what it is.
+    given, treedef = jax.tree.flatten((everything, dict(kwargs)))
+    arrays = [i for i, leaf in enumerate(given) if is_array(leaf)]
+
+    def call(values: Sequence[Any]) -> list[Any]:
+        filled = dict(zip(arrays, values, strict=True))
+        merged = [filled.get(i, leaf) for i, leaf in enumerate(given)]
+        args, kwargs = jax.tree.unflatten(treedef, merged)
+        return [leaf for leaf in jax.tree.leaves(tapped(*args, **kwargs)) if is_array(leaf)]
+
+    jax.eval_shape(call, [given[i] for i in arrays])
+
+    weights = _weights(survey)
+    records = [_settled(record, weights) for record in survey.records.values()]
+    used = {record.rule for record in records}
+    unused = [
+        f"rule {i} decides nothing: {rule}" for i, rule in enumerate(rules.rules) if i not in used
+    ]
+    problems = (*survey.problems, *unused)
+    return Plan(Report(records), weights, problems, survey.ranges, rules, engine, argnum, leaves)
+
+
+def _settled(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
+    """Returns the record of a lookup with what is done with its parameter."""
+    weight = weights.get(record.weight or "")
+    if record.op_name != "take" or weight is None:
+        return record
+    return dataclasses.replace(record, qtypes=(weight.qtype, None), reason=None)
+
+
+def _weights(survey: Survey) -> dict[str, WeightPlan]:
+    """Returns how each parameter is quantized, so that all of its operations can use it."""
+    by_path: dict[str, list[Use]] = {}
+    for use in survey.uses:
+        by_path.setdefault(use.path, []).append(use)
+    plans = {}
+    for path, leaf in survey.leaves.items():
+        uses = by_path.get(path, [])
+        deciding = [use for use in uses if use.how is not None]
+        if not deciding:
+            continue
+        first = deciding[0]
+        assert first.how is not None
+        assert first.rule is not None
+        for other in deciding[1:]:
+            if (other.how.qtype, other.how.method) != (first.how.qtype, first.how.method):  # type: ignore[union-attr]
+                survey.problems.append(
+                    f"{path} is ambiguous: rule {first.rule} quantizes it to {first.how.qtype} "
+                    f"for {first.op_id}, rule {other.rule} to {other.how.qtype} for "  # type: ignore[union-attr]
+                    f"{other.op_id}; the first counts"
+                )
+        products = [use for use in uses if not use.is_lookup] or deciding
+        granularity = functools.reduce(Granularity.join, (use.granularity for use in products))
+        block = qn.get_qtype(first.how.qtype).block
+        if block is not None and list(granularity.tile_axes.values()) != [block]:
+            survey.problems.append(
+                f"{path} stays an array: {first.how.qtype} needs tiles of {block} along one axis "
+                f"that all of its products contract ({', '.join(u.op_id for u in products)})"
+            )
+            continue
+        stepped = set(products[0].stepped).intersection(*(use.stepped for use in products[1:]))
+        plans[path] = WeightPlan(
+            path,
+            leaf.shape,
+            leaf.dtype,
+            first.rule,
+            first.how.qtype,
+            first.how.method,
+            granularity,
+            tuple(sorted(stepped)),
+            tuple(dict.fromkeys(use.op_id for use in uses)),
+        )
+    return plans
