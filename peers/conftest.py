@@ -1,6 +1,6 @@
 """Our results beside Qwix's: the same rule, the same input.
 
-Run with ``uv run --group peers pytest peers``, on the newest JAX; a table of the differences that
+Run with ``uv run --group peers pytest -n 0 peers``, on the newest JAX; a table of the differences that
 were measured follows the results.
 """
 
