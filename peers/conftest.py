@@ -1,7 +1,7 @@
 """Our results beside Qwix's: the same rule, the same input.
 
-Run with ``uv run --group peers pytest -n 0 peers``, on the newest JAX; a table of the differences that
-were measured follows the results.
+Run with ``uv run --group peers pytest -n 0 peers``, on the newest JAX. A table of the differences
+that were measured follows the results.
 """
 
 import sys
