@@ -14,7 +14,7 @@ from interception_core import Engine, PatchEngine
 from ._errors import QuantizationError
 from ._report import OpRecord, Report
 from ._sites import Rules, Site, Sites, short
-from ._static import StaticRange, Statistics, is_static, observe
+from ._static import StaticRange, Statistics, observe
 from ._weights import WeightPlan, quantize_leaf
 
 P = ParamSpec("P")
@@ -153,9 +153,7 @@ class Plan:
         statistics = self.empty_statistics()
 
         def run(site: Site) -> Any:
-            for side in (0, 1):
-                if site.hows[side] is not None and is_static(site, side):
-                    observe(statistics, site, side)
+            observe(statistics, site)
             return NotImplemented
 
         sites = Sites(self._rules, run, _ignore, keyed=False)

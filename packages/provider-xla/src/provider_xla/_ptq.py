@@ -54,20 +54,16 @@ class PtqProvider(XlaProvider):
         return self._sites(run).interceptor
 
     def _run(self, site: Site, statistics: Statistics | None = None) -> Any:
-        sides = []
+        operands, hows = list(site.operands), list(site.hows)
         for side, operand in enumerate(site.operands):
             held = site.call.stand_in(operand)
             if isinstance(held, qn.QArray):
-                whole = site.hows[side] is not None and fits(site.product, side, held)
-                operand = held if whole else operand
-            sides.append(operand)
-        # What was quantized is not quantized once more, whatever the rule says.
-        hows = tuple(
-            None if isinstance(site.call.stand_in(x), qn.QArray) else how
-            for x, how in zip(site.operands, site.hows, strict=True)
-        )
+                if hows[side] is not None and fits(site.product, side, held):
+                    operands[side] = held
+                # What was quantized is not quantized once more, whatever the rule says.
+                hows[side] = None
         ranges = calibrations(statistics, site)
-        return quantized_product(site.product, hows, *sides, site.extras, ranges)  # type: ignore[arg-type]
+        return quantized_product(site.product, tuple(hows), *operands, site.extras, ranges)  # type: ignore[arg-type]
 
     def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
         held = call.stand_in(operand)

@@ -16,7 +16,7 @@ from ._provider import XlaProvider
 from ._rules import QtRule, QuantizationRule
 from ._run import trained_product
 from ._sites import Site
-from ._static import Statistics, calibrations, is_static, observe
+from ._static import Statistics, calibrations, observe
 
 
 class QtProvider(XlaProvider):
@@ -81,9 +81,7 @@ class QtProvider(XlaProvider):
         key: jax.Array | None = None,
     ) -> Any:
         if statistics is not None and update:
-            for side in (0, 1):
-                if site.hows[side] is not None and is_static(site, side):
-                    observe(statistics, site, side)
+            observe(statistics, site)
         ranges = calibrations(statistics, site)
         rule = site.rule
         assert isinstance(rule, QtRule)

@@ -26,7 +26,8 @@ class StaticRange(NamedTuple):
 
 def is_static(site: Site, side: int) -> bool:
     """Returns whether an operand has a static range."""
-    return bool(site.rule.act_static_scale) and site.weights[side] is None
+    activation = site.weights[side] is None and site.hows[side] is not None
+    return activation and bool(site.rule.act_static_scale)
 
 
 def measure(site: Site, side: int) -> qn.Calibration:
@@ -43,9 +44,11 @@ def measure(site: Site, side: int) -> qn.Calibration:
     return jax.tree.map(lambda bound: jnp.mean(bound, axis=axes, keepdims=True), found)
 
 
-def observe(statistics: Statistics, site: Site, side: int) -> None:
-    """Adds the range of an activation to the statistics."""
-    _of(statistics, site, side).observe(measure(site, side))
+def observe(statistics: Statistics, site: Site) -> None:
+    """Adds the ranges of the activations that have a static one to the statistics."""
+    for side in (0, 1):
+        if is_static(site, side):
+            _of(statistics, site, side).observe(measure(site, side))
 
 
 def calibrations(
@@ -58,7 +61,7 @@ def calibrations(
     """
 
     def one(side: int) -> qn.Calibration | None:
-        if site.hows[side] is None or not is_static(site, side):
+        if not is_static(site, side):
             return None
         found = _of(statistics, site, side)
         return found if isinstance(found, qn.Calibration) else found.calibration()
