@@ -7,7 +7,19 @@ first used. A plugin module may therefore import its specs and `hookimpl` from h
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._errors import JaxtapError, PluginError, PluginWarning, TargetError, UnknownNameError
+from ._errors import (
+    JaxtapError,
+    KernelError,
+    PluginError,
+    PluginWarning,
+    TargetError,
+    UnknownNameError,
+)
+from ._kernels.call import Aval, KernelCall
+from ._kernels.ops import get_op
+from ._kernels.register import register_kernel
+from ._kernels.select import KernelChoice, select_kernel
+from ._kernels.target import FfiTarget
 from ._plugins.hookspecs import hookimpl
 from ._plugins.host import engines, get_engine, get_provider, kernels, plugins, providers
 from ._plugins.records import PluginRecord
@@ -33,13 +45,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SETTLED",
+    "Aval",
     "CheckResult",
     "CommandSpec",
     "DoctorCheck",
     "Engine",
     "EngineSpec",
+    "FfiTarget",
     "Interceptor",
     "JaxtapError",
+    "KernelCall",
+    "KernelChoice",
+    "KernelError",
     "KernelSpec",
     "Observer",
     "OpCall",
@@ -54,11 +71,14 @@ __all__ = [
     "UnknownNameError",
     "engines",
     "get_engine",
+    "get_op",
     "get_provider",
     "hookimpl",
     "kernels",
     "plugins",
     "providers",
+    "register_kernel",
+    "select_kernel",
     "settled",
     "untapped",
 ]

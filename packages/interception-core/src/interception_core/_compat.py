@@ -5,11 +5,14 @@ Each name says for which versions it holds; all were checked on 0.10.2, 0.11.2 a
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import jax
+import jaxlib
 from jax._src import ad_checkpoint as _ad_checkpoint  # 0.10.2 - 0.12
 from jax._src import core as _core  # 0.10.2 - 0.12
 from jax._src import hijax as _hijax  # 0.10.2 - 0.12
@@ -23,6 +26,7 @@ from jax._src.interpreters import partial_eval as _pe  # 0.10.2 - 0.12
 from jax._src.interpreters import remat as _remat  # 0.10.2 - 0.12
 from jax.extend import source_info_util
 from jax.extend.core import primitives as _public_primitives
+from jaxlib import xla_client as _xla_client  # 0.10.2 - 0.12
 
 # Operations have the source line of the program, not that of the tap.
 source_info_util.register_exclusion(str(Path(__file__).parent))
@@ -133,3 +137,52 @@ def primitives() -> dict[str, Any]:
     # Made of other operations before it is lowered: it has no rule there.
     high = [_hijax.call_hi_primitive_p]
     return {primitive.name: primitive for primitive in (*lowered, *public, *high)}
+
+
+jaxlib_version: str = jaxlib.__version__
+
+
+def start_backend(platform: str) -> None:
+    """Starts the backend of a platform, if it is not running. Raises where it cannot start."""
+    jax.devices(platform)
+
+
+@cache
+def ffi_api_version() -> tuple[int, int] | None:
+    """Returns the newest version of XLA's FFI that this jaxlib runs, as (major, minor).
+
+    Nothing in jaxlib's Python tells. The headers that it ships are those it was built with
+    (0.10.2: 0.3, 0.11.2: 0.4, 0.12: 0.5). None where a distributor has left them out: XLA, which
+    looks at the handler itself, then is the only one to check.
+    """
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    if not header.is_file():
+        return None
+    text = header.read_text(encoding="utf-8")
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(match[1]) if match else None for match in found)
+    return None if major is None or minor is None else (major, minor)
+
+
+def _xla_platform(platform: str) -> str:
+    # The registry of targets knows platforms by these names, those of JAX's own kernels too.
+    return {"cpu": "cpu", "cuda": "CUDA", "rocm": "ROCM"}.get(platform, platform)
+
+
+def ffi_targets(platform: str) -> set[str]:
+    """Returns the names of the targets that XLA has for a platform, whoever registered them.
+
+    What waits for the backend to start is not among them (0.10.2 - 0.12).
+    """
+    name = _xla_platform(platform)
+    return set(_xla_client.custom_call_targets(_xla_client.xla_platform_names.get(name, name)))
+
+
+def register_ffi_target(name: str, stages: dict[str, Any], platform: str) -> None:
+    """Registers the handlers of a target, by stage."""
+    jax.ffi.register_ffi_target(name, stages, platform=_xla_platform(platform))
+
+
+def register_ffi_type(name: str, capsules: Any, platform: str) -> None:
+    """Registers the type of the state that handlers keep, by its parts."""
+    jax.ffi.register_ffi_type(name, capsules, platform=_xla_platform(platform))

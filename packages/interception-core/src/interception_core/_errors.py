@@ -27,6 +27,10 @@ class PluginError(JaxtapError):
     """
 
 
+class KernelError(PluginError):
+    """A kernel cannot be registered with XLA. The message names its plugin and its target."""
+
+
 class UnknownNameError(JaxtapError, LookupError):
     """A name that nothing is registered under.
 

@@ -3,7 +3,7 @@
 from ._plugins.hookspecs import hookimpl
 from ._plugins.specs import CommandSpec, DoctorCheck, EngineSpec
 
-API = (1, 0)
+API = (1, 1)
 
 
 @hookimpl
@@ -56,6 +56,11 @@ def jaxtap_doctor_checks() -> list[DoctorCheck]:
             name="plugins",
             summary="every installed plugin loads",
             run="interception_core._cli.checks:plugins",
+        ),
+        DoctorCheck(
+            name="kernels",
+            summary="every kernel for a platform of this machine can be registered",
+            run="interception_core._cli.checks:kernels",
         ),
         DoctorCheck(
             name="environment",

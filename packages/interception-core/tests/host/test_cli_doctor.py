@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from interception_core import CheckResult, DoctorCheck
+from interception_core import CheckResult, DoctorCheck, KernelSpec
 from interception_core._cli import checks as _checks
 from interception_core._cli.main import main
 from interception_core._plugins.discovery import Found
@@ -47,7 +47,7 @@ class TestDoctor:
         host(OWN)
         status, found = doctor(capsys)
         assert status == 0, found
-        assert sorted(found) == ["devices", "environment", "plugins", "versions"]
+        assert sorted(found) == ["devices", "environment", "kernels", "plugins", "versions"]
         assert found["devices"][0]["message"].startswith(jax.default_backend())
 
     def test_prints_lines(self, host, checks, capsys):
@@ -121,6 +121,22 @@ class TestPlugins:
         host(BROKEN, JAXTAP_DISABLE_PLUGINS="broken")
         (result,) = _checks.plugins()
         assert (result.status, result.message[-8:]) == ("ok", "disabled")
+
+
+class TestKernels:
+    def test_of_a_platform_that_is_not_here(self, host, declare):
+        kernel = KernelSpec("acme.gemm", "cuda", "acme:handlers", "gemm")
+        host(OWN, declare("acme", jaxtap_register_kernels=[kernel]))
+        (result,) = _checks.kernels()
+        assert (result.status, result.message[-31:]) == ("ok", "no cuda here to register it for")
+
+    def test_that_cannot_be_registered(self, host, declare):
+        kernel = KernelSpec("acme.gone", "cpu", "no_such_module_here:handlers", "gemm")
+        host(OWN, declare("acme", jaxtap_register_kernels=[kernel]))
+        (result,) = _checks.kernels()
+        assert result.status == "fail"
+        assert "Kernel 'acme.gone@cpu' of plugin 'acme' (acme-dist 1.0)" in result.message
+        assert "no_such_module_here" in result.message
 
 
 class TestVersions:

@@ -4,7 +4,7 @@ import pluggy
 import pytest
 
 from interception_core._plugins import hookspecs as _hookspecs
-from interception_core._plugins.hookspecs import API_VERSION, HOOKS, PROJECT
+from interception_core._plugins.hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT, SELECT
 
 
 def declared_hooks():
@@ -14,18 +14,19 @@ def declared_hooks():
 
 
 def test_the_hooks_are_these():
-    assert declared_hooks() == sorted(HOOKS)
-    assert sorted(HOOKS) == [
+    assert declared_hooks() == sorted(ALL_HOOKS)
+    assert sorted(ALL_HOOKS) == [
         "jaxtap_doctor_checks",
         "jaxtap_register_commands",
         "jaxtap_register_engines",
         "jaxtap_register_kernels",
         "jaxtap_register_providers",
+        "jaxtap_select_kernel",
     ]
 
 
-@pytest.mark.parametrize("hook", declared_hooks())
-class TestEveryHook:
+@pytest.mark.parametrize("hook", HOOKS)
+class TestEveryDeclaringHook:
     def test_says_what_it_returns(self, hook):
         assert f"`{HOOKS[hook].__name__}`" in inspect.getdoc(getattr(_hookspecs, hook))
 
@@ -34,6 +35,17 @@ class TestEveryHook:
 
     def test_is_in_the_guide(self, hook, guide):
         assert f"| `{hook}()` | `{HOOKS[hook].__name__}` objects |" in guide
+
+
+class TestTheChoosingHook:
+    def test_its_arguments_are_described(self):
+        hook = getattr(_hookspecs, SELECT)
+        assert list(inspect.signature(hook).parameters) == ["call", "candidates"]
+        for name in inspect.signature(hook).parameters:
+            assert f"{name}: " in inspect.getdoc(hook)
+
+    def test_is_in_the_guide(self, guide):
+        assert f"| `{SELECT}(call, candidates)` |" in guide
 
 
 @pytest.mark.parametrize("spec", HOOKS.values())

@@ -17,7 +17,7 @@ SPEC = ProviderSpec("acme", "ternary weights", "acme:Acme")
 
 
 def refused(found, phase, message):
-    record, specs = load(found)
+    record, specs, _ = load(found)
     assert (record.status, record.phase, specs) == ("failed", phase, ())
     assert message in str(record.error)
     return record
@@ -28,7 +28,7 @@ def test_a_plugin_declares_its_specs(declare):
     found = declare(
         "acme", jaxtap_register_providers=[SPEC], jaxtap_register_kernels=lambda: iter([kernel])
     )
-    record, specs = load(found)
+    record, specs, _ = load(found)
     assert specs == (SPEC, kernel)
     assert record.status == "ok"
     assert record.phase == "declare"
@@ -76,7 +76,7 @@ class TestImport:
         ],
     )
     def test_any_failure_is_a_record_with_its_traceback(self, module, source, error):
-        record, _ = load(module(source))
+        record, _, _ = load(module(source))
         assert (record.status, record.phase) == ("failed", "import")
         assert type(record.error) is error
         assert record.error.__traceback__ is not None
@@ -98,12 +98,12 @@ class TestImport:
             f"    {'import jax' if where == 'hook' else ''}\n    return []\n"
         )
         monkeypatch.delitem(sys.modules, "jax")
-        record, _ = load(found)
+        record, _, _ = load(found)
         assert record.status == "ok"
         assert "imports jax" in record.notes[0]
 
         del sys.modules["jax"], sys.modules["written_plugin"]
-        record, specs = load(found, strict=True)
+        record, specs, _ = load(found, strict=True)
         assert (record.status, record.phase, specs) == ("failed", "import", ())
         assert "imports jax" in str(record.error)
 
@@ -112,14 +112,14 @@ class TestApi:
     @pytest.mark.parametrize(
         ("api", "message"),
         [
-            (None, "add `API = (1, 0)`"),
+            (None, "add `API = (1, 1)`"),
             ("1.0", "tuple of two ints"),
             ((1,), "tuple of two ints"),
             ((1, 0, 0), "tuple of two ints"),
             ((1, True), "tuple of two ints"),
             ([1, 0], "tuple of two ints"),
             ((2, 0), "upgrade interception-core"),
-            ((1, 1), "upgrade interception-core"),
+            ((1, 2), "upgrade interception-core"),
             ((0, 9), "upgrade the plugin"),
         ],
     )
@@ -208,6 +208,22 @@ class TestDeclare:
         module = sys.modules[found.value]
         module.jaxtap_register_providers = hookimpl(wrapper=True)(wrapper)
         refused(found, "declare", "there is nothing to wrap")
+
+    def test_a_wrapper_that_chooses_is_refused(self, declare):
+        def wrapper(call, candidates):
+            return (yield)
+
+        found = declare("acme")
+        module = sys.modules[found.value]
+        module.jaxtap_select_kernel = hookimpl(wrapper=True)(wrapper)
+        refused(found, "declare", "jaxtap_select_kernel is a wrapper")
+
+    def test_choosing_is_not_done_while_loading(self, declare):
+        def choose(call, candidates):
+            raise AssertionError("called")
+
+        assert load(declare("acme")).select is None
+        assert load(declare("acme", jaxtap_select_kernel=choose)).select is not None
 
     def test_the_same_name_in_two_kinds_is_fine(self, declare):
         found = declare(

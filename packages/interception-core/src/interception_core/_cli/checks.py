@@ -9,10 +9,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .._errors import nearest_name, one_line
+from .._errors import KernelError, nearest_name, one_line
+from .._kernels.register import register_kernel
 from .._plugins import host as _host
 from .._plugins.registry import DISABLE, STRICT
-from .._plugins.specs import CheckResult
+from .._plugins.specs import CheckResult, KernelSpec
 from .main import DEBUG
 
 _DISTRIBUTION = "interception-core"
@@ -89,6 +90,25 @@ def plugins() -> Iterator[CheckResult]:
             yield CheckResult("warn", record.label, " ".join(record.notes))
         else:
             yield CheckResult("ok", f"{record.label}: {record.status}")
+
+
+def kernels() -> Iterator[CheckResult]:
+    """Registers every kernel whose platform has a backend here."""
+    from .. import _compat
+
+    for claim in _host.loaded().of(KernelSpec):
+        kernel = f"{claim.spec.key} of {claim.owner.label}"
+        try:
+            _compat.start_backend(claim.spec.platform)
+        except Exception:
+            yield CheckResult("ok", f"{kernel}: no {claim.spec.platform} here to register it for")
+            continue
+        try:
+            register_kernel(claim.spec)
+        except KernelError as error:
+            yield CheckResult("fail", str(error))
+        else:
+            yield CheckResult("ok", kernel)
 
 
 def environment() -> Iterator[CheckResult]:

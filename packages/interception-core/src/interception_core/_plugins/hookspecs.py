@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import pluggy
 
+from .._kernels.call import KernelCall
 from .specs import CommandSpec, DoctorCheck, EngineSpec, KernelSpec, ProviderSpec, Spec
 
 # Both the pluggy project and the entry-point group.
@@ -11,7 +12,7 @@ PROJECT = "jaxtap"
 
 # (major, minor). A new hook, or a new optional field of a spec, is a minor step; whatever
 # makes a correct plugin stop working is a major one.
-API_VERSION = (1, 0)
+API_VERSION = (1, 1)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -47,7 +48,19 @@ def jaxtap_doctor_checks() -> Iterable[DoctorCheck]:
     return ()
 
 
-# Which spec each hook returns.
+@hookspec(firstresult=True)
+def jaxtap_select_kernel(
+    call: KernelCall, candidates: tuple[KernelSpec, ...]
+) -> KernelSpec | str | None:
+    """Returns which kernel a call gets: a candidate or its target, or None for no opinion.
+
+    Args:
+        call: the op, the platform, the operands and the parameters.
+        candidates: the kernels that support the call, that of the highest priority first.
+    """
+
+
+# Which spec each declaring hook returns.
 HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_providers": ProviderSpec,
     "jaxtap_register_engines": EngineSpec,
@@ -55,3 +68,7 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_commands": CommandSpec,
     "jaxtap_doctor_checks": DoctorCheck,
 }
+
+# The one hook that is not called while loading: once per different call of an op.
+SELECT = "jaxtap_select_kernel"
+ALL_HOOKS = (*HOOKS, SELECT)

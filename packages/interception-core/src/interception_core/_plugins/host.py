@@ -1,7 +1,8 @@
 """The plugin host: what programs ask for by name.
 
 The plugins are loaded once per process, when something is first asked for, and never again:
-there is no hook call while a program is traced or run.
+there is no hook call while a program is traced or run, but for the one that chooses a kernel,
+once per different call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from .specs import EngineSpec, KernelSpec, ProviderSpec
 
 if TYPE_CHECKING:
     from .._engine import Engine
+    from .._kernels.call import KernelCall
+    from .._kernels.select import KernelChoice
 
 _PROVIDER_MEMBERS = {
     "engine": "the name of the engine that it runs on",
@@ -48,6 +51,7 @@ class Host:
         self._loading = False
         self._registry: Registry | None = None
         self._announced = False
+        self.choices: dict[KernelCall, KernelChoice] = {}
 
     def registry(self) -> Registry:
         """Returns the registry, loading the plugins on the first call. Raises for none of them."""
@@ -89,13 +93,24 @@ def loaded() -> Registry:
     return _host.registry()
 
 
+def choices() -> dict[KernelCall, KernelChoice]:
+    """Returns which kernel each call got that was asked for, to be added to."""
+    return _host.choices
+
+
 def new_warnings() -> tuple[str, ...]:
     """Returns the warnings not given yet in this process, for the command line to print."""
     return _host.new_warnings()
 
 
-def _ready() -> Registry:
-    """The registry for the functions below, which call this directly (for `stacklevel`)."""
+def ready() -> Registry:
+    """Returns the registry, for functions that programs call.
+
+    They call this directly: a warning about a plugin then points at the program's line.
+
+    Raises:
+        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+    """
     registry = _host.registry()
     registry.raise_if_strict()
     for line in _host.new_warnings():
@@ -109,7 +124,7 @@ def plugins() -> tuple[PluginRecord, ...]:
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
     """
-    return _ready().records
+    return ready().records
 
 
 def providers() -> tuple[ProviderSpec, ...]:
@@ -118,7 +133,7 @@ def providers() -> tuple[ProviderSpec, ...]:
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
     """
-    return tuple(claim.spec for claim in _ready().of(ProviderSpec))
+    return tuple(claim.spec for claim in ready().of(ProviderSpec))
 
 
 def engines() -> tuple[EngineSpec, ...]:
@@ -127,7 +142,7 @@ def engines() -> tuple[EngineSpec, ...]:
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
     """
-    return tuple(claim.spec for claim in _ready().of(EngineSpec))
+    return tuple(claim.spec for claim in ready().of(EngineSpec))
 
 
 def kernels() -> tuple[KernelSpec, ...]:
@@ -136,7 +151,7 @@ def kernels() -> tuple[KernelSpec, ...]:
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
     """
-    return tuple(claim.spec for claim in _ready().of(KernelSpec))
+    return tuple(claim.spec for claim in ready().of(KernelSpec))
 
 
 def get_provider(name: str, /, **config: Any) -> Any:
@@ -155,7 +170,7 @@ def get_provider(name: str, /, **config: Any) -> Any:
         PluginError: two plugins claim the name, the plugin of that name failed, the factory
             cannot be imported, or what it returns is not a provider.
     """
-    return _made(_ready().get(ProviderSpec, name), config, _PROVIDER_MEMBERS)
+    return _made(ready().get(ProviderSpec, name), config, _PROVIDER_MEMBERS)
 
 
 def get_engine(name: str | None = None, /, **config: Any) -> Engine:
@@ -175,7 +190,7 @@ def get_engine(name: str | None = None, /, **config: Any) -> Engine:
         PluginError: two plugins claim the name, the plugin of that name failed, the factory
             cannot be imported, or what it returns is not an engine.
     """
-    registry = _ready()
+    registry = ready()
     if name is None:
         name = max(
             (claim.spec for claim in registry.of(EngineSpec)),

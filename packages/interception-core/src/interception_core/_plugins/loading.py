@@ -6,7 +6,7 @@ in its hooks, is then between it and the host: it cannot break, wrap or reorder 
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import pluggy
 from .._errors import PluginError, nearest_name
 from . import hookspecs as _hookspecs
 from .discovery import Found
-from .hookspecs import API_VERSION, HOOKS, PROJECT
+from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT, SELECT
 from .records import Phase, PluginRecord, Status
 from .specs import Spec
 
@@ -29,10 +29,14 @@ JAX_NOTE = (
 
 
 class Loaded(NamedTuple):
-    """A plugin's record and what it declares (nothing, unless its status is ``"ok"``)."""
+    """A plugin's record and what it declares (nothing, unless its status is ``"ok"``).
+
+    `select` is its `jaxtap_select_kernel`, or None where it has none.
+    """
 
     record: PluginRecord
     specs: tuple[Spec, ...] = ()
+    select: Callable[..., Any] | None = None
 
 
 def record_of(
@@ -81,6 +85,7 @@ def load(found: Found, strict: bool = False) -> Loaded:
         manager = _register(module, found.name)
         phase = "declare"
         specs = tuple(_declared(manager))
+        select = _selector(manager)
         _check_repeats(specs)
         notes = [JAX_NOTE] if "jax" in sys.modules and not had_jax else []
         if notes and strict:
@@ -89,7 +94,7 @@ def load(found: Found, strict: bool = False) -> Loaded:
     except (Exception, SystemExit) as error:
         return Loaded(record_of(found, "failed", phase, error))
     provides = (f"{spec.kind}:{spec.key}" for spec in specs)
-    return Loaded(record_of(found, "ok", phase, None, provides, notes), specs)
+    return Loaded(record_of(found, "ok", phase, None, provides, notes), specs, select)
 
 
 def _module_name(found: Found) -> str:
@@ -152,26 +157,24 @@ def _register(module: ModuleType, name: str) -> pluggy.PluginManager:
     try:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        unknown = sorted(hook for hook in vars(manager.hook) if hook not in HOOKS)
+        unknown = sorted(hook for hook in vars(manager.hook) if hook not in ALL_HOOKS)
         raise PluginError(
             f"{module.__name__} implements {', '.join(map(repr, unknown))}, which is not a hook."
             + "".join(map(_did_you_mean, unknown))
-            + f" Hooks: {', '.join(HOOKS)}."
+            + f" Hooks: {', '.join(ALL_HOOKS)}."
         ) from error
     return manager
 
 
 def _did_you_mean(attribute: str) -> str:
-    near = nearest_name(attribute, HOOKS)
+    near = nearest_name(attribute, ALL_HOOKS)
     return f" Did you mean {near!r}?" if near not in (None, attribute) else ""
 
 
 def _declared(manager: pluggy.PluginManager) -> Iterable[Spec]:
     for hook, wanted in HOOKS.items():
         caller: pluggy.HookCaller = getattr(manager.hook, hook)
-        implementations = caller.get_hookimpls()
-        if any(one.wrapper or one.hookwrapper for one in implementations):
-            raise PluginError(f"{hook} is a wrapper; there is nothing to wrap. Return a list.")
+        implementations = _implementations(caller, "Return a list.")
         # pluggy leaves out the results that are None.
         results = caller()
         if len(results) != len(implementations):
@@ -181,6 +184,18 @@ def _declared(manager: pluggy.PluginManager) -> Iterable[Spec]:
             )
         for result in results:
             yield from _checked(hook, wanted, result)
+
+
+def _implementations(caller: pluggy.HookCaller, remedy: str) -> list[pluggy.HookImpl]:
+    found = caller.get_hookimpls()
+    if any(one.wrapper or one.hookwrapper for one in found):
+        raise PluginError(f"{caller.name} is a wrapper; there is nothing to wrap. {remedy}")
+    return found
+
+
+def _selector(manager: pluggy.PluginManager) -> Callable[..., Any] | None:
+    caller: pluggy.HookCaller = getattr(manager.hook, SELECT)
+    return caller if _implementations(caller, "Return a candidate or None.") else None
 
 
 def _checked(hook: str, wanted: type[Spec], result: Any) -> Iterable[Spec]:

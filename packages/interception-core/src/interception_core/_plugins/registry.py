@@ -1,9 +1,9 @@
 """The registry: every declared name and whose it is. Built once, then never changed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .._errors import PluginError, nearest_name, one_line, unknown_name
 from .discovery import Found
@@ -30,6 +30,13 @@ class Claim(NamedTuple, Generic[S]):
         return f"{self.spec.kind.capitalize()} {self.spec.key!r} of {self.owner.label}"
 
 
+class Selector(NamedTuple):
+    """A plugin's `jaxtap_select_kernel`."""
+
+    owner: PluginRecord
+    select: Callable[..., Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Registry:
     """Every installed plugin, and what each name stands for.
@@ -39,12 +46,14 @@ class Registry:
         claims: (kind, key) to every claim of it, more than one where plugins conflict.
         warnings: one line per plugin that is left out or misbehaves.
         strict: whether the failure of a plugin is to be raised.
+        selectors: the plugins that choose kernels, sorted by name.
     """
 
     records: tuple[PluginRecord, ...]
     claims: Mapping[tuple[str, str], tuple[Claim, ...]]
     warnings: tuple[str, ...]
     strict: bool
+    selectors: tuple[Selector, ...] = ()
 
     @property
     def broken(self) -> tuple[PluginRecord, ...]:
@@ -79,7 +88,7 @@ class Registry:
         if name in available:
             return available[name]
         if (kind, name) in self.claims:
-            raise _conflict(self.claims[kind, name])
+            raise conflict(self.claims[kind, name])
         # Nobody knows what these would have declared.
         silent = [record for record in self.broken if not record.provides]
         for record in silent:
@@ -118,7 +127,8 @@ def build(installed: Iterable[Found], environ: Mapping[str, str]) -> Registry:
     claims = _claims(loaded)
     records = tuple(_with_conflicts(one.record, claims) for one in loaded)
     warnings = [*_unknown_disabled(disabled, installed), *_warnings(records)]
-    return Registry(records, MappingProxyType(claims), tuple(warnings), strict)
+    selectors = tuple(Selector(one.record, one.select) for one in loaded if one.select)
+    return Registry(records, MappingProxyType(claims), tuple(warnings), strict, selectors)
 
 
 def _load_unless(
@@ -138,7 +148,7 @@ def _load_unless(
 
 def _claims(loaded: Iterable[Loaded]) -> dict[tuple[str, str], tuple[Claim, ...]]:
     claims: dict[tuple[str, str], tuple[Claim, ...]] = {}
-    for record, specs in loaded:
+    for record, specs, _ in loaded:
         for spec in specs:
             key = (spec.kind, spec.key)
             claims[key] = (*claims.get(key, ()), Claim(spec, record))
@@ -155,11 +165,12 @@ def _with_conflicts(
     ]
     if not contested:
         return record
-    error = PluginError(" ".join(str(_conflict(rivals)) for rivals in contested))
+    error = PluginError(" ".join(str(conflict(rivals)) for rivals in contested))
     return replace(record, status="conflict", error=error)
 
 
-def _conflict(claims: tuple[Claim, ...]) -> PluginError:
+def conflict(claims: tuple[Claim, ...]) -> PluginError:
+    """Words the error for a name that several plugins claim. The caller raises it."""
     spec = claims[0].spec
     owners = [claim.owner for claim in claims]
     return PluginError(

@@ -115,13 +115,18 @@ class KernelSpec:
         target: the FFI target, with its package in front so that targets of
             different plugins cannot meet: ``"acme_quant.gemm_ternary"``.
         platform: the platform as JAX spells it in lowering: ``"cpu"``, ``"cuda"``, ...
-        handlers: ``"module:attribute"`` of a callable that returns the
-            handlers to register.
-        op: the op that the kernel implements, such as ``"gemm_w8a8"``.
-        supports: ``"module:attribute"`` of a predicate that says whether the
-            kernel can take a given call, or None for every call.
+        handlers: ``"module:attribute"`` of a callable without arguments that
+            returns a mapping of target names to `FfiTarget` objects. The one
+            that `target` names is registered when the kernel is first used.
+        op: the op that the kernel implements, such as ``"gemm_w8a8"``. All
+            kernels of an op take the same operands and attributes.
+        supports: ``"module:attribute"`` of a predicate that gets a
+            `KernelCall` and returns True, or False or a str saying why the
+            kernel cannot take it; None: it takes every call.
         priority: among the kernels that support a call the highest is taken.
         summary: one line about it, or empty.
+        apply: ``"module:attribute"`` of the function that programs call for
+            the op, which `get_op` returns; None where the op has one already.
 
     Raises:
         PluginError: a field has the wrong type or form; the message names it.
@@ -135,6 +140,7 @@ class KernelSpec:
     supports: str | None = None
     priority: int = 0
     summary: str = ""
+    apply: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
@@ -147,6 +153,7 @@ class KernelSpec:
         _check_path(self, "supports", optional=True)
         _check_priority(self)
         _check_summary(self, may_be_empty=True)
+        _check_path(self, "apply", optional=True)
 
     @property
     def key(self) -> str:

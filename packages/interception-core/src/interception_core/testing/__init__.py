@@ -1,4 +1,4 @@
-"""For authors of engines: the suite that every engine passes, and the programs it runs on.
+"""For authors of engines and kernels: the suites that they pass, and the programs these run on.
 
 Needs pytest and Hypothesis (``interception-core[testing]``). interception_core itself never
 imports this package.
@@ -6,11 +6,12 @@ imports this package.
 
 import pytest
 
-# The suite's asserts explain themselves as those of any test module do.
-pytest.register_assert_rewrite(f"{__name__}._suite")
+# The suites' asserts explain themselves as those of any test module do.
+pytest.register_assert_rewrite(f"{__name__}._suite", f"{__name__}._kernels")
 
+from ._kernels import KernelConformance  # noqa: E402
 from ._suite import EngineConformance  # noqa: E402
 from .models import Model, models  # noqa: E402
 from .programs import Program, programs  # noqa: E402
 
-__all__ = ["EngineConformance", "Model", "Program", "models", "programs"]
+__all__ = ["EngineConformance", "KernelConformance", "Model", "Program", "models", "programs"]

@@ -1,0 +1,186 @@
+"""register_kernel: the one place where XLA gets FFI targets.
+
+XLA keeps what was registered before a platform's backend exists, and hands it over while the
+backend starts: targets before the types that their states need. One handler that it refuses
+then stops the backend, and with it every JAX program, with an error about the platform. So the
+backend is started first here: a refusal is an exception of this one call, and names the plugin.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .._errors import KernelError, PluginError, one_line
+from .._plugins import host as _host
+from .._plugins.paths import resolve
+from .._plugins.registry import DISABLE, conflict
+from .._plugins.specs import KernelSpec
+from .target import FfiTarget
+
+
+class _Owner(NamedTuple):
+    """A kernel with its plugin, for messages, and how to do without that plugin."""
+
+    label: str
+    remedy: str
+
+
+class _Outcome(NamedTuple):
+    """What became of a target. `error` is why it could not be registered, if so."""
+
+    spec: KernelSpec
+    owner: _Owner
+    error: KernelError | None
+
+
+_lock = threading.RLock()
+_outcomes: dict[str, _Outcome] = {}
+# (platform, type name) to whose it is.
+_types: dict[tuple[str, str], str] = {}
+
+
+def register_kernel(spec: KernelSpec) -> str:
+    """Registers the FFI target of a kernel, once per process, whichever thread comes first.
+
+    The backend of the kernel's platform is started for it.
+
+    Args:
+        spec: the kernel, as `select_kernel` or `kernels` return it.
+
+    Returns:
+        The name of the target, for `jax.ffi.ffi_call`.
+
+    Raises:
+        KernelError: the target cannot be registered: its handlers cannot be loaded or are built
+            for another version of XLA's FFI, the platform has no backend, someone else has the
+            target, or XLA refuses it. What XLA refused once stays refused. JAX works on.
+    """
+    with _lock:
+        owner = _owner(spec)
+        done = _outcomes.get(spec.key)
+        if done is None:
+            done = _outcomes[spec.key] = _Outcome(spec, owner, _error(spec, owner))
+        elif done.spec != spec:
+            raise KernelError(
+                f"{owner.label} cannot be registered: the target is that of {done.owner.label} "
+                "already. Rename one of the two."
+            )
+        if done.error is not None:
+            raise KernelError(str(done.error)) from done.error.__cause__
+    return spec.target
+
+
+def _owner(spec: KernelSpec) -> _Owner:
+    claims = _host.loaded().claims.get((spec.kind, spec.key), ())
+    if len(claims) > 1:
+        raise KernelError(str(conflict(claims)))
+    if not claims:
+        return _Owner(f"Kernel {spec.key!r} (which no plugin declares)", "leave it out")
+    (claim,) = claims
+    if claim.spec != spec:
+        raise KernelError(
+            f"A kernel {spec.key!r} that no plugin declares cannot be registered: the target is "
+            f"that of {claim.owner.label}, which declares it with other fields. Rename it."
+        )
+    return _Owner(claim.label, f"set {DISABLE}={claim.owner.name}")
+
+
+def _error(spec: KernelSpec, owner: _Owner) -> KernelError | None:
+    """Registers a target. Returns the error, to be kept, instead of raising it."""
+    try:
+        _register(spec, owner)
+    except KernelError as error:
+        return error
+    return None
+
+
+def _register(spec: KernelSpec, owner: _Owner) -> None:
+    from .. import _compat
+
+    target = _target(spec, owner)
+    _check_version(target, owner)
+    platform = spec.platform
+    try:
+        _compat.start_backend(platform)
+    except Exception as error:
+        raise KernelError(
+            f"{owner.label} cannot be registered: this process has no {platform} backend. "
+            f"{one_line(error)}"
+        ) from error
+    if spec.target in _compat.ffi_targets(platform):
+        raise KernelError(
+            f"{owner.label} cannot be registered: a target of this name is there already, by other "
+            "code than jaxtap. Leave the registration (jax.ffi.register_ffi_target) to jaxtap "
+            f"there, or {owner.remedy}."
+        )
+    # A handler with a state is refused unless the state's type is known.
+    for name, capsules in target.types.items():
+        _register_type(spec, owner, name, capsules)
+    try:
+        _compat.register_ffi_target(spec.target, dict(target.stages), platform)
+    except Exception as error:
+        raise KernelError(
+            f"{owner.label} cannot be registered: XLA refuses it. {_text(error)} Rebuild or "
+            f"upgrade the plugin, or {owner.remedy}."
+        ) from error
+
+
+def _target(spec: KernelSpec, owner: _Owner) -> FfiTarget:
+    """Asks the plugin for its handlers."""
+    try:
+        make = resolve(spec.handlers, owner.label)
+    except PluginError as error:
+        raise KernelError(str(error)) from error.__cause__
+    try:
+        handlers = make()
+    except (Exception, SystemExit) as error:
+        raise KernelError(
+            f"{owner.label} cannot be registered: {spec.handlers!r} failed: {one_line(error)}"
+        ) from error
+    if not isinstance(handlers, Mapping) or not isinstance(handlers.get(spec.target), FfiTarget):
+        given = sorted(map(str, handlers)) if isinstance(handlers, Mapping) else handlers
+        raise KernelError(
+            f"{owner.label} cannot be registered: {spec.handlers!r} must return a mapping from "
+            f"{spec.target!r} to an FfiTarget, got {given!r}."
+        )
+    return handlers[spec.target]
+
+
+def _check_version(target: FfiTarget, owner: _Owner) -> None:
+    """Refuses handlers of newer headers than the runtime's, before XLA sees them."""
+    from .. import _compat
+
+    runtime = _compat.ffi_api_version()
+    major, minor = target.api_version
+    if runtime is None or (major == runtime[0] and minor <= runtime[1]):
+        return
+    raise KernelError(
+        f"{owner.label} cannot be registered: its handlers are built with the headers of XLA FFI "
+        f"{major}.{minor}, and jaxlib {_compat.jaxlib_version} runs those of "
+        f"{runtime[0]}.{runtime[1]} and before, of the same major version. Build the plugin with "
+        f"the oldest jaxlib that it supports, or upgrade jaxlib, or {owner.remedy}."
+    )
+
+
+def _register_type(spec: KernelSpec, owner: _Owner, name: str, capsules: Mapping) -> None:
+    from .. import _compat
+
+    try:
+        # XLA takes the same type again, which kernels of one plugin may share.
+        _compat.register_ffi_type(name, dict(capsules), spec.platform)
+    except Exception as error:
+        holder = _types.get((spec.platform, name))
+        clash = f" {holder} has a type of that name." if holder not in (None, owner.label) else ""
+        raise KernelError(
+            f"{owner.label} cannot be registered: XLA refuses its state type {name!r}.{clash} "
+            f"{_text(error)} Put the package in front of the names of types, rebuild the plugin, "
+            f"or {owner.remedy}."
+        ) from error
+    _types.setdefault((spec.platform, name), owner.label)
+
+
+def _text(error: BaseException) -> str:
+    text = one_line(error)
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,132 @@
+"""select_kernel: which of the declared kernels a call gets.
+
+Asked once per different call: the answer is kept until the plugins are loaded anew. So nothing
+of a plugin runs for each call, and a program that is traced again gets the same kernel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from .._errors import PluginError, PluginWarning, one_line
+from .._plugins import host as _host
+from .._plugins.hookspecs import SELECT
+from .._plugins.paths import resolve
+from .._plugins.registry import Claim, Registry
+from .._plugins.specs import KernelSpec
+from .call import KernelCall, kernel_call
+
+
+class KernelChoice(NamedTuple):
+    """What `select_kernel` found.
+
+    Attributes:
+        spec: the kernel, or None where none can take the call.
+        reason: why it is that one, or why there is none, in one line.
+    """
+
+    spec: KernelSpec | None
+    reason: str
+
+
+def select_kernel(
+    op: str, platform: str, operands: Iterable[Any] = (), **params: Any
+) -> KernelChoice:
+    """Chooses the kernel for a call.
+
+    Of the kernels declared for the op and the platform, those whose `supports` accepts the call
+    are candidates. The first plugin (by name) whose `jaxtap_select_kernel` picks one of them
+    decides; where none does, it is the candidate of the highest priority.
+
+    Args:
+        op: the op, such as ``"gemm_w8a8"``.
+        platform: the platform as JAX spells it in lowering, such as ``"cpu"``.
+        operands: arrays, tracers or anything else with `.shape` and `.dtype`.
+        **params: the static parameters of the call; they must be hashable.
+
+    Returns:
+        The choice. A `supports` or a hook that raises is passed over, with a `PluginWarning` the
+        first time.
+
+    Raises:
+        TypeError: an operand has no shape or dtype, or a parameter cannot be hashed.
+        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+    """
+    registry = _host.ready()
+    call = kernel_call(op, platform, operands, params)
+    choices = _host.choices()
+    if call not in choices:
+        choice, faults = _choose(registry, call)
+        choices.setdefault(call, choice)
+        for fault in faults:
+            warnings.warn(fault, PluginWarning, stacklevel=2)
+    return choices[call]
+
+
+def _choose(registry: Registry, call: KernelCall) -> tuple[KernelChoice, list[str]]:
+    """Returns the choice, and the faults of plugins that were met on the way."""
+    rivals = [
+        claim
+        for claim in registry.of(KernelSpec)
+        if (claim.spec.op, claim.spec.platform) == (call.op, call.platform)
+    ]
+    if not rivals:
+        return KernelChoice(None, f"no kernel for {call.op} on {call.platform}"), []
+    # Sorted by key before, so that equal priorities have an order too.
+    rivals.sort(key=lambda claim: -claim.spec.priority)
+    candidates, refusals, faults = [], [], []
+    for claim in rivals:
+        refusal, fault = _refusal(claim, call)
+        if fault:
+            faults.append(fault)
+        if refusal:
+            refusals.append(f"{claim.spec.target}: {refusal}")
+        else:
+            candidates.append(claim.spec)
+    if not candidates:
+        return KernelChoice(None, "; ".join(refusals)), faults
+
+    for selector in registry.selectors:
+        try:
+            spec = _picked(selector.select(call=call, candidates=tuple(candidates)), candidates)
+        except (Exception, SystemExit) as error:
+            faults.append(f"{SELECT} of {selector.owner.label} failed: {one_line(error)}")
+            continue
+        if spec is not None:
+            return KernelChoice(spec, f"picked by {selector.owner.label}"), faults
+    best = candidates[0]
+    passed = f"; not {'; '.join(refusals)}" if refusals else ""
+    return KernelChoice(best, f"priority {best.priority} of {len(candidates)}{passed}"), faults
+
+
+def _refusal(claim: Claim[KernelSpec], call: KernelCall) -> tuple[str, str]:
+    """Why a kernel cannot take a call, or nothing; and the plugin's fault, if it is one."""
+    path = claim.spec.supports
+    if path is None:
+        return "", ""
+    try:
+        answer = resolve(path, claim.label)(call)
+        if not isinstance(answer, bool | str):
+            raise PluginError(f"It must return a bool or a str saying why not, got {answer!r}.")
+    except (Exception, SystemExit) as error:
+        return (
+            f"its supports failed: {one_line(error)}",
+            f"{claim.label} is passed over: {path!r} failed for {call}: {one_line(error)}",
+        )
+    if answer is True:
+        return "", ""
+    return (answer or "it does not support the call"), ""
+
+
+def _picked(answer: Any, candidates: list[KernelSpec]) -> KernelSpec | None:
+    if answer is None:
+        return None
+    for spec in candidates:
+        if answer in (spec, spec.target):
+            return spec
+    raise PluginError(
+        "It must return None, or one of its candidates or that one's target: "
+        f"{', '.join(spec.target for spec in candidates)}. It returned {answer!r}."
+    )

@@ -1,0 +1,86 @@
+"""FfiTarget: the compiled handlers of one kernel, as a plugin hands them over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._errors import PluginError
+
+STAGES = ("instantiate", "prepare", "initialize", "execute")
+"""The stages of a handler, in the order in which XLA runs them."""
+
+_TYPE = ("type_id", "type_info")
+
+
+@dataclass(frozen=True, slots=True)
+class FfiTarget:
+    """The handlers of one FFI target. A kernel's `handlers` returns them, by target name.
+
+    Args:
+        stages: ``"execute"``, and where the kernel has them ``"instantiate"``, ``"prepare"`` and
+            ``"initialize"``, each with the `PyCapsule` of its handler.
+        api_version: (major, minor) of the XLA FFI headers that the handlers were compiled with:
+            ``XLA_FFI_API_MAJOR`` and ``XLA_FFI_API_MINOR``.
+        types: the types of the states that the handlers keep, by name, each with its
+            ``"type_id"`` and ``"type_info"`` capsules. The names are shared by the whole process:
+            put the package in front, as for targets.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    stages: Mapping[str, Any]
+    api_version: tuple[int, int]
+    types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (
+            not isinstance(self.stages, Mapping)
+            or "execute" not in self.stages
+            or not set(self.stages) <= set(STAGES)
+        ):
+            given = list(self.stages) if isinstance(self.stages, Mapping) else self.stages
+            raise PluginError(
+                "FfiTarget.stages must map 'execute', and where there are any "
+                f"{', '.join(map(repr, STAGES[:-1]))}, to capsules, got {given!r}."
+            )
+        for stage, capsule in self.stages.items():
+            _check_capsule(f"stages[{stage!r}]", capsule)
+        version = self.api_version
+        if (
+            not isinstance(version, tuple)
+            or len(version) != 2
+            or not all(isinstance(part, int) and not isinstance(part, bool) for part in version)
+        ):
+            raise PluginError(
+                "FfiTarget.api_version must be (XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) of the "
+                f"headers that the handlers were compiled with, such as (0, 3), got {version!r}."
+            )
+        if not isinstance(self.types, Mapping):
+            raise PluginError(
+                f"FfiTarget.types must map type names to capsules, got {self.types!r}."
+            )
+        for name, capsules in self.types.items():
+            if not isinstance(name, str) or not isinstance(capsules, Mapping):
+                raise PluginError(
+                    "FfiTarget.types must map type names to mappings of 'type_id' and "
+                    f"'type_info', got {name!r}: {capsules!r}."
+                )
+            if "type_id" not in capsules or not set(capsules) <= set(_TYPE):
+                raise PluginError(
+                    f"FfiTarget.types[{name!r}] must have 'type_id', and may have 'type_info', "
+                    f"got {list(capsules)!r}."
+                )
+            for part, capsule in capsules.items():
+                _check_capsule(f"types[{name!r}][{part!r}]", capsule)
+
+
+def _check_capsule(where: str, value: Any) -> None:
+    # types.CapsuleType is of Python 3.13.
+    if type(value).__name__ != "PyCapsule":
+        raise PluginError(
+            f"FfiTarget.{where} must be a PyCapsule, as jax.ffi.pycapsule() and nanobind's "
+            f"nb::capsule make them, got {value!r}."
+        )
