@@ -4,8 +4,9 @@ from pathlib import Path
 import jax
 import pytest
 
+import provider_xla._choices
 import provider_xla._provider
-from interception_core import get_engine
+from interception_core import KernelChoice, get_engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,3 +26,17 @@ def engine(request, monkeypatch):
 
     monkeypatch.setattr(provider_xla._provider, "get_engine", get)
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """No kernels, installed or not: tests look at codes, and at the products that XLA is given.
+
+    Not JAXTAP_DISABLE_PLUGINS: that counts once per process, which other packages' tests share.
+    The tests of kernels have a fixture of this name of their own.
+    """
+
+    def none(op, platform, operands=(), **params):
+        return KernelChoice(None, f"no kernel for {op} on {platform}")
+
+    monkeypatch.setattr(provider_xla._choices, "select_kernel", none)

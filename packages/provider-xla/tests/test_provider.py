@@ -500,6 +500,8 @@ def test_report_as_table_and_json():
         "rule": 0,
         "reason": None,
         "weight": "args[0]['w']",
+        "kernel": None,
+        "kernel_reason": None,
     }
     provider.apply(two_layers)(*layer_inputs())
     assert len(provider.report()) == 2

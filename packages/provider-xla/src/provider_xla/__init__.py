@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._errors import QuantizationError, QuantizationWarning
     from ._plan import Plan
+    from ._prepacked import PrepackedWeight
     from ._ptq import PtqProvider
     from ._qt import QtProvider
     from ._report import OpRecord, Report
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OpRecord",
     "Plan",
+    "PrepackedWeight",
     "PtqProvider",
     "QtProvider",
     "QtRule",
@@ -31,6 +33,7 @@ __all__ = [
 _LAZY = {
     "OpRecord": "_report",
     "Plan": "_plan",
+    "PrepackedWeight": "_prepacked",
     "PtqProvider": "_ptq",
     "QtProvider": "_qt",
     "QtRule": "_rules",

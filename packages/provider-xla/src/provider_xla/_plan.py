@@ -15,7 +15,7 @@ from ._errors import QuantizationError
 from ._report import OpRecord, Report
 from ._sites import Rules, Site, Sites, short
 from ._static import StaticRange, Statistics, observe
-from ._weights import WeightPlan, quantize_leaf
+from ._weights import WeightPlan, is_stored, prepack_leaf, quantize_leaf
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +70,7 @@ class Plan:
                  f"{before} -> {after}"]  # fmt: skip
         return "\n".join(lines)
 
-    def quantize(self, params: Any, *, donate: bool = False) -> Any:
+    def quantize(self, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
         """Quantizes the parameters, one after the other, with a progress bar on a terminal.
 
         Each keeps its sharding. At its peak this needs, beside ``params``, what is quantized so
@@ -80,10 +80,13 @@ class Plan:
             params: the same tree as the plan's, of arrays.
             donate: whether each parameter is deleted as soon as its codes are made. All are
                 looked at first, so that nothing is deleted if one can't be quantized.
+            prepack: whether parameters whose products run in kernels are packed for these; False
+                for codes and scales alone, to be saved: see ``prepack``.
 
         Returns:
             The tree with a ``quant_numerics.QArray`` in place of each quantized parameter
-            (a ``PackedQArray`` for 3, 5, 6 and 7 bits, which JAX has no dtypes for).
+            (a ``PackedQArray`` for 3, 5, 6 and 7 bits, which JAX has no dtypes for), or a
+            ``PrepackedWeight``.
 
         Raises:
             QuantizationError: another tree, other shapes or dtypes, leaves that are no arrays,
@@ -105,12 +108,39 @@ class Plan:
                 size = getattr(leaf, "nbytes", 0)
                 if path in self.weights:
                     weight = self.weights[path]
-                    leaves.append(quantize_leaf(weight, leaf, check=not donate))
+                    stored = quantize_leaf(weight, leaf, check=not donate)
                     if donate and isinstance(leaf, jax.Array):
                         leaf.delete()
+                    leaves.append(prepack_leaf(weight, stored) if prepack else stored)
                 else:
                     leaves.append(leaf)
                 bar.update(size)
+        return jax.tree.unflatten(treedef, leaves)
+
+    def prepack(self, params: Any) -> Any:
+        """Packs quantized parameters for the kernels that compute their products.
+
+        ``quantize`` does it by itself. This is for parameters that were stored without: a packed
+        one is for the packages that are installed here.
+
+        Args:
+            params: what ``quantize(..., prepack=False)`` returned, here or elsewhere.
+
+        Returns:
+            The tree with a ``PrepackedWeight`` in place of what the plan has a kernel for. One
+            that is sharded along an axis that is contracted, or within 16 columns, stays what it
+            is, and so does what is packed already.
+
+        Raises:
+            QuantizationError: a parameter was quantized in another way than the plan's.
+        """
+        found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
+        leaves = []
+        for path, leaf in found:
+            weight = self.weights.get(self._prefix + jax.tree_util.keystr(path))
+            if weight is not None and isinstance(leaf, qn.QArray | qn.PackedQArray):
+                leaf = prepack_leaf(weight, leaf)
+            leaves.append(leaf)
         return jax.tree.unflatten(treedef, leaves)
 
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:

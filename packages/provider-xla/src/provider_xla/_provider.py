@@ -82,13 +82,22 @@ class XlaProvider(abc.ABC):
         """Returns the interceptor, the same each time: what it traces is cached under it."""
         return self._interceptor
 
-    def plan(self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Plan:
+    def plan(
+        self,
+        fn: Callable[..., Any],
+        params: Any,
+        *args: Any,
+        kernels: bool = True,
+        **kwargs: Any,
+    ) -> Plan:
         """Finds what the rules do to ``fn``. Nothing is run, copied or changed.
 
         Args:
             fn: called as ``fn(params, *args, **kwargs)``, ``params`` at ``params_argnum``.
             params: the parameters: arrays or ``jax.ShapeDtypeStruct``.
             args: the other arguments: examples, or their types.
+            kernels: whether products may run in the kernels of installed packages, such as
+                te-ffi-kernels, for which their parameters are packed; or all in XLA.
             kwargs: keyword arguments.
 
         Returns:
@@ -103,7 +112,9 @@ class XlaProvider(abc.ABC):
             QuantizationWarning: an unused rule, an operation that a rule is about and that has
                 no quantized form, a parameter that rules treat in several ways.
         """
-        plan = make_plan(self._rules, self._engine, self.params_argnum, fn, params, args, kwargs)
+        plan = make_plan(
+            self._rules, self._engine, self.params_argnum, fn, params, args, kwargs, kernels
+        )
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
             if self.strict:

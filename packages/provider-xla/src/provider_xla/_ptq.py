@@ -13,11 +13,12 @@ from interception_core import Interceptor, PatchEngine
 
 from ._errors import QuantizationError
 from ._lookup import gather
-from ._products import fits
+from ._prepacked import PrepackedWeight
 from ._provider import XlaProvider
-from ._run import quantized_product
+from ._run import fits, quantized_product
 from ._sites import Site
 from ._static import Statistics, calibrations
+from ._weights import is_stored
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +58,7 @@ class PtqProvider(XlaProvider):
         operands, hows = list(site.operands), list(site.hows)
         for side, operand in enumerate(site.operands):
             held = site.call.stand_in(operand)
-            if isinstance(held, qn.QArray):
+            if isinstance(held, qn.QArray | PrepackedWeight):
                 if hows[side] is not None and fits(site.product, side, held):
                     operands[side] = held
                 # What was quantized is not quantized once more, whatever the rule says.
@@ -67,6 +68,7 @@ class PtqProvider(XlaProvider):
 
     def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
         held = call.stand_in(operand)
+        held = held.unpacked() if isinstance(held, PrepackedWeight) else held
         rows = gather(held, indices, params) if isinstance(held, qn.QArray) else None
         return NotImplemented if rows is None else rows.astype(operand.dtype)
 
@@ -75,7 +77,7 @@ def _prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
     """Returns ``fn`` for arguments that may hold codes, in packed storage or not."""
 
     def one(leaf: Any) -> Any:
-        if _is_codes(leaf) and not stored:
+        if is_stored(leaf) and not stored:
             raise QuantizationError(
                 f"A parameter is kept as {leaf.qtype} codes, which the patch engine can't hand "
                 "to the operations that use it. Use PtqProvider(engine='trace'), or parameters "
@@ -85,11 +87,7 @@ def _prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        args, kwargs = jax.tree.map(one, (args, kwargs), is_leaf=_is_codes)
+        args, kwargs = jax.tree.map(one, (args, kwargs), is_leaf=is_stored)
         return fn(*args, **kwargs)
 
     return call
-
-
-def _is_codes(node: Any) -> bool:
-    return isinstance(node, qn.QArray | qn.PackedQArray)

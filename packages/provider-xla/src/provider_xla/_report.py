@@ -21,6 +21,8 @@ class OpRecord:
         rule: index of the rule that decided, or None.
         reason: why the operation stays float; None if it is quantized.
         weight: pytree path of the parameter among the operands, where it is known.
+        kernel: in a plan, the FFI target that computes it; None if XLA does.
+        kernel_reason: in a plan, why XLA computes it.
     """
 
     op_id: str
@@ -30,6 +32,8 @@ class OpRecord:
     rule: int | None
     reason: str | None
     weight: str | None
+    kernel: str | None = None
+    kernel_reason: str | None = None
 
     @property
     def quantized(self) -> bool:
@@ -57,6 +61,10 @@ class Report(tuple[OpRecord, ...]):
         """
         headers = ["op", "operands", "runs as", "rule", "weight or reason"]
         rows = [_row(record) for record in self]
+        if any(record.kernel or record.kernel_reason for record in self):
+            headers.insert(3, "kernel")
+            for record, row in zip(self, rows, strict=True):
+                row.insert(3, (record.kernel or "XLA") if record.quantized else "")
         if sizes is not None:
             headers.append("bytes")
             for record, row in zip(self, rows, strict=True):

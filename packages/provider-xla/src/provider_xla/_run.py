@@ -9,10 +9,20 @@ import jax
 
 import quant_numerics as qn
 
+from ._kernels import NoKernel, multiply
+from ._prepacked import PrepackedWeight
 from ._products import Product
+from ._products import fits as codes_fit
 
 Operands = tuple[Any, Any]
 Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
+
+
+def fits(product: Product, side: int, held: qn.QArray | PrepackedWeight) -> bool:
+    """Returns whether a stored operand is one that ``quantized_product`` takes."""
+    if isinstance(held, PrepackedWeight):
+        held = jax.eval_shape(PrepackedWeight.unpacked, held)
+    return codes_fit(product, side, held)
 
 
 # Jitted so that a model with many equal layers traces it once.
@@ -20,22 +30,37 @@ Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 def quantized_product(
     product: Product,
     hows: Hows,
-    lhs: jax.Array | qn.QArray,
-    rhs: jax.Array | qn.QArray,
+    lhs: jax.Array | qn.QArray | PrepackedWeight,
+    rhs: jax.Array | qn.QArray | PrepackedWeight,
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
 ) -> jax.Array:
     """Quantizes the operands that are still float and have to be; runs the product.
 
+    A product of a packed parameter runs in the kernel that it was packed for, if it is such a
+    product; of its codes otherwise.
+
     Derivatives, with respect to the operands that are float, are the float operation's.
     """
+
+    def unpacked(operands: Operands) -> list[Any]:
+        return [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in operands]
 
     # All arrays are arguments: a derivative's rule can't close over those of a trace.
     def quantized(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
     ) -> jax.Array:
+        for side, weight in enumerate(operands):
+            if isinstance(weight, PrepackedWeight):
+                other, static = operands[1 - side], calibrations[1 - side] is not None
+                try:
+                    return multiply(product, hows[1 - side], static, other, weight, side)
+                except NoKernel:
+                    continue
         sides = []
-        for i, (x, how, range_) in enumerate(zip(operands, hows, calibrations, strict=True)):
+        for i, (x, how, range_) in enumerate(
+            zip(unpacked(operands), hows, calibrations, strict=True)
+        ):
             if how is None or isinstance(x, qn.QArray):
                 sides.append(x)
             elif range_ is None:
@@ -47,7 +72,7 @@ def quantized_product(
     def in_float(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
     ) -> jax.Array:
-        return product.run(*operands, *extras)
+        return product.run(*unpacked(operands), *extras)
 
     return qn.straight_through(quantized, in_float)((lhs, rhs), extras, calibrations)
 

@@ -156,7 +156,9 @@ class Sites:
             product, operands, extras = op.read(args, kwargs)
         except StaysFloat as reason:
             wrong = rule is not None and not reason.in_parts and _is_quantizing(rule)
-            weights = [self._rules.weight(call, x) for x in args if hasattr(x, "dtype")]
+            # What is seen in parts uses its parameters there.
+            arrays = [] if reason.in_parts else [x for x in args if hasattr(x, "dtype")]
+            weights = [self._rules.weight(call, x) for x in arrays]
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
             return NotImplemented
         if rule is None or index is None:

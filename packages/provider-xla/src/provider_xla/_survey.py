@@ -12,8 +12,10 @@ import jax
 import quant_numerics as qn
 from interception_core import Engine, PatchEngine
 
+from ._choices import Choice, MatrixUse, choose, use_of
 from ._errors import QuantizationError
 from ._granularity import Granularity, of_operand
+from ._kernels import NoKernel
 from ._lookup import looked_up
 from ._plan import Plan, is_array
 from ._products import divides, tile_elements
@@ -56,10 +58,15 @@ class Survey:
         self.problems: list[str] = []
         self.uses: list[Use] = []
         self.ranges: dict[str, StaticRange] = {}
+        # By parameter and operation: what a kernel is asked to do.
+        self.products: dict[str, dict[str, MatrixUse | NoKernel]] = {}
 
     def record(self, record: OpRecord, problem: str | None) -> None:
         """Takes an operation."""
         self.records.setdefault((record.op_id, record.operands), record)
+        if not record.quantized:
+            for path in filter(None, (record.weight or "").split(" and ")):
+                self._product(path, record.op_id, NoKernel("it stays float"))
         if problem is None or record.rule is None:
             return
         rule = self.rules.rules[record.rule]
@@ -84,6 +91,9 @@ class Survey:
         """Takes an operation that is quantized."""
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
+                if weight is not None:
+                    why = NoKernel("its parameter stays float")
+                    self._product(str(weight.provenance), site.call.op_id, why)
                 continue
             if weight is None:
                 if is_static(site, side):
@@ -92,6 +102,12 @@ class Survey:
                 continue
             shared = site.product.shared(side, site.operands[side].ndim)
             self._use(site.call.op_id, weight, site.index, how, shared, is_lookup=False)
+            path = str(weight.provenance)
+            try:
+                use = use_of(site, side, self.leaves[path].shape)
+            except NoKernel as why:
+                use = why
+            self._product(path, site.call.op_id, use)
         return NotImplemented
 
     def lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
@@ -115,7 +131,12 @@ class Survey:
         )
         self.record(record, None)
         self._use(record.op_id, weight, index, how, shared, is_lookup=True)
+        self._product(str(weight.provenance), record.op_id, NoKernel("a lookup"))
         return NotImplemented
+
+    def _product(self, path: str, op_id: str, use: MatrixUse | NoKernel) -> None:
+        """Takes what a kernel is asked to do with a parameter."""
+        self.products.setdefault(path, {})[op_id] = use
 
     def _use(
         self,
@@ -159,14 +180,14 @@ def make_plan(
     params: Any,
     args: tuple,
     kwargs: Mapping[str, Any],
+    kernels: bool = True,
 ) -> Plan:
     """Makes a plan: see ``XlaProvider.plan``."""
     found, _ = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {
-        rules.params + jax.tree_util.keystr(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for path, leaf in found
-        if is_array(leaf)
+    given = {
+        rules.params + jax.tree_util.keystr(path): leaf for path, leaf in found if is_array(leaf)
     }
+    leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
     survey = Survey(rules, leaves)
     lookup = None if isinstance(engine, PatchEngine) else survey.lookup
     sites = Sites(rules, survey.run, survey.record, lookup=lookup, keyed=False)
@@ -174,19 +195,22 @@ def make_plan(
     everything.insert(argnum, params)
     tapped = engine.wrap(fn, sites.interceptor)
     # What is no array (a string, an activation function in an Equinox module) stays what it is.
-    given, treedef = jax.tree.flatten((everything, dict(kwargs)))
-    arrays = [i for i, leaf in enumerate(given) if is_array(leaf)]
+    flat, treedef = jax.tree.flatten((everything, dict(kwargs)))
+    arrays = [i for i, leaf in enumerate(flat) if is_array(leaf)]
 
     def call(values: Sequence[Any]) -> list[Any]:
         filled = dict(zip(arrays, values, strict=True))
-        merged = [filled.get(i, leaf) for i, leaf in enumerate(given)]
+        merged = [filled.get(i, leaf) for i, leaf in enumerate(flat)]
         args, kwargs = jax.tree.unflatten(treedef, merged)
         return [leaf for leaf in jax.tree.leaves(tapped(*args, **kwargs)) if is_array(leaf)]
 
-    jax.eval_shape(call, [given[i] for i in arrays])
+    jax.eval_shape(call, [flat[i] for i in arrays])
 
     weights = _weights(survey)
     records = [_settled(record, weights) for record in survey.records.values()]
+    # The patch engine can't hand stored parameters on.
+    if kernels and not isinstance(engine, PatchEngine):
+        weights, records = _with_kernels(survey, weights, records, given)
     used = {record.rule for record in records}
     unused = [
         f"rule {i} decides nothing: {rule}" for i, rule in enumerate(rules.rules) if i not in used
@@ -201,6 +225,28 @@ def _settled(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
     if record.op_name != "take" or weight is None:
         return record
     return dataclasses.replace(record, qtypes=(weight.qtype, None), reason=None)
+
+
+def _with_kernels(
+    survey: Survey,
+    weights: Mapping[str, WeightPlan],
+    records: Sequence[OpRecord],
+    params: Mapping[str, Any],
+) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
+    """Returns parameters and operations with what computes them."""
+    packed, choices = {}, {}
+    for path, weight in weights.items():
+        sharding = getattr(params[path], "sharding", None)
+        packing, found = choose(weight, survey.products.get(path, {}), sharding)
+        packed[path] = dataclasses.replace(weight, packing=packing)
+        choices.update(found)
+    none = Choice(None, "no parameter that is stored")
+    settled = []
+    for record in records:
+        choice = choices.get(record.op_id, none) if record.quantized else Choice(None, None)
+        kernel, reason = choice
+        settled.append(dataclasses.replace(record, kernel=kernel, kernel_reason=reason))
+    return packed, settled
 
 
 def _weights(survey: Survey) -> dict[str, WeightPlan]:

@@ -14,6 +14,7 @@ import quant_numerics as qn
 
 from ._errors import QuantizationError
 from ._granularity import Granularity
+from ._prepacked import Packing, PrepackedWeight, abstract, prepack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class WeightPlan:
         granularity: which axes have scales.
         stepped: axes along which each index is an array of its own (the layers of a scan).
         ops: the ids of the operations that use it.
+        packing: how it is packed for the kernels that compute these; None if XLA does.
     """
 
     path: str
@@ -41,6 +43,7 @@ class WeightPlan:
     granularity: Granularity
     stepped: tuple[int, ...]
     ops: tuple[str, ...]
+    packing: Packing | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -49,8 +52,9 @@ class WeightPlan:
 
     @functools.cached_property
     def bytes_after(self) -> int:
-        """Bytes of its codes and scales."""
-        return jax.eval_shape(self._quantize, self.abstract()).nbytes
+        """Bytes of its codes and scales, packed for a kernel where it is."""
+        stored = jax.eval_shape(self._quantize, self.abstract())
+        return (stored if self.packing is None else abstract(stored, self.packing)).nbytes
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -73,6 +77,7 @@ class WeightPlan:
             "channel_axes": list(self.granularity.channel_axes),
             "tile_axes": {str(a): n for a, n in self.granularity.tile_axes.items()},
             "ops": list(self.ops),
+            "packed": self.packing is not None,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
         }
@@ -94,6 +99,11 @@ class WeightPlan:
         )
 
 
+def is_stored(node: Any) -> bool:
+    """Returns whether a node of parameters is a quantized one, packed or not."""
+    return isinstance(node, qn.QArray | qn.PackedQArray | PrepackedWeight)
+
+
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
     """Quantizes one parameter, and waits until that is done.
 
@@ -103,6 +113,28 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     if check:
         plan.check_finite(leaf)
     return jax.block_until_ready(plan._quantize(leaf))
+
+
+def prepack_leaf(
+    plan: WeightPlan, q: qn.QArray | qn.PackedQArray
+) -> qn.QArray | qn.PackedQArray | PrepackedWeight:
+    """Packs a quantized parameter for kernels, if the plan says so and its sharding allows it.
+
+    Raises:
+        QuantizationError: it is another than the plan's.
+    """
+    packing = plan.packing
+    if packing is None:
+        return q
+    counts = plan.granularity.scale_shape(plan.shape)
+    if (q.shape, q.qtype, q.scale.shape, q.zero_point) != (plan.shape, plan.qtype, counts, None):
+        raise QuantizationError(
+            f"{plan.path} (rule {plan.rule}) is {q.qtype}{list(q.shape)} with scales of shape "
+            f"{list(q.scale.shape)}, but the plan has {plan.qtype}{list(plan.shape)} with scales "
+            f"of shape {list(counts)}. Pack what this plan, or one like it, has quantized."
+        )
+    sharding = getattr(jax.tree.leaves(q)[0], "sharding", None)
+    return q if packing.unshardable(q.shape, sharding) else prepack(q, packing)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))

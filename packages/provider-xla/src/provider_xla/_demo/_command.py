@@ -15,9 +15,10 @@ from tabulate import tabulate
 from interception_core import JaxtapError, get_provider
 
 from .._rules import QuantizationRule
+from .._weights import is_stored
 
 if TYPE_CHECKING:
-    from .._report import Report
+    from .._plan import Plan
     from ._models import Model
     from ._training import Digits
 
@@ -44,7 +45,7 @@ class Outcome:
 
     Attributes:
         format: "float", or a name in ``FORMATS``.
-        parameter_bytes: of all parameters as they are stored.
+        parameter_bytes: of all parameters as they are saved, not packed for kernels.
         accuracy: how many digits are right.
         agreement: how many are what the float model says.
     """
@@ -57,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Result:
-    """One model's outcomes, and what becomes of its operations in int8."""
+    """One model's outcomes, and what becomes of its operations in int8, whatever computes them."""
 
     model: str
     test_images: int
@@ -90,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
     for model in MODELS:
         with tqdm(total=EPOCHS, desc=f"training, {model.name}", unit="epoch") as bar:
             params = train(model, digits, args.seed, bar.update)
-        outcomes, report = _quantize(model, params, digits, args.engine)
+        outcomes, plan = _quantize(model, params, digits, args.engine)
         count = len(digits.test_images)
-        results.append(Result(model.name, count, outcomes, report.as_json()))
+        results.append(Result(model.name, count, outcomes, _ops(plan)))
         print(f"\n{model.name} model on {count} test images\n")
         rows = [
             [one.format, f"{one.parameter_bytes:,}", f"{one.accuracy:.2%}", f"{one.agreement:.2%}"]
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         headers = ["parameters", "stored bytes", "accuracy", "same digit as in float"]
         print(tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3)))
-        print(f"\nin int8\n\n{report}\n")
+        print(f"\nin int8\n\n{plan.ops}\n")
     if args.json is not None:
         _write(args.json, [asdict(result) for result in results])
         print(f"Wrote {args.json}.")
@@ -109,26 +110,36 @@ def run(args: argparse.Namespace) -> int:
 
 def _quantize(
     model: Model, params: Any, digits: Digits, engine: str | None
-) -> tuple[list[Outcome], Report]:
-    """Runs a model in all formats. Returns the outcomes, and the operations in int8."""
+) -> tuple[list[Outcome], Plan]:
+    """Runs a model in all formats. Returns the outcomes, and the plan for int8."""
     images, labels = digits.test_images, digits.test_labels
 
     def digits_of(fn: Any, params: Any) -> Any:
         return np.asarray(jax.jit(fn)(params, images)).argmax(axis=-1)
 
-    in_float, reports = digits_of(model.apply, params), []
+    in_float, plans = digits_of(model.apply, params), []
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     outcomes = [Outcome("float", size, float(np.mean(in_float == labels)), 1.0)]
     for name, fields in FORMATS.items():
         provider = get_provider("ptq", rules=QuantizationRule(**fields), engine=engine)
         plan = provider.plan(model.apply, params, images)
+        codes = plan.quantize(params, prepack=False)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(codes, is_leaf=is_stored))
         # The patch engine quantizes parameters at each call, with the same result.
-        stored = params if engine == "patch" else plan.quantize(params)
+        stored = params if engine == "patch" else plan.prepack(codes)
         found = digits_of(provider.apply(model.apply), stored)
         accuracy, agreement = float(np.mean(found == labels)), float(np.mean(found == in_float))
-        outcomes.append(Outcome(name, plan.bytes_after, accuracy, agreement))
-        reports.append(provider.report())
-    return outcomes, reports[0]
+        outcomes.append(Outcome(name, size, accuracy, agreement))
+        plans.append(plan)
+    return outcomes, plans[0]
+
+
+def _ops(plan: Plan) -> list[dict[str, Any]]:
+    """Returns the operations without their kernels, which depend on the machine and the engine."""
+    return [
+        {name: value for name, value in op.items() if not name.startswith("kernel")}
+        for op in plan.ops.as_json()
+    ]
 
 
 def _write(path: Path, value: Any) -> None:

@@ -1,0 +1,204 @@
+"""Products with packed weights beside XLA and onnxruntime."""
+
+import functools
+import itertools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from paired import compare
+
+import quant_numerics as qn
+import te_ffi_kernels as te
+
+SIZE = 4096
+# Weights that are taken in turn are read from memory: together they are larger than any cache.
+COLD = 128 << 20
+RNG = np.random.default_rng(0)
+
+
+@functools.cache
+def codes_and_scale(bits, group, index=0):
+    most = 2 ** (bits - 1) - 1
+    rng = np.random.default_rng(index)
+    codes = rng.integers(-most, most + 1, (SIZE, SIZE), np.int8)
+    groups = SIZE // group if group else 1
+    return codes, rng.uniform(0.001, 0.01, (groups, SIZE)).astype(np.float32)
+
+
+def copies(weight):
+    """Returns as many copies of a pytree as are larger than any cache."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weight))
+    return [jax.tree.map(lambda x: x.copy(), weight) for _ in range(-(-COLD // size))]
+
+
+def in_turn(fn, x, weights):
+    """Returns a call of a compiled program with the next weight."""
+    compiled = jax.jit(fn).lower(x, weights[0]).compile()
+    turns = itertools.cycle(weights)
+    return lambda: compiled(x, next(turns))
+
+
+def ours(op, bits, x, group=0, cold=False):
+    codes, scale = codes_and_scale(bits, group)
+    packed = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.asarray(codes), jnp.asarray(scale))
+    return in_turn(op, x, copies(packed) if cold else [packed])
+
+
+def in_float(x, cold=False):
+    codes, scale = codes_and_scale(8, 0)
+    weight = jnp.asarray(codes * scale).astype(x.dtype)
+    return in_turn(jnp.matmul, x, copies(weight) if cold else [weight])
+
+
+def xla_int8(x, act, cold=False):
+    """XLA's product of int8 codes; activations quantized in the same way, or float."""
+    codes, scale = codes_and_scale(8, 0)
+    weight = qn.qarray(jnp.asarray(codes), jnp.asarray(scale), qtype="int8", dtype=jnp.float32)
+
+    def product(x, weight):
+        dims = (((1,), (0,)), ((), ()))
+        lhs = qn.quantize_for_dot(x, (1,), "int8") if act else x
+        return qn.dot_general(lhs, weight, dims)
+
+    return in_turn(product, x, copies(weight) if cold else [weight])
+
+
+def session(nodes, weights, x, domains=("",)):
+    """Returns a call of an ONNX graph from x to y, on as many threads as there are cores."""
+    value = functools.partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT)
+    tensors = [numpy_helper.from_array(a, name) for name, a in weights.items()]
+    shape = (x.shape[0], SIZE)
+    graph = helper.make_graph(
+        nodes, "product", [value("x", shape=x.shape)], [value("y", shape=shape)], tensors
+    )
+    versions = {"": 21, "com.microsoft": 1}
+    imports = [helper.make_opsetid(domain, versions[domain]) for domain in domains]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    run = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    given = {"x": np.asarray(x)}
+    return lambda: run.run(None, given) and None
+
+
+def in_turns(calls):
+    turns = itertools.cycle(calls)
+    return lambda: next(turns)()
+
+
+def ort_dynamic(x):
+    codes, scale = codes_and_scale(8, 0)
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+        helper.make_node("MatMulInteger", ["q", "w", "z"], ["sums"]),
+        helper.make_node("Cast", ["sums"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["s", "ws"], ["scale"]),
+        helper.make_node("Mul", ["floats", "scale"], ["y"]),
+    ]
+    return session(nodes, {"w": codes, "ws": scale[0]}, x)
+
+
+def ort_4_bits(x, group):
+    codes, scale = codes_and_scale(4, group)
+    # [n, blocks, bytes], two codes a byte, the lower first; 8 stands for 0.
+    values = (codes + 8).astype(np.uint8).T.reshape(SIZE, SIZE // group, group)
+    values = values[..., ::2] | values[..., 1::2] << 4
+    node = helper.make_node(
+        "MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft",
+        K=SIZE, N=SIZE, bits=4, block_size=group, accuracy_level=4,
+    )  # fmt: skip
+    weights = {"w": values, "s": np.ascontiguousarray(scale.T).reshape(-1)}
+    return in_turns(
+        [session([node], weights, x, ("", "com.microsoft")) for _ in range(COLD // values.nbytes)]
+    )
+
+
+def rows(m, dtype=jnp.float32):
+    return jnp.asarray(RNG.normal(size=(m, SIZE)), dtype)
+
+
+def test_one_row_int8_weights_cold(benchmark):
+    x = rows(1)
+    sides = {
+        "XLA f32": lambda: in_float(x, cold=True),
+        "kernel": lambda: ours(te.gemv_w8, 8, x, cold=True),
+        "XLA int8 weights": lambda: xla_int8(x, act=False, cold=True),
+    }
+    compare(benchmark, sides, lambda make: make(), rounds=60, unit="ms")
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_one_row_int4_weights_cold(benchmark, group):
+    x = rows(1)
+    sides = {
+        "XLA f32": lambda: in_float(x, cold=True),
+        "kernel": lambda: ours(te.gemv_w4, 4, x, group, cold=True),
+        "onnxruntime": lambda: ort_4_bits(x, group),
+    }
+    compare(benchmark, sides, lambda make: make(), rounds=60, unit="ms")
+
+
+@pytest.mark.parametrize("m", [8, 128, 512, 1024])
+def test_w8a8_rows(benchmark, m):
+    x = rows(m)
+    sides = {
+        "XLA f32": lambda: in_float(x),
+        "kernel": lambda: ours(te.gemm_w8a8, 8, x),
+        "XLA int8": lambda: xla_int8(x, act=True),
+        "onnxruntime": lambda: ort_dynamic(x),
+    }
+    compare(benchmark, sides, lambda make: make(), rounds=15, unit="ms")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_w8a16_512_rows(benchmark, dtype):
+    x = rows(512, dtype)
+    sides = {
+        "XLA float": lambda: in_float(x),
+        "kernel": lambda: ours(te.gemm_w8a16, 8, x),
+        "XLA int8 weights": lambda: xla_int8(x, act=False),
+    }
+    compare(benchmark, sides, lambda make: make(), rounds=10, unit="ms")
+
+
+FIRST = """
+import time
+import jax, jax.numpy as jnp, numpy as np
+import te_ffi_kernels as te
+
+rng = np.random.default_rng(0)
+codes = jnp.asarray(rng.integers(-127, 128, (4096, 4096)), jnp.int8)
+weight = te.reference.pack_w8(codes, jnp.ones((1, 4096)))
+x = jnp.asarray(rng.normal(size=(1, 4096)), jnp.float32)
+jax.block_until_ready((weight, x))
+program = te.warmup(te.gemv_w8, x, weight)
+
+def call():
+    start = time.perf_counter()
+    jax.block_until_ready(program(x, weight))
+    return time.perf_counter() - start
+
+first, *_ = [call() for _ in range(30)]
+print(first, sorted(call() for _ in range(30))[15])
+"""
+
+
+def test_first_call_after_warm_up(benchmark):
+    """Of processes of their own: the first call of a warmed program, and a steady one."""
+    times = []
+
+    def one():
+        out = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, check=True)
+        times.append([float(word) for word in out.stdout.split()])
+
+    benchmark.pedantic(one, rounds=7)
+    first, steady = np.median(times, axis=0)
+    benchmark.extra_info["unit"] = "ms"
+    benchmark.extra_info["seconds"] = {"steady": float(steady), "first": float(first)}
+    benchmark.extra_info["ratios"] = {"first / steady": float(first / steady)}

@@ -1,0 +1,63 @@
+"""What the example encodes: of many kinds and lengths, with numbers and odd characters."""
+
+SENTENCES = (
+    "Rain.",
+    "No.",
+    "Why not?",
+    "Good morning!",
+    "42",
+    "The kettle is boiling.",
+    "Tea is made with boiling water.",
+    "She sold her bicycle to a neighbour.",
+    "The neighbour bought a bike from her.",
+    "A violin has four strings.",
+    "Guitars usually have six strings.",
+    "The train to the coast leaves at 07:45 from platform 3.",
+    "At a quarter to eight there is a train to the sea.",
+    "Interest rates rose by 0.25 percentage points in March.",
+    "The central bank made borrowing more expensive in spring.",
+    "Our cat sleeps on the radiator all winter.",
+    "The dog next door barks at every parcel.",
+    "How do I reverse a list in Python?",
+    "for i in range(10): print(i ** 2)",
+    "SELECT name, COUNT(*) FROM orders GROUP BY name HAVING COUNT(*) > 3;",
+    "Segmentation fault (core dumped)",
+    "error[E0382]: borrow of moved value: `buffer`",
+    "https://example.org/a/very/long/path?with=query&and=more#fragment",
+    "Please reply to jane.doe+lists@example.org before 2031-02-29.",
+    "Call +44 (0)20 7946 0958, extension 12.",
+    "π ≈ 3.14159, e ≈ 2.71828, √2 ≈ 1.41421",
+    "E = mc²",
+    "H₂O freezes at 0 °C and boils at 100 °C.",
+    "αβγδε",
+    "Ça va? Très bien, merci, et vous-même?",
+    "Die Straßenbahn fährt über die Brücke.",
+    "今日は天気がいいですね。",
+    "Москва — столица России.",
+    "مرحبا بالعالم",
+    "🙂🚀🎉",
+    "LOL!!! that was sooooo funny 😂😂😂",
+    "WHY IS EVERYTHING IN CAPITALS",
+    "a b c d e f g",
+    "the the the the the the the the",
+    "... --- ...",
+    "\t  spaces   and\ttabs  \n",
+    "Supercalifragilisticexpialidocious antidisestablishmentarianism",
+    "xqzvw jkhgf plmnb",
+    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16",
+    "0x7ffdeadbeef, 1e-12, -273.15, 6.022e23, NaN",
+    "$1,299.00 (incl. 19% VAT) — was $1,499.99!",
+    "The patient, a 54-year-old woman, was given 500 mg of amoxicillin three times a day.",
+    "The court held that the clause was void for uncertainty, and dismissed the appeal with costs.",
+    "Mix the flour with the butter until it looks like breadcrumbs, add the sugar and an egg, and"
+    " leave the dough in a cool place for half an hour before you roll it out.",
+    "Photosynthesis turns carbon dioxide and water into sugar and oxygen, with light as its source"
+    " of energy; in the dark a plant does the opposite and breathes as animals do.",
+    "When the lighthouse keeper retired, nobody came to replace him: the lamp had been automatic"
+    " for years, the foghorn was silent, and the mail boat had stopped calling long before the"
+    " last gull that he fed by hand had flown away over the grey, flat, indifferent sea.",
+    "To whom it may concern: I am writing about the parcel (no. 8841-C) which was handed to the"
+    " wrong address on 12 May, then returned, then lost, then found again, opened, and delivered"
+    " to me without its contents; I should like to know which of these steps you call a service,"
+    " and to whom I may send the bill.",
+)

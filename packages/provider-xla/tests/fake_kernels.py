@@ -1,0 +1,109 @@
+"""A plugin whose kernels are plain JAX: what te-ffi-kernels offers, in its simplest form.
+
+The functions note the shapes that they are called with in ``CALLS``.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from interception_core import KernelSpec, hookimpl
+
+API = (1, 0)
+OPS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4", "pack_w8", "pack_w4")
+CALLS = []
+
+
+@hookimpl
+def jaxtap_register_kernels():
+    return [
+        KernelSpec(
+            target=f"fake.{op}",
+            platform="cpu",
+            handlers="fake_kernels:handlers",
+            op=op,
+            supports="fake_kernels:supports",
+            apply=f"fake_kernels:{op}",
+        )
+        for op in OPS
+    ]
+
+
+def supports(call):
+    if call.operands[1].shape[0] == 7:
+        return "7 rows"
+    group = call.param("group", 0)
+    return f"groups of {group}" if group % 2 else True
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """Codes of a panel side by side: int8[*lead, panels, k, 16], float32[*lead, panels, G, 16]."""
+
+    codes: jax.Array
+    scale: jax.Array
+    n: int = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
+
+    def unpack(self):
+        def columns(x):
+            x = jnp.moveaxis(x, -3, -2)
+            return x.reshape(*x.shape[:-2], -1)[..., : self.n]
+
+        return columns(self.codes), columns(self.scale)
+
+
+def _pack(codes, scale, bits):
+    assert codes.dtype == jnp.int8
+    assert scale.dtype == jnp.float32
+    assert codes.shape[:-2] == scale.shape[:-2]
+    assert codes.shape[-1] == scale.shape[-1]
+    assert codes.shape[-2] % scale.shape[-2] == 0
+
+    def panels(x):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)])
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, 16), -2, -3)
+
+    return Packed(panels(codes), panels(scale), codes.shape[-1], bits)
+
+
+def pack_w8(codes, scale):
+    return _pack(codes, scale, 8)
+
+
+def pack_w4(codes, scale):
+    return _pack(codes, scale, 4)
+
+
+def _weight_only(op, bits, x, weight, out_dtype):
+    assert weight.bits == bits
+    codes, scale = weight.unpack()
+    CALLS.append((op, x.shape, codes.shape))
+    values = codes.astype(jnp.float32) * jnp.repeat(scale, codes.shape[0] // scale.shape[0], axis=0)
+    return (x.astype(jnp.float32) @ values).astype(out_dtype)
+
+
+def gemv_w8(x, weight, *, out_dtype=None):
+    return _weight_only("gemv_w8", 8, x, weight, out_dtype)
+
+
+def gemm_w8a16(x, weight, *, out_dtype=None):
+    return _weight_only("gemm_w8a16", 8, x, weight, out_dtype)
+
+
+def gemv_w4(x, weight, *, out_dtype=None):
+    return _weight_only("gemv_w4", 4, x, weight, out_dtype)
+
+
+def gemm_w8a8(x, weight, *, out_dtype=None):
+    codes, scale = weight.unpack()
+    CALLS.append(("gemm_w8a8", x.shape, codes.shape))
+    groups = scale.shape[0]
+    x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    own = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+    rows = jnp.round(x / own).astype(jnp.int8)
+    parts = codes.reshape(groups, -1, codes.shape[-1])
+    sums = jnp.einsum("...gk,gkn->...gn", rows, parts, preferred_element_type=jnp.int32)
+    return (sums.astype(jnp.float32) * own * scale).sum(-2).astype(out_dtype)

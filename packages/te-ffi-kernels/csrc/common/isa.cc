@@ -1,0 +1,132 @@
+#include "common/isa.h"
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "common/error.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace jaxtap {
+namespace {
+
+constexpr Isa kAll[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAmx};
+
+#if defined(__x86_64__)
+
+struct Registers {
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+};
+
+Registers cpuid(uint32_t leaf, uint32_t sub) {
+  Registers r;
+  if (!__get_cpuid_count(leaf, sub, &r.a, &r.b, &r.c, &r.d)) return Registers();
+  return r;
+}
+
+// Register states that the operating system saves: XCR0.
+uint64_t saved_state() {
+  if (!(cpuid(1, 0).c >> 27 & 1)) return 0;  // OSXSAVE
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return static_cast<uint64_t>(high) << 32 | low;
+}
+
+constexpr bool all(uint64_t value, uint64_t mask) { return (value & mask) == mask; }
+
+// Linux gives tile registers (8 KiB per thread) only to processes that ask for them.
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kGetPermission = 0x1022;      // ARCH_GET_XCOMP_PERM
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
+  uint64_t granted = 0;
+  if (syscall(SYS_arch_prctl, kGetPermission, &granted) != 0) return false;
+  return granted >> kTileData & 1;
+#else
+  return false;
+#endif
+}
+
+Isa detect() {
+  const Registers one = cpuid(1, 0), seven = cpuid(7, 0);
+  const uint64_t state = saved_state();
+  const bool avx2 = all(state, 0x6) && all(one.c, 1u << 12 | 3u << 28) &&  // FMA AVX F16C
+                    (seven.b >> 5 & 1);
+  if (!avx2) return Isa::kGeneric;
+  const bool avx512 = all(state, 0xe6) &&                   // opmask, ZMM
+                      all(seven.b, 3u << 16 | 3u << 30) &&  // F DQ BW VL
+                      (seven.c >> 11 & 1);                  // VNNI
+  if (!avx512) return Isa::kAvx2;
+  const bool amx = all(state, 3u << 17) && all(seven.d, 3u << 24);  // TILE, INT8
+  return amx && may_use_tiles() ? Isa::kAmx : Isa::kAvx512;
+}
+
+#else
+
+Isa detect() { return Isa::kGeneric; }
+
+#endif
+
+Isa highest() {
+  static const Isa isa = detect();
+  return isa;
+}
+
+}  // namespace
+
+const char* name(Isa isa) {
+  switch (isa) {
+    case Isa::kGeneric:
+      return "generic";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kAmx:
+      return "amx";
+  }
+  return "unknown";
+}
+
+bool available(Isa isa) { return isa <= highest(); }
+
+std::vector<Isa> available_isas() {
+  std::vector<Isa> found;
+  for (Isa isa : kAll) {
+    if (available(isa)) found.push_back(isa);
+  }
+  return found;
+}
+
+Isa parse_isa(const std::string& text) {
+  std::string allowed;
+  for (Isa isa : available_isas()) {
+    if (text == name(isa)) return isa;
+    allowed += std::string(allowed.empty() ? "" : ", ") + name(isa);
+  }
+  bool known = false;
+  for (Isa isa : kAll) known = known || text == name(isa);
+  throw failed_precondition("instruction set \"", text, "\" is ",
+                            known ? "not available on this machine" : "unknown",
+                            "; this machine has ", allowed,
+                            "; set JAXTAP_ISA to one of them, or unset it for the last");
+}
+
+Isa selected_isa() {
+  static const std::string wanted = [] {
+    const char* value = std::getenv("JAXTAP_ISA");
+    return std::string(value == nullptr ? "" : value);
+  }();
+  static const Isa isa = wanted.empty() ? highest() : parse_isa(wanted);
+  return isa;
+}
+
+}  // namespace jaxtap

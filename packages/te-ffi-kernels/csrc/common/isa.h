@@ -1,0 +1,35 @@
+// Instruction sets: which ones this machine has, and which one to use.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace jaxtap {
+
+// Each needs the ones before it.
+enum class Isa {
+  kGeneric,  // what every machine of the architecture has
+  kAvx2,     // AVX2, FMA and F16C
+  kAvx512,   // AVX-512 F, BW, VL, DQ and VNNI
+  kAmx,      // AMX tiles with int8
+};
+
+// "generic", "avx2", "avx512" or "amx".
+const char* name(Isa isa);
+
+// Whether the processor has it, the operating system allows it and it was compiled in. The first
+// question about AMX asks the kernel for the permission to use tiles, for the whole process.
+bool available(Isa isa);
+
+// All available ones, ascending.
+std::vector<Isa> available_isas();
+
+// The one to use: the highest available, or what the environment variable JAXTAP_ISA names. It is
+// read at the first call alone. Throws Error (failed precondition) for a name that is unknown or
+// not available, at each call.
+Isa selected_isa();
+
+// Of a name. Throws Error (failed precondition), which lists the available ones.
+Isa parse_isa(const std::string& text);
+
+}  // namespace jaxtap

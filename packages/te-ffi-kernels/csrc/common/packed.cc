@@ -1,0 +1,174 @@
+#include "common/packed.h"
+
+#include <atomic>
+#include <cstring>
+
+#include "common/error.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the packed format is read as it lies");
+
+namespace jaxtap {
+namespace {
+
+constexpr char kMagic[4] = {'J', 'T', 'W', 'P'};
+constexpr uint8_t kVersion = 1;
+constexpr int64_t kMostK = int64_t{1} << 31;
+constexpr int64_t kMostGroup = int64_t{1} << 16;  // integer sums over a group stay in int32
+
+uint32_t word_at(const uint8_t* bytes, int64_t index) {
+  uint32_t word;
+  std::memcpy(&word, bytes + 4 * index, 4);
+  return word;
+}
+
+void put_word(uint8_t* bytes, int64_t index, uint32_t word) {
+  std::memcpy(bytes + 4 * index, &word, 4);
+}
+
+uint32_t header_sum(const uint8_t* panel) {
+  uint32_t sum = 0;
+  for (int64_t i = 0; i < 6; ++i) sum += word_at(panel, i);
+  return sum ^ 0x9E3779B9u;
+}
+
+struct Sums {
+  uint32_t plain, weighted;
+};
+
+Sums payload_sums(const uint8_t* panel, const PanelLayout& layout) {
+  const uint8_t* payload = panel + kPanelHeader;
+  const uint32_t words = static_cast<uint32_t>((layout.panel_bytes() - kPanelHeader) / 4);
+  Sums sums{0, 0};
+  for (uint32_t i = 0; i < words; ++i) {
+    const uint32_t word = word_at(payload, i);
+    sums.plain += word;
+    sums.weighted += (i + 1) * word;
+  }
+  return sums;
+}
+
+// Panels that passed: a set of hashes, four to a bucket. A hash that is pushed out only costs
+// another check. No locks: each entry is one word.
+class Passed {
+ public:
+  static uint64_t key(const uint8_t* panel) {
+    uint64_t h = reinterpret_cast<uintptr_t>(panel);
+    h = mix(h ^ (static_cast<uint64_t>(word_at(panel, 4)) << 32 | word_at(panel, 5)));
+    h = mix(h ^ (static_cast<uint64_t>(word_at(panel, 6)) << 32 | word_at(panel, 2)));
+    return h == 0 ? 1 : h;
+  }
+
+  bool has(uint64_t key) const {
+    const std::atomic<uint64_t>* bucket = entries_ + start(key);
+    for (int i = 0; i < kWays; ++i) {
+      if (bucket[i].load(std::memory_order_relaxed) == key) return true;
+    }
+    return false;
+  }
+
+  void add(uint64_t key) {
+    std::atomic<uint64_t>* bucket = entries_ + start(key);
+    for (int i = 0; i < kWays; ++i) {
+      uint64_t empty = 0;
+      if (bucket[i].compare_exchange_strong(empty, key, std::memory_order_relaxed)) return;
+    }
+    bucket[key >> 62].store(key, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kWays = 4;
+  static constexpr uint64_t kEntries = uint64_t{1} << 18;  // 2 MiB, untouched until used
+
+  static uint64_t mix(uint64_t h) {
+    h = (h ^ (h >> 32)) * 0xD6E8FEB86659FD93u;
+    h = (h ^ (h >> 32)) * 0xD6E8FEB86659FD93u;
+    return h ^ (h >> 32);
+  }
+
+  static uint64_t start(uint64_t key) { return key % (kEntries / kWays) * kWays; }
+
+  std::atomic<uint64_t> entries_[kEntries];
+};
+
+Passed passed;  // static, so zero before anything runs
+
+Error bad_panel(int64_t index, const std::string& what) {
+  return invalid_argument("packed weight: panel ", index, " ", what,
+                          "; weights must come from pack_w8 or pack_w4 and be passed on unchanged");
+}
+
+template <typename T>
+std::string differs(const char* field, T found, T expected) {
+  return error_detail::join("has ", field, " ", found, ", but ", expected, " was expected");
+}
+
+}  // namespace
+
+PanelLayout panel_layout(int64_t k, int64_t group, int bits) {
+  if (bits != 4 && bits != 8) {
+    throw invalid_argument("packed weight: bits must be 4 or 8, got ", bits);
+  }
+  if (k < 0 || k >= kMostK) {
+    throw invalid_argument("packed weight: k must be in [0, 2**31), got ", k);
+  }
+  if (group < 0 || group % 8 != 0 || group > kMostGroup) {
+    throw invalid_argument("packed weight: group must be 0 (one scale per column) or a multiple of "
+                           "8 up to ", kMostGroup, ", got ", group);
+  }
+  if (group != 0 && (k == 0 || k % group != 0)) {
+    throw invalid_argument("packed weight: group ", group, " does not divide k = ", k,
+                           "; choose one that does, or 0 for one scale per column");
+  }
+  PanelLayout layout;
+  layout.k = k;
+  layout.group = group;
+  layout.bits = bits;
+  return layout;
+}
+
+void write_panel_header(uint8_t* panel, const PanelLayout& layout, int columns) {
+  std::memset(panel, 0, kPanelHeader);
+  std::memcpy(panel, kMagic, 4);
+  panel[4] = kVersion;
+  panel[5] = static_cast<uint8_t>(layout.bits);
+  panel[6] = static_cast<uint8_t>(columns);
+  put_word(panel, 2, static_cast<uint32_t>(layout.k));
+  put_word(panel, 3, static_cast<uint32_t>(layout.group));
+  const Sums sums = payload_sums(panel, layout);
+  put_word(panel, 4, sums.plain);
+  put_word(panel, 5, sums.weighted);
+  put_word(panel, 6, header_sum(panel));
+}
+
+PanelView open_panel(const uint8_t* panel, const PanelLayout& layout, int columns, int64_t index) {
+  if (std::memcmp(panel, kMagic, 4) != 0) {
+    throw bad_panel(index, "does not begin with \"JTWP\", so this is no packed weight");
+  }
+  if (panel[4] != kVersion) {
+    throw bad_panel(index, differs<int>("format version", panel[4], kVersion));
+  }
+  if (word_at(panel, 6) != header_sum(panel)) {
+    throw bad_panel(index, "has a corrupted header: its checksum is wrong");
+  }
+  if (panel[5] != layout.bits) throw bad_panel(index, differs<int>("bits", panel[5], layout.bits));
+  if (word_at(panel, 2) != layout.k) {
+    throw bad_panel(index, differs<int64_t>("k", word_at(panel, 2), layout.k));
+  }
+  if (word_at(panel, 3) != layout.group) {
+    throw bad_panel(index, differs<int64_t>("group", word_at(panel, 3), layout.group));
+  }
+  if (panel[6] != columns) throw bad_panel(index, differs<int>("columns", panel[6], columns));
+  return PanelView{panel + kPanelHeader, panel + layout.codes_offset(), columns};
+}
+
+void check_panel_payload(const uint8_t* panel, const PanelLayout& layout, int64_t index) {
+  const uint64_t key = Passed::key(panel);
+  if (passed.has(key)) return;
+  const Sums sums = payload_sums(panel, layout);
+  if (sums.plain != word_at(panel, 4) || sums.weighted != word_at(panel, 5)) {
+    throw bad_panel(index, "has corrupted codes or scales: their checksum is wrong");
+  }
+  passed.add(key);
+}
+
+}  // namespace jaxtap

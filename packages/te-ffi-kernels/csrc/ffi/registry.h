@@ -1,0 +1,30 @@
+// The list of targets that this module brings, each with its stages.
+
+#pragma once
+
+#include <vector>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxtap::ffi {
+
+// On CPU, XLA calls `instantiate` once per call site and loaded executable, with the attributes
+// alone, and `execute` for every call. It never calls `prepare` and `initialize` there.
+struct Target {
+  const char* name;
+  XLA_FFI_Handler* instantiate;  // nullptr where there is no warm-up
+  XLA_FFI_Handler* execute;
+  const char* no_warm_up = "";  // why there is none
+};
+
+inline std::vector<Target>& Targets() {
+  static auto* targets = new std::vector<Target>;
+  return *targets;
+}
+
+// Put as a static variable beside the handlers.
+struct Registration {
+  explicit Registration(Target target) { Targets().push_back(target); }
+};
+
+}  // namespace jaxtap::ffi

@@ -1,0 +1,60 @@
+// What the handlers of Transformer Engine's operations check alike.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "ffi/buffers.h"
+#include "te/modes.h"
+
+namespace jaxtap::ffi {
+
+// An array as a matrix: the axes before `axis` are rows, the others columns.
+struct Matrix {
+  int64_t rows, cols;
+  int64_t axis;
+};
+
+inline Matrix Flatten(const Array& array, int64_t axis, const char* attribute) {
+  const int64_t rank = array.rank();
+  const int64_t given = axis;
+  if (axis < 0) axis += rank;
+  if (axis <= 0 || axis >= rank) {
+    throw invalid_argument(attribute, " is ", given, ", and must have axes of ", array.name, ", ",
+                           array.Text(), ", on both of its sides");
+  }
+  return {array.Product(0, axis), array.Product(axis, rank), axis};
+}
+
+inline const Array& NeedSize(const Array& array, int64_t size, const std::string& meaning) {
+  if (array.size() != size) {
+    throw invalid_argument(array.name, " is ", array.Text(), ", and must have ", size,
+                           size == 1 ? " number, " : " numbers, ", meaning);
+  }
+  return array;
+}
+
+inline const Array& NeedFloat(const Array& array) {
+  return array.NeedDtype({DType::F32, DType::BF16, DType::F16});
+}
+
+inline const Array& NeedCodes(const Array& array, te::Scaling scaling) {
+  if (scaling == te::Scaling::kMx) return array.NeedDtype({DType::F8E4M3FN, DType::F8E5M2});
+  return array.NeedDtype({DType::F8E4M3FN, DType::F8E5M2, DType::S8});
+}
+
+// MX scales: of float8_e8m0fnu, or of uint8 with the same bits.
+inline const Array& NeedScales(const Array& array, te::Scaling scaling) {
+  if (scaling == te::Scaling::kMx) return array.NeedDtype({DType::F8E8M0, DType::U8});
+  return array.NeedDtype({DType::F32});
+}
+
+inline void NeedBlocks(const Array& array, int64_t size, const char* side) {
+  if (size % te::kBlock != 0) {
+    throw invalid_argument(array.name, " is ", array.Text(), ", whose ", side, " are ", size,
+                           "; MX blocks need a multiple of 32");
+  }
+}
+
+}  // namespace jaxtap::ffi

@@ -1,0 +1,335 @@
+// Handlers of dbias_quantize and grouped_quantize, with Transformer Engine's arguments, results and
+// attributes.
+
+#include <cstring>
+#include <initializer_list>
+
+#include "ffi/registry.h"
+#include "ffi/stages.h"
+#include "ffi/te_arguments.h"
+#include "ffi/threads.h"
+#include "te/quantize.h"
+#include "te/table.h"
+
+namespace jaxtap::ffi {
+namespace {
+
+using te::Layout;
+using te::Scaling;
+
+Scaling QuantizedScaling(int64_t value) {
+  const Scaling scaling = te::scaling_of(value);
+  if (scaling == Scaling::kNone) {
+    throw invalid_argument("scaling_mode is 0, with which there is nothing to quantize");
+  }
+  return scaling;
+}
+
+struct QuantizeConfig {
+  int64_t scaling_mode, q_layout;
+  bool is_dbias;
+  int64_t flatten_axis;
+  bool stochastic_rounding, use_rht;
+
+  Scaling scaling() const { return QuantizedScaling(scaling_mode); }
+  Layout layout() const { return te::layout_of(q_layout); }
+
+  void Check() const {
+    scaling();
+    layout();
+    if (stochastic_rounding) {
+      throw invalid_argument("stochastic_rounding is set, which there is for NVFP4 alone, and for "
+                             "that no CPU kernel; leave it unset");
+    }
+    if (use_rht) {
+      throw invalid_argument("use_rht is set: random Hadamard transforms are for NVFP4 alone, which "
+                             "there is no CPU kernel for; leave it unset");
+    }
+  }
+};
+
+void Warm(const QuantizeConfig& config) {
+  config.Check();
+  te::warm_quantize(config.scaling(), te::has_rowwise(config.layout()),
+                    te::has_colwise(config.layout()), config.is_dbias);
+}
+
+// Where the codes and scales of one direction go, once their shapes are checked.
+void CheckDirection(const Array& x, const Matrix& matrix, const Array& codes, const Array& scales,
+                    Scaling scaling, bool by_column) {
+  NeedCodes(codes, scaling);
+  NeedSize(codes, matrix.rows * matrix.cols, "one code for each of x");
+  NeedScales(scales, scaling);
+  if (scaling == Scaling::kMx) {
+    NeedBlocks(x, by_column ? matrix.rows : matrix.cols,
+               by_column ? "rows (axes before flatten_axis)" : "columns (axes from flatten_axis)");
+    NeedSize(scales, matrix.rows * matrix.cols / te::kBlock, "one scale for 32 codes");
+  } else if (scaling == Scaling::kChannel) {
+    NeedSize(scales, by_column ? matrix.cols : matrix.rows, "one scale for each slice");
+  } else {
+    NeedSize(scales, 1, "the scale of x");
+  }
+}
+
+// Results that aren't wanted are there all the same.
+void Clear(std::initializer_list<Array> arrays) {
+  for (const Array& array : arrays) {
+    std::memset(array.data, 0, static_cast<size_t>(array.size()) * byte_size(array.dtype));
+  }
+}
+
+void Execute(const QuantizeConfig& config, xffi::ThreadPool pool, xffi::AnyBuffer x_buffer,
+             xffi::AnyBuffer scale_buffer, xffi::AnyBuffer amax_buffer,
+             xffi::Result<xffi::AnyBuffer> out_buffer,
+             xffi::Result<xffi::AnyBuffer> colwise_out_buffer,
+             xffi::Result<xffi::AnyBuffer> scale_inv_buffer,
+             xffi::Result<xffi::AnyBuffer> colwise_scale_inv_buffer,
+             xffi::Result<xffi::AnyBuffer> updated_amax_buffer,
+             xffi::Result<xffi::AnyBuffer> dbias_buffer) {
+  config.Check();
+  const Scaling scaling = config.scaling();
+  const Layout layout = config.layout();
+  const Array x = Read("x", x_buffer), scale = Read("scale", scale_buffer);
+  const Array amax = Read("amax", amax_buffer);
+  const Array updated_amax = Read("updated_amax", updated_amax_buffer);
+  const Array dbias = Read("dbias", dbias_buffer);
+  const Array out = Read("output", out_buffer);
+  const Array colwise_out = Read("colwise_output", colwise_out_buffer);
+  const Array scale_inv = Read("scale_inv", scale_inv_buffer);
+  const Array colwise_scale_inv = Read("colwise_scale_inv", colwise_scale_inv_buffer);
+
+  NeedFloat(x);
+  const Matrix matrix = Flatten(x, config.flatten_axis, "flatten_axis");
+  NeedSize(amax.NeedDtype({DType::F32}), 1, "the largest magnitude so far");
+  NeedSize(updated_amax.NeedDtype({DType::F32}), 1, "the largest magnitude");
+  const bool rowwise = te::has_rowwise(layout), colwise = te::has_colwise(layout);
+  if (rowwise) CheckDirection(x, matrix, out, scale_inv, scaling, false);
+  if (colwise) CheckDirection(x, matrix, colwise_out, colwise_scale_inv, scaling, true);
+  if (rowwise && colwise && out.dtype != colwise_out.dtype) {
+    throw invalid_argument("colwise_output is ", colwise_out.Text(), ", and must be of ",
+                           jaxtap::name(out.dtype), " like output");
+  }
+  if (config.is_dbias) {
+    NeedSize(dbias.NeedDtype({x.dtype}), matrix.cols, "one for each column of x");
+  }
+
+  if (!rowwise) Clear({out, scale_inv});
+  if (!colwise) Clear({colwise_out, colwise_scale_inv});
+  if (!config.is_dbias) Clear({dbias});
+
+  te::Quantize args;
+  args.x = x.data;
+  args.dtype = te::float_of(x.dtype);
+  args.rows = matrix.rows;
+  args.cols = matrix.cols;
+  args.code = te::code_of((rowwise ? out : colwise_out).dtype);
+  args.scaling = scaling;
+  const bool tensor = te::is_tensor(scaling);
+  if (tensor) {
+    NeedSize(scale.NeedDtype({DType::F32}), 1, "what x is multiplied with");
+    args.scale = *static_cast<const float*>(scale.data);
+    const float inverse = 1.0f / args.scale;
+    if (rowwise) *static_cast<float*>(scale_inv.data) = inverse;
+    if (colwise) *static_cast<float*>(colwise_scale_inv.data) = inverse;
+  }
+  if (rowwise) {
+    args.codes = static_cast<uint8_t*>(out.data);
+    args.scales = scale_inv.data;
+  }
+  if (colwise) {
+    args.turned = static_cast<uint8_t*>(colwise_out.data);
+    args.turned_scales = colwise_scale_inv.data;
+  }
+  if (config.is_dbias) args.sums = dbias.data;
+  args.wants_absmax = tensor;
+  // It may be the same memory as the result.
+  const float before = *static_cast<const float*>(amax.data);
+  XlaScheduler scheduler(pool);
+  const float found = te::quantize(args, Parallel(scheduler));
+  *static_cast<float*>(updated_amax.data) = tensor && !(before >= found) ? found : before;
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kQuantizeInstantiate,
+    [](int64_t scaling_mode, int64_t q_layout, bool is_dbias, int64_t flatten_axis,
+       bool stochastic_rounding, bool use_rht) {
+      return Warmed("te_ffi_kernels.dbias_quantize", [&] {
+        Warm({scaling_mode, q_layout, is_dbias, flatten_axis, stochastic_rounding, use_rht});
+      });
+    },
+    xffi::Ffi::BindInstantiate()
+        .Attr<int64_t>("scaling_mode")
+        .Attr<int64_t>("q_layout")
+        .Attr<bool>("is_dbias")
+        .Attr<int64_t>("flatten_axis")
+        .Attr<bool>("stochastic_rounding")
+        .Attr<bool>("use_rht"));
+
+XLA_FFI_DEFINE_HANDLER(
+    kQuantizeExecute,
+    [](xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer scale, xffi::AnyBuffer amax,
+       xffi::AnyBuffer, xffi::AnyBuffer, xffi::AnyBuffer, xffi::Result<xffi::AnyBuffer> out,
+       xffi::Result<xffi::AnyBuffer> colwise_out, xffi::Result<xffi::AnyBuffer> scale_inv,
+       xffi::Result<xffi::AnyBuffer> colwise_scale_inv, xffi::Result<xffi::AnyBuffer> updated_amax,
+       xffi::Result<xffi::AnyBuffer> dbias, xffi::Result<xffi::AnyBuffer>, int64_t scaling_mode,
+       int64_t q_layout, bool is_dbias, int64_t flatten_axis, bool stochastic_rounding,
+       bool use_rht) {
+      return Guarded("te_ffi_kernels.dbias_quantize", [&] {
+        Execute({scaling_mode, q_layout, is_dbias, flatten_axis, stochastic_rounding, use_rht},
+                pool, x, scale, amax, out, colwise_out, scale_inv, colwise_scale_inv, updated_amax,
+                dbias);
+      });
+    },
+    xffi::Ffi::Bind()
+        .Ctx<xffi::ThreadPool>()
+        .Arg<xffi::AnyBuffer>()  // x
+        .Arg<xffi::AnyBuffer>()  // scale
+        .Arg<xffi::AnyBuffer>()  // amax
+        .Arg<xffi::AnyBuffer>()  // sr_rng_state, not used
+        .Arg<xffi::AnyBuffer>()  // post_rht_amax, not used
+        .Arg<xffi::AnyBuffer>()  // rht_matrix, not used
+        .Ret<xffi::AnyBuffer>()  // output
+        .Ret<xffi::AnyBuffer>()  // colwise_output
+        .Ret<xffi::AnyBuffer>()  // scale_inv
+        .Ret<xffi::AnyBuffer>()  // colwise_scale_inv
+        .Ret<xffi::AnyBuffer>()  // updated_amax
+        .Ret<xffi::AnyBuffer>()  // dbias
+        .Ret<xffi::AnyBuffer>()  // workspace, not used
+        .Attr<int64_t>("scaling_mode")
+        .Attr<int64_t>("q_layout")
+        .Attr<bool>("is_dbias")
+        .Attr<int64_t>("flatten_axis")
+        .Attr<bool>("stochastic_rounding")
+        .Attr<bool>("use_rht"));
+
+const Registration kQuantize({"te_ffi_kernels.dbias_quantize", kQuantizeInstantiate,
+                              kQuantizeExecute});
+
+void ExecuteGrouped(xffi::ThreadPool pool, int64_t scaling_mode, int64_t q_layout,
+                    int64_t flatten_axis, const Array& x, const Array& scale,
+                    const Array& group_sizes, const Array& out, const Array& colwise_out,
+                    const Array& scale_inv, const Array& colwise_scale_inv, const Array& amax) {
+  const Scaling scaling = QuantizedScaling(scaling_mode);
+  const Layout layout = te::layout_of(q_layout);
+  const bool rowwise = te::has_rowwise(layout), colwise = te::has_colwise(layout);
+  const bool tensor = te::is_tensor(scaling), mx = scaling == Scaling::kMx;
+  NeedFloat(x);
+  const Matrix matrix = Flatten(x, flatten_axis, "flatten_axis");
+  group_sizes.NeedRank(1).NeedDtype({DType::S32});
+  const int64_t groups = group_sizes.shape[0];
+  NeedSize(amax.NeedDtype({DType::F32}), groups, "one for each group");
+  if (tensor) {
+    NeedSize(scale.NeedDtype({DType::F32}), groups, "what each group is multiplied with");
+  }
+  const auto check = [&](const Array& codes, const Array& scales, bool by_column) {
+    NeedCodes(codes, scaling);
+    NeedSize(codes, x.size(), "one code for each of x");
+    NeedScales(scales, scaling);
+    if (mx) {
+      if (!by_column) NeedBlocks(x, matrix.cols, "columns (axes from flatten_axis)");
+      NeedSize(scales, x.size() / te::kBlock, "one scale for 32 codes");
+    } else if (scaling == Scaling::kChannel) {
+      NeedSize(scales, by_column ? groups * matrix.cols : matrix.rows, "one for each slice");
+    } else {
+      NeedSize(scales, groups, "one for each group");
+    }
+  };
+  if (rowwise) check(out, scale_inv, false);
+  if (colwise) check(colwise_out, colwise_scale_inv, true);
+
+  if (!rowwise) Clear({out, scale_inv});
+  if (!colwise) Clear({colwise_out, colwise_scale_inv});
+
+  // A group is some of the first axis; the axes from there to flatten_axis are rows of it.
+  const int64_t rows_each = x.Product(1, matrix.axis);
+  const auto* sizes = static_cast<const int32_t*>(group_sizes.data);
+  int64_t sum = 0;
+  for (int64_t i = 0; i < groups; ++i) {
+    if (sizes[i] < 0) {
+      throw invalid_argument("group_sizes[", i, "] is ", sizes[i], ", and must be at least 0");
+    }
+    if (mx && colwise && sizes[i] * rows_each % te::kBlock != 0) {
+      throw invalid_argument("group_sizes[", i, "] is ", sizes[i], ", with ", rows_each,
+                             " rows each; MX blocks by column need a multiple of 32 rows");
+    }
+    sum += sizes[i];
+  }
+  if (sum != x.shape[0]) {
+    throw invalid_argument("group_sizes has the sum ", sum, ", and must have that of the first "
+                           "axis of x, ", x.Text());
+  }
+
+  XlaScheduler scheduler(pool);
+  const Parallel parallel(scheduler);
+  const size_t number_bytes = byte_size(x.dtype);
+  int64_t row = 0;
+  for (int64_t i = 0; i < groups; ++i) {
+    const int64_t rows = sizes[i] * rows_each, at = row * matrix.cols;
+    te::Quantize args;
+    args.x = static_cast<const char*>(x.data) + static_cast<size_t>(at) * number_bytes;
+    args.dtype = te::float_of(x.dtype);
+    args.rows = rows;
+    args.cols = matrix.cols;
+    args.code = te::code_of((rowwise ? out : colwise_out).dtype);
+    args.scaling = scaling;
+    args.wants_absmax = tensor;
+    const auto scales_of = [&](const Array& scales, bool by_column) -> void* {
+      if (mx) return static_cast<uint8_t*>(scales.data) + at / te::kBlock;
+      return static_cast<float*>(scales.data) + (by_column ? i * matrix.cols : row);
+    };
+    if (rowwise) {
+      args.codes = static_cast<uint8_t*>(out.data) + at;
+      if (!tensor) args.scales = scales_of(scale_inv, false);
+    }
+    if (colwise) {
+      args.turned = static_cast<uint8_t*>(colwise_out.data) + at;
+      if (!tensor) args.turned_scales = scales_of(colwise_scale_inv, true);
+    }
+    if (tensor) {
+      args.scale = static_cast<const float*>(scale.data)[i];
+      if (rowwise) static_cast<float*>(scale_inv.data)[i] = 1.0f / args.scale;
+      if (colwise) static_cast<float*>(colwise_scale_inv.data)[i] = 1.0f / args.scale;
+    }
+    static_cast<float*>(amax.data)[i] = te::quantize(args, parallel);
+    row += rows;
+  }
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kGroupedExecute,
+    [](xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer scale,
+       xffi::AnyBuffer group_sizes, xffi::Result<xffi::AnyBuffer> out,
+       xffi::Result<xffi::AnyBuffer> colwise_out, xffi::Result<xffi::AnyBuffer> scale_inv,
+       xffi::Result<xffi::AnyBuffer> colwise_scale_inv, xffi::Result<xffi::AnyBuffer> amax,
+       xffi::Result<xffi::AnyBuffer>, int64_t scaling_mode, int64_t q_layout,
+       int64_t flatten_axis) {
+      return Guarded("te_ffi_kernels.grouped_quantize", [&] {
+        ExecuteGrouped(pool, scaling_mode, q_layout, flatten_axis, Read("x", x),
+                       Read("scale", scale), Read("group_sizes", group_sizes),
+                       Read("output", out), Read("colwise_output", colwise_out),
+                       Read("scale_inv", scale_inv), Read("colwise_scale_inv", colwise_scale_inv),
+                       Read("updated_amax", amax));
+      });
+    },
+    xffi::Ffi::Bind()
+        .Ctx<xffi::ThreadPool>()
+        .Arg<xffi::AnyBuffer>()  // x
+        .Arg<xffi::AnyBuffer>()  // scale
+        .Arg<xffi::AnyBuffer>()  // group_sizes
+        .Ret<xffi::AnyBuffer>()  // output
+        .Ret<xffi::AnyBuffer>()  // colwise_output
+        .Ret<xffi::AnyBuffer>()  // scale_inv
+        .Ret<xffi::AnyBuffer>()  // colwise_scale_inv
+        .Ret<xffi::AnyBuffer>()  // updated_amax
+        .Ret<xffi::AnyBuffer>()  // workspace, not used
+        .Attr<int64_t>("scaling_mode")
+        .Attr<int64_t>("q_layout")
+        .Attr<int64_t>("flatten_axis"));
+
+const Registration kGrouped({"te_ffi_kernels.grouped_quantize", nullptr, kGroupedExecute,
+                             "Which loops run depends on group_sizes, which are read on the host "
+                             "while the call runs; on GPU that synchronises the stream, which a "
+                             "warm-up inside of a capture must not do"});
+
+}  // namespace
+}  // namespace jaxtap::ffi

@@ -1,0 +1,191 @@
+// Kernels on AVX2. Compile with: -O3 -ffp-contract=off -mavx2 -mfma -mf16c
+//
+// Codes of 8 bits are widened to 16 before they are multiplied: vpmaddubsw would saturate at 16
+// bits. Codes of 4 bits cannot reach that, and use it.
+#include "matmul/kernels.h"
+
+#include <immintrin.h>
+
+#include "common/convert.h"
+
+namespace jaxtap {
+namespace {
+
+#include "matmul/rows.inl"
+
+constexpr int64_t kAhead = 1024;  // bytes
+
+JAXTAP_INLINE __m256i load(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+JAXTAP_INLINE __m256i broadcast4(const int8_t* x) {
+  int32_t word;
+  __builtin_memcpy(&word, x, 4);
+  return _mm256_set1_epi32(word);
+}
+
+// Adds products over `k` rows of K to the sums of R plane rows and the two halves of a panel.
+template <int R, int kBits>
+JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+                                __m256i (&acc)[R][2]) {
+  if (kBits == 8) {
+    const __m256i mask = _mm256_set1_epi16(0x00ff);
+    for (int64_t i = 0; i < k; i += 4, codes += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+      __m256i even[2], odd[2];
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m256i w = load(codes + 32 * h);
+        even[h] = _mm256_and_si256(w, mask);
+        odd[h] = _mm256_srli_epi16(w, 8);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m256i b = broadcast4(x + r * x_stride + i);
+        const __m256i b_even = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8);
+        const __m256i b_odd = _mm256_srai_epi16(b, 8);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+          const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(even[h], b_even),
+                                               _mm256_madd_epi16(odd[h], b_odd));
+          acc[r][h] = _mm256_add_epi32(acc[r][h], sum);
+        }
+      }
+    }
+  } else {
+    const __m256i mask = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
+    for (int64_t i = 0; i < k; i += 8, codes += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+      __m256i low[2], high[2];
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m256i both = load(codes + 32 * h);
+        low[h] = _mm256_and_si256(both, mask);
+        high[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const int8_t* row = x + r * x_stride + i;
+        const __m256i b_low = broadcast4(row), b_high = broadcast4(row + 4);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+          // Four products of at most 15 * 128: far from the ends of int16.
+          const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[h], b_low),
+                                                 _mm256_maddubs_epi16(high[h], b_high));
+          acc[r][h] = _mm256_add_epi32(acc[r][h], _mm256_madd_epi16(pairs, ones));
+        }
+      }
+    }
+  }
+}
+
+template <int R, int kBits>
+void exact_block(const Tile& t, int64_t r0, int64_t p) {
+  __m256i acc[R][2];
+  int32_t* out = t.sums + r0 * t.sums_stride + 16 * p;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const __m256i start =
+        _mm256_set1_epi32(t.first ? -t.offsets[(r0 + r) * t.offsets_stride] : 0);
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const void* from = out + r * t.sums_stride + 8 * h;
+      acc[r][h] = t.first ? start : load(static_cast<const uint8_t*>(from));
+    }
+  }
+  add_products<R, kBits>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p * t.codes_stride, t.k, acc);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      void* to = out + r * t.sums_stride + 8 * h;
+      _mm256_storeu_si256(static_cast<__m256i*>(to), acc[r][h]);
+    }
+  }
+}
+
+// The totals wait in memory: the sums take the registers.
+template <int R, int kBits>
+void scaled_block(const Tile& t, int64_t r0, int64_t p) {
+  float totals[R][16] = {};
+  const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
+  const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
+  const uint8_t* scales = t.scales + p * t.scales_stride;
+  const uint8_t* codes = t.codes + p * t.codes_stride;
+  const int8_t* x = t.x + r0 * t.x_stride;
+  for (int64_t i = 0; i < t.k; i += t.segment_k) {
+    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
+    __m256i acc[R][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
+    }
+    add_products<R, kBits>(x + i, t.x_stride, codes, count, acc);
+    float scale[16];
+    __builtin_memcpy(scale, scales, 64);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 x_scale =
+          _mm256_set1_ps(x_scales == nullptr ? 1.0f : x_scales[r * t.offsets_stride]);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m256 sum = _mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][h]), x_scale);
+        const __m256 product = _mm256_mul_ps(sum, _mm256_loadu_ps(scale + 8 * h));
+        float* total = totals[r] + 8 * h;
+        _mm256_storeu_ps(total, _mm256_add_ps(_mm256_loadu_ps(total), product));
+      }
+    }
+    ++offsets;
+    if (x_scales != nullptr) ++x_scales;
+    scales += t.scales_step;
+    codes += 2 * kBits * count;
+  }
+  for (int r = 0; r < R; ++r) {
+    __builtin_memcpy(t.totals + (r0 + r) * t.sums_stride + 16 * p, totals[r], 64);
+  }
+}
+
+template <int R, int kBits, bool kScaled>
+JAXTAP_INLINE void block(const Tile& t, int64_t r, int64_t p) {
+  if (kScaled) {
+    scaled_block<R, kBits>(t, r, p);
+  } else {
+    exact_block<R, kBits>(t, r, p);
+  }
+}
+
+template <int kBits, bool kScaled>
+void all_blocks(const Tile& t) {
+  for (int64_t p = 0; p < t.panels; ++p) {
+    int64_t r = 0;
+    for (; r + 4 <= t.rows; r += 4) block<4, kBits, kScaled>(t, r, p);
+    if (t.rows - r == 3) {
+      block<3, kBits, kScaled>(t, r, p);
+    } else if (t.rows - r == 2) {
+      block<2, kBits, kScaled>(t, r, p);
+    } else if (t.rows - r == 1) {
+      block<1, kBits, kScaled>(t, r, p);
+    }
+  }
+}
+
+}  // namespace
+
+const Kernels& avx2_kernels() {
+  static constexpr Kernels kKernels = {1,
+                                       4096,
+                                       1,
+                                       INT64_MAX,
+                                       all_blocks<8, false>,
+                                       all_blocks<8, true>,
+                                       all_blocks<4, false>,
+                                       all_blocks<4, true>,
+                                       expand_nibbles,
+                                       quantize_row,
+                                       finish,
+                                       nullptr};
+  return kKernels;
+}
+
+}  // namespace jaxtap

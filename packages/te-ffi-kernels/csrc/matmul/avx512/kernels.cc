@@ -1,0 +1,204 @@
+// Kernels on AVX-512 VNNI. Compile with:
+//   -O3 -ffp-contract=off -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c
+//   -mprefer-vector-width=512
+#include "matmul/kernels.h"
+
+#include <immintrin.h>
+
+#include "common/convert.h"
+
+namespace jaxtap {
+namespace {
+
+#include "matmul/rows.inl"
+
+constexpr int64_t kRows = 6;  // 6 rows by 4 panels of sums leave 8 registers for the operands
+constexpr int64_t kFewRows = 4;  // up to here memory is the limit: prefetch
+constexpr int64_t kAhead = 2048;  // bytes
+
+JAXTAP_INLINE __m512i broadcast4(const int8_t* x) {
+  int32_t word;
+  __builtin_memcpy(&word, x, 4);
+  return _mm512_set1_epi32(word);
+}
+
+// Adds products over `k` rows of K to the sums of R plane rows and P panels.
+template <int R, int P, int kBits>
+JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* codes,
+                                int64_t codes_stride, int64_t k, __m512i (&acc)[R][P]) {
+  if (kBits == 8) {
+    for (int64_t i = 0; i < k; i += 4, codes += 64) {
+      __m512i w[P];
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) {
+        w[p] = _mm512_loadu_si512(codes + p * codes_stride);
+        if (R <= kFewRows) {
+          _mm_prefetch(reinterpret_cast<const char*>(codes + p * codes_stride + kAhead),
+                       _MM_HINT_T0);
+        }
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const __m512i b = broadcast4(x + r * x_stride + i);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) acc[r][p] = _mm512_dpbusd_epi32(acc[r][p], w[p], b);
+      }
+    }
+  } else {
+    const __m512i mask = _mm512_set1_epi8(0x0f);
+    for (int64_t i = 0; i < k; i += 8, codes += 64) {
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) {
+        const __m512i both = _mm512_loadu_si512(codes + p * codes_stride);
+        if (R <= kFewRows) {
+          _mm_prefetch(reinterpret_cast<const char*>(codes + p * codes_stride + kAhead),
+                       _MM_HINT_T0);
+        }
+        const __m512i low = _mm512_and_si512(both, mask);
+        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+          const int8_t* row = x + r * x_stride + i;
+          acc[r][p] = _mm512_dpbusd_epi32(acc[r][p], low, broadcast4(row));
+          acc[r][p] = _mm512_dpbusd_epi32(acc[r][p], high, broadcast4(row + 4));
+        }
+      }
+    }
+  }
+}
+
+template <int R, int P, int kBits>
+void exact_block(const Tile& t, int64_t r0, int64_t p0) {
+  __m512i acc[R][P];
+  int32_t* out = t.sums + r0 * t.sums_stride + 16 * p0;
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+    const __m512i start =
+        _mm512_set1_epi32(t.first ? -t.offsets[(r0 + r) * t.offsets_stride] : 0);
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      acc[r][p] = t.first ? start : _mm512_loadu_si512(out + r * t.sums_stride + 16 * p);
+    }
+  }
+  add_products<R, P, kBits>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p0 * t.codes_stride,
+                            t.codes_stride, t.k, acc);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      _mm512_storeu_si512(out + r * t.sums_stride + 16 * p, acc[r][p]);
+    }
+  }
+}
+
+template <int R, int P, int kBits>
+void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
+  __m512 totals[R][P];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) totals[r][p] = _mm512_setzero_ps();
+  }
+  const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
+  const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
+  const uint8_t* scales = t.scales + p0 * t.scales_stride;
+  const uint8_t* codes = t.codes + p0 * t.codes_stride;
+  const int8_t* x = t.x + r0 * t.x_stride;
+  for (int64_t i = 0; i < t.k; i += t.segment_k) {
+    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
+    __m512i acc[R][P];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const __m512i start = _mm512_set1_epi32(-offsets[r * t.offsets_stride]);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) acc[r][p] = start;
+    }
+    add_products<R, P, kBits>(x + i, t.x_stride, codes, t.codes_stride, count, acc);
+    __m512 scale[P];
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) scale[p] = _mm512_loadu_ps(scales + p * t.scales_stride);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const __m512 x_scale =
+          _mm512_set1_ps(x_scales == nullptr ? 1.0f : x_scales[r * t.offsets_stride]);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) {
+        const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][p]), x_scale);
+        totals[r][p] = _mm512_add_ps(totals[r][p], _mm512_mul_ps(sum, scale[p]));
+      }
+    }
+    ++offsets;
+    if (x_scales != nullptr) ++x_scales;
+    scales += t.scales_step;
+    codes += 2 * kBits * count;
+  }
+  float* out = t.totals + r0 * t.sums_stride + 16 * p0;
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) _mm512_storeu_ps(out + r * t.sums_stride + 16 * p, totals[r][p]);
+  }
+}
+
+using Block = void (*)(const Tile&, int64_t r0, int64_t p0);
+
+template <int P, int kBits, bool kScaled>
+JAXTAP_INLINE Block block_of(int64_t rows) {
+  switch (rows) {
+    case 1:
+      return kScaled ? scaled_block<1, P, kBits> : exact_block<1, P, kBits>;
+    case 2:
+      return kScaled ? scaled_block<2, P, kBits> : exact_block<2, P, kBits>;
+    case 3:
+      return kScaled ? scaled_block<3, P, kBits> : exact_block<3, P, kBits>;
+    case 4:
+      return kScaled ? scaled_block<4, P, kBits> : exact_block<4, P, kBits>;
+    case 5:
+      return kScaled ? scaled_block<5, P, kBits> : exact_block<5, P, kBits>;
+    default:
+      return kScaled ? scaled_block<6, P, kBits> : exact_block<6, P, kBits>;
+  }
+}
+
+// All rows, in blocks of nearly equal size, by P panels at a time and then the rest one by one.
+template <int P, int kBits, bool kScaled>
+void all_blocks(const Tile& t) {
+  const int64_t blocks = (t.rows + kRows - 1) / kRows;
+  const int64_t base = t.rows / blocks, longer = t.rows % blocks;
+  for (int64_t p = 0; p < t.panels;) {
+    const int64_t width = t.panels - p >= P ? P : 1;
+    for (int64_t b = 0, r = 0; b < blocks; ++b) {
+      const int64_t rows = base + (b < longer);
+      const Block block =
+          width == P ? block_of<P, kBits, kScaled>(rows) : block_of<1, kBits, kScaled>(rows);
+      block(t, r, p);
+      r += rows;
+    }
+    p += width;
+  }
+}
+
+void exact8(const Tile& t) { all_blocks<4, 8, false>(t); }
+
+void exact4(const Tile& t) { all_blocks<4, 4, false>(t); }
+
+void scaled8(const Tile& t) { all_blocks<2, 8, true>(t); }
+
+void scaled4(const Tile& t) {
+  if (t.rows <= 3) {
+    all_blocks<4, 4, true>(t);
+  } else {
+    all_blocks<1, 4, true>(t);
+  }
+}
+
+}  // namespace
+
+const Kernels& avx512_kernels() {
+  static constexpr Kernels kKernels = {
+      4, 4096, 1, 12, exact8, scaled8, exact4, scaled4, expand_nibbles, quantize_row, finish,
+      nullptr};
+  return kKernels;
+}
+
+}  // namespace jaxtap

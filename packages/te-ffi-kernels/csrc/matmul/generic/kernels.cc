@@ -1,0 +1,72 @@
+// Kernels in plain C++, for any machine. Compile with: -O3 -ffp-contract=off
+#include "matmul/kernels.h"
+
+#include "common/convert.h"
+
+namespace jaxtap {
+namespace {
+
+#include "matmul/rows.inl"
+
+// Adds the products of one plane row and the 16 columns of a panel over `k` rows of K. Unsigned, so
+// that passing the ends of int32 on the way is defined and the sums are right in the end.
+JAXTAP_INLINE void add_products(const int8_t* x, const uint8_t* codes, int64_t k, uint32_t* acc) {
+  for (int64_t i = 0; i < k; i += 4, codes += 64) {
+    const int32_t x0 = x[i], x1 = x[i + 1], x2 = x[i + 2], x3 = x[i + 3];
+    for (int c = 0; c < 16; ++c) {
+      const int32_t sum = x0 * codes[4 * c] + x1 * codes[4 * c + 1] + x2 * codes[4 * c + 2] +
+                          x3 * codes[4 * c + 3];
+      acc[c] += static_cast<uint32_t>(sum);
+    }
+  }
+}
+
+void exact8(const Tile& t) {
+  for (int64_t p = 0; p < t.panels; ++p) {
+    for (int64_t r = 0; r < t.rows; ++r) {
+      int32_t* out = t.sums + r * t.sums_stride + 16 * p;
+      uint32_t acc[16];
+      for (int c = 0; c < 16; ++c) {
+        acc[c] = t.first ? 0u - static_cast<uint32_t>(t.offsets[r * t.offsets_stride])
+                         : static_cast<uint32_t>(out[c]);
+      }
+      add_products(t.x + r * t.x_stride, t.codes + p * t.codes_stride, t.k, acc);
+      for (int c = 0; c < 16; ++c) out[c] = static_cast<int32_t>(acc[c]);
+    }
+  }
+}
+
+void scaled8(const Tile& t) {
+  for (int64_t p = 0; p < t.panels; ++p) {
+    for (int64_t r = 0; r < t.rows; ++r) {
+      const int32_t* offsets = t.offsets + r * t.offsets_stride;
+      const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r * t.offsets_stride;
+      const uint8_t* scales = t.scales + p * t.scales_stride;
+      float totals[16] = {};
+      for (int64_t i = 0; i < t.k; i += t.segment_k, ++offsets, scales += t.scales_step) {
+        uint32_t acc[16];
+        for (int c = 0; c < 16; ++c) acc[c] = 0u - static_cast<uint32_t>(*offsets);
+        const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
+        add_products(t.x + r * t.x_stride + i, t.codes + p * t.codes_stride + 16 * i, count, acc);
+        float scale[16];
+        __builtin_memcpy(scale, scales, 64);
+        const float x_scale = x_scales == nullptr ? 1.0f : *x_scales++;
+        for (int c = 0; c < 16; ++c) {
+          totals[c] += static_cast<float>(static_cast<int32_t>(acc[c])) * x_scale * scale[c];
+        }
+      }
+      __builtin_memcpy(t.totals + r * t.sums_stride + 16 * p, totals, 64);
+    }
+  }
+}
+
+}  // namespace
+
+const Kernels& generic_kernels() {
+  static constexpr Kernels kKernels = {
+      1, 4096, 1, 0, exact8, scaled8, nullptr, nullptr, expand_nibbles, quantize_row, finish,
+      nullptr};
+  return kKernels;
+}
+
+}  // namespace jaxtap

@@ -1,0 +1,99 @@
+// What an instruction set provides to the engine: four functions over blocks of rows and panels.
+//
+// A "plane row" is one int8 plane of one row of x: row r is the plane rows r * planes + p. All
+// instruction sets give the same bits: integer sums are exact, and float operations are the same in
+// the same order, none of them fused.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+
+namespace jaxtap {
+
+// Products of plane rows with consecutive panels. A segment is a range of K with integer sums: a
+// group of the weight, or all of K. `k` and `segment_k` count padded rows of K: multiples of 8.
+struct Tile {
+  const int8_t* x;  // [rows, x_stride]
+  int64_t x_stride;
+  int64_t rows;
+  const int32_t* offsets;  // [rows, offsets_stride]: zero point * sum of x over each segment
+  int64_t offsets_stride;
+
+  const uint8_t* codes;  // codes of the first panel
+  int64_t codes_stride;  // bytes from panel to panel
+  int64_t panels;
+  int64_t k;
+
+  // Exact: int32 sums of one segment. The offsets are subtracted where `first`, else the sums are
+  // added to what `sums` holds.
+  int32_t* sums;  // [rows, sums_stride]; 16 columns for each panel
+  int64_t sums_stride;
+  bool first;
+
+  // Scaled: sums over segments of (float32 sum of products - offset) * scale of x * scale.
+  int64_t segment_k;  // the last segment may be shorter
+  const uint8_t* scales;  // float32[16] of the first panel and segment, unaligned
+  int64_t scales_stride;  // bytes from panel to panel
+  int64_t scales_step;    // bytes from segment to segment
+  const float* x_scales;  // [rows, offsets_stride]; null where a row has one for all segments
+  float* totals;          // [rows, sums_stride]
+};
+
+// One row of x to plane rows.
+struct Quantize {
+  const uint8_t* x;  // [k] of x_dtype, unaligned
+  DType x_dtype;
+  int64_t k;
+  int64_t padded_k;
+  int planes;
+  int64_t segment_k;
+  int32_t zero_point;
+  int8_t* out;  // [planes, out_stride]; zero from k to padded_k
+  int64_t out_stride;
+  int32_t* offsets;  // [planes, offsets_stride]
+  int64_t offsets_stride;
+  float* scale;  // of the row
+};
+
+// Sums of plane rows to rows of y.
+struct Finish {
+  const int32_t* sums;  // [rows * planes, stride], or null
+  const float* totals;  // the same, where `sums` is null
+  int64_t stride;
+  int64_t rows;
+  int planes;
+  const float* row_scales;
+  const uint8_t* scales;  // float32[16] of each panel, unaligned; for `sums`
+  int64_t scales_stride;
+  uint8_t* y;  // unaligned
+  DType y_dtype;
+  int64_t y_stride;  // bytes
+  int64_t columns;
+};
+
+struct Kernels {
+  int64_t block_panels;  // panels that are multiplied by all rows before the next ones are
+  int64_t block_k;       // rows of K too, for exact sums; a multiple of 64
+  int64_t least_rows;    // plane rows from which these kernels are worthwhile
+  int64_t most_rows4;    // plane rows up to which codes of 4 bits are not expanded first
+  void (*exact8)(const Tile&);
+  void (*scaled8)(const Tile&);
+  void (*exact4)(const Tile&);   // null where most_rows4 is 0
+  void (*scaled4)(const Tile&);
+  // Codes of 4 bits to the order of 8 bits, with zero point 8: `bytes` bytes to twice as many.
+  void (*expand)(const uint8_t* nibbles, int64_t bytes, uint8_t* out);
+  void (*quantize)(const Quantize&);
+  void (*finish)(const Finish&);
+  void (*release)();  // at the end of a task, or null
+};
+
+const Kernels& generic_kernels();
+#if defined(__x86_64__)
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& amx_kernels();
+#endif
+
+}  // namespace jaxtap

@@ -1,0 +1,282 @@
+#include "matmul/matmul.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/arena.h"
+#include "common/error.h"
+#include "common/packed.h"
+#include "matmul/kernels.h"
+
+namespace jaxtap {
+namespace {
+
+// Longest range of K with exact sums: |code of x| <= 128 by |code of w| <= 128 stays in int32.
+constexpr int64_t kExactK = (int64_t{1} << 17) - 64;
+constexpr int64_t kLongSegment = int64_t{1} << 16;
+// Plane rows per task where there are many: a multiple of all block sizes and numbers of planes.
+constexpr int64_t kTaskRows = 192;
+// Bytes of plane rows that are held at once.
+constexpr int64_t kSlabBytes = int64_t{16} << 20;
+// Steps of multiplying 64 bytes that are worth a task: about 10 microseconds.
+constexpr int64_t kTaskSteps = 30000;
+
+struct PlanesTag {};
+struct OffsetsTag {};
+struct ScalesTag {};
+struct GroupScalesTag {};
+struct SumsTag {};
+struct CodesTag {};
+
+const Kernels& kernels_of(Isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case Isa::kAvx2:
+      return avx2_kernels();
+    case Isa::kAvx512:
+      return avx512_kernels();
+    case Isa::kAmx:
+      return amx_kernels();
+#endif
+    default:
+      return generic_kernels();
+  }
+}
+
+bool is_float(DType type) {
+  return type == DType::F32 || type == DType::BF16 || type == DType::F16;
+}
+
+void check(const Matmul& a, const PanelLayout& layout) {
+  const PackedWeights& w = a.weights;
+  for (const auto& [what, type] : {std::pair{"x", a.x_dtype}, std::pair{"y", a.y_dtype}}) {
+    if (!is_float(type)) {
+      throw invalid_argument("matmul: ", what, " must be float32, bfloat16 or float16, got ",
+                             name(type));
+    }
+  }
+  if (a.m < 0 || w.n < 0) {
+    throw invalid_argument("matmul: sizes must not be negative, got m = ", a.m, ", n = ", w.n);
+  }
+  if (a.planes < 0 || a.planes > 3) {
+    throw invalid_argument("matmul: planes must be 0, 1, 2 or 3, got ", a.planes);
+  }
+  if (w.panels != panel_count(w.n) || w.panel_bytes != layout.panel_bytes()) {
+    throw invalid_argument("packed weight: k = ", w.k, ", n = ", w.n, ", group = ", w.group,
+                           " and ", w.bits, " bits are a buffer of [", panel_count(w.n), ", ",
+                           layout.panel_bytes(), "] bytes, got [", w.panels, ", ", w.panel_bytes,
+                           "]; pack the weight again, or pass its own k, n and group");
+  }
+}
+
+// Gives the kernels' registers back, also when a panel turns out to be corrupted.
+struct Release {
+  void (*release)();
+  ~Release() {
+    if (release != nullptr) release();
+  }
+};
+
+// A product of one slab of rows: what all tasks need to know.
+class Product {
+ public:
+  Product(const Matmul& args, const PanelLayout& layout, int planes, const Kernels& kernels)
+      : args_(args), layout_(layout), planes_(planes), kernels_(kernels) {
+    k_ = layout.padded_k();
+    exact_ = layout.group == 0 && k_ <= kExactK;
+    segment_k_ = exact_ ? k_ : layout.group == 0 ? kLongSegment : layout.group;
+    segments_ = (k_ + segment_k_ - 1) / segment_k_;
+    grouped_x_ = planes == 1 && layout.group != 0;
+    stride_ = k_ + 64;  // rows a power of two apart would share cache sets
+  }
+
+  void run(int64_t begin, int64_t end, const Parallel& parallel) {
+    begin_ = begin;
+    rows_ = end - begin;
+    const int64_t plane_rows = rows_ * planes_;
+    planes_of_x_ = Arena<PlanesTag>::get_array<int8_t>(plane_rows * stride_);
+    offsets_ = Arena<OffsetsTag>::get_array<int32_t>(plane_rows * segments_);
+    row_scales_ = Arena<ScalesTag>::get_array<float>(rows_);
+    if (grouped_x_) {
+      group_scales_ = Arena<GroupScalesTag>::get_array<float>(rows_ * segments_);
+    }
+    const int64_t few = std::max<int64_t>(1, (int64_t{1} << 15) / k_);
+    parallel.ranges(rows_, few, [&](int64_t from, int64_t to) {
+      for (int64_t r = from; r < to; ++r) quantize(r);
+    });
+    multiply(plane_rows, parallel);
+  }
+
+ private:
+  void quantize(int64_t row) {
+    Quantize q;
+    q.x = static_cast<const uint8_t*>(args_.x) +
+          (begin_ + row) * layout_.k * static_cast<int64_t>(byte_size(args_.x_dtype));
+    q.x_dtype = args_.x_dtype;
+    q.k = layout_.k;
+    q.padded_k = k_;
+    q.planes = planes_;
+    q.segment_k = segment_k_;
+    q.zero_point = layout_.bits == 8 ? 128 : 8;
+    q.out = planes_of_x_ + row * planes_ * stride_;
+    q.out_stride = stride_;
+    q.offsets = offsets_ + row * planes_ * segments_;
+    q.offsets_stride = segments_;
+    q.scale = row_scales_ + row;
+    if (!grouped_x_) return kernels_.quantize(q);
+    // Each group as a row of its own. What is left to multiply rows with is 1.
+    *q.scale = 1.0f;
+    q.k = q.padded_k = layout_.group;
+    for (int64_t i = 0; i < segments_; ++i) {
+      q.scale = group_scales_ + row * segments_ + i;
+      kernels_.quantize(q);
+      q.x += layout_.group * static_cast<int64_t>(byte_size(args_.x_dtype));
+      q.out += layout_.group;
+      ++q.offsets;
+    }
+  }
+
+  // Splits the panels, and the rows too where there are many.
+  void multiply(int64_t plane_rows, const Parallel& parallel) {
+    const int64_t panels = args_.weights.panels;
+    const int64_t task_rows = plane_rows <= 2 * kTaskRows ? plane_rows : kTaskRows;
+    const int64_t row_tasks = (plane_rows + task_rows - 1) / task_rows;
+    // Reading a panel from memory takes as long as multiplying 8 rows.
+    const int64_t steps = std::max<int64_t>(task_rows, 8) * (k_ / 4);
+    int64_t task_panels = (kTaskSteps + steps - 1) / steps;
+    if (parallel.threads() == 1) task_panels = panels;
+    const int64_t wanted = std::max<int64_t>(1, 16 * parallel.threads() / row_tasks);
+    task_panels = std::max(task_panels, (panels + wanted - 1) / wanted);
+    const int64_t block = kernels_.block_panels;
+    task_panels = (task_panels + block - 1) / block * block;
+    const int64_t panel_tasks = (panels + task_panels - 1) / task_panels;
+    parallel.run(row_tasks * panel_tasks, [&](int64_t task) {
+      const int64_t r = task / panel_tasks * task_rows, p = task % panel_tasks * task_panels;
+      const Release release{kernels_.release};
+      multiply_task(r, std::min(plane_rows - r, task_rows), p, std::min(panels, p + task_panels));
+    });
+  }
+
+  void multiply_task(int64_t r, int64_t rows, int64_t panel, int64_t end) {
+    const int64_t block = kernels_.block_panels;
+    int32_t* sums = Arena<SumsTag>::get_array<int32_t>(rows * 16 * block);
+    for (; panel < end; panel += block) {
+      multiply_block(r, rows, panel, std::min(block, end - panel), sums);
+    }
+  }
+
+  void multiply_block(int64_t r, int64_t rows, int64_t panel, int64_t panels, int32_t* sums) {
+    const int64_t panel_bytes = args_.weights.panel_bytes;
+    const uint8_t* first =
+        static_cast<const uint8_t*>(args_.weights.buffer) + panel * panel_bytes;
+    for (int64_t i = 0; i < panels; ++i) {
+      const int columns = panel_columns(args_.weights.n, panel + i);
+      open_panel(first + i * panel_bytes, layout_, columns, panel + i);
+      check_panel_payload(first + i * panel_bytes, layout_, panel + i);
+    }
+    Tile t{};
+    t.x = planes_of_x_ + r * stride_;
+    t.x_stride = stride_;
+    t.rows = rows;
+    t.offsets = offsets_ + r * segments_;
+    t.offsets_stride = segments_;
+    t.codes = first + layout_.codes_offset();
+    t.codes_stride = panel_bytes;
+    t.panels = panels;
+    t.sums = sums;
+    t.sums_stride = 16 * kernels_.block_panels;
+    t.k = k_;
+    t.segment_k = segment_k_;
+    t.scales = first + kPanelHeader;
+    t.scales_stride = panel_bytes;
+    t.scales_step = layout_.group == 0 ? 0 : 64;
+    if (grouped_x_) t.x_scales = group_scales_ + r * segments_;
+    t.totals = reinterpret_cast<float*>(sums);
+    const bool packed4 = layout_.bits == 4 && rows <= kernels_.most_rows4;
+    if (layout_.bits == 4 && !packed4) {
+      uint8_t* codes = Arena<CodesTag>::get_array<uint8_t>(panels * 16 * k_);
+      for (int64_t i = 0; i < panels; ++i) {
+        kernels_.expand(t.codes + i * panel_bytes, 8 * k_, codes + i * 16 * k_);
+      }
+      t.codes = codes;
+      t.codes_stride = 16 * k_;
+    }
+    if (!exact_) {
+      (packed4 ? kernels_.scaled4 : kernels_.scaled8)(t);
+    } else {
+      const int64_t code_bytes = packed4 ? 8 : 16;  // per row of K
+      for (int64_t i = 0; i < k_; i += kernels_.block_k) {
+        t.k = std::min(kernels_.block_k, k_ - i);
+        t.first = i == 0;
+        (packed4 ? kernels_.exact4 : kernels_.exact8)(t);
+        t.x += t.k;
+        t.codes += t.k * code_bytes;
+      }
+    }
+    finish(t, r / planes_, rows / planes_, panel);
+  }
+
+  void finish(const Tile& t, int64_t row, int64_t rows, int64_t panel) {
+    const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
+    const int64_t column = panel * kPanelColumns;
+    Finish f;
+    f.sums = exact_ ? t.sums : nullptr;
+    f.totals = t.totals;
+    f.stride = t.sums_stride;
+    f.rows = rows;
+    f.planes = planes_;
+    f.row_scales = row_scales_ + row;
+    f.scales = t.scales;
+    f.scales_stride = t.scales_stride;
+    f.y = static_cast<uint8_t*>(args_.y) + ((begin_ + row) * n + column) * size;
+    f.y_dtype = args_.y_dtype;
+    f.y_stride = n * size;
+    f.columns = std::min(n - column, t.panels * kPanelColumns);
+    kernels_.finish(f);
+  }
+
+  const Matmul& args_;
+  const PanelLayout& layout_;
+  const int planes_;
+  const Kernels& kernels_;
+  int64_t k_, segment_k_, segments_, stride_;
+  bool exact_;
+  bool grouped_x_;  // int8 with a scale for each group of a row, as the weights have
+  int64_t begin_ = 0, rows_ = 0;
+  int8_t* planes_of_x_ = nullptr;
+  int32_t* offsets_ = nullptr;
+  float* row_scales_ = nullptr;
+  float* group_scales_ = nullptr;
+};
+
+}  // namespace
+
+int default_planes(DType x_dtype, int64_t m) {
+  // A few rows wait for memory anyway.
+  return x_dtype == DType::F32 || m <= 4 ? 3 : 2;
+}
+
+void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
+  const PackedWeights& w = args.weights;
+  const PanelLayout layout = panel_layout(w.k, w.group, w.bits);
+  check(args, layout);
+  if (args.m == 0 || w.n == 0) return;
+  if (w.k == 0) {
+    const size_t bytes = byte_size(args.y_dtype) * static_cast<size_t>(args.m * w.n);
+    std::memset(args.y, 0, bytes);
+    return;
+  }
+  const int planes = args.planes == 0 ? default_planes(args.x_dtype, args.m) : args.planes;
+  const Kernels* kernels = &kernels_of(isa);
+  if (args.m * planes < kernels->least_rows) {
+    kernels = &kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);
+  }
+  Product product(args, layout, planes, *kernels);
+  const int64_t fit = kSlabBytes / (layout.padded_k() * planes) / kTaskRows * kTaskRows;
+  const int64_t slab = std::max(fit, kTaskRows);
+  for (int64_t row = 0; row < args.m; row += slab) {
+    product.run(row, std::min(args.m, row + slab), parallel);
+  }
+}
+
+}  // namespace jaxtap

@@ -1,0 +1,48 @@
+// y = x @ w for packed integer weights, on integer units.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+#include "common/parallel.h"
+
+namespace jaxtap {
+
+// A packed weight (common/packed.h) and what it is claimed to be, which is checked.
+struct PackedWeights {
+  const void* buffer = nullptr;  // uint8[panels, panel_bytes], of any alignment
+  int64_t panels = 0;
+  int64_t panel_bytes = 0;
+  int64_t k = 0;
+  int64_t n = 0;
+  int64_t group = 0;
+  int bits = 8;
+};
+
+struct Matmul {
+  const void* x = nullptr;  // [m, k] row-major, of any alignment
+  DType x_dtype = DType::F32;
+  int64_t m = 0;
+  PackedWeights weights;
+  void* y = nullptr;  // [m, n] row-major, of any alignment
+  DType y_dtype = DType::F32;
+  // int8 numbers that stand for one of x:
+  //   1: x is quantized to int8, per row, or per row and group of the weight; the result is
+  //      float32(sum of codes' products) * scale of x * scale of the weight, rounded once per
+  //      operation, and added up over groups in their order.
+  //   2, 3: x in fixed point with 15 and 23 bits of the row's largest magnitude.
+  //   0: 2 or 3, by the dtypes and m; what is lost is less than the rounding of y in its dtype
+  //      where the row has no outliers beyond 100 times its mean magnitude.
+  int planes = 0;
+};
+
+// Any m, k, n >= 0; x and y float32, bfloat16 or float16. With planes == 1 a row with a NaN is NaN,
+// one with an infinity has infinities or NaN; otherwise a row with either is NaN.
+// Throws Error (invalid argument) for dtypes, sizes and weights that do not fit.
+void matmul(const Matmul& args, const Parallel& parallel, Isa isa);
+
+// The planes that planes == 0 stands for.
+int default_planes(DType x_dtype, int64_t m);
+
+}  // namespace jaxtap

@@ -1,0 +1,249 @@
+// Row-wise work, before and after the products: quantizing x, and rescaling sums into y.
+//
+// Included by the kernels of each instruction set within a namespace of its own, and compiled with
+// its flags: the loops are written for the compiler to vectorise. -ffp-contract=off is needed.
+
+constexpr int64_t kChunk = 256;
+constexpr float kTwo23 = 8388608.0f;
+
+template <DType kType>
+JAXTAP_INLINE float load_float(const uint8_t* x, int64_t index) {
+  if (kType == DType::F32) {
+    float value;
+    __builtin_memcpy(&value, x + 4 * index, 4);
+    return value;
+  }
+  uint16_t half;
+  __builtin_memcpy(&half, x + 2 * index, 2);
+  return kType == DType::BF16 ? bf16_to_f32(half) : f16_to_f32(half);
+}
+
+// Bits of the largest magnitude: more than those of infinity if there is a NaN.
+template <DType kType>
+inline uint32_t largest_bits(const Quantize& q) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < q.k; ++i) {
+    const uint32_t bits = float_bits(load_float<kType>(q.x, i)) & 0x7fffffffu;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+// Rounds to an integer, half to even; |x| < 2 ** 23.
+JAXTAP_INLINE int32_t round_even(float x) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t rounded = float_bits(bits_float(bits & 0x7fffffffu) + kTwo23) - 0x4b000000u;
+  const uint32_t sign = 0u - (bits >> 31);
+  return static_cast<int32_t>((rounded ^ sign) - sign);
+}
+
+// Codes by a product with the reciprocal, for ratios up to 127. It is off by less than 127 * 2 **
+// -22, so only ratios that are almost halfway between two codes can be rounded otherwise than the
+// quotient: false if there is one.
+template <DType kType>
+inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int8_t* out) {
+  constexpr float kShift = 12582912.0f;  // its last place is 1
+  uint32_t doubtful = 0;
+  for (int64_t j = 0; j < count; ++j) {
+    const float ratio = load_float<kType>(x, j) * reciprocal;
+    const float shifted = ratio + kShift;
+    const float rest = ratio - (shifted - kShift);
+    doubtful |= static_cast<uint32_t>((float_bits(rest) & 0x7fffffffu) > float_bits(0.4999f));
+    out[j] = static_cast<int8_t>(float_bits(shifted) & 0xffu);
+  }
+  return doubtful == 0;
+}
+
+// Dynamic int8, by the numbers of quant-numerics' "absmax": what XLA makes of absmax / 127 is a
+// product with the reciprocal, and the codes are by division.
+template <DType kType>
+inline void quantize_int8(const Quantize& q, uint32_t largest) {
+  constexpr float kReciprocal = 1.0f / 127.0f;
+  constexpr float kLeast = 0x1p-126f, kLargestDivisor = 0x1p126f;
+  float scale = bits_float(largest) * kReciprocal;
+  scale = scale < kLeast ? kLeast : scale;
+  *q.scale = scale;
+  const float divisor = scale > kLargestDivisor ? kLargestDivisor : scale;
+  const float reciprocal = 1.0f / divisor;
+  for (int64_t i = 0; i < q.k; i += kChunk) {
+    const int64_t count = q.k - i < kChunk ? q.k - i : kChunk;
+    const uint8_t* x = q.x + i * (kType == DType::F32 ? 4 : 2);
+    int8_t* out = q.out + i;
+    if (largest < 0x7f800000u && quantize_fast<kType>(x, count, reciprocal, out)) continue;
+    for (int64_t j = 0; j < count; ++j) {
+      float ratio = load_float<kType>(x, j) / divisor;
+      ratio = ratio == ratio ? ratio : 0.0f;
+      ratio = ratio < -127.0f ? -127.0f : ratio;
+      ratio = ratio > 127.0f ? 127.0f : ratio;
+      out[j] = static_cast<int8_t>(round_even(ratio));
+    }
+  }
+}
+
+// Fixed point: x = q * 2 ** -shift with |q| <= 127 * (1 + 256 + ...), and q = sum of 256 ** p *
+// plane p. The power of two makes numbers exact that have no bits below the last of q.
+template <DType kType, int kPlanes>
+inline void quantize_planes(const Quantize& q, uint32_t largest) {
+  constexpr int kBits = 8 * kPlanes - 1;
+  constexpr float kLimit = kPlanes == 2 ? 32639.0f : 8355711.0f;
+  if (largest >= 0x7f800000u) {
+    *q.scale = bits_float(0x7fc00000u);
+    for (int p = 0; p < kPlanes; ++p) {
+      __builtin_memset(q.out + p * q.out_stride, 0, static_cast<size_t>(q.k));
+    }
+    return;
+  }
+  // largest = fraction * 2 ** exponent with 0.5 <= fraction < 1. Rows below 2 ** -103 lose bits.
+  const int exponent = static_cast<int>(largest >> 23) - 126;
+  const float fraction = bits_float((largest & 0x7fffffu) | 0x3f000000u);
+  int shift = kBits - exponent;
+  if (fraction * static_cast<float>(1 << kBits) >= kLimit + 0.5f) --shift;
+  shift = shift > 126 ? 126 : shift;
+  const float factor = bits_float(static_cast<uint32_t>(127 + shift) << 23);
+  *q.scale = bits_float(static_cast<uint32_t>(127 - shift) << 23);
+  int8_t* low = q.out;
+  int8_t* middle = q.out + q.out_stride;
+  int8_t* high = q.out + (kPlanes - 1) * q.out_stride;
+  for (int64_t i = 0; i < q.k; i += kChunk) {
+    const int64_t count = q.k - i < kChunk ? q.k - i : kChunk;
+    int32_t whole[kChunk];
+    for (int64_t j = 0; j < count; ++j) {
+      whole[j] = round_even(load_float<kType>(q.x, i + j) * factor);
+    }
+    for (int64_t j = 0; j < count; ++j) low[i + j] = static_cast<int8_t>(whole[j]);
+    for (int64_t j = 0; j < count; ++j) {
+      middle[i + j] = static_cast<int8_t>((whole[j] + 128) >> 8);
+    }
+    if (kPlanes == 3) {
+      for (int64_t j = 0; j < count; ++j) {
+        high[i + j] = static_cast<int8_t>((((whole[j] + 128) >> 8) + 128) >> 8);
+      }
+    }
+  }
+}
+
+template <DType kType>
+inline void quantize_values(const Quantize& q) {
+  const uint32_t largest = largest_bits<kType>(q);
+  if (q.planes == 1) {
+    quantize_int8<kType>(q, largest);
+  } else if (q.planes == 2) {
+    quantize_planes<kType, 2>(q, largest);
+  } else {
+    quantize_planes<kType, 3>(q, largest);
+  }
+}
+
+inline void quantize_row(const Quantize& q) {
+  if (q.x_dtype == DType::F32) {
+    quantize_values<DType::F32>(q);
+  } else if (q.x_dtype == DType::BF16) {
+    quantize_values<DType::BF16>(q);
+  } else {
+    quantize_values<DType::F16>(q);
+  }
+  for (int p = 0; p < q.planes; ++p) {
+    int8_t* plane = q.out + p * q.out_stride;
+    __builtin_memset(plane + q.k, 0, static_cast<size_t>(q.padded_k - q.k));
+    int32_t* offset = q.offsets + p * q.offsets_stride;
+    for (int64_t i = 0; i < q.padded_k; i += q.segment_k) {
+      const int64_t rest = q.padded_k - i;
+      const int64_t count = rest < q.segment_k ? rest : q.segment_k;
+      int32_t sum = 0;
+      for (int64_t j = 0; j < count; ++j) sum += plane[i + j];
+      *offset++ = sum * q.zero_point;
+    }
+  }
+}
+
+// Two branches, so that whole panels are stored by vectors and not by a loop over bytes.
+template <int kSize>
+JAXTAP_INLINE void copy_16(const void* from, uint8_t* to, int64_t count) {
+  if (count == 16) {
+    __builtin_memcpy(to, from, 16 * kSize);
+  } else {
+    const uint8_t* bytes = static_cast<const uint8_t*>(from);
+    for (int64_t i = 0; i < count * kSize; i += kSize) __builtin_memcpy(to + i, bytes + i, kSize);
+  }
+}
+
+// 16 numbers to y, of which `count` are stored.
+JAXTAP_INLINE void store_16(const float* values, DType dtype, uint8_t* y, int64_t count) {
+  if (dtype == DType::F32) {
+    copy_16<4>(values, y, count);
+    return;
+  }
+  uint16_t halves[16];
+  if (dtype == DType::BF16) {
+    for (int i = 0; i < 16; ++i) halves[i] = f32_to_bf16(values[i]);
+  } else {
+    for (int i = 0; i < 16; ++i) halves[i] = f32_to_f16(values[i]);
+  }
+  copy_16<2>(halves, y, count);
+}
+
+template <bool kExact, int kPlanes, typename Sum>
+inline void finish_rows(const Finish& f, const Sum* all_sums) {
+  const int64_t size = f.y_dtype == DType::F32 ? 4 : 2;
+  for (int64_t r = 0; r < f.rows; ++r) {
+    const Sum* sums = all_sums + r * kPlanes * f.stride;
+    const float row_scale = f.row_scales[r];
+    const uint8_t* panel_scales = f.scales;
+    uint8_t* y = f.y + r * f.y_stride;
+    for (int64_t c = 0; c < f.columns; c += 16) {
+      float values[16], scales[16];
+      for (int i = 0; i < 16; ++i) {
+        float value = static_cast<float>(sums[c + i]);
+        if (kPlanes == 2) {
+          value = static_cast<float>(sums[f.stride + c + i]) * 256.0f + value;
+        } else if (kPlanes == 3) {
+          value = (static_cast<float>(sums[2 * f.stride + c + i]) * 65536.0f +
+                   static_cast<float>(sums[f.stride + c + i]) * 256.0f) +
+                  value;
+        }
+        values[i] = value;
+      }
+      if (!kExact) {  // the column scales are in the totals
+        for (int i = 0; i < 16; ++i) values[i] *= row_scale;
+      } else {
+        __builtin_memcpy(scales, panel_scales, 64);
+        panel_scales += f.scales_stride;
+        if (kPlanes == 1) {
+          for (int i = 0; i < 16; ++i) values[i] = values[i] * row_scale * scales[i];
+        } else {
+          for (int i = 0; i < 16; ++i) values[i] = values[i] * scales[i] * row_scale;
+        }
+      }
+      const int64_t count = f.columns - c < 16 ? f.columns - c : 16;
+      store_16(values, f.y_dtype, y + c * size, count);
+    }
+  }
+}
+
+template <bool kExact, typename Sum>
+inline void finish_planes(const Finish& f, const Sum* sums) {
+  if (f.planes == 1) {
+    finish_rows<kExact, 1>(f, sums);
+  } else if (f.planes == 2) {
+    finish_rows<kExact, 2>(f, sums);
+  } else {
+    finish_rows<kExact, 3>(f, sums);
+  }
+}
+
+inline void finish(const Finish& f) {
+  if (f.sums != nullptr) {
+    finish_planes<true>(f, f.sums);
+  } else {
+    finish_planes<false>(f, f.totals);
+  }
+}
+
+inline void expand_nibbles(const uint8_t* nibbles, int64_t bytes, uint8_t* out) {
+  for (int64_t i = 0; i < bytes; i += 64, out += 128) {
+    for (int j = 0; j < 64; ++j) {
+      out[j] = nibbles[i + j] & 0x0f;
+      out[64 + j] = static_cast<uint8_t>(nibbles[i + j] >> 4);
+    }
+  }
+}

@@ -1,0 +1,45 @@
+// Products of two matrices, in floats or in codes with scales, and what is done to their results.
+#pragma once
+
+#include <cstdint>
+
+#include "common/parallel.h"
+#include "te/modes.h"
+
+namespace jaxtap::te {
+
+// A factor. Lanes are what the result has as rows (of lhs) or columns (of rhs).
+struct Factor {
+  const void* data = nullptr;
+  DType dtype = DType::F32;
+  bool lanes_first = true;  // [lanes, k]; else [k, lanes]
+  // None: nullptr. Per tensor float[1], per channel float[lanes]. MX: e8m0 of 32 along k:
+  // [lanes, k / 32], or [k / 32, lanes].
+  const void* scales = nullptr;
+};
+
+struct Gemm {
+  int64_t m = 0, n = 0, k = 0;
+  Scaling scaling = Scaling::kNone;
+  Factor lhs, rhs;
+  float alpha = 1.0f;
+  void* out = nullptr;  // [m, n]
+  Float out_dtype = Float::kF32;
+
+  // out = activation(alpha * product + bias), summed in float32, rounded once.
+  const void* bias = nullptr;  // of out_dtype [n]
+  bool gelu = false;
+  void* before_gelu = nullptr;  // of out_dtype [m, n]: alpha * product + bias
+
+  // out = alpha * product * gelu'(x), of out_dtype [m, n].
+  const void* gelu_input = nullptr;
+  // Of out_dtype [n]: the sums of out's columns with gelu_input; else those of rhs's lanes.
+  void* bias_grad = nullptr;
+};
+
+void gemm(const Gemm& args, const Parallel& parallel);
+
+// The largest k with which products of int8 codes are exact.
+constexpr int64_t kMostInt8 = 131071;
+
+}  // namespace jaxtap::te

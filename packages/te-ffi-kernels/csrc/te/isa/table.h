@@ -1,0 +1,14 @@
+// What the files of this folder offer to each other.
+#pragma once
+
+#include "te/table.h"
+
+namespace jaxtap::te::JAXTAP_ISA_NAMESPACE {
+
+void set_conversions(Table& table);
+void set_encoders(Table& table);
+void set_rows(Table& table);
+void set_transpose(Table& table);
+void set_product(Table& table);
+
+}  // namespace jaxtap::te::JAXTAP_ISA_NAMESPACE

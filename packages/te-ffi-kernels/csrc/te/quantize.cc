@@ -1,0 +1,318 @@
+#include "te/quantize.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "common/arena.h"
+#include "common/convert.h"
+#include "te/table.h"
+
+namespace jaxtap::te {
+namespace {
+
+constexpr int64_t kFew = 1 << 15;  // numbers that one thread is as fast for
+constexpr int64_t kMany = 1 << 22;  // codes that fill the caches
+constexpr int64_t kChunks = 16;
+
+int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How a matrix is cut into tasks. It depends on shapes alone, so that sums are the same whatever
+// the number of threads.
+struct Cut {
+  Cut(const Quantize& args) : rows(args.rows), cols(args.cols) {
+    const int64_t unit = rows >= kChunks * kTile ? kTile : kBlock;
+    const int64_t units = std::max<int64_t>(1, ceil_of(rows, unit));
+    chunk = ceil_of(units, kChunks) * unit;
+    chunks = std::max<int64_t>(1, ceil_of(rows, chunk));
+    // Whole rows where a scale is of a row.
+    const int64_t wanted = args.scaling == Scaling::kChannel ? 1 : ceil_of(8, chunks);
+    strip = std::max<int64_t>(kTile * 16, ceil_of(ceil_of(cols, wanted), kTile) * kTile);
+    strips = std::max<int64_t>(1, ceil_of(cols, strip));
+  }
+
+  int64_t tasks() const { return chunks * strips; }
+
+  int64_t rows, cols;
+  int64_t chunk, chunks;  // rows of a task, and how many such ranges
+  int64_t strip, strips;  // columns of a task
+};
+
+// A part of the matrix as float32, and codes of it.
+struct Tile {
+  const float* numbers;
+  int64_t stride;
+  int64_t row, col, rows, cols;
+};
+
+class Task {
+ public:
+  Task(const Quantize& args, const Table& table)
+      : args_(args),
+        table_(table),
+        code_(static_cast<int>(args.code)),
+        past_caches_(args.rows * args.cols >= kMany) {}
+
+  // Rows [row, row + rows) of columns [col, col + cols). `sums` is float[cols of x] or nullptr.
+  // `factors` are for columns. Returns the largest magnitude's bits.
+  int32_t run(int64_t row, int64_t rows, int64_t col, int64_t cols, float* sums,
+              const float* factors) {
+    int32_t most = 0;
+    // Without codes by column, tiles are rows.
+    const bool tall = args_.turned != nullptr;
+    const int64_t step_rows = tall ? kTile : 8;
+    const int64_t step_cols = tall ? kWide : kWide * 4;
+    std::vector<float> row_scales(args_.scaling == Scaling::kChannel ? step_rows : 0);
+    for (int64_t r = row; r < row + rows; r += step_rows) {
+      const int64_t height = std::min(step_rows, row + rows - r);
+      if (args_.scaling == Scaling::kChannel && args_.codes != nullptr) {
+        set_row_scales(r, height, row_scales.data());
+      }
+      for (int64_t c = col; c < col + cols; c += step_cols) {
+        const Tile tile = load(r, height, c, std::min(step_cols, col + cols - c));
+        for (int64_t i = 0; i < height; ++i) {
+          const float* line = tile.numbers + i * tile.stride;
+          if (sums != nullptr) table_.add(line, sums + c, tile.cols);
+          if (args_.wants_absmax) most = std::max(most, table_.absmax(line, tile.cols));
+        }
+        switch (args_.scaling) {
+          case Scaling::kMx:
+            mx(tile);
+            break;
+          case Scaling::kChannel:
+            channel(tile, row_scales.data(), factors);
+            break;
+          default:
+            tensor(tile);
+        }
+      }
+    }
+    if (past_caches_) table_.fence();
+    return most;
+  }
+
+  // The largest magnitude of each column of some rows.
+  void column_absmax(int64_t row, int64_t rows, int32_t* most) {
+    for (int64_t r = row; r < row + rows; ++r) {
+      for (int64_t c = 0; c < args_.cols; c += kWide * 4) {
+        const Tile tile = load(r, 1, c, std::min(kWide * 4, args_.cols - c));
+        table_.absmax_each(tile.numbers, most + c, tile.cols);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kWide = 512;
+  struct Numbers {};
+  struct Codes {};
+
+  size_t bytes() const { return args_.dtype == Float::kF32 ? 4 : 2; }
+
+  Tile load(int64_t row, int64_t rows, int64_t col, int64_t cols) {
+    const char* from =
+        static_cast<const char*>(args_.x) + static_cast<size_t>(row * args_.cols + col) * bytes();
+    if (args_.dtype == Float::kF32) {
+      return {reinterpret_cast<const float*>(from), args_.cols, row, col, rows, cols};
+    }
+    float* numbers = Arena<Numbers>::get_array<float>(rows * cols);
+    for (int64_t i = 0; i < rows; ++i) {
+      table_.load[static_cast<int>(args_.dtype)](
+          from + static_cast<size_t>(i * args_.cols) * bytes(), numbers + i * cols, cols);
+    }
+    return {numbers, cols, row, col, rows, cols};
+  }
+
+  uint8_t* codes_at(const Tile& tile, int64_t i) const {
+    return args_.codes + (tile.row + i) * args_.cols + tile.col;
+  }
+
+  void turn(const Tile& tile, const uint8_t* codes) {
+    for (int64_t c = 0; c < tile.cols; c += kTile) {
+      table_.transpose(codes + c, tile.cols,
+                       args_.turned + (tile.col + c) * args_.rows + tile.row, args_.rows,
+                       tile.rows, std::min<int64_t>(kTile, tile.cols - c), past_caches_);
+    }
+  }
+
+  void tensor(const Tile& tile) {
+    if (args_.turned == nullptr) {
+      for (int64_t i = 0; i < tile.rows; ++i) {
+        table_.encode[code_](tile.numbers + i * tile.stride, codes_at(tile, i), tile.cols,
+                             args_.scale);
+      }
+      return;
+    }
+    // By way of memory in which lines don't compete for the same places of the cache.
+    uint8_t* codes = Arena<Codes>::get_array<uint8_t>(tile.rows * tile.cols);
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      uint8_t* to = codes + i * tile.cols;
+      table_.encode[code_](tile.numbers + i * tile.stride, to, tile.cols, args_.scale);
+      if (args_.codes != nullptr) std::memcpy(codes_at(tile, i), to, tile.cols);
+    }
+    turn(tile, codes);
+  }
+
+  void set_row_scales(int64_t row, int64_t rows, float* scales) {
+    for (int64_t i = 0; i < rows; ++i) {
+      int32_t most = 0;
+      for (int64_t c = 0; c < args_.cols; c += kWide * 4) {
+        const Tile tile = load(row + i, 1, c, std::min(kWide * 4, args_.cols - c));
+        most = std::max(most, table_.absmax(tile.numbers, tile.cols));
+      }
+      scales[i] = channel_scale(most, args_.code);
+      static_cast<float*>(args_.scales)[row + i] = 1.0f / scales[i];
+    }
+  }
+
+  void channel(const Tile& tile, const float* row_scales, const float* factors) {
+    if (args_.codes != nullptr) {
+      for (int64_t i = 0; i < tile.rows; ++i) {
+        table_.encode[code_](tile.numbers + i * tile.stride, codes_at(tile, i), tile.cols,
+                                  row_scales[i]);
+      }
+    }
+    if (args_.turned == nullptr) return;
+    uint8_t* codes = Arena<Codes>::get_array<uint8_t>(tile.rows * tile.cols);
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      table_.encode_each[code_](tile.numbers + i * tile.stride, codes + i * tile.cols,
+                                     tile.cols, factors + tile.col);
+    }
+    turn(tile, codes);
+  }
+
+  void mx(const Tile& tile) {
+    if (args_.codes != nullptr) {
+      auto* scales = static_cast<uint8_t*>(args_.scales);
+      for (int64_t i = 0; i < tile.rows; ++i) {
+        table_.encode_blocks[code_](
+            tile.numbers + i * tile.stride, codes_at(tile, i), tile.cols,
+            scales + (tile.row + i) * (args_.cols / kBlock) + tile.col / kBlock);
+      }
+    }
+    if (args_.turned == nullptr) return;
+    auto* scales = static_cast<uint8_t*>(args_.turned_scales);
+    for (int64_t block = 0; block < tile.rows; block += kBlock) {
+      const float* top = tile.numbers + block * tile.stride;
+      int32_t most[kWide] = {};
+      float factors[kWide], halves[kWide];
+      for (int64_t i = 0; i < kBlock; ++i) {
+        table_.absmax_each(top + i * tile.stride, most, tile.cols);
+      }
+      table_.block_scales[code_](most, tile.cols,
+                                 scales + (tile.row + block) / kBlock * args_.cols + tile.col,
+                                 factors, halves);
+      for (int64_t i = 0; i < kBlock; ++i) {
+        table_.encode_times_each[code_](
+            top + i * tile.stride,
+            args_.turned + (tile.row + block + i) * args_.cols + tile.col, tile.cols, factors,
+            halves);
+      }
+    }
+  }
+
+ public:
+  // What a slice is multiplied with: 1 where the largest magnitude is 0 or infinite. Its inverse is
+  // never subnormal.
+  static float channel_scale(int32_t most, Code code) {
+    if (most == 0 || most >= 0x7f800000) return 1.0f;
+    constexpr float kMost = 0x1p126f;
+    const float scale = largest(code) / bits_float(static_cast<uint32_t>(most));
+    return scale < kMost ? scale : kMost;
+  }
+
+ private:
+  const Quantize& args_;
+  const Table& table_;
+  const int code_;
+  const bool past_caches_;
+};
+
+struct Partial {};
+struct Columns {};
+struct Factors {};
+
+// What columns are multiplied with, and the inverse in args.turned_scales.
+const float* column_factors(const Quantize& args, const Table& table, const Cut& cut,
+                       const Parallel& parallel) {
+  auto* most = Arena<Columns>::get_array<int32_t>(cut.chunks * args.cols);
+  std::memset(most, 0, static_cast<size_t>(cut.chunks * args.cols) * 4);
+  parallel.run(cut.chunks, [&](int64_t i) {
+    const int64_t row = i * cut.chunk;
+    Task(args, table)
+        .column_absmax(row, std::max<int64_t>(0, std::min(cut.chunk, args.rows - row)),
+                       most + i * args.cols);
+  });
+  auto* scales = static_cast<float*>(args.turned_scales);
+  float* factors = Arena<Factors>::get_array<float>(args.cols);
+  for (int64_t c = 0; c < args.cols; ++c) {
+    int32_t found = 0;
+    for (int64_t i = 0; i < cut.chunks; ++i) found = std::max(found, most[i * args.cols + c]);
+    if (found < 0x00800000) found = 0;  // subnormal
+    factors[c] = Task::channel_scale(found, args.code);
+    scales[c] = 1.0f / factors[c];
+  }
+  return factors;
+}
+
+}  // namespace
+
+float quantize(const Quantize& args, const Parallel& pool) {
+  const Table& table = te::table();
+  const Parallel serial;
+  const Parallel& parallel = args.rows * args.cols <= kFew ? serial : pool;
+  const Cut cut(args);
+  const float* factors = nullptr;
+  if (args.scaling == Scaling::kChannel && args.turned != nullptr) {
+    factors = column_factors(args, table, cut, parallel);
+  }
+  float* sums = nullptr;
+  if (args.sums != nullptr) {
+    sums = Arena<Partial>::get_array<float>(cut.chunks * args.cols);
+    std::memset(sums, 0, static_cast<size_t>(cut.chunks * args.cols) * 4);
+  }
+  std::vector<int32_t> most(static_cast<size_t>(cut.tasks()), 0);
+  parallel.run(cut.tasks(), [&](int64_t i) {
+    const int64_t part = i / cut.strips, row = part * cut.chunk;
+    const int64_t col = i % cut.strips * cut.strip;
+    const int64_t rows = std::min(cut.chunk, args.rows - row);
+    const int64_t cols = std::min(cut.strip, args.cols - col);
+    if (rows <= 0) return;
+    most[static_cast<size_t>(i)] =
+        Task(args, table)
+            .run(row, rows, col, cols, sums == nullptr ? nullptr : sums + part * args.cols,
+                 factors);
+  });
+  if (sums != nullptr) {
+    for (int64_t i = 1; i < cut.chunks; ++i) table.add(sums + i * args.cols, sums, args.cols);
+    table.store[static_cast<int>(args.dtype)](sums, args.sums, args.cols);
+  }
+  return bits_float(static_cast<uint32_t>(*std::max_element(most.begin(), most.end())));
+}
+
+void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums) {
+  constexpr int64_t kSide = kTile;
+  std::vector<float> x(kSide * kSide, 1.0f), scales(kSide), turned_scales(kSide), total(kSide);
+  std::vector<uint8_t> codes(kSide * kSide), turned(kSide * kSide), x8(2 * kSide),
+      turned8(2 * kSide);
+  const bool mx = scaling == Scaling::kMx;
+  for (Code code : {Code::kE4M3, Code::kE5M2, Code::kInt8}) {
+    Quantize args;
+    args.x = x.data();
+    args.rows = args.cols = kSide;
+    args.code = code;
+    args.scaling = scaling;
+    if (rowwise) {
+      args.codes = codes.data();
+      args.scales = mx ? static_cast<void*>(x8.data()) : scales.data();
+    }
+    if (colwise) {
+      args.turned = turned.data();
+      args.turned_scales = mx ? static_cast<void*>(turned8.data()) : turned_scales.data();
+    }
+    if (sums) args.sums = total.data();
+    args.wants_absmax = true;
+    quantize(args, Parallel());
+  }
+}
+
+}  // namespace jaxtap::te

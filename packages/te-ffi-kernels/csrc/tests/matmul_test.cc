@@ -1,0 +1,373 @@
+// Products against double arithmetic, and all instruction sets against each other bit for bit.
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "common/error.h"
+#include "tests/check.h"
+#include "tests/weights.h"
+
+namespace {
+
+using namespace jaxtap;
+using namespace jaxtap::testing;
+
+constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
+
+// What runs here. The tests are linked with emulated tiles where the machine has no real ones.
+std::vector<Isa> tested_isas() {
+  std::vector<Isa> isas = available_isas();
+#if defined(JAXTAP_EMULATE_AMX)
+  if (isas.back() != Isa::kAmx) isas.push_back(Isa::kAmx);
+#endif
+  return isas;
+}
+
+struct Case {
+  int64_t m, k, n, group;
+  int bits, planes;
+  DType x_dtype, y_dtype;
+
+  std::string text() const {
+    return "m=" + std::to_string(m) + " k=" + std::to_string(k) + " n=" + std::to_string(n) +
+           " group=" + std::to_string(group) + " bits=" + std::to_string(bits) +
+           " planes=" + std::to_string(planes) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
+  }
+};
+
+Buffer random_rows(const Case& c, std::mt19937& random, int64_t offset) {
+  const int64_t size = static_cast<int64_t>(byte_size(c.x_dtype));
+  Buffer x(c.m * c.k * size, offset * size);
+  std::normal_distribution<float> normal;
+  for (int64_t r = 0; r < c.m; ++r) {
+    const float magnitude = std::ldexp(1.0f, static_cast<int>(r % 7) - 3);
+    for (int64_t i = 0; i < c.k; ++i) {
+      set_element(x.get(), c.x_dtype, r * c.k + i, normal(random) * magnitude);
+    }
+  }
+  return x;
+}
+
+Buffer multiplied(const Case& c, const Buffer& x, const Weights& w, Isa isa,
+                  const Parallel& parallel, int64_t offset) {
+  const int64_t size = static_cast<int64_t>(byte_size(c.y_dtype));
+  Buffer y(c.m * c.n * size, offset * size);
+  Matmul args;
+  args.x = x.get();
+  args.x_dtype = c.x_dtype;
+  args.m = c.m;
+  args.weights = w.packed();
+  args.y = y.get();
+  args.y_dtype = c.y_dtype;
+  args.planes = c.planes;
+  matmul(args, parallel, isa);
+  return y;
+}
+
+// Of a row of x: the codes, and the scale of each group, that dynamic int8 has by definition.
+struct QuantizedRow {
+  std::vector<int> codes;
+  std::vector<float> scales;
+};
+
+QuantizedRow quantized(const Case& c, const Buffer& x, int64_t row) {
+  QuantizedRow q;
+  const int64_t group = c.group == 0 ? c.k : c.group;
+  for (int64_t begin = 0; begin < c.k; begin += group) {
+    const auto at = [&](int64_t i) {
+      return static_cast<float>(element(x.get(), c.x_dtype, row * c.k + begin + i));
+    };
+    float largest = 0;
+    for (int64_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(at(i)));
+    const float scale = std::max(largest * (1.0f / 127.0f), 0x1p-126f);
+    q.scales.push_back(scale);
+    for (int64_t i = 0; i < group; ++i) {
+      const float ratio = std::clamp(at(i) / scale, -127.0f, 127.0f);
+      q.codes.push_back(static_cast<int>(std::nearbyint(ratio)));
+    }
+  }
+  return q;
+}
+
+// What int8 has to be to the bit: exact sums of each group, rescaled and added up in float32.
+float int8_product(const Case& c, const QuantizedRow& q, const Weights& w, int64_t column) {
+  const int64_t group = c.group == 0 ? c.k : c.group;
+  float total = 0;
+  for (size_t g = 0; g < q.scales.size(); ++g) {
+    int64_t sum = 0;
+    const int64_t begin = static_cast<int64_t>(g) * group;
+    for (int64_t i = begin; i < begin + group; ++i) {
+      sum += q.codes[static_cast<size_t>(i)] * w.code(i, column);
+    }
+    const float part = static_cast<float>(sum) * q.scales[g];
+    total += part * w.scale(begin, column);
+  }
+  return total;
+}
+
+float rounded(float value, DType type) {
+  uint8_t bytes[4];
+  set_element(bytes, type, 0, value);
+  return static_cast<float>(element(bytes, type, 0));
+}
+
+double relative_step(DType type) {
+  return type == DType::F32 ? 0x1p-24 : type == DType::BF16 ? 0x1p-8 : 0x1p-11;
+}
+
+void check_values(const Case& c, const Buffer& x, const Weights& w, const Buffer& y) {
+  for (int64_t r = 0; r < c.m; ++r) {
+    const QuantizedRow q = quantized(c, x, r);
+    double largest = 0;
+    for (int64_t i = 0; i < c.k; ++i) {
+      largest = std::max(largest, std::fabs(element(x.get(), c.x_dtype, r * c.k + i)));
+    }
+    for (int64_t j = 0; j < c.n; ++j) {
+      const double got = element(y.get(), c.y_dtype, r * c.n + j);
+      if (c.planes == 1) {
+        const float expected = rounded(int8_product(c, q, w, j), c.y_dtype);
+        CHECK_THAT(got == static_cast<double>(expected), c.text());
+        continue;
+      }
+      double expected = 0, bound = 0, weight = 0;
+      for (int64_t i = 0; i < c.k; ++i) {
+        const double v = static_cast<double>(w.code(i, j)) * static_cast<double>(w.scale(i, j));
+        const double u = element(x.get(), c.x_dtype, r * c.k + i);
+        expected += u * v;
+        bound += std::fabs(u * v);
+        weight += std::fabs(v);
+      }
+      // Rounding of x, of sums in float32, and of y.
+      const double step = c.planes == 2 ? 0x1p-15 : 0x1p-23;
+      const double tolerance = step * largest * weight + 0x1p-21 * bound +
+                               relative_step(c.y_dtype) * std::fabs(expected) * 1.01 + 1e-7;
+      CHECK_THAT(std::fabs(got - expected) <= tolerance,
+                 c.text() + " got " + std::to_string(got) + " expected " +
+                     std::to_string(expected) + " within " + std::to_string(tolerance));
+    }
+  }
+}
+
+void check_case(const Case& c, std::mt19937& random, const Parallel& parallel, int64_t offset) {
+  const Weights w = random_weights(c.k, c.n, c.group, c.bits, random, offset);
+  const Buffer x = random_rows(c, random, offset);
+  const Buffer first = multiplied(c, x, w, Isa::kGeneric, Parallel(), offset);
+  check_values(c, x, w, first);
+  for (Isa isa : tested_isas()) {
+    const Buffer y = multiplied(c, x, w, isa, parallel, offset);
+    CHECK_THAT(std::memcmp(y.get(), first.get(), static_cast<size_t>(y.size())) == 0,
+               c.text() + " differs on " + name(isa));
+  }
+}
+
+TEST(matmul_edge_sizes) {
+  std::mt19937 random(11);
+  Threads pool(2);
+  const Parallel parallel(pool);
+  int turn = 0;
+  for (int64_t m : {0, 1, 2, 3, 5, 6, 7, 13, 16, 17, 33}) {
+    for (int64_t k : {0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130}) {
+      for (int64_t n : {0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130}) {
+        ++turn;
+        const Case c{m,
+                     k,
+                     n,
+                     0,
+                     turn % 2 == 0 ? 8 : 4,
+                     1 + turn % 3,
+                     kFloats[turn / 3 % 3],
+                     kFloats[turn / 9 % 3]};
+        check_case(c, random, parallel, turn % 4);
+      }
+    }
+  }
+}
+
+TEST(matmul_groups) {
+  std::mt19937 random(12);
+  Threads pool(2);
+  const Parallel parallel(pool);
+  int turn = 0;
+  for (int64_t group : {8, 16, 24, 32, 64, 72, 88, 96, 128}) {
+    for (int64_t count : {1, 2, 3}) {
+      for (int64_t m : {1, 2, 3, 4, 7, 12, 17, 40}) {
+        for (int64_t n : {1, 16, 17, 40, 65}) {
+          for (int bits : {4, 8}) {
+            ++turn;
+            const DType x_dtype = kFloats[turn % 3], y_dtype = kFloats[turn / 3 % 3];
+            const Case c{m, group * count, n, group, bits, 1 + turn % 3, x_dtype, y_dtype};
+            check_case(c, random, parallel, turn % 4);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(matmul_large) {
+  std::mt19937 random(13);
+  Threads pool(3);
+  const Parallel parallel(pool);
+  for (int bits : {4, 8}) {
+    // Several tasks of rows and panels, several blocks of K, and more than one slab of rows.
+    check_case({450, 96, 70, 0, bits, 1, DType::F32, DType::F32}, random, parallel, 1);
+    check_case({450, 96, 70, 32, bits, 3, DType::F32, DType::BF16}, random, parallel, 1);
+    check_case({7, 4500, 40, 0, bits, 1, DType::BF16, DType::F32}, random, parallel, 2);
+    check_case({40, 4500, 20, 0, bits, 2, DType::BF16, DType::BF16}, random, parallel, 3);
+    check_case({201, 40000, 3, 0, bits, 2, DType::F16, DType::F32}, random, parallel, 0);
+  }
+}
+
+// Sums at the very ends: the largest codes of both sides, over more rows of K than int32 holds.
+TEST(matmul_never_overflows) {
+  std::mt19937 random(14);
+  for (int64_t k : {65536, 131008, 131072, 140000}) {
+    for (int sign : {-1, 1}) {
+      for (int planes : {1, 3}) {
+        const Weights w = random_weights(k, 1, 0, 8, random, 0, sign < 0 ? -128 : 127);
+        const Case c{1, k, 1, 0, 8, planes, DType::F32, DType::F32};
+        Buffer x(4 * k, 0);
+        for (int64_t i = 0; i < k; ++i) set_element(x.get(), DType::F32, i, 127.0f);
+        double expected = 0;
+        const double scale = static_cast<double>(w.scale(0, 0));
+        for (int64_t i = 0; i < k; ++i) expected += 127.0 * w.code(i, 0) * scale;
+        for (Isa isa : tested_isas()) {
+          const Buffer y = multiplied(c, x, w, isa, Parallel(), 0);
+          const double got = element(y.get(), DType::F32, 0);
+          CHECK_THAT(std::fabs(got - expected) <= 1e-6 * std::fabs(expected), c.text());
+        }
+      }
+    }
+  }
+}
+
+// Ratios at and beside the middle between two codes, where a product with the reciprocal is not
+// enough.
+TEST(matmul_codes_at_ties) {
+  std::mt19937 random(19);
+  for (float largest : {127.0f, 1.0f, 3.1f, 0x1p-120f, 77.7f}) {
+    const Case c{1, 600, 5, 0, 8, 1, DType::F32, DType::F32};
+    const Weights w = random_weights(c.k, c.n, 0, 8, random);
+    Buffer x(c.k * 4, 0);
+    const float scale = std::max(largest * (1.0f / 127.0f), 0x1p-126f);
+    for (int64_t i = 0; i < c.k; ++i) {
+      float value = (static_cast<float>(i % 127) - 0.5f) * scale;
+      for (int64_t step = 0; step < i % 5; ++step) value = std::nextafterf(value, INFINITY);
+      set_element(x.get(), DType::F32, i, i == 300 ? largest : i % 2 == 0 ? value : -value);
+    }
+    for (Isa isa : tested_isas()) {
+      check_values(c, x, w, multiplied(c, x, w, isa, Parallel(), 0));
+    }
+  }
+}
+
+TEST(matmul_integers_are_exact) {
+  // Small integers in x and scales that are powers of two: planes lose nothing.
+  std::mt19937 random(15);
+  std::uniform_int_distribution<int> small(-100, 100);
+  Weights w = random_weights(96, 19, 0, 8, random);
+  for (float& s : w.scales) s = 0.25f;
+  pack(w.codes.data(), w.scales.data(), 96, 19, 0, 8, w.buffer.get(), 2, w.packed().panel_bytes,
+       Parallel());
+  for (int planes : {2, 3}) {
+    const Case c{3, 96, 19, 0, 8, planes, DType::F32, DType::F32};
+    Buffer x(3 * 96 * 4, 0);
+    for (int64_t i = 0; i < 3 * 96; ++i) {
+      set_element(x.get(), DType::F32, i, static_cast<float>(small(random)));
+    }
+    for (Isa isa : tested_isas()) {
+      const Buffer y = multiplied(c, x, w, isa, Parallel(), 0);
+      for (int64_t r = 0; r < 3; ++r) {
+        for (int64_t j = 0; j < 19; ++j) {
+          double expected = 0;
+          for (int64_t i = 0; i < 96; ++i) {
+            expected += element(x.get(), DType::F32, r * 96 + i) * w.code(i, j) * 0.25;
+          }
+          CHECK(element(y.get(), DType::F32, r * 19 + j) == expected);
+        }
+      }
+    }
+  }
+}
+
+TEST(matmul_special_rows) {
+  std::mt19937 random(16);
+  for (int64_t group : {0, 32}) {
+    const Weights w = random_weights(64, 33, group, 8, random);
+    for (DType x_dtype : kFloats) {
+      for (int planes : {1, 2, 3}) {
+        const Case c{5, 64, 33, group, 8, planes, x_dtype, DType::F32};
+        Buffer x = random_rows(c, random, 1);
+        const auto set = [&](int64_t row, int64_t i, float value) {
+          set_element(x.get(), x_dtype, row * 64 + i, value);
+        };
+        set(0, 63, NAN);
+        set(1, 0, INFINITY);
+        set(1, 5, -INFINITY);
+        for (int64_t i = 0; i < 64; ++i) set(2, i, 0.0f);
+        for (int64_t i = 0; i < 64; ++i) set(3, i, 0x1p-24f * static_cast<float>(i));
+        for (Isa isa : tested_isas()) {
+          const Buffer y = multiplied(c, x, w, isa, Parallel(), 0);
+          for (int64_t j = 0; j < 33; ++j) {
+            const auto at = [&](int64_t row) { return element(y.get(), DType::F32, row * 33 + j); };
+            CHECK(std::isnan(at(0)));
+            CHECK(planes == 1 ? !std::isfinite(at(1)) : std::isnan(at(1)));
+            CHECK(at(2) == 0.0);
+            CHECK(std::isfinite(at(3)) && std::isfinite(at(4)));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(matmul_tiny_and_huge_rows) {
+  std::mt19937 random(17);
+  const Weights w = random_weights(64, 16, 0, 8, random);
+  for (float magnitude : {0x1p-100f, 0x1p-60f, 0x1p100f}) {
+    for (int planes : {1, 2, 3}) {
+      const Case c{2, 64, 16, 0, 8, planes, DType::F32, DType::F32};
+      Buffer x = random_rows(c, random, 0);
+      Buffer scaled(x.size(), 0);
+      for (int64_t i = 0; i < 128; ++i) {
+        const float value = static_cast<float>(element(x.get(), DType::F32, i));
+        set_element(scaled.get(), DType::F32, i, value * magnitude);
+      }
+      for (Isa isa : tested_isas()) {
+        const Buffer y = multiplied(c, x, w, isa, Parallel(), 0);
+        const Buffer z = multiplied(c, scaled, w, isa, Parallel(), 0);
+        for (int64_t i = 0; i < 32; ++i) {
+          const double expected = element(y.get(), DType::F32, i) * static_cast<double>(magnitude);
+          const double got = element(z.get(), DType::F32, i);
+          CHECK(std::fabs(got - expected) <= 1e-6 * std::fabs(expected));
+        }
+      }
+    }
+  }
+}
+
+// Threads that call at once have scratch of their own.
+TEST(matmul_from_many_threads) {
+  std::mt19937 random(18);
+  Threads pool(3);
+  const Parallel parallel(pool);
+  const Case c{9, 200, 50, 0, 4, 3, DType::F32, DType::F32};
+  const Weights w = random_weights(c.k, c.n, 0, 4, random);
+  const Buffer x = random_rows(c, random, 0);
+  const Buffer expected = multiplied(c, x, w, Isa::kGeneric, Parallel(), 0);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&] {
+      for (int turn = 0; turn < 50; ++turn) {
+        const Buffer y = multiplied(c, x, w, selected_isa(), parallel, 0);
+        const size_t bytes = static_cast<size_t>(y.size());
+        if (std::memcmp(y.get(), expected.get(), bytes) != 0) ++wrong;
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  CHECK(wrong == 0);
+}
+
+}  // namespace

@@ -1,0 +1,168 @@
+// The packed format: known bytes, the way there and back, and what corrupted weights are told.
+#include <cstdlib>
+
+#include "common/error.h"
+#include "common/isa.h"
+#include "tests/check.h"
+#include "tests/weights.h"
+
+namespace {
+
+using namespace jaxtap;
+using namespace jaxtap::testing;
+
+TEST(packed_round_trip) {
+  std::mt19937 random(1);
+  Threads pool(2);
+  const int64_t ks[] = {0, 1, 3, 4, 7, 8, 63, 64, 65, 130, 192};
+  for (int bits : {4, 8}) {
+    for (int64_t k : ks) {
+      for (int64_t n : {0, 1, 15, 16, 17, 130}) {
+        for (int64_t group : {0, 8, 32, 64, 96}) {
+          if (group != 0 && (k == 0 || k % group != 0)) continue;
+          const Weights w = random_weights(k, n, group, bits, random, 1 + k % 3);
+          std::vector<int8_t> codes(w.codes.size());
+          std::vector<float> scales(w.scales.size());
+          const PackedWeights p = w.packed();
+          unpack(w.buffer.get(), p.panels, p.panel_bytes, k, n, group, bits, codes.data(),
+                 scales.data(), Parallel(pool));
+          CHECK(codes == w.codes);
+          CHECK(scales == w.scales);
+        }
+      }
+    }
+  }
+}
+
+TEST(packed_bytes) {
+  for (int bits : {4, 8}) {
+    std::mt19937 random(2);
+    const Weights w = random_weights(16, 3, 8, bits, random);
+    const uint8_t* b = w.buffer.get();
+    CHECK(std::memcmp(b, "JTWP", 4) == 0);
+    CHECK(b[4] == 1 && b[5] == bits && b[6] == 3 && b[7] == 0);
+    uint32_t words[16];
+    std::memcpy(words, b, 64);
+    CHECK(words[2] == 16 && words[3] == 8);
+    uint32_t plain = 0, weighted = 0;
+    const int64_t count = (w.buffer.size() - 64) / 4;
+    CHECK(w.buffer.size() == 64 + 2 * 64 + (bits == 8 ? 16 * 16 : 8 * 16));
+    for (int64_t i = 0; i < count; ++i) {
+      uint32_t word;
+      std::memcpy(&word, b + 64 + 4 * i, 4);
+      plain += word;
+      weighted += static_cast<uint32_t>(i + 1) * word;
+    }
+    CHECK(words[4] == plain && words[5] == weighted);
+    uint32_t sum = 0;
+    for (int i = 0; i < 6; ++i) sum += words[i];
+    CHECK(words[6] == (sum ^ 0x9E3779B9u));
+    for (int i = 7; i < 16; ++i) CHECK(words[i] == 0);
+    for (int64_t column = 0; column < 16; ++column) {
+      for (int64_t row = 0; row < 16; ++row) {
+        const int code = column < 3 ? w.code(row, column) : 0;
+        if (bits == 8) {
+          CHECK(b[192 + row / 4 * 64 + column * 4 + row % 4] == code + 128);
+        } else {
+          const int byte = b[192 + row / 8 * 64 + column * 4 + row % 4];
+          CHECK((row % 8 < 4 ? byte & 15 : byte >> 4) == code + 8);
+        }
+      }
+    }
+  }
+}
+
+TEST(packed_corruption_is_named) {
+  std::mt19937 random(3);
+  const auto fails = [&](const std::function<void(uint8_t*)>& spoil, const std::string& message,
+                         bool new_sum = false) {
+    Weights w = random_weights(64, 20, 0, 8, random);
+    const PackedWeights p = w.packed();
+    uint8_t* panel = w.buffer.get() + p.panel_bytes;  // the second one
+    spoil(panel);
+    if (new_sum) {
+      uint32_t sum = 0, word;
+      for (int i = 0; i < 6; ++i) {
+        std::memcpy(&word, panel + 4 * i, 4);
+        sum += word;
+      }
+      sum ^= 0x9E3779B9u;
+      std::memcpy(panel + 24, &sum, 4);
+    }
+    std::vector<float> x(64, 1.0f), y(20);
+    Matmul args;
+    args.x = x.data();
+    args.m = 1;
+    args.weights = p;
+    args.y = y.data();
+    Threads pool(2);
+    CHECK(throws<Error>([&] { matmul(args, Parallel(pool), Isa::kGeneric); }, message));
+    CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "panel 1"));
+    CHECK(throws<Error>(
+        [&] {
+          unpack(w.buffer.get(), p.panels, p.panel_bytes, 64, 20, 0, 8, w.codes.data(),
+                 w.scales.data(), Parallel());
+        },
+        message));
+  };
+  fails([](uint8_t* b) { b[0] = 'X'; }, "no packed weight");
+  fails([](uint8_t* b) { b[4] = 2; }, "version 2, but 1");
+  fails([](uint8_t* b) { b[8] ^= 1; }, "corrupted header");
+  fails([](uint8_t* b) { b[5] = 4; }, "bits 4, but 8", true);
+  fails([](uint8_t* b) { b[6] = 5; }, "columns 5, but 4", true);
+  fails([](uint8_t* b) { b[8] = 65; }, "k 65, but 64", true);
+  fails([](uint8_t* b) { b[12] = 8; }, "group 8, but 0", true);
+  fails([](uint8_t* b) { b[200] ^= 64; }, "corrupted codes or scales");
+  fails([](uint8_t* b) { std::swap(b[400], b[404]); b[400] ^= 1; }, "corrupted codes or scales");
+  fails([](uint8_t* b) { b[64] ^= 1; }, "corrupted codes or scales");
+}
+
+TEST(packed_refusals) {
+  const auto refused = [](int64_t k, int64_t group, int bits, const std::string& message) {
+    CHECK(throws<Error>([&] { panel_layout(k, group, bits); }, message));
+  };
+  refused(64, 0, 5, "bits must be 4 or 8, got 5");
+  refused(64, 12, 8, "multiple of 8 up to 65536, got 12");
+  refused(64, -8, 8, "multiple of 8 up to 65536, got -8");
+  refused(131072, 131072, 8, "up to 65536, got 131072");
+  refused(64, 48, 8, "group 48 does not divide k = 64");
+  refused(-1, 0, 8, "k must be");
+  std::vector<int8_t> codes(64, 0);
+  codes[17] = 8;
+  std::vector<float> scales(1, 1.0f);
+  std::vector<uint8_t> out(static_cast<size_t>(panel_layout(64, 0, 4).panel_bytes()));
+  const int64_t bytes = static_cast<int64_t>(out.size());
+  const auto packing = [&](int64_t panel_bytes) {
+    pack(codes.data(), scales.data(), 64, 1, 0, 4, out.data(), 1, panel_bytes, Parallel());
+  };
+  CHECK(throws<Error>([&] { packing(bytes); }, "code 8 at row 17, column 0"));
+  codes[17] = 0;
+  CHECK(throws<Error>([&] { packing(bytes - 64); }, "are a buffer of [1, "));
+  packing(bytes);
+  Matmul args;
+  float x = 0, y = 0;
+  args.x = &x;
+  args.y = &y;
+  args.m = 1;
+  args.weights = PackedWeights{out.data(), 1, bytes, 64, 1, 0, 8};
+  CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "are a buffer of [1, "));
+  args.weights.bits = 4;
+  args.x_dtype = DType::S8;
+  CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "x must be float32"));
+  args.x_dtype = DType::F32;
+  args.planes = 4;
+  CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "planes must be"));
+}
+
+TEST(isa_names) {
+  const std::vector<Isa> found = available_isas();
+  CHECK(!found.empty() && found.front() == Isa::kGeneric);
+  for (Isa isa : found) CHECK(parse_isa(name(isa)) == isa);
+  CHECK(throws<Error>([] { parse_isa("sse9"); }, "\"sse9\" is unknown; this machine has generic"));
+  if (!available(Isa::kAmx)) {
+    CHECK(throws<Error>([] { parse_isa("amx"); }, "not available on this machine"));
+  }
+  CHECK(available(selected_isa()));
+}
+
+}  // namespace

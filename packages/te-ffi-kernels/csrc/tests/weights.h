@@ -1,0 +1,97 @@
+// Buffers of exactly the size that is used, at odd addresses, and packed weights in them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "common/convert.h"
+#include "common/dtype.h"
+#include "common/packed.h"
+#include "matmul/matmul.h"
+#include "matmul/pack.h"
+
+namespace jaxtap::testing {
+
+// `bytes` bytes that end where the allocation ends, `offset` after its begin.
+class Buffer {
+ public:
+  Buffer(int64_t bytes, int64_t offset)
+      : data_(new uint8_t[static_cast<size_t>(bytes + offset)]), bytes_(bytes), offset_(offset) {
+    std::memset(data_.get(), 0xA5, static_cast<size_t>(bytes + offset));
+  }
+  uint8_t* get() { return data_.get() + offset_; }
+  const uint8_t* get() const { return data_.get() + offset_; }
+  int64_t size() const { return bytes_; }
+
+ private:
+  std::unique_ptr<uint8_t[]> data_;
+  int64_t bytes_, offset_;
+};
+
+inline double element(const uint8_t* data, DType type, int64_t index) {
+  if (type == DType::F32) {
+    float x;
+    std::memcpy(&x, data + 4 * index, 4);
+    return static_cast<double>(x);
+  }
+  uint16_t half;
+  std::memcpy(&half, data + 2 * index, 2);
+  return static_cast<double>(type == DType::BF16 ? bf16_to_f32(half) : f16_to_f32(half));
+}
+
+inline void set_element(uint8_t* data, DType type, int64_t index, float value) {
+  if (type == DType::F32) {
+    std::memcpy(data + 4 * index, &value, 4);
+    return;
+  }
+  const uint16_t half = type == DType::BF16 ? f32_to_bf16(value) : f32_to_f16(value);
+  std::memcpy(data + 2 * index, &half, 2);
+}
+
+struct Weights {
+  int64_t k, n, group;
+  int bits;
+  std::vector<int8_t> codes;
+  std::vector<float> scales;
+  Buffer buffer;
+
+  int64_t scale_rows() const { return group == 0 ? 1 : k / group; }
+  int8_t code(int64_t row, int64_t column) const {
+    return codes[static_cast<size_t>(row * n + column)];
+  }
+  float scale(int64_t row, int64_t column) const {
+    return scales[static_cast<size_t>((group == 0 ? 0 : row / group) * n + column)];
+  }
+  PackedWeights packed() const {
+    PackedWeights w;
+    w.buffer = buffer.get();
+    w.panels = panel_count(n);
+    w.panel_bytes = panel_layout(k, group, bits).panel_bytes();
+    w.k = k;
+    w.n = n;
+    w.group = group;
+    w.bits = bits;
+    return w;
+  }
+};
+
+inline Weights random_weights(int64_t k, int64_t n, int64_t group, int bits, std::mt19937& random,
+                              int64_t offset = 0, int constant = 1000) {
+  const int64_t panel_bytes = panel_layout(k, group, bits).panel_bytes();
+  Weights w{k, n, group, bits, {}, {}, Buffer(panel_count(n) * panel_bytes, offset)};
+  w.codes.resize(static_cast<size_t>(k * n));
+  const int low = bits == 8 ? -128 : -8, high = bits == 8 ? 127 : 7;
+  std::uniform_int_distribution<int> code(low, high);
+  for (int8_t& c : w.codes) c = static_cast<int8_t>(constant == 1000 ? code(random) : constant);
+  std::uniform_real_distribution<float> scale(0.001f, 0.01f);
+  w.scales.resize(static_cast<size_t>(w.scale_rows() * n));
+  for (float& s : w.scales) s = scale(random);
+  pack(w.codes.data(), w.scales.data(), k, n, group, bits, w.buffer.get(), panel_count(n),
+       panel_bytes, Parallel());
+  return w;
+}
+
+}  // namespace jaxtap::testing

@@ -1,0 +1,127 @@
+"""How an op of this package runs: as a kernel where it's lowered for a platform that has one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from interception_core import register_kernel, select_kernel
+
+PLATFORMS = ("cpu",)
+"""What there are kernels for."""
+
+
+def call(
+    op: str,
+    reference: Callable[..., Any],
+    operands: Sequence[jax.Array],
+    results: Any,
+    *,
+    asked: Sequence[Any] | None = None,
+    partition: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    question: dict[str, Any] | None = None,
+    **attributes: Any,
+) -> Any:
+    """Runs an op on its operands.
+
+    The kernel is selected while the op is traced, and called where the program is lowered for the
+    kernel's platform. Elsewhere, and where no kernel supports the call, the reference runs.
+
+    Args:
+        op: the name of the op.
+        reference: the same in JAX, a function of the operands.
+        operands: arrays, as the FFI signature has them.
+        results: what comes back: a ``jax.ShapeDtypeStruct``, or a tuple of them.
+        asked: the operands that kernels are asked about, where these say more than those that they
+            are called with.
+        partition: makes a partitionable function of the operands out of the kernel, which is
+            called as ``kernel(results, attributes, *operands)``.
+        question: what kernels are asked beside the attributes.
+        attributes: of the FFI call: ints, floats, bools, strings and NumPy scalars.
+    """
+    branches = {}
+    for platform in PLATFORMS:
+        params = attributes | (question or {})
+        choice = select_kernel(op, platform, operands if asked is None else asked, **params)
+        if choice.spec is None:
+            continue
+        target = register_kernel(choice.spec)
+        kernel = functools.partial(_ffi, target)
+        branches[platform] = (
+            functools.partial(kernel, results, attributes)
+            if partition is None
+            else partition(kernel)
+        )
+    if not branches:
+        return reference(*operands)
+    # In shard_map, branches must agree on the mesh axes that a result varies over.
+    axes = frozenset().union(*(_axes(operand) for operand in operands))
+    cast = functools.partial(functools.partial, _varying, axes)
+    branches = {platform: cast(branch) for platform, branch in branches.items()}
+    return lax.platform_dependent(*operands, default=cast(reference), **branches)
+
+
+def _varying(axes: frozenset[str], fn: Callable[..., Any], *operands: jax.Array) -> Any:
+    """Calls a function; its results vary over `axes`."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - _axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, fn(*operands))
+
+
+def _axes(x: jax.Array) -> frozenset[str]:
+    """The mesh axes of a surrounding shard_map that an array varies over."""
+    return jax.typeof(x).manual_axis_type.varying  # pyrefly: ignore[missing-attribute]
+
+
+def _ffi(target: str, results: Any, attributes: dict[str, Any], *operands: jax.Array) -> Any:
+    # What vmap does is decided a level above, in `batched`.
+    return jax.ffi.ffi_call(target, results)(*operands, **attributes)
+
+
+def batched(
+    fn: Callable[..., Any], rule: Callable[..., tuple[Any, Any]] | None = None
+) -> Callable[..., Any]:
+    """Gives a function of arrays a rule for ``vmap``.
+
+    Args:
+        fn: a function of arrays (pytrees of them).
+        rule: called as ``rule(axis_size, in_batched, *args)``, as that of ``custom_vmap``;
+            without one the function runs once per index.
+    """
+    wrapped = custom_vmap(fn)
+
+    def one_by_one(axis_size: int, in_batched: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        leaves, treedef = jax.tree.flatten(args)
+        flags = jax.tree.leaves(in_batched)
+        mapped = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+
+        def body(given: list[Any]) -> Any:
+            rest = iter(given)
+            merged = [
+                next(rest) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)
+            ]
+            return wrapped(*jax.tree.unflatten(treedef, merged))
+
+        out = lax.map(body, mapped)
+        return out, jax.tree.map(lambda _: True, out)
+
+    def batch(axis_size: int, in_batched: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        found = NotImplemented if rule is None else rule(axis_size, in_batched, *args)
+        return one_by_one(axis_size, in_batched, *args) if found is NotImplemented else found
+
+    wrapped.def_vmap(batch)
+    return wrapped
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array is of a dtype that kernels take activations in."""
+    return x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)

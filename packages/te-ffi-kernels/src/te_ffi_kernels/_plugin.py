@@ -1,0 +1,43 @@
+"""What te-ffi-kernels declares."""
+
+from interception_core import DoctorCheck, KernelSpec, hookimpl
+
+from ._te.specs import SPECS
+
+API = (1, 1)
+
+_WEIGHTS = {
+    "pack_w8": "packs a weight in 8 bits",
+    "pack_w4": "packs a weight in 4 bits",
+    "gemm_w8a8": "int8 weights, activations quantized to int8 by row",
+    "gemm_w8a16": "int8 weights, float activations",
+    "gemv_w8": "int8 weights, float activations of a few rows",
+    "gemv_w4": "int4 weights, float activations",
+}
+
+_KINDS = {"pack_w8": "packing", "pack_w4": "packing"}
+
+
+@hookimpl
+def jaxtap_register_kernels():
+    """Returns the kernels."""
+    return [
+        KernelSpec(
+            target=f"te_ffi_kernels.{op}",
+            platform="cpu",
+            handlers="te_ffi_kernels._ffi:registrations",
+            op=op,
+            supports=f"te_ffi_kernels._supports:{_KINDS.get(op, 'product')}",
+            summary=summary,
+            apply=f"te_ffi_kernels:{op}",
+        )
+        for op, summary in _WEIGHTS.items()
+    ] + SPECS
+
+
+@hookimpl
+def jaxtap_doctor_checks():
+    """Returns the checks for ``jaxtap doctor``."""
+    return [
+        DoctorCheck("isa", "which instruction sets the kernels use", "te_ffi_kernels._doctor:isa")
+    ]

@@ -1,0 +1,66 @@
+"""What stages the targets have, and how often they were warmed up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import _native
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of an FFI target.
+
+    Attributes:
+        target: its name.
+        names: the stages that it has: "instantiate" (on CPU, once per call site and loaded
+            executable; the kernel is warmed up there) and "execute" (each call). XLA calls
+            "prepare" and "initialize" on GPU alone.
+        why_no_warm_up: why it isn't warmed up; None where it is.
+    """
+
+    target: str
+    names: tuple[str, ...]
+    why_no_warm_up: str | None
+
+
+def stages(target: str) -> Stages:
+    """Returns the stages of a target of this package.
+
+    Args:
+        target: such as ``"te_ffi_kernels.gemm_w8a8"``; the part before the dot may be left out.
+
+    Raises:
+        ValueError: there is no such target.
+    """
+    table = _native.targets()
+    name = target if "." in target else f"te_ffi_kernels.{target}"
+    if name not in table:
+        raise ValueError(f"There is no target {target!r}; there are: {', '.join(sorted(table))}")
+    found, why = table[name]
+    return Stages(name, tuple(sorted(found)), why or None)
+
+
+def targets() -> tuple[str, ...]:
+    """Returns the names of all targets of this package."""
+    return tuple(sorted(_native.targets()))
+
+
+def warm_counts() -> dict[str, int]:
+    """Returns how often each target was warmed up in this process, by name."""
+    return dict(_native.warm_counts())
+
+
+def isa() -> str:
+    """Returns the instruction set in use: the best that this machine has, or ``JAXTAP_ISA``.
+
+    Raises:
+        RuntimeError: ``JAXTAP_ISA`` names one that is unknown or that this machine hasn't; the
+            message lists those that it has.
+    """
+    return _native.isa()
+
+
+def isas() -> tuple[str, ...]:
+    """Returns the instruction sets that there are kernels for on this machine, best last."""
+    return tuple(_native.isas())

@@ -1,0 +1,31 @@
+"""Which calls the kernels take."""
+
+from interception_core import KernelCall
+
+from ._te.supports import anything
+from ._weights.layout import GROUP_ALIGNMENT
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+def product(call: KernelCall) -> bool | str:
+    """Tells whether a product of x[m, k] with a weight[k, n] has a kernel."""
+    x, weight = call.operands
+    if x.dtype not in _FLOATS:
+        return f"x is {x.dtype}"
+    if weight.shape[0] == 0:
+        return "nothing is contracted"
+    fits = packing_of(weight.shape[0], call.param("group", 0))
+    return anything(call) if fits is True else fits
+
+
+def packing(call: KernelCall) -> bool | str:
+    """Tells whether codes[k, n] have a packed form."""
+    return packing_of(call.operands[0].shape[0], call.param("group", 0))
+
+
+def packing_of(k: int, group: int) -> bool | str:
+    """Tells whether k rows can have scales for every `group` of them, 0 for one."""
+    if group and (group % GROUP_ALIGNMENT or k % group):
+        return f"groups of {group} rows, and not a multiple of {GROUP_ALIGNMENT} that divides {k}"
+    return True

@@ -1,0 +1,1 @@
+"""Transformer Engine's quantization and matrix products, with its arguments and mathematics."""

@@ -1,0 +1,54 @@
+"""Preparing a whole program ahead of its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from interception_core import kernels, register_kernel
+
+
+def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+    """Compiles a program, which warms up every kernel in it, without running it.
+
+    Args:
+        fn: a function, jitted or not.
+        args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+        kwargs: likewise.
+
+    Returns:
+        The compiled program. Call this one: a later call of ``fn`` compiles anew, unless ``fn`` is
+        jitted or the persistent compilation cache is on, and warms up once more.
+    """
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    return jitted.lower(*args, **kwargs).compile()  # pyrefly: ignore[missing-attribute]
+
+
+def register() -> tuple[str, ...]:
+    """Registers all kernels of the installed plugins for the platforms at hand.
+
+    A program that was traced in this process needs none of this. One that ``jax.export`` reloads
+    does.
+
+    Returns:
+        The targets.
+
+    Raises:
+        KernelError: one of them can't be registered.
+    """
+    platforms = {device.platform for device in jax.devices()} | {"cpu"}
+    found = [spec for spec in kernels() if spec.platform in platforms]
+    return tuple(register_kernel(spec) for spec in found)
+
+
+def export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
+    """Returns what ``jax.export.export(..., disabled_checks=...)`` needs for programs with kernels.
+
+    JAX gives no promise for custom calls in saved programs; for those of the installed plugins,
+    their versions decide.
+    """
+    from jax.export import DisabledSafetyCheck
+
+    return tuple(DisabledSafetyCheck.custom_call(spec.target) for spec in kernels())

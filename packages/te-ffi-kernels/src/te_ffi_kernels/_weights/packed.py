@@ -1,0 +1,60 @@
+"""PackedWeight: a weight in the order in which the kernels read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from .layout import panel_bytes, unpack_panels
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A quantized weight, packed by ``pack_w8`` or ``pack_w4``; a pytree of its buffer.
+
+    It stands for a matrix of shape ``(k, n)``, or for several: ``lead`` are the axes of a stack of
+    layers, which ``scan`` and ``vmap`` go through.
+
+    Attributes:
+        buffer: uint8[*lead, panels, bytes of a panel]: see ``te_ffi_kernels.layout``. A panel is
+            16 columns and has a header of its own, so the axis of panels can be sharded.
+        k: rows, those that a product contracts (static).
+        n: columns (static).
+        bits: 8 or 4 (static).
+        group: rows that share a scale, 0 for all (static).
+    """
+
+    buffer: jax.Array
+    k: int = dataclasses.field(metadata={"static": True})
+    n: int = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what it stands for."""
+        return (*self.buffer.shape[:-2], self.k, self.n)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.buffer.size
+
+    def unpack(self) -> tuple[jax.Array, jax.Array]:
+        """Returns codes, int8[*lead, k, n], and scales, float32[*lead, groups, n], in plain JAX."""
+        self.check()
+        return unpack_panels(self.buffer, self.k, self.n, self.bits, self.group)
+
+    def check(self) -> None:
+        """Raises a ValueError where the buffer's shape or dtype can't be that of such a weight."""
+        wanted = (-(-self.n // 16), panel_bytes(self.k, self.bits, self.group))
+        found: Any = self.buffer
+        if found.dtype != "uint8" or found.shape[-2:] != wanted:
+            raise ValueError(
+                f"buffer is {found.dtype}{list(found.shape)}, but a weight of k={self.k} and "
+                f"n={self.n} in {self.bits} bits with group={self.group} is packed in uint8"
+                f"[..., {wanted[0]}, {wanted[1]}]. Pack it with pack_w{self.bits}."
+            )

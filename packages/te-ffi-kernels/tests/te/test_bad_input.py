@@ -1,0 +1,374 @@
+"""Bad input is an error that names the op and the argument: of Python, and of the handlers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import te_ffi_kernels as te
+from te_ffi_kernels import reference
+from te_ffi_kernels._te.gemm_config import Attributes
+
+E4M3, E5M2, E8M0 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu
+ONE, ZERO, NONE = jnp.ones((1,)), jnp.zeros((1,)), jnp.zeros((0,))
+X = jnp.ones((32, 64))
+EXTRA = (jnp.zeros((0,), jnp.uint32), ZERO, jnp.zeros((1, 1), jnp.bfloat16))
+
+
+def quantize(op, x=X, out=E4M3, mode=1, layout=2, axis=-1, scale=ONE, amax=ZERO, **options):
+    return op(x, scale, amax, *EXTRA, out, mode, layout, axis, **options)
+
+
+BAD_QUANTIZE = [
+    ({"x": jnp.ones((4,))}, ValueError, "flatten_axis is -1, and x"),
+    ({"axis": 0}, ValueError, "flatten_axis is 0"),
+    ({"axis": 2}, ValueError, "flatten_axis is 2"),
+    ({"x": jnp.ones((4, 4), jnp.int32)}, TypeError, "x is int32"),
+    ({"out": jnp.float16}, TypeError, "out_dtype is float16"),
+    ({"out": jnp.int8, "mode": 2}, TypeError, "out_dtype is int8"),
+    ({"mode": 0}, ValueError, "scaling_mode is NO_SCALING"),
+    ({"mode": 7}, ValueError, "scaling_mode is 7"),
+    ({"mode": 4}, NotImplementedError, "NVFP4"),
+    ({"layout": 3}, ValueError, "q_layout is 3"),
+    ({"x": jnp.ones((31, 64)), "mode": 2}, ValueError, r"x has shape \(31, 64\), and its axis 0"),
+    ({"x": jnp.ones((32, 65)), "mode": 2}, ValueError, r"x has shape \(32, 65\), and its axis 1"),
+    ({"scale_dtype": jnp.float16}, TypeError, "scale_dtype is float16"),
+    ({"stochastic_rounding": True}, NotImplementedError, "stochastic_rounding is set"),
+    ({"use_rht": True}, NotImplementedError, "use_rht is set"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), BAD_QUANTIZE)
+@pytest.mark.parametrize("op", [te.dbias_quantize, reference.dbias_quantize])
+def test_quantize(op, given, error, message):
+    with pytest.raises(error, match=f"dbias_quantize: .*{message}"):
+        quantize(op, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scale": jnp.ones((2,))}, r"scale has shape \(2,\)"),
+        ({"amax": jnp.ones((2,))}, r"amax has shape \(2,\)"),
+    ],
+)
+def test_quantize_numbers(given, message):
+    with pytest.raises(ValueError, match=f"dbias_quantize: {message}"):
+        quantize(te.dbias_quantize, **given)
+    with pytest.raises(TypeError, match="dbias_quantize: scale is float16"):
+        quantize(te.dbias_quantize, scale=jnp.ones((1,), jnp.float16))
+
+
+def test_only_the_blocks_that_are_wanted():
+    assert quantize(te.dbias_quantize, x=jnp.ones((31, 64)), mode=2, layout=0)[2].shape == (31, 2)
+    assert quantize(te.dbias_quantize, x=jnp.ones((32, 65)), mode=2, layout=1)[3].shape == (1, 65)
+
+
+CODES = jnp.ones((32, 64), E4M3)
+
+
+@pytest.mark.parametrize("op", [te.dequantize, reference.dequantize])
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((X, ZERO, ZERO, ONE), TypeError, "x is float32"),
+        ((CODES, ZERO, ZERO, jnp.ones((2,))), ValueError, r"scale_inv has shape \(2,\)"),
+        ((CODES, ZERO, ZERO, jnp.ones((1,), E8M0)), TypeError, "scale_inv is float8_e8m0fnu"),
+        ((CODES, ZERO, ZERO, ONE, E4M3), TypeError, "out_dtype is float8_e4m3fn"),
+        (
+            (CODES, ZERO, ZERO, jnp.ones((1, 64), E8M0), jnp.float32, 2),
+            ValueError,
+            r"scale_inv has shape \(1, 64\), and must have \(32, 2\)",
+        ),
+        ((CODES, ZERO, ZERO, ONE, jnp.float32, 64), ValueError, r"must have \(32,\)"),
+        ((CODES, ZERO, ZERO, ONE, jnp.float32, 64, False, 0), ValueError, "flatten_axis is 0"),
+    ],
+)
+def test_dequantize(op, args, error, message):
+    with pytest.raises(error, match=f"dequantize: .*{message}"):
+        op(*args)
+
+
+def test_grouped():
+    sizes = jnp.asarray([16, 16], jnp.int32)
+    two = jnp.ones((2,))
+    for given, error, message in (
+        ((X, two, sizes.astype(jnp.float32), E4M3, 1, 0), TypeError, "group_sizes is float32"),
+        ((X, two, sizes[None], E4M3, 1, 0), ValueError, "group_sizes has shape"),
+        ((X, ONE, sizes, E4M3, 1, 0), ValueError, r"scale has shape \(1,\)"),
+        ((X, two, sizes, jnp.int8, 2, 0), TypeError, "out_dtype is int8"),
+        ((jnp.ones((33, 64)), two, sizes, E4M3, 2, 1), ValueError, r"x has shape \(33, 64\)"),
+    ):
+        with pytest.raises(error, match=f"grouped_quantize: .*{message}"):
+            te.grouped_quantize(*given)
+
+
+def product(op, lhs=X, ls=NONE, rhs=X, rs=NONE, bias=NONE, alpha=ONE, beta=ZERO, **options):
+    given = {"out": jnp.float32, "dims": ((1,), (1,)), "mode": 0} | options
+    out, dims, mode = given.pop("out"), given.pop("dims"), given.pop("mode")
+    return op(lhs, ls, rhs, rs, bias, alpha, beta, out, dims, mode, **given)
+
+
+BLOCKS = jnp.ones((32, 2), E8M0)
+
+
+@pytest.mark.parametrize("op", [te.gemm_v2, reference.gemm_v2])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"lhs": X.astype(jnp.float16)}, TypeError, "lhs is float16 and rhs is float32"),
+        ({"lhs": CODES}, TypeError, "lhs is float8_e4m3fn"),
+        ({"rhs": jnp.ones((32, 63))}, ValueError, r"rhs has shape \(32, 63\) with 63 contracted"),
+        ({"dims": ((0, 1), (1,))}, ValueError, r"contracting_dims has \(0, 1\) of lhs"),
+        ({"lhs": X[None], "dims": ((1,), (1,))}, ValueError, r"contracting_dims has \(1,\) of lhs"),
+        ({"dims": ((1,), ())}, ValueError, r"contracting_dims has \(\) of rhs"),
+        ({"out": E4M3}, TypeError, "out_dtype is float8_e4m3fn"),
+        ({"bias": jnp.ones((31,))}, ValueError, r"bias has shape \(31,\)"),
+        ({"bias": jnp.ones((32,), jnp.float16)}, TypeError, "bias is float16"),
+        ({"alpha": jnp.ones((2,))}, ValueError, r"alpha has shape \(2,\)"),
+        ({"beta": jnp.ones((1,), jnp.float16)}, TypeError, "beta is float16"),
+        ({"mode": 5}, NotImplementedError, "NVFP4"),
+        ({"mode": 6}, ValueError, "scaling_mode is 6"),
+        ({"collective_op": 1}, NotImplementedError, "collective_op is 1"),
+        ({"mode": 1}, TypeError, "lhs is float32"),
+        ({"lhs": CODES, "rhs": CODES, "mode": 1}, ValueError, r"lhs_scale_inv has shape \(0,\)"),
+        (
+            {"lhs": CODES, "rhs": CODES, "mode": 64, "ls": jnp.ones((32,))},
+            ValueError,
+            r"rhs_scale_inv has shape \(0,\), and must have \(32,\)",
+        ),
+        (
+            {"lhs": CODES, "rhs": CODES, "mode": 2, "ls": BLOCKS, "rs": BLOCKS.T},
+            ValueError,
+            r"rhs_scale_inv has shape \(2, 32\)",
+        ),
+        (
+            {"lhs": CODES[:, :33], "rhs": CODES[:, :33], "mode": 2, "ls": BLOCKS, "rs": BLOCKS},
+            ValueError,
+            r"lhs has shape \(32, 33\), and its axis 1",
+        ),
+        (
+            {"lhs": CODES.astype(E5M2), "rhs": CODES.astype(E5M2), "mode": 1, "ls": ONE, "rs": ONE},
+            TypeError,
+            "both float8_e5m2",
+        ),
+    ],
+)
+def test_gemm_v2(op, given, error, message):
+    with pytest.raises(error, match=f"gemm_v2: .*{message}"):
+        product(op, **given)
+
+
+def test_gemm():
+    args = (X, NONE, X, NONE, NONE, NONE, ONE, ZERO, jnp.float32, ((1,), (1,)), 0)
+    for given, message in (
+        ({"fuse_bias": True}, "bias has shape"),
+        ({"fuse_gelu": True, "grad": True}, "gelu_input has shape"),
+    ):
+        with pytest.raises(ValueError, match=f"gemm: {message}"):
+            reference.gemm(*args, **given)
+        with (
+            pytest.warns(DeprecationWarning, match="gemm_v2"),
+            pytest.raises(ValueError, match=f"gemm: {message}"),
+        ):
+            te.gemm(*args, **given)
+
+
+# What follows calls the targets themselves, as another front end would.
+
+
+def target(name, results, operands, **attributes):
+    te.register()
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    call = jax.ffi.ffi_call(f"te_ffi_kernels.{name}", results)
+    return jax.block_until_ready(call(*operands, **attributes))
+
+
+def fails(message, *args, **attributes):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        target(*args, **attributes)
+
+
+QUANTIZE = {
+    "scaling_mode": 1,
+    "q_layout": 2,
+    "is_dbias": True,
+    "flatten_axis": -1,
+    "stochastic_rounding": False,
+    "use_rht": False,
+}
+
+
+def raw_quantize(message=None, x=X, scale=ONE, amax=ZERO, changed=None, **attributes):
+    results = [((32, 64), E4M3), ((64, 32), E4M3), ((1,), jnp.float32), ((1,), jnp.float32)]
+    results += [((1,), jnp.float32), ((64,), jnp.float32), ((1,), jnp.float32)]
+    for at, result in (changed or {}).items():
+        results[at] = result
+    args = ("dbias_quantize", results, (x, scale, amax, *EXTRA))
+    attributes = QUANTIZE | attributes
+    if message is None:
+        return target(*args, **attributes)
+    return fails(f"te_ffi_kernels.dbias_quantize: {message}", *args, **attributes)
+
+
+def test_quantize_target():
+    found = raw_quantize()
+    np.testing.assert_array_equal(found[5], np.full(64, 32))
+    np.testing.assert_array_equal(np.asarray(found[1], np.float32), np.ones((64, 32)))
+
+
+@pytest.mark.parametrize(
+    ("message", "given"),
+    [
+        ("x is int32", {"x": X.astype(jnp.int32)}),
+        ("flatten_axis is -1, and must have axes of x", {"x": jnp.ones((2048,))}),
+        ("flatten_axis is 0", {"flatten_axis": 0}),
+        ("flatten_axis is 5", {"flatten_axis": 5}),
+        ("scale is float16", {"scale": ONE.astype(jnp.float16)}),
+        (r"scale is float32\[2\]", {"scale": jnp.ones(2)}),
+        ("amax is float32", {"amax": jnp.ones(2)}),
+        ("output is float32", {"changed": {0: ((32, 64), jnp.float32)}}),
+        (r"output is float8_e4m3fn\[31, 64\]", {"changed": {0: ((31, 64), E4M3)}}),
+        ("colwise_output is float8_e5m2", {"changed": {1: ((64, 32), E5M2)}}),
+        ("scale_inv is float32", {"changed": {2: ((2,), jnp.float32)}}),
+        ("colwise_scale_inv is int32", {"changed": {3: ((1,), jnp.int32)}}),
+        ("updated_amax is float32", {"changed": {4: ((2,), jnp.float32)}}),
+        ("dbias is float32", {"changed": {5: ((63,), jnp.float32)}}),
+        ("dbias is bfloat16", {"changed": {5: ((64,), jnp.bfloat16)}}),
+        ("scaling_mode is 0", {"scaling_mode": 0}),
+        ("scaling_mode is 4 .NVFP4", {"scaling_mode": 4}),
+        ("scaling_mode is 99", {"scaling_mode": 99}),
+        ("q_layout is 3", {"q_layout": 3}),
+        ("stochastic_rounding is set", {"stochastic_rounding": True}),
+        ("use_rht is set", {"use_rht": True}),
+        ("scale_inv is float32.*float8_e8m0fnu", {"scaling_mode": 2}),
+    ],
+)
+def test_quantize_target_refuses(message, given):
+    raw_quantize(message, **given)
+
+
+def test_quantize_target_refuses_blocks():
+    x = jnp.ones((33, 32))
+    changed = {0: ((33, 32), E4M3), 2: ((33,), jnp.uint8), 1: ((33, 32), E4M3)}
+    changed |= {3: ((33,), jnp.uint8)}
+    raw_quantize("x is .*rows .* are 33", x, changed=changed, scaling_mode=2)
+
+
+def test_dequantize_target():
+    operands = (CODES, ZERO, ZERO, ONE)
+    result = [((32, 64), jnp.float32)]
+    np.testing.assert_array_equal(target("dequantize", result, operands)[0], X)
+    head = "te_ffi_kernels.dequantize: "
+    fails(head + "x is float32", "dequantize", result, (X, *operands[1:]))
+    fails(head + "scale_inv is float32", "dequantize", result, (CODES, ZERO, ZERO, NONE))
+    fails(head + "output is", "dequantize", [((32, 63), jnp.float32)], operands)
+    fails(head + "output is int8", "dequantize", [((32, 64), jnp.int8)], operands)
+    fails(head + "scaling_mode is 0", "dequantize", result, operands, scaling_mode=0)
+    fails(head + "attribute scaling_mode", "dequantize", result, operands, scaling_mode=1.5)
+    fails(head + "scale_inv is", "dequantize", result, operands, scaling_mode=64)
+    short = jnp.ones((32, 33), E4M3)
+    fails(
+        head + "x is .*columns .* are 33",
+        "dequantize",
+        [((32, 33), jnp.float32)],
+        (short, ZERO, ZERO, BLOCKS),
+        scaling_mode=2,
+    )
+
+
+GEMM = {
+    "scaling_mode": 0,
+    "collective_op": 0,
+    "lhs_axis_boundary": 1,
+    "rhs_axis_boundary": 1,
+    "lhs_transposed": False,
+    "rhs_transposed": True,
+    "use_split_accumulator": False,
+}
+
+
+def raw_gemm(message=None, lhs=X, ls=NONE, rhs=X, rs=NONE, bias=NONE, out=None, **config):
+    results = [out or ((32, 32), jnp.float32), ((1,), jnp.uint8)]
+    alpha, beta = config.pop("alpha", ONE), config.pop("beta", ZERO)
+    without = config.pop("without", None)
+    config = GEMM | config
+    config.pop(without, None)
+    args = ("gemm_v2", results, (lhs, ls, rhs, rs, bias, alpha, beta))
+    if message is None:
+        return target(*args, config=Attributes(config))
+    return fails(f"te_ffi_kernels.gemm_v2: {message}", *args, config=Attributes(config))
+
+
+def test_gemm_v2_target():
+    np.testing.assert_array_equal(raw_gemm()[0], np.full((32, 32), 64))
+    found = raw_gemm(bias=jnp.full((32,), -64.0), fuse_gelu=True)
+    np.testing.assert_array_equal(found[0], np.zeros((32, 32)))
+
+
+@pytest.mark.parametrize(
+    ("message", "given"),
+    [
+        ("lhs is int32", {"lhs": X.astype(jnp.int32)}),
+        ("rhs is bfloat16", {"rhs": X.astype(jnp.bfloat16)}),
+        ("rhs is .*63 contracted", {"rhs": X[:, :63]}),
+        ("lhs_axis_boundary is 0", {"lhs_axis_boundary": 0}),
+        ("rhs_axis_boundary is 2", {"rhs_axis_boundary": 2}),
+        ("lhs_axis_boundary is 1", {"lhs": X[0]}),
+        ("bias is float32", {"bias": jnp.ones(31)}),
+        ("bias is bfloat16", {"bias": jnp.ones(32, jnp.bfloat16)}),
+        ("alpha is float32", {"alpha": jnp.ones(2)}),
+        ("beta is int32", {"beta": jnp.zeros(1, jnp.int32)}),
+        ("beta is 2", {"beta": jnp.full((1,), 2.0)}),
+        ("output is float8", {"out": ((32, 32), E4M3)}),
+        ("output is float32", {"out": ((31, 32), jnp.float32)}),
+        ("collective_op is 1", {"collective_op": 1}),
+        ("scaling_mode is 5 .NVFP4", {"scaling_mode": 5}),
+        ("attribute lhs_transposed is missing", {"without": "lhs_transposed"}),
+        ("lhs is float32", {"scaling_mode": 1}),
+        ("lhs_scale_inv is float32", {"lhs": CODES, "rhs": CODES, "scaling_mode": 1}),
+        (
+            "rhs_scale_inv is float32",
+            {"lhs": CODES, "rhs": CODES, "scaling_mode": 64, "ls": jnp.ones(32), "rs": ONE},
+        ),
+        (
+            "lhs_scale_inv is float32",
+            {"lhs": CODES, "rhs": CODES, "scaling_mode": 2, "ls": ONE, "rs": ONE},
+        ),
+        (
+            "lhs is .*contracted axes are 33",
+            {"lhs": CODES[:, :33], "rhs": CODES[:, :33], "scaling_mode": 2, "ls": BLOCKS},
+        ),
+        (
+            "lhs and rhs are both",
+            {
+                "lhs": CODES.astype(E5M2),
+                "rhs": CODES.astype(E5M2),
+                "scaling_mode": 1,
+                "ls": ONE,
+                "rs": ONE,
+            },
+        ),
+    ],
+)
+def test_gemm_v2_target_refuses(message, given):
+    raw_gemm(message, **given)
+
+
+def test_gemm_target_refuses():
+    options = {"fuse_bias": False, "fuse_gelu": True, "grad": True}
+    results = [((32, 32), jnp.float32), ((0,), jnp.float32), ((32, 32), jnp.float32)]
+    results += [((1,), jnp.uint8)]
+    operands = [X, NONE, X, NONE, NONE, jnp.ones((32, 31)), ONE, ZERO]
+    head = "te_ffi_kernels.gemm: "
+    fails(head + "gelu_input is", "gemm", results, operands, **GEMM, **options)
+    options |= {"grad": False, "fuse_bias": True}
+    fails(head + "bias is", "gemm", results, operands, **GEMM, **options)
+    options |= {"fuse_bias": False}
+    results[2] = ((31, 32), jnp.float32)
+    fails(head + "pre_gelu_out is", "gemm", results, operands, **GEMM, **options)
+
+
+def test_the_process_goes_on():
+    raw_quantize("scaling_mode is 0", scaling_mode=0)
+    np.testing.assert_array_equal(raw_quantize()[5], np.full(64, 32))

@@ -1,0 +1,118 @@
+"""grouped_quantize: each group as dbias_quantize does it with one array."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import te_ffi_kernels as te
+from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import expected
+from expected import raw
+
+REFERENCE = jax.jit(reference.grouped_quantize, static_argnums=range(3, 8))
+
+
+@st.composite
+def problems(draw):
+    mode = draw(st.sampled_from([ScalingMode(1), ScalingMode(2), ScalingMode(3), ScalingMode(64)]))
+    layout = draw(st.sampled_from(list(QuantizeLayout)))
+    unit = 32 if mode.is_mx and layout.has_colwise else 1
+    sizes = np.array(draw(st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=4))) * unit
+    cols = draw(st.sampled_from([32, 96] if mode.is_mx else [1, 17, 64, 70]))
+    middle = draw(st.sampled_from([None, 3]))
+    shape = (sizes.sum(), cols) if middle is None else (sizes.sum(), middle, cols)
+    out = draw(st.sampled_from(list(expected.FORMATS)[: 2 if mode.is_mx else 3]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    x = jnp.asarray(rng.normal(size=shape) * 9, jnp.float32)
+    x = x.astype(draw(st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])))
+    scale = jnp.asarray(rng.uniform(1, 40, len(sizes)), jnp.float32)
+    return x, scale, sizes, out, mode, layout
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems())
+def test_each_group_by_itself(problem):
+    x, scale, sizes, out, mode, layout = problem
+    args = (x, scale, jnp.asarray(sizes, jnp.int32), out, mode, layout, -1, None)
+    found = te.grouped_quantize(*args)
+    for one, other in zip(found, REFERENCE(*args), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_array_equal(raw(one), raw(other))
+    matrix = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1])
+    rows_each = x.shape[1] if x.ndim == 3 else 1
+    parts = [[], [], [], []]
+    start = 0
+    for size, factor, amax in zip(sizes * rows_each, scale, found[4], strict=True):
+        part = matrix[start : start + size]
+        start += size
+        for axis, at in ((1, 0), (0, 1)):
+            if not (layout.has_rowwise, layout.has_colwise)[at]:
+                continue
+            if mode.is_mx:
+                codes, scales = expected.mx(part, out, axis)
+            elif mode is ScalingMode.CHANNEL_SCALING:
+                codes, scales = expected.per_channel(part, out, axis)
+            else:
+                codes = expected.per_tensor(part, factor, out)
+                scales = (np.float32(1) / np.asarray(factor))[None]
+            turned = axis == 0 and not mode.is_mx
+            parts[at].append(raw(codes.T if turned else codes).ravel())
+            parts[at + 2].append(raw(scales).ravel())
+        assert amax == (np.abs(part).max(initial=0) if mode.is_tensor else 0)
+    for i, wanted in enumerate((layout.has_rowwise, layout.has_colwise) * 2):
+        if wanted:
+            np.testing.assert_array_equal(raw(found[i]), np.concatenate(parts[i]))
+        else:
+            assert raw(found[i]).tolist() == [0]
+
+
+def grouped(sizes, mode=1, layout=0):
+    x = jnp.ones((64, 64))
+    sizes = jnp.asarray(sizes, jnp.int32)
+    ones = jnp.ones(sizes.shape)
+    return jax.block_until_ready(
+        te.grouped_quantize(x, ones, sizes, jnp.float8_e4m3fn, mode, layout)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode", "message"),
+    [
+        ([32, 31], 1, r"group_sizes has the sum 63"),
+        ([65, -1], 1, r"group_sizes\[1\] is -1"),
+        ([33, 31], 2, r"group_sizes\[0\] is 33"),
+    ],
+)
+def test_groups_that_cannot_be(sizes, mode, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"grouped_quantize: {message}"):
+        grouped(sizes, mode, 2)
+    grouped([32, 32], mode, 2)
+
+
+def test_there_is_no_warm_up_and_a_reason():
+    found = te.stages("grouped_quantize")
+    assert found.names == ("execute",)
+    assert "synchronises" in found.why_no_warm_up
+
+
+def test_no_gradient_and_vmap():
+    x = jnp.arange(2 * 6 * 4, dtype=jnp.float32).reshape(2, 6, 4)
+    sizes = jnp.asarray([[2, 4], [6, 0]], jnp.int32)
+    run = lambda x, sizes: te.grouped_quantize(  # noqa: E731
+        x, jnp.ones(2), sizes, jnp.float8_e4m3fn, 3, 2
+    )
+    found = jax.vmap(run)(x, sizes)
+    for i in range(2):
+        for one, other in zip(found, run(x[i], sizes[i]), strict=True):
+            np.testing.assert_array_equal(raw(one[i]), raw(other))
+    grad = jax.grad(lambda x: run(x, sizes[0])[4].sum())(x[0])
+    np.testing.assert_array_equal(grad, jnp.zeros_like(grad))

@@ -1,0 +1,57 @@
+"""Every instruction set that this machine has gives the same bits, in a process of its own."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+import te_ffi_kernels as te
+
+CODE = """
+import hashlib
+import jax, jax.numpy as jnp, numpy as np
+import te_ffi_kernels as te
+
+rng = np.random.default_rng(0)
+digest = hashlib.sha256()
+for op, pack, most in ((te.gemm_w8a8, te.pack_w8, 127), (te.gemm_w8a16, te.pack_w8, 127),
+                       (te.gemv_w4, te.pack_w4, 7)):
+    for m, k, n, groups in ((1, 1, 1, 1), (1, 64, 16, 1), (2, 65, 17, 1), (7, 63, 15, 1),
+                            (17, 200, 70, 1), (33, 128, 33, 1), (5, 192, 40, 4), (16, 320, 31, 2)):
+        codes = jnp.asarray(rng.integers(-most, most + 1, (k, n)), jnp.int8)
+        scale = jnp.asarray(rng.uniform(0.01, 0.1, (groups, n)), jnp.float32)
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+            x = jnp.asarray(rng.normal(size=(m, k)), dtype)
+            digest.update(np.asarray(op(x, pack(codes, scale)), np.float32).tobytes())
+print(te.isa(), digest.hexdigest())
+"""
+
+
+def run(isa):
+    result = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env=os.environ | {"JAXTAP_ISA": isa, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def generic():
+    return run("generic")
+
+
+def test_generic_is_everywhere(generic):
+    assert te.isas()[0] == "generic"
+    assert generic[0] == "generic"
+    assert len(generic[1]) == len(hashlib.sha256().hexdigest())
+
+
+@pytest.mark.parametrize("isa", te.isas()[1:])
+def test_same_bits(isa, generic):
+    assert run(isa) == [isa, generic[1]]

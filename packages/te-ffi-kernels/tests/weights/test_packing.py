@@ -1,0 +1,119 @@
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import te_ffi_kernels as te
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from made import weight
+
+SIZES = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 100, 130])
+PACKS = {8: te.pack_w8, 4: te.pack_w4}
+REFERENCES = {8: te.reference.pack_w8, 4: te.reference.pack_w4}
+
+
+@st.composite
+def weights(draw):
+    bits = draw(st.sampled_from([8, 4]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    group = draw(st.sampled_from([0, 0, 8, 24, 32, 64]))
+    groups = draw(st.integers(2, 5)) if group else 1
+    k = group * groups or draw(SIZES)
+    return bits, group, *weight(rng, k, draw(SIZES), bits, groups)
+
+
+@settings(deadline=None, max_examples=20)
+@given(weights())
+def test_what_is_packed_is_unpacked(made):
+    bits, group, codes, scale = made
+    packed = PACKS[bits](jnp.asarray(codes), jnp.asarray(scale))
+    assert (packed.bits, packed.group, packed.shape) == (bits, group, codes.shape)
+    again, its_scale = packed.unpack()
+    np.testing.assert_array_equal(again, codes)
+    np.testing.assert_array_equal(its_scale, scale)
+
+
+@settings(deadline=None, max_examples=20)
+@given(weights())
+def test_kernel_and_reference_write_the_same_bytes(made):
+    bits, _, codes, scale = made
+    ours = PACKS[bits](jnp.asarray(codes), jnp.asarray(scale)).buffer
+    np.testing.assert_array_equal(ours, REFERENCES[bits](codes, scale).buffer)
+
+
+def test_layout_by_hand():
+    """A weight of 8 rows and 2 columns in 4 bits, byte by byte."""
+    codes = np.arange(-8, 8, dtype=np.int8).reshape(8, 2)
+    scale = np.array([[0.5, 2.0]], np.float32)
+    buffer = np.asarray(te.pack_w4(jnp.asarray(codes), jnp.asarray(scale)).buffer)
+    assert buffer.shape == (1, 64 + 64 + 8 * 64)
+    panel = buffer[0]
+    assert panel[:8].tolist() == [*b"JTWP", 1, 4, 2, 0]
+    assert panel[8:16].view(np.uint32).tolist() == [8, 0]
+    words = panel[64:].view(np.uint32).astype(np.uint64)
+    assert panel[16:24].view(np.uint32).tolist() == [
+        words.sum() % 2**32,
+        (words * np.arange(1, len(words) + 1, dtype=np.uint64)).sum() % 2**32,
+    ]
+    head = panel[:24].view(np.uint32).astype(np.uint64)
+    assert panel[24:28].view(np.uint32)[0] == (head.sum() % 2**32) ^ 0x9E3779B9
+    assert panel[64:128].view(np.float32).tolist() == [0.5, 2.0] + [0.0] * 14
+    # Byte j of column c: row j in the low half, row 4 + j in the high half.
+    wide = codes.astype(int) + 8
+    column = [wide[j, 1] | wide[4 + j, 1] << 4 for j in range(4)]
+    assert panel[128 + 4 : 128 + 8].tolist() == column
+    assert set(panel[128 + 8 :].tolist()) == {0x88}
+
+
+def test_a_stack_is_packed_layer_by_layer():
+    rng = np.random.default_rng(0)
+    made = [weight(rng, 40, 20) for _ in range(6)]
+    codes, scale = (np.stack(x).reshape(2, 3, *x[0].shape) for x in zip(*made, strict=True))
+    stack = te.pack_w8(jnp.asarray(codes), jnp.asarray(scale))
+    assert stack.shape == (2, 3, 40, 20)
+    for i, (one, its_scale) in enumerate(made):
+        alone = te.pack_w8(jnp.asarray(one), jnp.asarray(its_scale))
+        np.testing.assert_array_equal(stack.buffer[i // 3, i % 3], alone.buffer)
+    np.testing.assert_array_equal(stack.unpack()[0], codes)
+
+
+@pytest.mark.parametrize("rows", [np.s_[1:2], np.s_[2:4]])
+def test_a_slice_of_panels_is_a_weight(rows):
+    codes, scale = weight(np.random.default_rng(1), 64, 64)
+    whole = te.pack_w8(jnp.asarray(codes), jnp.asarray(scale))
+    columns = slice(16 * rows.start, 16 * rows.stop)
+    part = te.PackedWeight(whole.buffer[rows], 64, columns.stop - columns.start, 8, 0)
+    x = jax.random.normal(jax.random.key(0), (3, 64))
+    y = te.gemm_w8a8(x, whole)
+    np.testing.assert_array_equal(te.gemm_w8a8(x, part), y[:, columns])
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "message"),
+    [
+        (jnp.zeros((4, 4), jnp.int16), jnp.ones((1, 4)), "pack_w8: codes is int16"),
+        (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 4), jnp.bfloat16), "scale is bfloat16"),
+        (jnp.zeros((4, 4), jnp.int8), jnp.ones(4), r"\[\*lead, groups, n\]"),
+        (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 5)), "scale has shape"),
+        (jnp.zeros((0, 4), jnp.int8), jnp.ones((1, 4)), "no row"),
+        (jnp.zeros((24, 4), jnp.int8), jnp.ones((2, 4)), "groups of 12 rows"),
+        (jnp.zeros((24, 4), jnp.int8), jnp.ones((5, 4)), "divides the 24 rows"),
+    ],
+)
+def test_bad_input(codes, scale, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        te.pack_w8(codes, scale)
+
+
+def test_codes_beyond_4_bits():
+    with pytest.raises(
+        (ValueError, jax.errors.JaxRuntimeError), match=r"te_ffi_kernels\.pack_w4.*code"
+    ):
+        jax.block_until_ready(te.pack_w4(jnp.full((8, 4), 8, jnp.int8), jnp.ones((1, 4))))

@@ -1,0 +1,187 @@
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import te_ffi_kernels as te
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from made import matrix, quantized_rows, weight
+
+SIZES = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130])
+ROWS = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33])
+FLOATS = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
+WEIGHT_ONLY = {te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4}
+
+
+@st.composite
+def problems(draw, bits=8):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    group = draw(st.sampled_from([0, 0, 8, 32, 96]))
+    groups = draw(st.integers(2, 3)) if group else 1
+    k = group * groups or draw(SIZES)
+    x = rng.normal(size=(draw(ROWS), k)).astype(np.float32)
+    x *= draw(st.sampled_from([1e-30, 1e-3, 1.0, 1e4]))
+    return x, *weight(rng, k, draw(SIZES), bits, groups)
+
+
+def packed(codes, scale, bits=8):
+    pack = te.pack_w8 if bits == 8 else te.pack_w4
+    return pack(jnp.asarray(codes), jnp.asarray(scale))
+
+
+@settings(deadline=None, max_examples=25)
+@given(problems(), FLOATS, st.sampled_from([None, jnp.float32, jnp.bfloat16]))
+def test_w8a8_is_exact_integer_arithmetic(problem, dtype, out_dtype):
+    x, codes, scale = problem
+    x = jnp.asarray(x).astype(dtype)
+    y = te.gemm_w8a8(x, packed(codes, scale), out_dtype=out_dtype)
+    assert y.dtype == (out_dtype or dtype)
+    groups = scale.shape[0]
+    in_groups = np.asarray(x, np.float32).reshape(len(x), groups, -1 if len(x) else 1)
+    rows, row_scale = quantized_rows(in_groups)
+    expected = np.zeros((len(x), codes.shape[1]), np.float32)
+    for g, part in enumerate(np.split(codes.astype(np.int64), groups) if len(x) else ()):
+        expected += (rows[:, g] @ part).astype(np.float32) * row_scale[:, g] * scale[g]
+    np.testing.assert_array_equal(y, jnp.asarray(expected).astype(y.dtype))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data(), FLOATS)
+def test_weight_only_beside_float64(data, dtype):
+    op = data.draw(st.sampled_from(list(WEIGHT_ONLY)))
+    bits = WEIGHT_ONLY[op]
+    x, codes, scale = data.draw(problems(bits))
+    x = jnp.asarray(x).astype(dtype)
+    y = op(x, packed(codes, scale, bits), out_dtype=jnp.float32)
+    full, wide = matrix(codes, scale), np.asarray(x, np.float64)
+    error = np.abs(np.asarray(y, np.float64) - wide @ full)
+    # Fixed point of the row's largest magnitude: 23 bits for float32, 15 for the 16-bit floats.
+    step = np.abs(wide).max(-1, keepdims=True, initial=0) * (
+        2.0**-22 if dtype == jnp.float32 else 2.0**-14
+    )
+    bound = step * np.abs(full).sum(0) + 2.0**-21 * (np.abs(wide) @ np.abs(full))
+    assert (error <= bound + 1e-44).all()
+
+
+@pytest.mark.parametrize("op", [te.gemm_w8a8, *WEIGHT_ONLY])
+def test_reference_and_kernel_agree(op):
+    bits = WEIGHT_ONLY.get(op, 8)
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(9, 160)), jnp.float32)
+    for groups in (1, 5):
+        w = packed(*weight(rng, 160, 40, bits, groups), bits)
+        ours, expected = op(x, w), getattr(te.reference, op.__name__)(x, w)
+        np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=1e-4)
+
+
+def test_products_take_leading_axes():
+    rng = np.random.default_rng(4)
+    w = packed(*weight(rng, 32, 20))
+    x = jnp.asarray(rng.normal(size=(2, 3, 32)), jnp.float32)
+    y = te.gemm_w8a8(x, w)
+    assert y.shape == (2, 3, 20)
+    np.testing.assert_array_equal(y.reshape(6, 20), te.gemm_w8a8(x.reshape(6, 32), w))
+    assert te.gemv_w8(x[0, 0], w).shape == (20,)
+    assert te.gemm_w8a8(x[:0], w).shape == (0, 3, 20)
+
+
+def test_extremes_of_codes():
+    """Every code at its largest: the sums that are closest to the end of int32."""
+    k = 70_000
+    codes = np.full((k, 3), -127, np.int8)
+    x = jnp.full((2, k), -3.0)
+    y = te.gemm_w8a8(x, packed(codes, np.ones((1, 3), np.float32)))
+    scale = np.float32(3) / np.float32(127)
+    np.testing.assert_array_equal(y, np.full((2, 3), np.float32(127 * 127 * k) * scale))
+    lowest = packed(np.full((k, 3), -128, np.int8), np.ones((1, 3), np.float32))
+    np.testing.assert_allclose(te.gemm_w8a16(x, lowest), np.full((2, 3), 384.0 * k), rtol=1e-6)
+
+
+def test_rows_of_zeros_and_of_extremes():
+    w = packed(*weight(np.random.default_rng(5), 64, 8))
+    small = packed(np.ones((64, 8), np.int8), np.full((1, 8), 1e-3, np.float32))
+    for op in (te.gemm_w8a8, te.gemv_w8, te.gemm_w8a16):
+        np.testing.assert_array_equal(op(jnp.zeros((2, 64)), w), np.zeros((2, 8)))
+        assert np.isfinite(op(jnp.full((2, 64), 1e-42), w)).all()
+    # gemm_w8a8 rescales by one scale after the other, which passes the end of float32 here.
+    for op in (te.gemv_w8, te.gemm_w8a16):
+        np.testing.assert_allclose(op(jnp.full((2, 64), 3e38), small), 3e38 * 0.064, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("op", [te.gemm_w8a8, *WEIGHT_ONLY])
+def test_a_bad_value_spoils_its_row_alone(op, bad):
+    bits = WEIGHT_ONLY.get(op, 8)
+    codes, scale = weight(np.random.default_rng(6), 64, 20, bits)
+    codes[codes == 0] = 1
+    x = np.random.default_rng(7).normal(size=(5, 64)).astype(np.float32)
+    clean = op(jnp.asarray(x), packed(codes, scale, bits))
+    x[2, 17] = bad
+    y = np.asarray(op(jnp.asarray(x), packed(codes, scale, bits)))
+    assert not np.isfinite(y[2]).any()
+    np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(np.asarray(clean), 2, 0))
+
+
+@pytest.mark.parametrize("op", [te.gemm_w8a8, *WEIGHT_ONLY])
+def test_gradient_is_that_of_floats(op):
+    bits = WEIGHT_ONLY.get(op, 8)
+    rng = np.random.default_rng(8)
+    codes, scale = weight(rng, 64, 20, bits, groups=2)
+    w = packed(codes, scale, bits)
+    x, ct = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 64), (3, 20)))
+    (grad,) = jax.vjp(lambda x: op(x, w), x)[1](ct)
+    np.testing.assert_allclose(grad, np.asarray(ct) @ matrix(codes, scale).T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, w: (x.astype(jnp.int8), w), "x is int8"),
+        (lambda x, w: (x[:, :-1], w), "64 rows of the weight"),
+        (lambda x, w: (x, w.buffer), "must be a PackedWeight"),
+        (lambda x, w: (x, te.pack_w4(jnp.zeros((64, 4), jnp.int8), jnp.ones((1, 4)))), "4 bits"),
+        (lambda x, w: (x, jax.tree.map(lambda b: b[None], w)), "stack"),
+        (lambda x, w: (x, jax.tree.map(lambda b: b[:, :-1], w)), "is packed in uint8"),
+    ],
+)
+def test_bad_input(change, message):
+    x = jnp.ones((2, 64))
+    w = packed(*weight(np.random.default_rng(9), 64, 20))
+    with pytest.raises((TypeError, ValueError), match=rf"gemm_w8a8: .*{message}"):
+        te.gemm_w8a8(*change(x, w))
+    with pytest.raises(TypeError, match="out_dtype is int32"):
+        te.gemm_w8a8(x, w, out_dtype=jnp.int32)
+
+
+DAMAGE = {
+    "magic": (0, "JTWP"),
+    "version": (4, "version|checksum"),
+    "bits": (5, "checksum"),
+    "columns": (6, "checksum"),
+    "rows": (8, "checksum"),
+    "group": (12, "checksum"),
+    "header checksum": (24, "checksum"),
+    "scale": (64, "checksum"),
+    "code": (700, "checksum"),
+}
+ERRORS = (ValueError, jax.errors.JaxRuntimeError)
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("op", [te.gemm_w8a8, te.gemv_w8])
+def test_damaged_weights_are_refused(what, op):
+    place, message = DAMAGE[what]
+    w = packed(*weight(np.random.default_rng(10), 64, 40))
+    x = jnp.ones((2, 64))
+    good = op(x, w)
+    damaged = jax.tree.map(lambda b: b.at[1, place].set(b[1, place] ^ np.uint8(3)), w)
+    with pytest.raises(ERRORS, match=rf"te_ffi_kernels\.{op.__name__}.*({message})"):
+        jax.block_until_ready(op(x, damaged))
+    np.testing.assert_array_equal(op(x, w), good)

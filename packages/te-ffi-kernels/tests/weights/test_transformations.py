@@ -1,0 +1,126 @@
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import te_ffi_kernels as te
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from made import weight
+
+OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4}
+
+
+@pytest.fixture(params=OPS, ids=lambda op: op.__name__)
+def op(request):
+    return request.param
+
+
+def stack(op, layers=3, k=48, n=48):
+    bits = OPS[op]
+    rng = np.random.default_rng(0)
+    made = [weight(rng, k, n, bits) for _ in range(layers)]
+    codes, scale = (jnp.asarray(np.stack(x)) for x in zip(*made, strict=True))
+    return (te.pack_w8 if bits == 8 else te.pack_w4)(codes, scale)
+
+
+def layer(weights, i):
+    return jax.tree.map(lambda b: b[i], weights)
+
+
+def rows(*shape):
+    return jax.random.normal(jax.random.key(1), shape)
+
+
+def test_vmap_over_activations(op):
+    w, x = layer(stack(op), 0), rows(4, 5, 48)
+    y = jax.vmap(lambda x: op(x, w))(x)
+    np.testing.assert_array_equal(y, op(x, w))
+    np.testing.assert_array_equal(
+        jax.vmap(lambda x: op(x, w), in_axes=1)(x), op(x, w).swapaxes(0, 1)
+    )
+
+
+def test_vmap_over_weights(op):
+    w, x = stack(op), rows(3, 5, 48)
+    expected = jnp.stack([op(x[i], layer(w, i)) for i in range(3)])
+    np.testing.assert_array_equal(jax.vmap(op)(x, w), expected)
+    shared = jnp.stack([op(x[0], layer(w, i)) for i in range(3)])
+    np.testing.assert_array_equal(jax.vmap(op, in_axes=(None, 0))(x[0], w), shared)
+
+
+def test_scan_over_layers(op):
+    w, x = stack(op), rows(5, 48)
+
+    def step(x, w):
+        y = jnp.tanh(op(x, w))
+        return y, y.sum()
+
+    final, sums = jax.jit(lambda x, w: jax.lax.scan(step, x, w))(x, w)
+    for i in range(3):
+        x, total = step(x, layer(w, i))
+        np.testing.assert_allclose(sums[i], total, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(final, x, rtol=1e-5, atol=1e-5)
+
+
+def test_while_cond_and_remat(op):
+    w, x = layer(stack(op), 0), rows(2, 48)
+
+    @jax.jit
+    def run(x, n):
+        x = jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(op(x, w)), x)
+        return jax.lax.cond(n > 1, lambda x: op(x, w), lambda x: x, x)
+
+    expected = op(jnp.tanh(op(jnp.tanh(op(x, w)), w)), w)
+    np.testing.assert_allclose(run(x, 2), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(run(x, 0), x)
+    loss = lambda x: (op(x, w) ** 2).sum()  # noqa: E731
+    np.testing.assert_allclose(
+        jax.grad(jax.checkpoint(loss))(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_donation(op):
+    w, x = layer(stack(op), 0), rows(48, 48)
+    expected = np.asarray(op(x, w))
+    donated = jax.jit(op, donate_argnums=0)
+    np.testing.assert_array_equal(donated(x.copy(), w), expected)
+
+
+def test_the_program_has_one_custom_call_and_no_float_weight(op):
+    w, x = layer(stack(op), 0), rows(5, 48)
+    text = jax.jit(op).lower(x, w).compile().as_text()
+    assert text.count(f'custom_call_target="te_ffi_kernels.{op.__name__}"') == 1
+    assert "f32[48,48]" not in text
+
+
+def test_other_platforms_get_the_reference(op):
+    """What is lowered for a platform without a kernel has no custom call."""
+    w, x = layer(stack(op), 0), rows(5, 48)
+    text = jax.jit(op).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert "te_ffi_kernels" not in text
+    assert "dot_general" in text
+
+
+def test_export_for_several_platforms(op):
+    w, x = layer(stack(op), 0), rows(5, 48)
+    exported = jax.export.export(
+        jax.jit(lambda x, b: op(x, te.PackedWeight(b, w.k, w.n, w.bits, w.group))),
+        platforms=("cpu", "cuda"),
+        disabled_checks=te.export_checks(),
+    )(x, w.buffer)
+    again = jax.export.deserialize(bytearray(exported.serialize()))
+    np.testing.assert_array_equal(again.call(x, w.buffer), op(x, w))
+
+
+def test_no_rows_and_one_column(op):
+    bits = OPS[op]
+    w = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.ones((48, 1), jnp.int8), jnp.ones((1, 1)))
+    assert op(rows(0, 48), w).shape == (0, 1)
+    assert op(rows(3, 48), w).shape == (3, 1)
+    none = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.ones((48, 0), jnp.int8), jnp.ones((1, 0)))
+    assert op(rows(3, 48), none).shape == (3, 0)

@@ -1,0 +1,401 @@
+"""provider-xla with te-ffi-kernels: what is computed, under which transformations, and where."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import quant_numerics as qn
+from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
+
+W8 = QuantizationRule(weight_qtype="int8")
+W4 = QuantizationRule(weight_qtype="int4")
+W4_TILED = QuantizationRule(weight_qtype="int4", tile_size=16)
+W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+W8A8_TILED = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=16)
+RULES = {
+    "w8": W8,
+    "w4": W4,
+    "w4 in tiles": W4_TILED,
+    "w8a8": W8A8,
+    "w8a8 in tiles": W8A8_TILED,
+}
+
+
+@pytest.fixture(params=RULES.values(), ids=RULES)
+def rule(request):
+    return request.param
+
+
+def draw(*shapes, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def is_packed(node):
+    return isinstance(node, PrepackedWeight)
+
+
+def is_stored(node):
+    return isinstance(node, PrepackedWeight | qn.QArray | qn.PackedQArray)
+
+
+def packed_of(plan, params):
+    """The parameters, packed and not, when the plan has a kernel for each of its operations."""
+    assert all((r.kernel or "").startswith("te_ffi_kernels.") for r in plan.ops), str(plan)
+    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    count = len(plan.weights)
+    assert sum(map(is_packed, jax.tree.leaves(packed, is_leaf=is_stored))) == count
+    assert not any(map(is_packed, jax.tree.leaves(codes, is_leaf=is_stored)))
+    return packed, codes
+
+
+def check(rule, actual, expected, layers=1, exact=True):
+    """W8A8 is integers and two products: bit for bit. Sums of floats have another order.
+
+    Where the parameter is the left operand, XLA multiplies by its scales first, the kernel last.
+    In tiles, the results of each are summed as floats.
+    """
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    if rule.act_qtype is not None and rule.tile_size is None and exact:
+        np.testing.assert_array_equal(actual, expected)
+        return
+    tolerance = max(2e-6, 2 * float(jnp.finfo(actual.dtype).eps) * (actual.dtype != jnp.float32))
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert np.linalg.norm(actual - expected) <= layers * tolerance * np.linalg.norm(expected)
+
+
+def compare(fn, rule, params, *args, transform=jax.jit, layers=1):
+    """Checks that a function is the same with packed parameters as with codes in XLA."""
+    plan = PtqProvider(rule).plan(fn, params, *args)
+    packed, codes = packed_of(plan, params)
+    run = transform(plan.apply(fn))
+    check(rule, run(packed, *args), run(codes, *args), layers)
+    return plan, packed, codes
+
+
+def matmul(w, x):
+    return x @ w
+
+
+def mlp(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def stack(ws, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(RULES)),
+    # Not one: XLA divides a row by its only scale by multiplying with the reciprocal, so that codes
+    # next to a tie differ.
+    st.integers(2, 20),
+    st.integers(1, 6).map(lambda n: 16 * n),
+    st.integers(1, 40),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.integers(0, 2**32 - 1),
+)
+@example("w8a8", 1, 16, 1, "float32", 0)
+@example("w8", 5, 96, 33, "float32", 0)
+def test_products(name, m, k, n, dtype, seed):
+    w, x = draw((k, n), (m, k), dtype=dtype, seed=seed)
+    rule = RULES[name]
+    if k == 16 and rule.tile_size is not None:
+        rule = W8A8 if rule.act_qtype else W4  # one tile is all of it
+    plan, packed, _ = compare(matmul, rule, w, x)
+    if dtype == "float32" and rule.act_qtype is None:
+        exact = np.asarray(x, np.float64) @ np.asarray(packed.restore(), np.float64)
+        actual = jax.jit(plan.apply(matmul))(packed, x)
+        assert np.linalg.norm(actual - exact) <= 2e-6 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("special", ["zero rows", "huge", "tiny", "non-finite"])
+def test_extreme_activations_in_int8(special):
+    w, x = draw((32, 24), (6, 32))
+    x = {
+        "zero rows": x.at[2].set(0),
+        "huge": x * 1e37,
+        "tiny": x * 1e-40,
+        "non-finite": x.at[1, 3].set(jnp.inf).at[4, 0].set(jnp.nan),
+    }[special]
+    plan = PtqProvider(W8A8).plan(matmul, w, x)
+    packed, codes = packed_of(plan, w)
+    actual, expected = (np.asarray(jax.jit(plan.apply(matmul))(q, x)) for q in (packed, codes))
+    np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
+    finite = np.isfinite(expected).all(axis=1)
+    np.testing.assert_array_equal(actual[finite], expected[finite])
+
+
+def test_einsums_of_heads(rule):
+    params = dict(zip("qo", draw((32, 4, 16), (4, 16, 48)), strict=True))
+    (x,) = draw((2, 5, 32), seed=1)
+
+    def fn(params, x):
+        q = jnp.einsum("btd,dhe->bhte", x, params["q"])
+        return jnp.einsum("bhte,heo->bto", q, params["o"])
+
+    compare(fn, rule, params, x, layers=2)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    {
+        "eager": lambda fn: fn,
+        "jit": jax.jit,
+        "vmap": lambda fn: jax.jit(jax.vmap(fn, (None, 0))),
+        "vmap of eager": lambda fn: jax.vmap(fn, (None, 1)),
+        "grad": lambda fn: jax.jit(jax.grad(lambda w, x: fn(w, x).sum(), argnums=1)),
+        "jvp": lambda fn: lambda w, x: jax.jvp(lambda x: fn(w, x), (x,), (x,))[1],
+        "remat": lambda fn: jax.jit(
+            jax.grad(lambda w, x: jax.checkpoint(fn)(w, x).sum(), argnums=1)
+        ),
+        "in scan": lambda fn: lambda w, x: lax.scan(lambda c, x: (c, fn(w, x)), 0, x)[1],
+        "in while": lambda fn: lambda w, x: lax.fori_loop(0, 2, lambda _, x: fn(w, x), x),
+    }.items(),
+    ids=lambda item: item[0],
+)
+@pytest.mark.parametrize("fn", [mlp, stack], ids=["layers", "scan of layers"])
+def test_transformations(transform, fn, rule):
+    (params,), (x,) = draw((3, 48, 48)), draw((6, 4, 48), seed=1)
+    params = params / 10 if fn is stack else list(params / 10)
+    # Up to two turns through three layers.
+    compare(fn, rule, params, x, transform=transform[1], layers=6)
+
+
+def test_tied_weights_used_twice():
+    w, x = draw((32, 32), (5, 32))
+    plan, _, _ = compare(lambda w, x: jnp.tanh(x @ w) @ w, W8A8, w, x)
+    (weight,) = plan.weights.values()
+    assert len(weight.ops) == 2
+
+
+def test_donation():
+    params, (x,) = draw((32, 48), (48, 16)), draw((5, 32), seed=1)
+    plan = PtqProvider(W8A8).plan(mlp, params, x)
+    expected = plan.apply(mlp)(plan.quantize(params), x)
+    packed = plan.quantize(params, donate=True)
+    assert all(leaf.is_deleted() for leaf in params)
+
+    def keep(params, x):
+        return params, plan.apply(mlp)(params, x)
+
+    step = jax.jit(keep, donate_argnums=0)
+    for _ in range(2):
+        before = jax.tree.leaves(packed)
+        packed, actual = step(packed, x)
+        assert all(leaf.is_deleted() for leaf in before)
+        np.testing.assert_array_equal(actual, expected)
+
+
+def linen_model():
+    from flax import linen
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            x = linen.MultiHeadDotProductAttention(2, name="attention")(x)
+            x = linen.relu(linen.Dense(64, name="up")(x))
+            return linen.Dense(10, name="head")(x)
+
+    net, (x,) = Net(), draw((2, 5, 32))
+    return net.apply, net.init(jax.random.key(0), x), x, 6, True
+
+
+def equinox_model():
+    import equinox as eqx
+
+    net, (x,) = eqx.nn.MLP(32, 10, 48, 2, key=jax.random.key(0)), draw((6, 32))
+    params, static = eqx.partition(net, eqx.is_array)
+    return lambda params, x: jax.vmap(eqx.combine(params, static))(x), params, x, 3, False
+
+
+@pytest.mark.parametrize("make", [linen_model, equinox_model])
+def test_models_of_frameworks(make, rule):
+    fn, params, x, count, exact = make()
+    # Two activations, which don't come in tiles.
+    attention = QuantizationRule(op_names=["einsum"])
+    plan = PtqProvider([attention, rule]).plan(fn, params, x)
+    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    assert sum(map(is_packed, jax.tree.leaves(packed, is_leaf=is_stored))) == count
+    run = jax.jit(plan.apply(fn))
+    check(rule, run(packed, x), run(codes, x), count, exact)
+
+
+def test_exported_and_called_again():
+    from jax import export
+
+    params, (x,) = draw((32, 48), (48, 16)), draw((5, 32), seed=1)
+    plan = PtqProvider(W8A8).plan(mlp, params, x)
+    packed = plan.quantize(params)
+    run = jax.jit(plan.apply(mlp))
+    leaves, treedef = jax.tree.flatten(packed)
+
+    def flat(leaves, x):
+        return run(jax.tree.unflatten(treedef, leaves), x)
+
+    checks = [export.DisabledSafetyCheck.custom_call("te_ffi_kernels.gemm_w8a8")]
+    stored = export.export(jax.jit(flat), disabled_checks=checks)(leaves, x).serialize()
+    np.testing.assert_array_equal(export.deserialize(stored).call(leaves, x), run(packed, x))
+
+
+def in_process(program, **environ):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environ},
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+CACHED = """
+import jax, jax.monitoring, jax.numpy as jnp, numpy as np
+from provider_xla import PtqProvider
+
+hits = []
+jax.monitoring.register_event_listener(
+    lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
+)
+rng = np.random.default_rng(0)
+w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((64, 48), (8, 64)))
+plan = PtqProvider().plan(lambda w, x: jnp.tanh(x @ w), w, x)
+packed, codes = plan.quantize(w), plan.quantize(w, prepack=False)
+assert plan.ops[0].kernel == "te_ffi_kernels.gemm_w8a8"
+hits.clear()
+run = jax.jit(plan.apply(lambda w, x: jnp.tanh(x @ w)))
+actual = run(packed, x)
+print(len(hits))
+np.testing.assert_array_equal(actual, run(codes, x))
+"""
+
+
+def test_compiled_programs_are_cached_across_processes(tmp_path):
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    assert in_process(CACHED, **cache) == "0"
+    assert in_process(CACHED, **cache) == "1"
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
+
+rng = np.random.default_rng(0)
+x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 64), (64, 256)))
+model = lambda w, x: jax.nn.relu(x @ w)
+assert len(jax.devices()) == 8
+auto = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+whole, rows, columns = (NamedSharding(auto, P(*s)) for s in ((), ("d",), (None, "d")))
+
+for rule in (
+    QuantizationRule(weight_qtype="int8", act_qtype="int8"),
+    QuantizationRule(weight_qtype="int8"),
+    QuantizationRule(weight_qtype="int4", tile_size=16),
+):
+    plan = PtqProvider(rule).plan(model, w, x)
+    run = jax.jit(plan.apply(model))
+    expected = run(plan.quantize(w, prepack=False), x)
+
+    def close(actual):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+    # Data parallel: the weight everywhere, rows shared out.
+    stored = plan.quantize(jax.device_put(w, whole))
+    assert isinstance(stored, PrepackedWeight)
+    result = run(stored, jax.device_put(x, rows))
+    assert result.sharding.spec == P("d"), result.sharding
+    close(result)
+    around = jax.shard_map(plan.apply(model), mesh=auto, in_specs=(P(), P("d")), out_specs=P("d"))
+    close(jax.jit(around)(stored, x))
+
+    # Columns shared out: so are the panels.
+    stored = plan.quantize(jax.device_put(w, columns))
+    assert isinstance(stored, PrepackedWeight)
+    (buffer,) = jax.tree.leaves(stored)
+    assert buffer.sharding == NamedSharding(auto, P("d")), buffer.sharding
+    assert buffer.addressable_shards[0].data.shape[0] == 2
+    result = run(stored, jax.device_put(x, whole))
+    assert result.sharding.spec == P(None, "d"), result.sharding
+    close(result)
+    np.testing.assert_array_equal(stored.restore(), plan.quantize(w).restore())
+
+    # What can't be shared out in panels stays codes, and the plan of such parameters says so.
+    for stays, fn, why in (
+        (jax.device_put(w, rows), model, "an axis that is contracted"),
+        (jax.device_put(w[:, :64], columns), model, "cut within a panel of 16"),
+    ):
+        sharded = PtqProvider(rule).plan(fn, stays, x)
+        assert why in sharded.ops[0].kernel_reason, sharded.ops[0].kernel_reason
+        abstract = PtqProvider(rule).plan(fn, jax.ShapeDtypeStruct(stays.shape, stays.dtype), x)
+        stored = abstract.quantize(stays)
+        assert not isinstance(stored, PrepackedWeight)
+        np.testing.assert_allclose(
+            jax.jit(abstract.apply(fn))(stored, x), expected[:, : stays.shape[1]], 1e-4, 1e-4
+        )
+
+explicit = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+plan = PtqProvider().plan(model, w, x)
+stored = plan.quantize(w)
+with jax.set_mesh(explicit):
+    xs = jax.device_put(x, NamedSharding(explicit, P("d")))
+    ws = jax.device_put(stored, NamedSharding(explicit, P()))
+    result = jax.jit(plan.apply(model))(ws, xs)
+    assert result.sharding.spec[0] == "d", result.sharding
+    np.testing.assert_array_equal(result, jax.jit(plan.apply(model))(stored, x))
+print("done")
+"""
+
+
+def test_on_eight_devices():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    assert in_process(SHARDED, XLA_FLAGS=flags) == "done"
+
+
+def test_a_symbolic_number_of_rows():
+    from jax import export
+
+    w, x = draw((32, 48), (5, 32))
+    plan = PtqProvider(W8A8).plan(matmul, w, x)
+    packed = plan.quantize(w)
+    leaves, treedef = jax.tree.flatten(packed)
+
+    def flat(leaves, x):
+        return plan.apply(matmul)(jax.tree.unflatten(treedef, leaves), x)
+
+    (rows,) = export.symbolic_shape("rows")
+    checks = [export.DisabledSafetyCheck.custom_call("te_ffi_kernels.gemm_w8a8")]
+    stored = export.export(jax.jit(flat), disabled_checks=checks)(
+        leaves, jax.ShapeDtypeStruct((rows, 32), x.dtype)
+    )
+    for m in (1, 5, 9):
+        y = draw((m, 32), seed=m)[0]
+        np.testing.assert_array_equal(stored.call(leaves, y), plan.apply(matmul)(packed, y))
+
+
+def test_everything_is_as_it_was_without_the_kernels():
+    program = """
+import jax, numpy as np, provider_xla, quant_numerics as qn
+w = np.ones((32, 16), np.float32)
+plan = provider_xla.PtqProvider().plan(lambda w, x: x @ w, w, w.T)
+assert plan.ops[0].kernel is None
+print(plan.ops[0].kernel_reason, isinstance(plan.quantize(w), qn.QArray))
+"""
+    found = in_process(program, JAXTAP_DISABLE_PLUGINS="te-ffi-kernels")
+    assert found == "no kernel for gemm_w8a8 on cpu True"
