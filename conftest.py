@@ -20,4 +20,4 @@ pytest_collect_file = Sybil(
 # Without a C++ compiler there is no te-ffi-kernels, and everything else works.
 collect_ignore_glob = []
 if importlib.util.find_spec("te_ffi_kernels") is None:
-    collect_ignore_glob += ["packages/te-ffi-kernels/*", "tests/test_kernels*"]
+    collect_ignore_glob += ["packages/te-ffi-kernels/*", "tests/test_kernel*"]

@@ -167,6 +167,73 @@ def test_w8a16_512_rows(benchmark, dtype):
     compare(benchmark, sides, lambda make: make(), rounds=10, unit="ms")
 
 
+def quantize_sides(x, dtype, mode, layout, dbias):
+    """Transformer Engine's quantize, by the kernel and by XLA, and a copy of as many bytes."""
+    one = jnp.ones(1)
+    none = jnp.zeros(1)
+
+    def side(module):
+        def run(x):
+            return module.dbias_quantize(
+                x, one, none, none, none, none, dtype, mode, layout, is_dbias=dbias
+            )
+
+        return jax.jit(run).lower(x).compile()
+
+    return {
+        "XLA": lambda: functools.partial(side(te.reference), x),
+        "kernel": lambda: functools.partial(side(te), x),
+        "copy": lambda: functools.partial(jax.jit(lambda x: x + 1).lower(x).compile(), x),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("codes", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8],
+                         ids=["e4m3", "e5m2", "int8"])  # fmt: skip
+def test_quantize_transpose_dbias(benchmark, dtype, codes):
+    mode = te.ScalingMode.CURRENT_TENSOR_SCALING
+    layout = te.QuantizeLayout.ROWWISE_COLWISE
+    sides = quantize_sides(rows(SIZE, dtype), codes, mode, layout, dbias=True)
+    compare(benchmark, sides, lambda make: make(), rounds=10, unit="ms")
+
+
+@pytest.mark.parametrize("layout", ["ROWWISE", "ROWWISE_COLWISE"])
+def test_mx_quantize(benchmark, layout):
+    mode, layout = te.ScalingMode.MXFP8_1D_SCALING, te.QuantizeLayout[layout]
+    sides = quantize_sides(rows(SIZE, jnp.bfloat16), jnp.float8_e4m3fn, mode, layout, dbias=False)
+    compare(benchmark, sides, lambda make: make(), rounds=10, unit="ms")
+
+
+@pytest.mark.parametrize("mode", ["CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING"])
+def test_dequantize(benchmark, mode):
+    mode, none = te.ScalingMode[mode], jnp.zeros(1)
+    x = rows(SIZE).astype(jnp.float8_e4m3fn)
+    scales = jnp.ones((SIZE, SIZE // 32), jnp.float8_e8m0fnu) if mode.is_mx else jnp.ones(1)
+
+    def side(module):
+        def run(x, scales):
+            return module.dequantize(x, none, none, scales, jnp.float32, mode)
+
+        return functools.partial(jax.jit(run).lower(x, scales).compile(), x, scales)
+
+    sides = {"XLA": te.reference, "kernel": te}
+    compare(benchmark, sides, side, rounds=10, unit="ms")
+
+
+def test_float_gemm(benchmark):
+    """gemm_v2 in float32 beside XLA's own product: it is there for its epilogues and codes."""
+    a, b = (jnp.asarray(RNG.normal(size=(1024, 1024)), jnp.float32) for _ in range(2))
+    none = jnp.zeros(0)
+
+    def kernel(a, b):
+        dims = ((1,), (0,))
+        return te.gemm_v2(a, none, b, none, none, none, none, jnp.float32, dims, 0)
+
+    sides = {"XLA": jnp.matmul, "kernel": kernel}
+    make = lambda fn: functools.partial(jax.jit(fn).lower(a, b).compile(), a, b)  # noqa: E731
+    compare(benchmark, sides, make, rounds=15, unit="ms")
+
+
 FIRST = """
 import time
 import jax, jax.numpy as jnp, numpy as np

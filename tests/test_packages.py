@@ -1,5 +1,6 @@
 """Each package installs by itself, with what it needs and nothing else."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ NEEDS = {
     "hijax-trace": ["interception-core", "hijax-trace"],
     "quant-numerics": ["interception-core", "hijax-trace", "quant-numerics"],
     "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
+    "te-ffi-kernels": ["interception-core", "te-ffi-kernels"],
 }
 CHECKS = {
     "interception-core": "import interception_core as ic; assert len(ic.plugins()) == 1; "
@@ -25,7 +27,12 @@ CHECKS = {
     "import jax.numpy as jnp; w = jnp.eye(4); "
     "plan = ic.get_provider('ptq').plan(jnp.dot, w, w); "
     "plan.apply(jnp.dot)(plan.quantize(w), w)",
+    "te-ffi-kernels": "import jax.numpy as jnp, te_ffi_kernels as te; "
+    "w = te.pack_w8(jnp.eye(4, dtype=jnp.int8), jnp.ones((1, 4))); "
+    "assert (te.gemv_w8(jnp.ones(4), w) == 1).all(); assert te.warm_counts()",
 }
+if importlib.util.find_spec("te_ffi_kernels") is None:
+    del NEEDS["te-ffi-kernels"]  # there is no compiler: see CONTRIBUTING.md
 
 
 @pytest.mark.parametrize("package", NEEDS)

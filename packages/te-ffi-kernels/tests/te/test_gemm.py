@@ -52,9 +52,7 @@ def factor(rng, mode, dtype, lanes, k, lanes_first):
 
 @st.composite
 def problems(draw):
-    mode = draw(
-        st.sampled_from([m for m in ScalingMode if not m.name.startswith("NVFP4")])
-    )
+    mode = draw(st.sampled_from([m for m in ScalingMode if not m.name.startswith("NVFP4")]))
     out = draw(FLOATS)
     if mode is ScalingMode.NO_SCALING:
         dtypes = [draw(FLOATS)] * 2
@@ -299,7 +297,7 @@ def test_gradients_of_codes_and_scales(mode):
         return jnp.sum(jnp.sin((lhs * left) @ (rhs * right)))
 
     wanted = jax.grad(in_floats, (0, 1, 2, 3))(wide(lhs), lhs_scale, wide(rhs), rhs_scale)
-    for i, tolerance in ((0, 0.13), (2, 0.07), (1, 1e-4), (3, 1e-4)):
+    for i, tolerance in ((0, 0.13), (2, 0.07), (1, 1e-3), (3, 1e-3)):
         if mode.is_mx and i in (1, 3):
             continue
         assert found[i].dtype == operands[i].dtype

@@ -35,7 +35,7 @@ def normal(*shape, seed=0):
 @pytest.mark.parametrize("layout", [0, 1, 2])
 def test_straight_through(mode, layout):
     """Codes times scales are x, to a gradient, whichever direction they are of."""
-    x, weight, bias_weight = normal(32, 64), normal(32, 64, seed=1), normal(64, seed=2)
+    x, weight, bias_weight = normal(32, 64) * 1e3, normal(32, 64, seed=1), normal(64, seed=2)
 
     def loss(x):
         out = quantize(x, mode, layout, "float8_e5m2")
@@ -50,7 +50,8 @@ def test_straight_through(mode, layout):
     found = jax.jit(jax.grad(loss))(x)
     times = 2 if layout == 2 else 1
     # Cotangents of codes are float8_e5m2 themselves, which are off by up to an eighth.
-    assert (np.abs(found - times * weight - bias_weight[None]) <= 0.13 * times * abs(weight)).all()
+    error = np.abs(found - times * weight - bias_weight[None])
+    assert (error <= 0.13 * times * np.abs(weight) + 2e-3).all()
 
 
 def test_sums_of_columns_have_an_exact_gradient():

@@ -70,8 +70,9 @@ def dbias_quantize(
         `amax` and the magnitudes of x, else `amax`. `dbias` is summed in float32 and rounded to
         x's dtype, of shape ``x.shape[flatten_axis:]``.
 
-    The gradient is straight-through: codes count as x over their scale, which counts as constant;
-    codes in int8 have none.
+    The gradient is straight-through: codes count as x over their scale, which counts as constant,
+    and nothing as cut off. Cotangents of float8 codes are of their dtype, with its few bits and
+    its range; codes in int8 have none.
 
     Raises:
         TypeError: a dtype that the mode doesn't have.
