@@ -35,14 +35,31 @@ struct Sums {
   uint32_t plain, weighted;
 };
 
+// Payloads are whole lines of 64 bytes. In each of the 16 places of a line, two running sums, as
+// Fletcher's: after T lines the second is the sum of (T - t) * w[t], from which the sum of t * w[t]
+// follows. That is two additions per word, in vectors on any machine.
 Sums payload_sums(const uint8_t* panel, const PanelLayout& layout) {
+  constexpr int kPlaces = 16;
+  // A quarter of a line. Compilers have these vectors on every machine.
+  typedef uint32_t Part __attribute__((vector_size(16)));
   const uint8_t* payload = panel + kPanelHeader;
-  const uint32_t words = static_cast<uint32_t>((layout.panel_bytes() - kPanelHeader) / 4);
+  const int64_t lines = (layout.panel_bytes() - kPanelHeader) / 64;
+  Part first[4] = {}, second[4] = {};
+  for (int64_t t = 0; t < lines; ++t) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      Part words;
+      std::memcpy(&words, payload + 64 * t + 16 * i, 16);
+      first[i] += words;
+      second[i] += first[i];
+    }
+  }
   Sums sums{0, 0};
-  for (uint32_t i = 0; i < words; ++i) {
-    const uint32_t word = word_at(payload, i);
-    sums.plain += word;
-    sums.weighted += (i + 1) * word;
+  for (uint32_t i = 0; i < kPlaces; ++i) {
+    const uint32_t one = first[i / 4][i % 4], two = second[i / 4][i % 4];
+    const uint32_t by_line = static_cast<uint32_t>(lines) * one - two;
+    sums.plain += one;
+    sums.weighted += kPlaces * by_line + (i + 1) * one;
   }
   return sums;
 }
@@ -75,9 +92,14 @@ class Passed {
     bucket[key >> 62].store(key, std::memory_order_relaxed);
   }
 
+  // Has the system back the memory with pages.
+  void touch() {
+    for (uint64_t i = 0; i < kEntries; i += 512) entries_[i].fetch_or(0, std::memory_order_relaxed);
+  }
+
  private:
   static constexpr int kWays = 4;
-  static constexpr uint64_t kEntries = uint64_t{1} << 18;  // 2 MiB, untouched until used
+  static constexpr uint64_t kEntries = uint64_t{1} << 18;  // 2 MiB
 
   static uint64_t mix(uint64_t h) {
     h = (h ^ (h >> 32)) * 0xD6E8FEB86659FD93u;
@@ -160,6 +182,8 @@ PanelView open_panel(const uint8_t* panel, const PanelLayout& layout, int column
   if (panel[6] != columns) throw bad_panel(index, differs<int>("columns", panel[6], columns));
   return PanelView{panel + kPanelHeader, panel + layout.codes_offset(), columns};
 }
+
+void warm_panel_checks() { passed.touch(); }
 
 void check_panel_payload(const uint8_t* panel, const PanelLayout& layout, int64_t index) {
   const uint64_t key = Passed::key(panel);

@@ -67,4 +67,7 @@ PanelView open_panel(const uint8_t* panel, const PanelLayout& layout, int column
 // address and sums, so that checking it again costs next to nothing. Throws as `open_panel`.
 void check_panel_payload(const uint8_t* panel, const PanelLayout& layout, int64_t index);
 
+// Readies what `check_panel_payload` remembers in, which it would do page by page.
+void warm_panel_checks();
+
 }  // namespace jaxtap

@@ -3,13 +3,13 @@
 #include <cstring>
 
 #include "common/isa.h"
+#include "common/packed.h"
 #include "ffi/buffers.h"
 #include "ffi/registry.h"
 #include "ffi/stages.h"
 #include "ffi/threads.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
-#include "common/packed.h"
 
 namespace jaxtap::ffi {
 namespace {
@@ -27,6 +27,7 @@ struct Config {
 // attributes, and runs the kernel once on next to nothing, so that its code is in memory.
 void Warm(const Config& config) {
   const Isa isa = selected_isa();
+  warm_panel_checks();
   panel_layout(config.k, config.group, config.bits);
   if (config.n < 0) throw invalid_argument("n is ", config.n, ", and must be at least 0");
   const int64_t k = 64, n = kPanelColumns;

@@ -24,6 +24,7 @@ class GemmConfig:
     right: Side
     use_split_accumulator: bool = False
     fuse_gelu: bool = False
+    has_bias: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,4 +98,6 @@ def gemm_config(
         checks.dtype(op, "bias", bias.dtype, (dtype,))
     checks.number(op, "alpha", alpha)
     checks.number(op, "beta", beta)
-    return GemmConfig(dtype, mode, left, right, bool(use_split_accumulator), bool(fuse_gelu))
+    return GemmConfig(
+        dtype, mode, left, right, use_split_accumulator, fuse_gelu, has_bias=bias.size > 0
+    )

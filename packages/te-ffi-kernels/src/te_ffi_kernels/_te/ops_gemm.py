@@ -16,6 +16,7 @@ from . import numbers, reference_gemm
 from .cotangents import cotangent_of, nothing
 from .gemm_config import Attributes, GemmConfig, gemm_config
 from .modes import ScalingMode
+from .sharding import partition_gemm
 from .sides import Side
 
 
@@ -102,15 +103,15 @@ def _kernel(config: GemmConfig, *operands: jax.Array) -> jax.Array:
         workspace = jnp.zeros((1,), jnp.uint8)
         return reference_gemm.product(config, *operands), workspace
 
-    attributes = Attributes(config.attributes())
-    if config.fuse_gelu:
-        attributes["fuse_gelu"] = True
+    attributes = config.attributes() | ({"fuse_gelu": True} if config.fuse_gelu else {})
+    call = {"config": Attributes(attributes)}
     return _op.call(
         "gemm_v2",
         in_jax,
         operands,
         (config.result, jax.ShapeDtypeStruct((1,), jnp.uint8)),
-        config=attributes,
+        partition=functools.partial(partition_gemm, config, call),
+        **call,
     )[0]
 
 

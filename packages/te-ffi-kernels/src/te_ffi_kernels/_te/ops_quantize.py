@@ -14,6 +14,7 @@ from . import checks, numbers, reference_quantize
 from .configs import QuantizeConfig, quantize_config
 from .cotangents import cotangent_of, nothing, undo
 from .modes import turn, turned
+from .sharding import partition_quantize
 
 
 def dbias_quantize(
@@ -99,17 +100,21 @@ def _kernel(
         workspace = jnp.zeros((1,), jnp.float32)
         return (*reference_quantize.quantized(config, x, scale, amax), workspace)
 
+    attributes = {
+        "scaling_mode": int(config.scaling_mode),
+        "q_layout": int(config.q_layout),
+        "is_dbias": config.is_dbias,
+        "flatten_axis": config.axis,
+        "stochastic_rounding": False,
+        "use_rht": False,
+    }
     return _op.call(
         "dbias_quantize",
         in_jax,
         (x, scale, amax, *extra),
         (*config.results(x), jax.ShapeDtypeStruct((1,), jnp.float32)),
-        scaling_mode=int(config.scaling_mode),
-        q_layout=int(config.q_layout),
-        is_dbias=config.is_dbias,
-        flatten_axis=config.axis,
-        stochastic_rounding=False,
-        use_rht=False,
+        partition=partition_quantize(config, attributes, x.shape),
+        **attributes,
     )[:-1]
 
 
