@@ -27,6 +27,7 @@ LENGTH = 32
 BATCHES = (1, 32)
 KERNELS = "te-ffi-kernels"
 """The plugin whose kernels provider-xla picks on CPU."""
+WITH_KERNELS = " with kernels"
 
 
 def main():
@@ -49,7 +50,7 @@ def main():
 def measure_all(rounds):
     """Returns the rows of all processes: with the kernels where they are installed, and without."""
     rows = measure(rounds)
-    if kernels_are_used():
+    if any(WITH_KERNELS in row["name"] for row in rows):
         command = [sys.executable, "-m", __spec__.name, "--json", f"--rounds={rounds}"]
         # The host reads it once, when the process begins.
         environment = os.environ | {"JAXTAP_DISABLE_PLUGINS": KERNELS}
@@ -58,12 +59,6 @@ def measure_all(rounds):
             sys.exit(run.returncode)
         rows += json.loads(run.stdout)[1:]  # without float32, which this process has timed
     return rows
-
-
-def kernels_are_used():
-    """Returns whether this process's plans have kernels for CPU."""
-    disabled = os.environ.get("JAXTAP_DISABLE_PLUGINS", "").split(",")
-    return importlib.util.find_spec("te_ffi_kernels") is not None and KERNELS not in disabled
 
 
 def measure(rounds, peers=True):
@@ -104,12 +99,12 @@ def make_encoders(params, peers):
 
     The first is float. With ``peers``, onnxruntime's are among them where it is installed.
     """
-    how = " with kernels" if kernels_are_used() else ""
     device = jax.device_put(params)
     encoders = {"XLA, float32": (_bind(model.encode, device), _bytes(device))}
     for name, rules in VARIANTS.items():
         plan = make_plan(params, rules)
         stored = plan.quantize(device)
+        how = WITH_KERNELS if any(record.kernel for record in plan.ops) else ""
         encoders[f"provider-xla{how}, {name}"] = (
             _bind(plan.apply(model.encode), stored),
             _bytes(stored),

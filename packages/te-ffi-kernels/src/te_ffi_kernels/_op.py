@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -42,14 +41,14 @@ def call(
             are called with.
         partition: makes a partitionable function of the operands out of the kernel, which is
             called as ``kernel(results, attributes, *operands)``.
-        question: what kernels are asked beside the attributes.
+        question: the parameters that kernels are asked about, where these aren't the attributes.
         attributes: of the FFI call: ints, floats, bools, strings and NumPy scalars.
     """
     branches = {}
     for platform in PLATFORMS:
-        params = attributes | (question or {})
+        params = attributes if question is None else question
         choice = select_kernel(op, platform, operands if asked is None else asked, **params)
-        if choice.spec is None:
+        if choice.spec is None or not _has_backend(platform):
             continue
         target = register_kernel(choice.spec)
         kernel = functools.partial(_ffi, target)
@@ -65,6 +64,15 @@ def call(
     cast = functools.partial(functools.partial, _varying, axes)
     branches = {platform: cast(branch) for platform, branch in branches.items()}
     return lax.platform_dependent(*operands, default=cast(reference), **branches)
+
+
+@functools.cache
+def _has_backend(platform: str) -> bool:
+    """Whether this process can run on a platform: ``JAX_PLATFORMS`` may leave the CPU out."""
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:
+        return False
 
 
 def _varying(axes: frozenset[str], fn: Callable[..., Any], *operands: jax.Array) -> Any:
@@ -120,8 +128,3 @@ def batched(
 
     wrapped.def_vmap(batch)
     return wrapped
-
-
-def is_float(x: Any) -> bool:
-    """Whether an array is of a dtype that kernels take activations in."""
-    return x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -100,4 +100,4 @@ def quantize_config(
             checks.blocks(op, "x", x.shape, axis - 1)
         if layout.has_colwise and grouped and checks.size(x.shape[:axis]) % 32:
             checks.blocks(op, "x", x.shape, axis - 1)
-    return QuantizeConfig(codes, mode, layout, axis, scales, bool(is_dbias))
+    return QuantizeConfig(codes, mode, layout, axis, scales, is_dbias)

@@ -81,9 +81,7 @@ def gemm_v1_config(
     if fuse_gelu and grad:
         checks.shape(op, "gelu_input", gelu_input, config.shape, "that of the result")
         checks.dtype(op, "gelu_input", gelu_input.dtype, (config.out_dtype,))
-    return GemmV1Config(
-        config, bool(fuse_bias), bool(fuse_gelu), bool(grad), bias.shape, bias.dtype
-    )
+    return GemmV1Config(config, fuse_bias, fuse_gelu, grad, bias.shape, bias.dtype)
 
 
 def composed(

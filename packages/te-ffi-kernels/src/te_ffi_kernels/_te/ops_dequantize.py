@@ -54,7 +54,7 @@ def dequantize(
     mode, dtype, axis = reference_dequantize.checked(
         x, scale_inv, out_dtype, scaling_mode, is_colwise, flatten_axis
     )
-    config = (mode, dtype, axis, bool(is_colwise))
+    config = (mode, dtype, axis, is_colwise)
     return _run(config, x, jnp.asarray(amax), jnp.asarray(scale), scale_inv)
 
 

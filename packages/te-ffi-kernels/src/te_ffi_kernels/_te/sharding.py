@@ -88,9 +88,9 @@ def partition_quantize(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes dbias_quantize partitionable along the axes that no scale goes across.
 
-    Per tensor these are all; with MXFP8 all that have whole blocks on each device; per channel,
-    those before flatten_axis by row, and those from it by column. Sums of columns are summed over
-    devices in x's dtype, as Transformer Engine does it.
+    Per tensor these are all; with MXFP8 all but those whose blocks can't be shared out evenly; per
+    channel, those before flatten_axis by row, and those from it by column. Sums of columns are
+    summed over devices in x's dtype, as Transformer Engine does it.
 
     Args:
         config: of the whole array.
@@ -110,6 +110,9 @@ def partition_quantize(
     if mode.is_mx:
         blocked |= {rank - 1} if layout.has_rowwise else set()
         blocked |= {axis - 1} if layout.has_colwise else set()
+    # Whatever the mesh, its axes divide the number of devices.
+    uneven = {i for i in blocked if shape[i] // BLOCK % jax.device_count()}
+    fixed, blocked = fixed | uneven, blocked - uneven
 
     def partition(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def on_block(x: jax.Array, *rest: jax.Array) -> Any:
@@ -120,10 +123,7 @@ def partition_quantize(
 
         def specs(mesh: Any, arguments: Any) -> tuple[list[_Spec], list[_Spec]]:
             x = list(_kept(arguments[0], range(rank)))
-            for i in range(rank):
-                share = shape[i] // math.prod(mesh.shape[name] for name in _names(x[i : i + 1]))
-                if i in fixed or (i in blocked and share % BLOCK):
-                    x[i] = None
+            x = [None if i in fixed else axes for i, axes in enumerate(x)]
             given = [tuple(x), *((None,) * len(other.shape) for other in arguments[1:])]
             return given, _results_of(config, x, [(None,)] * 7)
 
@@ -152,9 +152,11 @@ def partition_quantize(
         outs = _results_of(config, x_rule, [[f"o{i}"] for i in range(7)])
         # Of blocks, scales have the number.
         if mode.is_mx and layout.has_rowwise:
-            outs[2] = [*x_rule[:-1], factors[-1]]
+            last = factors[-1] if rank - 1 in blocked else "y0"
+            outs[2] = [*x_rule[:-1], last]
         if mode.is_mx and layout.has_colwise:
-            outs[3] = [*x_rule[: axis - 1], factors[axis - 1], *x_rule[axis:]]
+            last = factors[axis - 1] if axis - 1 in blocked else "y1"
+            outs[3] = [*x_rule[: axis - 1], last, *x_rule[axis:]]
         free = {factors[i] for i in range(rank) if i not in fixed}
         _define(quantize, specs, sharded, [x_rule, *others], outs, free, sizes, nested=True)
         return quantize

@@ -144,7 +144,8 @@ def _kernel(
         (rows, buffer),
         results,
         asked=(rows, weight),
-        question={"bits": bits},
+        # As provider-xla asks, so that a plan shows what will run.
+        question={"group": group, "bits": bits},
         partition=functools.partial(partition_product, shape, dtype),
         k=k,
         n=n,
