@@ -44,7 +44,7 @@ def call(
         question: the parameters that kernels are asked about, where these aren't the attributes.
         attributes: of the FFI call: ints, floats, bools, strings and NumPy scalars.
     """
-    branches = {}
+    branches: dict[str, Callable[..., Any]] = {}
     for platform in PLATFORMS:
         params = attributes if question is None else question
         choice = select_kernel(op, platform, operands if asked is None else asked, **params)

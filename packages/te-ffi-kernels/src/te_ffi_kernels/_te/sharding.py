@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._specs import axes_in, spec_of
 from .configs import QuantizeConfig
 from .gemm_config import GemmConfig
 from .modes import BLOCK, ScalingMode
@@ -48,8 +49,8 @@ def partition_gemm(
     product = custom_partitioning(lambda *operands: on_block(*operands))
 
     def specs(mesh: Any, arguments: Any) -> tuple[list[_Spec], list[_Spec]]:
-        rows = _kept(arguments[0], left.kept)
-        columns = _without(_kept(arguments[2], right.kept), _names(rows))
+        rows = spec_of(arguments[0], left.kept)
+        columns = _without(spec_of(arguments[2], right.kept), axes_in(rows))
         given: list[_Spec] = []
         for argument, side, kept in ((0, left, rows), (2, right, columns)):
             of_axis = dict(zip(side.kept, kept, strict=True))
@@ -122,15 +123,15 @@ def partition_quantize(
         quantize = custom_partitioning(lambda *operands: on_block(*operands))
 
         def specs(mesh: Any, arguments: Any) -> tuple[list[_Spec], list[_Spec]]:
-            x = list(_kept(arguments[0], range(rank)))
+            x = list(spec_of(arguments[0], range(rank)))
             x = [None if i in fixed else axes for i, axes in enumerate(x)]
             given = [tuple(x), *((None,) * len(other.shape) for other in arguments[1:])]
             return given, _results_of(config, x, [(None,)] * 7)
 
         def sharded(mesh: Any, given: Sequence[_Spec]) -> Callable[..., Any]:
             rows, everything = (
-                tuple(sorted(_names(given[0][:axis]))),
-                tuple(sorted(_names(given[0]))),
+                tuple(sorted(axes_in(given[0][:axis]))),
+                tuple(sorted(axes_in(given[0]))),
             )
 
             def run(*operands: jax.Array) -> Any:
@@ -233,21 +234,6 @@ def _factors(letter: str, count: int) -> list[str]:
     return [f"{letter}{i}" for i in range(count)]
 
 
-def _kept(argument: Any, axes: Sequence[int]) -> _Spec:
-    """The mesh axes of some axes of an array."""
-    spec = tuple(getattr(argument.sharding, "spec", ()))
-    spec += (None,) * (len(argument.shape) - len(spec))
-    return tuple(spec[i] for i in axes)
-
-
-def _names(spec: Sequence[Any]) -> set[str]:
-    """All mesh axes in a spec."""
-    found: set[str] = set()
-    for axes in spec:
-        found |= set() if axes is None else {axes} if isinstance(axes, str) else set(axes)
-    return found
-
-
 def _without(spec: _Spec, taken: set[str]) -> _Spec:
     """A spec less the axes that use what is taken."""
-    return tuple(None if _names((axes,)) & taken else axes for axes in spec)
+    return tuple(None if axes_in((axes,)) & taken else axes for axes in spec)

@@ -43,7 +43,8 @@ def pack_w4(codes: jax.Array, scale: jax.Array) -> PackedWeight:
 def _pack(op: str, codes: jax.Array, scale: jax.Array, bits: int) -> PackedWeight:
     group = _check(op, codes, scale, bits)
     buffer = _packed(codes, scale, op=op, bits=bits, group=group)
-    return PackedWeight(buffer, *codes.shape[-2:], bits, group)
+    k, n = codes.shape[-2:]
+    return PackedWeight(buffer, k, n, bits, group)
 
 
 @functools.partial(jax.jit, static_argnames=("op", "bits", "group"))

@@ -9,6 +9,7 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._specs import axes_in, spec_of
 from .layout import COLUMNS
 
 
@@ -41,8 +42,8 @@ def partition_product(
 
     def specs(arguments: Any) -> tuple[Any, Any]:
         """The mesh axes that rows and panels are shared out over."""
-        rows, panels = (_first(argument.sharding) for argument in arguments)
-        if not by_panels or _names(rows) & _names(panels):
+        (rows,), (panels,) = (spec_of(argument, (0,)) for argument in arguments)
+        if not by_panels or axes_in([rows]) & axes_in([panels]):
             panels = None
         return rows, panels
 
@@ -76,13 +77,3 @@ def partition_product(
         **({"c": COLUMNS} if by_panels else {}),
     )
     return product
-
-
-def _first(sharding: Any) -> Any:
-    """The mesh axes of the first array axis."""
-    spec = getattr(sharding, "spec", ())
-    return spec[0] if len(spec) else None
-
-
-def _names(axes: Any) -> set[str]:
-    return set() if axes is None else {axes} if isinstance(axes, str) else set(axes)
