@@ -81,6 +81,18 @@ def compare(fn, rule, params, *args, transform=jax.jit, layers=1):
     return plan, packed, codes
 
 
+def away_from_ties(x, tile):
+    """Without the values whose codes are next to a tie.
+
+    Some versions of XLA divide by a scale by multiplying with its reciprocal, which is off by a
+    rounding: there the code is then the other one.
+    """
+    rows = np.asarray(x, np.float64).reshape(len(x), -1, tile)
+    ratios = rows / (np.abs(rows).max(-1, keepdims=True) / 127)
+    near = np.abs(np.abs(ratios) % 1 - 0.5) < 1e-3
+    return jnp.asarray(np.where(near, 0, rows).reshape(x.shape), x.dtype)
+
+
 def matmul(w, x):
     return x @ w
 
@@ -98,9 +110,7 @@ def stack(ws, x):
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(sorted(RULES)),
-    # Not one: XLA divides a row by its only scale by multiplying with the reciprocal, so that codes
-    # next to a tie differ.
-    st.integers(2, 20),
+    st.integers(1, 20),
     st.integers(1, 6).map(lambda n: 16 * n),
     st.integers(1, 40),
     st.sampled_from(["float32", "bfloat16", "float16"]),
@@ -113,6 +123,7 @@ def test_products(name, m, k, n, dtype, seed):
     rule = RULES[name]
     if k == 16 and rule.tile_size is not None:
         rule = W8A8 if rule.act_qtype else W4  # one tile is all of it
+    x = away_from_ties(x, rule.tile_size or k)
     plan, packed, _ = compare(matmul, rule, w, x)
     if dtype == "float32" and rule.act_qtype is None:
         exact = np.asarray(x, np.float64) @ np.asarray(packed.restore(), np.float64)
