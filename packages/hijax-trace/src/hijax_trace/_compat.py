@@ -322,6 +322,11 @@ def is_batched(value: Any) -> bool:
     return isinstance(value, batching.BatchTracer)
 
 
+def is_mapping(trace: Any) -> bool:
+    """Returns whether a trace is one of ``vmap`` (0.10.2 - 0.12)."""
+    return isinstance(trace, batching.BatchTrace)
+
+
 def producer(tracer: Any) -> tuple[Any, Any]:
     """Returns a staged value's variable and the equation that made it, or None for that.
 
@@ -405,12 +410,21 @@ def has_effects(params: dict[str, Any]) -> bool:
     )
 
 
-def with_unused(jaxpr: Any, before: list[Any], own: int, after: list[Any]) -> Any:
-    """Returns a jaxpr with inputs that it doesn't use before and after its first ``own``."""
+def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
+    """Returns a jaxpr whose first inputs are those of several jaxprs.
+
+    0.10.2 - 0.12.
+
+    Args:
+        jaxpr: the jaxpr.
+        avals: the types of all first inputs.
+        places: which of them its own first inputs are.
+    """
     opened = open_of(jaxpr)
-    new = core.gensym()
-    start, rest = opened.invars[:own], opened.invars[own:]
-    invars = [*map(new, before), *start, *map(new, after), *rest]
+    first = list(map(core.gensym(), avals))
+    for place, var in zip(places, opened.invars, strict=False):
+        first[place] = var
+    invars = [*first, *opened.invars[len(places) :]]
     info = opened.debug_info._replace(arg_names=None)
     wide = opened.replace(invars=invars, debug_info=info)
     return wide if is_open(jaxpr) else with_consts(wide, consts_of(jaxpr))

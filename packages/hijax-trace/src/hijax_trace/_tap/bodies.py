@@ -15,6 +15,7 @@ from .forms import CHANGES, SAME, Body, form_of
 from .frames import (
     Around,
     Frame,
+    Key,
     Notes,
     Numbers,
     Operands,
@@ -76,8 +77,8 @@ def enter(
     trailing = held[0].trailing
     places = form.places(params)
     if form.results == "branches" and any(extra):
-        jaxprs = _share(jaxprs, extra)
-        extra, places = [tuple(x for part in extra for x in part)], places[:1]
+        jaxprs, united_extra = _share(jaxprs, extra)
+        extra, places = [united_extra], places[:1]
     all_values = list(values)
     # From the last to the first: what is inserted must not move the places to come.
     for place, _, more in sorted(zip(places, range(len(places)), extra, strict=True), reverse=True):
@@ -103,15 +104,19 @@ def _joined(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Notes]:
     return {i: note for i, note in first.notes.items() if all(t.notes.get(i) == note for t in rest)}
 
 
-def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> list[Any]:
-    """Gives every branch the new inputs of all."""
-    avals = [[_compat.typeof(value) for value in part] for part in extra]
-    shared = []
-    for i, jaxpr in enumerate(jaxprs):
-        before = [aval for part in avals[:i] for aval in part]
-        after = [aval for part in avals[i + 1 :] for aval in part]
-        shared.append(_compat.with_unused(jaxpr, before, len(avals[i]), after))
-    return shared
+def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Gives every branch the new inputs of all. A value that several have is one input.
+
+    JAX refuses a reference that is given twice, and loses what is written to one of them.
+    """
+    values = list({id(value): value for part in extra for value in part}.values())
+    numbers = {id(value): number for number, value in enumerate(values)}
+    avals = list(map(_compat.typeof, values))
+    shared = [
+        _compat.with_shared(jaxpr, avals, [numbers[id(value)] for value in part])
+        for jaxpr, part in zip(jaxprs, extra, strict=True)
+    ]
+    return shared, tuple(values)
 
 
 def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], dict[int, Notes]]:
@@ -171,7 +176,11 @@ def tap_body(
 
     noted = tuple((i, tuple(note.items())) for i, note in notes.items())
     key = (label, around.within, around.silent, noted, held.key(), run.context)
-    found = run.tapping.memo.find(jaxpr, key, origin, resolve_path) if shared else None
+
+    def count(key: Key) -> int:
+        return run.numbers.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0)
+
+    found = run.tapping.memo.find(jaxpr, key, origin, resolve_path, count) if shared else None
     if found is not None:
         run.numbers.add(
             {("/".join(filter(None, (path, k[0]))), *k[1:]): n for k, n in found.counted.items()}
@@ -208,6 +217,9 @@ def tap_body(
         resolve_path() if inner.path_was_read else None,
         inner.path_was_read,
         held is not NONE_TAKEN,
+        {key: before.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0) for key in counted}
+        if inner.numbers_were_read
+        else None,
     )
     if _of_a_trace(extra) or inner.roots_were_read:
         return tapped

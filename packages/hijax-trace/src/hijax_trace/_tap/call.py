@@ -94,6 +94,7 @@ class TraceCall(OpCall):
 
     @property
     def op_id(self) -> str:
+        self._frame.read_numbers()
         parts = filter(None, (self.module_path, self._frame.label, self.op_name))
         return f"{'/'.join(parts)}:{self._number}"
 

@@ -76,6 +76,7 @@ class Frame:
         "_roots",
         "label",
         "notes",
+        "numbers_were_read",
         "path_was_read",
         "read",
         "replaced",
@@ -112,7 +113,7 @@ class Frame:
         }
         self.replaced: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
-        self.path_was_read = self.roots_were_read = False
+        self.path_was_read = self.roots_were_read = self.numbers_were_read = False
 
     @property
     def is_program(self) -> bool:
@@ -143,6 +144,13 @@ class Frame:
         if self._flow is None or self._roots is None:
             return None
         return united(self._roots[i]() for i in self._flow.inputs_behind(atom))
+
+    def read_numbers(self) -> None:
+        """Says that a handler has looked at the number of an operation."""
+        frame: Frame | None = self
+        while frame is not None:
+            frame.numbers_were_read = True
+            frame = frame._parent
 
     def path(self, scopes: Sequence[str]) -> str:
         """Returns the module path within ``scopes``, for a handler to see."""

@@ -24,6 +24,8 @@ class Tapped:
         path: what stands for the module path that they looked at.
         path_was_read: whether they did.
         taken: whether it takes the stand-ins of its operands.
+        before: how many such operations there were before, as ``counted``, if handlers looked at
+            their numbers.
     """
 
     jaxpr: Any
@@ -35,6 +37,7 @@ class Tapped:
     path: Hashable
     path_was_read: bool
     taken: bool
+    before: Mapping[Key, int] | None = None
 
 
 class Memo:
@@ -56,6 +59,7 @@ class Memo:
         key: Hashable,
         origin: Callable[[int], Origin | None],
         path: Callable[[], Hashable],
+        count: Callable[[Key], int],
     ) -> Tapped | None:
         """Returns what was made of ``jaxpr`` where all that its handlers looked at was the same.
 
@@ -64,9 +68,13 @@ class Memo:
             key: what must be the same in any case.
             origin: tells the origin of an input now.
             path: tells what stands for the module path now.
+            count: tells how many such operations there were before.
         """
         for tapped in self._kept.get(jaxpr, {}).get(key, ()):
             if tapped.path_was_read and tapped.path != path():
+                continue
+            before = tapped.before or {}
+            if any(count(key) != number for key, number in before.items()):
                 continue
             if all(self._same(origin(index), before) for index, before in tapped.read.items()):
                 return tapped
