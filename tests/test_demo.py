@@ -7,8 +7,8 @@ import sys
 import pytest
 
 
-def demo(*arguments):
-    command = [sys.executable, "-m", "interception_core", "demo", *arguments]
+def demo(*arguments, command="demo"):
+    command = [sys.executable, "-m", "interception_core", command, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
@@ -71,3 +71,9 @@ def test_nowhere_to_write_is_said_before_the_work(tmp_path):
     assert run.returncode == 1
     assert "There is no folder" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_is_a_command_of_its_own_too(tmp_path):
+    run = demo("--json", str(tmp_path / "missing" / "demo.json"), command="demo-xla")
+    assert run.returncode == 1
+    assert "There is no folder" in run.stderr

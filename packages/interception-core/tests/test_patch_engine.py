@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from interception_core import Interceptor, PatchEngine, UnknownNameError, untapped
+from interception_core import (
+    Interceptor,
+    PatchEngine,
+    UnknownNameError,
+    primitive_names,
+    untapped,
+)
 from interception_core._errors import TargetError
 
 ENGINE = PatchEngine()
@@ -720,3 +726,16 @@ def test_no_tracer_leaks():
             Interceptor({"jax.numpy.matmul": handler}),
         )
         jax.jit(jax.grad(fn))(jnp.asarray(X), jnp.asarray(W))
+
+
+def test_primitive_names_are_targets():
+    names = primitive_names()
+    assert {"dot_general", "conv_general_dilated", "add"} <= names
+    assert "no_such_primitive" not in names
+    seen = []
+    engine = PatchEngine(disable_jit=True)
+    handlers = {
+        "primitive:add": lambda call, *args, **params: seen.append(call.op_id) or NotImplemented
+    }
+    engine.wrap(lambda x: x + x, Interceptor(handlers))(jnp.ones(2))
+    assert seen == ["add:0"]

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ._patch.engine import PatchEngine, untapped
     from ._patch.scope import Observer
     from ._patch.taps import Taps
+    from ._patch.targets import primitive_names
 
     __version__: str
 
@@ -76,6 +77,7 @@ __all__ = [
     "hookimpl",
     "kernels",
     "plugins",
+    "primitive_names",
     "providers",
     "register_kernel",
     "select_kernel",
@@ -92,6 +94,7 @@ _LAZY = {
     "Operand": "_opcall",
     "PatchEngine": "_patch.engine",
     "Taps": "_patch.taps",
+    "primitive_names": "_patch.targets",
     "settled": "_compat",
     "untapped": "_patch.engine",
 }

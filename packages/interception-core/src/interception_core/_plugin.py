@@ -21,7 +21,7 @@ def jaxtap_register_engines() -> list[EngineSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Returns the commands that look at the installation."""
+    """Returns the commands that look at the installation, and the one that shows a provider."""
     return [
         CommandSpec(
             name="plugins",
@@ -34,6 +34,12 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             summary="check versions, devices, plugins and the environment",
             run="interception_core._cli.doctor:run",
             configure="interception_core._cli.doctor:configure",
+        ),
+        CommandSpec(
+            name="demo",
+            summary="show what a provider does, on handwritten digits",
+            run="interception_core._cli.demo:run",
+            configure="interception_core._cli.demo:configure",
         ),
     ]
 

@@ -149,7 +149,7 @@ class TestErrors:
         assert main(["plugns"]) == 2
         assert capsys.readouterr().err == (
             "jaxtap: error: Unknown command 'plugns'. Did you mean 'plugins'? "
-            "Known commands: doctor, plugins.\n"
+            "Known commands: demo, doctor, plugins.\n"
         )
 
     def test_a_command_of_a_failed_plugin(self, host, capsys):
@@ -226,6 +226,89 @@ class TestPlugins:
         assert "engine:patch" in capsys.readouterr().out
 
 
+class TestDemo:
+    """``jaxtap demo``, which runs the command ``demo-NAME`` of a plugin."""
+
+    @pytest.fixture
+    def demos(self, declare, monkeypatch):
+        """A plugin with demos of these names, which print their name and their options."""
+        module = types.ModuleType("acme_demos")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+        def make(*names, distribution=None, configure=None):
+            module.configure = configure
+            specs = []
+            for name in names:
+
+                def run(args, name=name):
+                    print(name, vars(args))
+                    return 4
+
+                setattr(module, name, run)
+                options = None if configure is None else "acme_demos:configure"
+                specs.append(CommandSpec(f"demo-{name}", "a demo", f"acme_demos:{name}", options))
+            return declare("acme", distribution=distribution, jaxtap_register_commands=specs)
+
+        return make
+
+    @pytest.mark.parametrize(
+        ("there", "words", "expected"),
+        [
+            (("odml", "xla"), [], "xla"),
+            (("odml", "acme"), [], "acme"),
+            (("odml", "xla"), ["--provider", "odml"], "odml"),
+        ],
+    )
+    def test_runs_that_of_the_provider(self, host, demos, capsys, there, words, expected):
+        host(OWN, demos(*there))
+        assert main(["demo", *words]) == 4
+        assert capsys.readouterr().out.startswith(f"{expected} ")
+
+    def test_hands_its_options_over(self, host, demos, capsys):
+        host(OWN, demos("xla"))
+        words = ["--seed", "3", "--engine", "patch", "--json", "a.json"]
+        assert main(["demo", *words]) == 4
+        out = capsys.readouterr().out
+        for text in ("'seed': 3", "'engine': 'patch'", "PosixPath('a.json')"):
+            assert text in out
+
+    def test_other_options_have_the_defaults_of_the_demo(self, host, demos, capsys):
+        def configure(parser):
+            parser.add_argument("--bits", type=int, default=4)
+            parser.add_argument("--seed", type=int, default=99)
+
+        host(OWN, demos("xla", configure=configure))
+        assert main(["demo"]) == 4
+        out = capsys.readouterr().out
+        assert "'bits': 4" in out
+        assert "'seed': 0" in out
+
+    def test_an_unknown_provider(self, host, demos, capsys):
+        host(OWN, demos("odml", "xla"))
+        assert main(["demo", "--provider", "odlm"]) == 1
+        assert capsys.readouterr().err == (
+            "jaxtap: error: Unknown demo 'odlm'. Did you mean 'odml'? Known demos: odml, xla.\n"
+        )
+
+    def test_names_the_plugins_that_failed(self, host, demos, capsys):
+        host(OWN, BROKEN, demos("xla"))
+        assert main(["demo", "--provider", "broken"]) == 1
+        err = capsys.readouterr().err
+        assert "Unknown demo 'broken'. Known demos: xla. Failed: plugin 'broken'" in err
+
+    def test_without_any_demo(self, host, capsys):
+        host(OWN)
+        assert main(["demo"]) == 1
+        err = capsys.readouterr().err
+        assert "There is no demo here. Install a provider that brings one" in err
+
+    def test_one_that_two_plugins_claim(self, host, demos, declare, capsys):
+        rival = CommandSpec("demo-odml", "a rival", "a:b")
+        host(OWN, demos("odml", "xla"), declare("rival", jaxtap_register_commands=[rival]))
+        assert main(["demo", "--provider", "odml"]) == 1
+        assert "JAXTAP_DISABLE_PLUGINS=" in capsys.readouterr().err
+
+
 class TestProcess:
     """What the installed command does, and that it does it without JAX."""
 
@@ -247,7 +330,8 @@ class TestProcess:
         )
 
     @pytest.mark.parametrize(
-        "words", [["--help"], ["plugins"], ["plugins", "--json"], ["doctor", "--help"]]
+        "words",
+        [["--help"], ["plugins"], ["plugins", "--json"], ["doctor", "--help"], ["demo", "--help"]],
     )
     def test_needs_no_jax(self, words):
         done = self.run(*words)

@@ -24,10 +24,10 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Returns the demo."""
+    """Returns the demo, which ``jaxtap demo --provider xla`` runs."""
     return [
         CommandSpec(
-            name="demo",
+            name="demo-xla",
             summary="train two small models on handwritten digits and run them in int8 and int4",
             run="provider_xla._demo:run",
             configure="provider_xla._demo:configure",

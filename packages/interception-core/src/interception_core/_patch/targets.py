@@ -252,3 +252,11 @@ def find_primitive(name: str) -> Any:
     if name not in known:
         raise unknown_name("primitive", name, known)
     return known[name]
+
+
+def primitive_names() -> frozenset[str]:
+    """Returns the names of all primitives that can be targets, of JAX and of other libraries.
+
+    They differ between versions of JAX: a table of operations taps those that are there.
+    """
+    return frozenset(_compat.primitives())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``jaxtap demo``."""
+    """Adds the options of ``jaxtap demo-xla``."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument(
         "--engine", choices=["trace", "patch"], help="what taps the model (default: the best)"

@@ -1,0 +1,58 @@
+"""``jaxtap demo``: runs the demo of a provider, its plugin's command ``demo-NAME``."""
+
+import argparse
+from pathlib import Path
+
+from .._errors import PluginError, unknown_name
+from .._plugins import host as _host
+from .._plugins.paths import resolve
+from .._plugins.registry import Claim, Registry
+from .._plugins.specs import CommandSpec
+
+PREFIX = "demo-"
+_DEFAULT = "xla"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that all demos have."""
+    parser.add_argument(
+        "--provider",
+        metavar="NAME",
+        help=f"whose demo (default: {_DEFAULT}, or the first there is)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument(
+        "--engine", choices=["trace", "patch"], help="what taps the model (default: the best)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the data and the training")
+
+
+def run(args: argparse.Namespace) -> int | None:
+    """Runs the demo of the chosen provider, with these options and the defaults of its own.
+
+    Returns:
+        Its exit status.
+
+    Raises:
+        UnknownNameError: no provider of that name has a demo; those that have one are listed.
+        PluginError: two plugins claim the demo, or it can't be loaded.
+    """
+    claim = _find(_host.loaded(), args.provider)
+    own = argparse.ArgumentParser(prog=f"jaxtap {claim.spec.name}")
+    if claim.spec.configure is not None:
+        resolve(claim.spec.configure, claim.label)(own)
+    return resolve(claim.spec.run, claim.label)(own.parse_args([], args))
+
+
+def _find(registry: Registry, name: str | None) -> Claim[CommandSpec]:
+    keys = [claim.spec.key for claim in registry.of(CommandSpec)]
+    names = [key.removeprefix(PREFIX) for key in keys if key.startswith(PREFIX)]
+    failed = " ".join(f"Failed: {record.label}, {record.reason}" for record in registry.broken)
+    if name is None:
+        if not names:
+            hint = "Install a provider that brings one, such as provider-xla[demo]."
+            raise PluginError(" ".join(filter(None, ["There is no demo here.", hint, failed])))
+        name = _DEFAULT if _DEFAULT in names else names[0]
+    elif name not in names and ("command", PREFIX + name) not in registry.claims:
+        raise unknown_name("demo", name, names, failed)
+    return registry.get(CommandSpec, PREFIX + name)
