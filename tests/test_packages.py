@@ -15,6 +15,7 @@ NEEDS = {
     "hijax-trace": ["interception-core", "hijax-trace"],
     "quant-numerics": ["interception-core", "hijax-trace", "quant-numerics"],
     "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
+    "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
     "te-ffi-kernels": ["interception-core", "te-ffi-kernels"],
 }
 CHECKS = {
@@ -27,6 +28,12 @@ CHECKS = {
     "import jax.numpy as jnp; w = jnp.eye(4); "
     "plan = ic.get_provider('ptq').plan(jnp.dot, w, w); "
     "plan.apply(jnp.dot)(plan.quantize(w), w)",
+    "provider-odml": "import interception_core as ic, jax.numpy as jnp, provider_odml as odml; "
+    "w = jnp.eye(4); model = ic.get_provider('odml-qat').apply(jnp.dot); "
+    "stats = model.init(w, w); model(w, w, quant_stats=stats); assert len(stats) == 2\n"
+    "try: odml.export(jnp.dot, w, stats, [model.provider.rules[0]], w)\n"
+    "except odml.MissingExtraError as error: assert error.extra == 'litert'\n"
+    "else: raise AssertionError('exported without a converter')",
     "te-ffi-kernels": "import jax.numpy as jnp, te_ffi_kernels as te; "
     "w = te.pack_w8(jnp.eye(4, dtype=jnp.int8), jnp.ones((1, 4))); "
     "assert (te.gemv_w8(jnp.ones(4), w) == 1).all(); assert te.warm_counts()",

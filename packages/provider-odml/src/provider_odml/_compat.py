@@ -1,0 +1,43 @@
+"""The only place of provider-odml that touches private JAX, or depends on its version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.interpreters import batching  # 0.10.2 - 0.12
+
+
+def define_batching(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Says what a primitive of one operand becomes under ``vmap``, 0.10.2 - 0.12.
+
+    Args:
+        primitive: the primitive, of one result.
+        rule: called with the operand, whose first axis is the batch's, and the parameters;
+            returns the result, with the batch first.
+    """
+
+    def batch(operands: Any, axes: Any, **params: Any) -> tuple[Any, int]:
+        (x,), (axis,) = operands, axes
+        return rule(jnp.moveaxis(x, axis, 0), **params), 0
+
+    batching.primitive_batchers[primitive] = batch
+
+
+def is_mapped(value: Any) -> bool:
+    """Returns whether a value is one of ``vmap``, 0.10.2 - 0.12."""
+    return type(value).__name__ == "BatchTracer"
+
+
+def scopes_of(eqn: Any) -> list[str]:
+    """Returns the name scopes of an equation, without transformations, 0.10.2 - 0.12."""
+    stack = eqn.source_info.name_stack.stack
+    return [entry.name for entry in stack if type(entry).__name__ == "Scope"]
+
+
+def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of an equation's operation for other operands, 0.10.2 - 0.12."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    found = eqn.primitive.bind(*operands, **params)
+    return found if eqn.primitive.multiple_results else [found]

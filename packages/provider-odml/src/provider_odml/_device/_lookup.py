@@ -1,0 +1,78 @@
+"""Rows of a table as EMBEDDING_LOOKUP, which takes a table with a scale for each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def take(
+    a: jax.Array,
+    indices: jax.Array,
+    axis: int | None = None,
+    out: None = None,
+    mode: Any = None,
+    unique_indices: bool = False,
+    indices_are_sorted: bool = False,
+    fill_value: Any = None,
+) -> jax.Array:
+    """Returns ``jax.numpy.take``; the rows of a table in one operation.
+
+    Indices are those of rows that there are, or are clipped to them by ``mode="clip"``; beyond
+    the table, LiteRT raises an error.
+    """
+    modes = (None, "fill", "clip", "promise_in_bounds")
+    if a.ndim != 2 or axis not in (0, -2) or out is not None or mode not in modes:
+        return jnp.take(a, indices, axis, out, mode, unique_indices, indices_are_sorted, fill_value)
+    return rows(a, jnp.clip(indices, 0, a.shape[0] - 1) if mode == "clip" else indices)
+
+
+def gather(
+    operand: jax.Array,
+    start_indices: jax.Array,
+    dimension_numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Any,
+    **options: Any,
+) -> jax.Array:
+    """Returns ``jax.lax.gather``; the rows of a table in one operation.
+
+    Indices are those of rows that there are, or are clipped to them by the mode "clip".
+    """
+    if not is_row_lookup(operand.shape, start_indices.shape, dimension_numbers, slice_sizes):
+        return lax.gather(operand, start_indices, dimension_numbers, slice_sizes, **options)
+    ids = start_indices[..., 0]
+    mode = options.get("mode")
+    if mode is not None and lax.GatherScatterMode.from_any(mode) == lax.GatherScatterMode.CLIP:
+        ids = jnp.clip(ids, 0, operand.shape[0] - 1)
+    return rows(operand, ids)
+
+
+def is_row_lookup(
+    shape: tuple[int, ...],
+    index_shape: tuple[int, ...],
+    numbers: lax.GatherDimensionNumbers,
+    slice_sizes: Any,
+) -> bool:
+    """Returns whether a gather takes whole rows of a table, in the order of its indices."""
+    return (
+        len(shape) == 2
+        and tuple(slice_sizes) == (1, shape[1])
+        and tuple(numbers.collapsed_slice_dims) == (0,)
+        and tuple(numbers.start_index_map) == (0,)
+        and tuple(numbers.offset_dims) == (len(index_shape) - 1,)
+        and not numbers.operand_batching_dims
+    )
+
+
+def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the rows of a table by their numbers."""
+
+    def body(ids: jax.Array, table: jax.Array) -> jax.Array:
+        return table.at[ids].get(mode="promise_in_bounds")
+
+    flat = ids.reshape(-1).astype(jnp.int32)
+    found = lax.composite(body, name="odml.embedding_lookup")(flat, table)
+    return found.reshape(*ids.shape, table.shape[1])

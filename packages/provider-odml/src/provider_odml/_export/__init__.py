@@ -1,0 +1,1 @@
+"""Export: from a function and its statistics to a verified .tflite."""

@@ -1,0 +1,77 @@
+"""The float program of a signature: its operations carry their ids into the file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from interception_core import Interceptor, OpCall
+
+from .._device import FORMS
+from .._litert import Program
+from .._ops import PRIMITIVE, Kind, Op, ops
+from .._plan import Decision
+from .._survey import is_array, prepared
+from ._program import Exported
+
+
+def marker(op_id: str) -> str:
+    """Returns the name scope that an operation is put under: no path, and no end of a name."""
+    return op_id.replace("/", ".").replace(";", ",")
+
+
+def float_program(one: Exported) -> Program:
+    """Returns a signature's program with the parameters as constants, for the converter."""
+    targets = ops()
+    visitor = _Visitor(one.plan.decisions)
+    handlers = {target: functools.partial(visitor, op) for target, op in targets.items()}
+    wrapped = one.engine.wrap(prepared(one.fn), Interceptor(handlers))
+
+    def run(*inputs: Any) -> Any:
+        return tuple(jax.tree.leaves(wrapped(*_filled(one, inputs))))
+
+    run.__name__ = one.name.replace(" ", "_")
+    exported = jax.export.export(jax.jit(run), platforms=["cpu"])(
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in one.samples)
+    )
+    return Program(one.name, exported.mlir_module_serialized, one.inputs, one.outputs)
+
+
+def float_results(one: Exported) -> list[np.ndarray]:
+    """Returns what JAX computes from the sample data, with nothing quantized."""
+    run = jax.jit(lambda inputs: jax.tree.leaves(one.fn(*_filled(one, inputs))))
+    return [np.asarray(leaf) for leaf in run(one.samples)]
+
+
+def _filled(one: Exported, inputs: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(one.args)
+    # Parameters become constants, and NumPy's arrays are none that can be traced.
+    leaves = [jnp.asarray(leaf) if is_array(leaf) else leaf for leaf in leaves]
+    for place, value in zip(one.places, inputs, strict=True):
+        leaves[place] = value
+    return jax.tree.unflatten(treedef, leaves)
+
+
+class _Visitor:
+    """Names every operation of the plan."""
+
+    def __init__(self, decisions: Mapping[str, Decision]):
+        self._decisions = decisions
+
+    def __call__(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
+        # What is tapped is what the survey taps: ids count the operations of a target.
+        if op.kind is Kind.NAME:
+            return NotImplemented
+        decision = self._decisions.get(call.op_id)
+        if decision is None or op.kind is Kind.OUTPUT:
+            return call.proceed(*args, **kwargs)
+        form = FORMS.get(op.target.replace(PRIMITIVE, "jax.lax."))
+        if op.kind is Kind.LINEAR or decision.node.begin is not None:
+            form = None
+        with jax.named_scope(marker(call.op_id)):
+            return (form or call.proceed)(*args, **kwargs)

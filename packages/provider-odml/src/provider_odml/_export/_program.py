@@ -1,0 +1,188 @@
+"""The program of one signature: what is sent to the converter, and run in JAX beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hijax_trace import Box
+from interception_core import Engine
+
+from .._litert import Program
+from .._plan import Plan, Site, SiteUse
+from .._replay import replay
+from .._trees import is_array
+from ._collect import Collected
+from ._composite import Grid
+from ._emit import Device
+from ._float32 import in_float32, widened
+
+PROBE = "site_"
+"""Begins the names of the outputs that are sites."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One signature, ready for the converter.
+
+    Attributes:
+        name: of the signature.
+        fn: the function, with its loops written out.
+        plan: its plan.
+        engine: runs it.
+        args: its arguments, with the parameters.
+        places: which of the leaves of the arguments are inputs.
+        grids: by site.
+        constants: its constants.
+        inputs: the names of the inputs.
+        outputs: the names of the results.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    plan: Plan
+    engine: Engine
+    args: tuple
+    places: tuple[int, ...]
+    grids: Mapping[str, Grid]
+    constants: Collected
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def samples(self) -> list[np.ndarray]:
+        """The sample data; half precision in float32, as the file has it."""
+        leaves = jax.tree.leaves(self.args)
+        return [np.asarray(widened(leaves[i])) for i in self.places]
+
+    @functools.cached_property
+    def probes(self) -> dict[str, Site]:
+        """Where tensors are quantized: by place, the site."""
+        found = {}
+        for op_id, decision in self.plan.decisions.items():
+            for slot, use in decision.inputs.items():
+                if isinstance(use, SiteUse):
+                    found[f"{op_id}#{slot}"] = self.plan.sites[use.site]
+            if decision.output is not None:
+                found[op_id] = self.plan.sites[decision.output.site]
+        return found
+
+    def shape_of(self, place: str) -> tuple[tuple[int, ...], str]:
+        """Returns shape and dtype of the tensor at a place."""
+        op_id, _, slot = (
+            place.rpartition("#") if place not in self.plan.decisions else (place, "", "")
+        )
+        node = self.plan.decisions[op_id or place].node
+        if not slot:
+            return node.shape, node.dtype
+        use = next(use for use in node.uses if str(use.slot) == slot)
+        return use.shape, use.dtype
+
+    def program(self, probing: bool) -> Program:
+        """Returns the program for the converter; with the sites as outputs where probing."""
+
+        def run(*inputs: Any) -> Any:
+            out, sites = in_float32(lambda *i: self._run(i, probing, None), self._types, inputs)
+            return (*jax.tree.leaves(out), *sites)
+
+        run.__name__ = self.name.replace(" ", "_")
+        exported = jax.export.export(jax.jit(run, keep_unused=True), platforms=["cpu"])(
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.samples)
+        )
+        names = tuple(f"{PROBE}{i}" for i in range(len(self.probes))) if probing else ()
+        return Program(
+            self.name, exported.mlir_module_serialized, self.inputs, (*self.outputs, *names)
+        )
+
+    def replay(
+        self, forced: Mapping[str, np.ndarray] | None = None
+    ) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        """Runs the program in JAX.
+
+        Args:
+            forced: by place, what the operations behind it are given instead: LiteRT's values,
+                so that each place shows the difference of its own operation alone.
+
+        Returns:
+            The results, and by place what was computed there.
+        """
+        given = {place: np.zeros(self.shape_of(place)[0], np.float32) for place in self.probes}
+        given |= {k: np.asarray(v, np.float32) for k, v in (forced or {}).items()}
+        out, sites = self._compiled(tuple(self.samples), given, forced is not None)
+        places = dict(zip(self.probes, map(np.asarray, sites), strict=True))
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(out)], places
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        def run(inputs: tuple, given: Any, force: Any) -> Any:
+            places = list(given)
+
+            def on_arrays(*arrays: Any) -> Any:
+                n = len(self.places)
+                forced = dict(zip(places, arrays[n:-1], strict=True)), arrays[-1]
+                return self._run(arrays[:n], True, forced)
+
+            values = [*inputs, *given.values(), force]
+            types = [*self._types, *map(jax.typeof, values[len(inputs) :])]
+            return in_float32(on_arrays, types, values)
+
+        return jax.jit(run)
+
+    @property
+    def _types(self) -> list[jax.ShapeDtypeStruct]:
+        leaves = jax.tree.leaves(self.args)
+        return [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in self.places]
+
+    def _run(self, inputs: tuple, probing: bool, forced: tuple[Any, Any] | None) -> Any:
+        leaves, treedef = jax.tree.flatten(self.args)
+        for place, value in zip(self.places, inputs, strict=True):
+            leaves[place] = value
+        boxes = {}
+        if probing:
+            for place in self.probes:
+                shape, _ = self.shape_of(place)
+                boxes[place] = Box(jnp.zeros(shape, jnp.float32))
+        runtime = _Probed(self.grids, self.constants, boxes, forced)
+        out = replay(self.engine, self.fn, self.plan, runtime)(*jax.tree.unflatten(treedef, leaves))
+        return out, tuple(box.get() for box in boxes.values())
+
+
+class _Probed(Device):
+    """Keeps what is computed at each place."""
+
+    def __init__(
+        self,
+        grids: Mapping[str, Grid],
+        constants: Collected,
+        boxes: Mapping[str, Box],
+        forced: tuple[Mapping[str, Any], Any] | None,
+    ):
+        super().__init__(grids, constants, converting=forced is None)
+        self._boxes = boxes
+        self._forced = forced
+
+    def activation(self, x: jax.Array, use: SiteUse, site: Site, where: str) -> jax.Array:
+        out = super().activation(x, use, site, where)
+        if where in self._boxes:
+            self._boxes[where].set(out.astype(jnp.float32))
+        if self._forced is None or where not in self._boxes:
+            return out
+        given, force = self._forced
+        return jnp.where(force, given[where].astype(out.dtype).reshape(out.shape), out)
+
+
+def places_of(args: tuple, argnum: int) -> tuple[int, ...]:
+    """Returns which leaves of the arguments are arrays, and not parameters."""
+    found, count = [], 0
+    for number, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            if number != argnum and is_array(leaf):
+                found.append(count)
+            count += 1
+    return tuple(found)

@@ -1,0 +1,120 @@
+"""Marks: identities that tell the handlers where a model, or a module in it, begins and ends.
+
+A method of a module, such as ``LayerNorm.__call__``, reads and writes the module's state, so an
+engine can't show its call as one operation. What is in it lies between two marks instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from interception_core import Interceptor, OpCall, PatchEngine
+
+
+def model_output(x: Any) -> Any:
+    """Returns an output of the model. Tapped, like all of these."""
+    return x
+
+
+def loop_value(x: Any) -> Any:
+    """Returns what goes from one step of a loop to the next, where the loop is written out."""
+    return x
+
+
+def norm_op_begin(x: Any) -> Any:
+    """Returns the input of a normalization."""
+    return x
+
+
+def norm_op(x: Any) -> Any:
+    """Returns its output."""
+    return x
+
+
+def batch_norm_op_begin(x: Any) -> Any:
+    """Returns the input of a BatchNorm."""
+    return x
+
+
+def batch_norm_op(x: Any) -> Any:
+    """Returns its output."""
+    return x
+
+
+def dropout_begin(x: Any) -> Any:
+    """Returns the input of a Dropout."""
+    return x
+
+
+def dropout(x: Any) -> Any:
+    """Returns its output."""
+    return x
+
+
+def avg_pool_begin(x: Any) -> Any:
+    """Returns the input of a module that takes averages."""
+    return x
+
+
+def avg_pool(x: Any) -> Any:
+    """Returns its output."""
+    return x
+
+
+def max_pool_begin(x: Any) -> Any:
+    """Returns the input of a module that takes maxima."""
+    return x
+
+
+def max_pool(x: Any) -> Any:
+    """Returns its output."""
+    return x
+
+
+_PLACES = {"inputs": 1, "x": 1}
+
+
+def bracketed(fn: Callable[..., Any], methods: dict[str, str]) -> Callable[..., Any]:
+    """Returns ``fn`` with the calls of methods between marks.
+
+    Args:
+        fn: the function.
+        methods: by target, the name of the mark.
+    """
+    if not methods:
+        return fn
+    handlers = {target: _Bracket(name) for target, name in methods.items()}
+    return PatchEngine().wrap(fn, Interceptor(handlers, key=("odml marks", *sorted(methods))))
+
+
+class _Bracket:
+    """Puts a call between marks."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __call__(self, call: OpCall, *args: Any, **kwargs: Any) -> Any:
+        place: int | str | None = 1 if len(args) > 1 else None
+        if place is None:
+            place = next((name for name in _PLACES if name in kwargs), None)
+        if place is None:
+            return NotImplemented
+        begin, end = globals()[f"{self._name}_begin"], globals()[self._name]
+        name = getattr(args[0], "name", None)
+        scope = jax.named_scope(name) if isinstance(name, str) else contextlib.nullcontext()
+        if isinstance(place, int):
+            with scope:
+                x = begin(args[place])
+            out = call.proceed(args[0], x, *args[2:], **kwargs)
+        else:
+            with scope:
+                x = begin(kwargs[place])
+            out = call.proceed(*args, **{**kwargs, place: x})
+        scope = jax.named_scope(name) if isinstance(name, str) else contextlib.nullcontext()
+        with scope:
+            # equinox's BatchNorm returns its state beside.
+            return (end(out[0]), *out[1:]) if isinstance(out, tuple) else end(out)

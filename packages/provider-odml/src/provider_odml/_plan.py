@@ -1,0 +1,194 @@
+"""Plan: where a program's tensors are quantized, before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._graph import Node
+from ._rules import OdmlRule
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor with a static range.
+
+    Attributes:
+        key: its name: what its statistics are kept under.
+        tensor: the tensor.
+        qtype: "int8" or "int16".
+        method: the calibration method.
+        batch_axes: axes of which the mean of the ranges is taken; None if the rule says nothing.
+        fixed: its range, where that is given.
+        shape: of the tensor where it is observed.
+        fingerprint: of the operation that it is observed at.
+    """
+
+    key: str
+    tensor: str
+    qtype: str
+    method: str
+    batch_axes: tuple[int, ...] | None
+    fixed: tuple[float, float] | None
+    shape: tuple[int, ...]
+    fingerprint: str
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether its zero point is 0."""
+        if self.qtype == "int16":
+            return True
+        return self.fixed is not None and self.fixed[0] == -self.fixed[1]
+
+
+@dataclass(frozen=True)
+class SiteUse:
+    """Quantize with the range of a site.
+
+    Attributes:
+        site: its key.
+        observe: whether what is quantized here is what the range is about.
+        device_only: whether training does nothing here: the value is on the grid anyhow, or
+            gets there in the next operation.
+    """
+
+    site: str
+    observe: bool = False
+    device_only: bool = False
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """Quantize the parameter of a product: per channel, symmetric.
+
+    Attributes:
+        qtype: its qtype.
+        channel_axes: the axes with scales of their own.
+        method: the calibration method.
+    """
+
+    qtype: str
+    channel_axes: tuple[int, ...]
+    method: str
+
+
+@dataclass(frozen=True)
+class ConstantUse:
+    """Quantize a parameter or constant that is no product's: one range, that of its values.
+
+    Attributes:
+        qtype: its qtype.
+        inverted: whether it is divided by: its inverse is quantized, and multiplied with.
+    """
+
+    qtype: str
+    inverted: bool = False
+
+
+@dataclass(frozen=True)
+class DynamicUse:
+    """Quantize as the device does in a product whose ranges it finds itself.
+
+    Attributes:
+        channel_axes: the axes with ranges of their own: the rows.
+    """
+
+    channel_axes: tuple[int, ...]
+
+
+Quantize = SiteUse | WeightUse | ConstantUse | DynamicUse
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done at one operation.
+
+    Attributes:
+        node: the operation.
+        rule: the number of its rule; None without one.
+        inputs: by slot, how an operand is quantized.
+        output: how the output is.
+        is_float: whether LiteRT computes it in float.
+        reason: why it stays float, if a rule is about it.
+        fused: whether it is a part of the product before it.
+        head: that product's op id, where it is an affine function of the product's output.
+    """
+
+    node: Node
+    rule: int | None
+    inputs: Mapping[int | str, Quantize] = field(default_factory=dict)
+    output: SiteUse | None = None
+    is_float: bool = False
+    reason: str | None = None
+    fused: bool = False
+    head: str | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is done."""
+        return bool(self.inputs) or self.output is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the tensors of a program are quantized. ``print(plan)`` shows it as a table.
+
+    Attributes:
+        decisions: by op id, in the program's order.
+        sites: by key.
+        rules: the rules.
+        functions: the targets that are functions: also those where nothing is done are tapped,
+            so that what they consist of is numbered as it was.
+        problems: where rules can't be followed.
+    """
+
+    decisions: Mapping[str, Decision]
+    sites: Mapping[str, Site]
+    rules: tuple[OdmlRule, ...]
+    functions: frozenset[str]
+    problems: tuple[str, ...] = ()
+
+    def chains(self) -> dict[str, str]:
+        """Returns, by product, the last operation that is folded into its weight and bias."""
+        return {d.head: op_id for op_id, d in self.decisions.items() if d.head is not None}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns one row per operation, as JSON values."""
+        return [_row(decision, self) for decision in self.decisions.values()]
+
+    def __str__(self) -> str:
+        from tabulate import tabulate
+
+        rows = self.rows()
+        table = tabulate(
+            [list(row.values()) for row in rows], headers=list(rows[0]) if rows else []
+        )
+        count = sum(not d.is_float and d.is_active for d in self.decisions.values())
+        return f"{table}\n{count} of {len(rows)} operations in integers, {len(self.sites)} ranges"
+
+
+def _row(decision: Decision, plan: Plan) -> dict[str, Any]:
+    node = decision.node
+    rule = "" if decision.rule is None else f"{decision.rule}: {plan.rules[decision.rule]}"
+    return {
+        "operation": node.op_id,
+        "shape": f"{node.dtype}{list(node.shape)}",
+        "rule": rule,
+        "inputs": ", ".join(f"{slot}: {_text(use)}" for slot, use in decision.inputs.items()),
+        "output": "" if decision.output is None else _text(decision.output),
+        "how": decision.reason
+        or ("fused" if decision.fused else "float" if decision.is_float else "integer"),
+    }
+
+
+def _text(use: Quantize) -> str:
+    match use:
+        case SiteUse(site=key):
+            return f"range of {key}"
+        case WeightUse(qtype=qtype, channel_axes=axes):
+            return f"{qtype} per channel {list(axes)}" if axes else qtype
+        case ConstantUse(qtype=qtype):
+            return f"{qtype} constant"
+        case DynamicUse():
+            return "int8, range found on the device"

@@ -1,0 +1,47 @@
+"""What provider-odml declares to jaxtap. Must not import jax."""
+
+from interception_core import CommandSpec, DoctorCheck, ProviderSpec, hookimpl
+
+API = (1, 0)
+
+
+@hookimpl
+def jaxtap_register_providers() -> list[ProviderSpec]:
+    """Returns the providers for training and for conversion."""
+    return [
+        ProviderSpec(
+            name="odml-qat",
+            summary="trains a program for LiteRT: tensors rounded as the device rounds them",
+            factory="provider_odml:OdmlQatProvider",
+        ),
+        ProviderSpec(
+            name="odml-conversion",
+            summary="the program that LiteRT's converter is given, as a JAX function",
+            factory="provider_odml:OdmlConversionProvider",
+        ),
+    ]
+
+
+@hookimpl
+def jaxtap_register_commands() -> list[CommandSpec]:
+    """Returns the demo, which ``jaxtap demo --provider odml`` runs."""
+    return [
+        CommandSpec(
+            name="demo-odml",
+            summary="train a model for the device, export it to a .tflite and run that in LiteRT",
+            run="provider_odml._demo:run",
+            configure="provider_odml._demo:configure",
+        )
+    ]
+
+
+@hookimpl
+def jaxtap_doctor_checks() -> list[DoctorCheck]:
+    """Returns the check of the libraries that export needs."""
+    return [
+        DoctorCheck(
+            name="litert",
+            summary="the libraries that export a .tflite, run and quantize it",
+            run="provider_odml._demo._doctor:litert",
+        )
+    ]

@@ -1,0 +1,49 @@
+"""What is to be read off an operation by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+
+from ._graph import ACTIVATION, Node, Use, rolled
+from ._ops import Kind
+
+
+def is_same_scale(node: Node) -> bool:
+    return node.op.kind is Kind.CLAMP
+
+
+def is_relu(node: Node) -> bool:
+    if node.op.name in ("relu", "relu6"):
+        return True
+    return node.op.name == "max" and any(use.scalar == 0.0 for use in node.uses)
+
+
+def per_channel(node: Node, use: Use, other: Use) -> bool:
+    """Returns whether a constant is the same but along the channels of a product's output."""
+    if other.scalar is not None or math.prod(other.shape) == 1:
+        return True
+    offset = len(use.shape) - len(other.shape)
+    return all(
+        size == 1 or (axis + offset in use.channels and size == use.shape[axis + offset])
+        for axis, size in enumerate(other.shape)
+    )
+
+
+def fingerprint(node: Node) -> str:
+    """Returns what tells an operation from another one with the same id; not by its batch."""
+    reads = [
+        (use.slot, use.role, _COUNTER.sub("", rolled(use.tensor or "")), _size(use))
+        for use in node.uses
+    ]
+    text = repr((node.op.name, len(node.shape), reads))
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _size(use: Use) -> tuple[int, ...]:
+    # Those of activations hold the batch, somewhere.
+    return (len(use.shape),) if use.role == ACTIVATION else use.shape
+
+
+_COUNTER = re.compile(r":\d+$")

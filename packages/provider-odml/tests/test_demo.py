@@ -1,0 +1,83 @@
+"""``jaxtap demo --provider odml``, as a user runs it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+HAS_LITERT = all(map(importlib.util.find_spec, ("litert_converter", "ai_edge_litert")))
+
+
+def jaxtap(*words, code="from interception_core._cli.main import main"):
+    """Runs the command line in a process of its own, after some code."""
+    code = f"import sys\n{code}\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    file = tmp_path_factory.mktemp("demo") / "demo.json"
+    run = jaxtap("demo", "--provider", "odml", "--json", str(file), "--seed", "3")
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in file.parent.iterdir()] == ["demo.json"]
+    return run, json.loads(file.read_text())
+
+
+@pytest.mark.skipif(not HAS_LITERT, reason="the extra [litert] is not installed")
+class TestWithLitert:
+    def test_the_device_is_as_accurate_as_training(self, outcome):
+        _, result = outcome
+        assert result["test_images"] == 450
+        in_float, trained, device = result["outcomes"]
+        assert [o["where"] for o in result["outcomes"]] == ["JAX, float", "JAX, QAT", "LiteRT"]
+        assert in_float["accuracy"] > 0.95
+        assert trained["accuracy"] > in_float["accuracy"] - 0.01
+        assert device["accuracy"] > in_float["accuracy"] - 0.01
+        assert device["agreement"] == 1
+        assert device["nbytes"] < in_float["nbytes"] / 2.5
+
+    def test_everything_is_integer_and_within_one_step(self, outcome):
+        _, result = outcome
+        report = result["report"]
+        assert report["float_ops"] == 0
+        assert set(report["bytes_by_dtype"]) <= {"int8", "int32"}
+        assert len(report["sites"]) == 5
+        assert all(site["lsb"] <= 1.01 for site in report["sites"])
+
+    def test_output_shows_accuracy_and_the_report(self, outcome):
+        run, _ = outcome
+        for text in ("same digit as with QAT", "LiteRT", "conv2/relu:0", "SQNR dB", "0 of them"):
+            assert text in run.stdout
+        assert "training with QAT" in run.stderr  # the progress bar
+
+    def test_nowhere_to_write_is_said_before_the_work(self, tmp_path):
+        path = tmp_path / "missing" / "demo.json"
+        run = jaxtap("demo-odml", "--json", str(path))
+        assert run.returncode == 1
+        assert "There is no folder" in run.stderr
+        assert "training" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [("litert_converter", "[litert]"), ("ai_edge_litert", "[litert]"), ("optax", "[litert,demo]")],
+)
+def test_a_missing_extra_is_said_before_the_work(module, extra):
+    hide = (
+        "import importlib.abc\n"
+        "class Hidden(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name.partition('.')[0] == {module!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+        "from interception_core._cli.main import main"
+    )
+    run = jaxtap("demo", "--provider", "odml", code=hide)
+    assert run.returncode == 1
+    assert run.stderr.count("jaxtap: error:") == 1
+    assert module in run.stderr
+    assert extra in run.stderr
+    assert "training" not in run.stderr

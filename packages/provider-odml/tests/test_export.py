@@ -1,0 +1,246 @@
+"""Export: programs of all kinds, compared with LiteRT operation by operation, and with float."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import provider_odml as odml
+
+W8A8 = odml.OdmlRule(weight_qtype="int8", act_qtype="int8")
+W8A16 = odml.OdmlRule(weight_qtype="int8", act_qtype="int16")
+DYNAMIC = odml.OdmlRule(weight_qtype="int8", act_qtype="int8", act_static_scale=False)
+WEIGHTS = odml.OdmlRule(weight_qtype="int8")
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def exported(fn, params, *args, rule=W8A8, **options) -> odml.Artifact:
+    stats = None
+    if rule.is_static:
+        stats = odml.qat(fn, [rule], strict=False).calibrate(params, [args])
+    return odml.export(fn, params, stats, [rule], *args, strict=False, **options)
+
+
+def signal_to_noise(fn, params, args, artifact) -> float:
+    """In decibels, of the file's first output beside the float program's, in float64."""
+    expected = np.asarray(jax.tree.leaves(fn(params, *args))[0], np.float64)
+    names = artifact.report.signatures[0].inputs
+    found = artifact.run(**dict(zip(names, map(np.asarray, args), strict=True)))
+    error = np.asarray(next(iter(found.values())), np.float64) - expected
+    return 10 * float(np.log10(np.sum(expected**2) / max(np.sum(error**2), 1e-30)))
+
+
+def scan(params, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]
+
+
+def two_readers(params, x):
+    y = x @ params
+    return jnp.concatenate([y, x], -1) + jnp.concatenate([x, y], -1)
+
+
+def masked_attention(params, x):
+    q, k, v = (jnp.reshape(x @ w, (2, 6, 2, 4)) for w in params)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def lookups(params, ids):
+    return params["table"][ids] @ params["w"]
+
+
+def elementwise(params, x):
+    y = x @ params
+    largest = (jnp.maximum(y, x) - x) / 3.0
+    return largest + jnp.sum(y, -1, keepdims=True) + jax.nn.sigmoid(y) * y - y**2
+
+
+def convolutions(params, x):
+    layout = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(x, params["w"], (2, 2), "SAME", dimension_numbers=layout)
+    y = jax.nn.relu6(y + 1.0)
+    y = jax.image.resize(y, (2, 8, 8, 8), "bilinear")
+    return jnp.mean(y, (1, 2)) @ params["u"]
+
+
+def along_one_axis(params, x):
+    layout = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, params, (1,), "SAME", dimension_numbers=layout) + 1.0
+
+
+def heads(params, x):
+    h = jnp.einsum("bti,ihd->bthd", x, params["w"]) + params["b"]
+    return jnp.einsum("bthd,hdo->bto", h, params["o"])
+
+
+def own_jit(params, x):
+    block = jax.jit(lambda h, w: jax.nn.relu(h @ w))
+    return block(block(x, params), params)
+
+
+def padded(params, x):
+    return jnp.pad(jnp.clip(x @ params, -1.0, 1.0), ((0, 0), (1, 1))) * 2.0
+
+
+def rms_norm(params, x):
+    h = x @ params["w"]
+    scale = lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+    return jax.nn.silu(h * scale * params["s"])
+
+
+CASES = {
+    "scan": (scan, normal(3, 8, 8), (normal(4, 8, seed=1),)),
+    "two readers": (two_readers, normal(8, 8), (normal(4, 8, seed=1),)),
+    "attention": (masked_attention, list(normal(3, 8, 8)), (normal(2, 6, 8, seed=1),)),
+    "lookups": (
+        lookups,
+        {"table": normal(20, 8), "w": normal(8, 4, seed=1)},
+        (jnp.arange(12).reshape(2, 6),),
+    ),
+    "elementwise": (elementwise, normal(8, 8), (normal(4, 8, seed=1),)),
+    "convolutions": (
+        convolutions,
+        {"w": normal(3, 3, 3, 8), "u": normal(8, 4, seed=1)},
+        (normal(2, 8, 8, 3, seed=2),),
+    ),
+    "one axis": (along_one_axis, normal(3, 8, 8), (normal(2, 16, 8, seed=1),)),
+    "heads": (
+        heads,
+        {"w": normal(8, 2, 4), "b": normal(2, 4, seed=1), "o": normal(2, 4, 8, seed=2)},
+        (normal(3, 5, 8, seed=3),),
+    ),
+    "own jit": (own_jit, normal(8, 8), (normal(4, 8, seed=1),)),
+    "padded": (padded, normal(8, 8), (normal(4, 8, seed=1),)),
+    "rms norm": (rms_norm, {"w": normal(8, 8), "s": normal(8, seed=1)}, (normal(4, 8, seed=2),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_static_int8(name):
+    fn, params, args = CASES[name]
+    artifact = exported(fn, params, *args)
+    assert artifact.report.sites
+    assert max(site.lsb for site in artifact.report.sites) <= 1.01
+    assert signal_to_noise(fn, params, args, artifact) > 15
+
+
+@pytest.mark.parametrize("name", ["scan", "heads", "convolutions", "one axis"])
+def test_static_int16(name):
+    fn, params, args = CASES[name]
+    artifact = exported(fn, params, *args, rule=W8A16)
+    assert {site.qtype for site in artifact.report.sites} == {"int16"}
+    # Step i of a loop has the range of all steps.
+    assert signal_to_noise(fn, params, args, artifact) > (15 if name == "scan" else 30)
+
+
+@pytest.mark.parametrize("name", ["heads", "one axis", "lookups"])
+@pytest.mark.parametrize("rule", [DYNAMIC, WEIGHTS], ids=["dynamic", "weight-only"])
+def test_without_static_ranges(name, rule):
+    fn, params, args = CASES[name]
+    artifact = exported(fn, params, *args, rule=rule)
+    assert not artifact.report.sites
+    assert artifact.report.bytes_by_dtype["int8"] >= sum(
+        leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 2
+    )
+    assert signal_to_noise(fn, params, args, artifact) > 20
+
+
+def test_parameters_of_four_and_two_bits_are_stored_packed():
+    fn, params, args = CASES["heads"]
+    for qtype, bits in (("int4", 4), ("int2", 2)):
+        rule = odml.OdmlRule(weight_qtype=qtype, act_qtype="int8")
+        report = exported(fn, params, *args, rule=rule).report
+        assert report.bytes_by_dtype[qtype] == 2 * 8 * 8 * bits // 8
+
+
+def test_several_signatures_with_names_of_their_own():
+    params, x = normal(8, 4), normal(3, 8, seed=1)
+    fn = lambda w, x: {"logits": x @ w, "scores": jax.nn.softmax(x @ w)}  # noqa: E731
+    stats = odml.qat(fn, [W8A8]).calibrate(params, [(x,)])
+    wanted = {
+        "three": odml.Signature((x,), inputs=("features",)),
+        "one": (x[:1],),
+    }
+    artifact = odml.export(fn, params, stats, [W8A8], signatures=wanted)
+    three = artifact.run("three", features=np.asarray(x))
+    one = artifact.run("one", x=np.asarray(x[:1]))
+    assert set(three) == set(one) == {"logits", "scores"}
+    np.testing.assert_array_equal(three["logits"][:1], one["logits"])
+
+
+def test_integer_inputs_and_outputs():
+    fn, params, args = CASES["heads"]
+    artifact = exported(fn, params, *args, io="int8")
+    (signature,) = odml._litert.read(artifact.model).signatures.values()
+    assert {t.dtype for t in (*signature.inputs.values(), *signature.outputs.values())} == {"int8"}
+
+
+def test_a_file_is_written_whole(tmp_path):
+    artifact = exported(*(CASES["heads"][:2]), *CASES["heads"][2])
+    path = artifact.save(tmp_path / "m.tflite")
+    assert path.read_bytes() == artifact.model
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_difference_is_an_error_that_names_the_operation(monkeypatch):
+    """A grid that JAX and the file don't share, as a wrong kernel would make it."""
+    from provider_odml._export import _verify
+
+    honest = _verify.run
+
+    def wrong(model, one):
+        found = honest(model, one)
+        return {k: v + 0.5 if k.startswith("site_") else v for k, v in found.items()}
+
+    monkeypatch.setattr(_verify, "run", wrong)
+    fn, params, args = CASES["heads"]
+    with pytest.raises(odml.MismatchError, match=r"dot_general:0"):
+        exported(fn, params, *args)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"io": "int4"}, "io must be one of"),
+        ({"backend": "tf"}, "backend must be one of"),
+        ({"signatures": {}}, "signatures must map names"),
+    ],
+)
+def test_bad_arguments(options, match):
+    fn, params, args = CASES["heads"]
+    with pytest.raises(odml.OdmlError, match=match):
+        odml.export(fn, params, None, [WEIGHTS], *args, **options)
+
+
+def test_types_are_no_sample_data():
+    fn, params, _ = CASES["heads"]
+    with pytest.raises(odml.OdmlError, match="sample data is needed"):
+        odml.export(fn, params, None, [WEIGHTS], jax.ShapeDtypeStruct((3, 5, 8), jnp.float32))
+
+
+def test_static_ranges_need_statistics():
+    fn, params, args = CASES["heads"]
+    with pytest.raises(odml.ManifestError, match="there are no statistics"):
+        odml.export(fn, params, None, [W8A8], *args)
+    stats = odml.qat(fn, [W8A8]).init(params, *args)
+    with pytest.raises(odml.ManifestError, match="never seen"):
+        odml.export(fn, params, stats, [W8A8], *args)
+
+
+def test_the_program_of_a_converter_of_ones_own():
+    """OdmlConversionProvider's function is what the file computes."""
+    fn, params, args = CASES["heads"]
+    stats = odml.qat(fn, [W8A8]).calibrate(params, [args])
+    provider = odml.OdmlConversionProvider([W8A8], params, stats)
+    found = jax.jit(provider.apply(fn))(params, *args)
+    artifact = odml.export(fn, params, stats, [W8A8], *args)
+    (device,) = artifact.run(x=np.asarray(args[0])).values()
+    assert np.abs(np.asarray(found)).max() > 0
+    step = artifact.report.sites[-1].scale
+    assert np.abs(np.asarray(found) - device).max() <= 1.01 * step
+    assert "quant.fake_quant" in jax.jit(provider.apply(fn)).lower(params, *args).as_text()

@@ -1,0 +1,231 @@
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from provider_odml._errors import ConversionError, MissingExtraError
+from provider_odml._litert import Program, Runner, _convert, convert, read
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from litert_samples import Layer, program
+
+X = np.arange(16, dtype=np.float32).reshape(4, 4) / 8
+
+
+def double(x):
+    return x * jnp.float32(2)
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Where temporary folders are made, to see whether they are gone."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def fake_worker(tmp_path_factory, monkeypatch):
+    """Puts a script in the place of the worker."""
+
+    def put(text):
+        script = tmp_path_factory.mktemp("worker") / "worker.py"
+        script.write_text(text)
+        monkeypatch.setattr(_convert, "WORKER", script)
+
+    return put
+
+
+def test_one_program(folders):
+    model = convert([program(double, X)])
+    np.testing.assert_array_equal(Runner(model).run("main", a0=X)["o0"], X * 2)
+    assert list(folders.iterdir()) == []
+
+
+def test_several_signatures_share_their_constants():
+    layer = Layer.make("FULLY_CONNECTED")
+    x, _ = layer.inputs()
+    alone = read(convert([program(layer, x)]))
+    both = read(convert([program(layer, x, name="one"), program(layer, x[:2], name="two")]))
+    assert list(both.signatures) == ["one", "two"]
+    assert [s.inputs["a0"].shape for s in both.signatures.values()] == [(32, 24), (2, 24)]
+    assert both.bytes_by_dtype() == alone.bytes_by_dtype()
+
+
+def test_names_of_private_functions_do_not_collide():
+    # A program named like a function inside it, and two with equal composites, which stay.
+    def mine(x):
+        return jax.nn.relu(jax.lax.composite(lambda y: jnp.sin(y) - y, name="mine.op")(x))
+
+    model = convert([program(mine, X, name="relu"), program(mine, X, name="mine.op")])
+    expected = np.maximum(np.sin(X) - X, 0)
+    for name in ("relu", "mine.op"):
+        found = Runner(model).run(name, a0=X)["o0"]
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_strict_or_not():
+    layer = Layer.make("FULLY_CONNECTED")
+    assert read(convert([program(layer, layer.inputs()[0])])).float_ops() == []
+    assert read(convert([program(double, X)], strict=False)).op_counts() == {"MUL": 1}
+
+
+def test_scan_and_nested_loops():
+    def scanned(x):
+        def step(carry, row):
+            return jnp.sin(carry) + row * x[1], carry
+
+        return jax.lax.scan(step, x[0], x)
+
+    def nested(x):
+        def outer(state):
+            i, y = state
+            inner = jax.lax.fori_loop(0, i, lambda j, z: z * x[0, 1] + y, y)
+            return i + 1, inner
+
+        return jax.lax.while_loop(lambda s: s[0] < 4, outer, (0, x))[1]
+
+    model = convert([program(scanned, X, name="scan"), program(nested, X, name="nested")])
+    runner = Runner(model)
+    carry, before = X[0].astype(np.float64), []
+    for row in X:
+        before.append(carry)
+        carry = np.sin(carry) + row * X[1]
+    found = runner.run("scan", a0=X)
+    np.testing.assert_allclose(found["o0"], carry, rtol=1e-5)
+    np.testing.assert_allclose(found["o1"], before, rtol=1e-5)
+    y = X.astype(np.float64)
+    for i in range(4):
+        z = y
+        for _ in range(i):
+            z = z * X[0, 1] + y
+        y = z
+    np.testing.assert_allclose(runner.run("nested", a0=X)["o0"], y, rtol=1e-5)
+
+
+def test_branches():
+    def fn(x):
+        return jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)
+
+    runner = Runner(convert([program(fn, X)]))
+    np.testing.assert_allclose(runner.run("main", a0=X)["o0"], np.cos(X), atol=1e-6)
+    np.testing.assert_allclose(runner.run("main", a0=X + 1)["o0"], np.sin(X + 1), atol=1e-6)
+
+
+def test_an_operation_that_tflite_has_not_is_named_with_its_place(folders):
+    def fn(x):
+        with jax.named_scope("spectrum"):
+            return jnp.fft.fft(x).real
+
+    with pytest.raises(ConversionError, match=r"stablehlo\.fft .*spectrum.*test_litert_conv") as e:
+        convert([program(fn, X)])
+    assert "Failed to export" in e.value.log
+    assert list(folders.iterdir()) == []
+
+
+def test_a_version_that_the_converter_can_not_read():
+    one = program(double, X)
+    head, version, rest = one.artifact.partition(b"StableHLO_v1.")
+    artifact = head + b"StableHLO_v9." + rest[:-40]
+    assert version
+    with pytest.raises(ConversionError, match=r"StableHLO 9\.\d+\.0, and the converter has 1\.\d+"):
+        convert([Program("main", artifact, ("a0",), ("o0",))])
+
+
+def test_what_is_no_artifact():
+    with pytest.raises(ConversionError, match="no StableHLO portable artifact"):
+        convert([Program("main", b"func.func @main() {", (), ())])
+
+
+def test_a_program_with_sharding():
+    with pytest.raises(ConversionError, match="sdy dialect"):
+        convert([program(jnp.linalg.cholesky, X)])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "match"),
+    [
+        (("a", "b"), ("o",), r"1 inputs and 1 outputs.*\['a', 'b'\]"),
+        (("a",), (), r"1 inputs and 1 outputs.*\[\]"),
+    ],
+)
+def test_names_that_do_not_fit_the_program(inputs, outputs, match):
+    artifact = program(double, X).artifact
+    with pytest.raises(ConversionError, match=match):
+        convert([Program("main", artifact, inputs, outputs)])
+
+
+@pytest.mark.parametrize(
+    ("programs", "match"),
+    [
+        ([], "at least one"),
+        ([Program("a", b"", (), ()), Program("a", b"", (), ())], "different names"),
+        ([Program("", b"", (), ())], "different names"),
+        ([Program("a", b"", ("x", "x"), ())], "inputs.*different"),
+        ([Program("a", b"", (), ("y", ""))], "outputs.*non-empty"),
+    ],
+)
+def test_names_that_can_not_be(programs, match):
+    with pytest.raises(ConversionError, match=match):
+        convert(programs)
+
+
+def test_a_crash(fake_worker, folders):
+    fake_worker("import os, sys\nprint('assertion failed', flush=True)\nos.abort()")
+    with pytest.raises(ConversionError, match="SIGABRT: assertion failed") as error:
+        convert([program(double, X)])
+    assert error.value.log == "assertion failed\n"
+    assert list(folders.iterdir()) == []
+
+
+def test_an_exit_without_a_result(fake_worker):
+    fake_worker("import sys\nsys.exit(3)")
+    with pytest.raises(ConversionError, match="status 3"):
+        convert([program(double, X)])
+
+
+def test_the_time_limit_ends_the_worker_and_its_children(fake_worker, folders, tmp_path_factory):
+    note = tmp_path_factory.mktemp("pids") / "pid"
+    fake_worker(
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(note)!r}, 'w').write(str(child.pid))\n"
+        "print('at work', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(ConversionError, match="did not end within 3 s") as error:
+        convert([program(double, X)], timeout=3)
+    assert error.value.log == "at work\n"
+    assert list(folders.iterdir()) == []
+    pid = int(note.read_text())
+    # It is gone, or dead and not yet collected by whoever adopted it.
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_an_interrupt_ends_the_worker(monkeypatch):
+    seen = []
+
+    def interrupted(self, *args, **kwargs):
+        if not seen:
+            seen.append(self.pid)
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    original = _convert.subprocess.Popen.communicate
+    monkeypatch.setattr(_convert.subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert([program(double, X)])
+    with pytest.raises(ProcessLookupError):
+        os.kill(seen[0], signal.SIG_DFL)
+
+
+def test_a_missing_converter(monkeypatch):
+    monkeypatch.setitem(sys.modules, "litert_converter", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'provider-odml\[litert\]'"):
+        convert([Program("a", b"", (), ())])

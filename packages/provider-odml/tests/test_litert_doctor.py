@@ -1,0 +1,49 @@
+"""The check that ``jaxtap doctor`` makes of the extras."""
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from provider_odml._demo import _doctor
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Installs the given versions; returns the findings by library."""
+
+    def check(**versions):
+        def version(name):
+            try:
+                return versions[name.replace("-", "_")]
+            except KeyError:
+                raise PackageNotFoundError(name) from None
+
+        monkeypatch.setattr(_doctor, "version", version)
+        return {one.message.split()[0]: one for one in _doctor.litert()}
+
+    return check
+
+
+def test_the_installed_libraries_are_fine():
+    found = list(_doctor.litert())
+    assert [one.status for one in found] == ["ok"] * len(found)
+    for name in ("litert-converter 0.5", "ai-edge-litert 2."):
+        assert any(one.message.startswith(name) for one in found)
+
+
+def test_a_missing_library_names_its_extra_and_its_use(found):
+    found = found(litert_converter="0.5.0")
+    assert set(found) == {"litert-converter", "ai-edge-litert", "ai-edge-quantizer"}
+    assert found["litert-converter"].status == "ok"
+    missing = found["ai-edge-litert"]
+    assert (missing.status, missing.hint) == ("warn", "pip install 'provider-odml[litert]'")
+    assert "training does not" in missing.message
+    assert found["ai-edge-quantizer"].hint == "pip install 'provider-odml[aeq]'"
+    assert "backend='aeq'" in found["ai-edge-quantizer"].message
+
+
+def test_another_version_is_warned_about(found):
+    found = found(litert_converter="0.9", ai_edge_litert="2.3.1", ai_edge_quantizer="0.10.0")
+    assert sorted(one.status for one in found.values()) == ["ok", "ok", "warn"]
+    assert "litert-converter 0.9 is not one" in found["litert-converter"].message
+    assert found["litert-converter"].hint == "pip install 'provider-odml[litert]'"

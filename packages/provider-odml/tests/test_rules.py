@@ -1,0 +1,139 @@
+"""OdmlRule: its fields, its modes, what it matches, and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from provider_odml import OdmlQatProvider, OdmlRule, qat
+
+STATIC = {"weight_qtype": "int8", "act_qtype": "int8"}
+DYNAMIC = {**STATIC, "act_static_scale": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "static", "dynamic", "text"),
+    [
+        (STATIC, True, False, "W8A8 static"),
+        ({**STATIC, "act_static_scale": True}, True, False, "W8A8 static"),
+        ({"weight_qtype": "int4", "act_qtype": "int16"}, True, False, "W4A16 static"),
+        ({"act_qtype": "int8"}, True, False, "A8 static"),
+        (DYNAMIC, False, True, "W8A8 dynamic"),
+        ({"weight_qtype": "int2"}, False, False, "W2 weight-only"),
+        ({}, False, False, "float"),
+    ],
+)
+def test_modes(fields, static, dynamic, text):
+    rule = OdmlRule(**fields)
+    assert (rule.is_static, rule.is_dynamic, str(rule)) == (static, dynamic, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"module_path": "("}, ["OdmlRule.module_path", "regular expression", "'('"]),
+        ({"module_path": 3}, ["OdmlRule.module_path", "3"]),
+        ({"op_names": "einsum"}, ["OdmlRule.op_names", "einsum", "dot_general"]),
+        ({"op_names": ["conv"]}, ["OdmlRule.op_names", "'conv'", "conv_general_dilated"]),
+        ({"weight_qtype": "int16"}, ["OdmlRule.weight_qtype", "int8, int4, int2", "'int16'"]),
+        ({"weight_qtype": "float8_e4m3fn"}, ["OdmlRule.weight_qtype", "float8_e4m3fn"]),
+        ({"weight_qtype": "nonsense"}, ["OdmlRule.weight_qtype", "'nonsense'"]),
+        ({"act_qtype": "int4"}, ["OdmlRule.act_qtype", "int8, int16", "'int4'"]),
+        ({"act_qtype": 8}, ["OdmlRule.act_qtype", "8"]),
+        ({"weight_qtype": "int8", "act_static_scale": True}, ["OdmlRule.act_static_scale"]),
+        ({"weight_qtype": "int8", "act_static_scale": False}, ["OdmlRule.act_static_scale"]),
+        ({**DYNAMIC, "act_qtype": "int16"}, ["OdmlRule.act_qtype", "'int16'", "act_static_scale"]),
+        ({**DYNAMIC, "weight_qtype": None}, ["OdmlRule.weight_qtype", "act_static_scale=False"]),
+        ({"weight_calibration_method": "minmax"}, ["OdmlRule.weight_calibration_method", "minmax"]),
+        ({"weight_calibration_method": None}, ["OdmlRule.weight_calibration_method"]),
+        ({"act_calibration_method": "median"}, ["OdmlRule.act_calibration_method", "median"]),
+        ({"act_batch_axes": "0"}, ["OdmlRule.act_batch_axes", "'0'"]),
+        ({"act_batch_axes": [0.5]}, ["OdmlRule.act_batch_axes", "0.5"]),
+        ({"act_batch_axes": 0}, ["OdmlRule.act_batch_axes"]),
+        ({"op_names": 3}, ["OdmlRule.op_names", "3"]),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_is_allowed(fields, names):
+    with pytest.raises(ValueError, match=r"OdmlRule\.") as error:
+        OdmlRule(**fields)
+    for name in names:
+        assert name in str(error.value)
+
+
+def test_fields_are_named():
+    with pytest.raises(TypeError):
+        OdmlRule("encoder.*")
+
+
+@pytest.mark.parametrize("given", ["int8", jnp.int8, jnp.dtype("int8")])
+def test_qtypes_may_be_dtypes(given):
+    rule = OdmlRule(weight_qtype=given, act_qtype=given)
+    assert (rule.weight_qtype, rule.act_qtype) == ("int8", "int8")
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "path", "expected"),
+    [
+        ({}, {"dot_general"}, "", True),
+        ({"module_path": "enc"}, {"dot_general"}, "enc/Dense_0", False),
+        ({"module_path": "enc.*"}, {"dot_general"}, "enc/Dense_0", True),
+        ({"module_path": ".*Dense_0"}, {"dot_general"}, "enc/Dense_0", True),
+        ({"op_names": ["einsum"]}, {"dot_general"}, "", False),
+        ({"op_names": ["einsum"]}, {"dot_general", "einsum"}, "", True),
+        ({"op_names": ["einsum", "add"], "module_path": "a"}, {"add"}, "b", False),
+        ({"op_names": []}, {"add"}, "b", True),
+    ],
+)
+def test_what_matches(fields, names, path, expected):
+    assert OdmlRule(**fields).matches(names, path) is expected
+
+
+def test_equal_rules_are_equal_whatever_the_containers():
+    one = OdmlRule(op_names=["dot_general", "add"], act_batch_axes=[0, 1])
+    other = OdmlRule(op_names={"add", "dot_general"}, act_batch_axes=(0, 1))
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+def test_rules_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OdmlRule().act_qtype = "int8"
+
+
+@pytest.mark.parametrize(
+    ("fields", "method"),
+    [
+        (STATIC, "minmax"),
+        ({**STATIC, "act_calibration_method": "rms,3"}, "rms,3"),
+        ({"act_qtype": "int16"}, "absmax"),
+        ({"act_qtype": "int16", "act_calibration_method": "minmax,0.9"}, "absmax,0.9"),
+    ],
+)
+def test_the_method_of_activations(fields, method):
+    assert OdmlRule(**fields).act_method == method
+
+
+def test_an_int16_range_has_no_zero_point_with_a_fixed_method():
+    """Whatever the method: LiteRT's int16 is symmetric."""
+    rule = OdmlRule(weight_qtype="int8", act_qtype="int16", act_calibration_method="fixed,-1,2")
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    model = qat(lambda w, x: x @ w, [rule])
+    stats = model.init(w, x)
+    jax.block_until_ready(model(w, x, quant_stats=stats))
+    assert all(one.symmetric for one in stats.values())
+
+
+@pytest.mark.parametrize("rules", [["int8"], [OdmlRule(), None], [{}]])
+def test_rules_of_another_type(rules):
+    with pytest.raises(TypeError, match="OdmlRule"):
+        OdmlQatProvider(rules)
+
+
+@pytest.mark.parametrize(
+    "given", [3, (1, 2), (0, 0), (2, 1), (-1,), ("a", "b"), (float("nan"), 1), (0, float("inf"))]
+)
+@pytest.mark.parametrize("name", ["fixed_range_for_inputs", "fixed_range_for_outputs"])
+def test_fixed_ranges_that_are_none(name, given):
+    with pytest.raises(ValueError, match=name):
+        OdmlQatProvider(**{name: given})
