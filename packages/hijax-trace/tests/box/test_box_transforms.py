@@ -570,3 +570,25 @@ def test_types_compare_shapes_dtypes_and_structure():
     assert Box(1.0).type != Box(1).type
     assert Box(X).type != Box([X]).type
     assert Box(quantize(MATRIX)).type == Box(quantize(MATRIX + 1)).type
+
+
+@pytest.mark.parametrize("around", [jax.vmap, lambda f: jax.jit(jax.vmap(f))], ids=["vmap", "jit"])
+def test_what_is_the_same_for_all_examples_is_written_once(around):
+    """JAX refuses the write as such."""
+    box = Box(jnp.float32(0))
+
+    def fn(x):
+        box.set(box.get() + 1)
+        return x * box.get()
+
+    np.testing.assert_allclose(around(fn)(MATRIX), MATRIX)
+    holds(box, np.float32(1))
+    np.testing.assert_allclose(around(jax.grad(lambda x: fn(x).sum()))(MATRIX), 2 * MATRIX**0)
+    holds(box, np.float32(2))
+
+
+def test_what_differs_is_still_refused():
+    box = Box(jnp.float32(0))
+    with pytest.raises(TypeError, match="shared by all examples"):
+        jax.vmap(lambda x: box.set(x.sum()))(MATRIX)
+    holds(box, np.float32(0))

@@ -87,6 +87,11 @@ class Interceptor(Mapping[str, Handler]):
         """The hashable that stands for this interceptor in JAX's cache keys."""
         return self._key
 
+    @property
+    def tells_ids(self) -> bool:
+        """Whether handlers may treat two operations apart by their ids: without a ``path_key``."""
+        return self._path_key is None
+
     def resolve_path(self, path: str) -> Hashable:
         """Returns what stands for module ``path`` in the cache key."""
         return path if self._path_key is None else self._path_key(path)

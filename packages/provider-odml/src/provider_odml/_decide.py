@@ -109,11 +109,7 @@ class _Decider:
             return Decision(node, index, is_float=True)
         if kind in (Kind.FLOAT, Kind.UNKNOWN):
             return self._float(node, index)
-        if (
-            kind is Kind.JOIN
-            and node.op.name == "select_n"
-            and len(node.activations) < len(node.uses)
-        ):
+        if node.op.name == "select_n" and len(node.activations) < len(node.uses):
             self.masked.add(node.op_id)
             return Decision(node, index, is_float=True, reason=MASK)
         if any(use.tensor in self.masked for use in node.activations):
@@ -144,12 +140,13 @@ class _Decider:
             return None
         if ours.act_qtype != theirs.act_qtype or node.op.fixed is not None:
             return None
+        if node.op.kind is not Kind.NORM and self._why_float(node, ours) is not None:
+            return None
         qtype = str(theirs.act_qtype)
         if is_relu(reader):
             fusable = node.op_id in self.chains or node.op.kind is Kind.LINEAR
             fusable = fusable or (node.op.kind is Kind.ARITH and node.op.name != "truediv")
-            if node.op.kind is Kind.LINEAR and len(node.activations) > 1:
-                return None
+            fusable = fusable and (node.op.kind is not Kind.LINEAR or len(node.activations) == 1)
             return reader if fusable and reader.op.name in FUSED_ACTIVATIONS[qtype] else None
         if reader.op.kind is Kind.NORM:
             return reader if self._is_chain(node) else None

@@ -218,7 +218,7 @@ def tap_body(
         inner.path_was_read,
         held is not NONE_TAKEN,
         {key: before.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0) for key in counted}
-        if inner.numbers_were_read
+        if inner.numbers_were_read and run.interceptor.tells_ids
         else None,
     )
     if _of_a_trace(extra) or inner.roots_were_read:
