@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from minilm import load, model
 from minilm.rules import VARIANTS
+from minilm.sentences import SENTENCES
 
 from provider_xla import PtqProvider
 
@@ -261,3 +262,21 @@ def test_command():
     assert run.returncode == 0, run.stderr
     assert "layer_5/down/matmul:0" in run.stdout
     assert "25 of 37 operations quantized" in run.stdout
+
+
+@published
+@installed("litert_converter", "ai_edge_litert")
+def test_the_encoder_on_the_device():
+    """In LiteRT, int8 parameters and ranges that the device finds: a quarter of the bytes."""
+    import provider_odml as odml
+
+    params, tokenize = load.read_params(), load.read_tokenizer()
+    tokens, mask = tokenize(list(SENTENCES), 32)
+    rule = odml.OdmlRule(weight_qtype="int8", act_qtype="int8", act_static_scale=False)
+    artifact = odml.export(model.encode, params, None, [rule], tokens, mask, strict=False)
+    floats = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    assert len(artifact.model) < floats / 3.4
+    (found,) = artifact.run(tokens=tokens, mask=mask).values()
+    cosines = (found * np.asarray(model.encode(params, tokens, mask))).sum(-1)
+    assert cosines.mean() > 0.99
+    assert cosines.min() > 0.95

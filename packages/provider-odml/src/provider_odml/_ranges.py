@@ -166,5 +166,8 @@ def fake_quant_constant(x: jax.Array, use: ConstantUse) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def fake_quant_dynamic(x: jax.Array, use: DynamicUse) -> jax.Array:
-    """Rounds the rows of an activation to the codes of their own ranges, straight through."""
-    return qn.fake_quant(x, "int8", channel_axes=use.channel_axes)
+    """Rounds the rows of an activation to the codes of their own ranges, straight through.
+
+    With a zero point for each row, as LiteRT's XNNPACK kernels (``qd8``) do.
+    """
+    return qn.fake_quant(x, "int8", channel_axes=use.channel_axes, method="minmax")

@@ -111,7 +111,7 @@ def dynamic(x: jax.Array, channel_axes: tuple[int, ...]) -> jax.Array:
     @functools.partial(jax.lax.composite, name="quant.fake_quant")
     def composite(x: jax.Array, **attributes: Any) -> jax.Array:
         del attributes
-        return qn.fake_quant(x, "int8", channel_axes=channel_axes)
+        return qn.fake_quant(x, "int8", channel_axes=channel_axes, method="minmax")
 
     return composite(x, **attributes)
 
