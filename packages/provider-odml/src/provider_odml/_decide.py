@@ -20,7 +20,7 @@ from ._plan import (
     WeightUse,
 )
 from ._rules import OdmlRule
-from ._traits import fingerprint, is_relu, is_same_scale, per_channel
+from ._traits import fingerprint, is_relu, per_channel
 
 
 @dataclass
@@ -231,8 +231,8 @@ class _Decider:
 
     def _inputs(self, node: Node, rule: OdmlRule) -> dict[int | str, Quantize]:
         found: dict[int | str, Quantize] = {}
-        fused = self._fused_input(node)
-        joined = node.op.kind is Kind.JOIN or (len(node.activations) > 1 and is_same_scale(node))
+        kind, fused = node.op.kind, self._fused_input(node)
+        joined = kind is Kind.JOIN or (kind is Kind.CLAMP and len(node.activations) > 1)
         for use in node.uses:
             if use.role == ACTIVATION:
                 if not fused:

@@ -7,6 +7,7 @@ The kinds follow LiteRT's 8-bit quantization specification
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -233,14 +234,17 @@ OP_NAMES = frozenset(
 
 def ops() -> dict[str, Op]:
     """Returns the operations by target: those of a framework where that is imported."""
-    found = [*_PRIMITIVES, *_unknown(), *_FUNCTIONS, *_MARKED, _OUTPUT]
+    found = [*_primitives_here(), *_FUNCTIONS, *_MARKED, _OUTPUT]
     found += [op for op in _POOLS if _exists(op.target)]
+    return {op.target: op for op in found}
+
+
+@functools.cache
+def _primitives_here() -> tuple[Op, ...]:
+    """Returns the primitives that this JAX has. Made once: models ask at each call."""
     known = primitive_names()
-    return {
-        op.target: op
-        for op in found
-        if not op.is_primitive or op.target.removeprefix(PRIMITIVE) in known
-    }
+    found = [*_PRIMITIVES, *_unknown()]
+    return tuple(op for op in found if op.target.removeprefix(PRIMITIVE) in known)
 
 
 def methods() -> dict[str, str]:

@@ -230,6 +230,14 @@ class QatModel:
         plan = self.plan(*args, **kwargs)
         try:
             return replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
+        except NotImplementedError as error:
+            if "both cond and body" in str(error):
+                raise OdmlError(
+                    "The condition of a while_loop reads a tensor that is quantized, and JAX lets "
+                    "no condition update statistics. Give what the condition computes a rule "
+                    "without qtypes, by a jax.named_scope around it."
+                ) from error
+            raise
         except Exception as error:
             if type(error) is Exception and "set/swap operation with vmapped" in str(error):
                 raise OdmlError(
@@ -237,14 +245,6 @@ class QatModel:
                     "write in the model's jitted parts. Put the vmap inside of the function that "
                     "qat gets, qat(lambda params, x: jax.vmap(...)(x), rules), or pass "
                     "update_quant_stats=False."
-                ) from error
-            raise
-        except NotImplementedError as error:
-            if "both cond and body" in str(error):
-                raise OdmlError(
-                    "The condition of a while_loop reads a tensor that is quantized, and JAX lets "
-                    "no condition update statistics. Give what the condition computes a rule "
-                    "without qtypes, by a jax.named_scope around it."
                 ) from error
             raise
         finally:

@@ -7,11 +7,6 @@ import math
 import re
 
 from ._graph import ACTIVATION, Node, Use, rolled
-from ._ops import Kind
-
-
-def is_same_scale(node: Node) -> bool:
-    return node.op.kind is Kind.CLAMP
 
 
 def is_relu(node: Node) -> bool:

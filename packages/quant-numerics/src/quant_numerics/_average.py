@@ -113,11 +113,6 @@ class Statistics:
         self._box.set(AverageState(Calibration(*state.total), state.count))
 
     @property
-    def average(self) -> MovingAverage:
-        """How calibrations are averaged."""
-        return self._average
-
-    @property
     def count(self) -> jax.Array:
         """How many calibrations were observed, int32."""
         return self.state.count

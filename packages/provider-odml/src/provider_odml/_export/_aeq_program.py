@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from interception_core import Interceptor, OpCall
@@ -16,7 +15,7 @@ from .._device import FORMS
 from .._litert import Program
 from .._ops import PRIMITIVE, Kind, Op, ops
 from .._plan import Decision
-from .._survey import is_array, prepared
+from .._survey import prepared
 from ._program import Exported
 
 
@@ -33,28 +32,15 @@ def float_program(one: Exported) -> Program:
     wrapped = one.engine.wrap(prepared(one.fn), Interceptor(handlers))
 
     def run(*inputs: Any) -> Any:
-        return tuple(jax.tree.leaves(wrapped(*_filled(one, inputs))))
+        return tuple(jax.tree.leaves(wrapped(*one.filled(inputs))))
 
-    run.__name__ = one.name.replace(" ", "_")
-    exported = jax.export.export(jax.jit(run), platforms=["cpu"])(
-        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in one.samples)
-    )
-    return Program(one.name, exported.mlir_module_serialized, one.inputs, one.outputs)
+    return one.lowered(run, one.outputs)
 
 
 def float_results(one: Exported) -> list[np.ndarray]:
     """Returns what JAX computes from the sample data, with nothing quantized."""
-    run = jax.jit(lambda inputs: jax.tree.leaves(one.fn(*_filled(one, inputs))))
+    run = jax.jit(lambda inputs: jax.tree.leaves(one.fn(*one.filled(inputs))))
     return [np.asarray(leaf) for leaf in run(one.samples)]
-
-
-def _filled(one: Exported, inputs: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(one.args)
-    # Parameters become constants, and NumPy's arrays are none that can be traced.
-    leaves = [jnp.asarray(leaf) if is_array(leaf) else leaf for leaf in leaves]
-    for place, value in zip(one.places, inputs, strict=True):
-        leaves[place] = value
-    return jax.tree.unflatten(treedef, leaves)
 
 
 class _Visitor:

@@ -21,7 +21,7 @@ from ._artifact import Artifact
 from ._collect import collect
 from ._composite import Grid
 from ._grids import grids_of
-from ._program import Exported, places_of
+from ._program import Exported, filled, places_of
 from ._report import Report
 from ._signature import Signature, input_names, output_names, signatures_of
 from ._unroll import unrolled
@@ -121,15 +121,9 @@ def _exported(
     flat, argnum = unrolled(own), provider.params_argnum
     constants = collect(provider._engine, flat, plan, full, {})
     places = places_of(full, argnum)
-    leaves, treedef = jax.tree.flatten(full)
-
-    def call(inputs: list[Any]) -> Any:
-        filled = list(leaves)
-        for place, value in zip(places, inputs, strict=True):
-            filled[place] = value
-        return own(*jax.tree.unflatten(treedef, filled))
-
-    out = jax.eval_shape(call, [leaves[place] for place in places])
+    leaves = jax.tree.leaves(full)
+    inputs = [leaves[place] for place in places]
+    out = jax.eval_shape(lambda inputs: own(*filled(full, places, inputs)), inputs)
     return Exported(
         name,
         flat,

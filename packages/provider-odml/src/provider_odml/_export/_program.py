@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,29 @@ class Exported:
             out, sites = in_float32(lambda *i: self._run(i, probing, None), self._types, inputs)
             return (*jax.tree.leaves(out), *sites)
 
-        run.__name__ = self.name.replace(" ", "_")
-        exported = jax.export.export(jax.jit(run, keep_unused=True), platforms=["cpu"])(
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.samples)
-        )
         names = tuple(f"{PROBE}{i}" for i in range(len(self.probes))) if probing else ()
-        return Program(
-            self.name, exported.mlir_module_serialized, self.inputs, (*self.outputs, *names)
-        )
+        return self.lowered(run, (*self.outputs, *names))
+
+    def lowered(self, run: Callable[..., Any], outputs: tuple[str, ...]) -> Program:
+        """Returns a function of the inputs for the converter.
+
+        Args:
+            run: the function, of flat inputs and results.
+            outputs: a name for each result.
+        """
+        run.__name__ = self.name.replace(" ", "_")
+        types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.samples)
+        exported = jax.export.export(jax.jit(run, keep_unused=True), platforms=["cpu"])(*types)
+        return Program(self.name, exported.mlir_module_serialized, self.inputs, outputs)
+
+    def filled(self, inputs: Sequence[Any]) -> Any:
+        """Returns the arguments with other inputs."""
+        return filled(self.args, self.places, inputs)
+
+    @functools.cached_property
+    def alone(self) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        """What ``replay`` returns where nothing is forced."""
+        return self.replay()
 
     def replay(
         self, forced: Mapping[str, np.ndarray] | None = None
@@ -140,16 +155,13 @@ class Exported:
         return [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in self.places]
 
     def _run(self, inputs: tuple, probing: bool, forced: tuple[Any, Any] | None) -> Any:
-        leaves, treedef = jax.tree.flatten(self.args)
-        for place, value in zip(self.places, inputs, strict=True):
-            leaves[place] = value
         boxes = {}
         if probing:
             for place in self.probes:
                 shape, _ = self.shape_of(place)
                 boxes[place] = Box(jnp.zeros(shape, jnp.float32))
         runtime = _Probed(self.grids, self.constants, boxes, forced)
-        out = replay(self.engine, self.fn, self.plan, runtime)(*jax.tree.unflatten(treedef, leaves))
+        out = replay(self.engine, self.fn, self.plan, runtime)(*self.filled(inputs))
         return out, tuple(box.get() for box in boxes.values())
 
 
@@ -175,6 +187,14 @@ class _Probed(Device):
             return out
         given, force = self._forced
         return jnp.where(force, given[where].astype(out.dtype).reshape(out.shape), out)
+
+
+def filled(args: tuple, places: Sequence[int], inputs: Sequence[Any]) -> Any:
+    """Returns arguments with other values for those of their leaves that are inputs."""
+    leaves, treedef = jax.tree.flatten(args)
+    for place, value in zip(places, inputs, strict=True):
+        leaves[place] = value
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def places_of(args: tuple, argnum: int) -> tuple[int, ...]:

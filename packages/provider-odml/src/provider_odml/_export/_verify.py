@@ -58,7 +58,7 @@ class OutputResult:
         name: its name.
         error: the greatest difference from JAX, over the greatest magnitude.
         sqnr: signal to noise, in decibels.
-        same: whether it is that of the file that shows its sites, to the bit.
+        same: whether it is that of the file that shows its sites, but for how floats add up.
         tolerance: of ``error``.
     """
 
@@ -129,7 +129,7 @@ def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[s
     """
     found = run(probe, one)
     device = {place: found[f"{PROBE}{i}"] for i, place in enumerate(one.probes)}
-    _, alone = one.replay()
+    _, alone = one.alone
     _, local = one.replay(device)
     results = []
     for place, site in one.probes.items():
@@ -163,7 +163,7 @@ def compare_outputs(
 ) -> list[OutputResult]:
     """Compares the results of the file itself."""
     found = run(model, one)
-    expected, _ = one.replay()
+    expected, _ = one.alone
     results = []
     for name, value in zip(one.outputs, expected, strict=True):
         ours = np.asarray(found[name], np.float64).reshape(value.shape)
