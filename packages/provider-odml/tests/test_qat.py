@@ -685,3 +685,12 @@ def test_int16_ranges_have_no_lower_bound():
     stats = model.init(MLP, X)
     jax.jit(model)(MLP, X, quant_stats=stats)
     assert {low for low, _ in ranges(stats).values()} == {None}
+
+
+def test_a_condition_that_reads_quantized_tensors_is_refused():
+    """JAX lets no condition of a loop write."""
+    fn = lambda w, x: lax.while_loop(lambda h: (h @ w).sum() < 1e3, lambda h: h @ w + h, x)  # noqa: E731
+    model, x = qat(fn, W8A8, engine="trace"), draw(3, 4)
+    weight = jnp.abs(draw(4, 4, seed=1))
+    with pytest.raises(OdmlError, match="condition of a while_loop"):
+        model.calibrate(weight, [(jnp.abs(x),)])

@@ -215,7 +215,17 @@ class QatModel:
                         Training(stats, calibrating=True), rebuild(arrays), {}
                     )
                 )
-            return compiled[key](arrays, stats)
+            # JAX finds it out when it lowers the program, so that here alone it can be said.
+            try:
+                return compiled[key](arrays, stats)
+            except NotImplementedError as error:
+                if "both cond and body" in str(error):
+                    raise OdmlError(
+                        "The condition of a while_loop reads a tensor that is quantized, and JAX "
+                        "lets no condition update statistics. Give what the condition computes a "
+                        "rule without qtypes, by a jax.named_scope around it."
+                    ) from error
+                raise
 
         for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
             args = list(batch)
@@ -230,14 +240,6 @@ class QatModel:
         plan = self.plan(*args, **kwargs)
         try:
             return replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
-        except NotImplementedError as error:
-            if "both cond and body" in str(error):
-                raise OdmlError(
-                    "The condition of a while_loop reads a tensor that is quantized, and JAX lets "
-                    "no condition update statistics. Give what the condition computes a rule "
-                    "without qtypes, by a jax.named_scope around it."
-                ) from error
-            raise
         except Exception as error:
             if type(error) is Exception and "set/swap operation with vmapped" in str(error):
                 raise OdmlError(
