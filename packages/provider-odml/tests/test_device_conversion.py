@@ -91,14 +91,6 @@ def test_gelu(approximate):
 
 
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
-def test_silu(dtype):
-    def fn(x):
-        return act(device.silu(act(x, 0.03, 3, dtype), fake_quant=inner(dtype)), 0.03, 3, dtype)
-
-    check(["LOGISTIC", "MUL"], fn, X, scale=0.03, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", ["i8", "i16"])
 def test_neg(dtype):
     def fn(x):
         return act(device.neg(act(x, 0.03, 3, dtype), fake_quant=inner(dtype)), 0.03, -3, dtype)
@@ -152,8 +144,7 @@ def test_resize_with_antialiasing_is_float():
 
 
 @pytest.mark.parametrize("weight", ["i8", "i4"])
-@pytest.mark.parametrize("is_gather", [True, False])
-def test_rows_of_a_table_with_a_scale_each(weight, is_gather):
+def test_rows_of_a_table_with_a_scale_each(weight):
     scale = np.abs(TABLE).max(1) / (127 if weight == "i8" else 7)
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0,)
@@ -161,9 +152,7 @@ def test_rows_of_a_table_with_a_scale_each(weight, is_gather):
 
     def fn(ids):
         table = fake_quant(jnp.asarray(TABLE), scale, None, weight, True, 0)
-        if is_gather:
-            return act(device.gather(table, ids[..., None], numbers, (1, 8)), 0.03, 3)
-        return act(device.take(table, ids, 0), 0.03, 3)
+        return act(device.gather(table, ids[..., None], numbers, (1, 8)), 0.03, 3)
 
     kinds, error = run(fn, IDS, scale=0.03)
     assert [kind for kind in kinds if kind not in {*PLAIN, "RESHAPE"}] == ["EMBEDDING_LOOKUP"]
@@ -213,35 +202,6 @@ def test_transposed_convolution(padding, dtype):
     kinds, error = run(fn, IMAGE, scale=0.05 if dtype == "i8" else 0.05 / 256)
     moving = {"RESHAPE", "PAD", "SLICE", "STRIDED_SLICE"}
     assert [kind for kind in kinds if kind not in {*PLAIN, *moving}] == ["CONV_2D"]
-    assert kinds.count("DEQUANTIZE") == 1
-    assert error < 1.1
-
-
-@pytest.mark.parametrize("dtype", ["i8", "i16"])
-@pytest.mark.parametrize(
-    ("equation", "shape", "contracting"),
-    [
-        ("bti,ihd->bthd", (8, 3, 4), (0,)),
-        ("bti,hdi->bthd", (3, 4, 8), (2,)),
-        ("bti,hid->bthd", (3, 8, 4), (1,)),
-        ("bti,tio->bo", (6, 8, 5), (0, 1)),
-        ("bti,oti->bo", (5, 6, 8), (1, 2)),
-        ("bti,to->bio", (6, 5), (0,)),
-        ("bti,oi->bto", (5, 8), (1,)),
-    ],
-)
-def test_weights_quantized_as_matrices(equation, shape, contracting, dtype):
-    weight = RNG.normal(size=shape).astype(np.float32)
-
-    def fn(x):
-        matrix, restore = device.as_matrix(jnp.asarray(weight), contracting)
-        scale = np.abs(weight).max() / 127 * np.linspace(1, 1.5, matrix.shape[1])
-        quantized = restore(fake_quant(matrix, scale, None, "i8", True, 1))
-        return act(jnp.einsum(equation, act(x, 0.03, 3, dtype), quantized), 0.1, 1, dtype)
-
-    kinds, error = run(fn, X, scale=0.1 if dtype == "i8" else 0.1 / 256)
-    moving = {"RESHAPE", "TRANSPOSE"}
-    assert [kind for kind in kinds if kind not in {*PLAIN, *moving}] == ["FULLY_CONNECTED"]
     assert kinds.count("DEQUANTIZE") == 1
     assert error < 1.1
 

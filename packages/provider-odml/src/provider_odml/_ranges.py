@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import quant_numerics as qn
@@ -49,19 +50,19 @@ class How:
 
 def calibration_of(row: jax.Array, decay: float | None, symmetric: bool) -> qn.Calibration:
     """Returns the average that a row of statistics stands for."""
-    return _average(row[0], row[1], row[2], decay, symmetric)
+    lower, upper = _average(row, decay)
+    return qn.Calibration(None if symmetric else lower, upper)
 
 
-def _average(
-    lower: jax.Array, upper: jax.Array, count: jax.Array, decay: float | None, symmetric: bool
-) -> qn.Calibration:
-    weight = count if decay is None else 1.0 - jnp.float32(decay) ** count
-    weight = lax.max(weight, jnp.float32(1.0) if decay is None else jnp.float32(1.0 - decay))
-    return qn.Calibration(None if symmetric else lower / weight, upper / weight)
+def _average(row: jax.Array, decay: float | None) -> tuple[jax.Array, jax.Array]:
+    """Returns the average bounds, float32."""
+    weight = row[2] if decay is None else 1.0 - jnp.float32(decay) ** row[2]
+    weight = lax.max(weight, jnp.float32(1.0 if decay is None else 1.0 - decay))
+    return row[0] / weight, row[1] / weight
 
 
-def _observed(x: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
-    """Returns the bounds of a tensor, float32 of shape ().
+def _observed(x: jax.Array, how: How) -> jax.Array:
+    """Returns the bounds of a tensor, float32[2].
 
     The mean over the batch axes of the extremes over the others. Under ``vmap`` the mapped axis
     is a batch axis too, and the range one for all of it.
@@ -70,27 +71,29 @@ def _observed(x: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
     return _bounds(lax.stop_gradient(x), how, batch)
 
 
-def _bounds(x: jax.Array, how: How, batch: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _bounds(x: jax.Array, how: How, batch: tuple[int, ...]) -> jax.Array:
     @jax.custom_batching.custom_vmap
-    def find(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def find(x: jax.Array) -> jax.Array:
         found = qn.calibrate(x, how.qtype, channel_axes=batch, method=how.method)
         upper = found.upper.astype(jnp.float32)
         lower = -upper if found.lower is None else found.lower.astype(jnp.float32)
         if how.symmetric:
             upper = jnp.maximum(-lower, upper)
-        upper = _mean(upper)
-        return (-upper if how.symmetric or found.lower is None else _mean(lower)), upper
+            lower = -upper
+        return _mean(jnp.stack([lower, upper]))
 
     @find.def_vmap
-    def rule(size: int, batched: list[bool], x: jax.Array) -> tuple[Any, Any]:
+    def rule(size: int, batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
         del size, batched  # it is called where the one argument is batched
-        return _bounds(x, how, (0, *(axis + 1 for axis in batch))), (False, False)
+        return _bounds(x, how, (0, *(axis + 1 for axis in batch))), False
 
     return find(x)
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    return lax.reduce_sum(x, range(x.ndim)) / x.size if x.size != 1 else x.reshape(())
+    """Returns the means over all axes but the first."""
+    x = x.reshape(len(x), -1)
+    return lax.reduce_sum(x * np.float32(1 / x.shape[1]), (1,))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
@@ -112,43 +115,59 @@ def at_site(
     Returns:
         The tensor, and the statistics.
     """
-    row = lax.stop_gradient(row)
-    # Else XLA computes what made the tensor again for each of the minimum, the maximum, the codes
-    # and the mask of the gradient.
+    # The barriers are for XLA on CPU, whose compile time is a few milliseconds for each kernel,
+    # however small. This one: else it computes what made the tensor again for each of the minimum,
+    # the maximum, the codes and the mask of the gradient.
     x = lax.optimization_barrier(x)
     if how.fixed is not None:
         lower, upper = map(jnp.float32, how.fixed)
-        bounds = qn.Calibration(None if how.symmetric else lower, upper)
-        return (_rounded(x, bounds, how.qtype) if quantize else x), row
-    # Numbers, not vectors: XLA computes them where they are used.
-    before = (row[0], row[1], row[2])
-    seen = _observed(x, how)
+        return (_rounded(x, _grid(lower, upper, how), how) if quantize else x), row
+    row = lax.stop_gradient(row)
+    seen = lax.pad(_observed(x, how), jnp.float32(1.0), [(0, 1, 0)])
     keep, add = (1.0, 1.0) if how.decay is None else (how.decay, 1.0 - how.decay)
-    finite = lax.is_finite(seen[0]) & lax.is_finite(seen[1])
+    keeps, adds = np.array([[keep, keep, 1.0], [add, add, 1.0]], np.float32)
+    added = keeps * row + adds * seen
+    # The bounds have opposite signs, so that their sum is finite where both are.
+    wanted = lax.is_finite(seen[0] + seen[1])
     # Without an update: where nothing was ever seen, as in the branch of a cond that was not
     # taken, the tensor's own range.
-    wanted = finite if update else finite & (before[2] == 0)
-    added = (keep * before[0] + add * seen[0], keep * before[1] + add * seen[1], before[2] + 1)
-    lower, upper, count = map(functools.partial(lax.select, wanted), added, before)
-    bounds = _average(lower, upper, count, how.decay, how.symmetric)
-    out = _rounded(x, bounds, how.qtype) if quantize else x
-    return out, jnp.stack([lower, upper, count]) if update else row
+    new = jnp.where(wanted if update else wanted & (row[2] == 0), added, row)
+    # Two kernels for the numbers of a site: all that others read is in one of two vectors.
+    used = jnp.concatenate([new, jnp.stack(_average(new, how.decay))])
+    used = lax.optimization_barrier(used)
+    if quantize:
+        x = _rounded(x, lax.optimization_barrier(_grid(used[3], used[4], how)), how)
+    return x, used[:3] if update else row
+
+
+def _grid(lower: jax.Array, upper: jax.Array, how: How) -> jax.Array:
+    """Returns bounds, scale, its reciprocal, and zero point of a range: float32[5]."""
+    calibration = qn.Calibration(None if how.symmetric else lower, upper)
+    scale, zero_point, _ = qn.scale_of(calibration, how.qtype)
+    point = 0 if zero_point is None else zero_point
+    return jnp.stack([lower, upper, scale, 1 / scale, lax.convert_element_type(point, jnp.float32)])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _rounded(x: jax.Array, bounds: qn.Calibration, qtype: str) -> jax.Array:
-    shaped = jax.tree.map(lambda bound: bound.reshape((1,) * x.ndim), bounds)
-    scale, zero_point, outer = qn.scale_of(shaped, qtype)
-    return qn.dequantize(qn.quantize_with(x, qtype, scale, zero_point, outer))
+def _rounded(x: jax.Array, grid: jax.Array, how: How) -> jax.Array:
+    """``qn.dequantize(qn.quantize_with(x, ...))`` without the integers between; NaN stays NaN."""
+    _, _, scale, reciprocal, point = grid
+    kind = qn.get_qtype(how.qtype)
+    low, high = -kind.qmax, kind.qmax
+    if not how.symmetric:
+        assert kind.asymmetric is not None
+        low, high = kind.asymmetric
+    steps = lax.round(x.astype(jnp.float32) * reciprocal, lax.RoundingMethod.TO_NEAREST_EVEN)
+    steps = lax.clamp(low - point, steps, high - point)
+    return (steps * scale).astype(x.dtype)
 
 
 @_rounded.defjvp
-def _rounded_jvp(qtype: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, bounds), tangent = primals, tangents[0]
-    lower, upper = bounds
-    lower = -upper if lower is None else lower
-    inside = (x >= lower.astype(x.dtype)) & (x <= upper.astype(x.dtype))
-    return _rounded(x, bounds, qtype), lax.select(inside, tangent, lax.full_like(tangent, 0))
+def _rounded_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x, grid), tangent = primals, tangents[0]
+    lower, upper = grid[:2].astype(x.dtype)
+    inside = (x >= lower) & (x <= upper)
+    return _rounded(x, grid, how), lax.select(inside, tangent, lax.full_like(tangent, 0))
 
 
 @functools.partial(jax.jit, static_argnums=(1,))

@@ -9,24 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._activations import LOGARITHMIC, UNIT, div, gelu, log_softmax, neg, silu, softmax
-from ._lookup import gather, is_row_lookup, take
+from ._activations import div, gelu, log_softmax, neg, softmax
+from ._lookup import gather, is_row_lookup
 from ._pools import avg_pool, max_pool
-from ._products import as_matrix, conv_general_dilated, dilate, dot_general, unsplat
+from ._products import conv_general_dilated, dilate, dot_general, unsplat
 from ._resize import resize
-from ._walls import INT16_FLOAT, FakeQuant, int16_refuses, island, unquantized, wall
+from ._walls import FakeQuant, island, unquantized, wall
 
 FORMS: dict[str, Callable[..., Any]] = {
     "jax.nn.softmax": softmax,
     "jax.nn.log_softmax": log_softmax,
     "jax.nn.gelu": gelu,
-    "jax.nn.silu": silu,
     "jax.lax.neg": neg,
     "jax.lax.div": div,
     "jax.lax.gather": gather,
     "jax.lax.dot_general": dot_general,
     "jax.lax.conv_general_dilated": conv_general_dilated,
-    "jax.numpy.take": take,
     "jax.image.resize": resize,
     "flax.linen.avg_pool": avg_pool,
     "flax.linen.max_pool": max_pool,
@@ -35,11 +33,7 @@ FORMS: dict[str, Callable[..., Any]] = {
 
 __all__ = [
     "FORMS",
-    "INT16_FLOAT",
-    "LOGARITHMIC",
-    "UNIT",
     "FakeQuant",
-    "as_matrix",
     "avg_pool",
     "conv_general_dilated",
     "dilate",
@@ -47,16 +41,13 @@ __all__ = [
     "dot_general",
     "gather",
     "gelu",
-    "int16_refuses",
     "is_row_lookup",
     "island",
     "log_softmax",
     "max_pool",
     "neg",
     "resize",
-    "silu",
     "softmax",
-    "take",
     "unquantized",
     "unsplat",
     "wall",

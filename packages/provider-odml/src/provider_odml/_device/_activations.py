@@ -72,16 +72,6 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
     return named(x, approximate="tanh" if approximate else "none")
 
 
-def silu(x: jax.Array, *, fake_quant: FakeQuant = unquantized) -> jax.Array:
-    """Returns ``jax.nn.silu`` as LOGISTIC and MUL.
-
-    Args:
-        x: its input.
-        fake_quant: is given ``"logistic"``, at the range that the kernel insists on.
-    """
-    return x * fake_quant(lax.logistic(x), "logistic", UNIT)
-
-
 def neg(x: jax.Array, *, fake_quant: FakeQuant = unquantized) -> jax.Array:
     """Returns ``jax.lax.neg`` as SUB: NEG is float.
 

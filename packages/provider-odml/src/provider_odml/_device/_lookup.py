@@ -9,27 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def take(
-    a: jax.Array,
-    indices: jax.Array,
-    axis: int | None = None,
-    out: None = None,
-    mode: Any = None,
-    unique_indices: bool = False,
-    indices_are_sorted: bool = False,
-    fill_value: Any = None,
-) -> jax.Array:
-    """Returns ``jax.numpy.take``; the rows of a table in one operation.
-
-    Indices are those of rows that there are, or are clipped to them by ``mode="clip"``; beyond
-    the table, LiteRT raises an error.
-    """
-    modes = (None, "fill", "clip", "promise_in_bounds")
-    if a.ndim != 2 or axis not in (0, -2) or out is not None or mode not in modes:
-        return jnp.take(a, indices, axis, out, mode, unique_indices, indices_are_sorted, fill_value)
-    return rows(a, jnp.clip(indices, 0, a.shape[0] - 1) if mode == "clip" else indices)
-
-
 def gather(
     operand: jax.Array,
     start_indices: jax.Array,

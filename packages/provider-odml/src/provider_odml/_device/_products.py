@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,39 +71,6 @@ def dot_general(
         rhs = rhs.transpose(order)
     numbers = ((tuple(axis for axis, _ in pairs), tuple(places)), batch)
     return lax.dot_general(lhs, rhs, numbers, precision, preferred_element_type, **options)
-
-
-def as_matrix(
-    weight: jax.Array, contracting: Sequence[int]
-) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Returns the weight of a product as the matrix to quantize.
-
-    A weight with several axes that are not contracted gets a scale per channel in its .tflite
-    only if it is quantized as a matrix, and takes its shape after that.
-
-    Args:
-        weight: the weight.
-        contracting: its axes that the product contracts.
-
-    Returns:
-        The matrix, whose axis 1 are the channels, in the order of the weight's axes that are not
-        contracted, and what gives a matrix the weight's shape.
-
-    Raises:
-        ValueError: an axis that the weight does not have, or has twice.
-    """
-    inner = [axis % weight.ndim for axis in contracting if -weight.ndim <= axis < weight.ndim]
-    if len(set(inner)) != len(contracting):
-        raise ValueError(f"A weight of shape {weight.shape} has no axes {tuple(contracting)}.")
-    free = [axis for axis in range(weight.ndim) if axis not in inner]
-    order = [*sorted(inner), *free]
-    moved = weight.transpose(order)
-    size = int(np.prod([weight.shape[axis] for axis in free]))
-
-    def restore(matrix: jax.Array) -> jax.Array:
-        return matrix.reshape(moved.shape).transpose(np.argsort(order))
-
-    return moved.reshape(-1, size), restore
 
 
 def unsplat(constant: Any) -> np.ndarray:

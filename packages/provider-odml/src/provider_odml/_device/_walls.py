@@ -8,7 +8,7 @@ nothing in the .tflite.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,15 +18,6 @@ from jax import lax
 FakeQuant = Callable[[jax.Array, str, tuple[float, float] | None], jax.Array]
 """Quantizes a value inside of a form: the value, its name, and its 8-bit range where LiteRT
 asks for one."""
-
-INT16_FLOAT = frozenset(
-    {
-        *("relu6", "clip", "clamp", "gelu", "hard_swish", "hard_silu", "log", "log_softmax"),
-        *("concatenate", "stack", "roll", "gather", "take", "dynamic_update_slice", "pad"),
-    }
-)
-"""Operations that the converter has no 16-bit integers for: `clip` where it is to (-1, 1) or
-(0, 6), `pad` where it is with another value than 0."""
 
 
 def unquantized(x: jax.Array, name: str, fixed: tuple[float, float] | None) -> jax.Array:
@@ -56,16 +47,6 @@ def island(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.map(_float_wall, fn(*jax.tree.map(_float_wall, args), **kwargs))
 
     return walled
-
-
-def int16_refuses(name: str, shapes: Sequence[tuple[int, ...]] = ()) -> bool:
-    """Returns whether an operation on 16-bit values has to be an island.
-
-    Args:
-        name: of the operation, such as ``"gelu"``.
-        shapes: those of its operands, for `add`: the converter takes it without broadcasting.
-    """
-    return name in INT16_FLOAT or (name == "add" and len(set(shapes)) > 1)
 
 
 def _float_wall(x: Any) -> Any:
