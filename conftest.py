@@ -1,7 +1,10 @@
-"""Runs the Python of the READMEs and the documents."""
+"""Runs the Python of the READMEs and the documents, and keeps the tests' processes small."""
 
+import gc
 import importlib.util
 
+import jax
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
@@ -26,3 +29,11 @@ if importlib.util.find_spec("te_ffi_kernels") is None:
 # docs/odml.md exports: without provider-odml[litert] there is nothing to export with.
 if not all(map(importlib.util.find_spec, ("litert_converter", "ai_edge_litert"))):
     collect_ignore_glob += ["docs/odml.md"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_process():
+    """Forgets the programs of a module: the search for leaked tracers looks at every object."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -21,7 +21,7 @@ from jax.extend.core import Literal, Primitive
 from interception_core import Interceptor, OpCall, PatchEngine, untapped
 
 from ._compat import bind_again, define_batching, scopes_of
-from ._marks import bracketed
+from ._marks import anywhere, bracketed
 from ._ops import Kind, Op, find, methods, ops
 from ._trees import split
 
@@ -63,7 +63,8 @@ define_batching(
 
 def lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``fn`` with the functions that it maps by ``jax.vmap`` batched."""
-    return PatchEngine().wrap(fn, Interceptor({"jax.vmap": _vmap}, key="odml vmap"))
+    interceptor = Interceptor({"jax.vmap": _vmap}, key="odml vmap", path_key=anywhere)
+    return PatchEngine().wrap(fn, interceptor)
 
 
 def _vmap(call: OpCall, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

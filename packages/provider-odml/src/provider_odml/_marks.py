@@ -88,7 +88,12 @@ def bracketed(fn: Callable[..., Any], methods: dict[str, str]) -> Callable[..., 
     if not methods:
         return fn
     handlers = {target: _Bracket(name) for target, name in methods.items()}
-    return PatchEngine().wrap(fn, Interceptor(handlers, key=("odml marks", *sorted(methods))))
+    key = ("odml marks", *sorted(methods))
+    return PatchEngine().wrap(fn, Interceptor(handlers, key=key, path_key=anywhere))
+
+
+def anywhere(path: str) -> None:
+    """The ``path_key`` of handlers that don't look at paths: JAX traces once for all modules."""
 
 
 class _Bracket:

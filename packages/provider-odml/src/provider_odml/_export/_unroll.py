@@ -21,7 +21,8 @@ def unrolled(fn: Callable[..., Any]) -> Callable[..., Any]:
     ids that they had in the rolled scan, but for that.
     """
     handlers = {"jax.lax.scan": _scan, "jax.lax.fori_loop": _fori_loop}
-    return PatchEngine().wrap(fn, Interceptor(handlers, key="odml unroll"))
+    interceptor = Interceptor(handlers, key="odml unroll", path_key=_marks.anywhere)
+    return PatchEngine().wrap(fn, interceptor)
 
 
 def _scan(
