@@ -17,12 +17,9 @@ from ._granularity import Axes
 from ._kernels import NoKernel, check_dtypes, layout_of, op_of
 from ._prepacked import Packing, packed_bits
 from ._products import MatrixProduct
-from ._sites import Site
+from ._sites import PLATFORM, Site
 from ._static import is_static
 from ._weights import WeightPlan
-
-PLATFORM = "cpu"
-"""What parameters are packed for."""
 
 
 class Choice(NamedTuple):

@@ -64,7 +64,8 @@ class Report(tuple[OpRecord, ...]):
         if any(record.kernel or record.kernel_reason for record in self):
             headers.insert(3, "kernel")
             for record, row in zip(self, rows, strict=True):
-                row.insert(3, (record.kernel or "XLA") if record.quantized else "")
+                chosen = record.quantized or record.kernel_reason is not None
+                row.insert(3, record.kernel or ("XLA" if chosen else ""))
         if sizes is not None:
             headers.append("bytes")
             for record, row in zip(self, rows, strict=True):

@@ -24,6 +24,9 @@ OP_NAMES = (
 NAMED_ONLY = frozenset({"take"})
 """Those that only a rule which names them is about: a lookup multiplies nothing."""
 
+FUSED_NAMES = ("attention", "gelu", "layer_norm", "rms_norm", "silu", "softmax")
+"""The functions that a rule with ``kernel="fused"`` is about, too, and rules can name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationRule:
@@ -35,8 +38,8 @@ class QuantizationRule:
         module_path: regular expression that must match the whole module path (the name scopes
             around the operation, joined by ``/``; a Flax module's path). Character classes are
             those of ASCII.
-        op_names: names out of ``OP_NAMES``; None or empty for all but ``take``, which a rule
-            must name.
+        op_names: names out of ``OP_NAMES`` and ``FUSED_NAMES``; None or empty for all products,
+            and with a `kernel` for all of ``FUSED_NAMES``. A rule must name ``take``.
         weight_qtype: qtype of an operand that is a parameter; None leaves it float. A name or a
             dtype, such as ``"int4"`` or ``jnp.int4``.
         act_qtype: qtype of every other operand; None leaves it float.
@@ -51,6 +54,10 @@ class QuantizationRule:
         act_calibration_method: the same for activations. None is ``"absmax"``.
         act_batch_axes: axes of which the mean of the static ranges is taken; the maximum is
             taken over the others.
+        kernel: ``"fused"`` to compute softmax, attention, norms and activations by the kernels of
+            an installed package such as te-ffi-kernels, in one pass each; they stay float. None
+            leaves them to XLA. It has no say in products: a rule without qtypes and without
+            `op_names` isn't about these.
 
     Raises:
         ValueError: a field has a value that is not allowed; names the field.
@@ -65,6 +72,7 @@ class QuantizationRule:
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
+    kernel: Literal["fused"] | None = None
 
     def __post_init__(self):
         if not isinstance(self.module_path, str):
@@ -74,8 +82,8 @@ class QuantizationRule:
         except re.error as error:
             raise self._error("module_path", f"a regular expression ({error})") from error
         names = self.op_names
-        if isinstance(names, str) or not set(names or ()) <= set(OP_NAMES):
-            allowed = f"None or a sequence of names out of {', '.join(OP_NAMES)}"
+        if isinstance(names, str) or not set(names or ()) <= {*OP_NAMES, *FUSED_NAMES}:
+            allowed = f"None or a sequence of names out of {', '.join(OP_NAMES + FUSED_NAMES)}"
             raise self._error("op_names", allowed)
         self._set("op_names", tuple(sorted(names)) if names else None)
         for field in self._qtypes():
@@ -86,10 +94,18 @@ class QuantizationRule:
         if self.act_static_scale is not None and self.act_qtype is None:
             raise self._error("act_static_scale", "None where act_qtype is None")
         self._set("act_batch_axes", self._integers("act_batch_axes"))
+        if self.kernel not in (None, "fused"):
+            raise self._error("kernel", "None or 'fused'")
 
     def matches(self, op_name: str, module_path: str) -> bool:
         """Returns whether the rule is for this operation."""
-        named = op_name not in NAMED_ONLY if self.op_names is None else op_name in self.op_names
+        if self.op_names is not None:
+            named = op_name in self.op_names
+        elif op_name in FUSED_NAMES:
+            named = self.kernel is not None
+        else:
+            quantizes = self.weight_qtype is not None or self.act_qtype is not None
+            named = op_name not in NAMED_ONLY and (self.kernel is None or quantizes)
         # ASCII, as the automata that decide which paths share a trace have it (see _paths).
         return named and re.fullmatch(self.module_path, module_path, re.ASCII) is not None
 

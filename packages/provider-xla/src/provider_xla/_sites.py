@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import quant_numerics as qn
-from interception_core import Interceptor, OpCall, Operand, untapped
+from interception_core import (
+    Interceptor,
+    OpCall,
+    Operand,
+    UnknownNameError,
+    select_kernel,
+    untapped,
+)
 
+from ._fused import FusedOp, fused_ops
 from ._ops import OPS, StaysFloat, TappedOp
 from ._paths import PathKeys
 from ._products import Product, check_tile
@@ -17,6 +26,8 @@ from ._report import OpRecord
 from ._rules import QuantizationRule
 
 SIDES = ("lhs", "rhs")
+PLATFORM = "cpu"
+"""What there are kernels for."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,9 @@ class Sites:
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         if lookup is not None:
             handlers["primitive:gather"] = lookup
+        if any(rule.kernel is not None for rule in rules.rules):
+            for target, (fused, function) in fused_ops().items():
+                handlers[target] = functools.partial(self._fuse, fused, function)
         keys: dict[str, Callable[[str], Hashable]] = {}
         if keyed:
             # What decides is the rule, so paths that no rule tells apart share JAX's traces.
@@ -180,6 +194,36 @@ class Sites:
             call.proceed(*args, **kwargs)
             raise
         return call.proceed(*args, **kwargs) if result is NotImplemented else result
+
+    def _fuse(
+        self, op: FusedOp, function: Callable[..., Any], call: OpCall, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Computes a named function by the op of a kernel, where its rule asks for it."""
+        index = self._rules.find((op.name,), call.module_path)
+        if index is None or self._rules.rules[index].kernel is None:
+            return NotImplemented
+        shown = tuple(short(x) for x in args if hasattr(x, "dtype"))
+        record = OpRecord(call.op_id, op.name, shown, (None, None), index, None, None)
+        try:
+            arrays, run = op.read(function, args, kwargs)
+        except (StaysFloat, UnknownNameError) as reason:
+            self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
+            return NotImplemented
+        spec, why = select_kernel(op.op, PLATFORM, arrays)
+        target = None if spec is None else spec.target
+        shown = tuple(map(short, arrays))
+        self._record(
+            dataclasses.replace(
+                record, operands=shown, kernel=target, kernel_reason=None if target else why
+            ),
+            None,
+        )
+        try:
+            return run()
+        except (TypeError, ValueError):
+            # A call that is wrong in itself gets the error that it always got.
+            call.proceed(*args, **kwargs)
+            raise
 
     def _why_not(
         self,

@@ -20,6 +20,7 @@ from ._lookup import looked_up
 from ._plan import Plan, is_array
 from ._products import divides, tile_elements
 from ._report import OpRecord, Report
+from ._rules import FUSED_NAMES
 from ._sites import Rules, Site, Sites, short
 from ._static import StaticRange, is_static, measure
 from ._weights import WeightPlan
@@ -243,6 +244,9 @@ def _with_kernels(
     none = Choice(None, "no parameter that is stored")
     settled = []
     for record in records:
+        if record.op_name in FUSED_NAMES:
+            settled.append(record)
+            continue
         choice = choices.get(record.op_id, none) if record.quantized else Choice(None, None)
         kernel, reason = choice
         settled.append(dataclasses.replace(record, kernel=kernel, kernel_reason=reason))
