@@ -8,6 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
+    from ._softmax.checks import SoftmaxFusionType
+    from ._softmax.ops import (
+        scaled_masked_softmax_bwd,
+        scaled_masked_softmax_fwd,
+        scaled_softmax_bwd,
+        scaled_softmax_fwd,
+        scaled_upper_triang_masked_softmax_bwd,
+        scaled_upper_triang_masked_softmax_fwd,
+        softmax,
+    )
     from ._stages import Stages, isa, isas, stages, targets, warm_counts
     from ._te.modes import QuantizeLayout, ScalingMode, compute_scale_from_amax
     from ._te.ops_dequantize import dequantize
@@ -24,6 +34,7 @@ __all__ = [
     "PackedWeight",
     "QuantizeLayout",
     "ScalingMode",
+    "SoftmaxFusionType",
     "Stages",
     "compute_scale_from_amax",
     "dbias_quantize",
@@ -42,6 +53,13 @@ __all__ = [
     "pack_w8",
     "reference",
     "register",
+    "scaled_masked_softmax_bwd",
+    "scaled_masked_softmax_fwd",
+    "scaled_softmax_bwd",
+    "scaled_softmax_fwd",
+    "scaled_upper_triang_masked_softmax_bwd",
+    "scaled_upper_triang_masked_softmax_fwd",
+    "softmax",
     "stages",
     "targets",
     "warm_counts",
@@ -52,6 +70,7 @@ _LAZY = {
     "PackedWeight": "_weights.packed",
     "QuantizeLayout": "_te.modes",
     "ScalingMode": "_te.modes",
+    "SoftmaxFusionType": "_softmax.checks",
     "Stages": "_stages",
     "compute_scale_from_amax": "_te.modes",
     "dbias_quantize": "_te.ops_quantize",
@@ -69,6 +88,13 @@ _LAZY = {
     "pack_w4": "_weights.pack",
     "pack_w8": "_weights.pack",
     "register": "_warmup",
+    "scaled_masked_softmax_bwd": "_softmax.ops",
+    "scaled_masked_softmax_fwd": "_softmax.ops",
+    "scaled_softmax_bwd": "_softmax.ops",
+    "scaled_softmax_fwd": "_softmax.ops",
+    "scaled_upper_triang_masked_softmax_bwd": "_softmax.ops",
+    "scaled_upper_triang_masked_softmax_fwd": "_softmax.ops",
+    "softmax": "_softmax.ops",
     "stages": "_stages",
     "targets": "_stages",
     "warm_counts": "_stages",

@@ -3,6 +3,15 @@
 They are also what runs on a platform without a kernel.
 """
 
+from te_ffi_kernels._softmax.reference import (
+    scaled_masked_softmax_bwd,
+    scaled_masked_softmax_fwd,
+    scaled_softmax_bwd,
+    scaled_softmax_fwd,
+    scaled_upper_triang_masked_softmax_bwd,
+    scaled_upper_triang_masked_softmax_fwd,
+    softmax,
+)
 from te_ffi_kernels._te.reference_dequantize import dequantize
 from te_ffi_kernels._te.reference_gemm import gemm, gemm_v2
 from te_ffi_kernels._te.reference_quantize import dbias_quantize, grouped_quantize
@@ -27,4 +36,11 @@ __all__ = [
     "grouped_quantize",
     "pack_w4",
     "pack_w8",
+    "scaled_masked_softmax_bwd",
+    "scaled_masked_softmax_fwd",
+    "scaled_softmax_bwd",
+    "scaled_softmax_fwd",
+    "scaled_upper_triang_masked_softmax_bwd",
+    "scaled_upper_triang_masked_softmax_fwd",
+    "softmax",
 ]
