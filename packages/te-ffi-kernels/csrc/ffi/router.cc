@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/arena.h"
+#include "common/convert.h"
 #include "ffi/attributes.h"
 #include "ffi/buffers.h"
 #include "ffi/registry.h"

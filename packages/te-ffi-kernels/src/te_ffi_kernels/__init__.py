@@ -8,6 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
+    from ._router.ops import (
+        fused_topk_with_score_function,
+        fused_topk_with_score_function_bwd,
+        fused_topk_with_score_function_fwd,
+    )
+    from ._router.ops_loss import (
+        fused_moe_aux_loss,
+        fused_moe_aux_loss_bwd,
+        fused_moe_aux_loss_fwd,
+    )
+    from ._router.options import RoutingMapFormat, ScoreFunction
     from ._softmax.checks import SoftmaxFusionType
     from ._softmax.ops import (
         scaled_masked_softmax_bwd,
@@ -33,13 +44,21 @@ if TYPE_CHECKING:
 __all__ = [
     "PackedWeight",
     "QuantizeLayout",
+    "RoutingMapFormat",
     "ScalingMode",
+    "ScoreFunction",
     "SoftmaxFusionType",
     "Stages",
     "compute_scale_from_amax",
     "dbias_quantize",
     "dequantize",
     "export_checks",
+    "fused_moe_aux_loss",
+    "fused_moe_aux_loss_bwd",
+    "fused_moe_aux_loss_fwd",
+    "fused_topk_with_score_function",
+    "fused_topk_with_score_function_bwd",
+    "fused_topk_with_score_function_fwd",
     "gemm",
     "gemm_v2",
     "gemm_w8a8",
@@ -69,13 +88,21 @@ __all__ = [
 _LAZY = {
     "PackedWeight": "_weights.packed",
     "QuantizeLayout": "_te.modes",
+    "RoutingMapFormat": "_router.options",
     "ScalingMode": "_te.modes",
+    "ScoreFunction": "_router.options",
     "SoftmaxFusionType": "_softmax.checks",
     "Stages": "_stages",
     "compute_scale_from_amax": "_te.modes",
     "dbias_quantize": "_te.ops_quantize",
     "dequantize": "_te.ops_dequantize",
     "export_checks": "_warmup",
+    "fused_moe_aux_loss": "_router.ops_loss",
+    "fused_moe_aux_loss_bwd": "_router.ops_loss",
+    "fused_moe_aux_loss_fwd": "_router.ops_loss",
+    "fused_topk_with_score_function": "_router.ops",
+    "fused_topk_with_score_function_bwd": "_router.ops",
+    "fused_topk_with_score_function_fwd": "_router.ops",
     "gemm": "_te.ops_gemm_v1",
     "gemm_v2": "_te.ops_gemm",
     "gemm_w8a16": "_weights.products",
