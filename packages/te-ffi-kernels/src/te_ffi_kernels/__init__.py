@@ -8,6 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
+    from ._router.ops import (
+        fused_topk_with_score_function,
+        fused_topk_with_score_function_bwd,
+        fused_topk_with_score_function_fwd,
+    )
+    from ._router.ops_loss import (
+        fused_moe_aux_loss,
+        fused_moe_aux_loss_bwd,
+        fused_moe_aux_loss_fwd,
+    )
+    from ._router.options import RoutingMapFormat, ScoreFunction
+    from ._softmax.checks import SoftmaxFusionType
+    from ._softmax.ops import (
+        scaled_masked_softmax_bwd,
+        scaled_masked_softmax_fwd,
+        scaled_softmax_bwd,
+        scaled_softmax_fwd,
+        scaled_upper_triang_masked_softmax_bwd,
+        scaled_upper_triang_masked_softmax_fwd,
+        softmax,
+    )
     from ._stages import Stages, isa, isas, stages, targets, warm_counts
     from ._te.modes import QuantizeLayout, ScalingMode, compute_scale_from_amax
     from ._te.ops_dequantize import dequantize
@@ -23,12 +44,21 @@ if TYPE_CHECKING:
 __all__ = [
     "PackedWeight",
     "QuantizeLayout",
+    "RoutingMapFormat",
     "ScalingMode",
+    "ScoreFunction",
+    "SoftmaxFusionType",
     "Stages",
     "compute_scale_from_amax",
     "dbias_quantize",
     "dequantize",
     "export_checks",
+    "fused_moe_aux_loss",
+    "fused_moe_aux_loss_bwd",
+    "fused_moe_aux_loss_fwd",
+    "fused_topk_with_score_function",
+    "fused_topk_with_score_function_bwd",
+    "fused_topk_with_score_function_fwd",
     "gemm",
     "gemm_v2",
     "gemm_w8a8",
@@ -42,6 +72,13 @@ __all__ = [
     "pack_w8",
     "reference",
     "register",
+    "scaled_masked_softmax_bwd",
+    "scaled_masked_softmax_fwd",
+    "scaled_softmax_bwd",
+    "scaled_softmax_fwd",
+    "scaled_upper_triang_masked_softmax_bwd",
+    "scaled_upper_triang_masked_softmax_fwd",
+    "softmax",
     "stages",
     "targets",
     "warm_counts",
@@ -51,12 +88,21 @@ __all__ = [
 _LAZY = {
     "PackedWeight": "_weights.packed",
     "QuantizeLayout": "_te.modes",
+    "RoutingMapFormat": "_router.options",
     "ScalingMode": "_te.modes",
+    "ScoreFunction": "_router.options",
+    "SoftmaxFusionType": "_softmax.checks",
     "Stages": "_stages",
     "compute_scale_from_amax": "_te.modes",
     "dbias_quantize": "_te.ops_quantize",
     "dequantize": "_te.ops_dequantize",
     "export_checks": "_warmup",
+    "fused_moe_aux_loss": "_router.ops_loss",
+    "fused_moe_aux_loss_bwd": "_router.ops_loss",
+    "fused_moe_aux_loss_fwd": "_router.ops_loss",
+    "fused_topk_with_score_function": "_router.ops",
+    "fused_topk_with_score_function_bwd": "_router.ops",
+    "fused_topk_with_score_function_fwd": "_router.ops",
     "gemm": "_te.ops_gemm_v1",
     "gemm_v2": "_te.ops_gemm",
     "gemm_w8a16": "_weights.products",
@@ -69,6 +115,13 @@ _LAZY = {
     "pack_w4": "_weights.pack",
     "pack_w8": "_weights.pack",
     "register": "_warmup",
+    "scaled_masked_softmax_bwd": "_softmax.ops",
+    "scaled_masked_softmax_fwd": "_softmax.ops",
+    "scaled_softmax_bwd": "_softmax.ops",
+    "scaled_softmax_fwd": "_softmax.ops",
+    "scaled_upper_triang_masked_softmax_bwd": "_softmax.ops",
+    "scaled_upper_triang_masked_softmax_fwd": "_softmax.ops",
+    "softmax": "_softmax.ops",
     "stages": "_stages",
     "targets": "_stages",
     "warm_counts": "_stages",

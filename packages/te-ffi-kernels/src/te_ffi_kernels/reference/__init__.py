@@ -3,6 +3,23 @@
 They are also what runs on a platform without a kernel.
 """
 
+from te_ffi_kernels._router.reference import (
+    fused_moe_aux_loss,
+    fused_moe_aux_loss_bwd,
+    fused_moe_aux_loss_fwd,
+    fused_topk_with_score_function,
+    fused_topk_with_score_function_bwd,
+    fused_topk_with_score_function_fwd,
+)
+from te_ffi_kernels._softmax.reference import (
+    scaled_masked_softmax_bwd,
+    scaled_masked_softmax_fwd,
+    scaled_softmax_bwd,
+    scaled_softmax_fwd,
+    scaled_upper_triang_masked_softmax_bwd,
+    scaled_upper_triang_masked_softmax_fwd,
+    softmax,
+)
 from te_ffi_kernels._te.reference_dequantize import dequantize
 from te_ffi_kernels._te.reference_gemm import gemm, gemm_v2
 from te_ffi_kernels._te.reference_quantize import dbias_quantize, grouped_quantize
@@ -18,6 +35,12 @@ from te_ffi_kernels._weights.reference import (
 __all__ = [
     "dbias_quantize",
     "dequantize",
+    "fused_moe_aux_loss",
+    "fused_moe_aux_loss_bwd",
+    "fused_moe_aux_loss_fwd",
+    "fused_topk_with_score_function",
+    "fused_topk_with_score_function_bwd",
+    "fused_topk_with_score_function_fwd",
     "gemm",
     "gemm_v2",
     "gemm_w8a8",
@@ -27,4 +50,11 @@ __all__ = [
     "grouped_quantize",
     "pack_w4",
     "pack_w8",
+    "scaled_masked_softmax_bwd",
+    "scaled_masked_softmax_fwd",
+    "scaled_softmax_bwd",
+    "scaled_softmax_fwd",
+    "scaled_upper_triang_masked_softmax_bwd",
+    "scaled_upper_triang_masked_softmax_fwd",
+    "softmax",
 ]

@@ -1,0 +1,337 @@
+// Vectors of float32 as wide as the instruction set that a file of a folder isa/ is compiled for,
+// loads and stores of them in every format of arrays, and functions of them.
+//
+// All of it has internal linkage: files that are compiled for different instruction sets must not
+// share one copy.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "common/convert.h"
+
+namespace jaxtap::lanes::JAXTAP_ISA_NAMESPACE {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+
+template <class To, class From>
+JAXTAP_INLINE To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bits have a size");
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+JAXTAP_INLINE Floats all(float x) { return Floats{} + x; }
+
+// 0, 1, 2 ...
+JAXTAP_INLINE Ints counting() {
+#if defined(__AVX512F__)
+  return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif defined(__AVX2__)
+  return Ints{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+  return Ints{0, 1, 2, 3};
+#endif
+}
+
+// The first `count` lanes of x, and `rest` in the others.
+JAXTAP_INLINE Floats keep(Floats x, int64_t count, float rest) {
+  return counting() < static_cast<int32_t>(count) ? x : all(rest);
+}
+
+// Of numbers in memory, at any address; `read_part` and `write_part` touch `count` of them alone,
+// and the other lanes are zeros.
+template <class Vector, class T>
+JAXTAP_INLINE Vector read(const T* from) {
+  Vector x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+template <class Vector, class T>
+JAXTAP_INLINE void write(T* to, Vector x) {
+  std::memcpy(to, &x, sizeof(x));
+}
+
+template <class Vector, class T>
+JAXTAP_INLINE Vector read_part(const T* from, int64_t count) {
+#if defined(__AVX512F__)
+  const auto mask = static_cast<__mmask16>((1u << count) - 1u);
+  if constexpr (sizeof(T) == 4) {
+    return same_bits<Vector>(_mm512_maskz_loadu_epi32(mask, from));
+  } else if constexpr (sizeof(T) == 2) {
+    return same_bits<Vector>(_mm256_maskz_loadu_epi16(mask, from));
+  } else {
+    return same_bits<Vector>(_mm_maskz_loadu_epi8(mask, from));
+  }
+#else
+  Vector x = {};
+  std::memcpy(&x, from, static_cast<size_t>(count) * sizeof(T));
+  return x;
+#endif
+}
+
+template <class Vector, class T>
+JAXTAP_INLINE void write_part(T* to, Vector x, int64_t count) {
+#if defined(__AVX512F__)
+  const auto mask = static_cast<__mmask16>((1u << count) - 1u);
+  if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_epi32(to, mask, same_bits<__m512i>(x));
+  } else if constexpr (sizeof(T) == 2) {
+    _mm256_mask_storeu_epi16(to, mask, same_bits<__m256i>(x));
+  } else {
+    _mm_mask_storeu_epi8(to, mask, same_bits<__m128i>(x));
+  }
+#else
+  std::memcpy(to, &x, static_cast<size_t>(count) * sizeof(T));
+#endif
+}
+
+// Formats of arrays.
+
+struct F32 {
+  using Type = float;
+  using Vector = Floats;
+  JAXTAP_INLINE Floats widen(Floats x) { return x; }
+  JAXTAP_INLINE Floats narrow(Floats x) { return x; }
+};
+
+struct BF16 {
+  using Type = uint16_t;
+  using Vector = Halves;
+  JAXTAP_INLINE Floats widen(Halves x) {
+    return same_bits<Floats>(__builtin_convertvector(x, Words) << 16);
+  }
+  JAXTAP_INLINE Halves narrow(Floats x) {
+    const Words bits = same_bits<Words>(x);
+    const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    const Words code = x == x ? rounded : bits | 0x400000u;
+    return __builtin_convertvector(code >> 16, Halves);
+  }
+};
+
+struct F16 {
+  using Type = uint16_t;
+  using Vector = Halves;
+  JAXTAP_INLINE Floats widen(Halves x) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(same_bits<__m256i>(x));
+#elif defined(__AVX2__)
+    return _mm256_cvtph_ps(same_bits<__m128i>(x));
+#else
+    Floats wide;
+    for (int i = 0; i < kLanes; ++i) wide[i] = f16_to_f32(x[i]);
+    return wide;
+#endif
+  }
+  JAXTAP_INLINE Halves narrow(Floats x) {
+#if defined(__AVX512F__)
+    return same_bits<Halves>(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    return same_bits<Halves>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    Halves half;
+    for (int i = 0; i < kLanes; ++i) half[i] = f32_to_f16(x[i]);
+    return half;
+#endif
+  }
+};
+
+template <class Format>
+JAXTAP_INLINE Floats load(const typename Format::Type* from) {
+  return Format::widen(read<typename Format::Vector>(from));
+}
+
+template <class Format>
+JAXTAP_INLINE Floats load_part(const typename Format::Type* from, int64_t count) {
+  return Format::widen(read_part<typename Format::Vector>(from, count));
+}
+
+template <class Format>
+JAXTAP_INLINE void store(typename Format::Type* to, Floats x) {
+  write(to, Format::narrow(x));
+}
+
+template <class Format>
+JAXTAP_INLINE void store_part(typename Format::Type* to, Floats x, int64_t count) {
+  write_part(to, Format::narrow(x), count);
+}
+
+// The vectors of `count` numbers: calls body(i, Whole()) for those that are full, and body(i, Part)
+// for the last if it isn't.
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+template <class Body>
+JAXTAP_INLINE void over(int64_t count, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) body(i, Whole());
+  if (i < count) body(i, Part{count - i});
+}
+
+template <class Format>
+JAXTAP_INLINE Floats load(const typename Format::Type* from, Whole) {
+  return load<Format>(from);
+}
+
+template <class Format>
+JAXTAP_INLINE Floats load(const typename Format::Type* from, Part part) {
+  return load_part<Format>(from, part.count);
+}
+
+template <class Format>
+JAXTAP_INLINE void store(typename Format::Type* to, Floats x, Whole) {
+  store<Format>(to, x);
+}
+
+template <class Format>
+JAXTAP_INLINE void store(typename Format::Type* to, Floats x, Part part) {
+  store_part<Format>(to, x, part.count);
+}
+
+template <class Vector, class T>
+JAXTAP_INLINE Vector read(const T* from, Whole) {
+  return read<Vector>(from);
+}
+
+template <class Vector, class T>
+JAXTAP_INLINE Vector read(const T* from, Part part) {
+  return read_part<Vector>(from, part.count);
+}
+
+JAXTAP_INLINE Floats keep(Floats x, Whole, float) { return x; }
+JAXTAP_INLINE Floats keep(Floats x, Part part, float rest) { return keep(x, part.count, rest); }
+
+// Functions.
+
+// a > b ? a : b, so b where one of them is NaN; and the same with <.
+JAXTAP_INLINE Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+JAXTAP_INLINE Floats smaller(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+// a * b + c, rounded once where the instruction set can.
+JAXTAP_INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__) && defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+JAXTAP_INLINE Floats fma(Floats a, Floats b, float c) { return fma(a, b, all(c)); }
+
+JAXTAP_INLINE Floats square_root(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_sqrt_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_sqrt_ps(x);
+#else
+  Floats root;
+  for (int i = 0; i < kLanes; ++i) root[i] = __builtin_sqrtf(x[i]);
+  return root;
+#endif
+}
+
+JAXTAP_INLINE float sum_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(x);
+#else
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  }
+  return x[0];
+#endif
+}
+
+JAXTAP_INLINE float largest_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(x);
+#else
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+  }
+  return x[0];
+#endif
+}
+
+// e^x as vexp of vmath.h has it, and with the same properties.
+JAXTAP_INLINE Floats exp(Floats x) {
+  constexpr float kRound = 12582912.0f;
+  // So written that NaN goes through.
+  const Floats cut = smaller(all(89.0f), larger(all(-104.0f), x));
+  const Floats shifted = fma(cut, all(1.44269504088896341f), kRound);
+  const Floats n = shifted - kRound;
+  const Floats rest = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), cut));
+  Floats p = all(1.9875691500e-4f);
+  p = fma(p, rest, 1.3981999507e-3f);
+  p = fma(p, rest, 8.3334519073e-3f);
+  p = fma(p, rest, 4.1665795894e-2f);
+  p = fma(p, rest, 1.6666665459e-1f);
+  p = fma(p, rest, 5.0000001201e-1f);
+  p = fma(p, rest * rest, rest) + 1.0f;
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(p, n);
+#else
+  const Ints whole = same_bits<Ints>(shifted) - static_cast<int32_t>(0x4b400000);
+  const Ints half = whole >> 1;
+  const Floats first = same_bits<Floats>((half + 127) << 23);
+  const Floats second = same_bits<Floats>((whole - half + 127) << 23);
+  return p * first * second;
+#endif
+}
+
+// log(1 + x) for x from 0 to 1: Cephes' logf, whose polynomial is good for z = x up to sqrt(2) - 1,
+// and above for z = (x - 1) / 2, which gives log((1 + x) / 2).
+JAXTAP_INLINE Floats log1p_to_one(Floats x) {
+  const Ints high = x > 0.41421356f;
+  const Floats z = high ? (x - 1.0f) * 0.5f : x;
+  Floats p = all(7.0376836292e-2f);
+  p = fma(p, z, -1.1514610310e-1f);
+  p = fma(p, z, 1.1676998740e-1f);
+  p = fma(p, z, -1.2420140846e-1f);
+  p = fma(p, z, 1.4249322787e-1f);
+  p = fma(p, z, -1.6668057665e-1f);
+  p = fma(p, z, 2.0000714765e-1f);
+  p = fma(p, z, -2.4999993993e-1f);
+  p = fma(p, z, 3.3333331174e-1f);
+  const Floats squared = z * z;
+  const Floats part = fma(p * squared, z, -0.5f * squared) + z;
+  return high ? part + 0.693147180559945f : part;
+}
+
+}  // namespace
+}  // namespace jaxtap::lanes::JAXTAP_ISA_NAMESPACE

@@ -1,0 +1,378 @@
+// Handlers of the router: with Transformer Engine's operands, attributes and results, and its number
+// 2 (sqrtsoftplus) of score functions beside.
+
+#include <vector>
+
+#include "common/arena.h"
+#include "common/convert.h"
+#include "ffi/attributes.h"
+#include "ffi/buffers.h"
+#include "ffi/registry.h"
+#include "ffi/stages.h"
+#include "ffi/te_arguments.h"
+#include "ffi/threads.h"
+#include "router/router.h"
+
+namespace jaxtap::ffi {
+namespace {
+
+using router::MapFormat;
+using router::Options;
+using router::Score;
+
+constexpr char kForward[] = "te_ffi_kernels.fused_topk_with_score_function_forward";
+constexpr char kBackward[] = "te_ffi_kernels.fused_topk_with_score_function_backward";
+
+// Without the number of experts, which operands have.
+Options OptionsOf(const xffi::Dictionary& attributes, bool forward) {
+  Options options;
+  options.topk = NeedAttribute<int64_t>(attributes, "topk");
+  options.score = static_cast<Score>(NeedAttribute<int64_t>(attributes, "score_function"));
+  options.dense = NeedAttribute<int64_t>(attributes, "compute_aux_scores") != 0;
+  options.format =
+      static_cast<MapFormat>(NeedAttribute<int64_t>(attributes, "routing_map_format"));
+  const bool before = NeedAttribute<int64_t>(attributes, "use_pre_softmax") != 0;
+  const double scaling = NeedAttribute<double>(attributes, "scaling_factor");
+  if (!options.dense) {
+    options.pre_softmax = before;
+    options.scaling = static_cast<float>(scaling);
+  }
+  if (forward) {
+    const auto groups = NeedAttribute<int64_t>(attributes, "num_groups");
+    const auto group_topk = NeedAttribute<int64_t>(attributes, "group_topk");
+    if (!options.dense && group_topk > 0) {
+      options.groups = groups;
+      options.group_topk = group_topk;
+    }
+  }
+  router::check(options);
+  return options;
+}
+
+int64_t WithExperts(Options& options, const Array& array) {
+  if (array.rank() < 1) {
+    throw invalid_argument(array.name, " is ", array.Text(), ", and must be [tokens, experts]");
+  }
+  options.experts = array.shape[array.rank() - 1];
+  router::check_experts(options);
+  return array.Product(0, array.rank() - 1);
+}
+
+void NeedMap(const Array& map, const Options& options, int64_t tokens) {
+  if (options.format == MapFormat::kBits) {
+    map.NeedDtype({DType::U8});
+  } else {
+    map.NeedDtype({DType::PRED, DType::U8});
+  }
+  NeedSize(map, tokens * router::map_bytes(options.format, options.experts),
+           options.format == MapFormat::kBits ? "a bit for each expert" : "one for each expert");
+}
+
+// As many experts as the options ask for, for warm-ups.
+void SomeExperts(Options& options) {
+  const int64_t each =
+      options.group_topk > 0 ? (options.topk / options.group_topk + 15) / 16 * 16 : 16;
+  options.experts =
+      options.group_topk > 0 ? each * options.groups : (options.topk + 15) / 16 * 16;
+}
+
+void WarmForward(Options options) {
+  SomeExperts(options);
+  const auto size = static_cast<size_t>(options.experts);
+  std::vector<float> logits(size), probs(size), saved(size);
+  std::vector<uint8_t> map(size);
+  router::Forward args;
+  args.options = options;
+  args.tokens = 1;
+  args.logits = logits.data();
+  args.probs = probs.data();
+  args.map = map.data();
+  args.saved = saved.data();
+  router::forward(args, Parallel());
+}
+
+struct FloatBias {};
+struct FloatTokens {};
+
+// As float32, in memory of this thread.
+template <typename Tag>
+const float* Floats(const Array& array) {
+  const int64_t count = array.size();
+  float* out = Arena<Tag>::template get_array<float>(count);
+  for (int64_t i = 0; i < count; ++i) {
+    switch (array.dtype) {
+      case DType::F32: out[i] = static_cast<const float*>(array.data)[i]; break;
+      case DType::BF16: out[i] = bf16_to_f32(static_cast<const uint16_t*>(array.data)[i]); break;
+      case DType::F16: out[i] = f16_to_f32(static_cast<const uint16_t*>(array.data)[i]); break;
+      case DType::S16:
+        out[i] = static_cast<float>(static_cast<const int16_t*>(array.data)[i]);
+        break;
+      case DType::S32:
+        out[i] = static_cast<float>(static_cast<const int32_t*>(array.data)[i]);
+        break;
+      default: out[i] = static_cast<float>(static_cast<const int64_t*>(array.data)[i]);
+    }
+  }
+  return out;
+}
+
+void Forward(Options options, xffi::ThreadPool pool, const Array& logits, const Array& bias,
+             const Array& probs, const Array& map, const Array& saved) {
+  router::Forward args;
+  NeedFloat(logits);
+  args.tokens = WithExperts(options, logits);
+  args.options = options;
+  args.dtype = te::float_of(logits.dtype);
+  args.logits = logits.data;
+  if (!options.dense && bias.size() != 0) {
+    NeedSize(NeedFloat(bias), options.experts, "one for each expert, or none");
+    if (options.score == Score::kSoftmax) {
+      throw invalid_argument("expert_bias is ", bias.Text(),
+                             ", and must be empty: softmax has none");
+    }
+    args.bias = Floats<FloatBias>(bias);
+  }
+  probs.NeedDtype({logits.dtype});
+  NeedSize(probs, logits.size(), "as logits");
+  NeedMap(map, options, args.tokens);
+  NeedSize(saved.NeedDtype({DType::F32}), logits.size(), "as logits");
+  args.probs = probs.data;
+  args.map = static_cast<uint8_t*>(map.data);
+  args.saved = static_cast<float*>(saved.data);
+  XlaScheduler scheduler(pool);
+  router::forward(args, Parallel(scheduler));
+}
+
+void WarmBackward(Options options) {
+  SomeExperts(options);
+  const auto size = static_cast<size_t>(options.experts);
+  std::vector<float> grad(size), saved(size), out(size);
+  std::vector<uint8_t> map(size);
+  router::Backward args;
+  args.options = options;
+  args.tokens = 1;
+  args.map = map.data();
+  args.saved = saved.data();
+  args.grad = grad.data();
+  args.out = out.data();
+  router::backward(args, Parallel());
+}
+
+void Backward(Options options, xffi::ThreadPool pool, const Array& map, const Array& saved,
+              const Array& grad, const Array& out) {
+  router::Backward args;
+  NeedFloat(grad);
+  args.tokens = WithExperts(options, grad);
+  args.options = options;
+  args.dtype = te::float_of(grad.dtype);
+  if (!options.dense) NeedMap(map, options, args.tokens);
+  NeedSize(saved.NeedDtype({DType::F32}), grad.size(), "as grad_probs");
+  NeedSize(out.NeedDtype({grad.dtype}), grad.size(), "as grad_probs");
+  args.map = static_cast<const uint8_t*>(map.data);
+  args.saved = static_cast<const float*>(saved.data);
+  args.grad = grad.data;
+  args.out = out.data;
+  XlaScheduler scheduler(pool);
+  router::backward(args, Parallel(scheduler));
+}
+
+using In = xffi::AnyBuffer;
+using Out = xffi::Result<xffi::AnyBuffer>;
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateForward,
+                       [](xffi::Dictionary attributes) {
+                         return Warmed(kForward,
+                                       [&] { WarmForward(OptionsOf(attributes, true)); });
+                       },
+                       xffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kExecuteForward,
+                       [](xffi::ThreadPool pool, In logits, In bias, Out probs, Out map, Out saved,
+                          xffi::Dictionary attributes) {
+                         return Guarded(kForward, [&] {
+                           Forward(OptionsOf(attributes, true), pool, Read("logits", logits),
+                                   Read("expert_bias", bias), Read("probs", probs),
+                                   Read("routing_map", map), Read("intermediate_output", saved));
+                         });
+                       },
+                       xffi::Ffi::Bind()
+                           .Ctx<xffi::ThreadPool>()
+                           .Arg<In>()  // logits
+                           .Arg<In>()  // expert_bias
+                           .Ret<In>()  // probs
+                           .Ret<In>()  // routing_map
+                           .Ret<In>()  // intermediate_output
+                           .Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateBackward,
+                       [](xffi::Dictionary attributes) {
+                         return Warmed(kBackward,
+                                       [&] { WarmBackward(OptionsOf(attributes, false)); });
+                       },
+                       xffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kExecuteBackward,
+                       [](xffi::ThreadPool pool, In map, In saved, In grad, Out out,
+                          xffi::Dictionary attributes) {
+                         return Guarded(kBackward, [&] {
+                           Backward(OptionsOf(attributes, false), pool, Read("routing_map", map),
+                                    Read("intermediate_output", saved), Read("grad_probs", grad),
+                                    Read("grad_logits", out));
+                         });
+                       },
+                       xffi::Ffi::Bind()
+                           .Ctx<xffi::ThreadPool>()
+                           .Arg<In>()  // routing_map
+                           .Arg<In>()  // intermediate_output
+                           .Arg<In>()  // grad_probs
+                           .Ret<In>()  // grad_logits
+                           .Attrs());
+
+const Registration kForwardRegistration({kForward, kInstantiateForward, kExecuteForward});
+const Registration kBackwardRegistration({kBackward, kInstantiateBackward, kExecuteBackward});
+
+// The loss.
+
+constexpr char kLoss[] = "te_ffi_kernels.fused_moe_aux_loss_forward";
+constexpr char kLossGradient[] = "te_ffi_kernels.fused_moe_aux_loss_backward";
+
+struct LossConfig {
+  explicit LossConfig(const xffi::Dictionary& attributes)
+      : topk(NeedAttribute<int64_t>(attributes, "topk")),
+        coeff(NeedAttribute<double>(attributes, "coeff")) {
+    if (topk < 1) throw invalid_argument("topk is ", topk, ", and must be positive");
+  }
+
+  int64_t topk;
+  double coeff;
+};
+
+const float* TokensPerExpert(const Array& array, int64_t batch, int64_t experts) {
+  array.NeedDtype({DType::S32, DType::S64, DType::S16, DType::F32, DType::BF16});
+  NeedSize(array, batch * experts, "one for each expert");
+  return Floats<FloatTokens>(array);
+}
+
+void SetFloat(const Array& array, int64_t index, float value) {
+  if (array.dtype == DType::F32) {
+    static_cast<float*>(array.data)[index] = value;
+  } else {
+    static_cast<uint16_t*>(array.data)[index] =
+        array.dtype == DType::BF16 ? f32_to_bf16(value) : f32_to_f16(value);
+  }
+}
+
+// [..., tokens, experts]; each of the axes before has a loss of its own.
+int64_t ShapeOf(const Array& probs, router::Loss& args) {
+  const int64_t rank = probs.rank();
+  if (rank < 2) {
+    throw invalid_argument(probs.name, " is ", probs.Text(), ", and must be [tokens, experts]");
+  }
+  args.tokens = probs.shape[rank - 2];
+  args.experts = probs.shape[rank - 1];
+  args.dtype = te::float_of(NeedFloat(probs).dtype);
+  return probs.Product(0, rank - 2);
+}
+
+void Loss(const LossConfig& config, xffi::ThreadPool pool, const Array& probs, const Array& tokens,
+          const Array& aux_loss, const Array& const_buf) {
+  router::Loss args;
+  const int64_t batch = ShapeOf(probs, args);
+  args.coefficient = router::coefficient(args.tokens, args.experts, config.topk, config.coeff);
+  const float* counts = TokensPerExpert(tokens, batch, args.experts);
+  NeedSize(aux_loss.NeedDtype({probs.dtype}), batch, "the loss");
+  NeedSize(const_buf.NeedDtype({DType::F32}), 2 * batch, "the coefficient, and the loss");
+  XlaScheduler scheduler(pool);
+  const int64_t bytes = args.tokens * args.experts * static_cast<int64_t>(byte_size(probs.dtype));
+  for (int64_t i = 0; i < batch; ++i) {
+    const float loss = router::loss(args, static_cast<const char*>(probs.data) + i * bytes,
+                                    counts + i * args.experts, Parallel(scheduler));
+    SetFloat(aux_loss, i, loss);
+    static_cast<float*>(const_buf.data)[2 * i] = args.coefficient;
+    static_cast<float*>(const_buf.data)[2 * i + 1] = loss;
+  }
+}
+
+void LossGradient(xffi::ThreadPool pool, const Array& const_buf, const Array& tokens,
+                  const Array& grad, const Array& out) {
+  router::Loss args;
+  const int64_t batch = ShapeOf(out, args);
+  const float* counts = TokensPerExpert(tokens, batch, args.experts);
+  NeedSize(const_buf.NeedDtype({DType::F32}), 2 * batch, "the coefficient, and the loss");
+  NeedSize(grad.NeedDtype({out.dtype}), batch, "the gradient of the loss");
+  XlaScheduler scheduler(pool);
+  const float* grads = Floats<FloatBias>(grad);
+  const int64_t bytes = args.tokens * args.experts * static_cast<int64_t>(byte_size(out.dtype));
+  for (int64_t i = 0; i < batch; ++i) {
+    args.coefficient = static_cast<const float*>(const_buf.data)[2 * i];
+    router::loss_gradient(args, counts + i * args.experts, grads[i],
+                          static_cast<char*>(out.data) + i * bytes, Parallel(scheduler));
+  }
+}
+
+void WarmLoss() {
+  constexpr int64_t kSide = 32;
+  const std::vector<float> probs(kSide * kSide, 0.5f);
+  std::vector<float> out(probs.size());
+  router::Loss args;
+  args.tokens = args.experts = kSide;
+  args.coefficient = 1.0f;
+  router::loss(args, probs.data(), probs.data(), Parallel());
+  router::loss_gradient(args, probs.data(), 1.0f, out.data(), Parallel());
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateLoss,
+                       [](xffi::Dictionary attributes) {
+                         return Warmed(kLoss, [&] {
+                           LossConfig config(attributes);
+                           WarmLoss();
+                         });
+                       },
+                       xffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kExecuteLoss,
+                       [](xffi::ThreadPool pool, In probs, In tokens, Out aux_loss, Out const_buf,
+                          xffi::Dictionary attributes) {
+                         return Guarded(kLoss, [&] {
+                           Loss(LossConfig(attributes), pool, Read("probs", probs),
+                                Read("tokens_per_expert", tokens), Read("aux_loss", aux_loss),
+                                Read("const_buf", const_buf));
+                         });
+                       },
+                       xffi::Ffi::Bind()
+                           .Ctx<xffi::ThreadPool>()
+                           .Arg<In>()  // probs
+                           .Arg<In>()  // tokens_per_expert
+                           .Ret<In>()  // aux_loss
+                           .Ret<In>()  // const_buf
+                           .Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kInstantiateLossGradient,
+                       [](xffi::Dictionary) {
+                         return Warmed(kLossGradient, [] { WarmLoss(); });
+                       },
+                       xffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(kExecuteLossGradient,
+                       [](xffi::ThreadPool pool, In const_buf, In tokens, In grad, Out out,
+                          xffi::Dictionary) {
+                         return Guarded(kLossGradient, [&] {
+                           LossGradient(pool, Read("const_buf", const_buf),
+                                        Read("tokens_per_expert", tokens),
+                                        Read("grad_aux_loss", grad), Read("grad_probs", out));
+                         });
+                       },
+                       xffi::Ffi::Bind()
+                           .Ctx<xffi::ThreadPool>()
+                           .Arg<In>()  // const_buf
+                           .Arg<In>()  // tokens_per_expert
+                           .Arg<In>()  // grad_aux_loss
+                           .Ret<In>()  // grad_probs
+                           .Attrs());
+
+const Registration kLossRegistration({kLoss, kInstantiateLoss, kExecuteLoss});
+const Registration kLossGradientRegistration(
+    {kLossGradient, kInstantiateLossGradient, kExecuteLossGradient});
+
+}  // namespace
+}  // namespace jaxtap::ffi

@@ -1,0 +1,140 @@
+// Softmax of a row, and its gradient. The row is in a cache after its maximum was sought.
+
+#include "common/lanes.h"
+#include "softmax/table.h"
+
+namespace jaxtap::softmax::JAXTAP_ISA_NAMESPACE {
+namespace {
+
+using namespace lanes::JAXTAP_ISA_NAMESPACE;
+
+constexpr float kNone = -__builtin_inff();
+
+// Scaled logits from a position on; those that are left out are -infinity.
+template <class Format, bool kMasked>
+struct Logits {
+  const typename Format::Type* x;
+  const uint8_t* mask;
+  float scale;
+
+  JAXTAP_INLINE Floats apply(Floats scaled, Bytes bytes) {
+    return __builtin_convertvector(bytes, Ints) == 1 ? all(kNone) : scaled;
+  }
+
+  inline __attribute__((always_inline)) Floats at(int64_t i) const {
+    const Floats scaled = load<Format>(x + i) * scale;
+    if constexpr (kMasked) return apply(scaled, read<Bytes>(mask + i));
+    return scaled;
+  }
+
+  inline __attribute__((always_inline)) Floats part(int64_t i, int64_t count) const {
+    const Floats scaled = keep(load_part<Format>(x + i, count) * scale, count, kNone);
+    if constexpr (kMasked) return apply(scaled, read_part<Bytes>(mask + i, count));
+    return scaled;
+  }
+};
+
+template <class Logits>
+JAXTAP_INLINE float maximum(const Logits& logits, int64_t count) {
+  Floats a = all(kNone), b = a, c = a, d = a;
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    a = larger(logits.at(i), a);
+    b = larger(logits.at(i + kLanes), b);
+    c = larger(logits.at(i + 2 * kLanes), c);
+    d = larger(logits.at(i + 3 * kLanes), d);
+  }
+  for (; i + kLanes <= count; i += kLanes) a = larger(logits.at(i), a);
+  if (i < count) b = larger(logits.part(i, count - i), b);
+  return largest_of(larger(larger(a, b), larger(c, d)));
+}
+
+template <class Format, bool kMasked>
+void forward(const void* from, const uint8_t* mask, void* to, float* scratch, int64_t count,
+             float scale) {
+  using Type = typename Format::Type;
+  constexpr bool kInPlace = sizeof(Type) == sizeof(float);
+  auto* out = static_cast<Type*>(to);
+  float* row = kInPlace ? static_cast<float*>(to) : scratch;
+  const Logits<Format, kMasked> logits{static_cast<const Type*>(from), mask, scale};
+  const float most = maximum(logits, count);
+  Floats a = all(0.0f), b = a;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const Floats first = exp(logits.at(i) - most);
+    const Floats second = exp(logits.at(i + kLanes) - most);
+    write(row + i, first);
+    write(row + i + kLanes, second);
+    a += first;
+    b += second;
+  }
+  for (; i < count; i += kLanes) {
+    const int64_t left = count - i;
+    if (left >= kLanes) {
+      const Floats e = exp(logits.at(i) - most);
+      write(row + i, e);
+      a += e;
+    } else {
+      const Floats e = exp(logits.part(i, left) - most);
+      write_part(row + i, e, left);
+      b += keep(e, left, 0.0f);
+    }
+  }
+  const float sum = sum_of(a + b);
+  if (kMasked && !(sum > 0.0f)) {  // NaN: everything is left out, or something isn't finite
+    for (i = 0; i < count; ++i) row[i] = mask[i] == 1 ? 0.0f : sum;
+  }
+  const float inverse = kMasked && !(sum > 0.0f) ? 1.0f : 1.0f / sum;
+  for (i = 0; i + kLanes <= count; i += kLanes) {
+    store<Format>(out + i, read<Floats>(row + i) * inverse);
+  }
+  if (i < count) {
+    store_part<Format>(out + i, read_part<Floats>(row + i, count - i) * inverse, count - i);
+  }
+}
+
+template <class Format>
+void backward(const void* grads, const void* results, void* to, int64_t count, float scale) {
+  using Type = typename Format::Type;
+  const auto* grad = static_cast<const Type*>(grads);
+  const auto* softmax = static_cast<const Type*>(results);
+  auto* out = static_cast<Type*>(to);
+  Floats a = all(0.0f), b = a, c = a, d = a;
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    a = fma(load<Format>(grad + i), load<Format>(softmax + i), a);
+    b = fma(load<Format>(grad + i + kLanes), load<Format>(softmax + i + kLanes), b);
+    c = fma(load<Format>(grad + i + 2 * kLanes), load<Format>(softmax + i + 2 * kLanes), c);
+    d = fma(load<Format>(grad + i + 3 * kLanes), load<Format>(softmax + i + 3 * kLanes), d);
+  }
+  for (; i + kLanes <= count; i += kLanes) {
+    a = fma(load<Format>(grad + i), load<Format>(softmax + i), a);
+  }
+  if (i < count) {
+    b = fma(load_part<Format>(grad + i, count - i), load_part<Format>(softmax + i, count - i), b);
+  }
+  const float sum = sum_of((a + b) + (c + d));
+  for (i = 0; i + kLanes <= count; i += kLanes) {
+    const Floats y = load<Format>(softmax + i);
+    store<Format>(out + i, (load<Format>(grad + i) - sum) * y * scale);
+  }
+  if (i < count) {
+    const Floats y = load_part<Format>(softmax + i, count - i);
+    const Floats dz = load_part<Format>(grad + i, count - i);
+    store_part<Format>(out + i, (dz - sum) * y * scale, count - i);
+  }
+}
+
+}  // namespace
+
+const Table& make_table() {
+  static const Table table = {
+      {{forward<F32, false>, forward<F32, true>},
+       {forward<BF16, false>, forward<BF16, true>},
+       {forward<F16, false>, forward<F16, true>}},
+      {backward<F32>, backward<BF16>, backward<F16>},
+  };
+  return table;
+}
+
+}  // namespace jaxtap::softmax::JAXTAP_ISA_NAMESPACE

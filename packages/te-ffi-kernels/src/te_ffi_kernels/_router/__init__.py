@@ -1,0 +1,1 @@
+"""Routers of mixtures of experts, as Transformer Engine's targets."""

@@ -1,0 +1,1 @@
+"""Softmax of scaled logits, as Transformer Engine's targets."""

@@ -1,0 +1,265 @@
+"""Softmax of scaled logits, with or without a mask."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _op
+from .._te.cotangents import nothing
+from . import checks, reference
+from .checks import Config, SoftmaxFusionType
+
+_SCALED = SoftmaxFusionType.SCALED
+_MASKED = SoftmaxFusionType.SCALED_MASKED
+_CAUSAL = SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED
+
+
+def softmax(
+    logits: jax.Array,
+    mask: jax.Array | None = None,
+    scale_factor: float = 1.0,
+    softmax_fusion_type: SoftmaxFusionType = _SCALED,
+) -> jax.Array:
+    """Softmax along the last axis of logits times a number, in float32.
+
+    As ``softmax`` of ``transformer_engine.jax.softmax``, without its limits: of sizes, of batches
+    that are multiples of 4, and of float16 and bfloat16.
+
+    Args:
+        logits: float32, bfloat16 or float16 [..., q, k]; with a mask [..., heads, q, k].
+        mask: uint8 or bool [b or 1, 1, q, k] for logits [b, heads, q, k]; 1 leaves a logit out
+            (and nothing else does). Taken with SCALED_MASKED alone.
+        scale_factor: what logits are multiplied with, part of the compiled program.
+        softmax_fusion_type: a ``SoftmaxFusionType`` or its value. With
+            SCALED_UPPER_TRIANG_MASKED, row i has the columns 0 to i, whatever q and k are; the
+            others aren't read.
+
+    Returns:
+        An array as logits, zero where a logit was left out: a row without any is all zeros. NaN or
+        +inf among the logits of a row make all of it NaN that isn't left out. Differentiable with
+        respect to logits.
+
+    Raises:
+        TypeError, ValueError: an argument has another dtype, shape or value than above.
+    """
+    config = checks.config("softmax", softmax_fusion_type, scale_factor)
+    return _checked("softmax", config, logits, *((mask,) if config.fusion is _MASKED else ()))
+
+
+def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
+    """Softmax along the last axis of logits times a number: ``softmax`` with SCALED.
+
+    Args:
+        logits: float32, bfloat16 or float16 [..., q, k].
+        scale_factor: a number of Python.
+
+    Returns:
+        An array as logits.
+
+    Raises:
+        TypeError, ValueError: as ``softmax``.
+    """
+    op = "scaled_softmax_fwd"
+    return _checked(op, checks.config(op, _SCALED, scale_factor), logits)
+
+
+def scaled_masked_softmax_fwd(
+    logits: jax.Array, mask: jax.Array, scale_factor: float
+) -> jax.Array:
+    """Softmax of the logits that a mask leaves: ``softmax`` with SCALED_MASKED.
+
+    Args:
+        logits: float32, bfloat16 or float16 [b, heads, q, k].
+        mask: uint8 or bool [b or 1, 1, q, k]; 1 leaves a logit out.
+        scale_factor: a number of Python.
+
+    Returns:
+        An array as logits.
+
+    Raises:
+        TypeError, ValueError: as ``softmax``.
+    """
+    op = "scaled_masked_softmax_fwd"
+    return _checked(op, checks.config(op, _MASKED, scale_factor), logits, mask)
+
+
+def scaled_upper_triang_masked_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
+    """Softmax up to the diagonal: ``softmax`` with SCALED_UPPER_TRIANG_MASKED.
+
+    Args:
+        logits: float32, bfloat16 or float16 [..., q, k]. Row i has the columns 0 to i, also where
+            q isn't k, which Transformer Engine refuses.
+        scale_factor: a number of Python.
+
+    Returns:
+        An array as logits.
+
+    Raises:
+        TypeError, ValueError: as ``softmax``.
+    """
+    op = "scaled_upper_triang_masked_softmax_fwd"
+    return _checked(op, checks.config(op, _CAUSAL, scale_factor), logits)
+
+
+def scaled_softmax_bwd(
+    dz: jax.Array, softmax_out: jax.Array, logits: Any, scale_factor: float
+) -> jax.Array:
+    """The gradient of the logits of ``scaled_softmax_fwd``.
+
+    Args:
+        dz: cotangent of the result: float32, bfloat16 or float16 [..., q, k].
+        softmax_out: the result.
+        logits: not used; may be None.
+        scale_factor: that of the forward pass.
+
+    Returns:
+        An array as dz: ``scale_factor * softmax_out * (dz - sum(dz * softmax_out))``.
+
+    Raises:
+        TypeError, ValueError: an argument has another dtype, shape or value than above.
+    """
+    del logits
+    return _checked_gradient("scaled_softmax_bwd", _SCALED, scale_factor, dz, softmax_out)
+
+
+def scaled_masked_softmax_bwd(
+    dz: jax.Array, softmax_out: jax.Array, logits: Any, mask: Any, scale_factor: float
+) -> jax.Array:
+    """The gradient of the logits of ``scaled_masked_softmax_fwd``.
+
+    Args:
+        dz: cotangent of the result: float32, bfloat16 or float16 [..., q, k].
+        softmax_out: the result, which is zero where the mask is 1; so is the gradient.
+        logits: not used; may be None.
+        mask: not used; may be None.
+        scale_factor: that of the forward pass.
+
+    Returns:
+        An array as dz.
+
+    Raises:
+        TypeError, ValueError: as ``scaled_softmax_bwd``.
+    """
+    del logits, mask
+    return _checked_gradient("scaled_masked_softmax_bwd", _MASKED, scale_factor, dz, softmax_out)
+
+
+def scaled_upper_triang_masked_softmax_bwd(
+    dz: jax.Array, softmax_out: jax.Array, logits: Any, scale_factor: float
+) -> jax.Array:
+    """The gradient of the logits of ``scaled_upper_triang_masked_softmax_fwd``.
+
+    Args:
+        dz: cotangent of the result: float32, bfloat16 or float16 [..., q, k]. What is beyond the
+            diagonal isn't read.
+        softmax_out: the result, likewise.
+        logits: not used; may be None.
+        scale_factor: that of the forward pass.
+
+    Returns:
+        An array as dz.
+
+    Raises:
+        TypeError, ValueError: as ``scaled_softmax_bwd``.
+    """
+    del logits
+    op = "scaled_upper_triang_masked_softmax_bwd"
+    return _checked_gradient(op, _CAUSAL, scale_factor, dz, softmax_out)
+
+
+def _checked(op: str, config: Config, logits: jax.Array, *mask: jax.Array | None) -> jax.Array:
+    checks.logits(op, "logits", logits, 3 if mask else 2)
+    for one in mask:
+        checks.mask(op, one, logits)
+    return _run(config, logits, *mask)
+
+
+def _checked_gradient(
+    op: str, fusion: SoftmaxFusionType, scale: float, dz: jax.Array, softmax_out: jax.Array
+) -> jax.Array:
+    config = checks.config(op, fusion, scale)
+    checks.gradient(op, dz, softmax_out)
+    return _run_gradient(config, dz, softmax_out)
+
+
+def _kernel(config: Config, direction: str, *operands: jax.Array) -> jax.Array:
+    in_jax = reference.forward if direction == "forward" else reference.backward
+    return _op.call(
+        f"{config.op}_{direction}",
+        functools.partial(in_jax, config),
+        operands,
+        jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),
+        scale_factor=np.float64(config.scale),
+    )
+
+
+def _batched(config: Config, direction: str, *operands: jax.Array) -> jax.Array:
+    rule = functools.partial(_fold, config, direction)
+    return _op.batched(functools.partial(_kernel, config, direction), rule)(*operands)
+
+
+def _fold(
+    config: Config, direction: str, size: int, in_batched: Sequence[bool], *operands: jax.Array
+) -> tuple[jax.Array, bool]:
+    """vmap: one more axis of the batch."""
+    masked = direction == "forward" and len(operands) == 2
+    if not masked or in_batched[1]:
+        operands = tuple(
+            one if flag else jnp.broadcast_to(one, (size, *one.shape))
+            for one, flag in zip(operands, in_batched, strict=True)
+        )
+    if not masked:
+        return _batched(config, direction, *operands), True
+    x, mask = operands
+    if not in_batched[1]:
+        return _batched(config, direction, x, mask), True  # masks repeat
+    batch, masks = math.prod(x.shape[1:-3]), math.prod(mask.shape[1:-3])
+    if masks == 1:
+        # Heads share a mask, and batches become heads.
+        folded = x.reshape(size, batch * x.shape[-3], *x.shape[-2:])
+        mask = mask.reshape(size, *mask.shape[-3:])
+        return _batched(config, direction, folded, mask).reshape(x.shape), True
+    repeats = (size, batch // masks if masks else 1, masks, *mask.shape[-3:])
+    mask = mask.reshape(size, 1, masks, *mask.shape[-3:])
+    return _batched(config, direction, x, jnp.broadcast_to(mask, repeats)), True
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(config: Config, *operands: jax.Array) -> jax.Array:
+    return _batched(config, "forward", *operands)
+
+
+def _forward(config: Config, *operands: jax.Array) -> Any:
+    out = _differentiable(config, *operands)
+    return out, (out, operands[1:])
+
+
+def _backward(config: Config, saved: Any, dz: jax.Array) -> Any:
+    out, mask = saved
+    return (_gradient(config, dz, out), *nothing(mask))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradient(config: Config, dz: jax.Array, out: jax.Array) -> jax.Array:
+    return _batched(config, "backward", dz, out)
+
+
+def _gradient_forward(config: Config, dz: jax.Array, out: jax.Array) -> Any:
+    return _gradient(config, dz, out), (dz, out)
+
+
+def _gradient_backward(config: Config, saved: Any, ct: jax.Array) -> Any:
+    return jax.vjp(functools.partial(reference.backward, config), *saved)[1](ct)
+
+
+_differentiable.defvjp(_forward, _backward)
+_gradient.defvjp(_gradient_forward, _gradient_backward)
+_run = jax.jit(_differentiable, static_argnums=0)
+_run_gradient = jax.jit(_gradient, static_argnums=0)

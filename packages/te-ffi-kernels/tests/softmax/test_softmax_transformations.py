@@ -1,0 +1,148 @@
+"""vmap, scan, shard_map, jit, export and gradients of gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import te_ffi_kernels as te
+from te_ffi_kernels import SoftmaxFusionType, reference
+
+SCALED, MASKED, CAUSAL = SoftmaxFusionType
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def masks(*shape):
+    return jax.random.bernoulli(jax.random.key(9), 0.4, shape).astype(jnp.uint8)
+
+
+@pytest.mark.parametrize("fusion", [SCALED, CAUSAL])
+def test_vmap_without_a_mask(fusion):
+    op = lambda x: te.softmax(x, None, 0.7, fusion)
+    x = normal(3, 2, 5, 7)
+    np.testing.assert_array_equal(jax.vmap(op)(x), op(x))
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(op), 2, 2)(x), op(x.swapaxes(1, 2)))
+    slope = jax.grad(lambda x, w: jnp.sum(op(x) * w))
+    slopes = jax.vmap(slope, (0, None))(x, x[0])
+    for i in range(3):
+        np.testing.assert_allclose(slopes[i], slope(x[i], x[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_of_masks", [1, 4])
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (1, 3)])
+def test_vmap_with_masks(axes, batch_of_masks):
+    x, mask = normal(4, 2, 5, 7), masks(batch_of_masks, 1, 5, 7)
+    given = []
+    for one, axis in zip((x, mask), axes, strict=True):
+        stacked = jnp.stack([one, one[::-1] if one is x else 1 - one, one])
+        given.append(one if axis is None else jnp.moveaxis(stacked, 0, axis))
+    op = lambda x, mask: te.softmax(x, mask, 0.7, MASKED)
+    found = jax.vmap(op, axes)(*given)
+    for i in range(3):
+        each = [a if n is None else jnp.take(a, i, n) for a, n in zip(given, axes, strict=True)]
+        np.testing.assert_allclose(found[i], op(*each), rtol=1e-6, atol=1e-7)
+
+
+def test_vmap_of_vmap_with_masks():
+    x, mask = normal(2, 3, 4, 2, 5, 7), masks(3, 1, 1, 5, 7)
+    op = lambda x, mask: te.softmax(x, mask, 1.0, MASKED)
+    found = jax.vmap(jax.vmap(op), (0, None))(x, mask)
+    for i in range(2):
+        for j in range(3):
+            np.testing.assert_allclose(found[i, j], op(x[i, j], mask[j]), rtol=1e-6, atol=1e-7)
+    many = masks(2, 4, 1, 5, 7)
+    found = jax.vmap(jax.vmap(op, (0, None)))(x, many)
+    for i in range(2):
+        for j in range(3):
+            np.testing.assert_allclose(found[i, j], op(x[i, j], many[i]), rtol=1e-6, atol=1e-7)
+    found = jax.vmap(jax.vmap(op, (0, None)), (1, 0))(x, masks(3, 4, 1, 5, 7))
+    assert found.shape == (3, 2, 4, 2, 5, 7)
+
+
+@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+def test_scan_and_remat(fusion):
+    x, mask = normal(3, 1, 2, 6, 6), masks(1, 1, 6, 6)
+
+    def body(carry, x):
+        y = te.softmax(x + carry, mask, 1.5, fusion)
+        return carry + y.mean(), y
+
+    def loss(op):
+        def total(x):
+            last, ys = jax.lax.scan(jax.checkpoint(op), jnp.float32(0), x)
+            return jnp.sum(ys * x) + last
+
+        return total
+
+    def plain(carry, x):
+        y = reference.softmax(x + carry, mask, 1.5, fusion)
+        return carry + y.mean(), y
+
+    found, wanted = (jax.jit(jax.grad(loss(op)))(x) for op in (body, plain))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+def test_gradients_of_gradients(fusion):
+    x, mask, weight = normal(1, 2, 4, 5), masks(1, 1, 4, 5), normal(1, 2, 4, 5, seed=1)
+
+    def second(op):
+        first = jax.grad(lambda x: jnp.sum(jnp.sin(op(x, mask, 0.8, fusion)) * weight))
+        return jax.grad(lambda x: jnp.sum(first(x) ** 2))(x)
+
+    np.testing.assert_allclose(
+        second(te.softmax), second(reference.softmax), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+def test_export(fusion):
+    x, mask = normal(2, 2, 5, 6), masks(1, 1, 5, 6)
+    run = jax.jit(lambda x, mask: te.softmax(x, mask, 1.25, fusion))
+    exported = jax.export.export(run, platforms=["cpu"], disabled_checks=te.export_checks())(
+        x, mask
+    )
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(again.call(x, mask), run(x, mask))
+
+
+@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+def test_export_of_symbolic_sizes_runs_the_reference(fusion):
+    b, q, k = jax.export.symbolic_shape("b, q, k")
+    shapes = [
+        jax.ShapeDtypeStruct((b, 2, q, k), jnp.float32),
+        jax.ShapeDtypeStruct((1, 1, q, k), jnp.uint8),
+    ]
+    run = jax.jit(lambda x, mask: te.softmax(x, mask, 1.25, fusion))
+    exported = jax.export.export(run, platforms=["cpu"])(*shapes)
+    x, mask = normal(3, 2, 5, 6), masks(1, 1, 5, 6)
+    np.testing.assert_allclose(exported.call(x, mask), run(x, mask), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+def test_shard_map(fusion):
+    mesh = jax.make_mesh((1,), ("x",))
+    x, mask = normal(2, 2, 4, 6), masks(2, 1, 4, 6)
+
+    def value_and_slope(x, mask):
+        op = lambda x: te.softmax(x, mask, 0.9, fusion)
+        return op(x), jax.grad(lambda y: jnp.sum(op(y) * y))(x)
+
+    spec = P("x")
+    sharded = jax.shard_map(value_and_slope, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    for one, other in zip(jax.jit(sharded)(x, mask), value_and_slope(x, mask), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_warm_ups_are_of_call_sites():
+    name = "te_ffi_kernels.scaled_softmax_forward"
+    x = normal(2, 4, 8)
+    before = te.warm_counts().get(name, 0)
+    compiled = jax.jit(lambda x: te.softmax(te.softmax(x, None, 3.0))).lower(x).compile()
+    for _ in range(3):
+        jax.block_until_ready(compiled(x))
+    assert te.warm_counts()[name] == before + 2
