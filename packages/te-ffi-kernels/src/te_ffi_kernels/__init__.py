@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
+    from ._activations.activation import activation
+    from ._activations.config import ActivationEnum, ActivationParams, ClampedSwigluParams
+    from ._activations.ops import act_lu, dact_lu, quantize_dact_dbias
+    from ._norms.layernorm import layernorm
+    from ._norms.ops import normalization_bwd, normalization_fwd
     from ._stages import Stages, isa, isas, stages, targets, warm_counts
     from ._te.modes import QuantizeLayout, ScalingMode, compute_scale_from_amax
     from ._te.ops_dequantize import dequantize
@@ -21,25 +26,35 @@ if TYPE_CHECKING:
     from ._weights.products import gemm_w8a8, gemm_w8a16, gemv_w4, gemv_w8
 
 __all__ = [
+    "ActivationEnum",
+    "ActivationParams",
+    "ClampedSwigluParams",
     "PackedWeight",
     "QuantizeLayout",
     "ScalingMode",
     "Stages",
+    "act_lu",
+    "activation",
     "compute_scale_from_amax",
+    "dact_lu",
     "dbias_quantize",
     "dequantize",
     "export_checks",
     "gemm",
     "gemm_v2",
-    "gemm_w8a8",
     "gemm_w8a16",
+    "gemm_w8a8",
     "gemv_w4",
     "gemv_w8",
     "grouped_quantize",
     "isa",
     "isas",
+    "layernorm",
+    "normalization_bwd",
+    "normalization_fwd",
     "pack_w4",
     "pack_w8",
+    "quantize_dact_dbias",
     "reference",
     "register",
     "stages",
@@ -49,11 +64,17 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ActivationEnum": "_activations.config",
+    "ActivationParams": "_activations.config",
+    "ClampedSwigluParams": "_activations.config",
     "PackedWeight": "_weights.packed",
     "QuantizeLayout": "_te.modes",
     "ScalingMode": "_te.modes",
     "Stages": "_stages",
+    "act_lu": "_activations.ops",
+    "activation": "_activations.activation",
     "compute_scale_from_amax": "_te.modes",
+    "dact_lu": "_activations.ops",
     "dbias_quantize": "_te.ops_quantize",
     "dequantize": "_te.ops_dequantize",
     "export_checks": "_warmup",
@@ -66,8 +87,12 @@ _LAZY = {
     "grouped_quantize": "_te.ops_grouped",
     "isa": "_stages",
     "isas": "_stages",
+    "layernorm": "_norms.layernorm",
+    "normalization_bwd": "_norms.ops",
+    "normalization_fwd": "_norms.ops",
     "pack_w4": "_weights.pack",
     "pack_w8": "_weights.pack",
+    "quantize_dact_dbias": "_activations.ops",
     "register": "_warmup",
     "stages": "_stages",
     "targets": "_stages",

@@ -2,6 +2,8 @@
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
+from ._activations.specs import SPECS as ACTIVATIONS
+from ._norms.specs import SPECS as NORMS
 from ._te.specs import SPECS
 
 API = (1, 1)
@@ -32,7 +34,7 @@ def jaxtap_register_kernels():
             apply=f"te_ffi_kernels:{op}",
         )
         for op, summary in _WEIGHTS.items()
-    ] + SPECS
+    ] + [*SPECS, *NORMS, *ACTIVATIONS]
 
 
 @hookimpl
