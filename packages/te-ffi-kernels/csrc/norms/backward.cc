@@ -10,7 +10,6 @@ namespace jaxtap::norms {
 namespace {
 
 constexpr int64_t kFew = 1 << 14;   // numbers that one thread is as fast for
-constexpr int64_t kMany = 1 << 22;  // numbers that fill the caches
 constexpr int64_t kChunks = 16;
 constexpr int64_t kRows = 4;
 constexpr int64_t kWide = 512;
@@ -27,12 +26,10 @@ class Task {
       : args_(args),
         gamma_(gamma),
         dgamma_(dgamma),
-        dbeta_(dbeta),
-        past_caches_(args.rows * args.cols >= kMany) {}
+        dbeta_(dbeta) {}
 
   void run(int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row += kRows) some(row, std::min(kRows, end - row));
-    if (past_caches_) te_.fence();
   }
 
  private:
@@ -65,7 +62,6 @@ class Task {
                    first + i, second + i);
     }
     float* results = Arena<Results>::get_array<float>(kRows * kWide);
-    const auto* stores = past_caches_ ? te_.stream : te_.store;
     for (int64_t col = 0; col < cols; col += kWide) {
       Part tile = part;
       tile.dz += col;
@@ -76,7 +72,7 @@ class Task {
                       dbeta_ == nullptr ? nullptr : dbeta_ + col);
       for (int64_t i = 0; i < rows; ++i) {
         char* to = static_cast<char*>(args_.dx) + ((row + i) * cols + col) * bytes();
-        stores[static_cast<int>(args_.dtype)](results + i * kWide, to, tile.cols);
+        te_.store[static_cast<int>(args_.dtype)](results + i * kWide, to, tile.cols);
       }
     }
   }
@@ -86,7 +82,6 @@ class Task {
   const te::Table& te_ = te::table();
   const float* gamma_;
   float *dgamma_, *dbeta_;
-  const bool past_caches_;
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace jaxtap::te {
 namespace {
 
 constexpr int64_t kFew = 1 << 15;  // numbers that one thread is as fast for
-constexpr int64_t kMany = 1 << 22;  // numbers or codes that fill the caches
+constexpr int64_t kMany = 1 << 22;  // codes that fill the caches
 constexpr int64_t kChunks = 16;
 
 int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -139,9 +139,7 @@ class Task {
   }
 
   // Whether numbers are computed where they are to be.
-  bool in_place() const {
-    return args_.out != nullptr && args_.dtype == Float::kF32 && !past_caches_;
-  }
+  bool in_place() const { return args_.out != nullptr && args_.dtype == Float::kF32; }
 
   Tile load(int64_t row, int64_t rows, int64_t col, int64_t cols) {
     if (args_.source != nullptr) return compute(row, rows, col, cols);
@@ -172,11 +170,10 @@ class Task {
 
   void plain(const Tile& tile) {
     if (args_.out == nullptr || in_place()) return;
-    const auto* stores = past_caches_ ? table_.stream : table_.store;
     for (int64_t i = 0; i < tile.rows; ++i) {
       char* to = static_cast<char*>(args_.out) +
                  ((tile.row + i) * args_.cols + tile.col) * bytes();
-      stores[static_cast<int>(args_.dtype)](tile.numbers + i * tile.stride, to, tile.cols);
+      table_.store[static_cast<int>(args_.dtype)](tile.numbers + i * tile.stride, to, tile.cols);
     }
   }
 

@@ -21,9 +21,6 @@ struct Table {
   // From and to float32, rounding half to even. Codes in int8 are converted as numbers.
   void (*load[3])(const void* in, float* out, int64_t count);
   void (*store[3])(const float* in, void* out, int64_t count);
-  // The same past the caches, for results that are larger than these; a thread that used it calls
-  // `fence` in the end.
-  void (*stream[3])(const float* in, void* out, int64_t count);
   void (*decode[3])(const uint8_t* in, float* out, int64_t count);
 
   // Codes of in * factor, with one factor or one for each. They saturate. NaN has the code NaN
