@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <initializer_list>
 #include <string>
 
 #include "ffi/buffers.h"
@@ -54,6 +56,31 @@ inline void NeedBlocks(const Array& array, int64_t size, const char* side) {
   if (size % te::kBlock != 0) {
     throw invalid_argument(array.name, " is ", array.Text(), ", whose ", side, " are ", size,
                            "; MX blocks need a multiple of 32");
+  }
+}
+
+// Where the codes and scales of one direction go, once their shapes are checked.
+inline void CheckDirection(const Array& x, const Matrix& matrix, const Array& codes,
+                           const Array& scales,
+                           te::Scaling scaling, bool by_column) {
+  NeedCodes(codes, scaling);
+  NeedSize(codes, matrix.rows * matrix.cols, "one code for each of x");
+  NeedScales(scales, scaling);
+  if (scaling == te::Scaling::kMx) {
+    NeedBlocks(x, by_column ? matrix.rows : matrix.cols,
+               by_column ? "rows (axes before flatten_axis)" : "columns (axes from flatten_axis)");
+    NeedSize(scales, matrix.rows * matrix.cols / te::kBlock, "one scale for 32 codes");
+  } else if (scaling == te::Scaling::kChannel) {
+    NeedSize(scales, by_column ? matrix.cols : matrix.rows, "one scale for each slice");
+  } else {
+    NeedSize(scales, 1, "the scale of x");
+  }
+}
+
+// Results that aren't wanted are there all the same.
+inline void Clear(std::initializer_list<Array> arrays) {
+  for (const Array& array : arrays) {
+    std::memset(array.data, 0, static_cast<size_t>(array.size()) * byte_size(array.dtype));
   }
 }
 

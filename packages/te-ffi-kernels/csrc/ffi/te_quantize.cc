@@ -1,9 +1,6 @@
 // Handlers of dbias_quantize and grouped_quantize, with Transformer Engine's arguments, results and
 // attributes.
 
-#include <cstring>
-#include <initializer_list>
-
 #include "ffi/registry.h"
 #include "ffi/stages.h"
 #include "ffi/te_arguments.h"
@@ -52,30 +49,6 @@ void Warm(const QuantizeConfig& config) {
   config.Check();
   te::warm_quantize(config.scaling(), te::has_rowwise(config.layout()),
                     te::has_colwise(config.layout()), config.is_dbias);
-}
-
-// Where the codes and scales of one direction go, once their shapes are checked.
-void CheckDirection(const Array& x, const Matrix& matrix, const Array& codes, const Array& scales,
-                    Scaling scaling, bool by_column) {
-  NeedCodes(codes, scaling);
-  NeedSize(codes, matrix.rows * matrix.cols, "one code for each of x");
-  NeedScales(scales, scaling);
-  if (scaling == Scaling::kMx) {
-    NeedBlocks(x, by_column ? matrix.rows : matrix.cols,
-               by_column ? "rows (axes before flatten_axis)" : "columns (axes from flatten_axis)");
-    NeedSize(scales, matrix.rows * matrix.cols / te::kBlock, "one scale for 32 codes");
-  } else if (scaling == Scaling::kChannel) {
-    NeedSize(scales, by_column ? matrix.cols : matrix.rows, "one scale for each slice");
-  } else {
-    NeedSize(scales, 1, "the scale of x");
-  }
-}
-
-// Results that aren't wanted are there all the same.
-void Clear(std::initializer_list<Array> arrays) {
-  for (const Array& array : arrays) {
-    std::memset(array.data, 0, static_cast<size_t>(array.size()) * byte_size(array.dtype));
-  }
 }
 
 void Execute(const QuantizeConfig& config, xffi::ThreadPool pool, xffi::AnyBuffer x_buffer,

@@ -21,12 +21,14 @@ int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // the number of threads.
 struct Cut {
   Cut(const Quantize& args) : rows(args.rows), cols(args.cols) {
-    const int64_t unit = rows >= kChunks * kTile ? kTile : kBlock;
+    // Rows that are computed stay whole, and may be few.
+    const bool whole = args.source != nullptr && args.turned == nullptr;
+    const int64_t unit = whole ? 1 : rows >= kChunks * kTile ? kTile : kBlock;
     const int64_t units = std::max<int64_t>(1, ceil_of(rows, unit));
     chunk = ceil_of(units, kChunks) * unit;
     chunks = std::max<int64_t>(1, ceil_of(rows, chunk));
     // Whole rows where a scale is of a row.
-    const int64_t wanted = args.scaling == Scaling::kChannel ? 1 : ceil_of(8, chunks);
+    const int64_t wanted = args.scaling == Scaling::kChannel || whole ? 1 : ceil_of(8, chunks);
     strip = std::max<int64_t>(kTile * 16, ceil_of(ceil_of(cols, wanted), kTile) * kTile);
     strips = std::max<int64_t>(1, ceil_of(cols, strip));
   }
@@ -60,12 +62,16 @@ class Task {
     int32_t most = 0;
     // Without codes by column, tiles are rows.
     const bool tall = args_.turned != nullptr;
-    const int64_t step_rows = tall ? kTile : 8;
-    const int64_t step_cols = tall ? kWide : kWide * 4;
+    const bool computed = args_.source != nullptr && !tall;
+    const int64_t step_rows = tall ? kTile : computed ? 1 : 8;
+    int64_t step_cols = tall ? kWide : kWide * 4;
+    if (computed) step_cols = args_.scaling == Scaling::kChannel ? cols : args_.source->width();
     std::vector<float> row_scales(args_.scaling == Scaling::kChannel ? step_rows : 0);
     for (int64_t r = row; r < row + rows; r += step_rows) {
       const int64_t height = std::min(step_rows, row + rows - r);
-      if (args_.scaling == Scaling::kChannel && args_.codes != nullptr) {
+      if (computed) args_.source->begin(r);
+      if (computed && args_.scaling == Scaling::kChannel) set_row_scale(r, 0, row_scales.data());
+      if (args_.scaling == Scaling::kChannel && args_.codes != nullptr && !computed) {
         set_row_scales(r, height, row_scales.data());
       }
       for (int64_t c = col; c < col + cols; c += step_cols) {
@@ -75,7 +81,13 @@ class Task {
           if (sums != nullptr) table_.add(line, sums + c, tile.cols);
           if (args_.wants_absmax) most = std::max(most, table_.absmax(line, tile.cols));
         }
+        if (computed && args_.scaling == Scaling::kChannel) {
+          set_row_scale(r, table_.absmax(tile.numbers, tile.cols), row_scales.data());
+        }
         switch (args_.scaling) {
+          case Scaling::kNone:
+            plain(tile);
+            break;
           case Scaling::kMx:
             mx(tile);
             break;
@@ -105,19 +117,41 @@ class Task {
   static constexpr int64_t kWide = 512;
   struct Numbers {};
   struct Codes {};
+  struct Halves {};
 
-  size_t bytes() const { return args_.dtype == Float::kF32 ? 4 : 2; }
+  int64_t bytes() const { return args_.dtype == Float::kF32 ? 4 : 2; }
+
+  Tile compute(int64_t row, int64_t rows, int64_t col, int64_t cols) {
+    if (in_place()) {
+      float* out = static_cast<float*>(args_.out) + row * args_.cols + col;
+      args_.source->load(row, rows, col, cols, out, args_.cols);
+      return {out, args_.cols, row, col, rows, cols};
+    }
+    float* numbers = Arena<Numbers>::get_array<float>(rows * cols);
+    args_.source->load(row, rows, col, cols, numbers, cols);
+    if (args_.rounded && args_.dtype != Float::kF32) {
+      const int dtype = static_cast<int>(args_.dtype);
+      auto* halves = Arena<Halves>::get_array<uint16_t>(rows * cols);
+      table_.store[dtype](numbers, halves, rows * cols);
+      table_.load[dtype](halves, numbers, rows * cols);
+    }
+    return {numbers, cols, row, col, rows, cols};
+  }
+
+  // Whether numbers are computed where they are to be.
+  bool in_place() const { return args_.out != nullptr && args_.dtype == Float::kF32; }
 
   Tile load(int64_t row, int64_t rows, int64_t col, int64_t cols) {
+    if (args_.source != nullptr) return compute(row, rows, col, cols);
     const char* from =
-        static_cast<const char*>(args_.x) + static_cast<size_t>(row * args_.cols + col) * bytes();
+        static_cast<const char*>(args_.x) + (row * args_.cols + col) * bytes();
     if (args_.dtype == Float::kF32) {
       return {reinterpret_cast<const float*>(from), args_.cols, row, col, rows, cols};
     }
     float* numbers = Arena<Numbers>::get_array<float>(rows * cols);
     for (int64_t i = 0; i < rows; ++i) {
       table_.load[static_cast<int>(args_.dtype)](
-          from + static_cast<size_t>(i * args_.cols) * bytes(), numbers + i * cols, cols);
+          from + i * args_.cols * bytes(), numbers + i * cols, cols);
     }
     return {numbers, cols, row, col, rows, cols};
   }
@@ -134,8 +168,18 @@ class Task {
     }
   }
 
+  void plain(const Tile& tile) {
+    if (args_.out == nullptr || in_place()) return;
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      char* to = static_cast<char*>(args_.out) +
+                 ((tile.row + i) * args_.cols + tile.col) * bytes();
+      table_.store[static_cast<int>(args_.dtype)](tile.numbers + i * tile.stride, to, tile.cols);
+    }
+  }
+
   void tensor(const Tile& tile) {
     if (args_.turned == nullptr) {
+      if (args_.codes == nullptr) return;
       for (int64_t i = 0; i < tile.rows; ++i) {
         table_.encode[code_](tile.numbers + i * tile.stride, codes_at(tile, i), tile.cols,
                              args_.scale);
@@ -159,9 +203,13 @@ class Task {
         const Tile tile = load(row + i, 1, c, std::min(kWide * 4, args_.cols - c));
         most = std::max(most, table_.absmax(tile.numbers, tile.cols));
       }
-      scales[i] = channel_scale(most, args_.code);
-      static_cast<float*>(args_.scales)[row + i] = 1.0f / scales[i];
+      set_row_scale(row + i, most, scales + i);
     }
+  }
+
+  void set_row_scale(int64_t row, int32_t most, float* scale) {
+    *scale = channel_scale(most, args_.code);
+    static_cast<float*>(args_.scales)[row] = 1.0f / *scale;
   }
 
   void channel(const Tile& tile, const float* row_scales, const float* factors) {
@@ -287,6 +335,13 @@ float quantize(const Quantize& args, const Parallel& pool) {
     table.store[static_cast<int>(args.dtype)](sums, args.sums, args.cols);
   }
   return bits_float(static_cast<uint32_t>(*std::max_element(most.begin(), most.end())));
+}
+
+float tensor_scale(float absmax, Code code) {
+  if (!(absmax > 0.0f) || float_bits(absmax) >= 0x7f800000u) return 1.0f;
+  constexpr float kMost = 0x1.fffffep127f;
+  const float scale = largest(code) / absmax;
+  return scale < kMost ? scale : kMost;
 }
 
 void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums) {

@@ -1,5 +1,5 @@
 // Quantization of a matrix in one pass: codes, transposed codes, scales, column sums, and the
-// largest magnitude.
+// largest magnitude. The matrix is an array, or is computed on the way (Source).
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,35 @@
 
 namespace jaxtap::te {
 
+// What computes a matrix part by part. Several threads call it at once.
+class Source {
+ public:
+  virtual ~Source() = default;
+
+  // Called before parts of a row are asked for, by the thread that asks for all of them; not at all
+  // where codes by column are wanted, for which rows are cut.
+  virtual void begin(int64_t row) const { static_cast<void>(row); }
+
+  // The numbers of rows [row, row + rows) in columns [col, col + cols); out is [rows][stride].
+  virtual void load(int64_t row, int64_t rows, int64_t col, int64_t cols, float* out,
+                    int64_t stride) const = 0;
+
+  // How many columns are best asked for at once.
+  virtual int64_t width() const { return 2048; }
+};
+
 struct Quantize {
-  const void* x = nullptr;  // [rows, cols]
-  Float dtype = Float::kF32;
+  const void* x = nullptr;         // [rows, cols]
+  const Source* source = nullptr;  // in place of x
+  Float dtype = Float::kF32;       // of x, `out` and `sums`
+  bool rounded = false;            // whether numbers of a source are rounded to dtype first
   int64_t rows = 0, cols = 0;
   Code code = Code::kE4M3;
   Scaling scaling = Scaling::kDelayedTensor;
   float scale = 1.0f;  // per tensor: codes are of x * scale
 
   // Results; nullptr where they aren't wanted. No two overlap.
+  void* out = nullptr;        // without scaling: the numbers, [rows, cols]
   uint8_t* codes = nullptr;   // [rows, cols]
   uint8_t* turned = nullptr;  // by column: [cols, rows], or [rows, cols] with MX
   // Per channel and with MX, what codes are multiplied with to get x: float[rows], float[cols];
@@ -32,6 +52,10 @@ struct Quantize {
 // Returns the largest magnitude, not counting NaN, where it's wanted. MX needs columns (for codes
 // by row) and rows (for codes by column) in multiples of 32.
 float quantize(const Quantize& args, const Parallel& parallel);
+
+// What numbers are multiplied with so that those of the largest magnitude have the largest code; 1
+// where there is no such factor.
+float tensor_scale(float absmax, Code code);
 
 // Calls every loop of the table that `quantize` may use for these, once, on little.
 void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums);

@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
+    from ._activations.activation import activation
+    from ._activations.config import ActivationEnum, ActivationParams, ClampedSwigluParams
+    from ._activations.ops import act_lu, dact_lu, quantize_dact_dbias
+    from ._norms.layernorm import layernorm
+    from ._norms.ops import normalization_bwd, normalization_fwd
     from ._router.ops import (
         fused_topk_with_score_function,
         fused_topk_with_score_function_bwd,
@@ -42,6 +47,9 @@ if TYPE_CHECKING:
     from ._weights.products import gemm_w8a8, gemm_w8a16, gemv_w4, gemv_w8
 
 __all__ = [
+    "ActivationEnum",
+    "ActivationParams",
+    "ClampedSwigluParams",
     "PackedWeight",
     "QuantizeLayout",
     "RoutingMapFormat",
@@ -49,7 +57,10 @@ __all__ = [
     "ScoreFunction",
     "SoftmaxFusionType",
     "Stages",
+    "act_lu",
+    "activation",
     "compute_scale_from_amax",
+    "dact_lu",
     "dbias_quantize",
     "dequantize",
     "export_checks",
@@ -68,8 +79,12 @@ __all__ = [
     "grouped_quantize",
     "isa",
     "isas",
+    "layernorm",
+    "normalization_bwd",
+    "normalization_fwd",
     "pack_w4",
     "pack_w8",
+    "quantize_dact_dbias",
     "reference",
     "register",
     "scaled_masked_softmax_bwd",
@@ -86,6 +101,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ActivationEnum": "_activations.config",
+    "ActivationParams": "_activations.config",
+    "ClampedSwigluParams": "_activations.config",
     "PackedWeight": "_weights.packed",
     "QuantizeLayout": "_te.modes",
     "RoutingMapFormat": "_router.options",
@@ -93,7 +111,10 @@ _LAZY = {
     "ScoreFunction": "_router.options",
     "SoftmaxFusionType": "_softmax.checks",
     "Stages": "_stages",
+    "act_lu": "_activations.ops",
+    "activation": "_activations.activation",
     "compute_scale_from_amax": "_te.modes",
+    "dact_lu": "_activations.ops",
     "dbias_quantize": "_te.ops_quantize",
     "dequantize": "_te.ops_dequantize",
     "export_checks": "_warmup",
@@ -112,8 +133,12 @@ _LAZY = {
     "grouped_quantize": "_te.ops_grouped",
     "isa": "_stages",
     "isas": "_stages",
+    "layernorm": "_norms.layernorm",
+    "normalization_bwd": "_norms.ops",
+    "normalization_fwd": "_norms.ops",
     "pack_w4": "_weights.pack",
     "pack_w8": "_weights.pack",
+    "quantize_dact_dbias": "_activations.ops",
     "register": "_warmup",
     "scaled_masked_softmax_bwd": "_softmax.ops",
     "scaled_masked_softmax_fwd": "_softmax.ops",

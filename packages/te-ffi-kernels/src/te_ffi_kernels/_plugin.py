@@ -2,9 +2,11 @@
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
-from ._router.specs import SPECS as _ROUTER
-from ._softmax.specs import SPECS as _SOFTMAX
-from ._te.specs import SPECS
+from ._activations.specs import SPECS as ACTIVATIONS
+from ._norms.specs import SPECS as NORMS
+from ._router.specs import SPECS as ROUTER
+from ._softmax.specs import SPECS as SOFTMAX
+from ._te.specs import SPECS as TE
 
 API = (1, 1)
 
@@ -34,7 +36,7 @@ def jaxtap_register_kernels():
             apply=f"te_ffi_kernels:{op}",
         )
         for op, summary in _WEIGHTS.items()
-    ] + [*SPECS, *_SOFTMAX, *_ROUTER]
+    ] + [*TE, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
 
 
 @hookimpl

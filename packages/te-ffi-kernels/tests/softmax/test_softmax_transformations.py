@@ -94,9 +94,7 @@ def test_gradients_of_gradients(fusion):
         first = jax.grad(lambda x: jnp.sum(jnp.sin(op(x, mask, 0.8, fusion)) * weight))
         return jax.grad(lambda x: jnp.sum(first(x) ** 2))(x)
 
-    np.testing.assert_allclose(
-        second(te.softmax), second(reference.softmax), rtol=1e-4, atol=1e-6
-    )
+    np.testing.assert_allclose(second(te.softmax), second(reference.softmax), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("fusion", list(SoftmaxFusionType))

@@ -3,6 +3,13 @@
 They are also what runs on a platform without a kernel.
 """
 
+from te_ffi_kernels._activations.reference import (
+    act_lu,
+    activation,
+    dact_lu,
+    quantize_dact_dbias,
+)
+from te_ffi_kernels._norms.reference import layernorm, normalization_bwd, normalization_fwd
 from te_ffi_kernels._router.reference import (
     fused_moe_aux_loss,
     fused_moe_aux_loss_bwd,
@@ -33,6 +40,9 @@ from te_ffi_kernels._weights.reference import (
 )
 
 __all__ = [
+    "act_lu",
+    "activation",
+    "dact_lu",
     "dbias_quantize",
     "dequantize",
     "fused_moe_aux_loss",
@@ -48,8 +58,12 @@ __all__ = [
     "gemv_w4",
     "gemv_w8",
     "grouped_quantize",
+    "layernorm",
+    "normalization_bwd",
+    "normalization_fwd",
     "pack_w4",
     "pack_w8",
+    "quantize_dact_dbias",
     "scaled_masked_softmax_bwd",
     "scaled_masked_softmax_fwd",
     "scaled_softmax_bwd",

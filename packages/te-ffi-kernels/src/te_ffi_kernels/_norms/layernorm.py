@@ -1,0 +1,86 @@
+"""layernorm: a norm as a layer uses it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from .._te.cotangents import nothing
+from .._te.modes import QuantizeLayout, ScalingMode
+from .._te.ops_dequantize import dequantize
+from .._te.outputs import given_numbers, outputs_config
+from .config import NormConfig, check_epsilon, check_weights
+from .config import norm_type as kind_of
+from .ops import run_backward, run_forward
+
+
+def layernorm(
+    x: jax.Array,
+    gamma: jax.Array,
+    beta: jax.Array | None = None,
+    norm_type: Any = "layernorm",
+    zero_centered_gamma: bool = False,
+    epsilon: float = 1e-6,
+    out_dtype: DTypeLike | None = None,
+    scaling_mode: Any = ScalingMode.NO_SCALING,
+    scale: jax.Array | None = None,
+) -> jax.Array:
+    """Norms the rows of an array. After Transformer Engine's function of that name.
+
+    With a scaling mode the result is quantized by row, and dequantized: what training sees of a
+    quantized norm. The last three arguments stand for Transformer Engine's quantizer.
+
+    Args:
+        x: float32, bfloat16 or float16, of shape (..., n).
+        gamma: of x's dtype or float32, of shape (n,).
+        beta: as gamma; not used by "rmsnorm", where it may be None.
+        norm_type: "layernorm" or "rmsnorm".
+        zero_centered_gamma: whether 1 is added to gamma, in float32.
+        epsilon: what is added to the variance (or mean square).
+        out_dtype: of codes, see ``normalization_fwd``.
+        scaling_mode: a ``ScalingMode`` or its number.
+        scale: float32[1], used with DELAYED_TENSOR_SCALING.
+
+    Returns:
+        An array of x's shape and dtype. Differentiable with respect to x, gamma and beta, by the
+        kernel of ``normalization_bwd``; straight through codes.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as ``normalization_fwd``.
+    """
+    op = "layernorm"
+    kind = kind_of(op, norm_type)
+    filled = check_weights(op, kind, x, gamma, beta)
+    layout = QuantizeLayout.ROWWISE
+    outputs = outputs_config(op, x, x.shape, 1, out_dtype, scaling_mode, layout, None, False)
+    epsilon = check_epsilon(op, epsilon)
+    config = NormConfig(kind, bool(zero_centered_gamma), epsilon, outputs)
+    return _run(config, x, *given_numbers(op, outputs, scale, None), gamma, filled)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layernorm(config: NormConfig, *operands: jax.Array) -> jax.Array:
+    return _rule(config, *operands)[0]
+
+
+def _rule(config: NormConfig, *operands: jax.Array) -> Any:
+    x, scale, amax, gamma, beta = operands
+    out, _, scale_inv, _, _, mu, rsigma = run_forward(config, x, scale, amax, gamma, beta)
+    assert config.outputs is not None
+    if config.outputs.mode is not ScalingMode.NO_SCALING:
+        out = dequantize(out, amax, scale, scale_inv, x.dtype, config.outputs.mode)
+    return out, (x, mu, rsigma, scale, amax, gamma, beta)
+
+
+def _transposed(config: NormConfig, saved: Any, dz: jax.Array) -> Any:
+    x, mu, rsigma, scale, amax, gamma, beta = saved
+    plain = NormConfig(config.norm_type, config.zero_centered_gamma)
+    dx, dgamma, dbeta = run_backward(plain, dz, x, mu, rsigma, gamma)
+    return dx, nothing(scale), nothing(amax), dgamma, dbeta if config.is_layer else nothing(beta)
+
+
+_layernorm.defvjp(_rule, _transposed)
+_run = jax.jit(_layernorm, static_argnums=0)

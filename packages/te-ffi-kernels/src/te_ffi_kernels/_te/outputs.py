@@ -1,0 +1,151 @@
+"""Results of ops that quantize what they compute: floats, or codes with their scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from . import checks, numbers, reference_quantize
+from .configs import QuantizeConfig, quantize_config
+from .cotangents import undo
+from .modes import QuantizeLayout, ScalingMode, compute_scale_from_amax, turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What is made of a matrix of float32 numbers; its last `trailing` axes are columns.
+
+    Of `dtype` without scaling, and rounded to it before current scaling.
+    """
+
+    dtype: Any
+    trailing: int
+    out_dtype: Any
+    mode: ScalingMode = ScalingMode.NO_SCALING
+    layout: QuantizeLayout = QuantizeLayout.ROWWISE
+    scale_dtype: Any = jnp.dtype(jnp.float32)
+    output_amax: bool = False
+
+    def attributes(self) -> dict[str, Any]:
+        """Of the FFI call."""
+        return {
+            "scaling_mode": int(self.mode),
+            "quantize_layout": int(self.layout),
+            "output_amax_when_no_scaling": self.output_amax,
+        }
+
+    def results(self, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """output, colwise_output, scale_inv, colwise_scale_inv, updated_amax."""
+        if self.mode is not ScalingMode.NO_SCALING:
+            return self._config(len(shape)).results(jax.ShapeDtypeStruct(shape, self.dtype))[:5]
+        one = jax.ShapeDtypeStruct((1,), jnp.float32)
+        nothing = jax.ShapeDtypeStruct((1,), self.dtype)
+        return jax.ShapeDtypeStruct(shape, self.dtype), nothing, one, one, one
+
+    def in_jax(self, found: jax.Array, scale: jax.Array, amax: jax.Array) -> tuple[jax.Array, ...]:
+        """The results for float32 numbers."""
+        before = amax.reshape(1)
+        if self.mode is ScalingMode.NO_SCALING:
+            if self.output_amax:
+                most = numbers.of_bits(numbers.absmax_bits(found)).reshape(1)
+                before = jnp.where(before >= most, before, most)
+            one = jnp.zeros((1,), jnp.float32)
+            return found.astype(self.dtype), jnp.zeros((1,), self.dtype), one, one, before
+        if self.mode is ScalingMode.CURRENT_TENSOR_SCALING:
+            found = found.astype(self.dtype).astype(jnp.float32)
+            most = numbers.of_bits(numbers.absmax_bits(found)).reshape(1)
+            scale = compute_scale_from_amax(most, self.out_dtype)
+        config = self._config(found.ndim)
+        return reference_quantize.quantized(config, found, scale, before)[:5]
+
+    @property
+    def follows_rows(self) -> bool:
+        """Whether rows of a batch can be rows of one call: nothing is of all rows together."""
+        if self.mode is ScalingMode.NO_SCALING:
+            return not self.output_amax
+        return not self.mode.is_tensor and self.layout is QuantizeLayout.ROWWISE
+
+    @property
+    def of_rows(self) -> tuple[bool, bool, bool, bool, bool]:
+        """Which results are of rows where `follows_rows`."""
+        return (True, False, self.mode is not ScalingMode.NO_SCALING, False, False)
+
+    def cotangent(
+        self, shape: tuple[int, ...], found: Sequence[jax.Array], cts: Sequence[Any]
+    ) -> jax.Array:
+        """Of the numbers, straight through the codes, from the results and their cotangents."""
+        if self.mode is ScalingMode.NO_SCALING:
+            return cts[0]
+        grad = jnp.zeros(shape, jnp.float32)
+        mode, axis = self.mode, len(shape) - self.trailing
+        if self.out_dtype == jnp.int8:
+            return grad
+        if self.layout.has_rowwise:
+            wide = numbers.spread(found[2], shape, mode, axis, by_column=False)
+            grad = grad + undo(cts[0], wide, mode)
+        if self.layout.has_colwise:
+            colwise = cts[1] if mode.is_mx else turn(cts[1], len(shape) - axis)
+            wide = numbers.spread(found[3], shape, mode, axis, by_column=True)
+            grad = grad + undo(colwise, wide, mode)
+        return grad
+
+    def _config(self, ndim: int) -> QuantizeConfig:
+        axis = ndim - self.trailing
+        return QuantizeConfig(self.out_dtype, self.mode, self.layout, axis, self.scale_dtype)
+
+
+def outputs_config(
+    op: str,
+    x: jax.Array,
+    shape: tuple[int, ...],
+    trailing: int,
+    out_dtype: DTypeLike | None,
+    scaling_mode: Any,
+    q_layout: Any,
+    scale_dtype: DTypeLike | None,
+    output_amax_when_no_scaling: bool,
+) -> Outputs:
+    """Checks the static arguments for a result of `shape`, made of x.
+
+    Raises:
+        TypeError: a dtype that the mode doesn't have.
+        ValueError: an unknown mode or layout, MX blocks that aren't whole, an amax twice.
+        NotImplementedError: NVFP4.
+    """
+    dtype = checks.dtype(op, "x", x.dtype, checks.FLOATS)
+    mode = checks.scaling_mode(op, scaling_mode, quantized=False)
+    if mode is ScalingMode.NO_SCALING:
+        checks.layout(op, q_layout)
+        checks.dtype(op, "out_dtype", dtype if out_dtype is None else out_dtype, (dtype,))
+        return Outputs(dtype, trailing, dtype, output_amax=output_amax_when_no_scaling)
+    if output_amax_when_no_scaling:
+        raise ValueError(
+            f"{op}: output_amax_when_no_scaling is set, and scaling_mode is {mode.name}; it is for "
+            "NO_SCALING, and the other modes per tensor give an amax anyway"
+        )
+    if out_dtype is None:
+        out_dtype = jnp.float8_e4m3fn
+    if len(shape) <= trailing:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, and must have an axis of rows to be quantized"
+        )
+    made = jax.ShapeDtypeStruct(shape, dtype)
+    config = quantize_config(op, made, out_dtype, mode, q_layout, -trailing, scale_dtype)
+    return Outputs(dtype, trailing, config.out_dtype, mode, config.q_layout, config.scale_dtype)
+
+
+def given_numbers(
+    op: str, outputs: Outputs, scale: jax.Array | None, amax: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """scale and amax as arrays, checked where they are used; ones and zeros where not given."""
+    scale = jnp.ones((1,), jnp.float32) if scale is None else jnp.asarray(scale)
+    amax = jnp.zeros((1,), jnp.float32) if amax is None else jnp.asarray(amax)
+    if outputs.mode is ScalingMode.DELAYED_TENSOR_SCALING:
+        checks.number(op, "scale", scale)
+    checks.number(op, "amax", amax)
+    return scale, amax
