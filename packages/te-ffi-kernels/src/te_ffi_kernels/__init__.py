@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
+    from ._attention.ops import fused_attn, fused_attn_bwd, fused_attn_fwd
+    from ._attention.sequence import SequenceDescriptor
+    from ._attention.types import (
+        AttnBiasType,
+        AttnMaskType,
+        AttnSoftmaxType,
+        QKVFormat,
+        QKVLayout,
+    )
     from ._stages import Stages, isa, isas, stages, targets, warm_counts
     from ._te.modes import QuantizeLayout, ScalingMode, compute_scale_from_amax
     from ._te.ops_dequantize import dequantize
@@ -21,14 +30,23 @@ if TYPE_CHECKING:
     from ._weights.products import gemm_w8a8, gemm_w8a16, gemv_w4, gemv_w8
 
 __all__ = [
+    "AttnBiasType",
+    "AttnMaskType",
+    "AttnSoftmaxType",
     "PackedWeight",
+    "QKVFormat",
+    "QKVLayout",
     "QuantizeLayout",
     "ScalingMode",
+    "SequenceDescriptor",
     "Stages",
     "compute_scale_from_amax",
     "dbias_quantize",
     "dequantize",
     "export_checks",
+    "fused_attn",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
     "gemm",
     "gemm_v2",
     "gemm_w8a8",
@@ -49,6 +67,15 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AttnBiasType": "_attention.types",
+    "AttnMaskType": "_attention.types",
+    "AttnSoftmaxType": "_attention.types",
+    "QKVFormat": "_attention.types",
+    "QKVLayout": "_attention.types",
+    "SequenceDescriptor": "_attention.sequence",
+    "fused_attn": "_attention.ops",
+    "fused_attn_bwd": "_attention.ops",
+    "fused_attn_fwd": "_attention.ops",
     "PackedWeight": "_weights.packed",
     "QuantizeLayout": "_te.modes",
     "ScalingMode": "_te.modes",

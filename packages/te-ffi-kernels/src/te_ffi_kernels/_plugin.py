@@ -2,6 +2,7 @@
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
+from ._attention.specs import SPECS as ATTENTION
 from ._te.specs import SPECS
 
 API = (1, 1)
@@ -32,7 +33,7 @@ def jaxtap_register_kernels():
             apply=f"te_ffi_kernels:{op}",
         )
         for op, summary in _WEIGHTS.items()
-    ] + SPECS
+    ] + SPECS + ATTENTION
 
 
 @hookimpl

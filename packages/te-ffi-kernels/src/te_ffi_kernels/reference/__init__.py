@@ -3,6 +3,7 @@
 They are also what runs on a platform without a kernel.
 """
 
+from te_ffi_kernels._attention.reference import fused_attn, fused_attn_bwd, fused_attn_fwd
 from te_ffi_kernels._te.reference_dequantize import dequantize
 from te_ffi_kernels._te.reference_gemm import gemm, gemm_v2
 from te_ffi_kernels._te.reference_quantize import dbias_quantize, grouped_quantize
@@ -18,6 +19,9 @@ from te_ffi_kernels._weights.reference import (
 __all__ = [
     "dbias_quantize",
     "dequantize",
+    "fused_attn",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
     "gemm",
     "gemm_v2",
     "gemm_w8a8",
