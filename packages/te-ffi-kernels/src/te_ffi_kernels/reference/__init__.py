@@ -9,6 +9,7 @@ from te_ffi_kernels._activations.reference import (
     dact_lu,
     quantize_dact_dbias,
 )
+from te_ffi_kernels._attention.reference import fused_attn, fused_attn_bwd, fused_attn_fwd
 from te_ffi_kernels._norms.reference import layernorm, normalization_bwd, normalization_fwd
 from te_ffi_kernels._router.reference import (
     fused_moe_aux_loss,
@@ -45,6 +46,9 @@ __all__ = [
     "dact_lu",
     "dbias_quantize",
     "dequantize",
+    "fused_attn",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
     "fused_moe_aux_loss",
     "fused_moe_aux_loss_bwd",
     "fused_moe_aux_loss_fwd",

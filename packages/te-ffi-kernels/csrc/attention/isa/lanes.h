@@ -1,0 +1,182 @@
+// Vectors of numbers, and arrays of them. Of one instruction set: everything has internal linkage.
+#pragma once
+
+#if defined(__clang__)
+#pragma clang fp contract(fast)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/convert.h"
+#include "common/dtype.h"
+#include "common/register_tile.h"
+
+namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
+namespace {
+
+using tile::Ints;
+using tile::kCols;
+using tile::kWidth;
+using tile::read;
+using tile::Vector;
+using tile::write;
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLog2E = 1.44269504088896341f;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+JAXTAP_TILE Vector all(float x) { return Vector{} + x; }
+JAXTAP_TILE Ints all(int32_t x) { return Ints{} + x; }
+
+// The greater one; b where one is NaN.
+JAXTAP_TILE Vector greater(Vector a, Vector b) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vector)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// 2^x for x up to 127, to about 1 unit in the last place (the coefficients of Cephes' exp2f); 0
+// below -126. NaN stays NaN.
+JAXTAP_TILE Vector exp2_of(Vector x) {
+  const Vector round = all(12582912.0f);  // 1.5 * 2^23: a sum with it is rounded to whole numbers
+  const Vector cut = greater(all(-127.0f), x);
+  const Vector shifted = cut + round;
+  const Vector rest = cut - (shifted - round);
+  Vector p = all(1.535336188319500e-4f);
+  p = p * rest + all(1.339887440266574e-3f);
+  p = p * rest + all(9.618437357674640e-3f);
+  p = p * rest + all(5.550332471162809e-2f);
+  p = p * rest + all(2.402264791363012e-1f);
+  p = p * rest + all(6.931472028550421e-1f);
+  p = p * rest + all(1.0f);
+  const Vector scaled = (Vector)((Ints)p + ((Ints)shifted << 23));
+  return x < all(-126.0f) ? Vector{} : scaled;
+}
+
+// out[c][r] = in[r][c] of kWidth rows and columns.
+inline void transpose_tile(const float* in, int64_t in_stride, float* out, int64_t out_stride) {
+#if defined(__AVX512F__)
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  __m512 a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(in + i * in_stride);
+#pragma GCC unroll 2
+  for (int twice = 0; twice < 2; ++twice) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      b[2 * i] = _mm512_permutex2var_ps(a[i], low, a[i + 8]);
+      b[2 * i + 1] = _mm512_permutex2var_ps(a[i], high, a[i + 8]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      a[2 * i] = _mm512_permutex2var_ps(b[i], low, b[i + 8]);
+      a[2 * i + 1] = _mm512_permutex2var_ps(b[i], high, b[i + 8]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * out_stride, a[i]);
+#elif defined(__AVX2__)
+  __m256 a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(in + i * in_stride);
+#pragma GCC unroll 3
+  for (int stage = 0; stage < 3; ++stage) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m256 low = _mm256_unpacklo_ps(a[i], a[i + 4]);
+      const __m256 high = _mm256_unpackhi_ps(a[i], a[i + 4]);
+      b[2 * i] = _mm256_permute2f128_ps(low, high, 0x20);
+      b[2 * i + 1] = _mm256_permute2f128_ps(low, high, 0x31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) a[i] = b[i];
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) _mm256_storeu_ps(out + i * out_stride, a[i]);
+#else
+  for (int r = 0; r < kWidth; ++r) {
+    for (int c = 0; c < kWidth; ++c) out[c * out_stride + r] = in[r * in_stride + c];
+  }
+#endif
+}
+
+// The same of multiples of kWidth.
+inline void transpose(const float* in, int64_t in_stride, int64_t rows, int64_t cols, float* out,
+                      int64_t out_stride) {
+  for (int64_t r = 0; r < rows; r += kWidth) {
+    for (int64_t c = 0; c < cols; c += kWidth) {
+      transpose_tile(in + r * in_stride + c, in_stride, out + c * out_stride + r, out_stride);
+    }
+  }
+}
+
+inline int64_t padded(int64_t size) { return (size + kWidth - 1) / kWidth * kWidth; }
+
+// An element of an array of float32, bfloat16 or float16.
+inline const char* at(const void* data, DType dtype, int64_t index) {
+  return static_cast<const char*>(data) + index * (dtype == DType::F32 ? 4 : 2);
+}
+
+inline char* at(void* data, DType dtype, int64_t index) {
+  return static_cast<char*>(data) + index * (dtype == DType::F32 ? 4 : 2);
+}
+
+// Reads `count` numbers as float32, and zeros after them up to `width`.
+inline void load_numbers(DType dtype, const void* from, int64_t count, float* __restrict to,
+                         int64_t width) {
+  int64_t i = 0;
+  if (dtype == DType::F32) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+    i = count;
+  } else if (dtype == DType::BF16) {
+    const auto* __restrict in = static_cast<const uint16_t*>(from);
+    for (; i < count; ++i) to[i] = bf16_to_f32(in[i]);
+  } else {
+    const auto* __restrict in = static_cast<const uint16_t*>(from);
+#if defined(__AVX2__)
+    for (; i + 8 <= count; i += 8) {
+      const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(codes));
+    }
+#endif
+    for (; i < count; ++i) to[i] = f16_to_f32(in[i]);
+  }
+  for (; i < width; ++i) to[i] = 0.0f;
+}
+
+// Writes float32 as `dtype`, rounding half to even.
+inline void store_numbers(DType dtype, const float* __restrict from, int64_t count, void* to) {
+  int64_t i = 0;
+  if (dtype == DType::F32) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
+  } else if (dtype == DType::BF16) {
+    auto* __restrict out = static_cast<uint16_t*>(to);
+    for (; i < count; ++i) out[i] = f32_to_bf16(from[i]);
+  } else {
+    auto* __restrict out = static_cast<uint16_t*>(to);
+#if defined(__AVX2__)
+    for (; i + 8 <= count; i += 8) {
+      const __m128i codes = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), codes);
+    }
+#endif
+    for (; i < count; ++i) out[i] = f32_to_f16(from[i]);
+  }
+}
+
+}  // namespace
+}  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE

@@ -1,0 +1,1 @@
+"""Fused attention, with Transformer Engine's arguments and mathematics."""
