@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from ._activations.activation import activation
     from ._activations.config import ActivationEnum, ActivationParams, ClampedSwigluParams
     from ._activations.ops import act_lu, dact_lu, quantize_dact_dbias
+    from ._attention.ops import fused_attn, fused_attn_bwd, fused_attn_fwd
+    from ._attention.sequence import SequenceDescriptor
+    from ._attention.types import (
+        AttnBiasType,
+        AttnMaskType,
+        AttnSoftmaxType,
+        QKVFormat,
+        QKVLayout,
+    )
     from ._norms.layernorm import layernorm
     from ._norms.ops import normalization_bwd, normalization_fwd
     from ._router.ops import (
@@ -33,14 +42,6 @@ if TYPE_CHECKING:
         scaled_upper_triang_masked_softmax_bwd,
         scaled_upper_triang_masked_softmax_fwd,
         softmax,
-    from ._attention.ops import fused_attn, fused_attn_bwd, fused_attn_fwd
-    from ._attention.sequence import SequenceDescriptor
-    from ._attention.types import (
-        AttnBiasType,
-        AttnMaskType,
-        AttnSoftmaxType,
-        QKVFormat,
-        QKVLayout,
     )
     from ._stages import Stages, isa, isas, stages, targets, warm_counts
     from ._te.modes import QuantizeLayout, ScalingMode, compute_scale_from_amax
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationEnum",
     "ActivationParams",
-    "ClampedSwigluParams",
     "AttnBiasType",
     "AttnMaskType",
     "AttnSoftmaxType",
+    "ClampedSwigluParams",
     "PackedWeight",
     "QKVFormat",
     "QKVLayout",
@@ -68,8 +69,8 @@ __all__ = [
     "RoutingMapFormat",
     "ScalingMode",
     "ScoreFunction",
-    "SoftmaxFusionType",
     "SequenceDescriptor",
+    "SoftmaxFusionType",
     "Stages",
     "act_lu",
     "activation",
@@ -78,15 +79,15 @@ __all__ = [
     "dbias_quantize",
     "dequantize",
     "export_checks",
+    "fused_attn",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
     "fused_moe_aux_loss",
     "fused_moe_aux_loss_bwd",
     "fused_moe_aux_loss_fwd",
     "fused_topk_with_score_function",
     "fused_topk_with_score_function_bwd",
     "fused_topk_with_score_function_fwd",
-    "fused_attn",
-    "fused_attn_bwd",
-    "fused_attn_fwd",
     "gemm",
     "gemm_v2",
     "gemm_w8a8",

@@ -3,7 +3,7 @@
 from interception_core import KernelSpec
 
 _OPS = {
-    "act_lu": ("act_lu", "activation, plain or gated, as floats or codes"),
+    "act_lu": ("activation", "activation, plain or gated, as floats or codes"),
     "dact_dbias_quantize": (
         "quantize_dact_dbias",
         "gradient of an activation, as floats or codes, and its sums over rows",

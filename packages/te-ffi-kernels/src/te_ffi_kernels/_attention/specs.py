@@ -3,8 +3,8 @@
 from interception_core import KernelSpec
 
 _OPS = {
-    "forward": ("fwd", "attention, block by block, and the log-sum-exp of its scores"),
-    "backward": ("bwd", "gradients of attention, from the log-sum-exp"),
+    "forward": ("fused_attn", "attention, block by block, and the log-sum-exp of its scores"),
+    "backward": ("fused_attn_bwd", "gradients of attention, from the log-sum-exp"),
 }
 
 SPECS = [
@@ -15,7 +15,7 @@ SPECS = [
         op=f"fused_attn_{op}",
         supports="te_ffi_kernels._te.supports:anything",
         summary=summary,
-        apply=f"te_ffi_kernels:fused_attn_{name}",
+        apply=f"te_ffi_kernels:{name}",
     )
     for op, (name, summary) in _OPS.items()
 ]

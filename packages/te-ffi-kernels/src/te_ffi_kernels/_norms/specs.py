@@ -3,7 +3,7 @@
 from interception_core import KernelSpec
 
 _OPS = {
-    "norm_forward": ("normalization_fwd", "layer norm or RMS norm of rows, as floats or codes"),
+    "norm_forward": ("layernorm", "layer norm or RMS norm of rows, as floats or codes"),
     "norm_backward": ("normalization_bwd", "gradient of a layer norm or RMS norm"),
 }
 
