@@ -13,7 +13,7 @@ from interception_core import Engine, PatchEngine
 
 from ._errors import QuantizationError
 from ._report import OpRecord, Report
-from ._sites import Rules, Site, Sites, short
+from ._sites import Rules, Site, Sites, is_array, short
 from ._static import StaticRange, Statistics, observe
 from ._weights import WeightPlan, is_stored, prepack_leaf, quantize_leaf
 
@@ -245,8 +245,3 @@ def _engine_name(engine: Engine) -> str:
 
 def _ignore(record: OpRecord, problem: str | None) -> None:
     return None
-
-
-def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, or the type of one."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

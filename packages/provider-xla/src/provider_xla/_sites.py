@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 import quant_numerics as qn
 from interception_core import (
     Interceptor,
@@ -148,9 +150,13 @@ class Sites:
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         if lookup is not None:
             handlers["primitive:gather"] = lookup
+        # By the last part of the target, which is what operations inside of it are told.
+        self._fused: dict[str, str] = {}
         if any(rule.kernel is not None for rule in rules.rules):
             for target, (fused, function) in fused_ops().items():
                 handlers[target] = functools.partial(self._fuse, fused, function)
+                self._fused[target.rpartition(".")[2]] = fused.name
+            self._fused.pop("__call__", None)  # of many classes
         keys: dict[str, Callable[[str], Hashable]] = {}
         if keyed:
             # What decides is the rule, so paths that no rule tells apart share JAX's traces.
@@ -162,6 +168,8 @@ class Sites:
         # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.
         if op.name in call.within:
             return NotImplemented
+        if self._is_fused_around(call):
+            return call.proceed(*args, **kwargs)
         # What an einsum of several operands consists of is still an einsum to a rule.
         names = (op.name, "einsum") if "einsum" in call.within else (op.name,)
         index = self._rules.find(names, call.module_path)
@@ -199,10 +207,10 @@ class Sites:
         self, op: FusedOp, function: Callable[..., Any], call: OpCall, *args: Any, **kwargs: Any
     ) -> Any:
         """Computes a named function by the op of a kernel, where its rule asks for it."""
-        index = self._rules.find((op.name,), call.module_path)
-        if index is None or self._rules.rules[index].kernel is None:
+        index = self._fusing(op.name, call.module_path)
+        if index is None or self._is_fused_around(call):
             return NotImplemented
-        shown = tuple(short(x) for x in args if hasattr(x, "dtype"))
+        shown = tuple(short(x) for x in jax.tree.leaves((args, kwargs)) if is_array(x))
         record = OpRecord(call.op_id, op.name, shown, (None, None), index, None, None)
         try:
             arrays, run = op.read(function, args, kwargs)
@@ -210,20 +218,31 @@ class Sites:
             self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
             return NotImplemented
         spec, why = select_kernel(op.op, PLATFORM, arrays)
-        target = None if spec is None else spec.target
-        shown = tuple(map(short, arrays))
-        self._record(
-            dataclasses.replace(
-                record, operands=shown, kernel=target, kernel_reason=None if target else why
-            ),
-            None,
-        )
+        record = dataclasses.replace(record, operands=tuple(map(short, arrays)))
+        if spec is None:
+            record = dataclasses.replace(record, kernel_reason=why)
+        else:
+            record = dataclasses.replace(record, kernel=spec.target)
+        self._record(record, None)
         try:
             return run()
         except (TypeError, ValueError):
             # A call that is wrong in itself gets the error that it always got.
             call.proceed(*args, **kwargs)
             raise
+
+    def _fusing(self, name: str, module_path: str) -> int | None:
+        """Returns the number of the rule that asks for a kernel for a named function."""
+        index = self._rules.find((name,), module_path)
+        return None if index is None or self._rules.rules[index].kernel is None else index
+
+    def _is_fused_around(self, call: OpCall) -> bool:
+        """Returns whether a rule is about a function that this operation is a part of.
+
+        Then its parts are not looked at, fused or not.
+        """
+        names = [self._fused[name] for name in call.within if name in self._fused]
+        return any(self._fusing(name, call.module_path) is not None for name in names)
 
     def _why_not(
         self,
@@ -263,6 +282,11 @@ class Sites:
         weight = " and ".join(str(w.provenance) for w in weights if w is not None) or None
         record = OpRecord(call.op_id, op.name, shapes, qtypes, index, reason, weight)  # type: ignore[arg-type]
         self._record(record, reason if wrong else None)
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or the type of one."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def _starts_with(start: str, path: str) -> bool:

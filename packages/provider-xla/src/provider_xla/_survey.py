@@ -17,11 +17,11 @@ from ._errors import QuantizationError
 from ._granularity import Granularity, of_operand
 from ._kernels import NoKernel
 from ._lookup import looked_up
-from ._plan import Plan, is_array
+from ._plan import Plan
 from ._products import divides, tile_elements
 from ._report import OpRecord, Report
 from ._rules import FUSED_NAMES
-from ._sites import Rules, Site, Sites, short
+from ._sites import Rules, Site, Sites, is_array, short
 from ._static import StaticRange, is_static, measure
 from ._weights import WeightPlan
 
