@@ -47,9 +47,7 @@ def attention(qkv, mask):
     """Returns ``[batch, length, width]`` of queries, keys and values, ``[..., 3 * width]``."""
     batch, length, width = *qkv.shape[:2], qkv.shape[2] // 3
     q, k, v = jnp.split(qkv.reshape(batch, length, 3 * HEADS, width // HEADS), 3, axis=2)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (width // HEADS) ** -0.5
-    scores = jnp.where(mask[:, None, None, :], scores, -1e9)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+    mixed = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None, None, :])
     return mixed.reshape(batch, length, width)
 
 
@@ -64,8 +62,7 @@ def gelu(x):
 
 
 def norm(p, x):
-    x = x - x.mean(-1, keepdims=True)
-    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-12) * p["scale"] + p["bias"]
+    return jax.nn.standardize(x, epsilon=1e-12) * p["scale"] + p["bias"]
 
 
 def mean(x, mask):

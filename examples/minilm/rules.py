@@ -10,6 +10,7 @@ from provider_xla import QuantizationRule
 
 TABLE = QuantizationRule(op_names=["take"], weight_qtype="int8")
 ATTENTION = QuantizationRule(op_names=["einsum"])  # without qtypes: stays float
+FUSED = QuantizationRule(kernel="fused")
 
 
 def _int8(**fields):
@@ -20,6 +21,8 @@ INT8 = [ATTENTION, TABLE, _int8(tile_size=64)]
 
 VARIANTS = {
     "int8 in tiles of 64": INT8,
+    "int8 in tiles of 64, fused": [FUSED, *INT8],
+    "float32, fused": [FUSED],
     "int8, float into qkv and up": [
         ATTENTION,
         TABLE,

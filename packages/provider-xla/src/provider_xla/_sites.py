@@ -207,11 +207,14 @@ class Sites:
         self, op: FusedOp, function: Callable[..., Any], call: OpCall, *args: Any, **kwargs: Any
     ) -> Any:
         """Computes a named function by the op of a kernel, where its rule asks for it."""
-        index = self._fusing(op.name, call.module_path)
+        index = self._rules.find((op.name,), call.module_path)
         if index is None or self._is_fused_around(call):
             return NotImplemented
         shown = tuple(short(x) for x in jax.tree.leaves((args, kwargs)) if is_array(x))
         record = OpRecord(call.op_id, op.name, shown, (None, None), index, None, None)
+        if self._rules.rules[index].kernel is None:
+            self._record(dataclasses.replace(record, reason="the rule leaves it to XLA"), None)
+            return NotImplemented
         try:
             arrays, run = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as reason:
@@ -231,18 +234,14 @@ class Sites:
             call.proceed(*args, **kwargs)
             raise
 
-    def _fusing(self, name: str, module_path: str) -> int | None:
-        """Returns the number of the rule that asks for a kernel for a named function."""
-        index = self._rules.find((name,), module_path)
-        return None if index is None or self._rules.rules[index].kernel is None else index
-
     def _is_fused_around(self, call: OpCall) -> bool:
         """Returns whether a rule is about a function that this operation is a part of.
 
         Then its parts are not looked at, fused or not.
         """
         names = [self._fused[name] for name in call.within if name in self._fused]
-        return any(self._fusing(name, call.module_path) is not None for name in names)
+        rules = [self._rules.find((name,), call.module_path) for name in names]
+        return any(i is not None and self._rules.rules[i].kernel is not None for i in rules)
 
     def _why_not(
         self,
