@@ -100,7 +100,7 @@ def forward(config: Config, logits: jax.Array, *mask: jax.Array) -> jax.Array:
         if not masks or not batch:
             return jnp.zeros_like(logits)
         shape = (batch // masks, masks, *logits.shape[-3:])
-        where = given.reshape(1, masks, 1, *given.shape[-2:]) != 1
+        where = given.astype(jnp.uint8).reshape(1, masks, 1, *given.shape[-2:]) != 1
         out = jax.nn.softmax(scaled.reshape(shape), where=jnp.broadcast_to(where, shape))
         return out.reshape(logits.shape).astype(logits.dtype)
     if config.causal:
