@@ -145,7 +145,7 @@ def backward(
     elif of.format is RoutingMapFormat.BITMAP_U8:
         routed = _unpacked(routing_map, grad.shape[-1])
     else:
-        routed = routing_map != 0
+        routed = routing_map.astype(bool)
     values = saved
     if of.score is ScoreFunction.SQRTSOFTPLUS:
         values = jnp.sqrt(jax.nn.softplus(saved))
@@ -213,4 +213,4 @@ def _packed(bits: jax.Array) -> jax.Array:
 
 
 def _unpacked(packed: jax.Array, count: int) -> jax.Array:
-    return jnp.unpackbits(packed, axis=-1, count=count, bitorder="little") != 0
+    return jnp.unpackbits(packed, axis=-1, count=count, bitorder="little").astype(bool)
