@@ -39,6 +39,43 @@ JAXTAP_INLINE To same_bits(From from) {
   return to;
 }
 
+// Compilers convert between vectors of numbers of different sizes one by one.
+
+JAXTAP_INLINE Ints widen(Bytes x) {
+#if defined(__AVX512F__)
+  return same_bits<Ints>(_mm512_cvtepu8_epi32(same_bits<__m128i>(x)));
+#elif defined(__AVX2__)
+  return same_bits<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(same_bits<int64_t>(x))));
+#else
+  Ints wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = x[i];
+  return wide;
+#endif
+}
+
+JAXTAP_INLINE Words widen(Halves x) {
+#if defined(__AVX512F__)
+  return same_bits<Words>(_mm512_cvtepu16_epi32(same_bits<__m256i>(x)));
+#elif defined(__AVX2__)
+  return same_bits<Words>(_mm256_cvtepu16_epi32(same_bits<__m128i>(x)));
+#else
+  return __builtin_convertvector(x, Words);
+#endif
+}
+
+// Of words below 2^16.
+JAXTAP_INLINE Halves narrow(Words x) {
+#if defined(__AVX512F__)
+  return same_bits<Halves>(_mm512_cvtepi32_epi16(same_bits<__m512i>(x)));
+#elif defined(__AVX2__)
+  const __m256i bits = same_bits<__m256i>(x);
+  const __m128i high = _mm256_extracti128_si256(bits, 1);
+  return same_bits<Halves>(_mm_packus_epi32(_mm256_castsi256_si128(bits), high));
+#else
+  return __builtin_convertvector(x, Halves);
+#endif
+}
+
 JAXTAP_INLINE Floats all(float x) { return Floats{} + x; }
 
 // 0, 1, 2 ...
@@ -118,13 +155,13 @@ struct BF16 {
   using Type = uint16_t;
   using Vector = Halves;
   JAXTAP_INLINE Floats widen(Halves x) {
-    return same_bits<Floats>(__builtin_convertvector(x, Words) << 16);
+    return same_bits<Floats>(lanes::JAXTAP_ISA_NAMESPACE::widen(x) << 16);
   }
   JAXTAP_INLINE Halves narrow(Floats x) {
     const Words bits = same_bits<Words>(x);
     const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
     const Words code = x == x ? rounded : bits | 0x400000u;
-    return __builtin_convertvector(code >> 16, Halves);
+    return lanes::JAXTAP_ISA_NAMESPACE::narrow(code >> 16);
   }
 };
 

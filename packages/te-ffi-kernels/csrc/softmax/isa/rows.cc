@@ -19,7 +19,7 @@ struct Logits {
   float scale;
 
   JAXTAP_INLINE Floats apply(Floats scaled, Bytes bytes) {
-    return __builtin_convertvector(bytes, Ints) == 1 ? all(kNone) : scaled;
+    return widen(bytes) == 1 ? all(kNone) : scaled;
   }
 
   inline __attribute__((always_inline)) Floats at(int64_t i) const {
