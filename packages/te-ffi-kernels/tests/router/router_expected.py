@@ -43,10 +43,7 @@ def weights(x, mask, function, *, before=False, scaling=1.0, dense=False):
     found = scores(x, function)
     one = mask.sum(-1).max(initial=1) == 1
     if function == "softmax":
-        if before or dense:
-            found = softmax(found)
-        else:
-            found = softmax(np.where(mask, found, -np.inf))
+        found = softmax(found) if before or dense else softmax(np.where(mask, found, -np.inf))
     elif dense:
         found = found / found.sum(-1, keepdims=True)
     elif not one:

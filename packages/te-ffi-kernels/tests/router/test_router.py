@@ -52,9 +52,12 @@ def test_against_float64_and_the_reference(function, case):
     def both(x, bias, grad):
         found = []
         for module in (te, reference):
-            fn = lambda x, module=module: module.fused_topk_with_score_function(
-                x, topk, before, groups, group_topk, scaling, function, bias, False, layout
-            )
+
+            def fn(x, module=module):
+                return module.fused_topk_with_score_function(
+                    x, topk, before, groups, group_topk, scaling, function, bias, False, layout
+                )
+
             probs, pull, routing_map = jax.vjp(fn, x, has_aux=True)
             found.append((probs, routing_map, pull(grad)[0]))
         return found
@@ -80,9 +83,7 @@ def test_against_float64_and_the_reference(function, case):
 
 
 def close(found, wanted, relative, absolute):
-    np.testing.assert_allclose(
-        np.asarray(found, np.float64), wanted, rtol=relative, atol=absolute
-    )
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=relative, atol=absolute)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -95,9 +96,12 @@ def test_scores_for_the_loss(function, dtype):
     def both(x, grad):
         found = []
         for module in (te, reference):
-            fn = lambda x, module=module: module.fused_topk_with_score_function(
-                x, 4, True, 3, 2, 7.0, function, None, True
-            )
+
+            def fn(x, module=module):
+                return module.fused_topk_with_score_function(
+                    x, 4, True, 3, 2, 7.0, function, None, True
+                )
+
             scores, pull, routing_map = jax.vjp(fn, x, has_aux=True)
             found.append((scores, routing_map, pull(grad)[0]))
         return found
@@ -168,9 +172,12 @@ def test_functions_of_the_primitives(layout):
             slope = module.fused_topk_with_score_function_bwd(
                 out[1], out[2], grad, 4, False, 1.5, 1, False, layout
             )
-            fn = lambda x: te.fused_topk_with_score_function(
-                x, 4, scaling_factor=1.5, routing_map_format=layout
-            )
+
+            def fn(x):
+                return te.fused_topk_with_score_function(
+                    x, 4, scaling_factor=1.5, routing_map_format=layout
+                )
+
             probs, pull, routing_map = jax.vjp(fn, x, has_aux=True)
             found.append((out, slope, probs, routing_map, pull(grad)[0]))
         return found
@@ -210,7 +217,13 @@ def test_loss(dtype, counts):
             by_hand, saved = module.fused_moe_aux_loss_fwd(probs, tokens, 4, 0.1)
             one = jnp.ones((), dtype)
             found.append(
-                (loss, slope, by_hand, saved, module.fused_moe_aux_loss_bwd(saved, tokens, one, 301))
+                (
+                    loss,
+                    slope,
+                    by_hand,
+                    saved,
+                    module.fused_moe_aux_loss_bwd(saved, tokens, one, 301),
+                )
             )
         return found
 

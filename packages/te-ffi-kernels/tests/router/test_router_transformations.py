@@ -32,9 +32,14 @@ def test_vmap(layout):
 
     @jax.jit
     def run(x, bias):
-        op = lambda x: route(x, bias, layout=layout)
+        def op(x):
+            return route(x, bias, layout=layout)
+
         found = jax.vmap(jax.vmap(op), 1)(x), jax.vmap(slope, (0, None))(x[0], bias)
-        each = lambda fn, rows: jax.tree.map(lambda *one: jnp.stack(one), *map(fn, rows))
+
+        def each(fn, rows):
+            return jax.tree.map(lambda *one: jnp.stack(one), *map(fn, rows))
+
         wanted = each(lambda i: each(op, x[:, i]), range(3))
         return found, (wanted, each(lambda x: slope(x, bias), x[0]))
 
@@ -91,9 +96,7 @@ def test_shard_map():
     def value_and_slope(x, bias):
         return route(x, bias), jax.grad(lambda y: jnp.sum(route(y, bias)[0] * y))(x)
 
-    sharded = jax.shard_map(
-        value_and_slope, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")
-    )
+    sharded = jax.shard_map(value_and_slope, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
     same(jax.jit(sharded)(x, bias), jax.jit(value_and_slope)(x, bias))
 
 
@@ -124,6 +127,8 @@ def test_export_of_symbolic_tokens_runs_the_reference():
 
 
 def test_it_is_differentiated_once():
-    first = lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(route(x)[0] ** 2))(x) ** 2)
+    def first(x):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(route(x)[0] ** 2))(x) ** 2)
+
     with pytest.raises(NotImplementedError, match="can be differentiated once"):
         jax.grad(first)(normal(4, 12))

@@ -175,7 +175,10 @@ def test_it_is_the_kernel_that_runs():
     x = jnp.ones((2, 2, 8, 8))
     mask = jnp.zeros((1, 1, 8, 8), jnp.uint8)
     for fusion in SoftmaxFusionType:
-        loss = lambda x, fusion=fusion: te.softmax(x, mask, 2.0, fusion)[..., 0].sum()
+
+        def loss(x, fusion=fusion):
+            return te.softmax(x, mask, 2.0, fusion)[..., 0].sum()
+
         text = jax.jit(jax.grad(loss)).lower(x).compile().as_text()
         for direction in ("forward", "backward"):
             assert f'"te_ffi_kernels.{fusion.value}_softmax_{direction}"' in text

@@ -93,7 +93,9 @@ def test_targets(kind):
     fails("output is float32.*120 numbers", name, (X, *mask), shape=(2, 3, 4, 4), **SCALE)
     name = f"{kind}_softmax_backward"
     found = target(name, (X, X), **SCALE)
-    np.testing.assert_array_equal(found, getattr(te, f"{kind}_softmax_bwd")(X, X, *[None] * (1 + len(mask)), 1.0))
+    np.testing.assert_array_equal(
+        found, getattr(te, f"{kind}_softmax_bwd")(X, X, *[None] * (1 + len(mask)), 1.0)
+    )
     fails("attribute scale_factor", name, (X, X))
     fails("grad_output is int32", name, (whole, X), **SCALE)
     fails("grad_output is .*at least 2 axes", name, (jnp.ones(5), X), **SCALE)

@@ -22,7 +22,9 @@ def masks(*shape):
 
 @pytest.mark.parametrize("fusion", [SCALED, CAUSAL])
 def test_vmap_without_a_mask(fusion):
-    op = lambda x: te.softmax(x, None, 0.7, fusion)
+    def op(x):
+        return te.softmax(x, None, 0.7, fusion)
+
     x, w = normal(3, 2, 5, 7), normal(2, 5, 7, seed=1)
     slope = jax.grad(lambda x, w: jnp.sum(op(x) * w))
 
@@ -57,7 +59,10 @@ def test_vmap_with_masks(axes, batch_of_masks):
 
 def test_vmap_of_vmap_with_masks():
     x, mask = normal(2, 3, 4, 2, 5, 7), masks(3, 1, 1, 5, 7)
-    op = lambda x, mask: te.softmax(x, mask, 1.0, MASKED)
+
+    def op(x, mask):
+        return te.softmax(x, mask, 1.0, MASKED)
+
     found = jax.vmap(jax.vmap(op), (0, None))(x, mask)
     for i in range(2):
         for j in range(3):
@@ -102,9 +107,7 @@ def test_gradients_of_gradients(fusion):
         first = jax.grad(lambda x: jnp.sum(jnp.sin(op(x, mask, 0.8, fusion)) * weight))
         return jax.grad(lambda x: jnp.sum(first(x) ** 2))(x)
 
-    np.testing.assert_allclose(
-        second(te.softmax), second(reference.softmax), rtol=1e-4, atol=1e-6
-    )
+    np.testing.assert_allclose(second(te.softmax), second(reference.softmax), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
@@ -137,7 +140,9 @@ def test_shard_map(fusion):
     x, mask = normal(2, 2, 4, 6), masks(2, 1, 4, 6)
 
     def value_and_slope(x, mask):
-        op = lambda x: te.softmax(x, mask, 0.9, fusion)
+        def op(x):
+            return te.softmax(x, mask, 0.9, fusion)
+
         return op(x), jax.grad(lambda y: jnp.sum(op(y) * y))(x)
 
     spec = P("x")

@@ -105,9 +105,7 @@ def options(
     if count % chosen:
         raise ValueError(f"{op}: group_topk is {chosen}, and must divide topk, {count}")
     if groups < chosen:
-        raise ValueError(
-            f"{op}: num_groups is {groups}, and must be at least group_topk, {chosen}"
-        )
+        raise ValueError(f"{op}: num_groups is {groups}, and must be at least group_topk, {chosen}")
     return Options(count, score, layout, False, bool(use_pre_softmax), groups, chosen, scaling)
 
 

@@ -70,9 +70,7 @@ def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
     return _checked(op, checks.config(op, _SCALED, scale_factor), logits)
 
 
-def scaled_masked_softmax_fwd(
-    logits: jax.Array, mask: jax.Array, scale_factor: float
-) -> jax.Array:
+def scaled_masked_softmax_fwd(logits: jax.Array, mask: jax.Array, scale_factor: float) -> jax.Array:
     """Softmax of the logits that a mask leaves: ``softmax`` with SCALED_MASKED.
 
     Args:

@@ -37,9 +37,7 @@ def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
     return _forward("scaled_softmax_fwd", _SCALED, scale_factor, logits)
 
 
-def scaled_masked_softmax_fwd(
-    logits: jax.Array, mask: jax.Array, scale_factor: float
-) -> jax.Array:
+def scaled_masked_softmax_fwd(logits: jax.Array, mask: jax.Array, scale_factor: float) -> jax.Array:
     """As ``te_ffi_kernels.scaled_masked_softmax_fwd``."""
     return _forward("scaled_masked_softmax_fwd", _MASKED, scale_factor, logits, mask)
 
