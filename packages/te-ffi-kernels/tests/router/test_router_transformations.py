@@ -90,7 +90,7 @@ def test_scan():
 
 
 def test_shard_map():
-    mesh = jax.make_mesh((1,), ("x",))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x, bias = normal(4, 12), normal(12, seed=1)
 
     def value_and_slope(x, bias):

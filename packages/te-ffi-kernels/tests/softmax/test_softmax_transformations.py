@@ -58,22 +58,30 @@ def test_vmap_with_masks(axes, batch_of_masks):
 
 
 def test_vmap_of_vmap_with_masks():
-    x, mask = normal(2, 3, 4, 2, 5, 7), masks(3, 1, 1, 5, 7)
+    x = normal(2, 3, 4, 2, 5, 7)
+    of_inner, of_outer, crossed = masks(3, 1, 1, 5, 7), masks(2, 4, 1, 5, 7), masks(3, 4, 1, 5, 7)
 
     def op(x, mask):
         return te.softmax(x, mask, 1.0, MASKED)
 
-    found = jax.vmap(jax.vmap(op), (0, None))(x, mask)
+    @jax.jit
+    def run(x):
+        return (
+            jax.vmap(jax.vmap(op), (0, None))(x, of_inner),
+            jax.vmap(jax.vmap(op, (0, None)))(x, of_outer),
+            jax.vmap(jax.vmap(op, (0, None)), (1, 0))(x, crossed),
+        )
+
+    each = jax.jit(op)
+    found = run(x)
     for i in range(2):
         for j in range(3):
-            np.testing.assert_allclose(found[i, j], op(x[i, j], mask[j]), rtol=1e-6, atol=1e-7)
-    many = masks(2, 4, 1, 5, 7)
-    found = jax.vmap(jax.vmap(op, (0, None)))(x, many)
-    for i in range(2):
-        for j in range(3):
-            np.testing.assert_allclose(found[i, j], op(x[i, j], many[i]), rtol=1e-6, atol=1e-7)
-    found = jax.vmap(jax.vmap(op, (0, None)), (1, 0))(x, masks(3, 4, 1, 5, 7))
-    assert found.shape == (3, 2, 4, 2, 5, 7)
+            wide = jnp.broadcast_to(of_inner[j], (4, 1, 5, 7))
+            wanted = each(x[i, j], wide), each(x[i, j], of_outer[i]), each(x[i, j], crossed[j])
+            for one, other in zip(
+                (found[0][i, j], found[1][i, j], found[2][j, i]), wanted, strict=True
+            ):
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
@@ -107,7 +115,8 @@ def test_gradients_of_gradients(fusion):
         first = jax.grad(lambda x: jnp.sum(jnp.sin(op(x, mask, 0.8, fusion)) * weight))
         return jax.grad(lambda x: jnp.sum(first(x) ** 2))(x)
 
-    np.testing.assert_allclose(second(te.softmax), second(reference.softmax), rtol=1e-4, atol=1e-6)
+    found, wanted = jax.jit(lambda: (second(te.softmax), second(reference.softmax)))()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
@@ -136,7 +145,7 @@ def test_export_of_symbolic_sizes_runs_the_reference(fusion):
 
 @pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
 def test_shard_map(fusion):
-    mesh = jax.make_mesh((1,), ("x",))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x, mask = normal(2, 2, 4, 6), masks(2, 1, 4, 6)
 
     def value_and_slope(x, mask):

@@ -27,9 +27,9 @@ def softmax(
     config = checks.config("softmax", softmax_fusion_type, scale_factor)
     masked = config.fusion is _MASKED
     checks.logits("softmax", "logits", logits, 3 if masked else 2)
-    if masked:
-        checks.mask("softmax", mask, logits)
-    return forward(config, logits, *((mask,) if masked else ()))
+    if not masked:
+        return forward(config, logits)
+    return forward(config, logits, checks.mask("softmax", mask, logits))
 
 
 def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
