@@ -70,6 +70,11 @@ void NeedMap(const Array& map, const Options& options, int64_t tokens) {
 
 // As many experts as the options ask for, for warm-ups.
 void SomeExperts(Options& options) {
+  constexpr int64_t kMost = 1 << 12;
+  if (options.topk > kMost || options.groups > kMost) {  // more than a warm-up is worth
+    options.topk = 8;
+    options.groups = options.group_topk = 0;
+  }
   const int64_t each =
       options.group_topk > 0 ? (options.topk / options.group_topk + 15) / 16 * 16 : 16;
   options.experts =
