@@ -1,7 +1,7 @@
 // The k largest of n numbers: those that reach a lower bound of the k-th are gathered, and ranked.
 #pragma once
 
-#include "common/lanes.h"
+#include "common/lanes_math.h"
 #include "router/table.h"
 
 namespace jaxtap::router::JAXTAP_ISA_NAMESPACE {

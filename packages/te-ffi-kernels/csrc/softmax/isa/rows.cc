@@ -1,6 +1,6 @@
 // Softmax of a row, and its gradient. The row is in a cache after its maximum was sought.
 
-#include "common/lanes.h"
+#include "common/lanes_math.h"
 #include "softmax/table.h"
 
 namespace jaxtap::softmax::JAXTAP_ISA_NAMESPACE {
