@@ -1,5 +1,5 @@
-// Vectors of float32 as wide as the instruction set that a file of a folder isa/ is compiled for, and
-// loads and stores of them in every format of arrays.
+// Vectors of float32 as wide as the instruction set that a file of a folder isa/ is compiled for,
+// and loads and stores of them in every format of arrays.
 //
 // All of it has internal linkage: files that are compiled for different instruction sets must not
 // share one copy.

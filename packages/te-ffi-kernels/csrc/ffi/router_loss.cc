@@ -1,5 +1,5 @@
-// Handlers of the router's loss, with Transformer Engine's operands, attributes and results. There may
-// be more axes before those of probs: a loss for each.
+// Handlers of the router's loss, with Transformer Engine's operands, attributes and results. There
+// may be more axes before those of probs: a loss for each.
 
 #include <vector>
 

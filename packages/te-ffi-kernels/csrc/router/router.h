@@ -1,5 +1,5 @@
-// Routers of mixtures of experts: which experts a token goes to, with what weight, and the loss that
-// evens them out.
+// Routers of mixtures of experts: which experts a token goes to, with what weight, and the loss
+// that evens them out.
 #pragma once
 
 #include <cstdint>
