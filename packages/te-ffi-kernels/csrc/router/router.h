@@ -1,9 +1,10 @@
-// Routers of mixtures of experts: which experts a token goes to, with what weight, and the loss that
-// evens them out.
+// Routers of mixtures of experts: which experts a token goes to, with what weight, and the loss
+// that evens them out.
 #pragma once
 
 #include <cstdint>
 
+#include "common/convert.h"
 #include "common/parallel.h"
 #include "te/modes.h"
 
@@ -15,7 +16,7 @@ enum class Score : int64_t { kSigmoid = 0, kSoftmax = 1, kSqrtSoftplus = 2 };
 // A byte for each expert, or a bit: bit e % 8 of byte e / 8.
 enum class MapFormat : int64_t { kBytes = 0, kBits = 1 };
 
-constexpr int64_t map_bytes(MapFormat format, int64_t experts) {
+JAXTAP_INLINE constexpr int64_t map_bytes(MapFormat format, int64_t experts) {
   return format == MapFormat::kBits ? (experts + 7) / 8 : experts;
 }
 

@@ -13,57 +13,80 @@ SCALED, MASKED, CAUSAL = SoftmaxFusionType
 
 
 def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def masks(*shape):
-    return jax.random.bernoulli(jax.random.key(9), 0.4, shape).astype(jnp.uint8)
+    return jnp.asarray(np.random.default_rng(9).integers(0, 2, shape), jnp.uint8)
 
 
 @pytest.mark.parametrize("fusion", [SCALED, CAUSAL])
 def test_vmap_without_a_mask(fusion):
-    op = lambda x: te.softmax(x, None, 0.7, fusion)
-    x = normal(3, 2, 5, 7)
-    np.testing.assert_array_equal(jax.vmap(op)(x), op(x))
-    np.testing.assert_array_equal(jax.vmap(jax.vmap(op), 2, 2)(x), op(x.swapaxes(1, 2)))
+    def op(x):
+        return te.softmax(x, None, 0.7, fusion)
+
+    x, w = normal(3, 2, 5, 7), normal(2, 5, 7, seed=1)
     slope = jax.grad(lambda x, w: jnp.sum(op(x) * w))
-    slopes = jax.vmap(slope, (0, None))(x, x[0])
-    for i in range(3):
-        np.testing.assert_allclose(slopes[i], slope(x[i], x[0]), rtol=1e-5, atol=1e-6)
+
+    @jax.jit
+    def pairs(x, w):
+        slopes = jnp.stack([slope(x[i], w) for i in range(3)])
+        return (
+            (jax.vmap(op)(x), op(x)),
+            (jax.vmap(jax.vmap(op), 1, 1)(x), op(x)),
+            (jax.vmap(slope, (0, None))(x, w), slopes),
+        )
+
+    for one, other in pairs(x, w):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("batch_of_masks", [1, 4])
-@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (1, 3)])
-def test_vmap_with_masks(axes, batch_of_masks):
-    x, mask = normal(4, 2, 5, 7), masks(batch_of_masks, 1, 5, 7)
-    given = []
-    for one, axis in zip((x, mask), axes, strict=True):
-        stacked = jnp.stack([one, one[::-1] if one is x else 1 - one, one])
-        given.append(one if axis is None else jnp.moveaxis(stacked, 0, axis))
-    op = lambda x, mask: te.softmax(x, mask, 0.7, MASKED)
+@pytest.mark.parametrize(
+    ("batch_of_masks", "axes"),
+    [(1, (0, 0)), (4, (0, 0)), (4, (0, None)), (1, (None, 0)), (4, (1, 3))],
+)
+def test_vmap_with_masks(batch_of_masks, axes):
+    x = np.asarray(normal(3, 4, 2, 5, 7))
+    mask = np.asarray(masks(3, batch_of_masks, 1, 5, 7))
+    given = [
+        one[0] if axis is None else np.moveaxis(one, 0, axis)
+        for one, axis in zip((x, mask), axes, strict=True)
+    ]
+    op = jax.jit(lambda x, mask: te.softmax(x, mask, 0.7, MASKED))
     found = jax.vmap(op, axes)(*given)
     for i in range(3):
-        each = [a if n is None else jnp.take(a, i, n) for a, n in zip(given, axes, strict=True)]
+        each = [a[0 if n is None else i] for a, n in zip((x, mask), axes, strict=True)]
         np.testing.assert_allclose(found[i], op(*each), rtol=1e-6, atol=1e-7)
 
 
 def test_vmap_of_vmap_with_masks():
-    x, mask = normal(2, 3, 4, 2, 5, 7), masks(3, 1, 1, 5, 7)
-    op = lambda x, mask: te.softmax(x, mask, 1.0, MASKED)
-    found = jax.vmap(jax.vmap(op), (0, None))(x, mask)
+    x = normal(2, 3, 4, 2, 5, 7)
+    of_inner, of_outer, crossed = masks(3, 1, 1, 5, 7), masks(2, 4, 1, 5, 7), masks(3, 4, 1, 5, 7)
+
+    def op(x, mask):
+        return te.softmax(x, mask, 1.0, MASKED)
+
+    @jax.jit
+    def run(x):
+        return (
+            jax.vmap(jax.vmap(op), (0, None))(x, of_inner),
+            jax.vmap(jax.vmap(op, (0, None)))(x, of_outer),
+            jax.vmap(jax.vmap(op, (0, None)), (1, 0))(x, crossed),
+        )
+
+    each = jax.jit(op)
+    found = run(x)
     for i in range(2):
         for j in range(3):
-            np.testing.assert_allclose(found[i, j], op(x[i, j], mask[j]), rtol=1e-6, atol=1e-7)
-    many = masks(2, 4, 1, 5, 7)
-    found = jax.vmap(jax.vmap(op, (0, None)))(x, many)
-    for i in range(2):
-        for j in range(3):
-            np.testing.assert_allclose(found[i, j], op(x[i, j], many[i]), rtol=1e-6, atol=1e-7)
-    found = jax.vmap(jax.vmap(op, (0, None)), (1, 0))(x, masks(3, 4, 1, 5, 7))
-    assert found.shape == (3, 2, 4, 2, 5, 7)
+            wide = jnp.broadcast_to(of_inner[j], (4, 1, 5, 7))
+            wanted = each(x[i, j], wide), each(x[i, j], of_outer[i]), each(x[i, j], crossed[j])
+            for one, other in zip(
+                (found[0][i, j], found[1][i, j], found[2][j, i]), wanted, strict=True
+            ):
+                np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+@pytest.mark.parametrize("fusion", [MASKED, CAUSAL])
 def test_scan_and_remat(fusion):
     x, mask = normal(3, 1, 2, 6, 6), masks(1, 1, 6, 6)
 
@@ -86,7 +109,7 @@ def test_scan_and_remat(fusion):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+@pytest.mark.parametrize("fusion", [MASKED, CAUSAL])
 def test_gradients_of_gradients(fusion):
     x, mask, weight = normal(1, 2, 4, 5), masks(1, 1, 4, 5), normal(1, 2, 4, 5, seed=1)
 
@@ -94,10 +117,11 @@ def test_gradients_of_gradients(fusion):
         first = jax.grad(lambda x: jnp.sum(jnp.sin(op(x, mask, 0.8, fusion)) * weight))
         return jax.grad(lambda x: jnp.sum(first(x) ** 2))(x)
 
-    np.testing.assert_allclose(second(te.softmax), second(reference.softmax), rtol=1e-4, atol=1e-6)
+    found, wanted = jax.jit(lambda: (second(te.softmax), second(reference.softmax)))()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+@pytest.mark.parametrize("fusion", [SCALED, MASKED])
 def test_export(fusion):
     x, mask = normal(2, 2, 5, 6), masks(1, 1, 5, 6)
     run = jax.jit(lambda x, mask: te.softmax(x, mask, 1.25, fusion))
@@ -108,7 +132,7 @@ def test_export(fusion):
     np.testing.assert_array_equal(again.call(x, mask), run(x, mask))
 
 
-@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+@pytest.mark.parametrize("fusion", [MASKED, CAUSAL])
 def test_export_of_symbolic_sizes_runs_the_reference(fusion):
     b, q, k = jax.export.symbolic_shape("b, q, k")
     shapes = [
@@ -121,13 +145,15 @@ def test_export_of_symbolic_sizes_runs_the_reference(fusion):
     np.testing.assert_allclose(exported.call(x, mask), run(x, mask), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
+@pytest.mark.parametrize("fusion", [SCALED, MASKED])
 def test_shard_map(fusion):
-    mesh = jax.make_mesh((1,), ("x",))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x, mask = normal(2, 2, 4, 6), masks(2, 1, 4, 6)
 
     def value_and_slope(x, mask):
-        op = lambda x: te.softmax(x, mask, 0.9, fusion)
+        def op(x):
+            return te.softmax(x, mask, 0.9, fusion)
+
         return op(x), jax.grad(lambda y: jnp.sum(op(y) * y))(x)
 
     spec = P("x")

@@ -22,7 +22,7 @@ void backward(const Options& options, const uint8_t* map, const float* saved, co
   const int64_t count = options.experts;
   const float scaling = options.scaling;
   const auto chosen = [&](int64_t i, auto part) {
-    return map == nullptr ? Ints{} - 1 : __builtin_convertvector(read<Bytes>(map + i, part), Ints) != 0;
+    return map == nullptr ? Ints{} - 1 : widen(read<Bytes>(map + i, part)) != 0;
   };
   const Floats zero = all(0.0f);
   // Over those chosen: of values, and of values times their gradients.

@@ -49,6 +49,11 @@ void select_in_groups(const Options& options, const float* scores, const Scratch
   float* sums = scratch.picked;
   for (int64_t group = 0; group < options.groups; ++group) {
     const float* of_group = scores + group * size;
+    if (size <= 32) {
+      sums[group] = size <= 16 ? sum_of_few<16>(of_group, size, each)
+                               : sum_of_few<32>(of_group, size, each);
+      continue;
+    }
     select(of_group, size, each, scratch.chosen);
     float sum = 0.0f;
     for (int64_t i = 0; i < each; ++i) sum += of_group[scratch.chosen[i]];

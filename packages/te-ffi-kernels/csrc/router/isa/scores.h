@@ -1,7 +1,7 @@
 // Functions that make scores of logits.
 #pragma once
 
-#include "common/lanes.h"
+#include "common/lanes_math.h"
 
 namespace jaxtap::router::JAXTAP_ISA_NAMESPACE {
 namespace {

@@ -1,7 +1,7 @@
 // The k largest of n numbers: those that reach a lower bound of the k-th are gathered, and ranked.
 #pragma once
 
-#include "common/lanes.h"
+#include "common/lanes_math.h"
 #include "router/table.h"
 
 namespace jaxtap::router::JAXTAP_ISA_NAMESPACE {
@@ -107,6 +107,27 @@ bool select_few(const float* scores, int64_t n, int64_t k, int32_t* chosen) {
     ties -= tie;
   }
   return true;
+}
+
+// The sum of the k largest, for a few numbers.
+template <int kSlots>
+JAXTAP_INLINE float sum_of_few(const float* scores, int64_t n, int64_t k) {
+  int32_t slots[kSlots];
+  for (int64_t i = 0; i < kSlots; i += kLanes) {
+    write(slots + i, i < n ? keys_at(scores, i, n) : Ints{} + kLeast);
+  }
+  const int32_t last = kth(slots, kSlots, k);
+  const int32_t bits = last ^ ((last >> 31) & 0x7fffffff);
+  Floats sums = all(0.0f), above = sums;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Ints mine = read<Ints>(slots + i) > last;
+    const bool whole = i + kLanes <= n;
+    const Floats x = whole ? read<Floats>(scores + i) : read_part<Floats>(scores + i, n - i);
+    sums += mine ? x : all(0.0f);
+    above += mine ? all(1.0f) : all(0.0f);
+  }
+  const float ties = static_cast<float>(k) - sum_of(above);  // at least one
+  return sum_of(sums) + ties * bits_float(static_cast<uint32_t>(bits));
 }
 
 // The indices of the k largest, ascending; `chosen` has room for one more. Of equal numbers those

@@ -1,6 +1,6 @@
 // Softmax of a row, and its gradient. The row is in a cache after its maximum was sought.
 
-#include "common/lanes.h"
+#include "common/lanes_math.h"
 #include "softmax/table.h"
 
 namespace jaxtap::softmax::JAXTAP_ISA_NAMESPACE {
@@ -9,6 +9,7 @@ namespace {
 using namespace lanes::JAXTAP_ISA_NAMESPACE;
 
 constexpr float kNone = -__builtin_inff();
+constexpr int64_t kBlock = 1024;  // numbers that are added up at a time
 
 // Scaled logits from a position on; those that are left out are -infinity.
 template <class Format, bool kMasked>
@@ -18,7 +19,7 @@ struct Logits {
   float scale;
 
   JAXTAP_INLINE Floats apply(Floats scaled, Bytes bytes) {
-    return __builtin_convertvector(bytes, Ints) == 1 ? all(kNone) : scaled;
+    return widen(bytes) == 1 ? all(kNone) : scaled;
   }
 
   inline __attribute__((always_inline)) Floats at(int64_t i) const {
@@ -58,29 +59,34 @@ void forward(const void* from, const uint8_t* mask, void* to, float* scratch, in
   float* row = kInPlace ? static_cast<float*>(to) : scratch;
   const Logits<Format, kMasked> logits{static_cast<const Type*>(from), mask, scale};
   const float most = maximum(logits, count);
-  Floats a = all(0.0f), b = a;
+  Floats sums = all(0.0f);
   int64_t i = 0;
-  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
-    const Floats first = exp(logits.at(i) - most);
-    const Floats second = exp(logits.at(i + kLanes) - most);
-    write(row + i, first);
-    write(row + i + kLanes, second);
-    a += first;
-    b += second;
-  }
-  for (; i < count; i += kLanes) {
-    const int64_t left = count - i;
-    if (left >= kLanes) {
+  while (i < count) {
+    // In blocks, so that what is added isn't small beside what it's added to.
+    const int64_t end = count - i > kBlock ? i + kBlock : count;
+    Floats a = all(0.0f), b = a;
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      const Floats first = exp(logits.at(i) - most);
+      const Floats second = exp(logits.at(i + kLanes) - most);
+      write(row + i, first);
+      write(row + i + kLanes, second);
+      a += first;
+      b += second;
+    }
+    for (; i + kLanes <= end; i += kLanes) {
       const Floats e = exp(logits.at(i) - most);
       write(row + i, e);
       a += e;
-    } else {
-      const Floats e = exp(logits.part(i, left) - most);
-      write_part(row + i, e, left);
-      b += keep(e, left, 0.0f);
     }
+    if (i < end) {
+      const Floats e = exp(logits.part(i, end - i) - most);
+      write_part(row + i, e, end - i);
+      b += keep(e, end - i, 0.0f);
+      i = end;
+    }
+    sums += a + b;
   }
-  const float sum = sum_of(a + b);
+  const float sum = sum_of(sums);
   if (kMasked && !(sum > 0.0f)) {  // NaN: everything is left out, or something isn't finite
     for (i = 0; i < count; ++i) row[i] = mask[i] == 1 ? 0.0f : sum;
   }
@@ -99,21 +105,26 @@ void backward(const void* grads, const void* results, void* to, int64_t count, f
   const auto* grad = static_cast<const Type*>(grads);
   const auto* softmax = static_cast<const Type*>(results);
   auto* out = static_cast<Type*>(to);
-  Floats a = all(0.0f), b = a, c = a, d = a;
+  const auto product = [&](int64_t i) { return load<Format>(grad + i) * load<Format>(softmax + i); };
+  Floats sums = all(0.0f);
   int64_t i = 0;
-  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-    a = fma(load<Format>(grad + i), load<Format>(softmax + i), a);
-    b = fma(load<Format>(grad + i + kLanes), load<Format>(softmax + i + kLanes), b);
-    c = fma(load<Format>(grad + i + 2 * kLanes), load<Format>(softmax + i + 2 * kLanes), c);
-    d = fma(load<Format>(grad + i + 3 * kLanes), load<Format>(softmax + i + 3 * kLanes), d);
+  while (i < count) {
+    const int64_t end = count - i > kBlock ? i + kBlock : count;
+    Floats a = all(0.0f), b = a, c = a, d = a;
+    for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+      a += product(i);
+      b += product(i + kLanes);
+      c += product(i + 2 * kLanes);
+      d += product(i + 3 * kLanes);
+    }
+    for (; i + kLanes <= end; i += kLanes) a += product(i);
+    if (i < end) {
+      b += load_part<Format>(grad + i, end - i) * load_part<Format>(softmax + i, end - i);
+      i = end;
+    }
+    sums += (a + b) + (c + d);
   }
-  for (; i + kLanes <= count; i += kLanes) {
-    a = fma(load<Format>(grad + i), load<Format>(softmax + i), a);
-  }
-  if (i < count) {
-    b = fma(load_part<Format>(grad + i, count - i), load_part<Format>(softmax + i, count - i), b);
-  }
-  const float sum = sum_of((a + b) + (c + d));
+  const float sum = sum_of(sums);
   for (i = 0; i + kLanes <= count; i += kLanes) {
     const Floats y = load<Format>(softmax + i);
     store<Format>(out + i, (load<Format>(grad + i) - sum) * y * scale);

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _op
+from .._rows import partition_rows
 from .._te.cotangents import nothing
 from . import options as checks
 from . import reference
@@ -146,18 +147,37 @@ def fused_topk_with_score_function_bwd(
 
 
 def _forward_kernel(of: Options, logits: jax.Array, bias: jax.Array) -> Any:
+    attributes = of.attributes | of.group_attributes
+    tokens, routing_map = _axes(of, logits)
     return _op.call(
         "fused_topk_with_score_function_forward",
         functools.partial(reference.forward, of),
         (logits, bias),
-        (
-            jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-            of.map_of(logits.shape),
-            jax.ShapeDtypeStruct(logits.shape, jnp.float32),
+        _forward_results(of, logits),
+        partition=partition_rows(
+            [tokens, ["bias"]],
+            [tokens, routing_map, tokens],
+            {"experts", "bytes", "bias"},
+            functools.partial(_forward_results, of),
+            attributes,
         ),
-        **of.attributes,
-        **of.group_attributes,
+        **attributes,
     )
+
+
+def _forward_results(of: Options, logits: jax.Array, *rest: jax.Array) -> Any:
+    return (
+        jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+        of.map_of(logits.shape),
+        jax.ShapeDtypeStruct(logits.shape, jnp.float32),
+    )
+
+
+def _axes(of: Options, x: jax.Array) -> tuple[list[str], list[str]]:
+    """Names of the axes of logits and of the routing map."""
+    tokens = [f"t{i}" for i in range(x.ndim - 1)]
+    in_bytes = of.format is RoutingMapFormat.BITMAP_U8
+    return [*tokens, "experts"], [*tokens, "bytes" if in_bytes else "experts"]
 
 
 def _forward_batched(of: Options, *operands: jax.Array) -> Any:
@@ -171,14 +191,27 @@ def _forward_batched(of: Options, *operands: jax.Array) -> Any:
 
 
 def _backward_kernel(of: Options, *operands: jax.Array) -> jax.Array:
-    grad = operands[2]
+    tokens, routing_map = _axes(of, operands[2])
+    given = operands[0]
+    whole = {"experts", "bytes"}
+    if of.dense and given.ndim != len(routing_map):
+        # It isn't looked at, whatever it is.
+        routing_map = [f"m{i}" for i in range(given.ndim)]
+        whole |= set(routing_map)
     return _op.call(
         "fused_topk_with_score_function_backward",
         functools.partial(reference.backward, of),
         operands,
-        jax.ShapeDtypeStruct(grad.shape, grad.dtype),
+        _backward_results(*operands),
+        partition=partition_rows(
+            [routing_map, tokens, tokens], [tokens], whole, _backward_results, of.attributes
+        ),
         **of.attributes,
     )
+
+
+def _backward_results(*operands: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(operands[2].shape, operands[2].dtype)
 
 
 def _backward_batched(of: Options, *operands: jax.Array) -> jax.Array:

@@ -64,7 +64,8 @@ class Options:
         }
 
     @property
-    def group_attributes(self) -> dict[str, int]:
+    def group_attributes(self) -> dict[str, Any]:
+        """Those of the forward pass alone."""
         return {"num_groups": self.groups, "group_topk": self.group_topk}
 
     def map_of(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

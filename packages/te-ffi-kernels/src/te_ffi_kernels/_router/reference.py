@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -145,7 +146,7 @@ def backward(
     elif of.format is RoutingMapFormat.BITMAP_U8:
         routed = _unpacked(routing_map, grad.shape[-1])
     else:
-        routed = routing_map != 0
+        routed = routing_map.astype(bool)
     values = saved
     if of.score is ScoreFunction.SQRTSOFTPLUS:
         values = jnp.sqrt(jax.nn.softplus(saved))
@@ -204,13 +205,21 @@ def _best(of: Options, scores: jax.Array) -> jax.Array:
 
 
 def _scatter(values: jax.Array, at: jax.Array, shape: Any, otherwise: Any) -> jax.Array:
-    out = jnp.full(shape, otherwise, values.dtype)
-    return jnp.put_along_axis(out, at, values, -1, inplace=False)
+    """Rows with values at some of their places."""
+    rows = jax.vmap(lambda row, i, value: row.at[i].set(value, unique_indices=True))
+    out = jnp.full((math.prod(shape[:-1]), shape[-1]), otherwise, values.dtype)
+    flat = (one.reshape(-1, one.shape[-1]) for one in (at, values))
+    return rows(out, *flat).reshape(shape)
 
 
 def _packed(bits: jax.Array) -> jax.Array:
-    return jnp.packbits(bits, axis=-1, bitorder="little")
+    count = bits.shape[-1]
+    wide = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -count % 8)]).astype(jnp.uint8)
+    places = lax.broadcasted_iota(jnp.uint8, (*bits.shape[:-1], -(-count // 8), 8), bits.ndim)
+    return jnp.sum(wide.reshape(places.shape) << places, -1, dtype=jnp.uint8)
 
 
 def _unpacked(packed: jax.Array, count: int) -> jax.Array:
-    return jnp.unpackbits(packed, axis=-1, count=count, bitorder="little") != 0
+    wide = jnp.repeat(packed, 8, -1)[..., :count]
+    places = lax.broadcasted_iota(jnp.uint8, wide.shape, wide.ndim - 1) % np.uint8(8)
+    return ((wide >> places) & np.uint8(1)).astype(bool)

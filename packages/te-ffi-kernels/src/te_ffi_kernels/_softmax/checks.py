@@ -70,8 +70,12 @@ def logits(op: str, name: str, given: jax.Array, axes: int) -> None:
         raise ValueError(f"{op}: {name} has shape {given.shape}, and must be {wanted}")
 
 
-def mask(op: str, given: jax.Array | None, x: jax.Array) -> None:
-    """Raises where an array isn't a mask for logits."""
+def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
+    """The mask, for logits x.
+
+    Raises:
+        TypeError, ValueError: it isn't one.
+    """
     if given is None:
         raise ValueError(f"{op}: mask is None, and must be given: uint8 or bool, 1 for masked")
     dtype(op, "mask", given.dtype, (jnp.uint8, jnp.bool_))
@@ -82,6 +86,7 @@ def mask(op: str, given: jax.Array | None, x: jax.Array) -> None:
             f"{op}: mask has shape {given.shape}, and must have {(batch, 1, *x.shape[-2:])}, or 1 "
             f"in place of the first: logits have shape {x.shape}, and their heads share a mask"
         )
+    return given
 
 
 def gradient(op: str, dz: jax.Array, softmax_out: jax.Array) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _op
+from .._rows import partition_rows
 from .._te.cotangents import nothing
 from . import checks, reference
 from .checks import Config, SoftmaxFusionType
@@ -174,9 +175,7 @@ def scaled_upper_triang_masked_softmax_bwd(
 
 def _checked(op: str, config: Config, logits: jax.Array, *mask: jax.Array | None) -> jax.Array:
     checks.logits(op, "logits", logits, 3 if mask else 2)
-    for one in mask:
-        checks.mask(op, one, logits)
-    return _run(config, logits, *mask)
+    return _run(config, logits, *(checks.mask(op, one, logits) for one in mask))
 
 
 def _checked_gradient(
@@ -189,13 +188,39 @@ def _checked_gradient(
 
 def _kernel(config: Config, direction: str, *operands: jax.Array) -> jax.Array:
     in_jax = reference.forward if direction == "forward" else reference.backward
+    attributes = {"scale_factor": np.float64(config.scale)}
     return _op.call(
         f"{config.op}_{direction}",
         functools.partial(in_jax, config),
         operands,
-        jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype),
-        scale_factor=np.float64(config.scale),
+        _like(*operands),
+        partition=_partition(config, direction, attributes, *operands),
+        **attributes,
     )
+
+
+def _like(x: jax.Array, *rest: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _partition(config: Config, direction: str, attributes: Any, *operands: jax.Array) -> Any:
+    """Rows are shared out, but where the number of a row counts: up to a diagonal."""
+    x, other = operands[0], operands[-1]
+    names = [*(f"b{i}" for i in range(x.ndim - 2)), "q", "k"]
+    whole = {"k", "q"} if config.causal else {"k"}
+    operand_names = [names] * len(operands)
+    if direction == "forward" and len(operands) == 2:
+        leading = other.shape[:-3]
+        if leading == x.shape[:-3]:
+            mask = [*names[:-3], "one", "q", "k"]
+        else:
+            mask = [*(f"m{i}" for i in range(len(leading))), "one", "q", "k"]
+            whole |= set(mask[:-3])
+            if math.prod(leading) != 1:  # masks repeat
+                whole |= set(names[:-3])
+        whole |= {"one"}
+        operand_names = [names, mask]
+    return partition_rows(operand_names, [names], whole, _like, attributes)
 
 
 def _batched(config: Config, direction: str, *operands: jax.Array) -> jax.Array:

@@ -27,9 +27,9 @@ def softmax(
     config = checks.config("softmax", softmax_fusion_type, scale_factor)
     masked = config.fusion is _MASKED
     checks.logits("softmax", "logits", logits, 3 if masked else 2)
-    if masked:
-        checks.mask("softmax", mask, logits)
-    return forward(config, logits, *((mask,) if masked else ()))
+    if not masked:
+        return forward(config, logits)
+    return forward(config, logits, checks.mask("softmax", mask, logits))
 
 
 def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
@@ -98,7 +98,7 @@ def forward(config: Config, logits: jax.Array, *mask: jax.Array) -> jax.Array:
         if not masks or not batch:
             return jnp.zeros_like(logits)
         shape = (batch // masks, masks, *logits.shape[-3:])
-        where = given.reshape(1, masks, 1, *given.shape[-2:]) != 1
+        where = given.astype(jnp.uint8).reshape(1, masks, 1, *given.shape[-2:]) != 1
         out = jax.nn.softmax(scaled.reshape(shape), where=jnp.broadcast_to(where, shape))
         return out.reshape(logits.shape).astype(logits.dtype)
     if config.causal:
