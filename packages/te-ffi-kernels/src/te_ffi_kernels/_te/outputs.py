@@ -47,9 +47,7 @@ class Outputs:
         nothing = jax.ShapeDtypeStruct((1,), self.dtype)
         return jax.ShapeDtypeStruct(shape, self.dtype), nothing, one, one, one
 
-    def in_jax(
-        self, found: jax.Array, scale: jax.Array, amax: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def in_jax(self, found: jax.Array, scale: jax.Array, amax: jax.Array) -> tuple[jax.Array, ...]:
         """The results for float32 numbers."""
         before = amax.reshape(1)
         if self.mode is ScalingMode.NO_SCALING:
@@ -59,11 +57,17 @@ class Outputs:
             one = jnp.zeros((1,), jnp.float32)
             return found.astype(self.dtype), jnp.zeros((1,), self.dtype), one, one, before
         if self.mode is ScalingMode.CURRENT_TENSOR_SCALING:
-            found = found.astype(self.dtype).astype(jnp.float32)
+            found = self.rounded(found)
             most = numbers.of_bits(numbers.absmax_bits(found)).reshape(1)
             scale = compute_scale_from_amax(most, self.out_dtype)
         config = self._config(found.ndim)
         return reference_quantize.quantized(config, found, scale, before)[:5]
+
+    def rounded(self, found: jax.Array) -> jax.Array:
+        """The numbers that current scaling sees, which are of `dtype`; others as they are."""
+        if self.mode is not ScalingMode.CURRENT_TENSOR_SCALING:
+            return found
+        return found.astype(self.dtype).astype(jnp.float32)
 
     @property
     def follows_rows(self) -> bool:
@@ -137,10 +141,10 @@ def outputs_config(
             f"{op}: x has shape {x.shape}, and must have an axis of rows to be quantized"
         )
     made = jax.ShapeDtypeStruct(shape, dtype)
-    config = quantize_config(op, made, out_dtype, mode, q_layout, -trailing, scale_dtype)
-    return Outputs(
-        dtype, trailing, config.out_dtype, mode, config.q_layout, config.scale_dtype
+    config = quantize_config(
+        op, made, out_dtype, mode, q_layout, -trailing, scale_dtype, name="the result"
     )
+    return Outputs(dtype, trailing, config.out_dtype, mode, config.q_layout, config.scale_dtype)
 
 
 def given_numbers(
