@@ -86,7 +86,7 @@ def _varying(axes: frozenset[str], fn: Callable[..., Any], *operands: jax.Array)
 
 
 def alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The operands, all varying over the mesh axes of a surrounding shard_map that one of them does.
+    """The operands, all varying over those mesh axes of a shard_map that any of them varies over.
 
     Where a function with a gradient of its own gets these, the gradient of an operand that was the
     same on all devices is summed over them.

@@ -226,7 +226,7 @@ def _forward_rule(config: ActivationConfig, *operands: jax.Array) -> Any:
 def _forward_transposed(config: ActivationConfig, saved: Any, cts: Any) -> Any:
     x, scale_inv, colwise_scale_inv = saved
     shape = (*x.shape[:-2], x.shape[-1])
-    dz = config.outputs.cotangent(shape, (None, None, scale_inv, colwise_scale_inv), cts)
+    dz = config.outputs.cotangent(shape, scale_inv, colwise_scale_inv, cts)
     return plain_gradient(config, dz.astype(x.dtype), x), None, None
 
 
@@ -276,7 +276,7 @@ def _backward_rule(config: ActivationConfig, *operands: jax.Array) -> Any:
 
 def _backward_transposed(config: ActivationConfig, saved: Any, cts: Any) -> Any:
     (dz, x), scale_inv, colwise_scale_inv = saved
-    ct = config.outputs.cotangent(x.shape, (None, None, scale_inv, colwise_scale_inv), cts)
+    ct = config.outputs.cotangent(x.shape, scale_inv, colwise_scale_inv, cts)
     ct = ct.astype(jnp.float32)
     if config.is_dbias:
         ct = ct + jnp.broadcast_to(cts[5].astype(jnp.float32), x.shape)

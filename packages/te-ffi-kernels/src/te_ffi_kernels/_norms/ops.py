@@ -168,8 +168,7 @@ def _forward_rule(config: NormConfig, *operands: jax.Array) -> Any:
 def _forward_transposed(config: NormConfig, saved: Any, cts: Any) -> Any:
     assert config.outputs is not None
     (x, _, _, gamma, _), scale_inv, colwise_scale_inv, mu, rsigma = saved
-    found = (None, None, scale_inv, colwise_scale_inv)
-    dz = config.outputs.cotangent(x.shape, found, cts).astype(x.dtype)
+    dz = config.outputs.cotangent(x.shape, scale_inv, colwise_scale_inv, cts).astype(x.dtype)
     plain = NormConfig(config.norm_type, config.zero_centered_gamma)
     dx, dgamma, dbeta = run_backward(plain, dz, x, mu, rsigma, gamma)
     # Of the statistics.

@@ -69,7 +69,7 @@ class QuantizeConfig:
 
 def quantize_config(
     op: str,
-    x: jax.Array,
+    x: jax.Array | jax.ShapeDtypeStruct,
     out_dtype: DTypeLike,
     scaling_mode: Any,
     q_layout: Any,

@@ -28,7 +28,7 @@ class Outputs:
     out_dtype: Any
     mode: ScalingMode = ScalingMode.NO_SCALING
     layout: QuantizeLayout = QuantizeLayout.ROWWISE
-    scale_dtype: Any = jnp.dtype(jnp.float32)
+    scale_dtype: Any = jnp.float32
     output_amax: bool = False
 
     def attributes(self) -> dict[str, Any]:
@@ -82,9 +82,13 @@ class Outputs:
         return (True, False, self.mode is not ScalingMode.NO_SCALING, False, False)
 
     def cotangent(
-        self, shape: tuple[int, ...], found: Sequence[jax.Array], cts: Sequence[Any]
+        self,
+        shape: tuple[int, ...],
+        scale_inv: jax.Array,
+        colwise_scale_inv: jax.Array,
+        cts: Sequence[Any],
     ) -> jax.Array:
-        """Of the numbers, straight through the codes, from the results and their cotangents."""
+        """Of the numbers, straight through the codes, from the results' cotangents and scales."""
         if self.mode is ScalingMode.NO_SCALING:
             return cts[0]
         grad = jnp.zeros(shape, jnp.float32)
@@ -92,11 +96,11 @@ class Outputs:
         if self.out_dtype == jnp.int8:
             return grad
         if self.layout.has_rowwise:
-            wide = numbers.spread(found[2], shape, mode, axis, by_column=False)
+            wide = numbers.spread(scale_inv, shape, mode, axis, by_column=False)
             grad = grad + undo(cts[0], wide, mode)
         if self.layout.has_colwise:
             colwise = cts[1] if mode.is_mx else turn(cts[1], len(shape) - axis)
-            wide = numbers.spread(found[3], shape, mode, axis, by_column=True)
+            wide = numbers.spread(colwise_scale_inv, shape, mode, axis, by_column=True)
             grad = grad + undo(colwise, wide, mode)
         return grad
 
