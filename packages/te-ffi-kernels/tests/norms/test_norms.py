@@ -33,14 +33,14 @@ def problems(draw):
     dtype = draw(st.sampled_from(FLOATS))
     weights = draw(st.sampled_from([dtype, jnp.dtype(jnp.float32)]))
     middle = draw(st.sampled_from([0.0, 1.0, 100.0]))
-    make = lambda shape, at, d: jnp.asarray(rng.normal(at, 1.5, shape), jnp.float32).astype(d)  # noqa: E731
+    make = lambda shape, at, d: jnp.asarray(rng.normal(at, 1.5, shape).astype(np.dtype(d)))  # noqa: E731
     x, dz = make((*lead, n), middle, dtype), make((*lead, n), 0, dtype)
     gamma, beta = make(n, 1, weights), make(n, 0, weights)
     kind, zero_centered = draw(st.sampled_from(KINDS)), draw(st.booleans())
     return dz, x, gamma, beta, zero_centered, draw(st.sampled_from([1e-6, 1e-3])), kind
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(problems())
 def test_forward(problem):
     _, x, gamma, beta, zero_centered, epsilon, kind = problem
@@ -59,7 +59,7 @@ def test_forward(problem):
     assert error(found[6], rsigma) <= error(plain[6], rsigma) + 2e-7 * rsigma.max(initial=0)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(problems())
 def test_backward(problem):
     dz, x, gamma, beta, zero_centered, epsilon, kind = problem
@@ -127,29 +127,24 @@ def test_codes_are_those_of_the_result(mode, layout):
     dtype = FLOATS[rng.integers(3)]
     x = jnp.asarray(rng.normal(3, 2, (2, 32, 96)), dtype)
     gamma, beta = jnp.asarray(rng.normal(size=(2, 96)), jnp.float32)
-    for kind in KINDS:
-        for out in ("float8_e5m2",) if mode.is_mx else ("float8_e4m3fn", "int8"):
-            # In float32, since that is what is quantized; but rounded where it's of this array.
-            wide, gamma_of = x.astype(jnp.float32), gamma
-            numbers, *_, mu, rsigma = te.normalization_fwd(wide, gamma_of, beta, True, 1e-5, kind)
-            scale = jnp.full((1,), 23.0)
-            if mode is ScalingMode.CURRENT_TENSOR_SCALING:
-                numbers = numbers.astype(dtype)
-                amax = jnp.max(jnp.abs(numbers)).astype(jnp.float32).reshape(1)
-                scale = te.compute_scale_from_amax(amax, out)
-            extra = jnp.zeros((0,), jnp.uint32), scale, jnp.zeros((1, 1), jnp.bfloat16)
-            wanted = te.dbias_quantize(
-                numbers.astype(jnp.float32), scale, scale * 0, *extra, out, mode, layout
-            )
-            given = jnp.full((1,), 23.0)
-            found = te.normalization_fwd(
-                x, gamma, beta, True, 1e-5, kind, out, mode, layout, given, scale * 0
-            )
-            for one, other in zip(found[:5], wanted[:5], strict=True):
-                assert (one.shape, one.dtype) == (other.shape, other.dtype)
-                np.testing.assert_array_equal(raw(one), raw(other))
-            np.testing.assert_array_equal(found[5], mu)
-            np.testing.assert_array_equal(found[6], rsigma)
+    kind = KINDS[int(layout) % 2]
+    out = "float8_e5m2" if mode.is_mx else "int8" if int(layout) == 1 else "float8_e4m3fn"
+    # In float32, since that is what is quantized; but rounded where it's of this array.
+    wide = x.astype(jnp.float32)
+    numbers, *_, mu, rsigma = te.normalization_fwd(wide, gamma, beta, True, 1e-5, kind)
+    given = scale = jnp.full((1,), 23.0)
+    if mode is ScalingMode.CURRENT_TENSOR_SCALING:
+        numbers = numbers.astype(dtype).astype(jnp.float32)
+        scale = te.compute_scale_from_amax(jnp.max(jnp.abs(numbers)).reshape(1), out)
+    extra = jnp.zeros((0,), jnp.uint32), scale, jnp.zeros((1, 1), jnp.bfloat16)
+    wanted = te.dbias_quantize(numbers, scale, scale * 0, *extra, out, mode, layout)
+    args = (x, gamma, beta, True, 1e-5, kind, out, mode, layout, given, scale * 0)
+    found = te.normalization_fwd(*args)
+    for one, other in zip(found[:5], wanted[:5], strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_array_equal(raw(one), raw(other))
+    np.testing.assert_array_equal(found[5], mu)
+    np.testing.assert_array_equal(found[6], rsigma)
 
 
 def test_reference_of_codes_is_near():
