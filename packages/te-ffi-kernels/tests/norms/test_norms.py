@@ -174,9 +174,9 @@ def test_amax():
     assert te.normalization_fwd(*args, "int8", 1, 0)[4] == found[4]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[1::2])
 def test_a_quantized_layer_is_straight_through(mode):
-    kind = KINDS[mode.is_tensor]
+    kind = KINDS[mode.is_mx]
     x, dz = (jax.random.normal(jax.random.key(i), (32, 64)) for i in range(2))
     gamma, beta = jnp.linspace(0.5, 1.5, 64), jnp.linspace(-1, 1, 64)
 
