@@ -283,7 +283,7 @@ struct Factors {};
 const float* column_factors(const Quantize& args, const Table& table, const Cut& cut,
                        const Parallel& parallel) {
   auto* most = Arena<Columns>::get_array<int32_t>(cut.chunks * args.cols);
-  std::memset(most, 0, static_cast<size_t>(cut.chunks * args.cols) * 4);
+  std::fill_n(most, cut.chunks * args.cols, 0);
   parallel.run(cut.chunks, [&](int64_t i) {
     const int64_t row = i * cut.chunk;
     Task(args, table)
@@ -316,7 +316,7 @@ float quantize(const Quantize& args, const Parallel& pool) {
   float* sums = nullptr;
   if (args.sums != nullptr) {
     sums = Arena<Partial>::get_array<float>(cut.chunks * args.cols);
-    std::memset(sums, 0, static_cast<size_t>(cut.chunks * args.cols) * 4);
+    std::fill_n(sums, cut.chunks * args.cols, 0.0f);
   }
   std::vector<int32_t> most(static_cast<size_t>(cut.tasks()), 0);
   parallel.run(cut.tasks(), [&](int64_t i) {

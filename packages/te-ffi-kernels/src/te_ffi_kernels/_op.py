@@ -85,6 +85,16 @@ def _varying(axes: frozenset[str], fn: Callable[..., Any], *operands: jax.Array)
     return jax.tree.map(cast, fn(*operands))
 
 
+def alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands, all varying over those mesh axes of a shard_map that any of them varies over.
+
+    Where a function with a gradient of its own gets these, the gradient of an operand that was the
+    same on all devices is summed over them.
+    """
+    axes = frozenset().union(*(_axes(operand) for operand in operands))
+    return _varying(axes, lambda *given: given, *operands)
+
+
 def _axes(x: jax.Array) -> frozenset[str]:
     """The mesh axes of a surrounding shard_map that an array varies over."""
     return jax.typeof(x).manual_axis_type.varying  # pyrefly: ignore[missing-attribute]

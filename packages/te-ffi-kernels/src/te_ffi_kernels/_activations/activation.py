@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from .._te.cotangents import nothing
+from .. import _op
 from .._te.modes import QuantizeLayout, ScalingMode
 from .._te.ops_dequantize import dequantize
 from .._te.outputs import given_numbers, outputs_config
@@ -61,7 +61,8 @@ def activation(
     layout = QuantizeLayout.ROWWISE
     outputs = outputs_config(op, x, shape, 1, out_dtype, scaling_mode, layout, None, False)
     config = ActivationConfig(names, params_of(op, act_params), outputs)
-    return _run(config, x, *given_numbers(op, outputs, scale, None))
+    scale, amax = given_numbers(op, outputs, scale, None)
+    return _run(config, *_op.alike(x, scale, amax))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,12 +75,11 @@ def _rule(config: ActivationConfig, *operands: jax.Array) -> Any:
     out, _, scale_inv, *_ = run_forward(config, *operands)
     if config.outputs.mode is not ScalingMode.NO_SCALING:
         out = dequantize(out, amax, scale, scale_inv, x.dtype, config.outputs.mode)
-    return out, operands
+    return out, x
 
 
 def _transposed(config: ActivationConfig, saved: Any, dz: jax.Array) -> Any:
-    x, scale, amax = saved
-    return plain_gradient(config, dz, x), nothing(scale), nothing(amax)
+    return plain_gradient(config, dz, saved), None, None
 
 
 _activation.defvjp(_rule, _transposed)

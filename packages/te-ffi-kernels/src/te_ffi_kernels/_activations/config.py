@@ -14,7 +14,7 @@ from .._te import checks
 from .._te.gemm_config import Attributes
 from .._te.outputs import Outputs
 
-ActivationEnum = {
+ActivationEnum: dict[tuple[str, ...], int] = {
     ("gelu",): 0,
     ("gelu", "linear"): 1,
     ("sigmoid", "linear"): 2,

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _op
-from .._te.cotangents import nothing
 from .._te.modes import QuantizeLayout, ScalingMode
 from .._te.outputs import Outputs, given_numbers, outputs_config
 from . import reference
@@ -83,7 +82,8 @@ def act_lu(
         output_amax_when_no_scaling,
     )  # fmt: skip
     config = ActivationConfig(names, params_of(op, act_params), outputs)
-    return run_forward(config, x, *given_numbers(op, outputs, scale, amax))
+    scale, amax = given_numbers(op, outputs, scale, amax)
+    return run_forward(config, *_op.alike(x, scale, amax))
 
 
 def quantize_dact_dbias(
@@ -109,7 +109,8 @@ def quantize_dact_dbias(
         dz: cotangent of the result of ``act_lu``: of its shape (..., n) and of x's dtype.
         x: as for ``act_lu``.
         activation_type: as for ``act_lu``.
-        is_dbias: whether to sum dx over rows, in float32, before it's rounded or quantized.
+        is_dbias: whether to sum dx over rows, in float32: as it's computed, or with
+            CURRENT_TENSOR_SCALING rounded to x's dtype.
         act_params: as for ``act_lu``.
         out_dtype: as for ``act_lu``.
         scaling_mode: as for ``act_lu``.
@@ -136,7 +137,8 @@ def quantize_dact_dbias(
         output_amax_when_no_scaling,
     )  # fmt: skip
     config = ActivationConfig(names, params_of(op, act_params), outputs, bool(is_dbias))
-    return run_backward(config, dz, x, *given_numbers(op, outputs, scale, amax))
+    scale, amax = given_numbers(op, outputs, scale, amax)
+    return run_backward(config, *_op.alike(dz, x, scale, amax))
 
 
 def dact_lu(
@@ -218,14 +220,14 @@ def _forward(config: ActivationConfig, *operands: jax.Array) -> tuple[jax.Array,
 
 def _forward_rule(config: ActivationConfig, *operands: jax.Array) -> Any:
     found = run_forward(config, *operands)
-    return found, (operands, found[2], found[3])
+    return found, (operands[0], found[2], found[3])
 
 
 def _forward_transposed(config: ActivationConfig, saved: Any, cts: Any) -> Any:
-    (x, scale, amax), scale_inv, colwise_scale_inv = saved
+    x, scale_inv, colwise_scale_inv = saved
     shape = (*x.shape[:-2], x.shape[-1])
-    dz = config.outputs.cotangent(shape, (None, None, scale_inv, colwise_scale_inv), cts)
-    return plain_gradient(config, dz.astype(x.dtype), x), nothing(scale), nothing(amax)
+    dz = config.outputs.cotangent(shape, scale_inv, colwise_scale_inv, cts)
+    return plain_gradient(config, dz.astype(x.dtype), x), None, None
 
 
 _forward.defvjp(_forward_rule, _forward_transposed)
@@ -269,17 +271,17 @@ def _backward(config: ActivationConfig, *operands: jax.Array) -> tuple[jax.Array
 
 def _backward_rule(config: ActivationConfig, *operands: jax.Array) -> Any:
     found = _backward(config, *operands)
-    return found, (operands, found[2], found[3])
+    return found, (operands[:2], found[2], found[3])
 
 
 def _backward_transposed(config: ActivationConfig, saved: Any, cts: Any) -> Any:
-    (dz, x, scale, amax), scale_inv, colwise_scale_inv = saved
-    ct = config.outputs.cotangent(x.shape, (None, None, scale_inv, colwise_scale_inv), cts)
+    (dz, x), scale_inv, colwise_scale_inv = saved
+    ct = config.outputs.cotangent(x.shape, scale_inv, colwise_scale_inv, cts)
     ct = ct.astype(jnp.float32)
     if config.is_dbias:
         ct = ct + jnp.broadcast_to(cts[5].astype(jnp.float32), x.shape)
     _, pull = jax.vjp(functools.partial(reference.derivative, config), dz, x)
-    return *pull(ct), nothing(scale), nothing(amax)
+    return *pull(ct), None, None
 
 
 _backward.defvjp(_backward_rule, _backward_transposed)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._norms.reference import straight
+from .._te import checks
 from .._te.modes import QuantizeLayout, ScalingMode
 from .._te.outputs import given_numbers, outputs_config
 from .._te.reference_dequantize import dequantized
@@ -114,7 +115,7 @@ def backward(
     config: ActivationConfig, dz: jax.Array, x: jax.Array, scale: jax.Array, amax: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The results for checked arguments."""
-    found = derivative(config, dz, x)
+    found = config.outputs.rounded(derivative(config, dz, x))
     results = config.outputs.in_jax(found, scale, amax)
     sums = found.sum(tuple(range(x.ndim - 2))) if config.is_dbias else jnp.zeros((1,), jnp.float32)
     return (*results, sums.astype(x.dtype))
@@ -139,13 +140,14 @@ def activation(
     scale: jax.Array | None = None,
 ) -> jax.Array:
     """As ``te_ffi_kernels.activation``."""
-    plain = act_lu(x, activation_type, act_params)[0]
-    mode = ScalingMode(getattr(scaling_mode, "value", scaling_mode))
+    args = (x, activation_type, act_params)
+    found = act_lu(*args, out_dtype, scaling_mode, scale=scale)
+    mode = checks.scaling_mode("activation", scaling_mode, quantized=False)
     if mode is ScalingMode.NO_SCALING:
-        return plain
-    out, _, scale_inv, *_ = act_lu(x, activation_type, act_params, out_dtype, mode, scale=scale)
+        return found[0]
+    plain = act_lu(*args)[0]
     return straight(
-        plain, lax.stop_gradient(dequantized(mode, x.dtype, out.ndim - 1, False, out, scale_inv))
+        plain, lax.stop_gradient(dequantized(mode, x.dtype, x.ndim - 2, False, found[0], found[2]))
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from .._te.cotangents import nothing
+from .. import _op
 from .._te.modes import QuantizeLayout, ScalingMode
 from .._te.ops_dequantize import dequantize
 from .._te.outputs import given_numbers, outputs_config
@@ -58,7 +58,8 @@ def layernorm(
     outputs = outputs_config(op, x, x.shape, 1, out_dtype, scaling_mode, layout, None, False)
     epsilon = check_epsilon(op, epsilon)
     config = NormConfig(kind, bool(zero_centered_gamma), epsilon, outputs)
-    return _run(config, x, *given_numbers(op, outputs, scale, None), gamma, filled)
+    scale, amax = given_numbers(op, outputs, scale, None)
+    return _run(config, *_op.alike(x, scale, amax, gamma, filled))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -72,14 +73,14 @@ def _rule(config: NormConfig, *operands: jax.Array) -> Any:
     assert config.outputs is not None
     if config.outputs.mode is not ScalingMode.NO_SCALING:
         out = dequantize(out, amax, scale, scale_inv, x.dtype, config.outputs.mode)
-    return out, (x, mu, rsigma, scale, amax, gamma, beta)
+    return out, (x, mu, rsigma, gamma)
 
 
 def _transposed(config: NormConfig, saved: Any, dz: jax.Array) -> Any:
-    x, mu, rsigma, scale, amax, gamma, beta = saved
+    x, mu, rsigma, gamma = saved
     plain = NormConfig(config.norm_type, config.zero_centered_gamma)
     dx, dgamma, dbeta = run_backward(plain, dz, x, mu, rsigma, gamma)
-    return dx, nothing(scale), nothing(amax), dgamma, dbeta if config.is_layer else nothing(beta)
+    return dx, None, None, dgamma, dbeta if config.is_layer else None
 
 
 _layernorm.defvjp(_rule, _transposed)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _op
-from .._te.cotangents import nothing
 from .._te.modes import QuantizeLayout, ScalingMode
 from .._te.outputs import given_numbers, outputs_config
 from . import reference
@@ -80,7 +79,8 @@ def normalization_fwd(
     )  # fmt: skip
     epsilon = check_epsilon(op, epsilon)
     config = NormConfig(kind, bool(zero_centered_gamma), epsilon, outputs)
-    return run_forward(config, x, *given_numbers(op, outputs, scale, amax), gamma, beta)
+    scale, amax = given_numbers(op, outputs, scale, amax)
+    return run_forward(config, *_op.alike(x, scale, amax, gamma, beta))
 
 
 def normalization_bwd(
@@ -122,7 +122,7 @@ def normalization_bwd(
     check_epsilon(op, epsilon)
     mu = check_backward(op, kind, dz, x, mu, rsigma)
     config = NormConfig(kind, bool(zero_centered_gamma))
-    dx, dgamma, dbeta = run_backward(config, dz, x, mu, rsigma, gamma)
+    dx, dgamma, dbeta = run_backward(config, *_op.alike(dz, x, mu, rsigma, gamma))
     return dx, dgamma, dbeta if config.is_layer else None
 
 
@@ -167,9 +167,8 @@ def _forward_rule(config: NormConfig, *operands: jax.Array) -> Any:
 
 def _forward_transposed(config: NormConfig, saved: Any, cts: Any) -> Any:
     assert config.outputs is not None
-    (x, scale, amax, gamma, beta), scale_inv, colwise_scale_inv, mu, rsigma = saved
-    found = (None, None, scale_inv, colwise_scale_inv)
-    dz = config.outputs.cotangent(x.shape, found, cts).astype(x.dtype)
+    (x, _, _, gamma, _), scale_inv, colwise_scale_inv, mu, rsigma = saved
+    dz = config.outputs.cotangent(x.shape, scale_inv, colwise_scale_inv, cts).astype(x.dtype)
     plain = NormConfig(config.norm_type, config.zero_centered_gamma)
     dx, dgamma, dbeta = run_backward(plain, dz, x, mu, rsigma, gamma)
     # Of the statistics.
@@ -178,7 +177,7 @@ def _forward_transposed(config: NormConfig, saved: Any, cts: Any) -> Any:
     if config.is_layer:
         more = more + cts[5][..., None]
     dx = (dx.astype(jnp.float32) + more / x.shape[-1]).astype(x.dtype)
-    return dx, nothing(scale), nothing(amax), dgamma, dbeta if config.is_layer else nothing(beta)
+    return dx, None, None, dgamma, dbeta if config.is_layer else None
 
 
 _forward.defvjp(_forward_rule, _forward_transposed)

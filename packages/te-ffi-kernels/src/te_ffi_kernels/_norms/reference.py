@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._te import checks
 from .._te.modes import QuantizeLayout, ScalingMode
 from .._te.outputs import given_numbers, outputs_config
 from .._te.reference_dequantize import dequantized
@@ -126,13 +127,13 @@ def layernorm(
 ) -> jax.Array:
     """As ``te_ffi_kernels.layernorm``."""
     args = (x, gamma, beta, zero_centered_gamma, epsilon, norm_type)
-    plain = normalization_fwd(*args)[0]
-    mode = ScalingMode(getattr(scaling_mode, "value", scaling_mode))
+    found = normalization_fwd(*args, out_dtype, scaling_mode, scale=scale)
+    mode = checks.scaling_mode("layernorm", scaling_mode, quantized=False)
     if mode is ScalingMode.NO_SCALING:
-        return plain
-    out, _, scale_inv, *_ = normalization_fwd(*args, out_dtype, mode, scale=scale)
+        return found[0]
+    plain = normalization_fwd(*args)[0]
     return straight(
-        plain, lax.stop_gradient(dequantized(mode, x.dtype, x.ndim - 1, False, out, scale_inv))
+        plain, lax.stop_gradient(dequantized(mode, x.dtype, x.ndim - 1, False, found[0], found[2]))
     )
 
 

@@ -69,7 +69,7 @@ class QuantizeConfig:
 
 def quantize_config(
     op: str,
-    x: jax.Array,
+    x: jax.Array | jax.ShapeDtypeStruct,
     out_dtype: DTypeLike,
     scaling_mode: Any,
     q_layout: Any,
@@ -78,8 +78,9 @@ def quantize_config(
     *,
     is_dbias: bool = False,
     grouped: bool = False,
+    name: str = "x",
 ) -> QuantizeConfig:
-    """Checks the static arguments against x.
+    """Checks the static arguments against x, which errors call `name`.
 
     Raises:
         TypeError: a dtype that the mode doesn't have.
@@ -88,16 +89,16 @@ def quantize_config(
     """
     mode = checks.scaling_mode(op, scaling_mode, quantized=True)
     layout = checks.layout(op, q_layout)
-    checks.dtype(op, "x", x.dtype, checks.FLOATS)
+    checks.dtype(op, name, x.dtype, checks.FLOATS)
     codes = checks.code_dtype(op, "out_dtype", out_dtype, mode)
     scales = checks.scales_dtype(op, "scale_dtype", scale_dtype, mode)
-    axis = checks.axis(op, "flatten_axis", flatten_axis, "x", x.shape)
+    axis = checks.axis(op, "flatten_axis", flatten_axis, name, x.shape)
     if mode.is_mx:
         if layout.has_rowwise:
-            checks.blocks(op, "x", x.shape, x.ndim - 1)
+            checks.blocks(op, name, x.shape, x.ndim - 1)
         # Groups of rows are known when the op runs; the kernel checks them.
         if layout.has_colwise and not grouped:
-            checks.blocks(op, "x", x.shape, axis - 1)
+            checks.blocks(op, name, x.shape, axis - 1)
         if layout.has_colwise and grouped and checks.size(x.shape[:axis]) % 32:
-            checks.blocks(op, "x", x.shape, axis - 1)
+            checks.blocks(op, name, x.shape, axis - 1)
     return QuantizeConfig(codes, mode, layout, axis, scales, is_dbias)

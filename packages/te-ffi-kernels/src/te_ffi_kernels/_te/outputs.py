@@ -28,7 +28,7 @@ class Outputs:
     out_dtype: Any
     mode: ScalingMode = ScalingMode.NO_SCALING
     layout: QuantizeLayout = QuantizeLayout.ROWWISE
-    scale_dtype: Any = jnp.dtype(jnp.float32)
+    scale_dtype: Any = jnp.float32
     output_amax: bool = False
 
     def attributes(self) -> dict[str, Any]:
@@ -57,11 +57,17 @@ class Outputs:
             one = jnp.zeros((1,), jnp.float32)
             return found.astype(self.dtype), jnp.zeros((1,), self.dtype), one, one, before
         if self.mode is ScalingMode.CURRENT_TENSOR_SCALING:
-            found = found.astype(self.dtype).astype(jnp.float32)
+            found = self.rounded(found)
             most = numbers.of_bits(numbers.absmax_bits(found)).reshape(1)
             scale = compute_scale_from_amax(most, self.out_dtype)
         config = self._config(found.ndim)
         return reference_quantize.quantized(config, found, scale, before)[:5]
+
+    def rounded(self, found: jax.Array) -> jax.Array:
+        """The numbers that current scaling sees, which are of `dtype`; others as they are."""
+        if self.mode is not ScalingMode.CURRENT_TENSOR_SCALING:
+            return found
+        return found.astype(self.dtype).astype(jnp.float32)
 
     @property
     def follows_rows(self) -> bool:
@@ -76,9 +82,13 @@ class Outputs:
         return (True, False, self.mode is not ScalingMode.NO_SCALING, False, False)
 
     def cotangent(
-        self, shape: tuple[int, ...], found: Sequence[jax.Array], cts: Sequence[Any]
+        self,
+        shape: tuple[int, ...],
+        scale_inv: jax.Array,
+        colwise_scale_inv: jax.Array,
+        cts: Sequence[Any],
     ) -> jax.Array:
-        """Of the numbers, straight through the codes, from the results and their cotangents."""
+        """Of the numbers, straight through the codes, from the results' cotangents and scales."""
         if self.mode is ScalingMode.NO_SCALING:
             return cts[0]
         grad = jnp.zeros(shape, jnp.float32)
@@ -86,11 +96,11 @@ class Outputs:
         if self.out_dtype == jnp.int8:
             return grad
         if self.layout.has_rowwise:
-            wide = numbers.spread(found[2], shape, mode, axis, by_column=False)
+            wide = numbers.spread(scale_inv, shape, mode, axis, by_column=False)
             grad = grad + undo(cts[0], wide, mode)
         if self.layout.has_colwise:
             colwise = cts[1] if mode.is_mx else turn(cts[1], len(shape) - axis)
-            wide = numbers.spread(found[3], shape, mode, axis, by_column=True)
+            wide = numbers.spread(colwise_scale_inv, shape, mode, axis, by_column=True)
             grad = grad + undo(colwise, wide, mode)
         return grad
 
@@ -135,7 +145,9 @@ def outputs_config(
             f"{op}: x has shape {x.shape}, and must have an axis of rows to be quantized"
         )
     made = jax.ShapeDtypeStruct(shape, dtype)
-    config = quantize_config(op, made, out_dtype, mode, q_layout, -trailing, scale_dtype)
+    config = quantize_config(
+        op, made, out_dtype, mode, q_layout, -trailing, scale_dtype, name="the result"
+    )
     return Outputs(dtype, trailing, config.out_dtype, mode, config.q_layout, config.scale_dtype)
 
 
