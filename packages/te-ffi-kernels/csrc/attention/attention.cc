@@ -91,12 +91,15 @@ class Backward {
     if (sinks_ != nullptr) sums.sink = sinks_ + (head * pieces_ + index) * p_.group();
     std::memset(sums.k, 0, static_cast<size_t>(keys * k_width_) * sizeof(float));
     std::memset(sums.v, 0, static_cast<size_t>(keys * v_width_) * sizeof(float));
-    float* scratch = Arena<Blocks>::get_array<float>(table_.backward_scratch(p_));
+    const bool pairs = p_.dtype == DType::BF16 && table_.backward_bf16 != nullptr;
+    auto* run = pairs ? table_.backward_bf16 : table_.backward;
+    auto* size = pairs ? table_.backward_bf16_scratch : table_.backward_scratch;
+    float* scratch = Arena<Blocks>::get_array<float>(size(p_));
     const int64_t begin = index * piece_rows_;
     const int64_t end = std::min(begin + piece_rows_, part.segment.q_length * p_.group());
     for (part.begin = begin; part.begin < end; part.begin += table_.part_rows) {
       part.end = std::min<int64_t>(part.begin + table_.part_rows, end);
-      table_.backward(p_, gradients_, part, sums, scratch);
+      run(p_, gradients_, part, sums, scratch);
     }
     if (pieces_ == 1) store(head, 0, keys, sums.k, sums.v);
   }
@@ -145,6 +148,8 @@ void forward(const Problem& p, const Parallel& pool) {
     step /= 2;
   }
   const int64_t steps = ceil_of(rows, step);
+  const bool pairs = p.dtype == DType::BF16 && p.scale > 0 && table.forward_bf16 != nullptr;
+  auto* run = pairs ? table.forward_bf16 : table.forward;
   parallel.run(heads * steps, [&](int64_t task) {
     Part part;
     part.segment = p.segment(p.context, task % heads / p.kv_heads);
@@ -153,7 +158,7 @@ void forward(const Problem& p, const Parallel& pool) {
     part.begin = (steps - 1 - task / heads) * step;
     part.end = std::min(part.begin + step, part.segment.q_length * p.group());
     if (part.begin >= part.end) return;
-    table.forward(p, part, Arena<Blocks>::get_array<float>(table.forward_scratch(p)));
+    run(p, part, Arena<Blocks>::get_array<float>(table.forward_scratch(p)));
   });
 }
 

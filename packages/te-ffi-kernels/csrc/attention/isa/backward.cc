@@ -51,13 +51,7 @@ void backward(const Problem& p, const Gradients& gradients, const Part& part, co
     know(p, gradients, segment, rows, panel, state.known, state.queries, state.grads, by_query);
     first = least(first, panel.first_low);
     last = most(last, panel.last_high);
-    if (p.sink == nullptr) continue;
-    for (int64_t c = 0; c < panel.rows; ++c) {
-      const int64_t head = rows.head_of(panel.begin + c);
-      const float log_sum = *aux_of(p, segment, rows, panel.begin + c);
-      if (log_sum == -kInfinity) continue;
-      sums.sink[head - rows.head] -= __builtin_expf(p.sink[head] - log_sum) * state.known.delta[c];
-    }
+    add_sink_grads(p, segment, rows, panel, state.known, sums.sink);
   }
 
   for (int64_t key = first / kBlock * kBlock; key <= last; key += kBlock) {
@@ -67,6 +61,8 @@ void backward(const Problem& p, const Gradients& gradients, const Part& part, co
     for (int64_t i = 0; i < count; ++i) {
       const Panel& panel = panels[i];
       State& state = states[i];
+      prefetch_block(p, p.k, segment, part.kv_head, key + kBlock, i, count, qk);
+      prefetch_block(p, p.v, segment, part.kv_head, key + kBlock, i, count, v);
       const Range range = seen(panel, key, block);
       if (range.count() <= 0) continue;
       const int64_t from = key + range.first;

@@ -120,6 +120,20 @@ inline void load_block(const Problem& p, const Tokens& tokens, const Segment& se
   }
 }
 
+// Asks for a share of what load_block will read. The rows of a head are far from each other, which
+// processors don't foresee.
+inline void prefetch_block(const Problem& p, const Tokens& tokens, const Segment& segment,
+                           int64_t kv_head, int64_t key, int64_t share, int64_t shares,
+                           int64_t size) {
+  const int64_t count = least(kBlock, segment.kv_length - key);
+  const int64_t bytes = size * (p.dtype == DType::F32 ? 4 : 2);
+  for (int64_t i = count * share / shares; i < count * (share + 1) / shares; ++i) {
+    const int64_t index = index_of(tokens, segment.kv_start + key + i, kv_head);
+    const char* row = at(tokens.data, p.dtype, index);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+  }
+}
+
 // The keys of a block that a panel sees, or some more: [first, last) within it.
 struct Range {
   int64_t first, last;
