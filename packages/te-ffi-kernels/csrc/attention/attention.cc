@@ -31,10 +31,10 @@ class Backward {
   Backward(const Problem& p, const Gradients& gradients)
       : p_(p), gradients_(gradients), table_(attention::table()) {
     heads_ = p.segments * p.kv_heads;
-    const int64_t parts = ceil_of(p.most_queries * p.group(), table_.part_rows);
+    const int64_t parts = ceil_of(p.most_queries * p.group(), table_.backward_rows);
     const int64_t wanted = std::min(ceil_of(kWantedTasks, std::max<int64_t>(heads_, 1)), parts);
     piece_rows_ = ceil_of(std::max<int64_t>(parts, 1), std::max<int64_t>(wanted, 1)) *
-                  table_.part_rows;
+                  table_.backward_rows;
     pieces_ = std::max<int64_t>(1, ceil_of(p.most_queries * p.group(), piece_rows_));
     const auto padded = [&](int64_t size) { return ceil_of(size, table_.width) * table_.width; };
     k_width_ = padded(p.qk_size);
@@ -97,8 +97,8 @@ class Backward {
     float* scratch = Arena<Blocks>::get_array<float>(size(p_));
     const int64_t begin = index * piece_rows_;
     const int64_t end = std::min(begin + piece_rows_, part.segment.q_length * p_.group());
-    for (part.begin = begin; part.begin < end; part.begin += table_.part_rows) {
-      part.end = std::min<int64_t>(part.begin + table_.part_rows, end);
+    for (part.begin = begin; part.begin < end; part.begin += table_.backward_rows) {
+      part.end = std::min<int64_t>(part.begin + table_.backward_rows, end);
       run(p_, gradients_, part, sums, scratch);
     }
     if (pieces_ == 1) store(head, 0, keys, sums.k, sums.v);
@@ -143,7 +143,7 @@ void forward(const Problem& p, const Parallel& pool) {
   const Parallel serial;
   const Parallel& parallel = is_small(p) ? serial : pool;
   const int64_t heads = p.segments * p.kv_heads, rows = p.most_queries * p.group();
-  int64_t step = table.part_rows;
+  int64_t step = table.forward_rows;
   while (step > 2 * table.columns && heads * ceil_of(rows, step) < 4 * parallel.threads()) {
     step /= 2;
   }

@@ -24,7 +24,7 @@ struct KeySums {
 struct Table {
   int width;      // sizes are padded to a multiple of it
   int columns;    // the rows of parts begin at a multiple of it
-  int part_rows;  // a part has no more rows
+  int forward_rows, backward_rows;  // a part has no more rows
 
   // Scratch memory, in floats.
   int64_t (*forward_scratch)(const Problem& problem);

@@ -13,6 +13,8 @@
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
+constexpr int64_t kMostPanels = kBackwardRows / kCols;
+
 struct State {
   Known known;     // its columns are pairs
   float* queries;  // pairs of rows, [kCols / 2][padded qk_size]

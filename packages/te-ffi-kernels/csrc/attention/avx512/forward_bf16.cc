@@ -12,6 +12,8 @@
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
+constexpr int64_t kMostPanels = kForwardRows / kCols;
+
 void forward(const Problem& p, const Part& part, float* memory) {
   const Segment& segment = part.segment;
   const int64_t group = p.q_heads / p.kv_heads;

@@ -8,6 +8,8 @@
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
+constexpr int64_t kMostPanels = kBackwardRows / kCols;
+
 struct State {
   Known known;
   float* queries;  // [kCols][padded qk_size]
@@ -113,6 +115,7 @@ void add(const float* __restrict from, float* __restrict to, int64_t count) {
 }  // namespace
 
 void set_backward(Table& table) {
+  table.backward_rows = kBackwardRows;
   table.backward_scratch = scratch_of;
   table.backward = backward;
   table.store = store;

@@ -7,6 +7,8 @@
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
+constexpr int64_t kMostPanels = kForwardRows / kCols;
+
 int64_t scratch_of(const Problem& p) {
   const int64_t width = padded(p.qk_size) + padded(p.v_size);
   const int64_t widest = most(most(padded(p.qk_size), padded(p.v_size)), kBlock);
@@ -97,7 +99,7 @@ void forward(const Problem& p, const Part& part, float* memory) {
 void set_forward(Table& table) {
   table.width = kWidth;
   table.columns = kCols;
-  table.part_rows = kPartRows;
+  table.forward_rows = kForwardRows;
   table.forward_scratch = scratch_of;
   table.forward = forward;
 }

@@ -11,8 +11,8 @@ namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
 constexpr int64_t kBlock = 64;  // keys of a block; a multiple of kWidth
-constexpr int64_t kPartRows = 256;
-constexpr int64_t kMostPanels = kPartRows / kCols;
+constexpr int64_t kForwardRows = 1024;  // of a part
+constexpr int64_t kBackwardRows = 512;
 
 // Hands out scratch memory.
 class Scratch {
