@@ -33,7 +33,7 @@ def jaxtap_register_kernels():
             apply=f"te_ffi_kernels:{op}",
         )
         for op, summary in _WEIGHTS.items()
-    ] + SPECS + ATTENTION
+    ] + [*SPECS, *ATTENTION]
 
 
 @hookimpl

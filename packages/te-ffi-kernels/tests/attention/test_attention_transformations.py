@@ -37,7 +37,9 @@ def three(*before, seed=0):
 
 @pytest.mark.parametrize("bias_shape", [None, (2, 2), (1, 2)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("mapped", [(0, 0, 0, 0, 0), (0, None, None, None, None), (0, 1, 0, 0, None)])
+@pytest.mark.parametrize(
+    "mapped", [(0, 0, 0, 0, 0), (0, None, None, None, None), (0, 1, 0, 0, None)]
+)
 def test_vmap(bias_shape, dropout, mapped):
     qkv = [x if axis is not None else x[0] for x, axis in zip(three(3), mapped, strict=False)]
     if mapped[1] == 1:
@@ -114,7 +116,8 @@ def test_gradients_of_gradients():
 def test_export_and_warm_ups():
     qkv = three()
     grad = jax.jit(jax.grad(lambda *qkv: jnp.sum(attend(*qkv) ** 2), (0, 1, 2)))
-    count = lambda: [te.warm_counts().get(f"te_ffi_kernels.fused_attn_{x}", 0) for x in ("forward", "backward")]  # noqa: E501,E731
+    names = [f"te_ffi_kernels.fused_attn_{half}" for half in ("forward", "backward")]
+    count = lambda: [te.warm_counts().get(name, 0) for name in names]  # noqa: E731
     exported = jax.export.export(grad, platforms=["cpu"], disabled_checks=te.export_checks())(*qkv)
     again = jax.export.deserialize(exported.serialize())
     before = count()

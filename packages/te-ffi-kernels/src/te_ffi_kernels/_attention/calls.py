@@ -101,7 +101,8 @@ def _forward(
     def in_jax(*given: jax.Array) -> Forward:
         at = _lengths(config, *given[6:])
         words = jnp.pad(given[5].reshape(-1)[:2], (0, 2))
-        out, aux = dense.forward(config, sizes, given[:count], *given[3:5], words, at)
+        bias, offset = given[3:5]
+        out, aux = dense.forward(config, sizes, given[:count], bias, offset, words, at)
         return out, aux, random_state(given[5])
 
     results = (
@@ -184,7 +185,7 @@ def _fold(config: Config, axis_size: int, in_batched: Sequence[Any], *given: Any
 
 
 def _fold_backward(config: Config, axis_size: int, in_batched: Sequence[Any], *given: Any) -> Any:
-    qkv, bias, offset, aux, rng_state, out, out_grad, sequences = given
+    qkv, _, offset, aux, rng_state, out, out_grad, sequences = given
     flags = in_batched
     # The offset's gradient is a sum over the batch.
     summed = config.softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX
@@ -192,14 +193,16 @@ def _fold_backward(config: Config, axis_size: int, in_batched: Sequence[Any], *g
     folded = None if random or summed else _folded_bias(config, axis_size, given, flags)
     if folded is None:
         return NotImplemented
+    merged = _merged(axis_size, (aux, out, out_grad), (flags[3], flags[5], flags[6]))
     grads, bias_grad, offset_grad = backward(
         config,
         _merged(axis_size, qkv, flags[0]),
         folded,
         offset,
-        *_merged(axis_size, (aux,), (flags[3],)),
+        merged[0],
         rng_state,
-        *_merged(axis_size, (out, out_grad), (flags[5], flags[6])),
+        merged[1],
+        merged[2],
         _merged_sequences(config, axis_size, qkv, flags[0], sequences, flags[7]),
     )
     grads = tuple(_split(axis_size, grad) for grad in grads)

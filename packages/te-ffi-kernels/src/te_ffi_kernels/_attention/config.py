@@ -180,8 +180,10 @@ def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any) -> 
     if bias.dtype != dtype:
         raise TypeError(f"{op}: bias is {bias.dtype.name}, and must be {dtype.name}, as qkv")
     rest = (sizes.q_length, sizes.kv_length)
-    if bias.ndim != 4 or bias.shape[2:] != rest or (
-        bias.shape[0] not in (1, sizes.batch) or bias.shape[1] not in (1, sizes.heads)
+    if (
+        bias.ndim != 4
+        or bias.shape[2:] != rest
+        or (bias.shape[0] not in (1, sizes.batch) or bias.shape[1] not in (1, sizes.heads))
     ):
         raise ValueError(
             f"{op}: bias has shape {bias.shape}, and must have (1 or {sizes.batch}, 1 or "

@@ -95,9 +95,7 @@ def fused_attn_bwd(
     )
     sizes, random = sizes_of(op, arrays, config.layout), calls.random_words(words)
     saved = (softmax_aux, random, output, doutput, sequences)
-    grads, bias_grad, offset_grad = dense.backward(
-        config, sizes, arrays, some_bias, offset, *saved
-    )
+    grads, bias_grad, offset_grad = dense.backward(config, sizes, arrays, some_bias, offset, *saved)
     no_offset = config.softmax_type is AttnSoftmaxType.VANILLA_SOFTMAX
     return grads, None if bias is None else bias_grad, None if no_offset else offset_grad
 

@@ -53,9 +53,7 @@ class SequenceDescriptor:
             seq_offsets: where they begin in their batch entry, [b, n + 1] or [b, n]; what is not
                 used is -1.
         """
-        return cls(
-            seqlens=_pair("seqlens", seqlens), seq_offsets=_pair("seq_offsets", seq_offsets)
-        )
+        return cls(seqlens=_pair("seqlens", seqlens), seq_offsets=_pair("seq_offsets", seq_offsets))
 
     @classmethod
     def from_segment_ids_and_pos(
