@@ -39,11 +39,11 @@ class Backward {
     const auto padded = [&](int64_t size) { return ceil_of(size, table_.width) * table_.width; };
     k_width_ = padded(p.qk_size);
     v_width_ = padded(p.v_size);
-    size_ = p.most_keys * (k_width_ + v_width_);
+    size_ = std::max<int64_t>(1, p.most_keys * (k_width_ + v_width_));
   }
 
   void run(const Parallel& parallel) {
-    const int64_t sinks = heads_ * pieces_ * p_.group();
+    const int64_t sinks = std::max<int64_t>(1, heads_ * pieces_ * p_.group());
     if (gradients_.sink_grad != nullptr) {
       sinks_ = Arena<SinkSums>::get_array<float>(sinks);
       std::memset(sinks_, 0, static_cast<size_t>(sinks) * sizeof(float));

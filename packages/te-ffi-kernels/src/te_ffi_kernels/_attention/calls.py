@@ -29,9 +29,32 @@ def forward(
     sequences: Sequences,
 ) -> Forward:
     """Result, log-sum-exp and random state."""
+    return _forward_once(config, qkv, bias, offset, seed, sequences)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forward_once(config: Config, *given: Any) -> Forward:
     return _op.batched(functools.partial(_forward, config), functools.partial(_fold, config))(
-        qkv, bias, offset, seed, sequences
+        *given
     )
+
+
+def _forward_saved(config: Config, *given: Any) -> tuple[Forward, Any]:
+    return _forward_once(config, *given), given
+
+
+def _forward_again(config: Config, given: Any, cotangents: Any) -> Any:
+    # Reached by gradients of gradients alone: `ops` has a kernel for the first.
+    qkv, bias, offset, seed, sequences = given
+    sizes, words = sizes_of("fused_attn_fwd", qkv, config.layout), random_words(random_state(seed))
+
+    def plain(qkv: Arrays, bias: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return dense.forward(config, sizes, qkv, bias, offset, words, sequences)
+
+    return (*jax.vjp(plain, qkv, bias, offset)[1](tuple(cotangents[:2])), None, None)
+
+
+_forward_once.defvjp(_forward_saved, _forward_again)
 
 
 def backward(
