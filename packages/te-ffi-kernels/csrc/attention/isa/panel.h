@@ -28,19 +28,13 @@ class Scratch {
   float* next_;
 };
 
-inline int64_t rounded(int64_t count) { return (count + 15) / 16 * 16; }
-
 struct Panel {
   int64_t begin, rows;   // of the part's rows
   int64_t columns;       // rows rounded up to registers
   int32_t first_low, last_low, first_high, last_high;
   alignas(64) int32_t low[kCols], high[kCols];  // the keys that each column sees, both inclusive
 
-  // Whether some column sees some key of [key, key + count).
-  bool sees(int64_t key, int64_t count) const {
-    return key <= last_high && key + count > first_low;
-  }
-  // Whether all columns see all of them.
+  // Whether all columns see all keys of [key, key + count).
   bool sees_all(int64_t key, int64_t count) const {
     return key >= last_low && key + count - 1 <= first_high;
   }
