@@ -31,19 +31,19 @@ class Backward {
   Backward(const Problem& p, const Gradients& gradients)
       : p_(p), gradients_(gradients), table_(attention::table()) {
     heads_ = p.segments * p.kv_heads;
-    const int64_t parts = ceil_of(p.most_queries * p.group(), table_.part_rows);
+    const int64_t parts = ceil_of(p.most_queries * p.group(), table_.backward_rows);
     const int64_t wanted = std::min(ceil_of(kWantedTasks, std::max<int64_t>(heads_, 1)), parts);
     piece_rows_ = ceil_of(std::max<int64_t>(parts, 1), std::max<int64_t>(wanted, 1)) *
-                  table_.part_rows;
+                  table_.backward_rows;
     pieces_ = std::max<int64_t>(1, ceil_of(p.most_queries * p.group(), piece_rows_));
     const auto padded = [&](int64_t size) { return ceil_of(size, table_.width) * table_.width; };
     k_width_ = padded(p.qk_size);
     v_width_ = padded(p.v_size);
-    size_ = p.most_keys * (k_width_ + v_width_);
+    size_ = std::max<int64_t>(1, p.most_keys * (k_width_ + v_width_));
   }
 
   void run(const Parallel& parallel) {
-    const int64_t sinks = heads_ * pieces_ * p_.group();
+    const int64_t sinks = std::max<int64_t>(1, heads_ * pieces_ * p_.group());
     if (gradients_.sink_grad != nullptr) {
       sinks_ = Arena<SinkSums>::get_array<float>(sinks);
       std::memset(sinks_, 0, static_cast<size_t>(sinks) * sizeof(float));
@@ -91,12 +91,15 @@ class Backward {
     if (sinks_ != nullptr) sums.sink = sinks_ + (head * pieces_ + index) * p_.group();
     std::memset(sums.k, 0, static_cast<size_t>(keys * k_width_) * sizeof(float));
     std::memset(sums.v, 0, static_cast<size_t>(keys * v_width_) * sizeof(float));
-    float* scratch = Arena<Blocks>::get_array<float>(table_.backward_scratch(p_));
+    const bool pairs = p_.dtype == DType::BF16 && table_.backward_bf16 != nullptr;
+    auto* run = pairs ? table_.backward_bf16 : table_.backward;
+    auto* size = pairs ? table_.backward_bf16_scratch : table_.backward_scratch;
+    float* scratch = Arena<Blocks>::get_array<float>(size(p_));
     const int64_t begin = index * piece_rows_;
     const int64_t end = std::min(begin + piece_rows_, part.segment.q_length * p_.group());
-    for (part.begin = begin; part.begin < end; part.begin += table_.part_rows) {
-      part.end = std::min<int64_t>(part.begin + table_.part_rows, end);
-      table_.backward(p_, gradients_, part, sums, scratch);
+    for (part.begin = begin; part.begin < end; part.begin += table_.backward_rows) {
+      part.end = std::min<int64_t>(part.begin + table_.backward_rows, end);
+      run(p_, gradients_, part, sums, scratch);
     }
     if (pieces_ == 1) store(head, 0, keys, sums.k, sums.v);
   }
@@ -140,11 +143,13 @@ void forward(const Problem& p, const Parallel& pool) {
   const Parallel serial;
   const Parallel& parallel = is_small(p) ? serial : pool;
   const int64_t heads = p.segments * p.kv_heads, rows = p.most_queries * p.group();
-  int64_t step = table.part_rows;
+  int64_t step = table.forward_rows;
   while (step > 2 * table.columns && heads * ceil_of(rows, step) < 4 * parallel.threads()) {
     step /= 2;
   }
   const int64_t steps = ceil_of(rows, step);
+  const bool pairs = p.dtype == DType::BF16 && p.scale > 0 && table.forward_bf16 != nullptr;
+  auto* run = pairs ? table.forward_bf16 : table.forward;
   parallel.run(heads * steps, [&](int64_t task) {
     Part part;
     part.segment = p.segment(p.context, task % heads / p.kv_heads);
@@ -153,7 +158,7 @@ void forward(const Problem& p, const Parallel& pool) {
     part.begin = (steps - 1 - task / heads) * step;
     part.end = std::min(part.begin + step, part.segment.q_length * p.group());
     if (part.begin >= part.end) return;
-    table.forward(p, part, Arena<Blocks>::get_array<float>(table.forward_scratch(p)));
+    run(p, part, Arena<Blocks>::get_array<float>(table.forward_scratch(p)));
   });
 }
 

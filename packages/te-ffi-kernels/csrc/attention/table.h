@@ -24,7 +24,7 @@ struct KeySums {
 struct Table {
   int width;      // sizes are padded to a multiple of it
   int columns;    // the rows of parts begin at a multiple of it
-  int part_rows;  // a part has no more rows
+  int forward_rows, backward_rows;  // a part has no more rows
 
   // Scratch memory, in floats.
   int64_t (*forward_scratch)(const Problem& problem);
@@ -35,6 +35,13 @@ struct Table {
   // Adds to `sums`, and writes the gradient of the queries.
   void (*backward)(const Problem& problem, const Gradients& gradients, const Part& part,
                    const KeySums& sums, float* scratch);
+  // The same of bfloat16 alone, where the processor multiplies that; nullptr elsewhere. Forward needs
+  // a positive scale.
+  void (*forward_bf16)(const Problem& problem, const Part& part, float* scratch);
+  int64_t (*backward_bf16_scratch)(const Problem& problem);
+  void (*backward_bf16)(const Problem& problem, const Gradients& gradients, const Part& part,
+                        const KeySums& sums, float* scratch);
+
   // sum * factor as gradients of the keys' tokens; `rows` of them, from `token` on.
   void (*store)(const Problem& problem, const Tokens& to, int64_t head, int64_t token, int64_t rows,
                 int64_t size, const float* sums, float factor);

@@ -2,12 +2,8 @@
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
-from ._activations.specs import SPECS as ACTIVATIONS
 from ._attention.specs import SPECS as ATTENTION
-from ._norms.specs import SPECS as NORMS
-from ._router.specs import SPECS as ROUTER
-from ._softmax.specs import SPECS as SOFTMAX
-from ._te.specs import SPECS as TE
+from ._te.specs import SPECS
 
 API = (1, 1)
 
@@ -37,7 +33,7 @@ def jaxtap_register_kernels():
             apply=f"te_ffi_kernels:{op}",
         )
         for op, summary in _WEIGHTS.items()
-    ] + [*TE, *ATTENTION, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
+    ] + [*SPECS, *ATTENTION]
 
 
 @hookimpl

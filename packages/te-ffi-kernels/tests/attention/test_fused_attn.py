@@ -103,7 +103,6 @@ def check(found, wanted, tol):
         ((2, 70, 67, 2, 2, 40, 33), jnp.bfloat16, AttnMaskType.CAUSAL_MASK),
         ((2, 70, 67, 2, 2, 40, 33), jnp.float16, AttnMaskType.NO_MASK),
         ((1, 1, 70, 4, 1, 64, 64), jnp.bfloat16, AttnMaskType.NO_MASK),
-        ((1, 70, 1, 4, 2, 20, 8), jnp.float16, AttnMaskType.CAUSAL_MASK),
         ((1, 17, 19, 1, 1, 1, 1), jnp.bfloat16, AttnMaskType.CAUSAL_MASK),
         ((1, 6, 10, 1, 1, 256, 130), jnp.float32, AttnMaskType.CAUSAL_MASK),
     ],
@@ -123,10 +122,11 @@ def test_sizes_and_dtypes(sizes, dtype, mask):
 LENGTHS = ([40, 7, 0], [50, 21, 33])
 
 
-@pytest.mark.parametrize("mask", list(AttnMaskType))
-@pytest.mark.parametrize("window", [None, (9, 4)])
+@pytest.mark.parametrize(
+    ("mask", "window"), [(0, (9, 4)), (1, None), (2, (9, 4)), (3, None), (4, None), (5, (9, 4))]
+)
 def test_masks(mask, window):
-    b, sq, skv = 3, 40, 50
+    b, sq, skv, mask = 3, 40, 50, AttnMaskType(mask)
     *qkv, grad = arrays(b, sq, skv, 2, 1, 8, 8)
     lengths = LENGTHS if mask.is_padding() else ([sq] * b, [skv] * b)
     sees = expected.visible(
@@ -143,9 +143,7 @@ def test_masks(mask, window):
     assert not np.asarray(found[0])[~sees.any(axis=2)].any()
 
 
-@pytest.mark.parametrize(
-    ("bias_type", "shape"), [(1, (1, 1)), (2, (1, 4)), (1, (2, 1)), (2, (2, 4))]
-)
+@pytest.mark.parametrize(("bias_type", "shape"), [(1, (1, 4)), (1, (2, 1)), (2, (2, 4))])
 def test_bias(bias_type, shape):
     *qkv, grad = arrays(2, 35, 70, 4, 2, 8, 12)
     bias = jax.random.normal(jax.random.key(5), (*shape, 35, 70))
@@ -165,13 +163,15 @@ def test_bias(bias_type, shape):
     check(found, wanted, 3e-6)
 
 
-@pytest.mark.parametrize("softmax", list(AttnSoftmaxType))
+@pytest.mark.parametrize(
+    "softmax", [AttnSoftmaxType.OFF_BY_ONE_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX]
+)
 def test_softmax_types(softmax):
     *qkv, grad = arrays(2, 35, 40, 4, 2, 8, 12)
     offset = None
     if softmax is AttnSoftmaxType.LEARNABLE_SOFTMAX:
         offset = jax.random.normal(jax.random.key(5), (1, 4, 1, 1))
-    plain = {0: None, 1: np.zeros(4), 2: None if offset is None else np.ravel(offset)}[softmax]
+    plain = np.zeros(4) if offset is None else np.ravel(offset)
     sees = expected.visible(
         [35] * 2, [40] * 2, 35, 40, causal=True, bottom_right=False, window=(3, -1)
     )
@@ -195,7 +195,7 @@ def test_dropout(dtype):
     check(run(qkv, grad, dropout=0.3, op=reference), wanted, tolerance(dtype))
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.7, 30.0])
+@pytest.mark.parametrize("scale", [-0.7, 30.0])
 def test_scales(scale):
     *qkv, grad = arrays(1, 35, 40, 2, 2, 8, 8)
     sees = expected.visible([35], [40], 35, 40, causal=True, bottom_right=False, window=(-1, -1))
@@ -204,9 +204,7 @@ def test_scales(scale):
     check(found, wanted, 3e-6 if abs(scale) < 1 else 2e-4)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "causal"), [(jnp.float32, False), (jnp.bfloat16, True), (jnp.float16, False)]
-)
+@pytest.mark.parametrize(("dtype", "causal"), [(jnp.float32, False), (jnp.bfloat16, True)])
 def test_errors_are_no_larger_than_those_of_xla(dtype, causal):
     *qkv, grad = arrays(1, 150, 150, 2, 2, 64, 64, dtype, seed=7)
     scale = 0.125
@@ -236,9 +234,8 @@ def test_errors_are_no_larger_than_those_of_xla(dtype, causal):
         assert ours <= (1.8 if dtype == jnp.float32 else 1.05) * theirs
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16])
-def test_packed_layouts(dtype):
-    b, s, h, d = 2, 35, 2, 24
+def test_packed_layouts():
+    b, s, h, d, dtype = 2, 35, 2, 24, jnp.bfloat16
     q, k, v, grad = arrays(b, s, s, h, h, d, d, dtype)
     options = {"mask": AttnMaskType.PADDING_CAUSAL_MASK, "lengths": ([35, 11], [30, 35])}
     out, (dq, dk, dv), _, _ = run((q, k, v), grad, **options)
@@ -301,34 +298,26 @@ def test_halves(layout):
             (ends[0][:, None], ends[1][:, None]), (zero, zero)
         )
     mask, softmax = AttnMaskType.PADDING_MASK, AttnSoftmaxType.OFF_BY_ONE_SOFTMAX
-    found = [], []
-    for op, results in zip((te, reference), found, strict=True):
-        args = (layout, 0.3, 0.2, True)
-        out, aux, state = op.fused_attn_fwd(
-            (q, k, v), None, None, descriptor, SEED, AttnBiasType.NO_BIAS, mask, softmax, *args
-        )
+    kind = AttnBiasType.NO_BIAS
+    found = []
+    for op in (te, reference):
+
+        @jax.jit
+        def both(q, k, v, grad, op=op):
+            out, aux, state = op.fused_attn_fwd(
+                (q, k, v), None, None, descriptor, SEED, kind, mask, softmax, layout, 0.3, 0.2, True
+            )
+            args = (kind, mask, layout, softmax, 0.3, 0.2, True)
+            back = op.fused_attn_bwd(
+                (q, k, v), None, None, aux, state, out, grad, descriptor, *args
+            )
+            return out, aux, state, back
+
+        out, aux, state, (grads, bias_grad, offset_grad) = both(q, k, v, grad)
         assert aux.shape == ((2, 20, 2, 1) if layout.is_thd() else (2, 2, 20, 1))
-        assert state.shape == (2, 4)
         np.testing.assert_array_equal(state, [[123, 2**32 - 5, 0, 0], [0] * 4])
-        grads = op.fused_attn_bwd(
-            (q, k, v),
-            None,
-            None,
-            aux,
-            state,
-            out,
-            grad,
-            descriptor,
-            AttnBiasType.NO_BIAS,
-            mask,
-            layout,
-            softmax,
-            0.3,
-            0.2,
-            True,
-        )
-        assert grads[1] is None
-        results += [out, aux, *grads[0], grads[2]]
+        assert bias_grad is None
+        found.append([out, aux, *grads, offset_grad])
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 

@@ -8,6 +8,8 @@
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
+constexpr int64_t kMostPanels = kBackwardRows / kCols;
+
 struct State {
   Known known;
   float* queries;  // [kCols][padded qk_size]
@@ -51,13 +53,7 @@ void backward(const Problem& p, const Gradients& gradients, const Part& part, co
     know(p, gradients, segment, rows, panel, state.known, state.queries, state.grads, by_query);
     first = least(first, panel.first_low);
     last = most(last, panel.last_high);
-    if (p.sink == nullptr) continue;
-    for (int64_t c = 0; c < panel.rows; ++c) {
-      const int64_t head = rows.head_of(panel.begin + c);
-      const float log_sum = *aux_of(p, segment, rows, panel.begin + c);
-      if (log_sum == -kInfinity) continue;
-      sums.sink[head - rows.head] -= __builtin_expf(p.sink[head] - log_sum) * state.known.delta[c];
-    }
+    add_sink_grads(p, segment, rows, panel, state.known, sums.sink);
   }
 
   for (int64_t key = first / kBlock * kBlock; key <= last; key += kBlock) {
@@ -67,6 +63,8 @@ void backward(const Problem& p, const Gradients& gradients, const Part& part, co
     for (int64_t i = 0; i < count; ++i) {
       const Panel& panel = panels[i];
       State& state = states[i];
+      prefetch_block(p, p.k, segment, part.kv_head, key + kBlock, i, count, qk);
+      prefetch_block(p, p.v, segment, part.kv_head, key + kBlock, i, count, v);
       const Range range = seen(panel, key, block);
       if (range.count() <= 0) continue;
       const int64_t from = key + range.first;
@@ -117,6 +115,7 @@ void add(const float* __restrict from, float* __restrict to, int64_t count) {
 }  // namespace
 
 void set_backward(Table& table) {
+  table.backward_rows = kBackwardRows;
   table.backward_scratch = scratch_of;
   table.backward = backward;
   table.store = store;

@@ -25,6 +25,13 @@ inline Known take_known(const Problem& p, Scratch& scratch) {
           scratch.take(kCols), scratch.take(kCols)};
 }
 
+// To the base 2.
+inline float log_sum_of(const Problem& p, const Segment& segment, const Rows& rows, int64_t row) {
+  const float log_sum = *aux_of(p, segment, rows, row);
+  // Without any key there are no probabilities.
+  return log_sum == -kInfinity ? kInfinity : log_sum * kLog2E;
+}
+
 // Reads it. `queries` and `grads` get the same as rows, [kCols][padded size].
 inline void know(const Problem& p, const Gradients& gradients, const Segment& segment,
                  const Rows& rows, const Panel& panel, const Known& known, float* queries,
@@ -43,14 +50,24 @@ inline void know(const Problem& p, const Gradients& gradients, const Segment& se
     Vector sum{};
     for (int64_t i = 0; i < v_width; i += kWidth) sum += read(line + i) * read(grads + c * v_width + i);
     for (int j = 0; j < kWidth; ++j) known.delta[c] += sum[j];
-    const float log_sum = *aux_of(p, segment, rows, row);
-    // Without any key there are no probabilities.
-    known.log_sum[c] = log_sum == -kInfinity ? kInfinity : log_sum * kLog2E;
+    known.log_sum[c] = log_sum_of(p, segment, rows, row);
+  }
+}
+
+// A panel's part of the gradient of the sinks, [group].
+inline void add_sink_grads(const Problem& p, const Segment& segment, const Rows& rows,
+                           const Panel& panel, const Known& known, float* sums) {
+  if (p.sink == nullptr) return;
+  for (int64_t c = 0; c < panel.rows; ++c) {
+    const int64_t head = rows.head_of(panel.begin + c);
+    const float log_sum = *aux_of(p, segment, rows, panel.begin + c);
+    if (log_sum == -kInfinity) continue;
+    sums[head - rows.head] -= __builtin_expf(p.sink[head] - log_sum) * known.delta[c];
   }
 }
 
 template <bool kCut, bool kDrop>
-inline void differentiate(const Panel& panel, const Known& known, int64_t key, int64_t count,
+inline void differentiate_block(const Panel& panel, const Known& known, int64_t key, int64_t count,
                           float factor, float keep, const float* drop, float* scores,
                           float* grads) {
   for (int64_t c = 0; c < panel.columns; c += kWidth) {
@@ -76,8 +93,24 @@ inline void differentiate(const Panel& panel, const Known& known, int64_t key, i
   }
 }
 
-// Of `count` keys from `key` on, whose keys and values are given: `scores` gets the factors of the
-// values (probabilities, with dropout), `grads` the gradients of the scores that softmax takes.
+// `scores`, scaled with a bias and unscaled without, become the factors of the values (probabilities,
+// with dropout), and `grads`, those of the probabilities, the gradients of the scores of softmax.
+inline void differentiate(const Problem& p, const Segment& segment, const Rows& rows,
+                          const Panel& panel, const Known& known, int64_t key, int64_t count,
+                          float* scores, float* grads, float* drop) {
+  const float factor = (p.bias_type != Bias::kNone ? 1.0f : p.scale) * kLog2E;
+  const bool cut = !panel.sees_all(key, count);
+  if (p.dropout > 0) {
+    draw(p, segment, rows, panel, key, count, drop);
+    auto* run = cut ? differentiate_block<true, true> : differentiate_block<false, true>;
+    run(panel, known, key, count, factor, keep_scale(p), drop, scores, grads);
+  } else {
+    auto* run = cut ? differentiate_block<true, false> : differentiate_block<false, false>;
+    run(panel, known, key, count, factor, 1.0f, drop, scores, grads);
+  }
+}
+
+// The same of `count` keys from `key` on, whose keys and values are given.
 inline void score_grads(const Problem& p, const Segment& segment, const Rows& rows,
                         const Panel& panel, const Known& known, int64_t key, int64_t count,
                         const float* keys, const float* values, float* scores, float* grads,
@@ -88,16 +121,7 @@ inline void score_grads(const Problem& p, const Segment& segment, const Rows& ro
   if (has_bias) add_bias(p, segment, rows, panel, key, count, scores, by_query, other);
   tile::multiply<tile::Left::kByRow>(count, panel.columns, p.v_size, values, padded(p.v_size),
                                      known.grads, kCols, grads, kCols, false);
-  const float factor = has_bias ? kLog2E : p.scale * kLog2E;
-  const bool cut = !panel.sees_all(key, count);
-  if (p.dropout > 0) {
-    draw(p, segment, rows, panel, key, count, other);
-    auto* run = cut ? differentiate<true, true> : differentiate<false, true>;
-    run(panel, known, key, count, factor, keep_scale(p), other, scores, grads);
-  } else {
-    auto* run = cut ? differentiate<true, false> : differentiate<false, false>;
-    run(panel, known, key, count, factor, 1.0f, other, scores, grads);
-  }
+  differentiate(p, segment, rows, panel, known, key, count, scores, grads, other);
 }
 
 }  // namespace

@@ -140,8 +140,9 @@ inline void load_numbers(DType dtype, const void* from, int64_t count, float* __
                          int64_t width) {
   int64_t i = 0;
   if (dtype == DType::F32) {
-    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
-    i = count;
+    const auto* in = static_cast<const float*>(from);
+    for (; i + kWidth <= count; i += kWidth) write(to + i, read(in + i));
+    for (; i < count; ++i) to[i] = in[i];
   } else if (dtype == DType::BF16) {
     const auto* __restrict in = static_cast<const uint16_t*>(from);
     for (; i < count; ++i) to[i] = bf16_to_f32(in[i]);

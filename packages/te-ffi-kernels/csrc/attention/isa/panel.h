@@ -11,8 +11,8 @@ namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
 constexpr int64_t kBlock = 64;  // keys of a block; a multiple of kWidth
-constexpr int64_t kPartRows = 256;
-constexpr int64_t kMostPanels = kPartRows / kCols;
+constexpr int64_t kForwardRows = 1024;  // of a part
+constexpr int64_t kBackwardRows = 512;
 
 // Hands out scratch memory.
 class Scratch {
@@ -28,19 +28,13 @@ class Scratch {
   float* next_;
 };
 
-inline int64_t rounded(int64_t count) { return (count + 15) / 16 * 16; }
-
 struct Panel {
   int64_t begin, rows;   // of the part's rows
   int64_t columns;       // rows rounded up to registers
   int32_t first_low, last_low, first_high, last_high;
   alignas(64) int32_t low[kCols], high[kCols];  // the keys that each column sees, both inclusive
 
-  // Whether some column sees some key of [key, key + count).
-  bool sees(int64_t key, int64_t count) const {
-    return key <= last_high && key + count > first_low;
-  }
-  // Whether all columns see all of them.
+  // Whether all columns see all keys of [key, key + count).
   bool sees_all(int64_t key, int64_t count) const {
     return key >= last_low && key + count - 1 <= first_high;
   }
@@ -117,6 +111,20 @@ inline void load_block(const Problem& p, const Tokens& tokens, const Segment& se
   for (int64_t i = 0; i < count; ++i) {
     const int64_t index = index_of(tokens, segment.kv_start + key + i, kv_head);
     load_numbers(p.dtype, at(tokens.data, p.dtype, index), size, to + i * width, width);
+  }
+}
+
+// Asks for a share of what load_block will read. The rows of a head are far from each other, which
+// processors don't foresee.
+inline void prefetch_block(const Problem& p, const Tokens& tokens, const Segment& segment,
+                           int64_t kv_head, int64_t key, int64_t share, int64_t shares,
+                           int64_t size) {
+  const int64_t count = least(kBlock, segment.kv_length - key);
+  const int64_t bytes = size * (p.dtype == DType::F32 ? 4 : 2);
+  for (int64_t i = count * share / shares; i < count * (share + 1) / shares; ++i) {
+    const int64_t index = index_of(tokens, segment.kv_start + key + i, kv_head);
+    const char* row = at(tokens.data, p.dtype, index);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
   }
 }
 

@@ -9,4 +9,8 @@ void set_forward(Table& table);
 void set_backward(Table& table);
 void set_bias_grad(Table& table);
 
+// For processors with AVX512-BF16.
+void set_forward_bf16(Table& table);
+void set_backward_bf16(Table& table);
+
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE

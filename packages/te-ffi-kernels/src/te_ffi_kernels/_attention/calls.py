@@ -29,9 +29,32 @@ def forward(
     sequences: Sequences,
 ) -> Forward:
     """Result, log-sum-exp and random state."""
+    return _forward_once(config, qkv, bias, offset, seed, sequences)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forward_once(config: Config, *given: Any) -> Forward:
     return _op.batched(functools.partial(_forward, config), functools.partial(_fold, config))(
-        qkv, bias, offset, seed, sequences
+        *given
     )
+
+
+def _forward_saved(config: Config, *given: Any) -> tuple[Forward, Any]:
+    return _forward_once(config, *given), given
+
+
+def _forward_again(config: Config, given: Any, cotangents: Any) -> Any:
+    # Reached by gradients of gradients alone: `ops` has a kernel for the first.
+    qkv, bias, offset, seed, sequences = given
+    sizes, words = sizes_of("fused_attn_fwd", qkv, config.layout), random_words(random_state(seed))
+
+    def plain(qkv: Arrays, bias: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return dense.forward(config, sizes, qkv, bias, offset, words, sequences)
+
+    return (*jax.vjp(plain, qkv, bias, offset)[1](tuple(cotangents[:2])), None, None)
+
+
+_forward_once.defvjp(_forward_saved, _forward_again)
 
 
 def backward(
@@ -101,7 +124,8 @@ def _forward(
     def in_jax(*given: jax.Array) -> Forward:
         at = _lengths(config, *given[6:])
         words = jnp.pad(given[5].reshape(-1)[:2], (0, 2))
-        out, aux = dense.forward(config, sizes, given[:count], *given[3:5], words, at)
+        bias, offset = given[3:5]
+        out, aux = dense.forward(config, sizes, given[:count], bias, offset, words, at)
         return out, aux, random_state(given[5])
 
     results = (
@@ -184,7 +208,7 @@ def _fold(config: Config, axis_size: int, in_batched: Sequence[Any], *given: Any
 
 
 def _fold_backward(config: Config, axis_size: int, in_batched: Sequence[Any], *given: Any) -> Any:
-    qkv, bias, offset, aux, rng_state, out, out_grad, sequences = given
+    qkv, _, offset, aux, rng_state, out, out_grad, sequences = given
     flags = in_batched
     # The offset's gradient is a sum over the batch.
     summed = config.softmax_type is not AttnSoftmaxType.VANILLA_SOFTMAX
@@ -192,14 +216,16 @@ def _fold_backward(config: Config, axis_size: int, in_batched: Sequence[Any], *g
     folded = None if random or summed else _folded_bias(config, axis_size, given, flags)
     if folded is None:
         return NotImplemented
+    merged = _merged(axis_size, (aux, out, out_grad), (flags[3], flags[5], flags[6]))
     grads, bias_grad, offset_grad = backward(
         config,
         _merged(axis_size, qkv, flags[0]),
         folded,
         offset,
-        *_merged(axis_size, (aux,), (flags[3],)),
+        merged[0],
         rng_state,
-        *_merged(axis_size, (out, out_grad), (flags[5], flags[6])),
+        merged[1],
+        merged[2],
         _merged_sequences(config, axis_size, qkv, flags[0], sequences, flags[7]),
     )
     grads = tuple(_split(axis_size, grad) for grad in grads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -210,8 +209,3 @@ def _member(op: str, name: str, kind: type[_Member], given: Any) -> _Member:
             f"{op}: {name} is {given!r}, and must be one of: "
             f"{', '.join(f'{member.name} ({member.value})' for member in kind)}"
         ) from None
-
-
-def size(shape: Sequence[int]) -> int:
-    """Number of elements."""
-    return math.prod(shape)

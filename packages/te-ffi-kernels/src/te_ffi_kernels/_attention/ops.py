@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from . import calls, operands
@@ -200,7 +201,8 @@ def fused_attn(
         max_segments_per_seq,
         window_size,
     )
-    return _run((config, context_checkpoint_name), arrays, some_bias, offset, words, sequences)
+    given = _alike((arrays, some_bias, offset, words, sequences))
+    return _run((config, context_checkpoint_name), *given)
 
 
 def prepared(
@@ -243,6 +245,24 @@ def prepared(
         operands.seed(op, config, seed),
         operands.sequences(op, config, sizes, sequence_descriptor),
     )
+
+
+def _alike(given: Any) -> Any:
+    """In shard_map, arrays that all vary over the same mesh axes, as their gradients do.
+
+    What the cast of an array that didn't vary has for a gradient is the sum over the axes.
+    """
+    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(given)))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - _varying(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, given)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying  # pyrefly: ignore[missing-attribute]
 
 
 _Named = tuple[Config, str]

@@ -1,4 +1,4 @@
-"""What kinds of masks, biases, softmaxes and layouts there are, with Transformer Engine's numbers."""
+"""The kinds of masks, biases, softmaxes and layouts, with Transformer Engine's numbers."""
 
 from __future__ import annotations
 
