@@ -2,8 +2,12 @@
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
+from ._activations.specs import SPECS as ACTIVATIONS
 from ._attention.specs import SPECS as ATTENTION
-from ._te.specs import SPECS
+from ._norms.specs import SPECS as NORMS
+from ._router.specs import SPECS as ROUTER
+from ._softmax.specs import SPECS as SOFTMAX
+from ._te.specs import SPECS as TE
 
 API = (1, 1)
 
@@ -33,7 +37,7 @@ def jaxtap_register_kernels():
             apply=f"te_ffi_kernels:{op}",
         )
         for op, summary in _WEIGHTS.items()
-    ] + [*SPECS, *ATTENTION]
+    ] + [*TE, *ATTENTION, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
 
 
 @hookimpl
