@@ -16,6 +16,7 @@ from interception_core import (
     Interceptor,
     PatchEngine,
     UnknownNameError,
+    loaded,
     primitive_names,
     untapped,
 )
@@ -726,6 +727,13 @@ def test_no_tracer_leaks():
             Interceptor({"jax.numpy.matmul": handler}),
         )
         jax.jit(jax.grad(fn))(jnp.asarray(X), jnp.asarray(W))
+
+
+def test_what_is_loaded():
+    assert loaded("jax.numpy.dot") is jax.numpy.dot
+    assert loaded("jax.numpy.ndarray.sum") is jax.numpy.ndarray.sum
+    assert loaded("jax.numpy.no_such_function") is None
+    assert loaded("no_such_package.function") is None
 
 
 def test_primitive_names_are_targets():

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ._patch.engine import PatchEngine, untapped
     from ._patch.scope import Observer
     from ._patch.taps import Taps
-    from ._patch.targets import primitive_names
+    from ._patch.targets import loaded, primitive_names
 
     __version__: str
 
@@ -76,6 +76,7 @@ __all__ = [
     "get_provider",
     "hookimpl",
     "kernels",
+    "loaded",
     "plugins",
     "primitive_names",
     "providers",
@@ -94,6 +95,7 @@ _LAZY = {
     "Operand": "_opcall",
     "PatchEngine": "_patch.engine",
     "Taps": "_patch.taps",
+    "loaded": "_patch.targets",
     "primitive_names": "_patch.targets",
     "settled": "_compat",
     "untapped": "_patch.engine",

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Primitive
 
-from interception_core import Interceptor, OpCall, PatchEngine, untapped
+from interception_core import Interceptor, OpCall, PatchEngine, loaded, untapped
 
 from ._compat import bind_again, define_batching, scopes_of
 from ._marks import anywhere, bracketed
-from ._ops import Kind, Op, find, methods, ops
+from ._ops import Kind, Op, methods, ops
 from ._trees import split
 
 
@@ -134,7 +134,7 @@ def _keep(op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
             if shift is not None:
                 given, named = shift(x, given, named, before)
         # Looked up when it is called: it is tapped there.
-        return find(op.target)(*given, **named)
+        return loaded(op.target)(*given, **named)
 
     return call_p.bind(x, kept=_Kept(fn), staging=True)
 

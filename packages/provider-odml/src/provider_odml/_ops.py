@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
-from interception_core import primitive_names
+from interception_core import loaded, primitive_names
 
 PRIMITIVE = "primitive:"
 
@@ -235,7 +234,7 @@ OP_NAMES = frozenset(
 def ops() -> dict[str, Op]:
     """Returns the operations by target: those of a framework where that is imported."""
     found = [*_primitives_here(), *_FUNCTIONS, *_MARKED, _OUTPUT]
-    found += [op for op in _POOLS if _exists(op.target)]
+    found += [op for op in _POOLS if loaded(op.target) is not None]
     return {op.target: op for op in found}
 
 
@@ -254,21 +253,5 @@ def methods() -> dict[str, str]:
         for package, of_package in _METHODS.items()
         for name, classes in of_package.items()
         for target in (f"{package}.{c}.__call__" for c in classes)
-        if _exists(target)
+        if loaded(target) is not None
     }
-
-
-def _exists(target: str) -> bool:
-    return find(target) is not None
-
-
-def find(target: str) -> Any:
-    """Returns a function or method; None where the program hasn't imported its package."""
-    parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:length]))
-        if found is not None:
-            for name in parts[length:]:
-                found = getattr(found, name, None)
-            return found
-    return None

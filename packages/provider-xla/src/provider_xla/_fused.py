@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from interception_core import get_op
+from interception_core import get_op, loaded
 
 from ._ops import StaysFloat
 
@@ -304,16 +303,5 @@ _FUSED = {
 
 def fused_ops() -> dict[str, tuple[FusedOp, Callable[..., Any]]]:
     """Returns the functions by target, those of a framework where that is imported."""
-    found = {target: _find(target) for target in _FUSED}
+    found = {target: loaded(target) for target in _FUSED}
     return {target: (_FUSED[target], fn) for target, fn in found.items() if fn is not None}
-
-
-def _find(target: str) -> Any:
-    parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:length]))
-        if found is not None:
-            for name in parts[length:]:
-                found = getattr(found, name, None)
-            return found
-    return None

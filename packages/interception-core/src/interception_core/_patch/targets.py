@@ -260,3 +260,21 @@ def primitive_names() -> frozenset[str]:
     They differ between versions of JAX: a table of operations taps those that are there.
     """
     return frozenset(_compat.primitives())
+
+
+def loaded(target: str) -> Any:
+    """Returns what a target names; None where the program hasn't imported its package.
+
+    Nothing is imported: a table of operations taps those of the frameworks that are in use.
+
+    Args:
+        target: a dotted name, such as ``"flax.linen.LayerNorm.__call__"``.
+    """
+    parts = target.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        if found is not None:
+            for name in parts[length:]:
+                found = getattr(found, name, None)
+            return found
+    return None
