@@ -138,7 +138,6 @@ def test_forward_target():
         fails(message, name, changed, (logits, bias), **given)
 
     refuses("attribute topk is missing", without="topk")
-    refuses("attribute scaling_factor", scaling_factor=1)
     refuses("topk is 0", topk=0)
     refuses("topk is 13", topk=13)
     refuses("score_function is 7", score_function=7)
