@@ -221,11 +221,9 @@ class Sites:
             self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
             return NotImplemented
         spec, why = select_kernel(op.op, PLATFORM, arrays)
-        record = dataclasses.replace(record, operands=tuple(map(short, arrays)))
-        if spec is None:
-            record = dataclasses.replace(record, kernel_reason=why)
-        else:
-            record = dataclasses.replace(record, kernel=spec.target)
+        kernel, why = (None, why) if spec is None else (spec.target, None)
+        shown = tuple(map(short, arrays))
+        record = dataclasses.replace(record, operands=shown, kernel=kernel, kernel_reason=why)
         self._record(record, None)
         try:
             return run()
