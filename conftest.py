@@ -13,9 +13,15 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser()],
     patterns=[
         "README.md",
+        "docs/adapters.md",
+        "docs/allocation.md",
         "docs/interception.md",
+        "docs/lora.md",
         "docs/odml.md",
+        "docs/passes.md",
         "docs/quantization.md",
+        "docs/storing.md",
+        "docs/reports.md",
         "docs/tracing.md",
         "packages/*/README.md",
     ],
@@ -25,6 +31,7 @@ pytest_collect_file = Sybil(
 collect_ignore_glob = []
 if importlib.util.find_spec("te_ffi_kernels") is None:
     collect_ignore_glob += ["packages/te-ffi-kernels/*", "tests/test_kernel*"]
+    collect_ignore_glob += ["packages/te-ffi-kernels-cuda13/*"]
     collect_ignore_glob += ["docs/quantization.md"]  # it asks for kernels
 
 # docs/odml.md exports: without provider-odml[litert] there is nothing to export with.

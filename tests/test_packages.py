@@ -17,6 +17,7 @@ NEEDS = {
     "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
     "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
     "te-ffi-kernels": ["interception-core", "te-ffi-kernels"],
+    "te-ffi-kernels-cuda13": ["interception-core", "te-ffi-kernels", "te-ffi-kernels-cuda13"],
 }
 CHECKS = {
     "interception-core": "import interception_core as ic; assert len(ic.plugins()) == 1; "
@@ -37,9 +38,13 @@ CHECKS = {
     "te-ffi-kernels": "import jax.numpy as jnp, te_ffi_kernels as te; "
     "w = te.pack_w8(jnp.eye(4, dtype=jnp.int8), jnp.ones((1, 4))); "
     "assert (te.gemv_w8(jnp.ones(4), w) == 1).all(); assert te.warm_counts()",
+    "te-ffi-kernels-cuda13": "import te_ffi_kernels_cuda13 as kernels; "
+    "assert 'no kernels' in kernels.status(); import jax.numpy as jnp, te_ffi_kernels as te; "
+    "assert (te.softmax(jnp.zeros((2, 4))) == 0.25).all()",
 }
 if importlib.util.find_spec("te_ffi_kernels") is None:
-    del NEEDS["te-ffi-kernels"]  # there is no compiler: see CONTRIBUTING.md
+    # There is no compiler: see CONTRIBUTING.md.
+    del NEEDS["te-ffi-kernels"], NEEDS["te-ffi-kernels-cuda13"]
 
 
 @pytest.mark.parametrize("package", NEEDS)
@@ -51,7 +56,14 @@ def test_in_an_empty_environment(package, tmp_path):
     folders = [str(PACKAGES / name) for name in NEEDS[package]]
 
     def run(*command):
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=600,
+            env=os.environ | {"JAXTAP_CUDA": "OFF"},  # nvcc takes its time
+        )
         assert result.returncode == 0, result.stderr
         return result.stdout
 

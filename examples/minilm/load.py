@@ -79,6 +79,37 @@ def arrange(tensors):
     }
 
 
+def source(name):
+    """Returns which published tensors make the parameter of this name: ``arrange``, for one.
+
+    It is what ``provider_xla.quantize_file`` takes as ``names``.
+    """
+    from provider_xla import Source
+
+    part, *rest = name.split(".")
+    if part == "embeddings" and rest[0] != "norm":
+        table = "embeddings.{}_embeddings.weight".format
+        if rest[0] == "words":
+            return table("word")
+        both = table("position"), table("token_type")
+        return Source(*both, transform=lambda positions, types: positions + types[0])
+    at = part if part == "embeddings" else f"encoder.layer.{rest.pop(0)}"
+    block, leaf = rest
+    norms = {"norm": at, "attention_norm": f"{at}.attention.output", "mlp_norm": f"{at}.output"}
+    if block in norms:
+        return f"{norms[block]}.LayerNorm.{'weight' if leaf == 'scale' else 'bias'}"
+    dense = {
+        "qkv": [f"{at}.attention.self.{own}" for own in ("query", "key", "value")],
+        "out": [f"{at}.attention.output.dense"],
+        "up": [f"{at}.intermediate.dense"],
+        "down": [f"{at}.output.dense"],
+    }[block]
+    if leaf == "bias":
+        return Source(*(f"{one}.bias" for one in dense), transform=lambda *b: np.concatenate(b))
+    kernels = [f"{one}.weight" for one in dense]
+    return Source(*kernels, transform=lambda *w: np.concatenate([x.T for x in w], axis=1))
+
+
 def read_tokenizer():
     """Returns a function of sentences and, or None, their length in tokens.
 

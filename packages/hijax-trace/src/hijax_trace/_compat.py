@@ -104,6 +104,11 @@ def inputs_of(jaxpr: Any) -> list[Any]:
     return jaxpr.all_invars if (core.Jaxpr,) == JAXPRS else [*jaxpr.constvars, *jaxpr.invars]
 
 
+def used_inputs(jaxpr: Any) -> list[bool]:
+    """Returns which arguments of an open jaxpr its results, or its effects, depend on."""
+    return list(pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
 def consts_as_args(jaxpr: Any) -> Any:
     """Returns the jaxpr with its constants as leading arguments (0.10.2 - 0.12)."""
     return pe.convert_constvars_jaxpr(jaxpr)

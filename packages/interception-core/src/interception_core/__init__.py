@@ -21,9 +21,19 @@ from ._kernels.register import register_kernel
 from ._kernels.select import KernelChoice, select_kernel
 from ._kernels.target import FfiTarget
 from ._plugins.hookspecs import hookimpl
-from ._plugins.host import engines, get_engine, get_provider, kernels, plugins, providers
+from ._plugins.host import (
+    adapters,
+    engines,
+    find_adapter,
+    get_engine,
+    get_provider,
+    kernels,
+    plugins,
+    providers,
+)
 from ._plugins.records import PluginRecord
 from ._plugins.specs import (
+    AdapterSpec,
     CheckResult,
     CommandSpec,
     DoctorCheck,
@@ -46,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SETTLED",
+    "AdapterSpec",
     "Aval",
     "CheckResult",
     "CommandSpec",
@@ -70,7 +81,9 @@ __all__ = [
     "Taps",
     "TargetError",
     "UnknownNameError",
+    "adapters",
     "engines",
+    "find_adapter",
     "get_engine",
     "get_op",
     "get_provider",

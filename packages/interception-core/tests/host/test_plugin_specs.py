@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from interception_core import (
+    AdapterSpec,
     CheckResult,
     CommandSpec,
     DoctorCheck,
@@ -19,6 +20,8 @@ VALID = [
     EngineSpec("patch-2.0_b", "an engine", "acme:Engine.build"),
     KernelSpec(**KERNEL),
     KernelSpec(**KERNEL, supports="acme:supports", priority=-1, summary="fast", apply="acme:f"),
+    AdapterSpec("acme", "acme's models", "acme.adapter:Acme", "acme:Model"),
+    AdapterSpec("acme", "acme's models", "acme.adapter:Acme", "acme:Model", install="acme[x]"),
     CommandSpec("plan", "plan it", "acme:run"),
     CommandSpec("plan", "plan it", "acme:run", "acme:configure"),
     DoctorCheck("driver", "the driver is there", "acme:check"),
@@ -61,6 +64,9 @@ def test_the_key_of_a_kernel_has_its_platform():
         (lambda: KernelSpec(**KERNEL, apply="nope"), "KernelSpec.apply"),
         (lambda: KernelSpec(**KERNEL, priority=1.5), "KernelSpec.priority"),
         (lambda: KernelSpec(**KERNEL, priority=True), "KernelSpec.priority"),
+        (lambda: AdapterSpec("x", "s", "a:b-c", "a:B"), "AdapterSpec.factory"),
+        (lambda: AdapterSpec("x", "s", "a:b", "a.B"), "AdapterSpec.model"),
+        (lambda: AdapterSpec("x", "s", "a:b", "a:B", 3), "AdapterSpec.install"),
         (lambda: CommandSpec("x", "s", "a:"), "CommandSpec.run"),
         (lambda: CommandSpec("x", "s", "a:b", "c"), "CommandSpec.configure"),
         (lambda: DoctorCheck("x", "s", "a b:c"), "DoctorCheck.run"),

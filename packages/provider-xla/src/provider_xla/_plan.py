@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 
 import quant_numerics as qn
 from interception_core import Engine, PatchEngine
 
+from ._arrays import is_array, of_arrays
 from ._errors import QuantizationError
 from ._report import OpRecord, Report
-from ._sites import Rules, Site, Sites, is_array, short
-from ._static import StaticRange, Statistics, observe
+from ._sites import Rules, Site, Sites, short
+from ._static import StaticRange, Statistics, key_of, observe
+from ._transformed import TransformedWeight
 from ._weights import WeightPlan, is_stored, prepack_leaf, quantize_leaf
+
+if TYPE_CHECKING:
+    from ._allocate import Allocation
+    from ._lora import LoraPlan
+    from ._passes import Optimized, Pass
+    from ._quality import QualityReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +38,8 @@ class Plan:
         weights: every parameter that is quantized, by pytree path.
         problems: where rules can't be followed.
         ranges: the activations with a static range, by site and side.
+        allocation: what ``allocate`` gave each parameter, and why; None of other plans.
+        lora: the adapters of parameters that rules with a rank are about, by pytree path.
     """
 
     ops: Report
@@ -40,6 +50,11 @@ class Plan:
     _engine: Engine = dataclasses.field(repr=False)
     _argnum: int = dataclasses.field(repr=False)
     _leaves: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(repr=False)
+    _fn: Callable[..., Any] = dataclasses.field(repr=False)
+    # The tree of parameters, with types for arrays.
+    _params: Any = dataclasses.field(repr=False)
+    allocation: Allocation | None = None
+    lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
 
     @property
     def bytes_before(self) -> int:
@@ -58,6 +73,7 @@ class Plan:
         return {
             "ops": self.ops.as_json(),
             "weights": [weight.as_json() for weight in self.weights.values()],
+            "lora": [adapter.as_json() for adapter in self.lora.values()],
             "problems": list(self.problems),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
@@ -68,6 +84,9 @@ class Plan:
         before, after = (f"{n / 2**20:.2f} MiB" for n in (self.bytes_before, self.bytes_after))
         lines = [table, f"{len(self.weights)} of {len(self._leaves)} parameters quantized: "
                  f"{before} -> {after}"]  # fmt: skip
+        if self.lora:
+            count = sum(adapter.size for adapter in self.lora.values())
+            lines.append(f"{len(self.lora)} parameters have adapters: {count:,} numbers to train")
         return "\n".join(lines)
 
     def quantize(self, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
@@ -138,23 +157,102 @@ class Plan:
         leaves = []
         for path, leaf in found:
             weight = self.weights.get(self._prefix + jax.tree_util.keystr(path))
-            if weight is not None and isinstance(leaf, qn.QArray | qn.PackedQArray):
+            if weight is not None and is_stored(leaf):
                 leaf = prepack_leaf(weight, leaf)
             leaves.append(leaf)
         return jax.tree.unflatten(treedef, leaves)
+
+    def optimize(
+        self,
+        params: Any,
+        batches: Iterable[Sequence[Any]],
+        passes: Sequence[Pass],
+        *,
+        donate: bool = False,
+        prepack: bool = True,
+    ) -> Optimized:
+        """Quantizes the parameters as ``quantize`` does, after passes that look at data.
+
+        The function is run in float on the batches, and what is measured at its products decides
+        how parameters are transformed and rounded. The function stays what it is: what becomes of
+        an activation goes along with the parameter.
+
+        Args:
+            params: the same tree as the plan's, of arrays.
+            batches: each the other arguments of a call, as a tuple.
+            passes: such as ``[Hadamard(), Gptq()]``, one after the other; none rounds alone.
+            donate: whether the parameters are deleted at the end.
+            prepack: as for ``quantize``.
+
+        Returns:
+            The stored parameters, in which a ``TransformedWeight`` stands for each parameter that
+            was transformed, and a report. Parameters that passes can't change (of convolutions,
+            lookups, products with batch axes and such) are quantized as by ``quantize``; the
+            report says why.
+
+        Raises:
+            QuantizationError: as ``quantize``; there is no batch; activations are not finite; the
+                plan is for the patch engine.
+            TypeError, ValueError: what is no pass, or passes in an order without a meaning.
+        """
+        from ._passes import optimize
+
+        return optimize(self, params, batches, passes, donate=donate, prepack=prepack)
 
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Returns ``fn`` for parameters that ``quantize`` returned.
 
         Put a ``jax.jit`` around it, or around what calls it: eagerly, each parameter is also
         dequantized at each call. Arguments: see ``PtqProvider.apply``.
+
+        Where rules have a rank it also takes ``adapters``, of ``init_adapters``, and in training
+        ``dropout_key``, a random key, new at each step; without one nothing is dropped.
         """
+        from ._lora._apply import apply
         from ._ptq import PtqProvider
 
         provider = PtqProvider(
             self._rules.rules, params_argnum=self._argnum, engine=_engine_name(self._engine)
         )
-        return provider.apply(fn, statistics)
+        return apply(self, fn, provider.apply(fn, statistics), statistics)
+
+    def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
+        """Makes adapters for ``apply`` and ``merge``, which change nothing before training.
+
+        Args:
+            key: random key.
+            dtype: float dtype; None is float32.
+
+        Returns:
+            By the pytree path of each parameter in ``lora`` its ``"a"`` and ``"b"``, of
+            ``a_shape`` and ``b_shape``. A is uniform in ±1/sqrt(fan_in), as in the code of the
+            LoRA paper (arXiv:2106.09685), and B zero; of a parameter that is only looked up A is
+            zero and B normal.
+
+        Raises:
+            QuantizationError: no rule gives a parameter an adapter, or dtype is no float.
+        """
+        from ._lora._tree import init_adapters
+
+        return init_adapters(self, key, dtype)
+
+    def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
+        """Adds adapters to their parameters, ``W + (alpha / rank) * A B``, for good.
+
+        Args:
+            params: the plan's parameters, quantized or not.
+            adapters: as ``init_adapters`` makes them, trained.
+
+        Returns:
+            The tree of float arrays, those that were quantized dequantized: to be run as it is,
+            or ``quantize``d.
+
+        Raises:
+            QuantizationError: other paths or shapes than the plan's.
+        """
+        from ._lora._tree import merge
+
+        return merge(self, params, adapters)
 
     def calibrate(
         self, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
@@ -163,7 +261,8 @@ class Plan:
 
         Args:
             fn: the function that the plan is for.
-            params: its parameters: arrays.
+            params: its parameters: arrays; or, where ``optimize`` has transformed some, what that
+                returned, since the ranges are those of the transformed activations.
             batches: each the other arguments of a call, as a tuple.
 
         Returns:
@@ -180,28 +279,141 @@ class Plan:
                 "There is nothing to calibrate: no rule that decides an operation has "
                 "act_static_scale=True."
             )
-        statistics = self.empty_statistics()
+        from ._ptq import prepared
+
+        statistics = self.empty_statistics(params)
 
         def run(site: Site) -> Any:
             observe(statistics, site)
             return NotImplemented
 
         sites = Sites(self._rules, run, _ignore, keyed=False)
-        tapped = jax.jit(self._engine.wrap(fn, sites.interceptor))
-        count = 0
+        stored = not isinstance(self._engine, PatchEngine)
+        tapped, jitted = prepared(self._engine.wrap(fn, sites.interceptor), stored), None
         for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
             args = list(batch)
             args.insert(self._argnum, params)
-            jax.block_until_ready(tapped(*args))
-            count += 1
-        if not count:
+            call, arrays = of_arrays(tapped, args, {})
+            jitted = jitted or jax.jit(call)
+            jax.block_until_ready(jitted(arrays))
+        if jitted is None:
             raise QuantizationError("There is nothing to calibrate from: batches is empty.")
         return {key: one.calibration() for key, one in statistics.items()}
 
-    def empty_statistics(self) -> dict[str, qn.Statistics]:
-        """Returns statistics for each activation with a static range, with nothing in them."""
+    def report(
+        self,
+        params: Any,
+        *batch: Any,
+        batches: Iterable[Sequence[Any]] | None = None,
+        statistics: Statistics | None = None,
+        stored: Any = None,
+        time: bool = True,
+    ) -> QualityReport:
+        """Measures what quantization costs on data, operation by operation and end to end.
+
+        The function runs in float; each operation that is quantized is computed from the same
+        float operands in both ways. Then the quantized program runs as a whole.
+
+        Args:
+            params: the function's parameters: arrays.
+            batch: its other arguments.
+            batches: several of those instead, each as a tuple; of the shapes of the first.
+            statistics: the ranges that rules with ``act_static_scale`` need: what ``calibrate``
+                returns.
+            stored: the parameters as ``optimize`` or ``load`` returned them; None for what
+                ``quantize`` makes of ``params``.
+            time: whether to time operations and programs, too, each compiled by itself.
+
+        Returns:
+            The report: ``print`` it, or ``save_html`` it.
+
+        Raises:
+            QuantizationError: the parameters are not the plan's; there is no batch.
+            JaxtapError: a static range is needed and there is none.
+        """
+        from ._quality._measure import make_report
+
+        if batches is not None and batch:
+            raise TypeError("Give the arguments of one batch, or batches=, not both.")
+        batches = [batch] if batches is None else batches
+        return make_report(self, params, batches, statistics, stored, time)
+
+    def allocate(
+        self,
+        params: Any,
+        *batch: Any,
+        budget_bits: float | None = None,
+        budget_bytes: int | None = None,
+        qtypes: Iterable[Any] = ("int2", "int3", "int4", "int5", "int6", "int7", "int8"),
+        tile_size: int | float | Sequence[int | float | None] | None = None,
+        error: Callable[[Any, Any], Any] | None = None,
+        errors: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Plan:
+        """Returns a plan that gives each parameter the qtype that its bits are best spent on.
+
+        Of all choices within the budget it is the one with the least error of the output, as far
+        as the errors of single parameters add up. Each is measured, with a progress bar: the
+        function is run in float once for every parameter and qtype.
+
+        Args:
+            params: the parameters: arrays.
+            batch: the other arguments of a call: real data, a few dozen examples.
+            budget_bits: average bits per element of the parameters that the plan quantizes,
+                scales included.
+            budget_bytes: instead, of all parameters, those that stay float included, as
+                ``bytes_after`` counts them where nothing is packed for kernels.
+            qtypes: the formats to choose from. A parameter that can't have one, because tiles do
+                not divide it, has no such choice.
+            tile_size: elements per scale, as in a rule, or a sequence of those to choose from, in
+                which None is one scale per channel. None leaves it to the rules.
+            error: a function of what ``fn`` returns in float and with quantized parameters, that
+                returns a scalar, 0 or more. None is the squared error over the squared norm,
+                the mean over the floating arrays.
+            errors: ``allocation.errors`` of a plan that was allocated for the same batch; what is
+                there isn't measured again.
+
+        Returns:
+            The plan. Its rules are these with one for each chosen format (``weight_path``) before
+            the rule that it narrows; ``plan.allocation`` shows the choice. A parameter that a
+            loop takes in steps is one.
+
+        Raises:
+            QuantizationError: the budget is too small, and says what is needed; nothing is
+                quantized; a parameter has no effect on the output for this batch; two parameters
+                are multiplied with each other.
+            ValueError: no budget, or two; a qtype that isn't one.
+        """
+        from ._allocate import allocate
+
+        return allocate(
+            self,
+            params,
+            batch,
+            budget_bits=budget_bits,
+            budget_bytes=budget_bytes,
+            qtypes=qtypes,
+            tile_size=tile_size,
+            error=error,
+            errors=errors,
+        )
+
+    def empty_statistics(self, params: Any = None) -> dict[str, qn.Statistics]:
+        """Returns statistics for each activation with a static range, with nothing in them.
+
+        Args:
+            params: what ``optimize`` returned, where the function is run with that.
+        """
+        found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
+        turned = {
+            self._prefix + jax.tree_util.keystr(path)
+            for path, leaf in found
+            if isinstance(leaf, TransformedWeight)
+        }
+        ops = {record.op_id for record in self.ops if record.weight in turned}
         return {
-            key: qn.Statistics((1,) * one.ndim, symmetric=one.symmetric)
+            key_of(key, key.rpartition("#")[0] in ops): qn.Statistics(
+                (1,) * one.ndim, symmetric=one.symmetric
+            )
             for key, one in self.ranges.items()
         }
 

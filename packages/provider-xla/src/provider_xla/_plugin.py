@@ -1,8 +1,8 @@
 """What provider-xla declares to jaxtap. Must not import jax."""
 
-from interception_core import CommandSpec, ProviderSpec, hookimpl
+from interception_core import AdapterSpec, CommandSpec, ProviderSpec, hookimpl
 
-API = (1, 0)
+API = (1, 2)
 
 
 @hookimpl
@@ -23,13 +23,53 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
 
 
 @hookimpl
-def jaxtap_register_commands() -> list[CommandSpec]:
-    """Returns the demo, which ``jaxtap demo --provider xla`` runs."""
+def jaxtap_register_adapters() -> list[AdapterSpec]:
+    """Returns the adapters of the frameworks whose model objects can be quantized."""
     return [
+        AdapterSpec(
+            name="nnx",
+            summary="modules of Flax NNX",
+            factory="provider_xla._adapters.nnx:NnxAdapter",
+            model="flax.nnx:Module",
+            install="provider-xla[nnx]",
+        ),
+        AdapterSpec(
+            name="linen",
+            summary="modules of Flax Linen",
+            factory="provider_xla._adapters.linen:LinenAdapter",
+            model="flax.linen:Module",
+            install="provider-xla[linen]",
+        ),
+        AdapterSpec(
+            name="equinox",
+            summary="modules of Equinox",
+            factory="provider_xla._adapters.equinox:EquinoxAdapter",
+            model="equinox:Module",
+            install="provider-xla[equinox]",
+        ),
+    ]
+
+
+@hookimpl
+def jaxtap_register_commands() -> list[CommandSpec]:
+    """Returns plans and reports, and the demo, which ``jaxtap demo --provider xla`` runs."""
+    return [
+        CommandSpec(
+            name="plan",
+            summary="print what quantization rules do to a JAX function; nothing is run",
+            run="provider_xla._quality._command:run_plan",
+            configure="provider_xla._quality._command:configure_plan",
+        ),
+        CommandSpec(
+            name="report",
+            summary="measure what quantization costs a JAX function: error, bytes, time",
+            run="provider_xla._quality._command:run_report",
+            configure="provider_xla._quality._command:configure_report",
+        ),
         CommandSpec(
             name="demo-xla",
             summary="train two small models on handwritten digits and run them in int8 and int4",
             run="provider_xla._demo:run",
             configure="provider_xla._demo:configure",
-        )
+        ),
     ]

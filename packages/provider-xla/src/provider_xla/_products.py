@@ -34,6 +34,11 @@ class Product(abc.ABC):
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         """Returns the axes of operand 0 or 1, of ``ndim`` axes, that a scale is shared along."""
 
+    def sparse_axis(self, side: int, ndim: int) -> int | None:
+        """Returns the axis of operand 0 or 1 that N:M sparsity goes along: contracted the last."""
+        shared = self.shared(side, ndim)
+        return shared[-1] if shared else None
+
     @abc.abstractmethod
     def quantize(self, side: int, x: jax.Array, how: qn.HowToQuantize) -> qn.QArray:
         """Quantizes operand 0 or 1 as finely as the operation allows."""
@@ -110,6 +115,9 @@ class Convolution(Product):
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         channel = (self.numbers.lhs_spec, self.numbers.rhs_spec)[side][0]
         return tuple(axis for axis in range(ndim) if axis != channel)
+
+    def sparse_axis(self, side: int, ndim: int) -> int | None:
+        return (self.numbers.lhs_spec, self.numbers.rhs_spec)[side][1]
 
     def quantize(self, side: int, x: jax.Array, how: qn.HowToQuantize) -> qn.QArray:
         return qn.quantize_for_conv(

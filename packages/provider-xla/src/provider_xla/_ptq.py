@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -15,9 +15,11 @@ from ._errors import QuantizationError
 from ._lookup import gather
 from ._prepacked import PrepackedWeight
 from ._provider import XlaProvider
-from ._run import fits, quantized_product
+from ._run import Hows, Operands, quantized_product, stored_operands
 from ._sites import Site
+from ._sparsity import Sparsity, parse_sparsity, sparsified
 from ._static import Statistics, calibrations
+from ._transformed import TransformedWeight
 from ._weights import is_stored
 
 P = ParamSpec("P")
@@ -46,7 +48,7 @@ class PtqProvider(XlaProvider):
                 ``plan.calibrate`` returns.
         """
         stored = not isinstance(self._engine, PatchEngine)
-        return _prepared(self._engine.wrap(fn, self._tapping(statistics)), stored)
+        return prepared(self._engine.wrap(fn, self._tapping(statistics)), stored)
 
     def _tapping(self, statistics: Statistics | None) -> Interceptor:
         if statistics is None:
@@ -55,16 +57,9 @@ class PtqProvider(XlaProvider):
         return self._sites(run).interceptor
 
     def _run(self, site: Site, statistics: Statistics | None = None) -> Any:
-        operands, hows = list(site.operands), list(site.hows)
-        for side, operand in enumerate(site.operands):
-            held = site.call.stand_in(operand)
-            if isinstance(held, qn.QArray | PrepackedWeight):
-                if hows[side] is not None and fits(site.product, side, held):
-                    operands[side] = held
-                # What was quantized is not quantized once more, whatever the rule says.
-                hows[side] = None
+        operands, hows = run_operands(site, map(site.call.stand_in, site.operands))
         ranges = calibrations(statistics, site)
-        return quantized_product(site.product, tuple(hows), *operands, site.extras, ranges)  # type: ignore[arg-type]
+        return quantized_product(site.product, hows, *operands, site.extras, ranges)
 
     def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
         held = call.stand_in(operand)
@@ -73,7 +68,7 @@ class PtqProvider(XlaProvider):
         return NotImplemented if rows is None else rows.astype(operand.dtype)
 
 
-def _prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
+def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
     """Returns ``fn`` for arguments that may hold codes, in packed storage or not."""
 
     def one(leaf: Any) -> Any:
@@ -83,6 +78,8 @@ def _prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
                 "to the operations that use it. Use PtqProvider(engine='trace'), or parameters "
                 "that are arrays."
             )
+        if isinstance(leaf, TransformedWeight):
+            return leaf.unpacked()
         return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 
     @functools.wraps(fn)
@@ -91,3 +88,25 @@ def _prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
         return fn(*args, **kwargs)
 
     return call
+
+
+def run_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
+    """Returns what the product of a site is run with; see ``stored_operands``."""
+    found, hows = stored_operands(site, stored)
+    operands = [
+        x if how is None or weight is None else sparse(site, side, x)
+        for side, (x, how, weight) in enumerate(zip(found, hows, site.weights, strict=True))
+    ]
+    return tuple(operands), hows  # type: ignore[return-value]
+
+
+def sparse(site: Site, side: int, w: jax.Array) -> jax.Array:
+    """Returns a parameter that is still an array, with the zeros that its rule asks for."""
+    axis = site.product.sparse_axis(side, w.ndim)
+    if site.rule.sparsity is None or axis is None:
+        return w
+    pattern = parse_sparsity(site.rule.sparsity)
+    if w.shape[axis] % pattern.m:
+        return w
+    # The zeros have no say in the gradient: straight-through, as rounding.
+    return w + jax.lax.stop_gradient(sparsified(w, Sparsity(pattern, axis)) - w)

@@ -23,6 +23,7 @@ class OpRecord:
         weight: pytree path of the parameter among the operands, where it is known.
         kernel: in a plan, the FFI target that computes it; None if XLA does.
         kernel_reason: in a plan, why XLA computes it.
+        rank: in a plan, the rank of the adapter that its parameter has; None if it has none.
     """
 
     op_id: str
@@ -34,6 +35,7 @@ class OpRecord:
     weight: str | None
     kernel: str | None = None
     kernel_reason: str | None = None
+    rank: int | None = None
 
     @property
     def quantized(self) -> bool:
@@ -92,6 +94,5 @@ def _row(record: OpRecord) -> list[str]:
 
 
 def _runs_as(record: OpRecord) -> str:
-    if not record.quantized:
-        return "float"
-    return " x ".join(qtype or "float" for qtype in record.qtypes)
+    qtypes = [qtype or "float" for qtype in record.qtypes] if record.quantized else ["float"]
+    return " x ".join(qtypes) + ("" if record.rank is None else f" + rank {record.rank}")

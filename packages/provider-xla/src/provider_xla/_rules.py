@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import quant_numerics as qn
+
+from ._sparsity import parse_sparsity
 
 OP_NAMES = (
     "conv_general_dilated",
@@ -30,7 +33,7 @@ FUSED_NAMES = ("attention", "gelu", "layer_norm", "rms_norm", "silu", "softmax")
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationRule:
-    """What to do with the operations that it matches. Of several rules, the first match counts.
+    r"""What to do with the operations that it matches. Of several rules, the first match counts.
 
     Field names and meaning are Qwix's; differences are listed in docs/quantization.md.
 
@@ -38,6 +41,11 @@ class QuantizationRule:
         module_path: regular expression that must match the whole module path (the name scopes
             around the operation, joined by ``/``; a Flax module's path). Character classes are
             those of ASCII.
+        weight_path: regular expression that must match the whole pytree path of a parameter among
+            the operands, below the argument that holds the parameters: ``r"\['layers'\]\[3\].*"``
+            for what a plan shows as ``args[0]['layers'][3]['up']``. A rule with it is about
+            products and lookups of such a parameter alone; what is computed from parameters is
+            none. None is for all operations.
         op_names: names out of ``OP_NAMES`` and ``FUSED_NAMES``; None or empty for all products,
             and with a `kernel` for all of ``FUSED_NAMES``. A rule must name ``take``.
         weight_qtype: qtype of an operand that is a parameter; None leaves it float. A name or a
@@ -54,10 +62,18 @@ class QuantizationRule:
         act_calibration_method: the same for activations. None is ``"absmax"``.
         act_batch_axes: axes of which the mean of the static ranges is taken; the maximum is
             taken over the others.
+        sparsity: ``"N:M"``, such as ``"2:4"``: of each M consecutive elements of a parameter along
+            its last contracted axis (of a convolution: its input channels) the N largest
+            magnitudes stay, and the others are zeros, before it is quantized; None keeps all.
         kernel: ``"fused"`` to compute softmax, attention, norms and activations by the kernels of
             an installed package such as te-ffi-kernels, in one pass each; they stay float. None
-            leaves them to XLA. It has no say in products: a rule without qtypes and without
+            leaves them to XLA. It has no say in products: a rule without qtypes, rank and
             `op_names` isn't about these.
+        rank: rank of the float adapters that parameters get (LoRA, arXiv:2106.09685; with
+            `weight_qtype` QLoRA, arXiv:2305.14314); None for no adapters. See docs/lora.md.
+        alpha: the product of the adapters is scaled by ``alpha / rank``. None is `rank`.
+        dropout: share of the activation's elements that its adapter doesn't see in training,
+            in [0, 1); the others are scaled by ``1 / (1 - dropout)``.
 
     Raises:
         ValueError: a field has a value that is not allowed; names the field.
@@ -72,15 +88,17 @@ class QuantizationRule:
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
+    sparsity: str | None = None
     kernel: Literal["fused"] | None = None
+    weight_path: str | None = None
+    rank: int | None = None
+    alpha: float | None = None
+    dropout: float = 0.0
 
     def __post_init__(self):
-        if not isinstance(self.module_path, str):
-            raise self._error("module_path", "a regular expression")
-        try:
-            re.compile(self.module_path, re.ASCII)
-        except re.error as error:
-            raise self._error("module_path", f"a regular expression ({error})") from error
+        self._check_pattern("module_path", "a regular expression")
+        if self.weight_path is not None:
+            self._check_pattern("weight_path", "None or a regular expression")
         names = self.op_names
         if isinstance(names, str) or not set(names or ()) <= {*OP_NAMES, *FUSED_NAMES}:
             allowed = f"None or a sequence of names out of {', '.join(OP_NAMES + FUSED_NAMES)}"
@@ -94,20 +112,41 @@ class QuantizationRule:
         if self.act_static_scale is not None and self.act_qtype is None:
             raise self._error("act_static_scale", "None where act_qtype is None")
         self._set("act_batch_axes", self._integers("act_batch_axes"))
+        self._check_sparsity()
         if self.kernel not in (None, "fused"):
             raise self._error("kernel", "None or 'fused'")
+        if self.kernel is not None and self.weight_path is not None:
+            raise self._error("kernel", "None where weight_path is given: it is for no parameter")
+        self._check_adapter()
 
-    def matches(self, op_name: str, module_path: str) -> bool:
-        """Returns whether the rule is for this operation."""
+    def matches(self, op_name: str, module_path: str, weight_paths: Iterable[str] = ()) -> bool:
+        """Returns whether the rule is for this operation.
+
+        Args:
+            op_name: its name.
+            module_path: where it is.
+            weight_paths: the paths of the parameters among its operands, without the argument.
+        """
+        if not self.matches_weight(weight_paths):
+            return False
         if self.op_names is not None:
             named = op_name in self.op_names
         elif op_name in FUSED_NAMES:
             named = self.kernel is not None
         else:
-            quantizes = self.weight_qtype is not None or self.act_qtype is not None
-            named = op_name not in NAMED_ONLY and (self.kernel is None or quantizes)
+            named = op_name not in NAMED_ONLY and (self.kernel is None or self.is_acting)
         # ASCII, as the automata that decide which paths share a trace have it (see _paths).
         return named and re.fullmatch(self.module_path, module_path, re.ASCII) is not None
+
+    def matches_weight(self, weight_paths: Iterable[str]) -> bool:
+        """Returns whether the rule is for operations of parameters with these paths."""
+        pattern = self.weight_path
+        return pattern is None or any(re.fullmatch(pattern, p, re.ASCII) for p in weight_paths)
+
+    @property
+    def is_acting(self) -> bool:
+        """Whether it does something to products: quantizes operands, or gives them adapters."""
+        return any(x is not None for x in (self.weight_qtype, self.act_qtype, self.rank))
 
     @property
     def act_method(self) -> str:
@@ -134,6 +173,15 @@ class QuantizationRule:
         except (TypeError, ValueError) as error:
             raise self._error(field, f"None or a qtype. {error}") from error
 
+    def _check_pattern(self, field: str, allowed: str) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, str):
+            raise self._error(field, allowed)
+        try:
+            re.compile(value, re.ASCII)
+        except re.error as error:
+            raise self._error(field, f"{allowed} ({error})") from error
+
     def _check_method(self, field: str) -> None:
         value = getattr(self, field)
         if value is None and field == "act_calibration_method":
@@ -153,6 +201,29 @@ class QuantizationRule:
             allowed = "None, a positive number of elements, or one over a number of tiles"
             raise self._error(field, allowed)
 
+    def _check_adapter(self) -> None:
+        rank, alpha, dropout = self.rank, self.alpha, self.dropout
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+            raise self._error("rank", "None or a positive integer")
+        if rank is None and alpha is not None:
+            raise self._error("alpha", "None where rank is None")
+        if alpha is not None and not (_is_number(alpha) and math.isfinite(alpha)):
+            raise self._error("alpha", "None or a finite number")
+        if not _is_number(dropout) or not 0 <= dropout < 1:
+            raise self._error("dropout", "a number in [0, 1)")
+        if rank is None and dropout:
+            raise self._error("dropout", "0 where rank is None")
+
+    def _check_sparsity(self) -> None:
+        if self.sparsity is None:
+            return
+        try:
+            parse_sparsity(self.sparsity)
+        except ValueError as error:
+            raise self._error("sparsity", f"None or {error}") from error
+        if self.weight_qtype is None:
+            raise self._error("sparsity", "None where weight_qtype is None")
+
     def _integers(self, field: str) -> tuple[int, ...]:
         value = getattr(self, field)
         if isinstance(value, str) or not all(
@@ -165,6 +236,10 @@ class QuantizationRule:
         given = getattr(self, field)
         name = type(self).__name__
         return ValueError(f"{name}.{field} must be {allowed.rstrip('.')}. Got {given!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +268,17 @@ class QtRule(QuantizationRule):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.rank is not None:
+            raise self._error(
+                "rank",
+                "None: adapters are trained beside parameters that stay as they are. Use a "
+                "QuantizationRule with PtqProvider(rules).plan(...)",
+            )
         self._check_tile("bwd_weight_grad_tile_size")
+        if self.sparsity is not None:
+            raise self._error(
+                "sparsity", "None: training keeps parameters dense, PtqProvider makes them sparse"
+            )
         if self.bwd_stochastic_rounding not in (None, "uniform", "low_bit_uniform"):
             raise self._error("bwd_stochastic_rounding", "None, 'uniform' or 'low_bit_uniform'")
         self._set("channelwise_noise_axes", self._integers("channelwise_noise_axes"))

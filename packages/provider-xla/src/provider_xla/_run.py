@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -13,16 +14,40 @@ from ._kernels import NoKernel, multiply
 from ._prepacked import PrepackedWeight
 from ._products import Product
 from ._products import fits as codes_fit
+from ._transformed import TransformedWeight, stored_form, takes, transformed
+
+if TYPE_CHECKING:
+    from ._sites import Site
 
 Operands = tuple[Any, Any]
 Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
+Stored = qn.QArray | PrepackedWeight | TransformedWeight
 
 
-def fits(product: Product, side: int, held: qn.QArray | PrepackedWeight) -> bool:
-    """Returns whether a stored operand is one that ``quantized_product`` takes."""
-    if isinstance(held, PrepackedWeight):
-        held = jax.eval_shape(PrepackedWeight.unpacked, held)
-    return codes_fit(product, side, held)
+def fits(product: Product, side: int, held: Stored) -> bool:
+    """Returns whether the codes of a stored operand are those that ``quantized_product`` takes."""
+    codes: Any = stored_form(held)
+    if isinstance(codes, PrepackedWeight):
+        codes = jax.eval_shape(PrepackedWeight.unpacked, codes)
+    return codes_fit(product, side, codes)
+
+
+def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
+    """Returns the operands of a site, quantized where they are stored, and how to quantize them.
+
+    Args:
+        site: the operation.
+        stored: what each operand is stored as; anything that is no codes for one that isn't.
+    """
+    operands, hows = list(site.operands), list(site.hows)
+    for side, held in enumerate(stored):
+        if isinstance(held, Stored):
+            fitting = held.shape == operands[side].shape and fits(site.product, side, held)
+            if hows[side] is not None and fitting and takes(site, side, held):
+                operands[side] = held
+            # What was quantized is not quantized once more, whatever the rule says.
+            hows[side] = None
+    return tuple(operands), tuple(hows)  # type: ignore[return-value]
 
 
 # Jitted so that a model with many equal layers traces it once.
@@ -30,8 +55,8 @@ def fits(product: Product, side: int, held: qn.QArray | PrepackedWeight) -> bool
 def quantized_product(
     product: Product,
     hows: Hows,
-    lhs: jax.Array | qn.QArray | PrepackedWeight,
-    rhs: jax.Array | qn.QArray | PrepackedWeight,
+    lhs: jax.Array | Stored,
+    rhs: jax.Array | Stored,
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
 ) -> jax.Array:
@@ -74,7 +99,13 @@ def quantized_product(
     ) -> jax.Array:
         return product.run(*unpacked(operands), *extras)
 
-    return qn.straight_through(quantized, in_float)((lhs, rhs), extras, calibrations)
+    # Before, not within: the activation is transformed exactly, and so are its derivatives.
+    lhs, rhs = transformed(product, (lhs, rhs))
+    stored = any(isinstance(x, qn.QArray | PrepackedWeight) for x in (lhs, rhs))
+    # The backward pass dequantizes again: kept for it would be a float array for each step of a
+    # scan, that is, the float model.
+    differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore
+    return qn.straight_through(quantized, differentiated)((lhs, rhs), extras, calibrations)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

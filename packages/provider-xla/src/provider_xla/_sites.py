@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from interception_core import (
     untapped,
 )
 
+from ._arrays import is_array
 from ._fused import FusedOp, fused_ops
 from ._ops import OPS, StaysFloat, TappedOp
 from ._paths import PathKeys
@@ -68,23 +69,50 @@ class Rules:
     Attributes:
         rules: the first match counts.
         params: begins the pytree path of every parameter.
-        channelwise: whether each rule allows a scale per channel.
+        adapted: paths of the parameters that have an adapter in this call.
     """
 
     rules: tuple[QuantizationRule, ...]
     params: str
+    adapted: frozenset[str] = frozenset()
 
     def __post_init__(self):
         object.__setattr__(self, "find", functools.lru_cache(maxsize=None)(self._find))
+        object.__setattr__(self, "origin_key", functools.lru_cache(maxsize=None)(self._origin_key))
+        by_weight = any(rule.weight_path is not None for rule in self.rules)
+        object.__setattr__(self, "_by_weight", by_weight)
 
-    find: Callable[[tuple[str, ...], str], int | None] = None  # type: ignore[assignment]
-    """Returns the number of the rule for an operation with these names, under a module path."""
+    find: Callable[..., int | None] = None  # type: ignore[assignment]
+    """Returns the number of the rule for an operation with these names, under a module path, of
+    the parameters that ``paths`` returned."""
 
-    def _find(self, names: tuple[str, ...], module_path: str) -> int | None:
+    origin_key: Callable[[str], Hashable] = None  # type: ignore[assignment]
+    """Maps the path of an input to a key; equal keys mean that no rule tells the inputs apart."""
+
+    def _find(
+        self, names: tuple[str, ...], module_path: str, paths: tuple[str, ...] = ()
+    ) -> int | None:
         for i, rule in enumerate(self.rules):
-            if any(rule.matches(name, module_path) for name in names):
+            if any(rule.matches(name, module_path, paths) for name in names):
                 return i
         return None
+
+    def _origin_key(self, path: str) -> Hashable:
+        if not path.startswith(self.params):
+            return None
+        below = (path.removeprefix(self.params),)
+        # What is left of the rules for this parameter; equal ones of several paths are one.
+        left = (rule for rule in self.rules if rule.matches_weight(below))
+        same = dict.fromkeys(dataclasses.replace(rule, weight_path=None) for rule in left)
+        return path in self.adapted, tuple(same)
+
+    def paths(self, call: OpCall, values: Iterable[Any]) -> tuple[str, ...]:
+        """Returns the paths of the parameters among values, if any rule asks for them."""
+        # What handlers look at keeps the traces of jitted functions apart.
+        if not self._by_weight:  # type: ignore[attr-defined]
+            return ()
+        weights = (self.weight(call, value) for value in values if is_array(value))
+        return tuple(str(w.provenance).removeprefix(self.params) for w in weights if w is not None)
 
     def weight(self, call: OpCall, value: Any) -> Operand | None:
         """Returns what is known of an operand if it is a parameter."""
@@ -117,6 +145,13 @@ Record = Callable[[OpRecord, str | None], None]
 """Takes an operation, and what is wrong with it, if a rule is about it and can't be followed."""
 
 
+Leave = Callable[[OpCall, Product, tuple[Any, Any], tuple[Any, ...]], None]
+"""Takes a product that stays float: the call, what it computes, of what, its other arrays."""
+
+_WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+"""Operations that consist of no other."""
+
+
 class Sites:
     """The handlers of a provider: find the rule, read the call, and hand a Site on.
 
@@ -126,6 +161,8 @@ class Sites:
             it run as it is, with nothing in it tapped.
         record: called for every operation seen.
         lookup: the handler of lookups of parameters, or None.
+        leave: called for each product that stays float, or None. What consists of another
+            product that is looked at by itself is not one.
         keyed: whether operations in jitted functions are treated alike where no rule tells
             their module paths, and whether their operands are parameters, apart; or each by
             itself.
@@ -138,9 +175,11 @@ class Sites:
         record: Record,
         *,
         lookup: Callable[..., Any] | None = None,
+        leave: Leave | None = None,
         keyed: bool = True,
     ):
         self._rules = rules
+        self._leave = leave
         self._run = run
         self._record = record
         self._surveys = not keyed
@@ -161,7 +200,7 @@ class Sites:
         if keyed:
             # What decides is the rule, so paths that no rule tells apart share JAX's traces.
             keys["path_key"] = PathKeys(rule.module_path for rule in rules.rules)
-            keys["origin_key"] = functools.partial(_starts_with, rules.params)
+            keys["origin_key"] = rules.origin_key
         self.interceptor = Interceptor(handlers, **keys)  # pyrefly: ignore[bad-argument-type]
 
     def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
@@ -172,25 +211,38 @@ class Sites:
             return call.proceed(*args, **kwargs)
         # What an einsum of several operands consists of is still an einsum to a rule.
         names = (op.name, "einsum") if "einsum" in call.within else (op.name,)
-        index = self._rules.find(names, call.module_path)
-        rule = None if index is None else self._rules.rules[index]
+        reading, reason = None, None
         try:
-            product, operands, extras = op.read(args, kwargs)
-        except StaysFloat as reason:
-            wrong = rule is not None and not reason.in_parts and _is_quantizing(rule)
+            reading = op.read(args, kwargs)
+        except StaysFloat as error:
+            reason = error
+        values = (*args, *kwargs.values()) if reading is None else reading.operands
+        index = self._rules.find(names, call.module_path, self._rules.paths(call, values))
+        rule = None if index is None else self._rules.rules[index]
+        if reading is None:
+            assert reason is not None
+            wrong = rule is not None and not reason.in_parts and rule.is_acting
             # What is seen in parts uses its parameters there.
             arrays = [] if reason.in_parts else [x for x in args if hasattr(x, "dtype")]
             weights = [self._rules.weight(call, x) for x in arrays]
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
             return NotImplemented
+        product, operands, extras = reading
         if rule is None or index is None:
             self._note(op, call, operands, None, reason="no rule matches")
+            if self._leave is not None and op.name in _WHOLE:
+                self._leave(call, product, operands, extras)
             return NotImplemented
         weights = tuple(self._rules.weight(call, operand) for operand in operands)
         hows = tuple(self._rules.how(rule, weight is not None) for weight in weights)
-        reason, wrong = self._why_not(call, rule, product, operands, hows)
-        if reason is not None:
-            self._note(op, call, operands, index, reason=reason, weights=weights, wrong=wrong)
+        why, wrong = None, False
+        # A parameter that stays float may still have an adapter.
+        if any(hows) or rule.rank is None or not any(weights):
+            why, wrong = self._why_not(call, rule, product, operands, hows)
+        if why is not None:
+            self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
+            if self._leave is not None:
+                self._leave(call, product, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
         self._note(op, call, operands, index, hows=hows, weights=weights)
@@ -251,7 +303,7 @@ class Sites:
     ) -> tuple[str | None, bool]:
         """Returns why an operation stays float, and whether that is against its rule."""
         if not any(hows):
-            if rule.weight_qtype is None:
+            if rule.weight_qtype is None and rule.rank is None:
                 return "the rule leaves it float", False
             computed = self._surveys and any(self._rules.computed(call, x) for x in operands)
             return "the rule is for weights, and no operand is known as a parameter", computed
@@ -279,19 +331,6 @@ class Sites:
         weight = " and ".join(str(w.provenance) for w in weights if w is not None) or None
         record = OpRecord(call.op_id, op.name, shapes, qtypes, index, reason, weight)  # type: ignore[arg-type]
         self._record(record, reason if wrong else None)
-
-
-def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, or the type of one."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _starts_with(start: str, path: str) -> bool:
-    return path.startswith(start)
-
-
-def _is_quantizing(rule: QuantizationRule) -> bool:
-    return rule.weight_qtype is not None or rule.act_qtype is not None
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import quant_numerics as qn
 from interception_core import JaxtapError
 
 from ._sites import SIDES, Site
+from ._transformed import beside
 
 Statistics = Mapping[str, Any]
 """By site and side (``"mlp/dot:0#lhs"``): ``quant_numerics.Statistics``, or a Calibration."""
@@ -37,6 +38,8 @@ def measure(site: Site, side: int) -> qn.Calibration:
     """
     how, x = site.hows[side], jax.lax.stop_gradient(site.operands[side])
     assert how is not None
+    held = beside(site, side)
+    x = x if held is None else held.activation(site.product, 1 - side, x)
     batch = {a % x.ndim for a in site.rule.act_batch_axes if -x.ndim <= a < x.ndim}
     shared = site.product.shared(side, x.ndim)
     axes = tuple(sorted(batch - set(shared)))
@@ -69,8 +72,15 @@ def calibrations(
     return one(0), one(1)
 
 
+def key_of(key: str, transformed: bool) -> str:
+    """Returns what the statistics of an operand are kept under: those of a transformed one apart,
+    so that its range is never that of the activation as it was.
+    """
+    return f"{key} (transformed)" if transformed else key
+
+
 def _of(statistics: Statistics | None, site: Site, side: int) -> Any:
-    key = site.key(side)
+    key = key_of(site.key(side), beside(site, side) is not None)
     if statistics is None:
         raise JaxtapError(
             f"The rule of {site.call.op_id} has act_static_scale=True, and there are no "
@@ -81,6 +91,7 @@ def _of(statistics: Statistics | None, site: Site, side: int) -> Any:
         known = ", ".join(sorted(statistics)) or "none"
         raise JaxtapError(
             f"There are no statistics for {key} (the {SIDES[side]} of {site.call.op_id}), only "
-            f"for: {known}. They were made for another program or for other rules."
+            f"for: {known}. They were made for another program, for other rules, or for parameters "
+            "that no pass, or another one, has transformed: measure with those that are run."
         )
     return statistics[key]

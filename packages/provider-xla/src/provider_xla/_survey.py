@@ -12,16 +12,19 @@ import jax
 import quant_numerics as qn
 from interception_core import Engine, PatchEngine
 
+from ._arrays import is_array, of_arrays
 from ._choices import Choice, MatrixUse, choose, use_of
 from ._errors import QuantizationError
 from ._granularity import Granularity, of_operand
 from ._kernels import NoKernel
 from ._lookup import looked_up
+from ._lora import LoraPlan, LoraSurvey, check_engine
 from ._plan import Plan
 from ._products import divides, tile_elements
 from ._report import OpRecord, Report
 from ._rules import FUSED_NAMES
-from ._sites import Rules, Site, Sites, is_array, short
+from ._sites import Rules, Site, Sites, short
+from ._sparsity import Sparsity, parse_sparsity
 from ._static import StaticRange, is_static, measure
 from ._weights import WeightPlan
 
@@ -38,6 +41,8 @@ class Use:
         granularity: the finest that the operation can use.
         stepped: the axes of the parameter that are gone in the operand.
         is_lookup: whether it takes parts of it, whatever its scales.
+        sparse_axis: the axis of the parameter that N:M sparsity goes along for it; None if it
+            can't be followed.
     """
 
     path: str
@@ -47,6 +52,7 @@ class Use:
     granularity: Granularity
     stepped: tuple[int, ...]
     is_lookup: bool
+    sparse_axis: int | None = None
 
 
 class Survey:
@@ -61,6 +67,7 @@ class Survey:
         self.ranges: dict[str, StaticRange] = {}
         # By parameter and operation: what a kernel is asked to do.
         self.products: dict[str, dict[str, MatrixUse | NoKernel]] = {}
+        self.lora = LoraSurvey(rules, leaves, self.problems.append)
 
     def record(self, record: OpRecord, problem: str | None) -> None:
         """Takes an operation."""
@@ -89,7 +96,8 @@ class Survey:
         self.problems.append(f"{record.op_id}{about} stays float: {problem} (rule {record.rule})")
 
     def run(self, site: Site) -> Any:
-        """Takes an operation that is quantized."""
+        """Takes an operation that is quantized, or has an adapter."""
+        self.lora.product(site)
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
                 if weight is not None:
@@ -102,7 +110,10 @@ class Survey:
                     self.ranges[site.key(side)] = StaticRange(found.upper.ndim, found.lower is None)
                 continue
             shared = site.product.shared(side, site.operands[side].ndim)
-            self._use(site.call.op_id, weight, site.index, how, shared, is_lookup=False)
+            along = site.product.sparse_axis(side, site.operands[side].ndim)
+            self._use(
+                site.call.op_id, weight, site.index, how, shared, is_lookup=False, along=along
+            )
             path = str(weight.provenance)
             try:
                 use = use_of(site, side, self.leaves[path].shape)
@@ -116,7 +127,8 @@ class Survey:
         weight = self.rules.weight(call, operand)
         if weight is None:
             return NotImplemented
-        index = self.rules.find(("take",), call.module_path)
+        paths = self.rules.paths(call, (operand,))
+        index = self.rules.find(("take",), call.module_path, paths)
         rule = None if index is None else self.rules.rules[index]
         along = looked_up(params)
         shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
@@ -132,6 +144,7 @@ class Survey:
         )
         self.record(record, None)
         self._use(record.op_id, weight, index, how, shared, is_lookup=True)
+        self.lora.lookup(record.op_id, index, weight, along)
         self._product(str(weight.provenance), record.op_id, NoKernel("a lookup"))
         return NotImplemented
 
@@ -147,6 +160,7 @@ class Survey:
         how: qn.HowToQuantize | None,
         shared: Sequence[int],
         is_lookup: bool,
+        along: int | None = None,
     ) -> None:
         leaf = self.leaves[weight.provenance]
         if weight.axes is None:
@@ -169,7 +183,11 @@ class Survey:
         granularity = of_operand(weight.axes, leaf.shape, weight.shape, shared, tile)
         if how is not None and not how.channelwise:
             granularity = Granularity(stepped, granularity.tile_axes)
-        use = Use(weight.provenance, op_id, rule, how, granularity, stepped, is_lookup)
+        sparse = None
+        if along is not None and weight.axes.count(along) == 1:
+            axis = weight.axes.index(along)
+            sparse = axis if leaf.shape[axis] == weight.shape[along] else None
+        use = Use(weight.provenance, op_id, rule, how, granularity, stepped, is_lookup, sparse)
         self.uses.append(use)
 
 
@@ -184,40 +202,56 @@ def make_plan(
     kernels: bool = True,
 ) -> Plan:
     """Makes a plan: see ``XlaProvider.plan``."""
-    found, _ = jax.tree_util.tree_flatten_with_path(params)
+    found, params_tree = jax.tree_util.tree_flatten_with_path(params)
     given = {
         rules.params + jax.tree_util.keystr(path): leaf for path, leaf in found if is_array(leaf)
     }
     leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
+    kept = [leaves.get(rules.params + jax.tree_util.keystr(path), leaf) for path, leaf in found]
+    abstract = jax.tree.unflatten(params_tree, kept)
     survey = Survey(rules, leaves)
-    lookup = None if isinstance(engine, PatchEngine) else survey.lookup
-    sites = Sites(rules, survey.run, survey.record, lookup=lookup, keyed=False)
-    everything = list(args)
-    everything.insert(argnum, params)
-    tapped = engine.wrap(fn, sites.interceptor)
-    # What is no array (a string, an activation function in an Equinox module) stays what it is.
-    flat, treedef = jax.tree.flatten((everything, dict(kwargs)))
-    arrays = [i for i, leaf in enumerate(flat) if is_array(leaf)]
+    look(survey, engine, argnum, fn, params, args, kwargs)
 
-    def call(values: Sequence[Any]) -> list[Any]:
-        filled = dict(zip(arrays, values, strict=True))
-        merged = [filled.get(i, leaf) for i, leaf in enumerate(flat)]
-        args, kwargs = jax.tree.unflatten(treedef, merged)
-        return [leaf for leaf in jax.tree.leaves(tapped(*args, **kwargs)) if is_array(leaf)]
-
-    jax.eval_shape(call, [flat[i] for i in arrays])
-
-    weights = _weights(survey)
+    weights = weights_of(survey)
     records = [_settled(record, weights) for record in survey.records.values()]
     # The patch engine can't hand stored parameters on.
     if kernels and not isinstance(engine, PatchEngine):
         weights, records = _with_kernels(survey, weights, records, given)
+    lora = survey.lora.plans()
+    check_engine(engine, [*lora])
+    records = [_adapted(record, lora) for record in records]
     used = {record.rule for record in records}
     unused = [
         f"rule {i} decides nothing: {rule}" for i, rule in enumerate(rules.rules) if i not in used
     ]
     problems = (*survey.problems, *unused)
-    return Plan(Report(records), weights, problems, survey.ranges, rules, engine, argnum, leaves)
+    ops = Report(records)
+    known = (survey.ranges, rules, engine, argnum, leaves, fn, abstract)
+    return Plan(ops, weights, problems, *known, lora=lora)
+
+
+def look(
+    survey: Survey,
+    engine: Engine,
+    argnum: int,
+    fn: Callable[..., Any],
+    params: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Runs a program abstractly, and shows its operations to a survey."""
+    lookup = None if isinstance(engine, PatchEngine) else survey.lookup
+    sites = Sites(survey.rules, survey.run, survey.record, lookup=lookup, keyed=False)
+    everything = list(args)
+    everything.insert(argnum, params)
+    jax.eval_shape(*of_arrays(engine.wrap(fn, sites.interceptor), everything, kwargs))
+
+
+def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:
+    """Returns the record of an operation with the rank of its parameter's adapter."""
+    paths = (record.weight or "").split(" and ")
+    rank = next((lora[path].rank for path in paths if path in lora), None)
+    return dataclasses.replace(record, rank=rank)
 
 
 def _settled(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
@@ -253,7 +287,7 @@ def _with_kernels(
     return packed, settled
 
 
-def _weights(survey: Survey) -> dict[str, WeightPlan]:
+def weights_of(survey: Survey) -> dict[str, WeightPlan]:
     """Returns how each parameter is quantized, so that all of its operations can use it."""
     by_path: dict[str, list[Use]] = {}
     for use in survey.uses:
@@ -294,5 +328,28 @@ def _weights(survey: Survey) -> dict[str, WeightPlan]:
             granularity,
             tuple(sorted(stepped)),
             tuple(dict.fromkeys(use.op_id for use in uses)),
+            sparsity=_sparsity(survey, leaf, products),
         )
     return plans
+
+
+def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:
+    """Returns which elements of a parameter are zeros, by the first rule that decides."""
+    first = next(use for use in uses if use.rule is not None)
+    assert first.rule is not None
+    text = survey.rules.rules[first.rule].sparsity
+    if text is None:
+        return None
+    about = f"{first.path} stays dense, against sparsity={text!r} of rule {first.rule}"
+    axes = {use.sparse_axis for use in uses}
+    if first.is_lookup or len(axes) > 1 or None in axes:
+        ops = ", ".join(use.op_id for use in uses)
+        survey.problems.append(f"{about}: there is no one axis that its uses contract ({ops})")
+        return None
+    (axis,) = axes
+    assert axis is not None
+    pattern = parse_sparsity(text)
+    if leaf.shape[axis] % pattern.m:
+        survey.problems.append(f"{about}: {pattern.m} does not divide {leaf.shape[axis]}")
+        return None
+    return Sparsity(pattern, axis)

@@ -15,6 +15,8 @@ import quant_numerics as qn
 from ._errors import QuantizationError
 from ._granularity import Granularity
 from ._prepacked import Packing, PrepackedWeight, abstract, prepack
+from ._sparsity import Sparsity, sparsified
+from ._transformed import TransformedWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class WeightPlan:
         stepped: axes along which each index is an array of its own (the layers of a scan).
         ops: the ids of the operations that use it.
         packing: how it is packed for the kernels that compute these; None if XLA does.
+        sparsity: which of its elements are zeros; None if none have to be.
     """
 
     path: str
@@ -44,6 +47,7 @@ class WeightPlan:
     stepped: tuple[int, ...]
     ops: tuple[str, ...]
     packing: Packing | None = None
+    sparsity: Sparsity | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -78,6 +82,9 @@ class WeightPlan:
             "tile_axes": {str(a): n for a, n in self.granularity.tile_axes.items()},
             "ops": list(self.ops),
             "packed": self.packing is not None,
+            "sparsity": None
+            if self.sparsity is None
+            else [str(self.sparsity[0]), self.sparsity[1]],
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
         }
@@ -94,6 +101,8 @@ class WeightPlan:
     def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
         tiles = tuple(self.granularity.tile_axes.items())
         stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
+        if self.sparsity is not None:
+            leaf = _sparsified(leaf, self.sparsity)
         return _quantize(
             leaf, self.qtype, self.granularity.channel_axes, tiles, self.method, stepped
         )
@@ -101,7 +110,14 @@ class WeightPlan:
 
 def is_stored(node: Any) -> bool:
     """Returns whether a node of parameters is a quantized one, packed or not."""
-    return isinstance(node, qn.QArray | qn.PackedQArray | PrepackedWeight)
+    return isinstance(node, qn.QArray | qn.PackedQArray | PrepackedWeight | TransformedWeight)
+
+
+def unpacked_leaf(leaf: Any) -> Any:
+    """Returns a stored parameter with codes that programs take: in no packed storage."""
+    if isinstance(leaf, TransformedWeight | PrepackedWeight):
+        return leaf.unpacked()
+    return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 
 
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
@@ -115,9 +131,7 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     return jax.block_until_ready(plan._quantize(leaf))
 
 
-def prepack_leaf(
-    plan: WeightPlan, q: qn.QArray | qn.PackedQArray
-) -> qn.QArray | qn.PackedQArray | PrepackedWeight:
+def prepack_leaf(plan: WeightPlan, q: Any) -> Any:
     """Packs a quantized parameter for kernels, if the plan says so and its sharding allows it.
 
     Raises:
@@ -125,6 +139,10 @@ def prepack_leaf(
     """
     packing = plan.packing
     if packing is None:
+        return q
+    if isinstance(q, TransformedWeight):
+        return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner))
+    if isinstance(q, PrepackedWeight):
         return q
     counts = plan.granularity.scale_shape(plan.shape)
     if (q.shape, q.qtype, q.scale.shape, q.zero_point) != (plan.shape, plan.qtype, counts, None):
@@ -135,6 +153,9 @@ def prepack_leaf(
         )
     sharding = getattr(jax.tree.leaves(q)[0], "sharding", None)
     return q if packing.unshardable(q.shape, sharding) else prepack(q, packing)
+
+
+_sparsified = jax.jit(sparsified, static_argnums=1)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))

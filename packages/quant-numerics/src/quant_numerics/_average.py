@@ -104,6 +104,16 @@ class Statistics:
         self._box = Box(average.init(Calibration(None if symmetric else bound, bound)))
 
     @property
+    def average(self) -> MovingAverage:
+        """How calibrations are averaged."""
+        return self._average
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether calibrations have no lower bound."""
+        return self._symmetric
+
+    @property
     def state(self) -> AverageState:
         """The sums and the count; may be set, to those of an equal average."""
         return self._box.get()

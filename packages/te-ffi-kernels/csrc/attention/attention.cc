@@ -14,7 +14,9 @@ struct Sums {};
 struct PieceSums {};
 struct SinkSums {};
 
+constexpr int64_t kWidth = 16;        // widths of sums are multiples of it
 constexpr double kFew = 1 << 18;     // multiply-adds that one thread is as fast for
+constexpr int64_t kTasks = 8;         // of forward, for each thread
 constexpr int64_t kWantedTasks = 16;  // of backward, whatever the number of threads
 
 int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -28,18 +30,18 @@ bool is_small(const Problem& p) {
 // Backward's work on one head of keys, cut into pieces of rows where heads alone are too few.
 class Backward {
  public:
-  Backward(const Problem& p, const Gradients& gradients)
-      : p_(p), gradients_(gradients), table_(attention::table()) {
+  Backward(const Problem& p, const Gradients& gradients, const Table& table)
+      : p_(p), gradients_(gradients), table_(table) {
     heads_ = p.segments * p.kv_heads;
     const int64_t parts = ceil_of(p.most_queries * p.group(), table_.backward_rows);
     const int64_t wanted = std::min(ceil_of(kWantedTasks, std::max<int64_t>(heads_, 1)), parts);
     piece_rows_ = ceil_of(std::max<int64_t>(parts, 1), std::max<int64_t>(wanted, 1)) *
                   table_.backward_rows;
     pieces_ = std::max<int64_t>(1, ceil_of(p.most_queries * p.group(), piece_rows_));
-    const auto padded = [&](int64_t size) { return ceil_of(size, table_.width) * table_.width; };
-    k_width_ = padded(p.qk_size);
-    v_width_ = padded(p.v_size);
-    size_ = std::max<int64_t>(1, p.most_keys * (k_width_ + v_width_));
+    k_width_ = ceil_of(p.qk_size, kWidth) * kWidth;
+    v_width_ = ceil_of(p.v_size, kWidth) * kWidth;
+    keys_ = ceil_of(p.most_keys, kBlock) * kBlock;
+    size_ = std::max<int64_t>(1, keys_ * (k_width_ + v_width_));
   }
 
   void run(const Parallel& parallel) {
@@ -77,7 +79,7 @@ class Backward {
     return shared_ + (head * pieces_ + piece) * size_;
   }
   float* v_sums(int64_t head, int64_t piece) const {
-    return k_sums(head, piece) + p_.most_keys * k_width_;
+    return k_sums(head, piece) + keys_ * k_width_;
   }
 
   void piece(int64_t head, int64_t index) {
@@ -87,19 +89,21 @@ class Backward {
     const int64_t keys = part.segment.kv_length;
     KeySums sums;
     sums.k = pieces_ > 1 ? k_sums(head, index) : Arena<Sums>::get_array<float>(size_);
-    sums.v = sums.k + p_.most_keys * k_width_;
+    sums.v = sums.k + keys_ * k_width_;
+    sums.k_width = k_width_;
+    sums.v_width = v_width_;
     if (sinks_ != nullptr) sums.sink = sinks_ + (head * pieces_ + index) * p_.group();
-    std::memset(sums.k, 0, static_cast<size_t>(keys * k_width_) * sizeof(float));
-    std::memset(sums.v, 0, static_cast<size_t>(keys * v_width_) * sizeof(float));
-    const bool pairs = p_.dtype == DType::BF16 && table_.backward_bf16 != nullptr;
-    auto* run = pairs ? table_.backward_bf16 : table_.backward;
-    auto* size = pairs ? table_.backward_bf16_scratch : table_.backward_scratch;
-    float* scratch = Arena<Blocks>::get_array<float>(size(p_));
+    const int64_t whole = ceil_of(keys, kBlock) * kBlock;
+    std::memset(sums.k, 0, static_cast<size_t>(whole * k_width_) * sizeof(float));
+    std::memset(sums.v, 0, static_cast<size_t>(whole * v_width_) * sizeof(float));
+    const bool bf16 = p_.dtype == DType::BF16 && table_.bf16.backward != nullptr;
+    const Method& method = bf16 ? table_.bf16 : table_.any;
+    float* scratch = Arena<Blocks>::get_array<float>(method.backward_scratch(p_));
     const int64_t begin = index * piece_rows_;
     const int64_t end = std::min(begin + piece_rows_, part.segment.q_length * p_.group());
     for (part.begin = begin; part.begin < end; part.begin += table_.backward_rows) {
       part.end = std::min<int64_t>(part.begin + table_.backward_rows, end);
-      run(p_, gradients_, part, sums, scratch);
+      method.backward(p_, gradients_, part, sums, scratch);
     }
     if (pieces_ == 1) store(head, 0, keys, sums.k, sums.v);
   }
@@ -109,9 +113,9 @@ class Backward {
     if (begin >= end) return;
     const int64_t token = segment_of(head).kv_start + begin;
     table_.store(p_, gradients_.k_grad, head % p_.kv_heads, token, end - begin, p_.qk_size,
-                 k + begin * k_width_, p_.scale);
+                 k + begin * k_width_, k_width_, p_.scale);
     table_.store(p_, gradients_.v_grad, head % p_.kv_heads, token, end - begin, p_.v_size,
-                 v + begin * v_width_, 1.0f);
+                 v + begin * v_width_, v_width_, 1.0f);
   }
 
   void add_sinks() const {
@@ -131,42 +135,52 @@ class Backward {
   const Problem& p_;
   const Gradients& gradients_;
   const Table& table_;
-  int64_t heads_, piece_rows_, pieces_, k_width_, v_width_, size_;
+  int64_t heads_, piece_rows_, pieces_, k_width_, v_width_, keys_, size_;
   float* shared_ = nullptr;
   float* sinks_ = nullptr;
 };
 
 }  // namespace
 
-void forward(const Problem& p, const Parallel& pool) {
-  const Table& table = attention::table();
+void forward(const Problem& p, const Parallel& pool, Isa isa) {
+  const Table& table = attention::table(isa);
   const Parallel serial;
   const Parallel& parallel = is_small(p) ? serial : pool;
   const int64_t heads = p.segments * p.kv_heads, rows = p.most_queries * p.group();
+  const int64_t wanted = kTasks * parallel.threads();
   int64_t step = table.forward_rows;
-  while (step > 2 * table.columns && heads * ceil_of(rows, step) < 4 * parallel.threads()) {
-    step /= 2;
-  }
-  const int64_t steps = ceil_of(rows, step);
-  const bool pairs = p.dtype == DType::BF16 && p.scale > 0 && table.forward_bf16 != nullptr;
-  auto* run = pairs ? table.forward_bf16 : table.forward;
-  parallel.run(heads * steps, [&](int64_t task) {
+  while (step > 2 * table.columns && heads * ceil_of(rows, step) < wanted) step /= 2;
+  const int64_t steps = ceil_of(rows, step), parts = heads * steps;
+  const bool bf16 = p.dtype == DType::BF16 && p.scale > 0 && table.bf16.forward != nullptr;
+  const Method& method = bf16 ? table.bf16 : table.any;
+  const auto part_of = [&](int64_t i) {
     Part part;
-    part.segment = p.segment(p.context, task % heads / p.kv_heads);
-    part.kv_head = task % heads % p.kv_heads;
+    part.segment = p.segment(p.context, i % heads / p.kv_heads);
+    part.kv_head = i % heads % p.kv_heads;
     // The last rows first: with a causal mask they are the most work.
-    part.begin = (steps - 1 - task / heads) * step;
+    part.begin = (steps - 1 - i / heads) * step;
     part.end = std::min(part.begin + step, part.segment.q_length * p.group());
-    if (part.begin >= part.end) return;
-    run(p, part, Arena<Blocks>::get_array<float>(table.forward_scratch(p)));
+    return part;
+  };
+  // Short parts one after the other, since each asks for what the next one reads.
+  const int64_t some = std::max<int64_t>(1, parts / std::max<int64_t>(1, wanted));
+  parallel.run(ceil_of(parts, some), [&](int64_t task) {
+    float* scratch = Arena<Blocks>::get_array<float>(method.forward_scratch(p));
+    const int64_t end = std::min(parts, (task + 1) * some);
+    Part part = part_of(task * some), next;
+    for (int64_t i = task * some; i < end; ++i, part = next) {
+      if (i + 1 < end) next = part_of(i + 1);
+      part.next = i + 1 < end && next.begin < next.end ? &next : nullptr;
+      if (part.begin < part.end) method.forward(p, part, scratch);
+    }
   });
 }
 
-void backward(const Problem& p, const Gradients& gradients, const Parallel& pool) {
-  const Table& table = attention::table();
+void backward(const Problem& p, const Gradients& gradients, const Parallel& pool, Isa isa) {
+  const Table& table = attention::table(isa);
   const Parallel serial;
   const Parallel& parallel = is_small(p) ? serial : pool;
-  Backward(p, gradients).run(parallel);
+  Backward(p, gradients, table).run(parallel);
   if (gradients.bias_grad == nullptr) return;
   const int64_t panels = ceil_of(p.most_queries, table.columns);
   parallel.run(p.bias_batches * p.bias_heads * panels, [&](int64_t task) {

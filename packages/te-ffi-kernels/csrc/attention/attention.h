@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/isa.h"
 #include "common/parallel.h"
 
 namespace jaxtap::attention {
@@ -67,7 +68,7 @@ struct Problem {
 };
 
 // Writes `out` and `aux` of all queries in segments.
-void forward(const Problem& problem, const Parallel& parallel);
+void forward(const Problem& problem, const Parallel& parallel, Isa isa = selected_isa());
 
 // What backward needs and writes. Gradients of tokens outside of segments are not written.
 struct Gradients {
@@ -78,6 +79,7 @@ struct Gradients {
 };
 
 // `problem.out` and `problem.aux` are what forward gave. The result does not depend on `parallel`.
-void backward(const Problem& problem, const Gradients& gradients, const Parallel& parallel);
+void backward(const Problem& problem, const Gradients& gradients, const Parallel& parallel,
+              Isa isa = selected_isa());
 
 }  // namespace jaxtap::attention

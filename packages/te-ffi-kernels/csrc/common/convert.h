@@ -12,7 +12,11 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__CUDACC__)
+#define JAXTAP_INLINE static __host__ __device__ __forceinline__
+#else
 #define JAXTAP_INLINE static inline __attribute__((always_inline))
+#endif
 
 namespace jaxtap {
 

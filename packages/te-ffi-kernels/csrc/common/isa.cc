@@ -65,7 +65,8 @@ Isa detect() {
                       all(seven.b, 3u << 16 | 3u << 30) &&  // F DQ BW VL
                       (seven.c >> 11 & 1);                  // VNNI
   if (!avx512) return Isa::kAvx2;
-  const bool amx = all(state, 3u << 17) && all(seven.d, 3u << 24);  // TILE, INT8
+  const bool amx = all(state, 3u << 17) && all(seven.d, 1u << 22 | 3u << 24) &&  // BF16 TILE INT8
+                   (cpuid(7, 1).a >> 5 & 1);                                     // AVX512-BF16
   return amx && may_use_tiles() ? Isa::kAmx : Isa::kAvx512;
 }
 

@@ -11,7 +11,7 @@ enum class Isa {
   kGeneric,  // what every machine of the architecture has
   kAvx2,     // AVX2, FMA and F16C
   kAvx512,   // AVX-512 F, BW, VL, DQ and VNNI
-  kAmx,      // AMX tiles with int8
+  kAmx,      // AMX tiles with int8 and bfloat16, and AVX512-BF16
 };
 
 // "generic", "avx2", "avx512" or "amx".

@@ -14,7 +14,7 @@ namespace {
 constexpr char kTarget[] = "te_ffi_kernels.fused_attn_backward";
 
 void Warm(const AttentionConfig& config) {
-  // One query, one key, of the sizes of the heads.
+  // One query, one key, of the sizes of the heads; which dtype they will have, it isn't told.
   std::vector<float> q(static_cast<size_t>(config.qk_size)), v(static_cast<size_t>(config.v_size));
   std::vector<float> q_grad(q.size()), k_grad(q.size()), v_grad(v.size());
   float aux = 0;
@@ -35,7 +35,10 @@ void Warm(const AttentionConfig& config) {
   gradients.q_grad = {q_grad.data(), config.qk_size, config.qk_size};
   gradients.k_grad = {k_grad.data(), config.qk_size, config.qk_size};
   gradients.v_grad = {v_grad.data(), config.v_size, config.v_size};
-  attention::backward(p, gradients, Parallel());
+  for (DType dtype : {DType::F32, DType::BF16}) {
+    p.dtype = dtype;
+    attention::backward(p, gradients, Parallel());
+  }
 }
 
 struct Results {

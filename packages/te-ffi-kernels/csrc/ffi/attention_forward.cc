@@ -16,7 +16,7 @@ namespace {
 constexpr char kTarget[] = "te_ffi_kernels.fused_attn_forward";
 
 void Warm(const AttentionConfig& config) {
-  // One query, one key, of the sizes of the heads.
+  // One query, one key, of the sizes of the heads; which dtype they will have, it isn't told.
   std::vector<float> q(static_cast<size_t>(config.qk_size)), v(static_cast<size_t>(config.v_size));
   std::vector<float> out(v.size());
   float aux;
@@ -33,7 +33,10 @@ void Warm(const AttentionConfig& config) {
   p.v = {v.data(), config.v_size, config.v_size};
   p.out = {out.data(), config.v_size, config.v_size};
   p.aux = &aux;
-  attention::forward(p, Parallel());
+  for (DType dtype : {DType::F32, DType::BF16}) {
+    p.dtype = dtype;
+    attention::forward(p, Parallel());
+  }
 }
 
 void Execute(const AttentionConfig& config, xffi::ThreadPool pool, const Array& q, const Array& k,

@@ -1,54 +1,18 @@
-// Handlers of the six softmax targets, with Transformer Engine's operands and attribute. Arrays are
-// [..., heads, q, k] (without a mask, heads may be missing, too); masks [..., 1, q, k] of uint8 or
-// bool. Where the axes before heads are `masks` in the mask and more in the logits, they repeat.
+// Handlers of the six softmax targets, with Transformer Engine's operands and attribute.
 
 #include <vector>
 
-#include "ffi/attributes.h"
-#include "ffi/buffers.h"
 #include "ffi/registry.h"
+#include "ffi/softmax_call.h"
 #include "ffi/stages.h"
-#include "ffi/te_arguments.h"
 #include "ffi/threads.h"
 #include "softmax/softmax.h"
 
 namespace jaxtap::ffi {
 namespace {
 
-enum class Kind { kScaled, kMasked, kCausal };
-
-struct Config {
-  Config(Kind which, const xffi::Dictionary& attributes)
-      : kind(which),
-        scale(static_cast<float>(NeedAttribute<double>(attributes, "scale_factor"))) {}
-
-  Kind kind;
-  float scale;
-};
-
-softmax::Shape ShapeOf(const Array& x, Kind kind) {
-  NeedFloat(x);
-  const int64_t rank = x.rank();
-  const int64_t least = kind == Kind::kMasked ? 3 : 2;
-  if (rank < least) {
-    throw invalid_argument(x.name, " is ", x.Text(), ", and must have at least ", least, " axes");
-  }
-  softmax::Shape shape;
-  shape.q = x.shape[rank - 2];
-  shape.k = x.shape[rank - 1];
-  shape.heads = rank > 2 ? x.shape[rank - 3] : 1;
-  shape.batch = rank > 2 ? x.Product(0, rank - 3) : 1;
-  shape.dtype = te::float_of(x.dtype);
-  shape.causal = kind == Kind::kCausal;
-  return shape;
-}
-
-// One more array of the same dtype and size.
-const void* Alike(const Array& array, const Array& other) {
-  array.NeedDtype({other.dtype});
-  NeedSize(array, other.size(), std::string("as ") + other.name);
-  return array.data;
-}
+using Kind = SoftmaxKind;
+using Config = SoftmaxConfig;
 
 void WarmForward(const Config& config) {
   constexpr int64_t kSide = 64;
@@ -66,24 +30,13 @@ void WarmForward(const Config& config) {
 void Forward(const Config& config, xffi::ThreadPool pool, const Array& x, const Array* mask,
              const Array& out) {
   softmax::Forward args;
-  args.shape = ShapeOf(x, config.kind);
+  args.shape = SoftmaxShapeOf<softmax::Shape>(x, config.kind);
   args.scale = config.scale;
   args.x = x.data;
-  Alike(out, x);
+  NeedAlike(out, x);
   args.out = out.data;
   if (mask != nullptr) {
-    const int64_t rank = mask->NeedDtype({DType::U8, DType::PRED}).rank();
-    if (rank < 3 || mask->shape[rank - 3] != 1 || mask->shape[rank - 2] != args.shape.q ||
-        mask->shape[rank - 1] != args.shape.k) {
-      throw invalid_argument(mask->name, " is ", mask->Text(), ", and must end in [1, ",
-                             args.shape.q, ", ", args.shape.k, "]: heads share it");
-    }
-    args.masks = mask->Product(0, rank - 3);
-    if (args.shape.batch != 0 && (args.masks == 0 || args.shape.batch % args.masks != 0)) {
-      throw invalid_argument(mask->name, " is ", mask->Text(), ", with ", args.masks,
-                             " matrices for a batch of ", args.shape.batch,
-                             "; there must be one, or one for each");
-    }
+    args.masks = CheckMask(*mask, args.shape);
     args.mask = static_cast<const uint8_t*>(mask->data);
   }
   if (x.size() == 0) return;
@@ -106,11 +59,13 @@ void Backward(const Config& config, xffi::ThreadPool pool, const Array& grad,
               const Array& softmax_output, const Array& out) {
   softmax::Backward args;
   // Where it's masked, the result is zero and its gradient with it: there is no mask.
-  args.shape = ShapeOf(grad, config.kind == Kind::kMasked ? Kind::kScaled : config.kind);
+  args.shape = SoftmaxShapeOf<softmax::Shape>(
+      grad, config.kind == Kind::kMasked ? Kind::kScaled : config.kind);
   args.scale = config.scale;
   args.grad = grad.data;
-  args.softmax = Alike(softmax_output, grad);
-  Alike(out, grad);
+  NeedAlike(softmax_output, grad);
+  args.softmax = softmax_output.data;
+  NeedAlike(out, grad);
   args.out = out.data;
   if (grad.size() == 0) return;
   XlaScheduler scheduler(pool);

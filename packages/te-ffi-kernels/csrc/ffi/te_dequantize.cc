@@ -1,11 +1,10 @@
-// Handler of dequantize. Transformer Engine's has no attributes, and takes float8 with one scale;
-// the attributes scaling_mode, is_colwise and flatten_axis are ours, and may be left out.
+// Handler of dequantize.
 
 #include <vector>
 
 #include "ffi/registry.h"
 #include "ffi/stages.h"
-#include "ffi/te_arguments.h"
+#include "ffi/te_dequantize_call.h"
 #include "ffi/threads.h"
 #include "te/dequantize.h"
 #include "te/table.h"
@@ -13,34 +12,9 @@
 namespace jaxtap::ffi {
 namespace {
 
-using te::Scaling;
-
 constexpr char kTarget[] = "te_ffi_kernels.dequantize";
 
-template <typename T>
-T Optional(const xffi::Dictionary& attributes, const char* name, T otherwise) {
-  if (!attributes.contains(name)) return otherwise;
-  const auto value = attributes.get<T>(name);
-  if (!value.has_value()) {
-    throw invalid_argument("attribute ", name, " has another type than it must have");
-  }
-  return *value;
-}
-
-struct Config {
-  explicit Config(const xffi::Dictionary& attributes)
-      : scaling(te::scaling_of(Optional<int64_t>(attributes, "scaling_mode", 1))),
-        is_colwise(Optional<bool>(attributes, "is_colwise", false)),
-        flatten_axis(Optional<int64_t>(attributes, "flatten_axis", -1)) {
-    if (scaling == Scaling::kNone) {
-      throw invalid_argument("scaling_mode is 0, with which there is nothing to dequantize");
-    }
-  }
-
-  Scaling scaling;
-  bool is_colwise;
-  int64_t flatten_axis;
-};
+using Config = DequantizeConfig;
 
 void Warm(const Config& config) {
   std::vector<uint8_t> codes(te::kTile * te::kTile), scales(codes.size(), 127);
@@ -57,28 +31,10 @@ void Warm(const Config& config) {
 
 void Execute(const Config& config, xffi::ThreadPool pool, const Array& codes,
              const Array& scale_inv, const Array& out) {
-  NeedCodes(codes, config.scaling);
-  NeedScales(scale_inv, config.scaling);
-  NeedFloat(out);
-  NeedSize(out, codes.size(), "one for each code");
+  const Matrix matrix = CheckDequantize(config, codes, scale_inv, out);
   te::Dequantize args;
-  if (te::is_tensor(config.scaling)) {
-    args.rows = 1;
-    args.cols = codes.size();
-    NeedSize(scale_inv, 1, "the scale of all codes");
-  } else {
-    const Matrix matrix = Flatten(codes, config.flatten_axis, "flatten_axis");
-    args.rows = matrix.rows;
-    args.cols = matrix.cols;
-    if (config.scaling == Scaling::kChannel) {
-      NeedSize(scale_inv, matrix.rows, "one for each row of codes");
-    } else {
-      NeedBlocks(codes, config.is_colwise ? matrix.rows : matrix.cols,
-                 config.is_colwise ? "rows (axes before flatten_axis)"
-                                   : "columns (axes from flatten_axis)");
-      NeedSize(scale_inv, codes.size() / te::kBlock, "one for 32 codes");
-    }
-  }
+  args.rows = matrix.rows;
+  args.cols = matrix.cols;
   args.codes = static_cast<const uint8_t*>(codes.data);
   args.code = te::code_of(codes.dtype);
   args.scaling = config.scaling;

@@ -3,7 +3,7 @@
 
 #include "ffi/registry.h"
 #include "ffi/stages.h"
-#include "ffi/te_arguments.h"
+#include "ffi/te_quantize_call.h"
 #include "ffi/threads.h"
 #include "te/quantize.h"
 #include "te/table.h"
@@ -13,37 +13,6 @@ namespace {
 
 using te::Layout;
 using te::Scaling;
-
-Scaling QuantizedScaling(int64_t value) {
-  const Scaling scaling = te::scaling_of(value);
-  if (scaling == Scaling::kNone) {
-    throw invalid_argument("scaling_mode is 0, with which there is nothing to quantize");
-  }
-  return scaling;
-}
-
-struct QuantizeConfig {
-  int64_t scaling_mode, q_layout;
-  bool is_dbias;
-  int64_t flatten_axis;
-  bool stochastic_rounding, use_rht;
-
-  Scaling scaling() const { return QuantizedScaling(scaling_mode); }
-  Layout layout() const { return te::layout_of(q_layout); }
-
-  void Check() const {
-    scaling();
-    layout();
-    if (stochastic_rounding) {
-      throw invalid_argument("stochastic_rounding is set, which there is for NVFP4 alone, and for "
-                             "that no CPU kernel; leave it unset");
-    }
-    if (use_rht) {
-      throw invalid_argument("use_rht is set: random Hadamard transforms are for NVFP4 alone, which "
-                             "there is no CPU kernel for; leave it unset");
-    }
-  }
-};
 
 void Warm(const QuantizeConfig& config) {
   config.Check();
@@ -59,32 +28,20 @@ void Execute(const QuantizeConfig& config, xffi::ThreadPool pool, xffi::AnyBuffe
              xffi::Result<xffi::AnyBuffer> colwise_scale_inv_buffer,
              xffi::Result<xffi::AnyBuffer> updated_amax_buffer,
              xffi::Result<xffi::AnyBuffer> dbias_buffer) {
-  config.Check();
+  const QuantizeCall call = {Read("x", x_buffer),
+                             Read("scale", scale_buffer),
+                             Read("amax", amax_buffer),
+                             Read("output", out_buffer),
+                             Read("colwise_output", colwise_out_buffer),
+                             Read("scale_inv", scale_inv_buffer),
+                             Read("colwise_scale_inv", colwise_scale_inv_buffer),
+                             Read("updated_amax", updated_amax_buffer),
+                             Read("dbias", dbias_buffer)};
+  const Matrix matrix = call.Check(config);
+  const auto& [x, scale, amax, out, colwise_out, scale_inv, colwise_scale_inv, updated_amax, dbias] =
+      call;
   const Scaling scaling = config.scaling();
-  const Layout layout = config.layout();
-  const Array x = Read("x", x_buffer), scale = Read("scale", scale_buffer);
-  const Array amax = Read("amax", amax_buffer);
-  const Array updated_amax = Read("updated_amax", updated_amax_buffer);
-  const Array dbias = Read("dbias", dbias_buffer);
-  const Array out = Read("output", out_buffer);
-  const Array colwise_out = Read("colwise_output", colwise_out_buffer);
-  const Array scale_inv = Read("scale_inv", scale_inv_buffer);
-  const Array colwise_scale_inv = Read("colwise_scale_inv", colwise_scale_inv_buffer);
-
-  NeedFloat(x);
-  const Matrix matrix = Flatten(x, config.flatten_axis, "flatten_axis");
-  NeedSize(amax.NeedDtype({DType::F32}), 1, "the largest magnitude so far");
-  NeedSize(updated_amax.NeedDtype({DType::F32}), 1, "the largest magnitude");
-  const bool rowwise = te::has_rowwise(layout), colwise = te::has_colwise(layout);
-  if (rowwise) CheckDirection(x, matrix, out, scale_inv, scaling, false);
-  if (colwise) CheckDirection(x, matrix, colwise_out, colwise_scale_inv, scaling, true);
-  if (rowwise && colwise && out.dtype != colwise_out.dtype) {
-    throw invalid_argument("colwise_output is ", colwise_out.Text(), ", and must be of ",
-                           jaxtap::name(out.dtype), " like output");
-  }
-  if (config.is_dbias) {
-    NeedSize(dbias.NeedDtype({x.dtype}), matrix.cols, "one for each column of x");
-  }
+  const bool rowwise = te::has_rowwise(config.layout()), colwise = te::has_colwise(config.layout());
 
   if (!rowwise) Clear({out, scale_inv});
   if (!colwise) Clear({colwise_out, colwise_scale_inv});
@@ -95,11 +52,10 @@ void Execute(const QuantizeConfig& config, xffi::ThreadPool pool, xffi::AnyBuffe
   args.dtype = te::float_of(x.dtype);
   args.rows = matrix.rows;
   args.cols = matrix.cols;
-  args.code = te::code_of((rowwise ? out : colwise_out).dtype);
+  args.code = te::code_of(call.CodeDtype(config));
   args.scaling = scaling;
   const bool tensor = te::is_tensor(scaling);
   if (tensor) {
-    NeedSize(scale.NeedDtype({DType::F32}), 1, "what x is multiplied with");
     args.scale = *static_cast<const float*>(scale.data);
     const float inverse = 1.0f / args.scale;
     if (rowwise) *static_cast<float*>(scale_inv.data) = inverse;

@@ -50,7 +50,7 @@ constexpr float largest(Code code) {
 inline Scaling scaling_of(int64_t value) {
   if (value == 4 || value == 5) {
     throw invalid_argument("scaling_mode is ", value,
-                           " (NVFP4), which there is no CPU kernel for; use MXFP8 (2)");
+                           " (NVFP4), which there is no kernel for; use MXFP8 (2)");
   }
   if ((value < 0 || value > 3) && value != 64) {
     throw invalid_argument("scaling_mode is ", value,

@@ -6,6 +6,9 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "common/amx_tile.h"
+#include "common/convert.h"
+#include "common/isa.h"
 #include "common/philox.h"
 #include "tests/check.h"
 #include "tests/weights.h"
@@ -61,6 +64,17 @@ bool keeps(const Case& c, int64_t batch, int64_t head, int64_t i, int64_t j) {
   return words[j % 4] >= static_cast<uint32_t>(static_cast<double>(c.dropout) * 4294967296.0);
 }
 
+// What runs here, and of bfloat16 also the emulation of tiles where they are not real.
+std::vector<Isa> tested_isas(DType dtype) {
+  std::vector<Isa> isas = {selected_isa()};
+#if defined(JAXTAP_EMULATE_AMX)
+  const bool once = isas[0] == available_isas().back();
+  if (once && isas[0] != Isa::kAmx && dtype == DType::BF16) isas.push_back(Isa::kAmx);
+#endif
+  (void)dtype;
+  return isas;
+}
+
 // Of each element the sum, and the sum of magnitudes, which bounds the rounding.
 struct Sum {
   double value = 0, size = 0;
@@ -84,6 +98,11 @@ class Checker {
   }
 
   void run(const Parallel& parallel) {
+    expect();
+    for (Isa isa : tested_isas(c_.dtype)) run(parallel, isa);
+  }
+
+  void run(const Parallel& parallel, Isa isa) {
     Buffer out = zeros(c_.batch * c_.queries * c_.heads * c_.v_size);
     std::vector<float> aux(static_cast<size_t>(c_.batch * c_.heads * c_.queries));
     Problem p;
@@ -115,7 +134,7 @@ class Checker {
     p.dropout = c_.dropout;
     p.seed[0] = 7;
     p.seed[1] = 9;
-    attention::forward(p, parallel);
+    attention::forward(p, parallel, isa);
 
     Buffer q_grad = zeros(c_.batch * c_.queries * c_.heads * c_.qk_size);
     Buffer k_grad = zeros(c_.batch * c_.keys * c_.kv_heads * c_.qk_size);
@@ -129,9 +148,9 @@ class Checker {
     g.v_grad = {v_grad.get(), c_.kv_heads * c_.v_size, c_.v_size};
     if (c_.bias != Bias::kNone) g.bias_grad = bias_grad.get();
     if (c_.sink) g.sink_grad = sink_grad.data();
-    attention::backward(p, g, parallel);
+    attention::backward(p, g, parallel, isa);
 
-    expect();
+    isa_ = isa;
     const double step = c_.dtype == DType::F32 ? 2e-6 : c_.dtype == DType::F16 ? 2e-3 : 1.6e-2;
     near(out, out_, step, "out");
     near(q_grad, q_grad_, step, "q_grad");
@@ -187,7 +206,7 @@ class Checker {
                       static_cast<int64_t>(c_.bias), static_cast<int64_t>(c_.sink)}) {
       all += " " + std::to_string(x);
     }
-    return all + " " + std::to_string(c_.dropout) + " " + std::to_string(c_.scale);
+    return all + " " + name(isa_) + " " + std::to_string(c_.dropout) + " " + std::to_string(c_.scale);
   }
 
   void expect() {
@@ -279,6 +298,7 @@ class Checker {
   }
 
   const Case c_;
+  Isa isa_ = Isa::kGeneric;
   Buffer q_, k_, v_, grad_, bias_;
   std::vector<float> sink_;
   std::vector<Sum> out_, q_grad_, k_grad_, v_grad_, bias_grad_, sink_grad_;
@@ -306,7 +326,10 @@ TEST(attention_sizes) {
   }
   Case wide{DType::F32, 1, 1, 1, 3, 70, 256, 200};
   wide.scale = 0.05f;
-  Checker(wide, random).run(one);
+  for (DType dtype : {DType::F32, DType::BF16}) {
+    wide.dtype = dtype;
+    Checker(wide, random).run(one);
+  }
 }
 
 TEST(attention_options) {
@@ -336,11 +359,62 @@ TEST(attention_long) {
   std::mt19937 random(3);
   Threads pool(2);
   const Parallel two(pool);
-  Case c{DType::F32, 1, 2, 1, 300, 333, 20, 33};
-  Checker(c, random).run(two);
-  c.right = 0;
-  Checker(c, random).run(two);
+  for (DType dtype : {DType::F32, DType::BF16}) {
+    Case c{dtype, 1, 2, 1, 300, 333, 20, 33};
+    Checker(c, random).run(two);
+    c.right = 0;
+    Checker(c, random).run(two);
+  }
 }
+
+#if defined(__x86_64__)
+
+// A product of tiles with a row of `pairs` pairs of bfloat16, and as many pairs in a column.
+float tile_product(const std::vector<uint16_t>& left, const std::vector<uint16_t>& right,
+                   float start) {
+  const auto pairs = static_cast<int64_t>(left.size() / 2);
+  TileConfig config;
+  config.set(0, 1, 4);
+  config.set(1, 1, 4 * pairs);
+  config.set(2, pairs, 4);
+  tile_configure(config);
+  tile_load<0>(&start, 4);
+  tile_load<1>(left.data(), 4 * pairs);
+  tile_load<2>(right.data(), 4);
+  tile_multiply_bf16<0, 1, 2>();
+  tile_store<0>(&start, 4);
+  tile_release();
+  return start;
+}
+
+// What the instruction does to the last bit, be it real or emulated.
+TEST(attention_tiles) {
+#if !defined(JAXTAP_EMULATE_AMX)
+  if (!available(Isa::kAmx)) return;
+#endif
+  const auto bf16 = [](float x) { return f32_to_bf16(x); };
+  const uint16_t one = bf16(1), two = bf16(2), tiny = 0x0001, small = bf16(0x1p-24f);
+  CHECK(tile_product({two, one}, {bf16(3), two}, 1) == 9);
+  // The products of even places are added up without the sum that there was, and apart from those
+  // of odd places.
+  CHECK(tile_product({one, 0, small, 0}, {one, 0, one, 0}, 0) == 1);
+  CHECK(tile_product({small, 0, small, 0}, {one, 0, one, 0}, 1) == 1 + 0x1p-23f);
+  CHECK(tile_product({small, small}, {one, one}, 1) == 1 + 0x1p-23f);
+  CHECK(tile_product({one, small, 0, small}, {one, one, 0, one}, 0) == 1 + 0x1p-23f);
+  // Ties go to even numbers, and products are not rounded.
+  CHECK(tile_product({small, 0}, {bf16(3), 0}, 1) == 1 + 0x1p-22f);
+  CHECK(tile_product({bf16(1.0078125f), 0}, {bf16(1.0078125f), 0}, 0) == 1.01568603515625f);
+  // Subnormal numbers are zeros, in factors, in sums and in results.
+  CHECK(tile_product({tiny, 0}, {bf16(0x1p126f), 0}, 0) == 0);
+  CHECK(tile_product({bf16(0x1p-100f), 0}, {bf16(0x1p-30f), 0}, 0) == 0);
+  CHECK(tile_product({one, 0}, {0, 0}, 0x1p-130f) == 0);
+  CHECK(tile_product({bf16(0x1p-126f), 0}, {one, 0}, -0x1.8p-126f) == 0);
+  CHECK(std::isinf(tile_product({bf16(0x1p127f), 0}, {two, 0}, 1)));
+  const float nan = tile_product({bf16(INFINITY), 0}, {0, 0}, 1);
+  CHECK(nan != nan);
+}
+
+#endif
 
 TEST(attention_is_the_same_on_any_threads) {
   std::mt19937 random(4);

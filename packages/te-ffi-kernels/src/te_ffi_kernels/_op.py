@@ -12,8 +12,8 @@ from jax.custom_batching import custom_vmap
 
 from interception_core import register_kernel, select_kernel
 
-PLATFORMS = ("cpu",)
-"""What there are kernels for."""
+PLATFORMS = ("cpu", "cuda")
+"""What there are kernels for: in this package, and in te-ffi-kernels-cuda13."""
 
 
 def call(

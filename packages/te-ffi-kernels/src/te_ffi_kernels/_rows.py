@@ -17,7 +17,8 @@ def partition_rows(
     axes_out: Sequence[Sequence[str]],
     whole: set[str],
     results: Callable[..., Any],
-    attributes: dict[str, Any],
+    attributes: dict[str, Any] | Callable[..., dict[str, Any]],
+    sums: Sequence[int] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes an op partitionable along all axes but some.
 
@@ -26,7 +27,9 @@ def partition_rows(
         axes_out: of the results' axes.
         whole: names of axes that each device has all of.
         results: of a device, a function of its operands: one, or a tuple of them.
-        attributes: of the FFI call, the same on each device.
+        attributes: of the FFI call; where they aren't the same on each device, a function of its
+            operands.
+        sums: the numbers of those results that are sums over the axes that they haven't.
 
     Returns:
         What makes a function of the operands of ``kernel(results, attributes, *operands)``.
@@ -35,7 +38,8 @@ def partition_rows(
 
     def partition(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def on_block(*operands: jax.Array) -> Any:
-            return kernel(results(*operands), attributes, *operands)
+            some = attributes(*operands) if callable(attributes) else attributes
+            return kernel(results(*operands), some, *operands)
 
         op = custom_partitioning(lambda *operands: on_block(*operands))
 
@@ -59,7 +63,7 @@ def partition_rows(
 
         def split(mesh: Any, arguments: Any, result: Any) -> Any:
             out, given = shardings(mesh, arguments)
-            return mesh, on_block, out, given
+            return mesh, _summed(on_block, given, (out,) if single else out, sums), out, given
 
         sides = [", ".join(" ".join(names) for names in side) for side in (axes_in_, axes_out)]
         # In the order in which the rule names them.
@@ -73,3 +77,19 @@ def partition_rows(
         return op
 
     return partition
+
+
+def _summed(
+    fn: Callable[..., Any], given: Sequence[Any], out: Sequence[Any], sums: Sequence[int]
+) -> Callable[..., Any]:
+    """Sums some of the results of a device over the mesh axes that only operands are shared by."""
+    shared = axes_in(tuple(axis for one in given for axis in one.spec))
+    over = {i: tuple(sorted(shared - axes_in(tuple(out[i].spec)))) for i in sums}
+    if not any(over.values()):
+        return fn
+
+    def summed(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        found = enumerate(fn(*operands))
+        return tuple(jax.lax.psum(x, over[i]) if over.get(i) else x for i, x in found)
+
+    return summed

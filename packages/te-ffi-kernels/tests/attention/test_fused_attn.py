@@ -204,11 +204,14 @@ def test_scales(scale):
     check(found, wanted, 3e-6 if abs(scale) < 1 else 2e-4)
 
 
-@pytest.mark.parametrize(("dtype", "causal"), [(jnp.float32, False), (jnp.bfloat16, True)])
-def test_errors_are_no_larger_than_those_of_xla(dtype, causal):
-    *qkv, grad = arrays(1, 150, 150, 2, 2, 64, 64, dtype, seed=7)
+@pytest.mark.parametrize(
+    ("dtype", "length", "causal"),
+    [(jnp.float32, 150, False), (jnp.float32, 128, True), (jnp.bfloat16, 150, True)],
+)
+def test_errors_are_no_larger_than_those_of_xla(dtype, length, causal):
+    *qkv, grad = arrays(1, length, length, 2, 2, 64, 64, dtype, seed=7)
     scale = 0.125
-    sees = np.ones((1, 150, 150), bool)
+    sees = np.ones((1, length, length), bool)
     sees = np.tril(sees) if causal else sees
     wanted = expected.attend(*qkv, grad, sees, scale=scale)
 
@@ -231,7 +234,7 @@ def test_errors_are_no_larger_than_those_of_xla(dtype, causal):
         strict=True,
     ):
         ours, theirs = (np.sqrt(np.mean((expected.wide(x) - exact) ** 2)) for x in (one, other))
-        assert ours <= (1.8 if dtype == jnp.float32 else 1.05) * theirs
+        assert ours <= 1.1 * theirs
 
 
 def test_packed_layouts():

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from interception_core import JaxtapError
-
-_TYPE = re.compile(r"([a-z]+[0-9]*[a-z0-9_]*)\[([0-9, ]*)\]")
-_SHORT = {"f": "float", "i": "int", "u": "uint", "c": "complex", "bf": "bfloat"}
+from interception_core.program import find_function, read_argument
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,13 +43,8 @@ def run(args: argparse.Namespace) -> int:
         JaxtapError: the file, the function or an argument can't be used, or the function can't
             be traced.
     """
-    path, _, name = args.function.rpartition(":")
-    module = _load(path, args.function)
-    fn = getattr(module, name, None)
-    if not callable(fn):
-        known = ", ".join(key for key, value in vars(module).items() if callable(value)) or "none"
-        raise JaxtapError(f"{path} has no function {name!r}. It has: {known}.")
-    values = tuple(_argument(text, module) for text in args.args)
+    module, fn = find_function(args.function)
+    values = tuple(read_argument(text, module) for text in args.args)
 
     from .operations import default_targets, high_jaxprs, operations
 
@@ -81,46 +70,6 @@ def run(args: argparse.Namespace) -> int:
         if args.high:
             print("\n" + ("\n".join(_high_lines(high)) if high else "No jaxpr is high."))
     return 0
-
-
-def _load(path: str, given: str) -> ModuleType:
-    file = Path(path)
-    if not path or not file.is_file():
-        raise JaxtapError(
-            f"{given!r} names no file. Write FILE:FUNCTION, such as model.py:forward."
-        )
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise JaxtapError(f"{path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.resolve().parent))
-    sys.modules.setdefault(file.stem, module)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise JaxtapError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _argument(text: str, module: ModuleType) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    match = _TYPE.fullmatch(text)
-    if match is not None:
-        short, shape = match.groups()
-        kind, bits = re.fullmatch(r"([a-z]+)(.*)", short).groups()  # type: ignore[union-attr]
-        dtype = _SHORT.get(kind, kind) + bits
-        if hasattr(jnp, dtype):
-            sizes = [int(size) for size in shape.split(",") if size.strip()]
-            return jax.ShapeDtypeStruct(tuple(sizes), getattr(jnp, dtype))
-    try:
-        return eval(text, vars(module))
-    except Exception as error:
-        raise JaxtapError(
-            f"The argument {text!r} is neither a type such as 'f32[8,64]' nor an expression on "
-            f"what {module.__name__}.py defines: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _table(found: list[Any]) -> Iterator[str]:

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+
 from interception_core import JaxtapError
 
 from .. import _compat
@@ -80,6 +82,9 @@ def enter(
         jaxprs, united_extra = _share(jaxprs, extra)
         extra, places = [united_extra], places[:1]
     all_values = list(values)
+    for operand in _unused(bodies, tapped):
+        # Its derivative is zero. A loop or branch would add that up, as large as the array is.
+        all_values[operand] = jax.lax.stop_gradient(all_values[operand])
     # From the last to the first: what is inserted must not move the places to come.
     for place, _, more in sorted(zip(places, range(len(places)), extra, strict=True), reverse=True):
         if more and place < 0:
@@ -95,6 +100,18 @@ def enter(
     if primitive is _compat.custom_vmap_p:
         new["rule"] = _compat.with_rule(new["rule"], run.tapping.rewrap)
     return Entered(new, all_values, _joined(form.results, tapped), any(t.replaced for t in tapped))
+
+
+def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
+    """Returns the operands that bodies take in another form, and none uses as it is."""
+    unused = {body.inputs[i] for body, one in zip(bodies, tapped, strict=True) for i in one.unused}
+    used = {
+        operand
+        for body, one in zip(bodies, tapped, strict=True)
+        for i, operand in enumerate(body.inputs)
+        if i not in one.unused
+    }
+    return {operand for operand in unused - used if operand is not None}
 
 
 def _joined(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Notes]:
@@ -220,6 +237,7 @@ def tap_body(
         {key: before.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0) for key in counted}
         if inner.numbers_were_read and run.interceptor.tells_ids
         else None,
+        _unused_in(new, len(jaxpr.invars), held),
     )
     if _of_a_trace(extra) or inner.roots_were_read:
         return tapped
@@ -228,8 +246,19 @@ def tap_body(
     elif not tapped.replaced:
         # The same jaxpr each time: JAX knows its derivative, and its compiled program.
         silent = tap_body(run, around._replace(silent=True), body, operands, NONE_TAKEN)
-        return dataclasses.replace(tapped, jaxpr=silent.jaxpr, extra=silent.extra, taken=False)
+        return dataclasses.replace(
+            tapped, jaxpr=silent.jaxpr, extra=silent.extra, taken=False, unused=()
+        )
     return tapped
+
+
+def _unused_in(jaxpr: Any, count: int, held: Taken) -> tuple[int, ...]:
+    """Returns which of a body's inputs that have stand-ins it does not use, once made again."""
+    if held is NONE_TAKEN:
+        return ()
+    used = _compat.used_inputs(_compat.open_of(jaxpr))
+    own = len(used) - len(held.trailing) - count
+    return tuple(i for i in held.inputs if not used[own + i])
 
 
 def _roots(body: Body, operands: Operands) -> list[Roots] | None:

@@ -24,6 +24,7 @@ class Tapped:
         path: what stands for the module path that they looked at.
         path_was_read: whether they did.
         taken: whether it takes the stand-ins of its operands.
+        unused: its inputs that it takes a stand-in for, and does not use themselves.
         before: how many such operations there were before, as ``counted``, if handlers looked at
             their numbers.
     """
@@ -38,6 +39,7 @@ class Tapped:
     path_was_read: bool
     taken: bool
     before: Mapping[Key, int] | None = None
+    unused: tuple[int, ...] = ()
 
 
 class Memo:

@@ -114,11 +114,13 @@ def taken(body: Body, stand_ins: Mapping[int, StandIn]) -> Taken:
     if not stand_ins:
         return NONE_TAKEN
     found: dict[str, list[tuple[int, StandIn]]] = {SAME: [], SLICE: []}
+    invars = _compat.open_of(body.jaxpr).invars
     for i, (operand, kind) in enumerate(zip(body.inputs, body.kinds, strict=True)):
         stand_in = None if operand is None else stand_ins.get(operand)
         if stand_in is None or kind not in found:
             continue
-        if kind == SAME or _steps(stand_in):
+        # In shard_map an input may be a part of the operand: a stand-in for all of it is no use.
+        if (stand_in.shape == invars[i].aval.shape) if kind == SAME else _steps(stand_in):
             found[kind].append((i, stand_in))
     both = [*found[SAME], *found[SLICE]]
     inputs, values = tuple(i for i, _ in both), tuple(value for _, value in both)

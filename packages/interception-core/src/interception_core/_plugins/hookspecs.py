@@ -5,14 +5,22 @@ from collections.abc import Iterable
 import pluggy
 
 from .._kernels.call import KernelCall
-from .specs import CommandSpec, DoctorCheck, EngineSpec, KernelSpec, ProviderSpec, Spec
+from .specs import (
+    AdapterSpec,
+    CommandSpec,
+    DoctorCheck,
+    EngineSpec,
+    KernelSpec,
+    ProviderSpec,
+    Spec,
+)
 
 # Both the pluggy project and the entry-point group.
 PROJECT = "jaxtap"
 
 # (major, minor). A new hook, or a new optional field of a spec, is a minor step; whatever
 # makes a correct plugin stop working is a major one.
-API_VERSION = (1, 1)
+API_VERSION = (1, 2)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -33,6 +41,12 @@ def jaxtap_register_engines() -> Iterable[EngineSpec]:
 @hookspec
 def jaxtap_register_kernels() -> Iterable[KernelSpec]:
     """Returns the kernels of this plugin, as `KernelSpec` objects."""
+    return ()
+
+
+@hookspec
+def jaxtap_register_adapters() -> Iterable[AdapterSpec]:
+    """Returns the adapters of this plugin, as `AdapterSpec` objects."""
     return ()
 
 
@@ -65,6 +79,7 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_providers": ProviderSpec,
     "jaxtap_register_engines": EngineSpec,
     "jaxtap_register_kernels": KernelSpec,
+    "jaxtap_register_adapters": AdapterSpec,
     "jaxtap_register_commands": CommandSpec,
     "jaxtap_doctor_checks": DoctorCheck,
 }

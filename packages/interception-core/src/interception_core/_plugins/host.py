@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .._errors import PluginError, PluginWarning
+from .._errors import PluginError, PluginWarning, UnknownNameError
 from .discovery import Found, discover
 from .paths import resolve
 from .records import PluginRecord
-from .registry import Claim, Registry, build
-from .specs import EngineSpec, KernelSpec, ProviderSpec
+from .registry import Claim, Registry, build, rivals
+from .specs import AdapterSpec, EngineSpec, KernelSpec, ProviderSpec
 
 if TYPE_CHECKING:
     from .._engine import Engine
@@ -32,6 +32,11 @@ _PROVIDER_MEMBERS = {
     "apply": "apply(fn) -> fn",
 }
 _ENGINE_MEMBERS = {"wrap": "wrap(fn, interceptor) -> fn"}
+_ADAPTER_MEMBERS = {
+    "parameters": "parameters(model) -> pytree of arrays",
+    "function": "function(model, method) -> fn(parameters, *args, **kwargs)",
+    "rebuild": "rebuild(model, parameters, quantized) -> model",
+}
 
 
 class Host:
@@ -154,6 +159,60 @@ def kernels() -> tuple[KernelSpec, ...]:
     return tuple(claim.spec for claim in ready().of(KernelSpec))
 
 
+def adapters() -> tuple[AdapterSpec, ...]:
+    """Returns the declared adapters, sorted by name, without those that two plugins claim.
+
+    Raises:
+        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+    """
+    return tuple(claim.spec for claim in ready().of(AdapterSpec))
+
+
+def find_adapter(model: Any) -> Any:
+    """Builds the adapter for a model object.
+
+    The classes of the model are looked at in the order in which Python looks attributes up: the
+    adapter of the nearest base decides, so one for a framework that is built on another goes
+    before the other's.
+
+    Args:
+        model: an object of some framework.
+
+    Returns:
+        The adapter: an object with `parameters(model)`, `function(model, method)` and
+        `rebuild(model, parameters, quantized)`.
+
+    Raises:
+        UnknownNameError: no adapter is for such an object. The known ones are listed, with what
+            to install for them, and the plugins that failed, one of which might have had it.
+        PluginError: adapters of several plugins are for the same class, the factory cannot be
+            imported, or what it returns is not an adapter.
+    """
+    registry = ready()
+    claims = registry.of(AdapterSpec)
+    for cls in type(model).__mro__:
+        found = [claim for claim in claims if claim.spec.is_for(cls)]
+        if len(found) > 1:
+            raise rivals(found, f"{cls.__module__}.{cls.__qualname__}")
+        if found:
+            return _made(found[0], {}, _ADAPTER_MEMBERS)
+    known = "; ".join(
+        f"{spec.name!r} for {spec.model.replace(':', '.')}"
+        + (f" ({spec.install})" if spec.install else "")
+        for spec in (claim.spec for claim in claims)
+    )
+    failed = [f"{one.label}, {one.reason}" for one in registry.broken if not one.provides]
+    hint = f" Failed: {' '.join(failed)}" if failed else ""
+    cls = type(model)
+    error = UnknownNameError(
+        f"No adapter is for a {cls.__module__}.{cls.__qualname__}. There are: {known or 'none'}. "
+        f"A plugin can declare another with jaxtap_register_adapters.{hint}"
+    )
+    error.kind, error.given = "adapter", f"{cls.__module__}.{cls.__qualname__}"
+    error.known = tuple(claim.spec.name for claim in claims)
+    raise error
+
+
 def get_provider(name: str, /, **config: Any) -> Any:
     """Builds a provider by name.
 
@@ -206,7 +265,7 @@ _PATCH = EngineSpec(
 
 
 def _made(
-    claim: Claim[ProviderSpec] | Claim[EngineSpec],
+    claim: Claim[ProviderSpec] | Claim[EngineSpec] | Claim[AdapterSpec],
     config: Mapping[str, Any],
     members: Mapping[str, str],
 ) -> Any:

@@ -180,6 +180,15 @@ def conflict(claims: tuple[Claim, ...]) -> PluginError:
     )
 
 
+def rivals(claims: Iterable[Claim[Any]], what: str) -> PluginError:
+    """Words the error for a thing that specs of several names are for. The caller raises it."""
+    owners = {claim.owner.name: claim.label for claim in claims}
+    return PluginError(
+        f"{what} is what {' and '.join(owners.values())} are for. Disable one: "
+        f"{' or '.join(f'{DISABLE}={owner}' for owner in owners)}."
+    )
+
+
 def _unknown_disabled(disabled: set[str], installed: tuple[Found, ...]) -> Iterator[str]:
     known = {found.name for found in installed}
     for name in sorted(disabled - known):

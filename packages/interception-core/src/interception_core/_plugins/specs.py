@@ -162,6 +162,43 @@ class KernelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSpec(_FactorySpec):
+    """Declares an adapter: how the model objects of a framework are quantized.
+
+    Args:
+        name: what the framework is called, such as ``"nnx"``.
+        summary: one line about it.
+        factory: ``"module:attribute"`` of a callable without arguments that
+            returns the adapter: an object with `parameters(model)`,
+            `function(model, method)` and `rebuild(model, parameters, quantized)`.
+        model: ``"package:Class"``, the class that the framework's models
+            inherit from. A model is known by it without importing anything:
+            one of its classes has that name, in that package or below.
+        install: what to install for it, such as ``"provider-xla[nnx]"``, for
+            messages; or empty.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    kind: ClassVar[str] = "adapter"
+    model: str
+    install: str = ""
+
+    def __post_init__(self) -> None:
+        # Not super(): dataclasses with slots make the class anew.
+        _FactorySpec.__post_init__(self)
+        _check_path(self, "model")
+        if not isinstance(self.install, str) or "\n" in self.install:
+            raise _refuse(self, "install", "one line of text, or empty")
+
+    def is_for(self, cls: type) -> bool:
+        """Returns whether a class is the one that the models inherit from."""
+        package, _, name = self.model.partition(":")
+        return cls.__qualname__ == name and f"{cls.__module__}.".startswith(f"{package}.")
+
+
+@dataclass(frozen=True, slots=True)
 class CommandSpec:
     """Declares a command of the `jaxtap` command line.
 
@@ -252,4 +289,4 @@ class CheckResult:
                 raise _refuse(self, field, "a str")
 
 
-Spec: TypeAlias = ProviderSpec | EngineSpec | KernelSpec | CommandSpec | DoctorCheck
+Spec: TypeAlias = ProviderSpec | EngineSpec | KernelSpec | AdapterSpec | CommandSpec | DoctorCheck

@@ -38,21 +38,7 @@ void know_pairs(const Problem& p, const Gradients& gradients, const Segment& seg
   pair_panel(p, gradients.out_grad, segment, rows, panel, p.v_size, known.grads, by_query);
   pair_panel_rows(p, p.q, segment, rows, panel, p.qk_size, state.queries);
   pair_panel_rows(p, gradients.out_grad, segment, rows, panel, p.v_size, state.grads);
-  const int64_t v_width = padded(p.v_size);
-  float* line = by_query;
-  float* other = by_query + v_width;
-  for (int64_t c = 0; c < kCols; ++c) {
-    known.log_sum[c] = known.delta[c] = 0;
-    if (c >= panel.rows) continue;
-    const int64_t row = panel.begin + c;
-    load_numbers(p.dtype, row_of(p, p.out, segment, rows, row), p.v_size, line, v_width);
-    load_numbers(p.dtype, row_of(p, gradients.out_grad, segment, rows, row), p.v_size, other,
-                 v_width);
-    Vector sum{};
-    for (int64_t i = 0; i < v_width; i += kWidth) sum += read(line + i) * read(other + i);
-    for (int j = 0; j < kWidth; ++j) known.delta[c] += sum[j];
-    known.log_sum[c] = log_sum_of(p, segment, rows, row);
-  }
+  know_sums(p, gradients, segment, rows, panel, known, by_query);
 }
 
 void backward(const Problem& p, const Gradients& gradients, const Part& part, const KeySums& sums,
@@ -117,11 +103,11 @@ void backward(const Problem& p, const Gradients& gradients, const Part& part, co
       round_by_columns(grads, keys_seen, rounded_grads);
       round_by_rows(grads, keys_seen, panel.columns, grad_rows);
       multiply_pairs<Left::kByRow>(keys_seen, v_width, pair_count(panel.rows), rounded_scores,
-                                   kCols / 2, state.grads, v_width, sums.v + from * v_width,
-                                   v_width, true);
+                                   kCols / 2, state.grads, v_width, sums.v + from * sums.v_width,
+                                   sums.v_width, true);
       multiply_pairs<Left::kByRow>(keys_seen, qk_width, pair_count(panel.rows), rounded_grads,
-                                   kCols / 2, state.queries, qk_width, sums.k + from * qk_width,
-                                   qk_width, true);
+                                   kCols / 2, state.queries, qk_width,
+                                   sums.k + from * sums.k_width, sums.k_width, true);
       multiply_pairs<Left::kByColumn>(qk, panel.columns, pair_count(keys_seen),
                                       key_rows + range.first / 2 * qk_width, qk_width, grad_rows,
                                       kCols, state.sums, kCols, state.begun);
@@ -143,8 +129,8 @@ void backward(const Problem& p, const Gradients& gradients, const Part& part, co
 }  // namespace
 
 void set_backward_bf16(Table& table) {
-  table.backward_bf16 = backward;
-  table.backward_bf16_scratch = scratch_of;
+  table.bf16.backward = backward;
+  table.bf16.backward_scratch = scratch_of;
 }
 
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE

@@ -30,13 +30,14 @@ void forward(const Problem& p, const Part& part, float* memory) {
 
   const bool has_bias = p.bias_type != Bias::kNone;
   const float unit = has_bias ? 1.0f : p.scale;
+  const Two factor = two_of(static_cast<double>(unit) * kLog2E);
 
   Panel panels[kMostPanels];
   State states[kMostPanels];
   const int64_t count = set_panels(p, segment, rows, part.begin, part.end, panels);
   int64_t first = segment.kv_length, last = -1;
   for (int64_t i = 0; i < count; ++i) {
-    states[i] = take_state(p, scratch);
+    states[i] = take_state(qk_width, v_width, scratch);
     pair_panel(p, p.q, segment, rows, panels[i], qk, states[i].queries, by_query);
     first = least(first, panels[i].first_low);
     last = most(last, panels[i].last_high);
@@ -51,6 +52,10 @@ void forward(const Problem& p, const Part& part, float* memory) {
       State& state = states[i];
       prefetch_block(p, p.k, segment, part.kv_head, key + kBlock, i, count, qk);
       prefetch_block(p, p.v, segment, part.kv_head, key + kBlock, i, count, v);
+      if (key + kBlock > last) {
+        prefetch_panel<1>(p, p.out, segment, rows, panel, v);
+        if (part.next != nullptr) prefetch_part(p, *part.next, i, count);
+      }
       const Range range = seen(panel, key, block);
       if (range.count() <= 0) continue;
       const int64_t from = key + range.first;
@@ -61,7 +66,7 @@ void forward(const Problem& p, const Part& part, float* memory) {
         add_bias(p, segment, rows, panel, from, range.count(), scores, by_query, other);
       }
       if (!panel.sees_all(from, range.count())) mask(panel, from, range.count(), scores);
-      soften(scores, range.count(), v, unit * kLog2E, panel, state);
+      soften(scores, range.count(), v, factor, panel, state);
       if (p.dropout > 0) {
         draw(p, segment, rows, panel, from, range.count(), other);
         for (int64_t j = 0; j < range.count() * kCols; ++j) scores[j] *= other[j];
@@ -87,7 +92,10 @@ void forward(const Problem& p, const Part& part, float* memory) {
 
 }  // namespace
 
-void set_forward_bf16(Table& table) { table.forward_bf16 = forward; }
+void set_forward_bf16(Table& table) {
+  table.bf16.forward = forward;
+  table.bf16.forward_scratch = table.any.forward_scratch;
+}
 
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE
 

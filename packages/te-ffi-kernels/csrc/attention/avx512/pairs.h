@@ -144,19 +144,6 @@ inline void round_by_columns(const float* from, int64_t count, float* to) {
   }
 }
 
-// A row of a panel or of a block.
-inline const char* row_of(const Problem& p, const Tokens& tokens, const Segment& segment,
-                          const Rows& rows, int64_t row) {
-  const int64_t index = index_of(tokens, rows.token(segment, row), rows.head_of(row));
-  return at(static_cast<const void*>(tokens.data), p.dtype, index);
-}
-
-inline const char* row_of(const Problem& p, const Tokens& tokens, const Segment& segment,
-                          int64_t kv_head, int64_t key) {
-  const int64_t index = index_of(tokens, segment.kv_start + key, kv_head);
-  return at(static_cast<const void*>(tokens.data), p.dtype, index);
-}
-
 // A panel as columns of pairs, [padded(pair_count(size))][kCols].
 inline void pair_panel(const Problem& p, const Tokens& tokens, const Segment& segment,
                        const Rows& rows, const Panel& panel, int64_t size, float* to,

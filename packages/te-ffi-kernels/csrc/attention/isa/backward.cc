@@ -72,11 +72,11 @@ void backward(const Problem& p, const Gradients& gradients, const Part& part, co
       score_grads(p, segment, rows, panel, state.known, from, range.count(), some_keys,
                   values + range.first * v_width, scores, grads, by_query, other);
       tile::multiply<tile::Left::kByRow>(range.count(), v_width, panel.rows, scores, kCols,
-                                         state.grads, v_width, sums.v + from * v_width, v_width,
-                                         true);
+                                         state.grads, v_width, sums.v + from * sums.v_width,
+                                         sums.v_width, true);
       tile::multiply<tile::Left::kByRow>(range.count(), qk_width, panel.rows, grads, kCols,
-                                         state.queries, qk_width, sums.k + from * qk_width,
-                                         qk_width, true);
+                                         state.queries, qk_width, sums.k + from * sums.k_width,
+                                         sums.k_width, true);
       tile::multiply<tile::Left::kByColumn>(qk, panel.columns, range.count(), some_keys, qk_width,
                                             grads, kCols, state.sums, kCols, state.begun);
       state.begun = true;
@@ -95,8 +95,7 @@ void backward(const Problem& p, const Gradients& gradients, const Part& part, co
 }
 
 void store(const Problem& p, const Tokens& to, int64_t head, int64_t token, int64_t rows,
-           int64_t size, const float* sums, float factor) {
-  const int64_t width = padded(size);
+           int64_t size, const float* sums, int64_t width, float factor) {
   alignas(64) float line[256];
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t index = index_of(to, token + i, head);
@@ -116,8 +115,8 @@ void add(const float* __restrict from, float* __restrict to, int64_t count) {
 
 void set_backward(Table& table) {
   table.backward_rows = kBackwardRows;
-  table.backward_scratch = scratch_of;
-  table.backward = backward;
+  table.any.backward_scratch = scratch_of;
+  table.any.backward = backward;
   table.store = store;
   table.add = add;
 }

@@ -35,6 +35,7 @@ void forward(const Problem& p, const Part& part, float* memory) {
   const bool has_bias = p.bias_type != Bias::kNone;
   const bool scale_first = !has_bias && !(p.scale > 0);
   const float unit = has_bias || scale_first ? 1.0f : p.scale;
+  const Two factor = two_of(static_cast<double>(unit) * kLog2E);
 
   Panel panels[kMostPanels];
   State states[kMostPanels];
@@ -42,7 +43,7 @@ void forward(const Problem& p, const Part& part, float* memory) {
   int64_t first = segment.kv_length, last = -1;
   for (int64_t i = 0; i < count; ++i) {
     State& state = states[i];
-    state = take_state(p, scratch);
+    state = take_state(qk_width, v_width, scratch);
     load_panel(p, p.q, segment, rows, panels[i], qk, by_query, qk_width);
     transpose(by_query, qk_width, kCols, qk_width, state.queries, kCols);
     if (scale_first) {
@@ -61,6 +62,10 @@ void forward(const Problem& p, const Part& part, float* memory) {
       State& state = states[i];
       prefetch_block(p, p.k, segment, part.kv_head, key + kBlock, i, count, qk);
       prefetch_block(p, p.v, segment, part.kv_head, key + kBlock, i, count, v);
+      if (key + kBlock > last) {
+        prefetch_panel<1>(p, p.out, segment, rows, panel, v);
+        if (part.next != nullptr) prefetch_part(p, *part.next, i, count);
+      }
       const Range range = seen(panel, key, block);
       if (range.count() <= 0) continue;
       const int64_t from = key + range.first;
@@ -71,7 +76,7 @@ void forward(const Problem& p, const Part& part, float* memory) {
         add_bias(p, segment, rows, panel, from, range.count(), scores, by_query, other);
       }
       if (!panel.sees_all(from, range.count())) mask(panel, from, range.count(), scores);
-      soften(scores, range.count(), v, unit * kLog2E, panel, state);
+      soften(scores, range.count(), v, factor, panel, state);
       if (p.dropout > 0) {
         draw(p, segment, rows, panel, from, range.count(), other);
         for (int64_t j = 0; j < range.count() * kCols; ++j) scores[j] *= other[j];
@@ -97,11 +102,10 @@ void forward(const Problem& p, const Part& part, float* memory) {
 }  // namespace
 
 void set_forward(Table& table) {
-  table.width = kWidth;
   table.columns = kCols;
   table.forward_rows = kForwardRows;
-  table.forward_scratch = scratch_of;
-  table.forward = forward;
+  table.any.forward_scratch = scratch_of;
+  table.any.forward = forward;
 }
 
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE

@@ -22,14 +22,18 @@ namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
 using tile::Ints;
-using tile::kCols;
 using tile::kWidth;
 using tile::read;
 using tile::Vector;
 using tile::write;
 
+#if defined(JAXTAP_COLUMNS)
+constexpr int kCols = JAXTAP_COLUMNS;  // of a panel
+#else
+using tile::kCols;
+#endif
 constexpr float kInfinity = __builtin_huge_valf();
-constexpr float kLog2E = 1.44269504088896341f;
+constexpr double kLog2E = 1.44269504088896341;
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -48,13 +52,12 @@ JAXTAP_TILE Vector greater(Vector a, Vector b) {
 #endif
 }
 
-// 2^x for x up to 127, to about 1 unit in the last place (the coefficients of Cephes' exp2f); 0
-// below -126. NaN stays NaN.
-JAXTAP_TILE Vector exp2_of(Vector x) {
-  const Vector round = all(12582912.0f);  // 1.5 * 2^23: a sum with it is rounded to whole numbers
-  const Vector cut = greater(all(-127.0f), x);
-  const Vector shifted = cut + round;
-  const Vector rest = cut - (shifted - round);
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to whole numbers
+constexpr float kLeastExponent = -126.0f;
+
+// 2^(whole + rest) for whole numbers from -126 to 127, which are given with kRound added, and rests
+// from -1/2 to 1/2: to about 1 unit in the last place (the coefficients of Cephes' exp2f).
+JAXTAP_TILE Vector exp2_of(Vector shifted, Vector rest) {
   Vector p = all(1.535336188319500e-4f);
   p = p * rest + all(1.339887440266574e-3f);
   p = p * rest + all(9.618437357674640e-3f);
@@ -62,8 +65,26 @@ JAXTAP_TILE Vector exp2_of(Vector x) {
   p = p * rest + all(2.402264791363012e-1f);
   p = p * rest + all(6.931472028550421e-1f);
   p = p * rest + all(1.0f);
-  const Vector scaled = (Vector)((Ints)p + ((Ints)shifted << 23));
-  return x < all(-126.0f) ? Vector{} : scaled;
+  return (Vector)((Ints)p + ((Ints)shifted << 23));
+}
+
+// A number as the sum of two.
+struct Two {
+  float high, low;
+};
+
+JAXTAP_TILE Two two_of(double x) {
+  const auto high = static_cast<float>(x);
+  return {high, static_cast<float>(x - static_cast<double>(high))};
+}
+
+// 2^(x * factor) for negative numbers and 0; 0 below 2^-126. NaN stays NaN. Numbers far from 0 would
+// lose what the rounding of a product with one float32 takes away.
+JAXTAP_TILE Vector exp2_of(Vector x, Two factor) {
+  const Vector shifted = x * factor.high + all(kRound);
+  const Vector whole = shifted - all(kRound);
+  const Vector rest = x * factor.low + (x * factor.high - whole);
+  return x * factor.high < all(kLeastExponent) ? Vector{} : exp2_of(shifted, rest);
 }
 
 // out[c][r] = in[r][c] of kWidth rows and columns.

@@ -10,7 +10,7 @@
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
-constexpr int64_t kBlock = 64;  // keys of a block; a multiple of kWidth
+static_assert(kBlock % kWidth == 0 && kBlock % 4 == 0, "blocks have whole registers");
 constexpr int64_t kForwardRows = 1024;  // of a part
 constexpr int64_t kBackwardRows = 512;
 
@@ -91,6 +91,19 @@ inline int64_t set_panels(const Problem& p, const Segment& segment, const Rows& 
   return count;
 }
 
+// A row of a panel or of a block.
+inline const char* row_of(const Problem& p, const Tokens& tokens, const Segment& segment,
+                          const Rows& rows, int64_t row) {
+  const int64_t index = index_of(tokens, rows.token(segment, row), rows.head_of(row));
+  return at(static_cast<const void*>(tokens.data), p.dtype, index);
+}
+
+inline const char* row_of(const Problem& p, const Tokens& tokens, const Segment& segment,
+                          int64_t kv_head, int64_t key) {
+  const int64_t index = index_of(tokens, segment.kv_start + key, kv_head);
+  return at(static_cast<const void*>(tokens.data), p.dtype, index);
+}
+
 // Rows of a panel as [kCols][width] in float32; rows and numbers that there aren't are 0.
 inline void load_panel(const Problem& p, const Tokens& tokens, const Segment& segment,
                        const Rows& rows, const Panel& panel, int64_t size, float* to,
@@ -126,6 +139,30 @@ inline void prefetch_block(const Problem& p, const Tokens& tokens, const Segment
     const char* row = at(tokens.data, p.dtype, index);
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
   }
+}
+
+// Asks for the rows of a panel, to be read (kWrite 0) or written (1).
+template <int kWrite>
+inline void prefetch_panel(const Problem& p, const Tokens& tokens, const Segment& segment,
+                           const Rows& rows, const Panel& panel, int64_t size) {
+  const int64_t bytes = size * (p.dtype == DType::F32 ? 4 : 2);
+  for (int64_t r = 0; r < panel.rows; ++r) {
+    const char* row = row_of(p, tokens, segment, rows, panel.begin + r);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, kWrite, 2);
+  }
+}
+
+// Asks for a share of what a part reads first.
+inline void prefetch_part(const Problem& p, const Part& part, int64_t share, int64_t shares) {
+  const int64_t group = p.q_heads / p.kv_heads;
+  const Rows rows{part.kv_head * group, group};
+  Panel panel;
+  const int64_t count = least(part.end - part.begin, 2 * kBlock);
+  panel.begin = part.begin + count * share / shares;
+  panel.rows = part.begin + count * (share + 1) / shares - panel.begin;
+  prefetch_panel<0>(p, p.q, part.segment, rows, panel, p.qk_size);
+  prefetch_block(p, p.k, part.segment, part.kv_head, 0, share, shares, p.qk_size);
+  prefetch_block(p, p.v, part.segment, part.kv_head, 0, share, shares, p.v_size);
 }
 
 // The keys of a block that a panel sees, or some more: [first, last) within it.

@@ -17,8 +17,8 @@ struct State {
   bool begun;
 };
 
-inline State take_state(const Problem& p, Scratch& scratch) {
-  const State state{scratch.take(padded(p.qk_size) * kCols), scratch.take(padded(p.v_size) * kCols),
+inline State take_state(int64_t query_lines, int64_t sum_lines, Scratch& scratch) {
+  const State state{scratch.take(query_lines * kCols), scratch.take(sum_lines * kCols),
                     scratch.take(kCols), scratch.take(kCols), false};
   for (int64_t c = 0; c < kCols; ++c) {
     state.largest[c] = -kInfinity;
@@ -28,8 +28,8 @@ inline State take_state(const Problem& p, Scratch& scratch) {
 }
 
 // Scores become probabilities to the base of the largest score so far: 2^((score - largest) *
-// factor), and the panel's largest scores and sums follow.
-inline void soften(float* scores, int64_t count, int64_t v_size, float factor, const Panel& panel,
+// factor), with a factor that is not negative, and the panel's largest scores and sums follow.
+inline void soften(float* scores, int64_t count, int64_t v_size, Two factor, const Panel& panel,
                    State& state) {
   bool moved = false;
   alignas(64) float shrink[kCols];
@@ -45,21 +45,21 @@ inline void soften(float* scores, int64_t count, int64_t v_size, float factor, c
     const Vector now = greater(greater(greater(top[0], top[1]), greater(top[2], top[3])), before);
     // Without any key so far there is nothing to subtract.
     const Vector base = now == all(-kInfinity) ? Vector{} : now;
-    const Vector less = exp2_of((before - base) * factor);
+    const Vector less = exp2_of(before - base, factor);
     Vector sum[2] = {};
     i = 0;
     for (; i + 2 <= count; i += 2) {
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
         float* score = scores + (i + j) * kCols + c;
-        const Vector p = exp2_of((read(score) - base) * factor);
+        const Vector p = exp2_of(read(score) - base, factor);
         sum[j] += p;
         write(score, p);
       }
     }
     for (; i < count; ++i) {
       float* score = scores + i * kCols + c;
-      const Vector p = exp2_of((read(score) - base) * factor);
+      const Vector p = exp2_of(read(score) - base, factor);
       sum[0] += p;
       write(score, p);
     }
@@ -79,6 +79,16 @@ inline void soften(float* scores, int64_t count, int64_t v_size, float factor, c
   }
 }
 
+// The natural logarithm of a positive normal number; NaN stays NaN. In double, since it is added to
+// another one.
+inline double log_of(float x) {
+  const uint32_t bits = float_bits(x) - 0x3f3504f3u;  // of sqrt(1/2)
+  const auto whole = static_cast<int32_t>(bits) >> 23;
+  const float rest = bits_float((bits & 0x7fffffu) + 0x3f3504f3u);
+  const auto log = static_cast<double>(__builtin_logf(rest) + (x - x));
+  return whole * 0.693147180559945309 + log;
+}
+
 // The factors that make probabilities of the sums; writes the log-sum-exp. `unit`: what scores are
 // multiplied with to be natural ones.
 inline void finish(const Problem& p, const Segment& segment, const Rows& rows, const Panel& panel,
@@ -88,16 +98,23 @@ inline void finish(const Problem& p, const Segment& segment, const Rows& rows, c
     factors[c] = 0;
     if (c >= panel.rows) continue;
     const int64_t row = panel.begin + c;
-    const float largest = state.total[c] == 0 ? -kInfinity : state.largest[c] * unit;
-    float total = state.total[c], factor = 1, top = largest;
+    const double largest = state.total[c] == 0
+                               ? -static_cast<double>(kInfinity)
+                               : static_cast<double>(state.largest[c]) * static_cast<double>(unit);
+    float total = state.total[c], factor = 1;
+    double top = largest;
     if (p.sink != nullptr) {
       const float sink = p.sink[rows.head_of(row)];
-      top = sink > largest ? sink : largest;
-      factor = largest == -kInfinity ? 0 : __builtin_expf(largest - top);
-      total = total * factor + (sink == -kInfinity ? 0 : __builtin_expf(sink - top));
+      const auto wide = static_cast<double>(sink);
+      top = wide > largest ? wide : largest;
+      factor = total == 0 ? 0 : __builtin_expf(static_cast<float>(largest - top));
+      const float extra =
+          sink == -kInfinity ? 0 : __builtin_expf(static_cast<float>(wide - top));
+      total = total * factor + extra;
     }
     factors[c] = total == 0 ? 0 : keep * factor / total;
-    *aux_of(p, segment, rows, row) = total == 0 ? -kInfinity : top + __builtin_logf(total);
+    float& log_sum = *aux_of(p, segment, rows, row);
+    log_sum = total == 0 ? -kInfinity : static_cast<float>(top + log_of(total));
   }
 }
 

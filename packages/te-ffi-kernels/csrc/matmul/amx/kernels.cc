@@ -7,7 +7,7 @@
 #include "matmul/kernels.h"
 
 #include "common/convert.h"
-#include "matmul/amx/tile.h"
+#include "common/amx_tile.h"
 
 namespace jaxtap {
 namespace {

@@ -13,39 +13,39 @@ constexpr int32_t kInf = 0x7f800000;
 constexpr int32_t kLeastNormal = 0x00800000;
 
 // Bits of |x|, which have its order; 0 for NaN.
-inline __attribute__((always_inline)) int32_t magnitude(float x) {
+JAXTAP_INLINE int32_t magnitude(float x) {
   const int32_t bits = static_cast<int32_t>(float_bits(x) & 0x7fffffffu);
   return bits > kInf ? 0 : bits;
 }
 
 // Subnormal numbers count as zero, as XLA's threads take them.
-inline __attribute__((always_inline)) int32_t without_subnormal(int32_t magnitude) {
+JAXTAP_INLINE int32_t without_subnormal(int32_t magnitude) {
   return magnitude < kLeastNormal ? 0 : magnitude;
 }
 
 struct F32 {
   using Type = float;
-  static inline __attribute__((always_inline)) float load(float x) { return x; }
-  static inline __attribute__((always_inline)) float store(float x) { return x; }
+  JAXTAP_INLINE float load(float x) { return x; }
+  JAXTAP_INLINE float store(float x) { return x; }
 };
 
 struct BF16 {
   using Type = uint16_t;
-  static inline __attribute__((always_inline)) float load(uint16_t x) { return bf16_to_f32(x); }
-  static inline __attribute__((always_inline)) uint16_t store(float x) { return f32_to_bf16(x); }
+  JAXTAP_INLINE float load(uint16_t x) { return bf16_to_f32(x); }
+  JAXTAP_INLINE uint16_t store(float x) { return f32_to_bf16(x); }
 };
 
 struct F16 {
   using Type = uint16_t;
-  static inline __attribute__((always_inline)) float load(uint16_t x) { return f16_to_f32(x); }
-  static inline __attribute__((always_inline)) uint16_t store(float x) { return f32_to_f16(x); }
+  JAXTAP_INLINE float load(uint16_t x) { return f16_to_f32(x); }
+  JAXTAP_INLINE uint16_t store(float x) { return f32_to_f16(x); }
 };
 
 // Saturates, and rounds half to even, to `kMantissa` bits and exponents down to that of
 // 2^(kLeast - 127), below which the step stays what it is there. Adding a power of two that is
 // 20 or so binades higher leaves the rounded multiple of the step at the end of the sum.
 template <int kMantissa, int kLeast, uint32_t kMost>
-inline __attribute__((always_inline)) uint8_t encode_float8(float x) {
+JAXTAP_INLINE uint8_t encode_float8(float x) {
   constexpr int32_t kExponents = 0x7f800000, kLow = kLeast << 23;
   const int32_t bits = static_cast<int32_t>(float_bits(x));
   const int32_t magnitude = bits & 0x7fffffff;
@@ -63,34 +63,34 @@ inline __attribute__((always_inline)) uint8_t encode_float8(float x) {
 // The largest number of both formats of float8 is 1.75 * 2^kExponent.
 struct E4M3 {
   static constexpr int kExponent = 8;
-  static inline __attribute__((always_inline)) uint8_t encode(float x) {
+  JAXTAP_INLINE uint8_t encode(float x) {
     return encode_float8<3, 121, 0x43e00000>(x);
   }
-  static inline __attribute__((always_inline)) float decode(uint8_t code) {
+  JAXTAP_INLINE float decode(uint8_t code) {
     return f8e4m3fn_to_f32(code);
   }
 };
 
 struct E5M2 {
   static constexpr int kExponent = 15;
-  static inline __attribute__((always_inline)) uint8_t encode(float x) {
+  JAXTAP_INLINE uint8_t encode(float x) {
     return encode_float8<2, 113, 0x47600000>(x);
   }
-  static inline __attribute__((always_inline)) float decode(uint8_t code) {
+  JAXTAP_INLINE float decode(uint8_t code) {
     return f8e5m2_to_f32(code);
   }
 };
 
 struct Int8 {
   static constexpr int kExponent = 6;
-  static inline __attribute__((always_inline)) uint8_t encode(float x) {
+  JAXTAP_INLINE uint8_t encode(float x) {
     const float low = x > -127.0f ? x : -127.0f;
     const float cut = low < 127.0f ? low : 127.0f;
     // The sum's unit is 1, so it rounds half to even, and its last byte is the code.
     const uint32_t bits = float_bits(cut + 12582912.0f);
     return static_cast<uint8_t>(x == x ? bits : 0u);
   }
-  static inline __attribute__((always_inline)) float decode(uint8_t code) {
+  JAXTAP_INLINE float decode(uint8_t code) {
     return static_cast<float>(static_cast<int8_t>(code));
   }
 };
@@ -102,13 +102,13 @@ struct Power {
 };
 
 // 2^-(scale - 127).
-inline __attribute__((always_inline)) Power inverse(int32_t scale) {
+JAXTAP_INLINE Power inverse(int32_t scale) {
   const bool low = scale >= 254;
   return {bits_float(static_cast<uint32_t>(low ? 1 : 254 - scale) << 23), low ? 0.5f : 1.0f};
 }
 
 // 2^(scale - 127); 255 is NaN.
-inline __attribute__((always_inline)) Power power(int32_t scale) {
+JAXTAP_INLINE Power power(int32_t scale) {
   const uint32_t bits = static_cast<uint32_t>(scale == 0 ? 1 : scale) << 23;
   return {bits_float(scale == 255 ? 0x7fc00000u : bits), scale == 0 ? 0.5f : 1.0f};
 }
@@ -116,7 +116,7 @@ inline __attribute__((always_inline)) Power power(int32_t scale) {
 // The scale of an MX block: the least power of two with which its largest magnitude is not beyond
 // the format's largest number. 254 for infinity and 0 for zero, as Transformer Engine has it.
 template <class Format>
-inline __attribute__((always_inline)) int32_t block_scale(int32_t absmax) {
+JAXTAP_INLINE int32_t block_scale(int32_t absmax) {
   const int32_t up = (absmax & 0x7fffff) > 0x600000 ? 1 : 0;  // above 1.75
   const int32_t scale = (absmax >> 23) - Format::kExponent + up;
   const int32_t cut = scale < 0 ? 0 : scale;

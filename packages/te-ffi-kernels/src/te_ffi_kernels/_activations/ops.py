@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _op
+from .._rows import partition_rows
 from .._te.modes import QuantizeLayout, ScalingMode
 from .._te.outputs import Outputs, given_numbers, outputs_config
 from . import reference
@@ -189,14 +190,33 @@ def plain_gradient(config: ActivationConfig, dz: jax.Array, x: jax.Array) -> jax
 
 
 def _forward_kernel(config: ActivationConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    x = operands[0]
+    def results(x: jax.Array, *rest: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return config.outputs.results((*x.shape[:-2], x.shape[-1]))
+
+    attributes = config.attributes()
     return _op.call(
         "act_lu",
         functools.partial(reference.forward, config),
         operands,
-        config.outputs.results((*x.shape[:-2], x.shape[-1])),
-        **config.attributes(),
+        results(*operands),
+        partition=_partition(config, False, results, operands[0].ndim, attributes),
+        **attributes,
     )
+
+
+def _partition(
+    config: ActivationConfig, is_gradient: bool, results: Any, ndim: int, attributes: dict[str, Any]
+) -> Any:
+    """Elements are shared out where nothing is of several, but for the parts of a gate."""
+    names = [f"axis{i}" for i in range(ndim - 1)]
+    x = [*names[:-1], "parts", names[-1]]
+    found = config.outputs.axes(x if is_gradient else names)
+    if found is None or config.is_dbias:
+        return None
+    given = [*([names] if is_gradient else []), x, ["scale"], ["amax"]]
+    found += [["dbias"], ["workspace"]] if is_gradient else []
+    whole = {name for one in (*given, *found) for name in one if not name.startswith("axis")}
+    return partition_rows(given, found, whole, results, attributes)
 
 
 def _forward_batch(config: ActivationConfig, size: int, batched: Any, *operands: jax.Array) -> Any:
@@ -238,15 +258,18 @@ def _backward_kernel(config: ActivationConfig, *operands: jax.Array) -> tuple[ja
     def in_jax(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return (*reference.backward(config, *operands), jnp.zeros((1,), jnp.float32))
 
-    x = operands[1]
-    results = (*config.outputs.results(x.shape), config.dbias_result(x))
+    def results(dz: jax.Array, x: jax.Array, *rest: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+        found = (*config.outputs.results(x.shape), config.dbias_result(x))
+        return (*found, jax.ShapeDtypeStruct((1,), jnp.float32))
+
+    attributes = config.attributes() | {"is_dbias": config.is_dbias}
     return _op.call(
         "dact_dbias_quantize",
         in_jax,
         operands,
-        (*results, jax.ShapeDtypeStruct((1,), jnp.float32)),
-        **config.attributes(),
-        is_dbias=config.is_dbias,
+        results(*operands),
+        partition=_partition(config, True, results, operands[1].ndim, attributes),
+        **attributes,
     )[:-1]
 
 

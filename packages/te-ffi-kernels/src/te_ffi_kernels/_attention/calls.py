@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import _op
-from . import dense, operands
+from . import dense, operands, partition
 from .config import Config, Sizes, sizes_of
 from .operands import Sequences
 from .types import AttnBiasType, AttnSoftmaxType
@@ -106,10 +106,6 @@ def random_words(random: jax.Array) -> jax.Array:
     return jnp.pad(flat[:2], (0, 2)) if flat.size < 4 else flat
 
 
-def _lengths(config: Config, q_cu: jax.Array, kv_cu: jax.Array, *starts: jax.Array) -> Sequences:
-    return jnp.diff(q_cu), jnp.diff(kv_cu), starts[0], starts[1]
-
-
 def _forward(
     config: Config,
     qkv: Arrays,
@@ -121,28 +117,75 @@ def _forward(
     sizes = sizes_of("fused_attn_fwd", qkv, config.layout)
     count = len(qkv)
 
-    def in_jax(*given: jax.Array) -> Forward:
-        at = _lengths(config, *given[6:])
+    def in_jax(*given: Any) -> Forward:
         words = jnp.pad(given[5].reshape(-1)[:2], (0, 2))
         bias, offset = given[3:5]
-        out, aux = dense.forward(config, sizes, given[:count], bias, offset, words, at)
+        out, aux = dense.forward(config, sizes, given[:count], bias, offset, words, given[6:])
         return out, aux, random_state(given[5])
 
-    results = (
-        jax.ShapeDtypeStruct(sizes.out, qkv[0].dtype),
-        jax.ShapeDtypeStruct(sizes.aux(config.layout), jnp.float32),
-        jax.ShapeDtypeStruct((seed.shape[0], 4), jnp.uint32),
-    )
-    return _op.call(
+    def results(*given: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+        own, seed = sizes_of("fused_attn_fwd", given[:count], config.layout), given[5]
+        return (
+            jax.ShapeDtypeStruct(own.out, given[0].dtype),
+            jax.ShapeDtypeStruct(own.aux(config.layout), jnp.float32),
+            jax.ShapeDtypeStruct((seed.shape[0], 4), jnp.uint32),
+        )
+
+    seeds = partition.names_of_seed("seed", seed)
+    axes = [
+        *partition.names_of(sizes, qkv),
+        partition.names_of_bias(sizes, bias),
+        partition.names_of_offset(offset),
+        seeds,
+        *partition.SEQUENCES,
+    ]
+    found = [["b", "s0", "h", "dv"], ["b", "h", "s0", "one"], [seeds[0], "words"]]
+    return _call(
         "fused_attn_forward",
+        config,
         in_jax,
-        (*operands.arrays(qkv), bias, offset, seed, *_cumulative(sequences)),
+        (*operands.arrays(qkv), bias, offset, seed, *sequences),
         results,
-        **operands.attributes(config, sizes, bias.shape),
+        axes,
+        found,
+        (),
     )
 
 
-def _cumulative(sequences: Sequences) -> Sequences:
+def _call(
+    op: str,
+    config: Config,
+    in_jax: Callable[..., Any],
+    given: Sequence[jax.Array],
+    results: Callable[..., Any],
+    axes: partition.Names,
+    found: partition.Names,
+    sums: Sequence[int],
+) -> Any:
+    """Calls a target. Operands end with lengths, of which it is given the cumulative sums."""
+    count = 3 - sum(x.size == 0 and x.ndim == 1 for x in given[:3])
+
+    def attributes(*given: jax.Array) -> dict[str, Any]:
+        return operands.attributes(
+            config, sizes_of(op, given[:count], config.layout), given[3].shape
+        )
+
+    def split(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def of_lengths(results: Any, attributes: Any, *given: jax.Array) -> Any:
+            return kernel(results, attributes, *given[:-4], *_cumulative(given[-4:]))
+
+        sizes = sizes_of(op, given[:count], config.layout)
+        return partition.partitioned(config, sizes, axes, found, sums, results, attributes)(
+            of_lengths
+        )
+
+    asked = (*given[:-4], *jax.eval_shape(_cumulative, given[-4:]))
+    return _op.call(
+        op, in_jax, given, results(*given), asked=asked, partition=split, **attributes(*given)
+    )
+
+
+def _cumulative(sequences: Arrays) -> Sequences:
     cu = [operands.cumulative(lengths) for lengths in sequences[:2]]
     return cu[0], cu[1], sequences[2], sequences[3]
 
@@ -167,21 +210,31 @@ def _backward(
     sizes = sizes_of("fused_attn_bwd", qkv, config.layout)
     count = len(qkv)
 
-    def in_jax(*given: jax.Array) -> Arrays:
+    def in_jax(*given: Any) -> Arrays:
         bias, offset, aux, random, out, out_grad = given[3:9]
-        rest = (aux, random_words(random), out, out_grad, _lengths(config, *given[9:]))
+        rest = (aux, random_words(random), out, out_grad, given[9:])
         grads, *others = dense.backward(config, sizes, given[:count], bias, offset, *rest)
         return (*operands.arrays(grads), *others)
 
-    three = operands.arrays(qkv)
-    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*three, bias, offset))
-    given = (*three, bias, offset, aux, rng_state, out, out_grad, *_cumulative(sequences))
-    found = _op.call(
+    def results(*given: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:5])
+
+    result, lse = ["b", "s0", "h", "dv"], ["b", "h", "s0", "one"]
+    grads = [
+        *partition.names_of(sizes, qkv),
+        partition.names_of_bias(sizes, bias),
+        partition.names_of_offset(offset),
+    ]
+    random = partition.names_of_seed("random", rng_state)
+    found = _call(
         "fused_attn_backward",
+        config,
         in_jax,
-        given,
+        (*operands.arrays(qkv), bias, offset, aux, rng_state, out, out_grad, *sequences),
         results,
-        **operands.attributes(config, sizes, bias.shape),
+        [*grads, lse, random, result, result, *partition.SEQUENCES],
+        grads,
+        [i for i, x in ((3, bias), (4, offset)) if x.ndim == 4],
     )
     return tuple(found[:count]), found[3], found[4]
 

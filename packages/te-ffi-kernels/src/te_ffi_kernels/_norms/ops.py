@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _op
+from .._rows import partition_rows
 from .._te.modes import QuantizeLayout, ScalingMode
 from .._te.outputs import given_numbers, outputs_config
 from . import reference
@@ -130,14 +131,35 @@ def _forward_kernel(config: NormConfig, *operands: jax.Array) -> tuple[jax.Array
     def in_jax(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return (*reference.forward(config, *operands), jnp.zeros((1,), jnp.float32))
 
-    results = config.forward_results(operands[0])
+    def results(x: jax.Array, *rest: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (*config.forward_results(x), jax.ShapeDtypeStruct((1,), jnp.float32))
+
     return _op.call(
         "norm_forward",
         in_jax,
         operands,
-        (*results, jax.ShapeDtypeStruct((1,), jnp.float32)),
+        results(*operands),
+        partition=_forward_partition(config, results, operands[0].ndim),
         **config.attributes(),
     )[:-1]
+
+
+def _forward_partition(config: NormConfig, results: Any, ndim: int) -> Any:
+    """Rows are shared out where nothing is of all of them."""
+    assert config.outputs is not None
+    rows = [f"row{i}" for i in range(ndim - 1)]
+    found = config.outputs.axes([*rows, "n"])
+    if not rows or found is None:
+        return None
+    weights = [["n"], ["n"] if config.is_layer else ["beta"]]
+    given = [[*rows, "n"], ["scale"], ["amax"], *weights]
+    found += [rows if config.is_layer else ["mu"], rows, ["workspace"]]
+    return partition_rows(given, found, _whole(given, found), results, config.attributes())
+
+
+def _whole(given: list[list[str]], found: list[list[str]]) -> set[str]:
+    """The axes that are no rows."""
+    return {name for names in (*given, *found) for name in names if not name.startswith("row")}
 
 
 def _forward_batch(config: NormConfig, size: int, batched: Any, *operands: jax.Array) -> Any:
@@ -188,14 +210,30 @@ def _backward_kernel(config: NormConfig, *operands: jax.Array) -> tuple[jax.Arra
     def in_jax(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return (*reference.backward(config, *operands), jnp.zeros((1,), jnp.float32))
 
-    results = config.backward_results(operands[1], operands[4])
+    def results(dz: jax.Array, x: jax.Array, mu: jax.Array, rsigma: jax.Array, gamma: jax.Array):
+        found = config.backward_results(x, gamma)
+        return (*found, jax.ShapeDtypeStruct((1,), jnp.float32))
+
     return _op.call(
         "norm_backward",
         in_jax,
         operands,
-        (*results, jax.ShapeDtypeStruct((1,), jnp.float32)),
+        results(*operands),
+        partition=_backward_partition(config, results, operands[1].ndim),
         **config.attributes(),
     )[:-1]
+
+
+def _backward_partition(config: NormConfig, results: Any, ndim: int) -> Any:
+    """Rows are shared out; the gradients of the weights are sums over them."""
+    rows = [f"row{i}" for i in range(ndim - 1)]
+    if not rows:
+        return None
+    x, mu = [*rows, "n"], rows if config.is_layer else ["mu"]
+    given = [x, x, mu, rows, ["n"]]
+    found = [x, ["n"], ["n"] if config.is_layer else ["beta"], ["workspace"]]
+    sums = (1, 2) if config.is_layer else (1,)
+    return partition_rows(given, found, _whole(given, found), results, config.attributes(), sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

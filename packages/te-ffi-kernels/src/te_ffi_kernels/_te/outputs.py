@@ -81,6 +81,16 @@ class Outputs:
         """Which results are of rows where `follows_rows`."""
         return (True, False, self.mode is not ScalingMode.NO_SCALING, False, False)
 
+    def axes(self, names: Sequence[str]) -> list[list[str]] | None:
+        """Names of the results' axes, for partitioning by elements; None where that can't be.
+
+        Args:
+            names: of the axes of what is quantized.
+        """
+        if self.mode is not ScalingMode.NO_SCALING or self.output_amax:
+            return None
+        return [list(names), *([f"out{i}"] for i in range(4))]
+
     def cotangent(
         self,
         shape: tuple[int, ...],

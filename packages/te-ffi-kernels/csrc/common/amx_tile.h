@@ -57,6 +57,14 @@ inline void tile_multiply() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
+// kC (float32) += kA times kB (bfloat16, 2 rows interleaved): the products of even and those of odd
+// places are summed apart, in float32, and their sum is added. Subnormal numbers are zeros
+// everywhere, and all sums are rounded half to even, whatever the processor's modes.
+template <int kC, int kA, int kB>
+inline void tile_multiply_bf16() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
 #else
 
 // Faults of the hardware are aborts here.
@@ -133,6 +141,60 @@ inline void tile_multiply() {
         const int a = static_cast<int8_t>(e.data[kA][m][k]);
         sum += static_cast<uint32_t>(a * e.data[kB][k / 4][4 * n + k % 4]);
       }
+      std::memcpy(&e.data[kC][m][4 * n], &sum, 4);
+    }
+  }
+}
+
+// A sum of two float32, or of one and a product of two bfloat16, is rounded by this alone: where it
+// has more bits than double, the smaller one is too far below to matter.
+inline float rounded_sum(double x) {
+  constexpr double kLeast = 0x1p-126 - 0x1p-151;  // what 24 bits round to a normal number
+  return __builtin_fabs(x) < kLeast ? static_cast<float>(__builtin_copysign(0.0, x))
+                                    : static_cast<float>(x);
+}
+
+// Without its subnormals.
+inline float float_of(uint32_t bits) {
+  if ((bits & 0x7f800000u) == 0) bits &= 0x80000000u;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+template <int kC, int kA, int kB>
+inline void tile_multiply_bf16() {
+  EmulatedTiles& e = emulated();
+  EmulatedTiles::require(e.rows(kA) == e.rows(kC) && e.row_bytes(kB) == e.row_bytes(kC) &&
+                         e.row_bytes(kA) == 4 * e.rows(kB));
+  const int pairs = e.rows(kB), columns = e.row_bytes(kC) / 4;
+  double right[2][16][16];
+  for (int k = 0; k < pairs; ++k) {
+    for (int n = 0; n < columns; ++n) {
+      uint32_t pair;
+      std::memcpy(&pair, &e.data[kB][k][4 * n], 4);
+      right[0][k][n] = static_cast<double>(float_of(pair << 16));
+      right[1][k][n] = static_cast<double>(float_of(pair & 0xffff0000u));
+    }
+  }
+  for (int m = 0; m < e.rows(kC); ++m) {
+    float sums[2][16] = {};
+    for (int k = 0; k < pairs; ++k) {
+      uint32_t pair;
+      std::memcpy(&pair, &e.data[kA][m][4 * k], 4);
+      for (int odd = 0; odd < 2; ++odd) {
+        const auto left = static_cast<double>(float_of(odd ? pair & 0xffff0000u : pair << 16));
+        for (int n = 0; n < columns; ++n) {
+          sums[odd][n] = rounded_sum(static_cast<double>(sums[odd][n]) + left * right[odd][k][n]);
+        }
+      }
+    }
+    for (int n = 0; n < columns; ++n) {
+      uint32_t bits;
+      std::memcpy(&bits, &e.data[kC][m][4 * n], 4);
+      const auto both = static_cast<double>(
+          rounded_sum(static_cast<double>(sums[0][n]) + static_cast<double>(sums[1][n])));
+      const float sum = rounded_sum(static_cast<double>(float_of(bits)) + both);
       std::memcpy(&e.data[kC][m][4 * n], &sum, 4);
     }
   }

@@ -1,0 +1,163 @@
+"""The ops that have CUDA kernels: each of them called, and each beside XLA and beside a copy.
+
+    python benchmarks/cuda_ops.py exercise        # all kernels, small: for compute-sanitizer
+    python benchmarks/cuda_ops.py measure OUT.json
+
+Runs where JAX puts arrays. With --tiny, sizes are those of a rehearsal.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import te_ffi_kernels as te
+from te_ffi_kernels import reference
+
+ONE, ZERO = np.ones((1,), np.float32), np.zeros((1,), np.float32)
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
+MODES = {"tensor": 1, "mx": 2, "channel": 64}
+ROUNDS, CALLS = 15, 10
+
+
+def quantize(x, module=te, mode=1, layout=2, out=jnp.float8_e4m3fn, dbias=False):
+    """dbias_quantize without what only NVFP4 takes."""
+    extra = np.zeros((0,), np.uint32), ZERO, np.zeros((1, 1), jnp.bfloat16)
+    rest = (out, mode, layout, -1, None, dbias)
+    return module.dbias_quantize(x, jnp.asarray(ONE), jnp.asarray(ZERO), *extra, *rest)
+
+
+def dequantize(codes, scales, module=te, mode=1, dtype=jnp.bfloat16):
+    """Codes by row."""
+    return module.dequantize(codes, jnp.asarray(ZERO), jnp.asarray(ZERO), scales, dtype, mode)
+
+
+def backward(dz, y, kind, module=te):
+    """The gradient of a softmax's logits."""
+    rest = (None, None) if kind == "scaled_masked" else (None,)
+    return getattr(module, f"{kind}_softmax_bwd")(dz, y, *rest, 1.0)
+
+
+def normal(*shape, dtype):
+    """Numbers that no program knows."""
+    return jnp.asarray(np.random.default_rng().normal(size=shape), dtype)
+
+
+def exercise():
+    """Calls each kernel on sizes at which its ways part."""
+    for dtype in DTYPES.values():
+        for shape in ((64, 128), (96, 160), (67, 33)):
+            x = normal(*shape, dtype=dtype)
+            for mode in MODES.values():
+                if mode == MODES["mx"] and shape[0] % 32:
+                    continue
+                for layout in (0, 1, 2):
+                    for out in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)[: 2 + (mode != 2)]:
+                        found = quantize(x, mode=mode, layout=layout, out=out, dbias=True)
+                        if layout != 1:
+                            dequantize(found[0], found[2], mode=mode, dtype=dtype)
+        for k in (33, 64, 512, 1025, 4096):
+            x = normal(2, 3, 7, k, dtype=dtype)
+            mask = jnp.asarray(np.random.default_rng().integers(0, 2, (2, 1, 7, k)), jnp.uint8)
+            for kind in KINDS:
+                y = te.softmax(x, mask, 1.0, kind)
+                jax.block_until_ready(backward(x, y, kind))
+    jax.effects_barrier()
+    print("every kernel ran")
+
+
+def size_of(tree):
+    """Bytes of all arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def compare(sides, args):
+    """Seconds of a call of each side: medians, sides in turn, of some calls one after the other."""
+    compiled = {name: jax.jit(fn).lower(*args).compile() for name, fn in sides.items()}
+    results = {name: jax.block_until_ready(run(*args)) for name, run in compiled.items()}
+    seconds = {name: [] for name in sides}
+    for _ in range(ROUNDS):
+        for name, run in compiled.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                out = run(*args)
+            jax.block_until_ready(out)
+            seconds[name].append((time.perf_counter() - start) / CALLS)
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    return medians, size_of(args) + size_of(results["kernel"])
+
+
+def cases(side, dtype):
+    """(name, function of (module, operands), operands)."""
+    x = normal(side, side, dtype=dtype)
+    for name, mode in MODES.items():
+        for layout, text in ((0, "by row"), (2, "both ways")):
+            yield (
+                f"quantize, {name}, {text}",
+                lambda m, x, mode=mode, at=layout: quantize(x, m, mode, at),
+                (x,),
+            )
+        codes, _, scales, *_ = quantize(x, mode=mode, layout=0)
+        run = lambda m, c, s, mode=mode: dequantize(c, s, m, mode, dtype)  # noqa: E731
+        yield f"dequantize, {name}", run, (codes, scales)
+    for k in (512, 4096):
+        rows = side * side // (8 * 128 * k) or 1
+        logits = normal(rows, 8, 128, k, dtype=dtype)
+        mask = jnp.zeros((1, 1, 128, k), jnp.uint8)
+        for kind in KINDS:
+            forward = lambda m, x, mask, kind=kind: m.softmax(x, mask, 1.0, kind)  # noqa: E731
+            yield f"{kind}_softmax, rows of {k}", forward, (logits, mask)
+            back = lambda m, dz, y, kind=kind: backward(dz, y, kind, m)  # noqa: E731
+            yield f"{kind}_softmax, gradient, rows of {k}", back, (logits, logits)
+
+
+def measure(path, side):
+    """Writes seconds and bytes of each case, and those of a copy."""
+    found = []
+    for label, dtype in DTYPES.items():
+        x = normal(side, side, dtype=dtype)
+        seconds, moved = compare({"kernel": jnp.negative}, (x,))
+        copy = moved / seconds["kernel"]
+        for name, run, args in cases(side, dtype):
+            sides = {"kernel": partial(run, te), "xla": partial(run, reference)}
+            seconds, moved = compare(sides, args)
+            found.append(
+                {
+                    "case": f"{name}, {label}",
+                    "seconds": seconds,
+                    "bytes": moved,
+                    "copy_bytes_per_second": copy,
+                }
+            )
+            print(found[-1], file=sys.stderr)
+    device = jax.devices()[0]
+    run = {"device": device.device_kind, "jax": jax.__version__, "side": side, "results": found}
+    with open(path, "w") as file:
+        json.dump(run, file, indent=1)
+
+
+def main():
+    """Does what the command line says."""
+    global ROUNDS
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("exercise", "measure"))
+    parser.add_argument("out", nargs="?")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if args.what == "exercise":
+        exercise()
+        return
+    if args.tiny:
+        ROUNDS = 2
+    measure(args.out, 256 if args.tiny else 16384)
+
+
+if __name__ == "__main__":
+    main()

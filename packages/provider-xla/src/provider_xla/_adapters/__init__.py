@@ -1,0 +1,1 @@
+"""Adapters: quantizes model objects of frameworks, and gives back objects of the same kind."""

@@ -1,0 +1,178 @@
+"""The adapter of Equinox."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .adapter import Adapter, Quantized, path_of
+from .scopes import Subclasses, Tag, is_ours
+
+_TAG = "jaxtap_tag"
+
+
+class EquinoxAdapter(Adapter):
+    """Takes ``eqx.Module`` objects. Parameters are all of their arrays: the module itself."""
+
+    def parameters(self, model: eqx.Module) -> Any:
+        """Returns the model, which is a pytree of its parameters."""
+        return model
+
+    def function(self, model: eqx.Module, method: str) -> Callable[..., Any]:
+        """Returns a method as a function of the model."""
+
+        def fn(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(_tagged(parameters, None), method)(*args, **kwargs)
+
+        return fn
+
+    def rebuild(self, model: eqx.Module, parameters: Any, quantized: Quantized) -> eqx.Module:
+        """Returns a model of the same structure."""
+        return _tagged(parameters, quantized)
+
+    def quantized(self, model: eqx.Module) -> Quantized | None:
+        """Returns how a model is quantized."""
+        return _tag_of(model).quantized if is_ours(type(model)) else None
+
+
+def _tag_of(module: eqx.Module) -> Tag:
+    return vars(module)[_TAG]
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, eqx.Module)
+
+
+def _mapped(
+    tree: Any, change: Callable[[eqx.Module, str], eqx.Module], path: str = "", top: bool = True
+) -> Any:
+    """Returns a tree with every module in it changed, the inner ones first.
+
+    Args:
+        tree: a module, or a pytree of modules.
+        change: takes a module, whose parts are changed already, and its path.
+        path: of the tree.
+        top: False where the tree's own parts are to be looked at.
+    """
+    if top and not _is_module(tree):
+        found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_module)
+    else:
+        found, treedef = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda node: node is not tree and _is_module(node)
+        )
+    leaves = [
+        _mapped(leaf, change, _join(path, path_of(keys))) if _is_module(leaf) else leaf
+        for keys, leaf in found
+    ]
+    changed = jax.tree.unflatten(treedef, leaves)
+    return change(changed, path) if _is_module(tree) else changed
+
+
+def _join(*paths: str) -> str:
+    return "/".join(filter(None, paths))
+
+
+def _with_tag(module: eqx.Module, tag: Tag) -> Any:
+    """Returns a copy of a module, of the subclass of its class, with a tag."""
+    cls = _subclasses.of(type(module))
+    if not is_ours(cls):
+        return module
+    copy = object.__new__(cls)
+    for name, value in vars(module).items():
+        object.__setattr__(copy, name, value)
+    object.__setattr__(copy, _TAG, tag)
+    return copy
+
+
+def _tagged(tree: Any, quantized: Quantized | None, path: str = "") -> Any:
+    """Returns a tree with its modules tagged, by their place in it."""
+    return _mapped(tree, lambda module, path: _with_tag(module, Tag(quantized, path)), path)
+
+
+def _handed_out(tree: Any, quantized: Quantized | None, path: str) -> Any:
+    """Returns what a method of the module at ``path`` has returned, with its modules tagged.
+
+    They are tagged by their places in that module: a layer that the method has picked, say, or
+    the module itself with other parameters.
+    """
+
+    def change(module: eqx.Module, _: str) -> Any:
+        if not is_ours(type(module)):
+            return module
+        whole = _join(path, _tag_of(module).path)
+        return _with_tag(module, Tag(quantized, whole))
+
+    if any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module))):
+        return _mapped(tree, change)
+    return tree
+
+
+def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tag = _tag_of(self)
+        if tag.quantized is None:
+            return _scoped(tag.path, run, self, args, kwargs)
+        if name in tag.quantized.methods:
+            return _quantized(tag, name, self, args, kwargs)
+        return run(self, *args, **kwargs)
+
+    return method
+
+
+def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs a method under its module's name scope."""
+    if not path:
+        return run(self, *args, **kwargs)
+    with jax.named_scope(path):
+        result = run(_tagged(self, None), *args, **kwargs)
+    return _handed_out(result, None, path)
+
+
+def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs a method of a model, or of a part of one, quantized."""
+
+    def fn(model: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = _tagged(model, None)
+        if not tag.path:
+            return _handed_out(getattr(inner, name)(*args, **kwargs), tag.quantized, "")
+        inner = _with_tag(inner, Tag(None, tag.path))
+        return _handed_out(getattr(inner, name)(*args, **kwargs), tag.quantized, "")
+
+    assert tag.quantized is not None
+    return tag.quantized.apply(fn)(self, *args, **kwargs)
+
+
+_UNCHANGED = (eqx.nn.StateIndex, eqx.nn.Shared)
+"""Keys of ``eqx.nn.State``, and a module that only hands out its parts."""
+
+
+def _namespace() -> dict[str, Any]:
+    return {
+        "__annotations__": {_TAG: Tag},
+        _TAG: eqx.field(static=True, default=Tag(None, ""), repr=False, kw_only=True),
+    }
+
+
+def _plain(cls: type, method: Any) -> Any:
+    """Returns what of a method is run.
+
+    A jitted method runs as a part of what it is in, so that the parameters it multiplies with
+    under a ``vmap`` of its own are known. Equinox's own layers run without the name scope of
+    their kind: ``head/eqx.nn.Linear`` is ``head`` to rules, as in other frameworks. Norms keep
+    theirs: they hold no products, and what fuses them taps the method as it is.
+    """
+    if isinstance(method, _JITTED):
+        return _plain(cls, getattr(method, "__wrapped__"))  # noqa: B009
+    own = cls.__module__.startswith("equinox.") and not issubclass(cls, _NORMS)
+    return getattr(method, "__wrapped__", method) if own and inspect.isfunction(method) else method
+
+
+_JITTED = (type(eqx.filter_jit(len)), type(jax.jit(len)))
+_NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm)
+_subclasses = Subclasses(
+    _wrap, eqx.Module, unchanged=_UNCHANGED, namespace=_namespace, unwrap=_plain
+)

@@ -1,0 +1,154 @@
+"""Subclasses of a model's classes, whose methods are wrapped.
+
+Linen opens a name scope for every module by itself; NNX and Equinox don't. A quantized model
+consists of objects of such subclasses, each with a Tag. No class of anybody is changed, for any
+thread, and jitted methods (``nnx.jit``, ``eqx.filter_jit``) are what they were, with the scope
+around them, so that equal blocks share a trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from .adapter import Quantized
+
+MARK = "jaxtap_original"
+"""The attribute of a subclass that holds what it is a subclass of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tag:
+    """What a module of a quantized model carries, as a static attribute.
+
+    Attributes:
+        quantized: how the model is quantized: the module's methods run so by themselves. None
+            where they run already: in the copy of the model that is traced.
+        path: of the module, as rules write it: from the whole model, and in that copy from the
+            module whose method runs, which has "" itself. Equal blocks are equal there, for
+            JAX's and the frameworks' caches, wherever in the model they are.
+    """
+
+    quantized: Quantized | None
+    path: str
+
+
+class Subclasses:
+    """Makes the subclasses, one per class.
+
+    Args:
+        wrap: takes the name of a method and its function of ``(self, *args, **kwargs)``; returns
+            another such function.
+        base: the framework's own base class: its methods, and those above it, aren't wrapped.
+        unchanged: classes that are left as they are.
+        namespace: what else the subclasses have.
+        options: returns the keyword arguments of the subclass of a class.
+        unwrap: takes a class and its method; returns what of that is to be wrapped.
+        only: the names of the methods that are wrapped; None for all.
+    """
+
+    def __init__(
+        self,
+        wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+        base: type,
+        *,
+        unchanged: tuple[type, ...] = (),
+        namespace: Callable[[], dict[str, Any]] = dict,
+        options: Callable[[type], dict[str, Any]] = lambda cls: {},
+        unwrap: Callable[[type, Any], Any] = lambda cls, method: method,
+        only: Collection[str] | None = None,
+    ):
+        self._wrap = wrap
+        self._base = base
+        self._unchanged = unchanged
+        self._namespace = namespace
+        self._options = options
+        self._unwrap = unwrap
+        self._only = only
+        # For good, as JAX's registry of pytrees, which they are in, keeps classes.
+        self._made: dict[type, type] = {}
+        self._lock = threading.Lock()
+
+    def of(self, cls: type) -> type:
+        """Returns the subclass of a class; the class itself if it is one or stays as it is."""
+        if is_ours(cls) or issubclass(cls, self._unchanged):
+            return cls
+        with self._lock:
+            if cls not in self._made:
+                self._made[cls] = self._make(cls)
+            return self._made[cls]
+
+    def _make(self, cls: type) -> type:
+        namespace = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            MARK: cls,
+        } | self._namespace()
+        for name in methods_of(cls, self._base):
+            if self._only is not None and name not in self._only:
+                continue
+            method = self._unwrap(cls, inspect.getattr_static(cls, name))
+            namespace[name] = wrapped(cls, name, method, self._wrap)
+        return type(cls)(cls.__name__, (cls,), namespace, **self._options(cls))
+
+
+def is_ours(cls: type) -> bool:
+    """Returns whether a class is one that a ``Subclasses`` has made."""
+    return MARK in vars(cls)
+
+
+def wrapped(
+    cls: type,
+    name: str,
+    method: Any,
+    wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Returns a method of ``cls`` wrapped, with its name and its documentation."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(self, type(self))(*args, **kwargs)
+
+    result = wrap(name, run)
+    if inspect.isfunction(method):
+        return functools.update_wrapper(result, method)
+    result.__name__, result.__qualname__ = name, f"{cls.__qualname__}.{name}"
+    return result
+
+
+def methods_of(cls: type, base: type) -> Iterator[str]:
+    """Yields the names of the methods that ``cls`` has beyond those of ``base``.
+
+    ``__call__`` counts. Other names with two underscores don't, nor do properties, static and
+    class methods, fields, abstract methods, generators and what is asynchronous.
+    """
+    fields: Collection[str] = getattr(cls, "__dataclass_fields__", ())
+    above = set(base.__mro__)
+    seen = set()
+    for kind in cls.__mro__:
+        if kind in above:
+            continue
+        for name, value in vars(kind).items():
+            if name not in seen and name not in fields and _is_method(name, value):
+                yield name
+            seen.add(name)
+
+
+def _is_method(name: str, value: Any) -> bool:
+    if name.startswith("__") and name != "__call__":
+        return False
+    if isinstance(value, type | staticmethod | classmethod | property | functools.cached_property):
+        return False
+    if not callable(value) and not isinstance(value, functools.partialmethod):
+        return False
+    if not hasattr(type(value), "__get__") or getattr(value, "__isabstractmethod__", False):
+        return False
+    return not (
+        inspect.isgeneratorfunction(value)
+        or inspect.iscoroutinefunction(value)
+        or inspect.isasyncgenfunction(value)
+    )

@@ -1,0 +1,143 @@
+"""The result of an allocation, as it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tabulate import tabulate
+
+
+@dataclasses.dataclass(frozen=True)
+class AllocatedWeight:
+    """What one parameter got.
+
+    Attributes:
+        path: its pytree path.
+        elements: how many it has.
+        qtype: its format.
+        tile_size: elements per scale along a tiled axis; None without tiles.
+        bytes: of codes and scales, as they are saved.
+        error: of the output, where this parameter alone is quantized.
+    """
+
+    path: str
+    elements: int
+    qtype: str
+    tile_size: int | None
+    bytes: int
+    error: float
+
+    @property
+    def bits(self) -> float:
+        """Bits per element, scales included."""
+        return 8 * self.bytes / max(self.elements, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """What it would be with one format for all parameters that can have it.
+
+    Attributes:
+        name: the format.
+        bytes: of all quantized parameters.
+        bits: per element of those, scales included.
+        predicted: the sum of the errors of single parameters.
+        measured: the error of the output.
+    """
+
+    name: str
+    bytes: int
+    bits: float
+    predicted: float
+    measured: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """How bits are given to parameters. ``print(allocation)`` shows it as a table.
+
+    Errors are those of the output on the batch: its squared error over its squared norm, or what
+    ``error=`` returned.
+
+    Attributes:
+        weights: what each parameter got.
+        budget: bytes of all quantized parameters, at most.
+        predicted: the sum of the errors of single parameters, which is what is made least.
+        measured: the error of the output.
+        uniform: the same of each format by itself.
+        errors: by parameter and format, what was measured: to be passed to ``allocate`` with the
+            same batch and another budget.
+    """
+
+    weights: tuple[AllocatedWeight, ...]
+    budget: int
+    predicted: float
+    measured: float
+    uniform: tuple[Uniform, ...]
+    errors: Mapping[str, Mapping[str, float]]
+
+    @property
+    def bytes(self) -> int:
+        """Of codes and scales of all quantized parameters, as they are saved."""
+        return sum(weight.bytes for weight in self.weights)
+
+    @property
+    def bits(self) -> float:
+        """Bits per element of the quantized parameters, scales included."""
+        return 8 * self.bytes / max(sum(weight.elements for weight in self.weights), 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        weights = [dataclasses.asdict(one) | {"bits": one.bits} for one in self.weights]
+        return {
+            "weights": weights,
+            "budget": self.budget,
+            "bytes": self.bytes,
+            "bits": self.bits,
+            "predicted": self.predicted,
+            "measured": self.measured,
+            "uniform": [dataclasses.asdict(one) for one in self.uniform],
+            "errors": {path: dict(row) for path, row in self.errors.items()},
+        }
+
+    def __str__(self) -> str:
+        weights = [
+            [
+                w.path,
+                f"{w.elements:,}",
+                w.qtype,
+                w.tile_size or "",
+                f"{w.bits:.2f}",
+                _short(w.error),
+            ]
+            for w in self.weights
+        ]
+        own = Uniform("allocated", self.bytes, self.bits, self.predicted, self.measured)
+        totals = [
+            [
+                u.name,
+                f"{u.bytes:,}",
+                f"{u.bits:.2f}",
+                _short(u.predicted),
+                _short(u.measured),
+                _decibel(u.measured),
+            ]
+            for u in (own, *self.uniform)
+        ]
+        right = ("left", "right", "left", "right", "right", "right")
+        head = ["weight", "elements", "qtype", "tile", "bits", "error"]
+        above = tabulate(weights, head, colalign=right if weights else None, disable_numparse=True)
+        head = ["all weights", "bytes", "bits", "predicted", "measured", "SQNR"]
+        below = tabulate(totals, head, colalign=("left", *["right"] * 5), disable_numparse=True)
+        return f"{above}\n\n{below}\nat most {self.budget:,} bytes"
+
+
+def _short(error: float) -> str:
+    return f"{error:.2e}"
+
+
+def _decibel(error: float) -> str:
+    return f"{-10 * math.log10(error):.1f} dB" if error > 0 else ""

@@ -1,0 +1,64 @@
+"""N:M sparsity: of each m consecutive elements along an axis, n stay and the others are zeros."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Pattern(NamedTuple):
+    """N:M, as ``"2:4"``: of each ``m`` consecutive elements at most ``n`` are not zero."""
+
+    n: int
+    m: int
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+
+class Sparsity(NamedTuple):
+    """Which elements of a parameter are zeros: a pattern along one axis."""
+
+    pattern: Pattern
+    axis: int
+
+
+def parse_sparsity(text: str) -> Pattern:
+    """Reads a pattern such as ``"2:4"``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", text, re.ASCII) if isinstance(text, str) else None
+    if found is None or not 0 < int(found[1]) < int(found[2]):
+        raise ValueError("'N:M' with 0 < N < M, such as '2:4'")
+    return Pattern(int(found[1]), int(found[2]))
+
+
+def kept(score: jax.Array, pattern: Pattern, axis: int) -> jax.Array:
+    """Returns which elements stay: of each m along an axis, the n with the largest scores.
+
+    Of equal ones the first (arXiv:2104.08378, section 3.1, with magnitudes as scores).
+
+    Args:
+        score: float; m divides the axis.
+        pattern: N:M.
+        axis: of ``score``.
+
+    Returns:
+        bool, of the shape of ``score``.
+    """
+    moved = jnp.moveaxis(score, axis, -1)
+    groups = moved.reshape(*moved.shape[:-1], -1, pattern.m)
+    # The rank of each in its group, from the largest.
+    ranks = jnp.argsort(jnp.argsort(-groups, axis=-1, stable=True), axis=-1, stable=True)
+    return jnp.moveaxis((ranks < pattern.n).reshape(moved.shape), -1, axis)
+
+
+def sparsified(w: jax.Array, sparsity: Sparsity) -> jax.Array:
+    """Returns an array with zeros in place of its smaller magnitudes."""
+    keep = kept(jnp.abs(w), sparsity.pattern, sparsity.axis)
+    return jnp.where(keep, w, jnp.zeros((), w.dtype))

@@ -1,0 +1,116 @@
+"""How arrays of every dtype become arrays of the dtypes that any reader of safetensors knows.
+
+Readers differ in the small formats they know (the one for NumPy has no float8), and one tensor of
+an unknown dtype makes some refuse the file. So codes of 2 and 4 bits are packed, and 8-bit floats
+are kept as their bits, all as uint8. A complex number is a pair of floats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+_BITS = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
+_COMPLEX = {"complex64": "float32", "complex128": "float64"}
+SAFETENSORS = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+}
+"""The dtypes that are kept as they are, and the format's names for them."""
+
+
+def is_storable(dtype: str) -> bool:
+    """Returns whether arrays of a dtype can be stored."""
+    return dtype in SAFETENSORS or dtype in _BITS or dtype in _COMPLEX or dtype[:6] == "float8"
+
+
+def carrier(dtype: str, shape: Sequence[int]) -> tuple[np.dtype, tuple[int, ...]]:
+    """Returns dtype and shape of the array that stands for one of this dtype and shape.
+
+    Codes of less than a byte are packed along the last axis, which is filled up to whole bytes.
+    """
+    shape = tuple(shape)
+    if dtype in SAFETENSORS:
+        return jnp.dtype(dtype), shape
+    if dtype in _COMPLEX:
+        return np.dtype(_COMPLEX[dtype]), (*shape, 2)
+    if dtype in _BITS:
+        shape = (*shape[:-1], -(-shape[-1] * _BITS[dtype] // 8)) if shape else (1,)
+    return np.dtype(np.uint8), shape
+
+
+def encode(array: np.ndarray) -> np.ndarray:
+    """Returns the array that stands for another, contiguous."""
+    dtype, shape = array.dtype.name, array.shape
+    array = np.ascontiguousarray(array).reshape(shape)  # which ascontiguousarray gives an axis
+    if dtype in SAFETENSORS:
+        return array
+    if dtype in _COMPLEX:
+        return array.reshape(*shape, 1).view(_COMPLEX[dtype])
+    codes = array.view(np.uint8)
+    return codes if dtype not in _BITS else _pack(codes, _BITS[dtype])
+
+
+def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    """Returns the array that another one stands for.
+
+    Raises:
+        ValueError: the two don't belong together.
+    """
+    shape = tuple(shape)
+    if (array.dtype, array.shape) != carrier(dtype, shape):
+        raise ValueError(f"{array.dtype.name}{list(array.shape)} is no {dtype}{list(shape)}")
+    if dtype in SAFETENSORS:
+        return array
+    if dtype in _COMPLEX:
+        return np.ascontiguousarray(array).view(dtype).reshape(shape)
+    if dtype not in _BITS:
+        return array.view(jnp.dtype(dtype))
+    bits = _BITS[dtype]
+    codes = _unpack(array, bits, shape[-1] if shape else 1).reshape(shape)
+    if dtype.startswith("int"):
+        # The bits above the sign bit are copies of it.
+        sign = np.uint8(1 << (bits - 1))
+        return ((codes ^ sign) - sign).view(np.int8).astype(jnp.dtype(dtype))
+    return codes.view(jnp.dtype(dtype))
+
+
+def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Packs along the last axis; the first code of a byte is in its lowest bits."""
+    count = 8 // bits
+    codes = np.atleast_1d(codes) & np.uint8(2**bits - 1)
+    missing = -codes.shape[-1] % count
+    if missing:
+        codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+    result = codes[..., ::count].copy()
+    for place in range(1, count):
+        result |= codes[..., place::count] << np.uint8(bits * place)
+    return result
+
+
+def _unpack(packed: np.ndarray, bits: int, last: int) -> np.ndarray:
+    count = 8 // bits
+    codes = np.empty((*packed.shape, count), np.uint8)
+    for place in range(count):
+        codes[..., place] = (packed >> np.uint8(bits * place)) & np.uint8(2**bits - 1)
+    full = packed.shape[-1] * count
+    return codes.reshape(*packed.shape[:-1], full)[..., :last]
+
+
+def nbytes(dtype: np.dtype, shape: Sequence[int]) -> int:
+    """Returns the bytes of an array."""
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,35 @@
+"""A text that holds its own checksum: SHA-256 of all of it, with zeros for the checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+FIELD = "jaxtap.sha256"
+BLANK = "0" * 64
+# Inside of a JSON string the quotes would be escaped, so this is the field and nothing else.
+_FIELD = re.compile(rb'"jaxtap\.sha256":"([0-9a-f]{64})"')
+
+
+def canonical(value: Any) -> str:
+    """Returns JSON with sorted keys and no spaces, in ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def seal(text: bytes) -> bytes:
+    """Returns a JSON text whose field ``jaxtap.sha256`` is blank with the checksum there."""
+    (found,) = _FIELD.finditer(text)
+    digest = hashlib.sha256(text).hexdigest().encode()
+    return text[: found.start(1)] + digest + text[found.end(1) :]
+
+
+def is_intact(text: bytes) -> bool | None:
+    """Returns whether a text is what ``seal`` returned; None if it has no checksum."""
+    found = list(_FIELD.finditer(text))
+    if len(found) != 1:
+        return None if not found else False
+    start, end = found[0].span(1)
+    digest = hashlib.sha256(text[:start] + BLANK.encode() + text[end:]).hexdigest()
+    return digest.encode() == text[start:end]

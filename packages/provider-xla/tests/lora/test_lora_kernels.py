@@ -1,0 +1,62 @@
+"""A parameter that is packed for a kernel has an adapter, and still runs in the kernel."""
+
+import sys
+
+import fake_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from xla_samples import draw
+
+from interception_core._plugins import host as _host
+from interception_core._plugins.discovery import Found
+from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
+from provider_xla._run import quantized_product
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """The installed plugins with the fake kernels in place of others."""
+    monkeypatch.setitem(sys.modules, "fake_kernels", fake_kernels)
+
+    def found():
+        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
+        yield Found("fake", "fake_kernels", "fake-kernels", "1.0")
+
+    _host._reset(_host.Host(found, {}))
+    quantized_product.clear_cache()
+    fake_kernels.CALLS.clear()
+    yield
+    _host._reset()
+
+
+PROGRAMS = {
+    "plain": (lambda w, x: x @ w, (32, 48)),
+    "transposed": (lambda w, x: x @ w.T, (48, 32)),
+    "scan": (lambda w, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0], (3, 32, 32)),
+}
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_base_product_runs_in_its_kernel(program, qtype):
+    fn, shape = PROGRAMS[program]
+    w, x = draw(shape, (8, 32))
+    plan = PtqProvider(QuantizationRule(weight_qtype=qtype, rank=4)).plan(fn, w, x)
+    stored = plan.quantize(w)
+    assert isinstance(stored, PrepackedWeight)
+    adapters = jax.tree.map(lambda a: a + 0.05, plan.init_adapters(jax.random.key(0)))
+    run = plan.apply(fn)
+    fake_kernels.CALLS.clear()
+    value, gradient = jax.jit(
+        jax.value_and_grad(lambda a: (run(stored, x, adapters=a) ** 2).sum())
+    )(adapters)
+    assert fake_kernels.CALLS
+    expected, by_merge = jax.value_and_grad(
+        lambda a: (fn(plan.merge(stored, a), x) ** 2).sum()
+    )(adapters)  # fmt: skip
+    np.testing.assert_allclose(value, expected, rtol=1e-4)
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(by_merge), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,77 @@
+"""Transformed parameters that are packed for kernels, with a package of kernels in plain JAX."""
+
+import dataclasses
+import sys
+
+import fake_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from xla_samples import draw
+
+from interception_core._plugins import host as _host
+from interception_core._plugins.discovery import Found
+from provider_xla import (
+    Gptq,
+    Hadamard,
+    PrepackedWeight,
+    PtqProvider,
+    QuantizationRule,
+    SmoothQuant,
+    TransformedWeight,
+)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """The installed plugins with the fake kernels in place of others."""
+    monkeypatch.setitem(sys.modules, "fake_kernels", fake_kernels)
+
+    def found():
+        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
+        yield Found("fake", "fake_kernels", "fake-kernels", "1.0")
+
+    _host._reset(_host.Host(found, {}))
+    fake_kernels.CALLS.clear()
+    yield
+    _host._reset()
+
+
+def stack(params, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w.T), None), x, params)[0]
+
+
+def matmul(w, x):
+    return x @ w
+
+
+@pytest.mark.parametrize("fn", [matmul, stack])
+@pytest.mark.parametrize(
+    ("rule", "op"),
+    [
+        (QuantizationRule(weight_qtype="int8", act_qtype="int8"), "gemm_w8a8"),
+        (QuantizationRule(weight_qtype="int4", tile_size=8), "gemv_w4"),
+    ],
+)
+def test_kernels_are_given_the_transformed_activation(fn, rule, op):
+    (w,) = draw((3, 16, 16) if fn is stack else (16, 12))
+    (x,) = draw((5, 16), seed=1)
+    plan = PtqProvider(rule).plan(fn, w, x)
+    passes = [SmoothQuant(), Hadamard(), Gptq()]
+    stored, _ = plan.optimize(w, [(x,)], passes)
+    assert isinstance(stored, TransformedWeight)
+    assert isinstance(stored.inner, PrepackedWeight)
+    assert stored.shape == w.shape
+    run = jax.jit(plan.apply(fn))
+    result = run(stored, x)
+    assert {call[0] for call in fake_kernels.CALLS} == {op}
+    codes, _ = plan.optimize(w, [(x,)], passes, prepack=False)
+    unpacked = dataclasses.replace(stored, inner=stored.inner.unpacked())
+    np.testing.assert_array_equal(unpacked.inner.qvalue, codes.inner.qvalue)
+    np.testing.assert_allclose(result, run(codes, x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(stored.restore(), codes.restore(), rtol=1e-5, atol=1e-5)
+    again = plan.prepack(codes)
+    assert jax.tree.structure(again) == jax.tree.structure(stored)
+    assert jax.tree.structure(plan.prepack(stored)) == jax.tree.structure(stored)

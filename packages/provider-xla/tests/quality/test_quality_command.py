@@ -1,0 +1,161 @@
+"""``jaxtap plan`` and ``jaxtap report``: what they print and write, and say of wrong input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from interception_core._cli.main import main
+
+PROGRAM = """
+import jax
+import numpy as np
+import provider_xla as xla
+
+params = {"w": np.linspace(-1, 1, 128, dtype="f4").reshape(16, 8), "b": np.ones(8, "f4")}
+x = np.linspace(-2, 1, 64, dtype=np.float32).reshape(4, 16)
+rules = [xla.QuantizationRule(module_path="dense", weight_qtype="int4", tile_size=8)]
+provider = xla.PtqProvider(rules)
+static = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+
+def model(p, x):
+    with jax.named_scope("dense"):
+        return x @ p["w"] + p["b"]
+
+def case():
+    return model, params, x
+
+def three():
+    return 3
+
+def fails():
+    raise RuntimeError("no data here")
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "reported_program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def printed(capsys, *arguments):
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments, status=1):
+    assert main(list(arguments)) == status
+    found = capsys.readouterr()
+    assert found.out == ""
+    return found.err
+
+
+def ops(capsys, *arguments):
+    content = json.loads(printed(capsys, "plan", *arguments, "--json", "-"))
+    return [(op["op_id"], *op["qtypes"]) for op in content["ops"]]
+
+
+def test_a_plan(file, capsys):
+    out = printed(capsys, "plan", f"{file}:case")
+    assert "dense/matmul:0" in out
+    assert "1 of 1 operations quantized" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "qtypes"),
+    [
+        ((), ("int8", "int8")),
+        (("--weight", "int4"), (None, "int4")),
+        (("--act", "float8_e4m3fn"), ("float8_e4m3fn", None)),
+        (("--rules", "rules"), (None, "int4")),
+        (("--rules", "provider"), (None, "int4")),
+        (("--rules", '{"weight_qtype": "int8", "act_qtype": "int4"}'), ("int4", "int8")),
+        (("--rules", '[{"module_path": "x"}, {"weight_qtype": "int2"}]'), (None, "int2")),
+        (("--weight", "int4", "--tile", "0.25", "--engine", "patch"), (None, "int4")),
+    ],
+)
+def test_rules(file, capsys, options, qtypes):
+    assert ops(capsys, f"{file}:case", *options) == [("dense/matmul:0", *qtypes)]
+
+
+def test_arguments_as_those_of_trace(file, capsys):
+    found = ops(capsys, f"{file}:model", "params", "f32[4,16]", "--weight", "int8")
+    assert found == [("dense/matmul:0", None, "int8")]
+
+
+def test_problems_are_printed(file, capsys):
+    out = printed(capsys, "plan", f"{file}:case", "--rules", '[{"module_path": "x"}]')
+    assert "problem: rule 0 decides nothing" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere.py:f",), "names no file"),
+        (("{}:nothing",), "has no function 'nothing'. It has: model, case, three, fails."),
+        (("{}:three",), "returned an object of type int. Give the arguments"),
+        (("{}:fails",), "can't be called without arguments: RuntimeError: no data here."),
+        (("{}:model",), "missing 2 required positional arguments"),
+        (("{}:model", "parms", "x"), "name 'parms' is not defined"),
+        (("{}:model", "params", "params"), "can't be planned: "),
+        (("{}:case", "--weight", "int9"), "The rules can't be used: ValueError: "),
+        (("{}:case", "--rules", "x"), "The rules can't be used: "),
+        (("{}:case", "--rules", "{"), "--rules is no JSON"),
+        (("{}:case", "--rules", "[1]"), "objects of a rule's fields, got 1"),
+        (("{}:case", "--rules", '{"weight": 1}'), "no field 'weight'. It has: module_path"),
+        (("{}:case", "--rules", "rules", "--weight", "int8"), "either --rules, or"),
+        (("{}:case", "--rules", "provider", "--strict"), "is a provider"),
+        (("{}:case", "--rules", '[{"module_path": "x"}]', "--strict"), "(strict=True)"),
+        (("{}:case", "--json", "{}/no/plan.json"), "There is no folder"),
+    ],
+)
+def test_wrong_input(file, capsys, arguments, said):
+    assert said in refused(
+        capsys, "plan", *(a.replace("{}", file) if a != "{" else a for a in arguments)
+    )
+
+
+def test_a_report_of_types(file, capsys):
+    err = refused(capsys, "report", f"{file}:model", "params", "f32[4,16]")
+    assert "its arguments must have values" in err
+
+
+@pytest.mark.parametrize("option", [("--sort", "colour"), ("--top", "0"), ("--tile", "x")])
+def test_wrong_options(file, capsys, option):
+    assert option[0] in refused(capsys, "report", f"{file}:case", *option, status=2)
+
+
+def test_a_report_with_static_ranges(file, capsys):
+    out = printed(capsys, "report", f"{file}:case", "--rules", "static", "--no-time")
+    assert "int8 x int8" in out
+
+
+def test_a_report_and_its_files(file, tmp_path):
+    command = [sys.executable, "-m", "interception_core", "report", f"{file}:case"]
+    options = ["--rules", "rules", "--html", "page.html", "--json", "report.json"]
+    run = subprocess.run(command + options, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "dense/matmul:0" in run.stdout
+    assert run.stdout.endswith("Wrote report.json.\nWrote page.html.\n")
+    (op,) = json.loads((tmp_path / "report.json").read_text())["ops"]
+    assert op["qtypes"] == [None, "int4"]
+    assert op["seconds"] > 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<title>reported_program.py:case</title>" in page
+    assert "dense/matmul:0" in page
+
+
+@pytest.mark.parametrize("command", ["plan", "report"])
+def test_help_does_without_jax(command):
+    code = (
+        "import sys; from interception_core._cli.main import main; "
+        f"status = main(['{command}', '--help']); "
+        "print('jax' in sys.modules or 'matplotlib' in sys.modules); sys.exit(status)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "False"
+    assert "--rules RULES" in run.stdout

@@ -1,0 +1,115 @@
+"""Weights that are packed for kernels are saved as codes and scales, and packed when loaded."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from store_samples import mlp, mlp_params, mlp_plan, same
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import fake_kernels
+
+import provider_xla as xla
+import quant_numerics as qn
+from interception_core._plugins import host as _host
+from interception_core._plugins.discovery import Found
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """The installed plugins with the fake kernels in place of others."""
+    monkeypatch.setitem(sys.modules, "fake_kernels", fake_kernels)
+
+    def found():
+        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
+        yield Found("fake", "fake_kernels", "fake-kernels", "1.0")
+
+    _host._reset(_host.Host(found, {}))
+    yield
+    _host._reset()
+
+
+RULES = {
+    "int8": xla.QuantizationRule(weight_qtype="int8"),
+    "int4 tiles": xla.QuantizationRule(weight_qtype="int4", tile_size=8),
+    "int6": xla.QuantizationRule(weight_qtype="int6"),
+    "int3 tiles": xla.QuantizationRule(weight_qtype="int3", tile_size=4),
+}
+
+
+def is_packed(node):
+    return isinstance(node, xla.PrepackedWeight)
+
+
+@pytest.mark.parametrize("path", ["a.safetensors", "a"])
+@pytest.mark.parametrize("rule", RULES)
+def test_round_trip(tmp_path, rule, path):
+    params, path = mlp_params(), tmp_path / path
+    plan = mlp_plan(RULES[rule], params=params)
+    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    assert sum(map(is_packed, jax.tree.leaves(packed, is_leaf=is_packed))) == 3
+    xla.save(path, packed, plan)
+    same(xla.load(path), codes)
+    same(xla.load(path, plan=plan, prepack=False), codes)
+    same(xla.load(path, plan=plan), packed)
+    x = jnp.ones((2, 16))
+    run = jax.jit(plan.apply(mlp))
+    np.testing.assert_array_equal(run(xla.load(path, plan=plan), x), run(packed, x))
+
+
+def test_the_file_is_that_of_codes(tmp_path):
+    params = mlp_params()
+    plan = mlp_plan(params=params)
+    for name, prepack in (("packed", True), ("codes", False)):
+        xla.save(tmp_path / f"{name}.safetensors", plan.quantize(params, prepack=prepack), plan)
+    packed, codes = (tmp_path / f"{n}.safetensors" for n in ("packed", "codes"))
+    assert packed.read_bytes() == codes.read_bytes()
+
+
+def test_one_scale_for_all(tmp_path):
+    """Kernels have it once per column; the file, as the plan, once."""
+    params = mlp_params()
+    rule = xla.QtRule(weight_qtype="int8", disable_channelwise_axes=True)
+    plan = xla.QtProvider(rule).plan(mlp, params, jnp.ones((2, 16)))
+    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    assert codes["head"].scale.shape == (1, 1)
+    if is_packed(packed["head"]):
+        xla.save(tmp_path / "a", packed, plan)
+        same(xla.load(tmp_path / "a"), codes)
+    xla.save(tmp_path / "b", packed)
+    loaded = xla.load(tmp_path / "b")
+    np.testing.assert_array_equal(qn.dequantize(loaded["head"]), qn.dequantize(codes["head"]))
+
+
+def test_what_cannot_be_unpacked(tmp_path, monkeypatch):
+    params = mlp_params()
+    packed = mlp_plan(params=params).quantize(params)
+    monkeypatch.delattr(fake_kernels.Packed, "unpack")
+    jax.clear_caches()
+    with pytest.raises(xla.StoreError, match=r"head is packed for a kernel.*prepack=False"):
+        xla.save(tmp_path / "a", packed)
+
+
+def test_another_machine(tmp_path):
+    """A plan without kernels loads what one with them has saved."""
+    params = mlp_params()
+    plan = mlp_plan(params=params)
+    xla.save(tmp_path / "a", plan.quantize(params), plan)
+    provider = xla.PtqProvider(xla.QuantizationRule(weight_qtype="int4", tile_size=8))
+    plain = provider.plan(mlp, params, jnp.ones((2, 16)), kernels=False)
+    same(xla.load(tmp_path / "a", plan=plain), plain.quantize(params))
+
+
+def test_transformed_and_packed(tmp_path):
+    params = mlp_params()
+    plan = mlp_plan(RULES["int8"], params=params)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
+    packed = plan.optimize(params, [(x,)], [xla.Hadamard()]).params
+    codes = plan.optimize(params, [(x,)], [xla.Hadamard()], prepack=False).params
+    assert is_packed(packed["head"].inner)
+    xla.save(tmp_path / "a.safetensors", packed, plan)
+    same(xla.load(tmp_path / "a.safetensors"), codes)
+    same(xla.load(tmp_path / "a.safetensors", plan=plan), packed)

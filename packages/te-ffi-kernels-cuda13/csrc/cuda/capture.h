@@ -1,0 +1,108 @@
+// Running a handler's body without running anything on the device: what it does on the stream is
+// captured, and thrown away. Its modules are loaded by that, which is what a warm-up is for: a module
+// that is loaded while kernels of NCCL wait for other devices can hang.
+#pragma once
+
+#include <utility>
+
+#include "cuda/runtime.h"
+
+namespace jaxtap::cuda {
+
+// A capture of a stream, from construction to `finish`, or to destruction where an exception comes
+// first. In either case the stream no longer captures, no graph is left, and no error stays behind
+// in CUDA. Where the stream captures already, somebody records a program of theirs: `active` is
+// false, and the stream is left alone.
+class ScopedStreamCapture {
+ public:
+  // Throws CudaError where the capture can't begin.
+  ScopedStreamCapture(Runtime& cuda, Stream stream) : cuda_(cuda), stream_(stream) {
+    bool outer = false;
+    const int asked = cuda_.is_capturing(stream_, &outer);
+    if (asked != 0) {
+      cuda_.clear_error();
+      cuda_.check(asked, "asking whether the stream captures");
+    }
+    if (outer) return;
+    active_ = true;
+    const int begun = cuda_.begin_capture(stream_);
+    if (begun == 0) return;
+    // The error may be an earlier call's, which CUDA reports late, and the capture have begun.
+    bool capturing = false;
+    if (cuda_.is_capturing(stream_, &capturing) != 0 || capturing) abandon();
+    active_ = false;
+    cuda_.clear_error();
+    cuda_.check(begun, "beginning a capture");
+  }
+  ScopedStreamCapture(const ScopedStreamCapture&) = delete;
+  ScopedStreamCapture& operator=(const ScopedStreamCapture&) = delete;
+
+  ~ScopedStreamCapture() {
+    if (!active_) return;
+    // An exception is on its way, which says more than what fails here.
+    abandon();
+    cuda_.clear_error();
+  }
+
+  bool active() const { return active_; }
+
+  // Ends the capture and throws away what it recorded. Throws CudaError where that failed; it's
+  // over then, too.
+  void finish() {
+    if (!active_) return;
+    active_ = false;
+    const Failure first = abandon();
+    if (first.code == 0) return;
+    cuda_.clear_error();
+    cuda_.check(first.code, first.what);
+  }
+
+ private:
+  struct Failure {
+    int code = 0;
+    const char* what = "";
+
+    void note(int found, const char* where) {
+      if (code == 0 && found != 0) *this = {found, where};
+    }
+  };
+
+  // A call that failed may have done nothing. Trying for ever helps nobody, though.
+  static constexpr int kTries = 4;
+
+  // Ends and destroys. Returns what failed first.
+  Failure abandon() {
+    Failure first;
+    Graph graph = nullptr;
+    for (int i = 0; i < kTries; ++i) {
+      Graph found = nullptr;
+      const int ended = cuda_.end_capture(stream_, &found);
+      if (found != nullptr) graph = found;
+      if (ended == 0) break;
+      first.note(ended, "ending a capture");
+      bool capturing = false;
+      if (cuda_.is_capturing(stream_, &capturing) == 0 && !capturing) break;
+    }
+    if (graph == nullptr) return first;  // a capture that went wrong leaves none
+    // Once: its handle means nothing after this, whatever it returns.
+    first.note(cuda_.destroy_graph(graph), "destroying a captured graph");
+    return first;
+  }
+
+  Runtime& cuda_;
+  const Stream stream_;
+  bool active_ = false;
+};
+
+// Calls `body` inside of a capture. Returns false, without having called it, where the stream
+// captures already. An exception of the body is what is thrown, whatever fails after it.
+template <typename Body>
+bool dry_run(Runtime& cuda, Stream stream, Body&& body) {
+  ScopedStreamCapture capture(cuda, stream);
+  if (!capture.active()) return false;
+  std::forward<Body>(body)();
+  capture.finish();
+  return true;
+}
+
+}  // namespace jaxtap::cuda

@@ -1,0 +1,61 @@
+// Kernels without a GPU, for tests of what they compute: the threads of a block are fibers of one
+// thread, which take turns at barriers; blocks come one after the other. Reads and writes are those
+// of the host, so sanitizers see them. Waiting at barriers that not all reach is an error, and so
+// is any other order of threads that a kernel relies on: it changes from barrier to barrier.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __restrict__ __restrict
+
+namespace jaxtap::cuda::emulator {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+// Calls `thread` for each thread of each block.
+void run(int blocks, int threads, const std::function<void()>& thread);
+
+// Waits for all threads of the block.
+void block_barrier();
+
+// Shows a number to the warp, and returns that of another of its threads.
+uint32_t exchange(uint32_t bits, unsigned lane);
+
+extern Index thread_index, block_index, block_size, grid_size;
+
+}  // namespace jaxtap::cuda::emulator
+
+// The names that CUDA gives them.
+#define threadIdx ::jaxtap::cuda::emulator::thread_index
+#define blockIdx ::jaxtap::cuda::emulator::block_index
+#define blockDim ::jaxtap::cuda::emulator::block_size
+#define gridDim ::jaxtap::cuda::emulator::grid_size
+
+inline void __syncthreads() { ::jaxtap::cuda::emulator::block_barrier(); }
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int lanes) {
+  static_assert(sizeof(T) == 4, "of 4 bytes");
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  bits = ::jaxtap::cuda::emulator::exchange(bits,
+                                            (threadIdx.x % 32) ^ static_cast<unsigned>(lanes));
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline int atomicMax(int* at, int value) {
+  const int before = *at;
+  if (value > before) *at = value;
+  return before;
+}

@@ -1,0 +1,143 @@
+// The stages of a target on CUDA. XLA calls
+//   instantiate  once per call site and loaded executable, with the attributes: makes a Site
+//   initialize   before each execution, with all that `execute` gets: the Site lets the body run
+//                once per device, inside of a capture, so that its modules are loaded
+//   execute      for each call: the body, which allocates nothing and never waits for the device.
+//                It may be part of a CUDA graph (XLA's command buffers).
+// No kernel here keeps anything per device, so there is nothing for `prepare` to make.
+
+#pragma once
+
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
+#include "cuda/runtime.h"
+#include "cuda/site.h"
+#include "ffi/buffers.h"
+#include "ffi/stages.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxtap::cuda {
+
+namespace xffi = ::xla::ffi;
+using ffi::Array;
+
+// A call site's state, of a type that XLA knows.
+struct SiteState : Site {
+  static xffi::TypeId id;
+};
+
+struct Call {
+  Stream stream;
+  const xffi::RemainingArgs& args;
+  const xffi::RemainingRets& results;
+  const xffi::Dictionary& attributes;
+
+  void NeedCounts(size_t operands, size_t wanted) const {
+    if (args.size() != operands || results.size() != wanted) {
+      throw invalid_argument("there are ", args.size(), " operands and ", results.size(),
+                             " results, and there must be ", operands, " and ", wanted);
+    }
+  }
+
+  Array Operand(size_t index, const char* name) const {
+    const auto buffer = args.get<xffi::AnyBuffer>(index);
+    if (!buffer.has_value()) throw invalid_argument(name, " can't be read");
+    return ffi::Read(name, *buffer);
+  }
+
+  Array Result(size_t index, const char* name) const {
+    auto buffer = results.get<xffi::AnyBuffer>(index);
+    if (!buffer.has_value()) throw invalid_argument(name, " can't be written");
+    return ffi::Read(name, **buffer);
+  }
+
+  // Zeros for results that aren't wanted.
+  void Clear(std::initializer_list<Array> arrays) const {
+    for (const Array& array : arrays) {
+      const size_t bytes = static_cast<size_t>(array.size()) * byte_size(array.dtype);
+      if (bytes == 0) continue;
+      const int code = runtime().set_memory(array.data, 0, bytes, stream);
+      if (code != 0) runtime().clear_error();
+      runtime().check(code, "clearing memory");
+    }
+  }
+};
+
+struct Target {
+  const char* name;
+  XLA_FFI_Handler* instantiate;
+  XLA_FFI_Handler* initialize;
+  XLA_FFI_Handler* execute;
+};
+
+inline std::vector<Target>& Targets() {
+  static auto* targets = new std::vector<Target>;
+  return *targets;
+}
+
+// The handlers of the target `kName`. kCheck throws for attributes that can't be.
+template <const char* kName, void (*kCheck)(const xffi::Dictionary&), void (*kBody)(const Call&)>
+class Handlers {
+ public:
+  // Put as a static variable beside the body.
+  Handlers() { Targets().push_back({kName, Instantiate, Initialize, Execute}); }
+
+ private:
+  static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+    static auto* handler = xffi::Ffi::BindInstantiate()
+                               .Attrs()
+                               .To([](xffi::Dictionary attributes) { return Made(attributes); })
+                               .release();
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
+    static auto* handler =
+        xffi::Ffi::Bind<xffi::ExecutionStage::kInitialize>()
+            .Ctx<xffi::PlatformStream<Stream>>()
+            .Ctx<xffi::DeviceOrdinal>()
+            .Ctx<xffi::State<SiteState>>()
+            .RemainingArgs()
+            .RemainingRets()
+            .Attrs()
+            .To([](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
+                   xffi::RemainingRets results, xffi::Dictionary attributes) {
+              return ffi::Guarded(kName, [&] {
+                const Call call = {stream, args, results, attributes};
+                if (site->warm(runtime(), device, stream, [&] { kBody(call); })) {
+                  ffi::CountWarm(kName);
+                }
+              });
+            })
+            .release();
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
+    static auto* handler = xffi::Ffi::Bind()
+                               .Ctx<xffi::PlatformStream<Stream>>()
+                               .RemainingArgs()
+                               .RemainingRets()
+                               .Attrs()
+                               .To(
+                                   [](Stream stream, xffi::RemainingArgs args,
+                                      xffi::RemainingRets results, xffi::Dictionary attributes) {
+                                     return ffi::Guarded(kName, [&] {
+                                       kBody({stream, args, results, attributes});
+                                     });
+                                   },
+                                   {xffi::Traits::kCmdBufferCompatible})
+                               .release();
+    return handler->Call(frame);
+  }
+
+  static xffi::ErrorOr<std::unique_ptr<SiteState>> Made(const xffi::Dictionary& attributes) {
+    xffi::Error error = ffi::Guarded(kName, [&] { kCheck(attributes); });
+    if (error.failure()) return xffi::Unexpected(std::move(error));
+    return std::make_unique<SiteState>();
+  }
+};
+
+}  // namespace jaxtap::cuda

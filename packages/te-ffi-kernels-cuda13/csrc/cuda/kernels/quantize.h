@@ -1,0 +1,42 @@
+// Quantization of a matrix, as te/quantize.h has it for the CPU: codes, transposed codes, scales,
+// column sums and the largest magnitude.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/runtime.h"
+#include "te/modes.h"
+
+namespace jaxtap::cuda {
+
+// Arrays of the device. Results are nullptr where they aren't wanted.
+struct Quantize {
+  const void* x = nullptr;  // [rows, cols]
+  te::Float dtype = te::Float::kF32;
+  int64_t rows = 0, cols = 0;
+  te::Code code = te::Code::kE4M3;
+  te::Scaling scaling = te::Scaling::kDelayedTensor;
+  const float* scale = nullptr;  // per tensor: codes are of x * scale
+  const float* amax = nullptr;   // the largest magnitude so far
+
+  uint8_t* codes = nullptr;         // [rows, cols]
+  uint8_t* turned = nullptr;        // by column: [cols, rows], or [rows, cols] with MX
+  void* scales = nullptr;           // float[1], float[rows], or e8m0 [rows, cols / 32]
+  void* turned_scales = nullptr;    // float[1], float[cols], or e8m0 [rows / 32, cols]
+  void* sums = nullptr;             // over rows, rounded to `dtype`: [cols]
+  float* updated_amax = nullptr;    // may be where `amax` is
+};
+
+// In kernels that follow each other on the stream. Sums are added up in one order, whatever the
+// device does.
+void quantize(const Quantize& args, Stream stream);
+
+// The kernels. What a slice's codes are made with is passed on as the bits of its largest magnitude,
+// in the place where its scale will be: there is no memory beside the results.
+void quantize_numbers(const Quantize& args, Stream stream);
+void quantize_absmax(const Quantize& args, Stream stream);
+void quantize_codes(const Quantize& args, Stream stream);
+void quantize_scales(const Quantize& args, Stream stream);
+void quantize_sums(const Quantize& args, Stream stream);
+
+}  // namespace jaxtap::cuda

@@ -1,0 +1,84 @@
+// How kernels share out a matrix: blocks have tiles of 64 x 64, threads 4 x 4 of their numbers.
+#pragma once
+
+#include "cuda/formats.h"
+#include "cuda/kernels/quantize.h"
+
+namespace jaxtap::cuda {
+namespace {
+
+constexpr int kTile = 64, kPart = 4;
+constexpr int kParts = kTile / kPart;  // threads along a side
+constexpr int kTileThreads = kParts * kParts;
+
+struct TileArgs {
+  const void* x;
+  const float* scale;
+  uint8_t *codes, *turned;
+  void *scales, *turned_scales;
+  int* absmax;  // bits, to which the largest magnitude is added
+  int64_t rows, cols, tiles_across;
+  Code code;
+  bool wide;         // rows of x, and of codes, may be read and written in vectors of 4
+  bool wide_turned;  // likewise those of transposed codes
+};
+
+inline int64_t tile_blocks(const TileArgs& args) {
+  return ceil_of(args.rows, kTile) * args.tiles_across;
+}
+
+inline TileArgs tile_args(const Quantize& given) {
+  TileArgs args = {};
+  args.x = given.x;
+  args.scale = given.scale;
+  args.codes = given.codes;
+  args.turned = given.turned;
+  args.scales = given.scales;
+  args.turned_scales = given.turned_scales;
+  args.absmax = reinterpret_cast<int*>(given.updated_amax);
+  args.rows = given.rows;
+  args.cols = given.cols;
+  args.tiles_across = ceil_of(given.cols, kTile);
+  args.code = given.code;
+  args.wide = given.cols % kPart == 0 && aligned(4, given.codes) &&
+              aligned(given.dtype == te::Float::kF32 ? 16 : 8, static_cast<const char*>(given.x));
+  args.wide_turned = (te::turns(given.scaling) ? given.rows : given.cols) % kPart == 0 &&
+                     aligned(4, given.turned);
+  return args;
+}
+
+// Where a thread's numbers are: rows [row, row + 4) of columns [col, col + 4), as far as they exist.
+struct Place {
+  int64_t row, col;
+  int down, across;  // of threads in the tile
+
+  JAXTAP_DEVICE Place of(const TileArgs& args) {
+    const int64_t tile = blockIdx.x;
+    const int down = threadIdx.x / kParts, across = threadIdx.x % kParts;
+    return {tile / args.tiles_across * kTile + down * kPart,
+            tile % args.tiles_across * kTile + across * kPart, down, across};
+  }
+};
+
+// Zeros beyond the matrix.
+template <class Format>
+JAXTAP_DEVICE void load_part(const TileArgs& args, const Place& place, float (&x)[kPart][kPart]) {
+  const auto* from = static_cast<const typename Format::Type*>(args.x);
+  JAXTAP_UNROLL
+  for (int i = 0; i < kPart; ++i) {
+    const bool inside = place.row + i < args.rows;
+    const int64_t left = inside ? args.cols - place.col : 0;
+    load<Format>(from + (place.row + i) * args.cols + place.col, left, args.wide, x[i]);
+  }
+}
+
+// What a slice of this largest magnitude is multiplied with, as the CPU's channel_scale.
+JAXTAP_DEVICE float channel_scale(int absmax, Code code) {
+  if (absmax == 0 || absmax >= 0x7f800000) return 1.0f;
+  constexpr float kMost = 0x1p126f;
+  const float scale = te::largest(code) / bits_float(static_cast<uint32_t>(absmax));
+  return scale < kMost ? scale : kMost;
+}
+
+}  // namespace
+}  // namespace jaxtap::cuda

@@ -1,0 +1,45 @@
+// What is kept of a call site: on which devices it was warmed up.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "cuda/capture.h"
+
+namespace jaxtap::cuda {
+
+// XLA makes one per call site and loaded executable, and calls `initialize` with it before every
+// execution, from several threads at once where there are several devices.
+class Site {
+ public:
+  // Warms a device up, unless it was: calls `body` inside of a capture. Returns whether it did.
+  // Threads that come meanwhile with the same device wait; other devices don't. What failed, or was
+  // left out since the stream captured already, is tried again at the next execution.
+  template <typename Body>
+  bool warm(Runtime& cuda, int device, Stream stream, Body&& body) {
+    Device& entry = of(device);
+    std::lock_guard<std::mutex> hold(entry.lock);
+    if (entry.warm) return false;
+    entry.warm = dry_run(cuda, stream, std::forward<Body>(body));
+    return entry.warm;
+  }
+
+ private:
+  struct Device {
+    std::mutex lock;
+    bool warm = false;
+  };
+
+  Device& of(int device) {
+    std::lock_guard<std::mutex> hold(lock_);
+    std::unique_ptr<Device>& entry = devices_[device];
+    if (entry == nullptr) entry = std::make_unique<Device>();
+    return *entry;
+  }
+
+  std::mutex lock_;
+  std::map<int, std::unique_ptr<Device>> devices_;
+};
+
+}  // namespace jaxtap::cuda

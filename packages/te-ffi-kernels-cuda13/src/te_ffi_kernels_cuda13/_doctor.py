@@ -1,0 +1,70 @@
+"""What ``jaxtap doctor`` says of the CUDA kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from interception_core import CheckResult
+
+from . import _status
+
+_PLUGIN = "jax-cuda13-plugin"
+_OTHERS = ("jax-cuda12-plugin",)
+
+
+def cuda() -> Iterator[CheckResult]:
+    """Tells whether there are kernels, and whether JAX's plugin and the driver go with them."""
+    if not _status.built():
+        yield CheckResult("ok", _status.status())
+        return
+    native = _status.native()
+    driver = native.driver_version()
+    plugin = _installed(_PLUGIN)
+    if driver == 0:
+        # A machine without a GPU is none that something is wrong with.
+        yield CheckResult("ok", _status.status())
+    elif driver // 1000 < native.CUDA_VERSION // 1000:
+        yield CheckResult("fail", _status.status(), "upgrade NVIDIA's driver")
+    else:
+        yield CheckResult("ok", _status.status())
+    yield from _jax(plugin, gpu=driver != 0)
+
+
+def _jax(plugin: str | None, *, gpu: bool) -> Iterator[CheckResult]:
+    """Tells whether JAX can use the kernels."""
+    if plugin is None:
+        other = next((name for name in _OTHERS if _installed(name)), None)
+        found = f"JAX has {other}" if other else "JAX has no CUDA plugin"
+        yield CheckResult(
+            "warn" if gpu else "ok",
+            f"{found}; the kernels run beside {_PLUGIN}",
+            "install jax[cuda13]" if gpu else "",
+        )
+        return
+    jaxlib = _installed("jaxlib")
+    same = jaxlib is not None and plugin.split(".")[:2] == jaxlib.split(".")[:2]
+    yield CheckResult(
+        "ok" if same else "fail",
+        f"{_PLUGIN} is {plugin}, and jaxlib is {jaxlib}",
+        "" if same else f"install {_PLUGIN} of jaxlib's version",
+    )
+    if not gpu:
+        return
+    import jax
+
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError as error:
+        message = (str(error) or "no cuda backend").splitlines()[0]
+        yield CheckResult("warn", f"JAX finds no GPU: {message}")
+        return
+    kinds = sorted({device.device_kind for device in devices})
+    yield CheckResult("ok", f"JAX finds {len(devices)} of: {', '.join(kinds)}")
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

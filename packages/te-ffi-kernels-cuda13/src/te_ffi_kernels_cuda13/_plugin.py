@@ -1,0 +1,40 @@
+"""What te-ffi-kernels-cuda13 declares: kernels for ops of te-ffi-kernels, by the same names."""
+
+from interception_core import DoctorCheck, KernelSpec, hookimpl
+
+from ._status import built
+
+API = (1, 1)
+
+_SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
+OPS = (
+    "dbias_quantize",
+    "dequantize",
+    *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
+)
+"""The ops with a kernel on CUDA. The others run as plain JAX there."""
+
+
+@hookimpl
+def jaxtap_register_kernels():
+    """Returns the kernels, where they were built."""
+    if not built():
+        return []
+    return [
+        KernelSpec(
+            target=f"te_ffi_kernels.{op}",
+            platform="cuda",
+            handlers="te_ffi_kernels_cuda13._ffi:registrations",
+            op=op,
+            supports="te_ffi_kernels_cuda13._supports:anything",
+            summary="on CUDA 13",
+        )
+        for op in OPS
+    ]
+
+
+@hookimpl
+def jaxtap_doctor_checks():
+    """Returns the checks for ``jaxtap doctor``."""
+    run = "te_ffi_kernels_cuda13._doctor:cuda"
+    return [DoctorCheck("cuda", "whether the CUDA kernels, JAX and the driver fit", run)]

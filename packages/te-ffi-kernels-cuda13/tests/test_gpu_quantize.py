@@ -1,0 +1,13 @@
+"""dbias_quantize and dequantize on a GPU: the tests of the CPU."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from on_gpu import marks
+
+# isort: split
+from test_quantize import *  # noqa: F403
+
+pytestmark = marks

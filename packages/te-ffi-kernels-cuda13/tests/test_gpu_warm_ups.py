@@ -1,0 +1,74 @@
+"""Warm-ups on a GPU: once per call site and device, whatever XLA calls how often."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import te_ffi_kernels as te
+import te_ffi_kernels_cuda13
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from on_gpu import marks
+
+pytestmark = marks
+TARGET = "te_ffi_kernels.scaled_softmax_forward"
+
+
+def warm_ups():
+    return te_ffi_kernels_cuda13.warm_counts().get(TARGET, 0)
+
+
+def test_once_per_site_over_a_hundred_executions():
+    def two_sites(x):
+        return te.softmax(te.softmax(x), None, 3.0)
+
+    x = jnp.ones((4, 64))
+    before = warm_ups()
+    compiled = jax.jit(two_sites).lower(x).compile()
+    for _ in range(100):
+        jax.block_until_ready(compiled(x))
+    assert warm_ups() == before + 2
+
+
+def test_once_per_device():
+    if len(jax.devices()) < 2:
+        pytest.skip("there is one GPU")
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x = jax.device_put(jnp.ones((4, 64)), rows)
+    before = warm_ups()
+    compiled = jax.jit(te.softmax).lower(x).compile()
+    for _ in range(10):
+        jax.block_until_ready(compiled(x))
+    assert warm_ups() == before + 2
+
+
+@pytest.mark.parametrize("graphs", ["", "--xla_gpu_enable_command_buffer="])
+def test_modules_may_be_loaded_late_and_programs_be_graphs(graphs):
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+import te_ffi_kernels as te, te_ffi_kernels_cuda13
+x = jnp.asarray(np.random.default_rng().normal(size=(64, 256)), jnp.float32)
+run = jax.jit(lambda x: te.softmax(te.softmax(x) * 7.0, None, 2.0))
+for _ in range(20):
+    y = jax.block_until_ready(run(x))
+wanted = jax.nn.softmax(jax.nn.softmax(x) * 14.0)
+assert np.allclose(y, wanted, rtol=1e-5, atol=1e-6)
+print(te_ffi_kernels_cuda13.warm_counts())
+"""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {graphs}".strip()
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"CUDA_MODULE_LOADING": "LAZY", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert f"'{TARGET}': 2" in found.stdout

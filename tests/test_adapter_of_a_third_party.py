@@ -1,0 +1,108 @@
+"""An adapter from a distribution of its own: the one of docs/adapters.md, word for word."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+GUIDE = Path(__file__).parent.parent / "docs" / "adapters.md"
+
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "acme-nn"
+version = "1.0"
+dependencies = ["provider-xla"]
+
+[project.entry-points.jaxtap]
+acme = "acme_nn.plugin"
+
+[tool.hatch.build.targets.wheel]
+packages = ["acme_nn"]
+"""
+
+# The framework knows nothing of jaxtap. Its model is below the package that the spec names.
+MODEL = """
+class Model:
+    def __init__(self, w):
+        self.weights = {"w": w}
+
+    def __call__(self, x):
+        return x @ self.weights["w"]
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder that the wheel is installed in."""
+    folder = tmp_path_factory.mktemp("acme")
+    blocks = dict(re.findall(r"```python\n# (acme_nn/\S+)\n(.*?)```", GUIDE.read_text(), re.DOTALL))
+    assert set(blocks) == {"acme_nn/adapter.py", "acme_nn/plugin.py"}
+    blocks |= {
+        "acme_nn/__init__.py": "",
+        "acme_nn/model.py": MODEL,
+        "pyproject.toml": PROJECT,
+    }
+    for path, text in blocks.items():
+        (folder / "source" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "source" / path).write_text(text)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    command += ["--skip-dependency-check", folder / "source"]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = (folder / "source" / "dist").glob("*.whl")
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if uv:
+        command = [uv, "pip", "install", "-q", "--offline", "--no-deps", "--python"]
+        command += [sys.executable, "--target", folder / "site", wheel]
+        subprocess.run(command, check=True, capture_output=True)
+    else:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run(code, site, **environment):
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=os.environ | {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def test_it_is_found_and_used(site):
+    (use,) = re.findall(r"```py\n# use\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    imports_nothing = (
+        "import sys, interception_core as c\n"
+        "assert [s.name for s in c.adapters()] == ['acme', 'equinox', 'linen', 'nnx']\n"
+        "assert not {'jax', 'flax', 'equinox', 'acme_nn.adapter'} & set(sys.modules)\n"
+    )
+    # Nor does quantizing a model of one framework import another.
+    others = "import sys\nassert not {'flax', 'equinox'} & set(sys.modules)\n"
+    run(imports_nothing + use + others, site)
+
+
+def test_without_the_plugin_the_message_lists_the_others(site):
+    code = """if True:
+        import interception_core as c, provider_xla as xla
+        from acme_nn.model import Model
+        try:
+            xla.quantize_model(Model(1.0), xla.PtqProvider(), 1.0)
+        except c.UnknownNameError as error:
+            print(error)
+    """
+    said = run(code, site, JAXTAP_DISABLE_PLUGINS="acme")
+    assert "No adapter is for a acme_nn.model.Model" in said
+    assert "'nnx' for flax.nnx.Module (provider-xla[nnx])" in said
+    assert "jaxtap_register_adapters" in said
