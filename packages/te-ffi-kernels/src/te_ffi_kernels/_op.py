@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -93,6 +95,36 @@ def alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
     """
     axes = frozenset().union(*(_axes(operand) for operand in operands))
     return _varying(axes, lambda *given: given, *operands)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Empty:
+    """Stands for an array without elements, that varies over some mesh axes of a shard_map."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: frozenset[str]
+
+
+def without_empty(tree: Any) -> Any:
+    """Returns a pytree of arrays without those that have no elements; see ``with_empty``.
+
+    For what a ``custom_vjp`` keeps: such an array must not leave the body of a shard_map, since
+    XLA of jaxlib 0.11.2 crashes on it.
+    """
+    return jax.tree.map(lambda x: x if x.size else _Empty(x.shape, x.dtype, _axes(x)), tree)
+
+
+def with_empty(tree: Any) -> Any:
+    """Returns the pytree that ``without_empty`` was given."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, _Empty):
+            return x
+        return _varying(x.axes, lambda: jnp.zeros(x.shape, x.dtype))
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, _Empty))
 
 
 def _axes(x: jax.Array) -> frozenset[str]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from .. import _op
 from . import calls, operands
 from .config import Config, check_array, check_bias, make_config, sizes_of
 from .sequence import SequenceDescriptor
@@ -276,12 +277,12 @@ def _differentiable(named: _Named, *given: Any) -> jax.Array:
 def _forward(named: _Named, *given: Any) -> Any:
     config, name = named
     results = [checkpoint_name(x, name) for x in calls.forward(config, *given)]
-    return results[0], (given, results)
+    return results[0], _op.without_empty((given, results))
 
 
 def _backward(named: _Named, saved: Any, grad: jax.Array) -> Any:
     config = named[0]
-    (qkv, bias, offset, _, sequences), (out, aux, state) = saved
+    (qkv, bias, offset, _, sequences), (out, aux, state) = _op.with_empty(saved)
     grads, bias_grad, offset_grad = calls.backward(
         config, qkv, bias, offset, aux, state, out, grad, sequences
     )
