@@ -33,6 +33,7 @@ from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import conditionals as _conditionals  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
+from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
 from jax._src.state import types as _state  # 0.10.2 - 0.12
 from jax.extend import core as _extend_core
 
@@ -330,6 +331,45 @@ def is_batched(value: Any) -> bool:
 def is_mapping(trace: Any) -> bool:
     """Returns whether a trace is one of ``vmap`` (0.10.2 - 0.12)."""
     return isinstance(trace, batching.BatchTrace)
+
+
+def maps_above_staging(trace: Any) -> list[Any]:
+    """Returns the traces of ``vmap``, innermost first, if ``trace`` is one of them and below them
+    is one that builds a jaxpr; none otherwise (0.10.2 - 0.12)."""
+    found = []
+    while isinstance(trace, batching.BatchTrace):
+        found.append(trace)
+        trace = trace.parent_trace
+    return found if is_staging(trace) else []
+
+
+def unmapped(value: Any, trace: Any) -> tuple[Any, Any]:
+    """Returns what ``value`` stands for in the trace of a ``vmap``, and its mapped axis."""
+    if isinstance(value, batching.BatchTracer) and value._trace.tag is trace.tag:
+        return value.val, value.batch_dim
+    return value, None
+
+
+def axis_of(trace: Any) -> Any:
+    """Returns the name and size of the axis of a ``vmap`` (0.10.2 - 0.12)."""
+    return trace.axis_data
+
+
+def mapped(fn: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """Returns ``vmap`` of a function along an axis that is given by ``axis_of``."""
+    return _api.vmap(
+        fn,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_size=axis.size,
+        axis_name=axis.name,
+        spmd_axis_name=axis.spmd_name or axis.explicit_mesh_axis,
+    )
+
+
+def is_staged(value: Any) -> bool:
+    """Returns whether ``value`` is one of the values of any staging trace (0.10.2 - 0.12)."""
+    return isinstance(value, pe.DynamicJaxprTracer)
 
 
 def producer(tracer: Any) -> tuple[Any, Any]:
@@ -677,6 +717,24 @@ if "to_lojax" not in vars(core.closed_call_p):  # 0.10.2
         return core.jaxpr_as_fun(call_jaxpr)(*args)
 
     core.closed_call_p.to_lojax = _closed_call_to_lojax
+
+
+_swap_mapped = batching.fancy_primitive_batchers[_state_primitives.swap_p]
+
+
+def _swap_vmap(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    """Writes to a reference, under ``vmap``.
+
+    JAX refuses where the reference isn't mapped, also if nothing is that is written. Outside of
+    nested programs (jit, scan) a Box need not ask; inside of them this rule is asked. Nothing
+    that worked is changed (0.10.2 - 0.12).
+    """
+    if any(dim is not None for dim in dims):
+        return _swap_mapped(axis_data, args, dims, **params)
+    return _state_primitives.swap_p.bind(*args, **params), None
+
+
+batching.fancy_primitive_batchers[_state_primitives.swap_p] = _swap_vmap
 
 
 def native_rule(name: str) -> Any | None:

@@ -587,6 +587,29 @@ def test_what_is_the_same_for_all_examples_is_written_once(around):
     holds(box, np.float32(2))
 
 
+PARTS = {
+    "jit": jax.jit,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c, f(x)), None, None, length=1)[1][0],
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("around", [jax.vmap, lambda f: jax.jit(jax.vmap(f))], ids=["vmap", "jit"])
+def test_the_same_in_a_nested_program(around, part):
+    """JAX's rule for the write is asked there, and would refuse."""
+    box = Box(jnp.float32(1))
+
+    @PARTS[part]
+    def fn(x):
+        y = x * box.get()
+        box.set(box.get() + 1)
+        return y
+
+    np.testing.assert_allclose(around(jax.vmap(fn))(MATRIX), MATRIX)
+    holds(box, np.float32(2))
+
+
 def test_what_differs_is_still_refused():
     box = Box(jnp.float32(0))
     with pytest.raises(TypeError, match="shared by all examples"):

@@ -143,7 +143,7 @@ PROGRAMS = {
     # Under grad its forward rule gets the array.
     "custom_vjp": (lambda w, x: projected(w, x), (8, 8), None),
     "vmap": (inner_vmap, (8, 8), True),
-    "vmap of weights": (mapped_weights, (3, 8, 8), False),
+    "vmap of weights": (mapped_weights, (3, 8, 8), True),
     "slice": (lambda w, x: x @ w[:, :8], (8, 16), False),
     "grad of x": (inner_grad, (8, 8), None),
     "no product": (lambda w, x: w.sum() + x, (8, 8), True),

@@ -1,8 +1,9 @@
-"""Early: what meets grad, vmap and their like while the program is still being staged.
+"""Early: what meets grad and its like while the program is still being staged.
 
-What is differentiated or batched inside the wrapped function can't be told from its derivative
-afterwards, so a handler is asked at once, before the transformation's own rule. What it, and the
-rules, leave behind in the staged program is marked by a name scope, and passed later on.
+What is differentiated inside the wrapped function can't be told from its derivative afterwards,
+so a handler is asked at once, before the transformation's own rule. What it, and the rules, leave
+behind in the staged program is marked by a name scope, and passed later on. What is only mapped
+can wait (see ``mapped``), but for calls with objects among their arguments.
 """
 
 from __future__ import annotations

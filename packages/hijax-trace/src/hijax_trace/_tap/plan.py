@@ -12,7 +12,8 @@ from interception_core import SETTLED
 from .. import _compat
 from .forms import CUSTOM_CALLS, form_of
 from .frames import Key, Numbers
-from .marker import Marker, marker_of
+from .mapped import mapped_in
+from .marker import Marker, marker_in, marker_of
 
 _OURS = "jaxtap."
 WITHIN = "jaxtap.within."
@@ -35,6 +36,8 @@ class Do(enum.Enum):
     """Make it again with what it holds tapped."""
     CUSTOM = enum.auto()
     """The same, for the call of a function with rules of its own."""
+    MAPPED = enum.auto()
+    """Map what it was before it met vmap, with that tapped."""
 
 
 class Step(NamedTuple):
@@ -94,6 +97,13 @@ class Plans:
             return False
         return any(self.wants(body.jaxpr) for body in form.bodies(params, operands))
 
+    def wants_call(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
+        """Returns whether a primitive that is about to be bound is not just passed."""
+        if primitive in self._primitives or self.enters(primitive, params, operands):
+            return True
+        marker = marker_in(primitive, params)
+        return marker is not None and marker.interceptor == self._interceptor
+
     def counted(self, eqn: Any) -> dict[Key, int]:
         """Returns how many operations an equation is, at most: if all is let run."""
         step = self.step(eqn)
@@ -126,7 +136,9 @@ class Plans:
 
     def step(self, eqn: Any) -> Step:
         """Returns what to do with one equation, staged or being staged."""
-        primitive, stack = eqn.primitive, eqn.source_info.name_stack
+        primitive, mapped = eqn.primitive, mapped_in(eqn.primitive, eqn.params)
+        # JAX's rule for the call, or an engine within it, has put its own scopes there.
+        stack = eqn.source_info.name_stack if mapped is None else mapped.stack
         scopes: Sequence[str] = ()
         settled, within = False, _NOTHING
         if len(stack):
@@ -141,7 +153,9 @@ class Plans:
         if primitive not in self._asked and not _compat.holds_jaxprs(eqn):
             return Step(eqn, Do.PASS, simple, False, None, *where)
         marker = marker_of(eqn)
-        if marker is not None:
+        if mapped is not None:
+            do = Do.MAPPED
+        elif marker is not None:
             do = Do.MARKER if marker.interceptor == self._interceptor else Do.OTHERS
         elif primitive in self._primitives:
             do = Do.ASK
@@ -170,7 +184,10 @@ def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozens
 
 def _bodies(eqn: Any) -> Iterator[tuple[Any, str]]:
     """Yields the programs that an equation holds, with their labels."""
-    if eqn.primitive in CUSTOM_CALLS:
+    mapped = mapped_in(eqn.primitive, eqn.params)
+    if mapped is not None:
+        yield mapped.jaxpr, ""
+    elif eqn.primitive in CUSTOM_CALLS:
         yield eqn.params["call_jaxpr"], ""
     elif (form := form_of(eqn.primitive, eqn.params)) is not None:
         for body in form.bodies(eqn.params, _compat.operand_count(eqn)):

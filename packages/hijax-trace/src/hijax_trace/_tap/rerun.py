@@ -12,8 +12,10 @@ from .. import _compat
 from .call import TraceCall
 from .flow import handed_on
 from .frames import Around, Frame, Notes, Operands
+from .mapped import mapped_in
 from .marker import Marker, MarkerName, Packed, check_result, check_value
 from .plan import Do, Step
+from .standin import StandIn
 
 if TYPE_CHECKING:
     from .run import Run
@@ -291,6 +293,44 @@ class Rerun:
         new = self.run.custom(around, eqn.params, values, self._operands(eqn))
         self._emit(step, eqn, new, info)
 
+    def _mapped(self, step: Step, values: list[Any], info: Any) -> None:
+        """Maps what an equation was before JAX has mapped it, with that tapped."""
+        eqn, frame = step.eqn, self.frame
+        mapped, operands = mapped_in(eqn.primitive, eqn.params), self._operands(eqn)
+        assert mapped is not None
+        jaxpr, consts = _compat.open_of(mapped.jaxpr), _compat.consts_of(mapped.jaxpr)
+        origins = [
+            functools.partial(mapped.origin, i, resolve, aval)
+            for i, (resolve, aval) in enumerate(zip(operands.origins, operands.avals, strict=True))
+        ]
+        inner: Frame | None = None
+
+        def one(values: list[Any], stand_ins: Mapping[int, StandIn]) -> list[Any]:
+            nonlocal inner
+            inner = Frame(
+                jaxpr,
+                origins,
+                operands.notes,
+                frame.silent_path(step.scopes),
+                frame.label,
+                frame.within | step.within,
+                frame.silent,
+                frame,
+                stand_ins,
+                operands.roots,
+            )
+            return rerun(self.run, inner, jaxpr, [*consts, *values], info)
+
+        with _compat.at(info), eqn.ctx.manager:
+            results = mapped.run(one, values, operands.stand_ins)
+        assert inner is not None
+        for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
+            if notes := _notes(inner, atom):
+                frame.notes[var] = notes
+        if inner.replaced:
+            frame.replaced.update(eqn.outvars)
+        self._write(eqn.outvars, results)
+
     def _emit(self, step: Step, eqn: Any, new: Any, info: Any) -> None:
         for i, note in new.notes.items():
             self.frame.notes[eqn.outvars[i]] = note
@@ -379,4 +419,5 @@ _ACTIONS: dict[Do, Callable[[Rerun, Step, list[Any], Any], None]] = {
     Do.OTHERS: Rerun._others,
     Do.ENTER: Rerun._enter,
     Do.CUSTOM: Rerun._custom,
+    Do.MAPPED: Rerun._mapped,
 }

@@ -13,7 +13,8 @@ from .. import _compat
 from .bodies import custom, enter
 from .early import Early
 from .frames import Numbers
-from .marker import Markers, is_plain
+from .mapped import can_map, is_being_mapped, map_call
+from .marker import NUMBERS, NUMPY, Markers, Packed, is_plain
 from .memo import Memo
 from .plan import Plans
 
@@ -117,11 +118,33 @@ class Run:
         self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """Called in place of a function's handler while the program is staged."""
-        if not _compat.is_staging(_compat.current_trace()) or not is_plain((args, kwargs)):
-            return self.early.call(handler, call, args, kwargs)
+        if is_plain((args, kwargs)):
+            trace = _compat.current_trace()
+            if _compat.is_staging(trace):
+                return self._stage(call, args, kwargs)
+            packed = Packed((args, kwargs), ())
+            if can_map(trace, packed.arrays):
+                return self._map(call, packed)
+        return self.early.call(handler, call, args, kwargs)
+
+    def _stage(self, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return self.tapping.markers.stage(
             self.context, call.op_name, call.site, call.function, self._kept(call), args, kwargs
         )
+
+    def _map(self, call: Any, packed: Packed) -> Any:
+        """Stages the call of a function under the program's own vmap."""
+        results: Packed | None = None
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal results
+            args, kwargs = packed.build(arrays)
+            results = Packed(self._stage(call, args, kwargs), NUMPY + NUMBERS)
+            return results.forget()
+
+        found = map_call(call.op_name, flat, packed.arrays)
+        assert results is not None
+        return results.build(found)
 
     def _kept(self, call: Any) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +169,21 @@ class Run:
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
         """Called with what meets a transformation while the program is staged."""
-        return self.early.bind(path, trace, primitive, values, params)
+        if is_being_mapped(primitive, params):
+            return NotImplemented
+        values = list(values)
+        if not self.tapping.plans.wants_call(primitive, params, len(values)):
+            return NotImplemented
+        if not can_map(trace, values):
+            return self.early.bind(path, trace, primitive, values, params)
+
+        def again(*values: Any) -> Any:
+            found = primitive.bind(*values, **primitive.get_bind_params(params))
+            return found if primitive.multiple_results else [found]
+
+        with _compat.set_current_trace(trace):
+            results = map_call(primitive.name, again, values)
+        return results if primitive.multiple_results else results[0]
 
     # Methods, so that ``rerun``, which ``bodies`` calls, can call them without importing it.
     enter = enter

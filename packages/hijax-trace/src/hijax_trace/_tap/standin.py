@@ -120,13 +120,13 @@ def taken(body: Body, stand_ins: Mapping[int, StandIn]) -> Taken:
         if stand_in is None or kind not in found:
             continue
         # In shard_map an input may be a part of the operand: a stand-in for all of it is no use.
-        if (stand_in.shape == invars[i].aval.shape) if kind == SAME else _steps(stand_in):
+        if (stand_in.shape == invars[i].aval.shape) if kind == SAME else steps(stand_in):
             found[kind].append((i, stand_in))
     both = [*found[SAME], *found[SLICE]]
     inputs, values = tuple(i for i, _ in both), tuple(value for _, value in both)
     return Taken(inputs, len(found[SAME]), values) if both else NONE_TAKEN
 
 
-def _steps(stand_in: StandIn) -> bool:
-    """Whether each step along axis 0 has a part of every leaf."""
+def steps(stand_in: StandIn) -> bool:
+    """Returns whether each step along axis 0 has a part of every leaf."""
     return all(np.shape(leaf)[:1] == stand_in.shape[:1] for leaf in jax.tree.leaves(stand_in))

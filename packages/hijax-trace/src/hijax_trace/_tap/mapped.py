@@ -1,0 +1,173 @@
+"""Mapped: what meets the program's own vmap, kept as it was before it was mapped.
+
+JAX replaces an operation under ``vmap`` by another one on whole batches, at once. A handler is to
+be asked about the one that the program calls, and often can't be before the program is run again:
+only then is it known where the operands of a nested function come from. So the operation becomes
+the call of a jaxpr, which JAX maps as it maps any other. The call's name holds the jaxpr of before
+and the axes that were mapped; run again, that is mapped by ``vmap`` with its operations tapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _compat
+from .axes import dropped
+from .frames import Origin, Resolve
+from .marker import hoisted
+from .standin import StandIn, steps
+
+
+class Level(NamedTuple):
+    """One ``vmap`` around an operation.
+
+    Attributes:
+        axis: the name and size of its axis, as JAX has them.
+        ins: the mapped axis of each operand; None where it isn't mapped.
+        outs: the same of each result.
+    """
+
+    axis: Any
+    ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Mapped:
+    """What was mapped.
+
+    Attributes:
+        jaxpr: before, closed.
+        levels: each vmap, outermost first.
+        whole: what JAX has made of it.
+        stack: the name stack of the call.
+    """
+
+    jaxpr: Any
+    levels: Sequence[Level]
+    whole: Any
+    stack: Any
+
+    def origin(self, index: int, resolve: Resolve, aval: Any) -> Origin | None:
+        """Returns which input of the program an operand is inside of the maps.
+
+        Args:
+            index: of the operand.
+            resolve: finds its origin outside.
+            aval: its type outside.
+        """
+        found, rank = resolve(), len(getattr(aval, "shape", ()))
+        for level in self.levels:
+            axis = level.ins[index]
+            if found is not None and axis is not None:
+                found, rank = found.moved(dropped(axis, rank)), rank - 1
+        return found
+
+    def run(
+        self,
+        fn: Callable[[list[Any], Mapping[int, StandIn]], list[Any]],
+        values: Sequence[Any],
+        stand_ins: Mapping[int, StandIn],
+    ) -> list[Any]:
+        """Runs ``fn`` in place of the jaxpr, mapped.
+
+        Args:
+            fn: called once with the operands and stand-ins of one example. Returns its results.
+            values: the operands of the whole.
+            stand_ins: what they are kept as, by number.
+        """
+        return _run(self.levels, fn, list(values), stand_ins)
+
+
+def _run(
+    levels: Sequence[Level],
+    fn: Callable[[list[Any], Mapping[int, StandIn]], list[Any]],
+    values: list[Any],
+    stand_ins: Mapping[int, StandIn],
+) -> list[Any]:
+    if not levels:
+        return fn(values, stand_ins)
+    level = levels[0]
+    same = {i: held for i, held in stand_ins.items() if level.ins[i] is None}
+    # One that is mapped along its first axis has a part of each leaf in each example.
+    parts = {i: held for i, held in stand_ins.items() if level.ins[i] == 0 and steps(held)}
+    leaves, treedef = jax.tree.flatten(parts)
+
+    def one(values: list[Any], leaves: list[Any]) -> list[Any]:
+        return _run(levels[1:], fn, values, {**same, **jax.tree.unflatten(treedef, leaves)})
+
+    ins = (list(level.ins), [0] * len(leaves))
+    return _compat.mapped(one, level.axis, ins, list(level.outs))(values, leaves)
+
+
+class MappedName(str):
+    """The name of the call. ``mapped`` is None until JAX has mapped it."""
+
+    __slots__ = ("mapped",)
+    mapped: Mapped | None
+
+
+def mapped_in(primitive: Any, params: dict[str, Any]) -> Mapped | None:
+    """Returns what an equation has mapped, or None for any other.
+
+    One that was differentiated, or mapped once more, is an ordinary call of that name.
+    """
+    if primitive is not _compat.jit_p or type(params["name"]) is not MappedName:
+        return None
+    mapped = params["name"].mapped
+    return None if mapped is None or mapped.whole is not params["jaxpr"] else mapped
+
+
+def is_being_mapped(primitive: Any, params: dict[str, Any]) -> bool:
+    """Returns whether a call is one that JAX is to map now."""
+    return primitive is _compat.jit_p and type(params["name"]) is MappedName
+
+
+def can_map(trace: Any, values: Sequence[Any]) -> bool:
+    """Returns whether ``trace`` stages a program, below nothing but maps over axes of arrays."""
+    traces = _compat.maps_above_staging(trace)
+    for one in traces:
+        values, axes = _peel(values, one)
+        if not all(axis is None or isinstance(axis, int) for axis in axes):
+            return False
+    return bool(traces)
+
+
+def map_call(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+    """Stages ``fn`` as it is before the current maps, for which ``can_map`` holds, and maps it.
+
+    Args:
+        name: what the call is called.
+        fn: called with values like ``values``. Returns a flat list.
+        values: the arguments.
+
+    Returns:
+        Its results.
+    """
+    traces = _compat.maps_above_staging(_compat.current_trace())
+    info = _compat.debug_info(name, fn, (), {})
+    jaxpr, consts = _compat.stage(fn, [_compat.typeof(value) for value in values], info)
+    jaxpr, more = hoisted(jaxpr, consts)
+    called, stack = MappedName(name), _compat.current_stack()
+    called.mapped = None
+    ins = [*more, *values]
+    results = _compat.named_call(called, jaxpr, ins)
+    levels, outs = [], list(results)
+    for trace in traces:
+        ins, in_axes = _peel(ins, trace)
+        outs, out_axes = _peel(outs, trace)
+        levels.append(Level(_compat.axis_of(trace), tuple(in_axes), tuple(out_axes)))
+    eqns = [_compat.producer(out)[1] for out in outs if _compat.is_staged(out)]
+    if eqns and eqns[0] is not None and eqns[0].params.get("name") is called:
+        called.mapped = Mapped(jaxpr, levels[::-1], eqns[0].params["jaxpr"], stack)
+    return results
+
+
+def _peel(values: Sequence[Any], trace: Any) -> tuple[list[Any], list[Any]]:
+    """Returns what values of a map stand for, and the axes along which they are mapped."""
+    pairs = [_compat.unmapped(value, trace) for value in values]
+    return [value for value, _ in pairs], [axis for _, axis in pairs]
