@@ -337,6 +337,23 @@ def test_static_ranges_are_those_of_the_batches():
     )
 
 
+@pytest.mark.parametrize("part", [lambda f: f, jax.jit, jax.checkpoint])
+def test_static_ranges_of_mapped_examples(part):
+    """They are those of the same examples as a batch."""
+
+    def model(w, x):
+        return part(lambda w, x: jax.vmap(lambda row: jnp.tanh(row @ w) @ w)(x))(w, x)
+
+    (w,) = draw((8, 8))
+    batches = [(draw((4, 8), seed=s)[0],) for s in range(3)]
+    plan = PtqProvider([STATIC], strict=True).plan(model, w, *batches[0])
+    ranges = plan.calibrate(model, w, batches)
+    hidden = [np.tanh(np.asarray(x, np.float64) @ np.asarray(w)) for (x,) in batches]
+    for key, seen in (("matmul:0#lhs", [x for (x,) in batches]), ("matmul:1#lhs", hidden)):
+        expected = np.mean([np.abs(x).max(axis=1).mean() for x in seen])
+        np.testing.assert_allclose(ranges[key].upper, [expected], rtol=1e-5)
+
+
 @pytest.mark.parametrize("program", ["scan", "grouped queries", "experts", "convolution", "jit"])
 def test_static_ranges_in_programs(program):
     fn, params, x = make(program)

@@ -7,7 +7,7 @@ import pytest
 from xla_samples import PROGRAMS, make
 
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule
-from provider_xla._probe import probe
+from provider_xla._probe import Largest, probe
 
 W8 = QuantizationRule(weight_qtype="int8")
 
@@ -85,6 +85,45 @@ def test_what_is_mapped_is_summed():
 
     (one,) = probe(planned(fn, w, x), w, [(x,)], squares).values()
     np.testing.assert_allclose(one.total, np.square(x, dtype=np.float64).sum((0, 1)), rtol=1e-5)
+
+
+PARTS = {
+    "program": lambda f: f,
+    "jit": jax.jit,
+    "jit of each": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda w, x: jax.lax.scan(lambda c, w: (f(w, c), None), x, w[None])[0],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", [None, "dot_general"])
+def test_what_is_mapped_in_a_part(part, name):
+    """Also where the rule names what the program's matmul consists of."""
+    w, x = rows(0, 4, 4), rows(1, 5, 4)
+    each = jax.jit if part == "jit of each" else lambda f: f
+    fn = PARTS[part](lambda w, x: jax.vmap(each(lambda row: row @ w))(x))
+    rule = QuantizationRule(op_names=name and [name], weight_qtype="int8")
+    plan = PtqProvider(rule).plan(fn, w, x)
+    (one,) = probe(plan, w, [(x,), (x,)], squares).values()
+    np.testing.assert_allclose(one.total, 2 * np.square(x, dtype=np.float64).sum(0), rtol=1e-5)
+    assert one.count.sum() == 2
+
+
+def test_a_parameter_that_is_mapped_over_is_kept_apart():
+    w, x = rows(0, 3, 4, 2), rows(1, 5, 4)
+
+    def fn(w, x):
+        scaled = jax.vmap(lambda n, w: jax.vmap(lambda row: (n * row) @ w)(x))
+        return scaled(jnp.arange(1.0, 4), w)
+
+    (one,) = probe(planned(fn, w, x), w, [(x,)], squares).values()
+    expected = np.square(x, dtype=np.float64).sum(0) * np.array([[1], [4], [9]])
+    np.testing.assert_allclose(one.total, expected, rtol=1e-5)
+    assert one.count.tolist() == [1, 1, 1]
+    largest = probe(planned(fn, w, x), w, [(x,)], lambda s: Largest(jnp.abs(s.operands[0]).max()))
+    expected = np.abs(x).max() * np.arange(1, 4)
+    np.testing.assert_allclose(next(iter(largest.values())).total.value, expected, rtol=1e-6)
 
 
 def test_a_function_called_twice_is_two_operations():

@@ -502,6 +502,7 @@ def test_report_as_table_and_json():
         "weight": "args[0]['w']",
         "kernel": None,
         "kernel_reason": None,
+        "rank": None,
     }
     provider.apply(two_layers)(*layer_inputs())
     assert len(provider.report()) == 2

@@ -240,15 +240,6 @@ class QatModel:
         plan = self.plan(*args, **kwargs)
         try:
             return replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
-        except Exception as error:
-            if type(error) is Exception and "set/swap operation with vmapped" in str(error):
-                raise OdmlError(
-                    "Statistics can't be updated under a vmap around the model: JAX refuses the "
-                    "write in the model's jitted parts. Put the vmap inside of the function that "
-                    "qat gets, qat(lambda params, x: jax.vmap(...)(x), rules), or pass "
-                    "update_quant_stats=False."
-                ) from error
-            raise
         finally:
             # JAX keeps what is traced for the handlers, and so them; not the statistics' tracers.
             runtime.forget()

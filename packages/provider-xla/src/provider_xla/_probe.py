@@ -70,7 +70,8 @@ class Probed(NamedTuple):
         total: what the visitor returned, summed over batches, calls and mapped axes (of a Peak,
             the largest). The steps of loops that take their parameter in steps are kept apart, in
             leading axes: those of the parameter that are gone in the operand.
-        count: how often it was visited, int32, of those leading axes.
+        count: how often it was visited, int32, of those leading axes. All examples that the
+            program maps over are one visit.
     """
 
     total: Any
@@ -286,8 +287,8 @@ def _step(call: Any, operands: Sequence[Any]) -> jax.Array | None:
             number = held.moving.scale
             if number.size != 1:
                 raise QuantizationError(
-                    f"{call.op_id} takes several steps of its parameter at once, as under "
-                    "vmap, and these can't be told apart. Leave it float by a rule without qtypes."
+                    f"{call.op_id} takes several steps of its parameter at once, and these "
+                    "can't be told apart. Leave it float by a rule without qtypes."
                 )
             return number.reshape(()).astype(jnp.int32)
     return None
@@ -296,38 +297,51 @@ def _step(call: Any, operands: Sequence[Any]) -> jax.Array | None:
 def _merged(kept: Any, found: Any, step: jax.Array | None) -> Any:
     """Adds what was found, at one step of what was kept; or keeps the largest."""
     if isinstance(found, Largest):
-        largest = _largest(found.value)
-        if step is None:
-            return Largest(jnp.maximum(kept.value, largest))
-        flat = kept.value.reshape(-1, *largest.shape)
-        return Largest(flat.at[step].max(largest).reshape(kept.value.shape))
-    added = _summed(found)
-    if step is None:
-        return kept + added
-    return kept.reshape(-1, *added.shape).at[step].add(added).reshape(kept.shape)
+        return Largest(_merged_at(_maximum, kept.value, found.value, step))
+    return _merged_at(_sum, kept, found, step)
+
+
+def _merged_at(
+    merge: Callable[..., jax.Array], kept: jax.Array, found: jax.Array, step: jax.Array | None
+) -> jax.Array:
+    at = jnp.zeros((), jnp.int32) if step is None else step
+    return merge(kept.reshape(-1, *found.shape), found, at).reshape(kept.shape)
 
 
 @custom_vmap
-def _summed(x: jax.Array) -> jax.Array:
-    """Returns ``x``; where the program maps over it, the sum over what is mapped."""
-    return x
+def _sum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
+    """Adds to ``kept``, at one step of it; where the program maps, what is found in each example.
+
+    Under ``vmap`` the step is one of each example too, where the parameter is mapped over.
+    """
+    return kept.at[step].add(found)
 
 
-@_summed.def_vmap
-def _summed_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    (batched,) = is_batched
-    return _summed(x.sum(0) if batched else x * jnp.asarray(size, x.dtype)), False
+@_sum.def_vmap
+def _sum_rule(size: int, is_batched: Sequence[bool], *args: jax.Array) -> tuple[jax.Array, bool]:
+    return _sum(*_of_examples(size, is_batched, *args)), False
 
 
 @custom_vmap
-def _largest(x: jax.Array) -> jax.Array:
-    """Returns ``x``; where the program maps over it, the largest of what is mapped."""
-    return x
+def _maximum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
+    """Keeps the largest in the same way."""
+    return kept.at[step].max(found)
 
 
-@_largest.def_vmap
-def _largest_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    return _largest(x.max(0) if is_batched[0] else x), False
+@_maximum.def_vmap
+def _maximum_rule(
+    size: int, is_batched: Sequence[bool], *args: jax.Array
+) -> tuple[jax.Array, bool]:
+    return _maximum(*_of_examples(size, is_batched, *args)), False
+
+
+def _of_examples(
+    size: int, is_batched: Sequence[bool], kept: jax.Array, found: jax.Array, step: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    _, of_found, of_step = is_batched
+    found = found if of_found else jnp.broadcast_to(found, (size, *found.shape))
+    step = step if of_step else jnp.broadcast_to(step, (size, *step.shape))
+    return kept, found, step
 
 
 def _ignore(record: OpRecord, problem: str | None) -> None:

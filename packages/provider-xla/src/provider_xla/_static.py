@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 import quant_numerics as qn
 from interception_core import JaxtapError
@@ -34,7 +35,8 @@ def is_static(site: Site, side: int) -> bool:
 def measure(site: Site, side: int) -> qn.Calibration:
     """Returns the range of an activation: one for all of it, as float32 of shape (1, ..., 1).
 
-    The mean over the batch axes of the rule of the largest over the others.
+    The mean over the batch axes of the rule of the largest over the others. Where the program
+    maps over examples, by ``vmap``, the mean over these.
     """
     how, x = site.hows[side], jax.lax.stop_gradient(site.operands[side])
     assert how is not None
@@ -44,7 +46,18 @@ def measure(site: Site, side: int) -> qn.Calibration:
     shared = site.product.shared(side, x.ndim)
     axes = tuple(sorted(batch - set(shared)))
     found = qn.calibrate(x, how.qtype, channel_axes=axes, method=how.method)
-    return jax.tree.map(lambda bound: jnp.mean(bound, axis=axes, keepdims=True), found)
+    return jax.tree.map(lambda bound: _mean(jnp.mean(bound, axis=axes, keepdims=True)), found)
+
+
+@custom_vmap
+def _mean(x: jax.Array) -> jax.Array:
+    """Returns ``x``; where the program maps over it, the mean of what is mapped."""
+    return x
+
+
+@_mean.def_vmap
+def _mean_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    return _mean(x.mean(0) if is_batched[0] else x), False
 
 
 def observe(statistics: Statistics, site: Site) -> None:

@@ -181,14 +181,40 @@ def test_a_jitted_method_with_a_vmap_inside():
     assert count_stored(quantize_model(net, ptq(), ROW)) == 13
 
 
+@pytest.mark.parametrize("part", [eqx.filter_checkpoint, eqx.filter_jit, lambda f: f])
+def test_a_vmap_in_a_part(part):
+    class Net(eqx.Module):
+        linear: eqx.nn.Linear
+        experts: jax.Array
+
+        def __call__(self, x):
+            def rows(linear, experts, x):
+                mixed = jax.vmap(lambda expert: expert @ x.T)(experts)
+                return jax.vmap(linear)(x) + mixed.sum(0).T
+
+            return part(rows)(self.linear, self.experts, x)
+
+    draw = np.random.default_rng(0)
+    experts = jnp.asarray(draw.normal(size=(3, 4, 4)), "float32")
+    net = Net(eqx.nn.Linear(4, 4, key=jax.random.key(0)), experts)
+    x = jnp.asarray(draw.normal(size=(2, 4)), "float32")
+    model = quantize_model(net, ptq(), x)
+    assert count_stored(model) == 2
+    close(run(model, x), run(plain_of(model, net), x))
+    assert model_plan(model).report(net, x).ops[0].flops > 0
+
+
 def test_weights_that_can_t_be_followed_are_told():
     class Net(eqx.Module):
         linear: eqx.nn.Linear
 
         def __call__(self, x):
-            return eqx.filter_checkpoint(lambda linear, x: jax.vmap(linear)(x))(self.linear, x)
+            def slope(linear, x):
+                return jax.grad(lambda x: jnp.sum(linear(x) ** 2))(x)
 
-    net, x = Net(eqx.nn.Linear(4, 4, key=jax.random.key(0))), jnp.ones((2, 4))
+            return eqx.filter_checkpoint(slope)(self.linear, x)
+
+    net, x = Net(eqx.nn.Linear(4, 4, key=jax.random.key(0))), jnp.ones(4)
     with pytest.warns(QuantizationWarning, match=r"- linear/weight in linear/matmul:0 \(rule 0\)"):
         model = quantize_model(net, ptq(), x)
     np.testing.assert_array_equal(model(x), net(x))

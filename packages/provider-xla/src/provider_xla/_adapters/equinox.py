@@ -160,18 +160,14 @@ def _namespace() -> dict[str, Any]:
 def _plain(cls: type, method: Any) -> Any:
     """Returns what of a method is run.
 
-    A jitted method runs as a part of what it is in, so that the parameters it multiplies with
-    under a ``vmap`` of its own are known. Equinox's own layers run without the name scope of
-    their kind: ``head/eqx.nn.Linear`` is ``head`` to rules, as in other frameworks. Norms keep
-    theirs: they hold no products, and what fuses them taps the method as it is.
+    Equinox's own layers run without the name scope of their kind: ``head/eqx.nn.Linear`` is
+    ``head`` to rules, as in other frameworks. Norms keep theirs: they hold no products, and what
+    fuses them taps the method as it is.
     """
-    if isinstance(method, _JITTED):
-        return _plain(cls, getattr(method, "__wrapped__"))  # noqa: B009
     own = cls.__module__.startswith("equinox.") and not issubclass(cls, _NORMS)
     return getattr(method, "__wrapped__", method) if own and inspect.isfunction(method) else method
 
 
-_JITTED = (type(eqx.filter_jit(len)), type(jax.jit(len)))
 _NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm)
 _subclasses = Subclasses(
     _wrap, eqx.Module, unchanged=_UNCHANGED, namespace=_namespace, unwrap=_plain

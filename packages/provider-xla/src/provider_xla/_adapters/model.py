@@ -212,9 +212,9 @@ def _planned(
     lost = list(_lost(plan, provider, parameters))
     if lost:
         text = (
-            "Weights can't be followed to where they are used, as in a vmap inside of a "
-            "checkpointed, scanned or jitted part of the model: write the product for the whole "
-            "batch, or put the vmap around the part. They stay float:\n" + "\n".join(lost)
+            "Weights can't be followed to where they are used, as in a derivative that a "
+            "checkpointed, scanned or jitted part of the model takes: put the derivative around "
+            "the part. They stay float:\n" + "\n".join(lost)
         )
         if provider.strict:
             raise QuantizationError(f"{text}\n(strict=True)")
