@@ -124,7 +124,9 @@ def mapped_in(primitive: Any, params: dict[str, Any]) -> Mapped | None:
 
 def is_being_mapped(primitive: Any, params: dict[str, Any]) -> bool:
     """Returns whether a call is one that JAX is to map now."""
-    return primitive is _compat.jit_p and type(params["name"]) is MappedName
+    if primitive is not _compat.jit_p or type(params["name"]) is not MappedName:
+        return False
+    return params["name"].mapped is None
 
 
 def can_map(trace: Any, values: Sequence[Any]) -> bool:
