@@ -1,5 +1,6 @@
 """provider-xla with te-ffi-kernels: what is computed, under which transformations, and where."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -410,3 +411,33 @@ print(plan.ops[0].kernel_reason, isinstance(plan.quantize(w), qn.QArray))
 """
     found = in_process(program, JAXTAP_DISABLE_PLUGINS="te-ffi-kernels")
     assert found == "no kernel for gemm_w8a8 on cpu True"
+
+
+@pytest.mark.parametrize("inside", [lambda f: f, jax.jit, jax.checkpoint])
+def test_experts_under_vmap(rule, inside):
+    """Each example of the map multiplies with its part of the packed parameter."""
+
+    def model(p, x):
+        return inside(lambda p, x: jax.vmap(lambda w: x @ w)(p["experts"]))(p, x)
+
+    w, x = draw((3, 64, 32), (8, 64))
+    compare(model, rule, {"experts": w}, away_from_ties(x, rule.tile_size or 64))
+
+
+def test_adapters_beside_packed_parameters(rule):
+    def model(p, x):
+        x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])[0]
+        return x @ p["head"]
+
+    layers, head, x = draw((3, 64, 64), (64, 32), (8, 64))
+    params = {"layers": layers / 8, "head": head}
+    plan = PtqProvider(dataclasses.replace(rule, rank=4)).plan(model, params, x)
+    packed, _ = packed_of(plan, params)
+    adapters = plan.init_adapters(jax.random.key(0))
+    adapters = jax.tree.map(lambda a: a + 0.05, adapters)
+    result = jax.jit(plan.apply(model))(packed, x, adapters=adapters)
+    expected = model(plan.merge(packed, adapters), x)
+    error = jnp.linalg.norm(result - expected) / jnp.linalg.norm(expected)
+    assert error < (1e-5 if rule.act_qtype is None else 0.03)
+    changed = jnp.linalg.norm(model(plan.merge(packed, jax.tree.map(jnp.zeros_like, adapters)), x))
+    assert abs(changed - jnp.linalg.norm(expected)) > 0.01 * changed
