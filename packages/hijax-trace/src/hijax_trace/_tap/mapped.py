@@ -139,33 +139,41 @@ def can_map(trace: Any, values: Sequence[Any]) -> bool:
     return bool(traces)
 
 
-def map_call(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> list[Any]:
-    """Stages ``fn`` as it is before the current maps, for which ``can_map`` holds, and maps it.
+class Staged(NamedTuple):
+    """A call as it is before it is mapped.
 
-    Args:
-        name: what the call is called.
-        fn: called with values like ``values``. Returns a flat list.
-        values: the arguments.
-
-    Returns:
-        Its results.
+    Attributes:
+        jaxpr: closed.
+        more: the values of its leading inputs, which no argument is.
+        results: what the results are taken from, if anything is to be remembered of that.
     """
-    traces = _compat.maps_above_staging(_compat.current_trace())
+
+    jaxpr: Any
+    more: list[Any]
+    results: Any = None
+
+
+def staged(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Staged:
+    """Stages ``fn``, called with values like ``values``, which returns a flat list."""
     info = _compat.debug_info(name, fn, (), {})
     jaxpr, consts = _compat.stage(fn, [_compat.typeof(value) for value in values], info)
-    jaxpr, more = hoisted(jaxpr, consts)
+    return Staged(*hoisted(jaxpr, consts))
+
+
+def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
+    """Makes a call in the current trace, for which ``can_map`` holds. Returns its results."""
     called, stack = MappedName(name), _compat.current_stack()
     called.mapped = None
-    ins = [*more, *values]
-    results = _compat.named_call(called, jaxpr, ins)
+    ins = [*call.more, *values]
+    results = _compat.named_call(called, call.jaxpr, ins)
     levels, outs = [], list(results)
-    for trace in traces:
+    for trace in _compat.maps_above_staging(_compat.current_trace()):
         ins, in_axes = _peel(ins, trace)
         outs, out_axes = _peel(outs, trace)
         levels.append(Level(_compat.axis_of(trace), tuple(in_axes), tuple(out_axes)))
     eqns = [_compat.producer(out)[1] for out in outs if _compat.is_staged(out)]
     if eqns and eqns[0] is not None and eqns[0].params.get("name") is called:
-        called.mapped = Mapped(jaxpr, levels[::-1], eqns[0].params["jaxpr"], stack)
+        called.mapped = Mapped(call.jaxpr, levels[::-1], eqns[0].params["jaxpr"], stack)
     return results
 
 

@@ -232,11 +232,11 @@ class Markers:
         """
         packed = Packed((args, kwargs), ())
         values = packed.arrays
-        avals = tuple(_compat.typeof(value) for value in values)
-        key = (site, context, avals, packed.key()) if _is_pure(site.subject, packed) else None
+        key = key_of(context, site, packed)
         marker = None if key is None else self._known.get(key)
         more: list[Any] = []
         if marker is None:
+            avals = tuple(map(_compat.typeof, values))
             marker, consts, more = self._make(op_name, site, function, body, packed, avals)
             if key is not None and not consts:
                 self._known[key] = marker
@@ -269,6 +269,21 @@ class Markers:
             self._interceptor, op_name, site, function, packed, results, jaxpr, len(more)
         )
         return marker, consts, more
+
+
+def key_of(context: Hashable, site: Any, packed: Packed) -> Hashable | None:
+    """Returns what equal calls of a function have in common that do the same; None if unknown.
+
+    Args:
+        context: what stands for JAX's configuration.
+        site: what is called.
+        packed: its arguments.
+    """
+    if not _is_pure(site.subject, packed):
+        return None
+    rest = packed.key()
+    avals = tuple(map(_compat.typeof, packed.arrays))
+    return None if rest is None else (site, context, avals, rest)
 
 
 def _is_pure(subject: Any, packed: Packed) -> bool:

@@ -13,8 +13,8 @@ from .. import _compat
 from .bodies import custom, enter
 from .early import Early
 from .frames import Numbers
-from .mapped import can_map, is_being_mapped, map_call
-from .marker import NUMBERS, NUMPY, Markers, Packed, is_plain
+from .mapped import Staged, can_map, is_being_mapped, map_call, staged
+from .marker import NUMBERS, NUMPY, Markers, Packed, is_plain, key_of
 from .memo import Memo
 from .plan import Plans
 
@@ -75,6 +75,7 @@ class Tapping:
         self.plans = Plans(self.primitives, interceptor)
         self.memo = Memo(interceptor.resolve_origin)
         self.markers = Markers(interceptor)
+        self.mapped: dict[Hashable, Staged] = {}
 
 
 @functools.lru_cache(maxsize=256)
@@ -134,17 +135,21 @@ class Run:
 
     def _map(self, call: Any, packed: Packed) -> Any:
         """Stages the call of a function under the program's own vmap."""
-        results: Packed | None = None
+        values, key = packed.arrays, key_of(self.context, call.site, packed)
+        found = None if key is None else self.tapping.mapped.get(key)
+        if found is None:
+            results: Packed | None = None
 
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal results
-            args, kwargs = packed.build(arrays)
-            results = Packed(self._stage(call, args, kwargs), NUMPY + NUMBERS)
-            return results.forget()
+            def flat(*arrays: Any) -> list[Any]:
+                nonlocal results
+                args, kwargs = packed.build(arrays)
+                results = Packed(self._stage(call, args, kwargs), NUMPY + NUMBERS)
+                return results.forget()
 
-        found = map_call(call.op_name, flat, packed.arrays)
-        assert results is not None
-        return results.build(found)
+            found = staged(call.op_name, flat, values)._replace(results=results)
+            if key is not None and not found.more:
+                self.tapping.mapped[key] = found
+        return found.results.build(map_call(call.op_name, found, values))
 
     def _kept(self, call: Any) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +187,8 @@ class Run:
             return found if primitive.multiple_results else [found]
 
         with _compat.set_current_trace(trace):
-            results = map_call(primitive.name, again, values)
+            call = staged(primitive.name, again, values)
+            results = map_call(primitive.name, call, values)
         return results if primitive.multiple_results else results[0]
 
     # Methods, so that ``rerun``, which ``bodies`` calls, can call them without importing it.
