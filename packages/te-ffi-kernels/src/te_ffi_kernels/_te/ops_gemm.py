@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _op
-from . import numbers, reference_gemm
+from . import numbers, reference_gemm, workspace
 from .cotangents import cotangent_of, nothing
 from .gemm_config import Attributes, GemmConfig, gemm_config
 from .modes import ScalingMode
@@ -99,9 +99,11 @@ def run(config: GemmConfig, *operands: jax.Array) -> jax.Array:
 
 
 def _kernel(config: GemmConfig, *operands: jax.Array) -> jax.Array:
-    def in_jax(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        workspace = jnp.zeros((1,), jnp.uint8)
-        return reference_gemm.product(config, *operands), workspace
+    def in_jax(*operands: jax.Array) -> tuple[jax.Array]:
+        return (reference_gemm.product(config, *operands),)
+
+    def bytes_on(platform: str, *operands: jax.Array) -> int:
+        return workspace.of_gemm(platform, config, operands[0], operands[2], operands[4])
 
     attributes = config.attributes() | ({"fuse_gelu": True} if config.fuse_gelu else {})
     call = {"config": Attributes(attributes)}
@@ -109,8 +111,9 @@ def _kernel(config: GemmConfig, *operands: jax.Array) -> jax.Array:
         "gemm_v2",
         in_jax,
         operands,
-        (config.result, jax.ShapeDtypeStruct((1,), jnp.uint8)),
+        (config.result,),
         partition=functools.partial(partition_gemm, config, call),
+        workspace=bytes_on,
         **call,
     )[0]
 
