@@ -45,6 +45,27 @@ def backward(dz, y, kind, module=te):
     return getattr(module, f"{kind}_softmax_bwd")(dz, y, *rest, 1.0)
 
 
+def product(lhs, lhs_scale, rhs, rhs_scale, bias, mode, out=jnp.bfloat16, module=te, **options):
+    """gemm_v2 of factors that both have what is contracted last."""
+    alpha, beta = jnp.asarray(ONE), jnp.asarray(ZERO)
+    dims = ((1,), (1,))
+    given = (lhs, lhs_scale, rhs, rhs_scale, bias, alpha, beta, out, dims, mode)
+    return module.gemm_v2(*given, **options)
+
+
+def factors(m, n, k, mode, code, dtype=jnp.bfloat16):
+    """(lhs, its scales, rhs, its scales), in codes where there is a mode."""
+    found = []
+    for rows in (m, n):
+        x = normal(rows, k, dtype=dtype)
+        if mode == 0:
+            found += [x, jnp.zeros((0,))]
+        else:
+            codes, _, scales, *_ = quantize(x, mode=mode, layout=0, out=code)
+            found += [codes, scales]
+    return found
+
+
 def normal(*shape, dtype):
     """Numbers that no program knows."""
     return jnp.asarray(np.random.default_rng().normal(size=shape), dtype)
@@ -69,6 +90,13 @@ def exercise():
             for kind in KINDS:
                 y = te.softmax(x, mask, 1.0, kind)
                 jax.block_until_ready(backward(x, y, kind))
+    for m, n, k in ((96, 160, 64), (33, 70, 96)):
+        for mode in (0, *MODES.values()):
+            for code in (jnp.float8_e4m3fn, jnp.int8)[: 1 + (mode in (1, 64))]:
+                given = factors(m, n, k, mode, code)
+                for bias in (jnp.zeros((0,)), normal(n, dtype=jnp.bfloat16)):
+                    for gelu in (False, True):
+                        jax.block_until_ready(product(*given, bias, mode, fuse_gelu=gelu))
     jax.effects_barrier()
     print("every kernel ran")
 
@@ -118,8 +146,33 @@ def cases(side, dtype):
             yield f"{kind}_softmax, gradient, rows of {k}", back, (logits, logits)
 
 
+def products(side):
+    """(name, function of codes and of floats, the same in XLA, operands, operations)."""
+    floats = [normal(side, side, dtype=jnp.bfloat16) for _ in range(2)]
+    none = jnp.zeros((0,))
+
+    def in_xla(lhs, lhs_scale, rhs, rhs_scale, x, w):
+        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+    for name, mode, code in (
+        ("bf16", 0, None),
+        ("float8, tensor", 1, jnp.float8_e4m3fn),
+        ("float8, channel", 64, jnp.float8_e4m3fn),
+        ("float8, mx", 2, jnp.float8_e4m3fn),
+        ("int8, channel", 64, jnp.int8),
+    ):
+
+        def run(lhs, lhs_scale, rhs, rhs_scale, x, w, mode=mode):
+            return product(lhs, lhs_scale, rhs, rhs_scale, none, mode)
+
+        args = (*factors(side, side, side, mode, code), *floats)
+        # Where there is no kernel, the op is plain JAX, and not in codes.
+        if "te_ffi_kernels.gemm_v2" in jax.jit(run).lower(*args).as_text():
+            yield f"gemm_v2, {name}", run, in_xla, args, 2 * side**3
+
+
 def measure(path, side):
-    """Writes seconds and bytes of each case, and those of a copy."""
+    """Writes seconds and bytes of each case and of a copy, and operations of products."""
     found = []
     for label, dtype in DTYPES.items():
         x = normal(side, side, dtype=dtype)
@@ -137,6 +190,10 @@ def measure(path, side):
                 }
             )
             print(found[-1], file=sys.stderr)
+    for name, run, in_xla, args, flops in products(side // 2):
+        seconds, _ = compare({"kernel": run, "xla": in_xla}, args)
+        found.append({"case": name, "seconds": seconds, "flops": flops})
+        print(found[-1], file=sys.stderr)
     device = jax.devices()[0]
     run = {"device": device.device_kind, "jax": jax.__version__, "side": side, "results": found}
     with open(path, "w") as file:

@@ -2,6 +2,12 @@
 
 from interception_core import KernelCall
 
+from . import _cublas
+from ._status import compute_capability
+
+_MXFP8 = 2
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
 
 def anything(call: KernelCall) -> bool | str:
     """Tells that a kernel takes whatever its op lets through, but for symbolic sizes."""
@@ -9,3 +15,28 @@ def anything(call: KernelCall) -> bool | str:
         if not all(isinstance(size, int) for size in operand.shape):
             return f"an operand has the symbolic shape {operand}"
     return True
+
+
+def gemm_v2(call: KernelCall) -> bool | str:
+    """Tells whether cuBLASLt has this product on the GPUs of this machine."""
+    fits = anything(call)
+    if fits is not True:
+        return fits
+    lhs, _, rhs, *_ = call.operands
+    if 0 in lhs.shape or 0 in rhs.shape:
+        return "a factor is empty"
+    found = compute_capability()
+    if found == 0:
+        return "there is no NVIDIA GPU here"
+    config = call.param("config") or {}
+    needed = 0
+    if config.get("scaling_mode") == _MXFP8:
+        needed = 100
+    elif {lhs.dtype, rhs.dtype} & set(_FLOAT8):
+        needed = 89
+    if found < needed:
+        return (
+            f"{lhs.dtype} with scaling_mode {config.get('scaling_mode')} needs a GPU of compute "
+            f"capability {needed / 10}, and one here has {found / 10}"
+        )
+    return _cublas.missing() or True
