@@ -24,6 +24,7 @@ ONE, ZERO = np.ones((1,), np.float32), np.zeros((1,), np.float32)
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
 MODES = {"tensor": 1, "mx": 2, "channel": 64}
+PRODUCTS = {8: te.gemv_w8, 4: te.gemv_w4}
 ROUNDS, CALLS = 15, 10
 
 
@@ -66,6 +67,14 @@ def factors(m, n, k, mode, code, dtype=jnp.bfloat16):
     return found
 
 
+def packed(k, n, bits, groups=1):
+    """A weight."""
+    rng, most = np.random.default_rng(), 2 ** (bits - 1) - 1
+    codes = jnp.asarray(rng.integers(-most, most + 1, (k, n)), jnp.int8)
+    scale = jnp.asarray(rng.uniform(0.5, 1, (groups, n)), jnp.float32)
+    return (te.pack_w8 if bits == 8 else te.pack_w4)(codes, scale)
+
+
 def normal(*shape, dtype):
     """Numbers that no program knows."""
     return jnp.asarray(np.random.default_rng().normal(size=shape), dtype)
@@ -97,6 +106,13 @@ def exercise():
                 for bias in (jnp.zeros((0,)), normal(n, dtype=jnp.bfloat16)):
                     for gelu in (False, True):
                         jax.block_until_ready(product(*given, bias, mode, fuse_gelu=gelu))
+    for bits, groups in ((8, 1), (8, 3), (4, 1), (4, 3)):
+        weight = packed(192, 70, bits, groups)
+        for dtype in DTYPES.values():
+            for rows in (1, 5):
+                x = normal(rows, 192, dtype=dtype)
+                jax.block_until_ready(PRODUCTS[bits](x, weight))
+    jax.block_until_ready(te.gemm_w8a16(normal(3, 192, dtype=jnp.float32), packed(192, 70, 8, 1)))
     jax.effects_barrier()
     print("every kernel ran")
 
@@ -171,6 +187,16 @@ def products(side):
             yield f"gemm_v2, {name}", run, in_xla, args, 2 * side**3
 
 
+def one_row(side):
+    """As `products`, of a row with weights."""
+    x, w = normal(1, side, dtype=jnp.bfloat16), normal(side, side, dtype=jnp.bfloat16)
+    for bits, run in PRODUCTS.items():
+        weight = packed(side, side, bits)
+        args = (x, weight, w)
+        kernel = lambda x, weight, w, run=run: run(x, weight)  # noqa: E731
+        yield f"gemv_w{bits}", kernel, lambda x, weight, w: x @ w, args, 2 * side**2
+
+
 def measure(path, side):
     """Writes seconds and bytes of each case and of a copy, and operations of products."""
     found = []
@@ -190,7 +216,7 @@ def measure(path, side):
                 }
             )
             print(found[-1], file=sys.stderr)
-    for name, run, in_xla, args, flops in products(side // 2):
+    for name, run, in_xla, args, flops in (*products(side // 2), *one_row(side // 2)):
         seconds, _ = compare({"kernel": run, "xla": in_xla}, args)
         found.append({"case": name, "seconds": seconds, "flops": flops})
         print(found[-1], file=sys.stderr)

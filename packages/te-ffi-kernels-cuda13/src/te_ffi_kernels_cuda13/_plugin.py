@@ -7,16 +7,18 @@ from ._status import built
 API = (1, 1)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
+_FEW_ROWS = ("gemv_w8", "gemv_w4", "gemm_w8a16")
 OPS = (
     "dbias_quantize",
     "dequantize",
     "gemm_v2",
+    *_FEW_ROWS,
     *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
 )
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 
 
-_SUPPORTS = {"gemm_v2": "gemm_v2"}
+_SUPPORTS = {"gemm_v2": "gemm_v2"} | dict.fromkeys(_FEW_ROWS, "few_rows")
 
 
 @hookimpl

@@ -1,10 +1,14 @@
 """Which calls the kernels take. Imports no JAX."""
 
+import math
+
 from interception_core import KernelCall
 
 from . import _cublas
 from ._status import compute_capability
 
+_FLOATS = ("float32", "bfloat16", "float16")
+_MOST_ROWS = 64
 _MXFP8 = 2
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -40,3 +44,22 @@ def gemm_v2(call: KernelCall) -> bool | str:
             f"capability {needed / 10}, and one here has {found / 10}"
         )
     return _cublas.missing() or True
+
+
+def few_rows(call: KernelCall) -> bool | str:
+    """Tells whether a product of x[rows, k] with a weight[k, n] has a kernel: that for few rows."""
+    fits = anything(call)
+    if fits is not True:
+        return fits
+    x, weight = call.operands
+    k, group = weight.shape[0], call.param("group", 0)
+    if x.dtype not in _FLOATS:
+        return f"x is {x.dtype}"
+    if k == 0:
+        return "nothing is contracted"
+    if group and (group % 8 or k % group):
+        return f"groups of {group} rows, and not a multiple of 8 that divides {k}"
+    rows = math.prod(x.shape[:-1])
+    if rows > _MOST_ROWS:
+        return f"x has {rows} rows, and the kernel is for {_MOST_ROWS} at most"
+    return True
