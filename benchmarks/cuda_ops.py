@@ -24,6 +24,7 @@ ONE, ZERO = np.ones((1,), np.float32), np.zeros((1,), np.float32)
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
 MODES = {"tensor": 1, "mx": 2, "channel": 64}
+PRODUCTS = {8: te.gemv_w8, 4: te.gemv_w4}
 ROUNDS, CALLS = 15, 10
 
 
@@ -43,6 +44,35 @@ def backward(dz, y, kind, module=te):
     """The gradient of a softmax's logits."""
     rest = (None, None) if kind == "scaled_masked" else (None,)
     return getattr(module, f"{kind}_softmax_bwd")(dz, y, *rest, 1.0)
+
+
+def product(lhs, lhs_scale, rhs, rhs_scale, bias, mode, out=jnp.bfloat16, module=te, **options):
+    """gemm_v2 of factors that both have what is contracted last."""
+    alpha, beta = jnp.asarray(ONE), jnp.asarray(ZERO)
+    dims = ((1,), (1,))
+    given = (lhs, lhs_scale, rhs, rhs_scale, bias, alpha, beta, out, dims, mode)
+    return module.gemm_v2(*given, **options)
+
+
+def factors(m, n, k, mode, code, dtype=jnp.bfloat16):
+    """(lhs, its scales, rhs, its scales), in codes where there is a mode."""
+    found = []
+    for rows in (m, n):
+        x = normal(rows, k, dtype=dtype)
+        if mode == 0:
+            found += [x, jnp.zeros((0,))]
+        else:
+            codes, _, scales, *_ = quantize(x, mode=mode, layout=0, out=code)
+            found += [codes, scales]
+    return found
+
+
+def packed(k, n, bits, groups=1):
+    """A weight."""
+    rng, most = np.random.default_rng(), 2 ** (bits - 1) - 1
+    codes = jnp.asarray(rng.integers(-most, most + 1, (k, n)), jnp.int8)
+    scale = jnp.asarray(rng.uniform(0.5, 1, (groups, n)), jnp.float32)
+    return (te.pack_w8 if bits == 8 else te.pack_w4)(codes, scale)
 
 
 def normal(*shape, dtype):
@@ -69,6 +99,20 @@ def exercise():
             for kind in KINDS:
                 y = te.softmax(x, mask, 1.0, kind)
                 jax.block_until_ready(backward(x, y, kind))
+    for m, n, k in ((96, 160, 64), (33, 70, 96)):
+        for mode in (0, *MODES.values()):
+            for code in (jnp.float8_e4m3fn, jnp.int8)[: 1 + (mode in (1, 64))]:
+                given = factors(m, n, k, mode, code)
+                for bias in (jnp.zeros((0,)), normal(n, dtype=jnp.bfloat16)):
+                    for gelu in (False, True):
+                        jax.block_until_ready(product(*given, bias, mode, fuse_gelu=gelu))
+    for bits, groups in ((8, 1), (8, 3), (4, 1), (4, 3)):
+        weight = packed(192, 70, bits, groups)
+        for dtype in DTYPES.values():
+            for rows in (1, 5):
+                x = normal(rows, 192, dtype=dtype)
+                jax.block_until_ready(PRODUCTS[bits](x, weight))
+    jax.block_until_ready(te.gemm_w8a16(normal(3, 192, dtype=jnp.float32), packed(192, 70, 8, 1)))
     jax.effects_barrier()
     print("every kernel ran")
 
@@ -118,8 +162,43 @@ def cases(side, dtype):
             yield f"{kind}_softmax, gradient, rows of {k}", back, (logits, logits)
 
 
+def products(side):
+    """(name, function of codes and of floats, the same in XLA, operands, operations)."""
+    floats = [normal(side, side, dtype=jnp.bfloat16) for _ in range(2)]
+    none = jnp.zeros((0,))
+
+    def in_xla(lhs, lhs_scale, rhs, rhs_scale, x, w):
+        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+    for name, mode, code in (
+        ("bf16", 0, None),
+        ("float8, tensor", 1, jnp.float8_e4m3fn),
+        ("float8, channel", 64, jnp.float8_e4m3fn),
+        ("float8, mx", 2, jnp.float8_e4m3fn),
+        ("int8, channel", 64, jnp.int8),
+    ):
+
+        def run(lhs, lhs_scale, rhs, rhs_scale, x, w, mode=mode):
+            return product(lhs, lhs_scale, rhs, rhs_scale, none, mode)
+
+        args = (*factors(side, side, side, mode, code), *floats)
+        # Where there is no kernel, the op is plain JAX, and not in codes.
+        if "te_ffi_kernels.gemm_v2" in jax.jit(run).lower(*args).as_text():
+            yield f"gemm_v2, {name}", run, in_xla, args, 2 * side**3
+
+
+def one_row(side):
+    """As `products`, of a row with weights."""
+    x, w = normal(1, side, dtype=jnp.bfloat16), normal(side, side, dtype=jnp.bfloat16)
+    for bits, run in PRODUCTS.items():
+        weight = packed(side, side, bits)
+        args = (x, weight, w)
+        kernel = lambda x, weight, w, run=run: run(x, weight)  # noqa: E731
+        yield f"gemv_w{bits}", kernel, lambda x, weight, w: x @ w, args, 2 * side**2
+
+
 def measure(path, side):
-    """Writes seconds and bytes of each case, and those of a copy."""
+    """Writes seconds and bytes of each case and of a copy, and operations of products."""
     found = []
     for label, dtype in DTYPES.items():
         x = normal(side, side, dtype=dtype)
@@ -137,6 +216,10 @@ def measure(path, side):
                 }
             )
             print(found[-1], file=sys.stderr)
+    for name, run, in_xla, args, flops in (*products(side // 2), *one_row(side // 2)):
+        seconds, _ = compare({"kernel": run, "xla": in_xla}, args)
+        found.append({"case": name, "seconds": seconds, "flops": flops})
+        print(found[-1], file=sys.stderr)
     device = jax.devices()[0]
     run = {"device": device.device_kind, "jax": jax.__version__, "side": side, "results": found}
     with open(path, "w") as file:

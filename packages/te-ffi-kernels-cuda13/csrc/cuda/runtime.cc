@@ -23,6 +23,8 @@ class Cuda : public Runtime {
     return static_cast<int>(cudaStreamEndCapture(stream, graph));
   }
   int destroy_graph(Graph graph) override { return static_cast<int>(cudaGraphDestroy(graph)); }
+  int current_device(int* device) override { return static_cast<int>(cudaGetDevice(device)); }
+  int set_device(int device) override { return static_cast<int>(cudaSetDevice(device)); }
   int set_memory(void* memory, int byte, size_t count, Stream stream) override {
     return static_cast<int>(cudaMemsetAsync(memory, byte, count, stream));
   }

@@ -34,6 +34,9 @@ class Runtime {
   virtual int begin_capture(Stream stream) = 0;
   virtual int end_capture(Stream stream, Graph* graph) = 0;
   virtual int destroy_graph(Graph graph) = 0;
+  // Of the thread's calls.
+  virtual int current_device(int* device) = 0;
+  virtual int set_device(int device) = 0;
   virtual int set_memory(void* memory, int byte, size_t count, Stream stream) = 0;
   // CUDA keeps the last error of a thread until this asks for it.
   virtual void clear_error() = 0;

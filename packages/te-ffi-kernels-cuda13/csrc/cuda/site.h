@@ -1,4 +1,4 @@
-// What is kept of a call site: on which devices it was warmed up.
+// What is kept of a call site: on which devices it was warmed up, and what was made for each.
 #pragma once
 
 #include <map>
@@ -8,6 +8,11 @@
 #include "cuda/capture.h"
 
 namespace jaxtap::cuda {
+
+// What is made once per call site and device, such as a plan.
+struct Kept {
+  virtual ~Kept() = default;
+};
 
 // XLA makes one per call site and loaded executable, and calls `initialize` with it before every
 // execution, from several threads at once where there are several devices.
@@ -25,10 +30,29 @@ class Site {
     return entry.warm;
   }
 
+  // What `make`, which returns a std::unique_ptr<Plan>, made for a device: called at the first time,
+  // and again where it threw. `make` and bodies of `warm` don't call this.
+  template <typename Plan, typename Make>
+  Plan& keep(int device, Make&& make) {
+    Device& entry = of(device);
+    std::lock_guard<std::mutex> hold(entry.lock);
+    if (entry.kept == nullptr) entry.kept = std::forward<Make>(make)();
+    return static_cast<Plan&>(*entry.kept);
+  }
+
+  // What was made for a device; nullptr where nothing was.
+  template <typename Plan>
+  Plan* kept(int device) {
+    Device& entry = of(device);
+    std::lock_guard<std::mutex> hold(entry.lock);
+    return static_cast<Plan*>(entry.kept.get());
+  }
+
  private:
   struct Device {
     std::mutex lock;
     bool warm = false;
+    std::unique_ptr<Kept> kept;
   };
 
   Device& of(int device) {

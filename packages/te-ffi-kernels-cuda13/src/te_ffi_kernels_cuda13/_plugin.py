@@ -7,12 +7,18 @@ from ._status import built
 API = (1, 1)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
+_FEW_ROWS = ("gemv_w8", "gemv_w4", "gemm_w8a16")
 OPS = (
     "dbias_quantize",
     "dequantize",
+    "gemm_v2",
+    *_FEW_ROWS,
     *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
 )
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
+
+
+_SUPPORTS = {"gemm_v2": "gemm_v2"} | dict.fromkeys(_FEW_ROWS, "few_rows")
 
 
 @hookimpl
@@ -26,7 +32,7 @@ def jaxtap_register_kernels():
             platform="cuda",
             handlers="te_ffi_kernels_cuda13._ffi:registrations",
             op=op,
-            supports="te_ffi_kernels_cuda13._supports:anything",
+            supports=f"te_ffi_kernels_cuda13._supports:{_SUPPORTS.get(op, 'anything')}",
             summary="on CUDA 13",
         )
         for op in OPS

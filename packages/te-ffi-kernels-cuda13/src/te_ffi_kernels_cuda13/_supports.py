@@ -1,6 +1,16 @@
 """Which calls the kernels take. Imports no JAX."""
 
+import math
+
 from interception_core import KernelCall
+
+from . import _cublas
+from ._status import compute_capability
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_MOST_ROWS = 64
+_MXFP8 = 2
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def anything(call: KernelCall) -> bool | str:
@@ -8,4 +18,48 @@ def anything(call: KernelCall) -> bool | str:
     for operand in call.operands:
         if not all(isinstance(size, int) for size in operand.shape):
             return f"an operand has the symbolic shape {operand}"
+    return True
+
+
+def gemm_v2(call: KernelCall) -> bool | str:
+    """Tells whether cuBLASLt has this product on the GPUs of this machine."""
+    fits = anything(call)
+    if fits is not True:
+        return fits
+    lhs, _, rhs, *_ = call.operands
+    if 0 in lhs.shape or 0 in rhs.shape:
+        return "a factor is empty"
+    found = compute_capability()
+    if found == 0:
+        return "there is no NVIDIA GPU here"
+    config = call.param("config") or {}
+    needed = 0
+    if config.get("scaling_mode") == _MXFP8:
+        needed = 100
+    elif {lhs.dtype, rhs.dtype} & set(_FLOAT8):
+        needed = 89
+    if found < needed:
+        return (
+            f"{lhs.dtype} with scaling_mode {config.get('scaling_mode')} needs a GPU of compute "
+            f"capability {needed / 10}, and one here has {found / 10}"
+        )
+    return _cublas.missing() or True
+
+
+def few_rows(call: KernelCall) -> bool | str:
+    """Tells whether a product of x[rows, k] with a weight[k, n] has a kernel: that for few rows."""
+    fits = anything(call)
+    if fits is not True:
+        return fits
+    x, weight = call.operands
+    k, group = weight.shape[0], call.param("group", 0)
+    if x.dtype not in _FLOATS:
+        return f"x is {x.dtype}"
+    if k == 0:
+        return "nothing is contracted"
+    if group and (group % 8 or k % group):
+        return f"groups of {group} rows, and not a multiple of 8 that divides {k}"
+    rows = math.prod(x.shape[:-1])
+    if rows > _MOST_ROWS:
+        return f"x has {rows} rows, and the kernel is for {_MOST_ROWS} at most"
     return True

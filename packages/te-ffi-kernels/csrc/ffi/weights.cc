@@ -3,8 +3,7 @@
 #include <cstring>
 
 #include "common/isa.h"
-#include "common/packed.h"
-#include "ffi/buffers.h"
+#include "ffi/product_call.h"
 #include "ffi/registry.h"
 #include "ffi/stages.h"
 #include "ffi/threads.h"
@@ -14,12 +13,7 @@
 namespace jaxtap::ffi {
 namespace {
 
-// What a product is told at compile time.
-struct Config {
-  int64_t k;
-  int64_t n;
-  int64_t group;
-  int bits;
+struct Config : ProductConfig {
   int planes;
 };
 
@@ -28,8 +22,7 @@ struct Config {
 void Warm(const Config& config) {
   const Isa isa = selected_isa();
   warm_panel_checks();
-  panel_layout(config.k, config.group, config.bits);
-  if (config.n < 0) throw invalid_argument("n is ", config.n, ", and must be at least 0");
+  config.Check();
   const int64_t k = 64, n = kPanelColumns;
   const PanelLayout layout = panel_layout(k, 0, config.bits);
   std::vector<int8_t> codes(k * n, 1);
@@ -50,11 +43,7 @@ void Warm(const Config& config) {
 void Execute(const Config& config, xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer buffer,
              xffi::Result<xffi::AnyBuffer> y) {
   const Array in = Read("x", x), weight = Read("buffer", buffer), out = Read("y", y);
-  in.NeedRank(2).NeedDtype({DType::F32, DType::BF16, DType::F16});
-  in.NeedShape({in.shape[0], config.k}, "rows and the attribute k");
-  weight.NeedRank(2).NeedDtype({DType::U8});
-  out.NeedDtype({DType::F32, DType::BF16, DType::F16})
-      .NeedShape({in.shape[0], config.n}, "the rows of x and the attribute n");
+  ProductCall{in, weight, out}.Check(config);
   XlaScheduler scheduler(pool);
   Matmul args;
   args.x = in.data;
@@ -93,7 +82,7 @@ void ExecutePack(int64_t group, int bits, xffi::ThreadPool pool, xffi::AnyBuffer
   XLA_FFI_DEFINE_HANDLER(                                                                     \
       k##Name##Instantiate,                                                                   \
       [](int64_t k, int64_t n, int64_t group) {                                               \
-        return Warmed(target, [&] { Warm({k, n, group, bits, planes}); });                    \
+        return Warmed(target, [&] { Warm({{k, n, group, bits}, planes}); });                  \
       },                                                                                      \
       xffi::Ffi::BindInstantiate().Attr<int64_t>("k").Attr<int64_t>("n").Attr<int64_t>(       \
           "group"));                                                                          \
@@ -102,7 +91,7 @@ void ExecutePack(int64_t group, int bits, xffi::ThreadPool pool, xffi::AnyBuffer
       [](xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer buffer,                    \
          xffi::Result<xffi::AnyBuffer> y, int64_t k, int64_t n, int64_t group) {              \
         return Guarded(target, [&] {                                                          \
-          Execute({k, n, group, bits, planes}, pool, x, buffer, y);                           \
+          Execute({{k, n, group, bits}, planes}, pool, x, buffer, y);                         \
         });                                                                                   \
       },                                                                                      \
       xffi::Ffi::Bind()                                                                       \

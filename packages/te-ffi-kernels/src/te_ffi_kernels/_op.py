@@ -27,6 +27,7 @@ def call(
     asked: Sequence[Any] | None = None,
     partition: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     question: dict[str, Any] | None = None,
+    workspace: Callable[..., int] | None = None,
     **attributes: Any,
 ) -> Any:
     """Runs an op on its operands.
@@ -44,16 +45,22 @@ def call(
         partition: makes a partitionable function of the operands out of the kernel, which is
             called as ``kernel(results, attributes, *operands)``.
         question: the parameters that kernels are asked about, where these aren't the attributes.
+        workspace: called as ``workspace(platform, *operands)`` for the bytes of memory that the
+            kernel gets as one result more, after those of `results`.
         attributes: of the FFI call: ints, floats, bools, strings and NumPy scalars.
     """
     branches: dict[str, Callable[..., Any]] = {}
     for platform in PLATFORMS:
+        # First, since kernels for GPUs ask these what they are.
+        if not _has_backend(platform):
+            continue
         params = attributes if question is None else question
         choice = select_kernel(op, platform, operands if asked is None else asked, **params)
-        if choice.spec is None or not _has_backend(platform):
+        if choice.spec is None:
             continue
         target = register_kernel(choice.spec)
-        kernel = functools.partial(_ffi, target)
+        scratch = None if workspace is None else functools.partial(workspace, platform)
+        kernel = functools.partial(_ffi, target, scratch)
         branches[platform] = (
             functools.partial(kernel, results, attributes)
             if partition is None
@@ -132,9 +139,18 @@ def _axes(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying  # pyrefly: ignore[missing-attribute]
 
 
-def _ffi(target: str, results: Any, attributes: dict[str, Any], *operands: jax.Array) -> Any:
+def _ffi(
+    target: str,
+    workspace: Callable[..., int] | None,
+    results: Any,
+    attributes: dict[str, Any],
+    *operands: jax.Array,
+) -> Any:
     # What vmap does is decided a level above, in `batched`.
-    return jax.ffi.ffi_call(target, results)(*operands, **attributes)
+    if workspace is None:
+        return jax.ffi.ffi_call(target, results)(*operands, **attributes)
+    memory = jax.ShapeDtypeStruct((workspace(*operands),), jnp.uint8)
+    return jax.ffi.ffi_call(target, (*results, memory))(*operands, **attributes)[:-1]
 
 
 def batched(

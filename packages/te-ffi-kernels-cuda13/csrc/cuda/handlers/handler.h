@@ -4,7 +4,7 @@
 //                once per device, inside of a capture, so that its modules are loaded
 //   execute      for each call: the body, which allocates nothing and never waits for the device.
 //                It may be part of a CUDA graph (XLA's command buffers).
-// No kernel here keeps anything per device, so there is nothing for `prepare` to make.
+// Targets whose work is planned have a stage `prepare` as well: planned.h.
 
 #pragma once
 
@@ -70,11 +70,21 @@ struct Target {
   XLA_FFI_Handler* instantiate;
   XLA_FFI_Handler* initialize;
   XLA_FFI_Handler* execute;
+  XLA_FFI_Handler* prepare = nullptr;
 };
 
 inline std::vector<Target>& Targets() {
   static auto* targets = new std::vector<Target>;
   return *targets;
+}
+
+// The state of a call site whose attributes `check` doesn't throw for.
+inline xffi::ErrorOr<std::unique_ptr<SiteState>> MadeSite(const char* target,
+                                                          void (*check)(const xffi::Dictionary&),
+                                                          const xffi::Dictionary& attributes) {
+  xffi::Error error = ffi::Guarded(target, [&] { check(attributes); });
+  if (error.failure()) return xffi::Unexpected(std::move(error));
+  return std::make_unique<SiteState>();
 }
 
 // The handlers of the target `kName`. kCheck throws for attributes that can't be.
@@ -88,7 +98,9 @@ class Handlers {
   static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
     static auto* handler = xffi::Ffi::BindInstantiate()
                                .Attrs()
-                               .To([](xffi::Dictionary attributes) { return Made(attributes); })
+                               .To([](xffi::Dictionary attributes) {
+                                 return MadeSite(kName, kCheck, attributes);
+                               })
                                .release();
     return handler->Call(frame);
   }
@@ -131,12 +143,6 @@ class Handlers {
                                    {xffi::Traits::kCmdBufferCompatible})
                                .release();
     return handler->Call(frame);
-  }
-
-  static xffi::ErrorOr<std::unique_ptr<SiteState>> Made(const xffi::Dictionary& attributes) {
-    xffi::Error error = ffi::Guarded(kName, [&] { kCheck(attributes); });
-    if (error.failure()) return xffi::Unexpected(std::move(error));
-    return std::make_unique<SiteState>();
   }
 };
 

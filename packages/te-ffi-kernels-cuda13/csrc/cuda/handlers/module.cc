@@ -5,6 +5,8 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 
+#include "cuda/cublaslt.h"
+#include "cuda/gemm/steps.h"
 #include "cuda/handlers/handler.h"
 
 namespace nb = nanobind;
@@ -27,6 +29,7 @@ nb::dict TargetTable() {
   for (const Target& target : Targets()) {
     nb::dict stages;
     stages["instantiate"] = Capsule(target.instantiate);
+    if (target.prepare != nullptr) stages["prepare"] = Capsule(target.prepare);
     stages["initialize"] = Capsule(target.initialize);
     stages["execute"] = Capsule(target.execute);
     table[target.name] = stages;
@@ -54,6 +57,51 @@ int DriverVersion() {
   return version;
 }
 
+// The least of the devices', as 90 for 9.0; 0 where there is none.
+int ComputeCapability() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return 0;
+  }
+  int least = 0;
+  for (int device = 0; device < count; ++device) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    const int found = 10 * major + minor;
+    least = device == 0 || found < least ? found : least;
+  }
+  return least;
+}
+
+// (version, what went wrong), of which one is 0 or empty.
+nb::tuple LoadCublasLt(const std::string& path) {
+  std::string error;
+  const size_t version = load_cublaslt(path, &error);
+  return nb::make_tuple(version, error);
+}
+
+// The workspace that the kernels of a product need beside cuBLASLt's own.
+size_t GemmWorkspace(int64_t m, int64_t n, int64_t k, int64_t scaling, bool int8, bool lhs_first,
+                     bool rhs_first, int64_t dtype, int64_t out, bool bias, bool gelu) {
+  te::Gemm args;
+  args.m = m;
+  args.n = n;
+  args.k = k;
+  args.scaling = te::scaling_of(scaling);
+  constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
+  args.lhs.dtype = int8                               ? DType::S8
+                   : args.scaling == te::Scaling::kNone ? kFloats[dtype]
+                                                        : DType::F8E4M3FN;
+  args.rhs.dtype = args.lhs.dtype;
+  args.lhs.lanes_first = lhs_first;
+  args.rhs.lanes_first = rhs_first;
+  args.out_dtype = static_cast<te::Float>(out);
+  args.gelu = gelu;
+  return GemmSteps(args, bias).bytes;
+}
+
 }  // namespace
 }  // namespace jaxtap::cuda
 
@@ -63,5 +111,11 @@ NB_MODULE(_native, module) {
   module.def("targets", &jaxtap::cuda::TargetTable);
   module.def("types", &jaxtap::cuda::TypeTable);
   module.def("warm_counts", &jaxtap::ffi::WarmCounts);
+  module.def("compute_capability", &jaxtap::cuda::ComputeCapability);
+  module.def("load_cublaslt", &jaxtap::cuda::LoadCublasLt);
+  module.def("gemm_workspace", &jaxtap::cuda::GemmWorkspace, nb::arg("m"), nb::arg("n"),
+             nb::arg("k"), nb::arg("scaling"), nb::arg("int8"), nb::arg("lhs_first"),
+             nb::arg("rhs_first"), nb::arg("dtype"), nb::arg("out"), nb::arg("bias"),
+             nb::arg("gelu"));
   module.def("driver_version", &jaxtap::cuda::DriverVersion);
 }

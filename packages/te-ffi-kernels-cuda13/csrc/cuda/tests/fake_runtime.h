@@ -33,6 +33,7 @@ class FakeRuntime : public cuda::Runtime {
   std::set<Graph> graphs;
   std::vector<int> failed;  // codes that were returned, in order
   int last_error = 0;
+  int device = 0;
   int misused = 0;  // handles that weren't those of a graph
 
   static Stream stream(intptr_t number) { return reinterpret_cast<Stream>(16 * number); }
@@ -75,6 +76,20 @@ class FakeRuntime : public cuda::Runtime {
       if (graphs.erase(graph) == 0) ++misused;
     }
     return call("destroy_graph", [] { return 0; });
+  }
+
+  int current_device(int* out) override {
+    return call("current_device", [&] {
+      *out = device;
+      return 0;
+    });
+  }
+
+  int set_device(int wanted) override {
+    return call("set_device", [&] {
+      device = wanted;
+      return 0;
+    });
   }
 
   int set_memory(void* memory, int byte, size_t size, Stream) override {

@@ -36,6 +36,14 @@ class GemmConfig:
         """The result."""
         return jax.ShapeDtypeStruct(self.shape, self.out_dtype)
 
+    def block(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> GemmConfig:
+        """Of the product of blocks of the factors, of these shapes."""
+        return dataclasses.replace(
+            self,
+            left=dataclasses.replace(self.left, shape=lhs),
+            right=dataclasses.replace(self.right, shape=rhs),
+        )
+
     def attributes(self) -> dict[str, Any]:
         """Of the FFI call."""
         return {

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _op
-from . import numbers, reference_gemm
+from . import numbers, reference_gemm, workspace
 from .cotangents import cotangent_of, nothing
 from .gemm_config import Attributes, GemmConfig, gemm_config
 from .modes import ScalingMode
@@ -41,7 +41,8 @@ def gemm_v2(
     """``gelu(alpha * product(lhs, rhs) + bias)``, where bias and gelu may be left out.
 
     The arguments are those of Transformer Engine's primitive, and `fuse_gelu`. Sums are in
-    float32, and the result is rounded once. Sums of int8 codes are exact.
+    float32 (of float8 on GPUs, in what their tensor cores have), and the result is rounded once.
+    Sums of int8 codes are exact.
 
     Args:
         lhs: float32, bfloat16 or float16 without scaling; codes otherwise.
@@ -58,7 +59,7 @@ def gemm_v2(
         contracting_dims: axes of lhs and of rhs that are summed over, the first ones or the last
             ones.
         scaling_mode: a ``ScalingMode`` or its number, for both factors.
-        use_split_accumulator: accepted; sums are in float32 in any case.
+        use_split_accumulator: for GPUs, whose sums of float8 have fewer digits without it.
         transpose_batch_sequence: not used (collective products).
         sequence_dim: not used (collective products).
         is_outer: not used.
@@ -76,7 +77,8 @@ def gemm_v2(
         TypeError: a dtype that the mode doesn't have, or two that don't go together.
         ValueError: shapes that don't go together.
         NotImplementedError: NVFP4, or collective products.
-        jax.errors.JaxRuntimeError: when it runs: a `beta` that isn't 0.
+        jax.errors.JaxRuntimeError: when it runs: a `beta` that isn't 0. (On GPUs the result is NaN
+            then.)
     """
     del transpose_batch_sequence, sequence_dim, is_outer
     operands = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, alpha, beta)
@@ -99,9 +101,11 @@ def run(config: GemmConfig, *operands: jax.Array) -> jax.Array:
 
 
 def _kernel(config: GemmConfig, *operands: jax.Array) -> jax.Array:
-    def in_jax(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        workspace = jnp.zeros((1,), jnp.uint8)
-        return reference_gemm.product(config, *operands), workspace
+    def in_jax(*operands: jax.Array) -> tuple[jax.Array]:
+        return (reference_gemm.product(config, *operands),)
+
+    def bytes_on(platform: str, *operands: jax.Array) -> int:
+        return workspace.of_gemm(platform, config, operands[0], operands[2], operands[4])
 
     attributes = config.attributes() | ({"fuse_gelu": True} if config.fuse_gelu else {})
     call = {"config": Attributes(attributes)}
@@ -109,8 +113,9 @@ def _kernel(config: GemmConfig, *operands: jax.Array) -> jax.Array:
         "gemm_v2",
         in_jax,
         operands,
-        (config.result, jax.ShapeDtypeStruct((1,), jnp.uint8)),
+        (config.result,),
         partition=functools.partial(partition_gemm, config, call),
+        workspace=bytes_on,
         **call,
     )[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,14 +36,8 @@ def partition_gemm(
     left, right, mode = config.left, config.right, config.mode
 
     def on_block(*operands: jax.Array) -> Any:
-        lhs, rhs = operands[0], operands[2]
-        local = dataclasses.replace(
-            config,
-            left=dataclasses.replace(left, shape=lhs.shape),
-            right=dataclasses.replace(right, shape=rhs.shape),
-        )
-        results = (local.result, jax.ShapeDtypeStruct((1,), jnp.uint8))
-        return kernel(results, attributes, *operands)
+        block = config.block(operands[0].shape, operands[2].shape)
+        return kernel((block.result,), attributes, *operands)
 
     product = custom_partitioning(lambda *operands: on_block(*operands))
 
@@ -64,7 +57,7 @@ def partition_gemm(
             else:
                 given.append((None,) * rank)
         bias = columns if math.prod(arguments[4].shape) else (None,)
-        return [*given, bias, (None,), (None,)], [(*rows, *columns), (None,)]
+        return [*given, bias, (None,), (None,)], [(*rows, *columns)]
 
     a, b = _factors("a", len(left.kept)), _factors("b", len(right.kept))
     rule_of: list[list[str]] = []
@@ -80,7 +73,7 @@ def partition_gemm(
             scales = [f"{letter}s"]
         rule_of.append(scales)
     rule_of += [b if config.has_bias else ["u"], ["v"], ["w"]]
-    _define(product, specs, on_block, rule_of, [[*a, *b], ["t"]], {*a, *b})
+    _define(product, specs, on_block, rule_of, [[*a, *b]], {*a, *b})
     return product
 
 

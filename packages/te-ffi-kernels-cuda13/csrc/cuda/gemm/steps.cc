@@ -1,0 +1,47 @@
+#include "cuda/gemm/steps.h"
+
+#include "cuda/kernels/gemm.h"
+
+namespace jaxtap::cuda {
+namespace {
+
+int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+bool is_half(te::Float dtype) { return dtype != te::Float::kF32; }
+
+}  // namespace
+
+GemmSteps::GemmSteps(const te::Gemm& args, bool has_bias) {
+  codes = args.scaling != te::Scaling::kNone;
+  exact = args.lhs.dtype == DType::S8;
+  mx = args.scaling == te::Scaling::kMx;
+  depth = codes ? up_to(args.k, kCodeSide) : args.k;
+  cols = codes ? up_to(args.n, kCodeSide) : args.n;
+  arranges_lhs = codes && (!args.lhs.lanes_first || depth != args.k);
+  arranges_rhs = codes && (!args.rhs.lanes_first || depth != args.k || cols != args.n);
+
+  // Floats of 16 bits become floats of their own kind, or float32.
+  const bool other =
+      !codes && is_half(args.out_dtype) && te::float_of(args.lhs.dtype) != args.out_dtype;
+  const bool plain = !exact && !other && cols == args.n &&
+                     args.scaling != te::Scaling::kChannel && !args.gelu;
+  adds_bias = has_bias && plain && args.n % 8 == 0 && args.k % 8 == 0 &&
+              (!codes || is_half(args.out_dtype));
+  finishes = !plain || (has_bias && !adds_bias);
+  keeps_sums = finishes && (is_half(args.out_dtype) || cols != args.n);
+
+  const auto part = [&](bool wanted, int64_t size) {
+    const size_t begin = bytes;
+    if (wanted) bytes += static_cast<size_t>(up_to(size, kSection));
+    return begin;
+  };
+  const int64_t scales = up_to(args.k / te::kBlock, kScaleBlocks);
+  factors = part(!finishes, 2 * sizeof(float));
+  lhs = part(arranges_lhs, args.m * depth);
+  rhs = part(arranges_rhs, cols * depth);
+  lhs_scales = part(mx, up_to(args.m, kScaleLanes) * scales);
+  rhs_scales = part(mx, up_to(cols, kScaleLanes) * scales);
+  sums = part(keeps_sums, args.m * cols * static_cast<int64_t>(sizeof(float)));
+}
+
+}  // namespace jaxtap::cuda

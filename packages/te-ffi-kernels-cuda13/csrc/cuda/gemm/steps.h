@@ -1,0 +1,37 @@
+// What a product takes beside cuBLASLt's call, which follows from shapes and dtypes alone. For codes
+// cuBLASLt wants both factors lanes first and their sides multiples of 16; it rounds its sums once,
+// to few dtypes, and adds a bias to some of them. All else is done by kernels, before and after.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "te/gemm.h"
+
+namespace jaxtap::cuda {
+
+struct GemmSteps {
+  GemmSteps(const te::Gemm& args, bool has_bias);
+
+  // k, and the columns that cuBLASLt computes: those of codes are padded.
+  int64_t depth = 0, cols = 0;
+  bool codes = false;
+  bool exact = false;  // sums are of int8, in int32
+  bool mx = false;
+  bool arranges_lhs = false, arranges_rhs = false;
+  // Whether cuBLASLt's result are sums in 4 bytes, from which a kernel makes the result: in place,
+  // or where they are kept apart, from the workspace.
+  bool finishes = false, keeps_sums = false;
+  bool adds_bias = false;  // cuBLASLt does
+
+  // Where parts of the workspace begin, and the bytes of all. What is left is cuBLASLt's.
+  size_t factors = 0, lhs = 0, rhs = 0, lhs_scales = 0, rhs_scales = 0, sums = 0, bytes = 0;
+};
+
+// Parts begin at multiples of this, the first one at such an address.
+constexpr size_t kSection = 256;
+
+// Sides of codes, in cuBLASLt's products.
+constexpr int64_t kCodeSide = 16;
+
+}  // namespace jaxtap::cuda

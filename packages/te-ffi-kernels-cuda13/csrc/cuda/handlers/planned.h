@@ -1,0 +1,105 @@
+// The stages of a target whose work is planned: what `prepare` makes once per call site and device,
+// since it takes time and memory, and `execute` only follows. XLA calls `prepare` and `initialize`
+// before each execution; older ones call `prepare` without a device, and the plan comes with
+// `initialize` then.
+
+#pragma once
+
+#include "cuda/handlers/handler.h"
+
+namespace jaxtap::cuda {
+
+// The handlers of the target `kName`. kCheck throws for attributes that can't be, kMake returns the
+// std::unique_ptr<Plan> for a device, and kBody follows it.
+template <const char* kName, void (*kCheck)(const xffi::Dictionary&), class Plan,
+          std::unique_ptr<Plan> (*kMake)(const Call&, int), void (*kBody)(const Call&, Plan&)>
+class PlannedHandlers {
+ public:
+  // Put as a static variable beside the body.
+  PlannedHandlers() { Targets().push_back({kName, Instantiate, Initialize, Execute, Prepare}); }
+
+ private:
+  static Plan& PlanOf(const Call& call, SiteState* site, int device) {
+    return site->keep<Plan>(device, [&] { return kMake(call, device); });
+  }
+
+  static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+    static auto* handler = xffi::Ffi::BindInstantiate()
+                               .Attrs()
+                               .To([](xffi::Dictionary attributes) {
+                                 return MadeSite(kName, kCheck, attributes);
+                               })
+                               .release();
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* Prepare(XLA_FFI_CallFrame* frame) {
+    static auto* handler =
+        xffi::Ffi::Bind<xffi::ExecutionStage::kPrepare>()
+            .Ctx<xffi::DeviceOrdinal>()
+            .Ctx<xffi::State<SiteState>>()
+            .RemainingArgs()
+            .RemainingRets()
+            .Attrs()
+            .To([](int32_t device, SiteState* site, xffi::RemainingArgs args,
+                   xffi::RemainingRets results, xffi::Dictionary attributes) {
+              return ffi::Guarded(kName, [&] {
+                if (device < 0) return;
+                PlanOf({nullptr, args, results, attributes}, site, device);
+              });
+            })
+            .release();
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
+    static auto* handler =
+        xffi::Ffi::Bind<xffi::ExecutionStage::kInitialize>()
+            .Ctx<xffi::PlatformStream<Stream>>()
+            .Ctx<xffi::DeviceOrdinal>()
+            .Ctx<xffi::State<SiteState>>()
+            .RemainingArgs()
+            .RemainingRets()
+            .Attrs()
+            .To([](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
+                   xffi::RemainingRets results, xffi::Dictionary attributes) {
+              return ffi::Guarded(kName, [&] {
+                const Call call = {stream, args, results, attributes};
+                Plan& plan = PlanOf(call, site, device);
+                if (site->warm(runtime(), device, stream, [&] { kBody(call, plan); })) {
+                  ffi::CountWarm(kName);
+                }
+              });
+            })
+            .release();
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
+    static auto* handler =
+        xffi::Ffi::Bind()
+            .Ctx<xffi::PlatformStream<Stream>>()
+            .Ctx<xffi::DeviceOrdinal>()
+            .Ctx<xffi::State<SiteState>>()
+            .RemainingArgs()
+            .RemainingRets()
+            .Attrs()
+            .To(
+                [](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
+                   xffi::RemainingRets results, xffi::Dictionary attributes) {
+                  return ffi::Guarded(kName, [&] {
+                    Plan* plan = site->kept<Plan>(device);
+                    if (plan == nullptr) {
+                      throw failed_precondition("device ", device, " has no plan: XLA ran the ",
+                                                "call without its stages prepare and initialize");
+                    }
+                    kBody({stream, args, results, attributes}, *plan);
+                  });
+                },
+                {xffi::Traits::kCmdBufferCompatible})
+            .release();
+    return handler->Call(frame);
+  }
+};
+
+}  // namespace jaxtap::cuda

@@ -1,0 +1,137 @@
+// What a call of gemm_v2 or of the deprecated gemm is given, checked, whatever platform it runs on.
+// gemm_v2's config may have one member more than Transformer Engine's: fuse_gelu.
+
+#pragma once
+
+#include "ffi/attributes.h"
+#include "ffi/te_arguments.h"
+#include "te/gemm.h"
+
+namespace jaxtap::ffi {
+
+struct GemmConfig {
+  explicit GemmConfig(const xffi::Dictionary& attributes)
+      : scaling(te::scaling_of(NeedAttribute<int64_t>(attributes, "scaling_mode"))),
+        lhs_axis(NeedAttribute<int64_t>(attributes, "lhs_axis_boundary")),
+        rhs_axis(NeedAttribute<int64_t>(attributes, "rhs_axis_boundary")),
+        lhs_transposed(NeedAttribute<bool>(attributes, "lhs_transposed")),
+        rhs_transposed(NeedAttribute<bool>(attributes, "rhs_transposed")),
+        split_accumulator(NeedAttribute<bool>(attributes, "use_split_accumulator")) {
+    const auto collective = NeedAttribute<int64_t>(attributes, "collective_op");
+    if (collective != 0) {
+      throw invalid_argument("collective_op is ", collective,
+                             ", and must be 0 (none): there is no kernel for products that "
+                             "communicate; shard the operands and let XLA communicate");
+    }
+  }
+
+  static GemmConfig V2(const xffi::Dictionary& attributes) {
+    const auto dictionary = NeedAttribute<xffi::Dictionary>(attributes, "config");
+    GemmConfig config(dictionary);
+    config.gelu = dictionary.contains("fuse_gelu") && NeedAttribute<bool>(dictionary, "fuse_gelu");
+    return config;
+  }
+
+  static GemmConfig V1(const xffi::Dictionary& attributes) {
+    GemmConfig config(attributes);
+    config.bias = NeedAttribute<bool>(attributes, "fuse_bias");
+    config.gelu = NeedAttribute<bool>(attributes, "fuse_gelu");
+    config.grad = NeedAttribute<bool>(attributes, "grad");
+    return config;
+  }
+
+  te::Scaling scaling;
+  int64_t lhs_axis, rhs_axis;
+  bool lhs_transposed, rhs_transposed;
+  bool split_accumulator;  // for kernels whose sums aren't in float32 in any case
+  bool bias = false, gelu = false, grad = false;
+};
+
+// One factor: its lanes and k, and its scales checked.
+struct GemmSide {
+  GemmSide(const Array& data, const Array& scales, int64_t axis, const char* axis_name,
+           bool lanes_first, te::Scaling scaling) {
+    const Matrix matrix = Flatten(data, axis, axis_name);
+    lanes = lanes_first ? matrix.rows : matrix.cols;
+    k = lanes_first ? matrix.cols : matrix.rows;
+    factor.data = data.data;
+    factor.dtype = data.dtype;
+    factor.lanes_first = lanes_first;
+    if (scaling == te::Scaling::kNone) {
+      NeedFloat(data);
+      return;
+    }
+    NeedCodes(data, scaling);
+    NeedScales(scales, scaling);
+    if (scaling == te::Scaling::kMx) {
+      NeedBlocks(data, k, "contracted axes");
+      NeedSize(scales, lanes * k / te::kBlock, "one for 32 codes");
+    } else if (scaling == te::Scaling::kChannel) {
+      NeedSize(scales, lanes, "one for each row or column of the result");
+    } else {
+      NeedSize(scales, 1, "the scale of all codes");
+    }
+    factor.scales = scales.data;
+  }
+
+  int64_t lanes, k;
+  te::Factor factor;
+};
+
+struct GemmCall {
+  Array lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, alpha, beta, out;
+
+  // Returns the product, without what is done to its result and without alpha, which is in the
+  // memory of the platform.
+  te::Gemm Check(const GemmConfig& config) const {
+    const GemmSide left(lhs, lhs_scale_inv, config.lhs_axis, "lhs_axis_boundary",
+                        !config.lhs_transposed, config.scaling);
+    const GemmSide right(rhs, rhs_scale_inv, config.rhs_axis, "rhs_axis_boundary",
+                         config.rhs_transposed, config.scaling);
+    const bool floats = config.scaling == te::Scaling::kNone;
+    if ((floats || lhs.dtype == DType::S8 || rhs.dtype == DType::S8) && lhs.dtype != rhs.dtype) {
+      throw invalid_argument("rhs is ", rhs.Text(), ", and must be of ", jaxtap::name(lhs.dtype),
+                             " like lhs");
+    }
+    if (lhs.dtype == DType::F8E5M2 && rhs.dtype == DType::F8E5M2) {
+      throw invalid_argument("lhs and rhs are both float8_e5m2; one of them must be float8_e4m3fn");
+    }
+    if (left.k != right.k) {
+      throw invalid_argument("rhs is ", rhs.Text(), " with ", right.k,
+                             " contracted, and must have the ", left.k, " of lhs, ", lhs.Text());
+    }
+    if (lhs.dtype == DType::S8 && left.k > te::kMostInt8) {
+      throw invalid_argument("lhs is ", lhs.Text(), " with ", left.k,
+                             " contracted; sums of int8 codes are exact up to ", te::kMostInt8);
+    }
+    for (const Array* number : {&alpha, &beta}) {
+      NeedSize(number->NeedDtype({DType::F32}), 1, "a factor");
+    }
+    NeedFloat(out);
+    NeedSize(out, left.lanes * right.lanes, "rows of lhs times columns of rhs");
+    te::Gemm args;
+    args.m = left.lanes;
+    args.n = right.lanes;
+    args.k = left.k;
+    args.scaling = config.scaling;
+    args.lhs = left.factor;
+    args.rhs = right.factor;
+    args.out = out.data;
+    args.out_dtype = te::float_of(out.dtype);
+    if (bias.size() > 0 && !config.grad) {
+      args.bias = OfResult(bias, args.n, "one for each column of the result, or none");
+    } else if (config.bias && !config.grad && args.n > 0) {
+      throw invalid_argument("bias is ", bias.Text(), ", and fuse_bias needs ", args.n, " numbers");
+    }
+    args.gelu = config.gelu && !config.grad;
+    return args;
+  }
+
+  // An array of the result's dtype.
+  void* OfResult(const Array& array, int64_t size, const char* meaning) const {
+    NeedSize(array.NeedDtype({out.dtype}), size, meaning);
+    return array.data;
+  }
+};
+
+}  // namespace jaxtap::ffi
