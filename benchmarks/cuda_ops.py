@@ -24,6 +24,7 @@ ONE, ZERO = np.ones((1,), np.float32), np.zeros((1,), np.float32)
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
 MODES = {"tensor": 1, "mx": 2, "channel": 64}
+NORMS = ("layernorm", "rmsnorm")
 ROUNDS, CALLS = 15, 10
 
 
@@ -43,6 +44,16 @@ def backward(dz, y, kind, module=te):
     """The gradient of a softmax's logits."""
     rest = (None, None) if kind == "scaled_masked" else (None,)
     return getattr(module, f"{kind}_softmax_bwd")(dz, y, *rest, 1.0)
+
+
+def norm(x, gamma, kind, module=te, **outputs):
+    """A norm's results, its statistics last."""
+    return module.normalization_fwd(x, gamma, gamma, False, 1e-5, kind, **outputs)
+
+
+def norm_backward(dz, x, mu, rsigma, gamma, kind, module=te):
+    """The gradient of a norm."""
+    return module.normalization_bwd(dz, x, mu, rsigma, gamma, gamma, False, 1e-5, kind)
 
 
 def normal(*shape, dtype):
@@ -69,8 +80,24 @@ def exercise():
             for kind in KINDS:
                 y = te.softmax(x, mask, 1.0, kind)
                 jax.block_until_ready(backward(x, y, kind))
+        exercise_norms(dtype)
     jax.effects_barrier()
     print("every kernel ran")
+
+
+def exercise_norms(dtype):
+    """Calls the norms' kernels, as ``exercise`` does."""
+    for kind in NORMS:
+        for shape in ((67, 33), (96, 160), (7, 1024), (3, 4104), (3, 9000)):
+            x, gamma = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype)
+            *_, mu, rsigma = norm(x, gamma, kind, output_amax_when_no_scaling=True)
+            jax.block_until_ready(norm_backward(x, x, mu, rsigma, gamma, kind))
+            for mode in (*MODES.values(), 3):
+                if mode == MODES["mx"] and shape != (96, 160):
+                    continue
+                for layout in (0, 1, 2):
+                    found = norm(x, gamma, kind, scaling_mode=mode, q_layout=layout)
+                    jax.block_until_ready(found)
 
 
 def size_of(tree):
@@ -116,6 +143,24 @@ def cases(side, dtype):
             yield f"{kind}_softmax, rows of {k}", forward, (logits, mask)
             back = lambda m, dz, y, kind=kind: backward(dz, y, kind, m)  # noqa: E731
             yield f"{kind}_softmax, gradient, rows of {k}", back, (logits, logits)
+    yield from norm_cases(side, dtype)
+
+
+def norm_cases(side, dtype):
+    """Those of the norms, as ``cases`` has them."""
+    for k in (1024, 4096):
+        x, gamma = normal(side * side // k, k, dtype=dtype), normal(k, dtype=dtype)
+        for kind in NORMS:
+            forward = lambda m, x, gamma, kind=kind: norm(x, gamma, kind, m)  # noqa: E731
+            yield f"{kind}, rows of {k}", forward, (x, gamma)
+            back = lambda m, *args, kind=kind: norm_backward(*args, kind, m)  # noqa: E731
+            *_, mu, rsigma = norm(x, gamma, kind)
+            yield f"{kind}, gradient, rows of {k}", back, (x, x, mu, rsigma, gamma)
+            for name, mode in MODES.items():
+                codes = lambda m, x, gamma, kind=kind, mode=mode: norm(  # noqa: E731
+                    x, gamma, kind, m, scaling_mode=mode
+                )
+                yield f"{kind}, {name} by row, rows of {k}", codes, (x, gamma)
 
 
 def measure(path, side):

@@ -11,6 +11,8 @@ OPS = (
     "dbias_quantize",
     "dequantize",
     *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
+    "norm_forward",
+    "norm_backward",
 )
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 
