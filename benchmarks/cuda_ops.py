@@ -25,6 +25,7 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
 MODES = {"tensor": 1, "mx": 2, "channel": 64}
 PRODUCTS = {8: te.gemv_w8, 4: te.gemv_w4}
+NORMS = ("layernorm", "rmsnorm")
 ROUNDS, CALLS = 15, 10
 
 
@@ -75,6 +76,16 @@ def packed(k, n, bits, groups=1):
     return (te.pack_w8 if bits == 8 else te.pack_w4)(codes, scale)
 
 
+def norm(x, gamma, kind, module=te, **outputs):
+    """A norm's results, its statistics last."""
+    return module.normalization_fwd(x, gamma, gamma, False, 1e-5, kind, **outputs)
+
+
+def norm_backward(dz, x, mu, rsigma, gamma, kind, module=te):
+    """The gradient of a norm."""
+    return module.normalization_bwd(dz, x, mu, rsigma, gamma, gamma, False, 1e-5, kind)
+
+
 def normal(*shape, dtype):
     """Numbers that no program knows."""
     return jnp.asarray(np.random.default_rng().normal(size=shape), dtype)
@@ -99,6 +110,7 @@ def exercise():
             for kind in KINDS:
                 y = te.softmax(x, mask, 1.0, kind)
                 jax.block_until_ready(backward(x, y, kind))
+        exercise_norms(dtype)
     for m, n, k in ((96, 160, 64), (33, 70, 96)):
         for mode in (0, *MODES.values()):
             for code in (jnp.float8_e4m3fn, jnp.int8)[: 1 + (mode in (1, 64))]:
@@ -115,6 +127,21 @@ def exercise():
     jax.block_until_ready(te.gemm_w8a16(normal(3, 192, dtype=jnp.float32), packed(192, 70, 8, 1)))
     jax.effects_barrier()
     print("every kernel ran")
+
+
+def exercise_norms(dtype):
+    """Calls the norms' kernels, as ``exercise`` does."""
+    for kind in NORMS:
+        for shape in ((67, 33), (96, 160), (7, 1024), (3, 4104), (3, 9000)):
+            x, gamma = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype)
+            *_, mu, rsigma = norm(x, gamma, kind, output_amax_when_no_scaling=True)
+            jax.block_until_ready(norm_backward(x, x, mu, rsigma, gamma, kind))
+            for mode in (*MODES.values(), 3):
+                if mode == MODES["mx"] and shape != (96, 160):
+                    continue
+                for layout in (0, 1, 2):
+                    found = norm(x, gamma, kind, scaling_mode=mode, q_layout=layout)
+                    jax.block_until_ready(found)
 
 
 def size_of(tree):
@@ -160,6 +187,24 @@ def cases(side, dtype):
             yield f"{kind}_softmax, rows of {k}", forward, (logits, mask)
             back = lambda m, dz, y, kind=kind: backward(dz, y, kind, m)  # noqa: E731
             yield f"{kind}_softmax, gradient, rows of {k}", back, (logits, logits)
+    yield from norm_cases(side, dtype)
+
+
+def norm_cases(side, dtype):
+    """Those of the norms, as ``cases`` has them."""
+    for k in (1024, 4096):
+        x, gamma = normal(side * side // k, k, dtype=dtype), normal(k, dtype=dtype)
+        for kind in NORMS:
+            forward = lambda m, x, gamma, kind=kind: norm(x, gamma, kind, m)  # noqa: E731
+            yield f"{kind}, rows of {k}", forward, (x, gamma)
+            back = lambda m, *args, kind=kind: norm_backward(*args, kind, m)  # noqa: E731
+            *_, mu, rsigma = norm(x, gamma, kind)
+            yield f"{kind}, gradient, rows of {k}", back, (x, x, mu, rsigma, gamma)
+            for name, mode in MODES.items():
+                codes = lambda m, x, gamma, kind=kind, mode=mode: norm(  # noqa: E731
+                    x, gamma, kind, m, scaling_mode=mode
+                )
+                yield f"{kind}, {name} by row, rows of {k}", codes, (x, gamma)
 
 
 def products(side):

@@ -57,9 +57,12 @@ struct F16 {
 template <class Format>
 constexpr int kWide = 16 / static_cast<int>(sizeof(typename Format::Type));
 
-// kCount numbers in memory that's aligned to all their bytes.
+// What a vector of so many bytes is aligned to: more than 16 are read in parts.
+constexpr size_t alignment_of(size_t bytes) { return bytes < 16 ? bytes : 16; }
+
+// kCount numbers in memory that's aligned to them.
 template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
+struct alignas(alignment_of(sizeof(T) * kCount)) Vector {
   T at[kCount];
 };
 

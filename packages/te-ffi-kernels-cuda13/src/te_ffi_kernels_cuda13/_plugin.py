@@ -14,6 +14,8 @@ OPS = (
     "gemm_v2",
     *_FEW_ROWS,
     *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
+    "norm_forward",
+    "norm_backward",
 )
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 

@@ -5,7 +5,7 @@
 
 #include "ffi/registry.h"
 #include "ffi/stages.h"
-#include "ffi/te_arguments.h"
+#include "ffi/te_norm_call.h"
 #include "ffi/te_outputs.h"
 #include "ffi/threads.h"
 #include "norms/norms.h"
@@ -20,25 +20,7 @@ constexpr char kForward[] = "te_ffi_kernels.norm_forward";
 constexpr char kBackward[] = "te_ffi_kernels.norm_backward";
 constexpr int64_t kSide = te::kTile;
 
-struct ForwardConfig {
-  ForwardConfig(int64_t norm_type, bool zero_centered_gamma, double given_epsilon,
-                int64_t scaling_mode, int64_t quantize_layout, bool output_amax_when_no_scaling)
-      : kind(norms::kind_of(norm_type)),
-        zero_centered(zero_centered_gamma),
-        epsilon(static_cast<float>(given_epsilon)),
-        output(scaling_mode, quantize_layout, output_amax_when_no_scaling) {
-    if (!(given_epsilon >= 0.0)) {
-      throw invalid_argument("epsilon is ", given_epsilon, ", and must be 0 or more");
-    }
-  }
-
-  Kind kind;
-  bool zero_centered;
-  float epsilon;
-  OutputConfig output;
-};
-
-void WarmForward(const ForwardConfig& config) {
+void WarmForward(const NormForwardConfig& config) {
   std::vector<float> x(kSide * kSide, 1.0f), mean(kSide), rsigma(kSide), out(kSide * kSide);
   norms::Norm norm;
   norm.kind = config.kind;
@@ -60,45 +42,29 @@ void WarmForward(const ForwardConfig& config) {
   }
 }
 
-// Rows of gamma's size.
-Matrix RowsOf(const Array& x, const Array& gamma) {
-  NeedFloat(x);
-  if (x.rank() < 1) throw invalid_argument("x is ", x.Text(), ", and must have an axis");
-  const int64_t cols = x.shape[static_cast<size_t>(x.rank() - 1)];
-  gamma.NeedDtype({x.dtype, DType::F32});
-  NeedSize(gamma, cols, "one for each column of x");
-  return {x.Product(0, x.rank() - 1), cols, x.rank() - 1};
-}
-
-void ExecuteForward(const ForwardConfig& config, xffi::ThreadPool pool, const Array& x,
-                    const Array& scale, const Array& amax, const Array& gamma, const Array& beta,
-                    const Outputs& outputs, const Array& mu, const Array& rsigma) {
-  const Matrix matrix = RowsOf(x, gamma);
+void ExecuteForward(const NormForwardConfig& config, xffi::ThreadPool pool,
+                    const NormForwardCall& call) {
+  const Matrix matrix = call.Check(config);
   const bool layer = config.kind == Kind::kLayer;
-  if (layer) {
-    NeedSize(beta.NeedDtype({gamma.dtype}), matrix.cols, "one for each column of x");
-    NeedSize(mu.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
-  }
-  NeedSize(rsigma.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
-  CheckOutputs(config.output, x, matrix, scale, amax, outputs);
-  if (!layer) Clear({mu});
+  if (!layer) Clear({call.mu});
   norms::Norm norm;
   norm.kind = config.kind;
   norm.zero_centered = config.zero_centered;
   norm.epsilon = config.epsilon;
-  norm.x = x.data;
-  norm.dtype = te::float_of(x.dtype);
-  norm.gamma = gamma.data;
-  norm.beta = beta.data;
-  norm.weights = te::float_of(gamma.dtype);
+  norm.x = call.x.data;
+  norm.dtype = te::float_of(call.x.dtype);
+  norm.gamma = call.gamma.data;
+  norm.beta = call.beta.data;
+  norm.weights = te::float_of(call.gamma.dtype);
   norm.rows = matrix.rows;
   norm.cols = matrix.cols;
-  norm.mean = layer ? static_cast<float*>(mu.data) : nullptr;
-  norm.rsigma = static_cast<float*>(rsigma.data);
+  norm.mean = layer ? static_cast<float*>(call.mu.data) : nullptr;
+  norm.rsigma = static_cast<float*>(call.rsigma.data);
   XlaScheduler scheduler(pool);
   const Parallel parallel(scheduler);
   const norms::Normalized source(norm, config.output.cuts(), parallel);
-  RunOutputs(config.output, source, x.dtype, matrix, scale, amax, outputs, nullptr, parallel);
+  RunOutputs(config.output, source, call.x.dtype, matrix, call.scale, call.amax, call.outputs,
+             nullptr, parallel);
 }
 
 XLA_FFI_DEFINE_HANDLER(
@@ -131,12 +97,14 @@ XLA_FFI_DEFINE_HANDLER(
       return Guarded(kForward, [&] {
         ExecuteForward({norm_type, zero_centered_gamma, epsilon, scaling_mode, quantize_layout,
                         output_amax_when_no_scaling},
-                       pool, Read("x", x), Read("scale", scale), Read("amax", amax),
-                       Read("gamma", gamma), Read("beta", beta),
-                       {Read("output", out), Read("colwise_output", colwise_out),
-                        Read("scale_inv", scale_inv), Read("colwise_scale_inv", colwise_scale_inv),
-                        Read("updated_amax", updated_amax)},
-                       Read("mu", mu), Read("rsigma", rsigma));
+                       pool,
+                       {Read("x", x), Read("scale", scale), Read("amax", amax),
+                        Read("gamma", gamma), Read("beta", beta),
+                        {Read("output", out), Read("colwise_output", colwise_out),
+                         Read("scale_inv", scale_inv),
+                         Read("colwise_scale_inv", colwise_scale_inv),
+                         Read("updated_amax", updated_amax)},
+                        Read("mu", mu), Read("rsigma", rsigma)});
       });
     },
     xffi::Ffi::Bind()
@@ -178,36 +146,26 @@ void WarmBackward(int64_t norm_type, bool zero_centered) {
   norms::backward(args, Parallel());
 }
 
-void ExecuteBackward(int64_t norm_type, bool zero_centered, xffi::ThreadPool pool, const Array& dz,
-                     const Array& x, const Array& mu, const Array& rsigma, const Array& gamma,
-                     const Array& dx, const Array& dgamma, const Array& dbeta) {
+void ExecuteBackward(int64_t norm_type, bool zero_centered, xffi::ThreadPool pool,
+                     const NormBackwardCall& call) {
   norms::Gradient args;
   args.kind = norms::kind_of(norm_type);
-  const Matrix matrix = RowsOf(x, gamma);
+  const Matrix matrix = call.Check(args.kind);
   const bool layer = args.kind == Kind::kLayer;
-  NeedSize(dz.NeedDtype({x.dtype}), x.size(), "one for each number of x");
-  NeedSize(dx.NeedDtype({x.dtype}), x.size(), "one for each number of x");
-  NeedSize(rsigma.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
-  NeedSize(dgamma.NeedDtype({gamma.dtype}), matrix.cols, "one for each column of x");
-  if (layer) {
-    NeedSize(mu.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
-    NeedSize(dbeta.NeedDtype({gamma.dtype}), matrix.cols, "one for each column of x");
-  } else {
-    Clear({dbeta});
-  }
+  if (!layer) Clear({call.dbeta});
   args.zero_centered = zero_centered;
-  args.dz = dz.data;
-  args.x = x.data;
-  args.dtype = te::float_of(x.dtype);
-  args.mean = layer ? static_cast<const float*>(mu.data) : nullptr;
-  args.rsigma = static_cast<const float*>(rsigma.data);
-  args.gamma = gamma.data;
-  args.weights = te::float_of(gamma.dtype);
+  args.dz = call.dz.data;
+  args.x = call.x.data;
+  args.dtype = te::float_of(call.x.dtype);
+  args.mean = layer ? static_cast<const float*>(call.mu.data) : nullptr;
+  args.rsigma = static_cast<const float*>(call.rsigma.data);
+  args.gamma = call.gamma.data;
+  args.weights = te::float_of(call.gamma.dtype);
   args.rows = matrix.rows;
   args.cols = matrix.cols;
-  args.dx = dx.data;
-  args.dgamma = dgamma.data;
-  args.dbeta = dbeta.data;
+  args.dx = call.dx.data;
+  args.dgamma = call.dgamma.data;
+  args.dbeta = call.dbeta.data;
   XlaScheduler scheduler(pool);
   norms::backward(args, Parallel(scheduler));
 }
@@ -229,9 +187,10 @@ XLA_FFI_DEFINE_HANDLER(
        xffi::Result<xffi::AnyBuffer> dgamma, xffi::Result<xffi::AnyBuffer> dbeta,
        xffi::Result<xffi::AnyBuffer>, int64_t norm_type, bool zero_centered_gamma, int64_t) {
       return Guarded(kBackward, [&] {
-        ExecuteBackward(norm_type, zero_centered_gamma, pool, Read("dz", dz), Read("x", x),
-                        Read("mu", mu), Read("rsigma", rsigma), Read("gamma", gamma),
-                        Read("dx", dx), Read("dgamma", dgamma), Read("dbeta", dbeta));
+        ExecuteBackward(norm_type, zero_centered_gamma, pool,
+                        {Read("dz", dz), Read("x", x), Read("mu", mu), Read("rsigma", rsigma),
+                         Read("gamma", gamma), Read("dx", dx), Read("dgamma", dgamma),
+                         Read("dbeta", dbeta)});
       });
     },
     xffi::Ffi::Bind()

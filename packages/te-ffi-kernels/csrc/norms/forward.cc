@@ -8,13 +8,6 @@
 
 namespace jaxtap::norms {
 
-Kind kind_of(int64_t value) {
-  if (value != 0 && value != 1) {
-    throw invalid_argument("norm_type is ", value, ", and must be 0 (layer norm) or 1 (RMS norm)");
-  }
-  return static_cast<Kind>(value);
-}
-
 struct Normalized::Rows {
   Moments moments;
 };

@@ -4,15 +4,10 @@
 #include <cstdint>
 
 #include "common/parallel.h"
+#include "norms/kind.h"
 #include "te/quantize.h"
 
 namespace jaxtap::norms {
-
-// With Transformer Engine's numbers.
-enum class Kind : int64_t { kLayer = 0, kRms = 1 };
-
-// Throws for other numbers.
-Kind kind_of(int64_t value);
 
 struct Norm {
   Kind kind = Kind::kLayer;

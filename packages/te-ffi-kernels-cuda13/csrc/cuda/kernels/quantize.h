@@ -11,14 +11,16 @@ namespace jaxtap::cuda {
 
 // Arrays of the device. Results are nullptr where they aren't wanted.
 struct Quantize {
-  const void* x = nullptr;  // [rows, cols]
-  te::Float dtype = te::Float::kF32;
+  const void* x = nullptr;  // [rows, cols]; not read where the matrix is computed (quantize_from.h)
+  te::Float dtype = te::Float::kF32;  // of x, `out` and `sums`
   int64_t rows = 0, cols = 0;
   te::Code code = te::Code::kE4M3;
   te::Scaling scaling = te::Scaling::kDelayedTensor;
   const float* scale = nullptr;  // per tensor: codes are of x * scale
   const float* amax = nullptr;   // the largest magnitude so far
+  bool wants_absmax = false;     // whether it's updated without scaling
 
+  void* out = nullptr;              // without scaling: the numbers, of a matrix that's computed
   uint8_t* codes = nullptr;         // [rows, cols]
   uint8_t* turned = nullptr;        // by column: [cols, rows], or [rows, cols] with MX
   void* scales = nullptr;           // float[1], float[rows], or e8m0 [rows, cols / 32]
@@ -38,5 +40,13 @@ void quantize_absmax(const Quantize& args, Stream stream);
 void quantize_codes(const Quantize& args, Stream stream);
 void quantize_scales(const Quantize& args, Stream stream);
 void quantize_sums(const Quantize& args, Stream stream);
+
+// Current scaling, of what is computed: the scale that goes with the largest magnitude, which
+// updates amax, in the place of its bits; and the inverse of the scale, where it's a result.
+void quantize_current_scale(const Quantize& args, float* scale, Stream stream);
+void quantize_current_inverse(const Quantize& args, const float* scale, Stream stream);
+
+// Zeros for the bits of largest magnitudes.
+void quantize_clear(void* numbers, int64_t count, Stream stream);
 
 }  // namespace jaxtap::cuda

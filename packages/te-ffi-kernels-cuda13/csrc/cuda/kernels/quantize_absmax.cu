@@ -1,55 +1,9 @@
-// Bits of the largest magnitude of each row and each column, where the scales will be.
-#include "cuda/kernels/quantize_tile.h"
+#include "cuda/kernels/quantize_absmax.h"
 
 namespace jaxtap::cuda {
-namespace {
-
-template <class Format>
-__global__ void quantize_absmax_kernel(TileArgs args) {
-  __shared__ int of_columns[kTile];
-  const Place place = Place::of(args);
-  float x[kPart][kPart];
-  load_part<Format>(args, place, x);
-  if (threadIdx.x < kTile) of_columns[threadIdx.x] = 0;
-  __syncthreads();
-  JAXTAP_UNROLL
-  for (int i = 0; i < kPart; ++i) {
-    int of_row = 0;
-    JAXTAP_UNROLL
-    for (int j = 0; j < kPart; ++j) of_row = larger(of_row, magnitude(x[i][j]));
-    of_row = largest_of<kParts>(of_row);
-    if (args.codes != nullptr && place.across == 0 && place.row + i < args.rows) {
-      atomicMax(static_cast<int*>(args.scales) + place.row + i, of_row);
-    }
-  }
-  if (args.turned == nullptr) return;  // all threads of the block alike
-  JAXTAP_UNROLL
-  for (int j = 0; j < kPart; ++j) {
-    int of_column = 0;
-    JAXTAP_UNROLL
-    for (int i = 0; i < kPart; ++i) of_column = larger(of_column, magnitude(x[i][j]));
-    atomicMax(of_columns + place.across * kPart + j, of_column);
-  }
-  __syncthreads();
-  const int64_t col = place.col - place.across * kPart + threadIdx.x;
-  if (threadIdx.x < kTile && col < args.cols) {
-    atomicMax(static_cast<int*>(args.turned_scales) + col, of_columns[threadIdx.x]);
-  }
-}
-
-}  // namespace
 
 void quantize_absmax(const Quantize& given, Stream stream) {
-  const TileArgs args = tile_args(given);
-  const int64_t blocks = tile_blocks(args);
-  switch (given.dtype) {
-    case te::Float::kF32:
-      return launch(quantize_absmax_kernel<F32>, blocks, kTileThreads, stream, args);
-    case te::Float::kBF16:
-      return launch(quantize_absmax_kernel<BF16>, blocks, kTileThreads, stream, args);
-    case te::Float::kF16:
-      return launch(quantize_absmax_kernel<F16>, blocks, kTileThreads, stream, args);
-  }
+  of_array(given, [&](const auto& source) { absmax_of(given, source, stream); });
 }
 
 }  // namespace jaxtap::cuda

@@ -12,24 +12,35 @@ constexpr int kParts = kTile / kPart;  // threads along a side
 constexpr int kTileThreads = kParts * kParts;
 
 struct TileArgs {
-  const void* x;
   const float* scale;
   uint8_t *codes, *turned;
   void *scales, *turned_scales;
-  int* absmax;  // bits, to which the largest magnitude is added
+  int* absmax;  // bits, to which the largest magnitude is added; nullptr where it isn't wanted
   int64_t rows, cols, tiles_across;
   Code code;
   bool wide;         // rows of x, and of codes, may be read and written in vectors of 4
   bool wide_turned;  // likewise those of transposed codes
 };
 
+// A Source has the matrix's numbers, or computes them. It has
+//   Format      which sums are rounded to
+//   wide        whether four numbers of a row may be read in a vector, where rows begin at multiples
+//               of four
+//   part        the numbers of a Place; zeros beyond the matrix
+//   number      one of them; where there are sums over rows
+template <class Source>
+struct TilesOf : TileArgs {
+  Source source;
+};
+
 inline int64_t tile_blocks(const TileArgs& args) {
   return ceil_of(args.rows, kTile) * args.tiles_across;
 }
 
-inline TileArgs tile_args(const Quantize& given) {
-  TileArgs args = {};
-  args.x = given.x;
+template <class Source>
+TilesOf<Source> tile_args(const Quantize& given, const Source& source) {
+  TilesOf<Source> args = {};
+  args.source = source;
   args.scale = given.scale;
   args.codes = given.codes;
   args.turned = given.turned;
@@ -40,8 +51,7 @@ inline TileArgs tile_args(const Quantize& given) {
   args.cols = given.cols;
   args.tiles_across = ceil_of(given.cols, kTile);
   args.code = given.code;
-  args.wide = given.cols % kPart == 0 && aligned(4, given.codes) &&
-              aligned(given.dtype == te::Float::kF32 ? 16 : 8, static_cast<const char*>(given.x));
+  args.wide = given.cols % kPart == 0 && aligned(4, given.codes) && source.wide();
   args.wide_turned = (te::turns(given.scaling) ? given.rows : given.cols) % kPart == 0 &&
                      aligned(4, given.turned);
   return args;
@@ -60,15 +70,36 @@ struct Place {
   }
 };
 
-// Zeros beyond the matrix.
-template <class Format>
-JAXTAP_DEVICE void load_part(const TileArgs& args, const Place& place, float (&x)[kPart][kPart]) {
-  const auto* from = static_cast<const typename Format::Type*>(args.x);
-  JAXTAP_UNROLL
-  for (int i = 0; i < kPart; ++i) {
-    const bool inside = place.row + i < args.rows;
-    const int64_t left = inside ? args.cols - place.col : 0;
-    load<Format>(from + (place.row + i) * args.cols + place.col, left, args.wide, x[i]);
+// The numbers of an array.
+template <class Of>
+struct Stored {
+  using Format = Of;
+  const typename Of::Type* x;
+
+  bool wide() const { return aligned(4 * sizeof(typename Of::Type), x); }
+
+  __device__ __forceinline__ float number(const TileArgs& args, int64_t row, int64_t col) const {
+    return Of::load(x[row * args.cols + col]);
+  }
+
+  __device__ __forceinline__ void part(const TileArgs& args, const Place& place,
+                                       float (&out)[kPart][kPart]) const {
+    JAXTAP_UNROLL
+    for (int i = 0; i < kPart; ++i) {
+      const bool inside = place.row + i < args.rows;
+      const int64_t left = inside ? args.cols - place.col : 0;
+      load<Of>(x + (place.row + i) * args.cols + place.col, left, args.wide, out[i]);
+    }
+  }
+};
+
+// Calls run(source) for the numbers of the array x.
+template <class Run>
+void of_array(const Quantize& given, Run&& run) {
+  switch (given.dtype) {
+    case te::Float::kF32: return run(Stored<F32>{static_cast<const float*>(given.x)});
+    case te::Float::kBF16: return run(Stored<BF16>{static_cast<const uint16_t*>(given.x)});
+    case te::Float::kF16: return run(Stored<F16>{static_cast<const uint16_t*>(given.x)});
   }
 }
 

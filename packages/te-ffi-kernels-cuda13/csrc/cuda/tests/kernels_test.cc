@@ -9,11 +9,11 @@
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/softmax.h"
 #include "cuda/tests/fake_runtime.h"
+#include "cuda/tests/kernels.h"
 #include "softmax/softmax.h"
 #include "te/dequantize.h"
 #include "te/quantize.h"
 #include "tests/check.h"
-#include "tests/weights.h"
 
 namespace jaxtap::cuda {
 
@@ -32,52 +32,6 @@ using namespace jaxtap;
 using namespace jaxtap::testing;
 using te::Code;
 using te::Scaling;
-
-constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-int64_t bytes_of(DType dtype) { return static_cast<int64_t>(byte_size(dtype)); }
-
-// An offset at which no vector can be read, or 0.
-int64_t odd(DType dtype, bool wide) { return wide ? 0 : bytes_of(dtype); }
-
-Buffer numbers(int64_t count, DType dtype, bool wide, float size, std::mt19937& random) {
-  Buffer buffer(count * bytes_of(dtype), odd(dtype, wide));
-  std::normal_distribution<float> normal(0.0f, size);
-  for (int64_t i = 0; i < count; ++i) set_element(buffer.get(), dtype, i, normal(random));
-  return buffer;
-}
-
-void spoil(Buffer& buffer, int64_t count, DType dtype, std::mt19937& random) {
-  for (float bad : {kNan, kInfinity, -kInfinity, -0.0f}) {
-    if (count != 0) {
-      set_element(buffer.get(), dtype, static_cast<int64_t>(random() % static_cast<uint64_t>(count)),
-                  bad);
-    }
-  }
-}
-
-bool same(const Buffer& one, const Buffer& other) {
-  return one.size() == other.size() &&
-         (one.size() == 0 ||
-          std::memcmp(one.get(), other.get(), static_cast<size_t>(one.size())) == 0);
-}
-
-struct Results {
-  Results(int64_t rows, int64_t cols, Scaling scaling, DType dtype, bool wide)
-      : codes(rows * cols, wide ? 0 : 1),
-        turned(rows * cols, wide ? 0 : 3),
-        scales(scaling == Scaling::kMx ? rows * cols / 32
-                                       : 4 * (scaling == Scaling::kChannel ? rows : 1),
-               scaling == Scaling::kMx ? 1 : 4),
-        turned_scales(scaling == Scaling::kMx ? rows * cols / 32
-                                              : 4 * (scaling == Scaling::kChannel ? cols : 1),
-                      scaling == Scaling::kMx ? 1 : 4),
-        sums(cols * bytes_of(dtype), odd(dtype, wide)),
-        amax(4, 4) {}
-  Buffer codes, turned, scales, turned_scales, sums, amax;
-};
 
 struct Case {
   int64_t rows, cols;
@@ -273,19 +227,6 @@ struct Rows {
   DType dtype;
   bool causal, wide, bad;
 };
-
-// Whether two arrays are near: both are rounded to the dtype, from sums in another order.
-bool near(const Buffer& found, const Buffer& wanted, DType dtype, int64_t count) {
-  const double step = dtype == DType::F32 ? 2e-6 : dtype == DType::F16 ? 1e-3 : 8e-3;
-  for (int64_t i = 0; i < count; ++i) {
-    const double one = element(found.get(), dtype, i), other = element(wanted.get(), dtype, i);
-    if (std::isnan(one) != std::isnan(other)) return false;
-    if (std::isnan(one)) continue;
-    if ((one == 0) != (other == 0) && std::fabs(other) > 1e-7) return false;
-    if (std::fabs(one - other) > step * std::fabs(other) + 2e-6) return false;
-  }
-  return true;
-}
 
 void check_softmax(const Rows& c, std::mt19937& random) {
   const int64_t size = c.batch * c.heads * c.q * c.k;

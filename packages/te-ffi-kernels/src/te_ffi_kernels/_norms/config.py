@@ -49,12 +49,22 @@ class NormConfig:
             | self.outputs.attributes()
         )
 
+    @property
+    def has_workspace(self) -> bool:
+        """Whether norm_forward gets a number for each row, to pass on from kernel to kernel.
+
+        There are several on CUDA, where a quantized layer norm keeps there what rounding takes
+        from means.
+        """
+        return self.is_layer and self.outputs is not None and self.outputs.quantizes
+
     def forward_results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of norm_forward but for its workspace."""
+        """Of norm_forward, its workspace last."""
         assert self.outputs is not None
         of_rows = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
         mu = of_rows if self.is_layer else jax.ShapeDtypeStruct((1,), jnp.float32)
-        return (*self.outputs.results(x.shape), mu, of_rows)
+        workspace = of_rows if self.has_workspace else jax.ShapeDtypeStruct((1,), jnp.float32)
+        return (*self.outputs.results(x.shape), mu, of_rows, workspace)
 
     def backward_results(self, x: Any, gamma: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Of norm_backward but for its workspace."""

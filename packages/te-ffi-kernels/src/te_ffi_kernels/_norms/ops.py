@@ -128,11 +128,12 @@ def normalization_bwd(
 
 
 def _forward_kernel(config: NormConfig, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    def in_jax(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return (*reference.forward(config, *operands), jnp.zeros((1,), jnp.float32))
-
     def results(x: jax.Array, *rest: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (*config.forward_results(x), jax.ShapeDtypeStruct((1,), jnp.float32))
+        return config.forward_results(x)
+
+    def in_jax(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        workspace = results(*operands)[-1]
+        return (*reference.forward(config, *operands), jnp.zeros(workspace.shape, jnp.float32))
 
     return _op.call(
         "norm_forward",
@@ -153,7 +154,8 @@ def _forward_partition(config: NormConfig, results: Any, ndim: int) -> Any:
         return None
     weights = [["n"], ["n"] if config.is_layer else ["beta"]]
     given = [[*rows, "n"], ["scale"], ["amax"], *weights]
-    found += [rows if config.is_layer else ["mu"], rows, ["workspace"]]
+    workspace = rows if config.has_workspace else ["workspace"]
+    found += [rows if config.is_layer else ["mu"], rows, workspace]
     return partition_rows(given, found, _whole(given, found), results, config.attributes())
 
 

@@ -70,6 +70,11 @@ class Outputs:
         return found.astype(self.dtype).astype(jnp.float32)
 
     @property
+    def quantizes(self) -> bool:
+        """Whether there are codes."""
+        return self.mode is not ScalingMode.NO_SCALING
+
+    @property
     def follows_rows(self) -> bool:
         """Whether rows of a batch can be rows of one call: nothing is of all rows together."""
         if self.mode is ScalingMode.NO_SCALING:

@@ -1,0 +1,109 @@
+// Handlers of norm_forward and norm_backward.
+
+#include "cuda/kernels/norm.h"
+
+#include "cuda/handlers/handler.h"
+#include "cuda/handlers/outputs.h"
+#include "ffi/attributes.h"
+#include "ffi/te_norm_call.h"
+
+namespace jaxtap::cuda {
+namespace {
+
+using ffi::NeedAttribute;
+using norms::Kind;
+
+constexpr char kForward[] = "te_ffi_kernels.norm_forward";
+constexpr char kBackward[] = "te_ffi_kernels.norm_backward";
+
+ffi::NormForwardConfig ConfigOf(const xffi::Dictionary& attributes) {
+  return {NeedAttribute<int64_t>(attributes, "norm_type"),
+          NeedAttribute<bool>(attributes, "zero_centered_gamma"),
+          NeedAttribute<double>(attributes, "epsilon"),
+          NeedAttribute<int64_t>(attributes, "scaling_mode"),
+          NeedAttribute<int64_t>(attributes, "quantize_layout"),
+          NeedAttribute<bool>(attributes, "output_amax_when_no_scaling")};
+}
+
+void CheckForward(const xffi::Dictionary& attributes) { ConfigOf(attributes); }
+
+void Forward(const Call& call) {
+  call.NeedCounts(5, 8);
+  const ffi::NormForwardConfig config = ConfigOf(call.attributes);
+  const ffi::NormForwardCall given = {
+      call.Operand(0, "x"),
+      call.Operand(1, "scale"),
+      call.Operand(2, "amax"),
+      call.Operand(3, "gamma"),
+      call.Operand(4, "beta"),
+      {call.Result(0, "output"), call.Result(1, "colwise_output"), call.Result(2, "scale_inv"),
+       call.Result(3, "colwise_scale_inv"), call.Result(4, "updated_amax")},
+      call.Result(5, "mu"),
+      call.Result(6, "rsigma")};
+  const ffi::Matrix matrix = given.Check(config);
+  Norm norm;
+  norm.kind = config.kind;
+  norm.zero_centered = config.zero_centered;
+  norm.epsilon = config.epsilon;
+  norm.x = given.x.data;
+  norm.dtype = te::float_of(given.x.dtype);
+  norm.gamma = given.gamma.data;
+  norm.beta = given.beta.data;
+  norm.weights = te::float_of(given.gamma.dtype);
+  norm.rows = matrix.rows;
+  norm.cols = matrix.cols;
+  norm.rsigma = static_cast<float*>(given.rsigma.data);
+  if (config.kind == Kind::kLayer) {
+    norm.mean = static_cast<float*>(given.mu.data);
+    if (config.output.quantizes()) {
+      const Array workspace = call.Result(7, "workspace");
+      NeedSize(workspace.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
+      norm.rest = static_cast<float*>(workspace.data);
+    }
+  } else {
+    call.Clear({given.mu});
+  }
+  const Quantize outputs = OutputsOf(call, config.output, given.x.dtype, matrix, given.scale,
+                                     given.amax, given.outputs);
+  norm_forward(norm, outputs, call.stream);
+}
+
+void CheckBackward(const xffi::Dictionary& attributes) {
+  norms::kind_of(NeedAttribute<int64_t>(attributes, "norm_type"));
+  NeedAttribute<bool>(attributes, "zero_centered_gamma");
+}
+
+void Backward(const Call& call) {
+  call.NeedCounts(5, 4);  // the last result is a workspace, which isn't used
+  NormGradient args;
+  args.kind = norms::kind_of(NeedAttribute<int64_t>(call.attributes, "norm_type"));
+  args.zero_centered = NeedAttribute<bool>(call.attributes, "zero_centered_gamma");
+  const ffi::NormBackwardCall given = {call.Operand(0, "dz"),      call.Operand(1, "x"),
+                                       call.Operand(2, "mu"),      call.Operand(3, "rsigma"),
+                                       call.Operand(4, "gamma"),   call.Result(0, "dx"),
+                                       call.Result(1, "dgamma"),   call.Result(2, "dbeta")};
+  const ffi::Matrix matrix = given.Check(args.kind);
+  args.dz = given.dz.data;
+  args.x = given.x.data;
+  args.dtype = te::float_of(given.x.dtype);
+  args.rsigma = static_cast<const float*>(given.rsigma.data);
+  args.gamma = given.gamma.data;
+  args.weights = te::float_of(given.gamma.dtype);
+  args.rows = matrix.rows;
+  args.cols = matrix.cols;
+  args.dx = given.dx.data;
+  args.dgamma = given.dgamma.data;
+  if (args.kind == Kind::kLayer) {
+    args.mean = static_cast<const float*>(given.mu.data);
+    args.dbeta = given.dbeta.data;
+  } else {
+    call.Clear({given.dbeta});
+  }
+  norm_backward(args, call.stream);
+}
+
+const Handlers<kForward, CheckForward, Forward> kOne;
+const Handlers<kBackward, CheckBackward, Backward> kTwo;
+
+}  // namespace
+}  // namespace jaxtap::cuda

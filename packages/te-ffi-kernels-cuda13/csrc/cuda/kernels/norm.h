@@ -1,0 +1,62 @@
+// Layer norm and RMS norm of the rows of a matrix, and their gradients, as norms/norms.h has them
+// for the CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/kernels/quantize.h"
+#include "norms/kind.h"
+
+namespace jaxtap::cuda {
+
+// Arrays of the device.
+struct Norm {
+  norms::Kind kind = norms::Kind::kLayer;
+  bool zero_centered = false;  // whether what is multiplied with is 1 + gamma
+  float epsilon = 0.0f;
+  const void* x = nullptr;  // [rows, cols]
+  te::Float dtype = te::Float::kF32;
+  const void* gamma = nullptr;  // [cols]
+  const void* beta = nullptr;   // [cols]; not read for RMS
+  te::Float weights = te::Float::kF32;
+  int64_t rows = 0, cols = 0;
+
+  float* mean = nullptr;    // [rows]; nullptr for RMS
+  float* rsigma = nullptr;  // [rows]
+  // What rounding took from the mean, [rows]; nullptr for RMS, or where nothing is quantized.
+  float* rest = nullptr;
+};
+
+struct NormGradient {
+  norms::Kind kind = norms::Kind::kLayer;
+  bool zero_centered = false;
+  const void* dz = nullptr;  // [rows, cols]
+  const void* x = nullptr;   // [rows, cols]
+  te::Float dtype = te::Float::kF32;
+  const float* mean = nullptr;    // [rows]; not read for RMS
+  const float* rsigma = nullptr;  // [rows]
+  const void* gamma = nullptr;    // [cols]
+  te::Float weights = te::Float::kF32;
+  int64_t rows = 0, cols = 0;
+
+  void* dx = nullptr;      // [rows, cols], of `dtype`
+  void* dgamma = nullptr;  // [cols], of `weights`
+  void* dbeta = nullptr;   // [cols], of `weights`; not written for RMS
+};
+
+// (x - mean) * rsigma * gamma + beta, as numbers or as codes: where `outputs` has it, whose x is
+// not read. Sums are in an order that depends on the shape alone, not even on dtypes.
+void norm_forward(const Norm& norm, const Quantize& outputs, Stream stream);
+void norm_backward(const NormGradient& args, Stream stream);
+
+// The kernels. Rows of up to this many numbers are each in the registers of one warp, or of one
+// block; longer ones are read several times.
+constexpr int64_t kNormOfWarp = 1024, kNormOfBlock = 8192;
+
+// Means and inverse roots; where `outputs` isn't quantized, the numbers as well.
+void norm_rows(const Norm& norm, const Quantize& outputs, Stream stream);
+void norm_codes(const Norm& norm, const Quantize& outputs, Stream stream);
+void norm_gradient_rows(const NormGradient& args, Stream stream);
+void norm_gradient_weights(const NormGradient& args, Stream stream);
+
+}  // namespace jaxtap::cuda
