@@ -355,7 +355,9 @@ def axis_of(trace: Any) -> Any:
     return trace.axis_data
 
 
-def mapped(fn: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def mapped(
+    fn: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any, sum_match: bool = False
+) -> Callable[..., Any]:
     """Returns ``vmap`` of a function along an axis that is given by ``axis_of``."""
     return _api.vmap(
         fn,
@@ -364,6 +366,7 @@ def mapped(fn: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any) -> Ca
         axis_size=axis.size,
         axis_name=axis.name,
         spmd_axis_name=axis.spmd_name or axis.explicit_mesh_axis,
+        sum_match=sum_match,
     )
 
 
@@ -691,21 +694,13 @@ else:  # 0.10.2, 0.11.2
         axis_data: Any, f: Callable, in_axes: Any, out_axes: Any, *, sum_match: bool = False
     ) -> Callable:
         """Returns ``f`` mapped over ``axis_data``, symbolic zeros included."""
-        mapped = _api.vmap(
-            f,
-            in_axes=in_axes,
-            out_axes=out_axes,
-            axis_size=axis_data.size,
-            axis_name=axis_data.name,
-            spmd_axis_name=axis_data.spmd_name or axis_data.explicit_mesh_axis,
-            sum_match=sum_match,
-        )
+        over_arrays = mapped(f, axis_data, in_axes, out_axes, sum_match)
         is_none = lambda x: x is None  # noqa: E731
         zeros_in = functools.partial(_hijax.map_zero, axis_data)
         zeros_out = functools.partial(_hijax.unmap_zero, axis_data)
 
         def batched(*args: Any) -> Any:
-            out = mapped(*jax.tree.map(zeros_in, in_axes, args, is_leaf=is_none))
+            out = over_arrays(*jax.tree.map(zeros_in, in_axes, args, is_leaf=is_none))
             return jax.tree.map(zeros_out, out_axes, out, is_leaf=is_none)
 
         return batched

@@ -111,15 +111,13 @@ class Early:
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
-        """Asks the handler of a primitive, and those of what it holds."""
+        """Asks the handler of a primitive, and those of what it holds: there are some."""
         tapping = self._run.tapping
         marker = marker_in(primitive, params)
         if marker is not None and marker.interceptor == self._run.interceptor:
             return self._marker(path, trace, marker, list(values))
         entry = tapping.primitives.get(primitive)
         enters = tapping.plans.enters(primitive, params, len(values))
-        if entry is None and not enters:
-            return NotImplemented
         where = self._where(trace, path)
         if where is None:
             return NotImplemented
