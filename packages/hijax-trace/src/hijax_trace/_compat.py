@@ -328,11 +328,6 @@ def is_batched(value: Any) -> bool:
     return isinstance(value, batching.BatchTracer)
 
 
-def is_mapping(trace: Any) -> bool:
-    """Returns whether a trace is one of ``vmap`` (0.10.2 - 0.12)."""
-    return isinstance(trace, batching.BatchTrace)
-
-
 def maps_above_staging(trace: Any) -> list[Any]:
     """Returns the traces of ``vmap``, innermost first, if ``trace`` is one of them and below them
     is one that builds a jaxpr; none otherwise (0.10.2 - 0.12)."""
@@ -720,9 +715,8 @@ _swap_mapped = batching.fancy_primitive_batchers[_state_primitives.swap_p]
 def _swap_vmap(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """Writes to a reference, under ``vmap``.
 
-    JAX refuses where the reference isn't mapped, also if nothing is that is written. Outside of
-    nested programs (jit, scan) a Box need not ask; inside of them this rule is asked. Nothing
-    that worked is changed (0.10.2 - 0.12).
+    JAX refuses where the reference isn't mapped, also if nothing is that is written: then it is
+    written once. Nothing that worked is changed (0.10.2 - 0.12).
     """
     if any(dim is not None for dim in dims):
         return _swap_mapped(axis_data, args, dims, **params)

@@ -80,30 +80,12 @@ class Contents:
             passed: whether the Box came in as an argument.
         """
         refs = self.refs
-        with _compat.set_current_trace(_beyond_vmap([*refs, *leaves])):
-            traced = not _compat.is_eval(_compat.current_trace())
-            constant = self.pending and _compat.undifferentiated_refs
-            for ref, leaf in zip(refs, leaves, strict=True):
-                if traced and (passed or constant or _compat.trace_of(ref) is None):
-                    leaf = guard.written.bind(leaf, ref, constant=constant)
-                ref[...] = leaf
-
-
-def _beyond_vmap(values: list) -> Any:
-    """Returns the trace to write in: one that is outside of a ``vmap`` which maps none of it.
-
-    JAX refuses every write to a reference from outside of a ``vmap``, also that of a value which
-    is the same for all examples.
-    """
-    current = trace = _compat.current_trace()
-    found = {id(_compat.trace_of(value)) for value in values if _compat.trace_of(value) is not None}
-    beyond = current
-    while trace is not None and not _compat.is_staging(trace) and id(trace) not in found:
-        outer = _compat.parent_trace(trace)
-        if _compat.is_mapping(trace):
-            beyond = outer
-        trace = outer
-    return beyond
+        traced = not _compat.is_eval(_compat.current_trace())
+        constant = self.pending and _compat.undifferentiated_refs
+        for ref, leaf in zip(refs, leaves, strict=True):
+            if traced and (passed or constant or _compat.trace_of(ref) is None):
+                leaf = guard.written.bind(leaf, ref, constant=constant)
+            ref[...] = leaf
 
 
 def undifferentiated(leaf: Any) -> Any:
