@@ -26,6 +26,7 @@ KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
 MODES = {"tensor": 1, "mx": 2, "channel": 64}
 PRODUCTS = {8: te.gemv_w8, 4: te.gemv_w4}
 NORMS = ("layernorm", "rmsnorm")
+ACTIVATIONS = (("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear"))
 ROUNDS, CALLS = 15, 10
 
 
@@ -86,6 +87,16 @@ def norm_backward(dz, x, mu, rsigma, gamma, kind, module=te):
     return module.normalization_bwd(dz, x, mu, rsigma, gamma, gamma, False, 1e-5, kind)
 
 
+def act(x, names, module=te, **outputs):
+    """An activation of [..., parts, columns]."""
+    return module.act_lu(x, names, **outputs)
+
+
+def act_backward(dz, x, names, module=te, dbias=True, **outputs):
+    """The gradient of an activation."""
+    return module.quantize_dact_dbias(dz, x, names, dbias, **outputs)
+
+
 def normal(*shape, dtype):
     """Numbers that no program knows."""
     return jnp.asarray(np.random.default_rng().normal(size=shape), dtype)
@@ -111,6 +122,7 @@ def exercise():
                 y = te.softmax(x, mask, 1.0, kind)
                 jax.block_until_ready(backward(x, y, kind))
         exercise_norms(dtype)
+        exercise_activations(dtype)
     for m, n, k in ((96, 160, 64), (33, 70, 96)):
         for mode in (0, *MODES.values()):
             for code in (jnp.float8_e4m3fn, jnp.int8)[: 1 + (mode in (1, 64))]:
@@ -141,6 +153,23 @@ def exercise_norms(dtype):
                     continue
                 for layout in (0, 1, 2):
                     found = norm(x, gamma, kind, scaling_mode=mode, q_layout=layout)
+                    jax.block_until_ready(found)
+
+
+def exercise_activations(dtype):
+    """Calls the activations' kernels, as ``exercise`` does."""
+    for names in ACTIVATIONS:
+        for rows, cols in ((67, 33), (96, 160)):
+            x = normal(rows, len(names), cols, dtype=dtype)
+            dz = normal(rows, cols, dtype=dtype)
+            act(x, names, output_amax_when_no_scaling=True)
+            act_backward(dz, x, names, output_amax_when_no_scaling=True)
+            for mode in (*MODES.values(), 3):
+                if mode == MODES["mx"] and rows != 96:
+                    continue
+                for layout in (0, 1, 2):
+                    act(x, names, scaling_mode=mode, q_layout=layout)
+                    found = act_backward(dz, x, names, scaling_mode=mode, q_layout=layout)
                     jax.block_until_ready(found)
 
 
@@ -188,6 +217,7 @@ def cases(side, dtype):
             back = lambda m, dz, y, kind=kind: backward(dz, y, kind, m)  # noqa: E731
             yield f"{kind}_softmax, gradient, rows of {k}", back, (logits, logits)
     yield from norm_cases(side, dtype)
+    yield from activation_cases(side, dtype)
 
 
 def norm_cases(side, dtype):
@@ -205,6 +235,22 @@ def norm_cases(side, dtype):
                     x, gamma, kind, m, scaling_mode=mode
                 )
                 yield f"{kind}, {name} by row, rows of {k}", codes, (x, gamma)
+
+
+def activation_cases(side, dtype):
+    """Those of the activations, as ``cases`` has them."""
+    for names in ACTIVATIONS[:2]:
+        text = ", ".join(names)
+        x, dz = normal(side, len(names), side, dtype=dtype), normal(side, side, dtype=dtype)
+        for name, mode in {"numbers": 0, **MODES}.items():
+            forward = lambda m, x, names=names, mode=mode: act(  # noqa: E731
+                x, names, m, scaling_mode=mode
+            )
+            yield f"{text}, {name}", forward, (x,)
+            back = lambda m, dz, x, names=names, mode=mode: act_backward(  # noqa: E731
+                dz, x, names, m, False, scaling_mode=mode
+            )
+            yield f"{text}, gradient, {name}", back, (dz, x)
 
 
 def products(side):

@@ -16,6 +16,8 @@ OPS = (
     *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
     "norm_forward",
     "norm_backward",
+    "act_lu",
+    "dact_dbias_quantize",
 )
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 

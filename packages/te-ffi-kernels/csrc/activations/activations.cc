@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "common/error.h"
 #include "te/table.h"
 
 namespace jaxtap::activations {
@@ -18,23 +17,6 @@ const float* numbers(const void* from, te::Float dtype, int64_t at, int64_t coun
 }
 
 }  // namespace
-
-Activation activation_of(int64_t number) {
-  constexpr Activation kAll[] = {
-      {Function::kGelu, false},        {Function::kGelu, true},
-      {Function::kSigmoid, true},      {Function::kSilu, false},
-      {Function::kSilu, true},         {Function::kRelu, false},
-      {Function::kRelu, true},         {Function::kQuickGelu, false},
-      {Function::kQuickGelu, true},    {Function::kSquaredRelu, false},
-      {Function::kSquaredRelu, true},  {Function::kClampedSilu, true},
-  };
-  constexpr int64_t kCount = sizeof(kAll) / sizeof(kAll[0]);
-  if (number < 0 || number >= kCount) {
-    throw invalid_argument("act_enum is ", number, ", and must be from 0 (gelu) to ", kCount - 1,
-                           " (clamped swiglu)");
-  }
-  return kAll[number];
-}
 
 void Activated::load(int64_t row, int64_t rows, int64_t col, int64_t cols, float* out,
                      int64_t stride) const {

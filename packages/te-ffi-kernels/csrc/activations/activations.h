@@ -4,18 +4,11 @@
 
 #include <cstdint>
 
+#include "activations/activation.h"
 #include "activations/table.h"
 #include "te/quantize.h"
 
 namespace jaxtap::activations {
-
-struct Activation {
-  Function function;
-  bool gated;
-};
-
-// Of Transformer Engine's number. Throws for one without a meaning.
-Activation activation_of(int64_t number);
 
 struct Operands {
   Activation activation;

@@ -1,0 +1,22 @@
+"""The activations on a GPU: the tests of the CPU."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from on_gpu import marks
+
+# isort: split
+from test_activation_programs import (  # noqa: F401
+    test_a_batch_is_more_rows,
+    test_backward_target_refuses,
+    test_forward_target_refuses,
+    test_gradient_of_sums,
+    test_gradients_of_gradients,
+    test_shard_map,
+    test_vmap_and_scan,
+)
+from test_activations import *  # noqa: F403
+
+pytestmark = marks

@@ -1,0 +1,88 @@
+// What calls of act_lu and dact_dbias_quantize are given, checked, whatever platform they run on.
+
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "activations/activation.h"
+#include "ffi/te_outputs_call.h"
+
+namespace jaxtap::ffi {
+
+template <typename T>
+T ActivationMember(const xffi::Dictionary& dictionary, const char* name) {
+  if (dictionary.contains(name)) {
+    const auto value = dictionary.get<T>(name);
+    if (value.has_value()) return *value;
+  }
+  throw invalid_argument("act_params has no member ", name, ", or one of another type than it ",
+                         "must have: {clamped_swiglu: {limit, alpha, glu_linear_offset}}, of f32");
+}
+
+inline activations::Params ActivationParamsOf(const xffi::Dictionary& act_params) {
+  const auto clamped = ActivationMember<xffi::Dictionary>(act_params, "clamped_swiglu");
+  const activations::Params params = {ActivationMember<float>(clamped, "limit"),
+                                      ActivationMember<float>(clamped, "alpha"),
+                                      ActivationMember<float>(clamped, "glu_linear_offset")};
+  if (!(params.limit >= 0.0f)) {
+    throw invalid_argument("act_params has limit ", params.limit, ", which must be 0 or more");
+  }
+  return params;
+}
+
+struct ActivationConfig {
+  ActivationConfig(int64_t act_enum, int64_t scaling_mode, int64_t quantize_layout,
+                   const xffi::Dictionary& act_params, bool output_amax_when_no_scaling)
+      : activation(activations::activation_of(act_enum)),
+        params(ActivationParamsOf(act_params)),
+        output(scaling_mode, quantize_layout, output_amax_when_no_scaling) {}
+
+  int64_t parts() const { return activation.gated ? 2 : 1; }
+
+  activations::Activation activation;
+  activations::Params params;
+  OutputConfig output;
+};
+
+// [rows, columns of one part].
+inline Matrix ActivationRows(const ActivationConfig& config, const Array& x) {
+  NeedFloat(x);
+  const int64_t rank = x.rank();
+  if (rank < 2 || x.shape[static_cast<size_t>(rank - 2)] != config.parts()) {
+    throw invalid_argument("x is ", x.Text(), ", and its last axis but one must be ",
+                           config.parts(), ", as act_enum has it");
+  }
+  return {x.Product(0, rank - 2), x.shape[static_cast<size_t>(rank - 1)], rank - 2};
+}
+
+struct ActivationCall {
+  Array x, scale, amax;
+  Outputs outputs;
+
+  // Returns the rows, with the columns of one part.
+  Matrix Check(const ActivationConfig& config) const {
+    const Matrix matrix = ActivationRows(config, x);
+    CheckOutputs(config.output, x, matrix, scale, amax, outputs);
+    return matrix;
+  }
+};
+
+struct ActivationGradientCall {
+  Array dz, x, scale, amax;
+  Outputs outputs;
+  Array dbias;
+
+  // Returns the rows, with the columns of one part, and those of dx.
+  std::pair<Matrix, Matrix> Check(const ActivationConfig& config, bool is_dbias) const {
+    const Matrix rows = ActivationRows(config, x);
+    const Matrix matrix = {rows.rows, config.parts() * rows.cols, rows.axis};
+    NeedSize(dz.NeedDtype({x.dtype}), rows.rows * rows.cols,
+             "one for each result of the activation");
+    CheckOutputs(config.output, x, matrix, scale, amax, outputs);
+    if (is_dbias) NeedSize(dbias.NeedDtype({x.dtype}), matrix.cols, "one for each column of x");
+    return {rows, matrix};
+  }
+};
+
+}  // namespace jaxtap::ffi
