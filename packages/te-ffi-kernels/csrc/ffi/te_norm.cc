@@ -45,21 +45,8 @@ void WarmForward(const NormForwardConfig& config) {
 void ExecuteForward(const NormForwardConfig& config, xffi::ThreadPool pool,
                     const NormForwardCall& call) {
   const Matrix matrix = call.Check(config);
-  const bool layer = config.kind == Kind::kLayer;
-  if (!layer) Clear({call.mu});
-  norms::Norm norm;
-  norm.kind = config.kind;
-  norm.zero_centered = config.zero_centered;
-  norm.epsilon = config.epsilon;
-  norm.x = call.x.data;
-  norm.dtype = te::float_of(call.x.dtype);
-  norm.gamma = call.gamma.data;
-  norm.beta = call.beta.data;
-  norm.weights = te::float_of(call.gamma.dtype);
-  norm.rows = matrix.rows;
-  norm.cols = matrix.cols;
-  norm.mean = layer ? static_cast<float*>(call.mu.data) : nullptr;
-  norm.rsigma = static_cast<float*>(call.rsigma.data);
+  if (config.kind != Kind::kLayer) Clear({call.mu});
+  const norms::Norm norm = call.Args(config, matrix);
   XlaScheduler scheduler(pool);
   const Parallel parallel(scheduler);
   const norms::Normalized source(norm, config.output.cuts(), parallel);
@@ -148,24 +135,8 @@ void WarmBackward(int64_t norm_type, bool zero_centered) {
 
 void ExecuteBackward(int64_t norm_type, bool zero_centered, xffi::ThreadPool pool,
                      const NormBackwardCall& call) {
-  norms::Gradient args;
-  args.kind = norms::kind_of(norm_type);
-  const Matrix matrix = call.Check(args.kind);
-  const bool layer = args.kind == Kind::kLayer;
-  if (!layer) Clear({call.dbeta});
-  args.zero_centered = zero_centered;
-  args.dz = call.dz.data;
-  args.x = call.x.data;
-  args.dtype = te::float_of(call.x.dtype);
-  args.mean = layer ? static_cast<const float*>(call.mu.data) : nullptr;
-  args.rsigma = static_cast<const float*>(call.rsigma.data);
-  args.gamma = call.gamma.data;
-  args.weights = te::float_of(call.gamma.dtype);
-  args.rows = matrix.rows;
-  args.cols = matrix.cols;
-  args.dx = call.dx.data;
-  args.dgamma = call.dgamma.data;
-  args.dbeta = call.dbeta.data;
+  const norms::Gradient args = call.Args(norms::kind_of(norm_type), zero_centered);
+  if (args.kind != Kind::kLayer) Clear({call.dbeta});
   XlaScheduler scheduler(pool);
   norms::backward(args, Parallel(scheduler));
 }

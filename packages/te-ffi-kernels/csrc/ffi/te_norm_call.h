@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "ffi/te_outputs_call.h"
-#include "norms/kind.h"
+#include "norms/norm.h"
 
 namespace jaxtap::ffi {
 
@@ -52,13 +52,32 @@ struct NormForwardCall {
     CheckOutputs(config.output, x, matrix, scale, amax, outputs);
     return matrix;
   }
+
+  // Of what is checked.
+  norms::Norm Args(const NormForwardConfig& config, const Matrix& matrix) const {
+    norms::Norm norm;
+    norm.kind = config.kind;
+    norm.zero_centered = config.zero_centered;
+    norm.epsilon = config.epsilon;
+    norm.x = x.data;
+    norm.dtype = te::float_of(x.dtype);
+    norm.gamma = gamma.data;
+    norm.beta = beta.data;
+    norm.weights = te::float_of(gamma.dtype);
+    norm.rows = matrix.rows;
+    norm.cols = matrix.cols;
+    if (config.kind == norms::Kind::kLayer) norm.mean = static_cast<float*>(mu.data);
+    norm.rsigma = static_cast<float*>(rsigma.data);
+    return norm;
+  }
 };
 
 struct NormBackwardCall {
   Array dz, x, mu, rsigma, gamma;
   Array dx, dgamma, dbeta;
 
-  Matrix Check(norms::Kind kind) const {
+  // Checks, and returns what the kernels get.
+  norms::Gradient Args(norms::Kind kind, bool zero_centered) const {
     const Matrix matrix = NormRows(x, gamma);
     NeedSize(dz.NeedDtype({x.dtype}), x.size(), "one for each number of x");
     NeedSize(dx.NeedDtype({x.dtype}), x.size(), "one for each number of x");
@@ -68,7 +87,22 @@ struct NormBackwardCall {
       NeedSize(mu.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
       NeedSize(dbeta.NeedDtype({gamma.dtype}), matrix.cols, "one for each column of x");
     }
-    return matrix;
+    norms::Gradient args;
+    args.kind = kind;
+    args.zero_centered = zero_centered;
+    args.dz = dz.data;
+    args.x = x.data;
+    args.dtype = te::float_of(x.dtype);
+    if (kind == norms::Kind::kLayer) args.mean = static_cast<const float*>(mu.data);
+    args.rsigma = static_cast<const float*>(rsigma.data);
+    args.gamma = gamma.data;
+    args.weights = te::float_of(gamma.dtype);
+    args.rows = matrix.rows;
+    args.cols = matrix.cols;
+    args.dx = dx.data;
+    args.dgamma = dgamma.data;
+    args.dbeta = dbeta.data;
+    return args;
   }
 };
 

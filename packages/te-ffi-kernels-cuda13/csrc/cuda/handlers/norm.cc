@@ -41,27 +41,13 @@ void Forward(const Call& call) {
       call.Result(5, "mu"),
       call.Result(6, "rsigma")};
   const ffi::Matrix matrix = given.Check(config);
-  Norm norm;
-  norm.kind = config.kind;
-  norm.zero_centered = config.zero_centered;
-  norm.epsilon = config.epsilon;
-  norm.x = given.x.data;
-  norm.dtype = te::float_of(given.x.dtype);
-  norm.gamma = given.gamma.data;
-  norm.beta = given.beta.data;
-  norm.weights = te::float_of(given.gamma.dtype);
-  norm.rows = matrix.rows;
-  norm.cols = matrix.cols;
-  norm.rsigma = static_cast<float*>(given.rsigma.data);
-  if (config.kind == Kind::kLayer) {
-    norm.mean = static_cast<float*>(given.mu.data);
-    if (config.output.quantizes()) {
-      const Array workspace = call.Result(7, "workspace");
-      NeedSize(workspace.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
-      norm.rest = static_cast<float*>(workspace.data);
-    }
-  } else {
+  Norm norm{given.Args(config, matrix)};
+  if (config.kind != Kind::kLayer) {
     call.Clear({given.mu});
+  } else if (config.output.quantizes()) {
+    const Array workspace = call.Result(7, "workspace");
+    NeedSize(workspace.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
+    norm.rest = static_cast<float*>(workspace.data);
   }
   const Quantize outputs = OutputsOf(call, config.output, given.x.dtype, matrix, given.scale,
                                      given.amax, given.outputs);
@@ -75,30 +61,14 @@ void CheckBackward(const xffi::Dictionary& attributes) {
 
 void Backward(const Call& call) {
   call.NeedCounts(5, 4);  // the last result is a workspace, which isn't used
-  NormGradient args;
-  args.kind = norms::kind_of(NeedAttribute<int64_t>(call.attributes, "norm_type"));
-  args.zero_centered = NeedAttribute<bool>(call.attributes, "zero_centered_gamma");
   const ffi::NormBackwardCall given = {call.Operand(0, "dz"),      call.Operand(1, "x"),
                                        call.Operand(2, "mu"),      call.Operand(3, "rsigma"),
                                        call.Operand(4, "gamma"),   call.Result(0, "dx"),
                                        call.Result(1, "dgamma"),   call.Result(2, "dbeta")};
-  const ffi::Matrix matrix = given.Check(args.kind);
-  args.dz = given.dz.data;
-  args.x = given.x.data;
-  args.dtype = te::float_of(given.x.dtype);
-  args.rsigma = static_cast<const float*>(given.rsigma.data);
-  args.gamma = given.gamma.data;
-  args.weights = te::float_of(given.gamma.dtype);
-  args.rows = matrix.rows;
-  args.cols = matrix.cols;
-  args.dx = given.dx.data;
-  args.dgamma = given.dgamma.data;
-  if (args.kind == Kind::kLayer) {
-    args.mean = static_cast<const float*>(given.mu.data);
-    args.dbeta = given.dbeta.data;
-  } else {
-    call.Clear({given.dbeta});
-  }
+  const NormGradient args =
+      given.Args(norms::kind_of(NeedAttribute<int64_t>(call.attributes, "norm_type")),
+                 NeedAttribute<bool>(call.attributes, "zero_centered_gamma"));
+  if (args.kind != Kind::kLayer) call.Clear({given.dbeta});
   norm_backward(args, call.stream);
 }
 

@@ -91,6 +91,7 @@ JAXTAP_DEVICE void by_function(Function function, Body&& body) {
     case Function::kSquaredRelu: return body(Constant<Function::kSquaredRelu>{});
     case Function::kClampedSilu: return body(Constant<Function::kClampedSilu>{});
   }
+  __builtin_unreachable();
 }
 
 }  // namespace

@@ -5,44 +5,16 @@
 #include <cstdint>
 
 #include "cuda/kernels/quantize.h"
-#include "norms/kind.h"
+#include "norms/norm.h"
 
 namespace jaxtap::cuda {
 
 // Arrays of the device.
-struct Norm {
-  norms::Kind kind = norms::Kind::kLayer;
-  bool zero_centered = false;  // whether what is multiplied with is 1 + gamma
-  float epsilon = 0.0f;
-  const void* x = nullptr;  // [rows, cols]
-  te::Float dtype = te::Float::kF32;
-  const void* gamma = nullptr;  // [cols]
-  const void* beta = nullptr;   // [cols]; not read for RMS
-  te::Float weights = te::Float::kF32;
-  int64_t rows = 0, cols = 0;
-
-  float* mean = nullptr;    // [rows]; nullptr for RMS
-  float* rsigma = nullptr;  // [rows]
+struct Norm : norms::Norm {
   // What rounding took from the mean, [rows]; nullptr for RMS, or where nothing is quantized.
   float* rest = nullptr;
 };
-
-struct NormGradient {
-  norms::Kind kind = norms::Kind::kLayer;
-  bool zero_centered = false;
-  const void* dz = nullptr;  // [rows, cols]
-  const void* x = nullptr;   // [rows, cols]
-  te::Float dtype = te::Float::kF32;
-  const float* mean = nullptr;    // [rows]; not read for RMS
-  const float* rsigma = nullptr;  // [rows]
-  const void* gamma = nullptr;    // [cols]
-  te::Float weights = te::Float::kF32;
-  int64_t rows = 0, cols = 0;
-
-  void* dx = nullptr;      // [rows, cols], of `dtype`
-  void* dgamma = nullptr;  // [cols], of `weights`
-  void* dbeta = nullptr;   // [cols], of `weights`; not written for RMS
-};
+using NormGradient = norms::Gradient;
 
 // (x - mean) * rsigma * gamma + beta, as numbers or as codes: where `outputs` has it, whose x is
 // not read. Sums are in an order that depends on the shape alone, not even on dtypes.

@@ -32,6 +32,8 @@ struct NormWeights {
       case te::Float::kF16:
         load<F16>(static_cast<const uint16_t*>(at) + col, left, wide, out);
         break;
+      default:
+        __builtin_unreachable();
     }
     JAXTAP_UNROLL
     for (int i = 0; i < kCount; ++i) out[i] += offset;

@@ -44,7 +44,7 @@ __global__ void softmax_forward_block_kernel(SoftmaxArgs args) {
   // Where the largest number is -infinity, that of the row is NaN, as 0 times infinity.
   const float inverse = 1.0f / sum;
   for (int64_t at = first; at < args.k; at += step) {
-    float x[kCount];
+    float x[kCount] = {};
     const uint32_t gone = left_out<kCount>(mask, at, columns, args.wide);
     if (at < columns) load<Format>(from + at, args.k - at, args.wide, x);
     JAXTAP_UNROLL
