@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(kThreads, 2) packed_tiles_kernel(Args args) {
     for (int64_t line = group * args.group_lines; line < end; line += kWords) {
       const int words = static_cast<int>(end - line < kWords ? end - line : kWords);
       __syncthreads();  // they may be in use from the last time
-      JAXTAP_UNROLL
       for (int i = thread; i < kRows * kWords; i += kThreads) {
         const int at = i / kWords, word = i % kWords;
         const bool there = first_row + at < args.m && word < words;
@@ -63,8 +62,7 @@ __global__ void __launch_bounds__(kThreads, 2) packed_tiles_kernel(Args args) {
         write<kQuad>(&of_weight[word][at * kCols + thread % kQuad * kQuad], four);
       }
       __syncthreads();
-      JAXTAP_UNROLL
-      for (int word = 0; word < kWords; ++word) {
+      for (int word = 0; word < words; ++word) {
         const auto a = read<kQuad>(&of_x[word][row]), b = read<kQuad>(&of_x[word][row + kQuad]);
         const auto w = read<kColsOfThread>(&of_weight[word][col]);
         JAXTAP_UNROLL

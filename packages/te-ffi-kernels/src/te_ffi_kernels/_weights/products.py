@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .. import _op
-from . import reference
+from . import reference, workspace
 from .packed import PackedWeight
 from .sharding import partition_product
 
@@ -147,6 +147,7 @@ def _kernel(
         # As provider-xla asks, so that a plan shows what will run.
         question={"group": group, "bits": bits},
         partition=functools.partial(partition_product, shape, dtype),
+        workspace=functools.partial(workspace.of_product, op, shape, dtype),
         k=k,
         n=n,
         group=group,
