@@ -43,6 +43,16 @@ void few_floats(const PackedProduct& args, Stream stream) {
   jaxtap::cuda::gemv(gemv, stream);
 }
 
+void check_call(const PackedProduct& args, const PackedSums* sums) {
+  if (sums == nullptr) throw failed_precondition("the product has no plan");
+  for (const void* address : {args.x, const_cast<const void*>(args.y)}) {
+    if (reinterpret_cast<uintptr_t>(address) % kLtAlignment != 0) {
+      throw invalid_argument("an array begins at ", address, ", which isn't a multiple of ",
+                             kLtAlignment, "; XLA's arrays are");
+    }
+  }
+}
+
 }  // namespace
 
 PackedSteps::PackedSteps(const PackedProduct& args) {
@@ -142,6 +152,7 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
   const PackedSteps steps(args);
   if (steps.empty) return;
   if (steps.bytes == 0) return few_floats(args, stream);
+  if (steps.library) check_call(args, sums);
   char* workspace = section_of(given);
   const size_t needed = steps.bytes + (sums == nullptr ? 0 : sums->workspace());
   if (workspace - static_cast<char*>(given) + needed > bytes) {
@@ -159,13 +170,6 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
     const PackedDot dot = {codes,      row_factors, args.m, args.k,      args.n,
                            args.group, args.weight, args.y, args.y_dtype};
     return steps.few ? packed_dot(dot, stream) : packed_tiles(dot, stream);
-  }
-  if (sums == nullptr) throw failed_precondition("the product has no plan");
-  for (const void* address : {args.x, const_cast<const void*>(args.y)}) {
-    if (reinterpret_cast<uintptr_t>(address) % kLtAlignment != 0) {
-      throw invalid_argument("an array begins at ", address, ", which isn't a multiple of ",
-                             kLtAlignment, "; XLA's arrays are");
-    }
   }
   PackedWeight weight = unpacked(args);
   weight.out = workspace + steps.weight;

@@ -40,7 +40,8 @@ def gemm_w8a8(
     Raises:
         TypeError: another dtype, or a weight that isn't a PackedWeight.
         ValueError: another number of columns, or a weight of 4 bits or a stack of several.
-        jax.errors.JaxRuntimeError: when it runs: a weight whose buffer is damaged.
+        jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged. On a GPU
+            the columns of a panel with a damaged header are NaN.
     """
     return _product("gemm_w8a8", 8, x, weight, out_dtype)
 
