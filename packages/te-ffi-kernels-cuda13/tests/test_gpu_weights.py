@@ -81,20 +81,22 @@ def test_many_rows_of_codes_are_exact(rows, k, n, dtype, groups):
     np.testing.assert_array_equal(y, jnp.asarray(expected).astype(dtype))
 
 
-@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("rows", "k", "n"), [(65, 33, 40), (200, 192, 129), (130, 2112, 64)])
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "groups"),
+    [(65, 33, 40, 1), (200, 192, 129, 1), (65, 16, 40, 2), (200, 192, 129, 3), (130, 2112, 64, 3)],
+)
 @pytest.mark.parametrize("op", WEIGHT_ONLY)
-def test_many_rows_beside_float64(op, rows, k, n, dtype, groups):
+def test_many_rows_beside_float64(op, rows, k, n, groups, dtype):
     bits = WEIGHT_ONLY[op]
     rng = np.random.default_rng(2)
-    codes, scale = weight(rng, k, n, bits, groups if k % 24 == 0 else 1)
+    codes, scale = weight(rng, k, n, bits, groups)
     x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
     y = np.asarray(op(x, packed(codes, scale, bits), out_dtype=jnp.float32), np.float64)
     wide, full = np.asarray(x, np.float64), matrix(codes, scale)
-    # Weights with groups have 16 digits at least; tensor cores add up with less than float32's.
-    bound = 2.0**-16 * (np.abs(wide) @ np.abs(full))
-    assert (np.abs(y - wide @ full) <= bound).all()
+    # Weights with groups have 16 digits at least, and tensor cores add up fewer than float32's.
+    slack = 2e-6 if dtype == jnp.float32 else 3e-5
+    assert (np.abs(y - wide @ full) <= slack * (np.abs(wide) @ np.abs(full))).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
