@@ -7,8 +7,8 @@ namespace jaxtap::cuda {
 
 constexpr uint32_t kLtAlignment = 16;  // of operands and results; XLA aligns to this at least
 
-// The algorithm that cuBLASLt takes for the fastest within `limit` bytes of workspace, and the bytes
-// that it needs. Returns whether there is one.
+// The algorithm that cuBLASLt takes for the fastest within `limit` bytes of workspace, and what it
+// needs of them. Returns whether there is one.
 inline bool lt_choose(CublasLt& lt, LtHandle handle, const LtCall& call, size_t limit,
                       LtAlgorithm* algorithm, size_t* workspace) {
   OwnedPreference preference(lt);

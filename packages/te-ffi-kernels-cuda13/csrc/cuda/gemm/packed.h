@@ -1,7 +1,7 @@
 // Products with packed weights, as many rows as there may be.
 //
-// A few rows have kernels that read the panels. Many rows of codes with groups do too, since the sums
-// of each group are scaled apart. Otherwise the weight is unpacked into the workspace, for cuBLASLt:
+// A few rows have kernels that read the panels. Many rows of codes with groups do too, since sums
+// of each group are scaled apart. Otherwise the weight is unpacked into the workspace for cuBLASLt,
 // as int8 codes for rows in int8, as codes in the dtype of x for rows in floats, or with groups as
 // codes times scales. In 16 bits those would be rounded to 8 or 11 digits, which results in float32
 // would show; so they are sums of two numbers, and the product is two that are added up. A kernel

@@ -17,8 +17,8 @@ constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
 
 template <int kBits>
 ffi::ProductConfig ConfigOf(const xffi::Dictionary& attributes) {
-  return {ffi::NeedAttribute<int64_t>(attributes, "k"), ffi::NeedAttribute<int64_t>(attributes, "n"),
-          ffi::NeedAttribute<int64_t>(attributes, "group"), kBits};
+  const auto need = [&](const char* name) { return ffi::NeedAttribute<int64_t>(attributes, name); };
+  return {need("k"), need("n"), need("group"), kBits};
 }
 
 template <int kBits>

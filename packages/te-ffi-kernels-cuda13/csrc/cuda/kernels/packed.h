@@ -9,8 +9,8 @@
 
 namespace jaxtap::cuda {
 
-// Rows to int8 as the CPU's matmul with `planes` 1 has it: a scale for each row, or for each group of
-// one.
+// Rows to int8 as the CPU's matmul with `planes` 1 has it: a scale for each row, or for each of its
+// groups.
 struct PackedRows {
   const void* x = nullptr;  // [m, k]
   te::Float x_dtype = te::Float::kF32;
@@ -47,8 +47,8 @@ struct PackedDot {
 // As int8 without groups: depth is padded_k, and the factors are the scales.
 // As floats: depth is k. Without groups these are codes, which are exact, and the factors are the
 // scales. With groups they are codes times scales, relative to a power of two, which is the factor:
-// in float32 rounded once; in 16 bits in two parts, the second of which is what rounding to the first
-// one took away.
+// in float32 rounded once; in 16 bits in two parts, the second of which is what rounding to the
+// first one took away.
 struct PackedWeight {
   const uint8_t* weight = nullptr;
   int64_t k = 0, n = 0;

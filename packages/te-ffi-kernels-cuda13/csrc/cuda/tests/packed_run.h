@@ -1,5 +1,5 @@
-// One product of rows with a packed weight, by the CUDA half, whose cuBLASLt is one in memory, and by
-// the CPU's kernels.
+// One product of rows with a packed weight, by the CUDA half, whose cuBLASLt is one in memory, and
+// by the CPU's kernels.
 #pragma once
 
 #include <algorithm>
