@@ -7,6 +7,7 @@ Runs where JAX puts arrays. With --tiny, sizes are those of a rehearsal.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -130,15 +131,22 @@ def exercise():
                 for bias in (jnp.zeros((0,)), normal(n, dtype=jnp.bfloat16)):
                     for gelu in (False, True):
                         jax.block_until_ready(product(*given, bias, mode, fuse_gelu=gelu))
-    for bits, groups in ((8, 1), (8, 3), (4, 1), (4, 3)):
-        weight = packed(192, 70, bits, groups)
-        for dtype in DTYPES.values():
-            for rows in (1, 5):
-                x = normal(rows, 192, dtype=dtype)
-                jax.block_until_ready(PRODUCTS[bits](x, weight))
-    jax.block_until_ready(te.gemm_w8a16(normal(3, 192, dtype=jnp.float32), packed(192, 70, 8, 1)))
+    exercise_packed()
     jax.effects_barrier()
     print("every kernel ran")
+
+
+def exercise_packed():
+    """Packs weights and multiplies with them, as ``exercise`` does."""
+    for bits, groups, k in ((8, 1, 192), (8, 3, 192), (8, 1, 2100), (4, 1, 190), (4, 3, 192)):
+        weight = packed(k, 70, bits, groups)
+        for dtype in DTYPES.values():
+            for rows in (1, 5, 70):
+                x = normal(rows, k, dtype=dtype)
+                jax.block_until_ready(PRODUCTS[bits](x, weight))
+                if bits == 8:
+                    jax.block_until_ready(te.gemm_w8a8(x, weight))
+    jax.block_until_ready(te.gemm_w8a16(normal(3, 192, dtype=jnp.float32), packed(192, 70, 8, 1)))
 
 
 def exercise_norms(dtype):
@@ -288,6 +296,30 @@ def one_row(side):
         yield f"gemv_w{bits}", kernel, lambda x, weight, w: x @ w, args, 2 * side**2
 
 
+def many_rows(side):
+    """As `products`, of rows with packed weights."""
+    x, w = (normal(side, side, dtype=jnp.bfloat16) for _ in range(2))
+    for name, run, bits in (
+        ("gemm_w8a8", te.gemm_w8a8, 8),
+        ("gemm_w8a16", te.gemm_w8a16, 8),
+        ("gemv_w4", te.gemv_w4, 4),
+    ):
+        for group in (0, 128):
+            args = (x, packed(side, side, bits, side // group if group else 1), w)
+            kernel = lambda x, weight, w, run=run: run(x, weight)  # noqa: E731
+            label = f"{name}, {side} rows" + (f", groups of {group}" if group else "")
+            yield label, kernel, lambda x, weight, w: x @ w, args, 2 * side**3
+
+
+def packing(side):
+    """As `cases`, of packing a weight."""
+    codes = jnp.asarray(np.random.default_rng().integers(-7, 8, (side, side), np.int8))
+    scale = jnp.ones((1, side))
+    for bits in PRODUCTS:
+        run = lambda m, *given, bits=bits: getattr(m, f"pack_w{bits}")(*given)  # noqa: E731
+        yield f"pack_w{bits}", run, (codes, scale)
+
+
 def measure(path, side):
     """Writes seconds and bytes of each case and of a copy, and operations of products."""
     found = []
@@ -295,7 +327,8 @@ def measure(path, side):
         x = normal(side, side, dtype=dtype)
         seconds, moved = compare({"kernel": jnp.negative}, (x,))
         copy = moved / seconds["kernel"]
-        for name, run, args in cases(side, dtype):
+        more = packing(side) if dtype == jnp.float32 else ()
+        for name, run, args in itertools.chain(cases(side, dtype), more):
             sides = {"kernel": partial(run, te), "xla": partial(run, reference)}
             seconds, moved = compare(sides, args)
             found.append(
@@ -307,7 +340,10 @@ def measure(path, side):
                 }
             )
             print(found[-1], file=sys.stderr)
-    for name, run, in_xla, args, flops in (*products(side // 2), *one_row(side // 2)):
+    half = side // 2
+    for name, run, in_xla, args, flops in itertools.chain(
+        products(half), one_row(half), many_rows(half)
+    ):
         seconds, _ = compare({"kernel": run, "xla": in_xla}, args)
         found.append({"case": name, "seconds": seconds, "flops": flops})
         print(found[-1], file=sys.stderr)

@@ -8,12 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import te_ffi_kernels as te
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from on_gpu import marks
 
 # isort: split
-from made import weight
+from made import matrix, quantized_rows, weight
+from test_packing import (  # noqa: F401
+    test_a_slice_of_panels_is_a_weight,
+    test_a_stack_is_packed_layer_by_layer,
+    test_kernel_and_reference_write_the_same_bytes,
+    test_layout_by_hand,
+    test_what_is_packed_is_unpacked,
+)
 from test_products import (  # noqa: F401
     WEIGHT_ONLY,
     packed,
@@ -23,34 +32,99 @@ from test_products import (  # noqa: F401
     test_gradient_is_that_of_floats,
     test_products_take_leading_axes,
     test_reference_and_kernel_agree,
+    test_w8a8_is_exact_integer_arithmetic,
     test_weight_only_beside_float64,
 )
 
 pytestmark = marks
 
 
-def runs_kernel(op, rows):
-    bits = WEIGHT_ONLY[op]
-    w = packed(*weight(np.random.default_rng(), 64, 40, bits), bits)
+BITS = {te.gemm_w8a8: 8, **WEIGHT_ONLY}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("rows", [1, 64, 65])
+@pytest.mark.parametrize("op", BITS)
+def test_it_is_the_kernel_that_runs(op, rows, groups):
+    bits = BITS[op]
+    w = packed(*weight(np.random.default_rng(), 64, 40, bits, groups), bits)
     text = jax.jit(lambda x: op(x, w)).lower(jnp.ones((rows, 64))).compile().as_text()
-    return f'custom_call_target="te_ffi_kernels.{op.__name__}"' in text
+    assert f'custom_call_target="te_ffi_kernels.{op.__name__}"' in text
 
 
+@pytest.mark.parametrize("op", [te.pack_w8, te.pack_w4])
+def test_packing_is_a_kernel(op):
+    given = jnp.zeros((64, 40), jnp.int8), jnp.ones((1, 40))
+    text = jax.jit(lambda *given: op(*given).buffer).lower(*given).compile().as_text()
+    assert f'custom_call_target="te_ffi_kernels.{op.__name__}"' in text
+
+
+def test_codes_beyond_4_bits_wrap_around():
+    """As in the reference: an error can't be raised, since nobody waits for the device."""
+    codes, scale = jnp.arange(-128, 128, dtype=jnp.int8).reshape(16, 16), jnp.ones((1, 16))
+    found = te.pack_w4(codes, scale).buffer
+    np.testing.assert_array_equal(found, te.reference.pack_w4(codes, scale).buffer)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("rows", "k", "n"), [(65, 96, 40), (200, 192, 129), (130, 2112, 64)])
+def test_many_rows_of_codes_are_exact(rows, k, n, dtype, groups):
+    rng = np.random.default_rng(1)
+    codes, scale = weight(rng, k, n, 8, groups)
+    x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
+    y = te.gemm_w8a8(x, packed(codes, scale))
+    of_x, row_scale = quantized_rows(np.asarray(x, np.float32).reshape(rows, groups, -1))
+    expected = np.zeros((rows, n), np.float32)
+    for g, part in enumerate(np.split(codes.astype(np.int64), groups)):
+        expected += (of_x[:, g] @ part).astype(np.float32) * row_scale[:, g] * scale[g]
+    np.testing.assert_array_equal(y, jnp.asarray(expected).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "groups"),
+    [(65, 33, 40, 1), (200, 192, 129, 1), (65, 16, 40, 2), (200, 192, 129, 3), (130, 2112, 64, 3)],
+)
 @pytest.mark.parametrize("op", WEIGHT_ONLY)
-def test_the_kernel_is_for_few_rows(op):
-    assert runs_kernel(op, 1)
-    assert runs_kernel(op, 64)
-    assert not runs_kernel(op, 65)
-
-
-@pytest.mark.parametrize("op", WEIGHT_ONLY)
-@pytest.mark.parametrize("byte", [0, 4, 5, 6, 8, 12, 16, 24])
-def test_a_panel_with_a_damaged_header_gives_nan(op, byte):
-    """An error can't be raised, since nobody waits for the device."""
+def test_many_rows_beside_float64(op, rows, k, n, groups, dtype):
     bits = WEIGHT_ONLY[op]
-    w = packed(*weight(np.random.default_rng(), 64, 40, bits), bits)
+    rng = np.random.default_rng(2)
+    codes, scale = weight(rng, k, n, bits, groups)
+    x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
+    y = np.asarray(op(x, packed(codes, scale, bits), out_dtype=jnp.float32), np.float64)
+    wide, full = np.asarray(x, np.float64), matrix(codes, scale)
+    # Weights with groups have 16 digits at least, and tensor cores add up fewer than float32's.
+    slack = 2e-6 if dtype == jnp.float32 else 3e-5
+    assert (np.abs(y - wide @ full) <= slack * (np.abs(wide) @ np.abs(full))).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("op", BITS)
+def test_a_bad_value_spoils_its_row_alone_of_many(op, groups, bad):
+    bits = BITS[op]
+    codes, scale = weight(np.random.default_rng(3), 64, 20, bits, groups)
+    codes[codes == 0] = 1
+    w = packed(codes, scale, bits)
+    x = np.random.default_rng(4).normal(size=(70, 64)).astype(np.float32)
+    clean = np.asarray(op(jnp.asarray(x), w))
+    x[2, 17] = bad
+    y = np.asarray(op(jnp.asarray(x), w))
+    assert not np.isfinite(y[2]).any()
+    np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(clean, 2, 0))
+
+
+@pytest.mark.parametrize("rows", [2, 70])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("op", BITS)
+@pytest.mark.parametrize("byte", [0, 4, 5, 6, 8, 12, 16, 24])
+def test_a_panel_with_a_damaged_header_gives_nan(op, byte, groups, rows):
+    """An error can't be raised, since nobody waits for the device."""
+    bits = BITS[op]
+    w = packed(*weight(np.random.default_rng(), 64, 40, bits, groups), bits)
     damaged = jax.tree.map(lambda b: b.at[1, byte].set(b[1, byte] ^ np.uint8(3)), w)
-    x = jnp.ones((2, 64))
+    x = jnp.ones((rows, 64))
     y, good = np.asarray(op(x, damaged)), np.asarray(op(x, w))
     assert np.isnan(y[:, 16:32]).all()
     np.testing.assert_array_equal(np.delete(y, range(16, 32), 1), np.delete(good, range(16, 32), 1))

@@ -1,11 +1,33 @@
-"""Which products with packed weights have a kernel, on any machine."""
+"""Products with packed weights on any machine: which calls have a kernel, and its memory."""
+
+import importlib
+import importlib.util
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import te_ffi_kernels as te
 from interception_core._kernels.call import kernel_call
-from te_ffi_kernels_cuda13 import _supports
+from te_ffi_kernels import _op
+from te_ffi_kernels._weights import workspace
+from te_ffi_kernels._workspace import CUBLASLT, PART
+from te_ffi_kernels_cuda13 import _cublas, _supports
+
+BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
+needs_native = pytest.mark.skipif(not BUILT, reason="built without nvcc")
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+BITS = {"gemm_w8a8": 8, "gemm_w8a16": 8, "gemv_w8": 8, "gemv_w4": 4}
+ROWS = (0, 1, 64, 65, 200)
+SHAPES = [(64, 16, 0), (100, 40, 0), (96, 1, 8), (192, 70, 24), (192, 64, 96), (64, 0, 0)]
+
+
+def call(shape, dtype, group, op="gemv_w8"):
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    weight = jax.ShapeDtypeStruct((shape[-1], 40), jnp.int8)
+    return kernel_call(op, "cuda", (x, weight), {"group": group, "bits": BITS[op]})
 
 
 @pytest.mark.parametrize(
@@ -14,17 +36,101 @@ from te_ffi_kernels_cuda13 import _supports
         ((1, 64), "bfloat16", 0, True),
         ((64, 64), "float32", 32, True),
         ((0, 64), "float16", 8, True),
-        ((65, 64), "float32", 0, "x has 65 rows"),
-        ((5, 13, 64), "float32", 0, "x has 65 rows"),
         ((1, 64), "int8", 0, "x is int8"),
         ((1, 64), "float32", 12, "groups of 12 rows"),
         ((1, 64), "float32", 24, "groups of 24 rows"),
         ((1, 0), "float32", 0, "nothing is contracted"),
     ],
 )
-def test_few_rows(shape, dtype, group, part):
-    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    weight = jax.ShapeDtypeStruct((shape[-1], 40), jnp.int8)
-    call = kernel_call("gemv_w8", "cuda", (x, weight), {"group": group, "bits": 8})
-    found = _supports.few_rows(call)
+@pytest.mark.parametrize("op", BITS)
+def test_few_rows_need_no_library(monkeypatch, shape, dtype, group, part, op):
+    monkeypatch.setattr(_cublas, "missing", lambda: "cuBLASLt can't be loaded")
+    monkeypatch.setattr(_supports, "compute_capability", lambda: 0)
+    found = _supports.packed_product(call(shape, dtype, group, op))
     assert found is True if part is True else part in found
+
+
+@pytest.mark.parametrize("shape", [(65, 64), (5, 13, 64)])
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("op", BITS)
+def test_many_rows_need_one_but_for_groups_of_codes(monkeypatch, shape, group, op):
+    asked = call(shape, "float32", group, op)
+    monkeypatch.setattr(_supports, "compute_capability", lambda: 0)
+    monkeypatch.setattr(_cublas, "missing", lambda: None)
+    alone = op == "gemm_w8a8" and group != 0
+    assert _supports.packed_product(asked) in ([True] if alone else ["there is no NVIDIA GPU here"])
+    monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
+    assert _supports.packed_product(asked) is True
+    monkeypatch.setattr(_cublas, "missing", lambda: "cuBLASLt can't be loaded")
+    assert _supports.packed_product(asked) == (alone or "cuBLASLt can't be loaded")
+
+
+def test_sums_that_leave_int32(monkeypatch):
+    monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
+    monkeypatch.setattr(_cublas, "missing", lambda: None)
+    most = 131_008
+    for rows in (1, 100):
+        assert _supports.packed_product(call((rows, most), "float32", 0, "gemm_w8a8")) is True
+        found = _supports.packed_product(call((rows, most + 1), "float32", 0, "gemm_w8a8"))
+        assert "131008 at most" in str(found)
+        assert _supports.packed_product(call((rows, 2 * most), "float32", 8, "gemm_w8a8")) is True
+        assert _supports.packed_product(call((rows, most + 1), "float32", 0)) is True
+
+
+def operands(m, k, n, dtype):
+    return (
+        jax.ShapeDtypeStruct((m, k), dtype),
+        jax.ShapeDtypeStruct((-(-n // 16), 1), jnp.uint8),
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("op", BITS)
+def test_the_kernel_has_the_memory_that_it_asks_for(op):
+    native = importlib.import_module("te_ffi_kernels_cuda13._native")
+    for (k, n, group), m, kind, out in itertools.product(SHAPES, ROWS, FLOATS, FLOATS):
+        found = native.packed_workspace(
+            m, k, n, group, BITS[op], op == "gemm_w8a8", FLOATS.index(kind), FLOATS.index(out)
+        )
+        given = (op, (k, n, group), jnp.dtype(out))
+        assert workspace.beside_cublaslt(*given, *operands(m, k, n, kind)) == found
+        whole = workspace.of_product(*given, "cuda", *operands(m, k, n, kind))
+        library = m > 64 and not (op == "gemm_w8a8" and group)
+        assert whole == (CUBLASLT * library + PART + found if library or found else 1)
+        assert workspace.of_product(*given, "cpu", *operands(m, k, n, kind)) is None
+
+
+def test_blocks_of_a_weight_have_workspaces_of_their_own():
+    shape = (64, 96, 0)
+    x, whole = operands(100, 64, 96, jnp.bfloat16)
+    block = jax.ShapeDtypeStruct((2, 1), jnp.uint8)
+    wanted = workspace.of_product("gemv_w8", (64, 32, 0), jnp.bfloat16, "cuda", x, block)
+    found = workspace.of_product("gemv_w8", shape, jnp.bfloat16, "cuda", x, block)
+    assert found == wanted
+    assert found < workspace.of_product("gemv_w8", shape, jnp.bfloat16, "cuda", x, whole)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("op", "rows", "bytes_"),
+    [
+        # Codes and a scale; a NaN or 1 for each row, the weight as floats, a scale of each column.
+        ("gemm_w8a8", 1, 256 + 256 + 256),
+        ("gemv_w8", 64, 1),
+        ("gemv_w8", 65, 256 + 512 + 4 * 64 * 48 + 256 + 4 * 65 * 48 + 64 + CUBLASLT),
+    ],
+)
+def test_a_program_for_gpus_gives_it_memory(monkeypatch, op, rows, bytes_):
+    monkeypatch.setattr(_op, "_has_backend", lambda platform: True)
+    monkeypatch.setattr(_op, "register_kernel", lambda spec: spec.target)
+    monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
+    monkeypatch.setattr(_cublas, "missing", lambda: None)
+    weight = te.PackedWeight(jax.ShapeDtypeStruct((3, 64 + 64 + 16 * 64), jnp.uint8), 64, 40, 8, 0)
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    traced = jax.jit(getattr(te, op)).trace(x, weight)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = re.search(rf"@te_ffi_kernels\.{op}.*tensor<{rows}x40xf32>, tensor<(\d+)xui8>", text)
+    assert int(found[1]) == bytes_
+    # The CPU's kernel has no such result.
+    text = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert re.search(rf"@te_ffi_kernels\.{op}.*-> tensor<{rows}x40xf32>", text)

@@ -59,3 +59,11 @@ inline int atomicMax(int* at, int value) {
   if (value > before) *at = value;
   return before;
 }
+
+// c and the products of four pairs of int8.
+inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 4; ++i) {
+    c += static_cast<int8_t>(a >> (8 * i) & 0xff) * static_cast<int8_t>(b >> (8 * i) & 0xff);
+  }
+  return c;
+}

@@ -7,12 +7,14 @@ from ._status import built
 API = (1, 1)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
-_FEW_ROWS = ("gemv_w8", "gemv_w4", "gemm_w8a16")
+_PRODUCTS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
 OPS = (
     "dbias_quantize",
     "dequantize",
     "gemm_v2",
-    *_FEW_ROWS,
+    *_PRODUCTS,
+    "pack_w8",
+    "pack_w4",
     *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
     "norm_forward",
     "norm_backward",
@@ -22,7 +24,7 @@ OPS = (
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 
 
-_SUPPORTS = {"gemm_v2": "gemm_v2"} | dict.fromkeys(_FEW_ROWS, "few_rows")
+_SUPPORTS = {"gemm_v2": "gemm_v2"} | dict.fromkeys(_PRODUCTS, "packed_product")
 
 
 @hookimpl

@@ -8,7 +8,8 @@ from . import _cublas
 from ._status import compute_capability
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_MOST_ROWS = 64
+_FEW_ROWS = 64
+_MOST_EXACT = (1 << 17) - 64
 _MXFP8 = 2
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -46,20 +47,25 @@ def gemm_v2(call: KernelCall) -> bool | str:
     return _cublas.missing() or True
 
 
-def few_rows(call: KernelCall) -> bool | str:
-    """Tells whether a product of x[rows, k] with a weight[k, n] has a kernel: that for few rows."""
+def packed_product(call: KernelCall) -> bool | str:
+    """Tells whether a product of x[rows, k] with a weight[k, n] has a kernel."""
     fits = anything(call)
     if fits is not True:
         return fits
     x, weight = call.operands
     k, group = weight.shape[0], call.param("group", 0)
+    quantizes = call.op == "gemm_w8a8"
     if x.dtype not in _FLOATS:
         return f"x is {x.dtype}"
     if k == 0:
         return "nothing is contracted"
     if group and (group % 8 or k % group):
         return f"groups of {group} rows, and not a multiple of 8 that divides {k}"
-    rows = math.prod(x.shape[:-1])
-    if rows > _MOST_ROWS:
-        return f"x has {rows} rows, and the kernel is for {_MOST_ROWS} at most"
-    return True
+    if quantizes and not group and k > _MOST_EXACT:
+        return f"{k} products of int8 are summed, and {_MOST_EXACT} at most stay in int32"
+    # These read the packed weight; cuBLASLt multiplies what is unpacked.
+    if math.prod(x.shape[:-1]) <= _FEW_ROWS or (quantizes and group):
+        return True
+    if compute_capability() == 0:
+        return "there is no NVIDIA GPU here"
+    return _cublas.missing() or True

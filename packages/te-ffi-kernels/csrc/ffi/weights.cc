@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "common/isa.h"
+#include "ffi/pack_call.h"
 #include "ffi/product_call.h"
 #include "ffi/registry.h"
 #include "ffi/stages.h"
@@ -57,24 +58,15 @@ void Execute(const Config& config, xffi::ThreadPool pool, xffi::AnyBuffer x, xff
   matmul(args, Parallel(scheduler), selected_isa());
 }
 
-void WarmPack(int64_t group, int bits) {
-  if (group != 0) panel_layout(group, group, bits);
-}
-
-void ExecutePack(int64_t group, int bits, xffi::ThreadPool pool, xffi::AnyBuffer codes,
+void ExecutePack(const PackConfig& config, xffi::ThreadPool pool, xffi::AnyBuffer codes,
                  xffi::AnyBuffer scale, xffi::Result<xffi::AnyBuffer> buffer) {
   const Array in = Read("codes", codes), scales = Read("scale", scale);
   const Array out = Read("buffer", buffer);
-  in.NeedRank(2).NeedDtype({DType::S8});
-  const PanelLayout layout = panel_layout(in.shape[0], group, bits);
-  const int64_t n = in.shape[1];
-  scales.NeedDtype({DType::F32}).NeedShape({layout.scales(), n}, "groups and the columns of codes");
-  out.NeedDtype({DType::U8}).NeedShape({panel_count(n), layout.panel_bytes()},
-                                       "panels of 16 columns and the bytes of one");
+  PackCall{in, scales, out}.Check(config);
   XlaScheduler scheduler(pool);
-  pack(static_cast<const int8_t*>(in.data), static_cast<const float*>(scales.data), in.shape[0], n,
-       group, bits, static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1],
-       Parallel(scheduler));
+  pack(static_cast<const int8_t*>(in.data), static_cast<const float*>(scales.data), in.shape[0],
+       in.shape[1], config.group, config.bits, static_cast<uint8_t*>(out.data), out.shape[0],
+       out.shape[1], Parallel(scheduler));
 }
 
 // A product with weights of `bits`, and activations in `planes` planes (0: chosen by dtype).
@@ -107,14 +99,14 @@ void ExecutePack(int64_t group, int bits, xffi::ThreadPool pool, xffi::AnyBuffer
 #define JAXTAP_PACK(Name, target, bits)                                                       \
   XLA_FFI_DEFINE_HANDLER(                                                                     \
       k##Name##Instantiate,                                                                   \
-      [](int64_t group) { return Warmed(target, [&] { WarmPack(group, bits); }); },           \
+      [](int64_t group) { return Warmed(target, [&] { PackConfig{group, bits}.Check(); }); }, \
       xffi::Ffi::BindInstantiate().Attr<int64_t>("group"));                                   \
   XLA_FFI_DEFINE_HANDLER(                                                                     \
       k##Name##Execute,                                                                       \
       [](xffi::ThreadPool pool, xffi::AnyBuffer codes, xffi::AnyBuffer scale,                 \
          xffi::Result<xffi::AnyBuffer> buffer, int64_t group) {                               \
         return Guarded(target,                                                                \
-                       [&] { ExecutePack(group, bits, pool, codes, scale, buffer); });        \
+                       [&] { ExecutePack({group, bits}, pool, codes, scale, buffer); });      \
       },                                                                                      \
       xffi::Ffi::Bind()                                                                       \
           .Ctx<xffi::ThreadPool>()                                                            \

@@ -30,4 +30,10 @@ class LtHandles {
   std::map<int, std::unique_ptr<OwnedHandle>> handles_;
 };
 
+// Those of the process, for as long as it is: the library may be gone when it ends.
+inline LtHandles& lt_handles() {
+  static auto* handles = new LtHandles;
+  return *handles;
+}
+
 }  // namespace jaxtap::cuda

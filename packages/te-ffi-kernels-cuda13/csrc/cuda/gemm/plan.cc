@@ -5,12 +5,11 @@
 #include <string>
 
 #include "common/error.h"
+#include "cuda/gemm/choose.h"
 #include "cuda/kernels/gemm.h"
 
 namespace jaxtap::cuda {
 namespace {
-
-constexpr uint32_t kAlignment = 16;  // of operands and results; XLA aligns to this at least
 
 // An address to choose an algorithm for, before there are any: cuBLASLt asks whether there is one.
 const void* some_address() { return reinterpret_cast<const void*>(uintptr_t{kSection}); }
@@ -30,11 +29,6 @@ LtType type_of(te::Float dtype) {
   return dtype == te::Float::kF32    ? LtType::kF32
          : dtype == te::Float::kBF16 ? LtType::kBF16
                                      : LtType::kF16;
-}
-
-char* aligned_up(void* address) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
-  return static_cast<char*>(address) + (kSection - at % kSection) % kSection;
 }
 
 std::string text_of(const te::Gemm& args) {
@@ -113,14 +107,7 @@ LtCall GemmPlan::call() const {
 }
 
 void GemmPlan::choose(const te::Gemm& args, size_t workspace) {
-  OwnedPreference preference(lt_);
-  lt_.check(lt_.create_preference(preference.place()), "preparing cuBLASLt's choice");
-  lt_.check(lt_.limit_workspace(preference.get(), workspace), "preparing cuBLASLt's choice");
-  lt_.check(lt_.set_alignment(preference.get(), kAlignment), "preparing cuBLASLt's choice");
-  bool found = false;
-  lt_.check(lt_.choose(handle_, call(), preference.get(), &algorithm_, &workspace_, &found),
-            "choosing an algorithm");
-  if (!found) {
+  if (!lt_choose(lt_, handle_, call(), workspace, &algorithm_, &workspace_)) {
     throw failed_precondition("cuBLASLt has no algorithm on this GPU for ", text_of(args),
                               "; use another scaling_mode, or te_ffi_kernels.reference.gemm_v2");
   }
@@ -128,12 +115,12 @@ void GemmPlan::choose(const te::Gemm& args, size_t workspace) {
 
 void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream) {
   for (const void* address : {args.lhs.data, args.rhs.data, const_cast<const void*>(args.out)}) {
-    if (reinterpret_cast<uintptr_t>(address) % kAlignment != 0) {
+    if (reinterpret_cast<uintptr_t>(address) % kLtAlignment != 0) {
       throw invalid_argument("an array begins at ", address, ", which isn't a multiple of ",
-                             kAlignment, "; XLA's arrays are");
+                             kLtAlignment, "; XLA's arrays are");
     }
   }
-  char* workspace = aligned_up(memory.workspace);
+  char* workspace = section_of(memory.workspace);
   const size_t needed = steps_.bytes + workspace_;
   if (workspace - static_cast<char*>(memory.workspace) + needed > memory.bytes) {
     throw invalid_argument("workspace has ", memory.bytes, " bytes, and the plan needs ", needed);

@@ -31,6 +31,11 @@ struct GemmSteps {
 // Parts begin at multiples of this, the first one at such an address.
 constexpr size_t kSection = 256;
 
+inline char* section_of(void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  return static_cast<char*>(address) + (kSection - at % kSection) % kSection;
+}
+
 // Sides of codes, in cuBLASLt's products.
 constexpr int64_t kCodeSide = 16;
 

@@ -10,11 +10,6 @@ namespace {
 
 constexpr char kTarget[] = "te_ffi_kernels.gemm_v2";
 
-LtHandles& Handles() {
-  static auto* handles = new LtHandles;  // as long as the process: the library may be gone then
-  return *handles;
-}
-
 // What a call is given: read, and checked.
 struct Product {
   explicit Product(const Call& call)
@@ -59,7 +54,7 @@ std::unique_ptr<Planned> Make(const Call& call, int device) {
   options.fast = !product.config.split_accumulator;
   options.workspace = static_cast<size_t>(product.workspace.size());
   CublasLt& lt = cublaslt();
-  const LtHandle handle = Handles().of(lt, runtime(), device);
+  const LtHandle handle = lt_handles().of(lt, runtime(), device);
   made->plan = std::make_unique<GemmPlan>(lt, handle, product.args, options);
   return made;
 }

@@ -87,14 +87,11 @@ inline xffi::ErrorOr<std::unique_ptr<SiteState>> MadeSite(const char* target,
   return std::make_unique<SiteState>();
 }
 
-// The handlers of the target `kName`. kCheck throws for attributes that can't be.
-template <const char* kName, void (*kCheck)(const xffi::Dictionary&), void (*kBody)(const Call&)>
-class Handlers {
- public:
-  // Put as a static variable beside the body.
-  Handlers() { Targets().push_back({kName, Instantiate, Initialize, Execute}); }
-
- private:
+// The stages that don't depend on whether work is planned.
+template <const char* kName>
+class Stages {
+ protected:
+  template <void (*kCheck)(const xffi::Dictionary&)>
   static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
     static auto* handler = xffi::Ffi::BindInstantiate()
                                .Attrs()
@@ -105,6 +102,8 @@ class Handlers {
     return handler->Call(frame);
   }
 
+  // kReady lets the site's device be warmed up.
+  template <bool (*kReady)(const Call&, SiteState&, int)>
   static XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
     static auto* handler =
         xffi::Ffi::Bind<xffi::ExecutionStage::kInitialize>()
@@ -117,14 +116,29 @@ class Handlers {
             .To([](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
                    xffi::RemainingRets results, xffi::Dictionary attributes) {
               return ffi::Guarded(kName, [&] {
-                const Call call = {stream, args, results, attributes};
-                if (site->warm(runtime(), device, stream, [&] { kBody(call); })) {
+                if (kReady({stream, args, results, attributes}, *site, device)) {
                   ffi::CountWarm(kName);
                 }
               });
             })
             .release();
     return handler->Call(frame);
+  }
+};
+
+// The handlers of the target `kName`. kCheck throws for attributes that can't be.
+template <const char* kName, void (*kCheck)(const xffi::Dictionary&), void (*kBody)(const Call&)>
+class Handlers : Stages<kName> {
+ public:
+  // Put as a static variable beside the body.
+  Handlers() {
+    Targets().push_back({kName, Stages<kName>::template Instantiate<kCheck>,
+                         Stages<kName>::template Initialize<Ready>, Execute});
+  }
+
+ private:
+  static bool Ready(const Call& call, SiteState& site, int device) {
+    return site.warm(runtime(), device, call.stream, [&] { kBody(call); });
   }
 
   static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {

@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 
 #include "cuda/cublaslt.h"
+#include "cuda/gemm/packed.h"
 #include "cuda/gemm/steps.h"
 #include "cuda/handlers/handler.h"
 
@@ -102,6 +103,21 @@ size_t GemmWorkspace(int64_t m, int64_t n, int64_t k, int64_t scaling, bool int8
   return GemmSteps(args, bias).bytes;
 }
 
+// The same of a product with a packed weight. Floats are numbered as kFloats above.
+size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits, bool quantizes,
+                       int64_t dtype, int64_t out) {
+  PackedProduct args;
+  args.x_dtype = static_cast<te::Float>(dtype);
+  args.m = m;
+  args.k = k;
+  args.n = n;
+  args.group = group;
+  args.bits = bits;
+  args.quantizes = quantizes;
+  args.y_dtype = static_cast<te::Float>(out);
+  return PackedSteps(args).bytes;
+}
+
 }  // namespace
 }  // namespace jaxtap::cuda
 
@@ -117,5 +133,8 @@ NB_MODULE(_native, module) {
              nb::arg("k"), nb::arg("scaling"), nb::arg("int8"), nb::arg("lhs_first"),
              nb::arg("rhs_first"), nb::arg("dtype"), nb::arg("out"), nb::arg("bias"),
              nb::arg("gelu"));
+  module.def("packed_workspace", &jaxtap::cuda::PackedWorkspace, nb::arg("m"), nb::arg("k"),
+             nb::arg("n"), nb::arg("group"), nb::arg("bits"), nb::arg("quantizes"),
+             nb::arg("dtype"), nb::arg("out"));
   module.def("driver_version", &jaxtap::cuda::DriverVersion);
 }

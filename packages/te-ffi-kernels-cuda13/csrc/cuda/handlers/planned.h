@@ -13,24 +13,22 @@ namespace jaxtap::cuda {
 // std::unique_ptr<Plan> for a device, and kBody follows it.
 template <const char* kName, void (*kCheck)(const xffi::Dictionary&), class Plan,
           std::unique_ptr<Plan> (*kMake)(const Call&, int), void (*kBody)(const Call&, Plan&)>
-class PlannedHandlers {
+class PlannedHandlers : Stages<kName> {
  public:
   // Put as a static variable beside the body.
-  PlannedHandlers() { Targets().push_back({kName, Instantiate, Initialize, Execute, Prepare}); }
-
- private:
-  static Plan& PlanOf(const Call& call, SiteState* site, int device) {
-    return site->keep<Plan>(device, [&] { return kMake(call, device); });
+  PlannedHandlers() {
+    Targets().push_back({kName, Stages<kName>::template Instantiate<kCheck>,
+                         Stages<kName>::template Initialize<Ready>, Execute, Prepare});
   }
 
-  static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
-    static auto* handler = xffi::Ffi::BindInstantiate()
-                               .Attrs()
-                               .To([](xffi::Dictionary attributes) {
-                                 return MadeSite(kName, kCheck, attributes);
-                               })
-                               .release();
-    return handler->Call(frame);
+ private:
+  static Plan& PlanOf(const Call& call, SiteState& site, int device) {
+    return site.keep<Plan>(device, [&] { return kMake(call, device); });
+  }
+
+  static bool Ready(const Call& call, SiteState& site, int device) {
+    Plan& plan = PlanOf(call, site, device);
+    return site.warm(runtime(), device, call.stream, [&] { kBody(call, plan); });
   }
 
   static XLA_FFI_Error* Prepare(XLA_FFI_CallFrame* frame) {
@@ -45,30 +43,7 @@ class PlannedHandlers {
                    xffi::RemainingRets results, xffi::Dictionary attributes) {
               return ffi::Guarded(kName, [&] {
                 if (device < 0) return;
-                PlanOf({nullptr, args, results, attributes}, site, device);
-              });
-            })
-            .release();
-    return handler->Call(frame);
-  }
-
-  static XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
-    static auto* handler =
-        xffi::Ffi::Bind<xffi::ExecutionStage::kInitialize>()
-            .Ctx<xffi::PlatformStream<Stream>>()
-            .Ctx<xffi::DeviceOrdinal>()
-            .Ctx<xffi::State<SiteState>>()
-            .RemainingArgs()
-            .RemainingRets()
-            .Attrs()
-            .To([](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
-                   xffi::RemainingRets results, xffi::Dictionary attributes) {
-              return ffi::Guarded(kName, [&] {
-                const Call call = {stream, args, results, attributes};
-                Plan& plan = PlanOf(call, site, device);
-                if (site->warm(runtime(), device, stream, [&] { kBody(call, plan); })) {
-                  ffi::CountWarm(kName);
-                }
+                PlanOf({nullptr, args, results, attributes}, *site, device);
               });
             })
             .release();

@@ -47,9 +47,9 @@ struct GemmFinish {
   bool per_lane = false;              // scales are [m] and [n], not [1]
   const float* lhs_scales = nullptr;  // nullptr: none
   const float* rhs_scales = nullptr;
-  const float* alpha = nullptr;
-  const float* beta = nullptr;
-  const void* bias = nullptr;  // of `dtype` [n], or none
+  const float* alpha = nullptr;       // nullptr: 1
+  const float* beta = nullptr;        // nullptr: 0
+  const void* bias = nullptr;         // of `dtype` [n], or none
   bool gelu = false;
   void* out = nullptr;  // [m, n]
   te::Float dtype = te::Float::kF32;

@@ -43,8 +43,9 @@ __global__ void gemm_finish_kernel(Args args) {
   if (given.bias != nullptr) {
     load<Format>(static_cast<const Number*>(given.bias) + col, left, args.wide, bias);
   }
-  const float alpha = *given.alpha;
-  const float bad = *given.beta == 0.0f ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+  const float alpha = given.alpha == nullptr ? 1.0f : *given.alpha;
+  const bool good = given.beta == nullptr || *given.beta == 0.0f;
+  const float bad = good ? 0.0f : std::numeric_limits<float>::quiet_NaN();
   float x[kPart];
   JAXTAP_UNROLL
   for (int i = 0; i < kPart; ++i) {

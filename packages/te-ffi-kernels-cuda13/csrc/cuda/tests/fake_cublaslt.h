@@ -239,6 +239,10 @@ class FakeCublasLt : public cuda::CublasLt {
     } else {
       alpha = read(Type::kF32, given.alpha, 0);
     }
+    // Beta: 0 or 1, on the host where alpha is.
+    int32_t beta;
+    std::memcpy(&beta, given.beta, 4);
+    const bool adds = beta != 0;
     const bool blocks = product.number(cuda::LtNumber::kBlocksOfA) != 0;
     for (int64_t j = 0; j < out.cols; ++j) {
       for (int64_t i = 0; i < out.rows; ++i) {
@@ -253,6 +257,7 @@ class FakeCublasLt : public cuda::CublasLt {
           sum += one;
         }
         sum *= alpha;
+        if (adds) sum += read(out.type, given.out, i + j * out.stride);
         if (product.number(cuda::LtNumber::kAddsBias) != 0) {
           sum += read(out.type, product.pointer(cuda::LtPointer::kBias), i);
         }

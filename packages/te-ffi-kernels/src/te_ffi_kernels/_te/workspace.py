@@ -7,14 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._workspace import CUBLASLT, PART, bytes_of, up_to
 from .gemm_config import GemmConfig
 from .modes import BLOCK, ScalingMode
-
-CUBLASLT = 32 << 20
-"""What cuBLASLt may use itself: as much as it's said to make use of on newer GPUs."""
-
-_PART = 256
-"""Parts of the workspace begin at multiples of this."""
 
 
 def of_gemm(platform: str, config: GemmConfig, lhs: Any, rhs: Any, bias: Any) -> int:
@@ -22,7 +17,7 @@ def of_gemm(platform: str, config: GemmConfig, lhs: Any, rhs: Any, bias: Any) ->
     if platform != "cuda":
         return 1
     block = config.block(lhs.shape, rhs.shape)
-    return _PART + beside_cublaslt(block, lhs.dtype, bias.size > 0) + CUBLASLT
+    return PART + beside_cublaslt(block, lhs.dtype, bias.size > 0) + CUBLASLT
 
 
 def beside_cublaslt(config: GemmConfig, dtype: Any, has_bias: bool) -> int:
@@ -34,7 +29,7 @@ def beside_cublaslt(config: GemmConfig, dtype: Any, has_bias: bool) -> int:
     m, n, k = math.prod(left.kept_shape), math.prod(right.kept_shape), left.k
     codes, exact = mode is not ScalingMode.NO_SCALING, jnp.dtype(dtype) == jnp.int8
     half = config.out_dtype != jnp.float32
-    depth, cols = (_up_to(k, 16), _up_to(n, 16)) if codes else (k, n)
+    depth, cols = (up_to(k, 16), up_to(n, 16)) if codes else (k, n)
     plain = (
         not exact
         and (codes or not half or jnp.dtype(dtype) == config.out_dtype)
@@ -51,11 +46,7 @@ def beside_cublaslt(config: GemmConfig, dtype: Any, has_bias: bool) -> int:
     if codes and (right.leading or depth != k or cols != n):
         parts.append(cols * depth)
     if mode.is_mx:
-        parts += [_up_to(lanes, 128) * _up_to(k // BLOCK, 4) for lanes in (m, cols)]
+        parts += [up_to(lanes, 128) * up_to(k // BLOCK, 4) for lanes in (m, cols)]
     if finishes and (half or cols != n):
         parts.append(4 * m * cols)
-    return sum(_up_to(part, _PART) for part in parts)
-
-
-def _up_to(size: int, step: int) -> int:
-    return -(-size // step) * step
+    return bytes_of(parts)

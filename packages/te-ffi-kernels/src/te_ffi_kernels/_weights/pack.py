@@ -35,7 +35,7 @@ def pack_w4(codes: jax.Array, scale: jax.Array) -> PackedWeight:
     """Packs a weight in 4 bits, for ``gemv_w4``.
 
     As ``pack_w8``; codes are int4, or int8 between -8 and 7 (those beyond are an error of the
-    kernel, and wrap around in the reference).
+    kernel on CPU, and wrap around elsewhere).
     """
     return _pack("pack_w4", codes, scale, 4)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .. import _op
-from . import reference
+from . import reference, workspace
 from .packed import PackedWeight
 from .sharding import partition_product
 
@@ -40,7 +40,8 @@ def gemm_w8a8(
     Raises:
         TypeError: another dtype, or a weight that isn't a PackedWeight.
         ValueError: another number of columns, or a weight of 4 bits or a stack of several.
-        jax.errors.JaxRuntimeError: when it runs: a weight whose buffer is damaged.
+        jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged. On a GPU
+            the columns of a panel with a damaged header are NaN.
     """
     return _product("gemm_w8a8", 8, x, weight, out_dtype)
 
@@ -147,6 +148,7 @@ def _kernel(
         # As provider-xla asks, so that a plan shows what will run.
         question={"group": group, "bits": bits},
         partition=functools.partial(partition_product, shape, dtype),
+        workspace=functools.partial(workspace.of_product, op, shape, dtype),
         k=k,
         n=n,
         group=group,

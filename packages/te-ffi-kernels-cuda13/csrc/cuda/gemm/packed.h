@@ -1,0 +1,78 @@
+// Products with packed weights, as many rows as there may be.
+//
+// A few rows have kernels that read the panels. Many rows of codes with groups do too, since sums
+// of each group are scaled apart. Otherwise the weight is unpacked into the workspace for cuBLASLt,
+// as int8 codes for rows in int8, as codes in the dtype of x for rows in floats, or with groups as
+// codes times scales. In 16 bits those would be rounded to 8 or 11 digits, which results in float32
+// would show; so they are sums of two numbers, and the product is two that are added up. A kernel
+// finishes: scales, rounded once.
+#pragma once
+
+#include <memory>
+
+#include "cuda/cublaslt.h"
+#include "cuda/runtime.h"
+#include "te/table.h"
+
+namespace jaxtap::cuda {
+
+struct PackedProduct {
+  const void* x = nullptr;  // [m, k]
+  te::Float x_dtype = te::Float::kF32;
+  int64_t m = 0, k = 0, n = 0;
+  int64_t group = 0;
+  int bits = 8;
+  bool quantizes = false;  // x to int8; else it's multiplied as it is
+  const uint8_t* weight = nullptr;
+  void* y = nullptr;  // [m, n]
+  te::Float y_dtype = te::Float::kF32;
+};
+
+// What a product takes, which follows from shapes and dtypes alone.
+struct PackedSteps {
+  explicit PackedSteps(const PackedProduct& args);
+
+  bool empty = false;
+  bool few = false;
+  bool library = false;  // cuBLASLt multiplies
+  bool keeps_sums = false;
+  int parts = 1;                 // of the unpacked weight
+  int64_t depth = 0, cols = 0;   // of the unpacked weight
+
+  // Where parts of the workspace begin, and the bytes of all. What is left is cuBLASLt's.
+  size_t codes = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;
+};
+
+constexpr int64_t kFewRows = 64;
+
+// The most rows of a weight without groups whose products with int8 are exact in int32.
+constexpr int64_t kMostExact = (int64_t{1} << 17) - 64;
+
+// Sums of products by cuBLASLt: planned once per call site and device.
+class PackedSums {
+ public:
+  // Takes from `args` everything but addresses. `workspace` is what there will be of all.
+  PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args, size_t workspace);
+
+  // sums[m, cols] = x[m, depth] times each part of weight[parts, cols, depth].
+  void run(const void* x, const void* weight, void* sums, char* workspace, Stream stream) const;
+
+  size_t workspace() const { return workspace_; }
+
+ private:
+  CublasLt& lt_;
+  const LtHandle handle_;
+  const bool exact_;
+  const int parts_;
+  const size_t part_bytes_;
+  OwnedProduct product_;
+  OwnedLayout weight_, x_, sums_;
+  LtAlgorithm algorithm_ = {};
+  size_t workspace_ = 0;
+};
+
+// `sums` is there where the steps say so.
+void packed_product(const PackedProduct& args, const PackedSums* sums, void* workspace,
+                    size_t bytes, Stream stream);
+
+}  // namespace jaxtap::cuda

@@ -1,0 +1,130 @@
+// A row, or a group of one, has a block, or where it's short a warp; which reads it twice.
+#include <limits>
+
+#include "cuda/formats.h"
+#include "cuda/kernels/packed.h"
+
+namespace jaxtap::cuda {
+namespace {
+
+constexpr int kPart = 4, kThreads = 256;
+constexpr int64_t kShort = 1024;
+
+struct Args {
+  PackedRows given;
+  int64_t segments;        // of a row
+  int64_t length, padded;  // of a segment
+  bool wide;               // rows of x may be read in vectors of 4
+};
+
+// Rounds half to even; the last place of what is added is 1.
+JAXTAP_DEVICE uint32_t code_of(float x, float divisor) {
+  float ratio = x / divisor;
+  ratio = ratio == ratio ? ratio : 0.0f;
+  ratio = ratio < -127.0f ? -127.0f : ratio;
+  ratio = ratio > 127.0f ? 127.0f : ratio;
+  return float_bits(ratio + 12582912.0f) & 0xffu;
+}
+
+template <class X, int kTeam>
+__global__ void packed_rows_kernel(Args args) {
+  constexpr float kLeast = 0x1p-126f, kLargestDivisor = 0x1p126f;
+  const PackedRows& given = args.given;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;
+  if (at >= given.m * args.segments) return;  // a whole warp, or none
+  const int64_t row = at / args.segments, from = at % args.segments * args.length;
+  const auto* x = static_cast<const typename X::Type*>(given.x) + row * given.k + from;
+  const int64_t first = threadIdx.x % kTeam * kPart;
+  int most = 0;  // bits of the largest magnitude: more than those of infinity if there is a NaN
+  for (int64_t i = first; i < args.length; i += kTeam * kPart) {
+    float numbers[kPart];
+    load<X>(x + i, args.length - i, args.wide, numbers);
+    JAXTAP_UNROLL
+    for (int j = 0; j < kPart; ++j) {
+      most = larger(most, static_cast<int>(float_bits(numbers[j]) & 0x7fffffffu));
+    }
+  }
+  if constexpr (kTeam == kWarp) {
+    most = largest_of(most);
+  } else {
+    __shared__ int scratch[kThreads / kWarp];
+    most = largest_of_block(most, scratch);
+  }
+  float scale = bits_float(static_cast<uint32_t>(most)) * (1.0f / 127.0f);
+  scale = scale < kLeast ? kLeast : scale;
+  const float divisor = scale > kLargestDivisor ? kLargestDivisor : scale;
+  if (first == 0) given.scales[at] = scale;
+  auto* codes = reinterpret_cast<uint32_t*>(given.codes + row * given.padded_k + from);
+  for (int64_t i = first; i < args.padded; i += kTeam * kPart) {
+    float numbers[kPart];
+    load<X>(x + i, args.length - i, args.wide, numbers);
+    uint32_t four = 0;
+    JAXTAP_UNROLL
+    for (int j = 0; j < kPart; ++j) four |= code_of(numbers[j], divisor) << (8 * j);
+    codes[i / kPart] = four;
+  }
+}
+
+struct FiniteArgs {
+  PackedFinite given;
+  bool wide;
+};
+
+template <class X>
+__global__ void packed_finite_kernel(FiniteArgs args) {
+  const PackedFinite& given = args.given;
+  const int64_t row = blockIdx.x;
+  const auto* x = static_cast<const typename X::Type*>(given.x) + row * given.k;
+  float sum = 1.0f;
+  for (int64_t i = threadIdx.x * kPart; i < given.k; i += kThreads * kPart) {
+    float numbers[kPart];
+    load<X>(x + i, given.k - i, args.wide, numbers);
+    JAXTAP_UNROLL
+    for (int j = 0; j < kPart; ++j) sum = fmaf(numbers[j], 0.0f, sum);
+  }
+  __shared__ float scratch[kThreads / kWarp];
+  sum = sum_of_block(sum, scratch);
+  if (threadIdx.x == 0) given.factors[row] = sum == sum ? 1.0f : sum;
+}
+
+bool wide_of(const void* x, te::Float dtype, int64_t k) {
+  return k % kPart == 0 &&
+         aligned(dtype == te::Float::kF32 ? 16 : 8, static_cast<const char*>(x));
+}
+
+template <class X>
+void run(const Args& args, Stream stream) {
+  const int64_t teams = args.given.m * args.segments;
+  if (args.length <= kShort) {
+    launch(packed_rows_kernel<X, kWarp>, ceil_of(teams, kThreads / kWarp), kThreads, stream, args);
+  } else {
+    launch(packed_rows_kernel<X, kThreads>, teams, kThreads, stream, args);
+  }
+}
+
+}  // namespace
+
+void packed_rows(const PackedRows& given, Stream stream) {
+  Args args = {given, 1, given.k, given.padded_k, wide_of(given.x, given.x_dtype, given.k)};
+  if (given.group != 0) {
+    args.segments = given.k / given.group;
+    args.length = args.padded = given.group;
+  }
+  switch (given.x_dtype) {
+    case te::Float::kF32: return run<F32>(args, stream);
+    case te::Float::kBF16: return run<BF16>(args, stream);
+    case te::Float::kF16: return run<F16>(args, stream);
+  }
+}
+
+void packed_finite(const PackedFinite& given, Stream stream) {
+  const FiniteArgs args = {given, wide_of(given.x, given.x_dtype, given.k)};
+  switch (given.x_dtype) {
+    case te::Float::kF32: return launch(packed_finite_kernel<F32>, given.m, kThreads, stream, args);
+    case te::Float::kBF16:
+      return launch(packed_finite_kernel<BF16>, given.m, kThreads, stream, args);
+    case te::Float::kF16: return launch(packed_finite_kernel<F16>, given.m, kThreads, stream, args);
+  }
+}
+
+}  // namespace jaxtap::cuda

@@ -1,0 +1,140 @@
+// Plans of products with packed weights whose making or running fails: no object is left, and the
+// first error is the one told.
+#include <random>
+#include <string>
+
+#include "cuda/tests/packed_run.h"
+#include "tests/check.h"
+
+#if !defined(__SANITIZE_THREAD__)  // it doesn't know of the threads in software
+
+namespace {
+
+using namespace jaxtap;
+using namespace jaxtap::cuda;
+using namespace jaxtap::testing;
+
+// Of codes, and of floats in two products.
+const PackedCase kCases[] = {{65, 8, 3, 0, 8, true, 1, 1}, {65, 16, 3, 8, 4, false, 1, 0}};
+
+TEST(cuda_packed_plans_with_a_fault_at_each_call) {
+  for (const PackedCase& c : kCases) {
+    std::mt19937 random(31);
+    PackedRun run(c, random);
+    FakeCublasLt counted;
+    {
+      OwnedHandle handle(counted);
+      counted.create(handle.place());
+      run.on_device(counted, handle.get());
+    }
+    // The handle comes first; in the end objects are destroyed, which nothing can be told of.
+    const int all = static_cast<int>(counted.calls.size());
+    int told = 0;
+    for (bool late : {false, true}) {
+      for (int one = 1; one < all; ++one) {
+        for (int two = one; two < all; two += 3) {
+          FakeCublasLt lt;
+          lt.faults = {{one, 100 + one, late}, {two, 100 + two, late}};
+          std::string error;
+          {
+            OwnedHandle handle(lt);
+            lt.create(handle.place());
+            try {
+              run.on_device(lt, handle.get());
+            } catch (const CudaError& thrown) {
+              error = thrown.what();
+            }
+          }
+          const std::string what = run.text() + ", faults at calls " + std::to_string(one) +
+                                   " and " + std::to_string(two) + ": " + error;
+          CHECK_THAT(lt.left() == 0 && lt.misused == 0, what);
+          told += !error.empty();
+          const bool in_destructors =
+              lt.failed.empty() ||
+              lt.calls[static_cast<size_t>(lt.failed[0] - 100)].find("destroy") == 0;
+          const std::string first =
+              lt.failed.empty() ? "" : "fake status " + std::to_string(lt.failed[0]);
+          if (!in_destructors) CHECK_THAT(error.find(first) != std::string::npos, what);
+        }
+      }
+    }
+    CHECK(told > all);
+  }
+}
+
+TEST(cuda_packed_products_that_nothing_can_compute) {
+  std::mt19937 random(32);
+  PackedRun run(kCases[0], random);
+  FakeCublasLt lt;
+  {
+    OwnedHandle handle(lt);
+    lt.create(handle.place());
+    lt.has_algorithms = false;
+    CHECK(throws<Error>([&] { run.on_device(lt, handle.get()); }, "cuBLASLt has no algorithm"));
+    CHECK(throws<Error>([&] { PackedSums(lt, handle.get(), run.args, 100); },
+                        "workspace has 100 bytes"));
+    PackedRun none({65, 0, 3, 0, 8, false, 0, 0}, random);
+    CHECK(throws<Error>([&] { none.on_device(lt, handle.get()); }, "nothing is contracted"));
+  }
+  CHECK(lt.left() == 0 && lt.misused == 0);
+  PackedProduct longest = run.args;
+  longest.k = kMostExact + 1;
+  CHECK(throws<Error>([&] { PackedSteps{longest}; }, "don't fit in int32"));
+  longest.k = kMostExact;
+  CHECK(PackedSteps(longest).depth == kMostExact);
+}
+
+// What takes time or memory is done once; a call multiplies, and that's all.
+TEST(cuda_packed_calls_only_what_it_must) {
+  std::mt19937 random(33);
+  for (const PackedCase& c : kCases) {
+    PackedRun run(c, random);
+    FakeCublasLt lt;
+    OwnedHandle handle(lt);
+    lt.create(handle.place());
+    const PackedSums sums(lt, handle.get(), run.args, run.bytes());
+    CHECK(lt.count("choose") == 1 && lt.limit == FakeCublasLt::kWorkspace);
+    lt.calls.clear();
+    for (int i = 0; i < 3; ++i) run.call(&sums, run.bytes());
+    const size_t products = c.quantizes ? 3 : 6;
+    CHECK(lt.calls.size() == products &&
+          lt.count("multiply") == static_cast<int>(products));
+    CHECK(throws<Error>([&] { run.call(&sums, 8); }, "workspace has 8 bytes"));
+    CHECK(throws<Error>([&] { run.call(nullptr, run.bytes()); }, "has no plan"));
+    PackedProduct odd = run.args;
+    odd.x = run.x.get() + 2;
+    odd.weight = run.weights.buffer.get();
+    odd.y = run.found.get();
+    Buffer workspace(static_cast<int64_t>(run.bytes()), 0);
+    CHECK(throws<Error>(
+        [&] { packed_product(odd, &sums, workspace.get(), run.bytes(), nullptr); },
+        "isn't a multiple of 16"));
+    odd.x = run.x.get();
+    odd.weight += 8;
+    CHECK(throws<Error>(
+        [&] { packed_product(odd, &sums, workspace.get(), run.bytes(), nullptr); },
+        "packed weight begins at an address"));
+  }
+}
+
+TEST(cuda_packed_steps_by_rows) {
+  PackedProduct args;
+  args.k = 64;
+  args.n = 16;
+  for (bool quantizes : {false, true}) {
+    for (int64_t group : {0, 32}) {
+      args.quantizes = quantizes;
+      args.group = group;
+      args.m = 64;
+      CHECK(PackedSteps(args).few && !PackedSteps(args).library);
+      CHECK((PackedSteps(args).bytes == 0) == !quantizes);
+      args.m = 65;
+      CHECK(!PackedSteps(args).few);
+      CHECK(PackedSteps(args).library == (!quantizes || group == 0));
+    }
+  }
+}
+
+}  // namespace
+
+#endif
