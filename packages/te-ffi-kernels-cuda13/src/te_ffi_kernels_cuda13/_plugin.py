@@ -7,13 +7,15 @@ from ._status import built
 API = (1, 1)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
+_ROUTER = ("fused_topk_with_score_function", "fused_moe_aux_loss")
 _FEW_ROWS = ("gemv_w8", "gemv_w4", "gemm_w8a16")
 OPS = (
     "dbias_quantize",
     "dequantize",
+    "grouped_quantize",
     "gemm_v2",
     *_FEW_ROWS,
-    *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
+    *(f"{op}_{direction}" for op in (*_SOFTMAX, *_ROUTER) for direction in ("forward", "backward")),
     "norm_forward",
     "norm_backward",
     "act_lu",

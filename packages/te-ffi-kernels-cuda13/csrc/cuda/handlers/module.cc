@@ -8,6 +8,8 @@
 #include "cuda/cublaslt.h"
 #include "cuda/gemm/steps.h"
 #include "cuda/handlers/handler.h"
+#include "cuda/kernels/grouped.h"
+#include "cuda/kernels/router.h"
 
 namespace nb = nanobind;
 
@@ -108,6 +110,8 @@ size_t GemmWorkspace(int64_t m, int64_t n, int64_t k, int64_t scaling, bool int8
 NB_MODULE(_native, module) {
   module.attr("API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.attr("CUDA_VERSION") = CUDART_VERSION;
+  module.attr("LOSS_PART") = jaxtap::cuda::kLossPart;
+  module.attr("GROUP_START") = sizeof(jaxtap::cuda::GroupStart);
   module.def("targets", &jaxtap::cuda::TargetTable);
   module.def("types", &jaxtap::cuda::TypeTable);
   module.def("warm_counts", &jaxtap::ffi::WarmCounts);
