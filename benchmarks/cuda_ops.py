@@ -28,6 +28,7 @@ MODES = {"tensor": 1, "mx": 2, "channel": 64}
 PRODUCTS = {8: te.gemv_w8, 4: te.gemv_w4}
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = (("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear"))
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 ROUNDS, CALLS = 15, 10
 
 
@@ -98,6 +99,28 @@ def act_backward(dz, x, names, module=te, dbias=True, **outputs):
     return module.quantize_dact_dbias(dz, x, names, dbias, **outputs)
 
 
+def grouped(x, sizes, module=te, mode=1, layout=2, out=jnp.float8_e4m3fn):
+    """grouped_quantize of groups that all have the scale 1."""
+    sizes = jnp.asarray(sizes, jnp.int32)
+    return module.grouped_quantize(x, jnp.ones(sizes.shape), sizes, out, mode, layout)
+
+
+def route(logits, module=te, topk=8, score="softmax", dense=False, **options):
+    """A router's weights and map; with `dense`, its scores for the loss."""
+    given = options | {"score_function": score, "compute_aux_scores": dense}
+    return module.fused_topk_with_score_function(logits, topk, **given)
+
+
+def route_backward(grad, logits, module=te, **options):
+    """The gradient of a router's logits."""
+    return jax.vjp(lambda x: route(x, module, **options)[0], logits)[1](grad)[0]
+
+
+def loss_and_slope(probs, counts, module=te):
+    """The router's loss, and its gradient."""
+    return jax.value_and_grad(module.fused_moe_aux_loss)(probs, counts, 8, 0.01)
+
+
 def normal(*shape, dtype):
     """Numbers that no program knows."""
     return jnp.asarray(np.random.default_rng().normal(size=shape), dtype)
@@ -124,6 +147,8 @@ def exercise():
                 jax.block_until_ready(backward(x, y, kind))
         exercise_norms(dtype)
         exercise_activations(dtype)
+        exercise_groups(dtype)
+        exercise_router(dtype)
     for m, n, k in ((96, 160, 64), (33, 70, 96)):
         for mode in (0, *MODES.values()):
             for code in (jnp.float8_e4m3fn, jnp.int8)[: 1 + (mode in (1, 64))]:
@@ -181,6 +206,33 @@ def exercise_activations(dtype):
                     jax.block_until_ready(found)
 
 
+def exercise_groups(dtype):
+    """Calls the kernels for groups, as ``exercise`` does."""
+    for sizes, cols in (([64, 0, 96], 160), ([3, 70, 1], 33), ([0], 64)):
+        x = normal(sum(sizes), cols, dtype=dtype)
+        for mode in (*MODES.values(), 3):
+            if mode == MODES["mx"] and cols == 33:
+                continue
+            for layout in (0, 1, 2):
+                jax.block_until_ready(grouped(x, sizes, mode=mode, layout=layout))
+
+
+def exercise_router(dtype):
+    """Calls the router's kernels, as ``exercise`` does."""
+    for experts in (16, 48, 96, 250, 400, 600):
+        x = normal(7, experts, dtype=dtype)
+        for score in SCORES:
+            for options in ({}, {"num_groups": 2, "group_topk": 1}, {"dense": True}):
+                given = {"score": score, "routing_map_format": experts % 3 % 2} | options
+                jax.block_until_ready(route_backward(x, x, **given))
+        if experts == 600:
+            bias = normal(experts, dtype=dtype)
+            jax.block_until_ready(route(x, score="sigmoid", expert_bias=bias))
+    for tokens in (0, 7, 300):
+        probs = normal(tokens, 100, dtype=dtype)
+        jax.block_until_ready(loss_and_slope(probs, jnp.ones((100,), jnp.int32)))
+
+
 def size_of(tree):
     """Bytes of all arrays."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -226,6 +278,7 @@ def cases(side, dtype):
             yield f"{kind}_softmax, gradient, rows of {k}", back, (logits, logits)
     yield from norm_cases(side, dtype)
     yield from activation_cases(side, dtype)
+    yield from expert_cases(side, dtype)
 
 
 def norm_cases(side, dtype):
@@ -259,6 +312,33 @@ def activation_cases(side, dtype):
                 dz, x, names, m, False, scaling_mode=mode
             )
             yield f"{text}, gradient, {name}", back, (dz, x)
+
+
+def expert_cases(side, dtype):
+    """Those of mixtures of experts, as ``cases`` has them."""
+    x = normal(side, side // 4, dtype=dtype)
+    sizes = jnp.full((8,), side // 8, jnp.int32)
+    for name, mode in MODES.items():
+        yield (
+            f"grouped_quantize, {name}, both ways, 8 groups",
+            lambda m, x, sizes, mode=mode: grouped(x, sizes, m, mode),
+            (x, sizes),
+        )
+    for experts in (64, 256):
+        logits = normal(side * side // 8 // experts, experts, dtype=dtype)
+        groups = {"num_groups": 8, "group_topk": 4, "score": "sigmoid"}
+        for text, options in (("softmax", {}), ("sigmoid in groups", groups)):
+            text = f"router, {text}, 8 of {experts}"
+            run = lambda m, x, options=options: route(x, m, **options)  # noqa: E731
+            yield text, run, (logits,)
+            back = lambda m, dz, x, options=options: route_backward(dz, x, m, **options)  # noqa: E731
+            yield f"{text}, with its gradient", back, (logits, logits)
+        counts = jnp.ones((experts,), jnp.int32)
+        yield (
+            f"router, loss of {experts} with its gradient",
+            lambda m, probs, counts: loss_and_slope(probs, counts, m),
+            (logits, counts),
+        )
 
 
 def products(side):

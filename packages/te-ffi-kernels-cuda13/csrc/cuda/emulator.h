@@ -54,6 +54,14 @@ T __shfl_xor_sync(unsigned, T value, int lanes) {
   return value;
 }
 
+inline void __syncwarp() { ::jaxtap::cuda::emulator::exchange(0, threadIdx.x % 32); }
+
+inline unsigned __ballot_sync(unsigned, int condition) {
+  unsigned bits = static_cast<unsigned>(condition != 0) << (threadIdx.x % 32);
+  for (int step = 1; step < 32; step *= 2) bits |= __shfl_xor_sync(~0u, bits, step);
+  return bits;
+}
+
 inline int atomicMax(int* at, int value) {
   const int before = *at;
   if (value > before) *at = value;

@@ -8,14 +8,16 @@ API = (1, 1)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
 _PRODUCTS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
+_ROUTER = ("fused_topk_with_score_function", "fused_moe_aux_loss")
 OPS = (
     "dbias_quantize",
     "dequantize",
+    "grouped_quantize",
     "gemm_v2",
     *_PRODUCTS,
     "pack_w8",
     "pack_w4",
-    *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
+    *(f"{op}_{direction}" for op in (*_SOFTMAX, *_ROUTER) for direction in ("forward", "backward")),
     "norm_forward",
     "norm_backward",
     "act_lu",

@@ -96,8 +96,7 @@ JAXTAP_INLINE Floats exp(Floats x) {
 #endif
 }
 
-// log(1 + x) for x from 0 to 1: Cephes' logf, whose polynomial is good for z = x up to sqrt(2) - 1,
-// and above for z = (x - 1) / 2, which gives log((1 + x) / 2).
+// log(1 + x) for x from 0 to 1, as vlog1p_to_one of vmath.h has it.
 JAXTAP_INLINE Floats log1p_to_one(Floats x) {
   const Ints high = x > 0.41421356f;
   const Floats z = high ? (x - 1.0f) * 0.5f : x;

@@ -12,7 +12,9 @@ namespace jaxtap {
 
 // a * b + c, rounded once where the instruction set can.
 JAXTAP_INLINE float vfma(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
+#if defined(__CUDA_ARCH__)
+  return fmaf(a, b, c);
+#elif defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;
@@ -43,6 +45,25 @@ JAXTAP_INLINE float vexp(float x) {
   const float first = bits_float(static_cast<uint32_t>(half + 127) << 23);
   const float second = bits_float(static_cast<uint32_t>(whole - half + 127) << 23);
   return p * first * second;
+}
+
+// log(1 + x) for x from 0 to 1: Cephes' logf, whose polynomial is good for z = x up to sqrt(2) - 1,
+// and above for z = (x - 1) / 2, which gives log((1 + x) / 2).
+JAXTAP_INLINE float vlog1p_to_one(float x) {
+  const bool high = x > 0.41421356f;
+  const float z = high ? (x - 1.0f) * 0.5f : x;
+  float p = 7.0376836292e-2f;
+  p = vfma(p, z, -1.1514610310e-1f);
+  p = vfma(p, z, 1.1676998740e-1f);
+  p = vfma(p, z, -1.2420140846e-1f);
+  p = vfma(p, z, 1.4249322787e-1f);
+  p = vfma(p, z, -1.6668057665e-1f);
+  p = vfma(p, z, 2.0000714765e-1f);
+  p = vfma(p, z, -2.4999993993e-1f);
+  p = vfma(p, z, 3.3333331174e-1f);
+  const float squared = z * z;
+  const float part = vfma(p * squared, z, -0.5f * squared) + z;
+  return high ? part + 0.693147180559945f : part;
 }
 
 }  // namespace jaxtap

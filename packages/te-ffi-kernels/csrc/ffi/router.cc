@@ -3,69 +3,20 @@
 
 #include <vector>
 
-#include "ffi/attributes.h"
-#include "ffi/buffers.h"
 #include "ffi/floats.h"
 #include "ffi/registry.h"
+#include "ffi/router_call.h"
 #include "ffi/stages.h"
-#include "ffi/te_arguments.h"
 #include "ffi/threads.h"
 #include "router/router.h"
 
 namespace jaxtap::ffi {
 namespace {
 
-using router::MapFormat;
 using router::Options;
-using router::Score;
 
 constexpr char kForward[] = "te_ffi_kernels.fused_topk_with_score_function_forward";
 constexpr char kBackward[] = "te_ffi_kernels.fused_topk_with_score_function_backward";
-
-// Without the number of experts, which operands have.
-Options OptionsOf(const xffi::Dictionary& attributes, bool forward) {
-  Options options;
-  options.topk = NeedAttribute<int64_t>(attributes, "topk");
-  options.score = static_cast<Score>(NeedAttribute<int64_t>(attributes, "score_function"));
-  options.dense = NeedAttribute<int64_t>(attributes, "compute_aux_scores") != 0;
-  options.format =
-      static_cast<MapFormat>(NeedAttribute<int64_t>(attributes, "routing_map_format"));
-  const bool before = NeedAttribute<int64_t>(attributes, "use_pre_softmax") != 0;
-  const double scaling = NeedAttribute<double>(attributes, "scaling_factor");
-  if (!options.dense) {
-    options.pre_softmax = before;
-    options.scaling = static_cast<float>(scaling);
-  }
-  if (forward) {
-    const auto groups = NeedAttribute<int64_t>(attributes, "num_groups");
-    const auto group_topk = NeedAttribute<int64_t>(attributes, "group_topk");
-    if (!options.dense && group_topk > 0) {
-      options.groups = groups;
-      options.group_topk = group_topk;
-    }
-  }
-  router::check(options);
-  return options;
-}
-
-int64_t WithExperts(Options& options, const Array& array) {
-  if (array.rank() < 1) {
-    throw invalid_argument(array.name, " is ", array.Text(), ", and must be [tokens, experts]");
-  }
-  options.experts = array.shape[array.rank() - 1];
-  router::check_experts(options);
-  return array.Product(0, array.rank() - 1);
-}
-
-void NeedMap(const Array& map, const Options& options, int64_t tokens) {
-  if (options.format == MapFormat::kBits) {
-    map.NeedDtype({DType::U8});
-  } else {
-    map.NeedDtype({DType::PRED, DType::U8});
-  }
-  NeedSize(map, tokens * router::map_bytes(options.format, options.experts),
-           options.format == MapFormat::kBits ? "a bit for each expert" : "one for each expert");
-}
 
 // As many experts as the options ask for, for warm-ups.
 void SomeExperts(Options& options) {
@@ -97,29 +48,16 @@ void WarmForward(Options options) {
 
 struct Bias {};
 
-void Forward(Options options, xffi::ThreadPool pool, const Array& logits, const Array& bias,
-             const Array& probs, const Array& map, const Array& saved) {
+void Forward(Options options, xffi::ThreadPool pool, const RouterForwardCall& call) {
   router::Forward args;
-  NeedFloat(logits);
-  args.tokens = WithExperts(options, logits);
+  args.tokens = call.Check(options);
   args.options = options;
-  args.dtype = te::float_of(logits.dtype);
-  args.logits = logits.data;
-  if (!options.dense && bias.size() != 0) {
-    NeedSize(NeedFloat(bias), options.experts, "one for each expert, or none");
-    if (options.score == Score::kSoftmax) {
-      throw invalid_argument("expert_bias is ", bias.Text(),
-                             ", and must be empty: softmax has none");
-    }
-    args.bias = ToFloats<Bias>(bias);
-  }
-  probs.NeedDtype({logits.dtype});
-  NeedSize(probs, logits.size(), "as logits");
-  NeedMap(map, options, args.tokens);
-  NeedSize(saved.NeedDtype({DType::F32}), logits.size(), "as logits");
-  args.probs = probs.data;
-  args.map = static_cast<uint8_t*>(map.data);
-  args.saved = static_cast<float*>(saved.data);
+  args.dtype = te::float_of(call.logits.dtype);
+  args.logits = call.logits.data;
+  if (call.has_bias(options)) args.bias = ToFloats<Bias>(call.bias);
+  args.probs = call.probs.data;
+  args.map = static_cast<uint8_t*>(call.map.data);
+  args.saved = static_cast<float*>(call.saved.data);
   XlaScheduler scheduler(pool);
   router::forward(args, Parallel(scheduler));
 }
@@ -139,20 +77,15 @@ void WarmBackward(Options options) {
   router::backward(args, Parallel());
 }
 
-void Backward(Options options, xffi::ThreadPool pool, const Array& map, const Array& saved,
-              const Array& grad, const Array& out) {
+void Backward(Options options, xffi::ThreadPool pool, const RouterBackwardCall& call) {
   router::Backward args;
-  NeedFloat(grad);
-  args.tokens = WithExperts(options, grad);
+  args.tokens = call.Check(options);
   args.options = options;
-  args.dtype = te::float_of(grad.dtype);
-  if (!options.dense) NeedMap(map, options, args.tokens);
-  NeedSize(saved.NeedDtype({DType::F32}), grad.size(), "as grad_probs");
-  NeedSize(out.NeedDtype({grad.dtype}), grad.size(), "as grad_probs");
-  args.map = static_cast<const uint8_t*>(map.data);
-  args.saved = static_cast<const float*>(saved.data);
-  args.grad = grad.data;
-  args.out = out.data;
+  args.dtype = te::float_of(call.grad.dtype);
+  args.map = static_cast<const uint8_t*>(call.map.data);
+  args.saved = static_cast<const float*>(call.saved.data);
+  args.grad = call.grad.data;
+  args.out = call.out.data;
   XlaScheduler scheduler(pool);
   router::backward(args, Parallel(scheduler));
 }
@@ -163,7 +96,7 @@ using Out = xffi::Result<xffi::AnyBuffer>;
 XLA_FFI_DEFINE_HANDLER(kInstantiateForward,
                        [](xffi::Dictionary attributes) {
                          return Warmed(kForward,
-                                       [&] { WarmForward(OptionsOf(attributes, true)); });
+                                       [&] { WarmForward(RouterOptions(attributes, true)); });
                        },
                        xffi::Ffi::BindInstantiate().Attrs());
 
@@ -171,9 +104,10 @@ XLA_FFI_DEFINE_HANDLER(kExecuteForward,
                        [](xffi::ThreadPool pool, In logits, In bias, Out probs, Out map, Out saved,
                           xffi::Dictionary attributes) {
                          return Guarded(kForward, [&] {
-                           Forward(OptionsOf(attributes, true), pool, Read("logits", logits),
-                                   Read("expert_bias", bias), Read("probs", probs),
-                                   Read("routing_map", map), Read("intermediate_output", saved));
+                           Forward(RouterOptions(attributes, true), pool,
+                                   {Read("logits", logits), Read("expert_bias", bias),
+                                    Read("probs", probs), Read("routing_map", map),
+                                    Read("intermediate_output", saved)});
                          });
                        },
                        xffi::Ffi::Bind()
@@ -188,7 +122,7 @@ XLA_FFI_DEFINE_HANDLER(kExecuteForward,
 XLA_FFI_DEFINE_HANDLER(kInstantiateBackward,
                        [](xffi::Dictionary attributes) {
                          return Warmed(kBackward,
-                                       [&] { WarmBackward(OptionsOf(attributes, false)); });
+                                       [&] { WarmBackward(RouterOptions(attributes, false)); });
                        },
                        xffi::Ffi::BindInstantiate().Attrs());
 
@@ -196,9 +130,9 @@ XLA_FFI_DEFINE_HANDLER(kExecuteBackward,
                        [](xffi::ThreadPool pool, In map, In saved, In grad, Out out,
                           xffi::Dictionary attributes) {
                          return Guarded(kBackward, [&] {
-                           Backward(OptionsOf(attributes, false), pool, Read("routing_map", map),
-                                    Read("intermediate_output", saved), Read("grad_probs", grad),
-                                    Read("grad_logits", out));
+                           Backward(RouterOptions(attributes, false), pool,
+                                    {Read("routing_map", map), Read("intermediate_output", saved),
+                                     Read("grad_probs", grad), Read("grad_logits", out)});
                          });
                        },
                        xffi::Ffi::Bind()

@@ -1,14 +1,11 @@
-// Handlers of the router's loss, with Transformer Engine's operands, attributes and results. There
-// may be more axes before those of probs: a loss for each.
+// Handlers of the router's loss, with Transformer Engine's operands, attributes and results.
 
 #include <vector>
 
-#include "ffi/attributes.h"
-#include "ffi/buffers.h"
 #include "ffi/floats.h"
 #include "ffi/registry.h"
+#include "ffi/router_loss_call.h"
 #include "ffi/stages.h"
-#include "ffi/te_arguments.h"
 #include "ffi/threads.h"
 #include "router/router.h"
 
@@ -21,46 +18,24 @@ constexpr char kLossGradient[] = "te_ffi_kernels.fused_moe_aux_loss_backward";
 struct Counts {};
 struct Grads {};
 
-struct LossConfig {
-  explicit LossConfig(const xffi::Dictionary& attributes)
-      : topk(NeedAttribute<int64_t>(attributes, "topk")),
-        coeff(NeedAttribute<double>(attributes, "coeff")) {
-    if (topk < 1) throw invalid_argument("topk is ", topk, ", and must be positive");
-  }
-
-  int64_t topk;
-  double coeff;
-};
-
-const float* TokensPerExpert(const Array& array, int64_t batch, int64_t experts) {
-  array.NeedDtype({DType::S32, DType::S64, DType::S16, DType::F32, DType::BF16});
-  NeedSize(array, batch * experts, "one for each expert");
-  return ToFloats<Counts>(array);
-}
-
-// [..., tokens, experts]; each of the axes before has a loss of its own.
-int64_t ShapeOf(const Array& probs, router::Loss& args) {
-  const int64_t rank = probs.rank();
-  if (rank < 2) {
-    throw invalid_argument(probs.name, " is ", probs.Text(), ", and must be [tokens, experts]");
-  }
-  args.tokens = probs.shape[rank - 2];
-  args.experts = probs.shape[rank - 1];
-  args.dtype = te::float_of(NeedFloat(probs).dtype);
-  return probs.Product(0, rank - 2);
-}
-
-void Loss(const LossConfig& config, xffi::ThreadPool pool, const Array& probs, const Array& tokens,
-          const Array& aux_loss, const Array& const_buf) {
+// The arguments of a loss, without its coefficient.
+router::Loss LossOf(const RouterLossShape& shape, const Array& probs) {
   router::Loss args;
-  const int64_t batch = ShapeOf(probs, args);
+  args.tokens = shape.tokens;
+  args.experts = shape.experts;
+  args.dtype = te::float_of(probs.dtype);
+  return args;
+}
+
+void Loss(const RouterLossConfig& config, xffi::ThreadPool pool, const RouterLossCall& call) {
+  const auto& [probs, tokens, aux_loss, const_buf] = call;
+  const RouterLossShape shape = call.Check();
+  router::Loss args = LossOf(shape, probs);
   args.coefficient = router::coefficient(args.tokens, args.experts, config.topk, config.coeff);
-  const float* counts = TokensPerExpert(tokens, batch, args.experts);
-  NeedSize(aux_loss.NeedDtype({probs.dtype}), batch, "the loss");
-  NeedSize(const_buf.NeedDtype({DType::F32}), 2 * batch, "the coefficient, and the loss");
+  const float* counts = ToFloats<Counts>(tokens);
   XlaScheduler scheduler(pool);
   const int64_t bytes = args.tokens * args.experts * static_cast<int64_t>(byte_size(probs.dtype));
-  for (int64_t i = 0; i < batch; ++i) {
+  for (int64_t i = 0; i < shape.batch; ++i) {
     const float loss = router::loss(args, static_cast<const char*>(probs.data) + i * bytes,
                                     counts + i * args.experts, Parallel(scheduler));
     SetFloat(aux_loss, i, loss);
@@ -69,17 +44,15 @@ void Loss(const LossConfig& config, xffi::ThreadPool pool, const Array& probs, c
   }
 }
 
-void LossGradient(xffi::ThreadPool pool, const Array& const_buf, const Array& tokens,
-                  const Array& grad, const Array& out) {
-  router::Loss args;
-  const int64_t batch = ShapeOf(out, args);
-  const float* counts = TokensPerExpert(tokens, batch, args.experts);
-  NeedSize(const_buf.NeedDtype({DType::F32}), 2 * batch, "the coefficient, and the loss");
-  NeedSize(grad.NeedDtype({out.dtype}), batch, "the gradient of the loss");
-  XlaScheduler scheduler(pool);
+void LossGradient(xffi::ThreadPool pool, const RouterLossGradientCall& call) {
+  const auto& [const_buf, tokens, grad, out] = call;
+  const RouterLossShape shape = call.Check();
+  router::Loss args = LossOf(shape, out);
+  const float* counts = ToFloats<Counts>(tokens);
   const float* grads = ToFloats<Grads>(grad);
+  XlaScheduler scheduler(pool);
   const int64_t bytes = args.tokens * args.experts * static_cast<int64_t>(byte_size(out.dtype));
-  for (int64_t i = 0; i < batch; ++i) {
+  for (int64_t i = 0; i < shape.batch; ++i) {
     args.coefficient = static_cast<const float*>(const_buf.data)[2 * i];
     router::loss_gradient(args, counts + i * args.experts, grads[i],
                           static_cast<char*>(out.data) + i * bytes, Parallel(scheduler));
@@ -103,7 +76,7 @@ using Out = xffi::Result<xffi::AnyBuffer>;
 XLA_FFI_DEFINE_HANDLER(kInstantiateLoss,
                        [](xffi::Dictionary attributes) {
                          return Warmed(kLoss, [&] {
-                           LossConfig config(attributes);
+                           RouterLossConfig config(attributes);
                            WarmLoss();
                          });
                        },
@@ -113,9 +86,9 @@ XLA_FFI_DEFINE_HANDLER(kExecuteLoss,
                        [](xffi::ThreadPool pool, In probs, In tokens, Out aux_loss, Out const_buf,
                           xffi::Dictionary attributes) {
                          return Guarded(kLoss, [&] {
-                           Loss(LossConfig(attributes), pool, Read("probs", probs),
-                                Read("tokens_per_expert", tokens), Read("aux_loss", aux_loss),
-                                Read("const_buf", const_buf));
+                           Loss(RouterLossConfig(attributes), pool,
+                                {Read("probs", probs), Read("tokens_per_expert", tokens),
+                                 Read("aux_loss", aux_loss), Read("const_buf", const_buf)});
                          });
                        },
                        xffi::Ffi::Bind()
@@ -136,9 +109,10 @@ XLA_FFI_DEFINE_HANDLER(kExecuteLossGradient,
                        [](xffi::ThreadPool pool, In const_buf, In tokens, In grad, Out out,
                           xffi::Dictionary) {
                          return Guarded(kLossGradient, [&] {
-                           LossGradient(pool, Read("const_buf", const_buf),
-                                        Read("tokens_per_expert", tokens),
-                                        Read("grad_aux_loss", grad), Read("grad_probs", out));
+                           LossGradient(pool, {Read("const_buf", const_buf),
+                                               Read("tokens_per_expert", tokens),
+                                               Read("grad_aux_loss", grad),
+                                               Read("grad_probs", out)});
                          });
                        },
                        xffi::Ffi::Bind()

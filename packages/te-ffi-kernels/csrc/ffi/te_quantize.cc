@@ -3,7 +3,7 @@
 
 #include "ffi/registry.h"
 #include "ffi/stages.h"
-#include "ffi/te_quantize_call.h"
+#include "ffi/te_grouped_call.h"
 #include "ffi/threads.h"
 #include "te/quantize.h"
 #include "te/table.h"
@@ -11,7 +11,6 @@
 namespace jaxtap::ffi {
 namespace {
 
-using te::Layout;
 using te::Scaling;
 
 void Warm(const QuantizeConfig& config) {
@@ -134,43 +133,17 @@ XLA_FFI_DEFINE_HANDLER(
 const Registration kQuantize({"te_ffi_kernels.dbias_quantize", kQuantizeInstantiate,
                               kQuantizeExecute});
 
-void ExecuteGrouped(xffi::ThreadPool pool, int64_t scaling_mode, int64_t q_layout,
-                    int64_t flatten_axis, const Array& x, const Array& scale,
-                    const Array& group_sizes, const Array& out, const Array& colwise_out,
-                    const Array& scale_inv, const Array& colwise_scale_inv, const Array& amax) {
-  const Scaling scaling = QuantizedScaling(scaling_mode);
-  const Layout layout = te::layout_of(q_layout);
-  const bool rowwise = te::has_rowwise(layout), colwise = te::has_colwise(layout);
+void ExecuteGrouped(xffi::ThreadPool pool, const GroupedConfig& config, const GroupedCall& call) {
+  const Groups given = call.Check(config);
+  const Matrix& matrix = given.matrix;
+  const int64_t groups = given.count, rows_each = given.rows_each;
+  const auto& [x, scale, group_sizes, out, colwise_out, scale_inv, colwise_scale_inv, amax] = call;
+  const Scaling scaling = config.scaling;
+  const bool rowwise = config.rowwise, colwise = config.colwise;
   const bool tensor = te::is_tensor(scaling), mx = scaling == Scaling::kMx;
-  NeedFloat(x);
-  const Matrix matrix = Flatten(x, flatten_axis, "flatten_axis");
-  group_sizes.NeedRank(1).NeedDtype({DType::S32});
-  const int64_t groups = group_sizes.shape[0];
-  NeedSize(amax.NeedDtype({DType::F32}), groups, "one for each group");
-  if (tensor) {
-    NeedSize(scale.NeedDtype({DType::F32}), groups, "what each group is multiplied with");
-  }
-  const auto check = [&](const Array& codes, const Array& scales, bool by_column) {
-    NeedCodes(codes, scaling);
-    NeedSize(codes, x.size(), "one code for each of x");
-    NeedScales(scales, scaling);
-    if (mx) {
-      if (!by_column) NeedBlocks(x, matrix.cols, "columns (axes from flatten_axis)");
-      NeedSize(scales, x.size() / te::kBlock, "one scale for 32 codes");
-    } else if (scaling == Scaling::kChannel) {
-      NeedSize(scales, by_column ? groups * matrix.cols : matrix.rows, "one for each slice");
-    } else {
-      NeedSize(scales, groups, "one for each group");
-    }
-  };
-  if (rowwise) check(out, scale_inv, false);
-  if (colwise) check(colwise_out, colwise_scale_inv, true);
-
   if (!rowwise) Clear({out, scale_inv});
   if (!colwise) Clear({colwise_out, colwise_scale_inv});
 
-  // A group is some of the first axis; the axes from there to flatten_axis are rows of it.
-  const int64_t rows_each = x.Product(1, matrix.axis);
   const auto* sizes = static_cast<const int32_t*>(group_sizes.data);
   int64_t sum = 0;
   for (int64_t i = 0; i < groups; ++i) {
@@ -199,7 +172,7 @@ void ExecuteGrouped(xffi::ThreadPool pool, int64_t scaling_mode, int64_t q_layou
     args.dtype = te::float_of(x.dtype);
     args.rows = rows;
     args.cols = matrix.cols;
-    args.code = te::code_of((rowwise ? out : colwise_out).dtype);
+    args.code = te::code_of(call.CodeDtype(config));
     args.scaling = scaling;
     args.wants_absmax = tensor;
     const auto scales_of = [&](const Array& scales, bool by_column) -> void* {
@@ -230,14 +203,13 @@ XLA_FFI_DEFINE_HANDLER(
        xffi::AnyBuffer group_sizes, xffi::Result<xffi::AnyBuffer> out,
        xffi::Result<xffi::AnyBuffer> colwise_out, xffi::Result<xffi::AnyBuffer> scale_inv,
        xffi::Result<xffi::AnyBuffer> colwise_scale_inv, xffi::Result<xffi::AnyBuffer> amax,
-       xffi::Result<xffi::AnyBuffer>, int64_t scaling_mode, int64_t q_layout,
-       int64_t flatten_axis) {
+       xffi::Result<xffi::AnyBuffer>, xffi::Dictionary attributes) {
       return Guarded("te_ffi_kernels.grouped_quantize", [&] {
-        ExecuteGrouped(pool, scaling_mode, q_layout, flatten_axis, Read("x", x),
-                       Read("scale", scale), Read("group_sizes", group_sizes),
-                       Read("output", out), Read("colwise_output", colwise_out),
-                       Read("scale_inv", scale_inv), Read("colwise_scale_inv", colwise_scale_inv),
-                       Read("updated_amax", amax));
+        ExecuteGrouped(pool, GroupedConfig(attributes),
+                       {Read("x", x), Read("scale", scale), Read("group_sizes", group_sizes),
+                        Read("output", out), Read("colwise_output", colwise_out),
+                        Read("scale_inv", scale_inv), Read("colwise_scale_inv", colwise_scale_inv),
+                        Read("updated_amax", amax)});
       });
     },
     xffi::Ffi::Bind()
@@ -251,14 +223,13 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<xffi::AnyBuffer>()  // colwise_scale_inv
         .Ret<xffi::AnyBuffer>()  // updated_amax
         .Ret<xffi::AnyBuffer>()  // workspace, not used
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("q_layout")
-        .Attr<int64_t>("flatten_axis"));
+        .Attrs());
 
 const Registration kGrouped({"te_ffi_kernels.grouped_quantize", nullptr, kGroupedExecute,
                              "Which loops run depends on group_sizes, which are read on the host "
-                             "while the call runs; on GPU that synchronises the stream, which a "
-                             "warm-up inside of a capture must not do"});
+                             "while the call runs, as Transformer Engine does on GPU, where it "
+                             "synchronises the stream; the kernels for CUDA here read them on the "
+                             "device, and are warmed up"});
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -2,19 +2,16 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "common/arena.h"
 #include "common/convert.h"
-#include "common/error.h"
 #include "router/table.h"
 
 namespace jaxtap::router {
 namespace {
 
-constexpr int64_t kFew = 1 << 13;      // numbers that aren't worth a second thread
-constexpr int64_t kChunk = 128;        // rows that are added in float32, before double takes over
-constexpr int64_t kMost = INT32_MAX;   // of experts: their indices are int32
+constexpr int64_t kFew = 1 << 13;  // numbers that aren't worth a second thread
+constexpr int64_t kChunk = 128;    // rows that are added in float32, before double takes over
 
 struct Memory {};
 struct Expanded {};
@@ -37,47 +34,6 @@ void expand(const uint8_t* bits, int64_t experts, uint8_t* bytes) {
 }
 
 }  // namespace
-
-void check(const Options& options) {
-  const auto score = static_cast<int64_t>(options.score);
-  if (score < 0 || score > 2) {
-    throw invalid_argument("score_function is ", score,
-                           ", and must be 0 (sigmoid), 1 (softmax) or 2 (sqrtsoftplus)");
-  }
-  const auto format = static_cast<int64_t>(options.format);
-  if (format < 0 || format > 1) {
-    throw invalid_argument("routing_map_format is ", format,
-                           ", and must be 0 (bytemap) or 1 (bitmap)");
-  }
-  if (options.topk < 1) throw invalid_argument("topk is ", options.topk, ", and must be positive");
-  if (options.group_topk <= 0) return;
-  if (options.topk % options.group_topk != 0) {
-    throw invalid_argument("group_topk is ", options.group_topk, ", and must divide topk, ",
-                           options.topk);
-  }
-  if (options.groups < options.group_topk) {
-    throw invalid_argument("num_groups is ", options.groups,
-                           ", and must be at least group_topk, ", options.group_topk);
-  }
-}
-
-void check_experts(const Options& options) {
-  const int64_t experts = options.experts;
-  if (options.topk > experts || experts > kMost) {
-    throw invalid_argument("topk is ", options.topk, ", and must not be above the number of experts, ",
-                           experts, " (itself below 2^31)");
-  }
-  if (options.group_topk <= 0) return;
-  if (experts % options.groups != 0) {
-    throw invalid_argument("num_groups is ", options.groups,
-                           ", and must divide the number of experts, ", experts);
-  }
-  if (options.topk / options.group_topk > experts / options.groups) {
-    throw invalid_argument("topk / group_topk is ", options.topk / options.group_topk,
-                           ", and must not be above the ", experts / options.groups,
-                           " experts of a group");
-  }
-}
 
 void forward(const Forward& args, const Parallel& parallel) {
   const int64_t experts = args.options.experts;
@@ -110,13 +66,6 @@ void backward(const Backward& args, const Parallel& parallel) {
           static_cast<char*>(args.out) + at * bytes);
     }
   });
-}
-
-float coefficient(int64_t tokens, int64_t experts, int64_t topk, double coeff) {
-  if (tokens == 0) return 0.0f;
-  const double count = static_cast<double>(tokens);
-  return static_cast<float>(static_cast<double>(experts) * coeff / static_cast<double>(topk) /
-                            count / count);
 }
 
 float loss(const Loss& args, const void* probs, const float* tokens_per_expert,

@@ -1,4 +1,4 @@
-// vexp against the exponential in double.
+// vexp and vlog1p_to_one against the same in double.
 #include "common/vmath.h"
 
 #include <cmath>
@@ -77,6 +77,19 @@ TEST(vmath_exp_is_vectorised_alike) {
     same = same && float_bits(vexp(one)) == float_bits(found[i]);
   }
   CHECK(same);
+}
+
+TEST(vmath_log1p_to_one) {
+  double worst = 0;
+  for (int i = 1; i <= 100000; ++i) {
+    const float x = static_cast<float>(i) / 100000.0f;
+    worst = std::fmax(worst, ulps(vlog1p_to_one(x), std::log1p(static_cast<double>(x))));
+    const float small = std::ldexp(x, -20);
+    worst = std::fmax(worst, ulps(vlog1p_to_one(small), std::log1p(static_cast<double>(small))));
+  }
+  CHECK_THAT(worst <= 2.0, "off by " + std::to_string(worst) + " ulp");
+  CHECK(vlog1p_to_one(0.0f) == 0.0f);
+  CHECK(std::isnan(vlog1p_to_one(std::numeric_limits<float>::quiet_NaN())));
 }
 
 }  // namespace

@@ -9,6 +9,8 @@
 #include "cuda/gemm/packed.h"
 #include "cuda/gemm/steps.h"
 #include "cuda/handlers/handler.h"
+#include "cuda/kernels/grouped.h"
+#include "cuda/kernels/router.h"
 
 namespace nb = nanobind;
 
@@ -124,6 +126,8 @@ size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits,
 NB_MODULE(_native, module) {
   module.attr("API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   module.attr("CUDA_VERSION") = CUDART_VERSION;
+  module.attr("LOSS_PART") = jaxtap::cuda::kLossPart;
+  module.attr("GROUP_START") = sizeof(jaxtap::cuda::GroupStart);
   module.def("targets", &jaxtap::cuda::TargetTable);
   module.def("types", &jaxtap::cuda::TypeTable);
   module.def("warm_counts", &jaxtap::ffi::WarmCounts);

@@ -6,10 +6,10 @@
 namespace jaxtap::cuda {
 namespace {
 
+// What a block does with its tile.
 template <class Source>
-__global__ void quantize_absmax_kernel(TilesOf<Source> args) {
+JAXTAP_DEVICE void absmax_of_tile(const TilesOf<Source>& args, const Place& place) {
   __shared__ int of_columns[kTile];
-  const Place place = Place::of(args);
   float x[kPart][kPart];
   args.source.part(args, place, x);
   if (threadIdx.x < kTile) of_columns[threadIdx.x] = 0;
@@ -37,6 +37,11 @@ __global__ void quantize_absmax_kernel(TilesOf<Source> args) {
   if (threadIdx.x < kTile && col < args.cols) {
     atomicMax(static_cast<int*>(args.turned_scales) + col, of_columns[threadIdx.x]);
   }
+}
+
+template <class Source>
+__global__ void quantize_absmax_kernel(TilesOf<Source> args) {
+  absmax_of_tile(args, Place::of(args, blockIdx.x));
 }
 
 template <class Source>

@@ -126,9 +126,9 @@ JAXTAP_DEVICE void mx(const TileArgs& args, const Place& place, const float (&x)
   write_rows(args, place, args.turned, args.wide && args.wide_turned, four);
 }
 
-template <class Source, Kind kKind>
-__global__ void quantize_codes_kernel(TilesOf<Source> args) {
-  const Place place = Place::of(args);
+// What a block does with its tile.
+template <Kind kKind, class Source>
+JAXTAP_DEVICE void encode_tile(const TilesOf<Source>& args, const Place& place) {
   float x[kPart][kPart];
   args.source.part(args, place, x);
   if constexpr (kKind == Kind::kMx) {
@@ -176,6 +176,11 @@ __global__ void quantize_codes_kernel(TilesOf<Source> args) {
       }
     }
   }
+}
+
+template <class Source, Kind kKind>
+__global__ void quantize_codes_kernel(TilesOf<Source> args) {
+  encode_tile<kKind>(args, Place::of(args, blockIdx.x));
 }
 
 template <class Source>

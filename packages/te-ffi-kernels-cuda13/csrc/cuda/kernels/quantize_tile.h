@@ -62,8 +62,7 @@ struct Place {
   int64_t row, col;
   int down, across;  // of threads in the tile
 
-  JAXTAP_DEVICE Place of(const TileArgs& args) {
-    const int64_t tile = blockIdx.x;
+  JAXTAP_DEVICE Place of(const TileArgs& args, int64_t tile) {
     const int down = threadIdx.x / kParts, across = threadIdx.x % kParts;
     return {tile / args.tiles_across * kTile + down * kPart,
             tile % args.tiles_across * kTile + across * kPart, down, across};

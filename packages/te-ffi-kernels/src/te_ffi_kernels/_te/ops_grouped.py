@@ -51,7 +51,8 @@ def grouped_quantize(
     Raises:
         TypeError, ValueError, NotImplementedError: as ``dbias_quantize``.
         jax.errors.JaxRuntimeError: when it runs: negative groups, another sum, or MXFP8 by column
-            with groups that aren't multiples of 32 rows. (The reference can't tell.)
+            with groups that aren't multiples of 32 rows. On CUDA, where nobody waits for what the
+            sizes are, all scales and magnitudes are NaN then. (The reference can't tell.)
     """
     op = "grouped_quantize"
     config = quantize_config(
@@ -69,22 +70,21 @@ def grouped_quantize(
 def _kernel(
     config: QuantizeConfig, x: jax.Array, scale: jax.Array, group_sizes: jax.Array
 ) -> tuple[jax.Array, ...]:
-    def in_jax(x: jax.Array, scale: jax.Array, group_sizes: jax.Array) -> Any:
-        workspace = jnp.zeros((0,), jnp.uint8)
-        return (*reference_quantize.grouped(config, x, scale, group_sizes), workspace)
-
     return _op.call(
         "grouped_quantize",
-        in_jax,
+        functools.partial(reference_quantize.grouped, config),
         (x, scale, group_sizes),
-        (
-            *config.grouped_results(x, group_sizes.shape[0]),
-            jax.ShapeDtypeStruct((0,), jnp.uint8),
-        ),
+        config.grouped_results(x, group_sizes.shape[0]),
+        workspace=_workspace,
         scaling_mode=int(config.scaling_mode),
         q_layout=int(config.q_layout),
         flatten_axis=config.axis,
-    )[:-1]
+    )
+
+
+def _workspace(platform: str, x: jax.Array, scale: jax.Array, group_sizes: jax.Array) -> int:
+    """Bytes for where each group begins, and the last ends: two int64."""
+    return 16 * (group_sizes.shape[0] + 1) if platform == "cuda" else 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,0 +1,25 @@
+#include "cuda/kernels/grouped.h"
+
+namespace jaxtap::cuda {
+
+void grouped_quantize(const GroupedQuantize& args, Stream stream) {
+  grouped_starts(args, stream);
+  if (args.scaling == te::Scaling::kChannel) {
+    Quantize all;
+    all.rows = args.rows();
+    all.cols = args.groups * args.cols;
+    all.code = args.code;
+    all.scales = args.scales;
+    all.turned_scales = args.turned_scales;
+    quantize_clear(all.scales, all.rows, stream);
+    quantize_clear(all.turned_scales, all.cols, stream);
+    grouped_absmax(args, stream);
+    grouped_codes(args, stream);
+    quantize_scales(all, stream);
+  } else {
+    grouped_codes(args, stream);
+  }
+  grouped_refuse(args, stream);
+}
+
+}  // namespace jaxtap::cuda

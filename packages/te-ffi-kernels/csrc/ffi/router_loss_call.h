@@ -1,0 +1,61 @@
+// What a call of the router's loss is given, checked, whatever platform it runs on. There may be
+// more axes before those of probs: a loss for each.
+
+#pragma once
+
+#include "ffi/attributes.h"
+#include "ffi/te_arguments.h"
+
+namespace jaxtap::ffi {
+
+struct RouterLossConfig {
+  explicit RouterLossConfig(const xffi::Dictionary& attributes)
+      : topk(NeedAttribute<int64_t>(attributes, "topk")),
+        coeff(NeedAttribute<double>(attributes, "coeff")) {
+    if (topk < 1) throw invalid_argument("topk is ", topk, ", and must be positive");
+  }
+
+  int64_t topk;
+  double coeff;
+};
+
+// Of [..., tokens, experts]; each of the axes before has a loss of its own.
+struct RouterLossShape {
+  RouterLossShape(const Array& probs, const Array& tokens_per_expert, const Array& const_buf) {
+    const int64_t rank = probs.rank();
+    if (rank < 2) {
+      throw invalid_argument(probs.name, " is ", probs.Text(), ", and must be [tokens, experts]");
+    }
+    batch = probs.Product(0, rank - 2);
+    tokens = probs.shape[rank - 2];
+    experts = probs.shape[rank - 1];
+    NeedFloat(probs);
+    tokens_per_expert.NeedDtype({DType::S32, DType::S64, DType::S16, DType::F32, DType::BF16});
+    NeedSize(tokens_per_expert, batch * experts, "one for each expert");
+    NeedSize(const_buf.NeedDtype({DType::F32}), 2 * batch, "the coefficient, and the loss");
+  }
+
+  int64_t batch, tokens, experts;
+};
+
+struct RouterLossCall {
+  Array probs, tokens_per_expert, aux_loss, const_buf;
+
+  RouterLossShape Check() const {
+    const RouterLossShape shape(probs, tokens_per_expert, const_buf);
+    NeedSize(aux_loss.NeedDtype({probs.dtype}), shape.batch, "the loss");
+    return shape;
+  }
+};
+
+struct RouterLossGradientCall {
+  Array const_buf, tokens_per_expert, grad, out;
+
+  RouterLossShape Check() const {
+    const RouterLossShape shape(out, tokens_per_expert, const_buf);
+    NeedSize(grad.NeedDtype({out.dtype}), shape.batch, "the gradient of the loss");
+    return shape;
+  }
+};
+
+}  // namespace jaxtap::ffi
