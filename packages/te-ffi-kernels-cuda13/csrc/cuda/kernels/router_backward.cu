@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kThreads) router_backward_kernel(RouterBackwar
   const router::Options& options = args.options;
   const int64_t count = options.experts;
   const bool bits = options.format == router::MapFormat::kBits;
-  const uint8_t* map = args.map + token * router::map_bytes(options.format, count);
+  const uint8_t* map =
+      options.dense ? nullptr : args.map + token * router::map_bytes(options.format, count);
   const float* saved = args.saved + token * count;
   const auto* grad = static_cast<const Type*>(args.grad) + token * count;
   auto* out = static_cast<Type*>(args.out) + token * count;
