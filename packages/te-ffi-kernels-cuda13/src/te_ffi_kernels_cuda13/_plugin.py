@@ -11,6 +11,8 @@ _FEW_ROWS = ("gemv_w8", "gemv_w4", "gemm_w8a16")
 OPS = (
     "dbias_quantize",
     "dequantize",
+    "fused_attn_forward",
+    "fused_attn_backward",
     "gemm_v2",
     *_FEW_ROWS,
     *(f"{op}_{direction}" for op in _SOFTMAX for direction in ("forward", "backward")),
@@ -20,7 +22,11 @@ OPS = (
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 
 
-_SUPPORTS = {"gemm_v2": "gemm_v2"} | dict.fromkeys(_FEW_ROWS, "few_rows")
+_SUPPORTS = {
+    "gemm_v2": "gemm_v2",
+    "fused_attn_forward": "attention",
+    "fused_attn_backward": "attention",
+} | dict.fromkeys(_FEW_ROWS, "few_rows")
 
 
 @hookimpl

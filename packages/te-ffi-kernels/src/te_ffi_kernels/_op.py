@@ -27,7 +27,7 @@ def call(
     asked: Sequence[Any] | None = None,
     partition: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     question: dict[str, Any] | None = None,
-    workspace: Callable[..., int] | None = None,
+    workspace: Callable[..., int | None] | None = None,
     **attributes: Any,
 ) -> Any:
     """Runs an op on its operands.
@@ -46,7 +46,7 @@ def call(
             called as ``kernel(results, attributes, *operands)``.
         question: the parameters that kernels are asked about, where these aren't the attributes.
         workspace: called as ``workspace(platform, *operands)`` for the bytes of memory that the
-            kernel gets as one result more, after those of `results`.
+            kernel gets as one result more, after those of `results`; None where it gets none.
         attributes: of the FFI call: ints, floats, bools, strings and NumPy scalars.
     """
     branches: dict[str, Callable[..., Any]] = {}
@@ -141,15 +141,16 @@ def _axes(x: jax.Array) -> frozenset[str]:
 
 def _ffi(
     target: str,
-    workspace: Callable[..., int] | None,
+    workspace: Callable[..., int | None] | None,
     results: Any,
     attributes: dict[str, Any],
     *operands: jax.Array,
 ) -> Any:
     # What vmap does is decided a level above, in `batched`.
-    if workspace is None:
+    needed = None if workspace is None else workspace(*operands)
+    if needed is None:
         return jax.ffi.ffi_call(target, results)(*operands, **attributes)
-    memory = jax.ShapeDtypeStruct((workspace(*operands),), jnp.uint8)
+    memory = jax.ShapeDtypeStruct((needed,), jnp.uint8)
     return jax.ffi.ffi_call(target, (*results, memory))(*operands, **attributes)[:-1]
 
 
