@@ -43,7 +43,9 @@ def unfit(op: str, dtype: str, attributes: Attributes, capability: int) -> str |
             f"{capability / 10}"
         )
     if capability < 80:
-        return f"cuDNN's attention needs compute capability 8.0, and a GPU here has {capability / 10}"
+        return (
+            f"cuDNN's attention needs compute capability 8.0, and a GPU here has {capability / 10}"
+        )
     return None
 
 

@@ -55,12 +55,7 @@ def attention(call: KernelCall) -> bool | str:
     if found == 0:
         return "there is no NVIDIA GPU here"
     given = call.op, call.operands[0].dtype, call.params
-    return (
-        _attention.unfit(*given, found)
-        or _cudnn.missing()
-        or _attention.refused(*given)
-        or True
-    )
+    return _attention.unfit(*given, found) or _cudnn.missing() or _attention.refused(*given) or True
 
 
 def few_rows(call: KernelCall) -> bool | str:

@@ -70,8 +70,8 @@ class Sequences {
       segment.batch = i;
       segment.q_start = i * q_length;
       segment.kv_start = i * kv_length;
-      segment.q_length = config_.is_padding() ? Cut(Length(arrays_.q_cu, i), q_length) : q_length;
-      segment.kv_length = config_.is_padding() ? Cut(Length(arrays_.kv_cu, i), kv_length) : kv_length;
+      segment.q_length = are_whole() ? q_length : Cut(Length(arrays_.q_cu, i), q_length);
+      segment.kv_length = are_whole() ? kv_length : Cut(Length(arrays_.kv_cu, i), kv_length);
       segment.aux_start = i * config_.heads * q_length;
       return segment;
     }

@@ -104,8 +104,8 @@ struct AttentionConfig {
   }
 };
 
-// Where the numbers of a token's heads are in an array: from `begin` on, tokens `stride` apart, heads
-// side by side, `size` numbers each.
+// Where the numbers of a token's heads are in an array: from `begin` on, tokens `stride` apart,
+// heads side by side, `size` numbers each.
 struct Lines {
   int64_t begin, stride, size;
 };

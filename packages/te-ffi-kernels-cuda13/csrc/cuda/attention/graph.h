@@ -26,8 +26,8 @@ struct AttentionGraph {
   bool ragged = false;
   int64_t q_tokens = 0, kv_tokens = 0;  // of all segments
 
-  // Query i sees key j where j - i - shift is within [-left, right]; -1: without end. The shift is 0,
-  // or keys - queries of the segment.
+  // Query i sees key j where j - i - shift is within [-left, right]; -1: without end. The shift is
+  // 0, or keys - queries of the segment.
   int64_t left = -1, right = -1;
   bool bottom_right = false;
 

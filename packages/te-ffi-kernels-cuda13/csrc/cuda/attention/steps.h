@@ -16,8 +16,8 @@ struct AttentionSteps {
   AttentionGraph graph;
   int arrays = 3;                       // that queries, keys and values are in
   int64_t tokens_q = 0, tokens_kv = 0;  // of all batch entries
-  // Backward reads a copy of the log-sum-exp, where rows that see nothing have inf and not -inf: the
-  // exponent of a score less that is 0, whatever the score.
+  // Backward reads a copy of the log-sum-exp, where rows that see nothing have inf and not -inf:
+  // the exponent of a score less that is 0, whatever the score.
   bool copies_stats = false;
 
   // Where parts of the workspace begin, and the bytes of all. What is left is cuDNN's.

@@ -10,15 +10,15 @@ namespace jaxtap::cuda {
 // One side of attention's segments: queries, or keys.
 struct AttentionSide {
   const int32_t* cumulative = nullptr;  // [segments + 1]: lengths are differences
-  const int32_t* at = nullptr;          // [segments]: where segments begin; nullptr: one after the other
+  const int32_t* at = nullptr;          // [segments]: where they begin; nullptr: one after the other
   int64_t most = 0;                     // tokens of a segment
   int64_t tokens = 0;                   // of all
 };
 
 // Lengths and places of segments in cuDNN's form, and the random state, by one block. Lengths and
-// places that can't be are cut to what is there. A segment without keys becomes one without queries,
-// whose one key nobody sees. Where segments have places, those with a query and a key come first, in
-// their order, and all others are empty and at the end.
+// places that can't be are cut to what is there. A segment without keys becomes one without
+// queries, whose one key nobody sees. Where segments have places, those with a query and a key come
+// first, in their order, and all others are empty and at the end.
 struct AttentionSegments {
   int64_t segments = 0;
   AttentionSide q, kv;

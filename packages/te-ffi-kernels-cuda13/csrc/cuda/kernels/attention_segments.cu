@@ -8,6 +8,11 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPlaces = 5;
 
+struct Args {
+  AttentionSegments given;
+  int64_t each;  // segments of a thread
+};
+
 JAXTAP_DEVICE void write_place(const AttentionSegments& args, int64_t i, int64_t q, int64_t kv) {
   const int64_t row = args.segments + 1;
   JAXTAP_UNROLL
@@ -29,13 +34,13 @@ JAXTAP_DEVICE void write_random(const AttentionSegments& args) {
   }
 }
 
-__global__ void attention_segments_kernel(AttentionSegments args) {
+__global__ void attention_segments_kernel(Args all) {
+  const AttentionSegments& args = all.given;
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) write_random(args);
   if (args.q_lengths == nullptr) return;
-  const int64_t each = ceil_of(args.segments, kThreads);
-  const int64_t begin = cut(thread * each, args.segments);
-  const int64_t end = cut(begin + each, args.segments);
+  const int64_t begin = cut(thread * all.each, args.segments);
+  const int64_t end = cut(begin + all.each, args.segments);
   if (args.places == nullptr) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t q = span_of(args.q, i).length, kv = span_of(args.kv, i).length;
@@ -51,10 +56,10 @@ __global__ void attention_segments_kernel(AttentionSegments args) {
   }
   counts[thread] = count;
   __syncthreads();
-  int64_t at = 0, all = 0;
+  int64_t at = 0, some = 0;
   for (int other = 0; other < kThreads; ++other) {
     if (other < thread) at += counts[other];
-    all += counts[other];
+    some += counts[other];
   }
   for (int64_t i = begin; i < end; ++i) {
     const Span q = span_of(args.q, i), kv = span_of(args.kv, i);
@@ -63,7 +68,7 @@ __global__ void attention_segments_kernel(AttentionSegments args) {
     args.kv_lengths[at] = static_cast<int32_t>(kv.length);
     write_place(args, at++, q.begin, kv.begin);
   }
-  for (int64_t i = all + thread; i <= args.segments; i += kThreads) {
+  for (int64_t i = some + thread; i <= args.segments; i += kThreads) {
     if (i < args.segments) args.q_lengths[i] = args.kv_lengths[i] = 0;
     write_place(args, i, args.q.tokens, args.kv.tokens);
   }
@@ -72,7 +77,8 @@ __global__ void attention_segments_kernel(AttentionSegments args) {
 }  // namespace
 
 void attention_segments(const AttentionSegments& args, Stream stream) {
-  launch(attention_segments_kernel, 1, kThreads, stream, args);
+  const Args all = {args, ceil_of(args.segments, kThreads)};
+  launch(attention_segments_kernel, 1, kThreads, stream, all);
 }
 
 }  // namespace jaxtap::cuda

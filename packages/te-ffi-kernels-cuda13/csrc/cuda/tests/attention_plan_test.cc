@@ -411,7 +411,9 @@ TEST(cuda_attention_segments) {
       attention_segments(args, nullptr);
       CHECK(static_cast<uint64_t>(seed[0]) == 0x9000000000000003u && seed[1] == 11);
 
-      const auto cut = [](int64_t x, int64_t top) { return std::max<int64_t>(0, std::min(x, top)); };
+      const auto cut = [](int64_t x, int64_t top) {
+        return std::max<int64_t>(0, std::min(x, top));
+      };
       size_t next = 0;
       bool good = true;
       for (size_t i = 0; i < count; ++i) {
@@ -484,7 +486,8 @@ TEST(cuda_attention_with_a_fault_at_each_call) {
           } catch (const CudaError& thrown) {
             error = thrown.what();
           }
-          const std::string what = c.text() + ", a fault at call " + std::to_string(one) + ": " + error;
+          const std::string what =
+              c.text() + ", a fault at call " + std::to_string(one) + ": " + error;
           const bool told =
               error.find("fake status " + std::to_string(100 + one)) != std::string::npos;
           CHECK_THAT(told || dnn.calls.size() <= static_cast<size_t>(one), what);

@@ -1,6 +1,6 @@
 // A small cuDNN in memory, which attends slowly, in double, from what the graph says. It counts
-// calls, knows what there is of its objects, and fails when it's told to. Where cuDNN leaves results
-// as they come, it leaves NaN.
+// calls, knows what there is of its objects, and fails when it's told to. Where cuDNN leaves
+// results as they come, it leaves NaN.
 #pragma once
 
 #include <cmath>
