@@ -29,6 +29,7 @@ PRODUCTS = {8: te.gemv_w8, 4: te.gemv_w4}
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = (("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear"))
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+CAUSAL, BOTTOM_RIGHT = 2, 4
 ROUNDS, CALLS = 15, 10
 
 
@@ -121,6 +122,22 @@ def loss_and_slope(probs, counts, module=te):
     return jax.value_and_grad(module.fused_moe_aux_loss)(probs, counts, 8, 0.01)
 
 
+def attend(q, k, v, mask=0, bias=None, lengths=None, layout=9, softmax=0, dropout=0.0, **options):
+    """Attention, of packed segments where the layout has them."""
+    descriptor = None
+    if lengths is not None:
+        descriptor = te.SequenceDescriptor.from_seqlens(lengths)
+    if layout >= 10:
+        places = jnp.zeros((q.shape[0], 2), jnp.int32) + jnp.asarray([0, q.shape[1] // 2])
+        descriptor = te.SequenceDescriptor.from_seqlens_and_offsets(places // 2 + 5, places)
+        options["max_segments_per_seq"] = 2
+    seed = jnp.zeros((2,), jnp.uint32)
+    kind = 0 if bias is None else 2
+    scale = q.shape[-1] ** -0.5
+    args = (bias, descriptor, seed, kind, mask, layout, softmax, scale, dropout, True)
+    return te.fused_attn((q, k, v), *args, **options)
+
+
 def normal(*shape, dtype):
     """Numbers that no program knows."""
     return jnp.asarray(np.random.default_rng().normal(size=shape), dtype)
@@ -149,6 +166,7 @@ def exercise():
         exercise_activations(dtype)
         exercise_groups(dtype)
         exercise_router(dtype)
+        exercise_attention(dtype)
     for m, n, k in ((96, 160, 64), (33, 70, 96)):
         for mode in (0, *MODES.values()):
             for code in (jnp.float8_e4m3fn, jnp.int8)[: 1 + (mode in (1, 64))]:
@@ -231,6 +249,26 @@ def exercise_router(dtype):
     for tokens in (0, 7, 300):
         probs = normal(tokens, 100, dtype=dtype)
         jax.block_until_ready(loss_and_slope(probs, jnp.ones((100,), jnp.int32)))
+
+
+def exercise_attention(dtype):
+    """Calls attention and its gradient, as ``exercise`` does; in float32 it's plain JAX."""
+    q, k, v = (normal(2, 72, heads, 32, dtype=dtype) for heads in (4, 2, 2))
+    offset = jnp.zeros((1, 4, 1, 1))
+    lengths = jnp.asarray([72, 9]), jnp.asarray([72, 0])
+    for options in (
+        {},
+        {"mask": CAUSAL},
+        {"mask": CAUSAL, "window_size": (9, 0)},
+        {"mask": BOTTOM_RIGHT + 1, "lengths": lengths},
+        {"mask": 1, "lengths": lengths, "softmax": 2, "softmax_offset": offset},
+        {"bias": normal(1, 4, 72, 72, dtype=dtype)},
+        {"dropout": 0.1},
+        {"mask": 3, "layout": 14},
+    ):
+        run = lambda q, k, v, options=options: attend(q, k, v, **options)  # noqa: E731
+        out, back = jax.vjp(run, q, k, v)
+        jax.block_until_ready(back(out))
 
 
 def size_of(tree):
@@ -400,6 +438,27 @@ def packing(side):
         yield f"pack_w{bits}", run, (codes, scale)
 
 
+def attentions(side):
+    """As `products`, beside XLA's own call of cuDNN, forward and with gradients."""
+    length, heads = max(side // 2, 8), 16
+    on_gpu = jax.default_backend() == "gpu"
+    in_xla = partial(jax.nn.dot_product_attention, implementation="cudnn" if on_gpu else None)
+    for size in (64, 128):
+        args = tuple(normal(2, length, heads, size, dtype=jnp.bfloat16) for _ in range(3))
+        for causal in (False, True):
+            ours = partial(attend, mask=CAUSAL if causal else 0)
+            theirs = partial(in_xla, is_causal=causal)
+            # Two products, of which a causal mask needs half; five more for gradients.
+            flops = 4 * 2 * heads * length**2 * size // (2 if causal else 1)
+            name = f"attention, heads of {size}{', causal' if causal else ''}"
+            yield name, ours, theirs, args, flops
+            both = [
+                jax.grad(lambda *qkv, fn=fn: jnp.sum(fn(*qkv).astype(jnp.float32)), (0, 1, 2))
+                for fn in (ours, theirs)
+            ]
+            yield f"{name}, with gradients", *both, args, flops * 7 // 2
+
+
 def measure(path, side):
     """Writes seconds and bytes of each case and of a copy, and operations of products."""
     found = []
@@ -422,7 +481,7 @@ def measure(path, side):
             print(found[-1], file=sys.stderr)
     half = side // 2
     for name, run, in_xla, args, flops in itertools.chain(
-        products(half), one_row(half), many_rows(half)
+        products(half), one_row(half), many_rows(half), attentions(half)
     ):
         seconds, _ = compare({"kernel": run, "xla": in_xla}, args)
         found.append({"case": name, "seconds": seconds, "flops": flops})

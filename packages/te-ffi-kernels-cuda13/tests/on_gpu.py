@@ -12,7 +12,7 @@ import pytest
 
 import te_ffi_kernels_cuda13
 
-for folder in ("weights", "te", "softmax", "norms", "activations", "router"):
+for folder in ("weights", "te", "softmax", "norms", "activations", "router", "attention"):
     sys.path.insert(0, str(Path(__file__).parents[2] / "te-ffi-kernels" / "tests" / folder))
 
 

@@ -15,7 +15,7 @@ from te_ffi_kernels._te import workspace
 from te_ffi_kernels._te.gemm_config import Attributes, GemmConfig
 from te_ffi_kernels._te.modes import ScalingMode
 from te_ffi_kernels._te.sides import Side
-from te_ffi_kernels_cuda13 import _cublas, _supports
+from te_ffi_kernels_cuda13 import _cublas, _cudnn, _library, _supports
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 needs_native = pytest.mark.skipif(not BUILT, reason="built without nvcc")
@@ -56,10 +56,14 @@ def test_what_it_takes(monkeypatch, capability, given, part):
 
 
 @needs_native
-def test_a_library_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(_cublas, "_installed", lambda: [])
-    monkeypatch.setattr(_cublas, "_NAME", "no-such-library.so")
-    assert "install nvidia-cublas (no-such-library.so" in str(_cublas.missing.__wrapped__())
+@pytest.mark.parametrize(
+    ("module", "package"), [(_cublas, "nvidia-cublas"), (_cudnn, "nvidia-cudnn-cu13")]
+)
+def test_a_library_that_is_not_there(monkeypatch, module, package):
+    monkeypatch.setattr(_library, "installed", lambda package, name: [])
+    monkeypatch.setattr(module, "_NAME", "no-such-library.so")
+    monkeypatch.setattr(module, "loaded", module.loaded.__wrapped__)
+    assert f"install {package} (no-such-library.so" in str(module.missing())
 
 
 @needs_native

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import te_ffi_kernels_cuda13
-from te_ffi_kernels_cuda13 import _doctor, _plugin, _status
+from te_ffi_kernels_cuda13 import _cublas, _cudnn, _doctor, _library, _plugin, _status
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 
@@ -30,6 +30,8 @@ def pretend(monkeypatch, driver=None, **distributions):
     monkeypatch.setattr(_plugin, "built", lambda: driver is not None)
     names = {name.replace("_", "-"): version for name, version in distributions.items()}
     monkeypatch.setattr(_doctor, "_installed", names.get)
+    monkeypatch.setattr(_cublas, "loaded", lambda: (130100, ""))
+    monkeypatch.setattr(_cudnn, "loaded", lambda: (91600, ""))
 
 
 def test_importing_it_imports_no_jax():
@@ -58,8 +60,15 @@ def test_status(monkeypatch, driver, part):
         (0, {}, ["ok", "ok"], "no CUDA plugin"),
         (0, {"jax_cuda13_plugin": "0.11.2", "jaxlib": "0.11.2"}, ["ok", "ok"], "is 0.11.2"),
         (0, {"jax_cuda13_plugin": "0.11.2", "jaxlib": "0.12.0"}, ["ok", "fail"], "is 0.11.2"),
-        (12080, {"jax_cuda12_plugin": "0.11.2"}, ["fail", "warn"], "jax-cuda12-plugin"),
-        (13020, {}, ["ok", "warn"], "no CUDA plugin"),
+        (
+            12080,
+            {"jax_cuda12_plugin": "0.11.2"},
+            ["fail", "warn", "ok", "ok"],
+            "jax-cuda12-plugin",
+        ),
+        (13020, {}, ["ok", "warn", "ok", "ok"], "no CUDA plugin"),
+        (13020, {}, ["ok", "warn", "ok", "ok"], "cuBLASLt is 13.1.0"),
+        (13020, {}, ["ok", "warn", "ok", "ok"], "cuDNN is 9.16.0"),
     ],
 )
 def test_doctor(monkeypatch, driver, installed, statuses, part):
@@ -70,6 +79,45 @@ def test_doctor(monkeypatch, driver, installed, statuses, part):
     assert all(result.hint for result in found if result.status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("module", "found", "message"),
+    [
+        (_cublas, (0, "no file"), "cuBLASLt can't be loaded; install nvidia-cublas (no file)"),
+        (_cudnn, (0, "no file"), "cuDNN can't be loaded; install nvidia-cudnn-cu13 (no file)"),
+        (_cudnn, (91200, ""), "cuDNN is 9.12.0, and attention needs 9.16.0"),
+    ],
+)
+def test_doctor_of_a_driver_without_a_library(monkeypatch, module, found, message):
+    pretend(monkeypatch, 13020)
+    monkeypatch.setattr(module, "loaded", lambda: found)
+    warned = [result for result in _doctor.cuda() if message in result.message]
+    assert [result.status for result in warned] == ["warn"]
+    assert warned[0].hint.startswith("install nvidia-")
+    # A machine without a driver isn't asked for libraries.
+    pretend(monkeypatch, 0)
+    monkeypatch.setattr(module, "loaded", lambda: found)
+    assert all(result.status == "ok" for result in _doctor.cuda())
+
+
+def test_where_libraries_are_looked_for(monkeypatch, tmp_path):
+    (tmp_path / "some_library" / "lib").mkdir(parents=True)
+    (tmp_path / "some_library" / "lib" / "libsome.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    tried = []
+
+    def load(path):
+        tried.append(path)
+        return (0, f"not {path}") if len(tried) == 1 else (7, "")
+
+    first = tmp_path / "some_library" / "lib" / "libsome.so"
+    assert _library.load(load, "some_library", "libsome.so") == (7, "")
+    assert tried == [str(first), "libsome.so"]
+    assert _library.installed("some_library", "libother.so") == []
+    assert _library.installed("no_library.at_all", "libsome.so") == []
+    found = _library.load(lambda path: (0, f"not {path}"), "some_library", "libsome.so")
+    assert found == (0, f"not {first}; not libsome.so")
+
+
 def test_doctor_of_a_driver_without_devices(monkeypatch):
     import jax
 
@@ -78,8 +126,8 @@ def test_doctor_of_a_driver_without_devices(monkeypatch):
 
     pretend(monkeypatch, 13020, jax_cuda13_plugin="0.11.2", jaxlib="0.11.2")
     monkeypatch.setattr(jax, "devices", devices)
-    last = list(_doctor.cuda())[-1]
-    assert (last.status, last.message) == ("warn", "JAX finds no GPU: Unknown backend cuda")
+    found = [result for result in _doctor.cuda() if result.status == "warn"]
+    assert [result.message for result in found] == ["JAX finds no GPU: Unknown backend cuda"]
 
 
 def test_kernels_are_declared_where_they_were_built(monkeypatch):
@@ -101,7 +149,8 @@ def test_every_target_is_warmed_up():
 
     found = _ffi.registrations()
     assert set(found) == {f"te_ffi_kernels.{op}" for op in _plugin.OPS}
-    with_plans = {f"te_ffi_kernels.{op}" for op in ("gemm_v2", *_plugin._PRODUCTS)}
+    planned_ops = ("gemm_v2", "fused_attn_forward", "fused_attn_backward", *_plugin._PRODUCTS)
+    with_plans = {f"te_ffi_kernels.{op}" for op in planned_ops}
     for name, target in found.items():
         planned = {"prepare"} if name in with_plans else set()
         assert set(target.stages) == {"instantiate", "initialize", "execute"} | planned

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from interception_core import CheckResult
 
-from . import _status
+from . import _cublas, _cudnn, _status
 
 _PLUGIN = "jax-cuda13-plugin"
 _OTHERS = ("jax-cuda12-plugin",)
@@ -29,6 +29,23 @@ def cuda() -> Iterator[CheckResult]:
     else:
         yield CheckResult("ok", _status.status())
     yield from _jax(plugin, gpu=driver != 0)
+    if driver != 0:
+        yield from _libraries()
+
+
+def _libraries() -> Iterator[CheckResult]:
+    """Tells whether the libraries are there that products and attention are computed with."""
+    for name, module, package, ops in (
+        ("cuBLASLt", _cublas, "nvidia-cublas", "products"),
+        ("cuDNN", _cudnn, "nvidia-cudnn-cu13", "attention"),
+    ):
+        why = module.missing()
+        if why is None:
+            yield CheckResult("ok", f"{name} is {_cudnn.dotted(module.loaded()[0])}")
+        else:
+            yield CheckResult(
+                "warn", f"{why}; {ops} run as plain JAX", f"install {package}, as jax[cuda13] does"
+            )
 
 
 def _jax(plugin: str | None, *, gpu: bool) -> Iterator[CheckResult]:

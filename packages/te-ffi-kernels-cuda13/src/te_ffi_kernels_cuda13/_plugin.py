@@ -13,6 +13,8 @@ OPS = (
     "dbias_quantize",
     "dequantize",
     "grouped_quantize",
+    "fused_attn_forward",
+    "fused_attn_backward",
     "gemm_v2",
     *_PRODUCTS,
     "pack_w8",
@@ -26,7 +28,11 @@ OPS = (
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 
 
-_SUPPORTS = {"gemm_v2": "gemm_v2"} | dict.fromkeys(_PRODUCTS, "packed_product")
+_SUPPORTS = {
+    "gemm_v2": "gemm_v2",
+    "fused_attn_forward": "attention",
+    "fused_attn_backward": "attention",
+} | dict.fromkeys(_PRODUCTS, "packed_product")
 
 
 @hookimpl

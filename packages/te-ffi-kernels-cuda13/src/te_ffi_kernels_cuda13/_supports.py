@@ -4,7 +4,7 @@ import math
 
 from interception_core import KernelCall
 
-from . import _cublas
+from . import _attention, _cublas, _cudnn
 from ._status import compute_capability
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -45,6 +45,18 @@ def gemm_v2(call: KernelCall) -> bool | str:
             f"capability {needed / 10}, and one here has {found / 10}"
         )
     return _cublas.missing() or True
+
+
+def attention(call: KernelCall) -> bool | str:
+    """Tells whether cuDNN has this attention on the GPUs of this machine."""
+    fits = anything(call)
+    if fits is not True:
+        return fits
+    found = compute_capability()
+    if found == 0:
+        return "there is no NVIDIA GPU here"
+    given = call.op, call.operands[0].dtype, call.params
+    return _attention.unfit(*given, found) or _cudnn.missing() or _attention.refused(*given) or True
 
 
 def packed_product(call: KernelCall) -> bool | str:

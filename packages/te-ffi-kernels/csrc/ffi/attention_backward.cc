@@ -41,32 +41,11 @@ void Warm(const AttentionConfig& config) {
   }
 }
 
-struct Results {
-  Array q, k, v, bias, sink;
-};
-
 void Execute(const AttentionConfig& config, xffi::ThreadPool pool, attention::Problem& p,
-             const Sequences& sequences, const Array& out_grad, const Results& results) {
+             const Sequences& sequences, const Array& out_grad, const GradientArrays& results) {
   p.segment = Sequences::At;
   p.context = &sequences;
-  attention::Gradients gradients;
-  NeedCount(out_grad.NeedDtype({p.dtype}), config.batch * config.q_length * config.heads *
-                                               config.v_size);
-  gradients.out_grad = {out_grad.data, p.out.token_stride, p.out.head_stride};
-  results.q.NeedDtype({p.dtype});
-  const QkvTokens tokens = ReadQkv(config, results.q, results.k, results.v);
-  gradients.q_grad = tokens.q;
-  gradients.k_grad = tokens.k;
-  gradients.v_grad = tokens.v;
-  if (config.bias_type != 0) {
-    NeedCount(results.bias.NeedDtype({p.dtype}),
-              config.bias_batch * config.bias_heads * config.q_length * config.kv_length);
-    gradients.bias_grad = results.bias.data;
-  }
-  if (config.softmax_type != 0) {
-    NeedCount(results.sink.NeedDtype({DType::F32}), config.heads);
-    gradients.sink_grad = static_cast<float*>(results.sink.data);
-  }
+  const attention::Gradients gradients = ReadGradients(config, p, out_grad, results);
   XlaScheduler scheduler(pool);
   const Parallel parallel(scheduler);
   if (!sequences.are_whole()) {
@@ -98,8 +77,9 @@ XLA_FFI_DEFINE_HANDLER(
             Read("q_seq_offsets", q_seq_offsets), Read("k_seq_offsets", k_seq_offsets));
         attention::Problem problem =
             ReadProblem(config, Read("q", q), Read("k", k), Read("v", v), Read("bias", bias),
-                        Read("softmax_offset", softmax_offset), Read("rng_state", rng_state),
-                        Read("output", output), Read("softmax_aux", softmax_aux));
+                        Read("softmax_offset", softmax_offset), Read("output", output),
+                        Read("softmax_aux", softmax_aux));
+        ReadRandom(config, Read("rng_state", rng_state), problem);
         Execute(config, pool, problem, sequences, Read("doutput", doutput),
                 {Read("dq", dq), Read("dk", dk), Read("dv", dv), Read("dbias", dbias),
                  Read("dsoftmax_offset", dsoftmax_offset)});

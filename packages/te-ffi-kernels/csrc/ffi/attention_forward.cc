@@ -43,7 +43,8 @@ void Execute(const AttentionConfig& config, xffi::ThreadPool pool, const Array& 
              const Array& v, const Array& bias, const Array& sink, const Array& seed,
              const Sequences& sequences, const Array& out, const Array& aux,
              const Array& rng_state) {
-  attention::Problem p = ReadProblem(config, q, k, v, bias, sink, seed, out, aux);
+  attention::Problem p = ReadProblem(config, q, k, v, bias, sink, out, aux);
+  ReadRandom(config, seed, p);
   p.offset = 0;
   p.segment = Sequences::At;
   p.context = &sequences;

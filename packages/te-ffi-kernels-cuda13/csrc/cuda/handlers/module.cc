@@ -5,9 +5,14 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 
+#include <optional>
+
+#include "cuda/attention/steps.h"
 #include "cuda/cublaslt.h"
+#include "cuda/cudnn.h"
 #include "cuda/gemm/packed.h"
 #include "cuda/gemm/steps.h"
+#include "cuda/handlers/attention.h"
 #include "cuda/handlers/handler.h"
 #include "cuda/kernels/grouped.h"
 #include "cuda/kernels/router.h"
@@ -79,9 +84,10 @@ int ComputeCapability() {
 }
 
 // (version, what went wrong), of which one is 0 or empty.
-nb::tuple LoadCublasLt(const std::string& path) {
+template <size_t (*kLoad)(const std::string&, std::string*)>
+nb::tuple LoadLibrary(const std::string& path) {
   std::string error;
-  const size_t version = load_cublaslt(path, &error);
+  const size_t version = kLoad(path, &error);
   return nb::make_tuple(version, error);
 }
 
@@ -120,6 +126,40 @@ size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits,
   return PackedSteps(args).bytes;
 }
 
+// The attributes of a call, from Python.
+struct PythonAttributes {
+  nb::dict values;
+
+  template <typename T>
+  std::optional<T> get(const char* name) const {
+    T out;
+    if (!values.contains(name) || !nb::try_cast(values[name], out)) return std::nullopt;
+    return out;
+  }
+};
+
+AttentionSteps StepsOf(const nb::dict& attributes, bool bfloat16, bool backward) {
+  const ffi::AttentionConfig config(PythonAttributes{attributes});
+  return AttentionSteps(config, bfloat16 ? DType::BF16 : DType::F16, backward);
+}
+
+// The workspace that the kernels of attention need beside cuDNN's own.
+size_t AttentionWorkspace(const nb::dict& attributes, bool backward) {
+  return StepsOf(attributes, true, backward).bytes;
+}
+
+// (cuDNN's workspace on a device, why cuDNN doesn't have this attention), the second empty where it
+// does. The plan is kept for the handlers.
+nb::tuple PlanAttention(const nb::dict& attributes, bool bfloat16, bool backward, int device) {
+  const AttentionSteps steps = StepsOf(attributes, bfloat16, backward);
+  const DnnPlans::Entry* entry = nullptr;
+  {
+    nb::gil_scoped_release others_run;
+    entry = &AttentionPlans().of(cudnn(), runtime(), device, steps.graph);
+  }
+  return nb::make_tuple(entry->workspace, entry->why);
+}
+
 }  // namespace
 }  // namespace jaxtap::cuda
 
@@ -132,7 +172,12 @@ NB_MODULE(_native, module) {
   module.def("types", &jaxtap::cuda::TypeTable);
   module.def("warm_counts", &jaxtap::ffi::WarmCounts);
   module.def("compute_capability", &jaxtap::cuda::ComputeCapability);
-  module.def("load_cublaslt", &jaxtap::cuda::LoadCublasLt);
+  module.def("load_cublaslt", &jaxtap::cuda::LoadLibrary<jaxtap::cuda::load_cublaslt>);
+  module.def("load_cudnn", &jaxtap::cuda::LoadLibrary<jaxtap::cuda::load_cudnn>);
+  module.def("attention_workspace", &jaxtap::cuda::AttentionWorkspace, nb::arg("attributes"),
+             nb::arg("backward"));
+  module.def("plan_attention", &jaxtap::cuda::PlanAttention, nb::arg("attributes"),
+             nb::arg("bfloat16"), nb::arg("backward"), nb::arg("device"));
   module.def("gemm_workspace", &jaxtap::cuda::GemmWorkspace, nb::arg("m"), nb::arg("n"),
              nb::arg("k"), nb::arg("scaling"), nb::arg("int8"), nb::arg("lhs_first"),
              nb::arg("rhs_first"), nb::arg("dtype"), nb::arg("out"), nb::arg("bias"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -154,12 +155,20 @@ def attributes(config: Config, sizes: Sizes, bias_shape: tuple[int, ...]) -> dic
         "mask_type": int(config.mask_type),
         "qkv_layout": int(config.layout),
         "is_training": config.is_training,
-        "deterministic": True,
+        "deterministic": _deterministic(),
         "window_size_left": config.window_size[0],
         "window_size_right": config.window_size[1],
         "bottom_right_diagonal": config.mask_type.is_bottom_right(),
         "softmax_type": int(config.softmax_type),
     }
+
+
+def _deterministic() -> bool:
+    """Whether kernels that can be faster otherwise must give the same bits at each call: those for
+    CPU give them in any case, others as XLA's own attention does."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    names = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+    return any(flag in (name, f"{name}=true", f"{name}=1") for name in names for flag in flags)
 
 
 def arrays(qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

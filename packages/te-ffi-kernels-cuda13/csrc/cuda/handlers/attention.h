@@ -1,0 +1,10 @@
+// The plans that attention's handlers and the module share.
+#pragma once
+
+#include "cuda/attention/plans.h"
+
+namespace jaxtap::cuda {
+
+DnnPlans& AttentionPlans();
+
+}  // namespace jaxtap::cuda

@@ -1,0 +1,131 @@
+// The attributes of attention's handlers, with Transformer Engine's numbers, and where tokens are.
+// Needs no header of XLA.
+
+#pragma once
+
+#include <cstdint>
+
+#include "common/error.h"
+
+namespace jaxtap::ffi {
+
+struct AttentionConfig {
+  // From whatever has `get<T>(name)`, the value or nothing.
+  template <class Attributes>
+  explicit AttentionConfig(const Attributes& attributes)
+      : batch(Get<int64_t>(attributes, "input_batch")),
+        bias_batch(Get<int64_t>(attributes, "bias_batch")),
+        q_length(Get<int64_t>(attributes, "q_max_seqlen")),
+        kv_length(Get<int64_t>(attributes, "kv_max_seqlen")),
+        heads(Get<int64_t>(attributes, "attn_heads")),
+        kv_heads(Get<int64_t>(attributes, "num_gqa_groups")),
+        bias_heads(Get<int64_t>(attributes, "bias_heads")),
+        qk_size(Get<int64_t>(attributes, "qk_head_dim")),
+        v_size(Get<int64_t>(attributes, "v_head_dim")),
+        most_segments(Get<int64_t>(attributes, "max_segments_per_seq")),
+        left(Get<int64_t>(attributes, "window_size_left")),
+        right(Get<int64_t>(attributes, "window_size_right")),
+        layout(Get<int64_t>(attributes, "qkv_layout")),
+        bias_type(Get<int64_t>(attributes, "bias_type")),
+        mask_type(Get<int64_t>(attributes, "mask_type")),
+        softmax_type(Get<int64_t>(attributes, "softmax_type")),
+        bottom_right(Get<bool>(attributes, "bottom_right_diagonal")),
+        deterministic(Get<bool>(attributes, "deterministic")),
+        scale(static_cast<float>(Get<double>(attributes, "scaling_factor"))),
+        dropout(Get<bool>(attributes, "is_training")
+                    ? static_cast<float>(Get<double>(attributes, "dropout_probability"))
+                    : 0.0f) {
+    for (int64_t size : {batch, bias_batch, q_length, kv_length, bias_heads}) {
+      if (size < 0) throw invalid_argument("an attribute that is a size is ", size);
+    }
+    if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0) {
+      throw invalid_argument("attn_heads is ", heads, " and num_gqa_groups ", kv_heads,
+                             ", of which it must be a multiple");
+    }
+    if (qk_size < 1 || v_size < 1 || most_segments < 1) {
+      throw invalid_argument("qk_head_dim is ", qk_size, ", v_head_dim ", v_size,
+                             " and max_segments_per_seq ", most_segments,
+                             "; all must be positive");
+    }
+    if (layout != 5 && layout != 7 && layout != 9 && layout != 10 && layout != 12 && layout != 14) {
+      throw invalid_argument("qkv_layout is ", layout, ", and must be 5, 7, 9, 10, 12 or 14");
+    }
+    if (packed_all() && (q_length != kv_length || heads != kv_heads)) {
+      throw invalid_argument("qkv_layout is ", layout, ", with which keys are as many as queries");
+    }
+    if ((packed_all() || packed_keys()) && qk_size != v_size) {
+      throw invalid_argument("qkv_layout is ", layout, ", with which qk_head_dim, ", qk_size,
+                             ", must be v_head_dim, ", v_size);
+    }
+    Need("bias_type", bias_type, 2);
+    Need("mask_type", mask_type, 5);
+    Need("softmax_type", softmax_type, 2);
+    if (bias_type != 0 && is_thd()) {
+      throw invalid_argument("bias_type is ", bias_type, ", which a THD layout doesn't have");
+    }
+    if (bias_type != 0 && ((bias_batch != 1 && bias_batch != batch) ||
+                           (bias_heads != 1 && bias_heads != heads))) {
+      throw invalid_argument("bias_batch is ", bias_batch, " and bias_heads ", bias_heads,
+                             "; they must be 1, or ", batch, " and ", heads);
+    }
+    if (!(dropout >= 0 && dropout < 1)) {
+      throw invalid_argument("dropout_probability is ", dropout, ", and must be in [0, 1)");
+    }
+  }
+
+  bool packed_all() const { return layout == 5 || layout == 10; }
+  bool packed_keys() const { return layout == 7 || layout == 12; }
+  bool is_thd() const { return layout >= 10; }
+  bool is_causal() const { return mask_type >= 2; }
+  bool is_padding() const { return mask_type == 1 || mask_type == 3 || mask_type == 5; }
+  // Whether each batch entry is one sequence, of all its tokens.
+  bool all_are_whole() const { return !is_thd() && !is_padding(); }
+  int64_t segments() const { return is_thd() ? batch * most_segments : batch; }
+
+  int64_t batch, bias_batch, q_length, kv_length, heads, kv_heads, bias_heads, qk_size, v_size,
+      most_segments, left, right, layout, bias_type, mask_type, softmax_type;
+  bool bottom_right, deterministic;
+  float scale, dropout;
+
+ private:
+  template <typename T, class Attributes>
+  static T Get(const Attributes& attributes, const char* name) {
+    const auto value = attributes.template get<T>(name);
+    if (!value.has_value()) {
+      throw invalid_argument("attribute ", name, " is missing, or of another type");
+    }
+    return *value;
+  }
+
+  static void Need(const char* name, int64_t value, int64_t most) {
+    if (value < 0 || value > most) {
+      throw invalid_argument(name, " is ", value, ", and must be from 0 to ", most);
+    }
+  }
+};
+
+// Where the numbers of a token's heads are in an array: from `begin` on, tokens `stride` apart,
+// heads side by side, `size` numbers each.
+struct Lines {
+  int64_t begin, stride, size;
+};
+
+// Of queries, keys and values, each in an array of its own or in a part of one.
+struct QkvLines {
+  explicit QkvLines(const AttentionConfig& c) {
+    const int64_t q_line = c.heads * c.qk_size, k_line = c.kv_heads * c.qk_size;
+    const int64_t v_line = c.kv_heads * c.v_size;
+    if (c.packed_all()) {
+      q = {0, 3 * q_line, c.qk_size};
+      k = {q_line, 3 * q_line, c.qk_size};
+      v = {2 * q_line, 3 * q_line, c.qk_size};
+      return;
+    }
+    q = {0, q_line, c.qk_size};
+    k = {0, c.packed_keys() ? 2 * k_line : k_line, c.qk_size};
+    v = c.packed_keys() ? Lines{k_line, 2 * k_line, c.v_size} : Lines{0, v_line, c.v_size};
+  }
+  Lines q, k, v;
+};
+
+}  // namespace jaxtap::ffi
