@@ -85,12 +85,18 @@ def test_the_kernel_has_the_memory_that_it_asks_for(mode):
             )  # fmt: skip
 
 
-@needs_native
-def test_a_program_for_gpus_gives_it_memory(monkeypatch):
+@pytest.fixture
+def lowers_for_hopper(monkeypatch):
+    """As if there were a GPU of compute capability 9.0, for programs that are only lowered."""
     monkeypatch.setattr(_op, "_has_backend", lambda platform: True)
     monkeypatch.setattr(_op, "register_kernel", lambda spec: spec.target)
     monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
     monkeypatch.setattr(_cublas, "missing", lambda: None)
+
+
+@needs_native
+@pytest.mark.usefixtures("lowers_for_hopper")
+def test_a_program_for_gpus_gives_it_memory():
     one, none = jnp.ones((1,)), jnp.zeros((0,))
     rest = (none, one, 0 * one, jnp.bfloat16, ((1,), (0,)), 64)
 
@@ -103,3 +109,19 @@ def test_a_program_for_gpus_gives_it_memory(monkeypatch):
     found = re.search(r"@te_ffi_kernels\.gemm_v2.*tensor<(\d+)xui8>", text)
     # rhs with its lanes first, and sums in float32.
     assert int(found[1]) == 256 + 64 * 64 + 4 * 64 * 64 + workspace.CUBLASLT
+
+
+@needs_native
+@pytest.mark.usefixtures("lowers_for_hopper")
+@pytest.mark.filterwarnings("ignore:te_ffi_kernels.gemm is deprecated")
+def test_the_deprecated_gemm_is_gemm_v2_with_epilogues():
+    one, none = jnp.ones((1,)), jnp.zeros((0,))
+
+    def product(x, w, before):
+        rest = (jnp.bfloat16, ((1,), (0,)), 0, False, True, True)
+        return te.gemm(x, none, w, none, none.astype(x.dtype), before, one, 0 * one, *rest)
+
+    x = jax.ShapeDtypeStruct((48, 48), jnp.bfloat16)
+    text = jax.jit(product).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@te_ffi_kernels.gemm_v2" in text
+    assert "dot_general" not in text
