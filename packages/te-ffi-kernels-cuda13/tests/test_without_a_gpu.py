@@ -3,6 +3,8 @@
 import importlib.util
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,47 @@ def pretend(monkeypatch, driver=None, **distributions):
     monkeypatch.setattr(_doctor, "_installed", names.get)
     monkeypatch.setattr(_cublas, "loaded", lambda: (130100, ""))
     monkeypatch.setattr(_cudnn, "loaded", lambda: (91600, ""))
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """The build backend, on one that asks for cmake. No compiler is found by chance."""
+    name = "scikit_build_core"
+    stand_in, build = types.ModuleType(name), types.ModuleType(f"{name}.build")
+    build.get_requires_for_build_wheel = lambda settings: ["cmake"]
+    build.get_requires_for_build_editable = lambda settings: ["cmake"]
+    stand_in.build = build
+    monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.setitem(sys.modules, f"{name}.build", build)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for variable in ("JAXTAP_CUDA", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    path = Path(__file__).parents[1] / "backend" / "with_cuda.py"
+    spec = importlib.util.spec_from_file_location("with_cuda", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize(
+    ("wanted", "compiler", "asks"),
+    [("AUTO", False, False), ("AUTO", True, True), ("ON", False, True), ("OFF", True, False)],
+)
+def test_builds_ask_for_headers_where_they_are_used(
+    monkeypatch, backend, kind, wanted, compiler, asks
+):
+    monkeypatch.setenv("JAXTAP_CUDA", wanted)
+    monkeypatch.setenv("CUDA_HOME", "/some/cuda")
+    at = "/some/cuda/bin/nvcc"
+    monkeypatch.setattr(
+        backend.shutil,
+        "which",
+        lambda name, path="": at if compiler and "/some/cuda/bin" in path else None,
+    )
+    found = getattr(backend, f"get_requires_for_build_{kind}")()
+    assert found[0] == "cmake"
+    assert any("nvidia-cudnn-cu13" in one for one in found) == asks
 
 
 def test_importing_it_imports_no_jax():
