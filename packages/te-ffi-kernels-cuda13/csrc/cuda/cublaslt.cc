@@ -3,11 +3,11 @@
 #include "cuda/cublaslt.h"
 
 #include <cublasLt.h>
-#include <dlfcn.h>
 
 #include <mutex>
 
 #include "common/error.h"
+#include "cuda/library.h"
 
 namespace jaxtap::cuda {
 namespace {
@@ -195,19 +195,9 @@ Loaded* loaded = nullptr;  // never unloaded: handles live as long as the proces
 size_t load_cublaslt(const std::string& path, std::string* error) {
   std::lock_guard<std::mutex> hold(lock);
   if (loaded == nullptr) {
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-      const char* why = dlerror();
-      *error = why == nullptr ? path + " can't be opened" : why;
-      return 0;
-    }
-    Functions functions;
-    if (const char* missing = functions.read(library)) {
-      dlclose(library);
-      *error = path + " has no " + missing;
-      return 0;
-    }
-    loaded = new Loaded(functions);
+    const auto functions = open_library<Functions>(path, error);
+    if (functions == nullptr) return 0;
+    loaded = new Loaded(*functions);
   }
   return loaded->version();
 }

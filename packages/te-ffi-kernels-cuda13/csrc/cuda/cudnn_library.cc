@@ -1,9 +1,10 @@
 #include "cuda/cudnn_library.h"
 
 #include <cudnn.h>
-#include <dlfcn.h>
 
 #include <mutex>
+
+#include "cuda/library.h"
 
 #define JAXTAP_CUDNN(one)                                                                         \
   one(cudnnGetVersion) one(cudnnGetErrorString) one(cudnnGetLastErrorString) one(cudnnCreate)     \
@@ -37,19 +38,8 @@ Functions* loaded = nullptr;  // never unloaded: plans live as long as the proce
 size_t open_cudnn(const std::string& path, std::string* error) {
   std::lock_guard<std::mutex> hold(lock);
   if (loaded == nullptr) {
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-      const char* why = dlerror();
-      *error = why == nullptr ? path + " can't be opened" : why;
-      return 0;
-    }
-    Functions functions;
-    if (const char* missing = functions.read(library)) {
-      dlclose(library);
-      *error = path + " has no " + missing;
-      return 0;
-    }
-    loaded = new Functions(functions);
+    loaded = open_library<Functions>(path, error).release();
+    if (loaded == nullptr) return 0;
   }
   return loaded->cudnnGetVersion();
 }

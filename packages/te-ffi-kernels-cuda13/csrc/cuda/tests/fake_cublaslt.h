@@ -1,5 +1,4 @@
-// A small cuBLASLt in memory, which multiplies slowly and asks for what cuBLASLt asks for. It counts
-// calls, knows what there is of its objects, and fails when it's told to.
+// A small cuBLASLt in memory, which multiplies slowly and asks for what cuBLASLt asks for.
 #pragma once
 
 #include <cmath>
@@ -12,31 +11,21 @@
 
 #include "common/convert.h"
 #include "cuda/cublaslt.h"
-#include "cuda/tests/fake_runtime.h"
+#include "cuda/tests/fake_library.h"
 #include "te/table.h"
 
 namespace jaxtap::testing {
 
-class FakeCublasLt : public cuda::CublasLt {
+class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
  public:
   using Type = cuda::LtType;
 
-  std::vector<Fault> faults;
-  std::vector<std::string> calls;
-  std::vector<int> failed;  // statuses that were returned, in order
-  int misused = 0;          // objects that there weren't, and calls that cuBLASLt would refuse
   bool has_algorithms = true;
   size_t limit = 0;  // of the workspace, as it was last asked for
   static constexpr size_t kWorkspace = 96;
 
   // Objects that nobody has destroyed.
   size_t left() const { return handles.size() + products.size() + layouts.size() + prefs.size(); }
-
-  int count(const std::string& name) const {
-    int found = 0;
-    for (const std::string& call : calls) found += call == name;
-    return found;
-  }
 
   int create(cuda::LtHandle* handle) override {
     return call("create", [&] { add(handles, handle); });
@@ -101,7 +90,7 @@ class FakeCublasLt : public cuda::CublasLt {
       run(given);
     });
   }
-  std::string text(int status) override { return "fake status " + std::to_string(status); }
+  std::string text(int status) override { return said_of(status); }
 
  private:
   struct Product {
@@ -121,32 +110,7 @@ class FakeCublasLt : public cuda::CublasLt {
     Type type = Type::kF32;
     int64_t rows = 0, cols = 0, stride = 0;
   };
-  struct Nothing {};
   static constexpr uint64_t kMark = 77;
-
-  template <typename Key, typename Value>
-  Value& add(std::map<Key, Value>& all, Key* place) {
-    *place = reinterpret_cast<Key>(static_cast<intptr_t>(++made_ * 16));
-    return all[*place];
-  }
-  template <typename Key, typename Value>
-  void remove(std::map<Key, Value>& all, Key key) {
-    misused += all.erase(key) == 0;  // gone with the call, even with one that fails
-  }
-
-  template <typename Do>
-  int call(const char* name, Do&& work) {
-    const int number = static_cast<int>(calls.size());
-    calls.push_back(name);
-    for (const Fault& fault : faults) {
-      if (fault.call != number) continue;
-      if (fault.late) work();
-      failed.push_back(fault.code);
-      return fault.code;
-    }
-    work();
-    return 0;
-  }
 
   static bool is_code(Type type) {
     return type == Type::kE4M3 || type == Type::kE5M2 || type == Type::kS8;
@@ -270,7 +234,6 @@ class FakeCublasLt : public cuda::CublasLt {
   std::map<cuda::LtProduct, Product> products;
   std::map<cuda::LtLayout, Layout> layouts;
   std::map<cuda::LtPreference, Nothing> prefs;
-  intptr_t made_ = 0;
 };
 
 }  // namespace jaxtap::testing

@@ -1,6 +1,5 @@
-// A small cuDNN in memory, which attends slowly, in double, from what the graph says. It counts
-// calls, knows what there is of its objects, and fails when it's told to. Where cuDNN leaves
-// results as they come, it leaves NaN.
+// A small cuDNN in memory, which attends slowly, in double, from what the graph says. Where cuDNN
+// leaves results as they come, it leaves NaN.
 #pragma once
 
 #include <cmath>
@@ -13,32 +12,22 @@
 
 #include "common/philox.h"
 #include "cuda/cudnn.h"
-#include "cuda/tests/fake_runtime.h"
+#include "cuda/tests/fake_library.h"
 #include "tests/weights.h"
 
 namespace jaxtap::testing {
 
-class FakeCudnn : public cuda::Cudnn {
+class FakeCudnn : public cuda::Cudnn, public FakeLibrary {
  public:
   using Which = cuda::AttentionArray;
   using Graph = cuda::AttentionGraph;
 
-  std::vector<Fault> faults;
-  std::vector<std::string> calls;
-  std::vector<int> failed;  // statuses that were returned, in order
-  int misused = 0;          // objects that there weren't, and arrays that were missing
   bool refuses = false;
   cuda::Stream stream = nullptr;
   static constexpr size_t kWorkspace = 160;
 
   // Objects that nobody has destroyed.
   size_t left() const { return handles.size() + plans.size(); }
-
-  int count(const std::string& name) const {
-    int found = 0;
-    for (const std::string& call : calls) found += call == name;
-    return found;
-  }
 
   int create(cuda::DnnHandle* handle) override {
     return call("create", [&] { add(handles, handle); });
@@ -82,35 +71,9 @@ class FakeCudnn : public cuda::Cudnn {
       Run(graph, arrays).run();
     });
   }
-  std::string text(int status) override { return "fake status " + std::to_string(status); }
+  std::string text(int status) override { return said_of(status); }
 
  private:
-  struct Nothing {};
-
-  template <typename Key, typename Value>
-  Value& add(std::map<Key, Value>& all, Key* place) {
-    *place = reinterpret_cast<Key>(static_cast<intptr_t>(++made_ * 16));
-    return all[*place];
-  }
-  template <typename Key, typename Value>
-  void remove(std::map<Key, Value>& all, Key key) {
-    misused += all.erase(key) == 0;  // gone with the call, even with one that fails
-  }
-
-  template <typename Do>
-  int call(const char* name, Do&& work) {
-    const int number = static_cast<int>(calls.size());
-    calls.push_back(name);
-    for (const Fault& fault : faults) {
-      if (fault.call != number) continue;
-      if (fault.late) work();
-      failed.push_back(fault.code);
-      return fault.code;
-    }
-    work();
-    return 0;
-  }
-
   static bool supports(const Graph& g) {
     if (g.qk_size % 8 != 0 || g.v_size % 8 != 0 || (g.ragged && !g.padded)) return false;
     return g.padded || g.queries <= g.keys || (g.left < 0 && !g.bottom_right);
@@ -337,7 +300,6 @@ class FakeCudnn : public cuda::Cudnn {
 
   std::map<cuda::DnnHandle, Nothing> handles;
   std::map<cuda::DnnPlan, Graph> plans;
-  intptr_t made_ = 0;
 };
 
 }  // namespace jaxtap::testing

@@ -8,7 +8,7 @@
 #include "cuda/gemm/handles.h"
 #include "cuda/gemm/plan.h"
 #include "cuda/site.h"
-#include "cuda/tests/fake_cublaslt.h"
+#include "cuda/tests/cublaslt_faults.h"
 #include "tests/check.h"
 #include "tests/weights.h"
 
@@ -286,43 +286,7 @@ TEST(cuda_gemm_with_a_fault_at_each_call) {
   for (const Case& c : kCases) {
     std::mt19937 random(10);
     Run run(c, random);
-    FakeCublasLt counted;
-    {
-      OwnedHandle handle(counted);
-      counted.create(handle.place());
-      run.on_device(counted, handle.get());
-    }
-    // The handle comes first; in the end objects are destroyed, which nothing can be told of.
-    const int all = static_cast<int>(counted.calls.size());
-    int told = 0;
-    for (bool late : {false, true}) {
-      for (int one = 1; one < all; ++one) {
-        for (int two = one; two < all; two += 3) {
-          FakeCublasLt lt;
-          lt.faults = {{one, 100 + one, late}, {two, 100 + two, late}};
-          std::string error;
-          {
-            OwnedHandle handle(lt);
-            lt.create(handle.place());
-            try {
-              run.on_device(lt, handle.get());
-            } catch (const CudaError& thrown) {
-              error = thrown.what();
-            }
-          }
-          const std::string what = c.text() + ", faults at calls " + std::to_string(one) + " and " +
-                                   std::to_string(two) + ": " + error;
-          CHECK_THAT(lt.left() == 0 && lt.misused == 0, what);
-          told += !error.empty();
-          const bool in_destructors =
-              lt.failed.empty() || lt.calls[static_cast<size_t>(lt.failed[0] - 100)].find("destroy") == 0;
-          const std::string first =
-              lt.failed.empty() ? "" : "fake status " + std::to_string(lt.failed[0]);
-          if (!in_destructors) CHECK_THAT(error.find(first) != std::string::npos, what);
-        }
-      }
-    }
-    CHECK(told > all);
+    with_a_fault_at_each_call(c.text(), [&](auto& lt, LtHandle handle) { run.on_device(lt, handle); });
   }
 }
 

@@ -3,6 +3,7 @@
 #include <random>
 #include <string>
 
+#include "cuda/tests/cublaslt_faults.h"
 #include "cuda/tests/packed_run.h"
 #include "tests/check.h"
 
@@ -21,44 +22,8 @@ TEST(cuda_packed_plans_with_a_fault_at_each_call) {
   for (const PackedCase& c : kCases) {
     std::mt19937 random(31);
     PackedRun run(c, random);
-    FakeCublasLt counted;
-    {
-      OwnedHandle handle(counted);
-      counted.create(handle.place());
-      run.on_device(counted, handle.get());
-    }
-    // The handle comes first; in the end objects are destroyed, which nothing can be told of.
-    const int all = static_cast<int>(counted.calls.size());
-    int told = 0;
-    for (bool late : {false, true}) {
-      for (int one = 1; one < all; ++one) {
-        for (int two = one; two < all; two += 3) {
-          FakeCublasLt lt;
-          lt.faults = {{one, 100 + one, late}, {two, 100 + two, late}};
-          std::string error;
-          {
-            OwnedHandle handle(lt);
-            lt.create(handle.place());
-            try {
-              run.on_device(lt, handle.get());
-            } catch (const CudaError& thrown) {
-              error = thrown.what();
-            }
-          }
-          const std::string what = run.text() + ", faults at calls " + std::to_string(one) +
-                                   " and " + std::to_string(two) + ": " + error;
-          CHECK_THAT(lt.left() == 0 && lt.misused == 0, what);
-          told += !error.empty();
-          const bool in_destructors =
-              lt.failed.empty() ||
-              lt.calls[static_cast<size_t>(lt.failed[0] - 100)].find("destroy") == 0;
-          const std::string first =
-              lt.failed.empty() ? "" : "fake status " + std::to_string(lt.failed[0]);
-          if (!in_destructors) CHECK_THAT(error.find(first) != std::string::npos, what);
-        }
-      }
-    }
-    CHECK(told > all);
+    with_a_fault_at_each_call(run.text(),
+                              [&](auto& lt, LtHandle handle) { run.on_device(lt, handle); });
   }
 }
 
