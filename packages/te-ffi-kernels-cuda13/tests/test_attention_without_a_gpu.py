@@ -1,7 +1,6 @@
 """Attention's kernels on any machine: which calls they take, and how much memory that asks for."""
 
 import importlib.util
-import itertools
 import re
 
 import jax
@@ -10,8 +9,7 @@ import pytest
 
 import te_ffi_kernels as te
 from interception_core._plugins import host as _host
-from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, _op
-from te_ffi_kernels._attention import workspace
+from te_ffi_kernels import AttnBiasType, QKVLayout, _op
 from te_ffi_kernels_cuda13 import _attention, _cudnn, _supports
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
@@ -246,43 +244,6 @@ def test_each_index_of_vmap_is_asked_about_with_its_batch(monkeypatch, on_gpu):
     text = run.trace(more).lower(lowering_platforms=("cuda",)).as_text()
     assert "@te_ffi_kernels.fused_attn_forward" in text
     assert on_gpu[-1][2]["input_batch"] == 6
-
-
-@needs_native
-@pytest.mark.parametrize("layout", QKVLayout)
-def test_the_kernels_have_the_memory_that_they_ask_for(layout):
-    native = importlib.import_module("te_ffi_kernels_cuda13._native")
-    masks = [mask for mask in AttnMaskType if mask.is_padding() or not layout.is_thd()]
-    biases = [AttnBiasType.NO_BIAS] if layout.is_thd() else [0, 2]
-    for mask, bias, softmax, batch, length, dropout in itertools.product(
-        masks, biases, AttnSoftmaxType, (1, 70), (1, 33), (0.0, 0.1)
-    ):
-        attributes = {
-            "input_batch": batch,
-            "bias_batch": 1,
-            "q_max_seqlen": length,
-            "kv_max_seqlen": length,
-            "attn_heads": 3,
-            "num_gqa_groups": 3,
-            "bias_heads": 3,
-            "qk_head_dim": 8,
-            "v_head_dim": 8,
-            "max_segments_per_seq": 5 if layout.is_thd() else 1,
-            "scaling_factor": 0.5,
-            "dropout_probability": dropout,
-            "bias_type": int(bias),
-            "mask_type": int(mask),
-            "qkv_layout": int(layout),
-            "is_training": batch == 1,
-            "deterministic": False,
-            "window_size_left": -1,
-            "window_size_right": -1,
-            "bottom_right_diagonal": mask.is_bottom_right(),
-            "softmax_type": int(softmax),
-        }
-        for op in OPS:
-            found = native.attention_workspace(attributes, op == OPS[1])
-            assert workspace.beside_cudnn(op, attributes) == found
 
 
 @needs_native

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import pytest
 
 import te_ffi_kernels as te
+from interception_core import Aval, KernelCall
 from interception_core._kernels.call import kernel_call
 from te_ffi_kernels import _op
-from te_ffi_kernels._weights import workspace
-from te_ffi_kernels._workspace import CUBLASLT, PART
-from te_ffi_kernels_cuda13 import _cublas, _supports
+from te_ffi_kernels_cuda13 import _cublas, _supports, _workspace
+from te_ffi_kernels_cuda13._workspace import CUBLASLT, PART
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 needs_native = pytest.mark.skipif(not BUILT, reason="built without nvcc")
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"gemm_w8a8": 8, "gemm_w8a16": 8, "gemv_w8": 8, "gemv_w4": 4}
 ROWS = (0, 1, 64, 65, 200)
 SHAPES = [(64, 16, 0), (100, 40, 0), (96, 1, 8), (192, 70, 24), (192, 64, 96), (64, 0, 0)]
@@ -77,37 +77,20 @@ def test_sums_that_leave_int32(monkeypatch):
         assert _supports.packed_product(call((rows, most + 1), "float32", 0)) is True
 
 
-def operands(m, k, n, dtype):
-    return (
-        jax.ShapeDtypeStruct((m, k), dtype),
-        jax.ShapeDtypeStruct((-(-n // 16), 1), jnp.uint8),
-    )
-
-
 @needs_native
 @pytest.mark.parametrize("op", BITS)
-def test_the_kernel_has_the_memory_that_it_asks_for(op):
+def test_it_asks_for_the_memory_of_a_product(op):
     native = importlib.import_module("te_ffi_kernels_cuda13._native")
     for (k, n, group), m, kind, out in itertools.product(SHAPES, ROWS, FLOATS, FLOATS):
-        found = native.packed_workspace(
+        beside = native.packed_workspace(
             m, k, n, group, BITS[op], op == "gemm_w8a8", FLOATS.index(kind), FLOATS.index(out)
         )
-        given = (op, (k, n, group), jnp.dtype(out))
-        assert workspace.beside_cublaslt(*given, *operands(m, k, n, kind)) == found
-        whole = workspace.of_product(*given, "cuda", *operands(m, k, n, kind))
+        operands = (Aval((m, k), kind), Aval((-(-n // 16), 1), "uint8"))
+        params = (("group", group), ("k", k), ("n", n))
+        asked = KernelCall(op, "cuda", operands, params)
         library = m > 64 and not (op == "gemm_w8a8" and group)
-        assert whole == (CUBLASLT * library + PART + found if library or found else 1)
-        assert workspace.of_product(*given, "cpu", *operands(m, k, n, kind)) is None
-
-
-def test_blocks_of_a_weight_have_workspaces_of_their_own():
-    shape = (64, 96, 0)
-    x, whole = operands(100, 64, 96, jnp.bfloat16)
-    block = jax.ShapeDtypeStruct((2, 1), jnp.uint8)
-    wanted = workspace.of_product("gemv_w8", (64, 32, 0), jnp.bfloat16, "cuda", x, block)
-    found = workspace.of_product("gemv_w8", shape, jnp.bfloat16, "cuda", x, block)
-    assert found == wanted
-    assert found < workspace.of_product("gemv_w8", shape, jnp.bfloat16, "cuda", x, whole)
+        wanted = CUBLASLT * library + PART + beside if library or beside else 1
+        assert _workspace.packed_product(asked, (Aval((m, n), out),)) == wanted
 
 
 @needs_native

@@ -20,6 +20,7 @@ from ._kernels.ops import get_op
 from ._kernels.register import register_kernel
 from ._kernels.select import KernelChoice, select_kernel
 from ._kernels.target import FfiTarget
+from ._kernels.workspace import kernel_workspace
 from ._plugins.hookspecs import hookimpl
 from ._plugins.host import (
     adapters,
@@ -88,6 +89,7 @@ __all__ = [
     "get_op",
     "get_provider",
     "hookimpl",
+    "kernel_workspace",
     "kernels",
     "loaded",
     "plugins",

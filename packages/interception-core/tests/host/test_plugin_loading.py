@@ -112,14 +112,14 @@ class TestApi:
     @pytest.mark.parametrize(
         ("api", "message"),
         [
-            (None, "add `API = (1, 2)`"),
+            (None, "add `API = (1, 3)`"),
             ("1.0", "tuple of two ints"),
             ((1,), "tuple of two ints"),
             ((1, 0, 0), "tuple of two ints"),
             ((1, True), "tuple of two ints"),
             ([1, 0], "tuple of two ints"),
             ((2, 0), "upgrade interception-core"),
-            ((1, 3), "upgrade interception-core"),
+            ((1, 4), "upgrade interception-core"),
             ((0, 9), "upgrade the plugin"),
         ],
     )

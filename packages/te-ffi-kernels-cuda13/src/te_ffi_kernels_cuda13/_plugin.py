@@ -4,7 +4,7 @@ from interception_core import DoctorCheck, KernelSpec, hookimpl
 
 from ._status import built
 
-API = (1, 1)
+API = (1, 3)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
 _PRODUCTS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
@@ -28,11 +28,16 @@ OPS = (
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 
 
+# What of _supports decides about an op, where that isn't `anything`, and of _workspace.
 _SUPPORTS = {
     "gemm_v2": "gemm_v2",
     "fused_attn_forward": "attention",
     "fused_attn_backward": "attention",
 } | dict.fromkeys(_PRODUCTS, "packed_product")
+_WORKSPACES = _SUPPORTS | {
+    "grouped_quantize": "grouped_quantize",
+    "fused_moe_aux_loss_forward": "moe_aux_loss",
+}
 
 
 @hookimpl
@@ -48,6 +53,9 @@ def jaxtap_register_kernels():
             op=op,
             supports=f"te_ffi_kernels_cuda13._supports:{_SUPPORTS.get(op, 'anything')}",
             summary="on CUDA 13",
+            workspace=(
+                f"te_ffi_kernels_cuda13._workspace:{_WORKSPACES[op]}" if op in _WORKSPACES else None
+            ),
         )
         for op in OPS
     ]

@@ -4,11 +4,10 @@ import math
 
 from interception_core import KernelCall
 
-from . import _attention, _cublas, _cudnn
+from . import _attention, _cublas, _cudnn, _workspace
 from ._status import compute_capability
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_FEW_ROWS = 64
 _MOST_EXACT = (1 << 17) - 64
 _MXFP8 = 2
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -75,8 +74,7 @@ def packed_product(call: KernelCall) -> bool | str:
         return f"groups of {group} rows, and not a multiple of 8 that divides {k}"
     if quantizes and not group and k > _MOST_EXACT:
         return f"{k} products of int8 are summed, and {_MOST_EXACT} at most stay in int32"
-    # These read the packed weight; cuBLASLt multiplies what is unpacked.
-    if math.prod(x.shape[:-1]) <= _FEW_ROWS or (quantizes and group):
+    if not _workspace.multiplies_with_cublaslt(call.op, math.prod(x.shape[:-1]), group):
         return True
     if compute_capability() == 0:
         return "there is no NVIDIA GPU here"

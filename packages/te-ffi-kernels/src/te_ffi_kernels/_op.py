@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from interception_core import register_kernel, select_kernel
+from interception_core import KernelSpec, kernel_workspace, register_kernel, select_kernel
 
 PLATFORMS = ("cpu", "cuda")
 """What there are kernels for: in this package, and in te-ffi-kernels-cuda13."""
@@ -27,7 +27,6 @@ def call(
     asked: Sequence[Any] | None = None,
     partition: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     question: dict[str, Any] | None = None,
-    workspace: Callable[..., int | None] | None = None,
     **attributes: Any,
 ) -> Any:
     """Runs an op on its operands.
@@ -45,8 +44,6 @@ def call(
         partition: makes a partitionable function of the operands out of the kernel, which is
             called as ``kernel(results, attributes, *operands)``.
         question: the parameters that kernels are asked about, where these aren't the attributes.
-        workspace: called as ``workspace(platform, *operands)`` for the bytes of memory that the
-            kernel gets as one result more, after those of `results`; None where it gets none.
         attributes: of the FFI call: ints, floats, bools, strings and NumPy scalars.
     """
     branches: dict[str, Callable[..., Any]] = {}
@@ -59,8 +56,7 @@ def call(
         if choice.spec is None:
             continue
         target = register_kernel(choice.spec)
-        scratch = None if workspace is None else functools.partial(workspace, platform)
-        kernel = functools.partial(_ffi, target, scratch)
+        kernel = functools.partial(_ffi, choice.spec, target)
         branches[platform] = (
             functools.partial(kernel, results, attributes)
             if partition is None
@@ -140,17 +136,17 @@ def _axes(x: jax.Array) -> frozenset[str]:
 
 
 def _ffi(
+    spec: KernelSpec,
     target: str,
-    workspace: Callable[..., int | None] | None,
     results: Any,
     attributes: dict[str, Any],
     *operands: jax.Array,
 ) -> Any:
     # What vmap does is decided a level above, in `batched`.
-    size = None if workspace is None else workspace(*operands)
+    wanted, treedef = jax.tree.flatten(results)
+    size = kernel_workspace(spec, operands, wanted, **attributes)
     if size is None:
         return jax.ffi.ffi_call(target, results)(*operands, **attributes)
-    wanted, treedef = jax.tree.flatten(results)
     memory = jax.ShapeDtypeStruct((size,), jnp.uint8)
     *found, _ = jax.ffi.ffi_call(target, (*wanted, memory))(*operands, **attributes)
     return jax.tree.unflatten(treedef, found)

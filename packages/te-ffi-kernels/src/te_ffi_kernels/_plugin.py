@@ -9,7 +9,7 @@ from ._router.specs import SPECS as ROUTER
 from ._softmax.specs import SPECS as SOFTMAX
 from ._te.specs import SPECS as TE
 
-API = (1, 1)
+API = (1, 3)
 
 _WEIGHTS = {
     "pack_w8": "packs a weight in 8 bits",

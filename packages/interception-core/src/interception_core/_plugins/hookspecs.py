@@ -20,7 +20,7 @@ PROJECT = "jaxtap"
 
 # (major, minor). A new hook, or a new optional field of a spec, is a minor step; whatever
 # makes a correct plugin stop working is a major one.
-API_VERSION = (1, 2)
+API_VERSION = (1, 3)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

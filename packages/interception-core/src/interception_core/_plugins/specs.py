@@ -127,6 +127,11 @@ class KernelSpec:
         summary: one line about it, or empty.
         apply: ``"module:attribute"`` of the function that programs call for
             the op, which `get_op` returns; None where the op has one already.
+        workspace: ``"module:attribute"`` of a function that gets a `KernelCall`,
+            as the target is called, and the results as a tuple of `Aval`, and
+            returns the bytes of memory that the target wants as one result
+            more (uint8, the last), or None for no such result; None: it never
+            wants any.
 
     Raises:
         PluginError: a field has the wrong type or form; the message names it.
@@ -141,6 +146,7 @@ class KernelSpec:
     priority: int = 0
     summary: str = ""
     apply: str | None = None
+    workspace: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
@@ -154,6 +160,7 @@ class KernelSpec:
         _check_priority(self)
         _check_summary(self, may_be_empty=True)
         _check_path(self, "apply", optional=True)
+        _check_path(self, "workspace", optional=True)
 
     @property
     def key(self) -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _op
-from . import dense, operands, partition, workspace
+from . import dense, operands, partition
 from .config import Config, Sizes, sizes_of
 from .operands import Sequences
 from .types import AttnBiasType, AttnSoftmaxType
@@ -179,9 +179,6 @@ def _call(
             of_lengths
         )
 
-    def memory(platform: str, *given: jax.Array) -> int | None:
-        return workspace.of_attention(platform, op, given[0].dtype.name, attributes(*given))
-
     asked = (*given[:-4], *jax.eval_shape(_cumulative, given[-4:]))
     return _op.call(
         op,
@@ -190,7 +187,6 @@ def _call(
         results(*given),
         asked=asked,
         partition=split,
-        workspace=memory,
         **attributes(*given),
     )
 

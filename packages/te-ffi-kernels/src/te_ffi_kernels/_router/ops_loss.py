@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from . import options as checks
 from . import reference
 
 _Config = tuple[int, float, int]  # topk, coeff, number of tokens
-_PART = 1 << 14  # numbers that a block on CUDA adds up; kLossPart of its csrc/cuda/kernels/router.h
 
 
 def fused_moe_aux_loss(
@@ -103,17 +101,9 @@ def _forward_kernel(config: _Config, probs: jax.Array, tokens_per_expert: jax.Ar
             jax.ShapeDtypeStruct(probs.shape[:-2], probs.dtype),
             jax.ShapeDtypeStruct((*probs.shape[:-2], 2), jnp.float32),
         ),
-        workspace=_workspace,
         topk=topk,
         coeff=np.float64(coeff),
     )
-
-
-def _workspace(platform: str, probs: jax.Array, tokens_per_expert: jax.Array) -> int | None:
-    """Bytes for sums of parts in float64."""
-    if platform != "cuda":
-        return None
-    return 8 * math.prod(probs.shape[:-2]) * -(-math.prod(probs.shape[-2:]) // _PART)
 
 
 def _backward_kernel(tokens: int, *operands: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _op
-from . import numbers, reference_gemm, workspace
+from . import numbers, reference_gemm
 from .cotangents import cotangent_of, nothing
 from .gemm_config import Attributes, GemmConfig, gemm_config
 from .modes import ScalingMode
@@ -104,9 +104,6 @@ def _kernel(config: GemmConfig, *operands: jax.Array) -> jax.Array:
     def in_jax(*operands: jax.Array) -> tuple[jax.Array]:
         return (reference_gemm.product(config, *operands),)
 
-    def bytes_on(platform: str, *operands: jax.Array) -> int:
-        return workspace.of_gemm(platform, config, operands[0], operands[2], operands[4])
-
     attributes = config.attributes() | ({"fuse_gelu": True} if config.fuse_gelu else {})
     call = {"config": Attributes(attributes)}
     return _op.call(
@@ -115,7 +112,6 @@ def _kernel(config: GemmConfig, *operands: jax.Array) -> jax.Array:
         operands,
         (config.result,),
         partition=functools.partial(partition_gemm, config, call),
-        workspace=bytes_on,
         **call,
     )[0]
 

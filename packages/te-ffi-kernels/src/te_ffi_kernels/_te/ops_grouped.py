@@ -75,16 +75,10 @@ def _kernel(
         functools.partial(reference_quantize.grouped, config),
         (x, scale, group_sizes),
         config.grouped_results(x, group_sizes.shape[0]),
-        workspace=_workspace,
         scaling_mode=int(config.scaling_mode),
         q_layout=int(config.q_layout),
         flatten_axis=config.axis,
     )
-
-
-def _workspace(platform: str, x: jax.Array, scale: jax.Array, group_sizes: jax.Array) -> int:
-    """Bytes for where each group begins, and the last ends: two int64."""
-    return 16 * (group_sizes.shape[0] + 1) if platform == "cuda" else 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

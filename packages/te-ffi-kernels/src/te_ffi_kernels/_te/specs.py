@@ -10,6 +10,8 @@ _OPS = {
     "gemm": "deprecated: gemm_v2 with epilogues for gradients",
 }
 
+_WORKSPACES = ("grouped_quantize", "gemm_v2")
+
 SPECS = [
     KernelSpec(
         target=f"te_ffi_kernels.{op}",
@@ -19,6 +21,7 @@ SPECS = [
         supports="te_ffi_kernels._te.supports:anything",
         summary=summary,
         apply=f"te_ffi_kernels:{op}",
+        workspace=f"te_ffi_kernels._te.workspace:of_{op}" if op in _WORKSPACES else None,
     )
     for op, summary in _OPS.items()
 ]

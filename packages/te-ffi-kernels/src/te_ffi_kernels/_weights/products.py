@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .. import _op
-from . import reference, workspace
+from . import reference
 from .packed import PackedWeight
 from .sharding import partition_product
 
@@ -148,7 +148,6 @@ def _kernel(
         # As provider-xla asks, so that a plan shows what will run.
         question={"group": group, "bits": bits},
         partition=functools.partial(partition_product, shape, dtype),
-        workspace=functools.partial(workspace.of_product, op, shape, dtype),
         k=k,
         n=n,
         group=group,

@@ -1,0 +1,97 @@
+"""How much memory beside operands and results the kernels take. Imports no JAX.
+
+What a kernel does before and after a library's call is known in C++, which is asked here.
+"""
+
+from __future__ import annotations
+
+import math
+
+from interception_core import Aval, KernelCall
+
+from . import _attention
+from ._status import native
+
+CUBLASLT = 32 << 20
+"""What cuBLASLt may use itself: as much as it's said to make use of on newer GPUs."""
+
+PART = 256
+"""Parts of a workspace begin at multiples of this, which its address needn't be."""
+
+FEW_ROWS = 64
+"""Up to so many rows, kernels read the panels of a packed weight."""
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_FOUR_BITS, _CODES = "gemv_w4", "gemm_w8a8"
+
+
+def gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for cuBLASLt, and for what it doesn't do."""
+    lhs, _, rhs, _, bias, *_ = call.operands
+    config = call.param("config")
+    lhs_first, rhs_first = not config["lhs_transposed"], config["rhs_transposed"]
+    m, k = _lanes(lhs, config["lhs_axis_boundary"], lhs_first)
+    n, _ = _lanes(rhs, config["rhs_axis_boundary"], rhs_first)
+    beside = native().gemm_workspace(
+        m=m,
+        n=n,
+        k=k,
+        scaling=config["scaling_mode"],
+        int8=lhs.dtype == "int8",
+        lhs_first=lhs_first,
+        rhs_first=rhs_first,
+        dtype=_FLOATS.index(lhs.dtype) if lhs.dtype in _FLOATS else 0,
+        out=_FLOATS.index(results[0].dtype),
+        bias=math.prod(bias.shape) > 0,
+        gelu=config.get("fuse_gelu", False),
+    )
+    return PART + beside + CUBLASLT
+
+
+def _lanes(factor: Aval, axis: int, first: bool) -> tuple[int, int]:
+    """(rows or columns of the result, what is contracted)."""
+    sides = math.prod(factor.shape[:axis]), math.prod(factor.shape[axis:])
+    return sides if first else sides[::-1]
+
+
+def multiplies_with_cublaslt(op: str, rows: int, group: int) -> bool:
+    """Whether cuBLASLt multiplies with a packed weight. Otherwise a kernel of this package does."""
+    return rows > FEW_ROWS and not (op == _CODES and group)
+
+
+def packed_product(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for codes of the rows, and for cuBLASLt and the weight as it takes it."""
+    x, group = call.operands[0], call.param("group")
+    beside = native().packed_workspace(
+        m=x.shape[0],
+        k=call.param("k"),
+        n=call.param("n"),
+        group=group,
+        bits=4 if call.op == _FOUR_BITS else 8,
+        quantizes=call.op == _CODES,
+        dtype=_FLOATS.index(x.dtype),
+        out=_FLOATS.index(results[0].dtype),
+    )
+    if multiplies_with_cublaslt(call.op, x.shape[0], group):
+        return PART + beside + CUBLASLT
+    # XLA's arrays have bytes.
+    return PART + beside if beside else 1
+
+
+def attention(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for cuDNN's plan, which is asked, for lengths and for a copy of the log-sum-exp."""
+    cudnn, _ = _attention.planned(call.op, call.operands[0].dtype, call.params)
+    backward = call.op == _attention.BACKWARD
+    return PART + native().attention_workspace(dict(call.params), backward) + cudnn
+
+
+def grouped_quantize(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for where each group begins, and the last ends."""
+    *_, sizes = call.operands
+    return native().GROUP_START * (sizes.shape[0] + 1)
+
+
+def moe_aux_loss(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for sums of parts, in float64."""
+    probs = call.operands[0]
+    return 8 * math.prod(probs.shape[:-2]) * -(-math.prod(probs.shape[-2:]) // native().LOSS_PART)
