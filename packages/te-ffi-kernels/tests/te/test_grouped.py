@@ -38,7 +38,7 @@ def problems(draw):
     return x, scale, sizes, out, mode, layout
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(problems())
 def test_each_group_by_itself(problem):
     x, scale, sizes, out, mode, layout = problem
