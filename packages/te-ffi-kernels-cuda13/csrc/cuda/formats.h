@@ -107,6 +107,23 @@ JAXTAP_DEVICE void store(typename Format::Type* to, int64_t left, bool wide,
   }
 }
 
+// One number of an array whose dtype is known when the kernel runs.
+JAXTAP_DEVICE float number_at(const void* array, te::Float dtype, int64_t at) {
+  switch (dtype) {
+    case te::Float::kF32: return static_cast<const float*>(array)[at];
+    case te::Float::kBF16: return BF16::load(static_cast<const uint16_t*>(array)[at]);
+    default: return F16::load(static_cast<const uint16_t*>(array)[at]);
+  }
+}
+
+JAXTAP_DEVICE void store_one(te::Float dtype, void* y, int64_t at, float value) {
+  switch (dtype) {
+    case te::Float::kF32: static_cast<float*>(y)[at] = value; break;
+    case te::Float::kBF16: static_cast<uint16_t*>(y)[at] = BF16::store(value); break;
+    case te::Float::kF16: static_cast<uint16_t*>(y)[at] = F16::store(value); break;
+  }
+}
+
 // Codes of four numbers, the first in the lowest byte.
 template <class Format>
 JAXTAP_DEVICE uint32_t encode_four_by_bits(const float (&x)[4]) {

@@ -16,20 +16,6 @@ struct Args {
   int64_t rows, cols;
 };
 
-JAXTAP_DEVICE void put(te::Float dtype, void* to, int64_t at, float number) {
-  switch (dtype) {
-    case te::Float::kF32:
-      static_cast<float*>(to)[at] = number;
-      break;
-    case te::Float::kBF16:
-      static_cast<uint16_t*>(to)[at] = BF16::store(number);
-      break;
-    case te::Float::kF16:
-      static_cast<uint16_t*>(to)[at] = F16::store(number);
-      break;
-  }
-}
-
 template <class Format>
 __global__ void norm_gradient_weights_kernel(Args args) {
   __shared__ float products[kSides][kSides + 1], slopes[kSides][kSides + 1];
@@ -54,8 +40,8 @@ __global__ void norm_gradient_weights_kernel(Args args) {
   product = sum_of(products[down][across]);
   slope = sum_of(slopes[down][across]);
   if (across != 0 || first + down >= args.cols) return;
-  put(args.weights, args.dgamma, first + down, product);
-  if (layer) put(args.weights, args.dbeta, first + down, slope);
+  store_one(args.weights, args.dgamma, first + down, product);
+  if (layer) store_one(args.weights, args.dbeta, first + down, slope);
 }
 
 }  // namespace

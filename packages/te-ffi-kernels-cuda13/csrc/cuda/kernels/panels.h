@@ -69,13 +69,5 @@ JAXTAP_DEVICE float number(uint32_t code) {
   return bits_float(0x4b000000u | code) - (8388608.0f + (1 << (kBits - 1)));
 }
 
-JAXTAP_DEVICE void store_one(te::Float dtype, void* y, int64_t at, float value) {
-  switch (dtype) {
-    case te::Float::kF32: static_cast<float*>(y)[at] = value; break;
-    case te::Float::kBF16: static_cast<uint16_t*>(y)[at] = BF16::store(value); break;
-    case te::Float::kF16: static_cast<uint16_t*>(y)[at] = F16::store(value); break;
-  }
-}
-
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -27,14 +27,5 @@ JAXTAP_DEVICE float sqrt_softplus_slope(float x, float y) {
   return router_sigmoid(x) / (y * 2.0f + kRouterEpsilon);
 }
 
-// A number of an array whose dtype is known when the kernel runs.
-JAXTAP_DEVICE float number_at(const void* array, te::Float dtype, int64_t at) {
-  switch (dtype) {
-    case te::Float::kF32: return static_cast<const float*>(array)[at];
-    case te::Float::kBF16: return BF16::load(static_cast<const uint16_t*>(array)[at]);
-    default: return F16::load(static_cast<const uint16_t*>(array)[at]);
-  }
-}
-
 }  // namespace
 }  // namespace jaxtap::cuda
