@@ -1,14 +1,28 @@
-"""scikit-build-core's build backend, which asks for NVIDIA's headers where there is a compiler.
+"""scikit-build-core's build backend, which decides whether the CUDA kernels are built.
 
-They are a gigabyte of wheels, and of no use to the Python part alone.
+JAXTAP_CUDA in the environment says when:
+
+  AUTO  where a GPU and nvcc 13 are; this is the default
+  ON    always: without nvcc 13 the build fails
+  OFF   never: the wheel has the Python part alone
+
+CMake is told the outcome. NVIDIA's headers are a gigabyte of wheels, and are asked for only if the
+kernels are built.
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 from scikit_build_core import build as _backend
 from scikit_build_core.build import *  # noqa: F403
+
+CUDA_MAJOR = 13
+DEVICES = Path("/dev")
+DEFAULT_HOME = "/usr/local/cuda"
 
 _FOR_CUDA = [
     "nanobind>=2.9",
@@ -22,20 +36,79 @@ _FOR_CUDA = [
 
 def get_requires_for_build_wheel(config_settings=None):
     """As PEP 517 has it."""
-    return [*_backend.get_requires_for_build_wheel(config_settings), *for_cuda()]
+    return [*_backend.get_requires_for_build_wheel(config_settings), *_for_cuda()]
 
 
 def get_requires_for_build_editable(config_settings=None):
     """As PEP 660 has it."""
-    return [*_backend.get_requires_for_build_editable(config_settings), *for_cuda()]
+    return [*_backend.get_requires_for_build_editable(config_settings), *_for_cuda()]
 
 
-def for_cuda():
-    """What the compiled part is built with; CMakeLists.txt looks for nvcc in the same places."""
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    """As PEP 517 has it."""
+    settings = _with_decision(config_settings)
+    return _backend.build_wheel(wheel_directory, settings, metadata_directory)
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    """As PEP 660 has it."""
+    settings = _with_decision(config_settings)
+    return _backend.build_editable(wheel_directory, settings, metadata_directory)
+
+
+def compiler():
+    """Return the nvcc to build the kernels with, or None where they are not built."""
     wanted = os.environ.get("JAXTAP_CUDA", "AUTO")
-    if wanted == "OFF" or not sys.platform.startswith("linux"):
-        return []
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    if wanted not in ("AUTO", "ON", "OFF"):
+        sys.exit(f"JAXTAP_CUDA must be AUTO, ON or OFF, got {wanted}.")
+    # A compiler alone says nothing about where the kernels are to run.
+    if wanted == "OFF" or (wanted == "AUTO" and not has_gpu()):
+        return None
+    path = find_nvcc()
+    found = version(path) if path else None
+    if found is not None and found[0] == CUDA_MAJOR:
+        return path
+    got = "none" if path is None else f"{'.'.join(map(str, found or ('?',)))} at {path}"
+    problem = f"nvcc must be version {CUDA_MAJOR}, got {got}."
+    if wanted == "ON":
+        sys.exit(f"JAXTAP_CUDA is ON: {problem} Install CUDA {CUDA_MAJOR}, or set CUDA_HOME.")
+    print(f"te-ffi-kernels-cuda13 is built without kernels: {problem}", file=sys.stderr)
+    return None
+
+
+def has_gpu():
+    """Tell whether NVIDIA's driver has made a device file here.
+
+    WSL has none. The driver's files in /proc are no sign: a container sees those of its host, also
+    if it was given no GPU.
+    """
+    return any(DEVICES.glob("nvidia[0-9]*"))
+
+
+def find_nvcc():
+    """Return the path of nvcc, or None."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), DEFAULT_HOME]
     places = os.pathsep.join(os.path.join(home, "bin") for home in homes if home)
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=places)
-    return _FOR_CUDA if found or wanted == "ON" else []
+    return os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path=places)
+
+
+def version(nvcc):
+    """Return what nvcc says of itself, as (13, 0), or None where it says nothing."""
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", said.stdout)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _for_cuda():
+    return _FOR_CUDA if compiler() else []
+
+
+def _with_decision(config_settings):
+    nvcc = compiler()
+    decision = {"cmake.define.JAXTAP_CUDA": "ON" if nvcc else "OFF"}
+    if nvcc:
+        decision["cmake.define.CMAKE_CUDA_COMPILER"] = nvcc
+    return {**(config_settings or {}), **decision}

@@ -37,44 +37,111 @@ def pretend(monkeypatch, driver=None, **distributions):
 
 
 @pytest.fixture
-def backend(monkeypatch):
-    """The build backend, on one that asks for cmake. No compiler is found by chance."""
+def backend(monkeypatch, tmp_path):
+    """The build backend, on one that asks for cmake and returns the settings that it gets.
+
+    No GPU and no compiler are found by chance.
+    """
     name = "scikit_build_core"
     stand_in, build = types.ModuleType(name), types.ModuleType(f"{name}.build")
     build.get_requires_for_build_wheel = lambda settings: ["cmake"]
     build.get_requires_for_build_editable = lambda settings: ["cmake"]
+    build.build_wheel = lambda directory, settings, metadata: settings
+    build.build_editable = lambda directory, settings, metadata: settings
     stand_in.build = build
     monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setitem(sys.modules, f"{name}.build", build)
-    monkeypatch.setattr(sys, "platform", "linux")
-    for variable in ("JAXTAP_CUDA", "CUDA_HOME", "CUDA_PATH"):
+    for variable in ("JAXTAP_CUDA", "CUDA_HOME", "CUDA_PATH", "CUDACXX"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", "/bin")
     path = Path(__file__).parents[1] / "backend" / "with_cuda.py"
     spec = importlib.util.spec_from_file_location("with_cuda", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    (tmp_path / "dev").mkdir()
+    # The driver of a container that was given no GPU.
+    (tmp_path / "dev" / "nvidiactl").touch()
+    monkeypatch.setattr(module, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(module, "DEFAULT_HOME", str(tmp_path / "no" / "cuda"))
     return module
+
+
+def fake_nvcc(home, said="Cuda compilation tools, release 13.0, V13.0.88"):
+    path = home / "bin" / "nvcc"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\necho '{said}'\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize(
-    ("wanted", "compiler", "asks"),
-    [("AUTO", False, False), ("AUTO", True, True), ("ON", False, True), ("OFF", True, False)],
+    ("wanted", "gpu", "builds"),
+    [
+        (None, False, False),
+        (None, True, True),
+        ("AUTO", False, False),
+        ("AUTO", True, True),
+        ("ON", False, True),
+        ("OFF", True, False),
+    ],
 )
-def test_builds_ask_for_headers_where_they_are_used(
-    monkeypatch, backend, kind, wanted, compiler, asks
+def test_kernels_are_built_where_a_gpu_is_or_on_demand(
+    monkeypatch, tmp_path, backend, kind, wanted, gpu, builds
 ):
-    monkeypatch.setenv("JAXTAP_CUDA", wanted)
-    monkeypatch.setenv("CUDA_HOME", "/some/cuda")
-    at = "/some/cuda/bin/nvcc"
-    monkeypatch.setattr(
-        backend.shutil,
-        "which",
-        lambda name, path="": at if compiler and "/some/cuda/bin" in path else None,
-    )
-    found = getattr(backend, f"get_requires_for_build_{kind}")()
-    assert found[0] == "cmake"
-    assert any("nvidia-cudnn-cu13" in one for one in found) == asks
+    nvcc = fake_nvcc(tmp_path / "cuda")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    if wanted is not None:
+        monkeypatch.setenv("JAXTAP_CUDA", wanted)
+    if gpu:
+        (tmp_path / "dev" / "nvidia1").touch()
+    asked = getattr(backend, f"get_requires_for_build_{kind}")()
+    assert asked[0] == "cmake"
+    assert any("nvidia-cudnn-cu13" in one for one in asked) == builds
+    # CMake is told the same, beside what the caller has to say.
+    told = getattr(backend, f"build_{kind}")("dist", {"cmake.verbose": "true"})
+    assert told.pop("cmake.verbose") == "true"
+    outcome = {"cmake.define.JAXTAP_CUDA": "ON", "cmake.define.CMAKE_CUDA_COMPILER": nvcc}
+    assert told == (outcome if builds else {"cmake.define.JAXTAP_CUDA": "OFF"})
+
+
+@pytest.mark.parametrize("variable", ["CUDACXX", "PATH", "CUDA_HOME", "CUDA_PATH", None])
+def test_where_nvcc_is_looked_for(monkeypatch, tmp_path, backend, variable):
+    nvcc = fake_nvcc(tmp_path / "cuda")
+    values = {"CUDACXX": nvcc, "PATH": str(tmp_path / "cuda" / "bin")}
+    if variable is None:
+        monkeypatch.setattr(backend, "DEFAULT_HOME", str(tmp_path / "cuda"))
+    else:
+        monkeypatch.setenv(variable, values.get(variable, str(tmp_path / "cuda")))
+    monkeypatch.setenv("JAXTAP_CUDA", "ON")
+    assert backend.compiler() == nvcc
+
+
+@pytest.mark.parametrize(
+    ("said", "got"),
+    [
+        (None, "got none"),
+        ("release 12.8, V12.8.61", "got 12.8 at"),
+        ("no compiler here", "got ? at"),
+    ],
+)
+def test_builds_without_the_right_nvcc(monkeypatch, tmp_path, capsys, backend, said, got):
+    if said is not None:
+        fake_nvcc(tmp_path / "cuda", said)
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    # A machine with a GPU gets the Python part, and a message.
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert backend.compiler() is None
+    assert f"nvcc must be version 13, {got}" in capsys.readouterr().err
+    monkeypatch.setenv("JAXTAP_CUDA", "ON")
+    with pytest.raises(SystemExit, match=r"JAXTAP_CUDA is ON: nvcc must be version 13, got"):
+        backend.compiler()
+
+
+def test_jaxtap_cuda_has_three_values(monkeypatch, backend):
+    monkeypatch.setenv("JAXTAP_CUDA", "yes")
+    with pytest.raises(SystemExit, match="JAXTAP_CUDA must be AUTO, ON or OFF, got yes"):
+        backend.compiler()
 
 
 def test_importing_it_imports_no_jax():
@@ -85,7 +152,7 @@ def test_importing_it_imports_no_jax():
 @pytest.mark.parametrize(
     ("driver", "part"),
     [
-        (None, "built without nvcc"),
+        (None, "built without them"),
         (0, "no NVIDIA driver"),
         (12080, "a driver for 12.8, which can't run them"),
         (13020, "for CUDA 13.0, a driver for 13.2"),
@@ -186,7 +253,7 @@ def test_kernels_are_declared_where_they_were_built(monkeypatch):
     assert all(on_cpu[spec.op] == spec.target for spec in found)
 
 
-@pytest.mark.skipif(not BUILT, reason="built without nvcc")
+@pytest.mark.skipif(not BUILT, reason="built without the kernels")
 def test_every_target_is_warmed_up():
     from te_ffi_kernels_cuda13 import _ffi, _native
 

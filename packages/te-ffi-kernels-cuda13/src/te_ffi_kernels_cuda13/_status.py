@@ -8,7 +8,7 @@ from typing import Any
 
 
 def built() -> bool:
-    """Whether this installation has the compiled part: it was built where nvcc was."""
+    """Whether this installation has the compiled part."""
     return importlib.util.find_spec(f"{__package__}._native") is not None
 
 
@@ -24,8 +24,8 @@ def status() -> str:
     """
     if not built():
         return (
-            "no kernels: this was built without nvcc 13. Ops run as plain JAX on GPUs. Set "
-            "JAXTAP_CUDA=ON, and build it again where nvcc is"
+            "no kernels: this was built without them. Ops run as plain JAX on GPUs. Install "
+            "nvcc 13, set JAXTAP_CUDA=ON, and install it again"
         )
     wanted, driver = native().CUDA_VERSION, native().driver_version()
     if driver == 0:
