@@ -4,16 +4,15 @@
 #include <vector>
 
 #include "ffi/attention_call.h"
-#include "ffi/registry.h"
-#include "ffi/stages.h"
-#include "ffi/threads.h"
+#include "ffi/call.h"
 
 namespace jaxtap::ffi {
 namespace {
 
 constexpr char kTarget[] = "te_ffi_kernels.fused_attn_backward";
 
-void Warm(const AttentionConfig& config) {
+void Warm(const Attributes& attributes) {
+  const AttentionConfig config(attributes);
   // One query, one key, of the sizes of the heads; which dtype they will have, it isn't told.
   std::vector<float> q(static_cast<size_t>(config.qk_size)), v(static_cast<size_t>(config.v_size));
   std::vector<float> q_grad(q.size()), k_grad(q.size()), v_grad(v.size());
@@ -41,12 +40,24 @@ void Warm(const AttentionConfig& config) {
   }
 }
 
-void Execute(const AttentionConfig& config, xffi::ThreadPool pool, attention::Problem& p,
-             const Sequences& sequences, const Array& out_grad, const GradientArrays& results) {
+void Execute(const Call& call) {
+  call.NeedCounts(13, 5);
+  const AttentionConfig config(call.attributes);
+  const Sequences sequences(config, call.Operand(9, "q_cu_seqlens"),
+                            call.Operand(10, "kv_cu_seqlens"), call.Operand(11, "q_seq_offsets"),
+                            call.Operand(12, "k_seq_offsets"));
+  attention::Problem p =
+      ReadProblem(config, call.Operand(0, "q"), call.Operand(1, "k"), call.Operand(2, "v"),
+                  call.Operand(3, "bias"), call.Operand(4, "softmax_offset"),
+                  call.Operand(7, "output"), call.Operand(5, "softmax_aux"));
+  ReadRandom(config, call.Operand(6, "rng_state"), p);
+  const Array out_grad = call.Operand(8, "doutput");
+  const GradientArrays results = {call.Result(0, "dq"), call.Result(1, "dk"), call.Result(2, "dv"),
+                                  call.Result(3, "dbias"), call.Result(4, "dsoftmax_offset")};
   p.segment = Sequences::At;
   p.context = &sequences;
   const attention::Gradients gradients = ReadGradients(config, p, out_grad, results);
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   const Parallel parallel(scheduler);
   if (!sequences.are_whole()) {
     for (const Array* array : {&results.q, &results.k, &results.v}) FillZero(*array, parallel);
@@ -54,60 +65,7 @@ void Execute(const AttentionConfig& config, xffi::ThreadPool pool, attention::Pr
   attention::backward(p, gradients, parallel);
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate,
-                       [](xffi::Dictionary attributes) {
-                         return Warmed(kTarget, [&] { Warm(AttentionConfig(attributes)); });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(
-    kExecute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer q, xffi::AnyBuffer k, xffi::AnyBuffer v,
-       xffi::AnyBuffer bias, xffi::AnyBuffer softmax_offset, xffi::AnyBuffer softmax_aux,
-       xffi::AnyBuffer rng_state, xffi::AnyBuffer output, xffi::AnyBuffer doutput,
-       xffi::AnyBuffer q_cu_seqlens, xffi::AnyBuffer kv_cu_seqlens, xffi::AnyBuffer q_seq_offsets,
-       xffi::AnyBuffer k_seq_offsets, xffi::Result<xffi::AnyBuffer> dq,
-       xffi::Result<xffi::AnyBuffer> dk, xffi::Result<xffi::AnyBuffer> dv,
-       xffi::Result<xffi::AnyBuffer> dbias, xffi::Result<xffi::AnyBuffer> dsoftmax_offset,
-       xffi::Dictionary attributes) {
-      return Guarded(kTarget, [&] {
-        const AttentionConfig config(attributes);
-        const Sequences sequences(
-            config, Read("q_cu_seqlens", q_cu_seqlens), Read("kv_cu_seqlens", kv_cu_seqlens),
-            Read("q_seq_offsets", q_seq_offsets), Read("k_seq_offsets", k_seq_offsets));
-        attention::Problem problem =
-            ReadProblem(config, Read("q", q), Read("k", k), Read("v", v), Read("bias", bias),
-                        Read("softmax_offset", softmax_offset), Read("output", output),
-                        Read("softmax_aux", softmax_aux));
-        ReadRandom(config, Read("rng_state", rng_state), problem);
-        Execute(config, pool, problem, sequences, Read("doutput", doutput),
-                {Read("dq", dq), Read("dk", dk), Read("dv", dv), Read("dbias", dbias),
-                 Read("dsoftmax_offset", dsoftmax_offset)});
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // q
-        .Arg<xffi::AnyBuffer>()  // k
-        .Arg<xffi::AnyBuffer>()  // v
-        .Arg<xffi::AnyBuffer>()  // bias
-        .Arg<xffi::AnyBuffer>()  // softmax_offset
-        .Arg<xffi::AnyBuffer>()  // softmax_aux
-        .Arg<xffi::AnyBuffer>()  // rng_state
-        .Arg<xffi::AnyBuffer>()  // output
-        .Arg<xffi::AnyBuffer>()  // doutput
-        .Arg<xffi::AnyBuffer>()  // q_cu_seqlens
-        .Arg<xffi::AnyBuffer>()  // kv_cu_seqlens
-        .Arg<xffi::AnyBuffer>()  // q_seq_offsets
-        .Arg<xffi::AnyBuffer>()  // k_seq_offsets
-        .Ret<xffi::AnyBuffer>()  // dq
-        .Ret<xffi::AnyBuffer>()  // dk
-        .Ret<xffi::AnyBuffer>()  // dv
-        .Ret<xffi::AnyBuffer>()  // dbias
-        .Ret<xffi::AnyBuffer>()  // dsoftmax_offset
-        .Attrs());
-
-const Registration kRegistration({kTarget, kInstantiate, kExecute});
+const Handlers<kTarget, Warm, Execute> kHandlers;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -6,16 +6,15 @@
 #include <vector>
 
 #include "ffi/attention_call.h"
-#include "ffi/registry.h"
-#include "ffi/stages.h"
-#include "ffi/threads.h"
+#include "ffi/call.h"
 
 namespace jaxtap::ffi {
 namespace {
 
 constexpr char kTarget[] = "te_ffi_kernels.fused_attn_forward";
 
-void Warm(const AttentionConfig& config) {
+void Warm(const Attributes& attributes) {
+  const AttentionConfig config(attributes);
   // One query, one key, of the sizes of the heads; which dtype they will have, it isn't told.
   std::vector<float> q(static_cast<size_t>(config.qk_size)), v(static_cast<size_t>(config.v_size));
   std::vector<float> out(v.size());
@@ -39,16 +38,23 @@ void Warm(const AttentionConfig& config) {
   }
 }
 
-void Execute(const AttentionConfig& config, xffi::ThreadPool pool, const Array& q, const Array& k,
-             const Array& v, const Array& bias, const Array& sink, const Array& seed,
-             const Sequences& sequences, const Array& out, const Array& aux,
-             const Array& rng_state) {
-  attention::Problem p = ReadProblem(config, q, k, v, bias, sink, out, aux);
+void Execute(const Call& call) {
+  call.NeedCounts(10, 3);
+  const AttentionConfig config(call.attributes);
+  const Array seed = call.Operand(5, "seed");
+  const Sequences sequences(config, call.Operand(6, "q_cu_seqlens"),
+                            call.Operand(7, "kv_cu_seqlens"), call.Operand(8, "q_seq_offsets"),
+                            call.Operand(9, "k_seq_offsets"));
+  const Array out = call.Result(0, "output"), aux = call.Result(1, "softmax_aux");
+  const Array rng_state = call.Result(2, "rng_state");
+  attention::Problem p =
+      ReadProblem(config, call.Operand(0, "q"), call.Operand(1, "k"), call.Operand(2, "v"),
+                  call.Operand(3, "bias"), call.Operand(4, "softmax_offset"), out, aux);
   ReadRandom(config, seed, p);
   p.offset = 0;
   p.segment = Sequences::At;
   p.context = &sequences;
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   const Parallel parallel(scheduler);
   if (!sequences.are_whole()) {
     FillZero(out, parallel);
@@ -63,49 +69,7 @@ void Execute(const AttentionConfig& config, xffi::ThreadPool pool, const Array& 
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate,
-                       [](xffi::Dictionary attributes) {
-                         return Warmed(kTarget, [&] { Warm(AttentionConfig(attributes)); });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(
-    kExecute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer q, xffi::AnyBuffer k, xffi::AnyBuffer v,
-       xffi::AnyBuffer bias, xffi::AnyBuffer softmax_offset, xffi::AnyBuffer seed,
-       xffi::AnyBuffer q_cu_seqlens, xffi::AnyBuffer kv_cu_seqlens, xffi::AnyBuffer q_seq_offsets,
-       xffi::AnyBuffer k_seq_offsets, xffi::Result<xffi::AnyBuffer> output,
-       xffi::Result<xffi::AnyBuffer> softmax_aux, xffi::Result<xffi::AnyBuffer> rng_state,
-       xffi::Dictionary attributes) {
-      return Guarded(kTarget, [&] {
-        const AttentionConfig config(attributes);
-        const Sequences sequences(
-            config, Read("q_cu_seqlens", q_cu_seqlens), Read("kv_cu_seqlens", kv_cu_seqlens),
-            Read("q_seq_offsets", q_seq_offsets), Read("k_seq_offsets", k_seq_offsets));
-        Execute(config, pool, Read("q", q), Read("k", k), Read("v", v), Read("bias", bias),
-                Read("softmax_offset", softmax_offset), Read("seed", seed), sequences,
-                Read("output", output), Read("softmax_aux", softmax_aux),
-                Read("rng_state", rng_state));
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // q
-        .Arg<xffi::AnyBuffer>()  // k
-        .Arg<xffi::AnyBuffer>()  // v
-        .Arg<xffi::AnyBuffer>()  // bias
-        .Arg<xffi::AnyBuffer>()  // softmax_offset
-        .Arg<xffi::AnyBuffer>()  // seed
-        .Arg<xffi::AnyBuffer>()  // q_cu_seqlens
-        .Arg<xffi::AnyBuffer>()  // kv_cu_seqlens
-        .Arg<xffi::AnyBuffer>()  // q_seq_offsets
-        .Arg<xffi::AnyBuffer>()  // k_seq_offsets
-        .Ret<xffi::AnyBuffer>()  // output
-        .Ret<xffi::AnyBuffer>()  // softmax_aux
-        .Ret<xffi::AnyBuffer>()  // rng_state
-        .Attrs());
-
-const Registration kRegistration({kTarget, kInstantiate, kExecute});
+const Handlers<kTarget, Warm, Execute> kHandlers;
 
 }  // namespace
 }  // namespace jaxtap::ffi

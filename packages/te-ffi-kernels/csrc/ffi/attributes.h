@@ -3,16 +3,14 @@
 #pragma once
 
 #include "common/error.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxtap::ffi {
 
-namespace xffi = ::xla::ffi;
-
-template <typename T>
-T NeedAttribute(const xffi::Dictionary& attributes, const char* name) {
+// From whatever has `contains(name)` and `get<T>(name)`, the value or nothing.
+template <typename T, class Attributes>
+T NeedAttribute(const Attributes& attributes, const char* name) {
   if (attributes.contains(name)) {
-    const auto value = attributes.get<T>(name);
+    const auto value = attributes.template get<T>(name);
     if (value.has_value()) return *value;
   }
   throw invalid_argument("attribute ", name, " is missing, or of another type than it must have");

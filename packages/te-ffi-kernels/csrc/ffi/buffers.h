@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <sstream>
@@ -9,43 +10,50 @@
 
 #include "common/dtype.h"
 #include "common/error.h"
-#include "xla/ffi/api/ffi.h"
+#include "xla/ffi/api/c_api.h"
 
 namespace jaxtap::ffi {
 
-namespace xffi = ::xla::ffi;
-
 // The dtype of ours for one of XLA's. Throws for those that no kernel has.
-inline DType FromXla(xffi::DataType type, const char* argument) {
+inline DType FromXla(XLA_FFI_DataType type, const char* argument) {
   switch (type) {
-    case xffi::DataType::F64: return DType::F64;
-    case xffi::DataType::F32: return DType::F32;
-    case xffi::DataType::BF16: return DType::BF16;
-    case xffi::DataType::F16: return DType::F16;
-    case xffi::DataType::F8E4M3FN: return DType::F8E4M3FN;
-    case xffi::DataType::F8E5M2: return DType::F8E5M2;
-    case xffi::DataType::F8E8M0FNU: return DType::F8E8M0;
-    case xffi::DataType::S64: return DType::S64;
-    case xffi::DataType::S32: return DType::S32;
-    case xffi::DataType::S16: return DType::S16;
-    case xffi::DataType::S8: return DType::S8;
-    case xffi::DataType::U64: return DType::U64;
-    case xffi::DataType::U32: return DType::U32;
-    case xffi::DataType::U16: return DType::U16;
-    case xffi::DataType::U8: return DType::U8;
-    case xffi::DataType::PRED: return DType::PRED;
+    case XLA_FFI_DataType_F64: return DType::F64;
+    case XLA_FFI_DataType_F32: return DType::F32;
+    case XLA_FFI_DataType_BF16: return DType::BF16;
+    case XLA_FFI_DataType_F16: return DType::F16;
+    case XLA_FFI_DataType_F8E4M3FN: return DType::F8E4M3FN;
+    case XLA_FFI_DataType_F8E5M2: return DType::F8E5M2;
+    case XLA_FFI_DataType_F8E8M0FNU: return DType::F8E8M0;
+    case XLA_FFI_DataType_S64: return DType::S64;
+    case XLA_FFI_DataType_S32: return DType::S32;
+    case XLA_FFI_DataType_S16: return DType::S16;
+    case XLA_FFI_DataType_S8: return DType::S8;
+    case XLA_FFI_DataType_U64: return DType::U64;
+    case XLA_FFI_DataType_U32: return DType::U32;
+    case XLA_FFI_DataType_U16: return DType::U16;
+    case XLA_FFI_DataType_U8: return DType::U8;
+    case XLA_FFI_DataType_PRED: return DType::PRED;
     default:
       throw invalid_argument(argument, " has XLA's dtype number ", static_cast<int>(type),
                              ", which no kernel takes");
   }
 }
 
+// The sizes of axes.
+struct Shape {
+  const int64_t* sizes;
+  size_t rank;
+
+  size_t size() const { return rank; }
+  int64_t operator[](size_t axis) const { return sizes[axis]; }
+};
+
 // A buffer, its dtype known.
 struct Array {
   const char* name;
   void* data;
   DType dtype;
-  xffi::AnyBuffer::Dimensions shape;
+  Shape shape;
 
   int64_t rank() const { return static_cast<int64_t>(shape.size()); }
   int64_t size() const { return Product(0, rank()); }
@@ -98,12 +106,9 @@ struct Array {
   }
 };
 
-inline Array Read(const char* name, xffi::AnyBuffer buffer) {
-  return {name, buffer.untyped_data(), FromXla(buffer.element_type(), name), buffer.dimensions()};
-}
-
-inline Array Read(const char* name, xffi::Result<xffi::AnyBuffer>& buffer) {
-  return Read(name, *buffer);
+inline Array Read(const char* name, const XLA_FFI_Buffer& buffer) {
+  return {name, buffer.data, FromXla(buffer.dtype, name),
+          {buffer.dims, static_cast<size_t>(buffer.rank)}};
 }
 
 }  // namespace jaxtap::ffi

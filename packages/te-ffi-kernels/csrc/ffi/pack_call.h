@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/packed.h"
+#include "ffi/attributes.h"
 #include "ffi/buffers.h"
 
 namespace jaxtap::ffi {
@@ -17,6 +18,11 @@ struct PackConfig {
     if (group != 0) panel_layout(group, group, bits);
   }
 };
+
+template <class Attributes>
+PackConfig PackConfigOf(const Attributes& attributes, int bits) {
+  return {NeedAttribute<int64_t>(attributes, "group"), bits};
+}
 
 struct PackCall {
   Array codes, scale, buffer;

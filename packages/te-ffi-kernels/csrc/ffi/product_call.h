@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/packed.h"
+#include "ffi/attributes.h"
 #include "ffi/buffers.h"
 
 namespace jaxtap::ffi {
@@ -21,6 +22,12 @@ struct ProductConfig {
     return layout;
   }
 };
+
+template <class Attributes>
+ProductConfig ProductConfigOf(const Attributes& attributes, int bits) {
+  return {NeedAttribute<int64_t>(attributes, "k"), NeedAttribute<int64_t>(attributes, "n"),
+          NeedAttribute<int64_t>(attributes, "group"), bits};
+}
 
 struct ProductCall {
   Array x, buffer, y;

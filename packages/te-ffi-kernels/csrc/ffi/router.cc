@@ -3,11 +3,9 @@
 
 #include <vector>
 
+#include "ffi/call.h"
 #include "ffi/floats.h"
-#include "ffi/registry.h"
 #include "ffi/router_call.h"
-#include "ffi/stages.h"
-#include "ffi/threads.h"
 #include "router/router.h"
 
 namespace jaxtap::ffi {
@@ -31,7 +29,8 @@ void SomeExperts(Options& options) {
       options.group_topk > 0 ? each * options.groups : (options.topk + 15) / 16 * 16;
 }
 
-void WarmForward(Options options) {
+void WarmForward(const Attributes& attributes) {
+  Options options = RouterOptions(attributes, true);
   SomeExperts(options);
   const auto size = static_cast<size_t>(options.experts);
   std::vector<float> logits(size), probs(size), saved(size);
@@ -48,21 +47,27 @@ void WarmForward(Options options) {
 
 struct Bias {};
 
-void Forward(Options options, xffi::ThreadPool pool, const RouterForwardCall& call) {
+void Forward(const Call& call) {
+  call.NeedCounts(2, 3);
+  Options options = RouterOptions(call.attributes, true);
+  const RouterForwardCall given = {call.Operand(0, "logits"), call.Operand(1, "expert_bias"),
+                                   call.Result(0, "probs"), call.Result(1, "routing_map"),
+                                   call.Result(2, "intermediate_output")};
   router::Forward args;
-  args.tokens = call.Check(options);
+  args.tokens = given.Check(options);
   args.options = options;
-  args.dtype = te::float_of(call.logits.dtype);
-  args.logits = call.logits.data;
-  if (call.has_bias(options)) args.bias = ToFloats<Bias>(call.bias);
-  args.probs = call.probs.data;
-  args.map = static_cast<uint8_t*>(call.map.data);
-  args.saved = static_cast<float*>(call.saved.data);
-  XlaScheduler scheduler(pool);
+  args.dtype = te::float_of(given.logits.dtype);
+  args.logits = given.logits.data;
+  if (given.has_bias(options)) args.bias = ToFloats<Bias>(given.bias);
+  args.probs = given.probs.data;
+  args.map = static_cast<uint8_t*>(given.map.data);
+  args.saved = static_cast<float*>(given.saved.data);
+  XlaScheduler scheduler(call);
   router::forward(args, Parallel(scheduler));
 }
 
-void WarmBackward(Options options) {
+void WarmBackward(const Attributes& attributes) {
+  Options options = RouterOptions(attributes, false);
   SomeExperts(options);
   const auto size = static_cast<size_t>(options.experts);
   std::vector<float> grad(size), saved(size), out(size);
@@ -77,74 +82,26 @@ void WarmBackward(Options options) {
   router::backward(args, Parallel());
 }
 
-void Backward(Options options, xffi::ThreadPool pool, const RouterBackwardCall& call) {
+void Backward(const Call& call) {
+  call.NeedCounts(3, 1);
+  Options options = RouterOptions(call.attributes, false);
+  const RouterBackwardCall given = {
+      call.Operand(0, "routing_map"), call.Operand(1, "intermediate_output"),
+      call.Operand(2, "grad_probs"), call.Result(0, "grad_logits")};
   router::Backward args;
-  args.tokens = call.Check(options);
+  args.tokens = given.Check(options);
   args.options = options;
-  args.dtype = te::float_of(call.grad.dtype);
-  args.map = static_cast<const uint8_t*>(call.map.data);
-  args.saved = static_cast<const float*>(call.saved.data);
-  args.grad = call.grad.data;
-  args.out = call.out.data;
-  XlaScheduler scheduler(pool);
+  args.dtype = te::float_of(given.grad.dtype);
+  args.map = static_cast<const uint8_t*>(given.map.data);
+  args.saved = static_cast<const float*>(given.saved.data);
+  args.grad = given.grad.data;
+  args.out = given.out.data;
+  XlaScheduler scheduler(call);
   router::backward(args, Parallel(scheduler));
 }
 
-using In = xffi::AnyBuffer;
-using Out = xffi::Result<xffi::AnyBuffer>;
-
-XLA_FFI_DEFINE_HANDLER(kInstantiateForward,
-                       [](xffi::Dictionary attributes) {
-                         return Warmed(kForward,
-                                       [&] { WarmForward(RouterOptions(attributes, true)); });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kExecuteForward,
-                       [](xffi::ThreadPool pool, In logits, In bias, Out probs, Out map, Out saved,
-                          xffi::Dictionary attributes) {
-                         return Guarded(kForward, [&] {
-                           Forward(RouterOptions(attributes, true), pool,
-                                   {Read("logits", logits), Read("expert_bias", bias),
-                                    Read("probs", probs), Read("routing_map", map),
-                                    Read("intermediate_output", saved)});
-                         });
-                       },
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::ThreadPool>()
-                           .Arg<In>()  // logits
-                           .Arg<In>()  // expert_bias
-                           .Ret<In>()  // probs
-                           .Ret<In>()  // routing_map
-                           .Ret<In>()  // intermediate_output
-                           .Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kInstantiateBackward,
-                       [](xffi::Dictionary attributes) {
-                         return Warmed(kBackward,
-                                       [&] { WarmBackward(RouterOptions(attributes, false)); });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kExecuteBackward,
-                       [](xffi::ThreadPool pool, In map, In saved, In grad, Out out,
-                          xffi::Dictionary attributes) {
-                         return Guarded(kBackward, [&] {
-                           Backward(RouterOptions(attributes, false), pool,
-                                    {Read("routing_map", map), Read("intermediate_output", saved),
-                                     Read("grad_probs", grad), Read("grad_logits", out)});
-                         });
-                       },
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::ThreadPool>()
-                           .Arg<In>()  // routing_map
-                           .Arg<In>()  // intermediate_output
-                           .Arg<In>()  // grad_probs
-                           .Ret<In>()  // grad_logits
-                           .Attrs());
-
-const Registration kForwardRegistration({kForward, kInstantiateForward, kExecuteForward});
-const Registration kBackwardRegistration({kBackward, kInstantiateBackward, kExecuteBackward});
+const Handlers<kForward, WarmForward, Forward> kOne;
+const Handlers<kBackward, WarmBackward, Backward> kTwo;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -4,12 +4,13 @@
 
 #include "ffi/attributes.h"
 #include "ffi/te_arguments.h"
-#include "router/options.h"
+#include "router/check.h"
 
 namespace jaxtap::ffi {
 
 // Without the number of experts, which operands have.
-inline router::Options RouterOptions(const xffi::Dictionary& attributes, bool forward) {
+template <class Attributes>
+router::Options RouterOptions(const Attributes& attributes, bool forward) {
   router::Options options;
   options.topk = NeedAttribute<int64_t>(attributes, "topk");
   options.score = static_cast<router::Score>(NeedAttribute<int64_t>(attributes, "score_function"));

@@ -2,11 +2,9 @@
 
 #include <vector>
 
+#include "ffi/call.h"
 #include "ffi/floats.h"
-#include "ffi/registry.h"
 #include "ffi/router_loss_call.h"
-#include "ffi/stages.h"
-#include "ffi/threads.h"
 #include "router/router.h"
 
 namespace jaxtap::ffi {
@@ -27,13 +25,17 @@ router::Loss LossOf(const RouterLossShape& shape, const Array& probs) {
   return args;
 }
 
-void Loss(const RouterLossConfig& config, xffi::ThreadPool pool, const RouterLossCall& call) {
-  const auto& [probs, tokens, aux_loss, const_buf] = call;
-  const RouterLossShape shape = call.Check();
+void Loss(const Call& call) {
+  call.NeedCounts(2, 2);
+  const RouterLossConfig config(call.attributes);
+  const RouterLossCall given = {call.Operand(0, "probs"), call.Operand(1, "tokens_per_expert"),
+                                call.Result(0, "aux_loss"), call.Result(1, "const_buf")};
+  const auto& [probs, tokens, aux_loss, const_buf] = given;
+  const RouterLossShape shape = given.Check();
   router::Loss args = LossOf(shape, probs);
   args.coefficient = router::coefficient(args.tokens, args.experts, config.topk, config.coeff);
   const float* counts = ToFloats<Counts>(tokens);
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   const int64_t bytes = args.tokens * args.experts * static_cast<int64_t>(byte_size(probs.dtype));
   for (int64_t i = 0; i < shape.batch; ++i) {
     const float loss = router::loss(args, static_cast<const char*>(probs.data) + i * bytes,
@@ -44,13 +46,17 @@ void Loss(const RouterLossConfig& config, xffi::ThreadPool pool, const RouterLos
   }
 }
 
-void LossGradient(xffi::ThreadPool pool, const RouterLossGradientCall& call) {
-  const auto& [const_buf, tokens, grad, out] = call;
-  const RouterLossShape shape = call.Check();
+void LossGradient(const Call& call) {
+  call.NeedCounts(3, 1);
+  const RouterLossGradientCall given = {
+      call.Operand(0, "const_buf"), call.Operand(1, "tokens_per_expert"),
+      call.Operand(2, "grad_aux_loss"), call.Result(0, "grad_probs")};
+  const auto& [const_buf, tokens, grad, out] = given;
+  const RouterLossShape shape = given.Check();
   router::Loss args = LossOf(shape, out);
   const float* counts = ToFloats<Counts>(tokens);
   const float* grads = ToFloats<Grads>(grad);
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   const int64_t bytes = args.tokens * args.experts * static_cast<int64_t>(byte_size(out.dtype));
   for (int64_t i = 0; i < shape.batch; ++i) {
     args.coefficient = static_cast<const float*>(const_buf.data)[2 * i];
@@ -59,7 +65,7 @@ void LossGradient(xffi::ThreadPool pool, const RouterLossGradientCall& call) {
   }
 }
 
-void WarmLoss() {
+void WarmBoth() {
   constexpr int64_t kSide = 32;
   const std::vector<float> probs(kSide * kSide, 0.5f);
   std::vector<float> out(probs.size());
@@ -70,62 +76,15 @@ void WarmLoss() {
   router::loss_gradient(args, probs.data(), 1.0f, out.data(), Parallel());
 }
 
-using In = xffi::AnyBuffer;
-using Out = xffi::Result<xffi::AnyBuffer>;
+void WarmLoss(const Attributes& attributes) {
+  RouterLossConfig config(attributes);
+  WarmBoth();
+}
 
-XLA_FFI_DEFINE_HANDLER(kInstantiateLoss,
-                       [](xffi::Dictionary attributes) {
-                         return Warmed(kLoss, [&] {
-                           RouterLossConfig config(attributes);
-                           WarmLoss();
-                         });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
+void WarmLossGradient(const Attributes&) { WarmBoth(); }
 
-XLA_FFI_DEFINE_HANDLER(kExecuteLoss,
-                       [](xffi::ThreadPool pool, In probs, In tokens, Out aux_loss, Out const_buf,
-                          xffi::Dictionary attributes) {
-                         return Guarded(kLoss, [&] {
-                           Loss(RouterLossConfig(attributes), pool,
-                                {Read("probs", probs), Read("tokens_per_expert", tokens),
-                                 Read("aux_loss", aux_loss), Read("const_buf", const_buf)});
-                         });
-                       },
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::ThreadPool>()
-                           .Arg<In>()  // probs
-                           .Arg<In>()  // tokens_per_expert
-                           .Ret<In>()  // aux_loss
-                           .Ret<In>()  // const_buf
-                           .Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kInstantiateLossGradient,
-                       [](xffi::Dictionary) {
-                         return Warmed(kLossGradient, [] { WarmLoss(); });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kExecuteLossGradient,
-                       [](xffi::ThreadPool pool, In const_buf, In tokens, In grad, Out out,
-                          xffi::Dictionary) {
-                         return Guarded(kLossGradient, [&] {
-                           LossGradient(pool, {Read("const_buf", const_buf),
-                                               Read("tokens_per_expert", tokens),
-                                               Read("grad_aux_loss", grad),
-                                               Read("grad_probs", out)});
-                         });
-                       },
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::ThreadPool>()
-                           .Arg<In>()  // const_buf
-                           .Arg<In>()  // tokens_per_expert
-                           .Arg<In>()  // grad_aux_loss
-                           .Ret<In>()  // grad_probs
-                           .Attrs());
-
-const Registration kLossRegistration({kLoss, kInstantiateLoss, kExecuteLoss});
-const Registration kLossGradientRegistration(
-    {kLossGradient, kInstantiateLossGradient, kExecuteLossGradient});
+const Handlers<kLoss, WarmLoss, Loss> kOne;
+const Handlers<kLossGradient, WarmLossGradient, LossGradient> kTwo;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -9,7 +9,8 @@
 namespace jaxtap::ffi {
 
 struct RouterLossConfig {
-  explicit RouterLossConfig(const xffi::Dictionary& attributes)
+  template <class Attributes>
+  explicit RouterLossConfig(const Attributes& attributes)
       : topk(NeedAttribute<int64_t>(attributes, "topk")),
         coeff(NeedAttribute<double>(attributes, "coeff")) {
     if (topk < 1) throw invalid_argument("topk is ", topk, ", and must be positive");

@@ -2,10 +2,8 @@
 
 #include <vector>
 
-#include "ffi/registry.h"
+#include "ffi/call.h"
 #include "ffi/softmax_call.h"
-#include "ffi/stages.h"
-#include "ffi/threads.h"
 #include "softmax/softmax.h"
 
 namespace jaxtap::ffi {
@@ -14,7 +12,9 @@ namespace {
 using Kind = SoftmaxKind;
 using Config = SoftmaxConfig;
 
-void WarmForward(const Config& config) {
+template <Kind kKind>
+void WarmForward(const Attributes& attributes) {
+  const Config config(kKind, attributes);
   constexpr int64_t kSide = 64;
   std::vector<float> x(kSide * kSide), out(x.size());
   std::vector<uint8_t> mask(x.size());
@@ -27,24 +27,31 @@ void WarmForward(const Config& config) {
   softmax::forward(args, Parallel());
 }
 
-void Forward(const Config& config, xffi::ThreadPool pool, const Array& x, const Array* mask,
-             const Array& out) {
+template <Kind kKind>
+void Forward(const Call& call) {
+  constexpr bool kHasMask = kKind == Kind::kMasked;
+  call.NeedCounts(kHasMask ? 2 : 1, 1);
+  const Config config(kKind, call.attributes);
+  const Array x = call.Operand(0, "input"), out = call.Result(0, "output");
   softmax::Forward args;
   args.shape = SoftmaxShapeOf<softmax::Shape>(x, config.kind);
   args.scale = config.scale;
   args.x = x.data;
   NeedAlike(out, x);
   args.out = out.data;
-  if (mask != nullptr) {
-    args.masks = CheckMask(*mask, args.shape);
-    args.mask = static_cast<const uint8_t*>(mask->data);
+  if (kHasMask) {
+    const Array mask = call.Operand(1, "mask");
+    args.masks = CheckMask(mask, args.shape);
+    args.mask = static_cast<const uint8_t*>(mask.data);
   }
   if (x.size() == 0) return;
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   softmax::forward(args, Parallel(scheduler));
 }
 
-void WarmBackward(const Config& config) {
+template <Kind kKind>
+void WarmBackward(const Attributes& attributes) {
+  const Config config(kKind, attributes);
   constexpr int64_t kSide = 64;
   std::vector<float> numbers(kSide * kSide), out(numbers.size());
   softmax::Backward args;
@@ -55,8 +62,12 @@ void WarmBackward(const Config& config) {
   softmax::backward(args, Parallel());
 }
 
-void Backward(const Config& config, xffi::ThreadPool pool, const Array& grad,
-              const Array& softmax_output, const Array& out) {
+template <Kind kKind>
+void Backward(const Call& call) {
+  call.NeedCounts(2, 1);
+  const Config config(kKind, call.attributes);
+  const Array grad = call.Operand(0, "grad_output");
+  const Array softmax_output = call.Operand(1, "softmax_output"), out = call.Result(0, "dgrad");
   softmax::Backward args;
   // Where it's masked, the result is zero and its gradient with it: there is no mask.
   args.shape = SoftmaxShapeOf<softmax::Shape>(
@@ -68,68 +79,26 @@ void Backward(const Config& config, xffi::ThreadPool pool, const Array& grad,
   NeedAlike(out, grad);
   args.out = out.data;
   if (grad.size() == 0) return;
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   softmax::backward(args, Parallel(scheduler));
 }
 
-using In = xffi::AnyBuffer;
-using Out = xffi::Result<xffi::AnyBuffer>;
+constexpr char kScaled[] = "te_ffi_kernels.scaled_softmax_forward";
+constexpr char kScaledGrad[] = "te_ffi_kernels.scaled_softmax_backward";
+constexpr char kMasked[] = "te_ffi_kernels.scaled_masked_softmax_forward";
+constexpr char kMaskedGrad[] = "te_ffi_kernels.scaled_masked_softmax_backward";
+constexpr char kCausal[] = "te_ffi_kernels.scaled_upper_triang_masked_softmax_forward";
+constexpr char kCausalGrad[] = "te_ffi_kernels.scaled_upper_triang_masked_softmax_backward";
 
-// A macro, since a handler is a function without a state: one for each target.
-#define JAXTAP_SOFTMAX(NAME, KIND, TARGET)                                                        \
-  XLA_FFI_DEFINE_HANDLER(kInstantiate##NAME,                                                      \
-                         [](xffi::Dictionary attributes) {                                        \
-                           return Warmed(TARGET "_forward",                                       \
-                                         [&] { WarmForward(Config(KIND, attributes)); });         \
-                         },                                                                       \
-                         xffi::Ffi::BindInstantiate().Attrs());                                   \
-  XLA_FFI_DEFINE_HANDLER(kInstantiateGrad##NAME,                                                  \
-                         [](xffi::Dictionary attributes) {                                        \
-                           return Warmed(TARGET "_backward",                                      \
-                                         [&] { WarmBackward(Config(KIND, attributes)); });        \
-                         },                                                                       \
-                         xffi::Ffi::BindInstantiate().Attrs());                                   \
-  XLA_FFI_DEFINE_HANDLER(                                                                         \
-      kExecuteGrad##NAME,                                                                         \
-      [](xffi::ThreadPool pool, In grad, In softmax_output, Out out,                              \
-         xffi::Dictionary attributes) {                                                           \
-        return Guarded(TARGET "_backward", [&] {                                                  \
-          Backward(Config(KIND, attributes), pool, Read("grad_output", grad),                     \
-                   Read("softmax_output", softmax_output), Read("dgrad", out));                   \
-        });                                                                                       \
-      },                                                                                          \
-      xffi::Ffi::Bind().Ctx<xffi::ThreadPool>().Arg<In>().Arg<In>().Ret<In>().Attrs());           \
-  const Registration kRegistrationGrad##NAME(                                                     \
-      {TARGET "_backward", kInstantiateGrad##NAME, kExecuteGrad##NAME});                          \
-  const Registration kRegistration##NAME({TARGET "_forward", kInstantiate##NAME, kExecute##NAME});
+template <const char* kForward, const char* kBackward, Kind kKind>
+struct Both {
+  Handlers<kForward, WarmForward<kKind>, Forward<kKind>> forward;
+  Handlers<kBackward, WarmBackward<kKind>, Backward<kKind>> backward;
+};
 
-#define JAXTAP_SOFTMAX_FORWARD(NAME, KIND, TARGET)                                                \
-  XLA_FFI_DEFINE_HANDLER(                                                                         \
-      kExecute##NAME,                                                                             \
-      [](xffi::ThreadPool pool, In x, Out out, xffi::Dictionary attributes) {                     \
-        return Guarded(TARGET "_forward", [&] {                                                   \
-          Forward(Config(KIND, attributes), pool, Read("input", x), nullptr,                      \
-                  Read("output", out));                                                           \
-        });                                                                                       \
-      },                                                                                          \
-      xffi::Ffi::Bind().Ctx<xffi::ThreadPool>().Arg<In>().Ret<In>().Attrs());                     \
-  JAXTAP_SOFTMAX(NAME, KIND, TARGET)
-
-XLA_FFI_DEFINE_HANDLER(
-    kExecuteMasked,
-    [](xffi::ThreadPool pool, In x, In mask_buffer, Out out, xffi::Dictionary attributes) {
-      return Guarded("te_ffi_kernels.scaled_masked_softmax_forward", [&] {
-        const Array mask = Read("mask", mask_buffer);
-        Forward(Config(Kind::kMasked, attributes), pool, Read("input", x), &mask,
-                Read("output", out));
-      });
-    },
-    xffi::Ffi::Bind().Ctx<xffi::ThreadPool>().Arg<In>().Arg<In>().Ret<In>().Attrs());
-
-JAXTAP_SOFTMAX(Masked, Kind::kMasked, "te_ffi_kernels.scaled_masked_softmax")
-JAXTAP_SOFTMAX_FORWARD(Scaled, Kind::kScaled, "te_ffi_kernels.scaled_softmax")
-JAXTAP_SOFTMAX_FORWARD(Causal, Kind::kCausal,
-                       "te_ffi_kernels.scaled_upper_triang_masked_softmax")
+const Both<kScaled, kScaledGrad, Kind::kScaled> kOne;
+const Both<kMasked, kMaskedGrad, Kind::kMasked> kTwo;
+const Both<kCausal, kCausalGrad, Kind::kCausal> kThree;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -14,7 +14,8 @@ namespace jaxtap::ffi {
 enum class SoftmaxKind { kScaled, kMasked, kCausal };
 
 struct SoftmaxConfig {
-  SoftmaxConfig(SoftmaxKind which, const xffi::Dictionary& attributes)
+  template <class Attributes>
+  SoftmaxConfig(SoftmaxKind which, const Attributes& attributes)
       : kind(which),
         scale(static_cast<float>(NeedAttribute<double>(attributes, "scale_factor"))) {}
 

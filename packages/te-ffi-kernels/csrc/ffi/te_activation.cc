@@ -4,11 +4,9 @@
 #include <vector>
 
 #include "activations/activations.h"
-#include "ffi/registry.h"
-#include "ffi/stages.h"
+#include "ffi/call.h"
 #include "ffi/te_activation_call.h"
 #include "ffi/te_outputs.h"
-#include "ffi/threads.h"
 #include "te/table.h"
 
 namespace jaxtap::ffi {
@@ -22,7 +20,7 @@ constexpr int64_t kSide = te::kTile;
 
 // One run on floats, and one of the quantizer's loops.
 template <class Source>
-void Warm(const Config& config, int64_t cols, bool sums) {
+void WarmSource(const Config& config, int64_t cols, bool sums) {
   std::vector<float> x(2 * kSide * kSide, 1.0f), out(2 * kSide * kSide);
   activations::Operands operands;
   operands.activation = config.activation;
@@ -53,138 +51,48 @@ activations::Operands OperandsOf(const Config& config, const Array& x, const Mat
   return operands;
 }
 
-void ExecuteForward(const Config& config, xffi::ThreadPool pool, const ActivationCall& call) {
-  const Matrix matrix = call.Check(config);
-  const activations::Operands operands = OperandsOf(config, call.x, matrix);
+void WarmForward(const Attributes& attributes) {
+  WarmSource<activations::Activated>(Config(attributes), kSide, false);
+}
+
+void Forward(const Call& call) {
+  call.NeedCounts(3, 5);
+  const Config config(call.attributes);
+  const ActivationCall given = {call.Operand(0, "x"), call.Operand(1, "scale"),
+                                call.Operand(2, "amax"), ReadOutputs(call)};
+  const Matrix matrix = given.Check(config);
+  const activations::Operands operands = OperandsOf(config, given.x, matrix);
   const activations::Activated source(operands);
-  XlaScheduler scheduler(pool);
-  RunOutputs(config.output, source, call.x.dtype, matrix, call.scale, call.amax, call.outputs,
+  XlaScheduler scheduler(call);
+  RunOutputs(config.output, source, given.x.dtype, matrix, given.scale, given.amax, given.outputs,
              nullptr, Parallel(scheduler));
 }
 
-void ExecuteBackward(const Config& config, bool is_dbias, xffi::ThreadPool pool,
-                     const ActivationGradientCall& call) {
-  const auto [rows, matrix] = call.Check(config, is_dbias);
-  if (!is_dbias) Clear({call.dbias});
-  activations::Operands operands = OperandsOf(config, call.x, rows);
-  operands.dz = call.dz.data;
-  const activations::Derived source(operands);
-  XlaScheduler scheduler(pool);
-  RunOutputs(config.output, source, call.x.dtype, matrix, call.scale, call.amax, call.outputs,
-             is_dbias ? call.dbias.data : nullptr, Parallel(scheduler));
+void WarmBackward(const Attributes& attributes) {
+  const Config config(attributes);
+  WarmSource<activations::Derived>(config, config.parts() * kSide,
+                                   NeedAttribute<bool>(attributes, "is_dbias"));
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kForwardInstantiate,
-    [](int64_t act_enum, int64_t scaling_mode, int64_t quantize_layout,
-       xffi::Dictionary act_params, bool output_amax_when_no_scaling) {
-      return Warmed(kForward, [&] {
-        Warm<activations::Activated>({act_enum, scaling_mode, quantize_layout, act_params,
-                                      output_amax_when_no_scaling},
-                                     kSide, false);
-      });
-    },
-    xffi::Ffi::BindInstantiate()
-        .Attr<int64_t>("act_enum")
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("quantize_layout")
-        .Attr<xffi::Dictionary>("act_params")
-        .Attr<bool>("output_amax_when_no_scaling"));
+void Backward(const Call& call) {
+  call.NeedCounts(4, 7);  // the last result is a workspace, which isn't used
+  const Config config(call.attributes);
+  const bool is_dbias = NeedAttribute<bool>(call.attributes, "is_dbias");
+  const ActivationGradientCall given = {call.Operand(0, "dz"),    call.Operand(1, "x"),
+                                        call.Operand(2, "scale"), call.Operand(3, "amax"),
+                                        ReadOutputs(call),        call.Result(5, "dbias")};
+  const auto [rows, matrix] = given.Check(config, is_dbias);
+  if (!is_dbias) Clear({given.dbias});
+  activations::Operands operands = OperandsOf(config, given.x, rows);
+  operands.dz = given.dz.data;
+  const activations::Derived source(operands);
+  XlaScheduler scheduler(call);
+  RunOutputs(config.output, source, given.x.dtype, matrix, given.scale, given.amax, given.outputs,
+             is_dbias ? given.dbias.data : nullptr, Parallel(scheduler));
+}
 
-XLA_FFI_DEFINE_HANDLER(
-    kForwardExecute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer scale, xffi::AnyBuffer amax,
-       xffi::Result<xffi::AnyBuffer> out, xffi::Result<xffi::AnyBuffer> colwise_out,
-       xffi::Result<xffi::AnyBuffer> scale_inv, xffi::Result<xffi::AnyBuffer> colwise_scale_inv,
-       xffi::Result<xffi::AnyBuffer> updated_amax, int64_t act_enum, int64_t scaling_mode,
-       int64_t quantize_layout, xffi::Dictionary act_params, bool output_amax_when_no_scaling) {
-      return Guarded(kForward, [&] {
-        ExecuteForward(
-            {act_enum, scaling_mode, quantize_layout, act_params, output_amax_when_no_scaling},
-            pool,
-            {Read("x", x), Read("scale", scale), Read("amax", amax),
-             {Read("output", out), Read("colwise_output", colwise_out),
-              Read("scale_inv", scale_inv), Read("colwise_scale_inv", colwise_scale_inv),
-              Read("updated_amax", updated_amax)}});
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // x
-        .Arg<xffi::AnyBuffer>()  // scale
-        .Arg<xffi::AnyBuffer>()  // amax
-        .Ret<xffi::AnyBuffer>()  // output
-        .Ret<xffi::AnyBuffer>()  // colwise_output
-        .Ret<xffi::AnyBuffer>()  // scale_inv
-        .Ret<xffi::AnyBuffer>()  // colwise_scale_inv
-        .Ret<xffi::AnyBuffer>()  // updated_amax
-        .Attr<int64_t>("act_enum")
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("quantize_layout")
-        .Attr<xffi::Dictionary>("act_params")
-        .Attr<bool>("output_amax_when_no_scaling"));
-
-const Registration kForwardRegistration({kForward, kForwardInstantiate, kForwardExecute});
-
-XLA_FFI_DEFINE_HANDLER(
-    kBackwardInstantiate,
-    [](int64_t scaling_mode, int64_t act_enum, int64_t quantize_layout, bool is_dbias,
-       xffi::Dictionary act_params, bool output_amax_when_no_scaling) {
-      return Warmed(kBackward, [&] {
-        const Config config(act_enum, scaling_mode, quantize_layout, act_params,
-                            output_amax_when_no_scaling);
-        Warm<activations::Derived>(config, config.parts() * kSide, is_dbias);
-      });
-    },
-    xffi::Ffi::BindInstantiate()
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("act_enum")
-        .Attr<int64_t>("quantize_layout")
-        .Attr<bool>("is_dbias")
-        .Attr<xffi::Dictionary>("act_params")
-        .Attr<bool>("output_amax_when_no_scaling"));
-
-XLA_FFI_DEFINE_HANDLER(
-    kBackwardExecute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer dz, xffi::AnyBuffer x, xffi::AnyBuffer scale,
-       xffi::AnyBuffer amax, xffi::Result<xffi::AnyBuffer> out,
-       xffi::Result<xffi::AnyBuffer> colwise_out, xffi::Result<xffi::AnyBuffer> scale_inv,
-       xffi::Result<xffi::AnyBuffer> colwise_scale_inv, xffi::Result<xffi::AnyBuffer> updated_amax,
-       xffi::Result<xffi::AnyBuffer> dbias, xffi::Result<xffi::AnyBuffer>, int64_t scaling_mode,
-       int64_t act_enum, int64_t quantize_layout, bool is_dbias, xffi::Dictionary act_params,
-       bool output_amax_when_no_scaling) {
-      return Guarded(kBackward, [&] {
-        ExecuteBackward(
-            {act_enum, scaling_mode, quantize_layout, act_params, output_amax_when_no_scaling},
-            is_dbias, pool,
-            {Read("dz", dz), Read("x", x), Read("scale", scale), Read("amax", amax),
-             {Read("output", out), Read("colwise_output", colwise_out),
-              Read("scale_inv", scale_inv), Read("colwise_scale_inv", colwise_scale_inv),
-              Read("updated_amax", updated_amax)},
-             Read("dbias", dbias)});
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // dz
-        .Arg<xffi::AnyBuffer>()  // x
-        .Arg<xffi::AnyBuffer>()  // scale
-        .Arg<xffi::AnyBuffer>()  // amax
-        .Ret<xffi::AnyBuffer>()  // output
-        .Ret<xffi::AnyBuffer>()  // colwise_output
-        .Ret<xffi::AnyBuffer>()  // scale_inv
-        .Ret<xffi::AnyBuffer>()  // colwise_scale_inv
-        .Ret<xffi::AnyBuffer>()  // updated_amax
-        .Ret<xffi::AnyBuffer>()  // dbias
-        .Ret<xffi::AnyBuffer>()  // workspace, not used
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("act_enum")
-        .Attr<int64_t>("quantize_layout")
-        .Attr<bool>("is_dbias")
-        .Attr<xffi::Dictionary>("act_params")
-        .Attr<bool>("output_amax_when_no_scaling"));
-
-const Registration kBackwardRegistration({kBackward, kBackwardInstantiate, kBackwardExecute});
+const Handlers<kForward, WarmForward, Forward> kOne;
+const Handlers<kBackward, WarmBackward, Backward> kTwo;
 
 }  // namespace
 }  // namespace jaxtap::ffi

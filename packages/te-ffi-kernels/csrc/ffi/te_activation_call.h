@@ -6,22 +6,24 @@
 #include <utility>
 
 #include "activations/activation.h"
+#include "ffi/attributes.h"
 #include "ffi/te_outputs_call.h"
 
 namespace jaxtap::ffi {
 
-template <typename T>
-T ActivationMember(const xffi::Dictionary& dictionary, const char* name) {
+template <typename T, class Attributes>
+T ActivationMember(const Attributes& dictionary, const char* name) {
   if (dictionary.contains(name)) {
-    const auto value = dictionary.get<T>(name);
+    const auto value = dictionary.template get<T>(name);
     if (value.has_value()) return *value;
   }
   throw invalid_argument("act_params has no member ", name, ", or one of another type than it ",
                          "must have: {clamped_swiglu: {limit, alpha, glu_linear_offset}}, of f32");
 }
 
-inline activations::Params ActivationParamsOf(const xffi::Dictionary& act_params) {
-  const auto clamped = ActivationMember<xffi::Dictionary>(act_params, "clamped_swiglu");
+template <class Attributes>
+activations::Params ActivationParamsOf(const Attributes& act_params) {
+  const auto clamped = ActivationMember<Attributes>(act_params, "clamped_swiglu");
   const activations::Params params = {ActivationMember<float>(clamped, "limit"),
                                       ActivationMember<float>(clamped, "alpha"),
                                       ActivationMember<float>(clamped, "glu_linear_offset")};
@@ -32,11 +34,13 @@ inline activations::Params ActivationParamsOf(const xffi::Dictionary& act_params
 }
 
 struct ActivationConfig {
-  ActivationConfig(int64_t act_enum, int64_t scaling_mode, int64_t quantize_layout,
-                   const xffi::Dictionary& act_params, bool output_amax_when_no_scaling)
-      : activation(activations::activation_of(act_enum)),
-        params(ActivationParamsOf(act_params)),
-        output(scaling_mode, quantize_layout, output_amax_when_no_scaling) {}
+  template <class Attributes>
+  explicit ActivationConfig(const Attributes& attributes)
+      : activation(activations::activation_of(NeedAttribute<int64_t>(attributes, "act_enum"))),
+        params(ActivationParamsOf(NeedAttribute<Attributes>(attributes, "act_params"))),
+        output(NeedAttribute<int64_t>(attributes, "scaling_mode"),
+               NeedAttribute<int64_t>(attributes, "quantize_layout"),
+               NeedAttribute<bool>(attributes, "output_amax_when_no_scaling")) {}
 
   int64_t parts() const { return activation.gated ? 2 : 1; }
 

@@ -2,10 +2,8 @@
 
 #include <vector>
 
-#include "ffi/registry.h"
-#include "ffi/stages.h"
+#include "ffi/call.h"
 #include "ffi/te_dequantize_call.h"
-#include "ffi/threads.h"
 #include "te/dequantize.h"
 #include "te/table.h"
 
@@ -14,9 +12,8 @@ namespace {
 
 constexpr char kTarget[] = "te_ffi_kernels.dequantize";
 
-using Config = DequantizeConfig;
-
-void Warm(const Config& config) {
+void Warm(const Attributes& attributes) {
+  const DequantizeConfig config(attributes);
   std::vector<uint8_t> codes(te::kTile * te::kTile), scales(codes.size(), 127);
   std::vector<float> out(codes.size());
   te::Dequantize args;
@@ -29,8 +26,11 @@ void Warm(const Config& config) {
   te::dequantize(args, Parallel());
 }
 
-void Execute(const Config& config, xffi::ThreadPool pool, const Array& codes,
-             const Array& scale_inv, const Array& out) {
+void Execute(const Call& call) {
+  call.NeedCounts(4, 1);  // x, amax and scale, which aren't used, and scale_inv
+  const DequantizeConfig config(call.attributes);
+  const Array codes = call.Operand(0, "x"), scale_inv = call.Operand(3, "scale_inv");
+  const Array out = call.Result(0, "output");
   const Matrix matrix = CheckDequantize(config, codes, scale_inv, out);
   te::Dequantize args;
   args.rows = matrix.rows;
@@ -42,35 +42,11 @@ void Execute(const Config& config, xffi::ThreadPool pool, const Array& codes,
   args.by_column = config.is_colwise;
   args.out = out.data;
   args.dtype = te::float_of(out.dtype);
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   te::dequantize(args, Parallel(scheduler));
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate,
-                       [](xffi::Dictionary attributes) {
-                         return Warmed(kTarget, [&] { Warm(Config(attributes)); });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kExecute,
-                       [](xffi::ThreadPool pool, xffi::AnyBuffer codes, xffi::AnyBuffer,
-                          xffi::AnyBuffer, xffi::AnyBuffer scale_inv,
-                          xffi::Result<xffi::AnyBuffer> out, xffi::Dictionary attributes) {
-                         return Guarded(kTarget, [&] {
-                           Execute(Config(attributes), pool, Read("x", codes),
-                                   Read("scale_inv", scale_inv), Read("output", out));
-                         });
-                       },
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::ThreadPool>()
-                           .Arg<xffi::AnyBuffer>()  // x
-                           .Arg<xffi::AnyBuffer>()  // amax, not used
-                           .Arg<xffi::AnyBuffer>()  // scale, not used
-                           .Arg<xffi::AnyBuffer>()  // scale_inv
-                           .Ret<xffi::AnyBuffer>()  // output
-                           .Attrs());
-
-const Registration kRegistration({kTarget, kInstantiate, kExecute});
+const Handlers<kTarget, Warm, Execute> kHandlers;
 
 }  // namespace
 }  // namespace jaxtap::ffi

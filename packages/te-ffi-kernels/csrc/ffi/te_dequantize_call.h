@@ -8,10 +8,10 @@
 
 namespace jaxtap::ffi {
 
-template <typename T>
-T Optional(const xffi::Dictionary& attributes, const char* name, T otherwise) {
+template <typename T, class Attributes>
+T Optional(const Attributes& attributes, const char* name, T otherwise) {
   if (!attributes.contains(name)) return otherwise;
-  const auto value = attributes.get<T>(name);
+  const auto value = attributes.template get<T>(name);
   if (!value.has_value()) {
     throw invalid_argument("attribute ", name, " has another type than it must have");
   }
@@ -19,7 +19,8 @@ T Optional(const xffi::Dictionary& attributes, const char* name, T otherwise) {
 }
 
 struct DequantizeConfig {
-  explicit DequantizeConfig(const xffi::Dictionary& attributes)
+  template <class Attributes>
+  explicit DequantizeConfig(const Attributes& attributes)
       : scaling(te::scaling_of(Optional<int64_t>(attributes, "scaling_mode", 1))),
         is_colwise(Optional<bool>(attributes, "is_colwise", false)),
         flatten_axis(Optional<int64_t>(attributes, "flatten_axis", -1)) {

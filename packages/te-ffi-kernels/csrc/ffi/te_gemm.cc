@@ -5,10 +5,8 @@
 #include <optional>
 #include <vector>
 
-#include "ffi/registry.h"
-#include "ffi/stages.h"
+#include "ffi/call.h"
 #include "ffi/te_gemm_call.h"
-#include "ffi/threads.h"
 #include "te/table.h"
 
 namespace jaxtap::ffi {
@@ -19,7 +17,7 @@ using te::Scaling;
 constexpr char kV2[] = "te_ffi_kernels.gemm_v2";
 constexpr char kV1[] = "te_ffi_kernels.gemm";
 
-void Warm(const GemmConfig& config) {
+void WarmProduct(const GemmConfig& config) {
   constexpr int64_t kSide = te::kTile;
   std::vector<float> numbers(kSide * kSide, 1.0f), out(kSide * kSide), scales(kSide, 1.0f);
   te::Gemm args;
@@ -45,8 +43,8 @@ struct Epilogue {
   Array gelu_input, bias_grad, pre_gelu_out;
 };
 
-void Execute(const GemmConfig& config, xffi::ThreadPool pool, const GemmCall& given,
-             const std::optional<Epilogue>& epilogue) {
+void Multiply(const GemmConfig& config, const Call& call, const GemmCall& given,
+              const std::optional<Epilogue>& epilogue) {
   te::Gemm args = given.Check(config);
   const float beta = Number(given.beta);
   if (beta != 0.0f) {
@@ -66,7 +64,7 @@ void Execute(const GemmConfig& config, xffi::ThreadPool pool, const GemmCall& gi
       Clear({bias_grad});
     }
   }
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   te::gemm(args, Parallel(scheduler));
   // The gradient passes on what it was given.
   if (args.gelu_input != nullptr && epilogue->pre_gelu_out.data != args.gelu_input) {
@@ -76,81 +74,31 @@ void Execute(const GemmConfig& config, xffi::ThreadPool pool, const GemmCall& gi
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kV2Instantiate,
-                       [](xffi::Dictionary attributes) {
-                         return Warmed(kV2, [&] { Warm(GemmConfig::V2(attributes)); });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
+GemmCall Given(const Call& call, int64_t alpha) {
+  return {call.Operand(0, "lhs"),         call.Operand(1, "lhs_scale_inv"),
+          call.Operand(2, "rhs"),         call.Operand(3, "rhs_scale_inv"),
+          call.Operand(4, "bias"),        call.Operand(alpha, "alpha"),
+          call.Operand(alpha + 1, "beta"), call.Result(0, "output")};
+}
 
-XLA_FFI_DEFINE_HANDLER(
-    kV2Execute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer lhs, xffi::AnyBuffer lhs_scale_inv,
-       xffi::AnyBuffer rhs, xffi::AnyBuffer rhs_scale_inv, xffi::AnyBuffer bias,
-       xffi::AnyBuffer alpha, xffi::AnyBuffer beta, xffi::Result<xffi::AnyBuffer> out,
-       xffi::Result<xffi::AnyBuffer>, xffi::Dictionary attributes) {
-      return Guarded(kV2, [&] {
-        Execute(GemmConfig::V2(attributes), pool,
-                {Read("lhs", lhs), Read("lhs_scale_inv", lhs_scale_inv), Read("rhs", rhs),
-                 Read("rhs_scale_inv", rhs_scale_inv), Read("bias", bias), Read("alpha", alpha),
-                 Read("beta", beta), Read("output", out)},
-                {});
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // lhs
-        .Arg<xffi::AnyBuffer>()  // lhs_scale_inv
-        .Arg<xffi::AnyBuffer>()  // rhs
-        .Arg<xffi::AnyBuffer>()  // rhs_scale_inv
-        .Arg<xffi::AnyBuffer>()  // bias
-        .Arg<xffi::AnyBuffer>()  // alpha
-        .Arg<xffi::AnyBuffer>()  // beta
-        .Ret<xffi::AnyBuffer>()  // output
-        .Ret<xffi::AnyBuffer>()  // workspace, not used
-        .Attrs());
+void WarmV2(const Attributes& attributes) { WarmProduct(GemmConfig::V2(attributes)); }
 
-const Registration kV2Registration({kV2, kV2Instantiate, kV2Execute});
+void V2(const Call& call) {
+  call.NeedCounts(7, 2);  // the last result is a workspace, which isn't used
+  Multiply(GemmConfig::V2(call.attributes), call, Given(call, 5), {});
+}
 
-XLA_FFI_DEFINE_HANDLER(kV1Instantiate,
-                       [](xffi::Dictionary attributes) {
-                         return Warmed(kV1, [&] { Warm(GemmConfig::V1(attributes)); });
-                       },
-                       xffi::Ffi::BindInstantiate().Attrs());
+void WarmV1(const Attributes& attributes) { WarmProduct(GemmConfig::V1(attributes)); }
 
-XLA_FFI_DEFINE_HANDLER(
-    kV1Execute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer lhs, xffi::AnyBuffer lhs_scale_inv,
-       xffi::AnyBuffer rhs, xffi::AnyBuffer rhs_scale_inv, xffi::AnyBuffer bias,
-       xffi::AnyBuffer gelu_input, xffi::AnyBuffer alpha, xffi::AnyBuffer beta,
-       xffi::Result<xffi::AnyBuffer> out, xffi::Result<xffi::AnyBuffer> bias_grad,
-       xffi::Result<xffi::AnyBuffer> pre_gelu_out, xffi::Result<xffi::AnyBuffer>,
-       xffi::Dictionary attributes) {
-      return Guarded(kV1, [&] {
-        Execute(GemmConfig::V1(attributes), pool,
-                {Read("lhs", lhs), Read("lhs_scale_inv", lhs_scale_inv), Read("rhs", rhs),
-                 Read("rhs_scale_inv", rhs_scale_inv), Read("bias", bias), Read("alpha", alpha),
-                 Read("beta", beta), Read("output", out)},
-                Epilogue{Read("gelu_input", gelu_input), Read("bias_grad", bias_grad),
-                         Read("pre_gelu_out", pre_gelu_out)});
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // lhs
-        .Arg<xffi::AnyBuffer>()  // lhs_scale_inv
-        .Arg<xffi::AnyBuffer>()  // rhs
-        .Arg<xffi::AnyBuffer>()  // rhs_scale_inv
-        .Arg<xffi::AnyBuffer>()  // bias
-        .Arg<xffi::AnyBuffer>()  // gelu_input
-        .Arg<xffi::AnyBuffer>()  // alpha
-        .Arg<xffi::AnyBuffer>()  // beta
-        .Ret<xffi::AnyBuffer>()  // output
-        .Ret<xffi::AnyBuffer>()  // bias_grad
-        .Ret<xffi::AnyBuffer>()  // pre_gelu_out
-        .Ret<xffi::AnyBuffer>()  // workspace, not used
-        .Attrs());
+void V1(const Call& call) {
+  call.NeedCounts(8, 4);  // the last result is a workspace, which isn't used
+  Multiply(GemmConfig::V1(call.attributes), call, Given(call, 6),
+           Epilogue{call.Operand(5, "gelu_input"), call.Result(1, "bias_grad"),
+                    call.Result(2, "pre_gelu_out")});
+}
 
-const Registration kV1Registration({kV1, kV1Instantiate, kV1Execute});
+const Handlers<kV2, WarmV2, V2> kOne;
+const Handlers<kV1, WarmV1, V1> kTwo;
 
 }  // namespace
 }  // namespace jaxtap::ffi

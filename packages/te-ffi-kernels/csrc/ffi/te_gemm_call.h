@@ -10,7 +10,8 @@
 namespace jaxtap::ffi {
 
 struct GemmConfig {
-  explicit GemmConfig(const xffi::Dictionary& attributes)
+  template <class Attributes>
+  explicit GemmConfig(const Attributes& attributes)
       : scaling(te::scaling_of(NeedAttribute<int64_t>(attributes, "scaling_mode"))),
         lhs_axis(NeedAttribute<int64_t>(attributes, "lhs_axis_boundary")),
         rhs_axis(NeedAttribute<int64_t>(attributes, "rhs_axis_boundary")),
@@ -25,14 +26,16 @@ struct GemmConfig {
     }
   }
 
-  static GemmConfig V2(const xffi::Dictionary& attributes) {
-    const auto dictionary = NeedAttribute<xffi::Dictionary>(attributes, "config");
+  template <class Attributes>
+  static GemmConfig V2(const Attributes& attributes) {
+    const auto dictionary = NeedAttribute<Attributes>(attributes, "config");
     GemmConfig config(dictionary);
     config.gelu = dictionary.contains("fuse_gelu") && NeedAttribute<bool>(dictionary, "fuse_gelu");
     return config;
   }
 
-  static GemmConfig V1(const xffi::Dictionary& attributes) {
+  template <class Attributes>
+  static GemmConfig V1(const Attributes& attributes) {
     GemmConfig config(attributes);
     config.bias = NeedAttribute<bool>(attributes, "fuse_bias");
     config.gelu = NeedAttribute<bool>(attributes, "fuse_gelu");

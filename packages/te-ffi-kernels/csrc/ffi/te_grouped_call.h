@@ -9,7 +9,8 @@
 namespace jaxtap::ffi {
 
 struct GroupedConfig {
-  explicit GroupedConfig(const xffi::Dictionary& attributes)
+  template <class Attributes>
+  explicit GroupedConfig(const Attributes& attributes)
       : scaling(QuantizedScaling(NeedAttribute<int64_t>(attributes, "scaling_mode"))),
         flatten_axis(NeedAttribute<int64_t>(attributes, "flatten_axis")) {
     const te::Layout layout = te::layout_of(NeedAttribute<int64_t>(attributes, "q_layout"));

@@ -3,11 +3,9 @@
 
 #include <vector>
 
-#include "ffi/registry.h"
-#include "ffi/stages.h"
+#include "ffi/call.h"
 #include "ffi/te_norm_call.h"
 #include "ffi/te_outputs.h"
-#include "ffi/threads.h"
 #include "norms/norms.h"
 #include "te/table.h"
 
@@ -20,7 +18,8 @@ constexpr char kForward[] = "te_ffi_kernels.norm_forward";
 constexpr char kBackward[] = "te_ffi_kernels.norm_backward";
 constexpr int64_t kSide = te::kTile;
 
-void WarmForward(const NormForwardConfig& config) {
+void WarmForward(const Attributes& attributes) {
+  const NormForwardConfig config = NormForwardConfigOf(attributes);
   std::vector<float> x(kSide * kSide, 1.0f), mean(kSide), rsigma(kSide), out(kSide * kSide);
   norms::Norm norm;
   norm.kind = config.kind;
@@ -42,88 +41,33 @@ void WarmForward(const NormForwardConfig& config) {
   }
 }
 
-void ExecuteForward(const NormForwardConfig& config, xffi::ThreadPool pool,
-                    const NormForwardCall& call) {
-  const Matrix matrix = call.Check(config);
-  if (config.kind != Kind::kLayer) Clear({call.mu});
-  const norms::Norm norm = call.Args(config, matrix);
-  XlaScheduler scheduler(pool);
+void Forward(const Call& call) {
+  call.NeedCounts(5, 8);  // the last result is a workspace, which isn't used
+  const NormForwardConfig config = NormForwardConfigOf(call.attributes);
+  const NormForwardCall given = {
+      call.Operand(0, "x"),
+      call.Operand(1, "scale"),
+      call.Operand(2, "amax"),
+      call.Operand(3, "gamma"),
+      call.Operand(4, "beta"),  // not read for RMS
+      ReadOutputs(call),
+      call.Result(5, "mu"),  // zeros for RMS
+      call.Result(6, "rsigma")};
+  const Matrix matrix = given.Check(config);
+  if (config.kind != Kind::kLayer) Clear({given.mu});
+  const norms::Norm norm = given.Args(config, matrix);
+  XlaScheduler scheduler(call);
   const Parallel parallel(scheduler);
   const norms::Normalized source(norm, config.output.cuts(), parallel);
-  RunOutputs(config.output, source, call.x.dtype, matrix, call.scale, call.amax, call.outputs,
+  RunOutputs(config.output, source, given.x.dtype, matrix, given.scale, given.amax, given.outputs,
              nullptr, parallel);
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kForwardInstantiate,
-    [](int64_t norm_type, bool zero_centered_gamma, double epsilon, int64_t, int64_t scaling_mode,
-       int64_t quantize_layout, bool output_amax_when_no_scaling) {
-      return Warmed(kForward, [&] {
-        WarmForward({norm_type, zero_centered_gamma, epsilon, scaling_mode, quantize_layout,
-                     output_amax_when_no_scaling});
-      });
-    },
-    xffi::Ffi::BindInstantiate()
-        .Attr<int64_t>("norm_type")
-        .Attr<bool>("zero_centered_gamma")
-        .Attr<double>("epsilon")
-        .Attr<int64_t>("sm_margin")
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("quantize_layout")
-        .Attr<bool>("output_amax_when_no_scaling"));
-
-XLA_FFI_DEFINE_HANDLER(
-    kForwardExecute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer scale, xffi::AnyBuffer amax,
-       xffi::AnyBuffer gamma, xffi::AnyBuffer beta, xffi::Result<xffi::AnyBuffer> out,
-       xffi::Result<xffi::AnyBuffer> colwise_out, xffi::Result<xffi::AnyBuffer> scale_inv,
-       xffi::Result<xffi::AnyBuffer> colwise_scale_inv, xffi::Result<xffi::AnyBuffer> updated_amax,
-       xffi::Result<xffi::AnyBuffer> mu, xffi::Result<xffi::AnyBuffer> rsigma,
-       xffi::Result<xffi::AnyBuffer>, int64_t norm_type, bool zero_centered_gamma, double epsilon,
-       int64_t, int64_t scaling_mode, int64_t quantize_layout, bool output_amax_when_no_scaling) {
-      return Guarded(kForward, [&] {
-        ExecuteForward({norm_type, zero_centered_gamma, epsilon, scaling_mode, quantize_layout,
-                        output_amax_when_no_scaling},
-                       pool,
-                       {Read("x", x), Read("scale", scale), Read("amax", amax),
-                        Read("gamma", gamma), Read("beta", beta),
-                        {Read("output", out), Read("colwise_output", colwise_out),
-                         Read("scale_inv", scale_inv),
-                         Read("colwise_scale_inv", colwise_scale_inv),
-                         Read("updated_amax", updated_amax)},
-                        Read("mu", mu), Read("rsigma", rsigma)});
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // x
-        .Arg<xffi::AnyBuffer>()  // scale
-        .Arg<xffi::AnyBuffer>()  // amax
-        .Arg<xffi::AnyBuffer>()  // gamma
-        .Arg<xffi::AnyBuffer>()  // beta, not read for RMS
-        .Ret<xffi::AnyBuffer>()  // output
-        .Ret<xffi::AnyBuffer>()  // colwise_output
-        .Ret<xffi::AnyBuffer>()  // scale_inv
-        .Ret<xffi::AnyBuffer>()  // colwise_scale_inv
-        .Ret<xffi::AnyBuffer>()  // updated_amax
-        .Ret<xffi::AnyBuffer>()  // mu, zeros for RMS
-        .Ret<xffi::AnyBuffer>()  // rsigma
-        .Ret<xffi::AnyBuffer>()  // workspace, not used
-        .Attr<int64_t>("norm_type")
-        .Attr<bool>("zero_centered_gamma")
-        .Attr<double>("epsilon")
-        .Attr<int64_t>("sm_margin")
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("quantize_layout")
-        .Attr<bool>("output_amax_when_no_scaling"));
-
-const Registration kForwardRegistration({kForward, kForwardInstantiate, kForwardExecute});
-
-void WarmBackward(int64_t norm_type, bool zero_centered) {
+void WarmBackward(const Attributes& attributes) {
   std::vector<float> x(kSide * kSide, 1.0f), dx(kSide * kSide), dgamma(kSide), dbeta(kSide);
   norms::Gradient args;
-  args.kind = norms::kind_of(norm_type);
-  args.zero_centered = zero_centered;
+  args.kind = norms::kind_of(NeedAttribute<int64_t>(attributes, "norm_type"));
+  args.zero_centered = NeedAttribute<bool>(attributes, "zero_centered_gamma");
   args.dz = args.x = args.gamma = x.data();
   args.mean = args.rsigma = x.data();
   args.rows = args.cols = kSide;
@@ -133,53 +77,23 @@ void WarmBackward(int64_t norm_type, bool zero_centered) {
   norms::backward(args, Parallel());
 }
 
-void ExecuteBackward(int64_t norm_type, bool zero_centered, xffi::ThreadPool pool,
-                     const NormBackwardCall& call) {
-  const norms::Gradient args = call.Args(norms::kind_of(norm_type), zero_centered);
-  if (args.kind != Kind::kLayer) Clear({call.dbeta});
-  XlaScheduler scheduler(pool);
+void Backward(const Call& call) {
+  call.NeedCounts(5, 4);  // the last result is a workspace, which isn't used
+  const NormBackwardCall given = {call.Operand(0, "dz"),    call.Operand(1, "x"),
+                                  call.Operand(2, "mu"),  // not read for RMS
+                                  call.Operand(3, "rsigma"), call.Operand(4, "gamma"),
+                                  call.Result(0, "dx"),     call.Result(1, "dgamma"),
+                                  call.Result(2, "dbeta")};  // zeros for RMS
+  const norms::Gradient args =
+      given.Args(norms::kind_of(NeedAttribute<int64_t>(call.attributes, "norm_type")),
+                 NeedAttribute<bool>(call.attributes, "zero_centered_gamma"));
+  if (args.kind != Kind::kLayer) Clear({given.dbeta});
+  XlaScheduler scheduler(call);
   norms::backward(args, Parallel(scheduler));
 }
 
-XLA_FFI_DEFINE_HANDLER(kBackwardInstantiate,
-                       [](int64_t norm_type, bool zero_centered_gamma, int64_t) {
-                         return Warmed(kBackward,
-                                       [&] { WarmBackward(norm_type, zero_centered_gamma); });
-                       },
-                       xffi::Ffi::BindInstantiate()
-                           .Attr<int64_t>("norm_type")
-                           .Attr<bool>("zero_centered_gamma")
-                           .Attr<int64_t>("sm_margin"));
-
-XLA_FFI_DEFINE_HANDLER(
-    kBackwardExecute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer dz, xffi::AnyBuffer x, xffi::AnyBuffer mu,
-       xffi::AnyBuffer rsigma, xffi::AnyBuffer gamma, xffi::Result<xffi::AnyBuffer> dx,
-       xffi::Result<xffi::AnyBuffer> dgamma, xffi::Result<xffi::AnyBuffer> dbeta,
-       xffi::Result<xffi::AnyBuffer>, int64_t norm_type, bool zero_centered_gamma, int64_t) {
-      return Guarded(kBackward, [&] {
-        ExecuteBackward(norm_type, zero_centered_gamma, pool,
-                        {Read("dz", dz), Read("x", x), Read("mu", mu), Read("rsigma", rsigma),
-                         Read("gamma", gamma), Read("dx", dx), Read("dgamma", dgamma),
-                         Read("dbeta", dbeta)});
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // dz
-        .Arg<xffi::AnyBuffer>()  // x
-        .Arg<xffi::AnyBuffer>()  // mu, not read for RMS
-        .Arg<xffi::AnyBuffer>()  // rsigma
-        .Arg<xffi::AnyBuffer>()  // gamma
-        .Ret<xffi::AnyBuffer>()  // dx
-        .Ret<xffi::AnyBuffer>()  // dgamma
-        .Ret<xffi::AnyBuffer>()  // dbeta, zeros for RMS
-        .Ret<xffi::AnyBuffer>()  // workspace, not used
-        .Attr<int64_t>("norm_type")
-        .Attr<bool>("zero_centered_gamma")
-        .Attr<int64_t>("sm_margin"));
-
-const Registration kBackwardRegistration({kBackward, kBackwardInstantiate, kBackwardExecute});
+const Handlers<kForward, WarmForward, Forward> kOne;
+const Handlers<kBackward, WarmBackward, Backward> kTwo;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "ffi/attributes.h"
 #include "ffi/te_outputs_call.h"
 #include "norms/norm.h"
 
@@ -26,6 +27,16 @@ struct NormForwardConfig {
   float epsilon;
   OutputConfig output;
 };
+
+template <class Attributes>
+NormForwardConfig NormForwardConfigOf(const Attributes& attributes) {
+  return {NeedAttribute<int64_t>(attributes, "norm_type"),
+          NeedAttribute<bool>(attributes, "zero_centered_gamma"),
+          NeedAttribute<double>(attributes, "epsilon"),
+          NeedAttribute<int64_t>(attributes, "scaling_mode"),
+          NeedAttribute<int64_t>(attributes, "quantize_layout"),
+          NeedAttribute<bool>(attributes, "output_amax_when_no_scaling")};
+}
 
 // Rows of gamma's size.
 inline Matrix NormRows(const Array& x, const Array& gamma) {

@@ -4,10 +4,16 @@
 
 #include <cstdint>
 
+#include "ffi/call.h"
 #include "ffi/te_outputs_call.h"
 #include "te/quantize.h"
 
 namespace jaxtap::ffi {
+
+inline Outputs ReadOutputs(const Call& call) {
+  return {call.Result(0, "output"), call.Result(1, "colwise_output"), call.Result(2, "scale_inv"),
+          call.Result(3, "colwise_scale_inv"), call.Result(4, "updated_amax")};
+}
 
 // Computes checked results. `sums` is for those over rows, in `dtype`, or nullptr.
 inline void RunOutputs(const OutputConfig& config, const te::Source& source, DType dtype,

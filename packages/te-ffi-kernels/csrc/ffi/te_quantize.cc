@@ -1,10 +1,8 @@
 // Handlers of dbias_quantize and grouped_quantize, with Transformer Engine's arguments, results and
 // attributes.
 
-#include "ffi/registry.h"
-#include "ffi/stages.h"
+#include "ffi/call.h"
 #include "ffi/te_grouped_call.h"
-#include "ffi/threads.h"
 #include "te/quantize.h"
 #include "te/table.h"
 
@@ -13,32 +11,33 @@ namespace {
 
 using te::Scaling;
 
-void Warm(const QuantizeConfig& config) {
+constexpr char kQuantize[] = "te_ffi_kernels.dbias_quantize";
+constexpr char kGrouped[] = "te_ffi_kernels.grouped_quantize";
+
+void Warm(const Attributes& attributes) {
+  const QuantizeConfig config = QuantizeConfigOf(attributes);
   config.Check();
   te::warm_quantize(config.scaling(), te::has_rowwise(config.layout()),
                     te::has_colwise(config.layout()), config.is_dbias);
 }
 
-void Execute(const QuantizeConfig& config, xffi::ThreadPool pool, xffi::AnyBuffer x_buffer,
-             xffi::AnyBuffer scale_buffer, xffi::AnyBuffer amax_buffer,
-             xffi::Result<xffi::AnyBuffer> out_buffer,
-             xffi::Result<xffi::AnyBuffer> colwise_out_buffer,
-             xffi::Result<xffi::AnyBuffer> scale_inv_buffer,
-             xffi::Result<xffi::AnyBuffer> colwise_scale_inv_buffer,
-             xffi::Result<xffi::AnyBuffer> updated_amax_buffer,
-             xffi::Result<xffi::AnyBuffer> dbias_buffer) {
-  const QuantizeCall call = {Read("x", x_buffer),
-                             Read("scale", scale_buffer),
-                             Read("amax", amax_buffer),
-                             Read("output", out_buffer),
-                             Read("colwise_output", colwise_out_buffer),
-                             Read("scale_inv", scale_inv_buffer),
-                             Read("colwise_scale_inv", colwise_scale_inv_buffer),
-                             Read("updated_amax", updated_amax_buffer),
-                             Read("dbias", dbias_buffer)};
-  const Matrix matrix = call.Check(config);
+void Execute(const Call& call) {
+  // x, scale, amax, and what only NVFP4 has: sr_rng_state, post_rht_amax, rht_matrix. The last
+  // result is a workspace, which isn't used.
+  call.NeedCounts(6, 7);
+  const QuantizeConfig config = QuantizeConfigOf(call.attributes);
+  const QuantizeCall given = {call.Operand(0, "x"),
+                              call.Operand(1, "scale"),
+                              call.Operand(2, "amax"),
+                              call.Result(0, "output"),
+                              call.Result(1, "colwise_output"),
+                              call.Result(2, "scale_inv"),
+                              call.Result(3, "colwise_scale_inv"),
+                              call.Result(4, "updated_amax"),
+                              call.Result(5, "dbias")};
+  const Matrix matrix = given.Check(config);
   const auto& [x, scale, amax, out, colwise_out, scale_inv, colwise_scale_inv, updated_amax, dbias] =
-      call;
+      given;
   const Scaling scaling = config.scaling();
   const bool rowwise = te::has_rowwise(config.layout()), colwise = te::has_colwise(config.layout());
 
@@ -51,7 +50,7 @@ void Execute(const QuantizeConfig& config, xffi::ThreadPool pool, xffi::AnyBuffe
   args.dtype = te::float_of(x.dtype);
   args.rows = matrix.rows;
   args.cols = matrix.cols;
-  args.code = te::code_of(call.CodeDtype(config));
+  args.code = te::code_of(given.CodeDtype(config));
   args.scaling = scaling;
   const bool tensor = te::is_tensor(scaling);
   if (tensor) {
@@ -72,72 +71,28 @@ void Execute(const QuantizeConfig& config, xffi::ThreadPool pool, xffi::AnyBuffe
   args.wants_absmax = tensor;
   // It may be the same memory as the result.
   const float before = *static_cast<const float*>(amax.data);
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   const float found = te::quantize(args, Parallel(scheduler));
   *static_cast<float*>(updated_amax.data) = tensor && !(before >= found) ? found : before;
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kQuantizeInstantiate,
-    [](int64_t scaling_mode, int64_t q_layout, bool is_dbias, int64_t flatten_axis,
-       bool stochastic_rounding, bool use_rht) {
-      return Warmed("te_ffi_kernels.dbias_quantize", [&] {
-        Warm({scaling_mode, q_layout, is_dbias, flatten_axis, stochastic_rounding, use_rht});
-      });
-    },
-    xffi::Ffi::BindInstantiate()
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("q_layout")
-        .Attr<bool>("is_dbias")
-        .Attr<int64_t>("flatten_axis")
-        .Attr<bool>("stochastic_rounding")
-        .Attr<bool>("use_rht"));
+const Handlers<kQuantize, Warm, Execute> kHandlers;
 
-XLA_FFI_DEFINE_HANDLER(
-    kQuantizeExecute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer scale, xffi::AnyBuffer amax,
-       xffi::AnyBuffer, xffi::AnyBuffer, xffi::AnyBuffer, xffi::Result<xffi::AnyBuffer> out,
-       xffi::Result<xffi::AnyBuffer> colwise_out, xffi::Result<xffi::AnyBuffer> scale_inv,
-       xffi::Result<xffi::AnyBuffer> colwise_scale_inv, xffi::Result<xffi::AnyBuffer> updated_amax,
-       xffi::Result<xffi::AnyBuffer> dbias, xffi::Result<xffi::AnyBuffer>, int64_t scaling_mode,
-       int64_t q_layout, bool is_dbias, int64_t flatten_axis, bool stochastic_rounding,
-       bool use_rht) {
-      return Guarded("te_ffi_kernels.dbias_quantize", [&] {
-        Execute({scaling_mode, q_layout, is_dbias, flatten_axis, stochastic_rounding, use_rht},
-                pool, x, scale, amax, out, colwise_out, scale_inv, colwise_scale_inv, updated_amax,
-                dbias);
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // x
-        .Arg<xffi::AnyBuffer>()  // scale
-        .Arg<xffi::AnyBuffer>()  // amax
-        .Arg<xffi::AnyBuffer>()  // sr_rng_state, not used
-        .Arg<xffi::AnyBuffer>()  // post_rht_amax, not used
-        .Arg<xffi::AnyBuffer>()  // rht_matrix, not used
-        .Ret<xffi::AnyBuffer>()  // output
-        .Ret<xffi::AnyBuffer>()  // colwise_output
-        .Ret<xffi::AnyBuffer>()  // scale_inv
-        .Ret<xffi::AnyBuffer>()  // colwise_scale_inv
-        .Ret<xffi::AnyBuffer>()  // updated_amax
-        .Ret<xffi::AnyBuffer>()  // dbias
-        .Ret<xffi::AnyBuffer>()  // workspace, not used
-        .Attr<int64_t>("scaling_mode")
-        .Attr<int64_t>("q_layout")
-        .Attr<bool>("is_dbias")
-        .Attr<int64_t>("flatten_axis")
-        .Attr<bool>("stochastic_rounding")
-        .Attr<bool>("use_rht"));
-
-const Registration kQuantize({"te_ffi_kernels.dbias_quantize", kQuantizeInstantiate,
-                              kQuantizeExecute});
-
-void ExecuteGrouped(xffi::ThreadPool pool, const GroupedConfig& config, const GroupedCall& call) {
-  const Groups given = call.Check(config);
-  const Matrix& matrix = given.matrix;
-  const int64_t groups = given.count, rows_each = given.rows_each;
-  const auto& [x, scale, group_sizes, out, colwise_out, scale_inv, colwise_scale_inv, amax] = call;
+void ExecuteGrouped(const Call& call) {
+  call.NeedCounts(3, 6);  // the last result is a workspace, which isn't used
+  const GroupedConfig config(call.attributes);
+  const GroupedCall given = {call.Operand(0, "x"),
+                             call.Operand(1, "scale"),
+                             call.Operand(2, "group_sizes"),
+                             call.Result(0, "output"),
+                             call.Result(1, "colwise_output"),
+                             call.Result(2, "scale_inv"),
+                             call.Result(3, "colwise_scale_inv"),
+                             call.Result(4, "updated_amax")};
+  const Groups found = given.Check(config);
+  const Matrix& matrix = found.matrix;
+  const int64_t groups = found.count, rows_each = found.rows_each;
+  const auto& [x, scale, group_sizes, out, colwise_out, scale_inv, colwise_scale_inv, amax] = given;
   const Scaling scaling = config.scaling;
   const bool rowwise = config.rowwise, colwise = config.colwise;
   const bool tensor = te::is_tensor(scaling), mx = scaling == Scaling::kMx;
@@ -161,7 +116,7 @@ void ExecuteGrouped(xffi::ThreadPool pool, const GroupedConfig& config, const Gr
                            "axis of x, ", x.Text());
   }
 
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   const Parallel parallel(scheduler);
   const size_t number_bytes = byte_size(x.dtype);
   int64_t row = 0;
@@ -172,7 +127,7 @@ void ExecuteGrouped(xffi::ThreadPool pool, const GroupedConfig& config, const Gr
     args.dtype = te::float_of(x.dtype);
     args.rows = rows;
     args.cols = matrix.cols;
-    args.code = te::code_of(call.CodeDtype(config));
+    args.code = te::code_of(given.CodeDtype(config));
     args.scaling = scaling;
     args.wants_absmax = tensor;
     const auto scales_of = [&](const Array& scales, bool by_column) -> void* {
@@ -197,39 +152,11 @@ void ExecuteGrouped(xffi::ThreadPool pool, const GroupedConfig& config, const Gr
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kGroupedExecute,
-    [](xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer scale,
-       xffi::AnyBuffer group_sizes, xffi::Result<xffi::AnyBuffer> out,
-       xffi::Result<xffi::AnyBuffer> colwise_out, xffi::Result<xffi::AnyBuffer> scale_inv,
-       xffi::Result<xffi::AnyBuffer> colwise_scale_inv, xffi::Result<xffi::AnyBuffer> amax,
-       xffi::Result<xffi::AnyBuffer>, xffi::Dictionary attributes) {
-      return Guarded("te_ffi_kernels.grouped_quantize", [&] {
-        ExecuteGrouped(pool, GroupedConfig(attributes),
-                       {Read("x", x), Read("scale", scale), Read("group_sizes", group_sizes),
-                        Read("output", out), Read("colwise_output", colwise_out),
-                        Read("scale_inv", scale_inv), Read("colwise_scale_inv", colwise_scale_inv),
-                        Read("updated_amax", amax)});
-      });
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::ThreadPool>()
-        .Arg<xffi::AnyBuffer>()  // x
-        .Arg<xffi::AnyBuffer>()  // scale
-        .Arg<xffi::AnyBuffer>()  // group_sizes
-        .Ret<xffi::AnyBuffer>()  // output
-        .Ret<xffi::AnyBuffer>()  // colwise_output
-        .Ret<xffi::AnyBuffer>()  // scale_inv
-        .Ret<xffi::AnyBuffer>()  // colwise_scale_inv
-        .Ret<xffi::AnyBuffer>()  // updated_amax
-        .Ret<xffi::AnyBuffer>()  // workspace, not used
-        .Attrs());
-
-const Registration kGrouped({"te_ffi_kernels.grouped_quantize", nullptr, kGroupedExecute,
-                             "Which loops run depends on group_sizes, which are read on the host "
-                             "while the call runs, as Transformer Engine does on GPU, where it "
-                             "synchronises the stream; the kernels for CUDA here read them on the "
-                             "device, and are warmed up"});
+const Registration kGroupedRegistration(
+    {kGrouped, nullptr, ffi::Execute<kGrouped, ExecuteGrouped>,
+     "Which loops run depends on group_sizes, which are read on the host while the call runs, as "
+     "Transformer Engine does on GPU, where it synchronises the stream; the kernels for CUDA here "
+     "read them on the device, and are warmed up"});
 
 }  // namespace
 }  // namespace jaxtap::ffi

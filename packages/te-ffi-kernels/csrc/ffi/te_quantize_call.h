@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "ffi/attributes.h"
 #include "ffi/te_arguments.h"
 
 namespace jaxtap::ffi {
@@ -36,6 +37,16 @@ struct QuantizeConfig {
     }
   }
 };
+
+template <class Attributes>
+QuantizeConfig QuantizeConfigOf(const Attributes& attributes) {
+  return {NeedAttribute<int64_t>(attributes, "scaling_mode"),
+          NeedAttribute<int64_t>(attributes, "q_layout"),
+          NeedAttribute<bool>(attributes, "is_dbias"),
+          NeedAttribute<int64_t>(attributes, "flatten_axis"),
+          NeedAttribute<bool>(attributes, "stochastic_rounding"),
+          NeedAttribute<bool>(attributes, "use_rht")};
+}
 
 struct QuantizeCall {
   Array x, scale, amax;

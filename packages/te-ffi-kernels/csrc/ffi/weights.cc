@@ -3,24 +3,22 @@
 #include <cstring>
 
 #include "common/isa.h"
+#include "ffi/call.h"
 #include "ffi/pack_call.h"
 #include "ffi/product_call.h"
-#include "ffi/registry.h"
-#include "ffi/stages.h"
-#include "ffi/threads.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
 
 namespace jaxtap::ffi {
 namespace {
 
-struct Config : ProductConfig {
-  int planes;
-};
-
+// `kPlanes`: of activations; 0 chooses by dtype.
+//
 // Picks the instruction set (for AMX, this asks the system for permission), checks the
 // attributes, and runs the kernel once on next to nothing, so that its code is in memory.
-void Warm(const Config& config) {
+template <int kBits, int kPlanes>
+void WarmProduct(const Attributes& attributes) {
+  const ProductConfig config = ProductConfigOf(attributes, kBits);
   const Isa isa = selected_isa();
   warm_panel_checks();
   config.Check();
@@ -37,15 +35,18 @@ void Warm(const Config& config) {
   args.m = 1;
   args.weights = {buffer.data(), 1, layout.panel_bytes(), k, n, 0, config.bits};
   args.y = y.data();
-  args.planes = config.planes;
+  args.planes = kPlanes;
   matmul(args, serial, isa);
 }
 
-void Execute(const Config& config, xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer buffer,
-             xffi::Result<xffi::AnyBuffer> y) {
-  const Array in = Read("x", x), weight = Read("buffer", buffer), out = Read("y", y);
+template <int kBits, int kPlanes>
+void Multiply(const Call& call) {
+  call.NeedCounts(2, 1);
+  const ProductConfig config = ProductConfigOf(call.attributes, kBits);
+  const Array in = call.Operand(0, "x"), weight = call.Operand(1, "buffer");
+  const Array out = call.Result(0, "y");
   ProductCall{in, weight, out}.Check(config);
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   Matmul args;
   args.x = in.data;
   args.x_dtype = in.dtype;
@@ -54,74 +55,46 @@ void Execute(const Config& config, xffi::ThreadPool pool, xffi::AnyBuffer x, xff
                   config.n,     config.group,    config.bits};
   args.y = out.data;
   args.y_dtype = out.dtype;
-  args.planes = config.planes;
+  args.planes = kPlanes;
   matmul(args, Parallel(scheduler), selected_isa());
 }
 
-void ExecutePack(const PackConfig& config, xffi::ThreadPool pool, xffi::AnyBuffer codes,
-                 xffi::AnyBuffer scale, xffi::Result<xffi::AnyBuffer> buffer) {
-  const Array in = Read("codes", codes), scales = Read("scale", scale);
-  const Array out = Read("buffer", buffer);
+template <int kBits>
+void CheckPack(const Attributes& attributes) {
+  PackConfigOf(attributes, kBits).Check();
+}
+
+template <int kBits>
+void Pack(const Call& call) {
+  call.NeedCounts(2, 1);
+  const PackConfig config = PackConfigOf(call.attributes, kBits);
+  const Array in = call.Operand(0, "codes"), scales = call.Operand(1, "scale");
+  const Array out = call.Result(0, "buffer");
   PackCall{in, scales, out}.Check(config);
-  XlaScheduler scheduler(pool);
+  XlaScheduler scheduler(call);
   pack(static_cast<const int8_t*>(in.data), static_cast<const float*>(scales.data), in.shape[0],
        in.shape[1], config.group, config.bits, static_cast<uint8_t*>(out.data), out.shape[0],
        out.shape[1], Parallel(scheduler));
 }
 
-// A product with weights of `bits`, and activations in `planes` planes (0: chosen by dtype).
-#define JAXTAP_PRODUCT(Name, target, bits, planes)                                            \
-  XLA_FFI_DEFINE_HANDLER(                                                                     \
-      k##Name##Instantiate,                                                                   \
-      [](int64_t k, int64_t n, int64_t group) {                                               \
-        return Warmed(target, [&] { Warm({{k, n, group, bits}, planes}); });                  \
-      },                                                                                      \
-      xffi::Ffi::BindInstantiate().Attr<int64_t>("k").Attr<int64_t>("n").Attr<int64_t>(       \
-          "group"));                                                                          \
-  XLA_FFI_DEFINE_HANDLER(                                                                     \
-      k##Name##Execute,                                                                       \
-      [](xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer buffer,                    \
-         xffi::Result<xffi::AnyBuffer> y, int64_t k, int64_t n, int64_t group) {              \
-        return Guarded(target, [&] {                                                          \
-          Execute({{k, n, group, bits}, planes}, pool, x, buffer, y);                         \
-        });                                                                                   \
-      },                                                                                      \
-      xffi::Ffi::Bind()                                                                       \
-          .Ctx<xffi::ThreadPool>()                                                            \
-          .Arg<xffi::AnyBuffer>()                                                             \
-          .Arg<xffi::AnyBuffer>()                                                             \
-          .Ret<xffi::AnyBuffer>()                                                             \
-          .Attr<int64_t>("k")                                                                 \
-          .Attr<int64_t>("n")                                                                 \
-          .Attr<int64_t>("group"));                                                           \
-  const Registration k##Name##Registration({target, k##Name##Instantiate, k##Name##Execute});
+constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
+constexpr char kGemmW8A16[] = "te_ffi_kernels.gemm_w8a16";
+constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
+constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
+constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
+constexpr char kPackW4[] = "te_ffi_kernels.pack_w4";
 
-#define JAXTAP_PACK(Name, target, bits)                                                       \
-  XLA_FFI_DEFINE_HANDLER(                                                                     \
-      k##Name##Instantiate,                                                                   \
-      [](int64_t group) { return Warmed(target, [&] { PackConfig{group, bits}.Check(); }); }, \
-      xffi::Ffi::BindInstantiate().Attr<int64_t>("group"));                                   \
-  XLA_FFI_DEFINE_HANDLER(                                                                     \
-      k##Name##Execute,                                                                       \
-      [](xffi::ThreadPool pool, xffi::AnyBuffer codes, xffi::AnyBuffer scale,                 \
-         xffi::Result<xffi::AnyBuffer> buffer, int64_t group) {                               \
-        return Guarded(target,                                                                \
-                       [&] { ExecutePack({group, bits}, pool, codes, scale, buffer); });      \
-      },                                                                                      \
-      xffi::Ffi::Bind()                                                                       \
-          .Ctx<xffi::ThreadPool>()                                                            \
-          .Arg<xffi::AnyBuffer>()                                                             \
-          .Arg<xffi::AnyBuffer>()                                                             \
-          .Ret<xffi::AnyBuffer>()                                                             \
-          .Attr<int64_t>("group"));                                                           \
-  const Registration k##Name##Registration({target, k##Name##Instantiate, k##Name##Execute});
+template <const char* kTarget, int kBits, int kPlanes>
+using Product = Handlers<kTarget, WarmProduct<kBits, kPlanes>, Multiply<kBits, kPlanes>>;
+template <const char* kTarget, int kBits>
+using Packing = Handlers<kTarget, CheckPack<kBits>, Pack<kBits>>;
 
-JAXTAP_PRODUCT(GemmW8A8, "te_ffi_kernels.gemm_w8a8", 8, 1)
-JAXTAP_PRODUCT(GemmW8A16, "te_ffi_kernels.gemm_w8a16", 8, 0)
-JAXTAP_PRODUCT(GemvW8, "te_ffi_kernels.gemv_w8", 8, 0)
-JAXTAP_PRODUCT(GemvW4, "te_ffi_kernels.gemv_w4", 4, 0)
-JAXTAP_PACK(PackW8, "te_ffi_kernels.pack_w8", 8)
-JAXTAP_PACK(PackW4, "te_ffi_kernels.pack_w4", 4)
+const Product<kGemmW8A8, 8, 1> kOne;
+const Product<kGemmW8A16, 8, 0> kTwo;
+const Product<kGemvW8, 8, 0> kThree;
+const Product<kGemvW4, 4, 0> kFour;
+const Packing<kPackW8, 8> kFive;
+const Packing<kPackW4, 4> kSix;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -1,6 +1,8 @@
 // The router on buffers of exactly their size, at odd addresses, at edge sizes, against double; and
 // the choice against sorting.
+#include "router/check.h"
 #include "router/router.h"
+#include "te/modes.h"
 
 #include <algorithm>
 #include <array>

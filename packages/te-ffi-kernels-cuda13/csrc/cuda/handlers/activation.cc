@@ -15,14 +15,6 @@ using ffi::NeedAttribute;
 constexpr char kForward[] = "te_ffi_kernels.act_lu";
 constexpr char kBackward[] = "te_ffi_kernels.dact_dbias_quantize";
 
-ffi::ActivationConfig ConfigOf(const xffi::Dictionary& attributes) {
-  return {NeedAttribute<int64_t>(attributes, "act_enum"),
-          NeedAttribute<int64_t>(attributes, "scaling_mode"),
-          NeedAttribute<int64_t>(attributes, "quantize_layout"),
-          NeedAttribute<xffi::Dictionary>(attributes, "act_params"),
-          NeedAttribute<bool>(attributes, "output_amax_when_no_scaling")};
-}
-
 ffi::Outputs OutputsFrom(const Call& call) {
   return {call.Result(0, "output"), call.Result(1, "colwise_output"), call.Result(2, "scale_inv"),
           call.Result(3, "colwise_scale_inv"), call.Result(4, "updated_amax")};
@@ -41,11 +33,11 @@ Activation ActivationOf(const ffi::ActivationConfig& config, const Array& x,
   return args;
 }
 
-void CheckForward(const xffi::Dictionary& attributes) { ConfigOf(attributes); }
+void CheckForward(const xffi::Dictionary& attributes) { ffi::ActivationConfig{attributes}; }
 
 void Forward(const Call& call) {
   call.NeedCounts(3, 5);
-  const ffi::ActivationConfig config = ConfigOf(call.attributes);
+  const ffi::ActivationConfig config(call.attributes);
   const ffi::ActivationCall given = {call.Operand(0, "x"), call.Operand(1, "scale"),
                                      call.Operand(2, "amax"), OutputsFrom(call)};
   const ffi::Matrix matrix = given.Check(config);
@@ -55,13 +47,13 @@ void Forward(const Call& call) {
 }
 
 void CheckBackward(const xffi::Dictionary& attributes) {
-  ConfigOf(attributes);
+  ffi::ActivationConfig{attributes};
   NeedAttribute<bool>(attributes, "is_dbias");
 }
 
 void Backward(const Call& call) {
   call.NeedCounts(4, 7);  // the last result is a workspace, which isn't used
-  const ffi::ActivationConfig config = ConfigOf(call.attributes);
+  const ffi::ActivationConfig config(call.attributes);
   const bool is_dbias = NeedAttribute<bool>(call.attributes, "is_dbias");
   const ffi::ActivationGradientCall given = {call.Operand(0, "dz"),    call.Operand(1, "x"),
                                              call.Operand(2, "scale"), call.Operand(3, "amax"),

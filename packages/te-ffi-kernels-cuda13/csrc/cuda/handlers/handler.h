@@ -10,6 +10,7 @@
 
 #include <initializer_list>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cuda/runtime.h"
@@ -28,6 +29,20 @@ struct SiteState : Site {
   static xffi::TypeId id;
 };
 
+inline Array Read(const char* name, const xffi::AnyBuffer& buffer) {
+  const auto sizes = buffer.dimensions();
+  const auto dtype = static_cast<XLA_FFI_DataType>(buffer.element_type());
+  return {name, buffer.untyped_data(), ffi::FromXla(dtype, name), {sizes.begin(), sizes.size()}};
+}
+
+// As ffi::Guarded, for XLA's interface in C++.
+template <typename Body>
+xffi::Error Guarded(const char* target, Body&& body) {
+  ffi::Failure failure = ffi::Guarded(target, body);
+  if (failure.code == XLA_FFI_Error_Code_OK) return xffi::Error::Success();
+  return xffi::Error(static_cast<xffi::ErrorCode>(failure.code), std::move(failure.message));
+}
+
 struct Call {
   Stream stream;
   const xffi::RemainingArgs& args;
@@ -44,13 +59,13 @@ struct Call {
   Array Operand(size_t index, const char* name) const {
     const auto buffer = args.get<xffi::AnyBuffer>(index);
     if (!buffer.has_value()) throw invalid_argument(name, " can't be read");
-    return ffi::Read(name, *buffer);
+    return Read(name, *buffer);
   }
 
   Array Result(size_t index, const char* name) const {
     auto buffer = results.get<xffi::AnyBuffer>(index);
     if (!buffer.has_value()) throw invalid_argument(name, " can't be written");
-    return ffi::Read(name, **buffer);
+    return Read(name, **buffer);
   }
 
   // Zeros for results that aren't wanted.
@@ -82,7 +97,7 @@ inline std::vector<Target>& Targets() {
 inline xffi::ErrorOr<std::unique_ptr<SiteState>> MadeSite(const char* target,
                                                           void (*check)(const xffi::Dictionary&),
                                                           const xffi::Dictionary& attributes) {
-  xffi::Error error = ffi::Guarded(target, [&] { check(attributes); });
+  xffi::Error error = Guarded(target, [&] { check(attributes); });
   if (error.failure()) return xffi::Unexpected(std::move(error));
   return std::make_unique<SiteState>();
 }
@@ -115,7 +130,7 @@ class Stages {
             .Attrs()
             .To([](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
                    xffi::RemainingRets results, xffi::Dictionary attributes) {
-              return ffi::Guarded(kName, [&] {
+              return Guarded(kName, [&] {
                 if (kReady({stream, args, results, attributes}, *site, device)) {
                   ffi::CountWarm(kName);
                 }
@@ -150,7 +165,7 @@ class Handlers : Stages<kName> {
                                .To(
                                    [](Stream stream, xffi::RemainingArgs args,
                                       xffi::RemainingRets results, xffi::Dictionary attributes) {
-                                     return ffi::Guarded(kName, [&] {
+                                     return Guarded(kName, [&] {
                                        kBody({stream, args, results, attributes});
                                      });
                                    },

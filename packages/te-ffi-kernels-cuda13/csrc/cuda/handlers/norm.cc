@@ -16,20 +16,13 @@ using norms::Kind;
 constexpr char kForward[] = "te_ffi_kernels.norm_forward";
 constexpr char kBackward[] = "te_ffi_kernels.norm_backward";
 
-ffi::NormForwardConfig ConfigOf(const xffi::Dictionary& attributes) {
-  return {NeedAttribute<int64_t>(attributes, "norm_type"),
-          NeedAttribute<bool>(attributes, "zero_centered_gamma"),
-          NeedAttribute<double>(attributes, "epsilon"),
-          NeedAttribute<int64_t>(attributes, "scaling_mode"),
-          NeedAttribute<int64_t>(attributes, "quantize_layout"),
-          NeedAttribute<bool>(attributes, "output_amax_when_no_scaling")};
+void CheckForward(const xffi::Dictionary& attributes) {
+  ffi::NormForwardConfigOf(attributes);
 }
-
-void CheckForward(const xffi::Dictionary& attributes) { ConfigOf(attributes); }
 
 void Forward(const Call& call) {
   call.NeedCounts(5, 8);
-  const ffi::NormForwardConfig config = ConfigOf(call.attributes);
+  const ffi::NormForwardConfig config = ffi::NormForwardConfigOf(call.attributes);
   const ffi::NormForwardCall given = {
       call.Operand(0, "x"),
       call.Operand(1, "scale"),

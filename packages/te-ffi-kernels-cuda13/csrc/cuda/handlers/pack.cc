@@ -2,7 +2,6 @@
 
 #include "cuda/handlers/handler.h"
 #include "cuda/kernels/packed.h"
-#include "ffi/attributes.h"
 #include "ffi/pack_call.h"
 
 namespace jaxtap::cuda {
@@ -12,19 +11,14 @@ constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
 constexpr char kPackW4[] = "te_ffi_kernels.pack_w4";
 
 template <int kBits>
-ffi::PackConfig ConfigOf(const xffi::Dictionary& attributes) {
-  return {ffi::NeedAttribute<int64_t>(attributes, "group"), kBits};
-}
-
-template <int kBits>
 void Check(const xffi::Dictionary& attributes) {
-  ConfigOf<kBits>(attributes).Check();
+  ffi::PackConfigOf(attributes, kBits).Check();
 }
 
 template <int kBits>
 void Body(const Call& call) {
   call.NeedCounts(2, 1);
-  const ffi::PackConfig config = ConfigOf<kBits>(call.attributes);
+  const ffi::PackConfig config = ffi::PackConfigOf(call.attributes, kBits);
   const Array codes = call.Operand(0, "codes"), scales = call.Operand(1, "scale");
   const Array out = call.Result(0, "buffer");
   ffi::PackCall{codes, scales, out}.Check(config);

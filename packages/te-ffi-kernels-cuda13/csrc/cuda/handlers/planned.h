@@ -41,7 +41,7 @@ class PlannedHandlers : Stages<kName> {
             .Attrs()
             .To([](int32_t device, SiteState* site, xffi::RemainingArgs args,
                    xffi::RemainingRets results, xffi::Dictionary attributes) {
-              return ffi::Guarded(kName, [&] {
+              return Guarded(kName, [&] {
                 if (device < 0) return;
                 PlanOf({nullptr, args, results, attributes}, *site, device);
               });
@@ -62,7 +62,7 @@ class PlannedHandlers : Stages<kName> {
             .To(
                 [](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
                    xffi::RemainingRets results, xffi::Dictionary attributes) {
-                  return ffi::Guarded(kName, [&] {
+                  return Guarded(kName, [&] {
                     Plan* plan = site->kept<Plan>(device);
                     if (plan == nullptr) {
                       throw failed_precondition("device ", device, " has no plan: XLA ran the ",

@@ -3,7 +3,6 @@
 #include "cuda/gemm/handles.h"
 #include "cuda/gemm/packed.h"
 #include "cuda/handlers/planned.h"
-#include "ffi/attributes.h"
 #include "ffi/product_call.h"
 #include "te/modes.h"
 
@@ -16,21 +15,15 @@ constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
 constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
 
 template <int kBits>
-ffi::ProductConfig ConfigOf(const xffi::Dictionary& attributes) {
-  const auto need = [&](const char* name) { return ffi::NeedAttribute<int64_t>(attributes, name); };
-  return {need("k"), need("n"), need("group"), kBits};
-}
-
-template <int kBits>
 void Check(const xffi::Dictionary& attributes) {
-  ConfigOf<kBits>(attributes).Check();
+  ffi::ProductConfigOf(attributes, kBits).Check();
 }
 
 // What a call is given: read, and checked.
 template <int kBits, bool kQuantizes>
 struct Product {
   explicit Product(const Call& call) : workspace(Workspace(call)) {
-    const ffi::ProductConfig config = ConfigOf<kBits>(call.attributes);
+    const ffi::ProductConfig config = ffi::ProductConfigOf(call.attributes, kBits);
     const Array x = call.Operand(0, "x"), weight = call.Operand(1, "buffer");
     const Array y = call.Result(0, "y");
     ffi::ProductCall{x, weight, y}.Check(config);

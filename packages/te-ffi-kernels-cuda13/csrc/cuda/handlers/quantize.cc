@@ -3,7 +3,6 @@
 #include "cuda/kernels/quantize.h"
 
 #include "cuda/handlers/handler.h"
-#include "ffi/attributes.h"
 #include "ffi/te_quantize_call.h"
 
 namespace jaxtap::cuda {
@@ -11,22 +10,15 @@ namespace {
 
 constexpr char kTarget[] = "te_ffi_kernels.dbias_quantize";
 
-ffi::QuantizeConfig ConfigOf(const xffi::Dictionary& attributes) {
-  return {ffi::NeedAttribute<int64_t>(attributes, "scaling_mode"),
-          ffi::NeedAttribute<int64_t>(attributes, "q_layout"),
-          ffi::NeedAttribute<bool>(attributes, "is_dbias"),
-          ffi::NeedAttribute<int64_t>(attributes, "flatten_axis"),
-          ffi::NeedAttribute<bool>(attributes, "stochastic_rounding"),
-          ffi::NeedAttribute<bool>(attributes, "use_rht")};
+void Check(const xffi::Dictionary& attributes) {
+  ffi::QuantizeConfigOf(attributes).Check();
 }
-
-void Check(const xffi::Dictionary& attributes) { ConfigOf(attributes).Check(); }
 
 void Body(const Call& call) {
   // x, scale, amax, and what only NVFP4 has: sr_rng_state, post_rht_amax, rht_matrix. The last
   // result is a workspace, which isn't used.
   call.NeedCounts(6, 7);
-  const ffi::QuantizeConfig config = ConfigOf(call.attributes);
+  const ffi::QuantizeConfig config = ffi::QuantizeConfigOf(call.attributes);
   const ffi::QuantizeCall given = {call.Operand(0, "x"),
                                    call.Operand(1, "scale"),
                                    call.Operand(2, "amax"),

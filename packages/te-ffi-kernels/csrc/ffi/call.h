@@ -1,0 +1,102 @@
+// Calls from XLA on CPU, read from XLA's interface in C. The one in C++, xla/ffi/api/ffi.h, makes a
+// decoder of templates for each handler, which takes a compiler five seconds each.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include "common/parallel.h"
+#include "ffi/attributes.h"
+#include "ffi/buffers.h"
+#include "ffi/registry.h"
+#include "ffi/stages.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxtap::ffi {
+
+// The attributes of a call, or a dictionary among them.
+class Attributes {
+ public:
+  explicit Attributes(const XLA_FFI_Attrs& attributes) : attributes_(&attributes) {}
+
+  bool contains(const char* name) const { return Find(name) >= 0; }
+
+  // Nothing where there is none, or one of another type. T: int64_t, double, float, bool, Attributes.
+  template <typename T>
+  std::optional<T> get(const char* name) const;
+
+ private:
+  int64_t Find(const char* name) const;
+  template <typename T>
+  std::optional<T> Scalar(const char* name, XLA_FFI_DataType dtype) const;
+
+  const XLA_FFI_Attrs* attributes_;
+};
+
+template <>
+std::optional<int64_t> Attributes::get(const char* name) const;
+template <>
+std::optional<double> Attributes::get(const char* name) const;
+template <>
+std::optional<float> Attributes::get(const char* name) const;
+template <>
+std::optional<bool> Attributes::get(const char* name) const;
+template <>
+std::optional<Attributes> Attributes::get(const char* name) const;
+
+// An execution.
+class Call {
+ public:
+  explicit Call(const XLA_FFI_CallFrame& frame) : attributes(frame.attrs), frame_(frame) {}
+
+  // Throws for other numbers of them. Before any is read.
+  void NeedCounts(int64_t operands, int64_t results) const;
+  Array Operand(int64_t index, const char* name) const;
+  Array Result(int64_t index, const char* name) const;
+
+  const Attributes attributes;
+
+ private:
+  friend class XlaScheduler;
+  const XLA_FFI_CallFrame& frame_;
+};
+
+// The intra-op thread pool of the program that runs. Of a call: it must not outlive it.
+class XlaScheduler : public Scheduler {
+ public:
+  explicit XlaScheduler(const Call& call);
+
+  int threads() const override { return threads_; }
+  void schedule(std::function<void()> task) override;
+
+ private:
+  const XLA_FFI_CallFrame& frame_;
+  int threads_;
+};
+
+using Warm = void(const Attributes&);
+using Body = void(const Call&);
+
+// What the stages do. `warm` and `body` throw for what can't be.
+XLA_FFI_Error* RunInstantiate(XLA_FFI_CallFrame* frame, const char* target, Warm* warm);
+XLA_FFI_Error* RunExecute(XLA_FFI_CallFrame* frame, const char* target, Body* body);
+
+template <const char* kTarget, Warm* kWarm>
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+  return RunInstantiate(frame, kTarget, kWarm);
+}
+
+template <const char* kTarget, Body* kBody>
+XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
+  return RunExecute(frame, kTarget, kBody);
+}
+
+// The handlers of a target. Put one as a static variable beside the functions.
+template <const char* kTarget, Warm* kWarm, Body* kBody>
+struct Handlers : Registration {
+  Handlers() : Registration({kTarget, Instantiate<kTarget, kWarm>, Execute<kTarget, kBody>}) {}
+};
+
+}  // namespace jaxtap::ffi
