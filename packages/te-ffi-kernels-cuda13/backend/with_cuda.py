@@ -25,7 +25,6 @@ DEVICES = Path("/dev")
 DEFAULT_HOME = "/usr/local/cuda"
 
 _FOR_CUDA = [
-    "nanobind>=2.9",
     "jaxlib==0.10.2",
     "nvidia-cublas>=13,<14",
     # Later ones of cudnn-frontend want the headers of NVRTC as well.

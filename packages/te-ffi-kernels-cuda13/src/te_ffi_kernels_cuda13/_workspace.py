@@ -33,17 +33,17 @@ def gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
     m, k = _lanes(lhs, config["lhs_axis_boundary"], lhs_first)
     n, _ = _lanes(rhs, config["rhs_axis_boundary"], rhs_first)
     beside = native().gemm_workspace(
-        m=m,
-        n=n,
-        k=k,
-        scaling=config["scaling_mode"],
-        int8=lhs.dtype == "int8",
-        lhs_first=lhs_first,
-        rhs_first=rhs_first,
-        dtype=_FLOATS.index(lhs.dtype) if lhs.dtype in _FLOATS else 0,
-        out=_FLOATS.index(results[0].dtype),
-        bias=math.prod(bias.shape) > 0,
-        gelu=config.get("fuse_gelu", False),
+        m,
+        n,
+        k,
+        config["scaling_mode"],
+        lhs.dtype == "int8",
+        lhs_first,
+        rhs_first,
+        _FLOATS.index(lhs.dtype) if lhs.dtype in _FLOATS else 0,
+        _FLOATS.index(results[0].dtype),
+        math.prod(bias.shape) > 0,
+        config.get("fuse_gelu", False),
     )
     return PART + beside + CUBLASLT
 
@@ -63,14 +63,14 @@ def packed_product(call: KernelCall, results: tuple[Aval, ...]) -> int:
     """Bytes for codes of the rows, and for cuBLASLt and the weight as it takes it."""
     x, group = call.operands[0], call.param("group")
     beside = native().packed_workspace(
-        m=x.shape[0],
-        k=call.param("k"),
-        n=call.param("n"),
-        group=group,
-        bits=4 if call.op == _FOUR_BITS else 8,
-        quantizes=call.op == _CODES,
-        dtype=_FLOATS.index(x.dtype),
-        out=_FLOATS.index(results[0].dtype),
+        x.shape[0],
+        call.param("k"),
+        call.param("n"),
+        group,
+        4 if call.op == _FOUR_BITS else 8,
+        call.op == _CODES,
+        _FLOATS.index(x.dtype),
+        _FLOATS.index(results[0].dtype),
     )
     if multiplies_with_cublaslt(call.op, x.shape[0], group):
         return PART + beside + CUBLASLT

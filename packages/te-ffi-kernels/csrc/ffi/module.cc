@@ -1,10 +1,7 @@
 // The Python module te_ffi_kernels._native.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
+#include "ffi/python.h"
+// After it, as Python wants it.
 #include <string>
 #include <vector>
 
@@ -12,38 +9,42 @@
 #include "ffi/registry.h"
 #include "ffi/stages.h"
 
-namespace nb = nanobind;
-
+namespace jaxtap::python {
 namespace {
 
-nb::capsule Capsule(XLA_FFI_Handler* handler) {
-  return nb::capsule(reinterpret_cast<void*>(handler));
-}
-
 // {target: (stages, why there is no warm-up)}
-nb::dict TargetTable() {
-  nb::dict table;
-  for (const jaxtap::ffi::Target& target : jaxtap::ffi::Targets()) {
-    nb::dict stages;
-    if (target.instantiate != nullptr) stages["instantiate"] = Capsule(target.instantiate);
-    stages["execute"] = Capsule(target.execute);
-    table[target.name] = nb::make_tuple(stages, target.no_warm_up);
+Dict TargetTable() {
+  Dict table;
+  for (const ffi::Target& target : ffi::Targets()) {
+    Dict stages;
+    if (target.instantiate != nullptr) stages.set("instantiate", Capsule(target.instantiate));
+    stages.set("execute", Capsule(target.execute));
+    table.set(target.name, Tuple(std::move(stages), target.no_warm_up));
   }
   return table;
 }
 
 std::vector<std::string> IsaNames() {
   std::vector<std::string> names;
-  for (jaxtap::Isa isa : jaxtap::available_isas()) names.push_back(jaxtap::name(isa));
+  for (Isa isa : available_isas()) names.push_back(name(isa));
   return names;
 }
 
-}  // namespace
+std::string IsaName() { return name(selected_isa()); }
 
-NB_MODULE(_native, module) {
-  module.attr("API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-  module.def("targets", &TargetTable);
-  module.def("warm_counts", &jaxtap::ffi::WarmCounts);
-  module.def("isas", &IsaNames);
-  module.def("isa", [] { return std::string(jaxtap::name(jaxtap::selected_isa())); });
+PyMethodDef methods[] = {Method<TargetTable>("targets"), Method<ffi::WarmCounts>("warm_counts"),
+                         Method<IsaNames>("isas"), Method<IsaName>("isa"), {}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1,     methods,
+                          nullptr,               nullptr,   nullptr, nullptr};
+
+}  // namespace
+}  // namespace jaxtap::python
+
+PyMODINIT_FUNC PyInit__native() {
+  using namespace jaxtap::python;
+  return Guarded([] {
+    Object module(PyModule_Create(&definition));
+    SetAttribute(module, "API_VERSION", Tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR));
+    return module;
+  });
 }

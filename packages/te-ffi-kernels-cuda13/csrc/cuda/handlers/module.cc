@@ -1,11 +1,8 @@
 // The Python module te_ffi_kernels_cuda13._native.
 
+#include "ffi/python.h"
+// After it, as Python wants it.
 #include <cuda_runtime_api.h>
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/string.h>
-
-#include <optional>
 
 #include "cuda/attention/steps.h"
 #include "cuda/cublaslt.h"
@@ -17,7 +14,7 @@
 #include "cuda/kernels/grouped.h"
 #include "cuda/kernels/router.h"
 
-namespace nb = nanobind;
+namespace python = jaxtap::python;
 
 namespace jaxtap::cuda {
 
@@ -27,31 +24,29 @@ namespace {
 
 xffi::TypeInfo kSiteInfo = xffi::MakeTypeInfo<SiteState>();
 
-nb::capsule Capsule(XLA_FFI_Handler* handler) {
-  return nb::capsule(reinterpret_cast<void*>(handler));
-}
+using python::Capsule;
 
 // {target: stages}
-nb::dict TargetTable() {
-  nb::dict table;
+python::Dict TargetTable() {
+  python::Dict table;
   for (const Target& target : Targets()) {
-    nb::dict stages;
-    stages["instantiate"] = Capsule(target.instantiate);
-    if (target.prepare != nullptr) stages["prepare"] = Capsule(target.prepare);
-    stages["initialize"] = Capsule(target.initialize);
-    stages["execute"] = Capsule(target.execute);
-    table[target.name] = stages;
+    python::Dict stages;
+    stages.set("instantiate", Capsule(target.instantiate));
+    if (target.prepare != nullptr) stages.set("prepare", Capsule(target.prepare));
+    stages.set("initialize", Capsule(target.initialize));
+    stages.set("execute", Capsule(target.execute));
+    table.set(target.name, std::move(stages));
   }
   return table;
 }
 
 // {name: capsules}
-nb::dict TypeTable() {
-  nb::dict site;
-  site["type_id"] = nb::capsule(static_cast<void*>(&SiteState::id));
-  site["type_info"] = nb::capsule(static_cast<void*>(&kSiteInfo));
-  nb::dict table;
-  table["te_ffi_kernels_cuda13.Site"] = site;
+python::Dict TypeTable() {
+  python::Dict site;
+  site.set("type_id", Capsule(static_cast<void*>(&SiteState::id)));
+  site.set("type_info", Capsule(static_cast<void*>(&kSiteInfo)));
+  python::Dict table;
+  table.set("te_ffi_kernels_cuda13.Site", std::move(site));
   return table;
 }
 
@@ -85,10 +80,10 @@ int ComputeCapability() {
 
 // (version, what went wrong), of which one is 0 or empty.
 template <size_t (*kLoad)(const std::string&, std::string*)>
-nb::tuple LoadLibrary(const std::string& path) {
+python::Object LoadLibrary(const std::string& path) {
   std::string error;
   const size_t version = kLoad(path, &error);
-  return nb::make_tuple(version, error);
+  return python::Tuple(version, error);
 }
 
 // The workspace that the kernels of a product need beside cuBLASLt's own.
@@ -126,64 +121,54 @@ size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits,
   return PackedSteps(args).bytes;
 }
 
-// The attributes of a call, from Python.
-struct PythonAttributes {
-  nb::dict values;
-
-  template <typename T>
-  std::optional<T> get(const char* name) const {
-    T out;
-    if (!values.contains(name) || !nb::try_cast(values[name], out)) return std::nullopt;
-    return out;
-  }
-};
-
-AttentionSteps StepsOf(const nb::dict& attributes, bool bfloat16, bool backward) {
-  const ffi::AttentionConfig config(PythonAttributes{attributes});
+AttentionSteps StepsOf(PyObject* attributes, bool bfloat16, bool backward) {
+  const ffi::AttentionConfig config(python::Items{attributes});
   return AttentionSteps(config, bfloat16 ? DType::BF16 : DType::F16, backward);
 }
 
 // The workspace that the kernels of attention need beside cuDNN's own.
-size_t AttentionWorkspace(const nb::dict& attributes, bool backward) {
+size_t AttentionWorkspace(PyObject* attributes, bool backward) {
   return StepsOf(attributes, true, backward).bytes;
 }
 
 // (cuDNN's workspace on a device, why cuDNN doesn't have this attention), the second empty where it
 // does. The plan is kept for the handlers.
-nb::tuple PlanAttention(const nb::dict& attributes, bool bfloat16, bool backward, int device) {
+python::Object PlanAttention(PyObject* attributes, bool bfloat16, bool backward, int device) {
   const AttentionSteps steps = StepsOf(attributes, bfloat16, backward);
   const DnnPlans::Entry* entry = nullptr;
   {
-    nb::gil_scoped_release others_run;
+    python::OthersRun others_run;
     entry = &AttentionPlans().of(cudnn(), runtime(), device, steps.graph);
   }
-  return nb::make_tuple(entry->workspace, entry->why);
+  return python::Tuple(entry->workspace, entry->why);
 }
+
+PyMethodDef methods[] = {python::Method<TargetTable>("targets"),
+                         python::Method<TypeTable>("types"),
+                         python::Method<ffi::WarmCounts>("warm_counts"),
+                         python::Method<ComputeCapability>("compute_capability"),
+                         python::Method<LoadLibrary<load_cublaslt>>("load_cublaslt"),
+                         python::Method<LoadLibrary<load_cudnn>>("load_cudnn"),
+                         python::Method<AttentionWorkspace>("attention_workspace"),
+                         python::Method<PlanAttention>("plan_attention"),
+                         python::Method<GemmWorkspace>("gemm_workspace"),
+                         python::Method<PackedWorkspace>("packed_workspace"),
+                         python::Method<DriverVersion>("driver_version"),
+                         {}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1,     methods,
+                          nullptr,               nullptr,   nullptr, nullptr};
 
 }  // namespace
 }  // namespace jaxtap::cuda
 
-NB_MODULE(_native, module) {
-  module.attr("API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
-  module.attr("CUDA_VERSION") = CUDART_VERSION;
-  module.attr("LOSS_PART") = jaxtap::cuda::kLossPart;
-  module.attr("GROUP_START") = sizeof(jaxtap::cuda::GroupStart);
-  module.def("targets", &jaxtap::cuda::TargetTable);
-  module.def("types", &jaxtap::cuda::TypeTable);
-  module.def("warm_counts", &jaxtap::ffi::WarmCounts);
-  module.def("compute_capability", &jaxtap::cuda::ComputeCapability);
-  module.def("load_cublaslt", &jaxtap::cuda::LoadLibrary<jaxtap::cuda::load_cublaslt>);
-  module.def("load_cudnn", &jaxtap::cuda::LoadLibrary<jaxtap::cuda::load_cudnn>);
-  module.def("attention_workspace", &jaxtap::cuda::AttentionWorkspace, nb::arg("attributes"),
-             nb::arg("backward"));
-  module.def("plan_attention", &jaxtap::cuda::PlanAttention, nb::arg("attributes"),
-             nb::arg("bfloat16"), nb::arg("backward"), nb::arg("device"));
-  module.def("gemm_workspace", &jaxtap::cuda::GemmWorkspace, nb::arg("m"), nb::arg("n"),
-             nb::arg("k"), nb::arg("scaling"), nb::arg("int8"), nb::arg("lhs_first"),
-             nb::arg("rhs_first"), nb::arg("dtype"), nb::arg("out"), nb::arg("bias"),
-             nb::arg("gelu"));
-  module.def("packed_workspace", &jaxtap::cuda::PackedWorkspace, nb::arg("m"), nb::arg("k"),
-             nb::arg("n"), nb::arg("group"), nb::arg("bits"), nb::arg("quantizes"),
-             nb::arg("dtype"), nb::arg("out"));
-  module.def("driver_version", &jaxtap::cuda::DriverVersion);
+PyMODINIT_FUNC PyInit__native() {
+  return python::Guarded([] {
+    python::Object module(PyModule_Create(&jaxtap::cuda::definition));
+    python::SetAttribute(module, "API_VERSION",
+                         python::Tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR));
+    python::SetAttribute(module, "CUDA_VERSION", CUDART_VERSION);
+    python::SetAttribute(module, "LOSS_PART", jaxtap::cuda::kLossPart);
+    python::SetAttribute(module, "GROUP_START", sizeof(jaxtap::cuda::GroupStart));
+    return module;
+  });
 }
