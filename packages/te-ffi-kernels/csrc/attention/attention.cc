@@ -5,6 +5,8 @@
 
 #include "attention/table.h"
 #include "common/arena.h"
+#include "common/isa.h"
+#include "common/parallel.h"
 
 namespace jaxtap::attention {
 namespace {

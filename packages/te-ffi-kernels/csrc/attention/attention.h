@@ -9,8 +9,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "common/isa.h"
-#include "common/parallel.h"
+#include "common/forward.h"
 
 namespace jaxtap::attention {
 

@@ -1,5 +1,7 @@
 #include "attention/table.h"
 
+#include "common/isa.h"
+
 namespace jaxtap::attention {
 
 namespace generic {

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
-#include "common/isa.h"
+#include "common/forward.h"
 
 namespace jaxtap::attention {
 

@@ -47,7 +47,7 @@ JAXTAP_INLINE Ints widen(Bytes x) {
 #elif defined(__AVX2__)
   return same_bits<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(same_bits<int64_t>(x))));
 #else
-  Ints wide;
+  Ints wide{};
   for (int i = 0; i < kLanes; ++i) wide[i] = x[i];
   return wide;
 #endif
@@ -174,7 +174,7 @@ struct F16 {
 #elif defined(__AVX2__)
     return _mm256_cvtph_ps(same_bits<__m128i>(x));
 #else
-    Floats wide;
+    Floats wide{};
     for (int i = 0; i < kLanes; ++i) wide[i] = f16_to_f32(x[i]);
     return wide;
 #endif
@@ -185,7 +185,7 @@ struct F16 {
 #elif defined(__AVX2__)
     return same_bits<Halves>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #else
-    Halves half;
+    Halves half{};
     for (int i = 0; i < kLanes; ++i) half[i] = f32_to_f16(x[i]);
     return half;
 #endif

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "common/isa.h"
+#include "common/forward.h"
 
 namespace jaxtap {
 

@@ -5,6 +5,7 @@
 
 #include "common/arena.h"
 #include "common/convert.h"
+#include "common/parallel.h"
 #include "router/table.h"
 
 namespace jaxtap::router {

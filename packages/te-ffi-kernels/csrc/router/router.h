@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "common/parallel.h"
+#include "common/forward.h"
 #include "router/options.h"
-#include "te/modes.h"
+#include "te/table.h"
 
 namespace jaxtap::router {
 

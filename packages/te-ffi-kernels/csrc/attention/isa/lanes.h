@@ -157,8 +157,11 @@ inline char* at(void* data, DType dtype, int64_t index) {
 }
 
 // Reads `count` numbers as float32, and zeros after them up to `width`.
-inline void load_numbers(DType dtype, const void* from, int64_t count, float* __restrict to,
-                         int64_t width) {
+//
+// Neither this nor store_numbers is inlined: they are called for a row each, from many places, and
+// each copy takes a compiler as long as all the rest of a file.
+__attribute__((noinline, unused)) void load_numbers(DType dtype, const void* from, int64_t count,
+                                                    float* __restrict to, int64_t width) {
   int64_t i = 0;
   if (dtype == DType::F32) {
     const auto* in = static_cast<const float*>(from);
@@ -181,7 +184,8 @@ inline void load_numbers(DType dtype, const void* from, int64_t count, float* __
 }
 
 // Writes float32 as `dtype`, rounding half to even.
-inline void store_numbers(DType dtype, const float* __restrict from, int64_t count, void* to) {
+__attribute__((noinline, unused)) void store_numbers(DType dtype, const float* __restrict from,
+                                                     int64_t count, void* to) {
   int64_t i = 0;
   if (dtype == DType::F32) {
     std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
