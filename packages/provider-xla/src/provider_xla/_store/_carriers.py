@@ -83,9 +83,10 @@ def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
     bits = _BITS[dtype]
     codes = _unpack(array, bits, shape[-1] if shape else 1).reshape(shape)
     if dtype.startswith("int"):
-        # The bits above the sign bit are copies of it.
+        # The bits above the sign bit are copies of it. np.subtract, since - warns of a scalar that
+        # wraps around.
         sign = np.uint8(1 << (bits - 1))
-        return ((codes ^ sign) - sign).view(np.int8).astype(jnp.dtype(dtype))
+        return np.subtract(codes ^ sign, sign).view(np.int8).astype(jnp.dtype(dtype))
     return codes.view(jnp.dtype(dtype))
 
 
