@@ -4,14 +4,8 @@ Run with ``uv run --group peers pytest -n 0 peers``, on the newest JAX. A table 
 that were measured follows the results.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 from tabulate import tabulate
-
-# The tests share the modules beside this file.
-sys.path.insert(0, str(Path(__file__).parent))
 
 MEASURED: list[tuple] = []
 

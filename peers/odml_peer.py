@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,8 +11,6 @@ import qwix
 from flax import linen
 
 from provider_odml._litert import Program, Runner, convert
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "packages/provider-odml/tests"))
 
 MODES = {
     "W8A8": {"weight_qtype": "int8", "act_qtype": "int8"},
@@ -52,7 +48,7 @@ class QwixModel:
 
     def train(self, variables: Any, state: Any, digits: Any, *, epochs: int, rate: float) -> Any:
         """Trains on, as ``odml_models.train`` does. Returns variables and statistics."""
-        from odml_models import BATCH
+        from jaxtap_testkit.odml_models import BATCH
 
         steps = epochs * (len(digits.train_images) // BATCH)
         optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))

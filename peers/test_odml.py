@@ -9,7 +9,7 @@ from odml_peer import MODES, QwixModel
 
 import provider_odml as odml
 
-from odml_models import MODELS, Attention, Cnn, Digits, accuracy, train  # isort: skip
+from jaxtap_testkit.odml_models import MODELS, Attention, Cnn, Digits, accuracy, train  # isort: skip
 
 MODULES = {"cnn": Cnn(), "attention": Attention()}
 QWIX_CANT_CALIBRATE = {"W8A16"}

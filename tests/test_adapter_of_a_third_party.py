@@ -1,14 +1,12 @@
 """An adapter from a distribution of its own: the one of docs/adapters.md, word for word."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+
+from jaxtap_testkit.processes import run_python
+from jaxtap_testkit.wheels import build_wheel, install_wheel
 
 GUIDE = Path(__file__).parent.parent / "docs" / "adapters.md"
 
@@ -41,9 +39,8 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(built_once):
     """A folder that the wheel is installed in."""
-    folder = tmp_path_factory.mktemp("acme")
     blocks = dict(re.findall(r"```python\n# (acme_nn/\S+)\n(.*?)```", GUIDE.read_text(), re.DOTALL))
     assert set(blocks) == {"acme_nn/adapter.py", "acme_nn/plugin.py"}
     blocks |= {
@@ -51,34 +48,15 @@ def site(tmp_path_factory):
         "acme_nn/model.py": MODEL,
         "pyproject.toml": PROJECT,
     }
-    for path, text in blocks.items():
-        (folder / "source" / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "source" / path).write_text(text)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-    command += ["--skip-dependency-check", folder / "source"]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = (folder / "source" / "dist").glob("*.whl")
-    uv = os.environ.get("UV") or shutil.which("uv")
-    if uv:
-        command = [uv, "pip", "install", "-q", "--offline", "--no-deps", "--python"]
-        command += [sys.executable, "--target", folder / "site", wheel]
-        subprocess.run(command, check=True, capture_output=True)
-    else:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder / "site")
-    return folder / "site"
+
+    def build(folder):
+        install_wheel(build_wheel(folder / "source", blocks), folder / "site")
+
+    return built_once("adapter", build) / "site"
 
 
 def run(code, site, **environment):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=os.environ | {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+    return run_python("-c", code, PYTHONPATH=str(site), **environment).stdout
 
 
 def test_it_is_found_and_used(site):

@@ -1,15 +1,14 @@
 """The README's first command."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from jaxtap_testkit.processes import run_python
+
 
 def demo(*arguments, command="demo"):
-    command = [sys.executable, "-m", "interception_core", command, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return run_python("-m", "interception_core", command, *arguments, strict=False, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +20,7 @@ def outcome(tmp_path_factory):
     return run, json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_both_models_learn_and_stay_accurate(outcome):
     _, results = outcome
     assert [result["model"] for result in results] == ["convolutional", "attention"]
@@ -34,6 +34,7 @@ def test_both_models_learn_and_stay_accurate(outcome):
         assert int4["accuracy"] > in_float["accuracy"] - 0.05
 
 
+@pytest.mark.slow
 def test_stored_parameters_are_small(outcome):
     _, results = outcome
     for result in results:
@@ -42,6 +43,7 @@ def test_stored_parameters_are_small(outcome):
         assert int4 < in_float / 5
 
 
+@pytest.mark.slow
 def test_every_op_of_the_models_ran_in_int8(outcome):
     _, (convolutional, attention) = outcome
     ops = [op["op_name"] for op in convolutional["ops"]]
@@ -51,6 +53,7 @@ def test_every_op_of_the_models_ran_in_int8(outcome):
         assert op["qtypes"] == ["int8", "int8"]
 
 
+@pytest.mark.slow
 def test_output_shows_accuracy_agreement_and_the_table(outcome):
     run, _ = outcome
     for text in ("stored bytes", "same digit as in float", "classifier/matmul:1", "args[0]['"):
@@ -58,6 +61,7 @@ def test_output_shows_accuracy_agreement_and_the_table(outcome):
     assert "training, attention" in run.stderr  # the progress bar
 
 
+@pytest.mark.slow
 def test_both_engines_give_the_same_table(outcome, tmp_path):
     _, by_default = outcome
     file = tmp_path / "demo.json"

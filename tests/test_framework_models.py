@@ -7,6 +7,8 @@ import pytest
 
 from interception_core import Interceptor, PatchEngine, engines, get_engine
 
+pytestmark = pytest.mark.sample(2)
+
 DOT = ("jax.lax.dot_general",)
 
 

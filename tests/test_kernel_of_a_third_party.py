@@ -1,12 +1,13 @@
 """A kernel from a distribution of its own takes the place of one of ours in a program."""
 
-import os
 import shutil
 import subprocess
-import sys
-import zipfile
 
+import jax
 import pytest
+
+from jaxtap_testkit.processes import run_python
+from jaxtap_testkit.wheels import build_wheel, install_wheel
 
 SOURCE = r"""
 #include <cmath>
@@ -145,43 +146,33 @@ print(library.AcmeCalls())
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder with the unpacked wheel."""
+def installed(built_once):
+    """A folder that the wheel is installed in."""
     compiler = shutil.which("c++")
     assert compiler, "te-ffi-kernels is here, so the compiler that built it should be too"
-    import jax
+    files = {
+        "acme_gemm/gemm.cc": SOURCE,
+        "acme_gemm/plugin.py": PLUGIN,
+        "acme_gemm/library.py": LIBRARY,
+        "acme_gemm/__init__.py": "",
+        "pyproject.toml": PROJECT,
+    }
 
-    folder = tmp_path_factory.mktemp("acme")
-    package = folder / "source" / "acme_gemm"
-    package.mkdir(parents=True)
-    (package / "gemm.cc").write_text(SOURCE)
-    (package / "plugin.py").write_text(PLUGIN)
-    (package / "library.py").write_text(LIBRARY)
-    (package / "__init__.py").write_text("")
-    (package.parent / "pyproject.toml").write_text(PROJECT)
-    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off"]
-    library = package / "gemm.so"
-    headers = f"-I{jax.ffi.include_dir()}"
-    subprocess.run([compiler, *flags, headers, package / "gemm.cc", "-o", library], check=True)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-    command += ["--skip-dependency-check", package.parent]
-    subprocess.run(command, check=True, capture_output=True)
-    (wheel,) = (package.parent / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+    def build(folder):
+        source = folder / "gemm.cc"
+        source.write_text(SOURCE)
+        library = folder / "source" / "acme_gemm" / "gemm.so"
+        library.parent.mkdir(parents=True)
+        flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off"]
+        headers = f"-I{jax.ffi.include_dir()}"
+        subprocess.run([compiler, *flags, headers, source, "-o", library], check=True)
+        install_wheel(build_wheel(folder / "source", files), folder / "site")
+
+    return built_once("kernel", build) / "site"
 
 
 def run(code, site, **environment):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=os.environ | {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout.splitlines()
+    return run_python("-c", code, PYTHONPATH=str(site), **environment).stdout.splitlines()
 
 
 def test_it_replaces_ours_and_nobody_s_code_is_touched(installed):

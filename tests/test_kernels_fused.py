@@ -12,6 +12,8 @@ from flax import nnx
 
 import provider_xla as xla
 
+pytestmark = pytest.mark.sample(3)
+
 FUSED = xla.QuantizationRule(kernel="fused")
 RNG = np.random.default_rng()
 X = jnp.asarray(RNG.normal(size=(2, 7, 12)), jnp.float32)

@@ -1,20 +1,24 @@
 """provider-xla with te-ffi-kernels: what is computed, under which transformations, and where."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import quant_numerics as qn
+from jaxtap_testkit import examples
+from jaxtap_testkit.meshes import line, put
+from jaxtap_testkit.processes import run_python
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
+
+pytestmark = pytest.mark.sample(3)
 
 W8 = QuantizationRule(weight_qtype="int8")
 W4 = QuantizationRule(weight_qtype="int4")
@@ -108,7 +112,7 @@ def stack(ws, x):
     return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.sampled_from(sorted(RULES)),
     st.integers(1, 20),
@@ -160,6 +164,7 @@ def test_einsums_of_heads(rule):
     compare(fn, rule, params, x, layers=2)
 
 
+@pytest.mark.optimized  # the bits of two programs are compared
 @pytest.mark.parametrize(
     "transform",
     {
@@ -185,6 +190,7 @@ def test_transformations(transform, fn, rule):
     compare(fn, rule, params, x, transform=transform[1], layers=6)
 
 
+@pytest.mark.optimized  # the bits of two programs are compared
 def test_tied_weights_used_twice():
     w, x = draw((32, 32), (5, 32))
     plan, _, _ = compare(lambda w, x: jnp.tanh(x @ w) @ w, W8A8, w, x)
@@ -261,18 +267,6 @@ def test_exported_and_called_again():
     np.testing.assert_array_equal(export.deserialize(stored).call(leaves, x), run(packed, x))
 
 
-def in_process(program, **environ):
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environ},
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
-
-
 CACHED = """
 import jax, jax.monitoring, jax.numpy as jnp, numpy as np
 from provider_xla import PtqProvider
@@ -300,84 +294,81 @@ def test_compiled_programs_are_cached_across_processes(tmp_path):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    assert in_process(CACHED, **cache) == "0"
-    assert in_process(CACHED, **cache) == "1"
+    assert run_python("-c", CACHED, **cache).stdout.strip() == "0"
+    assert run_python("-c", CACHED, **cache).stdout.strip() == "1"
 
 
-SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
+def relu_of_product(w, x):
+    return jax.nn.relu(x @ w)
 
-rng = np.random.default_rng(0)
-x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 64), (64, 256)))
-model = lambda w, x: jax.nn.relu(x @ w)
-assert len(jax.devices()) == 8
-auto = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-whole, rows, columns = (NamedSharding(auto, P(*s)) for s in ((), ("d",), (None, "d")))
 
-for rule in (
-    QuantizationRule(weight_qtype="int8", act_qtype="int8"),
-    QuantizationRule(weight_qtype="int8"),
-    QuantizationRule(weight_qtype="int4", tile_size=16),
-):
-    plan = PtqProvider(rule).plan(model, w, x)
-    run = jax.jit(plan.apply(model))
+def check_sharded(rule):
+    mesh = line()
+    x, w = draw((16, 64), (64, 256))
+    plan = PtqProvider(rule).plan(relu_of_product, w, x)
+    fn = plan.apply(relu_of_product)
+    run = jax.jit(fn)
     expected = run(plan.quantize(w, prepack=False), x)
 
-    def close(actual):
+    def close(actual, expected=expected):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
     # Data parallel: the weight everywhere, rows shared out.
-    stored = plan.quantize(jax.device_put(w, whole))
+    stored = plan.quantize(put(mesh, w))
     assert isinstance(stored, PrepackedWeight)
-    result = run(stored, jax.device_put(x, rows))
+    result = run(stored, put(mesh, x, "d"))
     assert result.sharding.spec == P("d"), result.sharding
     close(result)
-    around = jax.shard_map(plan.apply(model), mesh=auto, in_specs=(P(), P("d")), out_specs=P("d"))
+    around = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
     close(jax.jit(around)(stored, x))
 
     # Columns shared out: so are the panels.
-    stored = plan.quantize(jax.device_put(w, columns))
+    stored = plan.quantize(put(mesh, w, None, "d"))
     assert isinstance(stored, PrepackedWeight)
     (buffer,) = jax.tree.leaves(stored)
-    assert buffer.sharding == NamedSharding(auto, P("d")), buffer.sharding
+    assert buffer.sharding == NamedSharding(mesh, P("d")), buffer.sharding
     assert buffer.addressable_shards[0].data.shape[0] == 2
-    result = run(stored, jax.device_put(x, whole))
+    result = run(stored, put(mesh, x))
     assert result.sharding.spec == P(None, "d"), result.sharding
     close(result)
     np.testing.assert_array_equal(stored.restore(), plan.quantize(w).restore())
 
     # What can't be shared out in panels stays codes, and the plan of such parameters says so.
-    for stays, fn, why in (
-        (jax.device_put(w, rows), model, "an axis that is contracted"),
-        (jax.device_put(w[:, :64], columns), model, "cut within a panel of 16"),
+    for stays, why in (
+        (put(mesh, w, "d"), "an axis that is contracted"),
+        (put(mesh, w[:, :64], None, "d"), "cut within a panel of 16"),
     ):
-        sharded = PtqProvider(rule).plan(fn, stays, x)
+        sharded = PtqProvider(rule).plan(relu_of_product, stays, x)
         assert why in sharded.ops[0].kernel_reason, sharded.ops[0].kernel_reason
-        abstract = PtqProvider(rule).plan(fn, jax.ShapeDtypeStruct(stays.shape, stays.dtype), x)
+        shape = jax.ShapeDtypeStruct(stays.shape, stays.dtype)
+        abstract = PtqProvider(rule).plan(relu_of_product, shape, x)
         stored = abstract.quantize(stays)
         assert not isinstance(stored, PrepackedWeight)
-        np.testing.assert_allclose(
-            jax.jit(abstract.apply(fn))(stored, x), expected[:, : stays.shape[1]], 1e-4, 1e-4
-        )
-
-explicit = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
-plan = PtqProvider().plan(model, w, x)
-stored = plan.quantize(w)
-with jax.set_mesh(explicit):
-    xs = jax.device_put(x, NamedSharding(explicit, P("d")))
-    ws = jax.device_put(stored, NamedSharding(explicit, P()))
-    result = jax.jit(plan.apply(model))(ws, xs)
-    assert result.sharding.spec[0] == "d", result.sharding
-    np.testing.assert_array_equal(result, jax.jit(plan.apply(model))(stored, x))
-print("done")
-"""
+        actual = jax.jit(abstract.apply(relu_of_product))(stored, x)
+        close(actual, expected[:, : stays.shape[1]])
 
 
-def test_on_eight_devices():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    assert in_process(SHARDED, XLA_FLAGS=flags) == "done"
+def test_w8a8_on_eight_devices():
+    check_sharded(W8A8)
+
+
+def test_w8_on_eight_devices():
+    check_sharded(W8)
+
+
+def test_w4_in_tiles_on_eight_devices():
+    check_sharded(W4_TILED)
+
+
+def test_shardings_in_types():
+    mesh = line(AxisType.Explicit)
+    x, w = draw((16, 64), (64, 256))
+    plan = PtqProvider().plan(relu_of_product, w, x)
+    stored, run = plan.quantize(w), jax.jit(plan.apply(relu_of_product))
+    with jax.set_mesh(mesh):
+        result = run(put(mesh, stored), put(mesh, x, "d"))
+        assert result.sharding.spec[0] == "d", result.sharding
+        np.testing.assert_array_equal(result, run(stored, x))
 
 
 def test_a_symbolic_number_of_rows():
@@ -409,8 +400,8 @@ plan = provider_xla.PtqProvider().plan(lambda w, x: x @ w, w, w.T)
 assert plan.ops[0].kernel is None
 print(plan.ops[0].kernel_reason, isinstance(plan.quantize(w), qn.QArray))
 """
-    found = in_process(program, JAXTAP_DISABLE_PLUGINS="te-ffi-kernels")
-    assert found == "no kernel for gemm_w8a8 on cpu True"
+    found = run_python("-c", program, JAXTAP_DISABLE_PLUGINS="te-ffi-kernels")
+    assert found.stdout.strip() == "no kernel for gemm_w8a8 on cpu True"
 
 
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit, jax.checkpoint])

@@ -2,19 +2,19 @@
 
 import importlib.util
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from minilm import load, model
 from minilm.rules import VARIANTS
 from minilm.sentences import SENTENCES
 
+from jaxtap_testkit import examples
+from jaxtap_testkit.processes import run_python
 from provider_xla import PtqProvider, QuantizationRule, quantize_file
 from provider_xla import load as load_stored
 
@@ -165,7 +165,7 @@ def test_quantizing_the_published_file(tmp_path):
     assert size < 0.7 * source.stat().st_size
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_model_is_bert_and_padding_changes_nothing(seed, lengths):
     rng = np.random.default_rng(seed)
@@ -305,9 +305,7 @@ def test_passes_make_4_bits_better(params, tokenize):
 
 @published
 def test_command():
-    command = [sys.executable, "-W", "error", "-m", "examples.minilm", "--plan"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
+    run = run_python("-m", "examples.minilm", "--plan", cwd=ROOT)
     assert "layer_5/down/matmul:0" in run.stdout
     assert "25 of 37 operations quantized" in run.stdout
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = Path(__file__).parent.parent / "packages"
+ROOT = Path(__file__).parent.parent
+PACKAGES, TESTKIT = ROOT / "packages", ROOT / "testkit"
+UV = os.environ.get("UV") or shutil.which("uv")
 NEEDS = {
     "interception-core": ["interception-core"],
     "hijax-trace": ["interception-core", "hijax-trace"],
@@ -42,34 +45,54 @@ CHECKS = {
     "assert 'no kernels' in kernels.status(); import jax.numpy as jnp, te_ffi_kernels as te; "
     "assert (te.softmax(jnp.zeros((2, 4))) == 0.25).all()",
 }
+# Exits with what is imported anywhere in a folder's files and is not installed.
+IMPORTS = """
+import ast, importlib.util, pathlib, sys
+names = set()
+for file in pathlib.Path(sys.argv[1]).rglob("*.py"):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {(alias.name.partition(".")[0], file.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add((node.module.partition(".")[0], file.name))
+missing = [name for name in names if importlib.util.find_spec(name[0]) is None]
+sys.exit(f"not installed: {missing}" if missing else 0)
+"""
 if importlib.util.find_spec("te_ffi_kernels") is None:
     # There is no compiler: see CONTRIBUTING.md.
     del NEEDS["te-ffi-kernels"], NEEDS["te-ffi-kernels-cuda13"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", NEEDS)
-def test_in_an_empty_environment(package, tmp_path):
-    uv = os.environ.get("UV") or shutil.which("uv")
-    assert uv, "this test needs uv: run the tests with `uv run pytest`"
+def test_alone(package, tmp_path):
+    """It works with what it needs and nothing else; its tests, with its extra and the helpers."""
     environment = tmp_path / "environment"
     python = environment / "bin" / "python"
-    folders = [str(PACKAGES / name) for name in NEEDS[package]]
 
     def run(*command):
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            timeout=600,
-            env=os.environ | {"JAXTAP_CUDA": "OFF"},  # nvcc takes its time
-        )
-        assert result.returncode == 0, result.stderr
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=900)
+        assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    run(uv, "venv", "--python", sys.executable, str(environment))
-    run(uv, "pip", "install", "--python", str(python), *folders)
-    run(str(python), "-W", "error", "-c", CHECKS[package])
-    installed = run(uv, "pip", "list", "--python", str(python))
+    def install(*wanted):
+        run(UV, "pip", "install", "--python", python, *wanted)
+
+    run(UV, "venv", "--python", sys.executable, environment)
+    folders = [PACKAGES / name for name in NEEDS[package]]
+    install(*folders)
+    run(python, "-W", "error", "-c", CHECKS[package])
+    installed = run(UV, "pip", "list", "--python", python)
     for other in NEEDS.keys() - set(NEEDS[package]):
         assert other not in installed
+
+    # As whoever packages it anew has the tests: from the sdist, with no other package's beside.
+    run(UV, "build", "--sdist", "--out-dir", tmp_path / "dist", PACKAGES / package)
+    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path / "source", filter="data")
+    install(*folders[:-1], f"{folders[-1]}[test]", TESTKIT)
+    (tests,) = (tmp_path / "source").glob("*/tests")
+    collected = run(python, "-m", "pytest", "--collect-only", "-q", "--full", tests)
+    assert re.search(r"^\d+ tests collected", collected, re.MULTILINE), collected
+    # What functions import when they run is not imported by collecting them.
+    run(python, "-c", IMPORTS, tests)

@@ -1,106 +1,99 @@
 """Tapped and quantized programs on eight devices, sharded as the plain ones are."""
 
-import os
-import subprocess
-import sys
-
-PROGRAM = """
-import jax, jax.export, jax.numpy as jnp, numpy as np
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxtap_testkit.meshes import line, put
+from jaxtap_testkit.xla_samples import draw
 from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
 
-rng = np.random.default_rng()
-x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 64), (64, 32)))
-model = lambda w, x: jax.nn.relu(x @ w)
-quantized = PtqProvider().apply(model)
+X, W = draw((16, 64), (64, 32))
+ROWS = {"in_specs": (P(), P("d")), "out_specs": P("d")}
 
 
-def close(actual, expected):
+def model(w, x):
+    return jax.nn.relu(x @ w)
+
+
+def assert_near(actual, expected):
     assert np.linalg.norm(actual - expected) < 0.02 * np.linalg.norm(expected)
 
 
-assert len(jax.devices()) == 8
-auto = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-rows, whole = NamedSharding(auto, P("d")), NamedSharding(auto, P())
-result = jax.jit(quantized)(jax.device_put(w, whole), jax.device_put(x, rows))
-assert result.sharding.spec == P("d"), result.sharding
-close(result, model(w, x))
-
-around = jax.shard_map(quantized, mesh=auto, in_specs=(P(), P("d")), out_specs=P("d"))
-close(jax.jit(around)(w, x), model(w, x))
-
-inside = PtqProvider().apply(
-    lambda w, x: jax.shard_map(
-        lambda w, x: lax.psum(x @ w, "d"),
-        mesh=auto,
-        in_specs=(P("d"), P(None, "d")),
-        out_specs=P(),
-    )(w, x)
-)
-for fn in (inside, jax.jit(inside)):
-    close(fn(w, x), x @ w)
-gradient = jax.grad(lambda w: jax.jit(inside)(w, x).sum())(w)
-close(gradient, jax.grad(lambda w: (x @ w).sum())(w))
-
-# Stored parameters: sharded as they were, used as they are, and inside of a shard_map.
-columns = NamedSharding(auto, P(None, "d"))
-rules = [QuantizationRule(weight_qtype="int8")]
-rules += [QuantizationRule(weight_qtype="int4", tile_size=8)]
-for rule in rules:
-    plan = PtqProvider(rule).plan(model, w, x)
-    stored = plan.quantize(jax.device_put(w, columns))
-    assert stored.qvalue.sharding == columns, stored.qvalue.sharding
-    result = jax.jit(plan.apply(model))(stored, jax.device_put(x, whole))
-    assert result.sharding.spec == P(None, "d"), result.sharding
-    expected = model(stored.restore(), x)
-    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
-    around = jax.shard_map(plan.apply(model), mesh=auto, in_specs=(P(), P("d")), out_specs=P("d"))
-    np.testing.assert_allclose(jax.jit(around)(stored, x), expected, rtol=1e-4, atol=1e-4)
+def test_rows_are_shared_out():
+    mesh, quantized = line(), PtqProvider().apply(model)
+    result = jax.jit(quantized)(put(mesh, W), put(mesh, X, "d"))
+    assert result.sharding.spec == P("d"), result.sharding
+    assert_near(result, model(W, X))
+    around = jax.shard_map(quantized, mesh=mesh, **ROWS)
+    assert_near(jax.jit(around)(W, X), model(W, X))
 
 
-# Training: data parallel, the gradient reduced inside.
-def step(w, x):
-    return lax.pmean(jax.grad(lambda w: (model(w, x) ** 2).mean())(w), "d")
+def test_shard_map_inside():
+    specs = {"in_specs": (P("d"), P(None, "d")), "out_specs": P()}
+    parts = jax.shard_map(lambda w, x: lax.psum(x @ w, "d"), mesh=line(), **specs)
+    inside = PtqProvider().apply(lambda w, x: parts(w, x))
+    for fn in (inside, jax.jit(inside)):
+        assert_near(fn(W, X), X @ W)
+    gradient = jax.grad(lambda w: jax.jit(inside)(w, X).sum())(W)
+    assert_near(gradient, jax.grad(lambda w: (X @ w).sum())(W))
 
 
-trained = QtProvider(QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8"))
-gradient = jax.grad(lambda w: (model(w, x) ** 2).mean())(w)
-specs = dict(mesh=auto, in_specs=(P(), P("d")), out_specs=P())
-unchecked = dict(specs, check_vma=False)  # of a gradient within, JAX can't know that it is equal
-for fn in (
-    trained.apply(lambda w, x: jax.shard_map(step, **unchecked)(w, x)),
-    jax.shard_map(trained.apply(step), **unchecked),
-):
-    close(jax.jit(fn)(w, x), gradient)
-losses = jax.shard_map(
-    lambda w, x: lax.pmean((trained.apply(model)(w, x) ** 2).mean(), "d"), **specs
-)
-close(jax.jit(jax.grad(losses))(w, x), gradient)
-
-explicit = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
-with jax.set_mesh(explicit):
-    xs = jax.device_put(x, NamedSharding(explicit, P("d")))
-    ws = jax.device_put(w, NamedSharding(explicit, P()))
-    result = jax.jit(quantized)(ws, xs)
-    assert jax.typeof(result) == jax.typeof(jax.jit(model)(ws, xs))
-    close(result, model(w, x))
-
-batch, = jax.export.symbolic_shape("batch")
-shapes = jax.ShapeDtypeStruct(w.shape, w.dtype), jax.ShapeDtypeStruct((batch, 64), x.dtype)
-close(jax.export.export(jax.jit(quantized))(*shapes).call(w, x), model(w, x))
-print("done")
-"""
+def test_stored_parameters_stay_sharded():
+    """And are used as they are, inside of a shard_map, too."""
+    mesh = line()
+    given = put(mesh, W, None, "d")
+    for rule in (
+        QuantizationRule(weight_qtype="int8"),
+        QuantizationRule(weight_qtype="int4", tile_size=8),
+    ):
+        plan = PtqProvider(rule).plan(model, W, X)
+        stored = plan.quantize(given)
+        assert stored.qvalue.sharding == given.sharding, (rule, stored.qvalue.sharding)
+        result = jax.jit(plan.apply(model))(stored, put(mesh, X))
+        assert result.sharding.spec == P(None, "d"), (rule, result.sharding)
+        expected, near = model(stored.restore(), X), {"rtol": 1e-4, "atol": 1e-4}
+        np.testing.assert_allclose(result, expected, **near, err_msg=str(rule))
+        around = jax.shard_map(plan.apply(model), mesh=mesh, **ROWS)
+        np.testing.assert_allclose(jax.jit(around)(stored, X), expected, **near, err_msg=str(rule))
 
 
-def test_on_eight_devices():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "XLA_FLAGS": flags},
+def test_data_parallel_training():
+    mesh = line()
+
+    def step(w, x):
+        return lax.pmean(jax.grad(lambda w: (model(w, x) ** 2).mean())(w), "d")
+
+    trained = QtProvider(QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8"))
+    gradient = jax.grad(lambda w: (model(w, X) ** 2).mean())(W)
+    specs = {"mesh": mesh, "in_specs": (P(), P("d")), "out_specs": P()}
+    # Of a gradient within, JAX can't know that it is equal on all devices.
+    unchecked = {**specs, "check_vma": False}
+    around = jax.shard_map(trained.apply(step), **unchecked)
+    assert_near(jax.jit(around)(W, X), gradient)
+    inside = trained.apply(lambda w, x: jax.shard_map(step, **unchecked)(w, x))
+    assert_near(jax.jit(inside)(W, X), gradient)
+    losses = jax.shard_map(
+        lambda w, x: lax.pmean((trained.apply(model)(w, x) ** 2).mean(), "d"), **specs
     )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "done"
+    assert_near(jax.jit(jax.grad(losses))(W, X), gradient)
+
+
+def test_shardings_in_types():
+    mesh, quantized = line(AxisType.Explicit), PtqProvider().apply(model)
+    with jax.set_mesh(mesh):
+        w, x = put(mesh, W), put(mesh, X, "d")
+        result = jax.jit(quantized)(w, x)
+        assert jax.typeof(result) == jax.typeof(jax.jit(model)(w, x))
+        assert_near(result, model(W, X))
+
+
+def test_export_of_a_symbolic_number_of_rows():
+    (rows,) = jax.export.symbolic_shape("rows")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 32), (rows, 64))]
+    exported = jax.export.export(jax.jit(PtqProvider().apply(model)))(*shapes)
+    assert_near(exported.call(W, X), model(W, X))

@@ -1,8 +1,1 @@
-import jax
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def _strict():
-    with jax.numpy_dtype_promotion("strict"):
-        yield
+from jaxtap_testkit.strict import strict_dtypes  # noqa: F401

@@ -1,7 +1,11 @@
 """The suite of all engines, for PatchEngine with JIT on and off."""
 
+import pytest
+
 from interception_core import PatchEngine
 from interception_core.testing import EngineConformance
+
+pytestmark = pytest.mark.sample(3)
 
 
 class TestPatchEngine(EngineConformance):

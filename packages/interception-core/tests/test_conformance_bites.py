@@ -1,11 +1,11 @@
 """The suite fails engines that are wrong, each in the tests that are about its fault."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from jaxtap_testkit.processes import run_python
 
 FILE = Path(__file__).with_name("wrong_engines.py")
 OUTCOME = r"^(PASSED|FAILED|ERROR) \S*::Test\w+::(test_\w+(?:\[.*?\](?= - |$))?)"
@@ -66,10 +66,9 @@ FAULTS = {
 
 def run(engine, tests):
     """Returns the outcomes of each test. In a process of its own: what leaks, stays there."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q"]
-    command += ["--tb=no", "-rA"]
+    command = ["-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-q", "--tb=no", "-rA"]
     names = [f"{FILE}::Test{engine}::{test}" for test in tests]
-    result = subprocess.run([*command, *names], capture_output=True, text=True, timeout=600)
+    result = run_python(*command, *names, strict=False, check=False)
     found: dict = {}
     for outcome, test in re.findall(OUTCOME, result.stdout, re.MULTILINE):
         found.setdefault(test, set()).add(outcome)
@@ -77,6 +76,7 @@ def run(engine, tests):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", FAULTS)
 def test_a_wrong_engine_is_caught(engine):
     failing, passing = FAULTS[engine]

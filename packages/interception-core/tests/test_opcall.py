@@ -1,14 +1,11 @@
 """What handlers are told: ids, paths, operands, fingerprints."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from interception_core import Interceptor, PatchEngine
+from jaxtap_testkit.processes import run_python
 
 ENGINE = PatchEngine()
 NO_JIT = PatchEngine(disable_jit=True)
@@ -187,15 +184,7 @@ fn(jnp.ones((2, 3)), jnp.ones((3, 3)))
 
 def test_fingerprints_tell_structures_apart_and_are_equal_in_every_process():
     runs = [
-        subprocess.run(
-            [sys.executable, "-c", FINGERPRINTS],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout.split()
-        for seed in ("1", "2")
+        run_python("-c", FINGERPRINTS, PYTHONHASHSEED=seed).stdout.split() for seed in ("1", "2")
     ]
     assert runs[0] == runs[1]
     first, second, *others = runs[0]

@@ -22,6 +22,8 @@ from interception_core import (
 )
 from interception_core._errors import TargetError
 
+pytestmark = pytest.mark.sample(4)
+
 ENGINE = PatchEngine()
 NO_JIT = PatchEngine(disable_jit=True)
 ENGINES = pytest.mark.parametrize("engine", [ENGINE, NO_JIT], ids=["jit", "no jit"])

@@ -1,8 +1,5 @@
 """What interception_core.testing ships beside the suite: its programs, and its models."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +10,9 @@ from interception_core import testing
 from interception_core.testing._forms import FORMS
 from interception_core.testing._steps import STEPS
 from interception_core.testing.programs import FORM_NAMES, Block, Form, Program, Step, programs
+from jaxtap_testkit.processes import run_python
+
+pytestmark = pytest.mark.sample(4)
 
 
 def drawn(strategy, examples):
@@ -114,6 +114,4 @@ def test_interception_core_does_not_need_it():
         "print([m for m in ('pytest', 'hypothesis', 'interception_core.testing') "
         "if m in sys.modules])"
     )
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.strip() == "[]"
+    assert run_python("-c", code).stdout.strip() == "[]"

@@ -1,11 +1,7 @@
 import importlib.util
-import sys
-from pathlib import Path
 
 import jax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 collect_ignore_glob = []
 if not all(importlib.util.find_spec(name) for name in ("litert_converter", "ai_edge_litert")):
@@ -23,13 +19,6 @@ _POOLS = ("test_odml_models", "test_export", "test_report", "test_aeq", "test_de
 def _strict(request):
     pools = request.path.name.startswith(_POOLS)
     with jax.numpy_dtype_promotion("standard" if pools else "strict"):
-        yield
-
-
-@pytest.fixture
-def leaks():
-    """No tracer outlives its trace. Not for tests that train: it turns JAX's caches off."""
-    with jax.checking_leaks():
         yield
 
 

@@ -9,6 +9,8 @@ import pytest
 import provider_odml as odml
 from provider_odml._litert import read
 
+pytestmark = pytest.mark.sample(3)
+
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 40, (4, 6)).astype(np.int32)
 DYNAMIC = {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False}

@@ -2,10 +2,10 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
+
+from jaxtap_testkit.processes import run_python
 
 HAS_LITERT = all(map(importlib.util.find_spec, ("litert_converter", "ai_edge_litert")))
 
@@ -13,8 +13,7 @@ HAS_LITERT = all(map(importlib.util.find_spec, ("litert_converter", "ai_edge_lit
 def jaxtap(*words, code="from interception_core._cli.main import main"):
     """Runs the command line in a process of its own, after some code."""
     code = f"import sys\n{code}\nsys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return run_python("-c", code, *words, strict=False, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +25,7 @@ def outcome(tmp_path_factory):
     return run, json.loads(file.read_text())
 
 
+@pytest.mark.slow  # it trains two models
 @pytest.mark.skipif(not HAS_LITERT, reason="the extra [litert] is not installed")
 class TestWithLitert:
     def test_the_device_is_as_accurate_as_training(self, outcome):

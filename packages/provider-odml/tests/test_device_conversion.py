@@ -1,20 +1,16 @@
 """What the device forms become in a .tflite, and what it computes."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
+from jaxtap_testkit.litert_samples import fake_quant, program
 from provider_odml import _device as device
 from provider_odml._litert import Runner, convert, read
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from litert_samples import fake_quant, program
+pytestmark = pytest.mark.sample(4)
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 6, 8)).astype(np.float32)

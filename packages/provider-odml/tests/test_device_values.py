@@ -12,6 +12,8 @@ from jax import lax
 
 from provider_odml import _device as device
 
+pytestmark = pytest.mark.sample(6)
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 6, 8)).astype(np.float32)
 IMAGE = RNG.normal(size=(2, 6, 4, 3)).astype(np.float32)

@@ -4,8 +4,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from core_samples import MLP, W8A8, avg_pool, draw, mlp, nnx_block
 
+from jaxtap_testkit.odml_samples import MLP, W8A8, avg_pool, draw, mlp, nnx_block
 from provider_odml import export, qat
 from provider_odml._litert import read
 

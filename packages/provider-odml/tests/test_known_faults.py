@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from test_export import W8A8, W8A16, exported, normal, signal_to_noise
 
 import provider_odml as odml
+from jaxtap_testkit.odml_exports import W8A8, W8A16, exported, normal, signal_to_noise
 from provider_odml._device import FORMS
 from provider_odml._export import _collect, _constants, _emit, _export, _program
 from provider_odml._litert import _convert
+
+pytestmark = pytest.mark.sample(3)
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 X = normal(4, 8, seed=9)

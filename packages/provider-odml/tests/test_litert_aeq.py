@@ -1,11 +1,11 @@
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtap_testkit.litert_samples import NHWC, program
 from provider_odml._errors import MissingExtraError, OdmlError
 from provider_odml._litert import (
     PRESETS,
@@ -18,9 +18,7 @@ from provider_odml._litert import (
     read,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from litert_samples import NHWC, program
+pytestmark = pytest.mark.sample(3)
 
 RNG = np.random.default_rng(0)
 FIRST = RNG.normal(size=(128, 64)).astype(np.float32) / 11

@@ -1,18 +1,15 @@
 import os
 import stat
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtap_testkit.litert_samples import Layer, fake_quant, program
 from provider_odml._errors import OdmlError
 from provider_odml._litert import Runner, _schema, convert, deduplicate, integer_io, read, save
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from litert_samples import Layer, fake_quant, program
+pytestmark = pytest.mark.sample(3)
 
 
 @pytest.fixture(scope="module")

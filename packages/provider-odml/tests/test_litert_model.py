@@ -1,17 +1,14 @@
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jaxtap_testkit.litert_samples import Layer, program
+from jaxtap_testkit.processes import run_python
 from provider_odml._errors import OdmlError
 from provider_odml._litert import _schema, convert, read
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from litert_samples import Layer, program
 
 
 @pytest.fixture(scope="module", params=["i8", "i4", "i2"])
@@ -151,7 +148,7 @@ def test_nothing_of_the_extras_is_imported_with_the_package():
         "    sys.modules[name] = None\n"
         "import provider_odml._litert\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code)
 
 
 def test_the_chain_imports_no_jax():

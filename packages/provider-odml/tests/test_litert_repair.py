@@ -1,17 +1,12 @@
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jaxtap_testkit.litert_samples import Layer, program
+from jaxtap_testkit.processes import run_python
 from provider_odml._errors import OdmlError
 from provider_odml._litert import Runner, _convert, _schema, convert, integer_io, read, repair
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from litert_samples import Layer, program
 
 KINDS = ["FULLY_CONNECTED", "CONV_2D", "DEPTHWISE_CONV_2D"]
 
@@ -106,7 +101,7 @@ def test_the_fault_is_still_there(layer, unrepaired, tmp_path):
         "except Exception as error:\n"
         "    print(json.dumps(str(error)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, file, codes], capture_output=True, text=True)
+    done = run_python("-c", code, file, codes, strict=False, check=False)
     if done.returncode >= 0:
         found = json.loads(done.stdout)
         if isinstance(found, str):

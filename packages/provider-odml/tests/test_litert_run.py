@@ -1,15 +1,9 @@
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from jaxtap_testkit.litert_samples import Layer, program
 from provider_odml._errors import OdmlError
 from provider_odml._litert import Runner, _schema, convert, integer_io
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from litert_samples import Layer, program
 
 KINDS = ["FULLY_CONNECTED", "CONV_2D", "DEPTHWISE_CONV_2D"]
 

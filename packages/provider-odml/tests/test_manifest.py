@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_samples import MLP, MODELS, W8A8, W8A16, draw, mlp
 
+from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, draw, mlp
 from provider_odml import ManifestError, MovingAverage, OdmlError, OdmlRule, QuantStats, export, qat
 from provider_odml._manifest import Manifest
+
+pytestmark = pytest.mark.sample(4)
 
 X = draw(4, 6)
 PARAMS = {"w": draw(6, 8, seed=1), "v": draw(8, 3, seed=2)}

@@ -5,10 +5,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from odml_models import MODELS, Digits, accuracy, train
 
 import provider_odml as odml
+from jaxtap_testkit.odml_models import MODELS, Digits, accuracy, train
 from provider_odml._export import _export as pipeline
+
+pytestmark = pytest.mark.sample(2)
 
 MODES = {
     "W8A8": {"weight_qtype": "int8", "act_qtype": "int8"},

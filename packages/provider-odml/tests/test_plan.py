@@ -6,13 +6,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from core_samples import MLP, MODELS, W8A8, W8A16, Cnn, avg_pool, draw, mlp, plan_of
 from jax import lax
 
+from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, Cnn, avg_pool, draw, mlp, plan_of
 from provider_odml import OdmlError, OdmlRule, qat
 from provider_odml._decide import Options, decide
 from provider_odml._plan import ConstantUse, DynamicUse, SiteUse, WeightUse
 from provider_odml._survey import survey
+
+pytestmark = pytest.mark.sample(4)
 
 W, X = draw(6, 8, seed=1), draw(4, 6)
 IMAGE, KERNEL = draw(2, 8, 8, 3), draw(3, 3, 3, 5, seed=1)

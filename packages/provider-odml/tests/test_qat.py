@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from core_samples import (
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxtap_testkit import examples
+from jaxtap_testkit.odml_samples import (
     MLP,
     MODELS,
     W8A8,
@@ -20,14 +25,12 @@ from core_samples import (
     fake_quant_weight,
     mlp,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax import lax
-
 from provider_odml import MovingAverage, OdmlError, OdmlRule, qat
 from provider_odml._plan import ConstantUse, WeightUse
 from provider_odml._ranges import How, at_site, calibration_of, fake_quant_constant
 from provider_odml._ranges import fake_quant_weight as weight_of
+
+pytestmark = pytest.mark.sample(3)
 
 W, X = draw(6, 8, seed=1), draw(4, 6)
 
@@ -187,7 +190,7 @@ def test_types_are_those_of_the_float_program(dtype):
     assert (out.dtype, out.shape) == (dtype, (4, 8))
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=0, max_size=4),
     qtype=st.sampled_from(["int8", "int16"]),
@@ -214,7 +217,7 @@ def test_fake_quantization_of_any_shape(shape, qtype, batch, seed):
     assert off.max() <= step * 1.01
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     qtype=st.sampled_from([("int8", 127), ("int4", 7), ("int2", 1)]),

@@ -1,20 +1,9 @@
-import sys
-from pathlib import Path
-
-import jax
 import pytest
 
 import provider_xla._choices
 import provider_xla._provider
 from interception_core import KernelChoice, get_engine
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(autouse=True)
-def _strict():
-    with jax.numpy_dtype_promotion("strict"):
-        yield
+from jaxtap_testkit.strict import strict_dtypes  # noqa: F401
 
 
 @pytest.fixture(params=["trace", "patch"])

@@ -29,6 +29,7 @@ def accuracy(model, digits):
     return np.mean(found == digits.test_labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_converges(model, digits):
     in_float = accuracy(model, digits)

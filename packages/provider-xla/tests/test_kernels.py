@@ -2,21 +2,18 @@
 
 import functools
 import json
-import sys
-from pathlib import Path
 
-import fake_kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from xla_samples import PROGRAMS, draw, make
 
 import quant_numerics as qn
-from interception_core._plugins import host as _host
-from interception_core._plugins.discovery import Found
+from jaxtap_testkit import fake_kernels
+from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
+from jaxtap_testkit.xla_samples import PROGRAMS, draw, make
 from provider_xla import (
     PrepackedWeight,
     PtqProvider,
@@ -25,25 +22,11 @@ from provider_xla import (
 )
 from provider_xla._run import quantized_product
 
+pytestmark = pytest.mark.sample(4)
+
 W8 = QuantizationRule(weight_qtype="int8")
 W4 = QuantizationRule(weight_qtype="int4")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """The installed plugins with the fake kernels in place of others."""
-    assert Path(fake_kernels.__file__).parent == Path(__file__).parent
-    monkeypatch.setitem(sys.modules, "fake_kernels", fake_kernels)
-
-    def found():
-        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
-        yield Found("fake", "fake_kernels", "fake-kernels", "1.0")
-
-    _host._reset(_host.Host(found, {}))
-    fake_kernels.CALLS.clear()
-    yield
-    _host._reset()
 
 
 def is_packed(node):

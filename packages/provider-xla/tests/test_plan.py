@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from xla_samples import PROGRAMS, draw, make, products, stack, tied
 
 import quant_numerics as qn
+from jaxtap_testkit.xla_samples import PROGRAMS, draw, make, products, stack, tied
 from provider_xla import (
     PtqProvider,
     QuantizationError,
     QuantizationRule,
     QuantizationWarning,
 )
+
+pytestmark = pytest.mark.sample(4)
 
 W8 = QuantizationRule(weight_qtype="int8")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")

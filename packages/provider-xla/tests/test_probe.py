@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from xla_samples import PROGRAMS, make
 
+from jaxtap_testkit.xla_samples import PROGRAMS, make
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule
 from provider_xla._probe import Largest, probe
+
+pytestmark = pytest.mark.sample(4)
 
 W8 = QuantizationRule(weight_qtype="int8")
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from xla_samples import products
 
 from interception_core import UnknownNameError, get_provider
+from jaxtap_testkit.xla_samples import products
 from provider_xla import PtqProvider, QuantizationRule
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [pytest.mark.sample(4), pytest.mark.usefixtures("engine")]
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 

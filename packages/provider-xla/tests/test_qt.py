@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from xla_samples import PROGRAMS, conv, draw, make, stack
 
 import quant_numerics as qn
 from interception_core import get_provider
+from jaxtap_testkit.xla_samples import PROGRAMS, conv, draw, make, stack
 from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule, QuantizationWarning
+
+pytestmark = pytest.mark.sample(3)
 
 QAT = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 QT = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")

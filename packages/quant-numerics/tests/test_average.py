@@ -10,6 +10,8 @@ from jax import lax
 
 from quant_numerics import Calibration, MovingAverage, Statistics, calibrate
 
+pytestmark = pytest.mark.sample(4)
+
 STEPS = np.random.default_rng(0).uniform(1, 2, size=(5, 3, 1)).astype(np.float32)
 
 

@@ -2,9 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxtap_testkit import examples
 from quant_numerics import (
     Calibration,
     calibrate,
@@ -13,6 +14,8 @@ from quant_numerics import (
     quantize,
     scale_of,
 )
+
+pytestmark = pytest.mark.sample(4)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -25,7 +28,7 @@ def sample(seed=0, shape=(3, 40)):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@settings(deadline=None, max_examples=6)
+@examples(6)
 @given(st.integers(0, 999), st.sampled_from([1e-25, 1.0, 1e25]))
 def test_ranges_are_numpys(seed, magnitude):
     x = sample(seed) * np.float32(magnitude)

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from jaxtap_testkit import examples
 from quant_numerics import (
     QArray,
     conv_general_dilated,
@@ -17,6 +18,8 @@ from quant_numerics import (
     quantize,
     quantize_for_conv,
 )
+
+pytestmark = pytest.mark.sample(4)
 
 INF, NAN = float("inf"), float("nan")
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -138,7 +141,7 @@ def problems(draw):
     return lhs, rhs, args, {"feature_group_count": groups, "batch_group_count": batch_groups}
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(problems())
 def test_any_convolution_is_exact(problem):
     lhs, rhs, args, options = problem
@@ -166,7 +169,7 @@ def test_int8_reaches_the_convolution_and_int32_leaves_it(primitives):
         assert convs == [("conv_general_dilated", ["bfloat16", "bfloat16"], ["float32"])]
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(st.sampled_from(["int8", "int4"]), st.integers(0, 99), st.integers(1, 3))
 def test_error_is_within_the_analytic_bound(qtype, seed, features):
     rng = np.random.default_rng(seed)

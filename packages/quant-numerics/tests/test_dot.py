@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxtap_testkit import examples
 from quant_numerics import (
     QArray,
     dequantize,
@@ -16,6 +17,8 @@ from quant_numerics import (
     quantize,
     quantize_for_dot,
 )
+
+pytestmark = pytest.mark.sample(4)
 
 INF, NAN = float("inf"), float("nan")
 MATMUL = (((1,), (0,)), ((), ()))
@@ -93,7 +96,7 @@ def value(q):
     return np.asarray(q.qvalue).astype(np.float64) * scale
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(problems())
 def test_integer_dots_of_any_layout_and_granularity_are_exact(problem):
     lhs, rhs, spec, dims = problem
@@ -102,7 +105,7 @@ def test_integer_dots_of_any_layout_and_granularity_are_exact(problem):
     np.testing.assert_array_equal(out, np.einsum(spec, value(lhs), value(rhs)))
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(problems(), st.sampled_from(["lhs", "rhs"]), st.sampled_from(["bfloat16", "float32"]))
 def test_weight_only_dots_of_any_layout_and_granularity_are_exact(problem, float_side, dtype):
     lhs, rhs, spec, dims = problem
@@ -117,7 +120,7 @@ def test_weight_only_dots_of_any_layout_and_granularity_are_exact(problem, float
     np.testing.assert_array_equal(out, want)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.tuples(*[st.integers(1, 9)] * 3), QTYPES, QTYPES, st.integers(0, 99))
 def test_rescaling_is_float32_lhs_then_rhs(shape, qtype_l, qtype_r, seed):
     m, k, n = shape
@@ -127,7 +130,7 @@ def test_rescaling_is_float32_lhs_then_rhs(shape, qtype_l, qtype_r, seed):
     np.testing.assert_array_equal(run(lhs, rhs), want)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(
     st.tuples(st.integers(1, 6), st.sampled_from([1, 4, 12]), st.integers(1, 6)),
     QTYPES,
@@ -193,7 +196,7 @@ def test_a_plain_matmul_moves_no_operand(primitives):
     assert moved == []
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(problems(st.just("int8")), st.integers(1, 5))
 def test_chunks_change_nothing(problem, limit):
     lhs, rhs, spec, dims = problem
@@ -240,7 +243,7 @@ def matrices(m, n):
     return st.lists(finite | special, min_size=m, max_size=m).map(lambda x: np.float32(x))
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(matrices(3, 4), matrices(2, 4), st.sampled_from(["both", "lhs", "rhs"]), st.booleans())
 def test_outputs_are_finite_where_the_float_ops_are(x, w, which, tiled):
     @jax.jit

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxtap_testkit import examples
 from quant_numerics import (
     QTYPES,
     QArray,
@@ -21,6 +22,8 @@ from quant_numerics import (
     quantize,
     quantize_for_dot,
 )
+
+pytestmark = pytest.mark.sample(4)
 
 MATMUL = (((1,), (0,)), ((), ()))
 INTS = [k.name for k in QTYPES.values() if k.kind == "int"]
@@ -180,7 +183,7 @@ def problems(draw):
     return lhs, rhs, f"{in_l},{in_r}->{''.join(out)}", dims
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(problems(), st.sampled_from([None, 1, 3]))
 def test_zero_points_of_any_layout_are_exact(problem, limit):
     lhs, rhs, spec, dims = problem

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxtap_testkit import examples
 from quant_numerics import (
     QArray,
     einsum,
@@ -15,6 +16,8 @@ from quant_numerics import (
     quantize,
     quantize_for_dot,
 )
+
+pytestmark = pytest.mark.sample(4)
 
 
 def run(spec, lhs, rhs, **options):
@@ -85,7 +88,7 @@ def test_it_equals_numpys(which):
         np.testing.assert_array_equal(out, np.einsum(spec, value(lhs), value(rhs)), err_msg=spec)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     st.permutations("abc").flatmap(lambda p: st.integers(0, 3).map(lambda n: p[:n])),
     st.permutations("abcd").flatmap(lambda p: st.integers(0, 3).map(lambda n: p[:n])),

@@ -14,6 +14,8 @@ from quant_numerics import (
     quantize,
 )
 
+pytestmark = pytest.mark.sample(4)
+
 
 def sample(seed=0, shape=(4, 64)):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)

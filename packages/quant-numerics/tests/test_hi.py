@@ -36,13 +36,6 @@ def hi(x, *args, **options):
     return as_hi(quantized(jnp.asarray(x), *args, **options))
 
 
-@pytest.fixture(autouse=True)
-def no_leak_check(strict_jax):
-    """JAX 0.10.2 takes what it keeps of a hi jaxpr that it lowers for a leak."""
-    with jax.check_tracer_leaks(False):
-        yield
-
-
 @pytest.fixture(params=[lambda f: f, jax.jit], ids=["eager", "jit"])
 def jit(request):
     return request.param

@@ -2,16 +2,16 @@
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from jaxtap_testkit.meshes import line, put
 from quant_numerics import linear_with_transpose
 
 RNG = np.random.default_rng(0)
@@ -52,6 +52,7 @@ def test_the_transpose_of_the_transpose_is_the_forward_map():
     np.testing.assert_allclose(back(X)[0], X @ W, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("leaks")
 def test_derivatives_of_derivatives():
     def twice(w, x):
         return jnp.sum(jnp.sin(dot(w, x)) * G)
@@ -68,6 +69,7 @@ def test_derivatives_of_derivatives():
     np.testing.assert_allclose(grad, (G.T @ np.ones_like(X)).T, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("leaks")
 def test_vmap_of_all_kinds():
     xs, ws = np.stack([X, 2 * X]), np.stack([W, -W])
     np.testing.assert_allclose(jax.vmap(dot)(ws, xs), np.stack([X @ W, -2 * X @ W]), rtol=1e-5)
@@ -96,6 +98,7 @@ def test_axis_names_are_seen_inside():
     np.testing.assert_allclose(jax.vmap(f, axis_name="i")(X), X - X.mean(0), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("leaks")
 def test_scan():
     square = (W @ W.T / 10).astype(np.float32)
 
@@ -191,55 +194,56 @@ def test_what_is_refused():
         jax.grad(lambda x: f(x).sum())(X)
 
 
-PROGRAM = """
-import jax, jax.numpy as jnp, numpy as np
-from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
-from quant_numerics import linear_with_transpose
+KINDS = (AxisType.Auto, AxisType.Explicit)
+ROWS, COTANGENT = (RNG.normal(size=s).astype(np.float32) for s in ((16, 4), (16, 5)))
 
-rng = np.random.default_rng(0)
-X, W, G = (rng.normal(size=s).astype(np.float32) for s in ((16, 4), (4, 5), (16, 5)))
-dot = lambda w, x: linear_with_transpose(lambda w, x: x @ w, lambda w, g: 3 * (g @ w.T), w, x)
-for kind in (AxisType.Auto, AxisType.Explicit):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
-    with jax.set_mesh(mesh):
-        x, g, w = (jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in
-                   ((X, P("d")), (G, P("d")), (W, P())))
-        def local(w, x, g):
-            y = dot(w, x)
-            assert jax.typeof(y).mat.varying == {"d"}, jax.typeof(y)
-            return lax.psum((y * g).sum(), "d")
-        loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P(),
-                             check_vma=True)
-        gw, gx = jax.jit(jax.grad(loss, (0, 1)))(w, x, g)
-        np.testing.assert_allclose(gw, X.T @ G, rtol=1e-4)
-        np.testing.assert_allclose(gx, 3 * G @ W.T, rtol=1e-4)
-        # the tangent is the same on all devices, the residual is not
-        turned = lambda x, w, g: linear_with_transpose(
-            lambda x, w: x @ w, lambda x, g: 3 * (x.T @ g), x, w)
-        def local(w, x, g):
-            return lax.psum((turned(x, w, g) * g).sum(), "d")
-        loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P())
-        gw, gx = jax.jit(jax.grad(loss, (0, 1)))(w, x, g)
-        np.testing.assert_allclose(gw, 3 * X.T @ G, rtol=1e-4)
-        np.testing.assert_allclose(gx, G @ W.T, rtol=1e-4)
-        _, t = jax.jit(lambda *a: jax.jvp(loss, a, a))(w, x, g)
-        np.testing.assert_allclose(t, 3 * ((X @ W) * G).sum(), rtol=1e-4)
-        # without shard_map
-        gx = jax.jit(jax.grad(lambda x: (dot(w, x) * g).sum()))(x)
-        np.testing.assert_allclose(gx, 3 * G @ W.T, rtol=1e-4)
-print("done")
-"""
+
+def sharded(mesh):
+    """Returns the matrix, which all devices have, and rows and cotangent, which are shared out."""
+    return put(mesh, W), put(mesh, ROWS, "d"), put(mesh, COTANGENT, "d")
+
+
+def over_rows(fn, mesh):
+    """The sum of what the devices make of the matrix and their parts of rows and cotangent."""
+    specs = {"in_specs": (P(), P("d"), P("d")), "out_specs": P(), "check_vma": True}
+    return jax.shard_map(lambda *a: lax.psum(fn(*a), "d"), mesh=mesh, **specs)
 
 
 def test_shard_map_on_eight_devices():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "XLA_FLAGS": flags},
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "done"
+    def local(w, x, g):
+        y = dot(w, x)
+        assert jax.typeof(y).mat.varying == {"d"}, jax.typeof(y)
+        return (y * g).sum()
+
+    for mesh in map(line, KINDS):
+        with jax.set_mesh(mesh):
+            args = sharded(mesh)
+            gw, gx = jax.jit(jax.grad(over_rows(local, mesh), (0, 1)))(*args)
+        np.testing.assert_allclose(gw, ROWS.T @ COTANGENT, rtol=1e-4, err_msg=str(mesh))
+        np.testing.assert_allclose(gx, 3 * COTANGENT @ W.T, rtol=1e-4, err_msg=str(mesh))
+
+
+def test_shard_map_where_the_residual_alone_varies():
+    """The tangent is the same on all devices, the residual is not."""
+
+    def local(w, x, g):
+        turned = linear_with_transpose(lambda x, w: x @ w, lambda x, g: 3 * (x.T @ g), x, w)
+        return (turned * g).sum()
+
+    for mesh in map(line, KINDS):
+        with jax.set_mesh(mesh):
+            args, loss = sharded(mesh), over_rows(local, mesh)
+            gw, gx = jax.jit(jax.grad(loss, (0, 1)))(*args)
+            _, tangent = jax.jit(lambda *a, loss=loss: jax.jvp(loss, a, a))(*args)
+        np.testing.assert_allclose(gw, 3 * ROWS.T @ COTANGENT, rtol=1e-4, err_msg=str(mesh))
+        np.testing.assert_allclose(gx, COTANGENT @ W.T, rtol=1e-4, err_msg=str(mesh))
+        want = 3 * ((ROWS @ W) * COTANGENT).sum()
+        np.testing.assert_allclose(tangent, want, rtol=1e-4, err_msg=str(mesh))
+
+
+def test_shardings_without_shard_map():
+    for mesh in map(line, KINDS):
+        with jax.set_mesh(mesh):
+            w, x, g = sharded(mesh)
+            gx = jax.jit(jax.grad(lambda x, w=w, g=g: (dot(w, x) * g).sum()))(x)
+        np.testing.assert_allclose(gx, 3 * COTANGENT @ W.T, rtol=1e-4, err_msg=str(mesh))

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from jaxtap_testkit import examples
 from quant_numerics import QArray, concatenate, dequantize, get_qtype, move, quantize
+
+pytestmark = pytest.mark.sample(4)
 
 
 def divisors(n):
@@ -56,7 +59,7 @@ def moved(q, fn, must=True):
     return out
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(arrays(), st.data())
 def test_moves_that_are_always_possible(q, data):
     permutation = data.draw(st.permutations(range(q.ndim)))
@@ -72,7 +75,7 @@ def test_moves_that_are_always_possible(q, data):
     moved(q, lambda x: lax.broadcast_in_dim(x, shape, where))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(arrays(4), st.data())
 def test_reshapes_are_right_or_refused(q, data):
     rest, shape = int(np.prod(q.shape)), []
@@ -118,7 +121,7 @@ def test_a_tile_that_is_no_axis_is_refused():
     assert moved(q, lambda x: lax.reshape(x, (2, 6)), must=False) is None
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(arrays(), st.data())
 def test_slices_are_right_or_refused(q, data):
     bounds = []

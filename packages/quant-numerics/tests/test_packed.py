@@ -14,6 +14,8 @@ from quant_numerics import (
     unpack,
 )
 
+pytestmark = pytest.mark.sample(4)
+
 PACKABLE = ["int3", "int5", "int6", "int7"]
 
 

@@ -2,11 +2,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from jaxtap_testkit import examples
 from quant_numerics import dequantize, get_qtype, quantize, quantize_for_conv, quantize_for_dot
+
+pytestmark = pytest.mark.sample(4)
 
 INF, NAN = float("inf"), float("nan")
 TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -43,7 +46,7 @@ def expand(scale, shape):
     return scale
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(cases())
 def test_scale_and_codes_follow_their_definition(case):
     x, kinds, qtype = case
@@ -70,7 +73,7 @@ def test_scale_and_codes_follow_their_definition(case):
     np.testing.assert_array_equal(np.asarray(q.qvalue).astype(np.float32), codes)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(cases())
 def test_dequantized_values_are_within_half_a_step(case):
     x, kinds, qtype = case

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from jaxtap_testkit import examples
 from quant_numerics import (
     Backward,
     HowToQuantize,
@@ -23,6 +24,8 @@ from quant_numerics import (
     ragged_dot_general,
     train_ragged_dot,
 )
+
+pytestmark = pytest.mark.sample(3)
 
 SIZES = np.array([2, 0, 3, 1], np.int32)
 
@@ -67,7 +70,7 @@ def run(lhs, rhs, sizes=SIZES, **options):
     return jax.jit(functools.partial(ragged_dot, **options))(lhs, rhs, sizes)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=3),
     st.integers(0, 2),
@@ -241,6 +244,7 @@ def relative(a, b):
     return np.linalg.norm(np.asarray(a) - b) / np.linalg.norm(b)
 
 
+@pytest.mark.optimized  # the bits of two programs are compared
 @pytest.mark.parametrize(
     "how",
     [

@@ -50,6 +50,7 @@ def test_it_works_eagerly(operands):
     )
 
 
+@pytest.mark.usefixtures("leaks")
 def test_jvp(operands):
     tangents = tuple(jnp.full_like(a, 0.5) for a in operands)
     ours = jax.jit(lambda p, t: jax.jvp(dot, p, t))(operands, tangents)
@@ -58,6 +59,7 @@ def test_jvp(operands):
     np.testing.assert_array_equal(ours[1], theirs[1])
 
 
+@pytest.mark.usefixtures("leaks")
 def test_vmap_of_grad(operands):
     x, w = operands
     xs = jnp.stack([x, 2 * x])
@@ -67,6 +69,7 @@ def test_vmap_of_grad(operands):
     np.testing.assert_allclose(*grads, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("leaks")
 def test_grad_through_scan_with_remat(operands):
     x, w = operands
     w = w @ w.T
@@ -82,6 +85,7 @@ def test_grad_through_scan_with_remat(operands):
     np.testing.assert_allclose(*grads, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("leaks")
 def test_second_derivatives_are_straight_through_too():
     f = straight_through(lambda x: jnp.round(4 * jnp.tanh(x)) / 4, jnp.tanh)
     second = jax.jit(jax.grad(jax.grad(lambda x: f(x) ** 2)))(jnp.float32(0.3))

@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxtap_testkit import examples
 from quant_numerics import QArray, dequantize, pack, quantize, take
+
+pytestmark = pytest.mark.sample(4)
 
 IDS = np.array([[3, 0], [-1, 3], [2, 2]], np.int32)
 
@@ -50,7 +53,7 @@ def test_zero_points_blocks_and_packed():
         np.testing.assert_array_equal(ours, np.take(np.asarray(dequantize(q)), IDS, axis))
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=4), st.sampled_from(sorted(GRAIN)))
 def test_out_of_range(ids, grain):
     q, ids = table(**GRAIN[grain]), np.array(ids)

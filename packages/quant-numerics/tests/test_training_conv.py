@@ -17,6 +17,8 @@ from quant_numerics import (
     train_conv_general_dilated,
 )
 
+pytestmark = pytest.mark.sample(3)
+
 INT8 = HowToQuantize("int8")
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -197,6 +199,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.usefixtures("leaks")
 @pytest.mark.parametrize(
     "ranges", [None, Calibration(None, jnp.full((1,) * 4, 8.0))], ids=["", "static"]
 )

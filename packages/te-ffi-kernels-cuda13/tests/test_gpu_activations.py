@@ -1,14 +1,6 @@
 """The activations on a GPU: the tests of the CPU."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-from test_activation_programs import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.activations.test_activation_programs import (  # noqa: F401
     test_a_batch_is_more_rows,
     test_backward_target_refuses,
     test_forward_target_refuses,
@@ -17,6 +9,8 @@ from test_activation_programs import (  # noqa: F401
     test_shard_map,
     test_vmap_and_scan,
 )
-from test_activations import *  # noqa: F403
+from jaxtap_testkit.te.cpu_tests.activations.test_activations import *  # noqa: F403
+
+from jaxtap_testkit.te.on_gpu import marks
 
 pytestmark = marks

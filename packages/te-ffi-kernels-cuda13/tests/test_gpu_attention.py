@@ -3,25 +3,16 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import te_ffi_kernels as te
-import te_ffi_kernels_cuda13
-from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-import attention_expected as expected
-from test_attention_bad_input import test_backward, test_fused_attn  # noqa: F401
-from test_fused_attn import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.attention.test_attention_bad_input import (  # noqa: F401
+    test_backward,
+    test_fused_attn,
+)
+from jaxtap_testkit.te.cpu_tests.attention.test_fused_attn import (  # noqa: F401
     arrays,
     check,
     run,
@@ -29,6 +20,12 @@ from test_fused_attn import (  # noqa: F401
     test_scales,
     test_sizes_and_dtypes,
 )
+
+import te_ffi_kernels as te
+import te_ffi_kernels_cuda13
+from jaxtap_testkit.te import attention as expected
+from jaxtap_testkit.te.on_gpu import marks
+from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
 
 pytestmark = marks
 OPS = ("forward", "backward")

@@ -3,27 +3,15 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-
-import te_ffi_kernels as te
-import te_ffi_kernels_cuda13
-from te_ffi_kernels import reference
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-import expected
-import test_bad_input
-from test_bad_input import test_gemm_v2, test_gemm_v2_target_refuses  # noqa: F401
-from test_gemm import (  # noqa: F401
+from hypothesis import given
+from jaxtap_testkit.te.cpu_tests.te import test_bad_input
+from jaxtap_testkit.te.cpu_tests.te.test_bad_input import test_gemm_v2, test_gemm_v2_target_refuses  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.te.test_gemm import (  # noqa: F401
     NONE,
     ONE,
     ZERO,
@@ -37,6 +25,13 @@ from test_gemm import (  # noqa: F401
     test_int8_sums_beyond_float32,
     test_it_is_the_kernel_that_runs,
 )
+
+import te_ffi_kernels as te
+import te_ffi_kernels_cuda13
+from jaxtap_testkit import examples
+from jaxtap_testkit.te import formats as expected
+from jaxtap_testkit.te.on_gpu import marks
+from te_ffi_kernels import reference
 
 pytestmark = marks
 
@@ -57,7 +52,7 @@ def slack(dtype):
     return 2e-6 if name in ("float32", "int8") else 2e-5
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(problems())
 def test_against_numpy(problem):
     mode, out, (lhs, lhs_scale, left), (rhs, rhs_scale, right), bias, alpha, dims, gelu = problem

@@ -1,21 +1,11 @@
 """grouped_quantize on a GPU: the tests of the CPU, and what is otherwise there."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-from expected import raw
-from test_bad_input import test_grouped  # noqa: F401
-from test_grouped import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.te.test_bad_input import test_grouped  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.te.test_grouped import (  # noqa: F401
     grouped,
     test_each_group_by_itself,
     test_no_gradient_and_vmap,
@@ -23,6 +13,8 @@ from test_grouped import (  # noqa: F401
 
 import te_ffi_kernels as te
 import te_ffi_kernels_cuda13
+from jaxtap_testkit.te.formats import raw
+from jaxtap_testkit.te.on_gpu import marks
 
 pytestmark = marks
 

@@ -1,14 +1,6 @@
 """The norms on a GPU: the tests of the CPU."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-from test_norm_programs import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.norms.test_norm_programs import (  # noqa: F401
     test_a_batch_is_more_rows,
     test_backward_target_refuses,
     test_forward_target_refuses,
@@ -17,6 +9,8 @@ from test_norm_programs import (  # noqa: F401
     test_vmap_and_scan,
     test_vmap_of_all,
 )
-from test_norms import *  # noqa: F403
+from jaxtap_testkit.te.cpu_tests.norms.test_norms import *  # noqa: F403
+
+from jaxtap_testkit.te.on_gpu import marks
 
 pytestmark = marks

@@ -1,13 +1,7 @@
 """dbias_quantize and dequantize on a GPU: the tests of the CPU."""
 
-import sys
-from pathlib import Path
+from jaxtap_testkit.te.cpu_tests.te.test_quantize import *  # noqa: F403
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-from test_quantize import *  # noqa: F403
+from jaxtap_testkit.te.on_gpu import marks
 
 pytestmark = marks

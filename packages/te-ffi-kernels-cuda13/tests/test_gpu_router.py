@@ -1,22 +1,12 @@
 """The router and its loss on a GPU: the tests of the CPU."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-import router_expected as expected
-from test_router import *  # noqa: F403
-from test_router import distinct
-from test_router_transformations import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.router.test_router import *  # noqa: F403
+from jaxtap_testkit.te.cpu_tests.router.test_router import distinct
+from jaxtap_testkit.te.cpu_tests.router.test_router_transformations import (  # noqa: F401
     test_it_is_differentiated_once,
     test_scan,
     test_shard_map,
@@ -26,6 +16,8 @@ from test_router_transformations import (  # noqa: F401
 )
 
 import te_ffi_kernels as te
+from jaxtap_testkit.te import router as expected
+from jaxtap_testkit.te.on_gpu import marks
 
 pytestmark = marks
 

@@ -1,13 +1,7 @@
 """Bad input to the router on a GPU: the tests of the CPU."""
 
-import sys
-from pathlib import Path
+from jaxtap_testkit.te.cpu_tests.router.test_router_bad_input import *  # noqa: F403
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-from test_router_bad_input import *  # noqa: F403
+from jaxtap_testkit.te.on_gpu import marks
 
 pytestmark = marks

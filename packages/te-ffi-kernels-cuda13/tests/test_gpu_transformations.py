@@ -1,14 +1,6 @@
 """Gradients, vmap, scan and remat on a GPU: the tests of the CPU."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-from test_softmax_transformations import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.softmax.test_softmax_transformations import (  # noqa: F401
     test_gradients_of_gradients,
     test_scan_and_remat,
     test_shard_map,
@@ -16,12 +8,14 @@ from test_softmax_transformations import (  # noqa: F401
     test_vmap_with_masks,
     test_vmap_without_a_mask,
 )
-from test_transformations import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.te.test_transformations import (  # noqa: F401
     test_amax_can_be_donated,
     test_gradient_of_dequantize,
     test_straight_through,
     test_sums_of_columns_have_an_exact_gradient,
     test_vmap_and_scan,
 )
+
+from jaxtap_testkit.te.on_gpu import marks
 
 pytestmark = marks

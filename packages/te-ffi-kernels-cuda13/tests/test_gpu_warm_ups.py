@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,7 @@ import pytest
 
 import te_ffi_kernels as te
 import te_ffi_kernels_cuda13
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
+from jaxtap_testkit.te.on_gpu import marks
 
 pytestmark = marks
 TARGET = "te_ffi_kernels.scaled_softmax_forward"

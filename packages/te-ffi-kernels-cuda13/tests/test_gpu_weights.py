@@ -1,29 +1,17 @@
 """Products with packed weights on a GPU: the tests of the CPU, and what is otherwise there."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import te_ffi_kernels as te
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from on_gpu import marks
-
-# isort: split
-from made import matrix, quantized_rows, weight
-from test_packing import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.weights.test_packing import (  # noqa: F401
     test_a_slice_of_panels_is_a_weight,
     test_a_stack_is_packed_layer_by_layer,
     test_kernel_and_reference_write_the_same_bytes,
     test_layout_by_hand,
     test_what_is_packed_is_unpacked,
 )
-from test_products import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.weights.test_products import (  # noqa: F401
     WEIGHT_ONLY,
     packed,
     test_a_bad_value_spoils_its_row_alone,
@@ -35,6 +23,10 @@ from test_products import (  # noqa: F401
     test_w8a8_is_exact_integer_arithmetic,
     test_weight_only_beside_float64,
 )
+
+import te_ffi_kernels as te
+from jaxtap_testkit.te.on_gpu import marks
+from jaxtap_testkit.te.weights import matrix, quantized_rows, weight
 
 pytestmark = marks
 

@@ -1,7 +1,6 @@
 """What there is of the package on any machine."""
 
 import importlib.util
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import te_ffi_kernels_cuda13
+from jaxtap_testkit.processes import run_python
 from te_ffi_kernels_cuda13 import _cublas, _cudnn, _doctor, _library, _plugin, _status
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
@@ -146,7 +146,7 @@ def test_jaxtap_cuda_has_three_values(monkeypatch, backend):
 
 def test_importing_it_imports_no_jax():
     code = "import sys, te_ffi_kernels_cuda13._plugin; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+    run_python("-c", code)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Warm-ups: once per call site and loaded executable, never per call."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.processes import run_python
 
 HEAD = """
 import jax, jax.numpy as jnp, numpy as np
@@ -26,15 +23,7 @@ def two_sites(x, w):
 
 
 def run(code, **environment):
-    result = subprocess.run(
-        [sys.executable, "-c", HEAD + code],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout.split()
+    return run_python("-c", HEAD + code, **environment).stdout.split()
 
 
 def test_once_per_site_and_never_per_call():
@@ -110,14 +99,8 @@ except Exception as error:
 print(len(jax.devices()))
 """
     head = HEAD.replace("w = te.pack_w8", "w = te.reference.pack_w8")
-    result = subprocess.run(
-        [sys.executable, "-c", head + code],
-        env=os.environ | {"JAXTAP_ISA": "neon", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.stdout.split() == ["JaxRuntimeError", "True", "True", "1"], result.stderr[-3000:]
+    said = run_python("-c", head + code, JAXTAP_ISA="neon").stdout
+    assert said.split() == ["JaxRuntimeError", "True", "True", "1"]
 
 
 def test_stages_of_each_target():

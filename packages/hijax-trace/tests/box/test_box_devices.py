@@ -1,102 +1,120 @@
 """Boxes with shardings and under shard_map, on eight devices."""
 
-import os
-import subprocess
-import sys
-
-PROGRAM = """
-import jax, jax.numpy as jnp, numpy as np
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
 import hijax_trace as ht
 from hijax_trace import Box
+from jaxtap_testkit.meshes import line, put
 
-assert len(jax.devices()) == 8
-mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-rows, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
-X = jax.device_put(jnp.arange(8.0), rows)
+NUMBERS = np.arange(8, dtype=np.float32)
 
-for jit in (jax.jit, ht.jit):
-    # each device updates its part
-    box = Box(jax.device_put(jnp.zeros(8), rows))
+
+@pytest.fixture(params=[jax.jit, ht.jit], ids=["jax", "hijax_trace"])
+def jit(request):
+    return request.param
+
+
+@pytest.fixture
+def mesh():
+    return line()
+
+
+@pytest.fixture
+def x(mesh):
+    """Numbers that are shared out."""
+    return put(mesh, NUMBERS, "d")
+
+
+def zeros(mesh):
+    return Box(put(mesh, np.zeros(8, np.float32), "d"))
+
+
+def each(fn, mesh, *in_specs):
+    """Return the function over the parts that devices have."""
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=P("d"))
+
+
+def test_each_device_updates_its_part(jit, mesh, x):
     def add(box, x):
         box.set(box.get() + x)
         return x * 2
-    f = jit(jax.shard_map(add, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d")))
-    f(box, X)
-    np.testing.assert_allclose(f(box, X), 2 * np.arange(8.0))
-    np.testing.assert_allclose(box.get(), 2 * np.arange(8.0))
-    assert box.get().sharding.is_equivalent_to(rows, 1)
 
-    # all devices agree on one value
-    total = Box({"sum": jax.device_put(jnp.zeros(1), whole)})
+    box, f = zeros(mesh), jit(each(add, mesh, P("d"), P("d")))
+    f(box, x)
+    np.testing.assert_allclose(f(box, x), 2 * NUMBERS)
+    np.testing.assert_allclose(box.get(), 2 * NUMBERS)
+    assert box.get().sharding.is_equivalent_to(x.sharding, 1)
+
+
+def test_all_devices_agree_on_one_value(jit, mesh, x):
     def reduce(box, x):
         box.set({"sum": box.get()["sum"] + lax.psum(x, "d")})
         return x
-    jit(jax.shard_map(reduce, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d")))(total, X)
+
+    total = Box({"sum": put(mesh, np.zeros(1, np.float32))})
+    jit(each(reduce, mesh, P(), P("d")))(total, x)
     np.testing.assert_allclose(total.get()["sum"], [28.0])
 
-    # under grad, with loops inside
+
+def test_under_grad_with_a_loop_inside(jit, mesh, x):
+    box = zeros(mesh)
+
     def loss(x):
         def body(box, x):
             def step(c, _):
                 box.set(box.get() + lax.stop_gradient(x))
                 return c, None
+
             lax.scan(step, 0, None, length=2)
             return x * x
-        sq = jax.shard_map(body, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"))
-        return sq(box, x).sum()
-    gradient = jit(jax.grad(loss))(X)
-    np.testing.assert_allclose(gradient, 2 * np.arange(8.0))
-    np.testing.assert_allclose(box.get(), 4 * np.arange(8.0))
 
-    # a Box made inside
+        return each(body, mesh, P("d"), P("d"))(box, x).sum()
+
+    np.testing.assert_allclose(jit(jax.grad(loss))(x), 2 * NUMBERS)
+    np.testing.assert_allclose(box.get(), 2 * NUMBERS)
+
+
+def test_a_box_made_inside(jit, mesh, x):
     def local(x):
         box = Box(x)
         box.set([box.get() * 3])
         return box.get()[0]
-    inside = jit(jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
-    np.testing.assert_allclose(inside(X), 3 * np.arange(8.0))
 
-    # closed over: the error says what to do
-    try:
-        jit(jax.shard_map(lambda x: x + box.get(), mesh=mesh, in_specs=P("d"), out_specs=P("d")))(X)
-    except NotImplementedError as error:
-        assert "Pass the Box to the function with a spec" in str(error), error
-    else:
-        raise AssertionError("no error")
-
-# outside of shard_map a Box keeps the sharding of what is written
-box = Box(None)
-@ht.jit
-def collect(x):
-    held = box.get()
-    box.set(x if held is None else held + x)
-collect(X), collect(X)
-np.testing.assert_allclose(box.get(), 2 * np.arange(8.0))
-assert box.get().sharding.is_equivalent_to(rows, 1), box.get().sharding
-
-# explicit sharding
-explicit = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
-with jax.set_mesh(explicit):
-    x = jax.device_put(jnp.arange(8.0), NamedSharding(explicit, P("d")))
-    box = Box(x)
-    jax.jit(lambda b, x: b.set(b.get() + x))(box, x)
-    ht.jit(lambda b, x: b.set([b.get() + x]))(box, x)
-    np.testing.assert_allclose(box.get()[0], 3 * np.arange(8.0))
-    assert jax.typeof(box.get()[0]).sharding.spec == P("d")
-print("done")
-"""
+    np.testing.assert_allclose(jit(each(local, mesh, P("d")))(x), 3 * NUMBERS)
 
 
-def test_on_eight_devices():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "XLA_FLAGS": flags},
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "done"
+def test_a_box_that_is_closed_over_is_refused(jit, mesh, x):
+    box = zeros(mesh)
+    with pytest.raises(NotImplementedError, match="Pass the Box to the function with a spec"):
+        jit(each(lambda x: x + box.get(), mesh, P("d")))(x)
+
+
+def test_outside_of_shard_map_it_keeps_the_sharding_of_what_is_written(x):
+    box = Box(None)
+
+    @ht.jit
+    def collect(x):
+        held = box.get()
+        box.set(x if held is None else held + x)
+
+    collect(x)
+    collect(x)
+    np.testing.assert_allclose(box.get(), 2 * NUMBERS)
+    assert box.get().sharding.is_equivalent_to(x.sharding, 1), box.get().sharding
+
+
+def test_sharding_in_types():
+    mesh = line(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x = put(mesh, jnp.asarray(NUMBERS), "d")
+        box = Box(x)
+        jax.jit(lambda b, x: b.set(b.get() + x))(box, x)
+        ht.jit(lambda b, x: b.set([b.get() + x]))(box, x)
+        np.testing.assert_allclose(box.get()[0], 3 * NUMBERS)
+        assert jax.typeof(box.get()[0]).sharding.spec == P("d")

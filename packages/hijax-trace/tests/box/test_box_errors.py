@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hijax_samples import quantize
 from jax import lax
 
 import hijax_trace as ht
 from hijax_trace import Box
+from jaxtap_testkit.hijax_samples import quantize
+
+pytestmark = pytest.mark.sample(3)
 
 X = np.array([1.0, 2.0, 3.0], np.float32)
 ALL = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, ht.jit], ids=["eager", "jit", "ht.jit"])

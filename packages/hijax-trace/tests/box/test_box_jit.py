@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hijax_samples import Quant, dequantize, quantize
 from jax import lax
 
 import hijax_trace as ht
 from hijax_trace import Box
+from jaxtap_testkit.hijax_samples import Quant, dequantize, quantize
 
 X = np.array([1.0, 2.0, 3.0], np.float32)
 

@@ -24,7 +24,7 @@ def constant():
 number = 3
 """
 HIGH = """
-import hijax_samples as samples
+from jaxtap_testkit import hijax_samples as samples
 import jax
 
 def forward(x):

@@ -4,6 +4,7 @@ Each behaviour is a function of an API, which is JAX's own or ours, and passes o
 script it prints the state of this JAX: a line per behaviour, and what failed.
 """
 
+import importlib.util
 import types
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import hijax_trace
 
 # ruff: noqa: E731
 
-SAMPLES = Path(__file__).parent.parent / "hijax_samples.py"
+SAMPLES = Path(importlib.util.find_spec("jaxtap_testkit.hijax_samples").origin)
 X = np.array([1.0, 2.0, 3.0], np.float32)
 M = np.stack([X, X - 5])
 SECTIONS: dict[str, dict] = {}

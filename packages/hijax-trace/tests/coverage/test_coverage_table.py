@@ -1,11 +1,11 @@
 """docs/hijax-coverage.md says what this JAX, and hijax-trace on it, really do."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+
+from jaxtap_testkit.processes import run_python
 
 HERE = Path(__file__).parent
 TABLE = HERE.parents[3] / "docs" / "hijax-coverage.md"
@@ -13,9 +13,7 @@ TABLE = HERE.parents[3] / "docs" / "hijax-coverage.md"
 
 def actual():
     """Returns the same as they are: in a process where JAX is used before hijax-trace."""
-    command = [sys.executable, str(HERE / "behaviours.py")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
+    run = run_python(HERE / "behaviours.py", strict=False)
     lines = [line.split("\t") for line in run.stdout.splitlines() if not line.startswith(" ")]
     return {(title, name): (own, ours) for title, name, own, ours in lines}
 
@@ -35,6 +33,7 @@ def documented():
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TABLE.exists(), reason="the table is in the repository's docs/")
 def test_the_table_is_true():
     assert actual() == documented()

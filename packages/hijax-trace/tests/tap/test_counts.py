@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from tap_helpers import Log, equations, look, stablehlo, tap, times
+
+from jaxtap_testkit.tap_helpers import Log, equations, look, stablehlo, tap, times
+
+pytestmark = pytest.mark.sample(3)
 
 DOT = "primitive:dot_general"
 X = jnp.ones((2, 4))

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tap_helpers import ENGINE, Log, assert_close, tap, times
 
 from interception_core import Interceptor, JaxtapError, TargetError
+from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_close, tap, times
+
+pytestmark = pytest.mark.sample(3)
 
 X = jnp.linspace(-1, 1, 4)
 EXP = "primitive:exp"

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from tap_helpers import Log, assert_close, ids_of, stablehlo, tap, times
+
+from jaxtap_testkit.tap_helpers import Log, assert_close, ids_of, stablehlo, tap, times
+
+pytestmark = pytest.mark.sample(3)
 
 X = jnp.linspace(-1, 1, 4)
 EXP = ("primitive:exp",)

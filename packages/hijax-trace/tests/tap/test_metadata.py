@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from tap_helpers import assert_close, assert_same, tap
+
+from jaxtap_testkit.tap_helpers import assert_close, assert_same, tap
+
+pytestmark = pytest.mark.sample(4)
 
 X = jnp.linspace(-1, 1, 4)
 

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import lax
-from tap_helpers import Log, assert_close, stablehlo, tap, times
+
+from jaxtap_testkit.tap_helpers import Log, assert_close, stablehlo, tap, times
+
+pytestmark = pytest.mark.sample(3)
 
 X = jnp.linspace(-1, 1, 16).reshape(4, 4)
 

@@ -1,21 +1,25 @@
 """Programs of every form, run under a tap that only looks: nothing about them changes."""
 
+import contextlib
 import functools
 import re
-import subprocess
-import sys
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-import hijax_samples as hi
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
-from tap_helpers import ENGINE, Log, assert_same, look, stablehlo, tap
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtap_testkit import hijax_samples as hi
+from jaxtap_testkit.meshes import grid
+from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_same, look, stablehlo, tap, times
+
+pytestmark = pytest.mark.sample(5)
 
 # Primitives that hold programs are among the targets, so that they are asked and entered.
 TARGETS = (
@@ -959,156 +963,161 @@ def _interceptor(i):
 # --- devices ----------------------------------------------------------------------------------
 
 
-DEVICES = r"""
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-import warnings
-warnings.simplefilter("error")
-import sys
-sys.path.insert(0, sys.argv[1])
-import jax, jax.numpy as jnp, numpy as np
-from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tap_helpers import Log, assert_same, look, stablehlo, tap
+ON_DEVICES = (
+    "jax.numpy.dot",
+    "jax.nn.softmax",
+    "primitive:dot_general",
+    "primitive:exp",
+    "primitive:psum",
+    "primitive:tanh",
+)
+MESH = grid((4, 2), ("x", "y"))
+ROWS, COLUMNS, WHOLE = (NamedSharding(MESH, spec) for spec in (P("x"), P(None, "y"), P()))
+BIG = (
+    np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8),
+    np.linspace(1, -1, 64, dtype=np.float32).reshape(8, 8),
+)
 
-TARGETS = ("jax.numpy.dot", "jax.nn.softmax", "primitive:dot_general", "primitive:exp",
-           "primitive:psum", "primitive:tanh")
-mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-explicit = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-rows, cols, whole = (NamedSharding(mesh, s) for s in (P("x"), P(None, "y"), P()))
-X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
-W = np.linspace(1, -1, 64, dtype=np.float32).reshape(8, 8)
 
-def smap(fn, mesh=mesh, **kw):
-    specs = dict(in_specs=(P("x", "y"), P("y")), out_specs=P("x"))
-    return jax.shard_map(fn, mesh=mesh, **{**specs, **kw})
+def smap(fn, **options):
+    specs = {"in_specs": (P("x", "y"), P("y")), "out_specs": P("x")}
+    return jax.shard_map(fn, mesh=MESH, **{**specs, **options})
+
 
 def shard_map(x, w):
     return smap(lambda x, w: lax.psum(jnp.exp(x) @ w, "y"))(x, w)
 
+
 def shard_map_with_loop(x, w):
     def body(x, w):
-        step = lambda c, _: (jnp.tanh(c) + lax.psum(jnp.sum(w), "x"), None)
-        return lax.psum(lax.scan(step, lax.pcast(x, (), to="varying"), None, length=2)[0] @ w, "y")
+        step = lambda c, _: (jnp.tanh(c) + lax.psum(jnp.sum(w), "x"), None)  # noqa: E731
+        x = lax.pcast(x, (), to="varying")
+        return lax.psum(lax.scan(step, x, None, length=2)[0] @ w, "y")
+
     return smap(body, check_vma=False)(x, w)
+
 
 def shard_map_of_jit(x, w):
     return smap(jax.jit(lambda x, w: lax.psum(jnp.dot(x, w), "y")))(x, w)
 
+
 def shard_map_of_one_axis(x, w):
-    return jax.shard_map(lambda x: jnp.exp(x) * lax.axis_index("x"), mesh=mesh, in_specs=P("x"),
-                         out_specs=P("x"), axis_names={"x"})(x) @ w
+    def body(x):
+        return jnp.exp(x) * lax.axis_index("x").astype(x.dtype)
+
+    return smap(body, in_specs=P("x"), axis_names={"x"})(x) @ w
+
 
 def collectives(x, w):
     def body(x, w):
         y = lax.all_gather(jnp.exp(x), "y", axis=1, tiled=True)
         y = lax.ppermute(y, "x", [(i, (i + 1) % 4) for i in range(4)])
-        return lax.psum_scatter(y @ lax.all_gather(w, "y", tiled=True), "y", scatter_dimension=1,
-                                tiled=True)
+        y = y @ lax.all_gather(w, "y", tiled=True)
+        return lax.psum_scatter(y, "y", scatter_dimension=1, tiled=True)
+
     return smap(body, out_specs=P("x", "y"))(x, w)
+
 
 def shard_map_with_closure(x, w):
     scale = jnp.exp(w[0, 0])
-    return jax.shard_map(lambda x: jnp.exp(x) * 2, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(
-        x * scale)
+    return smap(lambda x: jnp.exp(x) * 2, in_specs=P("x"))(x * scale)
+
 
 def shardings(x, w):
-    inner = jax.jit(lambda x, w: jnp.exp(x) @ w, in_shardings=(rows, cols), out_shardings=rows,
-                    donate_argnums=0)
+    options = {"in_shardings": (ROWS, COLUMNS), "out_shardings": ROWS, "donate_argnums": 0}
+    inner = jax.jit(lambda x, w: jnp.exp(x) @ w, **options)
     return inner(x + 1, w) * 2
 
+
 def constraints(x, w):
-    x = lax.with_sharding_constraint(jnp.exp(x), rows)
-    return lax.with_sharding_constraint(x @ w, whole)
+    x = lax.with_sharding_constraint(jnp.exp(x), ROWS)
+    return lax.with_sharding_constraint(x @ w, WHOLE)
+
 
 def scan_of_shard_map(x, w):
     def step(c, _):
-        return smap(lambda x, w: lax.psum(jnp.tanh(x) @ w, "y"), out_specs=P("x"))(c, w), None
+        return smap(lambda x, w: lax.psum(jnp.tanh(x) @ w, "y"))(c, w), None
+
     return lax.scan(step, x, None, length=2)[0]
+
 
 def remat_of_shard_map(x, w):
     return jax.checkpoint(shard_map)(x, w)
 
-cases = [shard_map, shard_map_of_jit, shard_map_of_one_axis, collectives,
-         shard_map_with_closure, shardings, constraints, scan_of_shard_map, remat_of_shard_map,
-         shard_map_with_loop]
-failed = []
 
-def check(name, plain, tapped):
+SHARDED = (
+    shard_map,
+    shard_map_with_loop,
+    shard_map_of_jit,
+    shard_map_of_one_axis,
+    collectives,
+    shard_map_with_closure,
+    shardings,
+    constraints,
+    scan_of_shard_map,
+    remat_of_shard_map,
+)
+
+
+@contextlib.contextmanager
+def named(fn):
+    """Says in an error which of several functions it is of."""
     try:
-        expected = plain()
+        yield
     except Exception as error:
-        print("PLAIN", name, type(error).__name__, str(error)[:200])
-        return
-    try:
-        result = tapped()
-        if isinstance(expected, str):
-            assert result == expected, "text differs"
-        else:
-            assert_same(result, expected)
-    except Exception as error:
-        import traceback
-        failed.append((name, traceback.format_exc()[-1500:]))
+        error.add_note(f"This is {fn.__name__}.")
+        raise
 
-only = sys.argv[2:]
-for fn in cases:
-    log = Log()
-    tapped = tap(fn, log, *TARGETS)
-    loss = lambda x, w, f=fn: jnp.sum(f(x, w))
-    name = fn.__name__
-    check(name + " jit", lambda: jax.jit(fn)(X, W), lambda: jax.jit(tapped)(X, W))
-    check(name + " text", lambda: stablehlo(fn, X, W), lambda: stablehlo(tapped, X, W))
-    check(name + " eager", lambda: fn(X, W), lambda: tapped(X, W))
-    check(name + " grad", lambda: stablehlo(jax.grad(loss), X, W),
-          lambda: stablehlo(jax.grad(tap(loss, look, *TARGETS)), X, W))
-    check(name + " grad inside", lambda: stablehlo(jax.grad(loss), X, W),
-          lambda: stablehlo(tap(jax.grad(loss), log, *TARGETS), X, W))
-    if not log.ids:
-        failed.append((name, "nothing shown"))
 
-xs, ws = jax.device_put(X, rows), jax.device_put(W, cols)
-tapped = jax.jit(tap(lambda x, w: jnp.exp(x) @ w, Log(), *TARGETS), in_shardings=(rows, cols),
-                 out_shardings=rows)
-out = tapped(xs, ws)
-if not out.sharding.is_equivalent_to(rows, 2):
-    failed.append(("outer shardings", str(out.sharding)))
+def test_texts_on_eight_devices():
+    for fn in SHARDED:
+        log = Log()
+        with named(fn):
+            assert stablehlo(tap(fn, log, *ON_DEVICES), *BIG) == stablehlo(fn, *BIG)
+            assert log.ids
 
-with jax.set_mesh(explicit):
+
+def test_results_on_eight_devices():
+    for fn in SHARDED:
+        tapped = tap(fn, Log(), *ON_DEVICES)
+        with named(fn):
+            assert_same(jax.jit(tapped)(*BIG), jax.jit(fn)(*BIG))
+            assert_same(tapped(*BIG), fn(*BIG))
+
+
+def test_gradients_on_eight_devices():
+    for fn in SHARDED:
+        loss = lambda x, w, fn=fn: jnp.sum(fn(x, w))  # noqa: E731
+        with named(fn):
+            plain = stablehlo(jax.grad(loss), *BIG)
+            assert stablehlo(jax.grad(tap(loss, look, *ON_DEVICES)), *BIG) == plain
+            assert stablehlo(tap(jax.grad(loss), Log(), *ON_DEVICES), *BIG) == plain
+
+
+def test_shardings_of_an_outer_jit():
+    tapped = tap(lambda x, w: jnp.exp(x) @ w, Log(), *ON_DEVICES)
+    run = jax.jit(tapped, in_shardings=(ROWS, COLUMNS), out_shardings=ROWS)
+    out = run(*map(jax.device_put, BIG, (ROWS, COLUMNS)))
+    assert out.sharding.is_equivalent_to(ROWS, 2), out.sharding
+
+
+def test_shardings_in_types():
     def typed(x, w):
-        return jax.nn.softmax(jnp.dot(jax.reshard(x, P("x")), w, out_sharding=P("x", "y")))
-    check("explicit text", lambda: stablehlo(typed, X, W),
-          lambda: stablehlo(tap(typed, Log(), *TARGETS), X, W))
-    check("explicit", lambda: jax.jit(typed)(X, W),
-          lambda: jax.jit(tap(typed, Log(), *TARGETS))(X, W))
-    check("explicit grad", lambda: stablehlo(jax.grad(lambda x: jnp.sum(typed(x, W))), X),
-          lambda: stablehlo(jax.grad(tap(lambda x: jnp.sum(typed(x, W)), Log(), *TARGETS)), X))
+        x = jax.reshard(x, P("x"))
+        return jax.nn.softmax(jnp.dot(x, w, out_sharding=P("x", "y")))
 
-def replaced(call, *args, **params):
-    return call.proceed(*args, **params) * 2
-
-for fn in (shard_map, shard_map_of_jit, shardings, scan_of_shard_map):
-    target = "primitive:tanh" if fn is scan_of_shard_map else "primitive:dot_general"
-    name = fn.__name__ + " replaced"
-    check(name, lambda: 4 * jax.jit(fn)(X, W) if fn is not scan_of_shard_map else None,
-          lambda: 2 * jax.jit(tap(fn, replaced, target))(X, W) if fn is not scan_of_shard_map
-          else None)
-
-for item in failed:
-    print("FAILED", *item)
-print("done", len(failed))
-"""
+    x, w = BIG
+    loss = lambda x: jnp.sum(typed(x, w))  # noqa: E731
+    with jax.set_mesh(grid((4, 2), ("x", "y"), AxisType.Explicit)):
+        tapped = tap(typed, Log(), *ON_DEVICES)
+        assert stablehlo(tapped, x, w) == stablehlo(typed, x, w)
+        assert_same(jax.jit(tapped)(x, w), jax.jit(typed)(x, w))
+        tapped = tap(loss, Log(), *ON_DEVICES)
+        assert stablehlo(jax.grad(tapped), x) == stablehlo(jax.grad(loss), x)
 
 
-def test_eight_devices():
-    """shard_map, nested shardings, constraints and explicit axes, in a process of their own."""
-    from pathlib import Path
-
-    tests = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(DEVICES), tests],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "done 0" in done.stdout, done.stdout + done.stderr[-3000:]
-    assert "PLAIN" not in done.stdout, done.stdout
+def test_products_on_eight_devices_are_replaced():
+    for fn in (shard_map, shard_map_of_jit, shardings):
+        tapped = tap(fn, times(2), "primitive:dot_general")
+        with named(fn):
+            assert_same(2 * jax.jit(tapped)(*BIG), 4 * jax.jit(fn)(*BIG))

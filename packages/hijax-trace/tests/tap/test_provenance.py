@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from tap_helpers import ENGINE, Log, tap
 
 from hijax_trace._tap import axes
 from interception_core import Interceptor
+from jaxtap_testkit import examples
+from jaxtap_testkit.tap_helpers import ENGINE, Log, tap
+
+pytestmark = pytest.mark.sample(6)
 
 X = jnp.ones((2, 3))
 DOT = "primitive:dot_general"
@@ -392,7 +395,7 @@ def check(shape, after, move, found):
 
 
 SHAPES = st.lists(st.sampled_from([1, 1, 2, 3, 4, 6]), min_size=0, max_size=5).map(tuple)
-MANY = settings(max_examples=100, deadline=None)
+MANY = examples(100)
 
 
 @st.composite

@@ -11,6 +11,8 @@ import pytest
 from hijax_trace import StandIn, TraceEngine
 from interception_core import Interceptor
 
+pytestmark = pytest.mark.sample(10)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)

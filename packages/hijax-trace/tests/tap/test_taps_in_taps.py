@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from tap_helpers import ENGINE, Log, assert_close, stablehlo, tap, times
 
 from interception_core import Interceptor, PatchEngine
+from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_close, stablehlo, tap, times
+
+pytestmark = pytest.mark.sample(3)
 
 PATCH = PatchEngine()
 X = jnp.linspace(-1, 1, 16).reshape(4, 4)

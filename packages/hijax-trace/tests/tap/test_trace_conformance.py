@@ -1,7 +1,11 @@
 """The suite of all engines, for TraceEngine."""
 
+import pytest
+
 from hijax_trace import TraceEngine
 from interception_core.testing import EngineConformance
+
+pytestmark = pytest.mark.sample(3)
 
 
 class TestTraceEngine(EngineConformance):

@@ -5,7 +5,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hijax_samples import (
+from jax import lax
+
+import hijax_trace as ht
+from jaxtap_testkit.hijax_samples import (
     Quant,
     QuantTy,
     Rows,
@@ -17,9 +20,8 @@ from hijax_samples import (
     quantize,
     tup,
 )
-from jax import lax
 
-import hijax_trace as ht
+pytestmark = pytest.mark.sample(3)
 
 X = np.array([[1.0, -2.0, 3.5], [0.25, 0.5, -1.0]], np.float32)
 XS = np.stack([X, 2 * X, -X, X + 1])

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hijax_samples import QuantTy, dequantize, element, quantize, tup
 from jax import lax
 
 import hijax_trace as ht
+from jaxtap_testkit.hijax_samples import QuantTy, dequantize, element, quantize, tup
 
 X = np.array([[1.0, -2.0, 3.5], [0.25, 0.5, -1.0]], np.float32)
 

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hijax_samples import f32
 from jax import lax
 
 import hijax_trace as ht
+from jaxtap_testkit.hijax_samples import f32
+
+pytestmark = pytest.mark.sample(3)
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 METHODS = {

@@ -1,8 +1,10 @@
 """Importing hijax-trace neither slows nor changes the tracing of plain functions."""
 
 import json
-import subprocess
-import sys
+
+import pytest
+
+from jaxtap_testkit.processes import run_python
 
 PROGRAM = """
 import json, sys
@@ -81,13 +83,10 @@ assert "Box" in dir(hijax_trace)
 
 
 def run(*args):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", *args], capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return run_python(*args).stdout
 
 
+@pytest.mark.slow
 def test_plain_programs_are_the_same_with_and_without():
     without, with_it = (json.loads(run("-c", PROGRAM, word)) for word in ("without", "with"))
     assert without["equations"] > 20

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hijax_samples import f32
 from jax import lax
 
 import hijax_trace as ht
+from jaxtap_testkit.hijax_samples import f32
 
 X = np.array([1.0, 2.0, 3.0], np.float32)
 

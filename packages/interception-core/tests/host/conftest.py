@@ -47,6 +47,8 @@ def host():
 @pytest.fixture(scope="session")
 def guide():
     """The text of docs/plugins.md."""
+    if not DOCS.exists():
+        pytest.skip("docs/plugins.md is in a checkout, and not in the sdist")
     return DOCS.read_text()
 
 

@@ -1,6 +1,5 @@
 import json
 import os
-import subprocess
 import sys
 import types
 from importlib.metadata import entry_points
@@ -10,6 +9,7 @@ import pytest
 from interception_core import CommandSpec, PluginError, ProviderSpec, TargetError
 from interception_core._cli.main import main
 from interception_core._plugins.discovery import Found
+from jaxtap_testkit.processes import run_python
 
 OWN = Found("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
 BROKEN = Found("broken", "no_such_module_here", "broken-dist", "0.3")
@@ -320,14 +320,8 @@ class TestProcess:
             "assert 'jax' not in sys.modules and 'jaxlib' not in sys.modules\n"
             "sys.exit(status)\n"
         )
-        clean = {name: v for name, v in os.environ.items() if not name.startswith("JAXTAP_")}
-        return subprocess.run(
-            [sys.executable, "-c", code, *words],
-            env=clean,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        others = {name: None for name in os.environ if name.startswith("JAXTAP_")}
+        return run_python("-c", code, *words, check=False, **others)
 
     @pytest.mark.parametrize(
         "words",
@@ -344,15 +338,10 @@ class TestProcess:
             "c.plugins, c.ProviderSpec, c.__version__, dir(c)\n"
             "assert 'jax' not in sys.modules, 'jax was imported'\n"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        run_python("-c", code)
 
     def test_runs_as_a_module(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "interception_core", "no-such-command"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = run_python("-m", "interception_core", "no-such-command", check=False)
         assert done.returncode == 2
         assert "jaxtap: error: Unknown command 'no-such-command'" in done.stderr
 

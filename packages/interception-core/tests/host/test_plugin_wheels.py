@@ -5,12 +5,11 @@ The first is the example of docs/plugins.md, word for word.
 
 import json
 import os
-import shutil
-import subprocess
-import sys
-import zipfile
 
 import pytest
+
+from jaxtap_testkit.processes import run_python
+from jaxtap_testkit.wheels import build_wheel, install_wheel
 
 PYPROJECT = """
 [build-system]
@@ -60,14 +59,19 @@ PLUGINS = {
 
 
 @pytest.fixture(scope="session")
-def wheels(tmp_path_factory, guide_blocks):
+def wheels(built_once, guide_blocks):
     """Every plugin's wheel, by plugin name."""
-    root = tmp_path_factory.mktemp("wheels")
     files = {
         "acme": {path: text for path, text in guide_blocks.items() if "." in path},
         **{name: project(name, source) for name, source in PLUGINS.items()},
     }
-    return {name: build(root / name, content) for name, content in files.items()}
+
+    def build(folder):
+        for name, content in files.items():
+            build_wheel(folder / name, content)
+
+    built = built_once("plugin-wheels", build)
+    return {name: next((built / name / "dist").glob("*.whl")) for name in files}
 
 
 def project(name, source):
@@ -81,52 +85,16 @@ def project(name, source):
     }
 
 
-def build(folder, files):
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = (folder / "dist").glob("*.whl")
-    return wheel
-
-
-def install(wheel, site):
-    uv = os.environ.get("UV") or shutil.which("uv")
-    if uv:
-        command = [uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--target", str(site)]
-        done = subprocess.run(
-            [*command, "--python", sys.executable, str(wheel)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-    else:
-        # What an installer does with a pure wheel that has no scripts.
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-
-
 @pytest.fixture
 def python(wheels, tmp_path):
     """Runs Python where the given plugins are installed, beside what this environment has."""
 
-    def run(*words, installed, check=True, **environ):
+    def run(*words, installed, **options):
         for name in installed:
-            install(wheels[name], tmp_path / "site")
-        clean = {name: v for name, v in os.environ.items() if not name.startswith("JAXTAP_")}
-        clean |= {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(
-            [sys.executable, *words],
-            env=clean | environ,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert not check or done.returncode == 0, done.stderr
-        return done
+            install_wheel(wheels[name], tmp_path / "site")
+        others = {name: None for name in os.environ if name.startswith("JAXTAP_")}
+        environment = others | {"PYTHONPATH": str(tmp_path / "site")} | options
+        return run_python(*words, strict=False, timeout=300, **environment)
 
     return run
 

@@ -3,11 +3,11 @@
 Each plugin is installed in a folder, and used in a process of its own.
 """
 
+import functools
 import os
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 
 from interception_core import _compat
 from interception_core._plugins.discovery import discover
+from jaxtap_testkit.processes import run_python
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 HERE = Path(__file__).parent
@@ -112,22 +113,10 @@ X = np.arange(3, dtype=np.float32)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled(built_once):
     """Compiles handlers.cc, with the headers of this jaxlib or with newer ones."""
-    folder = tmp_path_factory.mktemp("compiled")
 
-    def compile(name, include):
-        library = folder / f"{name}.so"
-        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{include}"]
-        command = [COMPILER, *flags, str(HERE / "handlers.cc"), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return library
-
-    def make(name):
-        library = folder / f"{name}.so"
-        if library.exists():
-            return library
+    def compile(folder, name):
         include = Path(jax.ffi.include_dir())
         if name == "newer":
             include = shutil.copytree(include, folder / "include")
@@ -135,7 +124,14 @@ def compiled(tmp_path_factory):
             header.chmod(0o644)
             text = re.sub(r"(#define XLA_FFI_API_MINOR) \d+", r"\1 99", header.read_text())
             header.write_text(text)
-        return compile(name, include)
+        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{include}"]
+        command = [COMPILER, *flags, str(HERE / "handlers.cc"), "-o", str(folder / "library.so")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    def make(name):
+        build = functools.partial(compile, name=name)
+        return built_once(f"handlers-{name}", build) / "library.so"
 
     return make
 
@@ -154,14 +150,12 @@ def lay_out(folder, compiled, name, targets, types=(), library="this", version=N
     (info / "entry_points.txt").write_text(f"[jaxtap]\n{name} = {package.name}.plugin\n")
 
 
-def start(folder, *words, disable=()):
+def start(folder, *words, disable=(), check=False):
     """Runs Python where the plugins of a folder are installed, and no others."""
-    environ = {name: v for name, v in os.environ.items() if not name.startswith("JAXTAP_")}
-    environ |= {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
+    environ = {name: None for name in os.environ if name.startswith("JAXTAP_")}
+    environ |= {"PYTHONPATH": str(folder)}
     environ["JAXTAP_DISABLE_PLUGINS"] = ",".join([*OTHERS, *disable])
-    return subprocess.run(
-        [sys.executable, *words], env=environ, capture_output=True, text=True, timeout=600
-    )
+    return run_python(*words, strict=False, check=check, **environ)
 
 
 @pytest.fixture
@@ -175,9 +169,7 @@ def python(tmp_path):
     """Runs Python, which is to succeed."""
 
     def run(*words, check=True, **options):
-        done = start(tmp_path, *words, **options)
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done
+        return start(tmp_path, *words, check=check, **options)
 
     return run
 
@@ -234,6 +226,7 @@ register_kernel(spec("acme.scale"))
 """)
 
 
+@pytest.mark.slow
 class TestOneName:
     def test_two_plugins_with_one_target(self, install, script):
         install("acme", SCALE | COUNT, COUNTER)
@@ -284,6 +277,7 @@ refused(KernelSpec("acme.scale2", "cpu", "other_kernels.ffi:others", "scale"), "
 """)
 
 
+@pytest.mark.slow
 class TestVersions:
     def test_a_handler_of_newer_headers(self, install, script):
         install("acme", SCALE | COUNT, COUNTER, library="newer")
@@ -329,6 +323,7 @@ refused(spec("acme.scale"), "plugin 'acme'", "XLA refuses it", ".99)")
 """)
 
 
+@pytest.mark.slow
 class TestStates:
     COUNTS = """
 fn = jax.jit(lambda: jax.ffi.ffi_call("acme.count", jax.ShapeDtypeStruct((), np.int32))())
@@ -439,6 +434,7 @@ for index, part in enumerate({[*BAD.values()]!r}):
         script("""refused(spec("acme.scale"), "plugin 'acme'", "cannot load", "nowhere")""")
 
 
+@pytest.mark.slow
 class TestDoctor:
     def test_says_of_each_kernel_whether_it_can_be_registered(self, install, python):
         install("acme", SCALE | COUNT, COUNTER)
@@ -495,6 +491,7 @@ def outcomes(tmp_path_factory, compiled):
     return by_test
 
 
+@pytest.mark.slow
 class TestConformance:
     @pytest.mark.parametrize("name", FAULTS)
     def test_a_wrong_kernel_is_caught(self, outcomes, name):
@@ -502,6 +499,7 @@ class TestConformance:
         assert failed == set(FAULTS[name].split())
 
 
+@pytest.mark.slow
 class TestGuide:
     """docs/kernels.md, word for word: built as a wheel, installed, used and tested."""
 

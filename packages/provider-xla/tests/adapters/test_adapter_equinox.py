@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_nets import (
+
+from jaxtap_testkit.adapter_nets import (
     TOKENS,
     WIDTH,
     close,
@@ -18,7 +19,6 @@ from adapter_nets import (
     ptq,
     qat,
 )
-
 from provider_xla import (
     QtRule,
     QuantizationError,
@@ -28,6 +28,8 @@ from provider_xla import (
     model_plan,
     quantize_model,
 )
+
+pytestmark = pytest.mark.sample(2)
 
 eqx = pytest.importorskip("equinox")
 ROW = TOKENS[0]

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_nets import (
+
+from interception_core import JaxtapError
+from jaxtap_testkit.adapter_nets import (
     TOKENS,
     WIDTH,
     close,
@@ -16,8 +18,6 @@ from adapter_nets import (
     ptq,
     qat,
 )
-
-from interception_core import JaxtapError
 from provider_xla import (
     QtRule,
     QuantizationError,
@@ -26,6 +26,8 @@ from provider_xla import (
     model_plan,
     quantize_model,
 )
+
+pytestmark = pytest.mark.sample(2)
 
 linen = pytest.importorskip("flax.linen")
 serialization = pytest.importorskip("flax.serialization")

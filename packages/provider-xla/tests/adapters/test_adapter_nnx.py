@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapter_nets import (
+
+import quant_numerics as qn
+from interception_core import JaxtapError
+from jaxtap_testkit.adapter_nets import (
     TOKENS,
     WIDTH,
     close,
@@ -19,9 +22,6 @@ from adapter_nets import (
     ptq,
     qat,
 )
-
-import quant_numerics as qn
-from interception_core import JaxtapError
 from provider_xla import (
     QtRule,
     QuantizationError,
@@ -30,6 +30,8 @@ from provider_xla import (
     model_plan,
     quantize_model,
 )
+
+pytestmark = pytest.mark.sample(2)
 
 nnx = pytest.importorskip("flax.nnx")
 TraceContextError = pytest.importorskip("flax.errors").TraceContextError

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from xla_samples import draw, make
 
 import quant_numerics as qn
+from jaxtap_testkit.xla_samples import draw, make
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule
+
+pytestmark = pytest.mark.sample(3)
 
 W8 = QuantizationRule(weight_qtype="int8")
 QTYPES = ("int2", "int4", "int8")

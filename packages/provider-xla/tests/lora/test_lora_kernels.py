@@ -1,35 +1,21 @@
 """A parameter that is packed for a kernel has an adapter, and still runs in the kernel."""
 
-import sys
-
-import fake_kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from xla_samples import draw
 
-from interception_core._plugins import host as _host
-from interception_core._plugins.discovery import Found
+from jaxtap_testkit import fake_kernels
+from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
+from jaxtap_testkit.xla_samples import draw
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
 from provider_xla._run import quantized_product
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """The installed plugins with the fake kernels in place of others."""
-    monkeypatch.setitem(sys.modules, "fake_kernels", fake_kernels)
-
-    def found():
-        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
-        yield Found("fake", "fake_kernels", "fake-kernels", "1.0")
-
-    _host._reset(_host.Host(found, {}))
+def fresh_programs():
     quantized_product.clear_cache()
-    fake_kernels.CALLS.clear()
-    yield
-    _host._reset()
 
 
 PROGRAMS = {

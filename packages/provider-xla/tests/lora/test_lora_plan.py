@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from xla_samples import block, draw, make
 
 import quant_numerics as qn
+from jaxtap_testkit import examples
+from jaxtap_testkit.xla_samples import block, draw, make
 from provider_xla import (
     LoraPlan,
     PtqProvider,
@@ -21,6 +22,8 @@ from provider_xla import (
     QuantizationRule,
     QuantizationWarning,
 )
+
+pytestmark = pytest.mark.sample(3)
 
 QLORA = QuantizationRule(weight_qtype="int8", rank=2, alpha=3.0)
 
@@ -51,7 +54,7 @@ def test_the_table_shows_ranks(case):
     assert not float_plan.weights
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     st.integers(1, 3),
     st.sampled_from(["int4", "nf4", "int8", "int5", None]),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from xla_samples import draw
 
+from jaxtap_testkit.xla_samples import draw
 from provider_xla import PtqProvider, QuantizationRule
 
 QLORA = QuantizationRule(weight_qtype="int8", rank=2, alpha=3.0)

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from xla_samples import LAYOUT, PROGRAMS, draw, make
 
 import quant_numerics as qn
+from jaxtap_testkit import examples
+from jaxtap_testkit.xla_samples import LAYOUT, PROGRAMS, draw, make
 from provider_xla import PtqProvider, QuantizationRule, QuantizationWarning
+
+pytestmark = pytest.mark.sample(3)
 
 RANK, ALPHA = 2, 3.0
 
@@ -127,7 +130,7 @@ def einsums(draw):
     return [*map("".join, (x, w, out))], sizes, draw(st.booleans())
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(einsums())
 def test_any_einsum(case):
     (x, w, out), sizes, left = case

@@ -1,19 +1,17 @@
 """plan.optimize: every program, what stays as it is and why, and what is refused."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from xla_samples import PROGRAMS, draw, make, products
+from jax.sharding import PartitionSpec as P
 
 import provider_xla as xla
 import provider_xla._passes._optimize as driver
 from interception_core import JaxtapError
+from jaxtap_testkit.meshes import line, put
+from jaxtap_testkit.xla_samples import PROGRAMS, draw, make, products
 from provider_xla import (
     Awq,
     Gptq,
@@ -25,6 +23,8 @@ from provider_xla import (
     TransformedWeight,
     Wanda,
 )
+
+pytestmark = pytest.mark.sample(3)
 
 W4 = QuantizationRule(weight_qtype="int4")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
@@ -316,38 +316,23 @@ def test_the_report():
     assert list(twice[0].after or twice[1].after) == ["Hadamard", "Hadamard 2"]
 
 
-SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from provider_xla import Gptq, Hadamard, PtqProvider, QuantizationRule
-
-rng = np.random.default_rng(0)
-x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 64), (64, 32)))
-model = lambda w, x: jax.nn.relu(x @ w)
-mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-plan = PtqProvider(QuantizationRule(weight_qtype="int4", tile_size=8)).plan(model, w, x)
-for spec in (P(None, "d"), P("d", None)):
-    sharding = NamedSharding(mesh, spec)
-    rows = jax.device_put(x, NamedSharding(mesh, P()))
-    stored, _ = plan.optimize(jax.device_put(w, sharding), [(rows,)], [Hadamard(), Gptq()])
-    assert stored.inner.qvalue.sharding.is_equivalent_to(sharding, 2), stored.inner.qvalue.sharding
-    expected = model(stored.restore(), x)
-    result = jax.jit(plan.apply(model))(stored, rows)
-    np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
-around = jax.shard_map(plan.apply(model), mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
-np.testing.assert_allclose(jax.jit(around)(stored, x), expected, rtol=1e-3, atol=1e-3)
-print("sharded")
-"""
-
-
 def test_sharded_parameters():
-    flags = "--xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SHARDED],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "sharded\n"
+    mesh = line()
+    x, w = draw((16, 64), (64, 32))
+    rows = put(mesh, x)
+
+    def model(w, x):
+        return jax.nn.relu(x @ w)
+
+    plan = PtqProvider(QuantizationRule(weight_qtype="int4", tile_size=8)).plan(model, w, x)
+    for spec in (P(None, "d"), P("d", None)):
+        given = put(mesh, w, *spec)
+        stored, _ = plan.optimize(given, [(rows,)], [Hadamard(), Gptq()])
+        codes = stored.inner.qvalue
+        assert codes.sharding.is_equivalent_to(given.sharding, 2), codes.sharding
+        expected = model(stored.restore(), x)
+        result = jax.jit(plan.apply(model))(stored, rows)
+        np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3, err_msg=str(spec))
+    specs = {"in_specs": (P(), P("d")), "out_specs": P("d")}
+    around = jax.shard_map(plan.apply(model), mesh=mesh, **specs)
+    np.testing.assert_allclose(jax.jit(around)(stored, x), expected, rtol=1e-3, atol=1e-3)

@@ -18,6 +18,8 @@ from provider_xla import (
 )
 from provider_xla._probe import Largest, probe
 
+pytestmark = pytest.mark.sample(3)
+
 RNG = np.random.default_rng(0)
 K, N = 16, 6
 X = (RNG.normal(size=(40, K)) @ RNG.normal(size=(K, K))).astype(np.float32)

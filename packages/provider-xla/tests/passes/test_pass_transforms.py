@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import quant_numerics as qn
+from jaxtap_testkit import examples
 from provider_xla import TransformedWeight
 from provider_xla._products import MatrixProduct
 from provider_xla._transformed import Rotated, Scaled, hadamard
@@ -44,7 +45,7 @@ def steps(draw, k, lead=()):
     return tuple(one() for _ in range(draw(st.integers(1, 3))))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data(), k=st.sampled_from([1, 3, 4, 12, 16]), seed=st.integers(0, 2**32 - 1))
 def test_the_product_is_unchanged(data, k, seed):
     x, w = normal(seed, 5, k), normal(seed + 1, k, 4)
@@ -75,7 +76,7 @@ def used_k(shape, k_axes):
     return int(np.prod([shape[a] for a in k_axes]))
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(data=st.data())
 def test_several_contracted_axes_in_any_place(data):
     shape, k_axes = (4, 3, 2), data.draw(st.sampled_from([(0, 2), (1,), (0, 1), (2,), (0, 1, 2)]))

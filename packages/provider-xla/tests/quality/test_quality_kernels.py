@@ -1,32 +1,13 @@
 """Reports where kernels compute the products: see ``fake_kernels``."""
 
-import sys
-
-import fake_kernels
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interception_core._plugins import host as _host
-from interception_core._plugins.discovery import Found
+from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
 from provider_xla._quality import _timing
 from provider_xla._run import quantized_product
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """The installed plugins with the fake kernels in place of others."""
-    monkeypatch.setitem(sys.modules, "fake_kernels", fake_kernels)
-
-    def found():
-        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
-        yield Found("fake", "fake_kernels", "fake-kernels", "1.0")
-
-    _host._reset(_host.Host(found, {}))
-    fake_kernels.CALLS.clear()
-    yield
-    _host._reset()
 
 
 def test_products_in_kernels_are_timed_in_them(monkeypatch):

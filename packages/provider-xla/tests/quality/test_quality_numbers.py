@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from xla_samples import make
 
 from interception_core import JaxtapError
+from jaxtap_testkit.xla_samples import make
 from provider_xla import (
     PtqProvider,
     QtProvider,
@@ -20,6 +20,8 @@ from provider_xla import (
     QuantizationRule,
     SmoothQuant,
 )
+
+pytestmark = pytest.mark.sample(3)
 
 W8 = QuantizationRule(weight_qtype="int8")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")

@@ -5,8 +5,8 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from quality_samples import NASTY, many, sample
 
+from jaxtap_testkit.quality_samples import NASTY, many, sample
 from provider_xla import QuantizationError
 from provider_xla._quality import _plots
 

@@ -1,8 +1,4 @@
 import importlib.util
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # These are extras of the package.
 collect_ignore_glob = []

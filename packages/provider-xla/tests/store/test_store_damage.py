@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_samples import quantized, same
 
 import provider_xla as xla
+from jaxtap_testkit.store_samples import quantized, same
 from provider_xla._store._seal import BLANK, is_intact, seal
 
 TREE = {"w": quantized("int4", (2, 8, 3)), "b": jnp.arange(3.0)}

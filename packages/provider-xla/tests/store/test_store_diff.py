@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from store_samples import mlp, mlp_params, mlp_plan, same
 
 import provider_xla as xla
+from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, same
+
+pytestmark = pytest.mark.sample(3)
 
 W4 = xla.QuantizationRule(weight_qtype="int4", tile_size=8)
 W8 = xla.QuantizationRule(weight_qtype="int8")

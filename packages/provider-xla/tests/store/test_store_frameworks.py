@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from store_samples import same
 
 import provider_xla as xla
+from jaxtap_testkit.store_samples import same
 
 equinox = pytest.importorskip("equinox")
 nnx = pytest.importorskip("flax.nnx")

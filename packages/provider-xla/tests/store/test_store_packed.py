@@ -1,36 +1,15 @@
 """Weights that are packed for kernels are saved as codes and scales, and packed when loaded."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from store_samples import mlp, mlp_params, mlp_plan, same
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import fake_kernels
 
 import provider_xla as xla
 import quant_numerics as qn
-from interception_core._plugins import host as _host
-from interception_core._plugins.discovery import Found
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """The installed plugins with the fake kernels in place of others."""
-    monkeypatch.setitem(sys.modules, "fake_kernels", fake_kernels)
-
-    def found():
-        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
-        yield Found("fake", "fake_kernels", "fake-kernels", "1.0")
-
-    _host._reset(_host.Host(found, {}))
-    yield
-    _host._reset()
-
+from jaxtap_testkit import fake_kernels
+from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
+from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, same
 
 RULES = {
     "int8": xla.QuantizationRule(weight_qtype="int8"),

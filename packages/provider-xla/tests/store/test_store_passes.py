@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from store_samples import mlp, mlp_params, mlp_plan, quantized, same
 
 import provider_xla as xla
+from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, quantized, same
 from provider_xla import _transformed
 
 PASSES = {

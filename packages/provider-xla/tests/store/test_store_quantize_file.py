@@ -1,9 +1,6 @@
 """From float files to quantized parameters, a parameter at a time."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -11,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from store_samples import mlp, mlp_params, mlp_plan, same
 
 import provider_xla as xla
+from jaxtap_testkit.processes import run_python
+from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, same
 
 
 def flat(params):
@@ -220,9 +218,8 @@ MEMORY = """
 import ctypes, gc, sys
 import safetensors.numpy
 from pathlib import Path
-sys.path.insert(0, HERE)
 import jax, jax.numpy as jnp, numpy as np
-from store_samples import mlp
+from jaxtap_testkit.store_samples import mlp
 import provider_xla as xla
 
 DEPTH, WIDTH = 40, 512
@@ -277,6 +274,7 @@ print(peak(lambda: safetensors.numpy.load_file(source)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with /proc")
 def test_the_float_model_is_never_held(tmp_path):
     """Of 41 matrices, a few at a time: none is alive in JAX when the next one is read."""
@@ -288,15 +286,7 @@ def test_the_float_model_is_never_held(tmp_path):
     source, target = tmp_path / "float.safetensors", tmp_path / "quantized.safetensors"
     safetensors.numpy.save_file(tensors, source)
     del tensors
-    program = f"HERE = {str(Path(__file__).parent)!r}\n{MEMORY}"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, str(source), str(target)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
-    )
-    assert run.returncode == 0, run.stderr
+    run = run_python("-c", MEMORY, source, target, MALLOC_ARENA_MAX="1")
     returned, written, everything = run.stdout.strip().split("\n")
     for line in (returned, written):
         count, alive, _ = line.split()

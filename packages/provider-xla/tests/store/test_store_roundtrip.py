@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from store_samples import (
+
+import provider_xla as xla
+import quant_numerics as qn
+from jaxtap_testkit.store_samples import (
     BITS,
     DTYPES,
     bits,
@@ -24,8 +27,7 @@ from store_samples import (
     same,
 )
 
-import provider_xla as xla
-import quant_numerics as qn
+pytestmark = pytest.mark.sample(3)
 
 QTYPES = sorted(qn.QTYPES)
 FORMATS = ["file.safetensors", "folder"]
@@ -171,6 +173,7 @@ SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.function_sco
 
 
 @given(tree=trees)
+@example(tree=jnp.asarray(-1, "int2"))
 @settings(max_examples=60, **SETTINGS)
 def test_any_tree_in_a_file(tmp_path, tree):
     path = tmp_path / "any.safetensors"

@@ -1,140 +1,153 @@
 """Saved from one mesh of eight devices, loaded onto another: each device gets its part alone."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
-from store_samples import quantized, same
+import safetensors.numpy
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
-import provider_xla as xla
-
-PROGRAM = """
-import sys, tempfile
-from pathlib import Path
-sys.path.insert(0, HERE)
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
-from store_samples import mlp, mlp_params, quantized, same
 import provider_xla as xla
 import quant_numerics as qn
+from jaxtap_testkit.meshes import grid
+from jaxtap_testkit.store_samples import mlp, mlp_params, quantized, same
 
-assert len(jax.devices()) == 8
-folder = Path(tempfile.mkdtemp())
-auto = (AxisType.Auto,) * 2
-mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=auto)
-other = jax.make_mesh((2, 4), ("a", "b"), axis_types=auto)
+NAMES = ["a.safetensors", "a"]
+X = np.ones((2, 64), np.float32)
 
-params = mlp_params(depth=1, width=64, out=32)
-params["bits7"] = jnp.ones((8, 64))
-params["small"] = jnp.ones(3)
-model = lambda params, x: mlp(params, x) + x @ params["bits7"].T @ jnp.ones((8, 32))
-plan = xla.PtqProvider(xla.QuantizationRule(weight_qtype="int4", tile_size=16)).plan(
-    model, params, jnp.ones((2, 64)), kernels=False)
-columns = NamedSharding(mesh, P(None, ("x", "y")))
-placed = {**params, "head": jax.device_put(params["head"], columns)}
-stored = plan.quantize(placed)
-assert stored["head"].qvalue.sharding == columns
-x = jnp.ones((2, 64))
-run = jax.jit(plan.apply(model))
-expected = run(stored, x)
-tree = {**stored, "bits7": quantized("int7", (8, 64, 16))}
 
-qtypes = "int2", "int4", "int7", "nf4", "float8_e5m2", "mxfp4", "nvfp4"
-kinds = {qtype: quantized(qtype, (8, 128, 16)) for qtype in qtypes}
+def model(params, x):
+    return mlp(params, x) + x @ params["bits7"].T @ jnp.ones((8, 32))
 
-for path in (folder / "a.safetensors", folder / "a"):
-    xla.save(path, stored, plan)
-    # A function of names.
+
+@pytest.fixture
+def mesh():
+    """The mesh that parameters are saved from."""
+    return grid((4, 2), ("x", "y"))
+
+
+@pytest.fixture
+def other():
+    """The mesh that they are loaded onto."""
+    return grid((2, 4), ("a", "b"))
+
+
+@pytest.fixture(scope="module")
+def sample():
+    """A plan, and parameters of which one is sharded."""
+    columns = NamedSharding(grid((4, 2), ("x", "y")), P(None, ("x", "y")))
+    params = mlp_params(depth=1, width=64, out=32)
+    params |= {"bits7": jnp.ones((8, 64)), "small": jnp.ones(3)}
+    rule = xla.QuantizationRule(weight_qtype="int4", tile_size=16)
+    plan = xla.PtqProvider(rule).plan(model, params, X, kernels=False)
+    stored = plan.quantize({**params, "head": jax.device_put(params["head"], columns)})
+    assert stored["head"].qvalue.sharding == columns
+    run = jax.jit(plan.apply(model))
+    expected = run(stored, X)
+    return SimpleNamespace(
+        params=params, plan=plan, stored=stored, columns=columns, run=run, expected=expected
+    )
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def path(request, sample, tmp_path_factory):
+    """Where the parameters are saved."""
+    path = tmp_path_factory.mktemp("saved") / request.param
+    xla.save(path, sample.stored, sample.plan)
+    return path
+
+
+def test_a_function_of_names(path, sample, other):
     cut = NamedSharding(other, P("b", "a"))
-    loaded = xla.load(path, plan=plan, sharding=lambda name: cut if name == "head" else None)
-    same(loaded, stored)
+    sharding = lambda name: cut if name == "head" else None  # noqa: E731
+    loaded = xla.load(path, plan=sample.plan, sharding=sharding)
+    same(loaded, sample.stored)
     head = loaded["head"]
     assert head.qvalue.sharding == cut
     assert head.scale.sharding == cut, head.scale.sharding  # four tiles on four devices
+    whole = np.asarray(sample.stored["head"].qvalue)
     for shard in head.qvalue.addressable_shards:
         assert shard.data.shape == (16, 16)
-        np.testing.assert_array_equal(shard.data, np.asarray(stored["head"].qvalue)[shard.index])
+        np.testing.assert_array_equal(shard.data, whole[shard.index])
     # What has no sharding goes with what has one.
     assert isinstance(loaded["small"].sharding, SingleDeviceSharding)
-    np.testing.assert_allclose(run(loaded, x), expected, rtol=1e-5, atol=1e-4)
-    # Eight cuts, and four tiles: scales are everywhere.
+    np.testing.assert_allclose(sample.run(loaded, X), sample.expected, rtol=1e-5, atol=1e-4)
+    everywhere = NamedSharding(other, P())
+    sharding = lambda name: cut if name == "head" else everywhere  # noqa: E731
+    loaded = xla.load(path, plan=sample.plan, sharding=sharding)
+    actual = sample.run(loaded, jax.device_put(X, everywhere))
+    np.testing.assert_allclose(actual, sample.expected, rtol=1e-5, atol=1e-4)
+
+
+def test_scales_that_are_too_few_to_be_cut_are_everywhere(path, sample, mesh):
+    """Eight cuts, and four tiles."""
     along = NamedSharding(mesh, P(("x", "y")))
     loaded = xla.load(path, sharding={"head": along})
-    same(loaded, stored)
+    same(loaded, sample.stored)
     assert loaded["head"].qvalue.sharding == along
     assert loaded["head"].scale.sharding.is_fully_replicated, loaded["head"].scale.sharding
-    # The shardings of what there is.
-    exact = jax.tree.map(lambda leaf: leaf.sharding, stored)
+
+
+def test_the_shardings_of_what_there_is(path, sample):
+    exact = jax.tree.map(lambda leaf: leaf.sharding, sample.stored)
     loaded = xla.load(path, sharding=exact)
-    same(loaded, stored)
+    same(loaded, sample.stored)
     assert [leaf.sharding for leaf in jax.tree.leaves(loaded)] == jax.tree.leaves(exact)
-    # One for all, and one for a part of the tree.
+
+
+def test_one_sharding_for_all_and_one_for_a_part(path, sample, other):
     everywhere = NamedSharding(other, P())
     for given in (everywhere, {"layers": everywhere}):
         loaded = xla.load(path, sharding=given)
-        same(loaded, stored)
-        assert all(a.sharding == everywhere for a in jax.tree.leaves(loaded["layers"]))
-    loaded = xla.load(path, plan=plan, sharding=lambda name: cut if name == "head" else everywhere)
-    actual = run(loaded, jax.device_put(x, everywhere))
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
-    try:
-        xla.load(path, sharding=NamedSharding(mesh, P("x")))
-    except xla.StoreError as error:
-        assert "small of shape [3] can't be sharded" in str(error), error
-    else:
-        raise AssertionError("3 on 4 devices")
+        same(loaded, sample.stored)
+        assert all(leaf.sharding == everywhere for leaf in jax.tree.leaves(loaded["layers"]))
 
-    # Of every format, along every axis.
-    xla.save(path, kinds, overwrite=True)
+
+def test_a_shape_that_can_not_be_cut(path, mesh):
+    with pytest.raises(xla.StoreError, match=r"small of shape \[3\] can't be sharded"):
+        xla.load(path, sharding=NamedSharding(mesh, P("x")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format(tmp_path, name, other):
+    """Of safetensors, along every axis."""
+    qtypes = "int2", "int4", "int7", "nf4", "float8_e5m2", "mxfp4", "nvfp4"
+    kinds = {qtype: quantized(qtype, (8, 128, 16)) for qtype in qtypes}
+    path = tmp_path / name
+    xla.save(path, kinds)
     specs = P(None, ("a", "b")), P(None, None, "b"), P("a", "b", None)
     for spec in specs if path.suffix else specs[:1]:
         loaded = xla.load(path, sharding=NamedSharding(other, spec))
         same(loaded, kinds)
-        for q in loaded.values():
-            first = q.planes if isinstance(q, qn.PackedQArray) else q.qvalue
+        for qtype, q in loaded.items():
+            packed = isinstance(q, qn.PackedQArray)
+            first = q.planes if packed else q.qvalue
             parts = {str(shard.index) for shard in first.addressable_shards}
             # The 16 last codes of int3, int5, int6 and int7 are in 2 bytes, not in 4 parts.
-            assert len(parts) > 1 or (isinstance(q, qn.PackedQArray) and spec[-1] == "b")
-
-import safetensors.numpy
-floats = {"head": np.asarray(params["head"]), "bits7": np.asarray(params["bits7"]),
-          "small": np.asarray(params["small"]), "layers.0.w": np.asarray(params["layers"][0]["w"]),
-          "layers.0.b": np.asarray(params["layers"][0]["b"])}
-safetensors.numpy.save_file(floats, folder / "float.safetensors")
-made = xla.quantize_file(plan, folder / "float.safetensors",
-                         sharding=lambda name: columns if name == "head" else None)
-same(made, stored)
-assert made["head"].qvalue.sharding == columns
-xla.quantize_file(plan, folder / "float.safetensors", folder / "b.safetensors",
-                  sharding=lambda name: columns if name == "head" else None)
-same(xla.load(folder / "b.safetensors"), stored)
-print("done")
-"""
+            assert len(parts) > 1 or (packed and spec[-1] == "b"), (qtype, spec)
 
 
-def test_on_eight_devices():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"HERE = {str(Path(__file__).parent)!r}\n{PROGRAM}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "XLA_FLAGS": flags},
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "done"
+def test_a_file_is_quantized_onto_the_mesh(tmp_path, sample):
+    flat = {name: sample.params[name] for name in ("head", "bits7", "small")}
+    flat |= {f"layers.0.{name}": value for name, value in sample.params["layers"][0].items()}
+    floats = tmp_path / "float.safetensors"
+    safetensors.numpy.save_file(jax.tree.map(np.asarray, flat), floats)
+    sharding = lambda name: sample.columns if name == "head" else None  # noqa: E731
+    made = xla.quantize_file(sample.plan, floats, sharding=sharding)
+    same(made, sample.stored)
+    assert made["head"].qvalue.sharding == sample.columns
+    xla.quantize_file(sample.plan, floats, tmp_path / "b.safetensors", sharding=sharding)
+    same(xla.load(tmp_path / "b.safetensors"), sample.stored)
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a"])
 def test_what_sharding_may_be(tmp_path, name):
     tree = {
         "w": quantized("int4"),
-        "numpy": [__import__("numpy").ones(4)],
+        "numpy": [np.ones(4)],
         "key": jax.random.key(0),
     }
     xla.save(tmp_path / name, tree)
@@ -142,7 +155,7 @@ def test_what_sharding_may_be(tmp_path, name):
     one = SingleDeviceSharding(jax.devices()[0])
     placed = {**tree, "numpy": [jnp.ones(4)]}
     with jax.enable_x64(True):
-        for given in (one, NamedSharding(mesh, PartitionSpec()), lambda name: one):
+        for given in (one, NamedSharding(mesh, P()), lambda name: one):
             loaded = xla.load(tmp_path / name, sharding=given)
             assert isinstance(loaded["numpy"][0], jax.Array)
             same({**loaded, "numpy": []}, {**placed, "numpy": []})

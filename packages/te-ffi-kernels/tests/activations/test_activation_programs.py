@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
+pytestmark = pytest.mark.sample(3)
+
 NAMES = ("silu", "linear")
 ONE = jnp.ones((1,))
 
@@ -46,6 +48,7 @@ def test_a_batch_is_more_rows():
     assert "while" not in text
 
 
+@pytest.mark.usefixtures("leaks")
 def test_gradients_of_gradients():
     x = normal(3, 2, 5)
 

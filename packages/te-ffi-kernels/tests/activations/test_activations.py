@@ -1,20 +1,16 @@
 """act_lu, dact_lu, quantize_dact_dbias and activation: numbers, against NumPy and against XLA."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.te import activations as wanted_activations
+from jaxtap_testkit.te.activations import error
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import wanted_activations
-from wanted_activations import error
+pytestmark = pytest.mark.sample(3)
 
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
 NAMES = list(te.ActivationEnum)

@@ -7,6 +7,8 @@ import pytest
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
+pytestmark = pytest.mark.sample(6)
+
 Q = jnp.ones((2, 5, 4, 8))
 KV = jnp.ones((2, 6, 2, 8))
 SEED = jnp.zeros((2,), jnp.uint32)

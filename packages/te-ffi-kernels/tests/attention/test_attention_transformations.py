@@ -1,16 +1,16 @@
 """vmap, scan, shard_map, export, gradients of gradients: what programs do with attention."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
+from jaxtap_testkit.meshes import grid
 from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, reference
+
+pytestmark = pytest.mark.sample(3)
 
 LENGTHS = jnp.asarray([9, 12])
 
@@ -93,6 +93,8 @@ def test_vmap_of_packed_segments():
     np.testing.assert_allclose(run(te), run(reference), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("leaks")
 def test_scan_and_checkpoint():
     qkv = three()
     saved = jax.checkpoint_policies.save_only_these_names("context")
@@ -149,38 +151,21 @@ def test_keys_as_seeds():
     np.testing.assert_array_equal(by_key, te.fused_attn((q, k, v), None, None, data, *args))
 
 
-SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import PartitionSpec as P
-import te_ffi_kernels as te
-
-mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-keys = jax.random.split(jax.random.key(0), 3)
-qkv = [jax.random.normal(key, (4, 24, 4, 8)) for key in keys]
-
-bias = jax.random.normal(keys[0], (1, 1, 24, 24))
-
-def attend(q, k, v, bias):
-    return te.fused_attn((q, k, v), bias, None, None, 2, 2, 9, 0, 0.3, 0.0, True)
-
-spec = P("data", None, "model", None)
-specs = (spec, spec, spec, P())
-sharded = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec))
-np.testing.assert_array_equal(sharded(*qkv, bias), attend(*qkv, bias))
-loss = lambda f: jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (0, 1, 2, 3)))
-for one, other in zip(loss(sharded)(*qkv, bias), loss(attend)(*qkv, bias)):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-print("good")
-"""
-
-
 def test_shard_map():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        env=os.environ | flags,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.stdout.split() == ["good"], result.stderr[-4000:]
+    mesh = grid((2, 2), ("data", "model"))
+    qkv = [normal(4, 24, 4, 8, seed=seed) for seed in range(3)]
+    bias = normal(1, 1, 24, 24, seed=3)
+
+    def attend(q, k, v, bias):
+        return te.fused_attn((q, k, v), bias, None, None, 2, 2, 9, 0, 0.3, 0.0, True)
+
+    def grads(fn):
+        loss = lambda *args: jnp.sum(jnp.sin(fn(*args)))  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*qkv, bias)
+
+    spec = P("data", None, "model", None)
+    specs = {"in_specs": (spec, spec, spec, P()), "out_specs": spec}
+    sharded = jax.jit(jax.shard_map(attend, mesh=mesh, **specs))
+    np.testing.assert_array_equal(sharded(*qkv, bias), attend(*qkv, bias))
+    for one, other in zip(grads(sharded), grads(attend), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

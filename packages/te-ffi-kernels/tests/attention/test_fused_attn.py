@@ -1,19 +1,15 @@
 """fused_attn: numbers, against NumPy in float64 and against what XLA computes itself."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.te import attention as expected
 from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import attention_expected as expected
+pytestmark = pytest.mark.sample(3)
 
 SEED = jnp.asarray([123, 2**32 - 5], jnp.uint32)
 

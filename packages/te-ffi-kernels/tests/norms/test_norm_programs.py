@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
+pytestmark = pytest.mark.sample(3)
+
 GAMMA, BETA = jnp.linspace(0.5, 1.5, 64), jnp.linspace(-1, 1, 64)
 
 
@@ -64,6 +66,8 @@ def test_vmap_of_all():
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("leaks")
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 def test_gradients_of_gradients(kind):
     x = normal(3, 64)

@@ -1,22 +1,19 @@
 """normalization_fwd, normalization_bwd and layernorm: numbers, against NumPy and against XLA."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import te_ffi_kernels as te
+from jaxtap_testkit import examples
+from jaxtap_testkit.te import norms as wanted_norms
+from jaxtap_testkit.te.norms import error
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import wanted_norms
-from wanted_norms import error
+pytestmark = pytest.mark.sample(3)
 
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
 KINDS = ["layernorm", "rmsnorm"]
@@ -40,7 +37,7 @@ def problems(draw):
     return dz, x, gamma, beta, zero_centered, draw(st.sampled_from([1e-6, 1e-3])), kind
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(problems())
 def test_forward(problem):
     _, x, gamma, beta, zero_centered, epsilon, kind = problem
@@ -59,7 +56,7 @@ def test_forward(problem):
     assert error(found[6], rsigma) <= error(plain[6], rsigma) + 2e-7 * rsigma.max(initial=0)
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(problems())
 def test_backward(problem):
     dz, x, gamma, beta, zero_centered, epsilon, kind = problem

@@ -1,19 +1,15 @@
 """The router: numbers, against NumPy in float64 and the reference."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.te import router as expected
 from te_ffi_kernels import RoutingMapFormat, ScoreFunction, reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import router_expected as expected
+pytestmark = pytest.mark.sample(3)
 
 FUNCTIONS = ["softmax", "sigmoid", "sqrtsoftplus"]
 STEPS = {"float32": 4e-6, "bfloat16": 5e-3, "float16": 8e-4}

@@ -8,6 +8,8 @@ import pytest
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
+pytestmark = pytest.mark.sample(6)
+
 X = jnp.ones((4, 12))
 MAP = jnp.ones((4, 12), bool)
 COUNTS = jnp.ones((12,), jnp.int32)

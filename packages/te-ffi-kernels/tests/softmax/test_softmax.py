@@ -1,19 +1,15 @@
 """Softmax: numbers, against NumPy in float64, and errors beside those of plain JAX."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.te import softmax as expected
 from te_ffi_kernels import SoftmaxFusionType, reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import softmax_expected as expected
+pytestmark = pytest.mark.sample(3)
 
 SCALED, MASKED, CAUSAL = SoftmaxFusionType
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]

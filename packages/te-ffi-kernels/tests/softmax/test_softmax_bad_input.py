@@ -8,6 +8,8 @@ import pytest
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
+pytestmark = pytest.mark.sample(6)
+
 X = jnp.ones((2, 3, 4, 5))
 MASK = jnp.zeros((2, 1, 4, 5), jnp.uint8)
 BOTH = [te, reference]

@@ -1,21 +1,18 @@
 """gemm_v2 and the deprecated gemm: numbers, against the reference and NumPy in float64."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import te_ffi_kernels as te
+from jaxtap_testkit import examples
+from jaxtap_testkit.te import formats as expected
 from te_ffi_kernels import ScalingMode, reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import expected
+pytestmark = pytest.mark.sample(3)
 
 FLOATS = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
 SIZES = st.sampled_from([0, 1, 5, 11, 12, 13, 31, 33, 64, 97, 127, 200])
@@ -73,7 +70,7 @@ def problems(draw):
     return mode, out, left, right, bias, alpha, dims, draw(st.booleans())
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(problems())
 def test_against_reference_and_numpy(problem):
     mode, out, (lhs, lhs_scale, left), (rhs, rhs_scale, right), bias, alpha, dims, gelu = problem
@@ -96,7 +93,7 @@ def test_against_reference_and_numpy(problem):
         assert (error <= (1e-6 * size + eps * np.abs(wanted))[finite]).all()
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(
     SIZES.filter(bool),
     SIZES.filter(bool),

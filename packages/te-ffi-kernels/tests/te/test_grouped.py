@@ -1,22 +1,19 @@
 """grouped_quantize: each group as dbias_quantize does it with one array."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import te_ffi_kernels as te
+from jaxtap_testkit import examples
+from jaxtap_testkit.te import formats as expected
+from jaxtap_testkit.te.formats import raw
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import expected
-from expected import raw
+pytestmark = pytest.mark.sample(3)
 
 REFERENCE = jax.jit(reference.grouped_quantize, static_argnums=range(3, 8))
 
@@ -38,7 +35,7 @@ def problems(draw):
     return x, scale, sizes, out, mode, layout
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(problems())
 def test_each_group_by_itself(problem):
     x, scale, sizes, out, mode, layout = problem

@@ -1,24 +1,22 @@
 """dbias_quantize: numbers, against the reference and against NumPy."""
 
 import math
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import te_ffi_kernels as te
+from jaxtap_testkit import examples
+from jaxtap_testkit.te import formats as expected
+from jaxtap_testkit.te.formats import raw
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import expected
-from expected import raw
+pytestmark = pytest.mark.sample(3)
 
 FORMATS = st.sampled_from(list(expected.FORMATS))
 FLOATS = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
@@ -75,7 +73,7 @@ def problems(draw):
     return jnp.asarray(x).astype(draw(FLOATS)), out, mode, layout, axis
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(problems())
 def test_kernel_and_reference_have_the_same_bits(problem):
     x, *_ = problem
@@ -96,7 +94,7 @@ def near(sums, others, x):
     np.testing.assert_allclose(sums, others, rtol=2 * step, atol=1e-6 * total + 1e-37)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(problems())
 def test_kernel_against_numpy(problem):
     x, out, mode, layout, axis = problem
@@ -179,7 +177,7 @@ def test_an_infinity_in_a_block():
     assert (numbers[3], numbers[4], numbers[5], numbers[40]) == (448, 1, 0, 256)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     st.integers(0, 2**32),
     st.sampled_from(["float8_e4m3fn", "float8_e5m2", "int8"]),

@@ -1,10 +1,6 @@
 """Gradients, vmap, scan, jit, export: what programs do with the ops."""
 
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +8,11 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.processes import run_python
+from jaxtap_testkit.te.formats import raw
 from te_ffi_kernels import ScalingMode
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from expected import raw
+pytestmark = pytest.mark.sample(3)
 
 NONE, ONE, ZERO = jnp.zeros((0,)), jnp.ones((1,)), jnp.zeros((1,))
 MODES = [ScalingMode(1), ScalingMode(2), ScalingMode(64)]
@@ -95,6 +91,7 @@ def test_vmap_of_products():
     np.testing.assert_allclose(grads[0], jnp.broadcast_to(rhs[0].sum(1), (5, 7)), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("leaks")
 def test_gradients_of_gradients():
     lhs, rhs = normal(3, 4), normal(4, 5, seed=1)
     loss = lambda op: lambda a: jnp.sum(jnp.sin(op(a, rhs)))  # noqa: E731
@@ -170,18 +167,11 @@ print(te.isa(), digest.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_every_instruction_set_gives_the_same_bits():
     found = {}
     for isa in te.isas():
-        result = subprocess.run(
-            [sys.executable, "-c", ISA_CODE],
-            env=os.environ | {"JAXTAP_ISA": isa, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        name, found[isa] = result.stdout.split()
+        name, found[isa] = run_python("-c", ISA_CODE, JAXTAP_ISA=isa).stdout.split()
         assert name == isa
     assert len(next(iter(found.values()))) == hashlib.sha256().digest_size * 2
     assert len(set(found.values())) == 1

@@ -1,13 +1,11 @@
 """Every instruction set that this machine has gives the same bits, in a process of its own."""
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.processes import run_python
 
 CODE = """
 import hashlib
@@ -30,15 +28,7 @@ print(te.isa(), digest.hexdigest())
 
 
 def run(isa):
-    result = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env=os.environ | {"JAXTAP_ISA": isa, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout.split()
+    return run_python("-c", CODE, JAXTAP_ISA=isa).stdout.split()
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,15 @@
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import te_ffi_kernels as te
+from jaxtap_testkit import examples
+from jaxtap_testkit.te.weights import weight
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from made import weight
+pytestmark = pytest.mark.sample(3)
 
 SIZES = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 100, 130])
 PACKS = {8: te.pack_w8, 4: te.pack_w4}
@@ -29,7 +26,7 @@ def weights(draw):
     return bits, group, *weight(rng, k, draw(SIZES), bits, groups)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(weights())
 def test_what_is_packed_is_unpacked(made):
     bits, group, codes, scale = made
@@ -40,7 +37,7 @@ def test_what_is_packed_is_unpacked(made):
     np.testing.assert_array_equal(its_scale, scale)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(weights())
 def test_kernel_and_reference_write_the_same_bytes(made):
     bits, _, codes, scale = made

@@ -1,18 +1,15 @@
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import te_ffi_kernels as te
+from jaxtap_testkit import examples
+from jaxtap_testkit.te.weights import matrix, quantized_rows, weight
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from made import matrix, quantized_rows, weight
+pytestmark = pytest.mark.sample(3)
 
 SIZES = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130])
 ROWS = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33])
@@ -36,7 +33,7 @@ def packed(codes, scale, bits=8):
     return pack(jnp.asarray(codes), jnp.asarray(scale))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(problems(), FLOATS, st.sampled_from([None, jnp.float32, jnp.bfloat16]))
 def test_w8a8_is_exact_integer_arithmetic(problem, dtype, out_dtype):
     x, codes, scale = problem
@@ -52,7 +49,7 @@ def test_w8a8_is_exact_integer_arithmetic(problem, dtype, out_dtype):
     np.testing.assert_array_equal(y, jnp.asarray(expected).astype(y.dtype))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(st.data(), FLOATS)
 def test_weight_only_beside_float64(data, dtype):
     op = data.draw(st.sampled_from(list(WEIGHT_ONLY)))

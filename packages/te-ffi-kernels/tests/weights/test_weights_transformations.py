@@ -1,16 +1,12 @@
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.te.weights import weight
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from made import weight
+pytestmark = pytest.mark.sample(3)
 
 OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4}
 
@@ -53,6 +49,7 @@ def test_vmap_over_weights(op):
     np.testing.assert_array_equal(jax.vmap(op, in_axes=(None, 0))(x[0], w), shared)
 
 
+@pytest.mark.usefixtures("leaks")
 def test_scan_over_layers(op):
     w, x = stack(op), rows(5, 48)
 
@@ -67,6 +64,7 @@ def test_scan_over_layers(op):
     np.testing.assert_allclose(final, x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("leaks")
 def test_while_cond_and_remat(op):
     w, x = layer(stack(op), 0), rows(2, 48)
 

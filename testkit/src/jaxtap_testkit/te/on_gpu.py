@@ -4,16 +4,10 @@ The tests of the ops are those of the CPU, whose functions the modules beside th
 machine with a GPU it is where JAX puts arrays.
 """
 
-import sys
-from pathlib import Path
-
 import jax
 import pytest
 
 import te_ffi_kernels_cuda13
-
-for folder in ("weights", "te", "softmax", "norms", "activations", "router", "attention"):
-    sys.path.insert(0, str(Path(__file__).parents[2] / "te-ffi-kernels" / "tests" / folder))
 
 
 def why_not():

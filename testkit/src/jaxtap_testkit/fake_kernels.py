@@ -7,8 +7,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from interception_core import KernelSpec, hookimpl
+from interception_core._plugins import host as _host
+from interception_core._plugins.discovery import Found
 
 API = (1, 0)
 OPS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4", "pack_w8", "pack_w4")
@@ -21,10 +24,10 @@ def jaxtap_register_kernels():
         KernelSpec(
             target=f"fake.{op}",
             platform="cpu",
-            handlers="fake_kernels:handlers",
+            handlers="jaxtap_testkit.fake_kernels:handlers",
             op=op,
-            supports="fake_kernels:supports",
-            apply=f"fake_kernels:{op}",
+            supports="jaxtap_testkit.fake_kernels:supports",
+            apply=f"jaxtap_testkit.fake_kernels:{op}",
         )
         for op in OPS
     ]
@@ -107,3 +110,17 @@ def gemm_w8a8(x, weight, *, out_dtype=None):
     parts = codes.reshape(groups, -1, codes.shape[-1])
     sums = jnp.einsum("...gk,gkn->...gn", rows, parts, preferred_element_type=jnp.int32)
     return (sums.astype(jnp.float32) * own * scale).sum(-2).astype(out_dtype)
+
+
+@pytest.fixture(autouse=True)
+def kernels(own_programs):
+    """The installed plugins, with these kernels in place of te-ffi-kernels'."""
+
+    def found():
+        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
+        yield Found("fake", __name__, "fake-kernels", "1.0")
+
+    _host._reset(_host.Host(found, {}))
+    CALLS.clear()
+    yield
+    _host._reset()

@@ -1,0 +1,85 @@
+"""Each device calls the kernel on its block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import te_ffi_kernels as te
+from jaxtap_testkit.meshes import put
+from jaxtap_testkit.te.calls import assert_block
+
+OPS = [
+    (te.gemm_w8a8, te.pack_w8),
+    (te.gemm_w8a16, te.pack_w8),
+    (te.gemv_w8, te.pack_w8),
+    (te.gemv_w4, te.pack_w4),
+]
+
+# columns, shardings of the rows and of the panels, and the block that each device computes
+BLOCKS = [
+    (128, "data", "model", "f32[8,32]"),
+    (128, None, ("data", "model"), "f32[16,16]"),
+    (128, ("data", "model"), None, "f32[2,128]"),
+    (128, None, None, "f32[16,128]"),
+    # The last panel is not full: rows can be shared out alone.
+    (120, "data", None, "f32[8,120]"),
+]
+
+
+def weight_of_8_bits(rng):
+    codes = jnp.asarray(rng.integers(-127, 128, (64, 128)), jnp.int8)
+    return codes, te.pack_w8(codes, jnp.full((1, 128), 0.1))
+
+
+def activation(rng):
+    return jnp.asarray(rng.normal(size=(16, 64)), jnp.float32)
+
+
+def test_blocks(mesh):
+    rng = np.random.default_rng(0)
+    for op, pack in OPS:
+        for n, rows, panels, block in BLOCKS:
+            case = (op.__name__, n, rows, panels)
+            codes = jnp.asarray(rng.integers(-7, 8, (64, n)), jnp.int8)
+            w, x = pack(codes, jnp.full((1, n), 0.1)), activation(rng)
+            xs = put(mesh, x, rows, None)
+            ws = jax.tree.map(lambda b, panels=panels: put(mesh, b, panels, None), w)
+            compiled = jax.jit(op).lower(xs, ws).compile()
+            assert_block(compiled, "", block, case)
+            np.testing.assert_array_equal(compiled(xs, ws), op(x, w), err_msg=str(case))
+
+
+def test_in_shard_map_the_block_is_the_whole(mesh):
+    rng = np.random.default_rng(0)
+    (_, w), x = weight_of_8_bits(rng), activation(rng)
+
+    def block(x, buffer):
+        return te.gemm_w8a8(x, te.PackedWeight(buffer, 64, 16 * buffer.shape[0], 8, 0))
+
+    specs = {"in_specs": (P("data"), P("model")), "out_specs": P("data", "model")}
+    sharded = jax.jit(jax.shard_map(block, mesh=mesh, **specs))
+    np.testing.assert_array_equal(sharded(x, w.buffer), te.gemm_w8a8(x, w))
+
+
+def test_scan_over_layers_whose_weights_are_shared_out(mesh):
+    rng = np.random.default_rng(0)
+    (codes, _), x = weight_of_8_bits(rng), activation(rng)
+    alone = te.pack_w8(jnp.stack([codes[:, :64]] * 3), jnp.full((3, 1, 64), 0.01))
+    stack = jax.tree.map(lambda b: put(mesh, b, None, "model", None), alone)
+
+    def run(x, stack):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(te.gemm_w8a8(x, w)), None), x, stack)[0]
+
+    found = jax.jit(run)(put(mesh, x, "data", None), stack)
+    np.testing.assert_allclose(found, run(x, alone), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients(mesh):
+    rng = np.random.default_rng(0)
+    (_, w), x = weight_of_8_bits(rng), activation(rng)
+    grad = jax.jit(jax.grad(lambda x, w: te.gemm_w8a8(x, w).sum()))
+    ws = jax.tree.map(lambda b: put(mesh, b, "model", None), w)
+    np.testing.assert_allclose(
+        grad(put(mesh, x, "data", None), ws), grad(x, w), rtol=1e-5, atol=1e-4
+    )

@@ -1,0 +1,20 @@
+"""What tests of sharding share beside the fixture ``mesh``: other meshes, and what goes on them."""
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def line(kind=AxisType.Auto, size=8, name="d"):
+    """Return a mesh of one axis, which is of the given type."""
+    return jax.make_mesh((size,), (name,), (kind,), devices=jax.devices("cpu")[:size])
+
+
+def grid(shape, names, kind=AxisType.Auto):
+    """Return a mesh of two axes of the same type."""
+    devices = jax.devices("cpu")[: shape[0] * shape[1]]
+    return jax.make_mesh(shape, names, (kind,) * 2, devices=devices)
+
+
+def put(mesh, x, *spec):
+    """Return an array whose axes are shared out over those of a mesh."""
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))

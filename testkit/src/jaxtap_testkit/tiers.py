@@ -1,0 +1,24 @@
+"""How many examples a Hypothesis test has in each tier."""
+
+from hypothesis import settings
+
+full = False
+"""Whether the full tier runs; set before tests are imported."""
+
+
+def examples(most, **options):
+    """Run a Hypothesis test on ``most`` examples in the full tier, on an eighth in the default one.
+
+    Args:
+        most: The number of examples.
+        options: More settings of Hypothesis; there is no deadline.
+    """
+    import pytest
+
+    count = most if full else max(2, most // 8)
+
+    def decorate(test):
+        test = settings(deadline=None, max_examples=count, **options)(test)
+        return pytest.mark.generated(test)
+
+    return decorate
