@@ -1,5 +1,6 @@
 """How many examples a Hypothesis test has in each tier."""
 
+import pytest
 from hypothesis import settings
 
 full = False
@@ -13,8 +14,6 @@ def examples(most, **options):
         most: The number of examples.
         options: More settings of Hypothesis; there is no deadline.
     """
-    import pytest
-
     count = most if full else max(2, most // 8)
 
     def decorate(test):
