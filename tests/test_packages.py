@@ -63,36 +63,50 @@ if importlib.util.find_spec("te_ffi_kernels") is None:
     del NEEDS["te-ffi-kernels"], NEEDS["te-ffi-kernels-cuda13"]
 
 
+def run(*command, cwd=None):
+    result = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def distribution(built_once):
+    """Return ``get(package, pattern)``: its sdist, or the wheel that is built from that."""
+
+    def get(package, pattern):
+        folder = PACKAGES / package if package in NEEDS else TESTKIT
+        dist = built_once(f"dist-{package}", lambda to: run(UV, "build", "-o", to, folder, cwd=to))
+        (found,) = dist.glob(pattern)
+        return found
+
+    return get
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", NEEDS)
-def test_alone(package, tmp_path):
+def test_alone(package, distribution, tmp_path):
     """It works with what it needs and nothing else; its tests, with its extra and the helpers."""
     environment = tmp_path / "environment"
     python = environment / "bin" / "python"
-
-    def run(*command):
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=900)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
+    needed = [distribution(name, "*.whl") for name in NEEDS[package]]
 
     def install(*wanted):
         run(UV, "pip", "install", "--python", python, *wanted)
 
     run(UV, "venv", "--python", sys.executable, environment)
-    folders = [PACKAGES / name for name in NEEDS[package]]
-    install(*folders)
-    run(python, "-W", "error", "-c", CHECKS[package])
+    install(*needed)
+    run(python, "-W", "error", "-c", CHECKS[package], cwd=tmp_path)
     installed = run(UV, "pip", "list", "--python", python)
     for other in NEEDS.keys() - set(NEEDS[package]):
         assert other not in installed
 
     # As whoever packages it anew has the tests: from the sdist, with no other package's beside.
-    run(UV, "build", "--sdist", "--out-dir", tmp_path / "dist", PACKAGES / package)
-    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    sdist = distribution(package, "*.tar.gz")
     shutil.unpack_archive(sdist, tmp_path / "source", filter="data")
-    install(*folders[:-1], f"{folders[-1]}[test]", TESTKIT)
+    install(*needed[:-1], f"{needed[-1]}[test]", distribution("jaxtap-testkit", "*.whl"))
     (tests,) = (tmp_path / "source").glob("*/tests")
-    collected = run(python, "-m", "pytest", "--collect-only", "-q", "--full", tests)
+    collect = [python, "-m", "pytest", "--collect-only", "-q", "--full", tests]
+    collected = run(*collect, cwd=tmp_path)
     assert re.search(r"^\d+ tests collected", collected, re.MULTILINE), collected
     # What functions import when they run is not imported by collecting them.
-    run(python, "-c", IMPORTS, tests)
+    run(python, "-c", IMPORTS, tests, cwd=tmp_path)
