@@ -674,16 +674,15 @@ def test_a_model_learns():
     assert losses[-1] < losses[0] / 20
 
 
-@pytest.mark.usefixtures("leaks")
 @pytest.mark.parametrize("given", ["argument", "closure"])
-def test_no_tracer_leaks(engine, given):
+def test_no_tracer_leaks(engine, given, leaks):
     q = qat(lambda w, x: jnp.tanh(x @ w), W8A8, engine=engine)
     stats = q.init(W, X)
 
     def loss(w, s):
         return q(w, X, quant_stats=s if given == "argument" else stats).sum()
 
-    value, _ = jax.jit(jax.value_and_grad(loss))(W, stats if given == "argument" else None)
+    value, _ = leaks(jax.value_and_grad(loss))(W, stats if given == "argument" else None)
     assert np.isfinite(value)
 
 

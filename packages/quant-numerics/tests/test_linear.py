@@ -52,40 +52,40 @@ def test_the_transpose_of_the_transpose_is_the_forward_map():
     np.testing.assert_allclose(back(X)[0], X @ W, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("leaks")
-def test_derivatives_of_derivatives():
+def test_derivatives_of_derivatives(leaks):
     def twice(w, x):
         return jnp.sum(jnp.sin(dot(w, x)) * G)
 
     # forward over reverse: g(x) = 3 (cos(xw) G) w', so its tangent is 3 (-sin(xw) G (tw)) w'
-    _, tangent = jax.jvp(lambda x: jax.grad(twice, 1)(W, x), (X,), (X,))
+    _, tangent = leaks(lambda x: jax.jvp(lambda x: jax.grad(twice, 1)(W, x), (x,), (x,)))(X)
     want = 3 * (-np.sin(X @ W) * G * (X @ W)) @ W.T
     np.testing.assert_allclose(tangent, want, rtol=2e-4, atol=1e-5)
     # reverse over forward
-    grad = jax.grad(lambda x: jnp.sum(jax.jvp(lambda y: dot(W, y) ** 2, (x,), (X,))[1]))(X)
+    grad = leaks(jax.grad(lambda x: jnp.sum(jax.jvp(lambda y: dot(W, y) ** 2, (x,), (X,))[1])))(X)
     np.testing.assert_allclose(grad, 3 * (2 * (X @ W)) @ W.T, rtol=2e-4, atol=1e-5)
     # reverse over reverse, with respect to the residual: the true transpose's derivative
-    grad = jax.jit(jax.grad(lambda w: jnp.sum(jax.grad(loss, 1)(w, X))))(W)
+    grad = leaks(jax.grad(lambda w: jnp.sum(jax.grad(loss, 1)(w, X))))(W)
     np.testing.assert_allclose(grad, (G.T @ np.ones_like(X)).T, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("leaks")
-def test_vmap_of_all_kinds():
+def test_vmap_of_all_kinds(leaks):
     xs, ws = np.stack([X, 2 * X]), np.stack([W, -W])
-    np.testing.assert_allclose(jax.vmap(dot)(ws, xs), np.stack([X @ W, -2 * X @ W]), rtol=1e-5)
     np.testing.assert_allclose(
-        jax.vmap(dot, (None, 1), 2)(W, np.moveaxis(xs, 0, 1)),
+        leaks(jax.vmap(dot))(ws, xs), np.stack([X @ W, -2 * X @ W]), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        leaks(jax.vmap(dot, (None, 1), 2))(W, np.moveaxis(xs, 0, 1)),
         np.stack([X @ W, 2 * X @ W], 2),
         rtol=1e-5,
     )
-    grads = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(ws, X)
+    grads = leaks(jax.vmap(jax.grad(loss, (0, 1)), (0, None)))(ws, X)
     np.testing.assert_allclose(grads[1], np.stack([3 * G @ W.T, -3 * G @ W.T]), rtol=1e-5)
     np.testing.assert_allclose(grads[0], np.stack([X.T @ G] * 2), rtol=1e-5)
 
     def shared(w, x):
         return jnp.sum(jax.vmap(loss, (0, None))(w, x))
 
-    grads = jax.jit(jax.grad(shared, (0, 1)))(ws, X)
+    grads = leaks(jax.grad(shared, (0, 1)))(ws, X)
     np.testing.assert_allclose(grads[1], 0 * X, atol=1e-4)
     np.testing.assert_allclose(grads[0], np.stack([X.T @ G] * 2), rtol=1e-5)
 
@@ -98,8 +98,7 @@ def test_axis_names_are_seen_inside():
     np.testing.assert_allclose(jax.vmap(f, axis_name="i")(X), X - X.mean(0), rtol=1e-5)
 
 
-@pytest.mark.usefixtures("leaks")
-def test_scan():
+def test_scan(leaks):
     square = (W @ W.T / 10).astype(np.float32)
 
     def total(w, x):
@@ -109,14 +108,14 @@ def test_scan():
         return jnp.sum(lax.scan(step, x, None, length=2)[0] * X)
 
     for wrap in (lambda f: f, jax.checkpoint):
-        grad = jax.jit(jax.grad(wrap(total), 1))(square, X)
+        grad = leaks(jax.grad(wrap(total), 1))(square, X)
         np.testing.assert_allclose(grad, 9 * X @ square.T @ square.T, rtol=1e-4)
     ws = np.stack([square, 2 * square])
 
     def layers(ws):
         return jnp.sum(lax.scan(lambda c, w: (dot(w, c), None), jnp.asarray(X), ws)[0] * X)
 
-    grads = jax.jit(jax.grad(layers))(ws)
+    grads = leaks(jax.grad(layers))(ws)
     np.testing.assert_allclose(grads[1], (X @ square).T @ X, rtol=1e-4)
     np.testing.assert_allclose(grads[0], 3 * X.T @ (X @ ws[1].T), rtol=1e-4)
 

@@ -50,27 +50,25 @@ def test_it_works_eagerly(operands):
     )
 
 
-@pytest.mark.usefixtures("leaks")
-def test_jvp(operands):
+def test_jvp(operands, leaks):
     tangents = tuple(jnp.full_like(a, 0.5) for a in operands)
-    ours = jax.jit(lambda p, t: jax.jvp(dot, p, t))(operands, tangents)
+    ours = leaks(lambda p, t: jax.jvp(dot, p, t))(operands, tangents)
     theirs = jax.jit(lambda p, t: jax.jvp(float_dot, p, t))(operands, tangents)
     np.testing.assert_array_equal(ours[0], jax.jit(quantized_dot)(*operands))
     np.testing.assert_array_equal(ours[1], theirs[1])
 
 
-@pytest.mark.usefixtures("leaks")
-def test_vmap_of_grad(operands):
+def test_vmap_of_grad(operands, leaks):
     x, w = operands
     xs = jnp.stack([x, 2 * x])
     grads = [
-        jax.jit(jax.vmap(jax.grad(weighted(f), 1), (0, None)))(xs, w) for f in (dot, float_dot)
+        jit(jax.vmap(jax.grad(weighted(f), 1), (0, None)))(xs, w)
+        for f, jit in ((dot, leaks), (float_dot, jax.jit))
     ]
     np.testing.assert_allclose(*grads, rtol=1e-6)
 
 
-@pytest.mark.usefixtures("leaks")
-def test_grad_through_scan_with_remat(operands):
+def test_grad_through_scan_with_remat(operands, leaks):
     x, w = operands
     w = w @ w.T
 
@@ -81,14 +79,13 @@ def test_grad_through_scan_with_remat(operands):
         return lambda x: jnp.sum(jax.lax.scan(layer, x, length=2)[0])
 
     # Each layer is linear, so the gradient does not depend on where it is taken.
-    grads = [jax.jit(jax.grad(loss(f)))(x) for f in (dot, float_dot)]
+    grads = leaks(jax.grad(loss(dot)))(x), jax.jit(jax.grad(loss(float_dot)))(x)
     np.testing.assert_allclose(*grads, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("leaks")
-def test_second_derivatives_are_straight_through_too():
+def test_second_derivatives_are_straight_through_too(leaks):
     f = straight_through(lambda x: jnp.round(4 * jnp.tanh(x)) / 4, jnp.tanh)
-    second = jax.jit(jax.grad(jax.grad(lambda x: f(x) ** 2)))(jnp.float32(0.3))
+    second = leaks(jax.grad(jax.grad(lambda x: f(x) ** 2)))(jnp.float32(0.3))
     t = np.tanh(0.3)
     slope, curvature = 1 - t**2, -2 * t * (1 - t**2)
     # (f²)'' = 2 f'² + 2 f f'': derivatives of tanh, with the rounded value 0.25 for f itself.

@@ -107,11 +107,21 @@ def own_programs():
 
 @pytest.fixture
 def leaks():
-    """No tracer may outlive its trace. It switches JAX's caches off: for tests of leaks alone."""
+    """Return ``jitted(fn)``: ``jax.jit(fn)``, after a trace in which no tracer may outlive its own.
+
+    That switches JAX's caches off, so nothing else is done meanwhile.
+    """
     import jax
 
-    with jax.checking_leaks():
-        yield
+    def jitted(fn):
+        def call(*args):
+            with jax.checking_leaks():
+                jax.make_jaxpr(fn)(*args)
+            return jax.jit(fn)(*args)
+
+        return call
+
+    return jitted
 
 
 @pytest.fixture

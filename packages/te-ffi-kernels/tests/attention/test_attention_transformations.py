@@ -94,8 +94,7 @@ def test_vmap_of_packed_segments():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("leaks")
-def test_scan_and_checkpoint():
+def test_scan_and_checkpoint(leaks):
     qkv = three()
     saved = jax.checkpoint_policies.save_only_these_names("context")
 
@@ -103,9 +102,9 @@ def test_scan_and_checkpoint():
         step = wrap(lambda carry, _: (attend(carry, *qkv[1:], op=op), None))
         return jnp.sum(jax.lax.scan(step, q, None, length=3)[0] ** 2)
 
-    wanted = jax.grad(lambda q: loss(q, op=reference, wrap=lambda f: f))(qkv[0])
+    wanted = jax.jit(jax.grad(lambda q: loss(q, op=reference, wrap=lambda f: f)))(qkv[0])
     for wrap in (lambda f: f, jax.checkpoint, lambda f: jax.checkpoint(f, policy=saved)):
-        found = jax.jit(jax.grad(lambda q, wrap=wrap: loss(q, op=te, wrap=wrap)))(qkv[0])
+        found = leaks(jax.grad(lambda q, wrap=wrap: loss(q, op=te, wrap=wrap)))(qkv[0])
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 

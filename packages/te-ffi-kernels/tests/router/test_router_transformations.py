@@ -55,25 +55,24 @@ def test_vmap_over_a_bias():
         same([one[i] for one in found], route(x, bias[i]))
 
 
-@pytest.mark.usefixtures("leaks")
-def test_vmap_of_the_loss():
+def test_vmap_of_the_loss(leaks):
     probs, counts = normal(3, 7, 12), jnp.asarray(np.arange(36).reshape(3, 12), jnp.int32)
     op = jax.value_and_grad(lambda p, c: te.fused_moe_aux_loss(p, c, 2, 0.5))
 
     @jax.jit
     def run(probs, counts):
         each = [op(probs[i], counts[i]) for i in range(3)]
-        wanted = jax.tree.map(lambda *one: jnp.stack(one), *each)
-        one = jax.vmap(op, (0, None))(probs, counts[1])[1]
-        return jax.vmap(op)(probs, counts), wanted, one
+        return jax.tree.map(lambda *one: jnp.stack(one), *each)
 
-    found, wanted, one = run(probs, counts)
+    def mapped(probs, counts):
+        return jax.vmap(op)(probs, counts), jax.vmap(op, (0, None))(probs, counts[1])[1]
+
+    (found, one), wanted = leaks(mapped)(probs, counts), run(probs, counts)
     same(found, wanted)
     same(one[0], wanted[1][1])
 
 
-@pytest.mark.usefixtures("leaks")
-def test_scan():
+def test_scan(leaks):
     x = normal(3, 4, 10)
 
     def loss(module):
@@ -89,7 +88,7 @@ def test_scan():
 
         return total
 
-    found, wanted = jax.jit(lambda x: [jax.grad(loss(m))(x) for m in (te, reference)])(x)
+    found, wanted = leaks(jax.grad(loss(te)))(x), jax.jit(jax.grad(loss(reference)))(x)
     same(found, wanted)
 
 

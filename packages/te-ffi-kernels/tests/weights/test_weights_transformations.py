@@ -49,26 +49,24 @@ def test_vmap_over_weights(op):
     np.testing.assert_array_equal(jax.vmap(op, in_axes=(None, 0))(x[0], w), shared)
 
 
-@pytest.mark.usefixtures("leaks")
-def test_scan_over_layers(op):
+def test_scan_over_layers(op, leaks):
     w, x = stack(op), rows(5, 48)
 
     def step(x, w):
         y = jnp.tanh(op(x, w))
         return y, y.sum()
 
-    final, sums = jax.jit(lambda x, w: jax.lax.scan(step, x, w))(x, w)
+    final, sums = leaks(lambda x, w: jax.lax.scan(step, x, w))(x, w)
     for i in range(3):
         x, total = step(x, layer(w, i))
         np.testing.assert_allclose(sums[i], total, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(final, x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("leaks")
-def test_while_cond_and_remat(op):
+def test_while_cond_and_remat(op, leaks):
     w, x = layer(stack(op), 0), rows(2, 48)
 
-    @jax.jit
+    @leaks
     def run(x, n):
         x = jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(op(x, w)), x)
         return jax.lax.cond(n > 1, lambda x: op(x, w), lambda x: x, x)
@@ -78,7 +76,7 @@ def test_while_cond_and_remat(op):
     np.testing.assert_array_equal(run(x, 0), x)
     loss = lambda x: (op(x, w) ** 2).sum()  # noqa: E731
     np.testing.assert_allclose(
-        jax.grad(jax.checkpoint(loss))(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-5
+        leaks(jax.grad(jax.checkpoint(loss)))(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-5
     )
 
 
