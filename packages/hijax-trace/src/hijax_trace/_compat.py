@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
 from jax._src import api as _api  # 0.10.2 - 0.12
 from jax._src import api_util as _api_util  # 0.10.2 - 0.12
@@ -319,8 +320,14 @@ def inner_value(tracer: Any) -> tuple[Any, int | None] | None:
     if isinstance(tracer, ad.JVPTracer | ad.LinearizeTracer):
         return tracer.primal, None
     if isinstance(tracer, batching.BatchTracer):
-        return tracer.val, tracer.batch_dim
+        return tracer.val, _axis(tracer)
     return None
+
+
+def _axis(tracer: Any) -> Any:
+    # JAX's rules compute some with NumPy, whose integers are no ints.
+    axis = tracer.batch_dim
+    return int(axis) if isinstance(axis, np.integer) else axis
 
 
 def is_batched(value: Any) -> bool:
@@ -341,7 +348,7 @@ def maps_above_staging(trace: Any) -> list[Any]:
 def unmapped(value: Any, trace: Any) -> tuple[Any, Any]:
     """Returns what ``value`` stands for in the trace of a ``vmap``, and its mapped axis."""
     if isinstance(value, batching.BatchTracer) and value._trace.tag is trace.tag:
-        return value.val, value.batch_dim
+        return value.val, _axis(value)
     return value, None
 
 

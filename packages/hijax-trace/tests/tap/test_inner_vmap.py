@@ -64,6 +64,19 @@ MAPS = {
         (None, 0, None, 1),
     ),
     "turned": (lambda x, w: jax.vmap(lambda m: x @ m.T)(w), (2, 5), (4, 3, 5), (None, 1, 0)),
+    "new axis": (lambda x, w: jax.vmap(lambda r: r[None] @ w)(x), (2, 5), (5, 3), (0, 1)),
+    "new axis of it": (
+        lambda x, w: jax.vmap(lambda m: x @ jnp.squeeze(m[None], 0))(w),
+        (2, 5),
+        (4, 5, 3),
+        (None, 0, 1),
+    ),
+    "wide": (
+        lambda x, w: jax.vmap(lambda r: jnp.broadcast_to(r, (4, 5)) @ w)(x),
+        (2, 5),
+        (5, 3),
+        (0, 1),
+    ),
     "scan within": (
         lambda x, w: jax.vmap(lambda r: lax.scan(lambda c, m: (c, r @ m), 0, w)[1])(x),
         (2, 5),
@@ -119,6 +132,21 @@ def test_replaced(name, part, target):
         return  # JAX has no reverse mode for it
     found = jax.grad(lambda w: jnp.sum(tapped(x, w) ** 2))(w)
     assert_close(found, jax.grad(lambda w: jnp.sum(4 * fn(x, w) ** 2))(w), rtol=1e-4)
+
+
+@INSIDE
+def test_a_convolution_without_examples(part):
+    """As in Equinox, whose layers have no axis of examples: vmap gives them one."""
+
+    def fn(x, w):
+        layer = lambda r: lax.conv_general_dilated(r[None], w, (1,), "SAME")[0]  # noqa: E731
+        return jax.vmap(layer)(x)
+
+    log, x, w = Log(), numbers((4, 2, 5)), numbers((3, 2, 3))
+    fn = PARTS[part](fn)
+    assert_close(tap(fn, log, "primitive:conv_general_dilated")(x, w), fn(x, w), rtol=1e-5)
+    assert [operand.provenance for operand in log.operands[0]] == ["args[0]", "args[1]"]
+    assert log.operands[0][1].axes == (0, 1, 2)
 
 
 def test_two_callers_of_one_jitted_function_are_told_apart():

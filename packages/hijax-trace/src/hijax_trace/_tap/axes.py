@@ -57,7 +57,8 @@ def _squeeze(params: dict[str, Any], before: Sequence[int], after: Sequence[int]
 
 
 def _broadcast(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes:
-    places = params["broadcast_dimensions"]
+    # vmap's rule computes them with NumPy.
+    places = [int(place) for place in params["broadcast_dimensions"]]
     return tuple(
         place if before[axis] == after[place] else None for axis, place in enumerate(places)
     )
