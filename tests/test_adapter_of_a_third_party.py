@@ -71,6 +71,7 @@ def test_it_is_found_and_used(site):
     run(imports_nothing + use + others, site)
 
 
+@pytest.mark.slow
 def test_without_the_plugin_the_message_lists_the_others(site):
     code = """if True:
         import interception_core as c, provider_xla as xla

@@ -77,6 +77,7 @@ def test_nowhere_to_write_is_said_before_the_work(tmp_path):
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_is_a_command_of_its_own_too(tmp_path):
     run = demo("--json", str(tmp_path / "missing" / "demo.json"), command="demo-xla")
     assert run.returncode == 1

@@ -98,6 +98,7 @@ def test_ids_are_equal_under_every_engine(engine, make):
     assert seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [spec.name for spec in engines()])
 @pytest.mark.parametrize("make", MODELS)
 def test_nothing_changes_where_all_is_let_run(engine, make):

@@ -175,6 +175,7 @@ def run(code, site, **environment):
     return run_python("-c", code, PYTHONPATH=str(site), **environment).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_it_replaces_ours_and_nobody_s_code_is_touched(installed):
     up, down, result, calls = run(PROGRAM + CALLS, installed)
     assert (up, down, calls) == ("acme_gemm.gemm", "acme_gemm.gemm", "2")

@@ -12,7 +12,7 @@ from flax import nnx
 
 import provider_xla as xla
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 FUSED = xla.QuantizationRule(kernel="fused")
 RNG = np.random.default_rng()
@@ -61,6 +61,7 @@ def planned(fn, *args, rules=FUSED):
     return provider.plan(fn, *args), provider.apply(fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_and_their_gradients(name):
     fn = CALLS[name]
@@ -199,6 +200,7 @@ def test_a_rule_can_do_both_or_name_one():
     assert [r.op_name for r in plan.ops if r.kernel] == ["gelu"]
 
 
+@pytest.mark.slow
 def test_training_with_kernels():
     provider = xla.QtProvider(xla.QtRule(weight_qtype="int8", act_qtype="int8", kernel="fused"))
     plain = xla.QtProvider(xla.QtRule(weight_qtype="int8", act_qtype="int8"))

@@ -18,7 +18,7 @@ from jaxtap_testkit.meshes import line, put
 from jaxtap_testkit.processes import run_python
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 W8 = QuantizationRule(weight_qtype="int8")
 W4 = QuantizationRule(weight_qtype="int4")
@@ -112,6 +112,7 @@ def stack(ws, x):
     return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
 
 
+@pytest.mark.slow
 @examples(25)
 @given(
     st.sampled_from(sorted(RULES)),
@@ -136,6 +137,7 @@ def test_products(name, m, k, n, dtype, seed):
         assert np.linalg.norm(actual - exact) <= 2e-6 * np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", ["zero rows", "huge", "tiny", "non-finite"])
 def test_extreme_activations_in_int8(special):
     w, x = draw((32, 24), (6, 32))
@@ -164,6 +166,7 @@ def test_einsums_of_heads(rule):
     compare(fn, rule, params, x, layers=2)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized  # the bits of two programs are compared
 @pytest.mark.parametrize(
     "transform",
@@ -190,6 +193,7 @@ def test_transformations(transform, fn, rule):
     compare(fn, rule, params, x, transform=transform[1], layers=6)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized  # the bits of two programs are compared
 def test_tied_weights_used_twice():
     w, x = draw((32, 32), (5, 32))
@@ -198,6 +202,7 @@ def test_tied_weights_used_twice():
     assert len(weight.ops) == 2
 
 
+@pytest.mark.slow
 def test_donation():
     params, (x,) = draw((32, 48), (48, 16)), draw((5, 32), seed=1)
     plan = PtqProvider(W8A8).plan(mlp, params, x)
@@ -238,6 +243,7 @@ def equinox_model():
     return lambda params, x: jax.vmap(eqx.combine(params, static))(x), params, x, 3, False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [linen_model, equinox_model])
 def test_models_of_frameworks(make, rule):
     fn, params, x, count, exact = make()
@@ -288,6 +294,7 @@ np.testing.assert_array_equal(actual, run(codes, x))
 """
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_cached_across_processes(tmp_path):
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
@@ -348,6 +355,7 @@ def check_sharded(rule):
         close(actual, expected[:, : stays.shape[1]])
 
 
+@pytest.mark.slow
 def test_w8a8_on_eight_devices():
     check_sharded(W8A8)
 
@@ -356,6 +364,7 @@ def test_w8_on_eight_devices():
     check_sharded(W8)
 
 
+@pytest.mark.slow
 def test_w4_in_tiles_on_eight_devices():
     check_sharded(W4_TILED)
 
@@ -392,6 +401,7 @@ def test_a_symbolic_number_of_rows():
         np.testing.assert_array_equal(stored.call(leaves, y), plan.apply(matmul)(packed, y))
 
 
+@pytest.mark.slow
 def test_everything_is_as_it_was_without_the_kernels():
     program = """
 import jax, numpy as np, provider_xla, quant_numerics as qn
@@ -415,6 +425,7 @@ def test_experts_under_vmap(rule, inside):
     compare(model, rule, {"experts": w}, away_from_ties(x, rule.tile_size or 64))
 
 
+@pytest.mark.slow
 def test_adapters_beside_packed_parameters(rule):
     def model(p, x):
         x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])[0]

@@ -157,6 +157,7 @@ def test_quantizing_a_file_of_berts_tensors(tmp_path):
     check_quantizing_the_file(tmp_path / "float.safetensors", load.arrange(tensors), target)
 
 
+@pytest.mark.slow
 @published
 def test_quantizing_the_published_file(tmp_path):
     source = load.find_files() / "model.safetensors"
@@ -165,6 +166,7 @@ def test_quantizing_the_published_file(tmp_path):
     assert size < 0.7 * source.stat().st_size
 
 
+@pytest.mark.slow
 @examples(8)
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_model_is_bert_and_padding_changes_nothing(seed, lengths):
@@ -178,6 +180,7 @@ def test_model_is_bert_and_padding_changes_nothing(seed, lengths):
         np.testing.assert_allclose(row, reference(tensors, ids[:length], 2), atol=3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["int8 in tiles of 16", "int8 weights"])
 def test_random_model_quantized(variant):
     rng = np.random.default_rng(0)
@@ -222,12 +225,14 @@ def embed(params, tokenize):
     return lambda sentences: np.asarray(encode(params, *tokenize(sentences)))
 
 
+@pytest.mark.slow
 @published
 def test_published_scores(embed):
     left, right = (embed(sentences) for sentences in zip(*PAIRS, strict=True))
     np.testing.assert_allclose((left * right).sum(-1), list(PAIRS.values()), atol=1e-4)
 
 
+@pytest.mark.slow
 @published
 @pytest.mark.parametrize(
     ("sentence", "similar", "other"),
@@ -243,6 +248,7 @@ def test_similar_sentences_score_above_others(embed, sentence, similar, other):
     assert this @ those[0] > this @ those[1] + 0.3
 
 
+@pytest.mark.slow
 @published
 def test_norm_padding_and_order_of_a_batch(embed, tokenize, params):
     together = embed(OTHERS)
@@ -275,6 +281,7 @@ def test_equals_onnxruntime(embed, params, tokenize):
     assert peers["int8"][1] < peers["float32"][1] / 3.5
 
 
+@pytest.mark.slow
 @published
 @pytest.mark.parametrize("variant", ["int8 in tiles of 64", "int8, float into qkv and up"])
 def test_int8_keeps_every_sentence(embed, params, tokenize, variant):
@@ -287,6 +294,7 @@ def test_int8_keeps_every_sentence(embed, params, tokenize, variant):
     assert cosines.min() >= 0.99, OTHERS[cosines.argmin()]
 
 
+@pytest.mark.slow
 @published
 def test_passes_make_4_bits_better(params, tokenize):
     from minilm import passes
@@ -303,6 +311,7 @@ def test_passes_make_4_bits_better(params, tokenize):
     assert better.sqnr > rounded.sqnr + 3
 
 
+@pytest.mark.slow
 @published
 def test_command():
     run = run_python("-m", "examples.minilm", "--plan", cwd=ROOT)
@@ -310,6 +319,7 @@ def test_command():
     assert "25 of 37 operations quantized" in run.stdout
 
 
+@pytest.mark.slow
 @published
 @installed("litert_converter", "ai_edge_litert")
 def test_the_encoder_on_the_device():

@@ -4,6 +4,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -33,6 +34,7 @@ def test_rows_are_shared_out():
     assert_near(jax.jit(around)(W, X), model(W, X))
 
 
+@pytest.mark.slow
 def test_shard_map_inside():
     specs = {"in_specs": (P("d"), P(None, "d")), "out_specs": P()}
     parts = jax.shard_map(lambda w, x: lax.psum(x @ w, "d"), mesh=line(), **specs)
@@ -43,6 +45,7 @@ def test_shard_map_inside():
     assert_near(gradient, jax.grad(lambda w: (X @ w).sum())(W))
 
 
+@pytest.mark.slow
 def test_stored_parameters_stay_sharded():
     """And are used as they are, inside of a shard_map, too."""
     mesh = line()
@@ -62,6 +65,7 @@ def test_stored_parameters_stay_sharded():
         np.testing.assert_allclose(jax.jit(around)(stored, X), expected, **near, err_msg=str(rule))
 
 
+@pytest.mark.slow
 def test_data_parallel_training():
     mesh = line()
 

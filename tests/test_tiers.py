@@ -45,6 +45,7 @@ def test_the_default_tier_has_some_of_each(run):
     assert "drawn 10." in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_the_full_tier_has_everything(run):
     result = run("--full")
     result.assert_outcomes(passed=13)

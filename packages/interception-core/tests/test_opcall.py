@@ -49,6 +49,7 @@ IDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [ENGINE, NO_JIT], ids=["jit", "no jit"])
 def test_ids_are_paths_and_numbers_under_every_transformation(engine):
     run = ids_of(engine, model, "jax.numpy.dot")
@@ -106,6 +107,7 @@ def test_paths_start_at_the_wrapped_function():
         assert run(X, W) == IDS
 
 
+@pytest.mark.slow
 def test_flax_modules_give_their_paths():
     from flax import linen
 
@@ -182,6 +184,7 @@ fn(jnp.ones((2, 3)), jnp.ones((3, 3)))
 """
 
 
+@pytest.mark.slow
 def test_fingerprints_tell_structures_apart_and_are_equal_in_every_process():
     runs = [
         run_python("-c", FINGERPRINTS, PYTHONHASHSEED=seed).stdout.split() for seed in ("1", "2")

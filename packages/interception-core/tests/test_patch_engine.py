@@ -22,7 +22,7 @@ from interception_core import (
 )
 from interception_core._errors import TargetError
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 ENGINE = PatchEngine()
 NO_JIT = PatchEngine(disable_jit=True)
@@ -167,6 +167,7 @@ def test_callable_instance_and_its_aliases(program):
     assert fn() == (("tapped", 3), ("tapped", 6), 5)
 
 
+@pytest.mark.slow
 @ENGINES
 def test_custom_jvp_function_and_its_aliases(engine):
     alias = jax.nn.relu
@@ -344,6 +345,7 @@ def test_flax_and_equinox_layers():
         np.testing.assert_array_equal(body(), plain)
 
 
+@pytest.mark.slow
 def test_real_models_are_tapped_below_their_layers():
     import equinox as eqx
     from flax import nnx

@@ -201,6 +201,7 @@ def test_custom_vmap_rule_is_tapped_after_the_scope():
     np.testing.assert_allclose(jax.vmap(lambda x: product(x, W))(X), X @ W, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_remat_recomputes_what_was_tapped():
     seen = []
 
@@ -214,6 +215,7 @@ def test_remat_recomputes_what_was_tapped():
     assert set(seen) == {"checkpoint(<lambda>)/dot_general:0"}
 
 
+@pytest.mark.slow
 def test_shard_map_runs_the_tapped_program():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("x")

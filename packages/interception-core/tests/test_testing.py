@@ -12,7 +12,7 @@ from interception_core.testing._steps import STEPS
 from interception_core.testing.programs import FORM_NAMES, Block, Form, Program, Step, programs
 from jaxtap_testkit.processes import run_python
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 
 def drawn(strategy, examples):
@@ -48,6 +48,7 @@ def names(node):
     return set().union(*map(names, inside), {node.name} if isinstance(node, Form) else ())
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_suite_are_many_and_use_every_form_and_step():
     each = -(-300 // len(FORM_NAMES))
     found = {program for form in FORM_NAMES for program in drawn(programs(form), each)}
@@ -106,6 +107,7 @@ def test_models_have_names_of_their_own():
     assert all(len(set(model.ids)) == len(model.ids) for model in models)
 
 
+@pytest.mark.slow
 def test_interception_core_does_not_need_it():
     """pytest and Hypothesis are for those who test engines."""
     code = (

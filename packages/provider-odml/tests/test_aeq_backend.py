@@ -9,7 +9,7 @@ import pytest
 import provider_odml as odml
 from provider_odml._litert import read
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 40, (4, 6)).astype(np.int32)
@@ -76,6 +76,7 @@ def test_the_first_rule_that_matches_holds():
     assert floats["Net/embed/gather:0"] == "its rule has no qtypes"
 
 
+@pytest.mark.slow
 def test_dynamic_is_compared_with_jax_in_float():
     artifact = export(odml.OdmlRule(**DYNAMIC))
     report = artifact.report
@@ -101,6 +102,7 @@ def test_static_ranges_are_of_the_sample_data():
     assert not kinds & {"FULLY_CONNECTED", "BATCH_MATMUL", "SOFTMAX", "GELU"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["min_max_uniform", "gptq"])
 def test_blocks_of_int4(algorithm):
     rule = odml.OdmlRule(weight_qtype="int4", act_qtype="int8", act_static_scale=False)
@@ -149,6 +151,7 @@ def test_signatures_with_calibration_of_their_own():
     assert {one.signature for one in artifact.report.outputs} == {"one", "two"}
 
 
+@pytest.mark.slow
 def test_what_ai_edge_quantizer_can_not_do_is_an_error():
     with pytest.raises(odml.OdmlError, match="quantized nothing"):
         export(odml.OdmlRule(weight_qtype="int2"))
@@ -182,6 +185,7 @@ def test_options_that_can_not_be(fields, match):
         odml.AeqOptions(**fields)
 
 
+@pytest.mark.slow
 def test_calibration_of_a_signature_that_is_not_there():
     options = odml.AeqOptions(calibration={"other": [{"ids": IDS}]})
     with pytest.raises(odml.OdmlError, match=r"signatures \['other'\]; there are"):

@@ -10,7 +10,7 @@ from jaxtap_testkit.litert_samples import fake_quant, program
 from provider_odml import _device as device
 from provider_odml._litert import Runner, convert, read
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 6, 8)).astype(np.float32)
@@ -57,6 +57,7 @@ def check(expected, fn, *args, scale, tolerance=1, dtype="i8"):
     assert error < tolerance + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("i8", 1), ("i16", 3)])
 def test_softmax_at_any_scale(dtype, tolerance):
     def fn(x):
@@ -73,6 +74,7 @@ def test_softmax_over_another_axis():
     check(["TRANSPOSE", "SOFTMAX", "TRANSPOSE"], fn, X, scale=0.003)
 
 
+@pytest.mark.slow
 def test_log_softmax():
     def fn(x):
         return act(device.log_softmax(act(x, 0.03, 3), fake_quant=inner("i8")), 0.04, 127)
@@ -80,12 +82,14 @@ def test_log_softmax():
     check(["LOG_SOFTMAX"], fn, X, scale=0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("approximate", [True, False])
 def test_gelu(approximate):
     check(["GELU"], lambda x: act(device.gelu(act(x, 0.03, 3), approximate), 0.03, 3), X,
           scale=0.03)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
 def test_neg(dtype):
     def fn(x):
@@ -94,6 +98,7 @@ def test_neg(dtype):
     check(["SUB"], fn, X, scale=0.03, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
 def test_div_by_a_constant(dtype):
     def fn(x):
@@ -103,6 +108,7 @@ def test_div_by_a_constant(dtype):
     check(["MUL"], fn, X, scale=0.02, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_div_of_quotients_near_zero():
     x = np.float32([[-0.3, -0.03, 0, 0.03, 0.3]])
 
@@ -112,6 +118,7 @@ def test_div_of_quotients_near_zero():
     check(["DIV"], fn, x, np.ones_like(x), scale=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
 @pytest.mark.parametrize("size", [(12, 8), (9, 5), (3, 2)])
 def test_resize_nearest(size, dtype):
@@ -122,6 +129,7 @@ def test_resize_nearest(size, dtype):
     check(["RESIZE_NEAREST_NEIGHBOR"], fn, IMAGE, scale=0.03, tolerance=0, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "antialias"), [((12, 8), True), ((9, 5), True), ((3, 2), False)])
 def test_resize_bilinear(size, antialias):
     def fn(x):
@@ -130,6 +138,7 @@ def test_resize_bilinear(size, antialias):
     check(["RESIZE_BILINEAR"], fn, IMAGE, scale=0.03)
 
 
+@pytest.mark.slow
 def test_resize_with_antialiasing_is_float():
     def fn(x):
         return act(device.resize(act(x, 0.03, 3), (2, 3, 2, 3), "bilinear"), 0.03, 3)
@@ -139,6 +148,7 @@ def test_resize_with_antialiasing_is_float():
     assert error < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", ["i8", "i4"])
 def test_rows_of_a_table_with_a_scale_each(weight):
     scale = np.abs(TABLE).max(1) / (127 if weight == "i8" else 7)
@@ -155,6 +165,7 @@ def test_rows_of_a_table_with_a_scale_each(weight):
     assert error < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
 @pytest.mark.parametrize(
     ("padding", "count", "ops"),
@@ -173,6 +184,7 @@ def test_avg_pool(padding, count, ops, dtype):
     check(ops, fn, IMAGE, scale=0.03, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("avg", "AVERAGE"), ("max", "MAX")])
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
 def test_pools_along_one_axis(name, kind, dtype):
@@ -183,6 +195,7 @@ def test_pools_along_one_axis(name, kind, dtype):
     check(["RESHAPE", f"{kind}_POOL_2D", "RESHAPE"], fn, X, scale=0.03, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
 @pytest.mark.parametrize("padding", [((1, 2), (1, 2)), ((2, 2), (2, 2))])
 def test_transposed_convolution(padding, dtype):
@@ -202,6 +215,7 @@ def test_transposed_convolution(padding, dtype):
     assert error < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
 @pytest.mark.parametrize(
     "fn", [jax.nn.relu6, jax.nn.elu, jax.nn.log_softmax, lambda x: jnp.where(x > 0, x, -1e9)]
@@ -217,6 +231,7 @@ def test_islands(fn, dtype):
     assert error < 1.1
 
 
+@pytest.mark.slow
 def test_a_wall_between_8_and_16_bits():
     weight = RNG.normal(size=(8, 8)).astype(np.float32)
 
@@ -230,6 +245,7 @@ def test_a_wall_between_8_and_16_bits():
     assert error < 0.04 / 2e-4 * 1.1
 
 
+@pytest.mark.slow
 def test_a_wall_keeps_another_consumer_integer():
     def fn(x):
         y = act(act(x, 0.03, 3) + act(x, 0.03, 3), 0.06, 1)
@@ -243,6 +259,7 @@ def test_a_wall_keeps_another_consumer_integer():
     assert "MEAN" in kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_constant", [True, False])
 def test_products_with_axes_in_another_order(is_constant):
     weight = RNG.normal(size=(5, 8, 6)).astype(np.float32)
@@ -257,6 +274,7 @@ def test_products_with_axes_in_another_order(is_constant):
     assert error < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["i8", "i16"])
 def test_a_bias_of_one_value(dtype):
     weight = RNG.normal(size=(8, 16)).astype(np.float32)
@@ -269,6 +287,7 @@ def test_a_bias_of_one_value(dtype):
     check(["FULLY_CONNECTED"], fn, X[0], scale=0.06, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["bias", "weight", "order"])
 def test_the_converter_still_has_these_faults(what):
     """What `unsplat` and `dot_general` are for; where this fails, they are not needed anymore."""

@@ -43,6 +43,7 @@ def both(request):
     return found, models
 
 
+@pytest.mark.slow
 def test_sites_and_ids(both):
     ((plan, _), (other, _)), _ = both
     assert list(plan.decisions) == list(other.decisions)

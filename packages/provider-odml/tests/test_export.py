@@ -19,7 +19,7 @@ from jaxtap_testkit.odml_exports import (
     signal_to_noise,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 
 def scan(params, x):
@@ -106,6 +106,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_static_int8(name):
     fn, params, args = CASES[name]
@@ -136,6 +137,7 @@ def test_without_static_ranges(name, rule):
     assert signal_to_noise(fn, params, args, artifact) > 20
 
 
+@pytest.mark.slow
 def test_parameters_of_four_and_two_bits_are_stored_packed():
     fn, params, args = CASES["heads"]
     for qtype, bits in (("int4", 4), ("int2", 2)):
@@ -159,6 +161,7 @@ def test_several_signatures_with_names_of_their_own():
     np.testing.assert_array_equal(three["logits"][:1], one["logits"])
 
 
+@pytest.mark.slow
 def test_integer_inputs_and_outputs():
     fn, params, args = CASES["heads"]
     artifact = exported(fn, params, *args, io="int8")

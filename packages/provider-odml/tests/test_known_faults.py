@@ -15,7 +15,7 @@ from provider_odml._device import FORMS
 from provider_odml._export import _collect, _constants, _emit, _export, _program
 from provider_odml._litert import _convert
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 X = normal(4, 8, seed=9)
@@ -26,6 +26,7 @@ def fails(fn, params, *args, **options):
         exported(fn, params, *args, **options)
 
 
+@pytest.mark.slow
 def test_int16_convolutions_get_biases_of_64_bits(monkeypatch):
     def fn(w, x):
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=LAYOUT) + 0.5
@@ -37,6 +38,7 @@ def test_int16_convolutions_get_biases_of_64_bits(monkeypatch):
     fails(fn, params, x, rule=W8A16)
 
 
+@pytest.mark.slow
 def test_between_int8_and_int16_there_is_a_wall(monkeypatch):
     def fn(params, x):
         with jax.named_scope("first"):
@@ -58,6 +60,7 @@ def test_between_int8_and_int16_there_is_a_wall(monkeypatch):
         odml.export(fn, params, stats, rules, X)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_two_scales_is_quantized_twice(monkeypatch):
     def fn(w, x):
         y = x @ w
@@ -70,6 +73,7 @@ def test_a_tensor_of_two_scales_is_quantized_twice(monkeypatch):
     fails(fn, params, X)
 
 
+@pytest.mark.slow
 def test_softmax_has_the_scale_that_its_kernel_insists_on(monkeypatch):
     def fn(w, x):
         return jax.nn.softmax(x @ w)
@@ -92,6 +96,7 @@ def test_softmax_has_the_scale_that_its_kernel_insists_on(monkeypatch):
         odml.export(fn, params, stats, [W8A8], X)
 
 
+@pytest.mark.slow
 def test_a_float_reader_leaves_the_others_integer(monkeypatch):
     def fn(w, x):
         y = x @ w
@@ -103,6 +108,7 @@ def test_a_float_reader_leaves_the_others_integer(monkeypatch):
     assert exported(fn, params, X).report.float_ops > 1
 
 
+@pytest.mark.slow
 def test_scans_are_written_out(monkeypatch):
     def fn(params, x):
         return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]
@@ -124,6 +130,7 @@ def test_half_precision_becomes_float32(monkeypatch):
     fails(fn, params, x)
 
 
+@pytest.mark.slow
 def test_resize_is_one_operation(monkeypatch):
     def fn(w, x):
         y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=LAYOUT)
@@ -140,6 +147,7 @@ def test_resize_is_one_operation(monkeypatch):
     assert "RESIZE_BILINEAR" not in without
 
 
+@pytest.mark.slow
 def test_group_norm_is_float_between_walls():
     class Model(nn.Module):
         @nn.compact
@@ -156,6 +164,7 @@ def test_group_norm_is_float_between_walls():
     assert artifact.report.ops["FULLY_CONNECTED"] == 2
 
 
+@pytest.mark.slow
 def test_channels_of_zeros_have_an_ordinary_scale(monkeypatch):
     params = normal(8, 8).at[:, 2].set(0)
     fn = lambda w, x: x @ w + 1.0  # noqa: E731
@@ -172,6 +181,7 @@ def test_channels_of_zeros_have_an_ordinary_scale(monkeypatch):
     fails(fn, params, X)
 
 
+@pytest.mark.slow
 def test_a_bias_of_one_value_is_told_from_a_number(monkeypatch):
     scales = jnp.asarray([0.01, 1, 2, 0.5, 4, 0.1, 8, 0.2], jnp.float32)
     params = normal(8, 8) * scales

@@ -18,7 +18,7 @@ from provider_odml._litert import (
     read,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 RNG = np.random.default_rng(0)
 FIRST = RNG.normal(size=(128, 64)).astype(np.float32) / 11
@@ -63,6 +63,7 @@ def _error(model):
     return np.abs(found - exact).max() / np.abs(exact).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["min_max_uniform", "octav", "mse", "gptq"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(model, preset, algorithm):
@@ -136,6 +137,7 @@ def test_what_an_algorithm_is_not_made_for_gets_min_max(model):
     assert _weights(found)["conv"] == "int8"
 
 
+@pytest.mark.slow
 def test_signatures_that_share_a_bias_of_different_scales():
     bias = np.linspace(-1, 1, 64, dtype=np.float32)
 

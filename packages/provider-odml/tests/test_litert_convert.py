@@ -13,7 +13,7 @@ from jaxtap_testkit.litert_samples import Layer, program
 from provider_odml._errors import ConversionError, MissingExtraError
 from provider_odml._litert import Program, Runner, _convert, convert, read
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 X = np.arange(16, dtype=np.float32).reshape(4, 4) / 8
 
@@ -41,12 +41,14 @@ def fake_worker(tmp_path_factory, monkeypatch):
     return put
 
 
+@pytest.mark.slow
 def test_one_program(folders):
     model = convert([program(double, X)])
     np.testing.assert_array_equal(Runner(model).run("main", a0=X)["o0"], X * 2)
     assert list(folders.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_several_signatures_share_their_constants():
     layer = Layer.make("FULLY_CONNECTED")
     x, _ = layer.inputs()
@@ -57,6 +59,7 @@ def test_several_signatures_share_their_constants():
     assert both.bytes_by_dtype() == alone.bytes_by_dtype()
 
 
+@pytest.mark.slow
 def test_names_of_private_functions_do_not_collide():
     # A program named like a function inside it, and two with equal composites, which stay.
     def mine(x):
@@ -69,6 +72,7 @@ def test_names_of_private_functions_do_not_collide():
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_strict_or_not():
     layer = Layer.make("FULLY_CONNECTED")
     assert read(convert([program(layer, layer.inputs()[0])])).float_ops() == []
@@ -108,6 +112,7 @@ def test_scan_and_nested_loops():
     np.testing.assert_allclose(runner.run("nested", a0=X)["o0"], y, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_branches():
     def fn(x):
         return jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)
@@ -128,6 +133,7 @@ def test_an_operation_that_tflite_has_not_is_named_with_its_place(folders):
     assert list(folders.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_version_that_the_converter_can_not_read():
     one = program(double, X)
     head, version, rest = one.artifact.partition(b"StableHLO_v1.")

@@ -9,7 +9,7 @@ from jaxtap_testkit.litert_samples import Layer, fake_quant, program
 from provider_odml._errors import OdmlError
 from provider_odml._litert import Runner, _schema, convert, deduplicate, integer_io, read, save
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def model(layer):
     return convert([program(layer, x, name="one"), program(layer, x[:2], name="two")])
 
 
+@pytest.mark.slow
 def test_inputs_and_outputs_become_integers(model, layer):
     before, after = read(model), read(integer_io(model))
     assert before.op_counts() == {"DEQUANTIZE": 2, "FULLY_CONNECTED": 2, "QUANTIZE": 2}
@@ -76,6 +77,7 @@ def test_a_program_that_only_quantizes():
     np.testing.assert_array_equal(result["o0"], [-1, 0.5, 63])
 
 
+@pytest.mark.slow
 def test_one_output_twice(layer):
     def fn(x):
         y = layer(x)
@@ -89,6 +91,7 @@ def test_one_output_twice(layer):
     np.testing.assert_array_equal(result["o0"], result["o1"])
 
 
+@pytest.mark.slow
 def test_equal_constants_are_stored_once():
     rows = np.arange(64, dtype=np.float32).reshape(8, 8)
 

@@ -21,6 +21,7 @@ def model(layer):
     return convert([program(layer, layer.inputs()[0])])
 
 
+@pytest.mark.slow
 def test_signatures(model):
     one = read(model).signatures["main"]
     assert (list(one.inputs), list(one.outputs), one.subgraph) == (["a0"], ["o0"], 0)
@@ -64,6 +65,7 @@ def test_counts(model, layer):
     assert found.nbytes == len(model)
 
 
+@pytest.mark.slow
 def test_what_computes_in_floats():
     def fn(x):
         return np.float32(2) * x
@@ -141,6 +143,7 @@ def test_what_is_no_tflite(data):
         read(data)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_extras_is_imported_with_the_package():
     code = (
         "import sys\n"

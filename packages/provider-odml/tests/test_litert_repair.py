@@ -29,6 +29,7 @@ def _bias(model, kind):
     return graph.tensors[op.inputs[2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", [False, True])
 def test_int16_activations_compute_what_they_should(layer, unrepaired, reference):
     _, codes = layer.inputs()
@@ -48,11 +49,13 @@ def test_the_bias_is_widened(layer, unrepaired):
     assert repair(repair(unrepaired)) == repair(unrepaired)
 
 
+@pytest.mark.slow
 def test_converting_repairs(layer, unrepaired):
     model = convert([program(layer, layer.inputs()[0])])
     assert _bias(model, layer.kind).dtype == "int64"
 
 
+@pytest.mark.slow
 def test_8_bit_activations_are_left_alone():
     layer = Layer.make("CONV_2D")
     model = convert([program(layer, layer.inputs()[0])])
@@ -79,11 +82,13 @@ def test_a_bias_that_an_8_bit_operation_reads_too(layer, unrepaired):
     assert [found.tensors[op.inputs[2]].dtype for op in both] == ["int64", "int32"]
 
 
+@pytest.mark.slow
 def test_what_is_no_tflite():
     with pytest.raises(OdmlError, match=r"no \.tflite"):
         repair(b"nothing like it")
 
 
+@pytest.mark.slow
 def test_the_fault_is_still_there(layer, unrepaired, tmp_path):
     """If this fails, the converter was put right, and the repair can go.
 

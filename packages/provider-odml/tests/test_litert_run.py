@@ -24,6 +24,7 @@ def dense():
     return integer_io(convert([program(layer, layer.inputs()[0])]))
 
 
+@pytest.mark.slow
 def test_the_default_kernels_round_exactly(layer, model):
     _, codes = layer.inputs()
     found = Runner(model).run("main", a0=codes)["o0"]
@@ -39,6 +40,7 @@ def test_the_reference_kernels_are_within_one(layer, model):
     assert (difference > 0).mean() < 0.02
 
 
+@pytest.mark.slow
 def test_inputs_of_any_strides(dense):
     layer = Layer.make("FULLY_CONNECTED")
     _, codes = layer.inputs()
@@ -88,6 +90,7 @@ def test_inputs_that_do_not_fit(dense):
         runner.run("other")
 
 
+@pytest.mark.slow
 def test_an_input_may_be_called_signature_or_self():
     def fn(x):
         return x + x
@@ -98,6 +101,7 @@ def test_an_input_may_be_called_signature_or_self():
     np.testing.assert_array_equal(found["self"], [2, 2])
 
 
+@pytest.mark.slow
 def test_scalars():
     def fn(x):
         return x * x

@@ -12,7 +12,7 @@ from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, draw, mlp
 from provider_odml import ManifestError, MovingAverage, OdmlError, OdmlRule, QuantStats, export, qat
 from provider_odml._manifest import Manifest
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 X = draw(4, 6)
 PARAMS = {"w": draw(6, 8, seed=1), "v": draw(8, 3, seed=2)}
@@ -48,6 +48,7 @@ def manifest(fn, rules=(W8A8,), x=X):
     return Manifest.of(qat(fn, rules).plan(PARAMS, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [MovingAverage(), MovingAverage(0.9)])
 @pytest.mark.parametrize("rule", [W8A8, W8A16], ids=str)
 def test_what_is_saved_is_loaded(tmp_path, average, rule):
@@ -171,6 +172,7 @@ def test_the_same_program_does_not_differ():
     assert manifest(two()).diff(Manifest.from_json(manifest(two()).as_json())) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_neither_does_it_for_another_batch(model):
     fn, params, x = MODELS[model]()

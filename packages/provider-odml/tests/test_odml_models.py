@@ -95,6 +95,7 @@ def fake_quantized(name, mode, variables, stats):
     return jax.jit(run)(variables, DIGITS.test_images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_as_good_in_litert(name):
     """Calibrated, exported (which compares every tensor), and run."""
@@ -105,6 +106,7 @@ def test_every_model_is_as_good_in_litert(name):
 
 
 # Equinox's pools are none that the converter knows.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", "residual", "mobilenet", "plain"])
 def test_models_without_norms_are_integer_throughout(name):
     art, _, _ = ptq(name, "W8A8")
@@ -125,6 +127,7 @@ def test_ptq(name, mode):
     assert floats > 0.93  # it was trained at all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"), [("cnn", "W8A8"), ("cnn", "W4A8"), ("attention", "W4A8")]
 )

@@ -14,7 +14,7 @@ from provider_odml._decide import Options, decide
 from provider_odml._plan import ConstantUse, DynamicUse, SiteUse, WeightUse
 from provider_odml._survey import survey
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 W, X = draw(6, 8, seed=1), draw(4, 6)
 IMAGE, KERNEL = draw(2, 8, 8, 3), draw(3, 3, 3, 5, seed=1)
@@ -107,6 +107,7 @@ def test_bias_and_batch_norm_by_hand_and_relu_are_folded_into_a_convolution(engi
     assert {d.head for d in chain[1:]} == {"conv_general_dilated:0"}
 
 
+@pytest.mark.slow
 def test_bias_and_batch_norm_and_relu_of_flax_are_folded_into_a_convolution(engine):
     fn, params, x = MODELS["linen"]()
     plan = plan_of(fn, params, x, engine=engine)
@@ -117,6 +118,7 @@ def test_bias_and_batch_norm_and_relu_of_flax_are_folded_into_a_convolution(engi
     assert plan.chains()["Cnn/Conv_0/conv_general_dilated:0"] == "Cnn/BatchNorm_0/batch_norm_op:0"
 
 
+@pytest.mark.slow
 def test_the_bias_of_heads_is_folded_into_their_product(engine):
     model, x = nn.DenseGeneral((2, 4)), draw(3, 6)
     plan = plan_of(model.apply, model.init(jax.random.key(0), x), x, engine=engine)
@@ -489,6 +491,7 @@ def test_int16_ranges_are_symmetric():
     assert all(site.is_symmetric for site in plan.sites.values())
 
 
+@pytest.mark.slow
 def test_the_range_of_outputs_is_not_that_of_a_softmax():
     plan = plan_of(lambda w, x: jax.nn.softmax(x @ w), W, X, fixed_range_for_outputs=(0, 1))
     assert plan.sites["softmax:0"].fixed == (0, 255 / 256)
@@ -505,6 +508,7 @@ def test_the_plan_depends_neither_on_the_engine_nor_on_jit(model, engine, jit):
     assert seen(plan) == seen(plan_of(fn, params, x, engine="trace"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["nested", "equinox"])
 def test_planning_leaks_no_tracer(model, engine):
     fn, params, x = MODELS[model]()
@@ -541,6 +545,7 @@ def test_types_are_enough(model):
     assert seen(plan_of(fn, *types)) == seen(plan_of(fn, params, x))
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_of_batch_norm_and_dropout_have_the_same_sites(engine):
     model, x = Cnn(), draw(2, 8, 8, 1)
     params = model.init(jax.random.key(0), x)

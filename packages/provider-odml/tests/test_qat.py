@@ -30,7 +30,7 @@ from provider_odml._plan import ConstantUse, WeightUse
 from provider_odml._ranges import How, at_site, calibration_of, fake_quant_constant
 from provider_odml._ranges import fake_quant_weight as weight_of
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 W, X = draw(6, 8, seed=1), draw(4, 6)
 
@@ -190,6 +190,7 @@ def test_types_are_those_of_the_float_program(dtype):
     assert (out.dtype, out.shape) == (dtype, (4, 8))
 
 
+@pytest.mark.slow
 @examples(12)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=0, max_size=4),
@@ -217,6 +218,7 @@ def test_fake_quantization_of_any_shape(shape, qtype, batch, seed):
     assert off.max() <= step * 1.01
 
 
+@pytest.mark.slow
 @examples(12)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -309,6 +311,7 @@ def test_the_output_is_on_the_grid_of_the_average_so_far():
     np.testing.assert_allclose(codes, np.rint(codes), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing():
     model = qat(mlp, W8A8)
     stats = model.init(MLP, X)
@@ -320,6 +323,7 @@ def test_evaluation_changes_nothing():
     np.testing.assert_array_equal(stats.state, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_batch_that_is_not_finite_is_left_out(bad):
     model = qat(dot, W8A8)
@@ -444,6 +448,7 @@ VMAPS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "around"),
     [*(("trace", name) for name in AROUND),
@@ -475,6 +480,7 @@ def test_an_update_under_a_vmap_around_the_model(reference, around):
     assert_on_grid(out, np.asarray(expected, np.float64), step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "around"),
     [*(("trace", name) for name in VMAPS), ("patch", "jit of vmap")],
@@ -511,6 +517,7 @@ def test_a_rolled_scan_shares_a_range_among_its_steps():
     assert_close(ranges(stats)[relu], tuple(np.mean(outputs, axis=0)), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_train_step_of_a_rolled_scan():
     params = draw(3, 6, 6, seed=1)
     model = qat(layers, W8A8, engine="trace")
@@ -526,6 +533,7 @@ def choose(p, x, b):
     return lax.cond(b, lambda h: h @ p["w"], lambda h: jax.nn.relu(h @ p["v"]), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("branch", [False, True])
 def test_the_branch_that_runs_observes_what_it_reads(jit, branch):
@@ -627,6 +635,7 @@ def test_both_engines_train_the_same(model):
         np.testing.assert_allclose(out, other, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_batch_norm_and_dropout_train_with_the_sites_of_evaluation(engine):
     model, x = Cnn(), draw(2, 8, 8, 1)
     variables = model.init(jax.random.key(0), x)
@@ -651,6 +660,7 @@ def test_batch_norm_and_dropout_train_with_the_sites_of_evaluation(engine):
     assert np.abs(changed["batch_stats"]["BatchNorm_0"]["mean"] - old).max() > 0
 
 
+@pytest.mark.slow
 def test_a_model_learns():
     model, x = nn.Dense(1), draw(16, 6)
     target = x @ draw(6, 1, seed=9)
@@ -674,6 +684,7 @@ def test_a_model_learns():
     assert losses[-1] < losses[0] / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["argument", "closure"])
 def test_no_tracer_leaks(engine, given, leaks):
     q = qat(lambda w, x: jnp.tanh(x @ w), W8A8, engine=engine)

@@ -79,6 +79,7 @@ def test_no_two_scales_in_what_is_summed(case):
     np.testing.assert_array_equal(number, np.broadcast_to(first, operand))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(operands(), operands())
 def test_join_is_coarser_than_both(one, other):

@@ -22,7 +22,7 @@ from provider_xla import (
 )
 from provider_xla._run import quantized_product
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 W8 = QuantizationRule(weight_qtype="int8")
 W4 = QuantizationRule(weight_qtype="int4")
@@ -80,6 +80,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [W8, W4, W8A8], ids=["w8", "w4", "w8a8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_give_what_xla_gives(name, rule):
@@ -229,6 +230,7 @@ def test_an_axis_of_size_1_that_is_broadcast():
     same(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lhs", [False, True])
 def test_dot_general_in_any_order(lhs):
     w, x = draw((3, 8, 4, 5), (4, 7, 5, 2))
@@ -387,6 +389,7 @@ def test_uses_that_are_float_keep_a_parameter_unpacked():
 # --- transformations -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [W8, W8A8], ids=["w8", "w8a8"])
 def test_transformations(rule):
     fn, params, x = make("scan")

@@ -22,6 +22,7 @@ NAMES = st.sampled_from(["a", "b", "net", "layer_0", "layer_1", "layer_12", "mlp
 PATHS = st.lists(NAMES, max_size=3).map("/".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3),

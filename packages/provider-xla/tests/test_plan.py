@@ -17,7 +17,7 @@ from provider_xla import (
     QuantizationWarning,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 W8 = QuantizationRule(weight_qtype="int8")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
@@ -118,6 +118,7 @@ QTYPES = ["int2", "int3", "int4", "int5", "int7", "int8", "int16"]
 QTYPES += ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "nf4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", QTYPES)
 @pytest.mark.parametrize("program", ["operator", "scan", "tied"])
 def test_every_format_runs_as_it_is_stored(qtype, program):
@@ -255,6 +256,7 @@ def test_only_lookups_that_a_rule_names_are_quantized():
     np.testing.assert_allclose(found, model(restored(stored), x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_lookups_out_of_bounds_are_what_they_were():
     def model(params, x):
         table = params["table"]
@@ -493,6 +495,7 @@ def test_codes_for_another_engine():
         PtqProvider([W8], engine="patch").apply(fn)(stored, x)
 
 
+@pytest.mark.slow
 def test_numpy_parameters_and_equinox_modules():
     import equinox as eqx
 

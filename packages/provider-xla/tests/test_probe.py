@@ -9,7 +9,7 @@ from jaxtap_testkit.xla_samples import PROGRAMS, make
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule
 from provider_xla._probe import Largest, probe
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 W8 = QuantizationRule(weight_qtype="int8")
 
@@ -160,6 +160,7 @@ def test_operations_can_be_left_out():
     assert probe(planned(jnp.dot, w, x), w, [(x,)], lambda site: None) == {}
 
 
+@pytest.mark.slow
 def test_no_batch_is_an_error():
     w, x = rows(0, 4, 4), rows(1, 4, 4)
     with pytest.raises(QuantizationError, match="batches is empty"):

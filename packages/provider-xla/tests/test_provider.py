@@ -13,7 +13,7 @@ from jaxtap_testkit.xla_samples import products
 from provider_xla import PtqProvider, QuantizationRule
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
-pytestmark = [pytest.mark.sample(4), pytest.mark.usefixtures("engine")]
+pytestmark = [pytest.mark.sample(2), pytest.mark.usefixtures("engine")]
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -384,6 +384,7 @@ def test_tiles_that_do_not_fit_are_reported():
 # --- in programs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_control_flow_and_transformations():
     # Drawn once: four quantized products in a row bound their error for most draws, not for all.
     x, w = draw((6, 8), (8, 8), seed=0)
@@ -409,6 +410,7 @@ def test_control_flow_and_transformations():
     assert all(dot == ("int8", "int8", "int32") for dot in dots)
 
 
+@pytest.mark.slow
 def test_flax_and_equinox_models_by_their_paths():
     import equinox as eqx
     from flax import linen, nnx

@@ -14,7 +14,7 @@ from interception_core import get_provider
 from jaxtap_testkit.xla_samples import PROGRAMS, conv, draw, make, stack
 from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule, QuantizationWarning
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 QAT = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 QT = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
@@ -50,6 +50,7 @@ def test_values_are_those_of_inference(name, rule):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "bound"), [(QAT, 0.15), (QT, 0.15), (FP8, 0.4)], ids=["qat", "qt", "fp8"]
 )
@@ -108,6 +109,7 @@ def test_what_is_cut_off_has_no_gradient(method):
     np.testing.assert_array_equal(ours, np.abs(w) <= size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [QAT, QT], ids=["qat", "qt"])
 def test_transformations(rule):
     (ws,), x = draw((3, 8, 8)), draw((5, 4, 8), seed=1)[0]
@@ -141,6 +143,7 @@ def test_gradient_accumulation():
     np.testing.assert_allclose(accumulated(w, x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tiles_forward_and_for_the_gradient_of_the_parameter():
     rule = QtRule(
         weight_qtype="int4",
@@ -173,6 +176,7 @@ def test_one_scale_for_all():
 NOISY = dataclasses.replace(QT, bwd_stochastic_rounding="uniform")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["uniform", "low_bit_uniform"])
 def test_stochastic_rounding_is_unbiased(method):
     rule = dataclasses.replace(
@@ -189,6 +193,7 @@ def test_stochastic_rounding_is_unbiased(method):
     np.testing.assert_allclose(found.mean(axis=0), g, atol=5 * step / np.sqrt(400))
 
 
+@pytest.mark.slow
 def test_noise_differs_by_operation_by_step_and_by_key():
     ws = jnp.stack([jnp.eye(8)] * 2)
     x, g = jnp.eye(8), draw((8, 8))[0]

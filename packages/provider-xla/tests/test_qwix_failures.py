@@ -15,7 +15,7 @@ from jaxtap_testkit.meshes import line
 from jaxtap_testkit.xla_samples import draw, equations
 from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 WEIGHT_ONLY = QuantizationRule(weight_qtype="int8")
@@ -155,6 +155,7 @@ def test_every_one_of_many_weights_of_one_shape_is_found(make):
     assert {record.qtypes for record in provider.report()} == {("int8", "int4")}
 
 
+@pytest.mark.slow
 def test_nested_dicts_of_plain_arrays():
     a, b, x = draw((8, 16), (16, 3), (4, 8))
     params = {"net": {"layers": [{"up": a}, {"down": b}]}}
@@ -272,6 +273,7 @@ def test_preferred_element_type_is_kept(make, model):
 # --- derivatives ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bwd_qtype", [None, "int8"])
 def test_forward_mode(bwd_qtype, jitted):
     w, x = draw((8, 3), (4, 8))
@@ -311,6 +313,7 @@ def grad_of_parts(fn):
     return jax.shard_map(body, mesh=line(), **specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bwd_qtype", [None, "int8"])
 def test_gradients_in_shard_map_that_checks_varying_axes(bwd_qtype):
     w, x = draw((16, 8), (64, 16))
@@ -409,6 +412,7 @@ def test_what_ran_in_float_before_is_quantized(make, block):
         assert near(fn(w, x), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [jax.jit(lambda w, x: jnp.tanh(x @ w)), lambda w, x: x @ w], ids=["jit", "operator"]
 )
@@ -424,6 +428,7 @@ def test_float_stays_float_after_a_quantized_run(make, block):
     np.testing.assert_array_equal(block(w, x), expected)
 
 
+@pytest.mark.slow
 def test_providers_one_after_the_other_share_nothing(make):
     block = jax.jit(lambda w, x: jnp.tanh(x @ w))
     w, x = draw((8, 8), (4, 8))
@@ -483,6 +488,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda fn: fn.__name__)
 def test_transformations_are_kept_with_jit_on(make, program):
     w, x = draw((8, 8), (4, 8))
@@ -503,6 +509,7 @@ def test_transformations_are_kept_with_jit_on(make, program):
         assert near(fn(codes, x), program(w, x), 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", sorted(PROGRAMS.keys() - {run_while}, key=repr), ids=lambda fn: fn.__name__
 )

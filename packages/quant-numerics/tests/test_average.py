@@ -10,7 +10,7 @@ from jax import lax
 
 from quant_numerics import Calibration, MovingAverage, Statistics, calibrate
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 STEPS = np.random.default_rng(0).uniform(1, 2, size=(5, 3, 1)).astype(np.float32)
 
@@ -99,6 +99,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_observed_inside_is_seen_outside(name):
     statistics = observed(RUNS[name])

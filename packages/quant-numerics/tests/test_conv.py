@@ -19,7 +19,7 @@ from quant_numerics import (
     quantize_for_conv,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 INF, NAN = float("inf"), float("nan")
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -141,6 +141,7 @@ def problems(draw):
     return lhs, rhs, args, {"feature_group_count": groups, "batch_group_count": batch_groups}
 
 
+@pytest.mark.slow
 @examples(20)
 @given(problems())
 def test_any_convolution_is_exact(problem):
@@ -169,6 +170,7 @@ def test_int8_reaches_the_convolution_and_int32_leaves_it(primitives):
         assert convs == [("conv_general_dilated", ["bfloat16", "bfloat16"], ["float32"])]
 
 
+@pytest.mark.slow
 @examples(10)
 @given(st.sampled_from(["int8", "int4"]), st.integers(0, 99), st.integers(1, 3))
 def test_error_is_within_the_analytic_bound(qtype, seed, features):

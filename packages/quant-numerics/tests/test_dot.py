@@ -18,7 +18,7 @@ from quant_numerics import (
     quantize_for_dot,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 INF, NAN = float("inf"), float("nan")
 MATMUL = (((1,), (0,)), ((), ()))
@@ -96,6 +96,7 @@ def value(q):
     return np.asarray(q.qvalue).astype(np.float64) * scale
 
 
+@pytest.mark.slow
 @examples(30)
 @given(problems())
 def test_integer_dots_of_any_layout_and_granularity_are_exact(problem):
@@ -105,6 +106,7 @@ def test_integer_dots_of_any_layout_and_granularity_are_exact(problem):
     np.testing.assert_array_equal(out, np.einsum(spec, value(lhs), value(rhs)))
 
 
+@pytest.mark.slow
 @examples(20)
 @given(problems(), st.sampled_from(["lhs", "rhs"]), st.sampled_from(["bfloat16", "float32"]))
 def test_weight_only_dots_of_any_layout_and_granularity_are_exact(problem, float_side, dtype):
@@ -120,6 +122,7 @@ def test_weight_only_dots_of_any_layout_and_granularity_are_exact(problem, float
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(st.tuples(*[st.integers(1, 9)] * 3), QTYPES, QTYPES, st.integers(0, 99))
 def test_rescaling_is_float32_lhs_then_rhs(shape, qtype_l, qtype_r, seed):
@@ -130,6 +133,7 @@ def test_rescaling_is_float32_lhs_then_rhs(shape, qtype_l, qtype_r, seed):
     np.testing.assert_array_equal(run(lhs, rhs), want)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(
     st.tuples(st.integers(1, 6), st.sampled_from([1, 4, 12]), st.integers(1, 6)),
@@ -151,6 +155,7 @@ def test_error_is_within_the_analytic_bound(shape, qtype, tiles, seed, magnitude
     assert np.all(error <= bound * (1 + 1e-4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tile_l", "tile_r"), [(None, 4), (4, None), (4, 4), (1, None), (None, 1)])
 def test_tiles_reduce_the_error_of_uneven_data(tile_l, tile_r):
     spread = np.where(np.arange(16) < 4, 1000, 1).astype(np.float32)
@@ -196,6 +201,7 @@ def test_a_plain_matmul_moves_no_operand(primitives):
     assert moved == []
 
 
+@pytest.mark.slow
 @examples(20)
 @given(problems(st.just("int8")), st.integers(1, 5))
 def test_chunks_change_nothing(problem, limit):
@@ -226,6 +232,7 @@ def test_chunks_bound_the_length_of_every_integer_sum(monkeypatch):
     assert lengths == [7, 4, 7, 6]
 
 
+@pytest.mark.slow
 def test_a_long_contraction_does_not_overflow_int32():
     # 350 * 400 * 127 * 127 > 2**31; no padding is needed in one case, but is in the other.
     for shape in ((350, 400), (7, 20001)):
@@ -243,6 +250,7 @@ def matrices(m, n):
     return st.lists(finite | special, min_size=m, max_size=m).map(lambda x: np.float32(x))
 
 
+@pytest.mark.slow
 @examples(30)
 @given(matrices(3, 4), matrices(2, 4), st.sampled_from(["both", "lhs", "rhs"]), st.booleans())
 def test_outputs_are_finite_where_the_float_ops_are(x, w, which, tiled):
@@ -260,6 +268,7 @@ def test_outputs_are_finite_where_the_float_ops_are(x, w, which, tiled):
     np.testing.assert_array_equal(ours, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [None, 2])
 def test_infinities_keep_their_sign(tile, monkeypatch):
     x = np.float32([[INF, 1, 0, 1], [0, 0, -INF, 0], [1, 1, 1, 1]])
@@ -412,6 +421,7 @@ def test_operands_must_be_float_or_quantized():
         dot_general(q, q, MATMUL, preferred_element_type=jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims", [(((1,), (1,)), ((), ())), (((2,), (0,)), ((), ())), (((0,), (0, 1)), ((), ()))]
 )

@@ -23,7 +23,7 @@ from quant_numerics import (
     quantize_for_dot,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 MATMUL = (((1,), (0,)), ((), ()))
 INTS = [k.name for k in QTYPES.values() if k.kind == "int"]
@@ -70,6 +70,7 @@ def operand(qtype, side, method="absmax"):
     return jax.jit(fn)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rhs_type", QTYPES)
 def test_all_pairs_of_formats(rhs_type):
     """Within the error of float32 sums of exact products, whatever the formats."""
@@ -88,6 +89,7 @@ def test_all_pairs_of_formats(rhs_type):
         assert np.all(error <= bound), lhs.qtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("side", ["lhs", "rhs"])
 def test_all_formats_with_a_float_side(dtype, side):
@@ -183,6 +185,7 @@ def problems(draw):
     return lhs, rhs, f"{in_l},{in_r}->{''.join(out)}", dims
 
 
+@pytest.mark.slow
 @examples(25)
 @given(problems(), st.sampled_from([None, 1, 3]))
 def test_zero_points_of_any_layout_are_exact(problem, limit):
@@ -215,6 +218,7 @@ def test_long_sums_of_int16_do_not_overflow(other, zero_point):
     assert np.all(np.abs(np.asarray(run(lhs, rhs)) - want) <= bound)
 
 
+@pytest.mark.slow
 def test_asymmetric_data_is_within_the_analytic_bound():
     x, w = np.abs(normal(4, 32)) + 3, normal(32, 6, seed=1)
     lhs = quantize_for_dot(x, (1,), "int8", method="minmax")
@@ -226,6 +230,7 @@ def test_asymmetric_data_is_within_the_analytic_bound():
     assert np.abs(run(lhs, rhs) - x @ w).max() < np.abs(symmetric - x @ w).max()
 
 
+@pytest.mark.slow
 def test_infinities_with_zero_points_keep_their_sign():
     x = np.float32([[np.inf, 1, 0], [0, -np.inf, 0], [5, 6, 7]])
     lhs = quantize_for_dot(x, (1,), "int8", method="minmax")
@@ -234,6 +239,7 @@ def test_infinities_with_zero_points_keep_their_sign():
     np.testing.assert_allclose(out[2], 18, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_zero_points_in_the_transformations():
     x = quantize(normal(3, 4, 8), "int8", channel_axes=(0, 1), method="minmax")
     w = quantize(normal(3, 8, 2, seed=1), "int8", channel_axes=(0, 2), method="minmax")
@@ -275,6 +281,7 @@ def gemv_problems():
         yield sides, dims
 
 
+@pytest.mark.slow
 def test_one_row_is_padded_on_cpu_alone_and_changes_nothing():
     for (lhs, rhs), dims in gemv_problems():
         want = jax.lax.dot_general(np.asarray(lhs.qvalue).astype(np.float32),

@@ -17,7 +17,7 @@ from quant_numerics import (
     quantize_for_dot,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 
 def run(spec, lhs, rhs, **options):
@@ -69,6 +69,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["both", "lhs", "rhs", "neither"])
 def test_it_equals_numpys(which):
     problems = []
@@ -88,6 +89,7 @@ def test_it_equals_numpys(which):
         np.testing.assert_array_equal(out, np.einsum(spec, value(lhs), value(rhs)), err_msg=spec)
 
 
+@pytest.mark.slow
 @examples(30)
 @given(
     st.permutations("abc").flatmap(lambda p: st.integers(0, 3).map(lambda n: p[:n])),
@@ -228,6 +230,7 @@ def test_any_number_of_operands(spec, shapes):
     np.testing.assert_array_equal(jax.jit(functools.partial(einsum, spec))(*operands), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimize", [True, False, "greedy", "auto", [(1, 2), (0, 1)], [(0, 1, 2)]])
 def test_every_order_gives_the_same(optimize):
     operands = [coarse(s, i) for i, s in enumerate([(2, 3), (3, 4), (4, 5)])]
@@ -279,6 +282,7 @@ def test_intermediates_have_the_outputs_dtype(primitives):
     assert jax.eval_shape(half, *quantized).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_numbers_of_operands():
     with pytest.raises(ValueError, match="is for 2 operands, but there are 1"):
         einsum("ij,jk->ik", coarse((2, 3), 0))

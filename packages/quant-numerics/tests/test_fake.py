@@ -14,7 +14,7 @@ from quant_numerics import (
     quantize,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 
 def sample(seed=0, shape=(4, 64)):
@@ -46,6 +46,7 @@ def test_the_gradient_goes_straight_through(qtype):
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(with_nan), weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["absmax,0.5", "minmax,0.5", "rms,1", "fixed,-0.5,1", "percentile,80", "mse,4"]
 )
@@ -62,6 +63,7 @@ def test_the_gradient_is_zero_where_the_method_cuts_off(method):
     assert method == "mse,4" or 0 < inside.mean() < 1
 
 
+@pytest.mark.slow
 def test_forward_and_reverse_mode_agree_in_every_order():
     x = sample(shape=(3, 4))
 
@@ -78,6 +80,7 @@ def test_forward_and_reverse_mode_agree_in_every_order():
     np.testing.assert_allclose(second, 6 * y * inside * tangent, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_transformations():
     x = sample()
     fn = functools.partial(fake_quant, qtype="int8", channel_axes=(), method="absmax,0.8")

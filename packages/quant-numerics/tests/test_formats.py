@@ -24,7 +24,7 @@ from quant_numerics import (
 )
 
 # XLA's cheap emitters convert to float4 otherwise.
-pytestmark = [pytest.mark.sample(4), pytest.mark.optimized]
+pytestmark = [pytest.mark.sample(2), pytest.mark.optimized]
 
 INF, NAN = float("inf"), float("nan")
 TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -80,6 +80,7 @@ def sample(seed=0, shape=(4, 64)):
     return (rng.normal(size=shape) * 2.0 ** rng.integers(-9, 9, (shape[0], 1))).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", QTYPES)
 def test_dequantize_is_the_meaning_of_a_qarray(qtype):
     q = compiled(sample(), qtype, **rows(qtype))
@@ -107,6 +108,7 @@ def test_integers_are_within_half_a_step(qtype, method, seed):
     assert codes.max() - codes.min() >= (high - low) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", INTS)
 def test_zero_points_make_zero_exact(qtype):
     x = np.float32([[0, 3, 1, 0.5], [0, -3, -1, -0.5], [0, 1, -2, 5], [0, 0, 0, 0]])
@@ -183,6 +185,7 @@ def test_nvfp4_scales_are_of_two_levels(magnitude):
     assert np.asarray(q.scale).astype(np.float32).max() == 448
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", [*PLAIN_FLOATS, "mxfp8", "mxfp4", "nvfp4", "nf4"])
 @examples(10)
 @given(st.integers(0, 2**31), st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
@@ -269,6 +272,7 @@ def test_size_zero(qtype):
         assert compiled(jnp.zeros((0, 64)), qtype, method=method, **rows(qtype)).shape == (0, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", QTYPES)
 def test_quantize_is_calibrate_then_scale_of_then_quantize_with(qtype):
     x, options = sample(), rows(qtype)
@@ -284,6 +288,7 @@ def test_quantize_is_calibrate_then_scale_of_then_quantize_with(qtype):
     assert jax.tree.structure(whole) == jax.tree.structure(parts(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", QTYPES)
 def test_vmap_is_a_channel_axis(qtype):
     x = np.stack([sample(0), sample(1)])
@@ -295,6 +300,7 @@ def test_vmap_is_a_channel_axis(qtype):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn", "mxfp4", "nvfp4", "nf4"])
 def test_float64(qtype):
     with jax.enable_x64(True):
@@ -320,6 +326,7 @@ def test_block_formats_need_their_tiles():
     assert quantize(x, "nvfp4", tile_axes={1: 16}).scale.shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_a_float_tile_is_one_over_the_number_of_tiles():
     x = jnp.ones((4, 12))
     assert quantize(x, "int8", tile_axes={1: 1 / 3}).scale.shape == (1, 3)
@@ -329,6 +336,7 @@ def test_a_float_tile_is_one_over_the_number_of_tiles():
         quantize(jnp.ones((4, 13)), "int8", tile_axes={1: 0.2})
 
 
+@pytest.mark.slow
 def test_granularity_for_dots_and_convolutions():
     x = jnp.ones((2, 64))
     assert quantize_for_dot(x, (1,), "int8", channelwise=False).scale.shape == (1, 1)
@@ -340,6 +348,7 @@ def test_granularity_for_dots_and_convolutions():
         quantize_for_conv(x, "nvfp4", "lhs", (0, 1))
 
 
+@pytest.mark.slow
 def test_quantize_with_saturates():
     x = jnp.array([300.0, -INF, NAN, 3.0])
     for qtype, want in (("int8", [127, -127, 0, 3]), ("float4_e2m1fn", [6, -6, 0, 3])):

@@ -41,6 +41,7 @@ def jit(request):
     return request.param
 
 
+@pytest.mark.slow
 def test_one_value_with_one_type():
     h = hi(X[0])
     assert isinstance(h, HiQArray)
@@ -73,6 +74,7 @@ def test_there_and_back(qtype, options, jit):
     np.testing.assert_array_equal(jit(dequantize)(as_hi(q)), dequantize(q))
 
 
+@pytest.mark.slow
 def test_ops_take_it(jit):
     h, q = hi(X[0]), quantized(X[0])
     w = quantized(W, channel_axes=(1,))
@@ -85,6 +87,7 @@ def test_ops_take_it(jit):
         np.testing.assert_allclose(ours, want, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_one_float_array(jit):
     h = hi(X[0])
     grad = jit(jax.grad(lambda h: jnp.sum(dequantize(h) ** 2)))(h)
@@ -95,6 +98,7 @@ def test_the_gradient_is_one_float_array(jit):
     assert grad.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_training_a_quantized_parameter(jit):
     """The gradient of an integer product, straight through, with respect to the parameter."""
     dot = straight_through(
@@ -148,6 +152,7 @@ def test_vmap(jit):
     np.testing.assert_array_equal(shared(jnp.ones((4, 1, 1)) * 2), np.full((4, 2, 3), 2))
 
 
+@pytest.mark.slow
 def test_scan_over_layers_and_as_carry(jit):
     def body(total, h):
         return total + dequantize(h), as_lo(h).scale
@@ -164,6 +169,7 @@ def test_scan_over_layers_and_as_carry(jit):
     np.testing.assert_allclose(jit(carried)(hi(X[0])), 8 * dequantize(quantized(X[0])), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_grad_of_scan_over_layers(jit):
     def loss(h):
         return lax.scan(lambda c, h: (c + jnp.sum(dequantize(h) ** 2), None), 0.0, h, length=4)[0]

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtap_testkit import examples
 from quant_numerics import QArray, concatenate, dequantize, get_qtype, move, quantize
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 
 def divisors(n):
@@ -59,6 +59,7 @@ def moved(q, fn, must=True):
     return out
 
 
+@pytest.mark.slow
 @examples(25)
 @given(arrays(), st.data())
 def test_moves_that_are_always_possible(q, data):
@@ -75,6 +76,7 @@ def test_moves_that_are_always_possible(q, data):
     moved(q, lambda x: lax.broadcast_in_dim(x, shape, where))
 
 
+@pytest.mark.slow
 @examples(60)
 @given(arrays(4), st.data())
 def test_reshapes_are_right_or_refused(q, data):
@@ -121,6 +123,7 @@ def test_a_tile_that_is_no_axis_is_refused():
     assert moved(q, lambda x: lax.reshape(x, (2, 6)), must=False) is None
 
 
+@pytest.mark.slow
 @examples(30)
 @given(arrays(), st.data())
 def test_slices_are_right_or_refused(q, data):
@@ -157,6 +160,7 @@ def test_what_computes_is_no_move():
     assert move(q, "copy", {}) is q
 
 
+@pytest.mark.slow
 def test_global_scales_go_along():
     q = jax.jit(lambda x: quantize(x, "nvfp4", channel_axes=(0,), tile_axes={1: 16}))(
         np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)

@@ -14,11 +14,12 @@ from quant_numerics import (
     unpack,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 PACKABLE = ["int3", "int5", "int6", "int7"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", PACKABLE)
 @pytest.mark.parametrize("shape", [(16,), (3, 5), (2, 1, 9), (2, 0), (0, 8)])
 @pytest.mark.parametrize("method", ["absmax", "minmax"])
@@ -37,6 +38,7 @@ def test_codes_come_back(qtype, shape, method):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", PACKABLE)
 def test_every_code(qtype):
     low, high = get_qtype(qtype).asymmetric
@@ -52,6 +54,7 @@ def test_bit_planes_are_numpys_packbits():
         np.testing.assert_array_equal(plane, np.packbits(codes >> bit & 1, bitorder="little"))
 
 
+@pytest.mark.slow
 def test_bytes_are_counted_in_bits():
     x = jnp.ones((4, 64))
     q = quantize(x, "int5", channel_axes=(0,))
@@ -64,6 +67,7 @@ def test_bytes_are_counted_in_bits():
     assert quantize(jnp.ones(3), "int4").size == 3
 
 
+@pytest.mark.slow
 def test_ops_take_it():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 16)).astype(np.float32)
@@ -74,6 +78,7 @@ def test_ops_take_it():
     np.testing.assert_array_equal(einsum("ij,jk->ik", x, pack(q)), want)
 
 
+@pytest.mark.slow
 def test_scan_and_vmap_over_layers():
     x = np.random.default_rng(0).normal(size=(3, 4, 10)).astype(np.float32)
     q = quantize(x, "int3", channel_axes=(0,))

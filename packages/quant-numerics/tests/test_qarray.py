@@ -37,6 +37,7 @@ def test_it_is_frozen():
         sample().qtype = "int4"
 
 
+@pytest.mark.slow
 def test_it_goes_through_jit():
     q = sample(tile_axes={1: 3})
     out = jax.jit(lambda q: q)(q)
@@ -51,6 +52,7 @@ def test_static_fields_are_part_of_the_jit_key():
         assert jax.tree.structure(dataclasses.replace(q, **change)) != jax.tree.structure(q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 def test_scan_slices_codes_and_scales_together(qtype):
     x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
@@ -87,6 +89,7 @@ def test_qarray_refuses_wrong_dtypes():
         qarray(CODES, jnp.ones((1, 1)), "int9", jnp.float32)
 
 
+@pytest.mark.slow
 def test_zero_points_and_global_scales_are_leaves():
     q = sample(method="minmax", channel_axes=(0,))
     assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(4, 6), (4, 1), (4, 1)]
@@ -126,6 +129,7 @@ def test_qarray_checks_global_scales():
         qarray(codes, outer, "nvfp4", jnp.float32, global_scale=outer)
 
 
+@pytest.mark.slow
 def test_it_is_a_stand_in():
     q = sample(tile_axes={1: 3})
     assert isinstance(q, StandIn)

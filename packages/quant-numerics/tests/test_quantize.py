@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from jaxtap_testkit import examples
 from quant_numerics import dequantize, get_qtype, quantize, quantize_for_conv, quantize_for_dot
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 INF, NAN = float("inf"), float("nan")
 TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -46,6 +46,7 @@ def expand(scale, shape):
     return scale
 
 
+@pytest.mark.slow
 @examples(30)
 @given(cases())
 def test_scale_and_codes_follow_their_definition(case):
@@ -73,6 +74,7 @@ def test_scale_and_codes_follow_their_definition(case):
     np.testing.assert_array_equal(np.asarray(q.qvalue).astype(np.float32), codes)
 
 
+@pytest.mark.slow
 @examples(30)
 @given(cases())
 def test_dequantized_values_are_within_half_a_step(case):
@@ -142,6 +144,7 @@ def test_infinities_dequantize_to_themselves():
     assert back[2] == -INF
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_largest_value_of_a_narrow_dtype_survives(dtype):
     x = jnp.array([float(jnp.finfo(dtype).max), 0.0], dtype)

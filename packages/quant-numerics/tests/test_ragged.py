@@ -25,7 +25,7 @@ from quant_numerics import (
     train_ragged_dot,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 SIZES = np.array([2, 0, 3, 1], np.int32)
 
@@ -70,6 +70,7 @@ def run(lhs, rhs, sizes=SIZES, **options):
     return jax.jit(functools.partial(ragged_dot, **options))(lhs, rhs, sizes)
 
 
+@pytest.mark.slow
 @examples(25)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=3),
@@ -244,6 +245,7 @@ def relative(a, b):
     return np.linalg.norm(np.asarray(a) - b) / np.linalg.norm(b)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized  # the bits of two programs are compared
 @pytest.mark.parametrize(
     "how",

@@ -35,6 +35,7 @@ def test_the_mean_is_the_value(qtype, method):
         assert len(set(column)) <= 2  # the two neighbours
 
 
+@pytest.mark.slow
 def test_what_the_format_has_stays():
     for qtype in ("int4", "float4_e2m1fn", "float8_e5m2"):
         x = np.float32([0, 1, -2, 3, 4, -6])
@@ -57,6 +58,7 @@ def test_with_a_zero_point():
     np.testing.assert_allclose(got.mean(0), [5, 6.25, 1.5], atol=0.05)
 
 
+@pytest.mark.slow
 def test_noise_is_shared_along_other_axes():
     x = np.full((4, 6), 0.5, np.float32)
     assert np.all(draws(x, "int8", axes=(0,)) == draws(x, "int8", axes=(0,))[:, :, :1])
@@ -77,6 +79,7 @@ def test_noise_of_tiles():
     np.testing.assert_array_equal(q.qvalue, want)
 
 
+@pytest.mark.slow
 def test_it_is_a_pytree_of_its_key():
     rounding = StochasticRounding(jax.random.key(0), "low_bit_uniform", (1,))
     leaves, tree = jax.tree.flatten(rounding)

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -30,6 +31,7 @@ def both(x, w, qtype, tile=None, **options):
     return lhs, qn.quantize_for_dot(w, (0,), qtype, tile, **options)
 
 
+@pytest.mark.slow
 def test_products_of_rows():
     mesh = line()
     for qtype, tile, method in FORMATS:
@@ -46,6 +48,7 @@ def test_products_of_rows():
         )
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_of_rows():
     mesh, specs = line(), (P("d"), P(), P())
     for qtype, tile, method in FORMATS:

@@ -44,12 +44,14 @@ def test_the_gradient_is_the_float_one(operands, wrap):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
+@pytest.mark.slow
 def test_it_works_eagerly(operands):
     np.testing.assert_allclose(
         jax.grad(weighted(dot))(*operands), jax.grad(weighted(float_dot))(*operands), rtol=1e-6
     )
 
 
+@pytest.mark.slow
 def test_jvp(operands, leaks):
     tangents = tuple(jnp.full_like(a, 0.5) for a in operands)
     ours = leaks(lambda p, t: jax.jvp(dot, p, t))(operands, tangents)
@@ -58,6 +60,7 @@ def test_jvp(operands, leaks):
     np.testing.assert_array_equal(ours[1], theirs[1])
 
 
+@pytest.mark.slow
 def test_vmap_of_grad(operands, leaks):
     x, w = operands
     xs = jnp.stack([x, 2 * x])
@@ -68,6 +71,7 @@ def test_vmap_of_grad(operands, leaks):
     np.testing.assert_allclose(*grads, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_grad_through_scan_with_remat(operands, leaks):
     x, w = operands
     w = w @ w.T
@@ -83,6 +87,7 @@ def test_grad_through_scan_with_remat(operands, leaks):
     np.testing.assert_allclose(*grads, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_straight_through_too(leaks):
     f = straight_through(lambda x: jnp.round(4 * jnp.tanh(x)) / 4, jnp.tanh)
     second = leaks(jax.grad(jax.grad(lambda x: f(x) ** 2)))(jnp.float32(0.3))

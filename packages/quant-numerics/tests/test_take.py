@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxtap_testkit import examples
 from quant_numerics import QArray, dequantize, pack, quantize, take
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 IDS = np.array([[3, 0], [-1, 3], [2, 2]], np.int32)
 
@@ -53,6 +53,7 @@ def test_zero_points_blocks_and_packed():
         np.testing.assert_array_equal(ours, np.take(np.asarray(dequantize(q)), IDS, axis))
 
 
+@pytest.mark.slow
 @examples(20)
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=4), st.sampled_from(sorted(GRAIN)))
 def test_out_of_range(ids, grain):
@@ -69,6 +70,7 @@ def test_out_of_range(ids, grain):
     np.testing.assert_array_equal(rows, want)
 
 
+@pytest.mark.slow
 def test_dtype_transformations_and_derivatives():
     q = table(channel_axes=(0,)).astype(jnp.bfloat16)
     assert take(q, IDS).dtype == jnp.bfloat16

@@ -27,7 +27,7 @@ from quant_numerics import (
     train_einsum,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 MATMUL = (((1,), (0,)), ((), ()))
 INT8 = HowToQuantize("int8")
@@ -66,6 +66,7 @@ def relative(ours, want):
     return np.linalg.norm(ours - want) / np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -115,6 +116,7 @@ def products(draw):
     return x, w, dims, f"{in_l},{in_r}->{out + ''.join(c for c in in_r if c in 'xy')}"
 
 
+@pytest.mark.slow
 @examples(12)
 @given(products(), st.sampled_from([None, "int8"]))
 def test_gradients_of_any_layout(problem, qtype):
@@ -351,6 +353,7 @@ def test_accumulated_gradients():
     assert relative(jax.jit(total)(W), -X.T @ G) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("backward", [None, Backward("int8")], ids=["float", "int8"])
 def test_gradients_have_the_operands_dtypes(dtype, backward):
@@ -514,6 +517,7 @@ def check_on_eight_devices(backward, kind):
             assert relative(gx, BIG_G @ W.T) < 0.03, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_on_eight_devices(kind):
     for backward in (None, Backward("int8"), Backward("int8", stochastic_rounding="uniform")):

@@ -17,7 +17,7 @@ from quant_numerics import (
     train_conv_general_dilated,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 INT8 = HowToQuantize("int8")
 NHWC = ("NHWC", "HWIO", "NHWC")

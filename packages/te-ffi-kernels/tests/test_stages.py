@@ -26,6 +26,7 @@ def run(code, **environment):
     return run_python("-c", HEAD + code, **environment).stdout.split()
 
 
+@pytest.mark.slow
 def test_once_per_site_and_never_per_call():
     code = """
 compiled = jax.jit(two_sites).lower(x, w).compile()
@@ -40,6 +41,7 @@ print(count())
     assert run(code) == ["2", "2", "4"]
 
 
+@pytest.mark.slow
 def test_once_per_load_from_the_compilation_cache(tmp_path):
     code = f"""
 jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
@@ -57,6 +59,7 @@ print(count(), sum("cache_hits" in hit for hit in hits) > 0, float(y.sum()))
     assert first[2] == second[2]
 
 
+@pytest.mark.slow
 def test_once_per_reload_of_an_export(tmp_path):
     saved = tmp_path / "program"
     run(f"""
@@ -80,6 +83,7 @@ print(count() - before, bool((y == te.gemm_w8a8(x, w)).all()))
     assert run(code) == ["1", "True"]
 
 
+@pytest.mark.slow
 def test_warmup_warms_a_whole_program():
     code = """
 program = te.warmup(two_sites, jax.ShapeDtypeStruct(x.shape, x.dtype), w)
@@ -90,6 +94,7 @@ print(warm, count())
     assert run(code) == ["2", "2"]
 
 
+@pytest.mark.slow
 def test_a_bad_instruction_set_is_an_error_of_the_program():
     code = """
 try:

@@ -7,6 +7,11 @@ full = False
 """Whether the full tier runs; set before tests are imported."""
 
 
+def count(most):
+    """Return ``most`` in the full tier, an eighth of it in the default one."""
+    return most if full else max(2, most // 8)
+
+
 def examples(most, **options):
     """Run a Hypothesis test on ``most`` examples in the full tier, on an eighth in the default one.
 
@@ -14,10 +19,9 @@ def examples(most, **options):
         most: The number of examples.
         options: More settings of Hypothesis; there is no deadline.
     """
-    count = most if full else max(2, most // 8)
 
     def decorate(test):
-        test = settings(deadline=None, max_examples=count, **options)(test)
+        test = settings(deadline=None, max_examples=count(most), **options)(test)
         return pytest.mark.generated(test)
 
     return decorate

@@ -13,7 +13,7 @@ import hijax_trace as ht
 from hijax_trace import Box
 from jaxtap_testkit.hijax_samples import quantize
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = np.array([1.0, 2.0, 3.0], np.float32)
 ALL = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, ht.jit], ids=["eager", "jit", "ht.jit"])

@@ -324,6 +324,7 @@ def test_under_grad():
     assert floats(box.get()) == [25.0]
 
 
+@pytest.mark.slow
 def test_under_grad_with_a_loop_after_the_change():
     box = Box(None)
 
@@ -444,6 +445,7 @@ def test_the_backward_pass_of_a_function_that_changes_types():
     assert stats.get() == 1.0
 
 
+@pytest.mark.slow
 def test_change_of_type_to_hi_contents():
     box = Box(None)
     matrix = np.stack([X, X + 1])

@@ -10,7 +10,7 @@ import hijax_trace as ht
 from hijax_trace import Box
 from jaxtap_testkit.hijax_samples import Quant, dequantize, element, quantize, tup
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = np.array([1.0, 2.0, 3.0], np.float32)
 MATRIX = np.stack([X, X + 1])
@@ -243,6 +243,7 @@ def test_a_box_with_a_tangent_box(jit):
     holds(tangent, 2.0)
 
 
+@pytest.mark.slow
 @ALL
 def test_differentiating_through_a_box_made_inside(jit):
     def f(x):
@@ -486,6 +487,7 @@ def test_vmap_reads_a_box_that_is_shared(jit):
     np.testing.assert_allclose(shared(box, X), 2 * X)
 
 
+@pytest.mark.slow
 @ALL
 def test_hi_contents(jit):
     box = Box([quantize(MATRIX), tup(X, X + 1)])
@@ -504,6 +506,7 @@ def test_hi_contents(jit):
     np.testing.assert_allclose(box.get()[1].elements[0], X)
 
 
+@pytest.mark.slow
 @ALL
 def test_hi_contents_in_loops_and_under_grad(jit):
     box = Box(quantize(MATRIX))
@@ -574,6 +577,7 @@ def test_types_compare_shapes_dtypes_and_structure():
     assert Box(quantize(MATRIX)).type == Box(quantize(MATRIX + 1)).type
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [jax.vmap, lambda f: jax.jit(jax.vmap(f))], ids=["vmap", "jit"])
 def test_what_is_the_same_for_all_examples_is_written_once(around):
     """JAX refuses the write as such."""

@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxtap_testkit.tap_helpers import Log, equations, look, stablehlo, tap, times
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 DOT = "primitive:dot_general"
 X = jnp.ones((2, 4))
@@ -87,6 +87,7 @@ def test_a_handler_that_reads_the_path_where_there_is_one_path(target):
     assert count.asked == 1
 
 
+@pytest.mark.slow
 @TARGETS
 def test_a_handler_that_reads_provenance_is_asked_for_each(target):
     count, model = Count(lambda call: call.operands), Model(scoped=False)
@@ -167,6 +168,7 @@ def test_second_call_of_a_jitted_one_does_nothing(target):
     assert jitted._cache_size() == 1
 
 
+@pytest.mark.slow
 @TARGETS
 def test_two_wrappers_with_equal_interceptors_share_the_trace_of_blocks(target):
     model, handler = Model(), times(2.0)
@@ -185,6 +187,7 @@ def test_other_interceptors_do_not_share(target):
     assert not jnp.array_equal(first, second) or not jnp.any(plain)
 
 
+@pytest.mark.slow
 @TARGETS
 def test_wrapped_once_traced_under_jit_and_without(target):
     model = Model()
@@ -213,6 +216,7 @@ def test_under_outer_transformations(outer, target):
     assert model.traces == 1
 
 
+@pytest.mark.slow
 @TARGETS
 @REPLACE
 def test_gradient_inside(replace, target):

@@ -14,7 +14,7 @@ from jax import lax
 from interception_core import Interceptor, JaxtapError, TargetError
 from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_close, tap, times
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.linspace(-1, 1, 4)
 EXP = "primitive:exp"
@@ -100,6 +100,7 @@ def test_nothing_leaks_when_replaced(name, outer):
         jax.eval_shape(outer(tap(fn, times(1.0), EXP, "jax.nn.gelu")), x)
 
 
+@pytest.mark.slow
 @FORMS
 def test_nothing_is_held_of_an_earlier_call(name):
     """Neither its arguments nor what the handler closed over."""
@@ -115,6 +116,7 @@ def test_nothing_is_held_of_an_earlier_call(name):
     assert ref() is None
 
 
+@pytest.mark.slow
 def test_wrapper_can_be_collected():
     def make():
         handler = Log()

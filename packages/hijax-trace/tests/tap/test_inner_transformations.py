@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxtap_testkit.tap_helpers import Log, assert_close, ids_of, stablehlo, tap, times
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.linspace(-1, 1, 4)
 EXP = ("primitive:exp",)
@@ -285,6 +285,7 @@ def test_second_order():
     assert_close(jax.jit(tapped)(X), jnp.diag(2 * jnp.exp(X)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_step():
     """A loss, its gradient and an update in one wrapped function, with a scan over layers."""
 
@@ -307,6 +308,7 @@ def test_training_step():
     ]
 
 
+@pytest.mark.slow
 def test_per_example_gradients_with_a_replaced_product():
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w))

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxtap_testkit.tap_helpers import Log, assert_close, stablehlo, tap, times
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.linspace(-1, 1, 10).reshape(2, 5)
 W = jnp.linspace(0, 2, 15).reshape(5, 3)
@@ -119,6 +119,7 @@ def test_program_under_a_recorder_is_the_program(part, target):
     assert stablehlo(tap(fn, Log(), target), X, W) == stablehlo(fn, X, W)
 
 
+@pytest.mark.slow
 @LEVELS
 @EACH
 def test_replaced(name, part, target):
@@ -229,6 +230,7 @@ def test_an_engine_around_another():
     assert_close(mapped(X[None], W), 3 * (X @ W)[None], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_keys_and_integers():
     def fn(keys, n):
         return jax.vmap(lambda k, n: jax.random.normal(k, (3,)) * lax.exp(n.astype("float32")))(

@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxtap_testkit.tap_helpers import assert_close, assert_same, tap
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.linspace(-1, 1, 4)
 

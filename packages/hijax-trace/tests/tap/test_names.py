@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxtap_testkit.tap_helpers import Log, assert_close, stablehlo, tap, times
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.linspace(-1, 1, 16).reshape(4, 4)
 
@@ -129,6 +129,7 @@ def test_all_at_once_in_one_program():
     assert text == stablehlo(fn, X)
 
 
+@pytest.mark.slow
 def test_all_at_once_after_running():
     fn = jax.jit(lambda x: [call(x) for call in CALLS.values()])
     fn(X)
@@ -216,6 +217,7 @@ class Linen(nn.Module):
 LINEN = ("Dense", "LayerNorm", "RMSNorm", "GroupNorm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [lambda f: f, jax.jit, jax.checkpoint])
 def test_linen(mode):
     model = Linen()
@@ -266,6 +268,7 @@ def test_nnx():
     assert text == stablehlo(jax.jit(fn), state, X)
 
 
+@pytest.mark.slow
 def test_equinox():
     model = (
         eqx.nn.Linear(4, 4, key=jax.random.key(0)),

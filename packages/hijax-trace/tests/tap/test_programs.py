@@ -19,7 +19,7 @@ from jaxtap_testkit import hijax_samples as hi
 from jaxtap_testkit.meshes import grid
 from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_same, look, stablehlo, tap, times
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(2)
 
 # Primitives that hold programs are among the targets, so that they are asked and entered.
 TARGETS = (
@@ -502,6 +502,7 @@ def stacked(args):
     return jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), args)
 
 
+@pytest.mark.slow
 @NAMES
 def test_eager(name):
     """Under a handler that reads all that it can."""
@@ -566,6 +567,7 @@ def test_stablehlo_with_the_batch_inside(name):
     assert stablehlo(tap(fn, look, *TARGETS), *args) == stablehlo(fn, *args)
 
 
+@pytest.mark.slow
 @NAMES
 def test_ids_are_the_same_whatever_was_traced_before(name):
     fn, args = arrays_only(CASES[name].fn), CASES[name].args
@@ -1077,6 +1079,7 @@ def test_texts_on_eight_devices():
             assert log.ids
 
 
+@pytest.mark.slow
 def test_results_on_eight_devices():
     for fn in SHARDED:
         tapped = tap(fn, Log(), *ON_DEVICES)
@@ -1085,6 +1088,7 @@ def test_results_on_eight_devices():
             assert_same(tapped(*BIG), fn(*BIG))
 
 
+@pytest.mark.slow
 def test_gradients_on_eight_devices():
     for fn in SHARDED:
         loss = lambda x, w, fn=fn: jnp.sum(fn(x, w))  # noqa: E731

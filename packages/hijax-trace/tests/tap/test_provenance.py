@@ -13,7 +13,7 @@ from interception_core import Interceptor
 from jaxtap_testkit import examples
 from jaxtap_testkit.tap_helpers import ENGINE, Log, tap
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.ones((2, 3))
 DOT = "primitive:dot_general"
@@ -433,6 +433,7 @@ def test_reshape_to_the_same(shape):
     assert axes._reshape({"dimensions": None}, shape, shape) == axes.identity(len(shape))
 
 
+@pytest.mark.slow
 @MANY
 @given(SHAPES, st.data())
 def test_reshape_that_only_merges_is_known(shape, data):
@@ -467,6 +468,7 @@ def test_squeeze(shape, data):
     assert all((to is None) == (i in gone) for i, to in enumerate(found))
 
 
+@pytest.mark.slow
 @MANY
 @given(SHAPES, st.data())
 def test_broadcast(shape, data):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from interception_core import TargetError
 from jaxtap_testkit.tap_helpers import Log, assert_close, assert_same, tap, times
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(3, 4)
 W = jnp.linspace(1, -2, 16, dtype=jnp.float32).reshape(4, 4) / 3
@@ -125,6 +125,7 @@ def test_custom_vjp_under_grad_inside(name):
     assert_close(grads, plain(X, W), rtol=1e-5)
 
 
+@pytest.mark.slow
 @FORMS
 @pytest.mark.optimized  # to 1e-5, which the tanh of a hasty compiler is not
 @pytest.mark.parametrize("inside", [False, True])

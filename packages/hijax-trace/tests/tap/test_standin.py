@@ -11,7 +11,7 @@ import pytest
 from hijax_trace import StandIn, TraceEngine
 from interception_core import Interceptor
 
-pytestmark = pytest.mark.sample(10)
+pytestmark = pytest.mark.sample(2)
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ from jax import lax
 from interception_core import Interceptor, PatchEngine
 from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_close, stablehlo, tap, times
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 PATCH = PatchEngine()
 X = jnp.linspace(-1, 1, 16).reshape(4, 4)

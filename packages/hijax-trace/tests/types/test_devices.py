@@ -37,6 +37,7 @@ def over_rows(fn, mesh, in_specs, out_specs):
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+@pytest.mark.slow
 def test_a_hi_value_of_sharded_parts(x, expected):
     q = jax.jit(quantize)(x)
     assert isinstance(q, Quant)
@@ -87,6 +88,7 @@ def test_collectives_scan_and_cond_inside_of_shard_map(mesh, x, expected):
     np.testing.assert_allclose(out, want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_in_shardings_are_accepted_or_refused():
     """JAX does not say yet what it does with those of hi values."""
     sharding, q = NamedSharding(line(AxisType.Explicit), P("d")), quantize(X)

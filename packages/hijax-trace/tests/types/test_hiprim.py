@@ -76,6 +76,7 @@ def jit(request):
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", ALL)
 def test_grad(cls, jit):
     np.testing.assert_allclose(jit(call(cls))(X), X**3)

@@ -21,7 +21,7 @@ from jaxtap_testkit.hijax_samples import (
     tup,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = np.array([[1.0, -2.0, 3.5], [0.25, 0.5, -1.0]], np.float32)
 XS = np.stack([X, 2 * X, -X, X + 1])

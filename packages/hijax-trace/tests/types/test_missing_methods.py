@@ -12,7 +12,7 @@ from jax import lax
 import hijax_trace as ht
 from jaxtap_testkit.hijax_samples import f32
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 METHODS = {

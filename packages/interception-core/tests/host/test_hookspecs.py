@@ -61,5 +61,6 @@ def test_every_spec_is_in_the_guide_with_its_fields(spec, guide):
     assert f"`{spec.__name__}({shown})`" in guide
 
 
+@pytest.mark.slow
 def test_the_api_version_is_in_the_guide(guide):
     assert f"it is `{API_VERSION}` now" in guide

@@ -107,6 +107,7 @@ def listed(done):
 JAXTAP = ("-m", "interception_core")
 
 
+@pytest.mark.slow
 def test_a_provider_from_its_own_distribution_runs_by_name(python, guide_blocks):
     code = (
         "import sys\n"
@@ -127,6 +128,7 @@ def test_the_errors_of_the_guide(python, guide_blocks):
     python("-W", "ignore", "-c", guide_blocks["errors"], installed=[])
 
 
+@pytest.mark.slow
 def test_broken_plugins_break_nothing_else(python):
     installed = ["acme", "broken", "misspelt", "future"]
     done = python(*JAXTAP, "plugins", "--json", installed=installed)
@@ -178,6 +180,7 @@ def test_broken_plugins_break_nothing_else(python):
     python("-c", code, installed=[])
 
 
+@pytest.mark.slow
 def test_a_name_that_two_distributions_claim(python):
     ask = ("-c", "import sys, interception_core as c; c.get_provider(sys.argv[1])")
     done = python(*ask, "acme", installed=["acme", "rival"], check=False)
@@ -213,6 +216,7 @@ def test_strict_refuses_to_go_on(python):
     assert "broken-quant 2.0" in done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_importing_jax_while_declaring_is_noticed(python):
     done = python(*JAXTAP, "plugins", "--json", installed=["lazy"])
     record = listed(done)["lazy"]

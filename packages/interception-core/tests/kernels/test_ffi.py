@@ -181,6 +181,7 @@ def script(python):
 
 
 class TestRegistering:
+    @pytest.mark.slow
     def test_a_kernel_is_registered_once_and_called(self, install, script):
         install("acme", SCALE)
         script("""
@@ -207,6 +208,7 @@ assert sorted(names) == ["acme.count"] * 4 + ["acme.scale"] * 4
 works()
 """)
 
+    @pytest.mark.slow
     def test_what_the_headers_say_is_what_the_runtime_says(self, install, script):
         install("acme", {"acme.version": {"execute": "AcmeVersion"}})
         text = script("""
@@ -399,6 +401,7 @@ BAD = {
 
 
 class TestHandlers:
+    @pytest.mark.slow
     def test_an_exception_becomes_a_jax_error(self, install, script):
         install("acme", SCALE | {"acme.throws": {"execute": "AcmeThrows"}})
         script("""
@@ -428,6 +431,7 @@ for index, part in enumerate({[*BAD.values()]!r}):
     refused(spec(f"acme.k{{index}}"), owner, part)
 """)
 
+    @pytest.mark.slow
     def test_whose_module_cannot_be_imported(self, install, script, tmp_path):
         install("acme", SCALE)
         (tmp_path / "acme_kernels" / "ffi.py").write_text("import nowhere")

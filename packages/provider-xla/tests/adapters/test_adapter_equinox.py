@@ -116,6 +116,7 @@ def test_ids_are_those_of_a_plain_function_under_the_same_scopes():
     assert [op.op_id for op in ops] == ["parts/a/matmul:0", "parts/b/matmul:0"]
 
 
+@pytest.mark.slow
 def test_it_trains():
     optax = pytest.importorskip("optax")
     model = quantize_model(equinox_net(), qat())
@@ -224,6 +225,7 @@ def test_weights_that_can_t_be_followed_are_told():
         quantize_model(net, ptq(strict=True), x)
 
 
+@pytest.mark.slow
 def test_scan_over_stacked_blocks_and_a_batch_of_models():
     class Layer(eqx.Module):
         weight: jax.Array
@@ -335,6 +337,7 @@ def test_what_a_method_returns_is_quantized_and_has_its_path():
     close(model.net.scaled(jnp.array(6.0))(x), 2 * model.net(x))
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(tmp_path):
     net, x = linear()
     model = quantize_model(net, ptq(), x)
@@ -348,6 +351,7 @@ def test_saved_and_loaded(tmp_path):
     close(changed(x), model(x) + 1)
 
 
+@pytest.mark.slow
 def test_static_ranges_and_random_keys():
     net, x = linear()
     rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)

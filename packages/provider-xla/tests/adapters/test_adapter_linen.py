@@ -68,6 +68,7 @@ def test_rules_go_by_linens_paths():
     assert count_stored(stored) == count_stored(stored["block_1"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["jit", "remat", "scan"])
 def test_lifted_transformations(transform):
     block = linen_classes()[2]
@@ -156,6 +157,7 @@ def test_mutable_collections_and_random_keys(bound):
     assert module.apply(stored, x, method=Stateful.twice).shape == x.shape
 
 
+@pytest.mark.slow
 def test_a_quantized_module_in_another_one():
     class Outer(linen.Module):
         inner: linen.Module

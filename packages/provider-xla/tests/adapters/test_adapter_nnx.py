@@ -133,6 +133,7 @@ def test_ids_are_those_of_a_plain_function_under_the_same_scopes():
     assert [op.weight for op in ops] == [op.weight for op in expected]
 
 
+@pytest.mark.slow
 def test_a_method_that_is_not_called_call_and_a_part_of_a_model():
     net = nnx_net()
     model = quantize_model(net, ptq(), TOKENS, methods=("features", "__call__"))
@@ -146,6 +147,7 @@ def test_a_method_that_is_not_called_call_and_a_part_of_a_model():
     close(features(quantize_model(net, ptq(), TOKENS)), expected)
 
 
+@pytest.mark.slow
 def test_sixteen_equal_jitted_blocks_are_traced_once():
     traces = []
 
@@ -182,6 +184,7 @@ def test_sixteen_equal_jitted_blocks_are_traced_once():
     assert len(plan.weights) == 16 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
 def test_transformed_blocks(transform):
     plain = nnx_classes()[2]
@@ -203,6 +206,7 @@ def test_transformed_blocks(transform):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
+@pytest.mark.slow
 def test_scan_over_stacked_blocks_and_a_batch_of_models():
     block = nnx_classes()[2]
 
@@ -249,6 +253,7 @@ class TestState:
 
     x = jax.random.normal(jax.random.key(3), (8, WIDTH))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("provider", [ptq, qat])
     @pytest.mark.parametrize("jitted", [True, False])
     def test_statistics_counts_and_new_variables(self, provider, jitted):
@@ -303,6 +308,7 @@ def test_it_may_be_closed_over_as_far_as_the_float_model_may():
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
+@pytest.mark.slow
 def test_it_trains_and_is_stored_afterwards():
     optax = pytest.importorskip("optax")
     model = quantize_model(nnx_net(), qat(), TOKENS)
@@ -368,6 +374,7 @@ def test_static_ranges():
     close(trained(x), static(x), 1e-6)
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(tmp_path):
     model = quantize_model(nnx_net(), ptq(), TOKENS)
     leaves, treedef = jax.tree.flatten(nnx.to_pure_dict(nnx.state(model)))

@@ -13,7 +13,7 @@ import quant_numerics as qn
 from jaxtap_testkit.xla_samples import draw, make
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 W8 = QuantizationRule(weight_qtype="int8")
 QTYPES = ("int2", "int4", "int8")
@@ -59,6 +59,7 @@ def planned(params, x, rules=(W8,), fn=mlp, **config):
     return PtqProvider(rules, strict=True, **config).plan(fn, params, x)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_output_in_float64(model):
     params, x = model
     plan = planned(params, x).allocate(params, x, budget_bits=6, qtypes=("int3", "int4", "int8"))
@@ -88,6 +89,7 @@ def test_errors_are_those_of_the_output_in_float64(model):
     assert plan.allocation.measured == pytest.approx(error_of(grid), rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_plan_runs_what_was_measured(model):
     params, x = model
     plan = planned(params, x).allocate(params, x, budget_bits=5, qtypes=QTYPES)
@@ -113,6 +115,7 @@ def test_bits_go_where_they_matter(model):
     assert plan.allocation.measured < uniform["int4"].measured / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [None, 4, [None, 4]])
 def test_budgets_hold_and_more_is_never_worse(model, tile):
     params, x = model
@@ -171,6 +174,7 @@ def test_block_formats_where_they_are_possible():
     assert made.bytes_after == stored_bytes(made.quantize(params, prepack=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan", "tied", "experts", "convolution", "grouped queries"])
 def test_programs(name):
     fn, params, x = make(name)
@@ -264,6 +268,7 @@ def test_lookups(model):
     assert set(chosen(plan)) == {"['table']", "['w']"}
 
 
+@pytest.mark.slow
 def test_a_model_of_equinox():
     net = eqx.nn.MLP(6, 3, 16, 1, key=jax.random.key(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(20, 6)), jnp.float32)
@@ -279,6 +284,7 @@ def test_a_model_of_equinox():
     assert relative == pytest.approx(made.allocation.measured, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_patch_engine_measures_the_same(model):
     params, x = model
     made = [
@@ -336,6 +342,7 @@ def test_shown_as_table_and_json(model):
     assert allocation.predicted == pytest.approx(sum(row.error for row in allocation.weights))
 
 
+@pytest.mark.slow
 def test_errors_are_measured_once(model):
     params, x = model
     plan = planned(params, x)
@@ -456,6 +463,7 @@ def test_parameters_that_are_not_finite(model):
         planned(params, x).allocate(broken, x, budget_bits=5, qtypes=QTYPES)
 
 
+@pytest.mark.slow
 def test_outputs_that_are_not_finite(model):
     params, x = model
     with pytest.raises(QuantizationError, match="must be one finite number"):

@@ -23,7 +23,7 @@ from provider_xla import (
     QuantizationWarning,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 QLORA = QuantizationRule(weight_qtype="int8", rank=2, alpha=3.0)
 
@@ -54,6 +54,7 @@ def test_the_table_shows_ranks(case):
     assert not float_plan.weights
 
 
+@pytest.mark.slow
 @examples(8)
 @given(
     st.integers(1, 3),

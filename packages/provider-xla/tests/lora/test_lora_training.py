@@ -48,6 +48,7 @@ def prepared(fn, shapes, *rules):
     return plan, plan.quantize(params), adapters, x, plan.apply(fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_base_gets_no_gradient_work(name):
     fn, shapes = MODELS[name]
@@ -61,6 +62,7 @@ def test_the_base_gets_no_gradient_work(name):
     assert not re.search(r"f32\[3,(16,40|40,16)\]", text)
 
 
+@pytest.mark.slow
 def test_without_adapters_it_is_the_quantized_program():
     fn, shapes = MODELS["scan"]
     plan, stored, adapters, x, run = prepared(fn, shapes, QLORA)

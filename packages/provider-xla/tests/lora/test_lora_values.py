@@ -15,7 +15,7 @@ from jaxtap_testkit import examples
 from jaxtap_testkit.xla_samples import LAYOUT, PROGRAMS, draw, make
 from provider_xla import PtqProvider, QuantizationRule, QuantizationWarning
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 RANK, ALPHA = 2, 3.0
 
@@ -130,6 +130,7 @@ def einsums(draw):
     return [*map("".join, (x, w, out))], sizes, draw(st.booleans())
 
 
+@pytest.mark.slow
 @examples(8)
 @given(einsums())
 def test_any_einsum(case):
@@ -178,6 +179,7 @@ def test_convolutions_of_groups(groups):
     close(run(stored, x, adapters=adapters), expected)
 
 
+@pytest.mark.slow
 def test_two_layers_in_float64():
     """The formulas of the paper, with the gradient that reaches the first through the second."""
     params = dict(zip("uv", draw((6, 9), (9, 5)), strict=True))

@@ -24,7 +24,7 @@ from provider_xla import (
     Wanda,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 W4 = QuantizationRule(weight_qtype="int4")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
@@ -48,6 +48,7 @@ def relative(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program(name):
     fn, params, x = make(name)
@@ -76,6 +77,7 @@ TWO = dict(zip(("up", "down"), draw((8, 12), (6, 12)), strict=True))
 X = draw((20, 8), seed=1)[0]
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_gradients():
     plan = PtqProvider(W4).plan(two_layers, TWO, X)
     stored, _ = plan.optimize(TWO, [(X,)], [Hadamard(), Awq(clip=1)])
@@ -94,6 +96,7 @@ def test_jit_vmap_and_gradients():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16])
 def test_other_dtypes(dtype):
     params = jax.tree.map(lambda w: w.astype(dtype), TWO)
@@ -130,6 +133,7 @@ def stacked(params, x):
     return lax.scan(layer, x, params)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [[SmoothQuant(), Hadamard()], [Awq(), Gptq()]])
 def test_each_step_has_scales_of_its_own(passes):
     fn = stacked
@@ -198,6 +202,7 @@ def test_static_ranges_are_those_of_the_transformed_activation():
     assert relative(result, two_layers(TWO, x)) < 0.1
 
 
+@pytest.mark.slow
 def test_low_bits_are_packed_inside():
     rule = QuantizationRule(weight_qtype="int3")
     plan = PtqProvider(rule).plan(two_layers, TWO, X)

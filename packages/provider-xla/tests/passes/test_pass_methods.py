@@ -18,7 +18,7 @@ from provider_xla import (
 )
 from provider_xla._probe import Largest, probe
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 RNG = np.random.default_rng(0)
 K, N = 16, 6
@@ -71,6 +71,7 @@ def magnitude_mask(score, n, m):
 GRAM = X.astype(np.float64).T @ X
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tile", "act_order", "block"),
     [(None, False, 128), (4, False, 5), (4, True, 128), (None, True, 1)],
@@ -100,6 +101,7 @@ def test_gptq_of_a_channel_that_is_always_0():
     np.testing.assert_array_equal(codes_of(stored)[5], codes_of(rounded)[5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -130,6 +132,7 @@ def test_gptq_in_every_format(fields):
     np.testing.assert_allclose(report[0].rounded, errors[1] / size, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.75, 1.0])
 def test_smoothquant_scales(alpha):
     _, stored, _ = optimized([SmoothQuant(alpha)], weight_qtype="int8", act_qtype="int8")
@@ -225,6 +228,7 @@ def test_hadamard_needs_a_block_that_divides(block, why):
     assert why in report[0].reasons["Hadamard"]
 
 
+@pytest.mark.slow
 def test_passes_compose():
     """The codes after both are those of Gptq with the rotated Gram matrix."""
     passes = [Hadamard(), SmoothQuant(), Gptq(act_order=False)]
@@ -240,6 +244,7 @@ def test_passes_compose():
     np.testing.assert_array_equal(codes_of(stored.inner), float64_gptq(w, x.T @ x, scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "1:2"])
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4", "nvfp4"])
 def test_the_largest_of_each_group_stay(pattern, qtype):

@@ -45,6 +45,7 @@ def steps(draw, k, lead=()):
     return tuple(one() for _ in range(draw(st.integers(1, 3))))
 
 
+@pytest.mark.slow
 @examples(25)
 @given(data=st.data(), k=st.sampled_from([1, 3, 4, 12, 16]), seed=st.integers(0, 2**32 - 1))
 def test_the_product_is_unchanged(data, k, seed):
@@ -76,6 +77,7 @@ def used_k(shape, k_axes):
     return int(np.prod([shape[a] for a in k_axes]))
 
 
+@pytest.mark.slow
 @examples(10)
 @given(data=st.data())
 def test_several_contracted_axes_in_any_place(data):
@@ -96,6 +98,7 @@ def test_several_contracted_axes_in_any_place(data):
     np.testing.assert_allclose(actual, expected, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "move",
     [

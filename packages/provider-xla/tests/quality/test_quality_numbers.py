@@ -21,7 +21,7 @@ from provider_xla import (
     SmoothQuant,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 W8 = QuantizationRule(weight_qtype="int8")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
@@ -96,6 +96,7 @@ def test_batches_are_added_up():
     assert report.ops[0].calls == 1
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_scan():
     w, x = rows(0, 3, 8, 8) / 3, rows(1, 6, 8)
     w[1] *= np.linspace(0.01, 1, 8, dtype=np.float32)[:, None]
@@ -246,6 +247,7 @@ def grouped_conv(p, x):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "params", "x"),
     [
@@ -306,6 +308,7 @@ def test_static_ranges():
     check(report.ops[0].error, np.float64(x) @ np.float64(w), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan of remat", "experts", "convolution"])
 def test_times(name):
     fn, params, x = make(name)
@@ -319,6 +322,7 @@ def test_times(name):
         assert [op.flops for op in report.ops] == [2 * 12 * 8 * 6] * 2
 
 
+@pytest.mark.slow
 def test_equal_operations_are_timed_once(monkeypatch):
     from provider_xla._quality import _timing
 

@@ -11,7 +11,7 @@ import pytest
 import provider_xla as xla
 from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, same
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 W4 = xla.QuantizationRule(weight_qtype="int4", tile_size=8)
 W8 = xla.QuantizationRule(weight_qtype="int8")

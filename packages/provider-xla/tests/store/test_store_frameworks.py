@@ -26,6 +26,7 @@ def check(path, fn, params, names):
     assert [leaf.name for leaf in xla.read_manifest(path).params.leaves] == names
 
 
+@pytest.mark.slow
 def test_an_equinox_module_with_functions_among_its_leaves(tmp_path):
     net = equinox.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
     names = [f"layers.{i}.{leaf}" for i in (0, 1) for leaf in ("weight", "bias")]

@@ -23,6 +23,7 @@ def is_packed(node):
     return isinstance(node, xla.PrepackedWeight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["a.safetensors", "a"])
 @pytest.mark.parametrize("rule", RULES)
 def test_round_trip(tmp_path, rule, path):
@@ -82,6 +83,7 @@ def test_another_machine(tmp_path):
     same(xla.load(tmp_path / "a", plan=plain), plain.quantize(params))
 
 
+@pytest.mark.slow
 def test_transformed_and_packed(tmp_path):
     params = mlp_params()
     plan = mlp_plan(RULES["int8"], params=params)

@@ -58,6 +58,7 @@ def test_every_step(path):
         xla.save(path, odd, overwrite=True)
 
 
+@pytest.mark.slow
 def test_adapters_beside(path):
     params = mlp_params()
     plan = mlp_plan(xla.QuantizationRule(weight_qtype="int4", rank=2), params=params)
@@ -72,6 +73,7 @@ def test_adapters_beside(path):
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_an_allocated_plan_is_made_again_of_its_rules(path):
     params = mlp_params()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)

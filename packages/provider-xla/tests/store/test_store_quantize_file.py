@@ -44,6 +44,7 @@ def source(tmp_path, params):
     return path
 
 
+@pytest.mark.slow
 def test_names_as_they_are(source, plan, stored):
     for given in (source, str(source), source.parent, [source]):
         same(xla.quantize_file(plan, given), stored)
@@ -141,6 +142,7 @@ def test_layers_of_a_scan(tmp_path):
     same(xla.quantize_file(plan, path, names={"w": stacked}), plan.quantize(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrower_floats(tmp_path, params, plan, dtype):
     narrow = jax.tree.map(lambda x: x.astype(dtype), params)

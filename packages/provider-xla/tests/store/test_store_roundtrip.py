@@ -27,7 +27,7 @@ from jaxtap_testkit.store_samples import (
     same,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 QTYPES = sorted(qn.QTYPES)
 FORMATS = ["file.safetensors", "folder"]
@@ -43,6 +43,7 @@ def round_trip(path, tree, **options):
     return xla.load(path, **options)
 
 
+@pytest.mark.slow
 def test_every_dtype(path):
     shapes = {"matrix": (3, 5), "even": (2, 8), "vector": (7,), "scalar": (), "none": (0, 3)}
     tree = {
@@ -52,6 +53,7 @@ def test_every_dtype(path):
     same(round_trip(path, tree), tree)
 
 
+@pytest.mark.slow
 def test_every_qtype(path):
     tree = {qtype: quantized(qtype, dtype="bfloat16") for qtype in QTYPES}
     tree["asymmetric"] = [quantized(f"int{n}", zero_point=True) for n in (2, 3, 4, 5, 8, 16)]

@@ -60,6 +60,7 @@ def path(request, sample, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_function_of_names(path, sample, other):
     cut = NamedSharding(other, P("b", "a"))
     sharding = lambda name: cut if name == "head" else None  # noqa: E731
@@ -111,6 +112,7 @@ def test_a_shape_that_can_not_be_cut(path, mesh):
         xla.load(path, sharding=NamedSharding(mesh, P("x")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format(tmp_path, name, other):
     """Of safetensors, along every axis."""

@@ -10,7 +10,7 @@ from jaxtap_testkit.te import activations as wanted_activations
 from jaxtap_testkit.te.activations import error
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
 NAMES = list(te.ActivationEnum)
@@ -114,6 +114,7 @@ def raw(x):
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", list(QuantizeLayout))
 def test_codes_are_those_of_the_result(mode, layout):
@@ -145,6 +146,7 @@ def test_codes_are_those_of_the_result(mode, layout):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [ScalingMode(0), *MODES])
 def test_codes_of_the_reference_are_near(mode):
     x = jax.random.normal(jax.random.key(0), (64, 2, 96)) * 2

@@ -7,7 +7,7 @@ import pytest
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(2)
 
 Q = jnp.ones((2, 5, 4, 8))
 KV = jnp.ones((2, 6, 2, 8))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
@@ -39,10 +40,12 @@ def check(mesh, arguments, specs, block, layout="BSHD_BSHD_BSHD", mask="PADDING_
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_batches_and_heads(mesh):
     check(mesh, [*normal(3, 4, 8, 8, 16)], [HEADS] * 3, BLOCK)
 
 
+@pytest.mark.slow
 def test_bias(mesh):
     for shape in ((1, 8, 8, 8), (4, 1, 8, 8)):
         bias = normal(*shape, seed=1)
@@ -54,11 +57,13 @@ def test_the_sequence_is_gathered(mesh):
     check(mesh, [*normal(3, 4, 8, 8, 16)], specs, "f32[2,8,8,16]", mask="CAUSAL_MASK")
 
 
+@pytest.mark.slow
 def test_with_fewer_heads_of_keys_each_device_has_all_heads(mesh):
     qkv = [normal(4, 8, 8, 16), *normal(2, 4, 8, 4, 16, seed=1)]
     check(mesh, qkv, [HEADS] * 3, "f32[2,8,8,16]")
 
 
+@pytest.mark.slow
 def test_packed_operands(mesh):
     specs = [("data", None, None, "model")]
     check(mesh, [normal(4, 8, 3, 8, 16)], specs, "f32[2,8,3,2,16]", "BS3HD")

@@ -10,7 +10,7 @@ import te_ffi_kernels as te
 from jaxtap_testkit.meshes import grid
 from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 LENGTHS = jnp.asarray([9, 12])
 
@@ -66,6 +66,7 @@ def test_vmap(bias_shape, dropout, mapped):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_vmap_with_an_offset():
     qkv, offset = three(3), normal(1, 2, 1, 1, seed=4)
 
@@ -150,6 +151,7 @@ def test_keys_as_seeds():
     np.testing.assert_array_equal(by_key, te.fused_attn((q, k, v), None, None, data, *args))
 
 
+@pytest.mark.slow
 def test_shard_map():
     mesh = grid((2, 2), ("data", "model"))
     qkv = [normal(4, 24, 4, 8, seed=seed) for seed in range(3)]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
@@ -40,10 +41,12 @@ def check_norm(mesh, kind, count):
         check(mesh, slope, given, specs, {"norm_forward": block, "norm_backward": block})
 
 
+@pytest.mark.slow
 def test_layernorm(mesh):
     check_norm(mesh, "layernorm", 3)
 
 
+@pytest.mark.slow
 def test_rmsnorm(mesh):
     check_norm(mesh, "rmsnorm", 2)
 

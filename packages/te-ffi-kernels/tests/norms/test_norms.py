@@ -13,7 +13,7 @@ from jaxtap_testkit.te import norms as wanted_norms
 from jaxtap_testkit.te.norms import error
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
 KINDS = ["layernorm", "rmsnorm"]
@@ -37,6 +37,7 @@ def problems(draw):
     return dz, x, gamma, beta, zero_centered, draw(st.sampled_from([1e-6, 1e-3])), kind
 
 
+@pytest.mark.slow
 @examples(8)
 @given(problems())
 def test_forward(problem):
@@ -96,6 +97,7 @@ def test_gradients(dtype, kind):
         assert error(one, wanted) <= 1.05 * error(other, wanted) + 2e-6 * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 def test_statistics_have_gradients():
     x = jax.random.normal(jax.random.key(0), (5, 33)) + 2
     gamma, beta = jnp.linspace(0.5, 1, 33), jnp.linspace(-1, 1, 33)
@@ -117,6 +119,7 @@ def raw(x):
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", list(QuantizeLayout))
 def test_codes_are_those_of_the_result(mode, layout):

@@ -8,7 +8,7 @@ import pytest
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.ones((4, 12))
 MAP = jnp.ones((4, 12), bool)
@@ -128,6 +128,7 @@ def fails(message, name, *args, **attributes):
         target(name, *args, **attributes)
 
 
+@pytest.mark.slow
 def test_forward_target():
     results = [((4, 12), F32), ((4, 12), bool), ((4, 12), F32)]
     name = "fused_topk_with_score_function_forward"

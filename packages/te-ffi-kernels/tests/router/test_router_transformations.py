@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 
 def normal(*shape, seed=0):
@@ -55,6 +55,7 @@ def test_vmap_over_a_bias():
         same([one[i] for one in found], route(x, bias[i]))
 
 
+@pytest.mark.slow
 def test_vmap_of_the_loss(leaks):
     probs, counts = normal(3, 7, 12), jnp.asarray(np.arange(36).reshape(3, 12), jnp.int32)
     op = jax.value_and_grad(lambda p, c: te.fused_moe_aux_loss(p, c, 2, 0.5))
@@ -72,6 +73,7 @@ def test_vmap_of_the_loss(leaks):
     same(one[0], wanted[1][1])
 
 
+@pytest.mark.slow
 def test_scan(leaks):
     x = normal(3, 4, 10)
 

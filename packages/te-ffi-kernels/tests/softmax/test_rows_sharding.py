@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
@@ -45,6 +46,7 @@ def test_softmax(mesh):
         check(mesh, backward, [dz, x], [spec] * 2, f"{fusion}_softmax_backward", block)
 
 
+@pytest.mark.slow
 def test_softmax_with_a_mask(mesh):
     def masked(x, mask):
         return te.softmax(x, mask, 0.5, "scaled_masked")
@@ -59,6 +61,7 @@ def test_softmax_with_a_mask(mesh):
     check(mesh, mapped, [many, masks], [ROWS, ()], op, "f32[2,4,2,16,32]")
 
 
+@pytest.mark.slow
 def test_routing(mesh):
     logits = normal(64, 24)
     op = "fused_topk_with_score_function"

@@ -9,7 +9,7 @@ import te_ffi_kernels as te
 from jaxtap_testkit.te import softmax as expected
 from te_ffi_kernels import SoftmaxFusionType, reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 SCALED, MASKED, CAUSAL = SoftmaxFusionType
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -135,6 +135,7 @@ def near(one, other):
     np.testing.assert_allclose(one, other, rtol=step, atol=step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [te, reference])
 def test_what_is_not_finite(module):
     inf, nan = jnp.inf, jnp.nan
@@ -169,6 +170,7 @@ def test_rows_of_any_length_sum_to_one():
         np.testing.assert_allclose(y, wanted, rtol=4e-6)  # x - max is rounded
 
 
+@pytest.mark.slow
 def test_it_is_the_kernel_that_runs():
     x = jnp.ones((2, 2, 8, 8))
     mask = jnp.zeros((1, 1, 8, 8), jnp.uint8)

@@ -8,7 +8,7 @@ import pytest
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(2)
 
 X = jnp.ones((2, 3, 4, 5))
 MASK = jnp.zeros((2, 1, 4, 5), jnp.uint8)
@@ -79,6 +79,7 @@ def fails(message, name, *args, **given):
         target(name, *args, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scaled", "scaled_upper_triang_masked", "scaled_masked"])
 def test_targets(kind):
     mask = (MASK,) if kind == "scaled_masked" else ()

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import te_ffi_kernels as te
 from te_ffi_kernels import SoftmaxFusionType, reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 SCALED, MASKED, CAUSAL = SoftmaxFusionType
 
@@ -88,6 +88,7 @@ def test_vmap_of_vmap_with_masks():
                 np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", [MASKED, CAUSAL])
 def test_scan_and_remat(fusion, leaks):
     x, mask = normal(3, 1, 2, 6, 6), masks(1, 1, 6, 6)

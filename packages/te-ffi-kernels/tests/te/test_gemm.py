@@ -12,7 +12,7 @@ from jaxtap_testkit import examples
 from jaxtap_testkit.te import formats as expected
 from te_ffi_kernels import ScalingMode, reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 FLOATS = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
 SIZES = st.sampled_from([0, 1, 5, 11, 12, 13, 31, 33, 64, 97, 127, 200])
@@ -70,6 +70,7 @@ def problems(draw):
     return mode, out, left, right, bias, alpha, dims, draw(st.booleans())
 
 
+@pytest.mark.slow
 @examples(40)
 @given(problems())
 def test_against_reference_and_numpy(problem):
@@ -93,6 +94,7 @@ def test_against_reference_and_numpy(problem):
         assert (error <= (1e-6 * size + eps * np.abs(wanted))[finite]).all()
 
 
+@pytest.mark.slow
 @examples(20)
 @given(
     SIZES.filter(bool),
@@ -136,6 +138,7 @@ def test_axes_of_several_kinds():
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_from_floats_to_floats():
     """Quantized and multiplied, by each mode, in the layouts that training needs."""
     keys = jax.random.split(jax.random.key(0))
@@ -193,6 +196,7 @@ class TestDeprecated:
             for one, other in zip(found, wanted, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_forward(self):
         empty = np.zeros(0)
         self.both((self.product, empty, empty))
@@ -226,6 +230,7 @@ class TestDeprecated:
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
+    @pytest.mark.slow
     def test_bias_grad_of_codes(self):
         rng = np.random.default_rng(1)
         for mode in (ScalingMode(1), ScalingMode(2), ScalingMode(64)):

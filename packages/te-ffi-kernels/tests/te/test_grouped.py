@@ -13,7 +13,7 @@ from jaxtap_testkit.te import formats as expected
 from jaxtap_testkit.te.formats import raw
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 REFERENCE = jax.jit(reference.grouped_quantize, static_argnums=range(3, 8))
 
@@ -101,6 +101,7 @@ def test_there_is_no_warm_up_and_a_reason():
     assert "synchronises" in found.why_no_warm_up
 
 
+@pytest.mark.slow
 def test_no_gradient_and_vmap():
     x = jnp.arange(2 * 6 * 4, dtype=jnp.float32).reshape(2, 6, 4)
     sizes = jnp.asarray([[2, 4], [6, 0]], jnp.int32)

@@ -16,7 +16,7 @@ from jaxtap_testkit.te import formats as expected
 from jaxtap_testkit.te.formats import raw
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 FORMATS = st.sampled_from(list(expected.FORMATS))
 FLOATS = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
@@ -73,6 +73,7 @@ def problems(draw):
     return jnp.asarray(x).astype(draw(FLOATS)), out, mode, layout, axis
 
 
+@pytest.mark.slow
 @examples(40)
 @given(problems())
 def test_kernel_and_reference_have_the_same_bits(problem):
@@ -94,6 +95,7 @@ def near(sums, others, x):
     np.testing.assert_allclose(sums, others, rtol=2 * step, atol=1e-6 * total + 1e-37)
 
 
+@pytest.mark.slow
 @examples(40)
 @given(problems())
 def test_kernel_against_numpy(problem):
@@ -144,6 +146,7 @@ def test_numbers_halfway_between_codes(out):
     np.testing.assert_array_equal(raw(found), raw(expected.rounded(x, out)))
 
 
+@pytest.mark.slow
 def test_amax_is_that_of_all_numbers_and_of_before():
     x = jnp.asarray([[1.0, -7.0, jnp.nan], [2.0, 3.0, -0.5]])
     assert run(te.dbias_quantize, x, "int8", 1, 2)[4] == 7
@@ -177,6 +180,7 @@ def test_an_infinity_in_a_block():
     assert (numbers[3], numbers[4], numbers[5], numbers[40]) == (448, 1, 0, 256)
 
 
+@pytest.mark.slow
 @examples(30)
 @given(
     st.integers(0, 2**32),

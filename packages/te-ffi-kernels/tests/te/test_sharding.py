@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
@@ -54,6 +55,7 @@ def test_quantizing(mesh):
         np.testing.assert_allclose(found[5], wanted[5], rtol=1e-5, atol=1e-4, err_msg=str(case))
 
 
+@pytest.mark.slow
 def test_quantizing_columns_that_are_too_few(mesh):
     """Four blocks can't be shared out over eight devices."""
     x = jax.random.normal(jax.random.key(0), (256, 256))[:, :128]

@@ -12,7 +12,7 @@ from jaxtap_testkit.processes import run_python
 from jaxtap_testkit.te.formats import raw
 from te_ffi_kernels import ScalingMode
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 NONE, ONE, ZERO = jnp.zeros((0,)), jnp.ones((1,)), jnp.zeros((1,))
 MODES = [ScalingMode(1), ScalingMode(2), ScalingMode(64)]
@@ -50,6 +50,7 @@ def test_straight_through(mode, layout):
     assert (error <= 0.13 * times * np.abs(weight) + 2e-3).all()
 
 
+@pytest.mark.slow
 def test_sums_of_columns_have_an_exact_gradient():
     x, weight = normal(5, 7).astype(jnp.bfloat16), normal(7, seed=1)
     found = jax.grad(lambda x: jnp.sum(quantize(x, 1, 2, "int8")[5] * weight.astype(x.dtype)))(x)
@@ -67,6 +68,7 @@ def test_gradient_of_dequantize():
     np.testing.assert_allclose(jax.grad(loss)(scales), wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_vmap_and_scan(mode):
     x = normal(3, 32, 64)
@@ -82,6 +84,7 @@ def gemm(lhs, rhs):
     return te.gemm_v2(lhs, NONE, rhs, NONE, NONE, ONE, ZERO, jnp.float32, ((1,), (0,)), 0)
 
 
+@pytest.mark.slow
 def test_vmap_of_products():
     lhs, rhs = normal(3, 5, 7), normal(3, 7, 4, seed=1)
     np.testing.assert_allclose(jax.vmap(gemm)(lhs, rhs), lhs @ rhs, rtol=1e-5, atol=1e-5)
@@ -91,6 +94,7 @@ def test_vmap_of_products():
     np.testing.assert_allclose(grads[0], jnp.broadcast_to(rhs[0].sum(1), (5, 7)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients(leaks):
     lhs, rhs = normal(3, 4), normal(4, 5, seed=1)
     loss = lambda op: lambda a: jnp.sum(jnp.sin(op(a, rhs)))  # noqa: E731

@@ -42,6 +42,7 @@ def test_generic_is_everywhere(generic):
     assert len(generic[1]) == len(hashlib.sha256().hexdigest())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", te.isas()[1:])
 def test_same_bits(isa, generic):
     assert run(isa) == [isa, generic[1]]

@@ -9,7 +9,7 @@ import te_ffi_kernels as te
 from jaxtap_testkit import examples
 from jaxtap_testkit.te.weights import weight
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 SIZES = st.sampled_from([1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 100, 130])
 PACKS = {8: te.pack_w8, 4: te.pack_w4}
@@ -26,6 +26,7 @@ def weights(draw):
     return bits, group, *weight(rng, k, draw(SIZES), bits, groups)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(weights())
 def test_what_is_packed_is_unpacked(made):
@@ -37,6 +38,7 @@ def test_what_is_packed_is_unpacked(made):
     np.testing.assert_array_equal(its_scale, scale)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(weights())
 def test_kernel_and_reference_write_the_same_bytes(made):
@@ -69,6 +71,7 @@ def test_layout_by_hand():
     assert set(panel[128 + 8 :].tolist()) == {0x88}
 
 
+@pytest.mark.slow
 def test_a_stack_is_packed_layer_by_layer():
     rng = np.random.default_rng(0)
     made = [weight(rng, 40, 20) for _ in range(6)]

@@ -9,7 +9,7 @@ import te_ffi_kernels as te
 from jaxtap_testkit import examples
 from jaxtap_testkit.te.weights import matrix, quantized_rows, weight
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 SIZES = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130])
 ROWS = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 33])
@@ -33,6 +33,7 @@ def packed(codes, scale, bits=8):
     return pack(jnp.asarray(codes), jnp.asarray(scale))
 
 
+@pytest.mark.slow
 @examples(25)
 @given(problems(), FLOATS, st.sampled_from([None, jnp.float32, jnp.bfloat16]))
 def test_w8a8_is_exact_integer_arithmetic(problem, dtype, out_dtype):
@@ -49,6 +50,7 @@ def test_w8a8_is_exact_integer_arithmetic(problem, dtype, out_dtype):
     np.testing.assert_array_equal(y, jnp.asarray(expected).astype(y.dtype))
 
 
+@pytest.mark.slow
 @examples(25)
 @given(st.data(), FLOATS)
 def test_weight_only_beside_float64(data, dtype):
@@ -67,6 +69,7 @@ def test_weight_only_beside_float64(data, dtype):
     assert (error <= bound + 1e-44).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [te.gemm_w8a8, *WEIGHT_ONLY])
 def test_reference_and_kernel_agree(op):
     bits = WEIGHT_ONLY.get(op, 8)
@@ -101,6 +104,7 @@ def test_extremes_of_codes():
     np.testing.assert_allclose(te.gemm_w8a16(x, lowest), np.full((2, 3), 384.0 * k), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_zeros_and_of_extremes():
     w = packed(*weight(np.random.default_rng(5), 64, 8))
     small = packed(np.ones((64, 8), np.int8), np.full((1, 8), 1e-3, np.float32))

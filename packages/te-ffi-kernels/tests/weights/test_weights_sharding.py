@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
@@ -36,6 +37,7 @@ def activation(rng):
     return jnp.asarray(rng.normal(size=(16, 64)), jnp.float32)
 
 
+@pytest.mark.slow
 def test_blocks(mesh):
     rng = np.random.default_rng(0)
     for op, pack in OPS:

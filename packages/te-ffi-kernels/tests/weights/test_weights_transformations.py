@@ -6,7 +6,7 @@ import pytest
 import te_ffi_kernels as te
 from jaxtap_testkit.te.weights import weight
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 
 OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4}
 
@@ -32,6 +32,7 @@ def rows(*shape):
     return jax.random.normal(jax.random.key(1), shape)
 
 
+@pytest.mark.slow
 def test_vmap_over_activations(op):
     w, x = layer(stack(op), 0), rows(4, 5, 48)
     y = jax.vmap(lambda x: op(x, w))(x)
@@ -41,6 +42,7 @@ def test_vmap_over_activations(op):
     )
 
 
+@pytest.mark.slow
 def test_vmap_over_weights(op):
     w, x = stack(op), rows(3, 5, 48)
     expected = jnp.stack([op(x[i], layer(w, i)) for i in range(3)])
@@ -49,6 +51,7 @@ def test_vmap_over_weights(op):
     np.testing.assert_array_equal(jax.vmap(op, in_axes=(None, 0))(x[0], w), shared)
 
 
+@pytest.mark.slow
 def test_scan_over_layers(op, leaks):
     w, x = stack(op), rows(5, 48)
 
@@ -63,6 +66,7 @@ def test_scan_over_layers(op, leaks):
     np.testing.assert_allclose(final, x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_while_cond_and_remat(op, leaks):
     w, x = layer(stack(op), 0), rows(2, 48)
 
@@ -120,6 +124,7 @@ def test_export_for_several_platforms(op):
     np.testing.assert_array_equal(again.call(x, w.buffer), op(x, w))
 
 
+@pytest.mark.slow
 def test_no_rows_and_one_column(op):
     bits = OPS[op]
     w = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.ones((48, 1), jnp.int8), jnp.ones((1, 1)))
