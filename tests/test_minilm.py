@@ -294,6 +294,7 @@ def test_int8_keeps_every_sentence(embed, params, tokenize, variant):
     assert cosines.min() >= 0.99, OTHERS[cosines.argmin()]
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @published
 def test_passes_make_4_bits_better(params, tokenize):

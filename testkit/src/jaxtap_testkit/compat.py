@@ -10,6 +10,9 @@ if jax.__version_info__ < (0, 11):
     # The emitters that XLA fuses loops with take two thirds of the rest. Newer ones have no others.
     CHEAP["xla_cpu_use_fusion_emitters"] = False
 
+FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in CHEAP.items())
+"""The same for ``XLA_FLAGS``."""
+
 cheap = True
 """Whether programs are compiled with them from now on."""
 

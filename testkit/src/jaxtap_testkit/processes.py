@@ -4,9 +4,13 @@ import os
 import subprocess
 import sys
 
+from . import compat
+
 
 def run_python(*words, strict=True, check=True, timeout=600, cwd=None, **environment):
     """Run ``python *words`` on the CPU and return the completed process, its output as text.
+
+    It compiles cheaply, as tests in this process do.
 
     Args:
         words: What follows ``python``: ``"-c", code``, ``"-m", module``, a file and its arguments.
@@ -16,7 +20,8 @@ def run_python(*words, strict=True, check=True, timeout=600, cwd=None, **environ
         cwd: The folder that it starts in.
         environment: Variables that are set for it; one that is None is taken away.
     """
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {compat.FLAGS}"
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment}
     done = subprocess.run(
         [sys.executable, *(["-W", "error"] if strict else []), *map(str, words)],
         env={name: value for name, value in variables.items() if value is not None},
