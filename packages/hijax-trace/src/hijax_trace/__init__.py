@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ._box.jit import jit
     from ._box.types import BoxType, mut_types
     from ._tap.engine import TraceEngine
+    from ._tap.expression import Expression
     from ._tap.standin import StandIn
     from ._types.hiprim import (
         HiPrim,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Box",
     "BoxType",
+    "Expression",
     "HiPrim",
     "HiPrimitive",
     "HiPspec",
@@ -57,6 +59,7 @@ __all__ = [
 _LAZY = {
     "Box": "_box.box",
     "BoxType": "_box.types",
+    "Expression": "_tap.expression",
     "HiPrim": "_types.hiprim",
     "HiPrimitive": "_types.primitive",
     "HiPspec": "_types.hitype",

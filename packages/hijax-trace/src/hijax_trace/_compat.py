@@ -540,9 +540,9 @@ def more_scan_steps(params: dict[str, Any], extra: int) -> dict[str, Any]:
     return {**params, "ft_in": _flat_tree.pack((consts, carry, xs))}
 
 
-def step_type(aval: Any) -> Any:
-    """Returns the type of one step along axis 0."""
-    return core.mapped_aval(aval.shape[0], 0, aval)
+def step_type(aval: Any, axis: int = 0) -> Any:
+    """Returns the type of one step along an axis."""
+    return core.mapped_aval(aval.shape[axis], axis, aval)
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:

@@ -18,6 +18,9 @@ def forward(p, x):
         x = jax.nn.gelu(x @ p["w"].T)
     return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p["layers"])[0]
 
+def masked(p, x):
+    return (x @ (p["w"] * 2).T) @ jnp.flip(p["w"], 0)[:, :8] @ x.T
+
 def constant():
     return jnp.exp(jnp.ones(3))
 
@@ -88,6 +91,18 @@ def test_json_of_one_target(file, capsys):
     assert not first["high"]
 
 
+def test_how_operands_are_computed_from_parameters(file, capsys):
+    arguments = ("params", "f32[4,8]", "--tap", "primitive:dot_general")
+    out = printed(capsys, f"{file}:masked", *arguments, "--params", "args[0]")
+    first, second, third = out.splitlines()[2:5]
+    assert "f32[8,16] = derived: transpose(mul(args[0]['w'], " in first
+    assert "f32[16,8] = view: " in second
+    assert "rev(args[0]['w'])" in second
+    assert "args" not in third.replace("args[1]", "")
+    content = json.loads(printed(capsys, f"{file}:masked", *arguments, "--json"))
+    assert content["operations"][0]["computed"] == [None, None]
+
+
 def test_no_arguments(file, capsys):
     assert "exp:0" in printed(capsys, f"{file}:constant")
 
@@ -99,7 +114,7 @@ def test_no_high_jaxpr(file, capsys):
 @pytest.mark.parametrize(
     ("function", "arguments", "said"),
     [
-        ("forwards", (), "has no function 'forwards'. It has: forward, constant."),
+        ("forwards", (), "has no function 'forwards'. It has: forward, masked, constant."),
         ("number", (), "has no function 'number'"),
         ("forward", ("params",), "missing 1 required positional argument: 'x'"),
         ("forward", ("params", "f32[4,9]"), "dot_general"),

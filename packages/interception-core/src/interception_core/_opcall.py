@@ -129,6 +129,13 @@ class OpCall(abc.ABC):
         """
         return None
 
+    def expression(self, value: Any) -> Any:
+        """Returns how ``value`` is computed from the inputs of the wrapped function, or None.
+
+        The trace engine knows it: see ``hijax_trace.Expression``.
+        """
+        return None
+
     def roots(self, value: Any) -> frozenset[str] | None:
         """Returns the pytree paths of all inputs that ``value`` is computed from.
 

@@ -29,6 +29,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="list only this ('jax.numpy.dot', 'primitive:dot_general'); may be repeated",
     )
+    parser.add_argument(
+        "--params",
+        metavar="PATH",
+        help="also say how operands are computed from the inputs whose path begins so ('args[0]'); "
+        "each call of a jitted function is then listed",
+    )
     parser.add_argument("--high", action="store_true", help="also list the jaxprs that are high")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -50,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     targets = args.tap or default_targets({name.partition(".")[0] for name in sys.modules})
     try:
-        found, jaxpr = operations(fn, values, targets)
+        found, jaxpr = operations(fn, values, targets, args.params)
     except JaxtapError:
         raise
     except Exception as error:
@@ -82,14 +88,20 @@ def _table(found: list[Any]) -> Iterator[str]:
             ", ".join(op.within),
             f"hi {op.hi_prim or ''}" if op.high else "",
             ", ".join(
-                shape if path is None else f"{shape} = {path}{_moved(axes)}"
-                for shape, path, axes in zip(op.operands, op.provenance, op.axes, strict=True)
+                _operand(*known)
+                for known in zip(op.operands, op.provenance, op.axes, op.computed, strict=True)
             ),
         ]
         for op in found
     ]
     yield tabulate(rows, ["operation", "level", "within", "", "operands"], disable_numparse=True)
     yield f"{len(found)} operations"
+
+
+def _operand(shape: str, path: str | None, axes: tuple | None, computed: str | None) -> str:
+    if path is not None:
+        return f"{shape} = {path}{_moved(axes)}"
+    return shape if computed is None else f"{shape} = {computed}"
 
 
 def _moved(axes: tuple | None) -> str:

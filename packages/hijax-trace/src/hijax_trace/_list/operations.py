@@ -62,6 +62,8 @@ class Operation:
         operands: the types of its array operands, such as ``f32[4,8]``.
         provenance: of each operand, the pytree path of the input that it is, or None.
         axes: of each, where that input's axes are.
+        computed: of each, how it is computed from parameters, such as ``view: split(args[0])``, if
+            it is a view or a derived value of them; None otherwise, and where nobody asked.
         high: whether an operand has a high-level type, or the primitive is a high-level one.
         hi_prim: the class of the ``HiPrim``, if it is one.
     """
@@ -72,6 +74,7 @@ class Operation:
     operands: tuple[str, ...]
     provenance: tuple[str | None, ...]
     axes: tuple[tuple | None, ...]
+    computed: tuple[str | None, ...]
     high: bool
     hi_prim: str | None
 
@@ -100,7 +103,9 @@ def _ignore(call: OpCall, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-def operations(fn: Callable, args: tuple, targets: Iterable[str]) -> tuple[list[Operation], Any]:
+def operations(
+    fn: Callable, args: tuple, targets: Iterable[str], params: str | None = None
+) -> tuple[list[Operation], Any]:
     """Traces ``fn`` and returns its operations in their order, and its jaxpr.
 
     Nothing is computed; what is jitted is shown once for each way in which it is called.
@@ -109,11 +114,20 @@ def operations(fn: Callable, args: tuple, targets: Iterable[str]) -> tuple[list[
         fn: the function.
         args: its positional arguments: arrays or ``jax.ShapeDtypeStruct``, in pytrees.
         targets: what to list, as for an ``Interceptor``.
+        params: begins the pytree path of every parameter. Then calls of one jitted function are
+            shown one by one, since their operands are computed in different ways.
 
     Raises:
         TargetError: as ``TraceEngine.wrap``.
     """
     found: list[Operation] = []
+
+    def computed(call: OpCall, value: Any) -> str | None:
+        expression = None if params is None else call.expression(value)
+        if expression is None:
+            return None
+        kind = expression.kind(lambda path: path.startswith(params))
+        return f"{kind}: {expression}" if kind in ("view", "derived") else None
 
     def look(call: OpCall, *args: Any, **kwargs: Any) -> Any:
         values = [leaf for leaf in jax.tree.leaves(args) if _is_value(leaf)]
@@ -128,6 +142,7 @@ def operations(fn: Callable, args: tuple, targets: Iterable[str]) -> tuple[list[
                 tuple(aval.str_short(short_dtypes=True) for aval in types),
                 tuple(operand.provenance for operand in operands),
                 tuple(operand.axes for operand in operands),
+                tuple(computed(call, value) for value in values),
                 prim is not None or any(_compat.is_high_type(aval) for aval in types),
                 None if prim is None else type(prim).__name__,
             )

@@ -12,8 +12,9 @@ import jax
 from interception_core import JaxtapError
 
 from .. import _compat
+from .dataflow import entering
 from .flow import entered
-from .forms import CHANGES, SAME, Body, form_of
+from .forms import CHANGES, SAME, SLICE, Body, form_of
 from .frames import (
     Around,
     Frame,
@@ -23,8 +24,6 @@ from .frames import (
     Operands,
     Origin,
     Resolve,
-    Roots,
-    united,
 )
 from .marker import hoisted
 from .memo import Tapped
@@ -212,7 +211,11 @@ def tap_body(
         around.within,
         around.silent,
         frame,
-        roots=_roots(body, operands),
+        expressions=entering(body, operands.expressions, frame.depth)
+        if operands.expressions is not None
+        else None,
+        consts=_compat.consts_of(body.jaxpr),
+        depth=frame.depth + (SLICE in body.kinds or len(body.carry) > 0),
     )
     before = run.numbers.copy()
     new, consts = stage_again(run, inner, body.jaxpr, _compat.consts_of(body.jaxpr), held)
@@ -239,7 +242,7 @@ def tap_body(
         else None,
         _unused_in(new, len(jaxpr.invars), held),
     )
-    if _of_a_trace(extra) or inner.roots_were_read:
+    if _of_a_trace(extra) or inner.expressions_were_read:
         return tapped
     if shared:
         run.tapping.memo.keep(jaxpr, key, tapped)
@@ -259,22 +262,6 @@ def _unused_in(jaxpr: Any, count: int, held: Taken) -> tuple[int, ...]:
     used = _compat.used_inputs(_compat.open_of(jaxpr))
     own = len(used) - len(held.trailing) - count
     return tuple(i for i in held.inputs if not used[own + i])
-
-
-def _roots(body: Body, operands: Operands) -> list[Roots] | None:
-    """Returns how the roots of a body's inputs are found."""
-    roots = operands.roots
-    if roots is None:
-        return None
-
-    def of_all() -> frozenset[str] | None:
-        return united(root() for root in operands.roots or ())
-
-    # What a loop changes may come from any of its operands.
-    return [
-        of_all if operand is None or kind == CHANGES else roots[operand]
-        for operand, kind in zip(body.inputs, body.kinds, strict=True)
-    ]
 
 
 def _of_a_trace(values: Sequence[Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from interception_core import OpCall, Operand
 
+from .expression import Expression
 from .frames import Frame, Notes, Origin
 from .standin import StandIn
 
@@ -31,19 +32,19 @@ class TraceCall(OpCall):
         origins: of each of them, how its origin is found.
         notes: of each of them, the metadata.
         stand_ins: of each of them, what it is kept as.
-        roots: of each of them, the inputs that it is computed from.
+        expressions: of each of them, how it is computed.
         within: the names of the functions that it is a part of.
         proceed: runs the original.
         run: the run that it is a part of.
     """
 
     __slots__ = (
+        "_expressions",
         "_frame",
         "_notes",
         "_number",
         "_origins",
         "_proceed",
-        "_roots",
         "_run",
         "_scopes",
         "_stand_ins",
@@ -65,7 +66,7 @@ class TraceCall(OpCall):
         origins: Callable[[int], Origin | None],
         notes: Callable[[int], Notes],
         stand_ins: Callable[[int], StandIn | None],
-        roots: Callable[[int], frozenset[str] | None],
+        expressions: Callable[[int], Expression],
         within: frozenset[str],
         proceed: Callable[..., Any],
         run: Run,
@@ -81,7 +82,7 @@ class TraceCall(OpCall):
         self._origins = origins
         self._notes = notes
         self._stand_ins = stand_ins
-        self._roots = roots
+        self._expressions = expressions
         self._within = within
         self._proceed = proceed
         self._run = run
@@ -113,9 +114,16 @@ class TraceCall(OpCall):
         index = self._index(value)
         return None if index is None else self._stand_ins(index)
 
-    def roots(self, value: Any) -> frozenset[str] | None:
+    def expression(self, value: Any) -> Expression | None:
         index = self._index(value)
-        return None if index is None else self._roots(index)
+        return None if index is None else self._expressions(index)
+
+    def roots(self, value: Any) -> frozenset[str] | None:
+        expression = self.expression(value)
+        if expression is None or expression.inputs is None:
+            return None
+        numbers = (i for i in range(expression.inputs.bit_length()) if expression.inputs >> i & 1)
+        return frozenset(self._run.origin(i).path for i in numbers)
 
     def operand(self, value: Any) -> Operand:
         origin = self._origin(value)

@@ -226,7 +226,7 @@ class Early:
             lambda i: self.origin(values[i]),
             lambda i: self._notes.get(id(values[i]), (None, _NOTHING))[1],
             lambda i: self._stand_in(values[i]),
-            lambda i: None,
+            lambda i: frame.expression(values[i]),
             within,
             proceed,
             self._run,

@@ -13,7 +13,8 @@ from interception_core import Interceptor, TargetError
 
 from .. import _compat
 from .axes import identity
-from .frames import Frame, Origin, Resolve
+from .expression import Expression, Leaf
+from .frames import Frame, Origin
 from .marker import Packed
 from .rerun import rerun
 from .run import Run, Tapping, mode_of, widen_mode
@@ -106,8 +107,14 @@ class _Tapped:
         inputs: list[Any] = [None] * len(jaxpr.invars)
         inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
         stand_ins = {first + i: stand_in for i, stand_in in held.items()}
-        roots = [functools.partial(_root, resolve) for resolve in inputs]
-        frame = Frame(jaxpr, inputs, {}, "", stand_ins=stand_ins, roots=roots)
+        run.origin = origins
+        expressions = [_no_input] * len(inputs)
+        for i in range(count):
+            expressions[first + i] = functools.partial(
+                _leaf, jaxpr.invars[first + i].aval, i, origins
+            )
+        known = {"stand_ins": stand_ins, "expressions": expressions, "consts": consts}
+        frame = Frame(jaxpr, inputs, {}, "", **known)
         try:
             return result.build(rerun(run, frame, jaxpr, [*consts, *packed.arrays, *leaves]))
         finally:
@@ -160,10 +167,14 @@ class _Tapped:
         return run, (jaxpr, consts, result)
 
 
-def _root(resolve: Resolve | None) -> frozenset[str]:
-    """Returns the root that an input of the program is: none if it is a constant."""
-    origin = None if resolve is None else resolve()
-    return frozenset() if origin is None else frozenset({origin.path})
+def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:
+    """Returns the expression of an input of the program."""
+    return Leaf(aval, index, origins(index).path)
+
+
+def _no_input() -> Expression:
+    """Stands for the expression of an array of a stand-in, which no handler is shown."""
+    raise AssertionError("what stands for an array is not a part of the program")
 
 
 def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, StandIn]]:

@@ -33,8 +33,6 @@ class Flow:
         self._inputs = {var: i for i, var in enumerate(jaxpr.invars)}
         self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._found: dict[Any, Source | None] = {}
-        self._eqns = jaxpr.eqns
-        self._masks: dict[Any, int] | None = None
 
     def source(self, atom: Any) -> Source | None:
         """Returns where ``atom``, a variable or literal of the jaxpr, comes from."""
@@ -43,21 +41,6 @@ class Flow:
         if atom not in self._found:
             self._found[atom] = self._find(atom)
         return self._found[atom]
-
-    def inputs_behind(self, atom: Any) -> list[int]:
-        """Returns the inputs that a value may depend on."""
-        if self._masks is None:
-            self._masks = {var: 1 << i for var, i in self._inputs.items()}
-            for eqn in self._eqns:
-                mask = 0
-                for operand in eqn.invars:
-                    mask |= self._mask(operand)
-                self._masks.update(dict.fromkeys(eqn.outvars, mask))
-        mask = self._mask(atom)
-        return [i for i in self._inputs.values() if mask >> i & 1]
-
-    def _mask(self, atom: Any) -> int:
-        return 0 if isinstance(atom, _compat.Literal) else self._masks.get(atom, 0)  # type: ignore[union-attr]
 
     def _find(self, var: Any) -> Source | None:
         index = self._inputs.get(var)

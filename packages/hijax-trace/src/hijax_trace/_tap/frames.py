@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .axes import Axes, compose
+from .dataflow import Dataflow
+from .expression import Expression, Unknown
 from .flow import flow_of
 from .standin import StandIn
 
@@ -30,19 +32,8 @@ class Origin(NamedTuple):
 Resolve = Callable[[], Origin | None]
 """Finds the origin of an input of a frame, when somebody wants to know it."""
 
-Roots = Callable[[], "frozenset[str] | None"]
-"""Finds the inputs of the wrapped function that a value is computed from, if they are known."""
-
-
-def united(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Returns all roots; None where some are not known."""
-    found: frozenset[str] = frozenset()
-    for part in parts:
-        if part is None:
-            return None
-        found |= part
-    return found
-
+Express = Callable[[], Expression]
+"""Finds how an input of a frame is computed."""
 
 Notes = Mapping[str, Any]
 """The metadata of one value."""
@@ -64,23 +55,28 @@ class Frame:
         silent: whether no handler is asked.
         parent: the frame around it.
         stand_ins: what its inputs are kept as, by number.
-        roots: how the inputs of the wrapped function that its inputs are computed from are
-            found; None where they are not known.
+        expressions: how those of its inputs are found; None where they are not known.
+        consts: the values of the jaxpr's constants.
+        depth: how many loops and maps there are around it.
     """
 
     __slots__ = (
+        "_consts",
+        "_dataflow",
+        "_expressions",
         "_flow",
         "_inputs",
+        "_jaxpr",
         "_parent",
         "_path",
-        "_roots",
+        "depth",
+        "expressions_were_read",
         "label",
         "notes",
         "numbers_were_read",
         "path_was_read",
         "read",
         "replaced",
-        "roots_were_read",
         "silent",
         "stand_ins",
         "within",
@@ -97,12 +93,18 @@ class Frame:
         silent: bool = False,
         parent: Frame | None = None,
         stand_ins: Mapping[int, StandIn] | None = None,
-        roots: Sequence[Roots] | None = None,
+        expressions: Sequence[Express] | None = None,
+        consts: Sequence[Any] = (),
+        depth: int = 0,
     ):
+        self._jaxpr = jaxpr
+        self._expressions = expressions
+        self._consts = consts
+        self._dataflow: Dataflow | None = None
+        self.depth = depth
         self._flow = None if jaxpr is None else flow_of(jaxpr)
         self._inputs = inputs
         self._parent = parent
-        self._roots = roots
         self._path = path
         self.label = label
         self.within = within
@@ -113,7 +115,7 @@ class Frame:
         }
         self.replaced: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
-        self.path_was_read = self.roots_were_read = self.numbers_were_read = False
+        self.path_was_read = self.expressions_were_read = self.numbers_were_read = False
 
     @property
     def is_program(self) -> bool:
@@ -135,15 +137,18 @@ class Frame:
             self.read[index] = None if resolve is None else resolve()
         return self.read[index]
 
-    def roots(self, atom: Any) -> frozenset[str] | None:
-        """Returns the inputs of the wrapped function that a variable is computed from."""
+    def expression(self, atom: Any) -> Expression:
+        """Returns how a variable or literal of the jaxpr is computed."""
         frame: Frame | None = self
         while frame is not None:
-            frame.roots_were_read = True
+            frame.expressions_were_read = True
             frame = frame._parent
-        if self._flow is None or self._roots is None:
-            return None
-        return united(self._roots[i]() for i in self._flow.inputs_behind(atom))
+        if self._jaxpr is None or self._expressions is None:
+            return Unknown(getattr(atom, "aval", None), "a value of a derivative", None)
+        if self._dataflow is None:
+            where = (self._jaxpr, self._expressions, self._consts, self.replaced)
+            self._dataflow = Dataflow(*where)
+        return self._dataflow.expression(atom)
 
     def read_numbers(self) -> None:
         """Says that a handler has looked at the number of an operation."""
@@ -189,14 +194,14 @@ class Operands(NamedTuple):
         origins: how the origin of each is found.
         notes: their metadata, by number.
         stand_ins: what they are kept as, by number.
-        roots: of each, how the inputs that it is computed from are found; None if unknown.
+        expressions: how that of each is found; None where they are not known.
     """
 
     avals: Sequence[Any]
     origins: Sequence[Resolve]
     notes: Mapping[int, Notes]
     stand_ins: Mapping[int, StandIn]
-    roots: Sequence[Roots] | None = None
+    expressions: Sequence[Express] | None = None
 
 
 Key = tuple[str, str, str]

@@ -17,7 +17,8 @@ import jax
 
 from .. import _compat
 from .axes import dropped
-from .frames import Origin, Resolve
+from .expression import Expression, Part
+from .frames import Express, Origin, Resolve
 from .marker import hoisted
 from .standin import StandIn, steps
 
@@ -66,6 +67,33 @@ class Mapped:
             if found is not None and axis is not None:
                 found, rank = found.moved(dropped(axis, rank)), rank - 1
         return found
+
+    def expressions(
+        self, outside: Sequence[Express] | None, jaxpr: Any, depth: int
+    ) -> list[Express] | None:
+        """Returns how the operands are computed inside of the maps.
+
+        Args:
+            outside: how they are outside.
+            jaxpr: the jaxpr, open.
+            depth: how many loops and maps there are around the call.
+        """
+        if outside is None:
+            return None
+
+        def resolve(index: int) -> Express:
+            def find() -> Expression:
+                found = outside[index]()
+                for inner, level in enumerate(self.levels):
+                    axis = level.ins[index]
+                    if axis is not None:
+                        aval = _compat.step_type(found.aval, axis)
+                        found = Part(aval, found, axis, depth + inner)
+                return found
+
+            return find
+
+        return [resolve(i) for i in range(len(jaxpr.invars))]
 
     def run(
         self,

@@ -245,7 +245,15 @@ class Rerun:
         jaxpr = _compat.open_of(closed)
         known = (operands.origins, operands.notes)
         where = (path, frame.label, within, silent, frame)
-        return Frame(jaxpr, *known, *where, operands.stand_ins, operands.roots)
+        return Frame(
+            jaxpr,
+            *known,
+            *where,
+            operands.stand_ins,
+            operands.expressions,
+            _compat.consts_of(closed),
+            frame.depth,
+        )
 
     def _others(self, step: Step, values: list[Any], info: Any) -> None:
         """Makes another interceptor's marker again, with what it stands for tapped."""
@@ -317,7 +325,9 @@ class Rerun:
                 frame.silent,
                 frame,
                 stand_ins,
-                operands.roots,
+                mapped.expressions(operands.expressions, jaxpr, frame.depth),
+                consts,
+                frame.depth + len(mapped.levels),
             )
             return rerun(self.run, inner, jaxpr, [*consts, *values], info)
 
@@ -384,7 +394,7 @@ class Rerun:
             lambda i: frame.origin(atoms[i]),
             lambda i: _notes(frame, atoms[i]),
             lambda i: frame.stand_ins.get(_variable(atoms[i])),
-            lambda i: frame.roots(atoms[i]),
+            lambda i: frame.expression(atoms[i]),
             frame.within | step.within,
             proceed,
             self.run,
@@ -401,8 +411,8 @@ class Rerun:
         if frame.stand_ins:
             found = [frame.stand_ins.get(_variable(atom)) for atom in eqn.invars]
             stand_ins = {i: held for i, held in enumerate(found) if held is not None}
-        roots = [functools.partial(frame.roots, atom) for atom in eqn.invars]
-        return Operands([atom.aval for atom in eqn.invars], origins, notes, stand_ins, roots)
+        expressions = [functools.partial(frame.expression, atom) for atom in eqn.invars]
+        return Operands([atom.aval for atom in eqn.invars], origins, notes, stand_ins, expressions)
 
 
 def _variable(atom: Any) -> Any:

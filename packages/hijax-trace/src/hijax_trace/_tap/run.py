@@ -12,7 +12,7 @@ from interception_core import Interceptor, Taps
 from .. import _compat
 from .bodies import custom, enter
 from .early import Early
-from .frames import Numbers
+from .frames import Numbers, Origin
 from .mapped import Staged, can_map, is_being_mapped, map_call, staged
 from .marker import NUMBERS, NUMPY, Markers, Packed, is_plain, key_of
 from .memo import Memo
@@ -84,6 +84,10 @@ def _interned(context: Hashable) -> object:
     return object()
 
 
+def _no_origin(index: int) -> Origin:
+    raise AssertionError("the program has not been staged yet")
+
+
 def _no_path(path: str) -> None:
     return None
 
@@ -108,6 +112,7 @@ class Run:
         # What was settled for this engine is so for one around it.
         self.is_observed = bool(getattr(Taps.state(), "observed", False))
         self.finished = False
+        self.origin: Callable[[int], Origin] = _no_origin
         self._keeping: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property

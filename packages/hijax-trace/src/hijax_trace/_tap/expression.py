@@ -1,0 +1,443 @@
+"""Expressions: how a value of a program is computed from the inputs of the wrapped function."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+
+Kind = Literal["view", "derived", "activation", "constant"]
+"""What an operand is: see ``Expression.kind``."""
+
+VIEWS = frozenset(
+    {
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "device_put",
+        "dynamic_slice",
+        "expand_dims",
+        "gather",
+        "mesh_cast",
+        "optimization_barrier",
+        "pad",
+        "pcast",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "reshard",
+        "rev",
+        "select_n",
+        "sharding_constraint",
+        "slice",
+        "split",
+        "squeeze",
+        "stack",
+        "stop_gradient",
+        "tile",
+        "transpose",
+        "unstack",
+    }
+)
+"""Primitives that move values and compute none: scales can be moved in the same way."""
+
+
+class Expression:
+    """One value. Nodes are shared: an expression is a graph.
+
+    Attributes:
+        aval: the type of the value.
+        inputs: the numbers of the inputs that it is computed from, as the bits of an integer;
+            None where they are not known.
+        is_constant: whether it is computed from constants alone.
+        operands: what it is computed from.
+    """
+
+    __slots__ = ("__weakref__", "_key", "aval", "inputs", "is_constant", "operands")
+
+    def __init__(self, aval: Any, operands: Sequence[Expression] = ()):
+        self.aval = aval
+        self.operands = tuple(operands)
+        self.inputs: int | None = _united(self.operands)
+        self.is_constant = bool(operands) and all(x.is_constant for x in operands)
+        self._key: str | None = None
+
+    def nodes(self) -> Iterator[Expression]:
+        """Yields the nodes that this one is computed from, operands first, and itself."""
+        seen: set[int] = set()
+        stack: list[tuple[Expression, bool]] = [(self, False)]
+        while stack:
+            node, is_ready = stack.pop()
+            if is_ready:
+                yield node
+            elif id(node) not in seen:
+                seen.add(id(node))
+                stack.append((node, True))
+                stack += [(operand, False) for operand in node.operands]
+
+    def leaves(self) -> list[Leaf]:
+        """Returns the inputs that it is computed from, in the order of the program."""
+        found = {node.number: node for node in self.nodes() if isinstance(node, Leaf)}
+        return [found[number] for number in sorted(found)]
+
+    def kind(self, is_parameter: Callable[[str], bool]) -> Kind:
+        """Returns what the value is to somebody who wants to store parameters in another form.
+
+        - ``"view"``: a part or an arrangement of parameters, such as ``w.T[i]``. The index may be
+          any value.
+        - ``"derived"``: another value of parameters and constants alone, such as ``mask * w``,
+          or a part of one.
+        - ``"constant"``: computed from constants.
+        - ``"activation"``: anything else.
+
+        Args:
+            is_parameter: whether the input of that pytree path is one.
+        """
+        kinds: dict[int, Kind] = {}
+        for node in self.nodes():
+            kinds[id(node)] = node._kind([kinds[id(x)] for x in node.operands], is_parameter)
+        return kinds[id(self)]
+
+    @property
+    def key(self) -> str:
+        """A hash of what is computed: equal in every process and each time it is traced."""
+        for node in self.nodes():
+            if node._key is None:
+                parts = (*node._described(), *(x._key for x in node.operands))
+                node._key = hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+        assert self._key is not None
+        return self._key
+
+    def evaluate(self, inputs: Mapping[str, jax.Array]) -> jax.Array:
+        """Computes the value.
+
+        Args:
+            inputs: the values of its leaves, by pytree path.
+
+        Returns:
+            The value; that of all steps and examples, in leading axes, the outermost loop first,
+            where it is that of one.
+
+        Raises:
+            ValueError: a part of it is not known before the program runs, or is not given.
+        """
+        return _evaluated(self, inputs)
+
+    def base(self, is_parameter: Callable[[str], bool]) -> Expression | None:
+        """Returns what of a view or a derived value is known before the program runs.
+
+        That is what the first dynamic index is applied to: ``w.T`` of ``w.T[i]``; the value itself
+        if there is none. None for other kinds, and where parts with dynamic indices are joined.
+        """
+        if self.kind(is_parameter) not in ("view", "derived"):
+            return None
+        node = self
+        while any(x._is_dynamic(is_parameter) for x in node.nodes()):
+            moved = node.moved if isinstance(node, Operation) else [0] if node.operands else None
+            if moved is None or len(moved) != 1:
+                return None
+            node = node.operands[moved[0]]
+        return node
+
+    def __str__(self) -> str:
+        return _text(self)
+
+    def _is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
+        """Whether this node is one that makes a value known only to the running program."""
+        return False
+
+    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
+        raise NotImplementedError
+
+    def _described(self) -> tuple:
+        raise NotImplementedError
+
+
+class Leaf(Expression):
+    """An input of the wrapped function.
+
+    Attributes:
+        number: which.
+        path: its pytree path.
+    """
+
+    __slots__ = ("number", "path")
+
+    def __init__(self, aval: Any, number: int, path: str):
+        super().__init__(aval)
+        self.number = number
+        self.path = path
+        self.inputs = 1 << number
+
+    def _is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
+        return not is_parameter(self.path)
+
+    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
+        return "view" if is_parameter(self.path) else "activation"
+
+    def _described(self) -> tuple:
+        return "leaf", self.path
+
+
+class Constant(Expression):
+    """A literal, or an array that the program closes over.
+
+    Attributes:
+        value: the array.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, aval: Any, value: Any):
+        super().__init__(aval)
+        self.is_constant = True
+        self.value = value
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all of it is zero."""
+        return not np.any(np.asarray(self.value))
+
+    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
+        return "constant"
+
+    def _described(self) -> tuple:
+        value = np.asarray(self.value)
+        return "constant", str(value.dtype), value.shape, hashlib.blake2b(value.tobytes()).digest()
+
+
+class Unknown(Expression):
+    """A value that only the running program knows: a loop's carry, what a handler returned.
+
+    Attributes:
+        why: what it is.
+    """
+
+    __slots__ = ("why",)
+
+    def __init__(self, aval: Any, why: str, inputs: int | None):
+        super().__init__(aval)
+        self.why = why
+        self.inputs = inputs
+
+    def _is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
+        return True
+
+    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
+        return "activation"
+
+    def _described(self) -> tuple:
+        return "unknown", self.why
+
+
+class Part(Expression):
+    """One step of a loop along an axis of a value, or one example of a ``vmap``.
+
+    Attributes:
+        axis: which axis is gone.
+        depth: how many loops and maps there are around that loop.
+    """
+
+    __slots__ = ("axis", "depth")
+
+    def __init__(self, aval: Any, whole: Expression, axis: int, depth: int):
+        super().__init__(aval, [whole])
+        self.axis = axis
+        self.depth = depth
+
+    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
+        return kinds[0]
+
+    def _described(self) -> tuple:
+        return "part", self.axis, self.depth
+
+
+class Shard(Expression):
+    """What a device has of a value, inside of ``shard_map``."""
+
+    __slots__ = ()
+
+    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
+        return kinds[0]
+
+    def _described(self) -> tuple:
+        return ("shard",)
+
+
+class Operation(Expression):
+    """A result of a primitive.
+
+    Attributes:
+        primitive: the primitive.
+        params: its parameters.
+        result: which of its results.
+    """
+
+    __slots__ = ("params", "primitive", "result")
+
+    def __init__(
+        self,
+        aval: Any,
+        primitive: Any,
+        params: Mapping[str, Any],
+        operands: Sequence[Expression],
+        result: int = 0,
+    ):
+        super().__init__(aval, operands)
+        self.primitive = primitive
+        self.params = params
+        self.result = result
+
+    @property
+    def moved(self) -> list[int] | None:
+        """Which operands' values the result consists of; None where it computes new ones."""
+        name = self.primitive.name
+        if name not in VIEWS:
+            return None
+        if name in ("concatenate", "stack"):
+            return list(range(len(self.operands)))
+        if name == "select_n":
+            which, *cases = self.operands
+            zeros = [i for i, case in enumerate(cases, 1) if _is_zero(case)]
+            moved = [i for i in range(1, len(self.operands)) if i not in zeros]
+            return moved if which.is_constant and len(moved) == 1 else None
+        if name == "pad" and not _is_zero(self.operands[1]):
+            return None
+        if name == "optimization_barrier":
+            return [self.result]
+        return [0]
+
+    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
+        moved = self.moved
+        if moved is None:
+            moved, is_view = list(range(len(kinds))), False
+        else:
+            is_view = True
+        data = {kinds[i] for i in moved}
+        if "activation" in data:
+            return "activation"
+        others = {kind for i, kind in enumerate(kinds) if i not in moved}
+        if data <= {"constant"}:
+            return "activation" if others & {"activation", "view", "derived"} else "constant"
+        return "view" if is_view and data == {"view"} else "derived"
+
+    def _described(self) -> tuple:
+        params = sorted(self.params.items())
+        return "operation", self.primitive.name, self.result, [(k, _stable(v)) for k, v in params]
+
+
+def _is_zero(expression: Expression) -> bool:
+    while isinstance(expression, Operation) and expression.primitive.name in (
+        "broadcast_in_dim",
+        "convert_element_type",
+    ):
+        (expression,) = expression.operands
+    return isinstance(expression, Constant) and expression.is_zero
+
+
+def _stable(value: Any) -> str:
+    """Returns the text of a parameter without what differs from process to process."""
+    if isinstance(value, _compat.JAXPRS):
+        return str(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)
+
+
+def _united(operands: Sequence[Expression]) -> int | None:
+    found = 0
+    for operand in operands:
+        if operand.inputs is None:
+            return None
+        found |= operand.inputs
+    return found
+
+
+def _evaluated(expression: Expression, inputs: Mapping[str, jax.Array]) -> jax.Array:
+    nodes = list(expression.nodes())
+    depths = sorted({node.depth for node in nodes if isinstance(node, Part)})
+
+    def run(known: dict[int, Any], level: int) -> Any:
+        if level == len(depths):
+            return _computed(expression, known, inputs)
+        parts = [x for x in nodes if isinstance(x, Part) and x.depth == depths[level]]
+        wholes = [_computed(part.operands[0], known, inputs) for part in parts]
+
+        def one(values: list[Any]) -> Any:
+            found = {id(part): value for part, value in zip(parts, values, strict=True)}
+            return run({**known, **found}, level + 1)
+
+        return jax.vmap(one, ([part.axis for part in parts],))(wholes)
+
+    return run({}, 0)
+
+
+def _computed(expression: Expression, known: Mapping[int, Any], inputs: Mapping[str, Any]) -> Any:
+    """Computes a value of one step of the loops whose parts are known."""
+    values = dict(known)
+    results: dict[tuple, Any] = {}
+    stack = [expression]
+    while stack:
+        node = stack[-1]
+        missing = [x for x in node.operands if id(x) not in values]
+        if id(node) in values:
+            stack.pop()
+        elif missing:
+            stack += missing
+        else:
+            values[id(node)] = _value(node, [values[id(x)] for x in node.operands], inputs, results)
+            stack.pop()
+    return values[id(expression)]
+
+
+def _value(
+    node: Expression, operands: list[Any], inputs: Mapping[str, Any], results: dict[tuple, Any]
+) -> Any:
+    if isinstance(node, Leaf):
+        if node.path not in inputs:
+            raise ValueError(f"{node.path} is needed to evaluate the expression. Add it to inputs.")
+        return inputs[node.path]
+    if isinstance(node, Constant):
+        return jnp.asarray(node.value)
+    if isinstance(node, Operation):
+        # All results of one equation have the same operands and parameters.
+        key = (id(node.params), *map(id, node.operands))
+        if key not in results:
+            params = node.primitive.get_bind_params(dict(node.params))
+            found = node.primitive.bind(*operands, **params)
+            results[key] = found if node.primitive.multiple_results else [found]
+        return results[key][node.result]
+    what = node.why if isinstance(node, Unknown) else "a device's part of a value"
+    raise ValueError(f"{what} is not known before the program runs.")
+
+
+def _text(expression: Expression) -> str:
+    """Writes an expression down; what would be long, as three dots."""
+
+    def write(node: Expression, depth: int) -> str:
+        if isinstance(node, Leaf):
+            return node.path
+        if isinstance(node, Constant):
+            shape = getattr(node.aval, "shape", ())
+            return str(np.asarray(node.value)) if shape == () else "constant"
+        if isinstance(node, Unknown):
+            return node.why
+        if depth == 4:
+            return "..."
+        inside = [write(operand, depth + 1) for operand in node.operands]
+        if isinstance(node, Part):
+            return f"{inside[0]}[{', '.join(':' * node.axis)}{', ' if node.axis else ''}step]"
+        if isinstance(node, Shard):
+            return f"shard({inside[0]})"
+        assert isinstance(node, Operation)
+        return f"{node.primitive.name}({', '.join(inside)})"
+
+    return write(expression, 0)

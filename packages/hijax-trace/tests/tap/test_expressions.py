@@ -1,0 +1,381 @@
+"""What a handler is told of how its operands are computed from the program's inputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from hijax_trace import TraceEngine
+from interception_core import Interceptor
+from jaxtap_testkit.tiers import examples
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, W, STACK = numbers(4, 8), numbers(8, 6), numbers(3, 8, 8, seed=1)
+MASK = (numbers(8, 6, seed=2) > 0).astype(np.float32)
+
+
+def is_parameter(path):
+    return path.startswith("args[0]")
+
+
+def expressions(fn, *args, target="primitive:dot_general", side=1):
+    """Returns the expression of an operand of each operation, in the order of the program."""
+    found = []
+
+    def look(call, *operands, **params):
+        found.append(call.expression(operands[side]))
+        return NotImplemented
+
+    args = jax.tree.map(jnp.asarray, args)
+    result = TraceEngine().wrap(fn, Interceptor({target: look}))(*args)
+    for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(fn(*args)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    return found
+
+
+def leaves(params):
+    found, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {"args[0]" + jax.tree_util.keystr(path): leaf for path, leaf in found}
+
+
+def scanned(weight):
+    """A layer for each step, whose weight is computed from the step's parameters."""
+
+    def fn(p, x):
+        return lax.scan(lambda c, one: (jnp.tanh(c @ weight(one)), None), x, p)[0]
+
+    return fn
+
+
+# The program, its parameters, the kind of each weight, and the weights in NumPy: all steps of one
+# that a loop takes in steps.
+IDIOMS = {
+    "split": (
+        lambda p, x: sum(x @ v for v in jnp.split(p, 3, axis=1)),
+        W,
+        "view",
+        lambda p: np.split(p, 3, axis=1),
+    ),
+    "an index in a Python loop": (
+        lambda p, x: sum(x @ p[i] for i in range(3)),
+        STACK,
+        "view",
+        list,
+    ),
+    "unstack": (lambda p, x: sum(x @ w for w in jnp.unstack(p)), STACK, "view", list),
+    "concatenate": (
+        lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1),
+        {"a": W, "b": 2 * W},
+        "view",
+        lambda p: [np.concatenate([p["a"], p["b"]], 1)],
+    ),
+    "stack and vmap": (
+        lambda p, x: jax.vmap(lambda w: x @ w)(jnp.stack([p["a"], p["b"]])),
+        {"a": W, "b": 2 * W},
+        "view",
+        lambda p: [np.stack([p["a"], p["b"]])],
+    ),
+    "flip": (lambda p, x: x @ jnp.flip(p, 0), W, "view", lambda p: [p[::-1]]),
+    "pad": (
+        lambda p, x: x @ jnp.pad(p, ((0, 2), (0, 0))),
+        W[:6],
+        "view",
+        lambda p: [np.pad(p, ((0, 2), (0, 0)))],
+    ),
+    "pad with ones": (
+        lambda p, x: x @ jnp.pad(p, ((0, 2), (0, 0)), constant_values=1),
+        W[:6],
+        "derived",
+        lambda p: [np.pad(p, ((0, 2), (0, 0)), constant_values=1)],
+    ),
+    "tile": (lambda p, x: x @ jnp.tile(p, (2, 1)), W[:4], "view", lambda p: [np.tile(p, (2, 1))]),
+    "repeat": (lambda p, x: x @ jnp.repeat(p, 2, 0), W[:4], "view", lambda p: [p.repeat(2, 0)]),
+    "where": (
+        lambda p, x: x @ jnp.where(MASK > 0, p, 0),
+        W,
+        "view",
+        lambda p: [np.where(MASK > 0, p, 0)],
+    ),
+    "gather": (
+        lambda p, x: x @ p[jnp.array([3, 1, 0, 2, 7, 6, 5, 4])],
+        W,
+        "view",
+        lambda p: [p[[3, 1, 0, 2, 7, 6, 5, 4]]],
+    ),
+    "mask": (lambda p, x: x @ (p * MASK), W, "derived", lambda p: [p * MASK]),
+    "scale": (lambda p, x: x @ (p * 0.125), W, "derived", lambda p: [p * 0.125]),
+    "weight norm": (
+        lambda p, x: x @ (p["v"] / jnp.linalg.norm(p["v"], axis=0) * p["g"]),
+        {"v": W, "g": numbers(6)},
+        "derived",
+        lambda p: [p["v"] / np.linalg.norm(p["v"], axis=0) * p["g"]],
+    ),
+    "a part of a derived one": (
+        lambda p, x: x @ (p * 2)[:, :3],
+        W,
+        "derived",
+        lambda p: [2 * p[:, :3]],
+    ),
+    "scan": (scanned(lambda w: w.T), STACK, "view", lambda p: [p.transpose(0, 2, 1)]),
+    "scan of derived": (
+        scanned(lambda p: p["w"] * p["s"]),
+        {"w": STACK, "s": numbers(3, 8, seed=3)},
+        "derived",
+        lambda p: [p["w"] * p["s"][:, None]],
+    ),
+    "scan in scan": (
+        lambda p, x: lax.scan(lambda c, w: (scanned(lambda v: v * 2)(w, c), None), x, p)[0],
+        np.stack([STACK, -STACK]),
+        "derived",
+        lambda p: [2 * p],
+    ),
+    "a step of a carry that stays": (
+        lambda p, x: lax.scan(lambda c, _: ((c[0] @ c[1], c[1]), None), (x, p), length=2)[0][0],
+        STACK[0],
+        "view",
+        lambda p: [p],
+    ),
+    "vmap": (
+        lambda p, x: jax.vmap(lambda r, w: r @ (w * 2))(x[:3], p),
+        STACK,
+        "derived",
+        lambda p: [2 * p],
+    ),
+    "vmap over columns": (
+        lambda p, x: jax.vmap(lambda w: x @ jnp.flip(w, 0), 1, 1)(p),
+        W,
+        "view",
+        lambda p: [p.T[:, ::-1]],
+    ),
+    "jit": (
+        lambda p, x: jax.jit(lambda w, x: x @ w.T)(p * 2, x),
+        W.T,
+        "derived",
+        lambda p: [2 * p.T],
+    ),
+    "a result of jit": (
+        lambda p, x: x @ jax.jit(jnp.flip)(p),
+        W,
+        "view",
+        lambda p: [p[::-1, ::-1]],
+    ),
+    "remat": (lambda p, x: jax.checkpoint(lambda w: x @ w.T)(p), W.T, "view", lambda p: [p.T]),
+    "cond": (
+        lambda p, x: lax.cond(x.sum() > 0, lambda w: x @ w.T, lambda w: x @ w.T, p),
+        W.T,
+        "view",
+        lambda p: [p.T, p.T],
+    ),
+    "a result of cond": (
+        lambda p, x: x @ lax.cond(True, lambda w: w.T, lambda w: w.T, p),
+        W.T,
+        "view",
+        lambda p: [p.T],
+    ),
+    "a result of scan": (
+        lambda p, x: x @ lax.scan(lambda c, w: (c + w, None), jnp.zeros((8, 8)), p)[0],
+        STACK,
+        "derived",
+        lambda p: [p.sum(0)],
+    ),
+    "a rule of its own": (
+        lambda p, x: x @ jax.nn.relu(p),
+        W,
+        "derived",
+        lambda p: [np.maximum(p, 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idioms(name):
+    fn, params, kind, wanted = IDIOMS[name]
+    found, weights = expressions(fn, params, X), wanted(params)
+    assert [one.kind(is_parameter) for one in found] == [kind] * len(weights)
+    for one, weight in zip(found, weights, strict=True):
+        assert one.base(is_parameter) is one
+        assert {leaf.path for leaf in one.leaves()} <= leaves(params).keys()
+        np.testing.assert_allclose(one.evaluate(leaves(params)), weight, rtol=1e-5, atol=1e-6)
+
+
+# The same where an index is known to the running program alone, and what that is an index of.
+DYNAMIC = {
+    "fori_loop": (
+        lambda p, x: lax.fori_loop(0, 3, lambda i, c: c @ p[i], x),
+        STACK,
+        "view",
+        lambda p: p,
+    ),
+    "a router": (
+        lambda p, x: jnp.einsum("ab,abc->ac", x, p[jnp.argmax(x[:, :3], 1)]),
+        STACK,
+        "view",
+        lambda p: p,
+    ),
+    "of a transpose": (
+        lambda p, x: x @ p.transpose(0, 2, 1)[jnp.argmax(x[0, :3])],
+        STACK,
+        "view",
+        lambda p: p.transpose(0, 2, 1),
+    ),
+    "of a derived one": (
+        lambda p, x: x @ (p * 2)[jnp.argmax(x[0, :3])].T,
+        STACK,
+        "derived",
+        lambda p: 2 * p,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_dynamic_indices(name):
+    fn, params, kind, wanted = DYNAMIC[name]
+    (found,) = expressions(fn, params, X)
+    assert found.kind(is_parameter) == kind
+    base = found.base(is_parameter)
+    np.testing.assert_allclose(base.evaluate({"args[0]": params}), wanted(params), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"is not known|is needed to evaluate"):
+        found.evaluate({"args[0]": params})
+
+
+def test_an_index_of_a_scan_is_known():
+    """All of its values are."""
+
+    def fn(p, x):
+        step = lambda c, i: (c @ lax.dynamic_index_in_dim(p, i, 0, False), None)  # noqa: E731
+        return lax.scan(step, x, jnp.array([2, 0]))[0]
+
+    (found,) = expressions(fn, STACK, X)
+    assert found.kind(is_parameter) == "view"
+    np.testing.assert_array_equal(found.evaluate({"args[0]": STACK}), STACK[[2, 0]])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p, x: x @ (p * x.sum()),
+        lambda p, x: x @ (p + x.T @ x @ p),
+        lambda p, x: jnp.tanh(x @ p) @ jnp.tanh(x @ p).T,
+        lambda p, x: x @ lax.fori_loop(0, 2, lambda _, w: w + x.sum(), p),
+        lambda p, x: lax.fori_loop(0, 2, lambda _, w: w + x.T @ (x @ w), p),
+    ],
+)
+def test_what_is_computed_from_both_is_an_activation(fn):
+    assert expressions(fn, W, X)[-1].kind(is_parameter) == "activation"
+
+
+def test_what_is_closed_over_is_a_constant():
+    found = expressions(lambda p: (X @ p["q"]) @ (X @ p["k"]).T, {"q": W, "k": -W}, side=0)
+    assert [one.kind(is_parameter) for one in found] == ["constant", "constant", "derived"]
+    assert found[0].leaves() == []
+    assert found[2].evaluate(leaves({"q": W, "k": -W})).shape == (4, 6)
+
+
+def test_what_a_handler_returned_is_not_known():
+    engine, found = TraceEngine(), []
+
+    def tanh(call, x, **params):
+        return call.proceed(x, **params) * 2
+
+    def look(call, x, w, **params):
+        found.append(call.expression(w))
+        return NotImplemented
+
+    targets = {"primitive:tanh": tanh, "primitive:dot_general": look}
+    engine.wrap(lambda p, x: x @ jnp.tanh(p), Interceptor(targets))(W, X)
+    assert found[0].kind(is_parameter) == "activation"
+    assert found[0].base(is_parameter) is None
+
+
+def test_keys_are_of_what_is_computed():
+    def key(fn, params=W):
+        (found,) = expressions(fn, params, X)
+        return found.key
+
+    keys = [
+        key(lambda p, x: x @ p),
+        key(lambda p, x: x @ (p * 2)),
+        key(lambda p, x: x @ (p * 3)),
+        key(lambda p, x: x @ (p * MASK)),
+        key(lambda p, x: x @ (p * (1 - MASK))),
+        key(lambda p, x: x @ p["a"], {"a": W}),
+        key(lambda p, x: x @ p[:, :3]),
+        key(lambda p, x: x @ p[:, 1:4]),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key(lambda p, x: x @ (p * MASK.copy())) == keys[3]
+
+
+def test_programs_of_many_operations_are_followed():
+    def fn(p, x):
+        for _ in range(1500):
+            p = p + 1
+        return x @ p
+
+    (found,) = expressions(fn, W, X)
+    assert len(found.key) > 8
+    np.testing.assert_allclose(found.evaluate({"args[0]": W}), W + 1500, rtol=1e-4)
+    assert str(found).startswith("add(add(")
+
+
+# Moves of an array of at least one axis, in jax.numpy and NumPy alike.
+MOVES = {
+    "transpose": lambda np, w: np.transpose(w),
+    "flip": lambda np, w: np.flip(w, 0),
+    "first half": lambda np, w: w[: max(w.shape[0] // 2, 1)],
+    "every other": lambda np, w: w[..., ::2],
+    "new axis": lambda np, w: w[None],
+    "flat": lambda np, w: np.reshape(w, (-1,)),
+    "two rows": lambda np, w: np.reshape(w, (2, -1)) if w.size % 2 == 0 else w,
+    "twice": lambda np, w: np.concatenate([w, w], 0),
+    "wide": lambda np, w: np.broadcast_to(w, (2, *w.shape)),
+    "padded": lambda np, w: np.pad(w, [(1, 0)] * w.ndim),
+    "rolled": lambda np, w: np.roll(w, 1, 0),
+    "rows": lambda np, w: np.take(w, np.array([0, 0]), 0),
+    "split": lambda np, w: np.split(w, w.shape[0], 0)[-1],
+    "repeated": lambda np, w: np.repeat(w, 2, 0),
+}
+VALUES = {
+    "scaled": lambda np, w: w * 0.5,
+    "summed": lambda np, w: np.sum(w, 0, keepdims=True),
+    "squared": lambda np, w: w * w,
+}
+AROUND = {
+    "program": lambda f: f,
+    "jit": lambda f: lambda w: jax.jit(f)(w),
+    "remat": lambda f: lambda w: jax.checkpoint(f)(w),
+    "scan": lambda f: lambda w: lax.scan(lambda c, v: (c, f(v)), 0, w)[1],
+    "vmap": lambda f: lambda w: jax.vmap(f)(w),
+    "cond": lambda f: lambda w: lax.cond(True, f, f, w),
+}
+
+
+@examples(200)
+@given(
+    shape=st.sampled_from([(3, 4, 6), (2, 1, 5), (1, 4, 4), (2, 3, 2, 4)]),
+    chain=st.lists(st.sampled_from([*MOVES, *VALUES]), min_size=1, max_size=5),
+    around=st.sampled_from(list(AROUND)),
+)
+def test_compositions(shape, chain, around):
+    w = numbers(*shape)
+    steps = [{**MOVES, **VALUES}[name] for name in chain]
+
+    def run(module, v):
+        for step in steps:
+            v = step(module, v)
+        return v
+
+    program = AROUND[around](lambda v: jnp.sin(run(jnp, v)))
+    found = expressions(program, w, target="primitive:sin", side=0)[0]
+    assert found.kind(is_parameter) == ("derived" if set(chain) & set(VALUES) else "view")
+    assert [leaf.path for leaf in found.leaves()] == ["args[0]"]
+    parts = around in ("scan", "vmap")
+    wanted = np.stack([run(np, v) for v in w]) if parts else run(np, w)
+    np.testing.assert_allclose(found.evaluate({"args[0]": w}), wanted, rtol=1e-6)
