@@ -79,12 +79,17 @@ class Rules:
     def __post_init__(self):
         object.__setattr__(self, "find", functools.lru_cache(maxsize=None)(self._find))
         object.__setattr__(self, "origin_key", functools.lru_cache(maxsize=None)(self._origin_key))
+        # One object: expressions remember what they were asked.
+        object.__setattr__(self, "is_parameter", lambda path: path.startswith(self.params))
         by_weight = any(rule.weight_path is not None for rule in self.rules)
         object.__setattr__(self, "_by_weight", by_weight)
 
     find: Callable[..., int | None] = None  # type: ignore[assignment]
     """Returns the number of the rule for an operation with these names, under a module path, of
     the parameters that ``paths`` returned."""
+
+    is_parameter: Callable[[str], bool] = None  # type: ignore[assignment]
+    """Returns whether the input of that path is a parameter."""
 
     origin_key: Callable[[str], Hashable] = None  # type: ignore[assignment]
     """Maps the path of an input to a key; equal keys mean that no rule tells the inputs apart."""
@@ -120,10 +125,25 @@ class Rules:
         path = operand.provenance
         return operand if path is not None and path.startswith(self.params) else None
 
-    def computed(self, call: OpCall, value: Any) -> bool:
-        """Returns whether an operand is computed from parameters alone."""
-        roots = call.roots(value)
-        return bool(roots) and all(root.startswith(self.params) for root in roots)  # type: ignore[union-attr]
+    def computed(self, call: OpCall, operands: Sequence[Any]) -> str | None:
+        """Returns how a weight is computed from parameters, if one of the operands is that.
+
+        None if it is a parameter, and also if both operands come from parameters: what is computed
+        then is a part of a weight. What is looked up in a parameter is an activation if the other
+        operand comes from parameters alone.
+        """
+        expressions = [call.expression(operand) for operand in operands]
+        found = [
+            x
+            for x in expressions
+            if x is not None and x.kind(self.is_parameter) in ("view", "derived")
+        ]
+        if len(found) > 1:
+            found = [x for x in found if not x.is_dynamic(self.is_parameter)]
+        if len(found) != 1:
+            return None
+        (operand,) = (v for v, x in zip(operands, expressions, strict=True) if x is found[0])
+        return None if self.weight(call, operand) is not None else str(found[0])
 
     def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
         """Returns how a rule quantizes an operand."""
@@ -245,7 +265,15 @@ class Sites:
                 self._leave(call, product, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
-        self._note(op, call, operands, index, hows=hows, weights=weights)
+        problem = None
+        if self._surveys and rule.weight_qtype is not None:
+            computed = self._rules.computed(call, operands)
+            if computed is not None:
+                problem = (
+                    f"its weight, {computed}, is computed from parameters: nothing of it is "
+                    "stored, and it is quantized at each call, as an activation"
+                )
+        self._note(op, call, operands, index, hows=hows, weights=weights, problem=problem)
         site = Site(call, product, operands, extras, rule, index, weights, hows)  # type: ignore[arg-type]
         try:
             result = self._run(site)
@@ -305,8 +333,11 @@ class Sites:
         if not any(hows):
             if rule.weight_qtype is None and rule.rank is None:
                 return "the rule leaves it float", False
-            computed = self._surveys and any(self._rules.computed(call, x) for x in operands)
-            return "the rule is for weights, and no operand is known as a parameter", computed
+            why = "the rule is for weights, and no operand is known as a parameter"
+            computed = self._rules.computed(call, operands) if self._surveys else None
+            if computed is not None:
+                why += f": its weight is {computed}"
+            return why, computed is not None
         shapes = tuple(operand.shape for operand in operands)
         tiles = {how.tile_size for how in hows if how is not None}
         for tile in sorted(tiles - {None}):
@@ -325,12 +356,13 @@ class Sites:
         weights: Sequence[Operand | None] = (),
         reason: str | None = None,
         wrong: bool = False,
+        problem: str | None = None,
     ) -> None:
         shapes = tuple(short(operand) for operand in operands if hasattr(operand, "shape"))
         qtypes = tuple(None if how is None else how.qtype for how in hows)
         weight = " and ".join(str(w.provenance) for w in weights if w is not None) or None
         record = OpRecord(call.op_id, op.name, shapes, qtypes, index, reason, weight)  # type: ignore[arg-type]
-        self._record(record, reason if wrong else None)
+        self._record(record, reason if wrong else problem)
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:

@@ -93,7 +93,8 @@ class Survey:
                 f"{record.op_id}: {problem}. Choose another tile_size, or give the operation a "
                 "rule of its own."
             )
-        self.problems.append(f"{record.op_id}{about} stays float: {problem} (rule {record.rule})")
+        what = ":" if record.quantized else " stays float:"
+        self.problems.append(f"{record.op_id}{about}{what} {problem} (rule {record.rule})")
 
     def run(self, site: Site) -> Any:
         """Takes an operation that is quantized, or has an adapter."""

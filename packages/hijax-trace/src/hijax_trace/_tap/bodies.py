@@ -42,12 +42,14 @@ class Entered(NamedTuple):
         values: its operands.
         notes: the metadata of its results, by number.
         replaced: whether any operation in it was.
+        foreign: whether by a value that is not its own.
     """
 
     params: dict[str, Any]
     values: list[Any]
     notes: Mapping[int, Notes]
     replaced: bool
+    foreign: bool
 
 
 def enter(
@@ -98,7 +100,8 @@ def enter(
     new = form.rebuild(new, jaxprs, [len(part) for part in extra])
     if primitive is _compat.custom_vmap_p:
         new["rule"] = _compat.with_rule(new["rule"], run.tapping.rewrap)
-    return Entered(new, all_values, _joined(form.results, tapped), any(t.replaced for t in tapped))
+    replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)
+    return Entered(new, all_values, _joined(form.results, tapped), replaced, foreign)
 
 
 def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
@@ -241,6 +244,7 @@ def tap_body(
         if inner.numbers_were_read and run.interceptor.tells_ids
         else None,
         _unused_in(new, len(jaxpr.invars), held),
+        bool(inner.foreign),
     )
     if _of_a_trace(extra) or inner.expressions_were_read:
         return tapped
@@ -314,7 +318,7 @@ def custom(
             new[name] = _compat.wrap_fun(rule, params[name].debug_info)
     if extra and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], extra)
-    return Entered(new, [*leading, *values], tapped.notes, tapped.replaced)
+    return Entered(new, [*leading, *values], tapped.notes, tapped.replaced, tapped.foreign)
 
 
 def _tapped_rule(

@@ -44,6 +44,7 @@ class TraceCall(OpCall):
         "_notes",
         "_number",
         "_origins",
+        "_own",
         "_proceed",
         "_run",
         "_scopes",
@@ -86,6 +87,7 @@ class TraceCall(OpCall):
         self._within = within
         self._proceed = proceed
         self._run = run
+        self._own: Any = None
         # By identity; the value is held, so that its id isn't given to another one.
         self.given: dict[int, tuple[Any, Notes]] = {}
 
@@ -104,7 +106,17 @@ class TraceCall(OpCall):
         return self._within
 
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
-        return self._proceed(*args, **kwargs)
+        result = self._proceed(*args, **kwargs)
+        if len(args) == len(self._args) and kwargs.keys() == self.params.keys():
+            pairs = [*zip(args, self._args, strict=True)]
+            pairs += [(kwargs[name], value) for name, value in self.params.items()]
+            if all(given is own for given, own in pairs):
+                self._own = result
+        return result
+
+    def is_own(self, result: Any) -> bool:
+        """Returns whether a handler's result is the operation's own, from ``proceed``."""
+        return self._own is not None and result is self._own
 
     def provenance(self, value: Any) -> str | None:
         origin = self._origin(value)

@@ -20,7 +20,7 @@ class Dataflow:
         jaxpr: the jaxpr, open.
         inputs: how the expressions of its arguments are found.
         consts: the values of its constants; see ``inputs_of``.
-        replaced: the variables whose values are a handler's.
+        foreign: the variables whose values are a handler's.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class Dataflow:
         jaxpr: Any,
         inputs: Sequence[Resolve],
         consts: Sequence[Any] = (),
-        replaced: Any = frozenset(),
+        foreign: Any = frozenset(),
     ):
         self._eqns = jaxpr.eqns
-        self._replaced = replaced
+        self._foreign = foreign
         self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
         self._known: dict[Any, Expression] = {}
         constants = _compat.inputs_of(jaxpr)[: len(consts)]
@@ -75,7 +75,7 @@ class Dataflow:
 
     def _result(self, eqn: Any, operands: list[Expression], result: int) -> Expression:
         aval, form = eqn.outvars[result].aval, form_of(eqn.primitive, eqn.params)
-        if eqn.outvars[result] in self._replaced:
+        if eqn.outvars[result] in self._foreign:
             return unknown(aval, "a handler's result", operands)
         if eqn.primitive in CUSTOM_CALLS:
             return _inside(Body(eqn.params["call_jaxpr"], (), ()), operands, result)

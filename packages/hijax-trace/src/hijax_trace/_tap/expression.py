@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,13 @@ VIEWS = frozenset(
 """Primitives that move values and compute none: scales can be moved in the same way."""
 
 
+class Judged(NamedTuple):
+    """A kind, and whether an index in a view or a derived value is known to the program alone."""
+
+    kind: Kind
+    is_dynamic: bool = False
+
+
 class Expression:
     """One value. Nodes are shared: an expression is a graph.
 
@@ -61,7 +68,7 @@ class Expression:
         operands: what it is computed from.
     """
 
-    __slots__ = ("__weakref__", "_key", "aval", "inputs", "is_constant", "operands")
+    __slots__ = ("__weakref__", "_judged", "_key", "aval", "inputs", "is_constant", "operands")
 
     def __init__(self, aval: Any, operands: Sequence[Expression] = ()):
         self.aval = aval
@@ -69,16 +76,22 @@ class Expression:
         self.inputs: int | None = _united(self.operands)
         self.is_constant = bool(operands) and all(x.is_constant for x in operands)
         self._key: str | None = None
+        # By whom and what for: programs have many operands, each computed from those before.
+        self._judged: tuple[Callable[[str], bool], Judged] | None = None
 
-    def nodes(self) -> Iterator[Expression]:
-        """Yields the nodes that this one is computed from, operands first, and itself."""
+    def nodes(self, known: Callable[[Expression], bool] | None = None) -> Iterator[Expression]:
+        """Yields the nodes that this one is computed from, operands first, and itself.
+
+        Args:
+            known: which to leave out, with what they are computed from.
+        """
         seen: set[int] = set()
         stack: list[tuple[Expression, bool]] = [(self, False)]
         while stack:
             node, is_ready = stack.pop()
             if is_ready:
                 yield node
-            elif id(node) not in seen:
+            elif id(node) not in seen and not (known is not None and known(node)):
                 seen.add(id(node))
                 stack.append((node, True))
                 stack += [(operand, False) for operand in node.operands]
@@ -99,20 +112,31 @@ class Expression:
         - ``"activation"``: anything else.
 
         Args:
-            is_parameter: whether the input of that pytree path is one.
+            is_parameter: whether the input of that pytree path is one. Ask with the same function
+                each time: what is found is kept.
         """
-        kinds: dict[int, Kind] = {}
-        for node in self.nodes():
-            kinds[id(node)] = node._kind([kinds[id(x)] for x in node.operands], is_parameter)
-        return kinds[id(self)]
+        return self._judged_by(is_parameter).kind
+
+    def is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
+        """Returns whether a view or a derived value has an index that the program computes."""
+        return self._judged_by(is_parameter).is_dynamic
+
+    def _judged_by(self, is_parameter: Callable[[str], bool]) -> Judged:
+        def known(node: Expression) -> bool:
+            return node._judged is not None and node._judged[0] == is_parameter
+
+        for node in self.nodes(known):
+            found = [x._judged[1] for x in node.operands]  # type: ignore[index]
+            node._judged = is_parameter, node._judge(found, is_parameter)
+        assert self._judged is not None
+        return self._judged[1]
 
     @property
     def key(self) -> str:
         """A hash of what is computed: equal in every process and each time it is traced."""
-        for node in self.nodes():
-            if node._key is None:
-                parts = (*node._described(), *(x._key for x in node.operands))
-                node._key = hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+        for node in self.nodes(lambda node: node._key is not None):
+            parts = (*node._described(), *(x._key for x in node.operands))
+            node._key = hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
         assert self._key is not None
         return self._key
 
@@ -140,8 +164,8 @@ class Expression:
         if self.kind(is_parameter) not in ("view", "derived"):
             return None
         node = self
-        while any(x._is_dynamic(is_parameter) for x in node.nodes()):
-            moved = node.moved if isinstance(node, Operation) else [0] if node.operands else None
+        while node.is_dynamic(is_parameter):
+            moved = node.moved if isinstance(node, Operation) else [0]
             if moved is None or len(moved) != 1:
                 return None
             node = node.operands[moved[0]]
@@ -150,11 +174,7 @@ class Expression:
     def __str__(self) -> str:
         return _text(self)
 
-    def _is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
-        """Whether this node is one that makes a value known only to the running program."""
-        return False
-
-    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
+    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
         raise NotImplementedError
 
     def _described(self) -> tuple:
@@ -177,11 +197,8 @@ class Leaf(Expression):
         self.path = path
         self.inputs = 1 << number
 
-    def _is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
-        return not is_parameter(self.path)
-
-    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
-        return "view" if is_parameter(self.path) else "activation"
+    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+        return Judged("view" if is_parameter(self.path) else "activation")
 
     def _described(self) -> tuple:
         return "leaf", self.path
@@ -206,8 +223,8 @@ class Constant(Expression):
         """Whether all of it is zero."""
         return not np.any(np.asarray(self.value))
 
-    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
-        return "constant"
+    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+        return Judged("constant")
 
     def _described(self) -> tuple:
         value = np.asarray(self.value)
@@ -228,11 +245,8 @@ class Unknown(Expression):
         self.why = why
         self.inputs = inputs
 
-    def _is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
-        return True
-
-    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
-        return "activation"
+    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+        return Judged("activation")
 
     def _described(self) -> tuple:
         return "unknown", self.why
@@ -253,8 +267,8 @@ class Part(Expression):
         self.axis = axis
         self.depth = depth
 
-    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
-        return kinds[0]
+    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+        return found[0]
 
     def _described(self) -> tuple:
         return "part", self.axis, self.depth
@@ -265,8 +279,8 @@ class Shard(Expression):
 
     __slots__ = ()
 
-    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
-        return kinds[0]
+    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+        return found[0]
 
     def _described(self) -> tuple:
         return ("shard",)
@@ -315,19 +329,22 @@ class Operation(Expression):
             return [self.result]
         return [0]
 
-    def _kind(self, kinds: Sequence[Kind], is_parameter: Callable[[str], bool]) -> Kind:
-        moved = self.moved
+    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+        moved, kinds = self.moved, {one.kind for one in found}
         if moved is None:
-            moved, is_view = list(range(len(kinds))), False
-        else:
-            is_view = True
-        data = {kinds[i] for i in moved}
-        if "activation" in data:
-            return "activation"
-        others = {kind for i, kind in enumerate(kinds) if i not in moved}
-        if data <= {"constant"}:
-            return "activation" if others & {"activation", "view", "derived"} else "constant"
-        return "view" if is_view and data == {"view"} else "derived"
+            if "activation" in kinds or any(one.is_dynamic for one in found):
+                return Judged("activation")
+            return Judged("constant" if kinds <= {"constant"} else "derived")
+        data = [found[i] for i in moved]
+        indices = [one for i, one in enumerate(found) if i not in moved]
+        moved_kinds = {one.kind for one in data}
+        by_program = any(one.kind == "activation" or one.is_dynamic for one in indices)
+        if "activation" in moved_kinds or (by_program and moved_kinds == {"constant"}):
+            return Judged("activation")
+        if kinds <= {"constant"}:
+            return Judged("constant")
+        is_dynamic = by_program or any(one.is_dynamic for one in data)
+        return Judged("view" if moved_kinds == {"view"} else "derived", is_dynamic)
 
     def _described(self) -> tuple:
         params = sorted(self.params.items())

@@ -71,6 +71,7 @@ class Frame:
         "_path",
         "depth",
         "expressions_were_read",
+        "foreign",
         "label",
         "notes",
         "numbers_were_read",
@@ -114,6 +115,8 @@ class Frame:
             jaxpr.invars[i]: stand_in for i, stand_in in (stand_ins or {}).items()
         }
         self.replaced: set[Any] = set()
+        # Of these, the values that the program's own operation did not compute.
+        self.foreign: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
         self.path_was_read = self.expressions_were_read = self.numbers_were_read = False
 
@@ -146,7 +149,7 @@ class Frame:
         if self._jaxpr is None or self._expressions is None:
             return Unknown(getattr(atom, "aval", None), "a value of a derivative", None)
         if self._dataflow is None:
-            where = (self._jaxpr, self._expressions, self._consts, self.replaced)
+            where = (self._jaxpr, self._expressions, self._consts, self.foreign)
             self._dataflow = Dataflow(*where)
         return self._dataflow.expression(atom)
 

@@ -25,6 +25,7 @@ class Tapped:
         path_was_read: whether they did.
         taken: whether it takes the stand-ins of its operands.
         unused: its inputs that it takes a stand-in for, and does not use themselves.
+        foreign: whether any operation's value was replaced by one that is not its own.
         before: how many such operations there were before, as ``counted``, if handlers looked at
             their numbers.
     """
@@ -40,6 +41,7 @@ class Tapped:
     taken: bool
     before: Mapping[Key, int] | None = None
     unused: tuple[int, ...] = ()
+    foreign: bool = False
 
 
 class Memo:

@@ -18,6 +18,7 @@ from .plan import Do, Step
 from .standin import StandIn
 
 if TYPE_CHECKING:
+    from .bodies import Entered
     from .run import Run
 
 _NOTHING: Notes = {}
@@ -159,7 +160,7 @@ class Rerun:
             )
         for value, var in zip(results, eqn.outvars, strict=True):
             check_value(call, value, var.aval)
-        self._replace(call, eqn, results)
+        self._replace(call, eqn, results, call.is_own(result))
 
     def _let_run(self, step: Step, values: list[Any], info: Any, within: frozenset[str]) -> None:
         eqn = step.eqn
@@ -202,7 +203,8 @@ class Rerun:
             self._inline(step, marker.jaxpr, values, info, within | {marker.op_name})
             return
         avals = [var.aval for var in eqn.outvars]
-        self._replace(call, eqn, check_result(call, result, marker.results, avals))
+        results = check_result(call, result, marker.results, avals)
+        self._replace(call, eqn, results, call.is_own(result))
 
     def _proceed_call(
         self, step: Step, marker: Marker, values: list[Any], info: Any, *args: Any, **kwargs: Any
@@ -234,8 +236,7 @@ class Rerun:
                 frame.notes[var] = inner.notes[atom]
             if atom in inner.stand_ins:
                 frame.stand_ins[var] = inner.stand_ins[atom]
-        if inner.replaced:
-            frame.replaced.update(eqn.outvars)
+        _join(frame, eqn, inner)
         self._write(eqn.outvars, results)
 
     def _inner(self, step: Step, closed: Any, within: frozenset[str], silent: bool) -> Frame:
@@ -337,15 +338,13 @@ class Rerun:
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
             if notes := _notes(inner, atom):
                 frame.notes[var] = notes
-        if inner.replaced:
-            frame.replaced.update(eqn.outvars)
+        _join(frame, eqn, inner)
         self._write(eqn.outvars, results)
 
     def _emit(self, step: Step, eqn: Any, new: Any, info: Any) -> None:
         for i, note in new.notes.items():
             self.frame.notes[eqn.outvars[i]] = note
-        if new.replaced:
-            self.frame.replaced.update(eqn.outvars)
+        _join(self.frame, eqn, new)
         again = eqn.replace(params=new.params)
         if len(new.values) == len(eqn.invars) and not _compat.has_effects(new.params):
             self._again(step, again, new.values, info)
@@ -360,9 +359,11 @@ class Rerun:
                 if notes and type(atom) is not _compat.Literal:
                     self.frame.notes[atom] = notes
 
-    def _replace(self, call: TraceCall, eqn: Any, results: list[Any]) -> None:
+    def _replace(self, call: TraceCall, eqn: Any, results: list[Any], is_own: bool) -> None:
         """Goes on with a handler's results."""
         self.frame.replaced.update(eqn.outvars)
+        if not is_own:
+            self.frame.foreign.update(eqn.outvars)
         for var, value in zip(eqn.outvars, results, strict=True):
             notes = call.notes_of(value)
             if notes:
@@ -413,6 +414,14 @@ class Rerun:
             stand_ins = {i: held for i, held in enumerate(found) if held is not None}
         expressions = [functools.partial(frame.expression, atom) for atom in eqn.invars]
         return Operands([atom.aval for atom in eqn.invars], origins, notes, stand_ins, expressions)
+
+
+def _join(frame: Frame, eqn: Any, inner: Frame | Entered) -> None:
+    """Takes over whether anything was replaced in what an equation holds."""
+    if inner.replaced:
+        frame.replaced.update(eqn.outvars)
+    if inner.foreign:
+        frame.foreign.update(eqn.outvars)
 
 
 def _variable(atom: Any) -> Any:
