@@ -100,7 +100,7 @@ def test_alone(package, distribution, tmp_path):
     for other in NEEDS.keys() - set(NEEDS[package]):
         assert other not in installed
 
-    # As whoever packages it anew has the tests: from the sdist, with no other package's beside.
+    # Packagers have the tests from the sdist alone, without those of other packages.
     sdist = distribution(package, "*.tar.gz")
     shutil.unpack_archive(sdist, tmp_path / "source", filter="data")
     install(*needed[:-1], f"{needed[-1]}[test]", distribution("jaxtap-testkit", "*.whl"))

@@ -3,31 +3,19 @@
 import pytest
 
 from interception_core import PatchEngine
-from interception_core.testing import EngineConformance
+from jaxtap_testkit.conformance import TieredConformance
 from jaxtap_testkit.tiers import count
 
 pytestmark = pytest.mark.sample(2)
 
 
-class Tiers(EngineConformance):
-    """What of the suite is in the full tier alone."""
-
-    @pytest.mark.slow
-    def test_two_hundred_concurrent_cold_starts(self):
-        super().test_two_hundred_concurrent_cold_starts()
-
-    @pytest.mark.slow
-    def test_concurrent_eager_cold_starts(self):
-        super().test_concurrent_eager_cold_starts()
-
-
-class TestPatchEngine(Tiers):
+class TestPatchEngine(TieredConformance):
     engine = PatchEngine()
     labels_jit = True
     examples = count(300)
 
 
-class TestPatchEngineWithoutJit(Tiers):
+class TestPatchEngineWithoutJit(TieredConformance):
     engine = PatchEngine(disable_jit=True)
     primitives = True
     disables_jit = True

@@ -1,4 +1,4 @@
-"""Python in a process of its own, for tests whose subject needs a fresh one."""
+"""Start Python in a new process, for tests whose subject needs one."""
 
 import os
 import subprocess

@@ -17,7 +17,7 @@ def examples(most, **options):
 
     Args:
         most: The number of examples.
-        options: More settings of Hypothesis; there is no deadline.
+        options: More settings of Hypothesis. The deadline is always off.
     """
 
     def decorate(test):

@@ -185,7 +185,7 @@ IDIOMS = {
         "derived",
         lambda p: [p.sum(0)],
     ),
-    "a rule of its own": (
+    "a custom rule": (
         lambda p, x: x @ jax.nn.relu(p),
         W,
         "derived",

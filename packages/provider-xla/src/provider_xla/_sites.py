@@ -132,18 +132,17 @@ class Rules:
         then is a part of a weight. What is looked up in a parameter is an activation if the other
         operand comes from parameters alone.
         """
-        expressions = [call.expression(operand) for operand in operands]
-        found = [
-            x
-            for x in expressions
-            if x is not None and x.kind(self.is_parameter) in ("view", "derived")
-        ]
+        found = []
+        for operand in operands:
+            expression = call.expression(operand)
+            if expression is not None and expression.kind(self.is_parameter) in ("view", "derived"):
+                found.append((operand, expression))
         if len(found) > 1:
-            found = [x for x in found if not x.is_dynamic(self.is_parameter)]
+            found = [pair for pair in found if not pair[1].is_dynamic(self.is_parameter)]
         if len(found) != 1:
             return None
-        (operand,) = (v for v, x in zip(operands, expressions, strict=True) if x is found[0])
-        return None if self.weight(call, operand) is not None else str(found[0])
+        operand, expression = found[0]
+        return None if self.weight(call, operand) is not None else str(expression)
 
     def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
         """Returns how a rule quantizes an operand."""

@@ -122,11 +122,14 @@ def operations(
     """
     found: list[Operation] = []
 
+    def is_parameter(path: str) -> bool:
+        return params is not None and path.startswith(params)
+
     def computed(call: OpCall, value: Any) -> str | None:
         expression = None if params is None else call.expression(value)
         if expression is None:
             return None
-        kind = expression.kind(lambda path: path.startswith(params))
+        kind = expression.kind(is_parameter)
         return f"{kind}: {expression}" if kind in ("view", "derived") else None
 
     def look(call: OpCall, *args: Any, **kwargs: Any) -> Any:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import _compat
-from .expression import Constant, Expression, Operation, Part, Shard, Unknown
-from .forms import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, Form, form_of
+from .expression import Constant, Expression, Operation, Part, Shard, Unknown, united
+from .forms import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, form_of
 
-Resolve = Callable[[], Expression]
-"""Finds the expression of an input of a jaxpr."""
+Express = Callable[[], Expression]
+"""Finds how an input of a jaxpr is computed."""
 
 
 class Dataflow:
@@ -26,7 +26,7 @@ class Dataflow:
     def __init__(
         self,
         jaxpr: Any,
-        inputs: Sequence[Resolve],
+        inputs: Sequence[Express],
         consts: Sequence[Any] = (),
         foreign: Any = frozenset(),
     ):
@@ -42,13 +42,10 @@ class Dataflow:
 
     def expression(self, atom: Any) -> Expression:
         """Returns the expression of a variable or literal of the jaxpr."""
-        if isinstance(atom, _compat.Literal):
-            return Constant(atom.aval, atom.val)
-        if atom not in self._known:
+        if not isinstance(atom, _compat.Literal):
             for eqn in self._needed(atom):
                 operands = [self._of(operand) for operand in eqn.invars]
-                for i, var in enumerate(eqn.outvars):
-                    self._known[var] = self._result(eqn, operands, i)
+                self._known.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
         return self._of(atom)
 
     def _of(self, atom: Any) -> Expression:
@@ -67,25 +64,33 @@ class Dataflow:
         """Returns the equations that a value depends on and that are not known yet, in order."""
         # No recursion: programs are thousands of equations deep.
         wanted, found = {atom}, []
+        if atom in self._known:
+            return found
         for eqn in reversed(self._eqns[: self._makers.get(atom, -1) + 1]):
             if any(var in wanted and var not in self._known for var in eqn.outvars):
                 found.append(eqn)
                 wanted.update(x for x in eqn.invars if not isinstance(x, _compat.Literal))
         return found[::-1]
 
-    def _result(self, eqn: Any, operands: list[Expression], result: int) -> Expression:
-        aval, form = eqn.outvars[result].aval, form_of(eqn.primitive, eqn.params)
-        if eqn.outvars[result] in self._foreign:
-            return unknown(aval, "a handler's result", operands)
-        if eqn.primitive in CUSTOM_CALLS:
-            return _inside(Body(eqn.params["call_jaxpr"], (), ()), operands, result)
-        if form is not None:
-            found = _through(form, eqn, operands, result)
-            if found is not None:
-                return found
-        if eqn.effects or eqn.primitive is _compat.shard_map_p:
-            return unknown(aval, f"a result of {eqn.primitive.name}", operands)
-        return Operation(aval, eqn.primitive, eqn.params, operands, result)
+    def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
+        avals = [var.aval for var in eqn.outvars]
+        opaque = f"a result of {eqn.primitive.name}" if _is_opaque(eqn) else None
+        results: list[Expression] = [
+            Operation(aval, eqn.primitive, eqn.params, operands, i)
+            if opaque is None
+            else unknown(aval, opaque, operands)
+            for i, aval in enumerate(avals)
+        ]
+        for i, inside in _through(eqn, operands).items():
+            results[i] = inside
+        for i, var in enumerate(eqn.outvars):
+            if var in self._foreign:
+                results[i] = unknown(avals[i], "a handler's result", operands)
+        return results
+
+
+def _is_opaque(eqn: Any) -> bool:
+    return bool(eqn.effects) or eqn.primitive is _compat.shard_map_p
 
 
 def constant(value: Any) -> Expression:
@@ -98,40 +103,43 @@ def constant(value: Any) -> Expression:
 
 def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
     """Returns the expression of a value that only the running program knows."""
-    found: int | None = 0
-    for operand in operands:
-        found = None if found is None or operand.inputs is None else found | operand.inputs
-    return Unknown(aval, why, found)
+    return Unknown(aval, why, united(operands))
 
 
-def _through(form: Form, eqn: Any, operands: list[Expression], result: int) -> Expression | None:
-    """Looks into the programs that an equation holds. Returns None where it stays whole."""
-    if eqn.primitive is _compat.shard_map_p:
-        return None
+def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
+    """Looks into the programs that an equation holds.
+
+    Returns:
+        The expressions of the results, by number, that it need not be run for as a whole.
+    """
+    if eqn.primitive in CUSTOM_CALLS:
+        return dict(enumerate(_inside(eqn.params["call_jaxpr"], operands)))
+    form = form_of(eqn.primitive, eqn.params)
+    if form is None or eqn.primitive is _compat.shard_map_p:
+        return {}
     bodies = form.bodies(eqn.params, len(operands))
     if any(None in body.inputs for body in bodies):
-        return None
+        return {}
     if form.results == "carry":
         # The last body is the one that steps; the while loop's condition returns no carry.
         body = bodies[-1]
-        if result >= len(body.carry) or body.kinds[body.carry[result]] != SAME:
-            return None
-        return operands[body.inputs[body.carry[result]]]  # type: ignore[index]
-    found = [
-        _inside(body, [operands[i] for i in body.inputs], result)  # type: ignore[index]
+        carry = [(i, k) for i, k in enumerate(body.carry) if body.kinds[k] == SAME]
+        return {i: operands[body.inputs[k]] for i, k in carry}  # type: ignore[index]
+    first, *rest = [
+        _inside(body.jaxpr, [operands[i] for i in body.inputs])  # type: ignore[index]
         for body in bodies
     ]
-    return found[0] if len(found) == 1 or len({x.key for x in found}) == 1 else None
+    return {i: one for i, one in enumerate(first) if all(one.key == other[i].key for other in rest)}
 
 
-def _inside(body: Body, operands: Sequence[Expression], result: int) -> Expression:
-    jaxpr = _compat.open_of(body.jaxpr)
+def _inside(jaxpr: Any, operands: Sequence[Expression]) -> list[Expression]:
+    """Returns the expressions of a body's results: one pass over it for all of them."""
     inputs = [lambda operand=operand: operand for operand in operands]
-    flow = Dataflow(jaxpr, inputs, _compat.consts_of(body.jaxpr))
-    return flow.expression(jaxpr.outvars[result])
+    flow = Dataflow(_compat.open_of(jaxpr), inputs, _compat.consts_of(jaxpr))
+    return [flow.expression(atom) for atom in _compat.open_of(jaxpr).outvars]
 
 
-def entering(body: Body, operands: Sequence[Resolve], depth: int) -> list[Resolve]:
+def entering(body: Body, operands: Sequence[Express], depth: int) -> list[Express]:
     """Returns how the expressions of a body's inputs are found.
 
     Args:
@@ -140,7 +148,7 @@ def entering(body: Body, operands: Sequence[Resolve], depth: int) -> list[Resolv
         depth: how many loops and maps there are around the equation.
     """
 
-    def resolve(i: int) -> Resolve:
+    def resolve(i: int) -> Express:
         operand, kind = body.inputs[i], body.kinds[i]
         aval = _compat.open_of(body.jaxpr).invars[i].aval
 

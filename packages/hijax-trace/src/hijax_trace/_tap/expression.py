@@ -73,7 +73,7 @@ class Expression:
     def __init__(self, aval: Any, operands: Sequence[Expression] = ()):
         self.aval = aval
         self.operands = tuple(operands)
-        self.inputs: int | None = _united(self.operands)
+        self.inputs: int | None = united(self.operands)
         self.is_constant = bool(operands) and all(x.is_constant for x in operands)
         self._key: str | None = None
         # By whom and what for: programs have many operands, each computed from those before.
@@ -369,7 +369,8 @@ def _stable(value: Any) -> str:
     return repr(value)
 
 
-def _united(operands: Sequence[Expression]) -> int | None:
+def united(operands: Sequence[Expression]) -> int | None:
+    """Returns the inputs behind all of them, as ``Expression.inputs``."""
     found = 0
     for operand in operands:
         if operand.inputs is None:

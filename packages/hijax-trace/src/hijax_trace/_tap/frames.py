@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .axes import Axes, compose
-from .dataflow import Dataflow
+from .dataflow import Dataflow, Express
 from .expression import Expression, Unknown
 from .flow import flow_of
 from .standin import StandIn
@@ -31,9 +31,6 @@ class Origin(NamedTuple):
 
 Resolve = Callable[[], Origin | None]
 """Finds the origin of an input of a frame, when somebody wants to know it."""
-
-Express = Callable[[], Expression]
-"""Finds how an input of a frame is computed."""
 
 Notes = Mapping[str, Any]
 """The metadata of one value."""
