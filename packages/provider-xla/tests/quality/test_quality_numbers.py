@@ -328,7 +328,7 @@ def test_equal_operations_are_timed_once(monkeypatch):
 
     made = []
     monkeypatch.setattr(_timing._Call, "seconds", lambda call: made.append(call.key) or (1.0, 2.0))
-    w, x = rows(0, 4, 8, 8), rows(1, 3, 8)
+    w, x = list(rows(0, 4, 8, 8)), rows(1, 3, 8)
 
     def fn(w, x):
         return functools.reduce(jnp.matmul, w, x) @ jnp.ones((8, 2))
