@@ -11,7 +11,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import quant_numerics as qn
+from hijax_trace import MoveError
 from jaxtap_testkit import fake_kernels
+from jaxtap_testkit.coded import followed
 from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from jaxtap_testkit.xla_samples import PROGRAMS, draw, make
 from provider_xla import (
@@ -301,25 +303,48 @@ def test_moves_are_those_of_the_codes():
         ("transpose", {"permutation": (0, 2, 1)}, True),
         ("transpose", {"permutation": (2, 0, 1)}, False),
         ("convert_element_type", {"new_dtype": jnp.bfloat16}, True),
-        ("copy", {}, True),
         ("reshape", {"new_sizes": (3, 64), "dimensions": None}, False),
-        ("squeeze", {"dimensions": ()}, False),
-        ("expand_dims", {"dimensions": (0,)}, False),
+        ("squeeze", {"dimensions": ()}, True),
+        (
+            "broadcast_in_dim",
+            {"shape": (2, 3, 8, 8), "broadcast_dimensions": (1, 2, 3), "sharding": None},
+            True,
+        ),
         (
             "slice",
-            {"start_indices": (0, 0, 0), "limit_indices": (1, 8, 8), "strides": None},
+            {"start_indices": (1, 0, 0), "limit_indices": (3, 8, 8), "strides": None},
+            True,
+        ),
+        (
+            "slice",
+            {"start_indices": (0, 0, 0), "limit_indices": (3, 8, 4), "strides": None},
             False,
         ),
+        ("split", {"axis": 0, "sizes": (1, 2)}, True),
     ):
-        actual, expected = packed.moved(primitive, params), codes.moved(primitive, params)
-        if expected is None:
-            assert actual is None
+        try:
+            expected = codes.moved(primitive, params, [codes])
+        except MoveError:
+            with pytest.raises(MoveError):
+                packed.moved(primitive, params, [packed])
             continue
-        assert is_packed(actual) == stays, primitive
-        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        actual = packed.moved(primitive, params, [packed])
+        for one, other in zip(actual, expected, strict=True):
+            assert is_packed(one) == stays, primitive
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            np.testing.assert_array_equal(one.restore(), other.restore())
+    assert followed(jnp.copy, packed).packed is packed.packed
+    for primitive, params in (("convert_element_type", {"new_dtype": jnp.int8}), ("sin", {})):
+        with pytest.raises(MoveError):
+            packed.moved(primitive, params, [packed])
+
+
+def test_an_expert_of_packed_weights_stays_packed():
+    _, packed, codes, _ = stored_matrix((3, 8, 8))
+    for fn in (lambda w: w[1], lambda w: w[w[0, 0, 0].astype(int)], lambda w: w[np.array([2, 0])]):
+        actual, expected = followed(fn, packed), followed(fn, codes)
+        assert is_packed(actual)
         np.testing.assert_array_equal(actual.restore(), expected.restore())
-    assert packed.moved("convert_element_type", {"new_dtype": jnp.int8}) is None
-    assert packed.moved("sin", {}) is None
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+from hijax_trace import MoveError, TraceEngine
+from interception_core import Interceptor
 from jaxtap_testkit import examples
-from quant_numerics import QArray, concatenate, dequantize, get_qtype, move, quantize
+from quant_numerics import PackedQArray, QArray, concatenate, dequantize, get_qtype, pack, quantize
 
 pytestmark = pytest.mark.sample(2)
 
@@ -51,8 +53,9 @@ def moved(q, fn, must=True):
     eqns = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(q.shape, jnp.float32)).jaxpr.eqns
     out = q
     for eqn in eqns:
-        out = move(out, eqn.primitive.name, eqn.params)
-        if out is None:
+        try:
+            (out,) = out.moved(eqn.primitive.name, eqn.params, [out])
+        except MoveError:
             assert not must
             return None
     np.testing.assert_array_equal(value(out), np.asarray(fn(value(q).astype(np.float32))))
@@ -147,17 +150,19 @@ def test_slices_of_tiles():
 def test_conversions():
     q = of_groups((2, 3), (2, 1))
     params = {"new_dtype": jnp.dtype("bfloat16"), "weak_type": False, "sharding": None}
-    out = move(q, "convert_element_type", params)
+    (out,) = q.moved("convert_element_type", params, [q])
     assert out.dtype == jnp.bfloat16
     assert out.qvalue is q.qvalue
-    assert move(q, "convert_element_type", {**params, "new_dtype": jnp.dtype("int32")}) is None
+    for name in ("int32", "float8_e4m3fn"):
+        with pytest.raises(MoveError, match=name):
+            q.moved("convert_element_type", {**params, "new_dtype": jnp.dtype(name)}, [q])
 
 
 def test_what_computes_is_no_move():
     q = of_groups((2, 3), (2, 1))
     for name in ("sin", "reduce_sum", "dot_general", "no such primitive"):
-        assert move(q, name, {}) is None
-    assert move(q, "copy", {}) is q
+        with pytest.raises(MoveError, match=f"{name} does more than move"):
+            q.moved(name, {}, [q])
 
 
 @pytest.mark.slow
@@ -174,7 +179,7 @@ def test_global_scales_go_along():
         lambda x: lax.broadcast_in_dim(x, (3, 4, 32), (1, 2)),
     ):
         (eqn,) = jax.make_jaxpr(fn)(want).jaxpr.eqns
-        out = move(q, eqn.primitive.name, eqn.params)
+        (out,) = q.moved(eqn.primitive.name, eqn.params, [q])
         np.testing.assert_array_equal(dequantize(out), fn(want))
 
 
@@ -188,10 +193,14 @@ def test_concatenate(axis, groups):
 
 def test_concatenate_refuses_what_differs():
     q = of_groups((2, 4), (2, 1))
-    assert concatenate([q, of_groups((2, 4), (2, 1), qtype="int4")], 0) is None
-    assert concatenate([q, of_groups((2, 4), (2, 1), zero_point=True)], 0) is None
-    assert concatenate([q, of_groups((2, 4), (2, 2))], 1) is None
-    assert concatenate([q, of_groups((2, 2), (2, 1))], 1) is None  # 4 and 2 elements per scale
+    for other, axis, why in (
+        (of_groups((2, 4), (2, 1), qtype="int4"), 0, "in another form, operand 1"),
+        (of_groups((2, 4), (2, 1), zero_point=True), 0, "in another form, operand 1"),
+        (of_groups((2, 4), (2, 2)), 1, "tiles of 2 and 4"),
+        (of_groups((2, 2), (2, 1)), 1, "tiles of 2 and 4"),
+    ):
+        with pytest.raises(MoveError, match=why):
+            concatenate([q, other], axis)
     out = concatenate([q, of_groups((2, 4), (2, 4))], 0)  # one scale per row, and per element
     assert out.scale.shape == (4, 4)
     np.testing.assert_array_equal(
@@ -245,3 +254,83 @@ def test_moves_under_jit_and_vmap():
     out = jax.jit(jax.vmap(lambda q: q.reshape(2, 2, 6)[:, 1].T))(q)
     want = value(q).reshape(3, 2, 2, 6)[:, :, 1].transpose(0, 2, 1)
     np.testing.assert_array_equal(value(out), want)
+
+
+def quantized(qtype, shape=(4, 64, 6), **how):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    return quantize(x, qtype, **how)
+
+
+FORMS = {
+    "int8, one scale": lambda: quantized("int8"),
+    "int8, channels": lambda: quantized("int8", channel_axes=(0, 2)),
+    "int4, tiles": lambda: quantized("int4", channel_axes=(0, 2), tile_axes={1: 8}),
+    "int8, zero points": lambda: quantized("int8", channel_axes=(0, 1, 2), method="minmax"),
+    "nf4": lambda: quantized("nf4", channel_axes=(0, 2), tile_axes={1: 16}),
+    "fp8": lambda: quantized("fp8", channel_axes=(0,)),
+    "mxfp8": lambda: quantized("mxfp8", channel_axes=(0, 2), tile_axes={1: 32}),
+    "nvfp4": lambda: quantized("nvfp4", channel_axes=(0, 2), tile_axes={1: 16}),
+    "int5, packed": lambda: pack(quantized("int5", channel_axes=(0, 2))),
+}
+ROWS = np.array([3, 0, 3])
+OUTSIDE = np.array([-1, 5, 2])
+PROGRAMS = {
+    "split": lambda w: jnp.split(w, 2, axis=1)[1],
+    "split of channels": lambda w: jnp.split(w, [1, 5], axis=2)[1],
+    "unstack": lambda w: jnp.unstack(w, axis=2)[3],
+    "stack": lambda w: jnp.stack([w, w], axis=1),
+    "tile": lambda w: jnp.tile(w, (1, 2, 1)),
+    "flip": lambda w: jnp.flip(w, 1),
+    "rows": lambda w: w[ROWS],
+    "channels": lambda w: jnp.take(w, ROWS, axis=2),
+    "elements of tiles": lambda w: w[:, ROWS],
+    "one row for each": lambda w: jax.vmap(lambda v, i: v[i], (2, 0))(w, np.arange(6) * 7),
+    "rows outside are NaN": lambda w: w.at[OUTSIDE].get(mode="fill"),
+    "rows outside are clipped": lambda w: w.at[OUTSIDE].get(mode="clip"),
+    "an index": lambda w: jax.lax.dynamic_index_in_dim(w, w[0, 0, 0].astype(int) + 2, 0),
+    "an index outside": lambda w: jax.lax.dynamic_index_in_dim(w, 9 + w[0, 0, 0].astype(int), 2),
+    "an element": lambda w: w[1, w[0, 0, 0].astype(int) + 9, 2:4],
+    "pad": lambda w: jnp.pad(w, ((1, 0), (32, 64), (0, 3))),
+    "where": lambda w: jnp.where(jnp.tril(jnp.ones((64, 6), bool)), w, 0),
+    "zeros where": lambda w: jnp.where(w[0, 0, 0] * 0 + np.eye(64, 6) > 0, jnp.zeros(()), w),
+    "chunk": lambda w: jax.lax.slice_in_dim(w, 32, 64, axis=1).reshape(4, 2, 16, 6)[::2],
+    "constrained": lambda w: jax.lax.optimization_barrier((w, w.T))[1].T,
+}
+REFUSED = {
+    ("pad", "int8, zero points"): "zero points",
+    ("where", "int8, zero points"): "zero points",
+    ("zeros where", "int8, zero points"): "zero points",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_views_in_programs(form):
+    q = FORMS[form]()
+    array = q.restore()
+    for name, fn in PROGRAMS.items():
+        found = []
+
+        def look(call, x, **params):
+            found.append(call.why_no_proxy(x) if call.proxy(x) is None else call.proxy(x))  # noqa: B023
+            return NotImplemented if call.proxy(x) is None else call.proxy(x).restore()
+
+        engine, tap = TraceEngine(), Interceptor({"primitive:sin": look})
+        actual = jax.jit(engine.wrap(lambda w: jnp.sin(fn(w)), tap))(q)  # noqa: B023
+        if (name, form) in REFUSED:
+            assert REFUSED[name, form] in found[0]
+            continue
+        assert isinstance(found[0], QArray | PackedQArray), (name, found)
+        np.testing.assert_array_equal(actual, fn(array), err_msg=name)
+
+
+def test_packed_values_stay_packed_where_the_last_axis_stays():
+    q = FORMS["int5, packed"]()
+    for primitive, params, operands in (
+        ("slice", {"start_indices": (1, 0, 0), "limit_indices": (3, 64, 6), "strides": None}, [q]),
+        ("dynamic_slice", {"slice_sizes": (1, 64, 6)}, [q, jnp.int32(2), 0, 0]),
+        ("transpose", {"permutation": (1, 0, 2)}, [q]),
+        ("concatenate", {"dimension": 1}, [q, q]),
+    ):
+        assert isinstance(q.moved(primitive, params, operands)[0], PackedQArray), primitive
+    (moved,) = q.moved("transpose", {"permutation": (0, 2, 1)}, [q])
+    assert isinstance(moved, QArray)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hijax_trace import StandIn
+from hijax_trace import ArrayProxy, MoveError
 from quant_numerics import QArray, dequantize, pack, qarray, quantize
 
 
@@ -130,15 +130,17 @@ def test_qarray_checks_global_scales():
 
 
 @pytest.mark.slow
-def test_it_is_a_stand_in():
+def test_it_is_a_proxy():
     q = sample(tile_axes={1: 3})
-    assert isinstance(q, StandIn)
+    assert isinstance(q, ArrayProxy)
     assert jnp.array_equal(q.restore(), dequantize(q))
-    moved = q.moved("transpose", {"permutation": (1, 0)})
+    (moved,) = q.moved("transpose", {"permutation": (1, 0)}, [q])
     assert moved.scale.shape == (2, 1)
     assert jnp.array_equal(moved.restore(), dequantize(q).T)
-    assert q.moved("exp", {}) is None
+    with pytest.raises(MoveError, match="exp does more"):
+        q.moved("exp", {}, [q])
     p = pack(quantize(jnp.ones((4, 6)), "int3"))
-    assert isinstance(p, StandIn)
+    assert isinstance(p, ArrayProxy)
     assert jnp.array_equal(p.restore(), jnp.ones((4, 6)))
-    assert p.moved("transpose", {"permutation": (1, 0)}).shape == (6, 4)
+    (moved,) = p.moved("transpose", {"permutation": (1, 0)}, [p])
+    assert moved.shape == (6, 4)

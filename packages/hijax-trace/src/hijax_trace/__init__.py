@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from ._box.box import Box
     from ._box.jit import jit
     from ._box.types import BoxType, mut_types
+    from ._proxy.moves import Move, MoveError
+    from ._proxy.proxy import ArrayProxy, Part
     from ._tap.engine import TraceEngine
     from ._tap.expression import Expression
-    from ._tap.standin import StandIn
     from ._types.hiprim import (
         HiPrim,
         bdims_at_front,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "ArrayProxy",
     "Box",
     "BoxType",
     "Expression",
@@ -38,7 +40,9 @@ __all__ = [
     "HiPspec",
     "HiType",
     "MappingSpec",
-    "StandIn",
+    "Move",
+    "MoveError",
+    "Part",
     "TraceEngine",
     "bdims_at_front",
     "is_high",
@@ -57,6 +61,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ArrayProxy": "_proxy.proxy",
     "Box": "_box.box",
     "BoxType": "_box.types",
     "Expression": "_tap.expression",
@@ -65,7 +70,9 @@ _LAZY = {
     "HiPspec": "_types.hitype",
     "HiType": "_types.hitype",
     "MappingSpec": "_types.hitype",
-    "StandIn": "_tap.standin",
+    "Move": "_proxy.moves",
+    "MoveError": "_proxy.moves",
+    "Part": "_proxy.proxy",
     "TraceEngine": "_tap.engine",
     "bdims_at_front": "_types.hiprim",
     "is_high": "_types.inspect",

@@ -10,6 +10,7 @@ from jax import lax
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
+from jaxtap_testkit.coded import Coded, coded
 from jaxtap_testkit.tiers import examples
 
 
@@ -96,7 +97,12 @@ IDIOMS = {
         lambda p: [np.pad(p, ((0, 2), (0, 0)), constant_values=1)],
     ),
     "tile": (lambda p, x: x @ jnp.tile(p, (2, 1)), W[:4], "view", lambda p: [np.tile(p, (2, 1))]),
-    "repeat": (lambda p, x: x @ jnp.repeat(p, 2, 0), W[:4], "view", lambda p: [p.repeat(2, 0)]),
+    "repeat": (
+        lambda p, x: x @ jnp.repeat(p, 2, axis=0),
+        W[:4],
+        "view",
+        lambda p: [p.repeat(2, 0)],
+    ),
     "where": (
         lambda p, x: x @ jnp.where(MASK > 0, p, 0),
         W,
@@ -205,6 +211,44 @@ def test_idioms(name):
         np.testing.assert_allclose(one.evaluate(leaves(params)), weight, rtol=1e-5, atol=1e-6)
 
 
+def restored(params):
+    return jax.tree.map(lambda w: w.restore(), params, is_leaf=lambda w: isinstance(w, Coded))
+
+
+def proxies(fn, params, *args):
+    """Returns whether each product has a proxy of its weight, or why not, or None.
+
+    Where it has, it gets what that stands for.
+    """
+    found = []
+
+    def look(call, x, w, **how):
+        proxy = call.proxy(w)
+        found.append(call.why_no_proxy(w) if proxy is None else True)
+        return NotImplemented if proxy is None else call.proceed(x, proxy.restore(), **how)
+
+    tapped = TraceEngine().wrap(fn, Interceptor({"primitive:dot_general": look}))
+    wanted = fn(restored(params), *args)
+    np.testing.assert_allclose(jax.jit(tapped)(params, *args), wanted, rtol=2e-4, atol=1e-5)
+    return found
+
+
+def has_proxy(kind, name, found):
+    if name == "a result of cond":
+        return all("cond returns it" in why for why in found)
+    if name == "pad with ones":
+        return all("known to be zero" in why for why in found)
+    return found == [True if kind == "view" else None] * len(found)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_proxies_follow_views(name):
+    fn, params, kind, _ = IDIOMS[name]
+    for axes in ((0, 1, 2), (0, -1, 2)):
+        held = jax.tree.map(lambda w: coded(*w.shape, axes=[a % w.ndim for a in axes]), params)  # noqa: B023
+        assert has_proxy(kind, name, proxies(fn, held, jnp.asarray(X)))
+
+
 # The same where an index is known to the running program alone, and what that is an index of.
 DYNAMIC = {
     "fori_loop": (
@@ -243,6 +287,13 @@ def test_dynamic_indices(name):
     np.testing.assert_allclose(base.evaluate({"args[0]": params}), wanted(params), rtol=1e-6)
     with pytest.raises(ValueError, match=r"is not known|is needed to evaluate"):
         found.evaluate({"args[0]": params})
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_proxies_follow_dynamic_indices(name):
+    fn, params, kind, _ = DYNAMIC[name]
+    found = proxies(fn, coded(*params.shape, axes=(0, 2)), jnp.asarray(X))
+    assert has_proxy(kind, name, found)
 
 
 def test_an_index_of_a_scan_is_known():
@@ -397,3 +448,36 @@ def test_compositions(shape, chain, around):
     parts = around in ("scan", "vmap")
     wanted = np.stack([run(np, v) for v in w]) if parts else run(np, w)
     np.testing.assert_allclose(found.evaluate({"args[0]": w}), wanted, rtol=1e-6, atol=1e-30)
+
+
+@examples(100)
+@given(
+    shape=st.sampled_from([(3, 4, 6), (2, 1, 5), (1, 4, 4), (2, 3, 2, 4)]),
+    chain=st.lists(st.sampled_from(list(MOVES)), min_size=1, max_size=5),
+    around=st.sampled_from([name for name in AROUND if name != "cond"]),
+    data=st.data(),
+)
+def test_proxies_follow_compositions(shape, chain, around, data):
+    """Bit by bit: codes times scales, moved, are moved codes times moved scales."""
+    divisors = [[d for d in range(1, n + 1) if n % d == 0] for n in shape]
+    w = coded(*shape, groups=[data.draw(st.sampled_from(sizes)) for sizes in divisors])
+    found = []
+
+    def run(module, v):
+        for name in chain:
+            v = MOVES[name](module, v)
+        return v
+
+    def look(call, x, **params):
+        proxy = call.proxy(x)
+        found.append(call.why_no_proxy(x) if proxy is None else True)
+        return x if proxy is None else proxy.restore()
+
+    program = AROUND[around](lambda v: jnp.sin(run(jnp, v)))
+    actual = TraceEngine().wrap(program, Interceptor({"primitive:sin": look}))(w)
+    array = np.asarray(w.restore())
+    wanted = np.stack([run(np, v) for v in array]) if around in ("scan", "vmap") else run(np, array)
+    np.testing.assert_array_equal(actual, wanted)
+    assert found[0] is not None
+    if w.scale.shape == shape and not {"flat", "two rows", "repeated"} & set(chain):
+        assert found[0] is True

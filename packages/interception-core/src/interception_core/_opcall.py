@@ -122,11 +122,15 @@ class OpCall(abc.ABC):
     def metadata(self, value: Any) -> Mapping[str, Any]:
         """Returns what was attached to ``value``; empty if nothing was."""
 
-    def stand_in(self, value: Any) -> Any:
-        """Returns what the caller passed in place of ``value``, or None.
+    def proxy(self, value: Any) -> Any:
+        """Return what the caller passed in place of the array ``value``, or None.
 
-        The trace engine knows it: see ``hijax_trace.StandIn``.
+        An engine that traces programs moves it as the program has moved the array.
         """
+        return None
+
+    def why_no_proxy(self, value: Any) -> str | None:
+        """Return why ``value`` has no proxy, where an array that it is moved from has one."""
         return None
 
     def expression(self, value: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import quant_numerics as qn
-from hijax_trace import StandIn
+from hijax_trace import ArrayProxy, MoveError, Part
 from interception_core import get_op
 
 from ._errors import QuantizationError
@@ -79,7 +79,7 @@ class Packing:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PrepackedWeight(StandIn):
+class PrepackedWeight(ArrayProxy):
     """A quantized parameter in the order in which a kernel reads it; a pytree of its arrays.
 
     ``plan.quantize`` makes it of parameters all of whose products run in a kernel. It is for the
@@ -154,27 +154,35 @@ class PrepackedWeight(StandIn):
         """Returns the dequantized array."""
         return _restored(self)
 
-    def moved(self, primitive: str, params: Mapping[str, Any]) -> StandIn | None:
-        """Returns what a primitive that only moves elements makes of it.
+    def parts(self) -> dict[str, Part]:
+        """Return the packed arrays, which have the leading axes."""
+        return {"packed": Part(self.packed, True, axes=len(self.lead))}
 
-        It stays packed where the order of axes after the leading ones changes, and its dtype. For
-        any other move it is codes and scales from then on.
+    def astype(self, dtype: Any) -> PrepackedWeight:
+        """Return it as the weight of another float dtype."""
+        if jnp.dtype(dtype) not in qn.FLOAT_DTYPES:
+            raise TypeError(f"a packed parameter must stand for floats, got {dtype}")
+        return dataclasses.replace(self, dtype=jnp.dtype(dtype))
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what a primitive that only moves elements makes of it.
+
+        It stays packed where leading axes are moved, where the order of the others changes, and
+        its dtype. Any other move makes it codes and scales.
         """
-        if primitive in _SAME:
-            return self
         lead = len(self.lead)
         if primitive == "transpose":
             permutation = tuple(params["permutation"])
             if permutation[:lead] == tuple(range(lead)):
                 order = tuple(self.order[axis - lead] for axis in permutation[lead:])
-                return dataclasses.replace(self, order=order)
-        if primitive == "convert_element_type":
-            dtype = jnp.dtype(params["new_dtype"])
-            return dataclasses.replace(self, dtype=dtype) if dtype in qn.FLOAT_DTYPES else None
-        return self.unpacked().moved(primitive, params)
-
-
-_SAME = frozenset({"copy", "copy_p", "name", "stop_gradient"})
+                return [dataclasses.replace(self, order=order)]
+        try:
+            return super().moved(primitive, params, operands)
+        except MoveError:
+            unpacked = [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in operands]
+            return self.unpacked().moved(primitive, params, unpacked)
 
 
 def packed_bits(qtype: str) -> int:

@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
 import quant_numerics as qn
-from hijax_trace import Box, StandIn
+from hijax_trace import ArrayProxy, Box, MoveError
 from interception_core import OpCall, PatchEngine
 
 from ._arrays import of_arrays
@@ -59,7 +59,7 @@ class Lookup(NamedTuple):
     op_id: str
     read: Callable[[jax.Array], jax.Array]
     table: jax.Array
-    stored: StandIn | None
+    stored: ArrayProxy | None
     path: str
 
 
@@ -131,7 +131,7 @@ def probe(
                 call.op_id.replace("gather:", "take:"),
                 lambda table: call.proceed(table, indices, **params),
                 operand,
-                _stored(call.stand_in(operand)),
+                _stored(call.proxy(operand)),
                 weight.provenance,
             )
             take(found.op_id, [found.path], call, [operand], lambda: lookup(found))
@@ -200,14 +200,14 @@ def _everywhere(params: Any) -> NamedSharding | None:
     return None
 
 
-class _Numbered(StandIn):
+class _Numbered(ArrayProxy):
     """A parameter with the number of the step that each part of it is for.
 
     The number goes along with the parameter, through transposes and backward scans: it is kept
     as the scale of a QArray whose codes are the values. So does the quantized parameter.
     """
 
-    def __init__(self, moving: qn.QArray, stored: StandIn | None = None, stepped: bool = True):
+    def __init__(self, moving: qn.QArray, stored: ArrayProxy | None = None, stepped: bool = True):
         self.moving = moving
         self.stored = stored
         self.stepped = stepped
@@ -225,10 +225,24 @@ class _Numbered(StandIn):
     def restore(self) -> jax.Array:
         return self.moving.qvalue.astype(self.dtype)
 
-    def moved(self, primitive: str, params: Mapping[str, Any]) -> StandIn | None:
-        moved = self.moving.moved(primitive, params)
-        stored = None if self.stored is None else self.stored.moved(primitive, params)
-        return None if moved is None else _Numbered(moved, stored, self.stepped)
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        how = self.move(primitive, params, operands)
+
+        def of(part: str) -> Sequence[Any]:
+            own = list(operands)
+            for i in how.data:
+                own[i] = getattr(operands[i], part)
+            return getattr(self, part).moved(primitive, params, own)
+
+        moving = of("moving")
+        try:
+            stored = of("stored") if self.stored is not None else [None] * len(moving)
+        except MoveError:
+            stored = [None] * len(moving)
+        pairs = zip(moving, stored, strict=True)
+        return [_Numbered(moved, held, self.stepped) for moved, held in pairs]
 
 
 jax.tree_util.register_pytree_node(
@@ -238,12 +252,12 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def stored_operand(site: Site, side: int) -> StandIn | None:
+def stored_operand(site: Site, side: int) -> ArrayProxy | None:
     """Returns an operand as it is stored, where ``probe`` was given that; else None."""
-    return _stored(site.call.stand_in(site.operands[side]))
+    return _stored(site.call.proxy(site.operands[side]))
 
 
-def _stored(held: Any) -> StandIn | None:
+def _stored(held: Any) -> ArrayProxy | None:
     return held.stored if isinstance(held, _Numbered) else None
 
 
@@ -282,7 +296,7 @@ def _steps(plan: Plan, paths: Sequence[str]) -> tuple[int, ...]:
 def _step(call: Any, operands: Sequence[Any]) -> jax.Array | None:
     """Returns the number of the step that an operation is in; None without any."""
     for operand in operands:
-        held = call.stand_in(operand)
+        held = call.proxy(operand)
         if isinstance(held, _Numbered) and held.stepped:
             number = held.moving.scale
             if number.size != 1:

@@ -57,12 +57,12 @@ class PtqProvider(XlaProvider):
         return self._sites(run).interceptor
 
     def _run(self, site: Site, statistics: Statistics | None = None) -> Any:
-        operands, hows = run_operands(site, map(site.call.stand_in, site.operands))
+        operands, hows = run_operands(site, map(site.call.proxy, site.operands))
         ranges = calibrations(statistics, site)
         return quantized_product(site.product, hows, *operands, site.extras, ranges)
 
     def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        held = call.stand_in(operand)
+        held = call.proxy(operand)
         held = held.unpacked() if isinstance(held, PrepackedWeight) else held
         rows = gather(held, indices, params) if isinstance(held, qn.QArray) else None
         return NotImplemented if rows is None else rows.astype(operand.dtype)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import StandIn
+from hijax_trace import ArrayProxy, Part
 
 from ._products import MatrixProduct, Product
 from ._sites import Site
@@ -114,7 +114,7 @@ def _sylvester(size: int, dtype: Any) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class TransformedWeight(StandIn):
+class TransformedWeight(ArrayProxy):
     """A stored parameter, transformed, with what its activations are transformed by.
 
     ``plan.optimize`` makes it where a pass balances or rotates channels: the product of the
@@ -175,25 +175,29 @@ class TransformedWeight(StandIn):
             return self
         return dataclasses.replace(self, inner=qn.unpack(self.inner))
 
-    def moved(self, primitive: str, params: Mapping[str, Any]) -> StandIn | None:
-        """Returns what a primitive that only moves elements makes of it.
+    def parts(self) -> dict[str, Part]:
+        """Return the transformed parameter, and the maps, which have the axes of steps."""
+        return {"inner": Part(self.inner), "steps": Part(self.steps, True, axes=self.lead)}
 
-        It follows transposes that leave the axes of steps where they are, and casts. None for
-        others: the parameter itself is moved then.
+    def astype(self, dtype: Any) -> TransformedWeight:
+        """Return it for a parameter of another float dtype, which ``inner`` already has."""
+        return self
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what a primitive that only moves elements makes of it.
+
+        It follows moves of the axes of steps, transposes of the others, and casts.
         """
-        inner = self.inner.moved(primitive, params)
-        if inner is None:
-            return None
         lead, ndim = self.lead, self.ndim
-        if primitive in ("copy", "copy_p", "name", "stop_gradient", "convert_element_type"):
-            return dataclasses.replace(self, inner=inner)
         if primitive == "transpose":
             permutation = tuple(params["permutation"])
-            if permutation[:lead] != tuple(range(lead)):
-                return None
-            k_axes = tuple(permutation.index(axis + ndim) - ndim for axis in self.k_axes)
-            return dataclasses.replace(self, inner=inner, k_axes=k_axes)
-        return None
+            if permutation[:lead] == tuple(range(lead)):
+                (inner,) = self.inner.moved(primitive, params, [self.inner])
+                k_axes = tuple(permutation.index(axis + ndim) - ndim for axis in self.k_axes)
+                return [dataclasses.replace(self, inner=inner, k_axes=k_axes)]
+        return super().moved(primitive, params, operands)
 
     def pairs(
         self, product: Product, side: int, x_shape: Sequence[int]
@@ -263,14 +267,14 @@ def takes(site: Site, side: int, held: Any) -> bool:
     if not isinstance(held, TransformedWeight):
         return True
     other = site.operands[1 - side]
-    if site.call.stand_in(other) is not None:
+    if site.call.proxy(other) is not None:
         return False
     return held.pairs(site.product, side, other.shape) is not None
 
 
 def beside(site: Site, side: int) -> TransformedWeight | None:
     """Returns the transformed parameter that an operand is transformed for, if there is one."""
-    other = site.call.stand_in(site.operands[1 - side])
+    other = site.call.proxy(site.operands[1 - side])
     is_made_for_it = isinstance(other, TransformedWeight) and takes(site, 1 - side, other)
     return other if is_made_for_it else None
 

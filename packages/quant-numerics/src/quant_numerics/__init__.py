@@ -20,7 +20,7 @@ from quant_numerics._hi import HiQArray, LeadingAxis, QArrayTy, as_hi, as_lo, fr
 from quant_numerics._how import Backward, HowToQuantize
 from quant_numerics._linear import linear_with_transpose
 from quant_numerics._matmul import dot, matmul
-from quant_numerics._moves import concatenate, move
+from quant_numerics._moves import concatenate
 from quant_numerics._packed import PackedQArray, pack, unpack
 from quant_numerics._qarray import QArray, qarray
 from quant_numerics._qtypes import FLOAT_DTYPES, QTYPES, QType, get_qtype
@@ -75,7 +75,6 @@ __all__ = [
     "get_qtype",
     "linear_with_transpose",
     "matmul",
-    "move",
     "pack",
     "parse_calibration_method",
     "qarray",

@@ -1,206 +1,48 @@
-"""Moving the elements of a QArray without dequantizing: codes and scales go along.
-
-A move returns None where the scales of the result would not be one, one per index or one per tile
-along each axis.
-"""
+"""Indexing, reshaping and joining QArrays without dequantizing: codes and scales are moved."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
+from hijax_trace import MoveError
 from quant_numerics._qarray import QArray
-from quant_numerics._qtypes import FLOAT_DTYPES, float_dtype
 
 Shape = tuple[int, ...]
 
 
-def move(q: QArray, primitive_name: str, params: Mapping[str, Any]) -> QArray | None:
-    """What a primitive of JAX makes of the array that `q` stands for, quantized alike.
+def view(q: QArray, primitive: str, **params: Any) -> QArray:
+    """Return what a primitive that takes one array makes of a QArray."""
+    (result,) = q.moved(primitive, params, [q])
+    return result
 
-    Args:
-      q: the primitive's only operand.
-      primitive_name: such as "transpose".
-      params: the parameters of its equation.
 
-    Returns:
-      A QArray, or None: this primitive computes, or the scales don't fit its result.
+def reshape(q: QArray, shape: Sequence[int]) -> QArray:
+    """Reshape like ``lax.reshape``.
+
+    Raises:
+      ValueError: scales would not follow the new axes.
     """
-    rule = _RULES.get(primitive_name)
-    return None if rule is None else rule(q, params)
+    try:
+        return view(q, "reshape", new_sizes=tuple(shape), dimensions=None)
+    except MoveError as error:
+        raise refused(q, f"reshape to {tuple(shape)}") from error
 
 
-def transpose(q: QArray, permutation: Sequence[int]) -> QArray:
-    """``lax.transpose``."""
-    return _each(q, lambda leaf: lax.transpose(leaf, permutation))
+def concatenate(qs: Sequence[QArray], axis: int) -> QArray:
+    """Join QArrays of one format along an axis, like ``lax.concatenate``.
 
-
-def squeeze(q: QArray, dimensions: Sequence[int]) -> QArray:
-    """``lax.squeeze``."""
-    return _each(q, lambda leaf: lax.squeeze(leaf, dimensions))
-
-
-def expand_dims(q: QArray, dimensions: Sequence[int]) -> QArray:
-    """``lax.expand_dims``."""
-    return _each(q, lambda leaf: lax.expand_dims(leaf, dimensions))
-
-
-def rev(q: QArray, dimensions: Sequence[int]) -> QArray:
-    """``lax.rev``. The tiles of a reversed axis are reversed with their elements."""
-    return _each(q, lambda leaf: lax.rev(leaf, dimensions))
-
-
-def astype(q: QArray, dtype: Any) -> QArray:
-    """Changes the logical dtype, to a supported float dtype."""
-    return QArray(
-        q.qvalue,
-        q.scale,
-        q.zero_point,
-        q.global_scale,
-        qtype=q.qtype,
-        dtype=float_dtype(dtype, "the logical dtype of a QArray"),
-    )
-
-
-def broadcast_in_dim(q: QArray, shape: Shape, broadcast_dimensions: Sequence[int]) -> QArray:
-    """``lax.broadcast_in_dim``; new elements share their scale."""
-
-    def broadcast(leaf: jax.Array) -> jax.Array:
-        if leaf is q.qvalue:
-            target = shape
-        else:
-            sizes = dict(zip(broadcast_dimensions, leaf.shape, strict=True))
-            target = tuple(sizes.get(axis, 1) for axis in range(len(shape)))
-        return lax.broadcast_in_dim(leaf, target, broadcast_dimensions)
-
-    return _each(q, broadcast)
-
-
-def reshape(q: QArray, shape: Shape) -> QArray | None:
-    """``lax.reshape``. None where scales would not follow the new axes, e.g. an axis with one
-    scale merged with one that has many after it."""
-    shape = tuple(shape)
-    leaves = (q.scale, q.global_scale)
-    new = [None if x is None else _regrouped(q.shape, x.shape, shape) for x in leaves]
-    if any(x is not None and target is None for x, target in zip(leaves, new, strict=True)):
-        return None
-
-    def regroup(leaf: jax.Array) -> jax.Array:
-        if leaf is q.qvalue:
-            return lax.reshape(leaf, shape)
-        target = new[1] if leaf is q.global_scale else new[0]
-        assert target is not None
-        return lax.reshape(leaf, target)
-
-    return _each(q, regroup)
-
-
-def _regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
-    """Numbers of scales along the axes of shape `new`, for `groups` along those of `old`.
-
-    In row-major order an axis is `groups` indices, along which the scale varies, over a tile
-    along which it doesn't. The new axes cut this sequence of factors anew, and each may have at
-    most a varying factor over a constant one.
+    Raises:
+      ValueError: arrays of other formats, or of other tiles along the axis.
     """
-    if 0 in old or math.prod(old) != math.prod(new):
-        return None
-    factors: list[tuple[int, bool]] = []
-    for n, g in zip(old, groups, strict=True):
-        for factor, varies in ((g, True), (n // g, False)):
-            if factor > 1 and factors and factors[-1][1] == varies:
-                factors[-1] = (factors[-1][0] * factor, varies)
-            elif factor > 1:
-                factors.append((factor, varies))
-    result = []
-    for size in new:
-        varying, constant = 1, 1
-        while size > 1:
-            factor, varies = factors.pop(0)
-            step = math.gcd(factor, size)
-            if step != min(factor, size) or (varies and constant > 1):
-                return None
-            if step < factor:
-                factors.insert(0, (factor // step, varies))
-            varying, constant = (varying * step, constant) if varies else (varying, constant * step)
-            size //= step
-        result.append(varying)
-    return tuple(result)
-
-
-def slice(
-    q: QArray,
-    start_indices: Sequence[int],
-    limit_indices: Sequence[int],
-    strides: Sequence[int] | None = None,
-) -> QArray | None:
-    """``lax.slice``. None where it cuts through tiles, other than within one."""
-    strides = (1,) * q.ndim if strides is None else strides
-    bounds = list(zip(start_indices, limit_indices, strides, strict=True))
-
-    def cut(leaf: jax.Array) -> jax.Array | None:
-        own = [_cut(n, s, bound) for n, s, bound in zip(q.shape, leaf.shape, bounds, strict=True)]
-        if None in own:
-            return None
-        starts, limits, steps = zip(*own, strict=True) if own else ((), (), ())
-        return lax.slice(leaf, starts, limits, steps)
-
-    leaves = [None if x is None else cut(x) for x in _leaves(q)]
-    if any(new is None and old is not None for new, old in zip(leaves, _leaves(q), strict=True)):
-        return None
-    return _like(q, leaves)
-
-
-def _cut(size: int, groups: int, bound: tuple[int, int, int]) -> tuple[int, int, int] | None:
-    """The slice of `groups` scales along an axis for a slice of its `size` elements."""
-    start, limit, step = bound
-    if groups == size:
-        return bound
-    if groups == 1 or limit <= start:
-        return (0, min(groups, 1), 1)
-    tile = size // groups
-    if start // tile == (limit - 1) // tile:
-        return (start // tile, start // tile + 1, 1)
-    if step == 1 and start % tile == 0 and limit % tile == 0:
-        return (start // tile, limit // tile, 1)
-    return None
-
-
-def concatenate(qs: Sequence[QArray], axis: int) -> QArray | None:
-    """``lax.concatenate``. None for arrays of different formats or tiles."""
     first = qs[0]
-    if any((q.qtype, q.dtype, q.ndim) != (first.qtype, first.dtype, first.ndim) for q in qs):
-        return None
-    if len({q.zero_point is None for q in qs}) > 1:
-        return None
-    if first.global_scale is not None:
-        return None  # each has its own
-    axis = operator.index(axis) % first.ndim
-    # Along the axis: elements per scale, which must be equal.
-    if len({q.shape[axis] // max(q.scale.shape[axis], 1) for q in qs}) > 1:
-        return None
-    others = [[s for a, s in enumerate(q.scale.shape) if a != axis] for q in qs]
-    target = [max(sizes) for sizes in zip(*others, strict=True)]
-    if any(s not in (1, t) for sizes in others for s, t in zip(sizes, target, strict=True)):
-        return None
-
-    def join(leaves: Sequence[jax.Array | None], broadcast: bool) -> jax.Array | None:
-        arrays = [x for x in leaves if x is not None]
-        if broadcast:
-            shapes = [[*target[:axis], x.shape[axis], *target[axis:]] for x in arrays]
-            arrays = [
-                lax.broadcast_in_dim(x, shape, range(x.ndim))
-                for x, shape in zip(arrays, shapes, strict=True)
-            ]
-        return lax.concatenate(arrays, axis) if arrays else None
-
-    columns = list(zip(*map(_leaves, qs), strict=True))
-    return _like(first, [join(column, i > 0) for i, column in enumerate(columns)])
+    params = {"dimension": operator.index(axis) % max(first.ndim, 1)}
+    (result,) = first.moved("concatenate", params, list(qs))
+    return result
 
 
 def index(q: QArray, key: Any) -> QArray:
@@ -250,12 +92,21 @@ def index(q: QArray, key: Any) -> QArray:
         limits.append(limit)
         strides.append(step)
         axis += 1
-    result = slice(q, starts, limits, strides)
-    if result is None:
-        raise refused(q, f"[{key!r}]")
-    result = rev(result, reverse) if reverse else result
-    result = squeeze(result, dropped) if dropped else result
-    return expand_dims(result, new) if new else result
+    try:
+        result = view(
+            q, "slice", start_indices=starts, limit_indices=limits, strides=tuple(strides)
+        )
+    except MoveError as error:
+        raise refused(q, f"[{key!r}]") from error
+    result = view(result, "rev", dimensions=reverse) if reverse else result
+    result = view(result, "squeeze", dimensions=dropped) if dropped else result
+    if not new:
+        return result
+    shape = list(result.shape)
+    for place in new:
+        shape.insert(place, 1)
+    kept = [axis for axis in range(len(shape)) if axis not in new]
+    return view(result, "broadcast_in_dim", shape=tuple(shape), broadcast_dimensions=tuple(kept))
 
 
 def _is_int(k: Any) -> bool:
@@ -283,47 +134,4 @@ def resolved_shape(q: QArray, shape: Sequence[int]) -> Shape:
     return shape
 
 
-def _leaves(q: QArray) -> tuple[jax.Array | None, ...]:
-    return q.qvalue, q.scale, q.zero_point, q.global_scale
-
-
-def _each(q: QArray, function: Callable[[jax.Array], jax.Array]) -> QArray:
-    return _like(q, [None if leaf is None else function(leaf) for leaf in _leaves(q)])
-
-
-def _like(q: QArray, leaves: Sequence[Any]) -> QArray:
-    """A QArray of other arrays, with the static parts of `q`."""
-    return QArray(*leaves, qtype=q.qtype, dtype=q.dtype)
-
-
-def _converted(q: QArray, params: Mapping[str, Any]) -> QArray | None:
-    dtype = jnp.dtype(params["new_dtype"])
-    return astype(q, dtype) if dtype in FLOAT_DTYPES else None
-
-
-def _reshaped(q: QArray, params: Mapping[str, Any]) -> QArray | None:
-    if params.get("dimensions") is not None:
-        return None
-    return reshape(q, params["new_sizes"])
-
-
-def _same(q: QArray, params: Mapping[str, Any]) -> QArray:
-    return q
-
-
 _SLICE = type(jnp.s_[:])
-
-_RULES: dict[str, Callable[[QArray, Mapping[str, Any]], QArray | None]] = {
-    "broadcast_in_dim": lambda q, p: broadcast_in_dim(q, p["shape"], p["broadcast_dimensions"]),
-    "convert_element_type": _converted,
-    "copy": _same,
-    "copy_p": _same,
-    "expand_dims": lambda q, p: expand_dims(q, p["dimensions"]),
-    "name": _same,
-    "reshape": _reshaped,
-    "rev": lambda q, p: rev(q, p["dimensions"]),
-    "slice": lambda q, p: slice(q, p["start_indices"], p["limit_indices"], p["strides"]),
-    "squeeze": lambda q, p: squeeze(q, p["dimensions"]),
-    "stop_gradient": _same,
-    "transpose": lambda q, p: transpose(q, p["permutation"]),
-}

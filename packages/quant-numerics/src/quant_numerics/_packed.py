@@ -1,21 +1,21 @@
 """Packed storage: codes in no more bits than they need."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import StandIn
+from hijax_trace import ArrayProxy, MoveError, Part
 from quant_numerics._qarray import QArray, qtype_of, register_operand, stored_bytes
-from quant_numerics._qtypes import get_qtype
+from quant_numerics._qtypes import float_dtype, get_qtype
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedQArray(StandIn):
+class PackedQArray(ArrayProxy):
     """A QArray whose codes are stored as bit planes; a pytree of its arrays.
 
     Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
@@ -59,9 +59,25 @@ class PackedQArray(StandIn):
         """The array that it stands for, dequantized."""
         return unpack(self).restore()
 
-    def moved(self, primitive: str, params: Mapping[str, Any]) -> StandIn | None:
-        """What a primitive that only moves elements makes of it: a QArray, or None."""
-        return unpack(self).moved(primitive, params)
+    def parts(self) -> dict[str, Part]:
+        """Return planes, which have all axes but the last, and scales and zero points."""
+        planes = Part(self.planes, True, axes=self.ndim - 1)
+        return {"planes": planes, "scale": Part(self.scale), "zero_point": Part(self.zero_point)}
+
+    def astype(self, dtype: Any) -> "PackedQArray":
+        """Change the logical dtype, to a supported float dtype."""
+        dtype = float_dtype(dtype, "the logical dtype of a PackedQArray")
+        return dataclasses.replace(self, dtype=dtype)
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what a primitive makes of it: a QArray, where it moves the last axis."""
+        try:
+            return super().moved(primitive, params, operands)
+        except MoveError:
+            unpacked = [unpack(x) if isinstance(x, PackedQArray) else x for x in operands]
+            return unpack(self).moved(primitive, params, unpacked)
 
 
 def pack(q: QArray) -> PackedQArray:

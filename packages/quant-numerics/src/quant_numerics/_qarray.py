@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from hijax_trace import StandIn
+from hijax_trace import ArrayProxy, Move, MoveError, Part
 from quant_numerics._qtypes import QType, float_dtype, get_qtype
 
 
 # eq=False: comparing fields would ask arrays for a truth value; identity is what is meant.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class QArray(StandIn):
+class QArray(ArrayProxy):
     """A quantized array; a pytree of its arrays.
 
     It stands for ``(value(qvalue) - zero_point) * scale * global_scale``, where ``value`` looks a
@@ -28,8 +28,8 @@ class QArray(StandIn):
     ShapeDtypeStructs or None. Under ``vmap`` and ``scan`` the mapped axis must have full size in
     the scale too, that is, be a channel axis.
 
-    It is a stand-in: an argument of a function that TraceEngine wraps may hold QArrays where the
-    function expects arrays.
+    It is an array proxy: an argument of a function that TraceEngine wraps may hold QArrays where
+    the function expects arrays.
 
     Attributes:
       qvalue: codes, any shape, dtype ``get_qtype(qtype).storage_dtype``.
@@ -74,11 +74,21 @@ class QArray(StandIn):
 
         return dequantize(self)
 
-    def moved(self, primitive: str, params: Mapping[str, Any]) -> "QArray | None":
-        """Returns what a primitive makes of it; see ``move``."""
-        from quant_numerics._moves import move
+    def parts(self) -> dict[str, Part]:
+        """Return codes, which have every element, and scales and zero points, which have groups."""
+        book = qtype_of(self).codebook
+        zero = 0 if book is None else book.index(0.0)
+        scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
+        points = Part(self.zero_point)
+        return {"qvalue": Part(self.qvalue, True, zero), **scales, "zero_point": points}
 
-        return move(self, primitive, params)
+    def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
+        """Return a primitive as a move of QArrays; see ``ArrayProxy.move``."""
+        if self.zero_point is not None and primitive in ("pad", "select_n"):
+            raise MoveError(f"{primitive} of codes with zero points")
+        if self.global_scale is not None and primitive == "concatenate":
+            raise MoveError("concatenate of arrays that each have a global scale")
+        return super().move(primitive, params, operands)
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +104,7 @@ class QArray(StandIn):
         """Permutes the axes (reverses them without arguments), as NumPy's method."""
         given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
         order = tuple(a % self.ndim for a in given) or tuple(reversed(range(self.ndim)))
-        return _moves().transpose(self, order)
+        return _moves().view(self, "transpose", permutation=order)
 
     def swapaxes(self, axis1: int, axis2: int) -> "QArray":
         """Exchanges two axes."""
@@ -110,15 +120,12 @@ class QArray(StandIn):
             axis that merges one with a single scale and, after it, one with many.
         """
         given: Any = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
-        target = _moves().resolved_shape(self, given)
-        result = _moves().reshape(self, target)
-        if result is None:
-            raise _moves().refused(self, f"reshape to {target}")
-        return result
+        return _moves().reshape(self, _moves().resolved_shape(self, given))
 
     def astype(self, dtype: DTypeLike) -> "QArray":
         """Changes the logical dtype, to a supported float dtype. Codes and scales stay."""
-        return _moves().astype(self, dtype)
+        dtype = float_dtype(dtype, "the logical dtype of a QArray")
+        return dataclasses.replace(self, dtype=dtype)
 
     def __getitem__(self, key: Any) -> "QArray":
         """Indexes with integers, slices, None and Ellipsis; see ``take`` for arrays."""

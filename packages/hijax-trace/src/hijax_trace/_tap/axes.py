@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._proxy.proxy import SAME
+
 Axes = tuple[int | tuple[int, ...] | None, ...]
 """For each axis of a value, the axis that it became: see ``interception_core.Operand.axes``."""
 
@@ -101,18 +103,7 @@ def _reshape(params: dict[str, Any], before: Sequence[int], after: Sequence[int]
 
 
 MOVES: dict[str, Move] = {
-    "convert_element_type": _same,
-    "copy": _same,
-    "copy_p": _same,
-    "device_put": _same,
-    "mesh_cast": _same,
-    "optimization_barrier": _same,
-    "pcast": _same,
-    "pvary": _same,
-    "reduce_precision": _same,
-    "reshard": _same,
-    "sharding_constraint": _same,
-    "stop_gradient": _same,
+    **dict.fromkeys((*SAME, "convert_element_type"), _same),
     "transpose": _transpose,
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,

@@ -28,7 +28,7 @@ from .frames import (
 from .marker import hoisted
 from .memo import Tapped
 from .rerun import rerun
-from .standin import NONE_TAKEN, Taken, taken
+from .taken import NONE_TAKEN, Taken, taken
 
 if TYPE_CHECKING:
     from .run import Run
@@ -64,8 +64,8 @@ def enter(
     form = form_of(primitive, params)
     assert form is not None
     bodies = form.bodies(params, len(values))
-    stand_ins = operands.stand_ins if min(form.places(params)) >= 0 else {}
-    held = [taken(body, stand_ins) for body in bodies]
+    proxies = operands.proxies if min(form.places(params)) >= 0 else {}
+    held = [taken(body, proxies) for body in bodies]
     # What JAX would have inlined is no function of the program: each call is one of its own.
     shared = not _compat.is_inlined(primitive, params)
     with form.context(params):
@@ -174,7 +174,7 @@ def tap_body(
         around: where it is.
         body: the body.
         operands: what is known of the operands of its equation.
-        held: the stand-ins of operands that it can take.
+        held: the array proxies of operands that it can take.
         shared: whether handlers that have been asked about it, and asked nothing that has
             changed since, need not be asked again.
         hoists: whether its constants must become operands.
@@ -260,7 +260,7 @@ def tap_body(
 
 
 def _unused_in(jaxpr: Any, count: int, held: Taken) -> tuple[int, ...]:
-    """Returns which of a body's inputs that have stand-ins it does not use, once made again."""
+    """Returns which of a body's inputs that have array proxies it does not use, once made again."""
     if held is NONE_TAKEN:
         return ()
     used = _compat.used_inputs(_compat.open_of(jaxpr))
@@ -286,8 +286,8 @@ def stage_again(
     start, end = len(before), len(before) + len(own)
 
     def flat(*args: Any) -> list[Any]:
-        for i, stand_in in held.inside(args[:start], args[end:]).items():
-            frame.stand_ins[jaxpr.invars[i]] = stand_in
+        for i, proxy in held.inside(args[:start], args[end:]).items():
+            frame.proxies[jaxpr.invars[i]] = proxy
         return rerun(run, frame, jaxpr, [*consts, *args[start:end]])
 
     return _compat.stage(flat, [*before, *own, *after], jaxpr.debug_info)
@@ -305,7 +305,7 @@ def custom(
     before = run.numbers.copy()
     count = len(values)
     body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
-    held = taken(body, operands.stand_ins)
+    held = taken(body, operands.proxies)
     tapped = tap_body(run, around, body, operands, held)
     leading = [*tapped.extra, *(held.leading if tapped.taken else ())]
     extra = len(leading)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from interception_core import OpCall, Operand
 
+from .._proxy.proxy import ArrayProxy, Lost
 from .expression import Expression
 from .frames import Frame, Notes, Origin
-from .standin import StandIn
 
 if TYPE_CHECKING:
     from .run import Run
@@ -31,7 +31,7 @@ class TraceCall(OpCall):
         values: the arrays among its arguments.
         origins: of each of them, how its origin is found.
         notes: of each of them, the metadata.
-        stand_ins: of each of them, what it is kept as.
+        proxies: of each of them, what it is kept as.
         expressions: of each of them, how it is computed.
         within: the names of the functions that it is a part of.
         proceed: runs the original.
@@ -46,9 +46,9 @@ class TraceCall(OpCall):
         "_origins",
         "_own",
         "_proceed",
+        "_proxies",
         "_run",
         "_scopes",
-        "_stand_ins",
         "_values",
         "_within",
         "given",
@@ -66,7 +66,7 @@ class TraceCall(OpCall):
         values: Sequence[Any],
         origins: Callable[[int], Origin | None],
         notes: Callable[[int], Notes],
-        stand_ins: Callable[[int], StandIn | None],
+        proxies: Callable[[int], ArrayProxy | None],
         expressions: Callable[[int], Expression],
         within: frozenset[str],
         proceed: Callable[..., Any],
@@ -82,7 +82,7 @@ class TraceCall(OpCall):
         self._values = values
         self._origins = origins
         self._notes = notes
-        self._stand_ins = stand_ins
+        self._proxies = proxies
         self._expressions = expressions
         self._within = within
         self._proceed = proceed
@@ -122,9 +122,17 @@ class TraceCall(OpCall):
         origin = self._origin(value)
         return None if origin is None else origin.path
 
-    def stand_in(self, value: Any) -> StandIn | None:
+    def proxy(self, value: Any) -> ArrayProxy | None:
+        held = self._held(value)
+        return None if isinstance(held, Lost) else held
+
+    def why_no_proxy(self, value: Any) -> str | None:
+        held = self._held(value)
+        return held.why if isinstance(held, Lost) else None
+
+    def _held(self, value: Any) -> ArrayProxy | None:
         index = self._index(value)
-        return None if index is None else self._stand_ins(index)
+        return None if index is None else self._proxies(index)
 
     def expression(self, value: Any) -> Expression | None:
         index = self._index(value)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import _compat
-from .expression import Constant, Expression, Operation, Part, Shard, Unknown, united
+from .expression import VIEWS, Constant, Expression, Operation, Part, Shard, Unknown, united
 from .forms import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, form_of
 
 Express = Callable[[], Expression]
@@ -166,3 +169,58 @@ def entering(body: Body, operands: Sequence[Express], depth: int) -> list[Expres
         return find
 
     return [resolve(i) for i in range(len(body.inputs))]
+
+
+_MOVED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
+    """Returns for each result of a jaxpr the inputs that it may be a view of.
+
+    The inputs are the bits of an integer.
+    """
+    jaxpr = _compat.open_of(jaxpr)
+    found = _MOVED.get(jaxpr)
+    if found is None:
+        behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+
+        def bits(atoms: Sequence[Any]) -> list[int]:
+            return [0 if isinstance(x, _compat.Literal) else behind.get(x, 0) for x in atoms]
+
+        for eqn in jaxpr.eqns:
+            own = bits(eqn.invars)
+            if not any(own):
+                continue
+            if eqn.primitive.name in VIEWS:
+                behind.update(dict.fromkeys(eqn.outvars, functools.reduce(operator.or_, own)))
+            elif (body := _last_body(eqn)) is not None:
+                behind.update(zip(eqn.outvars, _outside(body, own), strict=False))
+        found = _MOVED[jaxpr] = tuple(bits(jaxpr.outvars))
+    return found
+
+
+def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
+    """Returns which results of a call, branch or loop may be views of its marked operands."""
+    body = _last_body(eqn)
+    found = [] if body is None else _outside(body, [int(mark) for mark in held])
+    return [i for i, mark in enumerate(found) if mark]
+
+
+def _last_body(eqn: Any) -> Body | None:
+    """Returns the body whose results an equation's are; of branches, one."""
+    if eqn.primitive in CUSTOM_CALLS:
+        count = len(eqn.invars)
+        return Body(eqn.params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
+    form = form_of(eqn.primitive, eqn.params)
+    # The while loop's condition, which is first, returns nothing of its operands.
+    return None if form is None else form.bodies(eqn.params, len(eqn.invars))[-1]
+
+
+def _outside(body: Body, operands: Sequence[int]) -> list[int]:
+    """Returns what is known of a body's results, from what is known of the operands."""
+    inputs = [0 if i is None else operands[i] for i in body.inputs]
+    marked = [known for known in enumerate(inputs) if known[1]]
+    return [
+        functools.reduce(operator.or_, (known for i, known in marked if bits >> i & 1), 0)
+        for bits in moved_inputs(body.jaxpr)
+    ]

@@ -19,6 +19,7 @@ import jax
 from interception_core import SETTLED, settled
 
 from .. import _compat
+from .._proxy.proxy import ArrayProxy, follow
 from .axes import dropped
 from .call import TraceCall
 from .flow import move_of
@@ -26,7 +27,6 @@ from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
 from .marker import Marker, check_result, marker_in
 from .plan import WITHIN
 from .rerun import rerun
-from .standin import StandIn
 
 if TYPE_CHECKING:
     from .run import Run
@@ -71,7 +71,7 @@ class Early:
         self._looked_at = 0
         self._asked: list[tuple[int, Key, int]] = []
         self._notes: dict[int, tuple[Any, Notes]] = {}
-        self._stand_ins: Mapping[int, StandIn] = {}
+        self._proxies: Mapping[int, ArrayProxy] = {}
         self.met = self.met_nested = False
 
     def begin(
@@ -79,18 +79,18 @@ class Early:
         trace: Any,
         tracers: Sequence[Any],
         origins: Callable[[int], Origin],
-        stand_ins: Mapping[int, StandIn],
+        proxies: Mapping[int, ArrayProxy],
     ) -> None:
         """Says in which trace the program is staged, on what, and what that is kept as."""
         self._base = weakref.ref(trace)
         self._variables = {_compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
         self._origins = origins
-        self._stand_ins = stand_ins
+        self._proxies = proxies
 
     def end(self) -> None:
         """Says that it is."""
         self._base, self._origins = _no_trace, None
-        self._notes, self._stand_ins = {}, {}
+        self._notes, self._proxies = {}, {}
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
         """Asks the handler of a function. ``call`` is what PatchEngine tells of the call."""
@@ -163,7 +163,7 @@ class Early:
                 known.notes,
                 *where,
                 frozenset({name}),
-                stand_ins=known.stand_ins,
+                proxies=known.proxies,
             )
             with self._counting():
                 return rerun(self._run, inner, jaxpr, [*_compat.consts_of(marker.jaxpr), *values])
@@ -225,7 +225,7 @@ class Early:
             values,
             lambda i: self.origin(values[i]),
             lambda i: self._notes.get(id(values[i]), (None, _NOTHING))[1],
-            lambda i: self._stand_in(values[i]),
+            lambda i: self._proxy(values[i]),
             lambda i: frame.expression(values[i]),
             within,
             proceed,
@@ -256,7 +256,7 @@ class Early:
             [_compat.typeof(value) for value in values],
             [functools.partial(self.origin, value) for value in values],
             {i: self._notes[id(v)][1] for i, v in enumerate(values) if id(v) in self._notes},
-            {i: held for i, v in enumerate(values) if (held := self._stand_in(v)) is not None},
+            {i: held for i, v in enumerate(values) if (held := self._proxy(v)) is not None},
         )
 
     @contextlib.contextmanager
@@ -303,15 +303,15 @@ class Early:
         origin = self.origin(eqn.in_tracers[step[0]])
         return None if origin is None else origin.moved(step[1])
 
-    def _stand_in(self, value: Any) -> StandIn | None:
+    def _proxy(self, value: Any) -> ArrayProxy | None:
         """Returns what a value of the staged program, mapped over or not, is kept as."""
         base = self._base()
-        if not self._stand_ins or base is None:
+        if not self._proxies or base is None:
             return None
         # What vmap doesn't map is the value itself; a derivative needs the array.
         if _compat.is_batched(value):
             value, axis = _compat.inner_value(value) or (None, None)
-            return self._stand_in(value) if axis is None else None
+            return self._proxy(value) if axis is None else None
         if not _compat.is_staged_in(value, base):
             return None
         var, eqn = _compat.producer(value)
@@ -319,12 +319,15 @@ class Early:
             return (
                 None
                 if isinstance(var, _compat.Literal)
-                else self._stand_ins.get(self._variables.get(var, -1))
+                else self._proxies.get(self._variables.get(var, -1))
             )
-        if len(eqn.in_tracers) != 1 or len(eqn.outvars) != 1:
+        held = [self._proxy(tracer) for tracer in eqn.in_tracers]
+        if not any(held):
             return None
-        held = self._stand_in(eqn.in_tracers[0])
-        return None if held is None else held.moved(eqn.primitive.name, eqn.params)
+        avals = [out.aval for out in eqn.outvars]
+        how = (eqn.primitive.name, eqn.params, eqn.in_tracers, held)
+        found = follow(*how, avals, lambda i: False)
+        return found[eqn.outvars.index(var)]
 
     def _count_staged(self) -> None:
         """Counts what has been staged since the last time, and is to be asked later on."""

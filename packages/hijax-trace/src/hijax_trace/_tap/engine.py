@@ -12,13 +12,14 @@ import jax
 from interception_core import Interceptor, TargetError
 
 from .. import _compat
+from .._proxy.proxy import ArrayProxy, is_proxy
 from .axes import identity
 from .expression import Expression, Leaf
 from .frames import Frame, Origin
 from .marker import Packed
 from .rerun import rerun
 from .run import Run, Tapping, mode_of, widen_mode
-from .standin import StandIn, is_stand_in, leaves_of
+from .taken import leaves_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +34,7 @@ class TraceEngine:
     batched where the program does that itself. What a program does is otherwise unchanged: the
     result is an ordinary JAX function, and what no handler has replaced is made again as it was.
 
-    Arguments may hold a ``StandIn`` where the function expects an array.
+    Arguments may hold an ``ArrayProxy`` where the function expects an array.
 
     A program must be traceable, as for ``jax.jit``. Its arrays are traced values; Python's
     numbers, strings and other objects among its arguments are constants.
@@ -106,14 +107,14 @@ class _Tapped:
         first = len(jaxpr.invars) - len(leaves) - count
         inputs: list[Any] = [None] * len(jaxpr.invars)
         inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
-        stand_ins = {first + i: stand_in for i, stand_in in held.items()}
+        proxies = {first + i: proxy for i, proxy in held.items()}
         run.origin = origins
         expressions = [_no_input] * len(inputs)
         for i in range(count):
             expressions[first + i] = functools.partial(
                 _leaf, jaxpr.invars[first + i].aval, i, origins
             )
-        known = {"stand_ins": stand_ins, "expressions": expressions, "consts": consts}
+        known = {"proxies": proxies, "expressions": expressions, "consts": consts}
         frame = Frame(jaxpr, inputs, {}, "", **known)
         try:
             return result.build(rerun(run, frame, jaxpr, [*consts, *packed.arrays, *leaves]))
@@ -139,7 +140,7 @@ class _Tapped:
         return value
 
     def _stage(
-        self, tapping: Tapping, packed: Packed, held: dict[int, StandIn]
+        self, tapping: Tapping, packed: Packed, held: dict[int, ArrayProxy]
     ) -> tuple[Run, tuple[Any, list[Any], Packed]]:
         run = Run(tapping)
         result: Packed | None = None
@@ -150,8 +151,8 @@ class _Tapped:
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
             tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
-            stand_ins = jax.tree.unflatten(jax.tree.structure(held), leaves)
-            run.early.begin(_compat.current_trace(), tracers, origins, stand_ins)
+            proxies = jax.tree.unflatten(jax.tree.structure(held), leaves)
+            run.early.begin(_compat.current_trace(), tracers, origins, proxies)
             run.keep(_compat.current_trace())
             args, kwargs = packed.build(tracers)
             result = Packed(tapping.taps.run(self._whole, args, kwargs, observer=run))
@@ -173,17 +174,17 @@ def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:
 
 
 def _no_input() -> Expression:
-    """Stands for the expression of an array of a stand-in, which no handler is shown."""
+    """Stands for the expression of an array of an array proxy, which no handler is shown."""
     raise AssertionError("what stands for an array is not a part of the program")
 
 
-def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, StandIn]]:
-    """Returns the arguments with arrays in place of stand-ins, and these, by array."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_stand_in)
-    if not any(map(is_stand_in, leaves)):
+def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, ArrayProxy]]:
+    """Returns the arguments with arrays in place of array proxies, and these, by array."""
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
+    if not any(map(is_proxy, leaves)):
         return Packed((args, kwargs)), {}
     # One that is there twice is one array, as an array is.
-    arrays = {id(leaf): leaf.restore() for leaf in leaves if is_stand_in(leaf)}
+    arrays = {id(leaf): leaf.restore() for leaf in leaves if is_proxy(leaf)}
     packed = Packed(jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves]))
     places = {id(array): i for i, array in enumerate(packed.arrays)}
     by_place = {places[id(arrays[id(x)])]: x for x in leaves if id(x) in arrays}

@@ -11,42 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from .._proxy.moves import MOVES
+from .._proxy.proxy import SAME
 
 Kind = Literal["view", "derived", "activation", "constant"]
 """What an operand is: see ``Expression.kind``."""
 
-VIEWS = frozenset(
-    {
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "device_put",
-        "dynamic_slice",
-        "expand_dims",
-        "gather",
-        "mesh_cast",
-        "optimization_barrier",
-        "pad",
-        "pcast",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "reshard",
-        "rev",
-        "select_n",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "stack",
-        "stop_gradient",
-        "tile",
-        "transpose",
-        "unstack",
-    }
-)
+VIEWS = SAME | MOVES
 """Primitives that move values and compute none: scales can be moved in the same way."""
 
 
@@ -320,10 +291,10 @@ class Operation(Expression):
             return list(range(len(self.operands)))
         if name == "select_n":
             which, *cases = self.operands
-            zeros = [i for i, case in enumerate(cases, 1) if _is_zero(case)]
+            zeros = [i for i, case in enumerate(cases, 1) if is_zero(case)]
             moved = [i for i in range(1, len(self.operands)) if i not in zeros]
             return moved if which.is_constant and len(moved) == 1 else None
-        if name == "pad" and not _is_zero(self.operands[1]):
+        if name == "pad" and not is_zero(self.operands[1]):
             return None
         if name == "optimization_barrier":
             return [self.result]
@@ -351,7 +322,8 @@ class Operation(Expression):
         return "operation", self.primitive.name, self.result, [(k, _stable(v)) for k, v in params]
 
 
-def _is_zero(expression: Expression) -> bool:
+def is_zero(expression: Expression) -> bool:
+    """Returns whether all of a value is zero wherever the program runs."""
     while isinstance(expression, Operation) and expression.primitive.name in (
         "broadcast_in_dim",
         "convert_element_type",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .._proxy.proxy import ArrayProxy
 from .axes import Axes, compose
 from .dataflow import Dataflow, Express
 from .expression import Expression, Unknown
 from .flow import flow_of
-from .standin import StandIn
 
 
 class Origin(NamedTuple):
@@ -51,7 +51,7 @@ class Frame:
         within: the names of the functions, tapped but let run, that it is a part of.
         silent: whether no handler is asked.
         parent: the frame around it.
-        stand_ins: what its inputs are kept as, by number.
+        proxies: what its inputs are kept as, by number.
         expressions: how those of its inputs are found; None where they are not known.
         consts: the values of the jaxpr's constants.
         depth: how many loops and maps there are around it.
@@ -73,10 +73,10 @@ class Frame:
         "notes",
         "numbers_were_read",
         "path_was_read",
+        "proxies",
         "read",
         "replaced",
         "silent",
-        "stand_ins",
         "within",
     )
 
@@ -90,7 +90,7 @@ class Frame:
         within: frozenset[str] = frozenset(),
         silent: bool = False,
         parent: Frame | None = None,
-        stand_ins: Mapping[int, StandIn] | None = None,
+        proxies: Mapping[int, ArrayProxy] | None = None,
         expressions: Sequence[Express] | None = None,
         consts: Sequence[Any] = (),
         depth: int = 0,
@@ -108,8 +108,8 @@ class Frame:
         self.within = within
         self.silent = silent
         self.notes: dict[Any, Notes] = {jaxpr.invars[i]: note for i, note in notes.items()}
-        self.stand_ins: dict[Any, StandIn] = {
-            jaxpr.invars[i]: stand_in for i, stand_in in (stand_ins or {}).items()
+        self.proxies: dict[Any, ArrayProxy] = {
+            jaxpr.invars[i]: proxy for i, proxy in (proxies or {}).items()
         }
         self.replaced: set[Any] = set()
         # Of these, the values that the program's own operation did not compute.
@@ -193,14 +193,14 @@ class Operands(NamedTuple):
         avals: their types.
         origins: how the origin of each is found.
         notes: their metadata, by number.
-        stand_ins: what they are kept as, by number.
+        proxies: what they are kept as, by number.
         expressions: how that of each is found; None where they are not known.
     """
 
     avals: Sequence[Any]
     origins: Sequence[Resolve]
     notes: Mapping[int, Notes]
-    stand_ins: Mapping[int, StandIn]
+    proxies: Mapping[int, ArrayProxy]
     expressions: Sequence[Express] | None = None
 
 

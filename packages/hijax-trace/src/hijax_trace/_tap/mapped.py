@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
+from .._proxy.proxy import ArrayProxy
 from .axes import dropped
 from .expression import Expression, Part
 from .frames import Express, Origin, Resolve
 from .marker import hoisted
-from .standin import StandIn, steps
+from .taken import stepped
 
 
 class Level(NamedTuple):
@@ -97,32 +98,33 @@ class Mapped:
 
     def run(
         self,
-        fn: Callable[[list[Any], Mapping[int, StandIn]], list[Any]],
+        fn: Callable[[list[Any], Mapping[int, ArrayProxy]], list[Any]],
         values: Sequence[Any],
-        stand_ins: Mapping[int, StandIn],
+        proxies: Mapping[int, ArrayProxy],
     ) -> list[Any]:
         """Runs ``fn`` in place of the jaxpr, mapped.
 
         Args:
-            fn: called once with the operands and stand-ins of one example. Returns its results.
+            fn: called once with the operands and array proxies of one example. Returns its results.
             values: the operands of the whole.
-            stand_ins: what they are kept as, by number.
+            proxies: what they are kept as, by number.
         """
-        return _run(self.levels, fn, list(values), stand_ins)
+        return _run(self.levels, fn, list(values), proxies)
 
 
 def _run(
     levels: Sequence[Level],
-    fn: Callable[[list[Any], Mapping[int, StandIn]], list[Any]],
+    fn: Callable[[list[Any], Mapping[int, ArrayProxy]], list[Any]],
     values: list[Any],
-    stand_ins: Mapping[int, StandIn],
+    proxies: Mapping[int, ArrayProxy],
 ) -> list[Any]:
     if not levels:
-        return fn(values, stand_ins)
+        return fn(values, proxies)
     level = levels[0]
-    same = {i: held for i, held in stand_ins.items() if level.ins[i] is None}
-    # One that is mapped along its first axis has a part of each leaf in each example.
-    parts = {i: held for i, held in stand_ins.items() if level.ins[i] == 0 and steps(held)}
+    same = {i: held for i, held in proxies.items() if level.ins[i] is None}
+    parts = {
+        i: stepped(held, axis) for i, held in proxies.items() if (axis := level.ins[i]) is not None
+    }
     leaves, treedef = jax.tree.flatten(parts)
 
     def one(values: list[Any], leaves: list[Any]) -> list[Any]:

@@ -23,8 +23,8 @@ class Tapped:
         read: the origins of its inputs that handlers looked at, by number.
         path: what stands for the module path that they looked at.
         path_was_read: whether they did.
-        taken: whether it takes the stand-ins of its operands.
-        unused: its inputs that it takes a stand-in for, and does not use themselves.
+        taken: whether it takes the array proxies of its operands.
+        unused: its inputs that it takes an array proxy for, and does not use themselves.
         foreign: whether any operation's value was replaced by one that is not its own.
         before: how many such operations there were before, as ``counted``, if handlers looked at
             their numbers.

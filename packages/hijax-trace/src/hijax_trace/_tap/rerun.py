@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from interception_core import TargetError
 
 from .. import _compat
+from .._proxy.proxy import ArrayProxy, Lost, follow
 from .call import TraceCall
+from .dataflow import returned_views
+from .expression import VIEWS, is_zero
 from .flow import handed_on
 from .frames import Around, Frame, Notes, Operands
 from .mapped import mapped_in
 from .marker import Marker, MarkerName, Packed, check_result, check_value
 from .plan import Do, Step
-from .standin import StandIn
 
 if TYPE_CHECKING:
     from .bodies import Entered
@@ -82,16 +84,14 @@ class Rerun:
             if len(outer):
                 stack = outer + stack if len(stack) else outer
             info = _compat.info_of(eqn, self._caller, stack)
-            if frame.stand_ins and self._moves(step, values, info):
+            if frame.proxies and self._moves(step, values, info):
                 pass
             elif step.do is Do.PASS:
                 self._again(step, eqn, values, info)
             else:
                 _ACTIONS[step.do](self, step, values, info)
-            if frame.notes and _compat.holds_jaxprs(eqn):
-                for i, operand in handed_on(eqn):
-                    if notes := _notes(frame, eqn.invars[operand]):
-                        frame.notes.setdefault(eqn.outvars[i], notes)
+            if (frame.notes or frame.proxies) and _compat.holds_jaxprs(eqn):
+                self._hand_on(eqn)
             for var in forget.get(eqn, ()):
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self._jaxpr.outvars]
@@ -105,26 +105,49 @@ class Rerun:
                     self._changed.add(var)
 
     def _moves(self, step: Step, values: list[Any], info: Any) -> bool:
-        """Makes an equation that moves what has a stand-in. Returns whether it did."""
-        eqn, stand_ins = step.eqn, self.frame.stand_ins
+        """Makes an equation that moves what has an array proxy. Returns whether it did."""
+        eqn, proxies = step.eqn, self.frame.proxies
         if step.do is not Do.PASS or not eqn.invars:
             return False
-        held = [stand_ins.get(_variable(atom)) for atom in eqn.invars]
+        held = [proxies.get(_variable(atom)) for atom in eqn.invars]
         if not any(held):
             return False
-        if step.inlined:
+        if step.inlined or self._is_view(eqn, held):
             within = self.frame.within | step.within
             self._inline(step, eqn.params["jaxpr"], values, info, within)
             return True
-        first = held[0]
-        if first is None or len(eqn.outvars) != 1:
+        if eqn.primitive.name not in VIEWS:
             return False
         self._again(step, eqn, values, info)
+        avals = [var.aval for var in eqn.outvars]
+
+        def is_known_zero(i: int) -> bool:
+            return is_zero(self.frame.expression(eqn.invars[i]))
+
         with _compat.at(info), eqn.ctx.manager:
-            moved = first.moved(eqn.primitive.name, eqn.params)
-        if moved is not None:
-            stand_ins[eqn.outvars[0]] = moved
+            found = follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero)
+        proxies.update((v, proxy) for v, proxy in zip(eqn.outvars, found, strict=True) if proxy)
         return True
+
+    def _hand_on(self, eqn: Any) -> None:
+        """Keeps what is known of operands that a call, branch or loop returns."""
+        frame = self.frame
+        for i, operand in handed_on(eqn):
+            if notes := _notes(frame, eqn.invars[operand]):
+                frame.notes.setdefault(eqn.outvars[i], notes)
+            if proxy := frame.proxies.get(_variable(eqn.invars[operand])):
+                frame.proxies.setdefault(eqn.outvars[i], proxy)
+        held = [_variable(atom) in frame.proxies for atom in eqn.invars]
+        for i in returned_views(eqn, held) if any(held) else ():
+            aval = eqn.outvars[i].aval
+            why = f"{eqn.primitive.name} returns it. Use it where it is moved."
+            frame.proxies.setdefault(eqn.outvars[i], Lost(aval.shape, aval.dtype, why))
+
+    def _is_view(self, eqn: Any, held: Sequence[Any]) -> bool:
+        """Returns whether an equation is the call of a function that moves what has a proxy."""
+        if eqn.primitive is not _compat.jit_p:
+            return False
+        return bool(returned_views(eqn, [proxy is not None for proxy in held]))
 
     def _again(self, step: Step, eqn: Any, values: Sequence[Any], info: Any) -> None:
         """Makes an equation as it is."""
@@ -234,8 +257,8 @@ class Rerun:
                 continue
             if atom in inner.notes:
                 frame.notes[var] = inner.notes[atom]
-            if atom in inner.stand_ins:
-                frame.stand_ins[var] = inner.stand_ins[atom]
+            if atom in inner.proxies:
+                frame.proxies[var] = inner.proxies[atom]
         _join(frame, eqn, inner)
         self._write(eqn.outvars, results)
 
@@ -250,7 +273,7 @@ class Rerun:
             jaxpr,
             *known,
             *where,
-            operands.stand_ins,
+            operands.proxies,
             operands.expressions,
             _compat.consts_of(closed),
             frame.depth,
@@ -314,7 +337,7 @@ class Rerun:
         ]
         inner: Frame | None = None
 
-        def one(values: list[Any], stand_ins: Mapping[int, StandIn]) -> list[Any]:
+        def one(values: list[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
             nonlocal inner
             inner = Frame(
                 jaxpr,
@@ -325,7 +348,7 @@ class Rerun:
                 frame.within | step.within,
                 frame.silent,
                 frame,
-                stand_ins,
+                proxies,
                 mapped.expressions(operands.expressions, jaxpr, frame.depth),
                 consts,
                 frame.depth + len(mapped.levels),
@@ -333,7 +356,7 @@ class Rerun:
             return rerun(self.run, inner, jaxpr, [*consts, *values], info)
 
         with _compat.at(info), eqn.ctx.manager:
-            results = mapped.run(one, values, operands.stand_ins)
+            results = mapped.run(one, values, operands.proxies)
         assert inner is not None
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
             if notes := _notes(inner, atom):
@@ -394,7 +417,7 @@ class Rerun:
             values,
             lambda i: frame.origin(atoms[i]),
             lambda i: _notes(frame, atoms[i]),
-            lambda i: frame.stand_ins.get(_variable(atoms[i])),
+            lambda i: frame.proxies.get(_variable(atoms[i])),
             lambda i: frame.expression(atoms[i]),
             frame.within | step.within,
             proceed,
@@ -408,12 +431,12 @@ class Rerun:
         frame = self.frame
         notes = {i: note for i, atom in enumerate(eqn.invars) if (note := _notes(frame, atom))}
         origins = [functools.partial(frame.origin, atom) for atom in eqn.invars]
-        stand_ins = {}
-        if frame.stand_ins:
-            found = [frame.stand_ins.get(_variable(atom)) for atom in eqn.invars]
-            stand_ins = {i: held for i, held in enumerate(found) if held is not None}
+        proxies = {}
+        if frame.proxies:
+            found = [frame.proxies.get(_variable(atom)) for atom in eqn.invars]
+            proxies = {i: held for i, held in enumerate(found) if held is not None}
         expressions = [functools.partial(frame.expression, atom) for atom in eqn.invars]
-        return Operands([atom.aval for atom in eqn.invars], origins, notes, stand_ins, expressions)
+        return Operands([atom.aval for atom in eqn.invars], origins, notes, proxies, expressions)
 
 
 def _join(frame: Frame, eqn: Any, inner: Frame | Entered) -> None:

@@ -110,7 +110,7 @@ class LoraProvider(PtqProvider):
     """Runs a program whose parameters may be LoraWeights."""
 
     def _run(self, site: Site, statistics: Statistics | None = None) -> Any:
-        stored = [site.call.stand_in(operand) for operand in site.operands]
+        stored = [site.call.proxy(operand) for operand in site.operands]
         adapted: dict[int, LoraWeight] = {}
         for side, (held, operand) in enumerate(zip(stored, site.operands, strict=True)):
             if isinstance(held, LoraWeight):
@@ -146,7 +146,7 @@ class LoraProvider(PtqProvider):
         return y
 
     def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        held = call.stand_in(operand)
+        held = call.proxy(operand)
         if not isinstance(held, LoraWeight):
             return super()._lookup(call, operand, indices, **params)
         delta = adapter_rows(held, indices, params)

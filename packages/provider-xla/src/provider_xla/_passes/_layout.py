@@ -154,7 +154,7 @@ def layout_of(site: Site, side: int, plan: WeightPlan) -> Layout:
     pairs = zip(contracted[side], contracted[1 - side], strict=True)
     if any(weight.shape[a] != x.shape[b] for a, b in pairs):
         raise NotMatrix("an axis of size 1 is broadcast")
-    held = getattr(site.call.stand_in(site.operands[side]), "moving", None)
+    held = getattr(site.call.proxy(site.operands[side]), "moving", None)
     if held is not None and held.scale.size != 1:
         raise NotMatrix("several steps are taken at once, as under vmap")
     k_axes = tuple(sorted(places[axis] for axis in contracted[side]))

@@ -235,7 +235,7 @@ def _measured(
 
 def _of_step(step: Any, site: Site, side: int) -> Any:
     """Returns what activations go through in the step of the loop that a site is in."""
-    held = getattr(site.call.stand_in(site.operands[side]), "moving", None)
+    held = getattr(site.call.proxy(site.operands[side]), "moving", None)
     number = 0 if held is None else held.scale.reshape(()).astype(jnp.int32)
     return jax.tree.map(lambda x: x[number], step)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import StandIn
+from hijax_trace import ArrayProxy
 from interception_core import PatchEngine
 
 from .._arrays import of_arrays
@@ -38,7 +38,7 @@ class _Call:
     """An operation with the types of its operands."""
 
     def __init__(self, site: Site, statistics: Statistics | None, mapped: int):
-        held = map(site.call.stand_in, site.operands)
+        held = map(site.call.proxy, site.operands)
         operands, self.hows = run_operands(site, held)
         self.product = site.product
         self.operands, self.floats, self.extras = map(
@@ -51,7 +51,7 @@ class _Call:
         if not any(activations):
             self.axes = (0, 0)
         # Where nothing is left to map over, it is timed once and counted as often.
-        is_mapped = any(axis == 0 and not isinstance(x, StandIn)
+        is_mapped = any(axis == 0 and not isinstance(x, ArrayProxy)
                         for axis, x in zip(self.axes, self.operands, strict=True))  # fmt: skip
         self.mapped, self.repeats = (mapped, 1) if is_mapped else (1, mapped)
         leaves, structure = jax.tree.flatten((self.operands, self.floats, self.extras))
@@ -72,7 +72,7 @@ class _Call:
             self._filled(rng, x, axis) for x, axis in zip(self.floats, self.axes, strict=True)
         ]
         operands = [
-            self._filled(rng, x, axis) if isinstance(x, StandIn) else given
+            self._filled(rng, x, axis) if isinstance(x, ArrayProxy) else given
             for x, axis, given in zip(self.operands, self.axes, floats, strict=True)
         ]
         calls = (
@@ -84,15 +84,13 @@ class _Call:
     def _mapped(self, fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
         if self.mapped == 1:
             return jax.jit(fn)
-        axes = [
-            None if isinstance(x, StandIn) else a for x, a in zip(operands, self.axes, strict=True)
-        ]
+        pairs = zip(operands, self.axes, strict=True)
+        axes = [None if isinstance(x, ArrayProxy) else a for x, a in pairs]
         return jax.jit(jax.vmap(fn, in_axes=(*axes, None, None)))
 
     def _filled(self, rng: np.random.Generator, types: Any, axis: int | None) -> Any:
-        lead = (
-            () if self.mapped == 1 or axis is None or isinstance(types, StandIn) else (self.mapped,)
-        )
+        is_whole = self.mapped == 1 or axis is None or isinstance(types, ArrayProxy)
+        lead = () if is_whole else (self.mapped,)
 
         def fill(x: Any) -> Any:
             if isinstance(x, PrepackedWeight):
@@ -192,7 +190,7 @@ def _packed(rng: np.random.Generator, weight: PrepackedWeight) -> PrepackedWeigh
 
 def _random(rng: np.random.Generator, shape: Sequence[int], dtype: Any, parent: Any) -> jax.Array:
     """Returns numbers of any dtype; of an array that is stored, small ones above 0."""
-    stored = isinstance(parent, StandIn)
+    stored = isinstance(parent, ArrayProxy)
     # A short row over and over: what they are makes no difference.
     if jnp.issubdtype(dtype, np.integer):
         low = 0 if jnp.issubdtype(dtype, np.unsignedinteger) else -1

@@ -1,6 +1,5 @@
-"""Stand-ins: codes and scales that travel through a program in place of the array."""
+"""Array proxies: codes and scales that travel through a program in place of the array."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,49 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hijax_trace import StandIn, TraceEngine
+from hijax_trace import TraceEngine
 from interception_core import Interceptor
+from jaxtap_testkit.coded import coded
 
 pytestmark = pytest.mark.sample(2)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Coded(StandIn):
-    """int8 codes with one scale per index of axis 0."""
-
-    codes: jax.Array
-    scale: jax.Array
-
-    @property
-    def shape(self):
-        return self.codes.shape
-
-    @property
-    def dtype(self):
-        return self.scale.dtype
-
-    def restore(self):
-        return self.codes.astype(self.scale.dtype) * self.scale
-
-    def moved(self, primitive, params):
-        if primitive == "transpose":
-            permutation = params["permutation"]
-            return Coded(self.codes.transpose(permutation), self.scale.transpose(permutation))
-        if primitive == "convert_element_type":
-            return Coded(self.codes, self.scale.astype(params["new_dtype"]))
-        if primitive == "squeeze":
-            return Coded(*(x.squeeze(params["dimensions"]) for x in (self.codes, self.scale)))
-        return None
-
-
-def coded(*shape, seed=0, axes=(0,)):
-    rng = np.random.default_rng(seed)
-    scales = [n if a in axes else 1 for a, n in enumerate(shape)]
-    return Coded(
-        jnp.asarray(rng.integers(-127, 128, shape), jnp.int8),
-        jnp.asarray(rng.uniform(0.01, 0.02, scales), jnp.float32),
-    )
 
 
 @jax.jit
@@ -121,7 +82,7 @@ def inner_grad(w, x):
     return jax.grad(lambda x: (x @ w).sum() ** 2)(x)
 
 
-# name: function, shape of the weight, whether every product gets its stand-in.
+# name: function, shape of the weight, whether every product gets its array proxy.
 PROGRAMS = {
     "operator": (lambda w, x: x @ w, (8, 8), True),
     "dot": (lambda w, x: jnp.dot(x, w), (8, 8), True),
@@ -146,7 +107,7 @@ PROGRAMS = {
     "custom_vjp": (lambda w, x: projected(w, x), (8, 8), None),
     "vmap": (inner_vmap, (8, 8), True),
     "vmap of weights": (mapped_weights, (3, 8, 8), True),
-    "slice": (lambda w, x: x @ w[:, :8], (8, 16), False),
+    "slice": (lambda w, x: x @ w[:, :8], (8, 16), True),
     "grad of x": (inner_grad, (8, 8), None),
     "no product": (lambda w, x: w.sum() + x, (8, 8), True),
 }
@@ -164,12 +125,12 @@ def level(request):
 
 def tap(fn, level, found):
     def note(call, operands):
-        held = [call.stand_in(x) for x in operands]
+        held = [call.proxy(x) for x in operands]
         found.append(any(held))
-        for x, stand_in in zip(operands, held, strict=True):
-            if stand_in is not None:
-                assert stand_in.shape == x.shape
-                assert stand_in.dtype == x.dtype
+        for x, proxy in zip(operands, held, strict=True):
+            if proxy is not None:
+                assert proxy.shape == x.shape
+                assert proxy.dtype == x.dtype
         return [x if h is None else h.restore() for x, h in zip(operands, held, strict=True)]
 
     def product(call, a, b, **params):
@@ -214,14 +175,14 @@ def test_values_are_those_of_the_arrays(program, level, transform):
 
 
 def test_program_without_the_arrays(program):
-    """Where each product has its stand-in, the arrays are no part of the compiled program."""
+    """Where each product has its array proxy, the arrays are no part of the compiled program."""
     fn, shape, all_found = program
     if not all_found or fn is PROGRAMS["no product"][0]:
         return
     w, x = coded(*shape), jnp.ones((4, 8))
 
     def handler(call, a, b, **params):
-        held = call.stand_in(b)
+        held = call.proxy(b)
         return call.proceed(a, (held.codes * 2).astype(a.dtype), **params)
 
     fn = TraceEngine().wrap(fn, Interceptor({"primitive:dot_general": handler}))
@@ -237,7 +198,7 @@ def test_equal_layers_share_one_trace():
     asked = []
 
     def handler(call, x, w, **params):
-        held = call.stand_in(w)
+        held = call.proxy(w)
         asked.append(held)
         return call.proceed(x, held.restore(), **params)
 
@@ -275,8 +236,8 @@ def test_another_granularity_is_another_trace():
     asked = []
 
     def handler(call, x, w, **params):
-        asked.append(call.stand_in(w).scale.shape)
-        return call.proceed(x, call.stand_in(w).restore(), **params)
+        asked.append(call.proxy(w).scale.shape)
+        return call.proceed(x, call.proxy(w).restore(), **params)
 
     def model(ws, x):
         return functools.reduce(lambda x, w: layer(w, x), ws, x)
@@ -295,6 +256,41 @@ def test_a_scale_without_the_stepped_axis_gives_the_array():
     actual = tap(stacked, "function", found)(w, x)
     np.testing.assert_allclose(actual, stacked(w.restore(), x), rtol=1e-5, atol=1e-5)
     assert found == [False]
+
+
+def test_a_proxy_that_is_lost_says_why():
+    def handler(call, x, w, **params):
+        found.append((call.proxy(w), call.why_no_proxy(w), call.why_no_proxy(x)))
+        return NotImplemented
+
+    def why(fn, w):
+        found.clear()
+        result = TraceEngine().wrap(fn, Interceptor({"primitive:dot_general": handler}))(w, x)
+        np.testing.assert_allclose(result, fn(w.restore(), x), rtol=2e-5, atol=1e-5)
+        ((proxy, lost, nothing),) = found
+        assert proxy is None
+        assert nothing is None
+        return lost
+
+    found, x, w = [], jnp.ones((4, 8)), coded(8, 8)
+    tiled = coded(8, 8, groups=(2, 1))
+    assert "from (8, 8) to (64,), of scales of shape (1, 8)" in why(
+        lambda w, x: x @ w.reshape(64).reshape(8, 8), coded(8, 8, axes=(1,))
+    )
+    assert "slice from 1 to 5 of axis 0, across tiles of 4" in why(
+        lambda w, x: x[:, :4] @ jnp.flip(w[1:5].T).T, tiled
+    )
+    # Also in a loop, and under vmap, where the move is outside of it.
+    assert "tiles of 4" in why(
+        lambda w, x: jax.lax.fori_loop(0, 2, lambda i, x: x @ w[1:5, :4], x[:, :4]), tiled
+    )
+    assert "tiles of 4" in why(lambda w, x: jax.vmap(lambda r: r[:4] @ w[1:5])(x), tiled)
+    assert "cond returns it" in why(
+        lambda w, x: x @ jax.lax.cond(x.sum() > 0, lambda w: w.T, lambda w: -w, w), w
+    )
+    assert "axis 0, which has one scale" in why(stacked, coded(3, 8, 8, axes=(1,)))
+    # What is computed from it is another value, and was never to have one.
+    assert why(lambda w, x: x @ (2 * w), w) is None
 
 
 def test_an_array_twice_is_one():
@@ -319,7 +315,7 @@ def test_without_an_engine_that_knows_them_there_are_none():
     found = []
 
     def handler(call, a, b, **params):
-        found.append(call.stand_in(b))
+        found.append(call.proxy(b))
         return NotImplemented
 
     PatchEngine().wrap(jnp.dot, Interceptor({"jax.numpy.dot": handler}))

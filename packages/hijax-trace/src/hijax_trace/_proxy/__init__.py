@@ -1,0 +1,1 @@
+"""Array proxies: pytrees that travel through a program in place of an array."""

@@ -1,0 +1,519 @@
+"""Moves: what a primitive that only moves elements does to the arrays that stand for another one.
+
+An array and its scales, say, are moved alike: each axis of the scales has the size of the array's,
+or 1, or a divisor of it, a scale for each tile. Axes after those of the array, such as the rank of
+a factor, ride along.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from interception_core import JaxtapError
+
+Shape = tuple[int, ...]
+
+
+class MoveError(JaxtapError, ValueError):
+    """An array proxy can't follow a primitive. The message says why."""
+
+
+class Move(NamedTuple):
+    """One equation.
+
+    Attributes:
+        primitive: the name of its primitive.
+        params: its parameters.
+        operands: its operands; as NumPy arrays, those known to be zero.
+        data: which of them are moved. The others are indices, masks and padding.
+        shapes: of those that are moved.
+    """
+
+    primitive: str
+    params: Mapping[str, Any]
+    operands: Sequence[Any]
+    data: Sequence[int]
+    shapes: Sequence[Shape]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the only operand that is moved."""
+        return self.shapes[0]
+
+
+def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    """Moves arrays as a primitive moves those that they belong to.
+
+    Args:
+        how: the equation.
+        arrays: one for each operand that is moved.
+        is_whole: whether they have the full size along every axis, and must keep it.
+        zero: what new elements are where the program has zeros.
+
+    Returns:
+        One array for each result.
+
+    Raises:
+        MoveError: the tiles of the arrays, or what they are, do not follow this move.
+    """
+    return _RULES[how.primitive](how, arrays, is_whole, zero)
+
+
+def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], bool]) -> list[int]:
+    """Returns which operands of a primitive are moved to its results."""
+    if primitive in ("concatenate", "stack"):
+        return list(range(len(operands)))
+    if primitive == "select_n":
+        return [i for i, operand in enumerate(operands) if i and is_proxy(operand)]
+    return [0]
+
+
+def leading(how: Move, count: int) -> Move:
+    """Returns the move of the first axes alone, for arrays that have others after them.
+
+    Raises:
+        MoveError: the primitive moves along the other axes, too.
+    """
+    rule = _LEADING.get(how.primitive)
+    params = None if rule is None else rule(how, count)
+    if params is None:
+        raise MoveError(f"{how.primitive} of axes after the first {count} of {how.shape}")
+    operands = how.operands
+    if how.primitive == "dynamic_slice":
+        operands = operands[: 1 + count]
+    shapes = [shape[:count] for shape in how.shapes]
+    return how._replace(params={**how.params, **params}, operands=operands, shapes=shapes)
+
+
+def _rest(how: Move, x: jax.Array) -> range:
+    return range(len(how.shape), x.ndim)
+
+
+def _tile(how: Move, x: jax.Array, axis: int) -> int:
+    return how.shape[axis] // max(x.shape[axis], 1)
+
+
+def _cast(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    return list(arrays)
+
+
+def _transpose(
+    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
+) -> list[jax.Array]:
+    (x,) = arrays
+    return [lax.transpose(x, (*how.params["permutation"], *_rest(how, x)))]
+
+
+def _squeeze(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    return [lax.squeeze(arrays[0], how.params["dimensions"])]
+
+
+def _rev(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    # The tiles of a reversed axis are reversed with their elements.
+    return [lax.rev(arrays[0], how.params["dimensions"])]
+
+
+def _broadcast(
+    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
+) -> list[jax.Array]:
+    (x,), places = arrays, [int(place) for place in how.params["broadcast_dimensions"]]
+    full = how.params["shape"]
+    # New elements share their scale.
+    target = list(full) if is_whole else [1] * len(full)
+    if not is_whole:
+        for axis, place in enumerate(places):
+            target[place] = x.shape[axis]
+    rest = [x.shape[axis] for axis in _rest(how, x)]
+    ranks = range(len(full), len(full) + len(rest))
+    return [lax.broadcast_in_dim(x, (*target, *rest), (*places, *ranks))]
+
+
+def _reshape(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    (x,), old, new = arrays, how.shape, tuple(how.params["new_sizes"])
+    if how.params.get("dimensions") is not None:
+        raise MoveError("reshape with its argument dimensions")
+    rest = [x.shape[axis] for axis in _rest(how, x)]
+    groups = new if is_whole else regrouped(old, x.shape[: len(old)], new)
+    if groups is None:
+        raise MoveError(f"reshape from {old} to {new}, of scales of shape {x.shape[: len(old)]}")
+    return [lax.reshape(x, (*groups, *rest))]
+
+
+def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
+    """Returns the numbers of scales along the axes of a new shape, None where they don't follow.
+
+    In row-major order an axis is ``groups`` indices, along which the scale varies, over a tile
+    along which it doesn't. The new axes cut this sequence of factors in other places, and each may
+    have at most a varying factor over a constant one.
+    """
+    if 0 in old or math.prod(old) != math.prod(new):
+        return None
+    factors: list[tuple[int, bool]] = []
+    for n, g in zip(old, groups, strict=True):
+        for factor, varies in ((g, True), (n // g, False)):
+            if factor > 1 and factors and factors[-1][1] == varies:
+                factors[-1] = (factors[-1][0] * factor, varies)
+            elif factor > 1:
+                factors.append((factor, varies))
+    result = []
+    for size in new:
+        varying, constant = 1, 1
+        while size > 1:
+            factor, varies = factors.pop(0)
+            step = math.gcd(factor, size)
+            if step != min(factor, size) or (varies and constant > 1):
+                return None
+            if step < factor:
+                factors.insert(0, (factor // step, varies))
+            varying, constant = (varying * step, constant) if varies else (varying, constant * step)
+            size //= step
+        result.append(varying)
+    return tuple(result)
+
+
+def _slice(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    params, ndim = how.params, len(how.shape)
+    strides = params["strides"] or (1,) * ndim
+    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return [_cut(how, arrays[0], list(bounds))]
+
+
+def _cut(how: Move, x: jax.Array, bounds: Sequence[tuple[int, int, int]]) -> jax.Array:
+    cuts = [_bounds(how, x, axis, bound) for axis, bound in enumerate(bounds)]
+    cuts += [(0, x.shape[axis], 1) for axis in _rest(how, x)]
+    return lax.slice(x, *zip(*cuts, strict=True)) if cuts else x
+
+
+def _bounds(
+    how: Move, x: jax.Array, axis: int, bound: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """Returns the slice of the scales along an axis, for a slice of the elements."""
+    (start, limit, step), size, groups = bound, how.shape[axis], x.shape[axis]
+    if groups == size:
+        return bound
+    if groups == 1 or limit <= start:
+        return (0, min(groups, 1), 1)
+    tile = size // groups
+    if start // tile == (limit - 1) // tile:
+        return (start // tile, start // tile + 1, 1)
+    if step == 1 and start % tile == 0 and limit % tile == 0:
+        return (start // tile, limit // tile, 1)
+    raise MoveError(
+        f"{how.primitive} from {start} to {limit} of axis {axis}, across tiles of {tile}"
+    )
+
+
+def _dynamic_slice(
+    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
+) -> list[jax.Array]:
+    (x,), starts, sizes = arrays, [], []
+    for axis, (start, size) in enumerate(
+        zip(how.operands[1:], how.params["slice_sizes"], strict=True)
+    ):
+        start, size = _window(how, x, axis, start, size)
+        starts.append(start)
+        sizes.append(size)
+    rest = [x.shape[axis] for axis in _rest(how, x)]
+    dtype = how.operands[1].dtype if len(how.operands) > 1 else np.int32
+    starts = [jnp.asarray(start, dtype) for start in (*starts, *([0] * len(rest)))]
+    # The primitive takes a negative start for 0.
+    return [lax.dynamic_slice(x, starts, (*sizes, *rest), allow_negative_indices=False)]
+
+
+def _window(how: Move, x: jax.Array, axis: int, start: Any, size: int) -> tuple[Any, int]:
+    """Returns where the scales of a part of an axis begin, and how many they are."""
+    full, groups, tile = how.shape[axis], x.shape[axis], _tile(how, x, axis)
+    if groups == full:
+        return start, size
+    if groups == 1:
+        return 0, min(size, 1)
+    if size == full:
+        return 0, groups
+    if np.ndim(start) == 0 and not isinstance(start, jax.core.Tracer):
+        first = min(max(int(start), 0), full - size)
+        begin, end, _ = _bounds(how, x, axis, (first, first + size, 1))
+        return begin, end - begin
+    if size == 1:
+        return lax.div(jnp.clip(start, 0, full - 1), np.asarray(tile, start.dtype)), 1
+    raise MoveError(
+        f"{how.primitive} of {size} elements of axis {axis}, anywhere in tiles of {tile}"
+    )
+
+
+def _gather(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    (x,), params, indices = arrays, how.params, jnp.asarray(how.operands[1])
+    numbers = _numbers(how)
+    mapped = {axis: i for i, axis in enumerate(numbers.start_index_map)}
+    batched = numbers.operand_batching_dims
+    columns = [indices[..., i] for i in range(len(mapped))]
+    sizes: list[int] = []
+    for axis, size in enumerate(params["slice_sizes"]):
+        size = int(size)
+        if axis in batched:
+            x = _spread(x, axis, how.shape[axis])
+        elif axis in mapped:
+            start, size = _window(how, x, axis, columns[mapped[axis]], size)
+            columns[mapped[axis]] = jnp.broadcast_to(
+                jnp.asarray(start, indices.dtype), indices.shape[:-1]
+            )
+        else:
+            begin, end, _ = _bounds(how, x, axis, (0, size, 1))
+            size = end - begin
+        sizes.append(size)
+    rest = [x.shape[axis] for axis in _rest(how, x)]
+    batch = indices.ndim - 1
+    rank = len(numbers.offset_dims) + batch
+    offsets = (*numbers.offset_dims, *range(rank, rank + len(rest)))
+    starts = jnp.stack(columns, -1) if columns else indices
+    numbers = numbers._replace(offset_dims=offsets)
+    found = lax.gather(x, starts, numbers, (*sizes, *rest), mode="clip")
+    return [_filled(how, found, indices, offsets, is_whole)]
+
+
+def _numbers(how: Move) -> lax.GatherDimensionNumbers:
+    # vmap's rule computes them with NumPy.
+    numbers = how.params["dimension_numbers"]
+    return type(numbers)(*(tuple(map(int, axes)) for axes in numbers))
+
+
+def _spread(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Gives each element of an axis a scale of its own."""
+    return x if x.shape[axis] == size else jnp.repeat(x, size // x.shape[axis], axis=axis)
+
+
+def _filled(
+    how: Move, found: jax.Array, indices: Any, offsets: Sequence[int], is_whole: bool
+) -> jax.Array:
+    """Puts NaN where an index was out of bounds, if the program has it there."""
+    if how.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return found
+    fill = how.params["fill_value"]
+    if fill is not None and not np.isnan(fill):
+        raise MoveError(f"gather, filled with {fill}")
+    # Quantized values need not: their scale is NaN. Formats of less than two bytes may have none.
+    if not jnp.issubdtype(found.dtype, jnp.floating) or (is_whole and found.dtype.itemsize < 2):
+        return found
+    sizes, axes = how.params["slice_sizes"], _numbers(how).start_index_map
+    last = np.asarray([how.shape[axis] - int(sizes[axis]) for axis in axes], indices.dtype)
+    last = np.broadcast_to(last, indices.shape)
+    inside = jnp.all((indices >= 0) & (indices <= last), axis=-1)
+    batch = [axis for axis in range(found.ndim) if axis not in offsets]
+    mask = lax.broadcast_in_dim(inside, found.shape, batch)
+    return jnp.where(mask, found, jnp.asarray(jnp.nan, found.dtype))
+
+
+def _split(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    axis, start, found = how.params["axis"], 0, []
+    for size in how.params["sizes"]:
+        bounds = [(0, n, 1) for n in how.shape]
+        bounds[axis] = (start, start + int(size), 1)
+        found.append(_cut(how, arrays[0], bounds))
+        start += int(size)
+    return found
+
+
+def _unstack(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    (x,), axis = arrays, how.params["axis"]
+    tile = _tile(how, x, axis)
+    return [lax.index_in_dim(x, i // tile, axis, keepdims=False) for i in range(how.shape[axis])]
+
+
+def _concatenate(
+    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
+) -> list[jax.Array]:
+    return [_joined(how, arrays, how.params["dimension"], how.shapes)]
+
+
+def _stack(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    axis = how.params["axis"]
+    shapes = [(*shape[:axis], 1, *shape[axis:]) for shape in how.shapes]
+    return [_joined(how, [lax.expand_dims(x, [axis]) for x in arrays], axis, shapes)]
+
+
+def _joined(
+    how: Move, arrays: Sequence[jax.Array], axis: int, shapes: Sequence[Shape]
+) -> jax.Array:
+    tiles = {shape[axis] // max(x.shape[axis], 1) for x, shape in zip(arrays, shapes, strict=True)}
+    if len(tiles) > 1:
+        raise MoveError(f"{how.primitive} of tiles of {' and '.join(map(str, sorted(tiles)))}")
+    # Beside the axis, one that has a scale for each index gives all of them one.
+    target = [max(sizes) for sizes in zip(*(x.shape for x in arrays), strict=True)]
+    wide = [(*target[:axis], x.shape[axis], *target[axis + 1 :]) for x in arrays]
+    if any(
+        size not in (1, most)
+        for x, shape in zip(arrays, wide, strict=True)
+        for size, most in zip(x.shape, shape, strict=True)
+    ):
+        raise MoveError(f"{how.primitive} of scales of shapes {[x.shape for x in arrays]}")
+    same = [
+        lax.broadcast_in_dim(x, shape, range(x.ndim)) if x.shape != shape else x
+        for x, shape in zip(arrays, wide, strict=True)
+    ]
+    return lax.concatenate(same, axis)
+
+
+def _pad(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    (x,) = arrays
+    if not is_zero(how.operands[1]):
+        raise MoveError("pad with a value that isn't known to be zero")
+    config = []
+    for axis, sizes in enumerate(how.params["padding_config"]):
+        low, high, inner = map(int, sizes)
+        groups, tile = x.shape[axis], _tile(how, x, axis)
+        if not is_whole and groups == 1:
+            low = high = inner = 0
+        elif tile > 1:
+            if inner or low % tile or high % tile:
+                raise MoveError(f"pad of axis {axis} by {low} and {high}, in tiles of {tile}")
+            low, high = low // tile, high // tile
+        config.append((low, high, inner))
+    config += [(0, 0, 0)] * len(_rest(how, x))
+    return [lax.pad(x, jnp.asarray(zero, x.dtype), config)]
+
+
+def _select(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    which, *cases = how.operands
+    if len(arrays) > 1 or not all(
+        is_zero(case) for i, case in enumerate(cases, 1) if i not in how.data
+    ):
+        raise MoveError("select_n of anything but one value and zeros")
+    (x,) = arrays
+    if not is_whole:
+        return [x]
+    others = jnp.full_like(x, zero)
+    return [
+        lax.select_n(which, *(x if i in how.data else others for i in range(1, len(cases) + 1)))
+    ]
+
+
+def is_zero(value: Any) -> bool:
+    """Returns whether a value is known now, and all of it is zero."""
+    return not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value))
+
+
+def _repeat(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+    (x,) = arrays
+    reps = [
+        1 if not is_whole and x.shape[axis] == 1 else int(count)
+        for axis, count in enumerate(how.params["reps"])
+    ]
+    return [jnp.tile(x, (*reps, *([1] * len(_rest(how, x)))))]
+
+
+Rule = Callable[[Move, Sequence[jax.Array], bool, Any], list[jax.Array]]
+
+_RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenate,
+    "convert_element_type": _cast,
+    "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _rev,
+    "select_n": _select,
+    "slice": _slice,
+    "split": _split,
+    "squeeze": _squeeze,
+    "stack": _stack,
+    "tile": _repeat,
+    "transpose": _transpose,
+    "unstack": _unstack,
+}
+
+MOVES = frozenset(_RULES)
+"""Primitives that only move elements, those aside that leave all as it is: see ``axes.SAME``."""
+
+
+def _first(name: str) -> Callable[[Move, int], dict[str, Any] | None]:
+    """Returns the rule for a parameter that is the axis along which a primitive moves."""
+    return lambda how, count: {} if how.params[name] < count else None
+
+
+def _leading_dimensions(how: Move, count: int) -> dict[str, Any] | None:
+    return {} if all(axis < count for axis in how.params["dimensions"]) else None
+
+
+def _leading_slice(how: Move, count: int) -> dict[str, Any] | None:
+    params, rest = how.params, how.shape[count:]
+    strides = params["strides"] or (1,) * len(how.shape)
+    if any(params["start_indices"][count:]) or tuple(params["limit_indices"][count:]) != rest:
+        return None
+    if any(step != 1 for step in strides[count:]):
+        return None
+    names = ("start_indices", "limit_indices")
+    return {**{name: params[name][:count] for name in names}, "strides": strides[:count]}
+
+
+def _leading_dynamic_slice(how: Move, count: int) -> dict[str, Any] | None:
+    sizes = tuple(map(int, how.params["slice_sizes"]))
+    return {"slice_sizes": sizes[:count]} if sizes[count:] == how.shape[count:] else None
+
+
+def _leading_transpose(how: Move, count: int) -> dict[str, Any] | None:
+    permutation = tuple(how.params["permutation"])
+    if permutation[count:] != tuple(range(count, len(permutation))):
+        return None
+    return {"permutation": permutation[:count]}
+
+
+def _leading_reshape(how: Move, count: int) -> dict[str, Any] | None:
+    rest, new = how.shape[count:], tuple(how.params["new_sizes"])
+    kept = len(new) - len(rest)
+    if kept < 0 or new[kept:] != rest or math.prod(new[:kept]) != math.prod(how.shape[:count]):
+        return None
+    return {"new_sizes": new[:kept]}
+
+
+def _leading_broadcast(how: Move, count: int) -> dict[str, Any] | None:
+    shape = how.params["shape"]
+    rest, kept = how.shape[count:], len(shape) - (len(how.shape) - count)
+    places = tuple(map(int, how.params["broadcast_dimensions"]))
+    if places[count:] != tuple(range(kept, len(shape))) or tuple(shape[kept:]) != rest:
+        return None
+    return {"shape": shape[:kept], "broadcast_dimensions": places[:count]}
+
+
+def _leading_gather(how: Move, count: int) -> dict[str, Any] | None:
+    numbers, rest = _numbers(how), how.shape[count:]
+    sizes = tuple(map(int, how.params["slice_sizes"]))
+    moved = numbers.start_index_map + numbers.collapsed_slice_dims + numbers.operand_batching_dims
+    kept = len(numbers.offset_dims) - len(rest)
+    rank = len(numbers.offset_dims) + how.operands[1].ndim - 1
+    last = tuple(range(rank - len(rest), rank))
+    if sizes[count:] != rest or any(axis >= count for axis in moved):
+        return None
+    if numbers.offset_dims[kept:] != last:
+        return None
+    fewer = numbers._replace(offset_dims=numbers.offset_dims[:kept])
+    return {"dimension_numbers": fewer, "slice_sizes": sizes[:count]}
+
+
+def _leading_reps(how: Move, count: int) -> dict[str, Any] | None:
+    reps = how.params["reps"]
+    return {"reps": reps[:count]} if all(n == 1 for n in reps[count:]) else None
+
+
+_LEADING: dict[str, Callable[[Move, int], dict[str, Any] | None]] = {
+    "broadcast_in_dim": _leading_broadcast,
+    "concatenate": _first("dimension"),
+    "convert_element_type": lambda how, count: {},
+    "dynamic_slice": _leading_dynamic_slice,
+    "gather": _leading_gather,
+    "reshape": _leading_reshape,
+    "rev": _leading_dimensions,
+    "slice": _leading_slice,
+    "split": _first("axis"),
+    "squeeze": _leading_dimensions,
+    "stack": lambda how, count: {} if how.params["axis"] <= count else None,
+    "tile": _leading_reps,
+    "transpose": _leading_transpose,
+    "unstack": _first("axis"),
+}

@@ -1,0 +1,113 @@
+"""Taken: the array proxies that the body of a loop, branch or call takes with its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _compat
+from .._proxy.moves import MoveError
+from .._proxy.proxy import ArrayProxy, Lost
+from .forms import SAME, SLICE, Body
+
+
+def leaves_of(proxies: Sequence[ArrayProxy]) -> list[Any]:
+    """Returns the arrays of all of them."""
+    return jax.tree.leaves(list(proxies))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The array proxies that a body takes with its operands.
+
+    Attributes:
+        inputs: for each of them, the body's input that it stands for.
+        whole: how many of them, the first, are the same in all steps; the others step along axis
+            0 with the input.
+        proxies: they themselves, as they are outside.
+    """
+
+    inputs: tuple[int, ...] = ()
+    whole: int = 0
+    proxies: tuple[ArrayProxy, ...] = ()
+
+    @property
+    def leading(self) -> list[Any]:
+        """The operands to put before the body's."""
+        return leaves_of(self.proxies[: self.whole])
+
+    @property
+    def trailing(self) -> list[Any]:
+        """The operands to put after them."""
+        return leaves_of(self.proxies[self.whole :])
+
+    def avals(self) -> tuple[list[Any], list[Any]]:
+        """Returns the types of the body's new inputs, before and after its own."""
+        trailing = [_compat.step_type(_compat.typeof(value)) for value in self.trailing]
+        return [_compat.typeof(value) for value in self.leading], trailing
+
+    def key(self) -> tuple:
+        """Returns what they have in common with others that a body does the same with."""
+        leading, trailing = self.avals()
+        structure = jax.tree.structure(self.proxies)
+        return self.inputs, self.whole, structure, tuple(leading), tuple(trailing)
+
+    def inside(self, leading: Sequence[Any], trailing: Sequence[Any]) -> dict[int, ArrayProxy]:
+        """Returns the array proxies in the body, by input, from the values of its new inputs."""
+        structure = jax.tree.structure(self.proxies)
+        found = jax.tree.unflatten(structure, [*leading, *trailing])
+        return dict(zip(self.inputs, found, strict=True))
+
+
+NONE_TAKEN = Taken()
+
+
+def taken(body: Body, proxies: Mapping[int, ArrayProxy]) -> Taken:
+    """Returns which array proxies of an equation's operands a body can take.
+
+    Args:
+        body: the body.
+        proxies: by operand.
+    """
+    if not proxies:
+        return NONE_TAKEN
+    found: dict[str, list[tuple[int, ArrayProxy]]] = {SAME: [], SLICE: []}
+    invars = _compat.open_of(body.jaxpr).invars
+    for i, (operand, kind) in enumerate(zip(body.inputs, body.kinds, strict=True)):
+        proxy = None if operand is None else proxies.get(operand)
+        if proxy is None or kind not in found:
+            continue
+        shape = invars[i].aval.shape
+        if kind == SLICE:
+            proxy = stepped(proxy, 0)
+        elif proxy.shape != shape:
+            proxy = Lost(shape, proxy.dtype, "a device has a part of it")
+        found[kind].append((i, proxy))
+    both = [*found[SAME], *found[SLICE]]
+    inputs, values = tuple(i for i, _ in both), tuple(value for _, value in both)
+    return Taken(inputs, len(found[SAME]), values) if both else NONE_TAKEN
+
+
+def stepped(proxy: ArrayProxy, axis: int) -> ArrayProxy:
+    """Returns a proxy of which each step, along the first axis, has a part.
+
+    Args:
+        proxy: the whole.
+        axis: along which the steps are.
+    """
+    rest = [i for i in range(len(proxy.shape)) if i != axis]
+    shape = tuple(proxy.shape[i] for i in rest)
+    if isinstance(proxy, Lost):
+        return Lost(shape, proxy.dtype, proxy.why)
+    try:
+        if axis:
+            (proxy,) = proxy.moved("transpose", {"permutation": (axis, *rest)}, [proxy])
+    except MoveError as error:
+        return Lost(shape, proxy.dtype, str(error))
+    if all(np.shape(leaf)[:1] == proxy.shape[:1] for leaf in jax.tree.leaves(proxy)):
+        return proxy
+    return Lost(shape, proxy.dtype, f"steps along axis {axis}, which has one scale or tiles")

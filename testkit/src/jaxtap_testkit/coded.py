@@ -1,0 +1,63 @@
+"""An array proxy of codes and scales that knows nothing of quantization."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hijax_trace import ArrayProxy, Part, TraceEngine
+from interception_core import Interceptor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Coded(ArrayProxy):
+    """int8 codes, with scales that have each axis, or 1, or a divisor of it: one for each tile."""
+
+    codes: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self):
+        return self.codes.shape
+
+    @property
+    def dtype(self):
+        return self.scale.dtype
+
+    def restore(self):
+        scale = self.scale
+        for axis, (n, groups) in enumerate(zip(self.shape, scale.shape, strict=True)):
+            scale = scale if groups in (1, n) else jnp.repeat(scale, n // groups, axis)
+        return self.codes.astype(self.dtype) * scale
+
+    def parts(self):
+        return {"codes": Part(self.codes, True), "scale": Part(self.scale, zero=1)}
+
+    def astype(self, dtype):
+        return dataclasses.replace(self, scale=self.scale.astype(dtype))
+
+
+def coded(*shape, seed=0, axes=(0,), groups=None):
+    """Returns a Coded with a scale for each index of ``axes``, or with ``groups`` scales."""
+    rng = np.random.default_rng(seed)
+    groups = groups or [n if a in axes else 1 for a, n in enumerate(shape)]
+    return Coded(
+        jnp.asarray(rng.integers(-127, 128, shape), jnp.int8),
+        jnp.asarray(rng.uniform(0.01, 0.02, groups), jnp.float32),
+    )
+
+
+def followed(fn, proxy):
+    """Returns the proxy of ``fn``'s result, given one in place of its argument, or why not."""
+    found = []
+
+    def look(call, x, **params):
+        held = call.proxy(x)
+        found.append(call.why_no_proxy(x) if held is None else held)
+        return NotImplemented
+
+    tapped = TraceEngine().wrap(lambda w: jax.lax.sin(fn(w)), Interceptor({"primitive:sin": look}))
+    tapped(proxy)
+    return found[0]
