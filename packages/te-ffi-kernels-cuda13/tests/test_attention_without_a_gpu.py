@@ -101,7 +101,7 @@ def lowered(monkeypatch, **changed):
     monkeypatch.setattr(_supports, "attention", attention)
     # A call that was traced or asked about before asks nothing again.
     jax.clear_caches()
-    _host.choices().clear()
+    _host._reset()
     both, shapes = program(**changed)
     lines = jax.jit(both).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     return reasons, lines

@@ -11,7 +11,7 @@ import pytest
 
 import te_ffi_kernels as te
 from interception_core import Aval, KernelCall
-from interception_core._kernels.call import kernel_call
+from interception_core._plugins.kernel_call import kernel_call
 from te_ffi_kernels import _op
 from te_ffi_kernels_cuda13 import _cublas, _supports, _workspace
 from te_ffi_kernels_cuda13._workspace import CUBLASLT, PART

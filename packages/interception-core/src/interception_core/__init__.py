@@ -15,7 +15,6 @@ from ._errors import (
     TargetError,
     UnknownNameError,
 )
-from ._kernels.call import Aval, KernelCall
 from ._kernels.ops import get_op
 from ._kernels.register import register_kernel
 from ._kernels.select import KernelChoice, select_kernel
@@ -32,6 +31,7 @@ from ._plugins.host import (
     plugins,
     providers,
 )
+from ._plugins.kernel_call import Aval, KernelCall
 from ._plugins.records import PluginRecord
 from ._plugins.specs import (
     AdapterSpec,

@@ -1,6 +1,6 @@
 """select_kernel: which of the declared kernels a call gets.
 
-Asked once per different call: the answer is kept until the plugins are loaded anew. So nothing
+Asked once per different call: the answer is kept until the plugins are loaded again. So nothing
 of a plugin runs for each call, and a program that is traced again gets the same kernel.
 """
 
@@ -9,14 +9,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from .._errors import PluginError, PluginWarning, one_line
 from .._plugins import host as _host
 from .._plugins.hookspecs import SELECT
+from .._plugins.kernel_call import KernelCall, kernel_call
 from .._plugins.paths import resolve
 from .._plugins.registry import Claim, Registry
 from .._plugins.specs import KernelSpec
-from .call import KernelCall, kernel_call
 
 
 class KernelChoice(NamedTuple):
@@ -29,6 +30,10 @@ class KernelChoice(NamedTuple):
 
     spec: KernelSpec | None
     reason: str
+
+
+# By registry: a choice holds for the plugins that it was made of.
+_choices: WeakKeyDictionary[Registry, dict[KernelCall, KernelChoice]] = WeakKeyDictionary()
 
 
 def select_kernel(
@@ -56,7 +61,7 @@ def select_kernel(
     """
     registry = _host.ready()
     call = kernel_call(op, platform, operands, params)
-    choices = _host.choices()
+    choices = _choices.setdefault(registry, {})
     if call not in choices:
         choice, faults = _choose(registry, call)
         choices.setdefault(call, choice)

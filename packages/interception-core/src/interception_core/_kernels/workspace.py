@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._errors import PluginError, one_line
+from .._plugins.kernel_call import kernel_call
 from .._plugins.paths import resolve
 from .._plugins.specs import KernelSpec
-from .call import kernel_call
 
 
 def kernel_workspace(

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pluggy
 
-from .._kernels.call import KernelCall
+from .kernel_call import KernelCall
 from .specs import (
     AdapterSpec,
     CommandSpec,

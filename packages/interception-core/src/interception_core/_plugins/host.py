@@ -22,8 +22,6 @@ from .specs import AdapterSpec, EngineSpec, KernelSpec, ProviderSpec
 
 if TYPE_CHECKING:
     from .._engine import Engine
-    from .._kernels.call import KernelCall
-    from .._kernels.select import KernelChoice
 
 _PROVIDER_MEMBERS = {
     "engine": "the name of the engine that it runs on",
@@ -56,7 +54,6 @@ class Host:
         self._loading = False
         self._registry: Registry | None = None
         self._announced = False
-        self.choices: dict[KernelCall, KernelChoice] = {}
 
     def registry(self) -> Registry:
         """Returns the registry, loading the plugins on the first call. Raises for none of them."""
@@ -96,11 +93,6 @@ def _reset(host: Host | None = None) -> None:
 def loaded() -> Registry:
     """Returns the registry even where `JAXTAP_STRICT_PLUGINS` would raise: for diagnosis."""
     return _host.registry()
-
-
-def choices() -> dict[KernelCall, KernelChoice]:
-    """Returns which kernel each call got that was asked for, to be added to."""
-    return _host.choices
 
 
 def new_warnings() -> tuple[str, ...]:

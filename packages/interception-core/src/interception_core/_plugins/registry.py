@@ -37,7 +37,7 @@ class Selector(NamedTuple):
     select: Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Registry:
     """Every installed plugin, and what each name stands for.
 
