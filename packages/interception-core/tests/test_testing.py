@@ -1,4 +1,7 @@
-"""What interception_core.testing ships beside the suite: its programs, and its models."""
+"""What interception_core.testing ships beside the suites: programs, models, plugins."""
+
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from interception_core import testing
+import interception_core
+from interception_core import EngineSpec, UnknownNameError, hookimpl, testing
 from interception_core.testing._forms import FORMS
 from interception_core.testing._steps import STEPS
 from interception_core.testing.programs import FORM_NAMES, Block, Form, Program, Step, programs
@@ -105,6 +109,22 @@ def test_models_have_names_of_their_own():
     models = testing.models()
     assert len({model.name for model in models}) == len(models) == 8
     assert all(len(set(model.ids)) == len(model.ids) for model in models)
+
+
+def test_plugins_are_installed_for_the_length_of_a_test(monkeypatch):
+    module = types.ModuleType("acme_plugin_of_a_test")
+    spec = EngineSpec("acme", "an engine", "interception_core:PatchEngine")
+    module.API, module.jaxtap_register_engines = (1, 1), hookimpl(lambda: [spec])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = interception_core.engines()
+    with testing.installed_plugins(module.__name__, without={"interception-core"}):
+        names = [spec.name for spec in interception_core.engines()]
+        assert "acme" in names
+        assert "patch" not in names
+        assert interception_core.get_engine("acme").disable_jit is False
+    assert interception_core.engines() == before
+    with pytest.raises(UnknownNameError):
+        interception_core.get_engine("acme")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import te_ffi_kernels as te
-from interception_core._plugins import host as _host
+from interception_core.testing import installed_plugins
 from te_ffi_kernels import AttnBiasType, QKVLayout, _op
 from te_ffi_kernels_cuda13 import _attention, _cudnn, _supports
 
@@ -101,9 +101,9 @@ def lowered(monkeypatch, **changed):
     monkeypatch.setattr(_supports, "attention", attention)
     # A call that was traced or asked about before asks nothing again.
     jax.clear_caches()
-    _host._reset()
-    both, shapes = program(**changed)
-    lines = jax.jit(both).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    with installed_plugins():
+        both, shapes = program(**changed)
+        lines = jax.jit(both).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     return reasons, lines
 
 

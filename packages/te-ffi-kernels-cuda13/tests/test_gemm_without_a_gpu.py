@@ -10,7 +10,6 @@ import pytest
 
 import te_ffi_kernels as te
 from interception_core import Aval, KernelCall
-from interception_core._plugins.kernel_call import kernel_call
 from te_ffi_kernels import _op
 from te_ffi_kernels._te.gemm_config import Attributes
 from te_ffi_kernels_cuda13 import _cublas, _cudnn, _library, _supports, _workspace
@@ -24,7 +23,7 @@ def call(lhs=(4, 32), rhs=(8, 32), dtype="float32", mode=0):
     lhs, rhs = shapes
     none = jax.ShapeDtypeStruct((0,), jnp.float32)
     config = Attributes({"scaling_mode": mode})
-    return kernel_call("gemm_v2", "cuda", (lhs, none, rhs, none), {"config": config})
+    return KernelCall.of("gemm_v2", "cuda", (lhs, none, rhs, none), config=config)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 
 import te_ffi_kernels as te
 from interception_core import Aval, KernelCall
-from interception_core._plugins.kernel_call import kernel_call
 from te_ffi_kernels import _op
 from te_ffi_kernels_cuda13 import _cublas, _supports, _workspace
 from te_ffi_kernels_cuda13._workspace import CUBLASLT, PART
@@ -27,7 +26,7 @@ SHAPES = [(64, 16, 0), (100, 40, 0), (96, 1, 8), (192, 70, 24), (192, 64, 96), (
 def call(shape, dtype, group, op="gemv_w8"):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     weight = jax.ShapeDtypeStruct((shape[-1], 40), jnp.int8)
-    return kernel_call(op, "cuda", (x, weight), {"group": group, "bits": BITS[op]})
+    return KernelCall.of(op, "cuda", (x, weight), group=group, bits=BITS[op])
 
 
 @pytest.mark.parametrize(

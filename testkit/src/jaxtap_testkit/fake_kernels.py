@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from interception_core import KernelSpec, hookimpl
-from interception_core._plugins import host as _host
-from interception_core._plugins.discovery import Found
+from interception_core.testing import installed_plugins
 
 API = (1, 0)
 OPS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4", "pack_w8", "pack_w4")
@@ -115,12 +114,6 @@ def gemm_w8a8(x, weight, *, out_dtype=None):
 @pytest.fixture(autouse=True)
 def kernels(own_programs):
     """The installed plugins, with these kernels in place of te-ffi-kernels'."""
-
-    def found():
-        yield from (p for p in _host.discover() if p.distribution != "te-ffi-kernels")
-        yield Found("fake", __name__, "fake-kernels", "1.0")
-
-    _host._reset(_host.Host(found, {}))
     CALLS.clear()
-    yield
-    _host._reset()
+    with installed_plugins(__name__, without={"te-ffi-kernels"}):
+        yield

@@ -44,19 +44,15 @@ from ._plugins.specs import (
 )
 
 if TYPE_CHECKING:
-    from ._compat import SETTLED, settled
     from ._engine import Engine
     from ._interceptor import Interceptor
     from ._opcall import OpCall, Operand
     from ._patch.engine import PatchEngine, untapped
-    from ._patch.scope import Observer
-    from ._patch.taps import Taps
     from ._patch.targets import loaded, primitive_names
 
     __version__: str
 
 __all__ = [
-    "SETTLED",
     "AdapterSpec",
     "Aval",
     "CheckResult",
@@ -71,7 +67,6 @@ __all__ = [
     "KernelChoice",
     "KernelError",
     "KernelSpec",
-    "Observer",
     "OpCall",
     "Operand",
     "PatchEngine",
@@ -79,7 +74,6 @@ __all__ = [
     "PluginRecord",
     "PluginWarning",
     "ProviderSpec",
-    "Taps",
     "TargetError",
     "UnknownNameError",
     "adapters",
@@ -97,22 +91,17 @@ __all__ = [
     "providers",
     "register_kernel",
     "select_kernel",
-    "settled",
     "untapped",
 ]
 
 _LAZY = {
-    "SETTLED": "_compat",
     "Engine": "_engine",
     "Interceptor": "_interceptor",
-    "Observer": "_patch.scope",
     "OpCall": "_opcall",
     "Operand": "_opcall",
     "PatchEngine": "_patch.engine",
-    "Taps": "_patch.taps",
     "loaded": "_patch.targets",
     "primitive_names": "_patch.targets",
-    "settled": "_compat",
     "untapped": "_patch.engine",
 }
 

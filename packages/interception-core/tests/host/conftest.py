@@ -37,11 +37,11 @@ def host():
 
     def install(*found, **environ):
         host = _host.Host(lambda: found, environ)
-        _host._reset(host)
+        _host.reset(host)
         return host
 
     yield install
-    _host._reset()
+    _host.reset()
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,7 @@ def default_targets(loaded: Iterable[str]) -> list[str]:
 def _is_there(name: str) -> bool:
     """Whether this version of the library has the function, and it can be tapped."""
     with contextlib.suppress(TargetError, LookupError):
-        from interception_core import Taps
+        from interception_core.engine_api import Taps
 
         return bool(Taps(Interceptor({name: _ignore})).functions)
     return False

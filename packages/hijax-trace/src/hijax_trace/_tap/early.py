@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from interception_core import SETTLED, settled
+from interception_core.engine_api import SETTLED, settled
 
 from .. import _compat
 from .._proxy.proxy import ArrayProxy, follow

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from interception_core import SETTLED
+from interception_core.engine_api import SETTLED
 
 from .. import _compat
 from .forms import CUSTOM_CALLS, form_of

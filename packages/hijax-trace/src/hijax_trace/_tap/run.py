@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from interception_core import Interceptor, Taps
+from interception_core import Interceptor
+from interception_core.engine_api import Taps
 
 from .. import _compat
 from .bodies import custom, enter

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from .._errors import PluginError, PluginWarning, one_line
 from .._plugins import host as _host
 from .._plugins.hookspecs import SELECT
-from .._plugins.kernel_call import KernelCall, kernel_call
+from .._plugins.kernel_call import KernelCall
 from .._plugins.paths import resolve
 from .._plugins.registry import Claim, Registry
 from .._plugins.specs import KernelSpec
@@ -60,7 +60,7 @@ def select_kernel(
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
     """
     registry = _host.ready()
-    call = kernel_call(op, platform, operands, params)
+    call = KernelCall.of(op, platform, operands, **params)
     choices = _choices.setdefault(registry, {})
     if call not in choices:
         choice, faults = _choose(registry, call)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._errors import PluginError, one_line
-from .._plugins.kernel_call import kernel_call
+from .._plugins.kernel_call import KernelCall
 from .._plugins.paths import resolve
 from .._plugins.specs import KernelSpec
 
@@ -33,8 +33,8 @@ def kernel_workspace(
     if spec.workspace is None:
         return None
     owner = f"the kernel {spec.key!r}"
-    call = kernel_call(spec.op, spec.platform, operands, attributes)
-    avals = kernel_call(spec.op, spec.platform, results, {}).operands
+    call = KernelCall.of(spec.op, spec.platform, operands, **attributes)
+    avals = KernelCall.of(spec.op, spec.platform, results).operands
     ask = resolve(spec.workspace, owner)
     try:
         found = ask(call, avals)

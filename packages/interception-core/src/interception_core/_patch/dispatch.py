@@ -40,7 +40,7 @@ def _ask(
             kept = (*kept, level)
         else:
             op_name, handler = entry
-            call = _Call(op_name, site, original, level, kept, args, kwargs)
+            call = TappedCall(op_name, site, original, level, kept, args, kwargs)
             outer = level.parent
             with CONTEXT(OUTSIDE) if outer is None else Entered(outer):
                 result = handler(call, *args, **kwargs)
@@ -57,8 +57,8 @@ def _ask(
         return original(*args, **kwargs)
 
 
-class _Call(OpCall):
-    """A call that was led to the dispatcher."""
+class TappedCall(OpCall):
+    """A call of a tapped function, or of a primitive with JIT off, as the program makes it."""
 
     __slots__ = ("_kept", "_number", "_original", "_scope", "_site", "_trace")
 
@@ -97,23 +97,23 @@ class _Call(OpCall):
         return _ask(self._site, self._original, self._scope.parent, self._kept, args, kwargs)
 
     def let_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the original as NotImplemented would: what it is made of is tapped."""
+        """Run the original as after NotImplemented: what it consists of is tapped."""
         kept = (*self._kept, self._scope.inside(self._site))
         return _ask(self._site, self._original, self._scope.parent, kept, args, kwargs)
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function itself, as whoever is active when it is called will see it."""
+        """The called function. Whichever interceptors are active when it is called are asked."""
         return functools.partial(_run_now, self._site, self._original)
 
     @property
     def site(self) -> Site:
-        """What is called, under whatever name."""
+        """Stands for what is called, under whatever name; hashable, as in `Taps.functions`."""
         return self._site
 
     @property
     def observer(self) -> Any:
-        """The observer of the scope that was asked."""
+        """The observer that `Taps.run` was given."""
         return self._scope.activation.observer
 
     def provenance(self, value: Any) -> str | None:

@@ -17,7 +17,8 @@ from .targets import Resolved
 _RESOLVE_LOCK = threading.RLock()
 
 OnCall = Callable[..., Any]
-"""Called as ``on_call(handler, call, *args, **kwargs)`` in place of a function's handler."""
+"""Called as ``on_call(handler, call, *args, **kwargs)`` instead of a function's handler, with a
+``TappedCall``. It returns what a handler may return."""
 
 
 class Taps:
@@ -27,7 +28,7 @@ class Taps:
         interceptor: the targets and their handlers. They are looked up when they are first
             needed, and again where a module was reloaded.
         disable_jit: run functions under ``jax.disable_jit``. Primitives are patched only then.
-        on_call: asked in place of the handlers of functions.
+        on_call: asked instead of the handlers of functions.
     """
 
     def __init__(

@@ -84,8 +84,8 @@ class Host:
 _host = Host(discover)
 
 
-def _reset(host: Host | None = None) -> None:
-    """Forgets what was loaded. For tests alone: modules already imported stay imported."""
+def reset(host: Host | None = None) -> None:
+    """Forget what was loaded. For tests alone: modules already imported stay imported."""
     global _host
     _host = Host(discover) if host is None else host
 

@@ -39,6 +39,33 @@ class KernelCall:
     operands: tuple[Aval, ...] = ()
     params: tuple[tuple[str, Hashable], ...] = ()
 
+    @classmethod
+    def of(cls, op: str, platform: str, operands: Iterable[Any], /, **params: Any) -> KernelCall:
+        """Describe a call.
+
+        Args:
+            op: the op.
+            platform: the platform.
+            operands: anything with `.shape` and `.dtype`: arrays, tracers, `jax.ShapeDtypeStruct`.
+            **params: the static parameters.
+
+        Returns:
+            The call, which can be hashed.
+
+        Raises:
+            TypeError: an operand has no shape or dtype, or a parameter cannot be hashed.
+        """
+        for name, value in params.items():
+            try:
+                hash(value)
+            except TypeError as error:
+                raise TypeError(
+                    f"{op}: the parameter {name!r} must be hashable, got {value!r}: "
+                    "give arrays as operands and lists as tuples."
+                ) from error
+        avals = tuple(_aval(op, index, operand) for index, operand in enumerate(operands))
+        return cls(op, platform, avals, tuple(sorted(params.items())))
+
     def param(self, name: str, default: Any = None) -> Any:
         """Returns the parameter of that name, or `default` where the call has none."""
         return next((value for given, value in self.params if given == name), default)
@@ -46,33 +73,6 @@ class KernelCall:
     def __str__(self) -> str:
         given = [*map(str, self.operands), *(f"{name}={value!r}" for name, value in self.params)]
         return f"{self.op}({', '.join(given)}) on {self.platform}"
-
-
-def kernel_call(op: str, platform: str, operands: Iterable[Any], params: dict) -> KernelCall:
-    """Describes a call.
-
-    Args:
-        op: the op.
-        platform: the platform.
-        operands: anything with `.shape` and `.dtype`: arrays, tracers, `jax.ShapeDtypeStruct`.
-        params: the static parameters by name.
-
-    Returns:
-        The call, which can be hashed.
-
-    Raises:
-        TypeError: an operand has no shape or dtype, or a parameter cannot be hashed.
-    """
-    for name, value in params.items():
-        try:
-            hash(value)
-        except TypeError as error:
-            raise TypeError(
-                f"{op}: the parameter {name!r} must be hashable, got {value!r}: "
-                "give arrays as operands and lists as tuples."
-            ) from error
-    avals = tuple(_aval(op, index, operand) for index, operand in enumerate(operands))
-    return KernelCall(op, platform, avals, tuple(sorted(params.items())))
 
 
 def _aval(op: str, index: int, operand: Any) -> Aval:

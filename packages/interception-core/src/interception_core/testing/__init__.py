@@ -1,4 +1,4 @@
-"""For authors of engines and kernels: the suites that they pass, and the programs these run on.
+"""For the tests of engines, kernels and plugins: suites, the programs they run on, and plugins.
 
 Needs pytest and Hypothesis (``interception-core[testing]``). interception_core itself never
 imports this package.
@@ -12,6 +12,15 @@ pytest.register_assert_rewrite(f"{__name__}._suite", f"{__name__}._kernels")
 from ._kernels import KernelConformance  # noqa: E402
 from ._suite import EngineConformance  # noqa: E402
 from .models import Model, models  # noqa: E402
+from .plugins import installed_plugins  # noqa: E402
 from .programs import Program, programs  # noqa: E402
 
-__all__ = ["EngineConformance", "KernelConformance", "Model", "Program", "models", "programs"]
+__all__ = [
+    "EngineConformance",
+    "KernelConformance",
+    "Model",
+    "Program",
+    "installed_plugins",
+    "models",
+    "programs",
+]

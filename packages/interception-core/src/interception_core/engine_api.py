@@ -1,0 +1,16 @@
+"""For authors of engines: what engines are built on.
+
+An engine is an object with `wrap(fn, interceptor) -> fn`. One that lets the program itself run
+has `Taps`, which finds the targets and runs a function with them tapped: its `on_call` is asked at
+each call of a tapped function, and its `Observer` at each primitive that meets a transformation.
+What handlers are given is a subclass of `interception_core.OpCall`.
+
+Importing this module imports JAX.
+"""
+
+from ._compat import SETTLED, settled
+from ._patch.dispatch import TappedCall
+from ._patch.scope import Observer
+from ._patch.taps import OnCall, Taps
+
+__all__ = ["SETTLED", "Observer", "OnCall", "TappedCall", "Taps", "settled"]

@@ -1,0 +1,32 @@
+"""Other plugins than the installed ones, for the length of a test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+from .._plugins import host
+from .._plugins.discovery import Found, discover
+
+
+@contextlib.contextmanager
+def installed_plugins(*modules: str, without: Collection[str] = ()) -> Iterator[None]:
+    """Let plugin modules be installed meanwhile, and some plugins not.
+
+    Plugins are loaded again within and afterwards, so nothing is kept of what they were asked.
+
+    Args:
+        *modules: plugin modules that no distribution declares, such as ``"acme_quant.plugin"``.
+            The name of such a plugin is that of its module.
+        without: the names of installed plugins to leave out.
+    """
+
+    def found() -> Iterator[Found]:
+        yield from (plugin for plugin in discover() if plugin.name not in without)
+        yield from (Found(module, module, module, "0") for module in modules)
+
+    host.reset(host.Host(found))
+    try:
+        yield
+    finally:
+        host.reset()
