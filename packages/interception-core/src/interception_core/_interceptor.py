@@ -31,9 +31,9 @@ class Interceptor(Mapping[str, Handler]):
             layers. ``lambda path: None`` is right, and several times faster to trace, for
             handlers that ignore ``call.module_path`` and ``call.op_id``.
         origin_key: maps the provenance of an operand (``"args[0]['w']"``) to the hashable that
-            stands for it where the trace engine decides whether a jitted function's handlers
-            have to be asked again. Equal values must be treated alike by every handler. The
-            default keeps all inputs apart.
+            stands for it where an engine decides whether the handlers have to be asked again
+            about another call of a jitted function. Equal values must be treated alike by every
+            handler. The default keeps all inputs apart.
 
     Raises:
         TargetError: a target is not a name, a handler is not callable, the mapping is empty or

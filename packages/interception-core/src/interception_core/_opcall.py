@@ -1,4 +1,4 @@
-"""OpCall: what a handler is told about the call that it was given."""
+"""OpCall: what a handler is given with the call of a target."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ class Operand:
     """One positional argument of a tapped call.
 
     Attributes:
-        shape: its shape, or None where it isn't an array.
-        dtype: its dtype, or None where it isn't an array.
-        provenance: the pytree path of the input that it is, such as ``args[0]['w']``, or None
-            where it is no input as such: a value computed on the way, or, for the patch engine,
-            one seen from within a nested trace. The trace engine looks through what moves a
-            value without changing it: transposes, reshapes, casts, calls, branches, loops.
-        axes: for each axis of the input, the axis of the operand that it became: a number (two
-            axes that were merged have the same), a tuple where it was split, None where it is
-            gone (a scan took one step of it). None with the provenance. The patch engine sees
-            whole inputs alone: always the identity.
+        shape: its shape, or None if it isn't an array.
+        dtype: its dtype, or None if it isn't an array.
+        provenance: the pytree path of the input that it is, such as ``args[0]['w']``. None for a
+            computed value, and for one that the engine can't follow. An engine that follows
+            moves gives the path of an input that was transposed, reshaped, cast or sliced by a
+            loop, too.
+        axes: for each axis of that input, the axis of the operand that it became: a number (two
+            axes that were merged have the same), a tuple if it was split, None if it is gone (a
+            scan took one step of it). None if the provenance is None.
         metadata: what handlers have attached to the value with ``OpCall.annotate``.
     """
 
@@ -40,7 +39,11 @@ class Operand:
 
 
 class OpCall(abc.ABC):
-    """One call of a target. Engines implement it.
+    """One call of a target.
+
+    Engines subclass it: they set the attributes and ``_args``, the positional arguments, and
+    define the abstract members. Engines that follow values through a program also define
+    ``proxy``, ``why_no_proxy``, ``expression`` and ``roots``; the others leave them as they are.
 
     Attributes:
         op_name: the target's last name: ``dot``, ``Dense.__call__``, ``dot_general``.
@@ -63,7 +66,7 @@ class OpCall(abc.ABC):
     def op_id(self) -> str:
         """Module path, name and a number among such calls: ``encoder/layer_0/dot:0``.
 
-        Calls within a nested trace add its label and count for themselves
+        Calls within a nested trace add its label and are counted apart
         (``encoder/jit(block)/dot:0``), so that ids don't depend on what JAX has cached.
         """
 
@@ -74,25 +77,25 @@ class OpCall(abc.ABC):
 
     @abc.abstractmethod
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the original with these arguments and returns its result.
+        """Run the original with these arguments and return its result.
 
         This interceptor is off meanwhile; others that were active are asked first.
         """
 
     @abc.abstractmethod
     def provenance(self, value: Any) -> str | None:
-        """Returns the pytree path of the input that ``value`` is, or None if it is none.
+        """Return the pytree path of the input that ``value`` is: see ``Operand.provenance``.
 
         Raises:
             RuntimeError: the wrapped function has returned, and its inputs are forgotten.
         """
 
     def annotate(self, value: Any, **metadata: Any) -> Any:
-        """Attaches metadata to ``value``, to be read where it is an operand, and returns it.
+        """Attach metadata to ``value``, to be read where it is an operand, and return it.
 
-        It stays with the value itself, not with what is computed from it, and replaces what
-        was attached under the same names. Under the trace engine it enters and leaves jitted
-        functions, branches and loops; where two branches disagree, or a loop changes the
+        It stays with the value, not with what is computed from it, and replaces what was
+        attached under the same names. An engine that follows values takes it into and out of
+        jitted functions, branches and loops; if two branches disagree, or a loop changes the
         value, it is dropped.
 
         Args:
@@ -116,16 +119,18 @@ class OpCall(abc.ABC):
 
     @abc.abstractmethod
     def _attach(self, value: Any, metadata: Mapping[str, Any]) -> None:
-        """Keeps ``metadata`` as that of ``value``."""
+        """Keep ``metadata`` as that of ``value``."""
 
     @abc.abstractmethod
     def metadata(self, value: Any) -> Mapping[str, Any]:
-        """Returns what was attached to ``value``; empty if nothing was."""
+        """Return what was attached to ``value``; empty if nothing was."""
 
     def proxy(self, value: Any) -> Any:
-        """Return what the caller passed in place of the array ``value``, or None.
+        """Return the array proxy that the caller passed where ``value`` is an array, or None.
 
-        An engine that traces programs moves it as the program has moved the array.
+        An engine may accept objects that hold an array in another form, such as quantized values
+        and scales. It runs the program for the array, and moves the proxy as the program moves
+        the array. What proxies are and can do is documented by the engine.
         """
         return None
 
@@ -134,26 +139,31 @@ class OpCall(abc.ABC):
         return None
 
     def expression(self, value: Any) -> Any:
-        """Returns how ``value`` is computed from the inputs of the wrapped function, or None.
+        """Return how ``value`` is computed from the inputs of the wrapped function, or None.
 
-        The trace engine knows it: see ``hijax_trace.Expression``.
+        The expression tells what the value is to somebody who wants to store parameters in
+        another form: ``expression.kind(is_parameter)``, with a predicate of pytree paths, is
+        "view" (a part or an arrangement of parameters), "derived" (another value of parameters
+        and constants alone), "constant" or "activation"; ``expression.is_dynamic(is_parameter)``
+        is whether a view or a derived value has an index that the program computes; its ``str``
+        is for messages. None means that the engine can't tell.
         """
         return None
 
     def roots(self, value: Any) -> frozenset[str] | None:
-        """Returns the pytree paths of all inputs that ``value`` is computed from.
+        """Return the pytree paths of all inputs that ``value`` is computed from.
 
-        The trace engine knows them; None where they are not known.
+        None means that the engine can't tell.
         """
         return None
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The positional arguments, with where they came from. Raises as ``operand`` does."""
+        """The positional arguments, each with its provenance. Raises as ``operand`` does."""
         return tuple(self.operand(arg) for arg in self._args)
 
     def operand(self, value: Any) -> Operand:
-        """Returns what is known of ``value``, an argument of this call.
+        """Return what is known of ``value``, an argument of this call.
 
         Raises:
             RuntimeError: the wrapped function has returned, and its inputs are forgotten.
@@ -169,8 +179,8 @@ class OpCall(abc.ABC):
     def fingerprint(self) -> str:
         """A short hash of the call's structure: shapes, dtypes and static parameters.
 
-        Equal in every process. Kept beside an ``op_id``, it tells whether the number still
-        means the call that it meant when it was written down.
+        Equal in every process. Stored together with an ``op_id``, it tells whether the id still
+        means the same call.
         """
         leaves, treedef = jax.tree.flatten((self._args, dict(self.params)))
         text = repr((self.op_name, str(treedef), [_describe(leaf) for leaf in leaves]))
