@@ -20,7 +20,7 @@ from interception_core import (
     primitive_names,
     untapped,
 )
-from interception_core._errors import TargetError
+from interception_core.errors import TargetError
 
 pytestmark = pytest.mark.sample(2)
 

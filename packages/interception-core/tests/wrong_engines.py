@@ -13,7 +13,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from interception_core import Interceptor, PatchEngine
-from interception_core._patch.targets import find_holder
+from interception_core.patch.targets import find_holder
 from interception_core.testing import EngineConformance
 
 # That a program fails is enough: which is the smallest, nobody asks.

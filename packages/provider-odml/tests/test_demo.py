@@ -10,7 +10,7 @@ from jaxtap_testkit.processes import run_python
 HAS_LITERT = all(map(importlib.util.find_spec, ("litert_converter", "ai_edge_litert")))
 
 
-def jaxtap(*words, code="from interception_core._cli.main import main"):
+def jaxtap(*words, code="from interception_core.cli import main"):
     """Runs the command line in a process of its own, after some code."""
     code = f"import sys\n{code}\nsys.exit(main(sys.argv[1:]))"
     return run_python("-c", code, *words, strict=False, check=False)
@@ -73,7 +73,7 @@ def test_a_missing_extra_is_said_before_the_work(module, extra):
         f"        if name.partition('.')[0] == {module!r}:\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Hidden())\n"
-        "from interception_core._cli.main import main"
+        "from interception_core.cli import main"
     )
     run = jaxtap("demo", "--provider", "odml", code=hide)
     assert run.returncode == 1

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from interception_core._cli.main import main
+from interception_core.cli import main
 
 PROGRAM = """
 import jax

@@ -7,7 +7,7 @@ first used. A plugin module may therefore import its specs and `hookimpl` from h
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._errors import (
+from .errors import (
     JaxtapError,
     KernelError,
     PluginError,
@@ -15,13 +15,13 @@ from ._errors import (
     TargetError,
     UnknownNameError,
 )
-from ._kernels.ops import get_op
-from ._kernels.register import register_kernel
-from ._kernels.select import KernelChoice, select_kernel
-from ._kernels.target import FfiTarget
-from ._kernels.workspace import kernel_workspace
-from ._plugins.hookspecs import hookimpl
-from ._plugins.host import (
+from .kernels.ops import get_op
+from .kernels.register import register_kernel
+from .kernels.select import KernelChoice, select_kernel
+from .kernels.target import FfiTarget
+from .kernels.workspace import kernel_workspace
+from .plugins.hookspecs import hookimpl
+from .plugins.host import (
     adapters,
     engines,
     find_adapter,
@@ -31,9 +31,9 @@ from ._plugins.host import (
     plugins,
     providers,
 )
-from ._plugins.kernel_call import Aval, KernelCall
-from ._plugins.records import PluginRecord
-from ._plugins.specs import (
+from .plugins.kernel_call import Aval, KernelCall
+from .plugins.records import PluginRecord
+from .plugins.specs import (
     AdapterSpec,
     CheckResult,
     CommandSpec,
@@ -44,11 +44,11 @@ from ._plugins.specs import (
 )
 
 if TYPE_CHECKING:
-    from ._engine import Engine
-    from ._interceptor import Interceptor
-    from ._opcall import OpCall, Operand
-    from ._patch.engine import PatchEngine, untapped
-    from ._patch.targets import loaded, primitive_names
+    from .call import OpCall, Operand
+    from .engine import Engine
+    from .interceptor import Interceptor
+    from .patch.engine import PatchEngine, untapped
+    from .patch.targets import loaded, primitive_names
 
     __version__: str
 
@@ -95,14 +95,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Engine": "_engine",
-    "Interceptor": "_interceptor",
-    "OpCall": "_opcall",
-    "Operand": "_opcall",
-    "PatchEngine": "_patch.engine",
-    "loaded": "_patch.targets",
-    "primitive_names": "_patch.targets",
-    "untapped": "_patch.engine",
+    "Engine": "engine",
+    "Interceptor": "interceptor",
+    "OpCall": "call",
+    "Operand": "call",
+    "PatchEngine": "patch.engine",
+    "loaded": "patch.targets",
+    "primitive_names": "patch.targets",
+    "untapped": "patch.engine",
 }
 
 

@@ -1,7 +1,7 @@
 """interception-core's own plugin: it has no other way in than a third party's has."""
 
-from ._plugins.hookspecs import hookimpl
-from ._plugins.specs import CommandSpec, DoctorCheck, EngineSpec
+from .plugins.hookspecs import hookimpl
+from .plugins.specs import CommandSpec, DoctorCheck, EngineSpec
 
 API = (1, 1)
 
@@ -13,7 +13,7 @@ def jaxtap_register_engines() -> list[EngineSpec]:
         EngineSpec(
             name="patch",
             summary="replaces functions and primitives while the program runs or is traced",
-            factory="interception_core._patch.engine:PatchEngine",
+            factory="interception_core.patch.engine:PatchEngine",
             priority=10,
         )
     ]
@@ -26,20 +26,20 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="plugins",
             summary="list the installed plugins and what became of them",
-            run="interception_core._cli.plugins:run",
-            configure="interception_core._cli.plugins:configure",
+            run="interception_core.cli.plugins:run",
+            configure="interception_core.cli.plugins:configure",
         ),
         CommandSpec(
             name="doctor",
             summary="check versions, devices, plugins and the environment",
-            run="interception_core._cli.doctor:run",
-            configure="interception_core._cli.doctor:configure",
+            run="interception_core.cli.doctor:run",
+            configure="interception_core.cli.doctor:configure",
         ),
         CommandSpec(
             name="demo",
             summary="show what a provider does, on handwritten digits",
-            run="interception_core._cli.demo:run",
-            configure="interception_core._cli.demo:configure",
+            run="interception_core.cli.demo:run",
+            configure="interception_core.cli.demo:configure",
         ),
     ]
 
@@ -51,26 +51,26 @@ def jaxtap_doctor_checks() -> list[DoctorCheck]:
         DoctorCheck(
             name="versions",
             summary="Python, jax and jaxlib are of supported versions",
-            run="interception_core._cli.checks:versions",
+            run="interception_core.cli.checks:versions",
         ),
         DoctorCheck(
             name="devices",
             summary="JAX's backends initialise",
-            run="interception_core._cli.checks:devices",
+            run="interception_core.cli.checks:devices",
         ),
         DoctorCheck(
             name="plugins",
             summary="every installed plugin loads",
-            run="interception_core._cli.checks:plugins",
+            run="interception_core.cli.checks:plugins",
         ),
         DoctorCheck(
             name="kernels",
             summary="every kernel for a platform of this machine can be registered",
-            run="interception_core._cli.checks:kernels",
+            run="interception_core.cli.checks:kernels",
         ),
         DoctorCheck(
             name="environment",
             summary="no environment variable changes how programs run unnoticed",
-            run="interception_core._cli.checks:environment",
+            run="interception_core.cli.checks:environment",
         ),
     ]

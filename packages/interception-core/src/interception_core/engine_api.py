@@ -9,8 +9,8 @@ Importing this module imports JAX.
 """
 
 from ._compat import SETTLED, settled
-from ._patch.dispatch import TappedCall
-from ._patch.scope import Observer
-from ._patch.taps import OnCall, Taps
+from .patch.dispatch import TappedCall
+from .patch.scope import Observer
+from .patch.taps import OnCall, Taps
 
 __all__ = ["SETTLED", "Observer", "OnCall", "TappedCall", "Taps", "settled"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from interception_core import hookimpl
-from interception_core._plugins import host as _host
-from interception_core._plugins.discovery import Found
+from interception_core.plugins import host as _host
+from interception_core.plugins.discovery import Found
 
 DOCS = Path(__file__).parents[4] / "docs" / "plugins.md"
 

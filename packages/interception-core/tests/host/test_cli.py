@@ -7,8 +7,8 @@ from importlib.metadata import entry_points
 import pytest
 
 from interception_core import CommandSpec, PluginError, ProviderSpec, TargetError
-from interception_core._cli.main import main
-from interception_core._plugins.discovery import Found
+from interception_core.cli import main
+from interception_core.plugins.discovery import Found
 from jaxtap_testkit.processes import run_python
 
 OWN = Found("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
@@ -315,7 +315,7 @@ class TestProcess:
     def run(self, *words):
         code = (
             "import sys\n"
-            "from interception_core._cli.main import main\n"
+            "from interception_core.cli import main\n"
             "status = main(sys.argv[1:])\n"
             "assert 'jax' not in sys.modules and 'jaxlib' not in sys.modules\n"
             "sys.exit(status)\n"

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from interception_core import CheckResult, DoctorCheck, KernelSpec
-from interception_core._cli import checks as _checks
-from interception_core._cli.main import main
-from interception_core._plugins.discovery import Found
+from interception_core.cli import checks as _checks
+from interception_core.cli import main
+from interception_core.plugins.discovery import Found
 
 OWN = Found("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
 BROKEN = Found("broken", "no_such_module_here", "broken-dist", "0.3")

@@ -3,8 +3,8 @@ import inspect
 import pluggy
 import pytest
 
-from interception_core._plugins import hookspecs as _hookspecs
-from interception_core._plugins.hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT, SELECT
+from interception_core.plugins import hookspecs as _hookspecs
+from interception_core.plugins.hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT, SELECT
 
 
 def declared_hooks():

@@ -1,6 +1,6 @@
 import pytest
 
-from interception_core._plugins.discovery import Found, discover
+from interception_core.plugins.discovery import Found, discover
 
 
 @pytest.fixture

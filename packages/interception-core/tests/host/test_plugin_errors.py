@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from interception_core import JaxtapError, PluginError, TargetError, UnknownNameError
-from interception_core._errors import nearest_name, one_line, unknown_name
+from interception_core.errors import nearest_name, one_line, unknown_name
 
 
 def test_every_error_is_a_jaxtap_error():

@@ -17,8 +17,8 @@ from interception_core import (
     get_engine,
     get_provider,
 )
-from interception_core._plugins import host as _host
-from interception_core._plugins.discovery import Found, discover
+from interception_core.plugins import host as _host
+from interception_core.plugins.discovery import Found, discover
 
 BROKEN = Found("broken", "no_such_module_here", "broken-dist", "0.3")
 

@@ -10,8 +10,9 @@ from interception_core import (
     ProviderSpec,
     hookimpl,
 )
-from interception_core._plugins.discovery import Found
-from interception_core._plugins.loading import load
+from interception_core.plugins import loading as _loading
+from interception_core.plugins.discovery import Found
+from interception_core.plugins.loading import load
 
 SPEC = ProviderSpec("acme", "ternary weights", "acme:Acme")
 
@@ -127,7 +128,7 @@ class TestApi:
         refused(declare("acme", api=api), "api", message)
 
     def test_an_older_minor_version_is_taken(self, declare, monkeypatch):
-        monkeypatch.setattr("interception_core._plugins.loading.API_VERSION", (1, 3))
+        monkeypatch.setattr(_loading, "API_VERSION", (1, 3))
         assert load(declare("acme", api=(1, 0))).record.status == "ok"
 
 

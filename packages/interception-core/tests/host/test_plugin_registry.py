@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from interception_core import EngineSpec, PluginError, ProviderSpec, UnknownNameError
-from interception_core._plugins.discovery import Found
-from interception_core._plugins.registry import build
+from interception_core.plugins.discovery import Found
+from interception_core.plugins.registry import build
 
 
 def provider(name, factory="builtins:dict"):

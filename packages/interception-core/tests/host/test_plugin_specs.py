@@ -12,7 +12,7 @@ from interception_core import (
     PluginError,
     ProviderSpec,
 )
-from interception_core._plugins.paths import is_path, resolve
+from interception_core.plugins.paths import is_path, resolve
 
 KERNEL = {"target": "acme.gemm", "platform": "cpu", "handlers": "acme:handlers", "op": "gemm_w8a8"}
 VALID = [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from interception_core._cli.main import main
+from interception_core.cli import main
 from jaxtap_testkit.processes import run_python
 
 PROGRAM = """
@@ -150,7 +150,7 @@ def test_a_report_and_its_files(file, tmp_path):
 @pytest.mark.parametrize("command", ["plan", "report"])
 def test_help_does_without_jax(command):
     code = (
-        "import sys; from interception_core._cli.main import main; "
+        "import sys; from interception_core.cli import main; "
         f"status = main(['{command}', '--help']); "
         "print('jax' in sys.modules or 'matplotlib' in sys.modules); sys.exit(status)"
     )

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from interception_core import JaxtapError
-from interception_core.program import find_function, read_argument
+from interception_core.cli import find_function, read_argument
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

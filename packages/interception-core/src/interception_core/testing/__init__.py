@@ -7,10 +7,10 @@ imports this package.
 import pytest
 
 # The suites' asserts explain themselves as those of any test module do.
-pytest.register_assert_rewrite(f"{__name__}._suite", f"{__name__}._kernels")
+pytest.register_assert_rewrite(f"{__name__}.engine_suite", f"{__name__}.kernel_suite")
 
-from ._kernels import KernelConformance  # noqa: E402
-from ._suite import EngineConformance  # noqa: E402
+from .engine_suite import EngineConformance  # noqa: E402
+from .kernel_suite import KernelConformance  # noqa: E402
 from .models import Model, models  # noqa: E402
 from .plugins import installed_plugins  # noqa: E402
 from .programs import Program, programs  # noqa: E402

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import jax
 
-from . import _models
+from . import model_functions
 
 ANY = "(any)"
 """Stands for a provenance that an engine may know or not, such as that of a mapped row."""
@@ -52,8 +52,8 @@ def models() -> list[Model]:
     return [
         Model(
             "mlp",
-            _models.mlp,
-            _models.mlp_args,
+            model_functions.mlp,
+            model_functions.mlp_args,
             (dot,),
             (
                 "encoder/layer_0/dot:0",
@@ -72,8 +72,8 @@ def models() -> list[Model]:
         ),
         Model(
             "transformer",
-            _models.transformer,
-            _models.transformer_args,
+            model_functions.transformer,
+            model_functions.transformer_args,
             (einsum, softmax, "jax.nn.gelu"),
             (
                 *(f"attention/einsum:{i}" for i in range(4)),
@@ -92,8 +92,8 @@ def models() -> list[Model]:
         ),
         Model(
             "convolutions",
-            _models.convolutions,
-            _models.convolution_args,
+            model_functions.convolutions,
+            model_functions.convolution_args,
             ("jax.lax.conv_general_dilated", "jax.numpy.mean", "jax.numpy.matmul"),
             (
                 "stage/conv_general_dilated:0",
@@ -109,8 +109,8 @@ def models() -> list[Model]:
         ),
         Model(
             "recurrent",
-            _models.recurrent,
-            _models.recurrent_args,
+            model_functions.recurrent,
+            model_functions.recurrent_args,
             (dot,),
             ("rnn/dot:0", "rnn/cell/scan(cell)/dot:0", "rnn/cell/scan(cell)/dot:1", "dot:0"),
             (
@@ -121,8 +121,8 @@ def models() -> list[Model]:
         ),
         Model(
             "layers in a scan",
-            _models.layers_in_a_scan,
-            _models.scan_args,
+            model_functions.layers_in_a_scan,
+            model_functions.scan_args,
             (dot, softmax),
             (
                 "blocks/dot:0",
@@ -136,8 +136,8 @@ def models() -> list[Model]:
         ),
         Model(
             "branches",
-            _models.branches,
-            _models.branch_args,
+            model_functions.branches,
+            model_functions.branch_args,
             (dot,),
             (
                 "first/wide/cond(wide)/dot:0",
@@ -151,8 +151,8 @@ def models() -> list[Model]:
         ),
         Model(
             "iterations",
-            _models.iterations,
-            _models.iteration_args,
+            model_functions.iterations,
+            model_functions.iteration_args,
             (dot,),
             ("fori_loop(outer)/dot:0", "solve/while_body(advance)/dot:0"),
             staged=True,
@@ -160,8 +160,8 @@ def models() -> list[Model]:
         ),
         Model(
             "per example",
-            _models.per_example,
-            _models.per_example_args,
+            model_functions.per_example,
+            model_functions.per_example_args,
             (dot,),
             ("update/energy/dot:0", "dot:0"),
             (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 
-from .._plugins import host
-from .._plugins.discovery import Found, discover
+from ..plugins import host
+from ..plugins.discovery import Found, discover
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from ._forms import BLOCKS, FORMS, NEEDS_FORWARD, NOT_FORWARD
-from ._steps import STEPS
+from .forms import BLOCKS, FORMS, NEEDS_FORWARD, NOT_FORWARD
+from .steps import STEPS
 
 MAX_DEPTH = 4
 

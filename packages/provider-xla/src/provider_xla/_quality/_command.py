@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from interception_core import JaxtapError
-from interception_core.program import find_function, read_argument
+from interception_core.cli import find_function, read_argument
 
 from ._results import ORDERS, write
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from .._errors import JaxtapError, PluginError, UnknownNameError
-from .._plugins import host as _host
-from .._plugins.paths import resolve
-from .._plugins.registry import DISABLE, STRICT, Claim, Registry
-from .._plugins.specs import CommandSpec
+from ..errors import JaxtapError, PluginError, UnknownNameError
+from ..plugins import host as _host
+from ..plugins.paths import resolve
+from ..plugins.registry import DISABLE, STRICT, Claim, Registry
+from ..plugins.specs import CommandSpec
 
 DEBUG = "JAXTAP_DEBUG"
 

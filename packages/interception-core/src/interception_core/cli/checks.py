@@ -9,12 +9,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .._errors import KernelError, nearest_name, one_line
-from .._kernels.register import register_kernel
-from .._plugins import host as _host
-from .._plugins.registry import DISABLE, STRICT
-from .._plugins.specs import CheckResult, KernelSpec
-from .main import DEBUG
+from ..errors import KernelError, nearest_name, one_line
+from ..kernels.register import register_kernel
+from ..plugins import host as _host
+from ..plugins.registry import DISABLE, STRICT
+from ..plugins.specs import CheckResult, KernelSpec
+from .command_line import DEBUG
 
 _DISTRIBUTION = "interception-core"
 _OURS = (DISABLE, STRICT, DEBUG)

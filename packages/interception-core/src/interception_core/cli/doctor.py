@@ -5,11 +5,11 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .._errors import PluginError, one_line
-from .._plugins import host as _host
-from .._plugins.paths import resolve
-from .._plugins.registry import Claim
-from .._plugins.specs import CheckResult, DoctorCheck
+from ..errors import PluginError, one_line
+from ..plugins import host as _host
+from ..plugins.paths import resolve
+from ..plugins.registry import Claim
+from ..plugins.specs import CheckResult, DoctorCheck
 
 
 class Finding(NamedTuple):

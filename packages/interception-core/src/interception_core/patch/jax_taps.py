@@ -21,7 +21,7 @@ import jax.custom_batching
 from .. import _compat
 from .context import CONTEXT
 from .dispatch import run
-from .patching import CodePatch, Patch, Run
+from .patches import CodePatch, Patch, Run
 from .scope import OUTSIDE, Entered, Scope, State
 from .targets import CallSites, Sites
 

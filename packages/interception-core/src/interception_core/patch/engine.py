@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from .._errors import TargetError
-from .._interceptor import PRIMITIVE_PREFIX, Interceptor
+from ..errors import TargetError
+from ..interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
-from .driven import run_in, stand_in
+from .coroutines import run_in, stand_in
 from .scope import OUTSIDE
 from .taps import Taps
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from .._errors import PluginError, nearest_name, one_line, unknown_name
+from ..errors import PluginError, nearest_name, one_line, unknown_name
 from .discovery import Found
 from .loading import Loaded, load, record_of
 from .records import PluginRecord

@@ -6,7 +6,7 @@ Declaring the string costs nothing; the module is imported when the thing is fir
 import pkgutil
 from typing import Any
 
-from .._errors import PluginError, one_line
+from ..errors import PluginError, one_line
 
 PATH_FORM = "'package.module:attribute'"
 

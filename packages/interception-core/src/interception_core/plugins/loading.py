@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pluggy
 
-from .._errors import PluginError, nearest_name
+from ..errors import PluginError, nearest_name
 from . import hookspecs as _hookspecs
 from .discovery import Found
 from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT, SELECT

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._errors import PluginError
+from ..errors import PluginError
 
 STAGES = ("instantiate", "prepare", "initialize", "execute")
 """The stages of a handler, in the order in which XLA runs them."""

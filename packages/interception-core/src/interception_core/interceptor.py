@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ._errors import TargetError
+from .errors import TargetError
 
 Handler = Callable[..., Any]
 """Called as ``handler(call, *args, **kwargs)``; returns the result or ``NotImplemented``."""

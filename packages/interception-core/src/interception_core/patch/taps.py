@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from .._interceptor import Handler, Interceptor
+from ..interceptor import Handler, Interceptor
 from .context import CONTEXT
-from .driven import run_in
-from .housekeeping import ALWAYS, SITES
+from .coroutines import run_in
+from .jax_taps import ALWAYS, SITES
 from .scope import Activation, Observer, Scope
 from .targets import Resolved
 

@@ -4,9 +4,9 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator
 
-from .._plugins import host as _host
-from .._plugins.hookspecs import API_VERSION
-from .._plugins.records import PluginRecord
+from ..plugins import host as _host
+from ..plugins.hookspecs import API_VERSION
+from ..plugins.records import PluginRecord
 
 _HEADER = ("name", "distribution", "version", "status", "provides")
 

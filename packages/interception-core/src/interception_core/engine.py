@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from ._interceptor import Interceptor
+from .interceptor import Interceptor
 
 P = ParamSpec("P")
 R = TypeVar("R")

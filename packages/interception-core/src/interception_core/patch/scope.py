@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import jax
 
 from .. import _compat
-from .._interceptor import Handler, Interceptor
+from ..interceptor import Handler, Interceptor
 from .context import CONTEXT
-from .patching import PatchSet
+from .patches import PatchSet
 from .targets import Site
 
 Counts = dict[tuple[str, str], int]

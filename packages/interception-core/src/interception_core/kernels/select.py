@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from .._errors import PluginError, PluginWarning, one_line
-from .._plugins import host as _host
-from .._plugins.hookspecs import SELECT
-from .._plugins.kernel_call import KernelCall
-from .._plugins.paths import resolve
-from .._plugins.registry import Claim, Registry
-from .._plugins.specs import KernelSpec
+from ..errors import PluginError, PluginWarning, one_line
+from ..plugins import host as _host
+from ..plugins.hookspecs import SELECT
+from ..plugins.kernel_call import KernelCall
+from ..plugins.paths import resolve
+from ..plugins.registry import Claim, Registry
+from ..plugins.specs import KernelSpec
 
 
 class KernelChoice(NamedTuple):

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .._errors import PluginError, PluginWarning, UnknownNameError
+from ..errors import PluginError, PluginWarning, UnknownNameError
 from .discovery import Found, discover
 from .paths import resolve
 from .records import PluginRecord
@@ -21,7 +21,7 @@ from .registry import Claim, Registry, build, rivals
 from .specs import AdapterSpec, EngineSpec, KernelSpec, ProviderSpec
 
 if TYPE_CHECKING:
-    from .._engine import Engine
+    from ..engine import Engine
 
 _PROVIDER_MEMBERS = {
     "engine": "the name of the engine that it runs on",

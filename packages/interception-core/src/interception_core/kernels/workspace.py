@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .._errors import PluginError, one_line
-from .._plugins.kernel_call import KernelCall
-from .._plugins.paths import resolve
-from .._plugins.specs import KernelSpec
+from ..errors import PluginError, one_line
+from ..plugins.kernel_call import KernelCall
+from ..plugins.paths import resolve
+from ..plugins.specs import KernelSpec
 
 
 def kernel_workspace(

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from .._errors import PluginError
+from ..errors import PluginError
 from .paths import PATH_FORM, is_path
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")

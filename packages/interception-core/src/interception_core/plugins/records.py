@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from .._errors import one_line
+from ..errors import one_line
 
 Status: TypeAlias = Literal["ok", "failed", "disabled", "conflict"]
 Phase: TypeAlias = Literal["metadata", "import", "api", "hooks", "declare"]

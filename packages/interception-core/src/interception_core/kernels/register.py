@@ -12,11 +12,11 @@ import threading
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .._errors import KernelError, PluginError, one_line
-from .._plugins import host as _host
-from .._plugins.paths import resolve
-from .._plugins.registry import DISABLE, conflict
-from .._plugins.specs import KernelSpec
+from ..errors import KernelError, PluginError, one_line
+from ..plugins import host as _host
+from ..plugins.paths import resolve
+from ..plugins.registry import DISABLE, conflict
+from ..plugins.specs import KernelSpec
 from .target import FfiTarget
 
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._opcall import NO_METADATA, OpCall
+from ..call import NO_METADATA, OpCall
 from .context import CONTEXT
 from .scope import OUTSIDE, Entered, Scope, State
 from .targets import Site

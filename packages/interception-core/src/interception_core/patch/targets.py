@@ -13,9 +13,9 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from .. import _compat
-from .._errors import TargetError, unknown_name
-from .._interceptor import PRIMITIVE_PREFIX, Handler, Interceptor
-from .patching import (
+from ..errors import TargetError, unknown_name
+from ..interceptor import PRIMITIVE_PREFIX, Handler, Interceptor
+from .patches import (
     AttributePatch,
     CodePatch,
     Patch,

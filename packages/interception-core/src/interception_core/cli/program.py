@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ._errors import JaxtapError
+from ..errors import JaxtapError
 
 __all__ = ["find_function", "read_argument"]
 

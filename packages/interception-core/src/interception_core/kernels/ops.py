@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import unknown_name
-from .._plugins import host as _host
-from .._plugins.paths import resolve
-from .._plugins.specs import KernelSpec
+from ..errors import unknown_name
+from ..plugins import host as _host
+from ..plugins.paths import resolve
+from ..plugins.specs import KernelSpec
 
 
 def get_op(op: str, /) -> Callable[..., Any]:

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from .._errors import PluginError, unknown_name
-from .._plugins import host as _host
-from .._plugins.paths import resolve
-from .._plugins.registry import Claim, Registry
-from .._plugins.specs import CommandSpec
+from ..errors import PluginError, unknown_name
+from ..plugins import host as _host
+from ..plugins.paths import resolve
+from ..plugins.registry import Claim, Registry
+from ..plugins.specs import CommandSpec
 
 PREFIX = "demo-"
 _DEFAULT = "xla"
