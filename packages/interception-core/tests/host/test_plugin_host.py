@@ -1,3 +1,5 @@
+import importlib
+import inspect
 import sys
 import threading
 import time
@@ -222,6 +224,11 @@ class TestPackage:
         for name in interception_core.__all__:
             assert getattr(interception_core, name) is not None
             assert name in dir(interception_core)
+
+    @pytest.mark.parametrize("name", ["kernels", "plugins"])
+    def test_functions_are_not_hidden_by_the_folders_of_their_names(self, name):
+        assert inspect.ismodule(importlib.import_module(f"interception_core.{name}"))
+        assert isinstance(getattr(interception_core, name)(), tuple)
 
     def test_it_knows_its_version(self):
         from importlib.metadata import version

@@ -3,4 +3,4 @@
 import jax
 
 CONTEXT = jax.make_user_context(default_value=None)
-"""None, or the current ``Scope`` (see ``_scope``). Public JAX API since 0.10."""
+"""None, or the current ``Scope`` (see ``scope``). Public JAX API since 0.10."""

@@ -15,7 +15,7 @@ from typing import Any
 from .scope import Entered, State
 
 
-class Run:
+class Suspended:
     """The scope of one run of suspended code, as its last step left it.
 
     Args:
@@ -100,10 +100,10 @@ class _Awaitable:
         return self._generator
 
 
-_DRIVERS: dict[type, Callable[[Run, Any], Any]] = {
-    types.CoroutineType: Run.coroutine,
-    types.GeneratorType: Run.generator,
-    types.AsyncGeneratorType: Run.async_generator,
+_DRIVERS: dict[type, Callable[[Suspended, Any], Any]] = {
+    types.CoroutineType: Suspended.coroutine,
+    types.GeneratorType: Suspended.generator,
+    types.AsyncGeneratorType: Suspended.async_generator,
 }
 
 
@@ -123,14 +123,14 @@ def run_in(
         with (entered := Entered(state)):
             value = fn(*args, **kwargs)
         driver = _DRIVERS.get(type(value))
-        return value if driver is None else driver(Run(entered.left, finish), value)
+        return value if driver is None else driver(Suspended(entered.left, finish), value)
     finally:
         if driver is None:
             finish()
 
 
-def stand_in(call: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``call`` in the looks of ``fn``; a coroutine function if ``fn`` is one."""
+def disguised(call: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call`` with the name and signature of ``fn``; a coroutine function if it is one."""
     wrapped = call
     if inspect.iscoroutinefunction(fn):
 

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..errors import TargetError
 from ..interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
-from .coroutines import run_in, stand_in
+from .coroutines import disguised, run_in
 from .scope import OUTSIDE
 from .taps import Taps
 
@@ -69,7 +69,7 @@ class PatchEngine:
                 return fn(*args, **kwargs)
             return taps.run(fn, args, kwargs)
 
-        return stand_in(call, fn)
+        return disguised(call, fn)
 
 
 def untapped(fn: Callable[P, R]) -> Callable[P, R]:
@@ -89,4 +89,4 @@ def untapped(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*args, **kwargs)
         return run_in(OUTSIDE, fn, args, kwargs)
 
-    return stand_in(call, fn)
+    return disguised(call, fn)

@@ -1,4 +1,4 @@
-"""Taps of our own, which keep a scope right where JAX works later or elsewhere.
+"""Taps on JAX itself, which keep a scope right where JAX works later or elsewhere.
 
 * A name scope extends the module path of the current scope.
 * JAX's own rules (derivatives, batching, lowering) call lax functions that are no operations of
@@ -21,7 +21,7 @@ import jax.custom_batching
 from .. import _compat
 from .context import CONTEXT
 from .dispatch import run
-from .patches import CodePatch, Patch, Run
+from .patches import CodePatch, Dispatch, Patch
 from .scope import OUTSIDE, Entered, Scope, State
 from .targets import CallSites, Sites
 
@@ -150,7 +150,7 @@ _CUSTOM_RULES: dict[type, dict[str, Callable[[Callable, State], Callable]]] = {
 
 SITES = Sites(run, _call)
 
-_TAPPED: tuple[tuple[FunctionType, Run], ...] = (
+_TAPPED: tuple[tuple[FunctionType, Dispatch], ...] = (
     (_compat.NameScope.__enter__, _enter_name),
     (_compat.NameScope.__exit__, _exit_name),
     (_compat.lower_jaxpr_to_module, _lower),

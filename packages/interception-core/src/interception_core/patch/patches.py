@@ -17,7 +17,7 @@ from .context import CONTEXT
 
 _LOCK = threading.RLock()
 
-Run = Callable[[Any, Callable, Any, tuple, dict], Any]
+Dispatch = Callable[[Any, Callable, Any, tuple, dict], Any]
 """Called as ``run(site, original, state, args, kwargs)`` where ``state`` is not None."""
 
 
@@ -46,7 +46,7 @@ def _template(free: int) -> CodeType:
     return namespace["make"](*range(free)).__code__
 
 
-def tap_code(like: CodeType, original: Callable, run: Run, site: Any) -> CodeType:
+def tap_code(like: CodeType, original: Callable, run: Dispatch, site: Any) -> CodeType:
     """Returns code that calls ``run`` where CONTEXT has a value, ``original`` elsewhere.
 
     What it needs lies among its constants, so it fits a function of any module. Free variables,
@@ -68,7 +68,7 @@ def tap_code(like: CodeType, original: Callable, run: Run, site: Any) -> CodeTyp
     )
 
 
-def tap_function(like: Any, original: Callable, run: Run, site: Any) -> FunctionType:
+def tap_function(like: Any, original: Callable, run: Dispatch, site: Any) -> FunctionType:
     """Returns a function that stands in for the callable ``like`` as an attribute."""
     code = tap_code(_template(0), original, run, site)
     tap = FunctionType(code, {"__builtins__": __builtins__})
@@ -116,7 +116,7 @@ class Patch(Protocol):
 class CodePatch:
     """Replaces the code object of a Python function, which covers every alias of it."""
 
-    def __init__(self, fn: FunctionType, run: Run, site: Any, *, keep_signature: bool = True):
+    def __init__(self, fn: FunctionType, run: Dispatch, site: Any, *, keep_signature: bool = True):
         self.count = 0
         self.fn = fn
         self.original = copy_function(fn)

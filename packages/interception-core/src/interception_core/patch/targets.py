@@ -18,9 +18,9 @@ from ..interceptor import PRIMITIVE_PREFIX, Handler, Interceptor
 from .patches import (
     AttributePatch,
     CodePatch,
+    Dispatch,
     Patch,
     PatchSet,
-    Run,
     site_of_tap,
     tap_function,
 )
@@ -37,7 +37,7 @@ class Site:
 
     __slots__ = ("__weakref__", "_attributes", "level", "name", "patches", "subject", "tap")
 
-    def __init__(self, subject: Any, name: str, original: Callable, run: Run):
+    def __init__(self, subject: Any, name: str, original: Callable, run: Dispatch):
         self.subject = subject
         self.name = name
         self.level = "primitive" if isinstance(subject, _compat.Primitive) else "function"
@@ -64,11 +64,11 @@ class Sites:
     """Finds or makes the site of an object; one per process, as its patches are.
 
     Args:
-        run: what a tap calls; see ``_patching.Run``.
+        run: what a tap calls; see ``patches.Dispatch``.
         run_call: the same for the ``__call__`` of a class; its site is a ``CallSites``.
     """
 
-    def __init__(self, run: Run, run_call: Run):
+    def __init__(self, run: Dispatch, run_call: Dispatch):
         self._run, self._run_call = run, run_call
         self._sites: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
         self._calls: dict[FunctionType, tuple[CodePatch, CallSites]] = {}
