@@ -7,14 +7,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._box.box import Box
-    from ._box.jit import jit
-    from ._box.types import BoxType, mut_types
-    from ._proxy.moves import Move, MoveError
-    from ._proxy.proxy import ArrayProxy, Part
-    from ._tap.engine import TraceEngine
-    from ._tap.expression import Expression
-    from ._types.hiprim import (
+    from .box.box import Box
+    from .box.jit import jit
+    from .box.types import BoxType, mut_types
+    from .dataflow.expression import Expression
+    from .engine import TraceEngine
+    from .hi.hiprim import (
         HiPrim,
         bdims_at_front,
         jvp_from_lin,
@@ -24,9 +22,11 @@ if TYPE_CHECKING:
         vjp_from_lin,
         vmap_rule,
     )
-    from ._types.hitype import HiPspec, HiType, MappingSpec, register_hitype
-    from ._types.inspect import is_high, lower, requires_low, typeof
-    from ._types.primitive import HiPrimitive
+    from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
+    from .hi.inspect import is_high, lower, requires_low, typeof
+    from .hi.primitive import HiPrimitive
+    from .proxy.array_proxy import ArrayProxy, Part
+    from .proxy.moves import Move, MoveError
 
     __version__: str
 
@@ -61,33 +61,33 @@ __all__ = [
 ]
 
 _LAZY = {
-    "ArrayProxy": "_proxy.proxy",
-    "Box": "_box.box",
-    "BoxType": "_box.types",
-    "Expression": "_tap.expression",
-    "HiPrim": "_types.hiprim",
-    "HiPrimitive": "_types.primitive",
-    "HiPspec": "_types.hitype",
-    "HiType": "_types.hitype",
-    "MappingSpec": "_types.hitype",
-    "Move": "_proxy.moves",
-    "MoveError": "_proxy.moves",
-    "Part": "_proxy.proxy",
-    "TraceEngine": "_tap.engine",
-    "bdims_at_front": "_types.hiprim",
-    "is_high": "_types.inspect",
-    "jit": "_box.jit",
-    "jvp_from_lin": "_types.hiprim",
-    "linearize_from_jvp": "_types.hiprim",
-    "lower": "_types.inspect",
-    "mut_types": "_box.types",
-    "register_hitype": "_types.hitype",
-    "requires_low": "_types.inspect",
-    "typeof": "_types.inspect",
-    "unmap_avals": "_types.hiprim",
-    "vjp_from_jvp": "_types.hiprim",
-    "vjp_from_lin": "_types.hiprim",
-    "vmap_rule": "_types.hiprim",
+    "ArrayProxy": "proxy.array_proxy",
+    "Box": "box.box",
+    "BoxType": "box.types",
+    "Expression": "dataflow.expression",
+    "HiPrim": "hi.hiprim",
+    "HiPrimitive": "hi.primitive",
+    "HiPspec": "hi.hitype",
+    "HiType": "hi.hitype",
+    "MappingSpec": "hi.hitype",
+    "Move": "proxy.moves",
+    "MoveError": "proxy.moves",
+    "Part": "proxy.array_proxy",
+    "TraceEngine": "engine",
+    "bdims_at_front": "hi.hiprim",
+    "is_high": "hi.inspect",
+    "jit": "box.jit",
+    "jvp_from_lin": "hi.hiprim",
+    "linearize_from_jvp": "hi.hiprim",
+    "lower": "hi.inspect",
+    "mut_types": "box.types",
+    "register_hitype": "hi.hitype",
+    "requires_low": "hi.inspect",
+    "typeof": "hi.inspect",
+    "unmap_avals": "hi.hiprim",
+    "vjp_from_jvp": "hi.hiprim",
+    "vjp_from_lin": "hi.hiprim",
+    "vmap_rule": "hi.hiprim",
 }
 
 

@@ -43,7 +43,7 @@ try:
 except ImportError:  # 0.10.2; 0.11 - 0.12 have it
     _flat_tree: Any = None
 
-# ---- Staging and re-emitting programs: what _tap/ needs ----
+# ---- Staging and re-emitting programs: what the interpreter needs ----
 
 Jaxpr: type = core.Jaxpr
 """0.10.2 - 0.12."""
@@ -553,7 +553,7 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-# ---- High-level types: what _types/ needs ----
+# ---- High-level types: what hi/ needs ----
 
 HiTypeBase: type = _hijax.HiType
 """0.10.2 - 0.12; its messages for missing methods are bare asserts on 0.10.2."""
@@ -738,7 +738,7 @@ def native_rule(name: str) -> Any | None:
     return getattr(_hijax, name, None)
 
 
-# What _box/ needs: where a program is being traced. All 0.10.2 - 0.12.
+# What box/ needs: where a program is being traced. All 0.10.2 - 0.12.
 
 
 def is_eval(trace: Any) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from hijax_trace._tap import axes
+from hijax_trace.dataflow import axes
 from interception_core import Interceptor
 from jaxtap_testkit import examples
 from jaxtap_testkit.tap_helpers import ENGINE, Log, tap

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .._proxy.proxy import ArrayProxy
-from .axes import Axes, compose
-from .dataflow import Dataflow, Express
-from .expression import Expression, Unknown
-from .flow import flow_of
+from ..dataflow.axes import Axes, compose
+from ..dataflow.dataflow import Dataflow, Express
+from ..dataflow.expression import Expression, Unknown
+from ..dataflow.flow import flow_of
+from ..proxy.array_proxy import ArrayProxy
 
 
 class Origin(NamedTuple):

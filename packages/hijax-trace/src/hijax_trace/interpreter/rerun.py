@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from interception_core import TargetError
 
 from .. import _compat
-from .._proxy.proxy import ArrayProxy, Lost, follow
+from ..dataflow.dataflow import returned_views
+from ..dataflow.expression import VIEWS, is_zero
+from ..dataflow.flow import handed_on
+from ..proxy.array_proxy import ArrayProxy, Lost, follow
+from ..staging.mapped import mapped_in
+from ..staging.marker import Marker, MarkerName, Packed, check_result, check_value
 from .call import TraceCall
-from .dataflow import returned_views
-from .expression import VIEWS, is_zero
-from .flow import handed_on
 from .frames import Around, Frame, Notes, Operands
-from .mapped import mapped_in
-from .marker import Marker, MarkerName, Packed, check_result, check_value
 from .plan import Do, Step
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from interception_core import OpCall, Operand
 
-from .._proxy.proxy import ArrayProxy, Lost
-from .expression import Expression
+from ..dataflow.expression import Expression
+from ..proxy.array_proxy import ArrayProxy, Lost
 from .frames import Frame, Notes, Origin
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ def jaxtap_register_engines() -> list[EngineSpec]:
         EngineSpec(
             name="trace",
             summary="traces the program once and shows each operation of it, under jit",
-            factory="hijax_trace._tap.engine:TraceEngine",
+            factory="hijax_trace.engine:TraceEngine",
             priority=20,
         )
     ]
@@ -25,7 +25,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="trace",
             summary="print the operations of a JAX function: ids, operands, where they come from",
-            run="hijax_trace._list.command:run",
-            configure="hijax_trace._list.command:configure",
+            run="hijax_trace.cli.command:run",
+            configure="hijax_trace.cli.command:configure",
         )
     ]

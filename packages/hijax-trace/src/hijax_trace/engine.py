@@ -11,15 +11,15 @@ import jax
 
 from interception_core import Interceptor, TargetError
 
-from .. import _compat
-from .._proxy.proxy import ArrayProxy, is_proxy
-from .axes import identity
-from .expression import Expression, Leaf
-from .frames import Frame, Origin
-from .marker import Packed
-from .rerun import rerun
-from .run import Run, Tapping, mode_of, widen_mode
-from .taken import leaves_of
+from . import _compat
+from .dataflow.axes import identity
+from .dataflow.expression import Expression, Leaf
+from .interpreter.frames import Frame, Origin
+from .interpreter.rerun import rerun
+from .interpreter.run import Run, Tapping, mode_of, widen_mode
+from .interpreter.taken import leaves_of
+from .proxy.array_proxy import ArrayProxy, is_proxy
+from .staging.marker import Packed
 
 P = ParamSpec("P")
 R = TypeVar("R")

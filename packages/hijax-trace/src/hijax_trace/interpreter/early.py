@@ -19,12 +19,12 @@ import jax
 from interception_core.engine_api import SETTLED, settled
 
 from .. import _compat
-from .._proxy.proxy import ArrayProxy, follow
-from .axes import dropped
+from ..dataflow.axes import dropped
+from ..dataflow.flow import move_of
+from ..proxy.array_proxy import ArrayProxy, follow
+from ..staging.marker import Marker, check_result, marker_in
 from .call import TraceCall
-from .flow import move_of
 from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
-from .marker import Marker, check_result, marker_in
 from .plan import WITHIN
 from .rerun import rerun
 

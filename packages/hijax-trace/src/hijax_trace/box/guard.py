@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _compat
-from .._types.primitive import HiPrimitive
+from ..hi.primitive import HiPrimitive
 
 STOP_GRADIENT = (
     "a differentiated value was written to a Box that is not differentiated. Write "

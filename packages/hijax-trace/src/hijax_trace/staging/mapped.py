@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from .._proxy.proxy import ArrayProxy
-from .axes import dropped
-from .expression import Expression, Part
-from .frames import Express, Origin, Resolve
+from ..dataflow.axes import dropped
+from ..dataflow.expression import Expression, Part
+from ..interpreter.frames import Express, Origin, Resolve
+from ..interpreter.taken import stepped
+from ..proxy.array_proxy import ArrayProxy
 from .marker import hoisted
-from .taken import stepped
 
 
 class Level(NamedTuple):

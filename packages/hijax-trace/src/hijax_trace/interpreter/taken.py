@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._proxy.moves import MoveError
-from .._proxy.proxy import ArrayProxy, Lost
-from .forms import SAME, SLICE, Body
+from ..dataflow.forms import SAME, SLICE, Body
+from ..proxy.array_proxy import ArrayProxy, Lost
+from ..proxy.moves import MoveError
 
 
 def leaves_of(proxies: Sequence[ArrayProxy]) -> list[Any]:

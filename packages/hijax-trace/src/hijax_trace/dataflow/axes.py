@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._proxy.proxy import SAME
+from ..proxy.array_proxy import SAME
 
 Axes = tuple[int | tuple[int, ...] | None, ...]
 """For each axis of a value, the axis that it became: see ``interception_core.Operand.axes``."""

@@ -12,9 +12,10 @@ import jax
 from interception_core import JaxtapError
 
 from .. import _compat
-from .dataflow import entering
-from .flow import entered
-from .forms import CHANGES, SAME, SLICE, Body, form_of
+from ..dataflow.dataflow import entering
+from ..dataflow.flow import entered
+from ..dataflow.forms import CHANGES, SAME, SLICE, Body, form_of
+from ..staging.marker import hoisted
 from .frames import (
     Around,
     Frame,
@@ -25,7 +26,6 @@ from .frames import (
     Origin,
     Resolve,
 )
-from .marker import hoisted
 from .memo import Tapped
 from .rerun import rerun
 from .taken import NONE_TAKEN, Taken, taken

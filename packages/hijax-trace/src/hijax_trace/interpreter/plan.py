@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from interception_core.engine_api import SETTLED
 
 from .. import _compat
-from .forms import CUSTOM_CALLS, form_of
+from ..dataflow.forms import CUSTOM_CALLS, form_of
+from ..staging.mapped import mapped_in
+from ..staging.marker import Marker, marker_in, marker_of
 from .frames import Key, Numbers
-from .mapped import mapped_in
-from .marker import Marker, marker_in, marker_of
 
 _OURS = "jaxtap."
 WITHIN = "jaxtap.within."

@@ -11,11 +11,11 @@ from interception_core import Interceptor
 from interception_core.engine_api import Taps
 
 from .. import _compat
+from ..staging.mapped import Staged, can_map, is_being_mapped, map_call, staged
+from ..staging.marker import NUMBERS, NUMPY, Markers, Packed, is_plain, key_of
 from .bodies import custom, enter
 from .early import Early
 from .frames import Numbers, Origin
-from .mapped import Staged, can_map, is_being_mapped, map_call, staged
-from .marker import NUMBERS, NUMPY, Markers, Packed, is_plain, key_of
 from .memo import Memo
 from .plan import Plans
 

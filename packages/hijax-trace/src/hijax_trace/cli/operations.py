@@ -12,7 +12,7 @@ import jax
 from interception_core import Interceptor, OpCall, TargetError
 
 from .. import _compat
-from .._tap.engine import TraceEngine
+from ..engine import TraceEngine
 
 _BY_MODULE = {
     "jax.numpy": """

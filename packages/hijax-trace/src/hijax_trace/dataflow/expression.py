@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
-from .._proxy.moves import MOVES
-from .._proxy.proxy import SAME
+from ..proxy.array_proxy import SAME
+from ..proxy.moves import MOVES
 
 Kind = Literal["view", "derived", "activation", "constant"]
 """What an operand is: see ``Expression.kind``."""

@@ -1,0 +1,1 @@
+"""Dataflow: how the values of a program are computed from its inputs."""

@@ -1,0 +1,1 @@
+"""Staging: what stands in a staged program for a call whose handler is asked later."""
