@@ -111,6 +111,17 @@ def used_inputs(jaxpr: Any) -> list[bool]:
     return list(pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
+def used_equations(jaxpr: Any) -> list[bool]:
+    """Returns which equations of an open jaxpr its results, or its effects, depend on."""
+    used = {var for var in jaxpr.outvars if type(var) is not Literal}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        found.append(bool(eqn.effects) or not used.isdisjoint(eqn.outvars))
+        if found[-1]:
+            used.update(atom for atom in eqn.invars if type(atom) is not Literal)
+    return found[::-1]
+
+
 def consts_as_args(jaxpr: Any) -> Any:
     """Returns the jaxpr with its constants as leading arguments (0.10.2 - 0.12)."""
     return pe.convert_constvars_jaxpr(jaxpr)

@@ -88,6 +88,7 @@ __all__ = [
     "hookimpl",
     "kernel_workspace",
     "kernels",
+    "known_ahead",
     "loaded",
     "plugins",
     "primitive_names",

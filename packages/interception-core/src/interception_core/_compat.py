@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jaxlib
 from jax._src import ad_checkpoint as _ad_checkpoint  # 0.10.2 - 0.12
+from jax._src import api as _api  # 0.10.2 - 0.12
 from jax._src import core as _core  # 0.10.2 - 0.12
 from jax._src import hijax as _hijax  # 0.10.2 - 0.12
 from jax._src import pjit as _pjit  # 0.10.2 - 0.12
@@ -24,6 +25,7 @@ from jax._src.interpreters import batching as _batching  # 0.10.2 - 0.12
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as _pe  # 0.10.2 - 0.12
 from jax._src.interpreters import remat as _remat  # 0.10.2 - 0.12
+from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
 from jax.extend import source_info_util
 from jax.extend.core import primitives as _public_primitives
 from jaxlib import xla_client as _xla_client  # 0.10.2 - 0.12
@@ -51,7 +53,6 @@ rule_runners: tuple[FunctionType, ...] = (
     _ad.JVPTrace.process_primitive,
     _ad.LinearizeTrace.process_primitive,
     _batching.BatchTrace.process_primitive,
-    _pe.JaxprTrace.process_primitive,
     _remat.RematTrace.process_primitive,
     _shard_map.ShardMapTrace.process_primitive,
 )
@@ -64,6 +65,23 @@ functions too. No code of the program runs below them, except the rules of ``cus
 
 backward_pass: FunctionType = _ad.backward_pass3
 """Runs the transpose rules, 0.10.2 - 0.12. As ``rule_runners``."""
+
+evaluate_partially: FunctionType = _pe.JaxprTrace.process_primitive
+"""Computes a primitive of known operands and traces one of unknown operands, 0.10.2 - 0.12.
+
+As ``rule_runners``.
+"""
+
+hoist: FunctionType = _loops._scan_known_hoisting
+trace_partially: FunctionType = _pe.trace_to_jaxpr_nounits
+"""Computes before a differentiated loop what doesn't change in it, 0.10.2 - 0.12.
+
+The first forgets all name scopes, and calls the second.
+"""
+
+eval_shape: FunctionType = _api.eval_shape
+linear_transpose: FunctionType = _api.linear_transpose
+"""0.10.2 - 0.12. Public as ``jax.eval_shape`` and ``jax.linear_transpose``."""
 
 evaluate_checkpoint: FunctionType = _ad_checkpoint.remat_impl
 """Binds what ``jax.checkpoint`` has traced once more where nothing else is to be traced,
@@ -92,11 +110,73 @@ def settled(name: str = SETTLED) -> Any:
     return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
 
 
+def is_settled() -> bool:
+    """Returns whether operations made now are none of the program's."""
+    stack = _source_info.current_name_stack().stack
+    return any(entry.name.startswith(SETTLED) for entry in stack)
+
+
 def unsettled() -> Any:
     """Returns a context manager: operations made in it are the program's again."""
     stack = _source_info.current_name_stack()
     kept = tuple(entry for entry in stack.stack if not entry.name.startswith(SETTLED))
     return _source_info.set_name_stack(_source_info.NameStack(kept))
+
+
+AHEAD = "jaxtap.ahead"
+"""Names the scope of operations that a program computes while it traces a function ahead."""
+
+TRANSPOSED = "jaxtap.transposed"
+"""Names the scope in which ``jax.linear_transpose`` traces a function."""
+
+
+def _is_ahead(trace: Any) -> bool:
+    """Returns whether the program evaluates a function partially, ahead of running it.
+
+    Rules of JAX, and transposes, evaluate partially what is not run a second time.
+    """
+    if not isinstance(trace, _pe.JaxprTrace):
+        return False
+    names = [entry.name for entry in trace.name_stack.stack]
+    return not any(name.startswith((SETTLED, TRANSPOSED)) for name in names)
+
+
+def unknown_ahead(value: Any) -> bool:
+    """Returns whether a value is unknown where the program evaluates a function partially.
+
+    An operation of it is only traced: if the program runs it, it does so later.
+    """
+    while isinstance(value, _core.Tracer):
+        if isinstance(value, _pe.JaxprTracer):
+            return _is_ahead(value._trace) and not value.is_known()
+        if isinstance(value, _ad.JVPTracer | _ad.LinearizeTracer):
+            value = value.primal
+        elif isinstance(value, _batching.BatchTracer):
+            value = value.val
+        else:
+            return False
+    return False
+
+
+def known_ahead(trace: Any, values: Any) -> list[Any] | None:
+    """Returns the operands of what is computed while a function is evaluated partially.
+
+    None for any other trace, and where an operand is unknown.
+    """
+    if not _is_ahead(trace):
+        return None
+    found = [
+        value.pval.get_known()
+        if isinstance(value, _pe.JaxprTracer) and value._trace is trace
+        else value
+        for value in values
+    ]
+    return None if any(value is None or unknown_ahead(value) for value in found) else found
+
+
+def around(trace: Any) -> Any:
+    """Returns a context manager: operations are computed outside of such a trace."""
+    return _core.set_current_trace(trace.parent_trace)
 
 
 Primitive: type = _core.Primitive

@@ -8,9 +8,19 @@ What handlers are given is a subclass of `interception_core.OpCall`.
 Importing this module imports JAX.
 """
 
-from ._compat import SETTLED, settled
+from ._compat import AHEAD, SETTLED, known_ahead, settled, unknown_ahead
 from .patch.dispatch import TappedCall
 from .patch.scope import Observer
 from .patch.taps import OnCall, Taps
 
-__all__ = ["SETTLED", "Observer", "OnCall", "TappedCall", "Taps", "settled"]
+__all__ = [
+    "AHEAD",
+    "SETTLED",
+    "Observer",
+    "OnCall",
+    "TappedCall",
+    "Taps",
+    "known_ahead",
+    "settled",
+    "unknown_ahead",
+]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from interception_core.engine_api import SETTLED, settled
+from interception_core.engine_api import settled
 
 from .. import _compat
 from ..dataflow.axes import dropped
@@ -25,7 +25,7 @@ from ..proxy.array_proxy import ArrayProxy, follow
 from ..staging.marker import Marker, check_result, marker_in
 from .call import TraceCall
 from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
-from .plan import WITHIN
+from .plan import OURS, WITHIN
 from .rerun import rerun
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Early:
 
     def _scopes(self) -> list[str]:
         names = _compat.scopes_of(_compat.current_stack())
-        return [name for name in names if not name.startswith((SETTLED, WITHIN))]
+        return [name for name in names if not name.startswith(OURS)]
 
     def _told(
         self,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from interception_core.engine_api import SETTLED
+from interception_core.engine_api import AHEAD, SETTLED
 
 from .. import _compat
 from ..dataflow.forms import CUSTOM_CALLS, form_of
@@ -15,7 +15,8 @@ from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
 from .frames import Key, Numbers
 
-_OURS = "jaxtap."
+OURS = "jaxtap."
+"""Begins all name scopes that are no part of the program."""
 WITHIN = "jaxtap.within."
 """Begins the name scope of a function's operations whose handler was asked early."""
 _NOTHING: frozenset[str] = frozenset()
@@ -53,6 +54,7 @@ class Step(NamedTuple):
         scopes: the names of its scopes.
         within: the names of the functions, asked early but let run, that it is a part of.
         settled: whether a transformation or a handler left it behind; see ``early``.
+        unused: whether it was computed ahead, and nothing uses it: no handler is asked.
     """
 
     eqn: Any
@@ -64,6 +66,7 @@ class Step(NamedTuple):
     scopes: Sequence[str]
     within: frozenset[str]
     settled: bool
+    unused: bool = False
 
 
 class Plans:
@@ -126,7 +129,7 @@ class Plans:
         jaxpr = _compat.open_of(jaxpr)
         plan = self._plans.get(jaxpr)
         if plan is None:
-            steps = [self.step(eqn) for eqn in jaxpr.eqns]
+            steps = _without_unused(jaxpr, [self.step(eqn) for eqn in jaxpr.eqns])
             wanted = any(
                 step.do is not Do.PASS or step.stack is not step.eqn.source_info.name_stack
                 for step in steps
@@ -143,7 +146,7 @@ class Plans:
         settled, within = False, _NOTHING
         if len(stack):
             scopes = _compat.scopes_of(stack)
-            if any(name.startswith(_OURS) for name in scopes):
+            if any(name.startswith(OURS) for name in scopes):
                 scopes, settled, within, stack = _cleaned(scopes, stack)
         where = (stack, scopes, within, settled)
         simple = _compat.can_append(eqn)
@@ -168,6 +171,23 @@ class Plans:
         return Step(eqn, do, simple, inlined, marker, *where)
 
 
+def _without_unused(jaxpr: Any, steps: list[Step]) -> list[Step]:
+    """Marks what a program has computed while it traced a function ahead, and never uses."""
+    if not any(map(_is_ahead, steps)):
+        return steps
+    used = _compat.used_equations(jaxpr)
+    return [
+        step._replace(unused=_is_ahead(step) and not is_used)
+        for step, is_used in zip(steps, used, strict=True)
+    ]
+
+
+def _is_ahead(step: Step) -> bool:
+    # Its stack differs from the equation's if there is a scope of ours.
+    stack = step.eqn.source_info.name_stack
+    return step.stack is not stack and AHEAD in _compat.scopes_of(stack)
+
+
 def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozenset[str], Any]:
     """Takes our own scopes out of a name stack."""
     settled, within, scopes = False, [], []
@@ -176,9 +196,9 @@ def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozens
             settled = True
         elif name.startswith(WITHIN):
             within.append(name.removeprefix(WITHIN))
-        else:
+        elif not name.startswith(OURS):
             scopes.append(name)
-    ours = {name for name in names if name.startswith(_OURS)}
+    ours = {name for name in names if name.startswith(OURS)}
     return scopes, settled, frozenset(within), _compat.stack_without(stack, ours)
 
 

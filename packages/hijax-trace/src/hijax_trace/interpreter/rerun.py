@@ -79,7 +79,7 @@ class Rerun:
                 self.run.early.reach(position, self.run.numbers)
             values = [a.val if type(a) is literal else env[a] for a in eqn.invars]
             stack = step.stack
-            if step.settled and self.run.is_observed:
+            if (step.settled or step.unused) and self.run.is_observed:
                 stack = eqn.source_info.name_stack
             if len(outer):
                 stack = outer + stack if len(stack) else outer
@@ -89,7 +89,9 @@ class Rerun:
             elif step.do is Do.PASS:
                 self._again(step, eqn, values, info)
             else:
+                silent, frame.silent = frame.silent, frame.silent or step.unused
                 _ACTIONS[step.do](self, step, values, info)
+                frame.silent = silent
             if (frame.notes or frame.proxies) and _compat.holds_jaxprs(eqn):
                 self._hand_on(eqn)
             for var in forget.get(eqn, ()):

@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import jax
+
 from interception_core import Interceptor
-from interception_core.engine_api import Taps
+from interception_core.engine_api import AHEAD, Taps, known_ahead, settled, unknown_ahead
 
 from .. import _compat
 from ..staging.mapped import Staged, can_map, is_being_mapped, map_call, staged
@@ -132,6 +134,13 @@ class Run:
             packed = Packed((args, kwargs), ())
             if can_map(trace, packed.arrays):
                 return self._map(call, packed)
+            known = known_ahead(trace, packed.arrays)
+            if known is not None:
+                args, kwargs = packed.build(known)
+                with _compat.set_current_trace(_compat.parent_trace(trace)), settled(AHEAD):
+                    return self.on_call(handler, call, args, kwargs)
+        if any(map(unknown_ahead, jax.tree.leaves((args, kwargs)))):
+            return NotImplemented
         return self.early.call(handler, call, args, kwargs)
 
     def _stage(self, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -184,6 +193,8 @@ class Run:
             return NotImplemented
         values = list(values)
         if not self.tapping.plans.wants_call(primitive, params, len(values)):
+            return NotImplemented
+        if any(map(unknown_ahead, values)):
             return NotImplemented
         if not can_map(trace, values):
             return self.early.bind(path, trace, primitive, values, params)

@@ -1,6 +1,7 @@
 """Taps on JAX itself, which keep a scope right where JAX works later or elsewhere.
 
 * A name scope extends the module path of the current scope.
+* ``jax.eval_shape`` runs nothing: nothing is shown of it to who looks on.
 * JAX's own rules (derivatives, batching, lowering) call lax functions that are no operations of
   the program: the scope sleeps meanwhile.
 * The rules of ``custom_vjp``, ``custom_jvp`` and ``custom_vmap`` are the program's, but run when
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -69,6 +71,56 @@ def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict
                     return result
             level = outer
     return _rules(site, original, state, args, kwargs)
+
+
+def _evaluate(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    """Computes a primitive of known operands where the program evaluates a function partially."""
+    if isinstance(state, Scope) and state.observed and not state.asleep:
+        trace, primitive, values, params = args
+        known = _compat.known_ahead(trace, values)
+        if known is not None:
+            with _compat.around(trace), _compat.settled(_compat.AHEAD):
+                return primitive.bind(*known, **primitive.get_bind_params(params))
+    return _bind(site, original, state, args, kwargs)
+
+
+class _Hoisting(threading.local):
+    settled = False
+
+
+_HOISTING = _Hoisting()
+
+
+def _hoist(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    """Remembers what JAX forgets here: whether it computes what is none of the program's."""
+    before, _HOISTING.settled = _HOISTING.settled, _compat.is_settled()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _HOISTING.settled = before
+
+
+def _trace_partially(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    with _compat.settled() if _HOISTING.settled else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    """Traces for types alone: what is never run is not shown to observers.
+
+    Other handlers may change types, and are asked.
+    """
+    level = state if isinstance(state, Scope) else None
+    while level is not None and level.activation.observer is not None:
+        level = level.parent
+    with CONTEXT(state if level is not None else OUTSIDE):
+        return original(*args, **kwargs)
+
+
+def _transpose(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    observed = isinstance(state, Scope) and state.observed
+    with _compat.settled(_compat.TRANSPOSED) if observed else contextlib.nullcontext():
+        return original(*args, **kwargs)
 
 
 def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
@@ -157,6 +209,11 @@ _TAPPED: tuple[tuple[FunctionType, Dispatch], ...] = (
     (_compat.backward_pass, _rules),
     (_compat.jit_staging_rule, _stage_jitted),
     (_compat.evaluate_checkpoint, _rules),
+    (_compat.evaluate_partially, _evaluate),
+    (_compat.hoist, _hoist),
+    (_compat.trace_partially, _trace_partially),
+    (_compat.eval_shape, _infer_shapes),
+    (_compat.linear_transpose, _transpose),
     *((runner, _bind) for runner in _compat.rule_runners),
 )
 
