@@ -166,6 +166,17 @@ def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     )
 
 
+if not hasattr(_hijax, "vmap_rule"):  # 0.10.2, 0.11.2
+    _dce_jit = pe.dce_rules[jit_p]
+
+    def _dce_named_call(used_outputs: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+        """Keeps a call whose name is more than a string, if all of it is used, as 0.12 does."""
+        used_inputs, again = _dce_jit(used_outputs, eqn)
+        is_whole = again is not None and all(used_inputs) and all(used_outputs)
+        return used_inputs, eqn if is_whole and type(eqn.params["name"]) is not str else again
+
+    pe.dce_rules[jit_p] = _dce_named_call
+
 _EARLY: tuple[Any, ...] = (_api.Inline.JAX_EARLY,) if hasattr(_api, "Inline") else (True,)
 
 UNSPECIFIED: Any = _sharding_impls.UNSPECIFIED
