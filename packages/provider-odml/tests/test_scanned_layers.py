@@ -26,9 +26,7 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         block = nn.remat(Block, prevent_cse=False) if self.remat else Block
-        layers = nn.scan(
-            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-        )
+        layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
         return layers(name="layers")(x, None)[0]
 
 

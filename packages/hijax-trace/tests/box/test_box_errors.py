@@ -11,12 +11,57 @@ from jax import lax
 
 import hijax_trace as ht
 from hijax_trace import Box
-from jaxtap_testkit.hijax_samples import quantize
+from jaxtap_testkit.hijax_samples import Quant, QuantTy, quantize
 
 pytestmark = pytest.mark.sample(2)
 
 X = np.array([1.0, 2.0, 3.0], np.float32)
 ALL = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, ht.jit], ids=["eager", "jit", "ht.jit"])
+
+
+@ALL
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_box_in_a_box(jit, empty):
+    inner, outer = Box(None if empty else 1.0), Box(2.0)
+    for put in (lambda: Box({"a": [inner]}), lambda: outer.set(inner)):
+        with pytest.raises(TypeError, match=r"got a Box in it. Put what that holds there"):
+            jit(put)()
+    assert outer.get() == 2.0
+    outer.set({"a": inner.get()})
+    assert outer.get() == {"a": inner.get()}
+
+
+def test_a_reference_in_a_box():
+    with pytest.raises(TypeError, match="it can't hold Ref"):
+        Box(jax.new_ref(jnp.ones(2)))
+
+
+SIGNATURES = {
+    "none": lambda self: "short",
+    "short dtypes": lambda self, short_dtypes=False: "short",
+    "mesh axes": lambda self, mesh_axis_types=False: "short",
+    "both": lambda self, short_dtypes=False, mesh_axis_types=False: "short",
+    "any": lambda self, short_dtypes=False, **options: "short",
+}
+
+
+@ALL
+@pytest.mark.parametrize("signature", SIGNATURES)
+def test_a_hi_type_that_names_itself(jit, signature):
+    class Named(QuantTy):
+        str_short = SIGNATURES[signature]
+
+    class Value(Quant):
+        pass
+
+    ht.register_hitype(Value, lambda value: Named.of(value.values.shape))
+    Named.raise_val = lambda self, *parts: Value(*parts)
+    first, second = (Value(jnp.full((2, 3), i, "int8"), jnp.ones(2) * i) for i in (1, 2))
+    box = Box(first)
+    assert (repr(box), repr(box.type)) == ("Box(short)", "Box(short)")
+    jit(lambda value: box.set(value))(second)
+    np.testing.assert_array_equal(box.get().values, second.values)
+    np.testing.assert_array_equal(box.get().scale, second.scale)
 
 
 @ALL

@@ -248,3 +248,42 @@ def test_a_subclass_must_set_its_types():
 
     with pytest.raises(AttributeError, match="in_avals"):
         Empty()
+
+
+class Scaled(ht.HiPrim):
+    """x times a number of which no derivative is asked: its tangent may be a symbolic zero."""
+
+    def __init__(self, x, factor):
+        self.in_avals, self.out_aval, self.params = (x, factor), x, {}
+        super().__init__()
+
+    def expand(self, x, factor):
+        return x * factor
+
+    def jvp(self, primals, tangents):
+        (x, factor), (dx, dfactor) = primals, tangents
+        kinds.append((isinstance(dx, ht.Zero), isinstance(dfactor, ht.Zero)))
+        dx, dfactor = ht.instantiate_zeros((dx, dfactor))
+        return self(x, factor), dx * factor + x * dfactor
+
+    lin, linearized = ht.linearize_from_jvp
+
+
+kinds = []
+
+
+def test_symbolic_zeros():
+    """A derivative rule gets them, and makes arrays of them."""
+    x = jnp.arange(3.0)
+
+    def scaled(x, factor):
+        return Scaled(jax.typeof(x), jax.typeof(factor))(x, factor)
+
+    out = jax.jvp(lambda x: scaled(x, jnp.float32(2)), (x,), (jnp.ones(3),))
+    np.testing.assert_array_equal(out, [2 * x, [2.0, 2, 2]])
+    out = jax.jvp(lambda factor: scaled(x, factor), (jnp.float32(2),), (jnp.float32(1),))
+    np.testing.assert_array_equal(out, [2 * x, x])
+    assert kinds == [(False, True), (True, False)]
+    zero = ht.instantiate_zeros({"a": ht.Zero(jax.typeof(x)), "b": [x]})
+    assert jax.tree.map(type, zero) == {"a": type(x), "b": [type(x)]}
+    np.testing.assert_array_equal(zero["a"], np.zeros(3))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from . import guard
+from . import guard, scope
 from .types import BoxType, leaf_type
 
 
@@ -94,6 +94,20 @@ def undifferentiated(leaf: Any) -> Any:
 
 
 def flatten(value: Any) -> tuple[list, BoxType]:
-    """Returns the leaves of a value and its type as contents of a Box."""
-    leaves, treedef = jax.tree.flatten(value)
+    """Returns the leaves of a value and its type as contents of a Box.
+
+    Raises:
+        TypeError: the value can't be held.
+    """
+    local = scope.LOCAL
+    before, local.none_expected = local.none_expected, True
+    try:
+        leaves, treedef = jax.tree.flatten(value)
+    except scope.BoxFound:
+        raise TypeError(
+            "the contents of a Box must be arrays, numbers and values of hi types, got a Box in "
+            "it. Put what that holds there, box.get(), or keep both Boxes side by side."
+        ) from None
+    finally:
+        local.none_expected = before
     return leaves, BoxType(treedef, tuple(map(leaf_type, leaves)))

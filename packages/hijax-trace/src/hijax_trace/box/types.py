@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from .. import _compat
+
 
 def leaf_type(leaf: Any) -> Any:
     """Returns the type of one leaf of a Box's contents, not weak.
@@ -16,6 +18,8 @@ def leaf_type(leaf: Any) -> Any:
         TypeError: the leaf is no JAX value.
     """
     try:
+        if _compat.is_ref(leaf):
+            raise TypeError
         return jax.typeof(leaf).strip_weak_type()
     except TypeError:
         raise TypeError(

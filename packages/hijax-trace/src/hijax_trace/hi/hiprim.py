@@ -20,6 +20,13 @@ Optional: ``jvp``; ``vjp_fwd`` with ``vjp_bwd`` or ``vjp_bwd_retval``; ``lin`` w
 ``remat(trace, *args)``, which returns the result, residuals and ``rem(residuals, *args)``.
 """
 
+Zero = _compat.Zero
+"""A tangent or cotangent that is known to be zero; ``aval`` is its type.
+
+Derivative rules get one for what isn't differentiated, and may return one.
+"""
+instantiate_zeros = rules.instantiate_zeros
+
 vmap_rule = _compat.vmap_rule
 unmap_avals = _compat.unmap_avals
 bdims_at_front = _compat.bdims_at_front

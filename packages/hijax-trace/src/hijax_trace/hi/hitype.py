@@ -7,6 +7,8 @@ JAX 0.10.2 does with a bare ``AssertionError``.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -34,6 +36,11 @@ class HiType(_compat.HiTypeBase):
     A type defines equality and hash, ``lo_ty``, ``lower_val`` and ``raise_val``; the others are
     needed by one transformation each. Register the class of its values by ``register_hitype``.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "str_short" in vars(cls):
+            cls.str_short = _with_options(vars(cls)["str_short"])
 
     def __hash__(self) -> int:
         must_implement(self, "__hash__", "type equality")
@@ -104,6 +111,23 @@ class HiType(_compat.HiTypeBase):
         JAX reads this attribute of every result (0.10.2 - 0.12) and documents it nowhere.
         """
         return tuple(getattr(ty, "mat", None) for ty in self.lo_ty())
+
+
+def _with_options(str_short: Callable[..., str]) -> Callable[..., str]:
+    """Returns a ``str_short`` that takes all options that JAX gives one.
+
+    They differ by version and caller: references give both.
+    """
+    known = inspect.signature(str_short).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return str_short
+
+    @functools.wraps(str_short)
+    def called(self: Any, short_dtypes: bool = False, mesh_axis_types: bool = False) -> str:
+        options = {"short_dtypes": short_dtypes, "mesh_axis_types": mesh_axis_types}
+        return str_short(self, **{name: options[name] for name in options.keys() & known.keys()})
+
+    return called
 
 
 class HiPspec(_compat.HiPspecBase):

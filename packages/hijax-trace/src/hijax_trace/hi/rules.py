@@ -18,7 +18,12 @@ def _is_zero(x: Any) -> bool:
     return isinstance(x, _compat.Zero)
 
 
-def _instantiate(tree: Any) -> Any:
+def instantiate_zeros(tree: Any) -> Any:
+    """Return tangents or cotangents with each symbolic ``Zero`` replaced by its zeros.
+
+    Args:
+        tree: a pytree of arrays, hi values and ``Zero``.
+    """
     return jax.tree.map(_compat.instantiate, tree, is_leaf=_is_zero)
 
 
@@ -34,14 +39,14 @@ def _transposed(prim: Any, tangent_map: Any, cotangent: Any) -> Any:
             next(given) if is_linear else _compat.Zero(aval)
             for aval, is_linear in zip(avals, linear, strict=True)
         ]
-        return _instantiate(tangent_map(*jax.tree.unflatten(prim.in_tree, flat)))
+        return instantiate_zeros(tangent_map(*jax.tree.unflatten(prim.in_tree, flat)))
 
     zeros = [
         _compat.zeros_like_aval(aval)
         for aval, is_linear in zip(avals, linear, strict=True)
         if is_linear
     ]
-    results = iter(jax.linear_transpose(of_linear, *zeros)(_instantiate(cotangent)))
+    results = iter(jax.linear_transpose(of_linear, *zeros)(instantiate_zeros(cotangent)))
     flat = [
         next(results) if is_linear else np.zeros(aval.shape, jax.dtypes.float0)
         for aval, is_linear in zip(avals, linear, strict=True)
@@ -54,7 +59,7 @@ def _lin(self: Any, nzs_in: Any, *primals: Any) -> Any:
 
 
 def _linearized(self: Any, primals: Any, *tangents: Any) -> Any:
-    return _instantiate(self.jvp(primals, tuple(map(_instantiate, tangents)))[1])
+    return instantiate_zeros(self.jvp(primals, tuple(map(instantiate_zeros, tangents)))[1])
 
 
 def _vjp_fwd_from_jvp(self: Any, nzs_in: Any, *primals: Any) -> Any:
@@ -87,7 +92,7 @@ def jvp_from_lin(self: Any, primals: Any, tangents: Any) -> Any:
         )
     nzs_in = jax.tree.map(lambda t: not _is_zero(t), tangents, is_leaf=_is_zero)
     out, residuals, *_ = self.lin(nzs_in, *primals)
-    return out, self.linearized(residuals, *map(_instantiate, tangents))
+    return out, self.linearized(residuals, *map(instantiate_zeros, tangents))
 
 
 LINEARIZE_FROM_JVP = (_lin, _linearized)
