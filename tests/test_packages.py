@@ -96,6 +96,10 @@ def test_alone(package, distribution, tmp_path):
     run(UV, "venv", "--python", sys.executable, environment)
     install(*needed)
     run(python, "-W", "error", "-c", CHECKS[package], cwd=tmp_path)
+    typed = (
+        "from importlib.resources import files; assert files({!r}).joinpath('py.typed').is_file()"
+    )
+    run(python, "-c", typed.format(package.replace("-", "_")), cwd=tmp_path)
     installed = run(UV, "pip", "list", "--python", python)
     for other in NEEDS.keys() - set(NEEDS[package]):
         assert other not in installed

@@ -118,3 +118,14 @@ def test_sharding_in_types():
         ht.jit(lambda b, x: b.set([b.get() + x]))(box, x)
         np.testing.assert_allclose(box.get()[0], 3 * NUMBERS)
         assert jax.typeof(box.get()[0]).sharding.spec == P("d")
+
+
+def test_a_type_that_comes_back_elsewhere(mesh, x):
+    """New contents lie where their values do, however often a program was made for their type."""
+    box, f = Box(x), ht.jit(lambda: jax.tree.map(lambda leaf: leaf * 2, box.get()))
+    here = put(mesh, NUMBERS)
+    for value in (x, [x], here, [here], x, [here], NUMBERS):
+        box.set(value)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b), f(), value)
+        if isinstance(value, jax.Array):
+            assert box.get().sharding.is_equivalent_to(value.sharding, 1)

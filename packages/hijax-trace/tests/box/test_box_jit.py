@@ -1,6 +1,8 @@
 """hijax_trace.jit: changes of type, options, nesting, and what it costs in traces."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -540,6 +542,77 @@ def test_without_boxes_it_traces_as_often_as_jax_jit():
     text = f.lower({"x": X}, y=X).as_text()
     plain = jax.jit(lambda tree, *, y: {"sum": tree["x"] + y, "none": None})
     assert text.splitlines()[1:] == plain.lower({"x": X}, y=X).as_text().splitlines()[1:]
+
+
+TYPES = [lambda i: None, lambda i: X * i, lambda i: {"a": X * i, "n": jnp.float32(i)}]
+
+
+@pytest.mark.parametrize("passed", [False, True], ids=["closed over", "passed"])
+def test_types_that_come_back_are_not_traced_again(passed):
+    traced, first, second = [], Box(None), Box(X)
+
+    def total(x, *boxes):
+        traced.append(1)
+        leaves = jax.tree.leaves([box.get() for box in boxes or (first, second)])
+        return x + sum(map(jnp.sum, leaves))
+
+    f, counts = ht.jit(total), []
+    for i in range(12):
+        first.set(TYPES[i % 3](i))
+        second.set(X * i if i % 2 else X[:2] * i)
+        held = jax.tree.leaves((first.get(), second.get()))
+        expected = 1.0 + sum(map(np.sum, held))
+        actual = f(1.0, first, second) if passed else f(1.0)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+        counts.append(len(traced))
+    assert counts[5:] == [6] * 7  # three types of one, two of the other
+
+
+def test_a_function_that_changes_the_type_and_back():
+    """Traced once for each type, however often it changes."""
+    traced, box = [], Box(jnp.float32(0))
+
+    @ht.jit
+    def step(x):
+        traced.append(1)
+        seen = box.get()
+        box.set((seen + x, seen) if not isinstance(seen, tuple) else seen[0] - seen[1] + x)
+
+    expected = 0.0
+    for i in range(6):
+        step(float(i))
+        expected = (expected + i, expected) if i % 2 == 0 else expected[0] - expected[1] + i
+        assert jax.tree.map(float, box.get()) == expected
+    assert len(traced) == 2
+
+
+def test_a_box_that_two_functions_close_over():
+    traced, box = [], Box(X)
+
+    def summed(x):
+        traced.append(1)
+        return x + sum(map(jnp.sum, jax.tree.leaves(box.get())))
+
+    f, g = ht.jit(summed), ht.jit(lambda x: f(2 * summed(x)))
+    for i in range(6):
+        box.set(X * i if i % 2 else [X * i, X])
+        total = sum(np.sum(leaf) for leaf in jax.tree.leaves(box.get()))
+        np.testing.assert_allclose(
+            [f(1.0), g(1.0)], [1 + total, 2 * (1 + total) + total], rtol=1e-6
+        )
+    assert len(traced) <= 6
+
+
+def test_what_programs_keep_of_old_contents():
+    """Of a type that never comes back, eight at most are kept."""
+    box, alive = Box(None), []
+    f = ht.jit(lambda x: x + sum(map(jnp.sum, jax.tree.leaves(box.get()))))
+    for i in range(20):
+        box.set([jnp.ones(3)] * i)
+        alive.append(weakref.ref(box._contents))
+        assert f(1.0) == 1 + 3 * i
+    gc.collect()
+    assert sum(contents() is not None for contents in alive) <= 9
 
 
 def test_clear_cache():

@@ -24,9 +24,10 @@ class Box:
     functions under ``hijax_trace.jit``. In other traces it is fixed.
     """
 
-    __slots__ = ("__weakref__", "_contents", "_fixed_by", "_home", "_passed")
+    __slots__ = ("__weakref__", "_contents", "_earlier", "_fixed_by", "_home", "_passed")
 
     _contents: Contents
+    _earlier: weakref.WeakValueDictionary[BoxType, Contents] | None
     _home: Any
     _passed: bool
     _fixed_by: str | None
@@ -38,6 +39,8 @@ class Box:
     def _set_up(self, contents: Contents, passed: bool) -> None:
         home = scope.home_trace()
         self._contents = contents
+        # Those of other types, for as long as a program that was made for them does.
+        self._earlier = None
         self._home = None if home is None else weakref.ref(home)
         self._passed = passed
         self._fixed_by = None
@@ -171,10 +174,21 @@ class Box:
             with _compat.set_current_trace(
                 home if home is not None else _compat.parent_trace(inner[-1])
             ):
-                contents = Contents.of(leaves, type_)
+                contents = self._renewed(leaves, type_)
         else:
-            contents = Contents.of(leaves, type_)
+            contents = self._renewed(leaves, type_)
+        if self._earlier is None:
+            self._earlier = weakref.WeakValueDictionary()
+        self._earlier[old] = self._contents
         self._contents = contents
+
+    def _renewed(self, leaves: list, type_: BoxType) -> Contents:
+        """Returns contents for values of another type: those of before, if they had that type."""
+        contents = None if self._earlier is None else self._earlier.get(type_)
+        if contents is None or not contents.lies_like(leaves):
+            return Contents.of(leaves, type_)
+        contents.write(leaves, self._passed)
+        return contents
 
 
 class _Structure:

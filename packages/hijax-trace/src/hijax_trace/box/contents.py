@@ -60,6 +60,14 @@ class Contents:
             self._type = BoxType(self.treedef, avals)
         return self._type
 
+    def lies_like(self, leaves: list) -> bool:
+        """Returns whether values have the types of these, and lie on the same devices."""
+        return all(
+            jax.typeof(leaf).strip_weak_type() == jax.typeof(ref).inner_aval
+            and (isinstance(leaf, jax.core.Tracer) or _place(leaf) in (None, _place(ref)))
+            for leaf, ref in zip(leaves, self.refs, strict=True)
+        )
+
     def leaves(self) -> list:
         """Reads each reference."""
         if self.values is not None:
@@ -86,6 +94,10 @@ class Contents:
             if traced and (passed or constant or _compat.trace_of(ref) is None):
                 leaf = guard.written.bind(leaf, ref, constant=constant)
             ref[...] = leaf
+
+
+def _place(value: Any) -> Any:
+    return getattr(value, "sharding", None)
 
 
 def undifferentiated(leaf: Any) -> Any:

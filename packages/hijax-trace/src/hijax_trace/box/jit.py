@@ -8,6 +8,7 @@ got another type the program is made anew.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -30,6 +31,29 @@ _PROGRAM = jax.make_user_context(None)
 _NUMBERS = itertools.count(1)
 
 
+_KEPT = 8
+"""How many programs are kept. One holds what the Boxes that it closes over held last."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Program:
+    """A compiled function, good while the Boxes that are closed over have the same contents.
+
+    Attributes:
+        held: the Boxes, with what they held when it was traced.
+        number: tells what is traced inside of it from what is inside of others.
+        jitted: the function.
+    """
+
+    held: dict[Box, Contents]
+    number: int | None = None
+    jitted: Any = None
+
+    def fits(self) -> bool:
+        """Returns whether the Boxes hold that now."""
+        return all(box._resolved()._current() is held for box, held in self.held.items())
+
+
 class BoxJit:
     """A function under ``hijax_trace.jit``. Called as the function is."""
 
@@ -43,10 +67,8 @@ class BoxJit:
         self._jit_options = options
         self._lock = threading.RLock()
         self._boxes: list[Box] = []  # those closed over, as the programs number them
-        self._held: dict[Box, Contents] = {}  # what they held when the programs were traced
         self._calls = threading.local()
-        self._jitted = self._fresh()
-        self._number: int | None = None
+        self._programs = [self._made(_Program({}))]  # the last one used comes first
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -60,12 +82,13 @@ class BoxJit:
         Raises:
             TypeError: a type changed where it can't, as ``Box.set`` says.
         """
-        if not self._held:
+        program = self._programs[0]
+        if not program.held:
             # Nearly all calls: JAX takes the arguments apart, and finds no Box there.
             local = scope.LOCAL
             local.none_expected = True
             try:
-                result = self._jitted(*args, **kwargs)
+                result = program.jitted(*args, **kwargs)
             except scope.BoxFound:
                 pass
             else:
@@ -114,8 +137,7 @@ class BoxJit:
     def clear_cache(self) -> None:
         """Forgets all programs."""
         with self._lock:
-            self._jitted = self._fresh()
-            self._held.clear()
+            self._programs = [self._made(_Program({}))]
 
     def index(self, box: Box, contents: Contents) -> int:
         """Returns the number of a Box that is closed over."""
@@ -126,7 +148,7 @@ class BoxJit:
             self._boxes.append(box)
             return len(self._boxes) - 1
 
-    def _fresh(self) -> Any:
+    def _made(self, program: _Program) -> _Program:
         fun, always, calls = self._fun, self._always, self._calls
 
         @functools.wraps(fun)
@@ -138,53 +160,62 @@ class BoxJit:
             args, kwargs = run.adopt(args, kwargs)
             with run:
                 out = run.finish(fun(*args, **kwargs), always)
-            self._note(run)
+            self._note(run, program)
             return out
 
-        return jax.jit(traced, **self._jit_options)
+        program.jitted = jax.jit(traced, **self._jit_options)
+        return program
 
-    def _note(self, run: Run) -> None:
-        """Remembers what the Boxes closed over held in a new program."""
+    def _note(self, run: Run, program: _Program) -> None:
+        """Remembers what the Boxes closed over held when a program was traced."""
         with self._lock:
-            unknown = [box for box in run.used if box not in self._held]
-            self._held.update(run.used)
+            unknown = [box for box in run.used if box not in program.held]
+            program.held.update(run.used)
             if run.aliased and any(box in unknown for box in run.outer):
                 # Made without knowing that this argument is closed over too: good for one call.
                 self._calls.stale = True
 
     def _prepare(self, boxes: list[Box], args: tuple, kwargs: dict) -> tuple[Any, ...]:
-        """Returns the jitted function, the Boxes passed, the arguments and the context."""
+        """Returns the program, the Boxes passed, the arguments and the context."""
         passed = list(dict.fromkeys(box._resolved() for box in boxes))
         if len(passed) < len(boxes):
             args, kwargs = _once(args, kwargs)
         with self._lock:
-            now = {box: box._resolved()._current() for box in self._held}
-            if any(now[box] is not held for box, held in self._held.items()):
-                self._jitted = self._fresh()
-                self._number = next(_NUMBERS)
-                self._held = now
+            program = self._fitting()
             aliases = tuple(
                 (i, j)
                 for i, box in enumerate(passed)
-                for j, known in enumerate(self._held)
+                for j, known in enumerate(program.held)
                 if known._resolved() is box
             )
-            jitted, number = self._jitted, self._number
+            known = list(program.held)
         for run in scope.LOCAL.runs:  # the program around this one uses them too
-            for box in now:
+            for box in known:
                 if box._resolved() is box:
                     run.uses(box)
+        number = program.number
         key = (number, aliases) if number is not None or aliases else None
-        return jitted, passed, args, kwargs, nullcontext() if key is None else _PROGRAM(key)
+        return program, passed, args, kwargs, nullcontext() if key is None else _PROGRAM(key)
+
+    def _fitting(self) -> _Program:
+        """Returns the program for what the Boxes hold, made anew where there's none."""
+        last = self._programs[0]
+        found = next((program for program in self._programs if program.fits()), None)
+        if found is None:
+            now = {box: box._resolved()._current() for box in last.held}
+            found = self._made(_Program(now, next(_NUMBERS)))
+        others = [program for program in self._programs if program is not found]
+        self._programs = [found, *others[: _KEPT - 1]]
+        return found
 
     def _through(self, method: Callable, boxes: list[Box], args: tuple, kwargs: dict) -> Any:
-        jitted, passed, args, kwargs, context = self._prepare(boxes, args, kwargs)
+        program, passed, args, kwargs, context = self._prepare(boxes, args, kwargs)
         if passed:
             self._check_donation(args)
         self._calls.arguments, self._calls.stale = tuple(passed), False
         try:
             with context:
-                result = method(jitted)(*args, **kwargs)
+                result = method(program.jitted)(*args, **kwargs)
         except Exception as error:
             replacement = explained(error)
             if replacement is error:
@@ -194,7 +225,7 @@ class BoxJit:
             self._calls.arguments = ()
         if self._calls.stale:
             with self._lock:
-                self._jitted = self._fresh()
+                self._made(program)
         return apply(result, passed, self._boxes) if type(result) is Result else result
 
     def _stage(self, name: str, args: tuple, kwargs: dict) -> Any:
