@@ -88,7 +88,6 @@ __all__ = [
     "hookimpl",
     "kernel_workspace",
     "kernels",
-    "known_ahead",
     "loaded",
     "plugins",
     "primitive_names",
