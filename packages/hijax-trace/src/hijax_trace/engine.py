@@ -10,10 +10,12 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from interception_core import Interceptor, TargetError
+from interception_core.engine_api import Taps
 
 from . import _compat
 from .dataflow.axes import identity
 from .dataflow.expression import Expression, Leaf
+from .interpreter.early import Restage
 from .interpreter.frames import Frame, Origin
 from .interpreter.rerun import rerun
 from .interpreter.run import Run, Tapping, mode_of, widen_mode
@@ -91,15 +93,16 @@ class _Tapped:
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls the function with its operations tapped."""
-        tapping = self._current()
-        if tapping.taps.holds():
+        for outer in Taps.observers():
+            if isinstance(outer, Run):
+                outer.meet_tapped()
+        if self._current().taps.holds():
             return self._fn(*args, **kwargs)
         packed, held = _restored(args, kwargs)
-        run, staged = self._stage(tapping, packed, held)
-        while run.early.met:
+        run = Run(self._current())
+        while (staged := self._stage(run, packed, held)) is None:
             widen_mode(self._interceptor, run.early.met_nested)
-            tapping = self._current()
-            run, staged = self._stage(tapping, packed, held)
+            run = Run(self._current())
         jaxpr, consts, result = staged
         origins = _Origins(packed)
         leaves = leaves_of(list(held.values()))
@@ -140,9 +143,9 @@ class _Tapped:
         return value
 
     def _stage(
-        self, tapping: Tapping, packed: Packed, held: dict[int, ArrayProxy]
-    ) -> tuple[Run, tuple[Any, list[Any], Packed]]:
-        run = Run(tapping)
+        self, run: Run, packed: Packed, held: dict[int, ArrayProxy]
+    ) -> tuple[Any, list[Any], Packed] | None:
+        """Stages the function. Returns None where it must be staged in another mode."""
         result: Packed | None = None
         origins = _Origins(packed)
 
@@ -155,17 +158,22 @@ class _Tapped:
             run.early.begin(_compat.current_trace(), tracers, origins, proxies)
             run.keep(_compat.current_trace())
             args, kwargs = packed.build(tracers)
-            result = Packed(tapping.taps.run(self._whole, args, kwargs, observer=run))
+            result = Packed(run.tapping.taps.run(self._whole, args, kwargs, observer=run))
             return result.forget()
 
         avals = [_compat.typeof(value) for value in values]
         info = _compat.debug_info("tap", self._fn, *packed.build(packed.arrays))
         try:
             jaxpr, consts = _compat.stage(flat, avals, info)
+        except Restage as end:
+            if end.early is not run.early:
+                raise
         finally:
             run.early.end()
+        if run.early.met:
+            return None
         assert result is not None
-        return run, (jaxpr, consts, result)
+        return jaxpr, consts, result
 
 
 def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:

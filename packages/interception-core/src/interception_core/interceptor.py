@@ -23,7 +23,8 @@ class Interceptor(Mapping[str, Handler]):
             (``primitive:dot_general``).
         key: hashable; part of every JAX trace and jit cache key while the interceptor is
             active. Equal keys on equal targets promise equal results: such interceptors share
-            traces. Without one, the interceptor gets a key of its own and shares with nobody.
+            traces. Without one, the interceptor gets a key of its own, and what its handlers do is
+            shared with nobody.
         path_key: maps a module path (``"encoder/layer_0"``) to the hashable that stands for it
             in the cache key. Two paths with equal values share the traces of the jitted
             functions called under them, so they must be treated alike by every handler. The
@@ -35,12 +36,24 @@ class Interceptor(Mapping[str, Handler]):
             about another call of a jitted function. Equal values must be treated alike by every
             handler. The default keeps all inputs apart.
 
+    Attributes:
+        cache_key: the key and the targets.
+        given_key: the key that it was given; None if it has one of its own.
+
     Raises:
         TargetError: a target is not a name, a handler is not callable, the mapping is empty or
             the key cannot be hashed.
     """
 
-    __slots__ = ("_handlers", "_key", "_origin_key", "_path_key", "cache_key")
+    __slots__ = (
+        "__weakref__",
+        "_handlers",
+        "_key",
+        "_origin_key",
+        "_path_key",
+        "cache_key",
+        "given_key",
+    )
 
     def __init__(
         self,
@@ -63,6 +76,7 @@ class Interceptor(Mapping[str, Handler]):
                 )
             if not callable(handler):
                 raise TargetError(f"The handler of {target!r} is not callable: {handler!r}.")
+        self.given_key = key
         if key is None:
             key = object()
         try:

@@ -38,6 +38,18 @@ def _no_trace() -> None:
     """Stands for the weak reference to the program's trace before and after there is one."""
 
 
+class Restage(BaseException):
+    """Ends the staging of a program, to begin again. Not an ``Exception``: programs catch those.
+
+    Args:
+        early: what asked for it.
+    """
+
+    def __init__(self, early: Early):
+        super().__init__()
+        self.early = early
+
+
 class Where(NamedTuple):
     """Where an operation is.
 
@@ -114,8 +126,8 @@ class Early:
         """Asks the handler of a primitive, and those of what it holds: there are some."""
         tapping = self._run.tapping
         marker = marker_in(primitive, params)
-        if marker is not None and marker.interceptor == self._run.interceptor:
-            return self._marker(path, trace, marker, list(values))
+        if marker is not None and marker.owner == self._run.tapping.owner:
+            return self._marker(path, trace, marker, params["jaxpr"], list(values))
         entry = tapping.primitives.get(primitive)
         enters = tapping.plans.enters(primitive, params, len(values))
         where = self._where(trace, path)
@@ -141,7 +153,7 @@ class Early:
                 around = Around(Frame(None, (), {}, *where), (), within, silent=False)
                 return self._bind_entered(around, primitive, params, values)
 
-    def _marker(self, path: str, trace: Any, marker: Marker, values: list[Any]) -> Any:
+    def _marker(self, path: str, trace: Any, marker: Marker, closed: Any, values: list[Any]) -> Any:
         """Asks the handler of a function whose call another engine has staged, and makes now."""
         where, entry = self._where(trace, path), self._run.tapping.functions.get(marker.site)
         if where is None or entry is None:
@@ -150,7 +162,7 @@ class Early:
         args, kwargs = marker.packed.build(arrays)
         nothing: frozenset[str] = frozenset()
         told = self._told(name, "function", args, kwargs, where, nothing, arrays, marker.function)
-        jaxpr = _compat.open_of(marker.jaxpr)
+        jaxpr = _compat.open_of(closed)
         with _compat.set_current_trace(trace), settled():
             result = self._noted(told, entry[1](told, *args, **kwargs))
             if result is not NotImplemented:
@@ -166,7 +178,7 @@ class Early:
                 proxies=known.proxies,
             )
             with self._counting():
-                return rerun(self._run, inner, jaxpr, [*_compat.consts_of(marker.jaxpr), *values])
+                return rerun(self._run, inner, jaxpr, [*_compat.consts_of(closed), *values])
 
     def reach(self, position: int, numbers: Numbers) -> None:
         """Counts the operations that were asked about before an equation of the program.
@@ -190,9 +202,19 @@ class Early:
             if not nested:
                 return Where("/".join(self._scopes()), "")
             return Where(path, _compat.loop_label(staging, base))
+        self.meet(nested)
+        return None
+
+    def meet(self, nested: bool) -> None:
+        """Ends the staging of the program, which is to be staged otherwise.
+
+        It ends at once: what JAX kept of it, other runs would find. What runs later, a rule that
+        JAX kept, goes on.
+        """
         self.met = True
         self.met_nested |= nested
-        return None
+        if self._base() is not None:
+            raise Restage(self)
 
     def _scopes(self) -> list[str]:
         names = _compat.scopes_of(_compat.current_stack())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core.engine_api import AHEAD, SETTLED
@@ -74,13 +74,13 @@ class Plans:
 
     Args:
         primitives: the primitives that it targets, with names and handlers.
-        interceptor: its markers are asked, those of others kept.
+        owner: its markers are asked, those of others kept.
     """
 
-    def __init__(self, primitives: Mapping[Any, tuple[str, Any]], interceptor: Any):
+    def __init__(self, primitives: Mapping[Any, tuple[str, Any]], owner: Hashable):
         self._primitives = primitives
         self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
-        self._interceptor = interceptor
+        self._owner = owner
         self._plans: weakref.WeakKeyDictionary[Any, tuple[list[Step], bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -105,7 +105,7 @@ class Plans:
         if primitive in self._primitives or self.enters(primitive, params, operands):
             return True
         marker = marker_in(primitive, params)
-        return marker is not None and marker.interceptor == self._interceptor
+        return marker is not None and marker.owner == self._owner
 
     def counted(self, eqn: Any) -> dict[Key, int]:
         """Returns how many operations an equation is, at most: if all is let run."""
@@ -159,7 +159,7 @@ class Plans:
         if mapped is not None:
             do = Do.MAPPED
         elif marker is not None:
-            do = Do.MARKER if marker.interceptor == self._interceptor else Do.OTHERS
+            do = Do.MARKER if marker.owner == self._owner else Do.OTHERS
         elif primitive in self._primitives:
             do = Do.ASK
         elif primitive in CUSTOM_CALLS:

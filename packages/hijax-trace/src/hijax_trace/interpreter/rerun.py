@@ -212,7 +212,7 @@ class Rerun:
         assert marker is not None
         entry = self.run.tapping.functions.get(marker.site)
         if self.frame.silent or entry is None:
-            self._inline(step, marker.jaxpr, values, info, within)
+            self._inline(step, eqn.params["jaxpr"], values, info, within)
             return
         _, handler = entry
         arrays, atoms = values[marker.extra :], eqn.invars[marker.extra :]
@@ -225,7 +225,8 @@ class Rerun:
             result = handler(call, *args, **kwargs)
         self._annotate(call, atoms, arrays)
         if result is NotImplemented:
-            self._inline(step, marker.jaxpr, values, info, within | {marker.op_name})
+            within |= {marker.op_name}
+            self._inline(step, eqn.params["jaxpr"], values, info, within)
             return
         avals = [var.aval for var in eqn.outvars]
         results = check_result(call, result, marker.results, avals)
@@ -235,16 +236,16 @@ class Rerun:
         self, step: Step, marker: Marker, values: list[Any], info: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Runs a function for its handler: nothing in it is tapped."""
-        packed = Packed((args, kwargs), ())
-        avals = [var.aval for var in _compat.open_of(marker.jaxpr).invars[marker.extra :]]
+        packed, closed = Packed((args, kwargs), ()), step.eqn.params["jaxpr"]
+        avals = [var.aval for var in _compat.open_of(closed).invars[marker.extra :]]
         key = marker.packed.key()
         if key is None or packed.key() != key or avals != list(map(_compat.typeof, packed.arrays)):
             return marker.function(*args, **kwargs)
         # What was staged is what the function does, and holds no value of the staging any more.
-        inner = self._inner(step, marker.jaxpr, self.frame.within, silent=True)
-        given = [*_compat.consts_of(marker.jaxpr), *values[: marker.extra], *packed.arrays]
+        inner = self._inner(step, closed, self.frame.within, silent=True)
+        given = [*_compat.consts_of(closed), *values[: marker.extra], *packed.arrays]
         here = _compat.info_of(step.eqn, info, _compat.current_stack())
-        jaxpr = _compat.open_of(marker.jaxpr)
+        jaxpr = _compat.open_of(closed)
         return marker.results.build(rerun(self.run, inner, jaxpr, given, here))
 
     def _inline(
@@ -285,22 +286,21 @@ class Rerun:
         """Makes another interceptor's marker again, with what it stands for tapped."""
         marker, eqn = step.marker, step.eqn
         assert marker is not None
-        if not self.run.tapping.plans.wants(marker.jaxpr):
+        if not self.run.tapping.plans.wants(eqn.params["jaxpr"]):
             self._write(eqn.outvars, _compat.rebind(eqn, values, info))
             return
         around = self._around(step, self.frame.within, self.frame.silent)
         new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
         again = Marker(
-            marker.interceptor,
+            marker.owner,
             marker.op_name,
             marker.site,
             self.run.tapping.rewrap(marker.function),
             marker.packed,
             marker.results,
-            new.params["jaxpr"],
             marker.extra + len(new.values) - len(values),
         )
-        name = MarkerName.of(again)
+        name = MarkerName.of(again, new.params["jaxpr"])
         self._emit(step, eqn, new._replace(params={**new.params, "name": name}), info)
 
     def _enter(

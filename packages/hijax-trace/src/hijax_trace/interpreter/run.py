@@ -27,27 +27,27 @@ class Mode(NamedTuple):
 
     Attributes:
         early: whether handlers are asked meanwhile.
-        by_path: whether they are in the traces of nested functions too, which are then told apart
-            by module path.
+        by_path: whether the traces of nested functions depend on handlers too: they are then
+            the interceptor's alone, and told apart by module path.
     """
 
     early: bool = False
     by_path: bool = False
 
 
-_MODES: dict[Hashable, Mode] = {}
-"""The modes other than the first, by interceptor: equal ones share what JAX has traced."""
+_MODES: weakref.WeakKeyDictionary[Interceptor, Mode] = weakref.WeakKeyDictionary()
+"""The modes other than the first, by interceptor."""
 
 
 def mode_of(interceptor: Interceptor) -> Mode:
     """Returns how programs are staged for an interceptor."""
-    return _MODES.get(interceptor.cache_key, Mode())
+    return _MODES.get(interceptor, Mode())
 
 
 def widen_mode(interceptor: Interceptor, nested: bool) -> None:
     """Lets handlers be asked early, from now on; in the traces of nested functions too."""
     by_path = nested or mode_of(interceptor).by_path
-    _MODES[interceptor.cache_key] = Mode(True, by_path)
+    _MODES[interceptor] = Mode(True, by_path)
 
 
 class Tapping:
@@ -57,6 +57,9 @@ class Tapping:
         interceptor: the targets and their handlers.
         rewrap: wraps another function with the same interceptor.
         mode: see ``Mode``.
+
+    Attributes:
+        owner: what tells its markers from others': equal for those that share JAX's traces.
     """
 
     def __init__(
@@ -68,16 +71,17 @@ class Tapping:
         self.rewrap = rewrap
         self.mode = mode
         self.interceptor = interceptor
-        path_key = interceptor.resolve_path if mode.by_path else _no_path
-        staged = Interceptor(
-            dict(interceptor), key=("staged", interceptor.cache_key), path_key=path_key
-        )
-        self.taps = Taps(staged, on_call=_on_call)
+        key, path_key = ("staged", interceptor.cache_key), interceptor.resolve_path
+        staged = Interceptor(dict(interceptor), key=key, path_key=path_key)
+        # A staged program has marks of what is to be asked, whoever asks.
+        shared = None if mode.by_path else ("staged", interceptor.given_key)
+        self.taps = Taps(staged, on_call=_on_call, shared_key=shared)
+        self.owner = self.taps.key
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
-        self.plans = Plans(self.primitives, interceptor)
+        self.plans = Plans(self.primitives, self.owner)
         self.memo = Memo(interceptor.resolve_origin)
-        self.markers = Markers(interceptor)
+        self.markers = Markers(self.owner)
         self.mapped: dict[Hashable, Staged] = {}
 
 
@@ -89,10 +93,6 @@ def _interned(context: Hashable) -> object:
 
 def _no_origin(index: int) -> Origin:
     raise AssertionError("the program has not been staged yet")
-
-
-def _no_path(path: str) -> None:
-    return None
 
 
 def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,6 +211,14 @@ class Run:
     # Methods, so that ``rerun``, which ``bodies`` calls, can call them without importing it.
     enter = enter
     custom = custom
+
+    def meet_tapped(self) -> None:
+        """Called where the program calls a function that is wrapped itself.
+
+        Whether that is tapped once more depends on the interceptor: the traces are its own.
+        """
+        if not self.tapping.mode.by_path:
+            self.early.meet(nested=True)
 
     def counting(self, numbers: Numbers) -> Run:
         """Returns a run of its own for what happens later, or instead."""

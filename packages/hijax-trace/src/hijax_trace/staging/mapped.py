@@ -203,7 +203,10 @@ def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
         levels.append(Level(_compat.axis_of(trace), tuple(in_axes), tuple(out_axes)))
     eqns = [_compat.producer(out)[1] for out in outs if _compat.is_staged(out)]
     if eqns and eqns[0] is not None and eqns[0].params.get("name") is called:
-        called.mapped = Mapped(call.jaxpr, levels[::-1], eqns[0].params["jaxpr"], stack)
+        # Another name: the one that the call was made under is kept in a cache of JAX's.
+        params, named = eqns[0].params, MappedName(name)
+        named.mapped = Mapped(call.jaxpr, levels[::-1], params["jaxpr"], stack)
+        params["name"] = named
     return results
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,40 +144,40 @@ def _is_array(leaf: Any, kinds: tuple[type, ...]) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Marker:
-    """The staged call of a function.
+    """The staged call of a function. What it does is the jaxpr of its equation.
 
     Attributes:
-        interceptor: whose target it is.
+        owner: whose target it is; see ``Tapping``.
         op_name: the target's last name.
         site: what is called.
         function: the function, as whoever is active when it is called will see it.
         packed: its arguments, a pair of ``args`` and ``kwargs``.
         results: its result.
-        jaxpr: what it does, closed.
-        extra: how many leading inputs of it are no arguments, but values closed over.
+        extra: how many leading inputs of that are no arguments, but values closed over.
     """
 
-    interceptor: Any
+    owner: Hashable
     op_name: str
     site: Any
     function: Callable[..., Any]
     packed: Packed
     results: Packed
-    jaxpr: Any
     extra: int
 
 
 class MarkerName(str):
     """The name of a marker's equation."""
 
-    __slots__ = ("marker",)
+    # A cache of JAX's has the names of equations for as long as their jaxprs live.
+    __slots__ = ("jaxpr", "marker")
+    jaxpr: Callable[[], Any]
     marker: Marker
 
     @classmethod
-    def of(cls, marker: Marker) -> MarkerName:
-        """Returns the name that holds ``marker``."""
+    def of(cls, marker: Marker, jaxpr: Any) -> MarkerName:
+        """Returns the name of the call of ``jaxpr`` that ``marker`` is."""
         name = cls(marker.op_name)
-        name.marker = marker
+        name.jaxpr, name.marker = weakref.ref(jaxpr), marker
         return name
 
 
@@ -193,7 +194,7 @@ def marker_in(primitive: Any, params: dict[str, Any]) -> Marker | None:
     if primitive is not _compat.jit_p:
         return None
     name = params["name"]
-    if type(name) is not MarkerName or name.marker.jaxpr is not params["jaxpr"]:
+    if type(name) is not MarkerName or name.jaxpr() is not params["jaxpr"]:
         return None
     return name.marker
 
@@ -202,12 +203,12 @@ class Markers:
     """Puts markers into jaxprs that are being built.
 
     Args:
-        interceptor: whose targets they stand for.
+        owner: whose targets they stand for.
     """
 
-    def __init__(self, interceptor: Any):
-        self._interceptor = interceptor
-        self._known: dict[Hashable, Marker] = {}
+    def __init__(self, owner: Hashable):
+        self._owner = owner
+        self._known: dict[Hashable, tuple[Marker, Any]] = {}
 
     def stage(
         self,
@@ -233,14 +234,15 @@ class Markers:
         packed = Packed((args, kwargs), ())
         values = packed.arrays
         key = key_of(context, site, packed)
-        marker = None if key is None else self._known.get(key)
+        known = None if key is None else self._known.get(key)
         more: list[Any] = []
-        if marker is None:
+        if known is None:
             avals = tuple(map(_compat.typeof, values))
-            marker, consts, more = self._make(op_name, site, function, body, packed, avals)
+            known, consts, more = self._make(op_name, site, function, body, packed, avals)
             if key is not None and not consts:
-                self._known[key] = marker
-        out = _compat.named_call(MarkerName.of(marker), marker.jaxpr, [*more, *values])
+                self._known[key] = known
+        marker, jaxpr = known
+        out = _compat.named_call(MarkerName.of(marker, jaxpr), jaxpr, [*more, *values])
         return marker.results.build(out)
 
     def _make(
@@ -251,7 +253,7 @@ class Markers:
         body: Callable[..., Any],
         packed: Packed,
         avals: Sequence[Any],
-    ) -> tuple[Marker, list[Any], list[Any]]:
+    ) -> tuple[tuple[Marker, Any], list[Any], list[Any]]:
         results: Packed | None = None
 
         def flat(*arrays: Any) -> list[Any]:
@@ -265,10 +267,8 @@ class Markers:
         assert results is not None
         jaxpr, more = hoisted(jaxpr, consts)
         packed.forget()
-        marker = Marker(
-            self._interceptor, op_name, site, function, packed, results, jaxpr, len(more)
-        )
-        return marker, consts, more
+        marker = Marker(self._owner, op_name, site, function, packed, results, len(more))
+        return (marker, jaxpr), consts, more
 
 
 def key_of(context: Hashable, site: Any, packed: Packed) -> Hashable | None:

@@ -1,15 +1,14 @@
 """Scopes: what is active on this thread, which is also what JAX's caches are keyed by.
 
-There is one source of truth: the value of a ``jax.make_user_context``, which is local to the
-thread and part of the key of every trace, lowering and compilation cache. A tap fires if and
-only if the scope that it sees there has a handler for it, so a trace made under a scope can
-never be found from outside of it, nor the other way round.
+The key of what is active is part of the key of every trace, lowering and compilation cache. A
+tap fires if and only if the scope that is active has a handler for it, so a trace made under a
+scope can never be found from outside of it, nor the other way round.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -44,8 +43,8 @@ class Observer(Protocol):
 class Activation:
     """One run of a wrapped function: its taps, its op counters and its inputs.
 
-    It hangs on the scope beside the cache key. JAX's caches keep a scope alive, so all that is
-    large (the inputs) is dropped when the run ends, and traces are held weakly.
+    The rules of a program keep the scope alive that it hangs on, so all that is large (the
+    inputs) is dropped when the run ends, and traces are held weakly.
     """
 
     __slots__ = (
@@ -56,9 +55,11 @@ class Activation:
         "disable_jit",
         "inputs",
         "interceptor",
+        "key",
         "metadata",
         "observer",
         "patches",
+        "resolve_path",
         "table",
     )
 
@@ -70,8 +71,11 @@ class Activation:
         disable_jit: bool,
         inputs: tuple[tuple, dict] | None,
         observer: Observer | None = None,
+        shared_key: Hashable = None,
     ):
         self.interceptor = interceptor
+        self.key = interceptor.cache_key if shared_key is None else shared_key
+        self.resolve_path = interceptor.resolve_path if shared_key is None else _no_path
         self.observer = observer
         # By identity; the value is held, so that its id isn't given to another one.
         self.metadata: dict[int, tuple[Any, Mapping[str, Any]]] = {}
@@ -132,25 +136,29 @@ class Activation:
         self.metadata = {}
 
 
-class _Token:
-    """Stands for one cache key, for as long as a scope or a cache has it."""
+def _no_path(path: str) -> None:
+    """Stands for every module path where traces are shared."""
+
+
+class _Key:
+    """Stands for a scope in JAX's caches, for as long as a scope or a cache has it."""
 
     __slots__ = ("__weakref__",)
 
 
-_TOKENS: weakref.WeakValueDictionary[tuple, _Token] = weakref.WeakValueDictionary()
+_KEYS: weakref.WeakValueDictionary[tuple, _Key] = weakref.WeakValueDictionary()
 
 
-class Scope(tuple):
+class Scope:
     """One active interceptor and the scopes around it, innermost first.
 
-    As a tuple it is what the caches compare. It holds one object, which stands for the
-    interceptor's key, the resolved module path, the sites whose original it is running, whether
-    it is asleep, and the scope outside: JAX hashes and compares it at every jitted call. The
-    attributes are the rest. A scope is asleep while JAX runs its own rules. It is observed if
-    it, or one outside, has an observer.
+    Its key stands for the interceptor's key, the resolved module path, the sites whose original
+    it is running, whether it is asleep, and the scope outside: JAX hashes and compares it at
+    every jitted call. A scope is asleep while JAX runs its own rules. It is observed if it, or
+    one outside, has an observer.
     """
 
+    key: _Key
     activation: Activation
     parent: Scope | None
     path: str
@@ -171,12 +179,13 @@ class Scope(tuple):
         asleep: bool = False,
     ) -> Scope:
         """Returns the scope of ``activation`` inside ``parent``."""
-        interceptor = activation.interceptor
-        key = (interceptor.cache_key, interceptor.resolve_path(path), within, asleep, parent)
-        token = _TOKENS.get(key)
-        if token is None:
-            token = _TOKENS.setdefault(key, _Token())
-        scope = cls((token,))
+        outer = None if parent is None else parent.key
+        parts = (activation.key, activation.resolve_path(path), within, asleep, outer)
+        key = _KEYS.get(parts)
+        if key is None:
+            key = _KEYS.setdefault(parts, _Key())
+        scope = cls()
+        scope.key = key
         scope.activation = activation
         scope.parent = parent
         scope.path = path
@@ -210,27 +219,25 @@ class Scope(tuple):
             self._other, other._other = other, self
         return self._other
 
-    def holds(self, interceptor: Interceptor) -> bool:
-        """Returns whether an interceptor equal to this one is active here or outside."""
+    def activations(self) -> Iterator[Activation]:
+        """Yields what is active here and outside, innermost first."""
         scope: Scope | None = self
         while scope is not None:
-            if scope.activation.interceptor == interceptor:
-                return True
+            yield scope.activation
             scope = scope.parent
-        return False
 
 
-class _Outside(tuple):
+class _Outside:
     """The state inside a handler of the outermost interceptor: nothing is tapped.
 
     It differs from no scope at all, so that lazily evaluated rules (``custom_vjp``) that were
     made there are known to belong there.
     """
 
-    __slots__ = ()
+    key = "jaxtap outside"
 
 
-OUTSIDE = _Outside(("jaxtap", "outside"))
+OUTSIDE = _Outside()
 
 State = Scope | _Outside
 """A value of CONTEXT other than None."""

@@ -28,7 +28,10 @@ class Taps:
         interceptor: the targets and their handlers. They are looked up when they are first
             needed, and again where a module was reloaded.
         disable_jit: run functions under ``jax.disable_jit``. Primitives are patched only then.
-        on_call: asked instead of the handlers of functions.
+        on_call: asked in place of the handlers of functions.
+        shared_key: stands for the interceptor, whatever the module path, in JAX's cache keys,
+            together with the targets. For ``on_call`` and observers that leave the same in what
+            JAX traces for all interceptors with that key.
     """
 
     def __init__(
@@ -37,21 +40,41 @@ class Taps:
         *,
         disable_jit: bool = False,
         on_call: OnCall | None = None,
+        shared_key: Hashable = None,
     ):
         self.interceptor = interceptor
         self._disable_jit = disable_jit
         self._on_call = on_call
+        self._shared_key = shared_key
         self._resolved: Resolved | None = None
 
     @staticmethod
-    def state() -> Hashable:
-        """Returns what is active on this thread, as JAX's caches see it."""
+    def state() -> Any:
+        """Returns what is active on this thread."""
         return CONTEXT.value
 
     def holds(self) -> bool:
         """Returns whether an equal interceptor is active on this thread."""
         state = CONTEXT.value
-        return isinstance(state, Scope) and state.holds(self.interceptor)
+        if not isinstance(state, Scope):
+            return False
+        return any(active.interceptor == self.interceptor for active in state.activations())
+
+    @staticmethod
+    def observers() -> list[Any]:
+        """Returns the observers of what is active on this thread, innermost first."""
+        state = CONTEXT.value
+        if not isinstance(state, Scope):
+            return []
+        return [active.observer for active in state.activations() if active.observer is not None]
+
+    @property
+    def key(self) -> Hashable:
+        """What stands for the interceptor in JAX's cache keys. Raises TargetError."""
+        if self._shared_key is None:
+            return self.interceptor.cache_key
+        names = ((site, name) for site, (name, _) in self._find().table.items())
+        return self._shared_key, frozenset(names)
 
     @property
     def primitives(self) -> dict[Any, tuple[str, Handler]]:
@@ -85,7 +108,13 @@ class Taps:
                 for site, (name, handler) in table.items()
             }
         activation = Activation(
-            self.interceptor, table, resolved.patches, self._disable_jit, (args, kwargs), observer
+            self.interceptor,
+            table,
+            resolved.patches,
+            self._disable_jit,
+            (args, kwargs),
+            observer,
+            None if self._shared_key is None else self.key,
         )
         outer = CONTEXT.value
         outer = outer if isinstance(outer, Scope) else None
