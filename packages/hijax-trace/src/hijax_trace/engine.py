@@ -164,16 +164,15 @@ class _Tapped:
         avals = [_compat.typeof(value) for value in values]
         info = _compat.debug_info("tap", self._fn, *packed.build(packed.arrays))
         try:
-            jaxpr, consts = _compat.stage(flat, avals, info)
+            staged = _compat.stage(flat, avals, info)
         except Restage as end:
             if end.early is not run.early:
                 raise
+            return None
         finally:
             run.early.end()
-        if run.early.met:
-            return None
         assert result is not None
-        return jaxpr, consts, result
+        return None if run.early.met else (*staged, result)
 
 
 def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:

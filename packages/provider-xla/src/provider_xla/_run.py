@@ -23,12 +23,15 @@ Operands = tuple[Any, Any]
 Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 Stored = qn.QArray | PrepackedWeight | TransformedWeight
 
+# Jitted once: each call of ``jax.eval_shape`` leaves an entry in a cache of JAX's.
+_unpacked = jax.jit(PrepackedWeight.unpacked)
+
 
 def fits(product: Product, side: int, held: Stored) -> bool:
     """Returns whether the codes of a stored operand are those that ``quantized_product`` takes."""
     codes: Any = stored_form(held)
     if isinstance(codes, PrepackedWeight):
-        codes = jax.eval_shape(PrepackedWeight.unpacked, codes)
+        codes = _unpacked.eval_shape(codes)
     return codes_fit(product, side, codes)
 
 

@@ -17,13 +17,11 @@ _KEYS = jax.make_user_context(default_value=None)
 
 
 class Keyed(Protocol):
-    """A state.
+    """A state."""
 
-    Attributes:
-        key: stands for it in JAX's caches.
-    """
-
-    key: Hashable
+    @property
+    def key(self) -> Hashable:
+        """What stands for it in JAX's caches."""
 
 
 class Context(threading.local):

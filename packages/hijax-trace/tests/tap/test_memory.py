@@ -1,0 +1,105 @@
+"""A trace leaves nothing behind, whatever the program does and whoever taps it."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from interception_core import Interceptor
+from jaxtap_testkit.memory import objects_kept
+from jaxtap_testkit.tap_helpers import ENGINE, times
+
+TARGETS = ("primitive:dot_general", "jax.numpy.dot", "jax.nn.gelu")
+W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
+
+pytestmark = pytest.mark.sample(3)
+
+
+def model(w, x):
+    """Calls jitted functions of JAX's, which live as long as the process."""
+    return jax.nn.softmax(jnp.where(x > 0, jax.nn.gelu(jnp.dot(x, w)), 0))
+
+
+@jax.jit
+def jitted(w, x):
+    return model(w, x)
+
+
+@jax.custom_vjp
+def custom(w, x):
+    return model(w, x)
+
+
+custom.defvjp(lambda w, x: (model(w, x), w), lambda w, ct: (jnp.dot(w, w), jnp.dot(ct, w)))
+
+
+def raising(w, x):
+    model(w, x)
+    raise ZeroDivisionError
+
+
+PROGRAMS = {
+    "plain": model,
+    "jit": jitted,
+    "scan": lambda w, x: lax.scan(lambda c, _: (model(w, c), None), x, None, length=2)[0],
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, model, lambda w, x: x, w, x),
+    "remat": jax.checkpoint(model),
+    "custom_vjp": custom,
+    "vmap": lambda w, x: jax.vmap(lambda x: model(w, x))(x),
+    "vmap of jit": jax.vmap(jitted, (None, 0)),
+    "grad": jax.grad(lambda w, x: jnp.sum(model(w, x))),
+    "grad of jit": jax.grad(lambda w, x: jnp.sum(jitted(w, x))),
+    "raises": raising,
+}
+
+
+def refuse(call, *args, **params):
+    raise ZeroDivisionError
+
+
+def look(call, *args, **params):
+    return NotImplemented
+
+
+def trace(program, outer=lambda fn: fn):
+    """Trace a program that is tapped by a new interceptor."""
+    tapped = ENGINE.wrap(program, Interceptor(dict.fromkeys(TARGETS, times(2.0))))
+    with contextlib.suppress(ZeroDivisionError):
+        # A new function: JAX keeps 20 objects of each trace of the same one.
+        jax.make_jaxpr(outer(lambda w, x: jnp.sum(tapped(w, x))))(W, X)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("outer", [lambda fn: fn, jax.grad], ids=["forward", "gradient"])
+def test_nothing_is_kept_of_a_trace(name, outer):
+    assert objects_kept(lambda: trace(PROGRAMS[name], outer), 10) <= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "raises"])
+def test_nothing_is_kept_of_a_thousand_traces(name):
+    assert objects_kept(lambda: trace(PROGRAMS[name]), 1000) <= 5
+
+
+def test_nothing_is_kept_of_a_trace_whose_handler_raises():
+    def trace():
+        tapped = ENGINE.wrap(jitted, Interceptor(dict.fromkeys(TARGETS, refuse)))
+        with pytest.raises(ZeroDivisionError):
+            jax.make_jaxpr(lambda w, x: tapped(w, x))(W, X)
+
+    assert objects_kept(trace, 20) <= 5
+
+
+def test_nothing_is_kept_of_an_eager_call():
+    def call():
+        tapped = ENGINE.wrap(model, Interceptor(dict.fromkeys(TARGETS, look)))
+        jax.block_until_ready(tapped(W, X))
+
+    assert objects_kept(call, 20) <= 5
+
+
+def test_nothing_is_kept_of_one_wrapped_function():
+    tapped = ENGINE.wrap(model, Interceptor(dict.fromkeys(TARGETS, look)))
+    assert objects_kept(lambda: jax.make_jaxpr(lambda w, x: tapped(w, x))(W, X), 20) <= 5
