@@ -17,6 +17,7 @@ import numpy as np
 from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
 from jax._src import api as _api  # 0.10.2 - 0.12
 from jax._src import api_util as _api_util  # 0.10.2 - 0.12
+from jax._src import array as _array  # 0.10.2 - 0.12
 from jax._src import config as _config  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
 from jax._src import custom_batching as _custom_batching  # 0.10.2 - 0.12
@@ -147,6 +148,11 @@ def debug_info(traced_for: str, fn: Any, args: tuple, kwargs: dict) -> Any:
     return _api_util.debug_info(traced_for, fn, args, kwargs)
 
 
+def named_info(name: str) -> Any:
+    """Returns the same of what has a name alone: no signature is looked for (0.10.2 - 0.12)."""
+    return core.DebugInfo(name, name, None, None)
+
+
 def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     """Binds a call of a closed jaxpr under ``name``, as a jitted function makes it."""
     ins, outs = len(values), len(open_of(jaxpr).outvars)
@@ -216,6 +222,13 @@ def is_jax_type(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def is_plain_array(value: Any) -> bool:
+    """Returns whether ``value`` is an array or stands for one, and no Ref; False if in doubt."""
+    if isinstance(value, pe.DynamicJaxprTracer):
+        return type(value.aval) is core.ShapedArray
+    return type(value) is _array.ArrayImpl
 
 
 def is_ref(value: Any) -> bool:

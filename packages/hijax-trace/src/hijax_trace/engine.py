@@ -99,12 +99,11 @@ class _Tapped:
         if self._current().taps.holds():
             return self._fn(*args, **kwargs)
         packed, held = _restored(args, kwargs)
-        run = Run(self._current())
-        while (staged := self._stage(run, packed, held)) is None:
+        origins, run = _Origins(packed), Run(self._current())
+        while (staged := self._stage(run, packed, held, origins)) is None:
             widen_mode(self._interceptor, run.early.met_nested)
             run = Run(self._current())
         jaxpr, consts, result = staged
-        origins = _Origins(packed)
         leaves = leaves_of(list(held.values()))
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
@@ -143,12 +142,10 @@ class _Tapped:
         return value
 
     def _stage(
-        self, run: Run, packed: Packed, held: dict[int, ArrayProxy]
+        self, run: Run, packed: Packed, held: dict[int, ArrayProxy], origins: _Origins
     ) -> tuple[Any, list[Any], Packed] | None:
         """Stages the function. Returns None where it must be staged in another mode."""
         result: Packed | None = None
-        origins = _Origins(packed)
-
         values = [*packed.arrays, *leaves_of(list(held.values()))]
 
         def flat(*tracers: Any) -> list[Any]:
@@ -205,8 +202,7 @@ class _Origins:
         # No arrays: the rules of a program may run, and be tapped, when its call is long over.
         self._treedef = packed.treedef
         self._leaves = [packed.leaf_of(i) for i in range(len(packed.arrays))]
-        shapes = [getattr(array, "shape", None) for array in packed.arrays]
-        self._axes = [None if shape is None else identity(len(shape)) for shape in shapes]
+        self._shapes = [getattr(array, "shape", None) for array in packed.arrays]
         self._paths: list[str] | None = None
 
     def __call__(self, index: int) -> Origin:
@@ -215,4 +211,6 @@ class _Origins:
             inputs = {"args": args, "kwargs": kwargs}
             found, _ = jax.tree_util.tree_flatten_with_path(inputs)
             self._paths = [path[0].key + jax.tree_util.keystr(path[1:]) for path, _ in found]
-        return Origin(self._paths[self._leaves[index]], self._axes[index])
+        shape = self._shapes[index]
+        axes = None if shape is None else identity(len(shape))
+        return Origin(self._paths[self._leaves[index]], axes)

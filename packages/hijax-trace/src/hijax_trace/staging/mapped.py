@@ -185,7 +185,7 @@ class Staged(NamedTuple):
 
 def staged(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Staged:
     """Stages ``fn``, called with values like ``values``, which returns a flat list."""
-    info = _compat.debug_info(name, fn, (), {})
+    info = _compat.named_info(name)
     jaxpr, consts = _compat.stage(fn, [_compat.typeof(value) for value in values], info)
     return Staged(*hoisted(jaxpr, consts))
 

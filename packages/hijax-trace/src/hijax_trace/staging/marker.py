@@ -36,13 +36,14 @@ class Packed:
             numbers do among results alone.
     """
 
-    __slots__ = ("_places", "arrays", "rest", "treedef")
+    __slots__ = ("_first", "_places", "arrays", "rest", "treedef")
 
     def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY):
         leaves, self.treedef = jax.tree.flatten(tree)
         self.arrays: list[Any] = []
         self.rest: list[Any] = []
         self._places: list[int | None] = []
+        self._first: list[int] = []
         seen: dict[int, int] = {}
         for leaf in leaves:
             if not _is_array(leaf, kinds):
@@ -51,6 +52,7 @@ class Packed:
                 continue
             if id(leaf) not in seen:
                 seen[id(leaf)] = len(self.arrays)
+                self._first.append(len(self._places))
                 self.arrays.append(leaf)
             self._places.append(seen[id(leaf)])
 
@@ -62,7 +64,7 @@ class Packed:
 
     def leaf_of(self, index: int) -> int:
         """Returns the number of the leaf that array ``index`` is first found at."""
-        return self._places.index(index)
+        return self._first[index]
 
     def forget(self) -> list[Any]:
         """Lets go of the arrays. Returns them."""
@@ -134,6 +136,8 @@ def _is_global(function: Any) -> bool:
 
 
 def _is_array(leaf: Any, kinds: tuple[type, ...]) -> bool:
+    if _compat.is_plain_array(leaf):
+        return True
     if isinstance(leaf, NUMBERS):
         return bool in kinds
     if isinstance(leaf, NUMPY):
@@ -262,7 +266,7 @@ class Markers:
             results = Packed(body(*args, **kwargs), NUMPY + NUMBERS)
             return results.forget()
 
-        info = _compat.debug_info(op_name, function, (), {})
+        info = _compat.named_info(op_name)
         jaxpr, consts = _compat.stage(flat, avals, info)
         assert results is not None
         jaxpr, more = hoisted(jaxpr, consts)
