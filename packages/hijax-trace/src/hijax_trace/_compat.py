@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -418,6 +418,11 @@ def producer(tracer: Any) -> tuple[Any, Any]:
     0.10.2 - 0.12. The equation has ``in_tracers`` and ``outvars``.
     """
     return tracer.val, tracer.parent
+
+
+def constants_of(trace: Any) -> Mapping[Any, Any]:
+    """Returns the constants of a staging trace so far, by variable (0.10.2 - 0.12)."""
+    return trace.frame.constvar_to_val
 
 
 def primitive_names() -> list[str]:

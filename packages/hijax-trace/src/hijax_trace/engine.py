@@ -15,11 +15,13 @@ from interception_core.engine_api import Taps
 from . import _compat
 from .dataflow.axes import identity
 from .dataflow.expression import Expression, Leaf
+from .dataflow.flow import Origin
 from .interpreter.early import Restage
-from .interpreter.frames import Frame, Origin
-from .interpreter.rerun import rerun
-from .interpreter.run import Run, Tapping, mode_of, widen_mode
+from .interpreter.frames import Frame
+from .interpreter.reinterpret import reinterpret
+from .interpreter.session import Session, Tapping, mode_of, widen_mode
 from .interpreter.taken import leaves_of
+from .interpreter.watcher import Watcher
 from .proxy.array_proxy import ArrayProxy, is_proxy
 from .staging.marker import Packed
 
@@ -94,23 +96,24 @@ class _Tapped:
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls the function with its operations tapped."""
         for outer in Taps.observers():
-            if isinstance(outer, Run):
+            if isinstance(outer, Watcher):
                 outer.meet_tapped()
         if self._current().taps.holds():
             return self._fn(*args, **kwargs)
         packed, held = _restored(args, kwargs)
-        origins, run = _Origins(packed), Run(self._current())
-        while (staged := self._stage(run, packed, held, origins)) is None:
-            widen_mode(self._interceptor, run.early.met_nested)
-            run = Run(self._current())
+        origins, watcher = _Origins(packed), Watcher(Session(self._current()))
+        while (staged := self._stage(watcher, packed, held, origins)) is None:
+            widen_mode(self._interceptor, watcher.early.met_nested)
+            watcher = Watcher(Session(self._current()))
         jaxpr, consts, result = staged
+        session = watcher.session
         leaves = leaves_of(list(held.values()))
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
         inputs: list[Any] = [None] * len(jaxpr.invars)
         inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
         proxies = {first + i: proxy for i, proxy in held.items()}
-        run.origin = origins
+        session.origin = origins
         expressions = [_no_input] * len(inputs)
         for i in range(count):
             expressions[first + i] = functools.partial(
@@ -119,9 +122,11 @@ class _Tapped:
         known = {"proxies": proxies, "expressions": expressions, "consts": consts}
         frame = Frame(jaxpr, inputs, {}, "", **known)
         try:
-            return result.build(rerun(run, frame, jaxpr, [*consts, *packed.arrays, *leaves]))
+            return result.build(
+                reinterpret(session, frame, jaxpr, [*consts, *packed.arrays, *leaves])
+            )
         finally:
-            run.finished = True
+            session.finished = True
 
     def _current(self) -> Tapping:
         mode, tapping = mode_of(self._interceptor), self._tapping
@@ -142,20 +147,21 @@ class _Tapped:
         return value
 
     def _stage(
-        self, run: Run, packed: Packed, held: dict[int, ArrayProxy], origins: _Origins
+        self, watcher: Watcher, packed: Packed, held: dict[int, ArrayProxy], origins: _Origins
     ) -> tuple[Any, list[Any], Packed] | None:
         """Stages the function. Returns None where it must be staged in another mode."""
         result: Packed | None = None
+        taps = watcher.session.tapping.taps
         values = [*packed.arrays, *leaves_of(list(held.values()))]
 
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
             tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
             proxies = jax.tree.unflatten(jax.tree.structure(held), leaves)
-            run.early.begin(_compat.current_trace(), tracers, origins, proxies)
-            run.keep(_compat.current_trace())
+            watcher.early.tracers.begin(_compat.current_trace(), tracers, origins, proxies)
+            watcher.keep(_compat.current_trace())
             args, kwargs = packed.build(tracers)
-            result = Packed(run.tapping.taps.run(self._whole, args, kwargs, observer=run))
+            result = Packed(taps.run(self._whole, args, kwargs, observer=watcher))
             return result.forget()
 
         avals = [_compat.typeof(value) for value in values]
@@ -163,13 +169,13 @@ class _Tapped:
         try:
             staged = _compat.stage(flat, avals, info)
         except Restage as end:
-            if end.early is not run.early:
+            if end.early is not watcher.early:
                 raise
             return None
         finally:
-            run.early.end()
+            watcher.early.tracers.end()
         assert result is not None
-        return None if run.early.met else (*staged, result)
+        return None if watcher.early.met else (*staged, result)
 
 
 def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:

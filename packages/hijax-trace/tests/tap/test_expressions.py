@@ -363,6 +363,81 @@ def test_an_operation_that_its_handler_let_run_is_known(target):
     np.testing.assert_allclose(found[0].evaluate({"args[0]": W}), np.tanh(W), rtol=1e-5)
 
 
+# The program, its parameters, and the kind of the weight of the product that it differentiates.
+DIFFERENTIATED = {
+    "grad of x": (lambda p, x: jax.grad(lambda x: (x @ (p * 2)).sum() ** 2)(x), W, "derived"),
+    "grad of p": (lambda p, x: jax.grad(lambda p: (x @ p[:, ::-1]).sum() ** 2)(p), W, "view"),
+    "a constant": (
+        lambda p, x: jax.grad(lambda x: (x @ jnp.ones((8, 2))).sum() ** 2)(x) + p.sum(),
+        W,
+        "constant",
+    ),
+    "jvp of both": (
+        lambda p, x: jax.jvp(lambda p, x: x @ p.T, (p, x), (p, x))[1],
+        W.T,
+        "view",
+    ),
+    "an activation": (
+        lambda p, x: jax.grad(lambda x: (x.T @ (x * p)).sum() ** 2)(x),
+        X,
+        "activation",
+    ),
+    "vmap of grad": (
+        lambda p, x: jax.vmap(jax.grad(lambda w: (x @ (w * 2)).sum() ** 2))(p),
+        STACK,
+        "derived",
+    ),
+    "scan in grad": (
+        lambda p, x: jax.grad(lambda x: scanned(lambda w: w.T)(p, x).sum())(x),
+        STACK,
+        "view",
+    ),
+    "a loop in vmap of grad": (
+        lambda p, x: jax.vmap(jax.grad(lambda w: scanned(lambda v: 2 * v)(w, x).sum()))(p),
+        np.stack([STACK, -STACK]),
+        "derived",
+    ),
+}
+WEIGHTS = {
+    "grad of x": lambda p: 2 * p,
+    "grad of p": lambda p: p[:, ::-1],
+    "a constant": lambda p: np.ones((8, 2)),
+    "jvp of both": lambda p: p.T,
+    "vmap of grad": lambda p: 2 * p,
+    "scan in grad": lambda p: p.transpose(0, 2, 1),
+    "a loop in vmap of grad": lambda p: 2 * p,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_what_the_program_differentiates(name):
+    fn, params, kind = DIFFERENTIATED[name]
+    found = expressions(fn, params, X)[0]
+    assert found.kind(is_parameter) == kind
+    if kind != "activation":
+        actual = found.evaluate({"args[0]": params})
+        np.testing.assert_allclose(actual, WEIGHTS[name](params), rtol=1e-6)
+
+
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit])
+def test_what_a_handler_returned_for_a_derivative_is_not_known(within):
+    found = []
+
+    def tanh(call, x, **params):
+        return call.proceed(x, **params) * 2
+
+    def look(call, x, w, **params):
+        found.append(call.expression(w))
+        return NotImplemented
+
+    def program(p, x):
+        return jax.grad(lambda p: (x @ within(lax.tanh)(p)).sum() ** 2)(p)
+
+    targets = {"primitive:tanh": tanh, "primitive:dot_general": look}
+    TraceEngine().wrap(program, Interceptor(targets))(W, X)
+    assert found[0].kind(is_parameter) == "activation"
+
+
 def test_keys_are_of_what_is_computed():
     def key(fn, params=W):
         (found,) = expressions(fn, params, X)

@@ -156,7 +156,7 @@ class BoxJit:
             scope.LOCAL.none_expected = False
             if not _compat.is_staging(_compat.current_trace()):
                 return fun(*args, **kwargs)  # under jax.disable_jit nothing needs to be handed out
-            run = Run(self, getattr(calls, "arguments", ()))
+            run = Run(self.index, getattr(calls, "arguments", ()))
             args, kwargs = run.adopt(args, kwargs)
             with run:
                 out = run.finish(fun(*args, **kwargs), always)

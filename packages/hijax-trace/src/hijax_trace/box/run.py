@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -11,9 +12,6 @@ from . import scope
 from .box import Box
 from .contents import Contents, undifferentiated
 from .types import BoxType
-
-if TYPE_CHECKING:
-    from .jit import BoxJit
 
 
 @jax.tree_util.register_pytree_node_class
@@ -81,12 +79,17 @@ def is_box(x: Any) -> bool:
 
 
 class Run:
-    """What is known while the function is traced. A context manager."""
+    """What is known while the function is traced. A context manager.
 
-    def __init__(self, owner: BoxJit, outer: tuple[Box, ...]):
-        self.owner = owner
+    Args:
+        index: returns the number of a Box that is closed over, and of its contents.
+        outer: the Boxes in the call's arguments, as the caller has them.
+    """
+
+    def __init__(self, index: Callable[[Box, Contents], int], outer: tuple[Box, ...]):
+        self._index = index
         self.trace = _compat.current_trace()
-        self.outer = outer  # the Boxes in the call's arguments, as the caller has them
+        self.outer = outer
         self.arguments: list[Box] = []  # the same as the function has them
         self.initial: list[Contents] = []
         self.changed: dict[Box, Contents] = {}  # new contents of Boxes closed over
@@ -154,7 +157,7 @@ class Run:
         for i, (box, before) in enumerate(zip(self.arguments, self.initial, strict=True)):
             self._hand_out("argument", i, before, box._contents, entries, values)
         for box, after in self.changed.items():
-            index = self.owner.index(box, self.used[box])
+            index = self._index(box, self.used[box])
             self._hand_out("closed over", index, box._contents, after, entries, values)
         out, returned = self._without_boxes(out, entries, values)
         if not (entries or returned or always):
@@ -196,7 +199,7 @@ class Run:
                     values.append(box._contents.leaves())
                 else:
                     box._used()
-                    returned.append(("closed over", self.owner.index(box, self.used[box])))
+                    returned.append(("closed over", self._index(box, self.used[box])))
             return Returned(seen[box])
 
         return jax.tree.map(replace, out, is_leaf=is_box), tuple(returned)

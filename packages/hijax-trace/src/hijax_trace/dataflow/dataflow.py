@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import _compat
 from .expression import VIEWS, Constant, Expression, Operation, Part, Shard, Unknown, united
-from .forms import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, form_of
+from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
 
 Express = Callable[[], Expression]
 """Finds how an input of a jaxpr is computed."""
@@ -117,13 +117,13 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     """
     if eqn.primitive in CUSTOM_CALLS:
         return dict(enumerate(_inside(eqn.params["call_jaxpr"], operands)))
-    form = form_of(eqn.primitive, eqn.params)
-    if form is None or eqn.primitive is _compat.shard_map_p:
+    holder = holder_of(eqn.primitive, eqn.params)
+    if holder is None or eqn.primitive is _compat.shard_map_p:
         return {}
-    bodies = form.bodies(eqn.params, len(operands))
+    bodies = holder.bodies(eqn.params, len(operands))
     if any(None in body.inputs for body in bodies):
         return {}
-    if form.results == "carry":
+    if holder.results == "carry":
         # The last body is the one that steps; the while loop's condition returns no carry.
         body = bodies[-1]
         carry = [(i, k) for i, k in enumerate(body.carry) if body.kinds[k] == SAME]
@@ -211,9 +211,9 @@ def _last_body(eqn: Any) -> Body | None:
     if eqn.primitive in CUSTOM_CALLS:
         count = len(eqn.invars)
         return Body(eqn.params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
-    form = form_of(eqn.primitive, eqn.params)
+    holder = holder_of(eqn.primitive, eqn.params)
     # The while loop's condition, which is first, returns nothing of its operands.
-    return None if form is None else form.bodies(eqn.params, len(eqn.invars))[-1]
+    return None if holder is None else holder.bodies(eqn.params, len(eqn.invars))[-1]
 
 
 def _outside(body: Body, operands: Sequence[int]) -> list[int]:

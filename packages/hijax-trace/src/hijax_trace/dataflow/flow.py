@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .. import _compat
 from .axes import MOVES, Axes, compose, dropped, identity
-from .forms import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, form_of
+from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
 
 
 class Source(NamedTuple):
@@ -23,6 +23,27 @@ class Source(NamedTuple):
     index: int
     axes: Axes | None
     through: tuple[Any, ...]
+
+
+class Origin(NamedTuple):
+    """Which input of the wrapped function a value is.
+
+    Attributes:
+        path: the input's pytree path.
+        axes: where the input's axes are in the value; None where its type has none.
+    """
+
+    path: str
+    axes: Axes | None
+
+    def moved(self, axes: Axes | None) -> Origin:
+        """Returns the origin of the value after another move."""
+        both = None if self.axes is None or axes is None else compose(self.axes, axes)
+        return Origin(self.path, both)
+
+
+Resolve = Callable[[], Origin | None]
+"""Finds the origin of an input of a frame, when somebody wants to know it."""
 
 
 class Flow:
@@ -116,10 +137,10 @@ def move_of(
         count = len(ins)
         bodies, results = [Body(jaxpr, tuple(range(count)), (SAME,) * count)], "same"
     else:
-        form = form_of(primitive, params)
-        if form is None:
+        holder = holder_of(primitive, params)
+        if holder is None:
             return None
-        bodies, results = form.bodies(params, len(ins)), form.results
+        bodies, results = holder.bodies(params, len(ins)), holder.results
     if results == "carry":
         # The last body is the one that steps; the while loop's condition returns no carry.
         return _unchanged(bodies[-1], ins, result)
@@ -152,11 +173,11 @@ def handed_on(eqn: Any) -> list[tuple[int, int]]:
     Returns:
         Pairs of the number of a result and that of an operand.
     """
-    form = form_of(eqn.primitive, eqn.params)
-    if form is None:
+    holder = holder_of(eqn.primitive, eqn.params)
+    if holder is None:
         return []
-    bodies = form.bodies(eqn.params, len(eqn.invars))
-    if form.results == "carry":
+    bodies = holder.bodies(eqn.params, len(eqn.invars))
+    if holder.results == "carry":
         body = bodies[-1]
         carry = enumerate(body.carry)
         return [(i, body.inputs[k]) for i, k in carry if body.kinds[k] == SAME]  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""The trace engine: stage the program, then run it again, asking the handlers."""
+"""The interpreter: stages a program, then re-interprets it, asking the handlers."""

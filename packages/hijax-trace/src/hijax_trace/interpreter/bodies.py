@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,25 +13,16 @@ from interception_core import JaxtapError
 
 from .. import _compat
 from ..dataflow.dataflow import entering
-from ..dataflow.flow import entered
-from ..dataflow.forms import CHANGES, SAME, SLICE, Body, form_of
+from ..dataflow.flow import Origin, Resolve, entered
+from ..dataflow.holders import CHANGES, SAME, SLICE, Body, holder_of
 from ..staging.marker import hoisted
-from .frames import (
-    Around,
-    Frame,
-    Key,
-    Notes,
-    Numbers,
-    Operands,
-    Origin,
-    Resolve,
-)
+from .frames import Around, Frame, Key, Metadata, Numbers, Operands
 from .memo import Tapped
-from .rerun import rerun
+from .session import Session
 from .taken import NONE_TAKEN, Taken, taken
 
-if TYPE_CHECKING:
-    from .run import Run
+Reinterpret = Callable[[Session, Frame, Any, Sequence[Any]], list[Any]]
+"""``reinterpret(session, frame, jaxpr, values)``: it needs this module, and so is passed in."""
 
 
 class Entered(NamedTuple):
@@ -40,20 +31,21 @@ class Entered(NamedTuple):
     Attributes:
         params: its parameters.
         values: its operands.
-        notes: the metadata of its results, by number.
+        metadata: the metadata of its results, by number.
         replaced: whether any operation in it was.
         foreign: whether by a value that is not its own.
     """
 
     params: dict[str, Any]
     values: list[Any]
-    notes: Mapping[int, Notes]
+    metadata: Mapping[int, Metadata]
     replaced: bool
     foreign: bool
 
 
 def enter(
-    run: Run,
+    reinterpret: Reinterpret,
+    session: Session,
     around: Around,
     primitive: Any,
     params: dict[str, Any],
@@ -61,16 +53,16 @@ def enter(
     operands: Operands,
 ) -> Entered:
     """Returns an equation with what it holds tapped."""
-    form = form_of(primitive, params)
-    assert form is not None
-    bodies = form.bodies(params, len(values))
-    proxies = operands.proxies if min(form.places(params)) >= 0 else {}
+    holder = holder_of(primitive, params)
+    assert holder is not None
+    bodies = holder.bodies(params, len(values))
+    proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
     held = [taken(body, proxies) for body in bodies]
     # What JAX would have inlined is no function of the program: each call is one of its own.
     shared = not _compat.is_inlined(primitive, params)
-    with form.context(params):
+    with holder.context(params):
         tapped = [
-            tap_body(run, around, body, operands, part, shared, form.hoists)
+            tap_body(reinterpret, session, around, body, operands, part, shared, holder.hoists)
             for body, part in zip(bodies, held, strict=True)
         ]
     jaxprs = [one.jaxpr for one in tapped]
@@ -78,8 +70,8 @@ def enter(
     extra = [(*one.extra, *part.leading) for one, part in zip(tapped, held, strict=True)]
     # Only a scan's body, the one that it has, takes any.
     trailing = held[0].trailing
-    places = form.places(params)
-    if form.results == "branches" and any(extra):
+    places = holder.places(params)
+    if holder.results == "branches" and any(extra):
         jaxprs, united_extra = _share(jaxprs, extra)
         extra, places = [united_extra], places[:1]
     all_values = list(values)
@@ -96,16 +88,16 @@ def enter(
             )
         all_values[max(place, 0) : max(place, 0)] = more
     all_values += trailing
-    new = form.more_steps(params, len(trailing))
-    new = form.rebuild(new, jaxprs, [len(part) for part in extra])
+    new = holder.more_steps(params, len(trailing))
+    new = holder.rebuild(new, jaxprs, [len(part) for part in extra])
     if primitive is _compat.custom_vmap_p:
-        new["rule"] = _compat.with_rule(new["rule"], run.tapping.rewrap)
+        new["rule"] = _compat.with_rule(new["rule"], session.tapping.rewrap)
     replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)
-    return Entered(new, all_values, _joined(form.results, tapped), replaced, foreign)
+    return Entered(new, all_values, _joined(holder.results, tapped), replaced, foreign)
 
 
 def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
-    """Returns the operands that bodies take in another form, and none uses as it is."""
+    """Returns the operands that bodies take in another holder, and none uses as it is."""
     unused = {body.inputs[i] for body, one in zip(bodies, tapped, strict=True) for i in one.unused}
     used = {
         operand
@@ -116,11 +108,15 @@ def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
     return {operand for operand in unused - used if operand is not None}
 
 
-def _joined(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Notes]:
+def _joined(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Metadata]:
     if results == "carry":
         return {}
     first, *rest = tapped
-    return {i: note for i, note in first.notes.items() if all(t.notes.get(i) == note for t in rest)}
+    return {
+        i: note
+        for i, note in first.metadata.items()
+        if all(t.metadata.get(i) == note for t in rest)
+    }
 
 
 def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
@@ -138,7 +134,7 @@ def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], 
     return shared, tuple(values)
 
 
-def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], dict[int, Notes]]:
+def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], dict[int, Metadata]]:
     """Returns the origins and the metadata of a body's inputs."""
 
     def resolve(operand: int, kind: str) -> Resolve:
@@ -149,17 +145,18 @@ def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], d
         return origin
 
     origins: list[Resolve | None] = []
-    notes: dict[int, Notes] = {}
+    metadata: dict[int, Metadata] = {}
     for i, (operand, kind) in enumerate(zip(body.inputs, body.kinds, strict=True)):
         known = operand is not None and kind != CHANGES
         origins.append(resolve(operand, kind) if known else None)
-        if known and kind == SAME and operand in operands.notes:
-            notes[i] = operands.notes[operand]
-    return origins, notes
+        if known and kind == SAME and operand in operands.metadata:
+            metadata[i] = operands.metadata[operand]
+    return origins, metadata
 
 
 def tap_body(
-    run: Run,
+    reinterpret: Reinterpret,
+    session: Session,
     around: Around,
     body: Body,
     operands: Operands,
@@ -170,7 +167,7 @@ def tap_body(
     """Returns a body with its handlers' work in it: made before, or now.
 
     Args:
-        run: the run.
+        session: the call of the wrapped function that this is for.
         around: where it is.
         body: the body.
         operands: what is known of the operands of its equation.
@@ -180,39 +177,39 @@ def tap_body(
         hoists: whether its constants must become operands.
     """
     jaxpr = _compat.open_of(body.jaxpr)
-    if not run.tapping.plans.wants(jaxpr):
+    if not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr, (), {}, False, {}, {}, None, False, False)
     frame, scopes = around.frame, around.scopes
-    origins, notes = body_inputs(body, operands)
-    path, label = frame.silent_path(scopes), body.label or frame.label
+    origins, metadata = body_inputs(body, operands)
+    path, label = frame.own_path(scopes), body.label or frame.label
 
     def resolve_path() -> Any:
-        return run.interceptor.resolve_path(frame.path(scopes))
+        return session.interceptor.resolve_path(frame.path(scopes))
 
     def origin(index: int) -> Origin | None:
         resolve = origins[index]
         return None if resolve is None else resolve()
 
-    noted = tuple((i, tuple(note.items())) for i, note in notes.items())
-    key = (label, around.within, around.silent, noted, held.key(), run.context)
+    with_metadata = tuple((i, tuple(note.items())) for i, note in metadata.items())
+    key = (label, around.within, around.untapped, with_metadata, held.key(), session.context)
 
     def count(key: Key) -> int:
-        return run.numbers.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0)
+        return session.numbers.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0)
 
-    found = run.tapping.memo.find(jaxpr, key, origin, resolve_path, count) if shared else None
+    found = session.tapping.memo.find(jaxpr, key, origin, resolve_path, count) if shared else None
     if found is not None:
-        run.numbers.add(
+        session.numbers.add(
             {("/".join(filter(None, (path, k[0]))), *k[1:]): n for k, n in found.counted.items()}
         )
         return found
     inner = Frame(
         jaxpr,
         origins,
-        notes,
+        metadata,
         path,
         label,
         around.within,
-        around.silent,
+        around.untapped,
         frame,
         expressions=entering(body, operands.expressions, frame.depth)
         if operands.expressions is not None
@@ -220,20 +217,22 @@ def tap_body(
         consts=_compat.consts_of(body.jaxpr),
         depth=frame.depth + (SLICE in body.kinds or len(body.carry) > 0),
     )
-    before = run.numbers.copy()
-    new, consts = stage_again(run, inner, body.jaxpr, _compat.consts_of(body.jaxpr), held)
+    before = session.numbers.copy()
+    new, consts = stage_again(
+        reinterpret, session, inner, body.jaxpr, _compat.consts_of(body.jaxpr), held
+    )
     new, extra = hoisted(new, consts, hoists, _compat.is_open(body.jaxpr))
     counted = {
         (key[0].removeprefix(path).lstrip("/"), *key[1:]): n
-        for key, n in run.numbers.since(before).items()
+        for key, n in session.numbers.since(before).items()
     }
-    out_notes = {
-        i: inner.notes[var] for i, var in enumerate(jaxpr.outvars) if _is_noted(inner, var)
+    out_metadata = {
+        i: inner.metadata[var] for i, var in enumerate(jaxpr.outvars) if _has_metadata(inner, var)
     }
     tapped = Tapped(
         new,
         tuple(extra),
-        out_notes,
+        out_metadata,
         bool(inner.replaced),
         counted,
         inner.read,
@@ -241,7 +240,7 @@ def tap_body(
         inner.path_was_read,
         held is not NONE_TAKEN,
         {key: before.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0) for key in counted}
-        if inner.numbers_were_read and run.interceptor.tells_ids
+        if inner.numbers_were_read and session.interceptor.tells_ids
         else None,
         _unused_in(new, len(jaxpr.invars), held),
         bool(inner.foreign),
@@ -249,12 +248,14 @@ def tap_body(
     if _of_a_trace(extra) or inner.expressions_were_read:
         return tapped
     if shared:
-        run.tapping.memo.keep(jaxpr, key, tapped)
+        session.tapping.memo.keep(jaxpr, key, tapped)
     elif not tapped.replaced:
         # The same jaxpr each time: JAX knows its derivative, and its compiled program.
-        silent = tap_body(run, around._replace(silent=True), body, operands, NONE_TAKEN)
+        untapped = tap_body(
+            reinterpret, session, around._replace(untapped=True), body, operands, NONE_TAKEN
+        )
         return dataclasses.replace(
-            tapped, jaxpr=silent.jaxpr, extra=silent.extra, taken=False, unused=()
+            tapped, jaxpr=untapped.jaxpr, extra=untapped.extra, taken=False, unused=()
         )
     return tapped
 
@@ -272,12 +273,17 @@ def _of_a_trace(values: Sequence[Any]) -> bool:
     return any(isinstance(value, _compat.Tracer) for value in values)
 
 
-def _is_noted(frame: Frame, atom: Any) -> bool:
-    return type(atom) is not _compat.Literal and atom in frame.notes
+def _has_metadata(frame: Frame, atom: Any) -> bool:
+    return type(atom) is not _compat.Literal and atom in frame.metadata
 
 
 def stage_again(
-    run: Run, frame: Frame, jaxpr: Any, consts: Sequence[Any], held: Taken = NONE_TAKEN
+    reinterpret: Reinterpret,
+    session: Session,
+    frame: Frame,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    held: Taken = NONE_TAKEN,
 ) -> tuple[Any, list[Any]]:
     """Returns a jaxpr made of another one and its handlers, and its constants."""
     jaxpr = _compat.open_of(jaxpr)
@@ -288,13 +294,18 @@ def stage_again(
     def flat(*args: Any) -> list[Any]:
         for i, proxy in held.inside(args[:start], args[end:]).items():
             frame.proxies[jaxpr.invars[i]] = proxy
-        return rerun(run, frame, jaxpr, [*consts, *args[start:end]])
+        return reinterpret(session, frame, jaxpr, [*consts, *args[start:end]])
 
     return _compat.stage(flat, [*before, *own, *after], jaxpr.debug_info)
 
 
 def custom(
-    run: Run, around: Around, params: dict[str, Any], values: Sequence[Any], operands: Operands
+    reinterpret: Reinterpret,
+    session: Session,
+    around: Around,
+    params: dict[str, Any],
+    values: Sequence[Any],
+    operands: Operands,
 ) -> Entered:
     """Returns the call of a function with rules of its own, with it and them tapped.
 
@@ -302,11 +313,11 @@ def custom(
     the function's do.
     """
     new = dict(params)
-    before = run.numbers.copy()
+    before = session.numbers.copy()
     count = len(values)
     body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
     held = taken(body, operands.proxies)
-    tapped = tap_body(run, around, body, operands, held)
+    tapped = tap_body(reinterpret, session, around, body, operands, held)
     leading = [*tapped.extra, *(held.leading if tapped.taken else ())]
     extra = len(leading)
     new["call_jaxpr"] = tapped.jaxpr
@@ -314,27 +325,32 @@ def custom(
     own = operands.origins[params["num_consts"] :]
     for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
         if name in params:
-            rule = _tapped_rule(run, around, params[name], own, before)
+            rule = _tapped_rule(reinterpret, session, around, params[name], own, before)
             new[name] = _compat.wrap_fun(rule, params[name].debug_info)
     if extra and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], extra)
-    return Entered(new, [*leading, *values], tapped.notes, tapped.replaced, tapped.foreign)
+    return Entered(new, [*leading, *values], tapped.metadata, tapped.replaced, tapped.foreign)
 
 
 def _tapped_rule(
-    run: Run, around: Around, rule: Any, origins: Sequence[Resolve], numbers: Numbers
+    reinterpret: Reinterpret,
+    session: Session,
+    around: Around,
+    rule: Any,
+    origins: Sequence[Resolve],
+    numbers: Numbers,
 ) -> Callable[..., tuple]:
     @functools.cache
     def tapped(*zeros: Any) -> tuple:
         jaxpr, consts, *rest = rule.call_wrapped(*zeros)
-        if not run.tapping.plans.wants(jaxpr):
+        if not session.tapping.tasks.wants(jaxpr):
             return (jaxpr, consts, *rest)
         frame = around.frame
         count = len(_compat.open_of(jaxpr).invars)
         first = len(_compat.inputs_of(_compat.open_of(jaxpr))) - count
         first = len(consts) - first
         inputs = [*([None] * first), *origins, *([None] * (count - first - len(origins)))]
-        path = frame.silent_path(around.scopes)
+        path = frame.own_path(around.scopes)
         inner = Frame(
             _compat.open_of(jaxpr),
             inputs,
@@ -342,10 +358,13 @@ def _tapped_rule(
             path,
             frame.label,
             around.within,
-            around.silent,
+            around.untapped,
             frame,
         )
-        return (*stage_again(run.counting(numbers.copy()), inner, jaxpr, consts), *rest)
+        return (
+            *stage_again(reinterpret, session.counting(numbers.copy()), inner, jaxpr, consts),
+            *rest,
+        )
 
     return tapped
 

@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 from interception_core import OpCall, Operand
 
 from ..dataflow.expression import Expression
+from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
-from .frames import Frame, Notes, Origin
+from .frames import Frame, Metadata
+from .session import Session
 
-if TYPE_CHECKING:
-    from .run import Run
+_NOTHING: Metadata = {}
 
-_NOTHING: Notes = {}
+
+class Known(Protocol):
+    """What is known of the arrays among the arguments of an operation, by number."""
+
+    @property
+    def values(self) -> Sequence[Any]:
+        """The arrays."""
+
+    def origin(self, index: int) -> Origin | None:
+        """Return which input of the wrapped function it is."""
+
+    def metadata(self, index: int) -> Metadata:
+        """Return what handlers attached to it."""
+
+    def proxy(self, index: int) -> ArrayProxy | None:
+        """Return what it is kept as."""
+
+    def expression(self, index: int) -> Expression:
+        """Return how it is computed."""
+
+
+class Place(NamedTuple):
+    """Where an operation is.
+
+    Attributes:
+        frame: the program that it is an operation of.
+        scopes: the names of the scopes around it in that.
+        within: the names of the functions that it is a part of.
+        number: its number among such operations.
+    """
+
+    frame: Frame
+    scopes: Sequence[str]
+    within: frozenset[str]
+    number: int
 
 
 class TraceCall(OpCall):
@@ -25,34 +60,13 @@ class TraceCall(OpCall):
         level: "function" or "primitive".
         args: the positional arguments that its handler gets.
         params: the keyword arguments.
-        scopes: the names of the scopes around it in its frame.
-        number: its number among such operations.
-        frame: where it is.
-        values: the arrays among its arguments.
-        origins: of each of them, how its origin is found.
-        notes: of each of them, the metadata.
-        proxies: of each of them, what it is kept as.
-        expressions: of each of them, how it is computed.
-        within: the names of the functions that it is a part of.
+        place: where it is.
+        known: what is known of the arrays among its arguments.
         proceed: runs the original.
-        run: the run that it is a part of.
+        session: the call of the wrapped function that it is a part of.
     """
 
-    __slots__ = (
-        "_expressions",
-        "_frame",
-        "_notes",
-        "_number",
-        "_origins",
-        "_own",
-        "_proceed",
-        "_proxies",
-        "_run",
-        "_scopes",
-        "_values",
-        "_within",
-        "given",
-    )
+    __slots__ = ("_known", "_own", "_place", "_proceed", "_session", "given")
 
     def __init__(
         self,
@@ -60,50 +74,36 @@ class TraceCall(OpCall):
         level: str,
         args: tuple,
         params: Mapping[str, Any],
-        scopes: Sequence[str],
-        number: int,
-        frame: Frame,
-        values: Sequence[Any],
-        origins: Callable[[int], Origin | None],
-        notes: Callable[[int], Notes],
-        proxies: Callable[[int], ArrayProxy | None],
-        expressions: Callable[[int], Expression],
-        within: frozenset[str],
+        place: Place,
+        known: Known,
         proceed: Callable[..., Any],
-        run: Run,
+        session: Session,
     ):
         self.op_name = op_name
         self.level = level
         self.params = params
         self._args = args
-        self._scopes = scopes
-        self._number = number
-        self._frame = frame
-        self._values = values
-        self._origins = origins
-        self._notes = notes
-        self._proxies = proxies
-        self._expressions = expressions
-        self._within = within
+        self._place = place
+        self._known = known
         self._proceed = proceed
-        self._run = run
+        self._session = session
         self._own: Any = None
         # By identity; the value is held, so that its id isn't given to another one.
-        self.given: dict[int, tuple[Any, Notes]] = {}
+        self.given: dict[int, tuple[Any, Metadata]] = {}
 
     @property
     def module_path(self) -> str:  # pyrefly: ignore[bad-override]
-        return self._frame.path(self._scopes)
+        return self._place.frame.path(self._place.scopes)
 
     @property
     def op_id(self) -> str:
-        self._frame.read_numbers()
-        parts = filter(None, (self.module_path, self._frame.label, self.op_name))
-        return f"{'/'.join(parts)}:{self._number}"
+        self._place.frame.read_numbers()
+        parts = filter(None, (self.module_path, self._place.frame.label, self.op_name))
+        return f"{'/'.join(parts)}:{self._place.number}"
 
     @property
     def within(self) -> frozenset[str]:
-        return self._within
+        return self._place.within
 
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
         result = self._proceed(*args, **kwargs)
@@ -132,18 +132,18 @@ class TraceCall(OpCall):
 
     def _held(self, value: Any) -> ArrayProxy | None:
         index = self._index(value)
-        return None if index is None else self._proxies(index)
+        return None if index is None else self._known.proxy(index)
 
     def expression(self, value: Any) -> Expression | None:
         index = self._index(value)
-        return None if index is None else self._expressions(index)
+        return None if index is None else self._known.expression(index)
 
     def roots(self, value: Any) -> frozenset[str] | None:
         expression = self.expression(value)
         if expression is None or expression.inputs is None:
             return None
         numbers = (i for i in range(expression.inputs.bit_length()) if expression.inputs >> i & 1)
-        return frozenset(self._run.origin(i).path for i in numbers)
+        return frozenset(self._session.origin(i).path for i in numbers)
 
     def operand(self, value: Any) -> Operand:
         origin = self._origin(value)
@@ -153,32 +153,32 @@ class TraceCall(OpCall):
             return Operand(None, None, path, None, self.metadata(value))
         return Operand(tuple(shape), dtype, path, axes, self.metadata(value))
 
-    def _attach(self, value: Any, metadata: Notes) -> None:
+    def _attach(self, value: Any, metadata: Metadata) -> None:
         self.given[id(value)] = value, metadata
 
-    def metadata(self, value: Any) -> Notes:
+    def metadata(self, value: Any) -> Metadata:
         given = self.given.get(id(value))
         if given is not None:
             return given[1]
         index = self._index(value)
-        return _NOTHING if index is None else self._notes(index)
+        return _NOTHING if index is None else self._known.metadata(index)
 
-    def notes_of(self, result: Any) -> Notes | None:
+    def metadata_of(self, result: Any) -> Metadata | None:
         """Returns what the handler attached to a result."""
         given = self.given.get(id(result))
         return None if given is None else given[1]
 
     def _origin(self, value: Any) -> Origin | None:
-        if self._run.finished:
+        if self._session.finished:
             raise RuntimeError(
                 "OpCall.operands is known only while the wrapped function runs. Read it in the "
                 "handler and keep the result."
             )
         index = self._index(value)
-        return None if index is None else self._origins(index)
+        return None if index is None else self._known.origin(index)
 
     def _index(self, value: Any) -> int | None:
-        for index, known in enumerate(self._values):
+        for index, known in enumerate(self._known.values):
             if known is value:
                 return index
         return None

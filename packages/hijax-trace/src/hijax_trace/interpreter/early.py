@@ -10,32 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from interception_core.engine_api import settled
 
 from .. import _compat
-from ..dataflow.axes import dropped
-from ..dataflow.flow import move_of
-from ..proxy.array_proxy import ArrayProxy, follow
 from ..staging.marker import Marker, check_result, marker_in
-from .call import TraceCall
-from .frames import Around, Frame, Key, Notes, Numbers, Operands, Origin
-from .plan import OURS, WITHIN
-from .rerun import rerun
+from .bodies import enter
+from .call import Place, TraceCall
+from .frames import Around, Frame, Metadata, Numbers, Operands
+from .reinterpret import reinterpret
+from .session import Session
+from .tasks import OURS, WITHIN
+from .tracers import KnownTracers, Tracers
 
-if TYPE_CHECKING:
-    from .run import Run
-
-_NOTHING: Notes = {}
-
-
-def _no_trace() -> None:
-    """Stands for the weak reference to the program's trace before and after there is one."""
+_NOTHING: Metadata = {}
 
 
 class Restage(BaseException):
@@ -66,7 +58,7 @@ class Early:
     """Asks handlers while a program is staged.
 
     Args:
-        run: the run.
+        session: the call of the wrapped function that this is for.
 
     Attributes:
         met: whether a handler should have been asked, but was not expected to.
@@ -74,35 +66,12 @@ class Early:
             it must be told apart by module path.
     """
 
-    def __init__(self, run: Run):
-        self._run = run
-        self._base: Callable[[], Any] = _no_trace
-        self._variables: dict[Any, int] = {}
-        self._origins: Callable[[int], Origin] | None = None
+    def __init__(self, session: Session):
+        self._session = session
+        self.tracers = Tracers()
         self._numbers = Numbers()
         self._looked_at = 0
-        self._asked: list[tuple[int, Key, int]] = []
-        self._notes: dict[int, tuple[Any, Notes]] = {}
-        self._proxies: Mapping[int, ArrayProxy] = {}
         self.met = self.met_nested = False
-
-    def begin(
-        self,
-        trace: Any,
-        tracers: Sequence[Any],
-        origins: Callable[[int], Origin],
-        proxies: Mapping[int, ArrayProxy],
-    ) -> None:
-        """Says in which trace the program is staged, on what, and what that is kept as."""
-        self._base = weakref.ref(trace)
-        self._variables = {_compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
-        self._origins = origins
-        self._proxies = proxies
-
-    def end(self) -> None:
-        """Says that it is."""
-        self._base, self._origins = _no_trace, None
-        self._notes, self._proxies = {}, {}
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
         """Asks the handler of a function. ``call`` is what PatchEngine tells of the call."""
@@ -114,7 +83,7 @@ class Early:
             call.op_name, "function", args, kwargs, where, call.within, values, call.proceed
         )
         with settled():
-            result = self._noted(told, handler(told, *args, **kwargs))
+            result = self._keep(told, handler(told, *args, **kwargs))
         if result is not NotImplemented:
             return result
         with _compat.name_scope(WITHIN + call.op_name):
@@ -124,12 +93,12 @@ class Early:
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
         """Asks the handler of a primitive, and those of what it holds: there are some."""
-        tapping = self._run.tapping
+        tapping = self._session.tapping
         marker = marker_in(primitive, params)
-        if marker is not None and marker.owner == self._run.tapping.owner:
+        if marker is not None and marker.owner == self._session.tapping.owner:
             return self._marker(path, trace, marker, params["jaxpr"], list(values))
         entry = tapping.primitives.get(primitive)
-        enters = tapping.plans.enters(primitive, params, len(values))
+        enters = tapping.tasks.enters(primitive, params, len(values))
         where = self._where(trace, path)
         if where is None:
             return NotImplemented
@@ -145,17 +114,17 @@ class Early:
                 with settled():
                     result = handler(told, *values, **params)
                     if result is not NotImplemented:
-                        return self._noted(told, result)
+                        return self._keep(told, result)
                 within = within | {name}
             if not enters:
                 return NotImplemented
             with settled():
-                around = Around(Frame(None, (), {}, *where), (), within, silent=False)
+                around = Around(self._frame(where, values), (), within, untapped=False)
                 return self._bind_entered(around, primitive, params, values)
 
     def _marker(self, path: str, trace: Any, marker: Marker, closed: Any, values: list[Any]) -> Any:
         """Asks the handler of a function whose call another engine has staged, and makes now."""
-        where, entry = self._where(trace, path), self._run.tapping.functions.get(marker.site)
+        where, entry = self._where(trace, path), self._session.tapping.functions.get(marker.site)
         if where is None or entry is None:
             return NotImplemented
         arrays, name = values[marker.extra :], marker.op_name
@@ -164,7 +133,7 @@ class Early:
         told = self._told(name, "function", args, kwargs, where, nothing, arrays, marker.function)
         jaxpr = _compat.open_of(closed)
         with _compat.set_current_trace(trace), settled():
-            result = self._noted(told, entry[1](told, *args, **kwargs))
+            result = self._keep(told, entry[1](told, *args, **kwargs))
             if result is not NotImplemented:
                 avals = [atom.aval for atom in jaxpr.outvars]
                 return check_result(told, result, marker.results, avals)
@@ -172,31 +141,25 @@ class Early:
             inner = Frame(
                 jaxpr,
                 known.origins,
-                known.notes,
+                known.metadata,
                 *where,
                 frozenset({name}),
                 proxies=known.proxies,
+                expressions=known.expressions,
+                consts=_compat.consts_of(closed),
+                depth=self.tracers.depth(values),
             )
             with self._counting():
-                return rerun(self._run, inner, jaxpr, [*_compat.consts_of(closed), *values])
-
-    def reach(self, position: int, numbers: Numbers) -> None:
-        """Counts the operations that were asked about before an equation of the program.
-
-        Args:
-            position: of the equation.
-            numbers: of the operations of the program as it is run again.
-        """
-        while self._asked and self._asked[0][0] <= position:
-            _, key, number = self._asked.pop(0)
-            numbers[key] = max(numbers.get(key, 0), number + 1)
+                return reinterpret(
+                    self._session, inner, jaxpr, [*_compat.consts_of(closed), *values]
+                )
 
     def _where(self, trace: Any, path: str) -> Where | None:
         """Returns the module path and label, or None where they can't be known."""
-        base = self._base()
+        base = self.tracers.base()
         staging = _compat.staging_trace(trace)
         nested = staging is not base
-        mode = self._run.tapping.mode
+        mode = self._session.tapping.mode
         if mode.early and (mode.by_path or not nested):
             # In the program's own trace, what another engine runs again has its name stack only.
             if not nested:
@@ -213,7 +176,7 @@ class Early:
         """
         self.met = True
         self.met_nested |= nested
-        if self._base() is not None:
+        if self.tracers.base() is not None:
             raise Restage(self)
 
     def _scopes(self) -> list[str]:
@@ -235,34 +198,27 @@ class Early:
         path, label = where
         frame, key = Frame(None, (), {}, path, label), (path, label, name)
         number = self._numbers.next(*key)
-        self._asked.append((self._looked_at, key, number))
-        return TraceCall(
-            name,
-            level,
-            args,
-            params,
-            (),
-            number,
-            frame,
-            values,
-            lambda i: self.origin(values[i]),
-            lambda i: self._notes.get(id(values[i]), (None, _NOTHING))[1],
-            lambda i: self._proxy(values[i]),
-            lambda i: frame.expression(values[i]),
-            within,
-            proceed,
-            self._run,
-        )
+        self._session.asked.append((self._looked_at, key, number))
+        place, known = Place(frame, (), within, number), KnownTracers(values, self.tracers)
+        return TraceCall(name, level, args, params, place, known, proceed, self._session)
 
-    def _noted(self, told: TraceCall, result: Any) -> Any:
-        for value, notes in told.given.values():
-            self._notes[id(value)] = value, notes
+    def _keep(self, told: TraceCall, result: Any) -> Any:
+        """Keeps what a handler attached to values, and which values are its own."""
+        for value, metadata in told.given.values():
+            self.tracers.attach(value, metadata)
+        if result is not NotImplemented and not told.is_own(result):
+            for value in jax.tree.leaves(result):
+                self.tracers.replace(value)
         return result
 
+    def _frame(self, where: Where, values: Sequence[Any]) -> Frame:
+        """Returns the frame that stands for what is around an operation."""
+        return Frame(None, (), {}, *where, depth=self.tracers.depth(values))
+
     def _proceed(self, primitive: Any, *values: Any, **params: Any) -> Any:
-        frame = Frame(None, (), {}, "", silent=True)
-        around = Around(frame, (), frozenset(), silent=True)
-        if self._run.tapping.plans.enters(primitive, params, len(values)):
+        frame = self._frame(Where("", ""), values)
+        around = Around(frame, (), frozenset(), untapped=True)
+        if self._session.tapping.tasks.enters(primitive, params, len(values)):
             return self._bind_entered(around, primitive, params, list(values))
         return primitive.bind(*values, **primitive.get_bind_params(params))
 
@@ -270,93 +226,50 @@ class Early:
         self, around: Around, primitive: Any, params: dict[str, Any], values: list[Any]
     ) -> Any:
         with self._counting():
-            new = self._run.enter(around, primitive, params, values, self._operands(values))
-        return primitive.bind(*new.values, **primitive.get_bind_params(new.params))
+            new = enter(
+                reinterpret,
+                self._session,
+                around,
+                primitive,
+                params,
+                values,
+                self._operands(values),
+            )
+        result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
+        if new.foreign:
+            for value in jax.tree.leaves(result):
+                self.tracers.replace(value)
+        return result
 
     def _operands(self, values: list[Any]) -> Operands:
+        known = self.tracers
         return Operands(
             [_compat.typeof(value) for value in values],
-            [functools.partial(self.origin, value) for value in values],
-            {i: self._notes[id(v)][1] for i, v in enumerate(values) if id(v) in self._notes},
-            {i: held for i, v in enumerate(values) if (held := self._proxy(v)) is not None},
+            [functools.partial(known.origin, value) for value in values],
+            {i: found for i, value in enumerate(values) if (found := known.metadata(value))},
+            {i: found for i, value in enumerate(values) if (found := known.proxy(value))},
+            [functools.partial(known.expression, value) for value in values],
         )
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
         """Lets what is run count here, and be counted when its place is reached."""
         self._count_staged()
-        before, kept = self._numbers.copy(), self._run.numbers
-        self._run.numbers = self._numbers
+        before, kept = self._numbers.copy(), self._session.numbers
+        self._session.numbers = self._numbers
         try:
             yield
         finally:
-            self._run.numbers = kept
+            self._session.numbers = kept
             for key in self._numbers.since(before):
-                self._asked.append((self._looked_at, key, self._numbers[key] - 1))
-
-    def origin(self, value: Any) -> Origin | None:
-        """Returns which input of the wrapped function a value of the staged program is."""
-        inner = _compat.inner_value(value)
-        if inner is not None:
-            value, axis = inner
-            origin = self.origin(value)
-            if origin is None or axis is None:
-                return origin
-            rank = len(getattr(value, "shape", ()))
-            return origin.moved(dropped(axis, rank))
-        base = self._base()
-        if base is None or not _compat.is_staged_in(value, base):
-            return None
-        var, eqn = _compat.producer(value)
-        if isinstance(var, _compat.Literal):
-            return None
-        if eqn is None:
-            index = self._variables.get(var)
-            return None if index is None or self._origins is None else self._origins(index)
-        step = move_of(
-            eqn.primitive,
-            eqn.params,
-            [_compat.typeof(tracer) for tracer in eqn.in_tracers],
-            [out.aval for out in eqn.outvars],
-            eqn.outvars.index(var),
-        )
-        if step is None:
-            return None
-        origin = self.origin(eqn.in_tracers[step[0]])
-        return None if origin is None else origin.moved(step[1])
-
-    def _proxy(self, value: Any) -> ArrayProxy | None:
-        """Returns what a value of the staged program, mapped over or not, is kept as."""
-        base = self._base()
-        if not self._proxies or base is None:
-            return None
-        # What vmap doesn't map is the value itself; a derivative needs the array.
-        if _compat.is_batched(value):
-            value, axis = _compat.inner_value(value) or (None, None)
-            return self._proxy(value) if axis is None else None
-        if not _compat.is_staged_in(value, base):
-            return None
-        var, eqn = _compat.producer(value)
-        if eqn is None:
-            return (
-                None
-                if isinstance(var, _compat.Literal)
-                else self._proxies.get(self._variables.get(var, -1))
-            )
-        held = [self._proxy(tracer) for tracer in eqn.in_tracers]
-        if not any(held):
-            return None
-        avals = [out.aval for out in eqn.outvars]
-        how = (eqn.primitive.name, eqn.params, eqn.in_tracers, held)
-        found = follow(*how, avals, lambda i: False)
-        return found[eqn.outvars.index(var)]
+                self._session.asked.append((self._looked_at, key, self._numbers[key] - 1))
 
     def _count_staged(self) -> None:
         """Counts what has been staged since the last time, and is to be asked later on."""
-        base = self._base()
+        base = self.tracers.base()
         if base is None:
             return
         eqns = _compat.staged_in(base)
         for eqn in eqns[self._looked_at :]:
-            self._numbers.add(self._run.tapping.plans.counted(eqn))
+            self._numbers.add(self._session.tapping.tasks.counted(eqn))
         self._looked_at = len(eqns)

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..dataflow.axes import Axes, compose
 from ..dataflow.dataflow import Dataflow, Express
 from ..dataflow.expression import Expression, Unknown
-from ..dataflow.flow import flow_of
+from ..dataflow.flow import Origin, Resolve, flow_of
 from ..proxy.array_proxy import ArrayProxy
 
-
-class Origin(NamedTuple):
-    """Which input of the wrapped function a value is.
-
-    Attributes:
-        path: the input's pytree path.
-        axes: where the input's axes are in the value; None where its type has none.
-    """
-
-    path: str
-    axes: Axes | None
-
-    def moved(self, axes: Axes | None) -> Origin:
-        """Returns the origin of the value after another move."""
-        both = None if self.axes is None or axes is None else compose(self.axes, axes)
-        return Origin(self.path, both)
-
-
-Resolve = Callable[[], Origin | None]
-"""Finds the origin of an input of a frame, when somebody wants to know it."""
-
-Notes = Mapping[str, Any]
+Metadata = Mapping[str, Any]
 """The metadata of one value."""
 
 
@@ -45,11 +23,11 @@ class Frame:
     Args:
         jaxpr: the jaxpr, open; None where there's none, but a single operation.
         inputs: the origins of its inputs.
-        notes: the metadata of its inputs, by number.
+        metadata: the metadata of its inputs, by number.
         path: the module path that it runs under.
         label: of the innermost loop or branch that it is in, for op ids.
         within: the names of the functions, tapped but let run, that it is a part of.
-        silent: whether no handler is asked.
+        untapped: whether no handler is asked.
         parent: the frame around it.
         proxies: what its inputs are kept as, by number.
         expressions: how those of its inputs are found; None where they are not known.
@@ -70,13 +48,13 @@ class Frame:
         "expressions_were_read",
         "foreign",
         "label",
-        "notes",
+        "metadata",
         "numbers_were_read",
         "path_was_read",
         "proxies",
         "read",
         "replaced",
-        "silent",
+        "untapped",
         "within",
     )
 
@@ -84,11 +62,11 @@ class Frame:
         self,
         jaxpr: Any,
         inputs: Sequence[Resolve | None],
-        notes: Mapping[int, Notes],
+        metadata: Mapping[int, Metadata],
         path: str,
         label: str = "",
         within: frozenset[str] = frozenset(),
-        silent: bool = False,
+        untapped: bool = False,
         parent: Frame | None = None,
         proxies: Mapping[int, ArrayProxy] | None = None,
         expressions: Sequence[Express] | None = None,
@@ -106,8 +84,8 @@ class Frame:
         self._path = path
         self.label = label
         self.within = within
-        self.silent = silent
-        self.notes: dict[Any, Notes] = {jaxpr.invars[i]: note for i, note in notes.items()}
+        self.untapped = untapped
+        self.metadata: dict[Any, Metadata] = {jaxpr.invars[i]: note for i, note in metadata.items()}
         self.proxies: dict[Any, ArrayProxy] = {
             jaxpr.invars[i]: proxy for i, proxy in (proxies or {}).items()
         }
@@ -163,9 +141,9 @@ class Frame:
         while frame is not None:
             frame.path_was_read = True
             frame = frame._parent
-        return self.silent_path(scopes)
+        return self.own_path(scopes)
 
-    def silent_path(self, scopes: Sequence[str]) -> str:
+    def own_path(self, scopes: Sequence[str]) -> str:
         """Returns the module path within ``scopes``, for our own use."""
         return "/".join(filter(None, (self._path, *scopes)))
 
@@ -177,13 +155,13 @@ class Around(NamedTuple):
         frame: its frame.
         scopes: the names of the scopes around it in that.
         within: the names of the functions that it is a part of.
-        silent: whether no handler is asked.
+        untapped: whether no handler is asked.
     """
 
     frame: Frame
     scopes: Sequence[str]
     within: frozenset[str]
-    silent: bool
+    untapped: bool
 
 
 class Operands(NamedTuple):
@@ -192,14 +170,14 @@ class Operands(NamedTuple):
     Attributes:
         avals: their types.
         origins: how the origin of each is found.
-        notes: their metadata, by number.
+        metadata: their metadata, by number.
         proxies: what they are kept as, by number.
         expressions: how that of each is found; None where they are not known.
     """
 
     avals: Sequence[Any]
     origins: Sequence[Resolve]
-    notes: Mapping[int, Notes]
+    metadata: Mapping[int, Metadata]
     proxies: Mapping[int, ArrayProxy]
     expressions: Sequence[Express] | None = None
 

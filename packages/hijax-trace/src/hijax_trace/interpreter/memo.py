@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .frames import Key, Notes, Origin
+from ..dataflow.flow import Origin
+from .frames import Key, Metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Tapped:
     Attributes:
         jaxpr: open or closed, as the original is.
         extra: the values of its new leading inputs.
-        notes: the metadata of its results, by number.
+        metadata: the metadata of its results, by number.
         replaced: whether any operation was.
         counted: its operations, by module path below its own, label and name.
         read: the origins of its inputs that handlers looked at, by number.
@@ -32,7 +33,7 @@ class Tapped:
 
     jaxpr: Any
     extra: tuple[Any, ...]
-    notes: Mapping[int, Notes]
+    metadata: Mapping[int, Metadata]
     replaced: bool
     counted: Mapping[Key, int]
     read: Mapping[int, Origin | None]

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from .. import _compat
-from ..dataflow.forms import SAME, SLICE, Body
-from ..proxy.array_proxy import ArrayProxy, Lost
-from ..proxy.moves import MoveError
+from ..dataflow.holders import SAME, SLICE, Body
+from ..proxy.array_proxy import ArrayProxy, Lost, stepped
 
 
 def leaves_of(proxies: Sequence[ArrayProxy]) -> list[Any]:
@@ -90,24 +88,3 @@ def taken(body: Body, proxies: Mapping[int, ArrayProxy]) -> Taken:
     both = [*found[SAME], *found[SLICE]]
     inputs, values = tuple(i for i, _ in both), tuple(value for _, value in both)
     return Taken(inputs, len(found[SAME]), values) if both else NONE_TAKEN
-
-
-def stepped(proxy: ArrayProxy, axis: int) -> ArrayProxy:
-    """Returns a proxy of which each step, along the first axis, has a part.
-
-    Args:
-        proxy: the whole.
-        axis: along which the steps are.
-    """
-    rest = [i for i in range(len(proxy.shape)) if i != axis]
-    shape = tuple(proxy.shape[i] for i in rest)
-    if isinstance(proxy, Lost):
-        return Lost(shape, proxy.dtype, proxy.why)
-    try:
-        if axis:
-            (proxy,) = proxy.moved("transpose", {"permutation": (axis, *rest)}, [proxy])
-    except MoveError as error:
-        return Lost(shape, proxy.dtype, str(error))
-    if all(np.shape(leaf)[:1] == proxy.shape[:1] for leaf in jax.tree.leaves(proxy)):
-        return proxy
-    return Lost(shape, proxy.dtype, f"steps along axis {axis}, which has one scale or tiles")

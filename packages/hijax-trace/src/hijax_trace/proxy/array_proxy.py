@@ -226,3 +226,24 @@ def follow(
     else:
         why = lost.why
     return [Lost(aval.shape, aval.dtype, why) for aval in avals]
+
+
+def stepped(proxy: ArrayProxy, axis: int) -> ArrayProxy:
+    """Returns a proxy of which each step, along the first axis, has a part.
+
+    Args:
+        proxy: the whole.
+        axis: along which the steps are.
+    """
+    rest = [i for i in range(len(proxy.shape)) if i != axis]
+    shape = tuple(proxy.shape[i] for i in rest)
+    if isinstance(proxy, Lost):
+        return Lost(shape, proxy.dtype, proxy.why)
+    try:
+        if axis:
+            (proxy,) = proxy.moved("transpose", {"permutation": (axis, *rest)}, [proxy])
+    except MoveError as error:
+        return Lost(shape, proxy.dtype, str(error))
+    if all(np.shape(leaf)[:1] == proxy.shape[:1] for leaf in jax.tree.leaves(proxy)):
+        return proxy
+    return Lost(shape, proxy.dtype, f"steps along axis {axis}, which has one scale or tiles")

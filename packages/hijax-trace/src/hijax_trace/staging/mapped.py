@@ -17,10 +17,10 @@ import jax
 
 from .. import _compat
 from ..dataflow.axes import dropped
+from ..dataflow.dataflow import Express
 from ..dataflow.expression import Expression, Part
-from ..interpreter.frames import Express, Origin, Resolve
-from ..interpreter.taken import stepped
-from ..proxy.array_proxy import ArrayProxy
+from ..dataflow.flow import Origin, Resolve
+from ..proxy.array_proxy import ArrayProxy, stepped
 from .marker import hoisted
 
 

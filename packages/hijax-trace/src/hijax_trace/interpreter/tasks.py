@@ -1,4 +1,4 @@
-"""Plans: what is to be done with each equation of a jaxpr."""
+"""Tasks: what is to be done with each equation of a jaxpr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from interception_core.engine_api import AHEAD, SETTLED
 
 from .. import _compat
-from ..dataflow.forms import CUSTOM_CALLS, form_of
+from ..dataflow.holders import CUSTOM_CALLS, holder_of
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
 from .frames import Key, Numbers
@@ -41,7 +41,7 @@ class Do(enum.Enum):
     """Map what it was before it met vmap, with that tapped."""
 
 
-class Step(NamedTuple):
+class Task(NamedTuple):
     """One equation of a plan.
 
     Attributes:
@@ -69,8 +69,8 @@ class Step(NamedTuple):
     unused: bool = False
 
 
-class Plans:
-    """The plans for one interceptor; each is made once.
+class Tasks:
+    """The tasks for one interceptor; each is made once.
 
     Args:
         primitives: the primitives that it targets, with names and handlers.
@@ -81,11 +81,11 @@ class Plans:
         self._primitives = primitives
         self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
         self._owner = owner
-        self._plans: weakref.WeakKeyDictionary[Any, tuple[list[Step], bool]] = (
+        self._known: weakref.WeakKeyDictionary[Any, tuple[list[Task], bool]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def steps(self, jaxpr: Any) -> list[Step]:
+    def tasks(self, jaxpr: Any) -> list[Task]:
         """Returns what to do with the equations of a jaxpr."""
         return self._plan(jaxpr)[0]
 
@@ -95,10 +95,10 @@ class Plans:
 
     def enters(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
         """Returns whether a primitive holds anything that is not just passed."""
-        form = form_of(primitive, params)
-        if form is None:
+        holder = holder_of(primitive, params)
+        if holder is None:
             return False
-        return any(self.wants(body.jaxpr) for body in form.bodies(params, operands))
+        return any(self.wants(body.jaxpr) for body in holder.bodies(params, operands))
 
     def wants_call(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
         """Returns whether a primitive that is about to be bound is not just passed."""
@@ -109,15 +109,15 @@ class Plans:
 
     def counted(self, eqn: Any) -> dict[Key, int]:
         """Returns how many operations an equation is, at most: if all is let run."""
-        step = self.step(eqn)
-        base = tuple(step.scopes)
-        if step.settled or step.do is Do.PASS:
+        task = self.task(eqn)
+        base = tuple(task.scopes)
+        if task.settled or task.do is Do.PASS:
             return {}
         counts = Numbers()
-        if step.do is Do.ASK:
+        if task.do is Do.ASK:
             counts.next("/".join(base), "", self._primitives[eqn.primitive][0])
-        elif step.marker is not None:
-            counts.next("/".join(base), "", step.marker.op_name)
+        elif task.marker is not None:
+            counts.next("/".join(base), "", task.marker.op_name)
         for jaxpr, label in _bodies(eqn):
             for inner in _compat.open_of(jaxpr).eqns:
                 for (path, own, name), number in self.counted(inner).items():
@@ -125,19 +125,19 @@ class Plans:
                     counts.add({(path, own or label, name): number})
         return counts
 
-    def _plan(self, jaxpr: Any) -> tuple[list[Step], bool]:
+    def _plan(self, jaxpr: Any) -> tuple[list[Task], bool]:
         jaxpr = _compat.open_of(jaxpr)
-        plan = self._plans.get(jaxpr)
+        plan = self._known.get(jaxpr)
         if plan is None:
-            steps = _without_unused(jaxpr, [self.step(eqn) for eqn in jaxpr.eqns])
+            tasks = _without_unused(jaxpr, [self.task(eqn) for eqn in jaxpr.eqns])
             wanted = any(
-                step.do is not Do.PASS or step.stack is not step.eqn.source_info.name_stack
-                for step in steps
+                task.do is not Do.PASS or task.stack is not task.eqn.source_info.name_stack
+                for task in tasks
             )
-            plan = self._plans[jaxpr] = steps, wanted
+            plan = self._known[jaxpr] = tasks, wanted
         return plan
 
-    def step(self, eqn: Any) -> Step:
+    def task(self, eqn: Any) -> Task:
         """Returns what to do with one equation, staged or being staged."""
         primitive, mapped = eqn.primitive, mapped_in(eqn.primitive, eqn.params)
         # JAX's rule for the call, or an engine within it, has put its own scopes there.
@@ -152,9 +152,9 @@ class Plans:
         simple = _compat.can_append(eqn)
         inlined = _compat.is_inlined(primitive, eqn.params)
         if settled:
-            return Step(eqn, Do.PASS, simple, inlined, None, *where)
+            return Task(eqn, Do.PASS, simple, inlined, None, *where)
         if primitive not in self._asked and not _compat.holds_jaxprs(eqn):
-            return Step(eqn, Do.PASS, simple, False, None, *where)
+            return Task(eqn, Do.PASS, simple, False, None, *where)
         marker = marker_of(eqn)
         if mapped is not None:
             do = Do.MAPPED
@@ -168,24 +168,24 @@ class Plans:
             do = Do.ENTER
         else:
             do = Do.PASS
-        return Step(eqn, do, simple, inlined, marker, *where)
+        return Task(eqn, do, simple, inlined, marker, *where)
 
 
-def _without_unused(jaxpr: Any, steps: list[Step]) -> list[Step]:
+def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
     """Marks what a program has computed while it traced a function ahead, and never uses."""
-    if not any(map(_is_ahead, steps)):
-        return steps
+    if not any(map(_is_ahead, tasks)):
+        return tasks
     used = _compat.used_equations(jaxpr)
     return [
-        step._replace(unused=_is_ahead(step) and not is_used)
-        for step, is_used in zip(steps, used, strict=True)
+        task._replace(unused=_is_ahead(task) and not is_used)
+        for task, is_used in zip(tasks, used, strict=True)
     ]
 
 
-def _is_ahead(step: Step) -> bool:
+def _is_ahead(task: Task) -> bool:
     # Its stack differs from the equation's if there is a scope of ours.
-    stack = step.eqn.source_info.name_stack
-    return step.stack is not stack and AHEAD in _compat.scopes_of(stack)
+    stack = task.eqn.source_info.name_stack
+    return task.stack is not stack and AHEAD in _compat.scopes_of(stack)
 
 
 def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozenset[str], Any]:
@@ -209,6 +209,6 @@ def _bodies(eqn: Any) -> Iterator[tuple[Any, str]]:
         yield mapped.jaxpr, ""
     elif eqn.primitive in CUSTOM_CALLS:
         yield eqn.params["call_jaxpr"], ""
-    elif (form := form_of(eqn.primitive, eqn.params)) is not None:
-        for body in form.bodies(eqn.params, _compat.operand_count(eqn)):
+    elif (holder := holder_of(eqn.primitive, eqn.params)) is not None:
+        for body in holder.bodies(eqn.params, _compat.operand_count(eqn)):
             yield body.jaxpr, body.label

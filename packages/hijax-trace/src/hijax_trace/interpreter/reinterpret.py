@@ -1,38 +1,36 @@
-"""Rerun: runs a staged program again, operation by operation, asking the handlers."""
+"""Interpreter: runs a staged program again, operation by operation, asking the handlers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from interception_core import TargetError
 
 from .. import _compat
 from ..dataflow.dataflow import returned_views
-from ..dataflow.expression import VIEWS, is_zero
-from ..dataflow.flow import handed_on
+from ..dataflow.expression import VIEWS, Expression, is_zero
+from ..dataflow.flow import Origin, handed_on
 from ..proxy.array_proxy import ArrayProxy, Lost, follow
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, MarkerName, Packed, check_result, check_value
-from .call import TraceCall
-from .frames import Around, Frame, Notes, Operands
-from .plan import Do, Step
+from .bodies import Entered, custom, enter
+from .call import Place, TraceCall
+from .frames import Around, Frame, Metadata, Operands
+from .session import Session
+from .tasks import Do, Task
 
-if TYPE_CHECKING:
-    from .bodies import Entered
-    from .run import Run
-
-_NOTHING: Notes = {}
+_NOTHING: Metadata = {}
 
 
-def rerun(
-    run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
+def reinterpret(
+    session: Session, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
 ) -> list[Any]:
     """Runs a jaxpr in the current trace.
 
     Args:
-        run: the run.
+        session: the call of the wrapped function that this is for.
         frame: what is known of its values.
         jaxpr: the jaxpr, open.
         values: of its constants and arguments.
@@ -42,10 +40,10 @@ def rerun(
     Returns:
         Its results.
     """
-    return Rerun(run, frame, jaxpr, values, caller).results()
+    return Interpreter(session, frame, jaxpr, values, caller).results()
 
 
-class Rerun:
+class Interpreter:
     """One pass over a jaxpr.
 
     Where it is run to build another jaxpr, most equations are appended to that as they are: the
@@ -55,9 +53,9 @@ class Rerun:
     """
 
     def __init__(
-        self, run: Run, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
+        self, session: Session, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
     ):
-        self.run = run
+        self.session = session
         self.frame = frame
         self._jaxpr = jaxpr
         self._trace = _compat.current_trace()
@@ -73,26 +71,26 @@ class Rerun:
         env, outer, literal, frame = self._env, self._outer, _compat.Literal, self.frame
         # What is staged costs nothing to keep; arrays are let go as soon as they can be.
         forget = {} if _compat.is_staging(self._trace) else _compat.forgettable(self._jaxpr)
-        for position, step in enumerate(self.run.tapping.plans.steps(self._jaxpr)):
-            eqn = step.eqn
+        for position, task in enumerate(self.session.tapping.tasks.tasks(self._jaxpr)):
+            eqn = task.eqn
             if frame.is_program:
-                self.run.early.reach(position, self.run.numbers)
+                self.session.reach(position)
             values = [a.val if type(a) is literal else env[a] for a in eqn.invars]
-            stack = step.stack
-            if (step.settled or step.unused) and self.run.is_observed:
+            stack = task.stack
+            if (task.settled or task.unused) and self.session.is_observed:
                 stack = eqn.source_info.name_stack
             if len(outer):
                 stack = outer + stack if len(stack) else outer
             info = _compat.info_of(eqn, self._caller, stack)
-            if frame.proxies and self._moves(step, values, info):
+            if frame.proxies and self._moves(task, values, info):
                 pass
-            elif step.do is Do.PASS:
-                self._again(step, eqn, values, info)
+            elif task.do is Do.PASS:
+                self._again(task, eqn, values, info)
             else:
-                silent, frame.silent = frame.silent, frame.silent or step.unused
-                _ACTIONS[step.do](self, step, values, info)
-                frame.silent = silent
-            if (frame.notes or frame.proxies) and _compat.holds_jaxprs(eqn):
+                untapped, frame.untapped = frame.untapped, frame.untapped or task.unused
+                _ACTIONS[task.do](self, task, values, info)
+                frame.untapped = untapped
+            if (frame.metadata or frame.proxies) and _compat.holds_jaxprs(eqn):
                 self._hand_on(eqn)
             for var in forget.get(eqn, ()):
                 env.pop(var, None)
@@ -106,21 +104,21 @@ class Rerun:
                 if aval is not var.aval and aval != var.aval:
                     self._changed.add(var)
 
-    def _moves(self, step: Step, values: list[Any], info: Any) -> bool:
+    def _moves(self, task: Task, values: list[Any], info: Any) -> bool:
         """Makes an equation that moves what has an array proxy. Returns whether it did."""
-        eqn, proxies = step.eqn, self.frame.proxies
-        if step.do is not Do.PASS or not eqn.invars:
+        eqn, proxies = task.eqn, self.frame.proxies
+        if task.do is not Do.PASS or not eqn.invars:
             return False
         held = [proxies.get(_variable(atom)) for atom in eqn.invars]
         if not any(held):
             return False
-        if step.inlined or self._is_view(eqn, held):
-            within = self.frame.within | step.within
-            self._inline(step, eqn.params["jaxpr"], values, info, within)
+        if task.inlined or self._is_view(eqn, held):
+            within = self.frame.within | task.within
+            self._inline(task, eqn.params["jaxpr"], values, info, within)
             return True
         if eqn.primitive.name not in VIEWS:
             return False
-        self._again(step, eqn, values, info)
+        self._again(task, eqn, values, info)
         avals = [var.aval for var in eqn.outvars]
 
         def is_known_zero(i: int) -> bool:
@@ -135,8 +133,8 @@ class Rerun:
         """Keeps what is known of operands that a call, branch or loop returns."""
         frame = self.frame
         for i, operand in handed_on(eqn):
-            if notes := _notes(frame, eqn.invars[operand]):
-                frame.notes.setdefault(eqn.outvars[i], notes)
+            if metadata := _metadata(frame, eqn.invars[operand]):
+                frame.metadata.setdefault(eqn.outvars[i], metadata)
             if proxy := frame.proxies.get(_variable(eqn.invars[operand])):
                 frame.proxies.setdefault(eqn.outvars[i], proxy)
         held = [_variable(atom) in frame.proxies for atom in eqn.invars]
@@ -151,31 +149,31 @@ class Rerun:
             return False
         return bool(returned_views(eqn, [proxy is not None for proxy in held]))
 
-    def _again(self, step: Step, eqn: Any, values: Sequence[Any], info: Any) -> None:
+    def _again(self, task: Task, eqn: Any, values: Sequence[Any], info: Any) -> None:
         """Makes an equation as it is."""
         make = None
         if self._appends:
-            make = _compat.append if step.simple else _compat.inline if step.inlined else None
+            make = _compat.append if task.simple else _compat.inline if task.inlined else None
         if make is None or not self._changed.isdisjoint(map(_variable, eqn.invars)):
             self._write(eqn.outvars, _compat.rebind(eqn, values, info))
         else:
             self._env.update(zip(eqn.outvars, make(self._trace, eqn, values, info), strict=True))
 
-    def _ask(self, step: Step, values: list[Any], info: Any) -> None:
+    def _ask(self, task: Task, values: list[Any], info: Any) -> None:
         """Asks the handler of a primitive."""
-        eqn, frame = step.eqn, self.frame
-        name, handler = self.run.tapping.primitives[eqn.primitive]
-        within = frame.within | step.within
-        if frame.silent:
-            self._let_run(step, values, info, within)
+        eqn, frame = task.eqn, self.frame
+        name, handler = self.session.tapping.primitives[eqn.primitive]
+        within = frame.within | task.within
+        if frame.untapped:
+            self._let_run(task, values, info, within)
             return
-        proceed = functools.partial(self._proceed, step, info)
-        call = self._call(name, "primitive", tuple(values), eqn.params, step, values, 0, proceed)
+        proceed = functools.partial(self._proceed, task, info)
+        call = self._call(name, "primitive", tuple(values), eqn.params, task, values, 0, proceed)
         with _compat.at(info), eqn.ctx.manager:
             result = handler(call, *values, **eqn.params)
         self._annotate(call, eqn.invars, values)
         if result is NotImplemented:
-            self._let_run(step, values, info, within | {name})
+            self._let_run(task, values, info, within | {name})
             return
         results = list(result) if eqn.primitive.multiple_results else [result]
         if len(results) != len(eqn.outvars):
@@ -187,91 +185,105 @@ class Rerun:
             check_value(call, value, var.aval)
         self._replace(call, eqn, results, call.is_own(result))
 
-    def _let_run(self, step: Step, values: list[Any], info: Any, within: frozenset[str]) -> None:
-        eqn = step.eqn
-        if self.run.tapping.plans.enters(eqn.primitive, eqn.params, len(values)):
-            self._enter(step, values, info, within=within)
+    def _let_run(self, task: Task, values: list[Any], info: Any, within: frozenset[str]) -> None:
+        eqn = task.eqn
+        if self.session.tapping.tasks.enters(eqn.primitive, eqn.params, len(values)):
+            self._enter(task, values, info, within=within)
         else:
-            self._again(step, eqn, values, info)
+            self._again(task, eqn, values, info)
 
-    def _proceed(self, step: Step, info: Any, *values: Any, **params: Any) -> Any:
+    def _proceed(self, task: Task, info: Any, *values: Any, **params: Any) -> Any:
         """Runs a primitive for its handler: nothing in it is tapped."""
-        eqn = step.eqn.replace(params=params)
-        plans = self.run.tapping.plans
-        if plans.enters(eqn.primitive, params, len(values)):
-            around = self._around(step, self.frame.within, silent=True)
-            new = self.run.enter(around, eqn.primitive, params, values, self._operands(eqn))
+        eqn = task.eqn.replace(params=params)
+        tasks = self.session.tapping.tasks
+        if tasks.enters(eqn.primitive, params, len(values)):
+            around = self._around(task, self.frame.within, untapped=True)
+            new = enter(
+                reinterpret,
+                self.session,
+                around,
+                eqn.primitive,
+                params,
+                values,
+                self._operands(eqn),
+            )
             eqn, values = eqn.replace(params=new.params), tuple(new.values)
         here = _compat.info_of(eqn, info, _compat.current_stack())
         results = _compat.rebind(eqn, values, here)
         return list(results) if eqn.primitive.multiple_results else results[0]
 
-    def _marker(self, step: Step, values: list[Any], info: Any) -> None:
+    def _marker(self, task: Task, values: list[Any], info: Any) -> None:
         """Asks the handler of a function."""
-        eqn, marker, within = step.eqn, step.marker, self.frame.within | step.within
+        eqn, marker, within = task.eqn, task.marker, self.frame.within | task.within
         assert marker is not None
-        entry = self.run.tapping.functions.get(marker.site)
-        if self.frame.silent or entry is None:
-            self._inline(step, eqn.params["jaxpr"], values, info, within)
+        entry = self.session.tapping.functions.get(marker.site)
+        if self.frame.untapped or entry is None:
+            self._inline(task, eqn.params["jaxpr"], values, info, within)
             return
         _, handler = entry
         arrays, atoms = values[marker.extra :], eqn.invars[marker.extra :]
         args, kwargs = marker.packed.build(arrays)
-        proceed = functools.partial(self._proceed_call, step, marker, values, info)
+        proceed = functools.partial(self._proceed_call, task, marker, values, info)
         call = self._call(
-            marker.op_name, "function", args, kwargs, step, arrays, marker.extra, proceed
+            marker.op_name, "function", args, kwargs, task, arrays, marker.extra, proceed
         )
         with _compat.at(info), eqn.ctx.manager:
             result = handler(call, *args, **kwargs)
         self._annotate(call, atoms, arrays)
         if result is NotImplemented:
             within |= {marker.op_name}
-            self._inline(step, eqn.params["jaxpr"], values, info, within)
+            self._inline(task, eqn.params["jaxpr"], values, info, within)
             return
         avals = [var.aval for var in eqn.outvars]
         results = check_result(call, result, marker.results, avals)
         self._replace(call, eqn, results, call.is_own(result))
 
     def _proceed_call(
-        self, step: Step, marker: Marker, values: list[Any], info: Any, *args: Any, **kwargs: Any
+        self,
+        task: Task,
+        marker: Marker,
+        values: list[Any],
+        info: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Runs a function for its handler: nothing in it is tapped."""
-        packed, closed = Packed((args, kwargs), ()), step.eqn.params["jaxpr"]
+        packed, closed = Packed((args, kwargs), ()), task.eqn.params["jaxpr"]
         avals = [var.aval for var in _compat.open_of(closed).invars[marker.extra :]]
         key = marker.packed.key()
         if key is None or packed.key() != key or avals != list(map(_compat.typeof, packed.arrays)):
             return marker.function(*args, **kwargs)
         # What was staged is what the function does, and holds no value of the staging any more.
-        inner = self._inner(step, closed, self.frame.within, silent=True)
+        inner = self._inner(task, closed, self.frame.within, untapped=True)
         given = [*_compat.consts_of(closed), *values[: marker.extra], *packed.arrays]
-        here = _compat.info_of(step.eqn, info, _compat.current_stack())
+        here = _compat.info_of(task.eqn, info, _compat.current_stack())
         jaxpr = _compat.open_of(closed)
-        return marker.results.build(rerun(self.run, inner, jaxpr, given, here))
+        return marker.results.build(reinterpret(self.session, inner, jaxpr, given, here))
 
     def _inline(
-        self, step: Step, closed: Any, values: list[Any], info: Any, within: frozenset[str]
+        self, task: Task, closed: Any, values: list[Any], info: Any, within: frozenset[str]
     ) -> None:
         """Runs what an equation stands for in its place."""
-        eqn, frame, jaxpr = step.eqn, self.frame, _compat.open_of(closed)
-        inner = self._inner(step, closed, within, frame.silent)
-        results = rerun(self.run, inner, jaxpr, _compat.consts_of(closed) + values, info)
+        eqn, frame, jaxpr = task.eqn, self.frame, _compat.open_of(closed)
+        inner = self._inner(task, closed, within, frame.untapped)
+        results = reinterpret(self.session, inner, jaxpr, _compat.consts_of(closed) + values, info)
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
             if type(atom) is _compat.Literal:
                 continue
-            if atom in inner.notes:
-                frame.notes[var] = inner.notes[atom]
+            if atom in inner.metadata:
+                frame.metadata[var] = inner.metadata[atom]
             if atom in inner.proxies:
                 frame.proxies[var] = inner.proxies[atom]
         _join(frame, eqn, inner)
         self._write(eqn.outvars, results)
 
-    def _inner(self, step: Step, closed: Any, within: frozenset[str], silent: bool) -> Frame:
+    def _inner(self, task: Task, closed: Any, within: frozenset[str], untapped: bool) -> Frame:
         """Returns the frame of what an equation stands for."""
-        frame, operands = self.frame, self._operands(step.eqn)
-        path = frame.silent_path(step.scopes)
+        frame, operands = self.frame, self._operands(task.eqn)
+        path = frame.own_path(task.scopes)
         jaxpr = _compat.open_of(closed)
-        known = (operands.origins, operands.notes)
-        where = (path, frame.label, within, silent, frame)
+        known = (operands.origins, operands.metadata)
+        where = (path, frame.label, within, untapped, frame)
         return Frame(
             jaxpr,
             *known,
@@ -282,54 +294,70 @@ class Rerun:
             frame.depth,
         )
 
-    def _others(self, step: Step, values: list[Any], info: Any) -> None:
+    def _others(self, task: Task, values: list[Any], info: Any) -> None:
         """Makes another interceptor's marker again, with what it stands for tapped."""
-        marker, eqn = step.marker, step.eqn
+        marker, eqn = task.marker, task.eqn
         assert marker is not None
-        if not self.run.tapping.plans.wants(eqn.params["jaxpr"]):
+        if not self.session.tapping.tasks.wants(eqn.params["jaxpr"]):
             self._write(eqn.outvars, _compat.rebind(eqn, values, info))
             return
-        around = self._around(step, self.frame.within, self.frame.silent)
-        new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
+        around = self._around(task, self.frame.within, self.frame.untapped)
+        new = enter(
+            reinterpret,
+            self.session,
+            around,
+            eqn.primitive,
+            eqn.params,
+            values,
+            self._operands(eqn),
+        )
         again = Marker(
             marker.owner,
             marker.op_name,
             marker.site,
-            self.run.tapping.rewrap(marker.function),
+            self.session.tapping.rewrap(marker.function),
             marker.packed,
             marker.results,
             marker.extra + len(new.values) - len(values),
         )
         name = MarkerName.of(again, new.params["jaxpr"])
-        self._emit(step, eqn, new._replace(params={**new.params, "name": name}), info)
+        self._emit(task, eqn, new._replace(params={**new.params, "name": name}), info)
 
     def _enter(
         self,
-        step: Step,
+        task: Task,
         values: list[Any],
         info: Any,
         within: frozenset[str] | None = None,
     ) -> None:
         """Makes an equation with what it holds tapped."""
-        eqn, frame = step.eqn, self.frame
-        if step.inlined and self._appends:
-            within = (within or frame.within) | step.within
-            self._inline(step, eqn.params["jaxpr"], values, info, within)
+        eqn, frame = task.eqn, self.frame
+        if task.inlined and self._appends:
+            within = (within or frame.within) | task.within
+            self._inline(task, eqn.params["jaxpr"], values, info, within)
             return
-        around = self._around(step, frame.within if within is None else within, frame.silent)
-        new = self.run.enter(around, eqn.primitive, eqn.params, values, self._operands(eqn))
-        self._emit(step, eqn, new, info)
+        around = self._around(task, frame.within if within is None else within, frame.untapped)
+        new = enter(
+            reinterpret,
+            self.session,
+            around,
+            eqn.primitive,
+            eqn.params,
+            values,
+            self._operands(eqn),
+        )
+        self._emit(task, eqn, new, info)
 
-    def _custom(self, step: Step, values: list[Any], info: Any) -> None:
+    def _custom(self, task: Task, values: list[Any], info: Any) -> None:
         """Makes the call of a function with rules of its own, with it and them tapped."""
-        eqn, frame = step.eqn, self.frame
-        around = self._around(step, frame.within, frame.silent)
-        new = self.run.custom(around, eqn.params, values, self._operands(eqn))
-        self._emit(step, eqn, new, info)
+        eqn, frame = task.eqn, self.frame
+        around = self._around(task, frame.within, frame.untapped)
+        new = custom(reinterpret, self.session, around, eqn.params, values, self._operands(eqn))
+        self._emit(task, eqn, new, info)
 
-    def _mapped(self, step: Step, values: list[Any], info: Any) -> None:
+    def _mapped(self, task: Task, values: list[Any], info: Any) -> None:
         """Maps what an equation was before JAX has mapped it, with that tapped."""
-        eqn, frame = step.eqn, self.frame
+        eqn, frame = task.eqn, self.frame
         mapped, operands = mapped_in(eqn.primitive, eqn.params), self._operands(eqn)
         assert mapped is not None
         jaxpr, consts = _compat.open_of(mapped.jaxpr), _compat.consts_of(mapped.jaxpr)
@@ -344,35 +372,35 @@ class Rerun:
             inner = Frame(
                 jaxpr,
                 origins,
-                operands.notes,
-                frame.silent_path(step.scopes),
+                operands.metadata,
+                frame.own_path(task.scopes),
                 frame.label,
-                frame.within | step.within,
-                frame.silent,
+                frame.within | task.within,
+                frame.untapped,
                 frame,
                 proxies,
                 mapped.expressions(operands.expressions, jaxpr, frame.depth),
                 consts,
                 frame.depth + len(mapped.levels),
             )
-            return rerun(self.run, inner, jaxpr, [*consts, *values], info)
+            return reinterpret(self.session, inner, jaxpr, [*consts, *values], info)
 
         with _compat.at(info), eqn.ctx.manager:
             results = mapped.run(one, values, operands.proxies)
         assert inner is not None
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
-            if notes := _notes(inner, atom):
-                frame.notes[var] = notes
+            if metadata := _metadata(inner, atom):
+                frame.metadata[var] = metadata
         _join(frame, eqn, inner)
         self._write(eqn.outvars, results)
 
-    def _emit(self, step: Step, eqn: Any, new: Any, info: Any) -> None:
-        for i, note in new.notes.items():
-            self.frame.notes[eqn.outvars[i]] = note
+    def _emit(self, task: Task, eqn: Any, new: Any, info: Any) -> None:
+        for i, note in new.metadata.items():
+            self.frame.metadata[eqn.outvars[i]] = note
         _join(self.frame, eqn, new)
         again = eqn.replace(params=new.params)
         if len(new.values) == len(eqn.invars) and not _compat.has_effects(new.params):
-            self._again(step, again, new.values, info)
+            self._again(task, again, new.values, info)
         else:
             self._write(eqn.outvars, _compat.rebind(again, new.values, info))
 
@@ -380,9 +408,9 @@ class Rerun:
         """Keeps what a handler attached to its arguments."""
         if call.given:
             for atom, value in zip(atoms, values, strict=True):
-                notes = call.notes_of(value)
-                if notes and type(atom) is not _compat.Literal:
-                    self.frame.notes[atom] = notes
+                metadata = call.metadata_of(value)
+                if metadata and type(atom) is not _compat.Literal:
+                    self.frame.metadata[atom] = metadata
 
     def _replace(self, call: TraceCall, eqn: Any, results: list[Any], is_own: bool) -> None:
         """Goes on with a handler's results."""
@@ -390,9 +418,9 @@ class Rerun:
         if not is_own:
             self.frame.foreign.update(eqn.outvars)
         for var, value in zip(eqn.outvars, results, strict=True):
-            notes = call.notes_of(value)
-            if notes:
-                self.frame.notes[var] = notes
+            metadata = call.metadata_of(value)
+            if metadata:
+                self.frame.metadata[var] = metadata
         self._write(eqn.outvars, results)
 
     def _call(
@@ -401,44 +429,38 @@ class Rerun:
         level: str,
         args: tuple,
         params: Mapping[str, Any],
-        step: Step,
+        task: Task,
         values: list[Any],
         first: int,
         proceed: Callable[..., Any],
     ) -> TraceCall:
-        frame, atoms = self.frame, step.eqn.invars[first:]
-        number = self.run.numbers.next(frame.silent_path(step.scopes), frame.label, name)
-        return TraceCall(
-            name,
-            level,
-            args,
-            params,
-            step.scopes,
-            number,
-            frame,
-            values,
-            lambda i: frame.origin(atoms[i]),
-            lambda i: _notes(frame, atoms[i]),
-            lambda i: frame.proxies.get(_variable(atoms[i])),
-            lambda i: frame.expression(atoms[i]),
-            frame.within | step.within,
-            proceed,
-            self.run,
-        )
+        frame, atoms = self.frame, task.eqn.invars[first:]
+        number = self.session.numbers.next(frame.own_path(task.scopes), frame.label, name)
+        place = Place(frame, task.scopes, frame.within | task.within, number)
+        known = KnownAtoms(values, frame, atoms)
+        return TraceCall(name, level, args, params, place, known, proceed, self.session)
 
-    def _around(self, step: Step, within: frozenset[str], silent: bool) -> Around:
-        return Around(self.frame, step.scopes, within | step.within, silent)
+    def _entered(
+        self, around: Around, eqn: Any, params: dict[str, Any], values: Sequence[Any]
+    ) -> Entered:
+        operands = self._operands(eqn)
+        return enter(reinterpret, self.session, around, eqn.primitive, params, values, operands)
+
+    def _around(self, task: Task, within: frozenset[str], untapped: bool) -> Around:
+        return Around(self.frame, task.scopes, within | task.within, untapped)
 
     def _operands(self, eqn: Any) -> Operands:
         frame = self.frame
-        notes = {i: note for i, atom in enumerate(eqn.invars) if (note := _notes(frame, atom))}
+        metadata = {
+            i: note for i, atom in enumerate(eqn.invars) if (note := _metadata(frame, atom))
+        }
         origins = [functools.partial(frame.origin, atom) for atom in eqn.invars]
         proxies = {}
         if frame.proxies:
             found = [frame.proxies.get(_variable(atom)) for atom in eqn.invars]
             proxies = {i: held for i, held in enumerate(found) if held is not None}
         expressions = [functools.partial(frame.expression, atom) for atom in eqn.invars]
-        return Operands([atom.aval for atom in eqn.invars], origins, notes, proxies, expressions)
+        return Operands([atom.aval for atom in eqn.invars], origins, metadata, proxies, expressions)
 
 
 def _join(frame: Frame, eqn: Any, inner: Frame | Entered) -> None:
@@ -449,19 +471,43 @@ def _join(frame: Frame, eqn: Any, inner: Frame | Entered) -> None:
         frame.foreign.update(eqn.outvars)
 
 
+class KnownAtoms(NamedTuple):
+    """What is known of arrays that are atoms of a jaxpr; see ``Known``."""
+
+    values: Sequence[Any]
+    frame: Frame
+    atoms: Sequence[Any]
+
+    def origin(self, index: int) -> Origin | None:
+        """Return which input of the wrapped function it is."""
+        return self.frame.origin(self.atoms[index])
+
+    def metadata(self, index: int) -> Metadata:
+        """Return what handlers attached to it."""
+        return _metadata(self.frame, self.atoms[index])
+
+    def proxy(self, index: int) -> ArrayProxy | None:
+        """Return what it is kept as."""
+        return self.frame.proxies.get(_variable(self.atoms[index]))
+
+    def expression(self, index: int) -> Expression:
+        """Return how it is computed."""
+        return self.frame.expression(self.atoms[index])
+
+
 def _variable(atom: Any) -> Any:
     return None if type(atom) is _compat.Literal else atom
 
 
-def _notes(frame: Frame, atom: Any) -> Notes:
-    return _NOTHING if type(atom) is _compat.Literal else frame.notes.get(atom, _NOTHING)
+def _metadata(frame: Frame, atom: Any) -> Metadata:
+    return _NOTHING if type(atom) is _compat.Literal else frame.metadata.get(atom, _NOTHING)
 
 
-_ACTIONS: dict[Do, Callable[[Rerun, Step, list[Any], Any], None]] = {
-    Do.ASK: Rerun._ask,
-    Do.MARKER: Rerun._marker,
-    Do.OTHERS: Rerun._others,
-    Do.ENTER: Rerun._enter,
-    Do.CUSTOM: Rerun._custom,
-    Do.MAPPED: Rerun._mapped,
+_ACTIONS: dict[Do, Callable[[Interpreter, Task, list[Any], Any], None]] = {
+    Do.ASK: Interpreter._ask,
+    Do.MARKER: Interpreter._marker,
+    Do.OTHERS: Interpreter._others,
+    Do.ENTER: Interpreter._enter,
+    Do.CUSTOM: Interpreter._custom,
+    Do.MAPPED: Interpreter._mapped,
 }

@@ -35,7 +35,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Holder:
     """How to take a primitive apart.
 
     Attributes:
@@ -141,32 +141,32 @@ def _custom_vmap_rebuild(
     return {**params, "call": jaxprs[0]}
 
 
-FORMS: dict[Any, Form] = {
-    _compat.jit_p: Form(
+HOLDERS: dict[Any, Holder] = {
+    _compat.jit_p: Holder(
         lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild, lambda params: [0]
     ),
-    _compat.scan_p: Form(
+    _compat.scan_p: Holder(
         _scan_bodies,
         _scan_rebuild,
         lambda params: [0],
         "carry",
         more_steps=_compat.more_scan_steps,
     ),
-    _compat.while_p: Form(
+    _compat.while_p: Holder(
         _while_bodies, _while_rebuild, lambda params: [0, params["cond_nconsts"]], "carry"
     ),
     # The branches share their operands: see ``emit``, which gives each the others' as well.
-    _compat.cond_p: Form(
+    _compat.cond_p: Holder(
         _cond_bodies, _cond_rebuild, lambda params: [1] * len(params["branches"]), "branches"
     ),
-    _compat.shard_map_p: Form(
+    _compat.shard_map_p: Holder(
         lambda params, n: [_all_same(params["jaxpr"], 0)],
         _shard_map_rebuild,
         lambda params: [0],
         hoists=True,
         context=_compat.in_shard_map,
     ),
-    _compat.custom_vmap_p: Form(
+    _compat.custom_vmap_p: Holder(
         lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]
     ),
 }
@@ -209,7 +209,7 @@ def _slots(params: dict[str, Any]) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Form:
+def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
     """Returns the form of a primitive that is known only to hold jaxprs in these places."""
 
     def bodies(params: dict[str, Any], operands: int) -> list[Body]:
@@ -235,14 +235,14 @@ def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Form:
         return params
 
     places = [0 if takes_more else -1] * len(slots)
-    return Form(bodies, rebuild, lambda params: places, hoists=takes_more)
+    return Holder(bodies, rebuild, lambda params: places, hoists=takes_more)
 
 
-def form_of(primitive: Any, params: dict[str, Any]) -> Form | None:
+def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
     """Returns how to take an equation apart, or None where it holds no part of the program."""
-    form = FORMS.get(primitive)
-    if form is not None:
-        return form
+    holder = HOLDERS.get(primitive)
+    if holder is not None:
+        return holder
     if primitive in CUSTOM_CALLS or primitive.name in _KERNELS or "scatter" in primitive.name:
         return None
     slots = _slots(params)

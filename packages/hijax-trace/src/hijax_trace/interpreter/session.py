@@ -1,0 +1,142 @@
+"""A session: one call of a wrapped function, from staging it to interpreting it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from interception_core import Interceptor
+from interception_core.engine_api import Taps
+
+from .. import _compat
+from ..dataflow.flow import Origin
+from ..staging.mapped import Staged
+from ..staging.marker import Markers
+from .frames import Key, Numbers
+from .memo import Memo
+from .tasks import Tasks
+
+
+class Mode(NamedTuple):
+    """How a program has to be staged; see ``early``.
+
+    Attributes:
+        early: whether handlers are asked meanwhile.
+        by_path: whether the traces of nested functions depend on handlers too: they are then
+            the interceptor's alone, and told apart by module path.
+    """
+
+    early: bool = False
+    by_path: bool = False
+
+
+_MODES: weakref.WeakKeyDictionary[Interceptor, Mode] = weakref.WeakKeyDictionary()
+"""The modes other than the first, by interceptor."""
+
+
+def mode_of(interceptor: Interceptor) -> Mode:
+    """Returns how programs are staged for an interceptor."""
+    return _MODES.get(interceptor, Mode())
+
+
+def widen_mode(interceptor: Interceptor, nested: bool) -> None:
+    """Lets handlers be asked early, from now on; in the traces of nested functions too."""
+    by_path = nested or mode_of(interceptor).by_path
+    _MODES[interceptor] = Mode(True, by_path)
+
+
+class Tapping:
+    """What the runs of one wrapped function share.
+
+    Args:
+        interceptor: the targets and their handlers.
+        rewrap: wraps another function with the same interceptor.
+        mode: see ``Mode``.
+
+    Attributes:
+        owner: what tells its markers from others': equal for those that share JAX's traces.
+    """
+
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        rewrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+        mode: Mode,
+    ):
+        self.rewrap = rewrap
+        self.mode = mode
+        self.interceptor = interceptor
+        key, path_key = ("staged", interceptor.cache_key), interceptor.resolve_path
+        staged = Interceptor(dict(interceptor), key=key, path_key=path_key)
+        # A staged program has marks of what is to be asked, whoever asks.
+        shared = None if mode.by_path else ("staged", interceptor.given_key)
+        self.taps = Taps(staged, on_call=_on_call, shared_key=shared)
+        self.owner = self.taps.key
+        self.primitives = self.taps.primitives
+        self.functions = self.taps.functions
+        self.tasks = Tasks(self.primitives, self.owner)
+        self.memo = Memo(interceptor.resolve_origin)
+        self.markers = Markers(self.owner)
+        self.mapped: dict[Hashable, Staged] = {}
+
+
+def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) -> Any:
+    return call.observer.on_call(handler, call, args, kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _interned(context: Hashable) -> object:
+    """Returns an object that stands for JAX's configuration: one that is hashed fast."""
+    return object()
+
+
+def _no_origin(index: int) -> Origin:
+    raise AssertionError("the program has not been staged yet")
+
+
+class Session:
+    """One call of a wrapped function.
+
+    Args:
+        tapping: what the calls of that function share.
+        numbers: the operations so far.
+
+    Attributes:
+        context: stands for JAX's configuration.
+        is_observed: whether an engine around this one looks on: what was settled for this one is
+            so for that.
+        finished: whether the call is over.
+        origin: tells the origin of an input of the wrapped function.
+        asked: the operations whose handlers were asked while the program was staged: how many
+            equations it had, and the operation's key and number.
+    """
+
+    def __init__(self, tapping: Tapping, numbers: Numbers | None = None):
+        self.tapping = tapping
+        self.numbers = Numbers() if numbers is None else numbers
+        self.context = _interned(_compat.trace_context())
+        self.is_observed = bool(getattr(Taps.state(), "observed", False))
+        self.finished = False
+        self.origin: Callable[[int], Origin] = _no_origin
+        self.asked: list[tuple[int, Key, int]] = []
+
+    @property
+    def interceptor(self) -> Interceptor:
+        """The targets and their handlers."""
+        return self.tapping.interceptor
+
+    def reach(self, position: int) -> None:
+        """Counts the operations whose handlers were asked before an equation of the program.
+
+        Args:
+            position: of the equation, as the program is interpreted.
+        """
+        while self.asked and self.asked[0][0] <= position:
+            _, key, number = self.asked.pop(0)
+            self.numbers[key] = max(self.numbers.get(key, 0), number + 1)
+
+    def counting(self, numbers: Numbers) -> Session:
+        """Returns a session for what happens later, or instead."""
+        return Session(self.tapping, numbers)

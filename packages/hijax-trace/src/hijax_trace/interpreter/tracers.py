@@ -1,0 +1,240 @@
+"""Tracers: what is known of the values of a program while it is being staged."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .. import _compat
+from ..dataflow.axes import dropped
+from ..dataflow.dataflow import Dataflow, Express, constant
+from ..dataflow.expression import Expression, Leaf, Part, Unknown
+from ..dataflow.flow import Origin, move_of
+from ..proxy.array_proxy import ArrayProxy, follow
+from .frames import Metadata
+
+_NOTHING: Metadata = {}
+
+
+def _no_trace() -> None:
+    """Stands for the weak reference to the program's trace before and after there is one."""
+
+
+class Tracers:
+    """What is known of the values of one program while it is staged."""
+
+    def __init__(self) -> None:
+        self.base: Callable[[], Any] = _no_trace
+        self._variables: dict[Any, int] = {}
+        self._origins: Callable[[int], Origin] | None = None
+        self._metadata: dict[int, tuple[Any, Metadata]] = {}
+        self._proxies: Mapping[int, ArrayProxy] = {}
+        self._foreign: set[Any] = set()
+
+    def begin(
+        self,
+        trace: Any,
+        tracers: Sequence[Any],
+        origins: Callable[[int], Origin],
+        proxies: Mapping[int, ArrayProxy],
+    ) -> None:
+        """Says in which trace the program is staged, on what, and what that is kept as."""
+        self.base = weakref.ref(trace)
+        self._variables = {_compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
+        self._origins = origins
+        self._proxies = proxies
+
+    def end(self) -> None:
+        """Says that it is."""
+        self.base, self._origins = _no_trace, None
+        self._metadata, self._proxies, self._foreign = {}, {}, set()
+
+    def attach(self, value: Any, metadata: Metadata) -> None:
+        """Keeps what a handler attached to a value."""
+        self._metadata[id(value)] = value, metadata
+
+    def replace(self, value: Any) -> None:
+        """Keeps that a handler has computed a value, and not the program's own operation."""
+        while (inner := _compat.inner_value(value)) is not None:
+            value = inner[0]
+        if self._is_here(value):
+            self._foreign.add(_compat.producer(value)[0])
+
+    def metadata(self, value: Any) -> Metadata:
+        """Returns what handlers attached to a value."""
+        return self._metadata.get(id(value), (None, _NOTHING))[1]
+
+    def origin(self, value: Any) -> Origin | None:
+        """Returns which input of the wrapped function a value is."""
+        inner = _compat.inner_value(value)
+        if inner is not None:
+            value, axis = inner
+            origin = self.origin(value)
+            if origin is None or axis is None:
+                return origin
+            rank = len(getattr(value, "shape", ()))
+            return origin.moved(dropped(axis, rank))
+        if not self._is_here(value):
+            return None
+        var, eqn = _compat.producer(value)
+        if isinstance(var, _compat.Literal):
+            return None
+        if eqn is None:
+            index = self._variables.get(var)
+            return None if index is None or self._origins is None else self._origins(index)
+        step = move_of(
+            eqn.primitive,
+            eqn.params,
+            [_compat.typeof(tracer) for tracer in eqn.in_tracers],
+            [out.aval for out in eqn.outvars],
+            eqn.outvars.index(var),
+        )
+        if step is None:
+            return None
+        origin = self.origin(eqn.in_tracers[step[0]])
+        return None if origin is None else origin.moved(step[1])
+
+    def expression(self, value: Any) -> Expression:
+        """Returns how a value is computed, in each example of the maps that it is in."""
+        axes = []
+        while (inner := _compat.inner_value(value)) is not None:
+            value, axis = inner
+            axes.append(axis)
+        found = self._unmapped(value)
+        for depth, axis in enumerate(reversed(axes)):
+            if axis is not None:
+                found = Part(_compat.step_type(found.aval, axis), found, axis, depth)
+        return found
+
+    def depth(self, values: Sequence[Any]) -> int:
+        """Returns the number of maps and derivatives that values are in, at most."""
+        return max(map(_levels, values), default=0)
+
+    def _unmapped(self, value: Any) -> Expression:
+        if not isinstance(value, _compat.Tracer):
+            return constant(value)
+        if not self._is_here(value):
+            return Unknown(_compat.typeof(value), "a value of another trace", None)
+        staged = _Staged(value, self.base())
+        inputs = [self._express(var) for var in staged.invars]
+        flow = Dataflow(staged, inputs, staged.consts, self._foreign)
+        return flow.expression(_compat.producer(value)[0])
+
+    def _express(self, var: Any) -> Express:
+        def find() -> Expression:
+            index = self._variables.get(var)
+            if index is None or self._origins is None:
+                return Unknown(var.aval, "a value of another trace", None)
+            return Leaf(var.aval, index, self._origins(index).path)
+
+        return find
+
+    def proxy(self, value: Any) -> ArrayProxy | None:
+        """Returns what a value, mapped over or not, is kept as."""
+        if not self._proxies:
+            return None
+        # What vmap doesn't map is the value itself; a derivative needs the array.
+        if _compat.is_batched(value):
+            value, axis = _compat.inner_value(value) or (None, None)
+            return self.proxy(value) if axis is None else None
+        if not self._is_here(value):
+            return None
+        var, eqn = _compat.producer(value)
+        if isinstance(var, _compat.Literal):
+            return None
+        if eqn is None:
+            return self._proxies.get(self._variables.get(var, -1))
+        held = [self.proxy(tracer) for tracer in eqn.in_tracers]
+        if not any(held):
+            return None
+        avals = [out.aval for out in eqn.outvars]
+        how = (eqn.primitive.name, eqn.params, eqn.in_tracers, held)
+        return follow(*how, avals, lambda i: False)[eqn.outvars.index(var)]
+
+    def _is_here(self, value: Any) -> bool:
+        base = self.base()
+        return base is not None and _compat.is_staged_in(value, base)
+
+
+def _levels(value: Any) -> int:
+    count = 0
+    while (inner := _compat.inner_value(value)) is not None:
+        value, count = inner[0], count + 1
+    return count
+
+
+class _StagedEqn(NamedTuple):
+    """An equation that is being staged, like one of a jaxpr."""
+
+    primitive: Any
+    params: dict[str, Any]
+    invars: list[Any]
+    outvars: list[Any]
+    effects: Any
+
+
+class _Staged:
+    """What a value of a program that is being staged is computed by, like a jaxpr.
+
+    Args:
+        value: the value.
+        trace: the program's trace.
+
+    Attributes:
+        eqns: the equations, in order.
+        invars: the variables that they begin with.
+        constvars: those that are constants.
+        consts: the values of these.
+    """
+
+    def __init__(self, value: Any, trace: Any):
+        made: dict[int, Any] = {}
+        starts: dict[Any, None] = {}
+        stack = [value]
+        while stack:
+            var, eqn = _compat.producer(stack.pop())
+            if eqn is None:
+                if not isinstance(var, _compat.Literal):
+                    starts[var] = None
+            elif id(eqn) not in made:
+                made[id(eqn)] = eqn
+                stack += eqn.in_tracers
+        constants = _compat.constants_of(trace)
+        self.constvars = [var for var in starts if var in constants]
+        self.consts = [constants[var] for var in self.constvars]
+        self.invars = [var for var in starts if var not in constants]
+        self.eqns = [
+            _StagedEqn(
+                eqn.primitive,
+                eqn.params,
+                [_compat.producer(tracer)[0] for tracer in eqn.in_tracers],
+                eqn.outvars,
+                eqn.effects,
+            )
+            for eqn in _compat.staged_in(trace)
+            if id(eqn) in made
+        ]
+
+
+class KnownTracers(NamedTuple):
+    """What is known of arrays while a program is staged; see ``Known``."""
+
+    values: Sequence[Any]
+    tracers: Tracers
+
+    def origin(self, index: int) -> Origin | None:
+        """Returns which input of the wrapped function it is."""
+        return self.tracers.origin(self.values[index])
+
+    def metadata(self, index: int) -> Metadata:
+        """Returns what handlers attached to it."""
+        return self.tracers.metadata(self.values[index])
+
+    def proxy(self, index: int) -> ArrayProxy | None:
+        """Returns what it is kept as."""
+        return self.tracers.proxy(self.values[index])
+
+    def expression(self, index: int) -> Expression:
+        """Returns how it is computed."""
+        return self.tracers.expression(self.values[index])

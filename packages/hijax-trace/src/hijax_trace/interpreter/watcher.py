@@ -1,0 +1,132 @@
+"""The watcher: what happens at tapped calls, and at transformations, while a program is staged."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from interception_core.engine_api import AHEAD, known_ahead, settled, unknown_ahead
+
+from .. import _compat
+from ..staging.mapped import can_map, is_being_mapped, map_call, staged
+from ..staging.marker import NUMBERS, NUMPY, Packed, is_plain, key_of
+from .early import Early
+from .session import Session
+
+
+class Watcher:
+    """Sees each tapped call while a program is staged, and puts a marker in its place.
+
+    Args:
+        session: the call of the wrapped function that is staged.
+
+    Attributes:
+        early: asks handlers that can't wait.
+    """
+
+    def __init__(self, session: Session):
+        self.session = session
+        self.early = Early(session)
+        self._keeping: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def on_call(
+        self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Called in place of a function's handler while the program is staged."""
+        if is_plain((args, kwargs)):
+            trace = _compat.current_trace()
+            if _compat.is_staging(trace):
+                return self._stage(call, args, kwargs)
+            packed = Packed((args, kwargs), ())
+            if can_map(trace, packed.arrays):
+                return self._map(call, packed)
+            known = known_ahead(trace, packed.arrays)
+            if known is not None:
+                args, kwargs = packed.build(known)
+                with _compat.set_current_trace(_compat.parent_trace(trace)), settled(AHEAD):
+                    return self.on_call(handler, call, args, kwargs)
+        if any(map(unknown_ahead, jax.tree.leaves((args, kwargs)))):
+            return NotImplemented
+        return self.early.call(handler, call, args, kwargs)
+
+    def _stage(self, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self.session.tapping.markers.stage(
+            self.session.context,
+            call.op_name,
+            call.site,
+            call.function,
+            self._kept(call),
+            args,
+            kwargs,
+        )
+
+    def _map(self, call: Any, packed: Packed) -> Any:
+        """Stages the call of a function under the program's own vmap."""
+        values, key = packed.arrays, key_of(self.session.context, call.site, packed)
+        found = None if key is None else self.session.tapping.mapped.get(key)
+        if found is None:
+            results: Packed | None = None
+
+            def flat(*arrays: Any) -> list[Any]:
+                nonlocal results
+                args, kwargs = packed.build(arrays)
+                results = Packed(self._stage(call, args, kwargs), NUMPY + NUMBERS)
+                return results.forget()
+
+            found = staged(call.op_name, flat, values)._replace(results=results)
+            if key is not None and not found.more:
+                self.session.tapping.mapped[key] = found
+        return found.results.build(map_call(call.op_name, found, values))
+
+    def _kept(self, call: Any) -> Callable[..., Any]:
+        def body(*args: Any, **kwargs: Any) -> Any:
+            self.keep(_compat.current_trace())
+            return call.let_run(*args, **kwargs)
+
+        return body
+
+    def keep(self, trace: Any) -> None:
+        """Lets ``trace`` keep the calls of jitted functions that JAX would inline.
+
+        They are inlined when the program is run again. Until then they are one equation that
+        JAX knows already: its derivative, too, is made once for all such calls.
+        """
+        self._keeping.add(trace)
+
+    def keeps(self, trace: Any) -> bool:
+        """Returns whether ``trace`` does."""
+        return trace in self._keeping
+
+    def bind(
+        self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
+    ) -> Any:
+        """Called with what meets a transformation while the program is staged."""
+        if is_being_mapped(primitive, params):
+            return NotImplemented
+        values = list(values)
+        if not self.session.tapping.tasks.wants_call(primitive, params, len(values)):
+            return NotImplemented
+        if any(map(unknown_ahead, values)):
+            return NotImplemented
+        if not can_map(trace, values):
+            return self.early.bind(path, trace, primitive, values, params)
+
+        def again(*values: Any) -> Any:
+            found = primitive.bind(*values, **primitive.get_bind_params(params))
+            return found if primitive.multiple_results else [found]
+
+        with _compat.set_current_trace(trace):
+            call = staged(primitive.name, again, values)
+            results = map_call(primitive.name, call, values)
+        return results if primitive.multiple_results else results[0]
+
+    def meet_tapped(self) -> None:
+        """Called where the program calls a function that is wrapped itself.
+
+        Whether that is tapped once more depends on the interceptor: the traces are its own.
+        """
+        if not self.session.tapping.mode.by_path:
+            self.early.meet(nested=True)
