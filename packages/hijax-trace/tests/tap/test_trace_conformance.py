@@ -12,6 +12,4 @@ pytestmark = pytest.mark.sample(2)
 class TestTraceEngine(TieredConformance):
     engine = TraceEngine()
     primitives = True
-    # A gradient around a tap around another gradient may sum in another order: some 2 of 300.
-    reorders_sums = True
     examples = count(300)

@@ -41,8 +41,6 @@ class EngineConformance(
         primitives: whether ``primitive:`` targets can be tapped. Otherwise they must be refused.
         disables_jit: whether wrapped functions run under ``jax.disable_jit``. Loops and branches
             on concrete values are then unrolled, and have other ids.
-        reorders_sums: whether a gradient around a wrapped function that itself differentiates may
-            add up the same terms in another order, and so differ in the last bits.
         labels_jit: whether operations in a jitted function of the program have its label in
             their id (``jit(block)/dot:0``). An engine that looks through ``jit`` has none.
         examples: how many generated programs to run.

@@ -34,7 +34,6 @@ class Suite:
     primitives: ClassVar[bool] = False
     disables_jit: ClassVar[bool] = False
     labels_jit: ClassVar[bool] = False
-    reorders_sums: ClassVar[bool] = False
     examples: ClassVar[int] = 300
 
     @pytest.fixture(autouse=True)
