@@ -27,6 +27,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # JAX makes hundreds of thousands of objects that stay: Python would look at them all the time.
+    gc.set_threshold(20_000, 20, 20)
     config.addinivalue_line("filterwarnings", "error")
     for marker in (
         "slow: in the full tier alone",
@@ -43,6 +45,9 @@ def pytest_configure(config):
     from . import compat
 
     compat.compile_cheaply()
+    compat.lower_cheaply()
+    # Where an operation stands is looked up for each: pytest's forty frames, a tenth of the time.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     # Sharding is tested in the process of the test: there's nothing to start and to import again.
     jax.config.update("jax_num_cpu_devices", DEVICES)
 
@@ -92,7 +97,9 @@ def _small_process():
         import jax
 
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +122,9 @@ def leaks():
 
     def jitted(fn):
         def call(*args):
+            # Each of JAX's many checks collects: what is there already holds no new tracer.
+            gc.collect()
+            gc.freeze()
             with jax.checking_leaks():
                 jax.make_jaxpr(fn)(*args)
             return jax.jit(fn)(*args)
