@@ -21,6 +21,7 @@ from interception_core import (
     untapped,
 )
 from interception_core.errors import TargetError
+from jaxtap_testkit.strict import checking_leaks
 
 pytestmark = pytest.mark.sample(2)
 
@@ -725,7 +726,7 @@ def test_no_tracer_leaks():
         assert call.operands[0].shape == (2, 3)
         return call.proceed(a, b, **kwargs)
 
-    with jax.checking_leaks():
+    with checking_leaks():
         fn = ENGINE.wrap(
             lambda x, w: jax.jit(lambda x: x @ w)(x).sum(),
             Interceptor({"jax.numpy.matmul": handler}),

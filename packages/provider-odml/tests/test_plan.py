@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, Cnn, avg_pool, draw, mlp, plan_of
+from jaxtap_testkit.strict import checking_leaks
 from provider_odml import OdmlError, OdmlRule, qat
 from provider_odml._decide import Options, decide
 from provider_odml._plan import ConstantUse, DynamicUse, SiteUse, WeightUse
@@ -512,7 +513,7 @@ def test_the_plan_depends_neither_on_the_engine_nor_on_jit(model, engine, jit):
 @pytest.mark.parametrize("model", ["nested", "equinox"])
 def test_planning_leaks_no_tracer(model, engine):
     fn, params, x = MODELS[model]()
-    with jax.checking_leaks():
+    with checking_leaks():
         assert plan_of(jax.jit(fn), params, x, engine=engine).sites
 
 

@@ -46,6 +46,7 @@ def pytest_configure(config):
 
     compat.compile_cheaply()
     compat.lower_cheaply()
+    compat.explain_leaks()
     # Where an operation stands is looked up for each: pytest's forty frames, a tenth of the time.
     jax.config.update("jax_traceback_in_locations_limit", 0)
     # Sharding is tested in the process of the test: there's nothing to start and to import again.
@@ -120,12 +121,11 @@ def leaks():
     """
     import jax
 
+    from .strict import checking_leaks
+
     def jitted(fn):
         def call(*args):
-            # Each of JAX's many checks collects: what is there already holds no new tracer.
-            gc.collect()
-            gc.freeze()
-            with jax.checking_leaks():
+            with checking_leaks():
                 jax.make_jaxpr(fn)(*args)
             return jax.jit(fn)(*args)
 

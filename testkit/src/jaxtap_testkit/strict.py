@@ -1,4 +1,10 @@
-"""Fixtures that make JAX strict in every test of a package: import one in its conftest.py."""
+"""What makes JAX strict: fixtures for every test of a package, and a look for leaks.
+
+Import a fixture in the package's conftest.py.
+"""
+
+import contextlib
+import gc
 
 import jax
 import pytest
@@ -15,4 +21,17 @@ def strict_dtypes():
 def strict_ranks():
     """Refuse implicit promotion of ranks."""
     with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@contextlib.contextmanager
+def checking_leaks():
+    """Fail where a tracer that is made meanwhile outlives its trace.
+
+    JAX collects garbage for each trace, and then looks for who holds its tracers. Everything older
+    is set aside first, which holds them alive as before; the plugin brings it back later.
+    """
+    gc.collect()
+    gc.freeze()
+    with jax.checking_leaks():
         yield

@@ -12,6 +12,7 @@ from jax import lax
 import hijax_trace as ht
 from hijax_trace import Box
 from jaxtap_testkit.hijax_samples import Quant, QuantTy, quantize
+from jaxtap_testkit.strict import checking_leaks
 
 pytestmark = pytest.mark.sample(2)
 
@@ -297,7 +298,7 @@ def test_boxes_are_freed():
 
 def test_no_tracer_leaks():
     box = Box(None)
-    with jax.checking_leaks():
+    with checking_leaks():
         for x in (1.0, 2.0):
             ht.jit(lambda x: box.set([x]))(x)
             ht.jit(lambda b, x: b.set({"x": x}))(Box(1.0), x)

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 from interception_core import Interceptor, JaxtapError, TargetError
+from jaxtap_testkit.strict import checking_leaks
 from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_close, tap, times
 
 pytestmark = pytest.mark.sample(2)
@@ -87,7 +88,7 @@ def test_exception_in_the_function(name, error):
 @FORMS
 def test_nothing_leaks(name):
     fn = lambda x: BODIES[name](x)  # noqa: E731
-    with jax.checking_leaks():
+    with checking_leaks():
         jax.eval_shape(tap(fn, Log(), EXP, "jax.nn.gelu"), X)
 
 
@@ -96,7 +97,7 @@ def test_nothing_leaks(name):
 def test_nothing_leaks_when_replaced(name, outer):
     fn = lambda x: BODIES[name](x)  # noqa: E731
     x = jnp.stack([X, X]) if outer is jax.vmap else X
-    with jax.checking_leaks():
+    with checking_leaks():
         jax.eval_shape(outer(tap(fn, times(1.0), EXP, "jax.nn.gelu")), x)
 
 
