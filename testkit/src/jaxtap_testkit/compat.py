@@ -1,6 +1,8 @@
 """Private JAX that the tests need: checked on 0.10.2, 0.11.2 and 0.12.0.1."""
 
 import gc
+import io
+from collections import OrderedDict
 
 import jax
 from jax._src import compiler, core
@@ -36,6 +38,38 @@ def compile_cheaply():
         return original(*args, env_options_overrides=given, **kwargs)
 
     compiler.get_compile_options = get_compile_options
+
+
+def compile_once(most=2000):
+    """Let XLA compile a program once, however often it is traced anew.
+
+    Tests trace the same functions again and again, and a tapped one is often the plain one's text.
+    Custom calls may have state or point into this process: each such program is compiled.
+
+    Args:
+        most: How many programs are kept; the oldest goes first.
+    """
+    original = compiler.backend_compile_and_load
+    compiled = OrderedDict()
+
+    def backend_compile_and_load(backend, module, devices, options, host_callbacks):
+        text = io.BytesIO()
+        module.operation.write_bytecode(file=text)
+        text = text.getvalue()
+        if host_callbacks or b"custom_call" in text:
+            return original(backend, module, devices, options, host_callbacks)
+        key = backend, tuple(devices), options.SerializeAsString(), text
+        executable = compiled.get(key)
+        if executable is None:
+            executable = original(backend, module, devices, options, host_callbacks)
+            compiled[key] = executable
+            if len(compiled) > most:
+                compiled.popitem(last=False)
+        return executable
+
+    compiler.backend_compile_and_load = backend_compile_and_load
+    # On disk nothing is looked for, which has a key of its own for each program.
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def lower_cheaply():

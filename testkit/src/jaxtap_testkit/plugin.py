@@ -45,10 +45,11 @@ def pytest_configure(config):
     from . import compat
 
     compat.compile_cheaply()
+    compat.compile_once()
     compat.lower_cheaply()
     compat.explain_leaks()
-    # Where an operation stands is looked up for each: pytest's forty frames, a tenth of the time.
-    jax.config.update("jax_traceback_in_locations_limit", 0)
+    # An operation's location is its line, without pytest's forty frames: a tenth of the time.
+    jax.config.update("jax_traceback_in_locations_limit", 1)
     # Sharding is tested in the process of the test: there's nothing to start and to import again.
     jax.config.update("jax_num_cpu_devices", DEVICES)
 
