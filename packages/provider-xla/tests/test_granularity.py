@@ -65,7 +65,7 @@ def operands(draw):
     return tuple(shape), tuple(moved), tuple(order), tuple(axes), operand, sorted(contracted)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(operands())
 def test_no_two_scales_in_what_is_summed(case):
     """Along contracted axes a scale never changes, but where tiles say so."""
@@ -80,7 +80,7 @@ def test_no_two_scales_in_what_is_summed(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(operands(), operands())
 def test_join_is_coarser_than_both(one, other):
     shape = one[0]

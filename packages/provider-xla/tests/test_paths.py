@@ -23,7 +23,7 @@ PATHS = st.lists(NAMES, max_size=3).map("/".join)
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3),
     below=PATHS,

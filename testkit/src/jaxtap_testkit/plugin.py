@@ -15,6 +15,7 @@ import itertools
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 from . import tiers
 
@@ -38,6 +39,9 @@ def pytest_configure(config):
         "gpu: needs a GPU, and the kernels of te-ffi-kernels-cuda13",
     ):
         config.addinivalue_line("markers", marker)
+    # A machine that is busy with something else fails no test.
+    settings.register_profile("jaxtap", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("jaxtap")
     # A test that is asked for by name runs whole.
     tiers.full = config.option.full or any("::" in arg for arg in config.args)
     import jax

@@ -17,11 +17,11 @@ def examples(most, **options):
 
     Args:
         most: The number of examples.
-        options: More settings of Hypothesis. The deadline is always off.
+        options: More settings of Hypothesis.
     """
 
     def decorate(test):
-        test = settings(deadline=None, max_examples=count(most), **options)(test)
+        test = settings(max_examples=count(most), **options)(test)
         return pytest.mark.generated(test)
 
     return decorate

@@ -192,7 +192,7 @@ class TestLoading:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=10)
+            thread.join()
         assert len(loads) == 1
         assert len(seen) == 8
         assert len({id(registry) for registry in seen}) == 1

@@ -29,7 +29,7 @@ def best(sizes, costs, budget):
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     items=st.lists(ITEM, min_size=1, max_size=5),
     budget=st.integers(0, 160),

@@ -71,7 +71,6 @@ def test_a_byte_altered_anywhere(file, tmp_path):
 @given(more=st.binary(min_size=1, max_size=20), at=st.floats(0, 1))
 @settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_bytes_added_anywhere(file, tmp_path, more, at):

@@ -171,7 +171,7 @@ trees = st.recursive(
     ),
     max_leaves=6,
 )
-SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+SETTINGS = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 @given(tree=trees)
