@@ -12,7 +12,7 @@ import jax
 from interception_core import Interceptor, TargetError
 from interception_core.engine_api import Taps
 
-from . import _compat
+from . import compat
 from .dataflow.axes import identity
 from .dataflow.expression import Expression, Leaf
 from .dataflow.flow import Origin
@@ -158,16 +158,16 @@ class _Tapped:
             nonlocal result
             tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
             proxies = jax.tree.unflatten(jax.tree.structure(held), leaves)
-            watcher.early.tracers.begin(_compat.current_trace(), tracers, origins, proxies)
-            watcher.keep(_compat.current_trace())
+            watcher.early.tracers.begin(compat.current_trace(), tracers, origins, proxies)
+            watcher.keep(compat.current_trace())
             args, kwargs = packed.build(tracers)
             result = Packed(taps.run(self._whole, args, kwargs, observer=watcher))
             return result.forget()
 
-        avals = [_compat.typeof(value) for value in values]
-        info = _compat.debug_info("tap", self._fn, *packed.build(packed.arrays))
+        avals = [compat.typeof(value) for value in values]
+        info = compat.debug_info("tap", self._fn, *packed.build(packed.arrays))
         try:
-            staged = _compat.stage(flat, avals, info)
+            staged = compat.stage(flat, avals, info)
         except Restage as end:
             if end.early is not watcher.early:
                 raise

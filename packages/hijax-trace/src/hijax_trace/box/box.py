@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import compat
 from . import scope
 from .contents import Contents, flatten
 from .guard import explained
@@ -140,9 +140,9 @@ class Box:
             run.uses(self)
         run = next((run for run in runs if run.hands_out(contents, self)), None)
         if run is not None and staging is not run.trace:
-            with _compat.set_current_trace(run.trace):
+            with compat.set_current_trace(run.trace):
                 _ = contents.refs  # a loop must see a reference
-        label = _compat.traced_for(staging)
+        label = compat.traced_for(staging)
         # Inside of a run it is the run that keeps the program, and traces again for other types.
         within = any(staging is run.trace for run in runs) or (runs and label != "jit")
         if not within:
@@ -171,8 +171,8 @@ class Box:
                 return
         elif inner:
             # References made under grad or vmap would be theirs: make them where the Box lives.
-            with _compat.set_current_trace(
-                home if home is not None else _compat.parent_trace(inner[-1])
+            with compat.set_current_trace(
+                home if home is not None else compat.parent_trace(inner[-1])
             ):
                 contents = self._renewed(leaves, type_)
         else:

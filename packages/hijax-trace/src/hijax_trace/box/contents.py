@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import compat
 from . import guard, scope
 from .types import BoxType, leaf_type
 
@@ -73,7 +73,7 @@ class Contents:
         if self.values is not None:
             return list(self.values)
         leaves = [ref[...] for ref in self.refs]
-        constant = self.pending and _compat.undifferentiated_refs
+        constant = self.pending and compat.undifferentiated_refs
         return [undifferentiated(leaf) for leaf in leaves] if constant else leaves
 
     def read(self) -> Any:
@@ -88,10 +88,10 @@ class Contents:
             passed: whether the Box came in as an argument.
         """
         refs = self.refs
-        traced = not _compat.is_eval(_compat.current_trace())
-        constant = self.pending and _compat.undifferentiated_refs
+        traced = not compat.is_eval(compat.current_trace())
+        constant = self.pending and compat.undifferentiated_refs
         for ref, leaf in zip(refs, leaves, strict=True):
-            if traced and (passed or constant or _compat.trace_of(ref) is None):
+            if traced and (passed or constant or compat.trace_of(ref) is None):
                 leaf = guard.written.bind(leaf, ref, constant=constant)
             ref[...] = leaf
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _compat
+from .. import compat
 from ..hi.primitive import HiPrimitive
 
 STOP_GRADIENT = (
@@ -32,7 +32,7 @@ class Written(HiPrimitive):
 
     def __init__(self, name: str):
         super().__init__(name)
-        _compat.register_discharge_to_first(self)
+        compat.register_discharge_to_first(self)
 
     def is_high(self, *avals: Any, **params: Any) -> bool:
         """Only hi values need lowering: other programs stay as fast as they are."""
@@ -53,8 +53,8 @@ class Written(HiPrimitive):
             TypeError: the value is differentiated and the Box is not.
         """
         value, ref = tangents
-        constant = params["constant"] or isinstance(ref, _compat.Zero)
-        if constant and not isinstance(value, _compat.Zero):
+        constant = params["constant"] or isinstance(ref, compat.Zero)
+        if constant and not isinstance(value, compat.Zero):
             raise TypeError(STOP_GRADIENT)
         return self.bind(*primals, **params), value
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import compat
 from . import scope
 from .box import Box, collect
 from .contents import Contents
@@ -154,7 +154,7 @@ class BoxJit:
         @functools.wraps(fun)
         def traced(*args: Any, **kwargs: Any) -> Any:
             scope.LOCAL.none_expected = False
-            if not _compat.is_staging(_compat.current_trace()):
+            if not compat.is_staging(compat.current_trace()):
                 return fun(*args, **kwargs)  # under jax.disable_jit nothing needs to be handed out
             run = Run(self.index, getattr(calls, "arguments", ()))
             args, kwargs = run.adopt(args, kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import compat
 from . import scope
 from .box import Box
 from .contents import Contents, undifferentiated
@@ -88,7 +88,7 @@ class Run:
 
     def __init__(self, index: Callable[[Box, Contents], int], outer: tuple[Box, ...]):
         self._index = index
-        self.trace = _compat.current_trace()
+        self.trace = compat.current_trace()
         self.outer = outer
         self.arguments: list[Box] = []  # the same as the function has them
         self.initial: list[Contents] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .. import _compat
+from .. import compat
 from . import guard
 
 _LOOPS = {"scan": "scan", "while_body": "while_loop", "while_cond": "while_loop"}
@@ -33,8 +33,8 @@ LOCAL = _Local()
 
 def home_trace() -> Any:
     """Returns the current trace, or None outside of any."""
-    trace = _compat.current_trace()
-    return None if _compat.is_eval(trace) else trace
+    trace = compat.current_trace()
+    return None if compat.is_eval(trace) else trace
 
 
 def traces_up_to(home: Any) -> list[Any]:
@@ -46,12 +46,12 @@ def traces_up_to(home: Any) -> list[Any]:
         RuntimeError: ``home`` is not among them, so it is over.
     """
     between = []
-    trace = _compat.current_trace()
-    while trace is not home and not _compat.is_eval(trace):
+    trace = compat.current_trace()
+    while trace is not home and not compat.is_eval(trace):
         between.append(trace)
-        if _compat.is_staging(trace):
+        if compat.is_staging(trace):
             return between
-        trace = _compat.parent_trace(trace)
+        trace = compat.parent_trace(trace)
     if home is not None and trace is not home:
         raise escaped_error()
     return between
@@ -59,7 +59,7 @@ def traces_up_to(home: Any) -> list[Any]:
 
 def staging_in(traces: list[Any]) -> Any:
     """Returns the trace among them that builds a jaxpr, if any."""
-    return next(filter(_compat.is_staging, traces), None)
+    return next(filter(compat.is_staging, traces), None)
 
 
 def check_not_sharded(traces: list[Any]) -> None:
@@ -68,7 +68,7 @@ def check_not_sharded(traces: list[Any]) -> None:
     Raises:
         NotImplementedError: one of the traces is for ``shard_map``.
     """
-    if any(_compat.traced_for(trace) == "shard_map" for trace in traces):
+    if any(compat.traced_for(trace) == "shard_map" for trace in traces):
         raise NotImplementedError(
             "a Box from outside was used inside of shard_map, where JAX's references must be "
             "arguments. Pass the Box to the function with a spec (in_specs=P() if each device has "
@@ -84,15 +84,15 @@ def check_unmixed(leaves: list, between: list[Any]) -> None:
         TypeError: a leaf is differentiated or mapped where the Box is not.
     """
     for leaf in leaves:
-        trace = _compat.trace_of(leaf)
+        trace = compat.trace_of(leaf)
         if trace is not None and any(trace is inner for inner in between):
-            kind = _compat.traced_for(trace)
+            kind = compat.traced_for(trace)
             raise TypeError(guard.VMAPPED if kind == "vmap" else guard.STOP_GRADIENT)
 
 
 def frozen_error(old: Any, new: Any, trace: Any, passed: bool) -> TypeError:
     """Returns the error for a change of type where none is possible."""
-    kind = _compat.traced_for(trace) if trace is not None else "a transformation"
+    kind = compat.traced_for(trace) if trace is not None else "a transformation"
     change = f"this Box holds {old}, and {new} was written to it"
     if kind in _LOOPS:
         return TypeError(

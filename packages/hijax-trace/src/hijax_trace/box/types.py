@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import compat
 
 
 def leaf_type(leaf: Any) -> Any:
@@ -18,7 +18,7 @@ def leaf_type(leaf: Any) -> Any:
         TypeError: the leaf is no JAX value.
     """
     try:
-        if _compat.is_ref(leaf):
+        if compat.is_ref(leaf):
             raise TypeError
         return jax.typeof(leaf).strip_weak_type()
     except TypeError:

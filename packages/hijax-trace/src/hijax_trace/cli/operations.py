@@ -11,7 +11,7 @@ import jax
 
 from interception_core import Interceptor, OpCall, TargetError
 
-from .. import _compat
+from .. import compat
 from ..engine import TraceEngine
 
 _BY_MODULE = {
@@ -86,7 +86,7 @@ def default_targets(loaded: Iterable[str]) -> list[str]:
         loaded: the packages in use; those of others are left out, and not imported.
     """
     names = [name for name in NAMES if name.partition(".")[0] in loaded]
-    primitives = [f"primitive:{name}" for name in _compat.primitive_names() if name not in _CALLS]
+    primitives = [f"primitive:{name}" for name in compat.primitive_names() if name not in _CALLS]
     return [*filter(_is_there, names), *primitives]
 
 
@@ -134,7 +134,7 @@ def operations(
 
     def look(call: OpCall, *args: Any, **kwargs: Any) -> Any:
         values = [leaf for leaf in jax.tree.leaves(args) if _is_value(leaf)]
-        types = [_compat.typeof(value) for value in values]
+        types = [compat.typeof(value) for value in values]
         operands = [call.operand(value) for value in values]
         prim = kwargs.get("_prim")
         found.append(
@@ -146,7 +146,7 @@ def operations(
                 tuple(operand.provenance for operand in operands),
                 tuple(operand.axes for operand in operands),
                 tuple(computed(call, value) for value in values),
-                prim is not None or any(_compat.is_high_type(aval) for aval in types),
+                prim is not None or any(compat.is_high_type(aval) for aval in types),
                 None if prim is None else type(prim).__name__,
             )
         )
@@ -158,16 +158,16 @@ def operations(
 
 
 def _is_value(leaf: Any) -> bool:
-    return not isinstance(leaf, bool | int | float | complex | str) and _compat.is_jax_type(leaf)
+    return not isinstance(leaf, bool | int | float | complex | str) and compat.is_jax_type(leaf)
 
 
 def high_jaxprs(jaxpr: Any, name: str = "the program") -> list[tuple[str, int]]:
     """Returns the jaxprs in a program that are high: their names and numbers of equations."""
-    jaxpr = _compat.open_of(jaxpr)
+    jaxpr = compat.open_of(jaxpr)
     found = [(name, len(jaxpr.eqns))] if jaxpr.is_high else []
     for eqn in jaxpr.eqns:
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
-                if isinstance(inner, _compat.JAXPRS):
-                    found += high_jaxprs(inner, f"{name} / {_compat.label(inner)}")
+                if isinstance(inner, compat.JAXPRS):
+                    found += high_jaxprs(inner, f"{name} / {compat.label(inner)}")
     return found

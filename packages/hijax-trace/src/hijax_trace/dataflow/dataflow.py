@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import _compat
+from .. import compat
 from .expression import VIEWS, Constant, Expression, Operation, Part, Shard, Unknown, united
 from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
 
@@ -37,7 +37,7 @@ class Dataflow:
         self._foreign = foreign
         self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
         self._known: dict[Any, Expression] = {}
-        constants = _compat.inputs_of(jaxpr)[: len(consts)]
+        constants = compat.inputs_of(jaxpr)[: len(consts)]
         for var, value in zip(constants, consts, strict=True):
             self._known[var] = constant(value)
             self._inputs.pop(var, None)
@@ -45,14 +45,14 @@ class Dataflow:
 
     def expression(self, atom: Any) -> Expression:
         """Returns the expression of a variable or literal of the jaxpr."""
-        if not isinstance(atom, _compat.Literal):
+        if not isinstance(atom, compat.Literal):
             for eqn in self._needed(atom):
                 operands = [self._of(operand) for operand in eqn.invars]
                 self._known.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
         return self._of(atom)
 
     def _of(self, atom: Any) -> Expression:
-        if isinstance(atom, _compat.Literal):
+        if isinstance(atom, compat.Literal):
             return Constant(atom.aval, atom.val)
         if atom not in self._known:
             resolve = self._inputs.get(atom)
@@ -72,7 +72,7 @@ class Dataflow:
         for eqn in reversed(self._eqns[: self._makers.get(atom, -1) + 1]):
             if any(var in wanted and var not in self._known for var in eqn.outvars):
                 found.append(eqn)
-                wanted.update(x for x in eqn.invars if not isinstance(x, _compat.Literal))
+                wanted.update(x for x in eqn.invars if not isinstance(x, compat.Literal))
         return found[::-1]
 
     def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
@@ -93,13 +93,13 @@ class Dataflow:
 
 
 def _is_opaque(eqn: Any) -> bool:
-    return bool(eqn.effects) or eqn.primitive is _compat.shard_map_p
+    return bool(eqn.effects) or eqn.primitive is compat.shard_map_p
 
 
 def constant(value: Any) -> Expression:
     """Returns the expression of an array that a program closes over."""
-    aval = _compat.typeof(value)
-    if isinstance(value, _compat.Tracer) or _compat.is_ref(value):
+    aval = compat.typeof(value)
+    if isinstance(value, compat.Tracer) or compat.is_ref(value):
         return Unknown(aval, "a value of an outer trace", 0)
     return Constant(aval, value)
 
@@ -118,7 +118,7 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     if eqn.primitive in CUSTOM_CALLS:
         return dict(enumerate(_inside(eqn.params["call_jaxpr"], operands)))
     holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None or eqn.primitive is _compat.shard_map_p:
+    if holder is None or eqn.primitive is compat.shard_map_p:
         return {}
     bodies = holder.bodies(eqn.params, len(operands))
     if any(None in body.inputs for body in bodies):
@@ -138,8 +138,8 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
 def _inside(jaxpr: Any, operands: Sequence[Expression]) -> list[Expression]:
     """Returns the expressions of a body's results: one pass over it for all of them."""
     inputs = [lambda operand=operand: operand for operand in operands]
-    flow = Dataflow(_compat.open_of(jaxpr), inputs, _compat.consts_of(jaxpr))
-    return [flow.expression(atom) for atom in _compat.open_of(jaxpr).outvars]
+    flow = Dataflow(compat.open_of(jaxpr), inputs, compat.consts_of(jaxpr))
+    return [flow.expression(atom) for atom in compat.open_of(jaxpr).outvars]
 
 
 def entering(body: Body, operands: Sequence[Express], depth: int) -> list[Express]:
@@ -153,7 +153,7 @@ def entering(body: Body, operands: Sequence[Express], depth: int) -> list[Expres
 
     def resolve(i: int) -> Express:
         operand, kind = body.inputs[i], body.kinds[i]
-        aval = _compat.open_of(body.jaxpr).invars[i].aval
+        aval = compat.open_of(body.jaxpr).invars[i].aval
 
         def find() -> Expression:
             if kind == CHANGES or operand is None:
@@ -179,13 +179,13 @@ def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
 
     The inputs are the bits of an integer.
     """
-    jaxpr = _compat.open_of(jaxpr)
+    jaxpr = compat.open_of(jaxpr)
     found = _MOVED.get(jaxpr)
     if found is None:
         behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
 
         def bits(atoms: Sequence[Any]) -> list[int]:
-            return [0 if isinstance(x, _compat.Literal) else behind.get(x, 0) for x in atoms]
+            return [0 if isinstance(x, compat.Literal) else behind.get(x, 0) for x in atoms]
 
         for eqn in jaxpr.eqns:
             own = bits(eqn.invars)

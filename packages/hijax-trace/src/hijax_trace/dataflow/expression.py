@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat
+from .. import compat
 from ..proxy.array_proxy import SAME
 from ..proxy.moves import MOVES
 
@@ -334,7 +334,7 @@ def is_zero(expression: Expression) -> bool:
 
 def _stable(value: Any) -> str:
     """Returns the text of a parameter without what differs from process to process."""
-    if isinstance(value, _compat.JAXPRS):
+    if isinstance(value, compat.JAXPRS):
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"

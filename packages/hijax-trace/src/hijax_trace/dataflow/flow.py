@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from .. import _compat
+from .. import compat
 from .axes import MOVES, Axes, compose, dropped, identity
 from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
 
@@ -50,14 +50,14 @@ class Flow:
     """The sources of the values of one jaxpr, found when they are asked for."""
 
     def __init__(self, jaxpr: Any):
-        jaxpr = _compat.open_of(jaxpr)
+        jaxpr = compat.open_of(jaxpr)
         self._inputs = {var: i for i, var in enumerate(jaxpr.invars)}
         self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._found: dict[Any, Source | None] = {}
 
     def source(self, atom: Any) -> Source | None:
         """Returns where ``atom``, a variable or literal of the jaxpr, comes from."""
-        if isinstance(atom, _compat.Literal):
+        if isinstance(atom, compat.Literal):
             return None
         if atom not in self._found:
             self._found[atom] = self._find(atom)
@@ -97,7 +97,7 @@ _FLOWS: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
 
 def flow_of(jaxpr: Any) -> Flow:
     """Returns the flow of a jaxpr, which is made once."""
-    jaxpr = _compat.open_of(jaxpr)
+    jaxpr = compat.open_of(jaxpr)
     flow = _FLOWS.get(jaxpr)
     if flow is None:
         flow = _FLOWS[jaxpr] = Flow(jaxpr)
@@ -149,7 +149,7 @@ def move_of(
 
 
 def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None] | None:
-    source = flow_of(body.jaxpr).source(_compat.open_of(body.jaxpr).outvars[result])
+    source = flow_of(body.jaxpr).source(compat.open_of(body.jaxpr).outvars[result])
     if source is None or body.kinds[source.index] == CHANGES:
         return None
     operand = body.inputs[source.index]
@@ -186,10 +186,10 @@ def handed_on(eqn: Any) -> list[tuple[int, int]]:
 
 
 def _passed(body: Body) -> Iterator[tuple[int, int]]:
-    jaxpr = _compat.open_of(body.jaxpr)
+    jaxpr = compat.open_of(body.jaxpr)
     places = {var: i for i, var in enumerate(jaxpr.invars)}
     for i, atom in enumerate(jaxpr.outvars):
-        place = None if isinstance(atom, _compat.Literal) else places.get(atom)
+        place = None if isinstance(atom, compat.Literal) else places.get(atom)
         if place is not None and body.kinds[place] == SAME:
             operand = body.inputs[place]
             if operand is not None:

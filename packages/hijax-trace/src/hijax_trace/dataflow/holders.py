@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .. import _compat
+from .. import compat
 
 SAME, SLICE, CHANGES = "same", "slice", "changes"
 
@@ -61,13 +61,13 @@ class Holder:
 
 
 def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:
-    count = len(_compat.open_of(jaxpr).invars)
+    count = len(compat.open_of(jaxpr).invars)
     return Body(jaxpr, tuple(range(first, first + count)), (SAME,) * count, label=label)
 
 
 def _carried(jaxpr: Any, consts: int, carry: int) -> tuple[str, ...]:
     """Returns the kinds of the carry of a loop's body: what it hands on unchanged is the same."""
-    jaxpr = _compat.open_of(jaxpr)
+    jaxpr = compat.open_of(jaxpr)
     return tuple(
         SAME if jaxpr.outvars[i] is jaxpr.invars[consts + i] else CHANGES for i in range(carry)
     )
@@ -75,7 +75,7 @@ def _carried(jaxpr: Any, consts: int, carry: int) -> tuple[str, ...]:
 
 def _jit_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
     (more,) = extra
-    unspecified = _compat.UNSPECIFIED
+    unspecified = compat.UNSPECIFIED
     return {
         **params,
         "jaxpr": jaxprs[0],
@@ -87,15 +87,15 @@ def _jit_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) ->
 
 def _scan_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     jaxpr = params["jaxpr"]
-    consts, carry = _compat.scan_parts(params)
+    consts, carry = compat.scan_parts(params)
     stepped = consts + carry
     kinds = (SAME,) * consts + _carried(jaxpr, consts, carry) + (SLICE,) * (operands - stepped)
     carried = range(consts, stepped)
-    return [Body(jaxpr, tuple(range(operands)), kinds, carried, _compat.label(jaxpr))]
+    return [Body(jaxpr, tuple(range(operands)), kinds, carried, compat.label(jaxpr))]
 
 
 def _scan_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
-    return {**_compat.more_scan_consts(params, extra[0]), "jaxpr": jaxprs[0]}
+    return {**compat.more_scan_consts(params, extra[0]), "jaxpr": jaxprs[0]}
 
 
 def _while_bodies(params: dict[str, Any], operands: int) -> list[Body]:
@@ -106,7 +106,7 @@ def _while_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     def part(name: str, consts: range) -> Body:
         jaxpr, count = params[name], len(consts)
         inputs, carried = (*consts, *carry), range(count, count + len(carry))
-        return Body(jaxpr, inputs, (SAME,) * count + kinds, carried, _compat.label(jaxpr))
+        return Body(jaxpr, inputs, (SAME,) * count + kinds, carried, compat.label(jaxpr))
 
     return [part("cond_jaxpr", range(cond)), part("body_jaxpr", range(cond, cond + body))]
 
@@ -121,7 +121,7 @@ def _while_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) 
 
 
 def _cond_bodies(params: dict[str, Any], operands: int) -> list[Body]:
-    return [_all_same(branch, 1, _compat.label(branch)) for branch in params["branches"]]
+    return [_all_same(branch, 1, compat.label(branch)) for branch in params["branches"]]
 
 
 def _cond_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
@@ -142,36 +142,36 @@ def _custom_vmap_rebuild(
 
 
 HOLDERS: dict[Any, Holder] = {
-    _compat.jit_p: Holder(
+    compat.jit_p: Holder(
         lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild, lambda params: [0]
     ),
-    _compat.scan_p: Holder(
+    compat.scan_p: Holder(
         _scan_bodies,
         _scan_rebuild,
         lambda params: [0],
         "carry",
-        more_steps=_compat.more_scan_steps,
+        more_steps=compat.more_scan_steps,
     ),
-    _compat.while_p: Holder(
+    compat.while_p: Holder(
         _while_bodies, _while_rebuild, lambda params: [0, params["cond_nconsts"]], "carry"
     ),
     # The branches share their operands: see ``emit``, which gives each the others' as well.
-    _compat.cond_p: Holder(
+    compat.cond_p: Holder(
         _cond_bodies, _cond_rebuild, lambda params: [1] * len(params["branches"]), "branches"
     ),
-    _compat.shard_map_p: Holder(
+    compat.shard_map_p: Holder(
         lambda params, n: [_all_same(params["jaxpr"], 0)],
         _shard_map_rebuild,
         lambda params: [0],
         hoists=True,
-        context=_compat.in_shard_map,
+        context=compat.in_shard_map,
     ),
-    _compat.custom_vmap_p: Holder(
+    compat.custom_vmap_p: Holder(
         lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]
     ),
 }
 
-CUSTOM_CALLS = (_compat.custom_jvp_call_p, _compat.custom_vjp_call_p)
+CUSTOM_CALLS = (compat.custom_jvp_call_p, compat.custom_vjp_call_p)
 """Hold a program in ``call_jaxpr``, and rules; see ``custom``."""
 
 _KERNELS = frozenset(
@@ -202,10 +202,10 @@ Slot = tuple[str, int | None]
 def _slots(params: dict[str, Any]) -> tuple[Slot, ...]:
     slots: list[Slot] = []
     for name, value in params.items():
-        if isinstance(value, _compat.JAXPRS):
+        if isinstance(value, compat.JAXPRS):
             slots.append((name, None))
         elif isinstance(value, tuple):
-            slots += [(name, i) for i, part in enumerate(value) if isinstance(part, _compat.JAXPRS)]
+            slots += [(name, i) for i, part in enumerate(value) if isinstance(part, compat.JAXPRS)]
     return tuple(slots)
 
 
@@ -216,7 +216,7 @@ def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
         found = []
         for name, place in slots:
             jaxpr = params[name] if place is None else params[name][place]
-            count = len(_compat.open_of(jaxpr).invars)
+            count = len(compat.open_of(jaxpr).invars)
             alone = len(slots) == 1 and count == operands
             inputs = tuple(range(count)) if alone else (None,) * count
             found.append(Body(jaxpr, inputs, (SAME,) * count))

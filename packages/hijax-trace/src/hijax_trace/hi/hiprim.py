@@ -7,10 +7,10 @@ of it.
 
 from __future__ import annotations
 
-from .. import _compat
+from .. import compat
 from . import rules
 
-HiPrim = _compat.HiPrimBase
+HiPrim = compat.HiPrimBase
 """Base of operations on hi types and arrays.
 
 A subclass's ``__init__`` sets ``in_avals`` (a tuple of pytrees of types), ``out_aval``, and
@@ -20,18 +20,18 @@ Optional: ``jvp``; ``vjp_fwd`` with ``vjp_bwd`` or ``vjp_bwd_retval``; ``lin`` w
 ``remat(trace, *args)``, which returns the result, residuals and ``rem(residuals, *args)``.
 """
 
-Zero = _compat.Zero
+Zero = compat.Zero
 """A tangent or cotangent that is known to be zero; ``aval`` is its type.
 
 Derivative rules get one for what isn't differentiated, and may return one.
 """
 instantiate_zeros = rules.instantiate_zeros
 
-vmap_rule = _compat.vmap_rule
-unmap_avals = _compat.unmap_avals
-bdims_at_front = _compat.bdims_at_front
+vmap_rule = compat.vmap_rule
+unmap_avals = compat.unmap_avals
+bdims_at_front = compat.bdims_at_front
 
-linearize_from_jvp = _compat.native_rule("linearize_from_jvp") or rules.LINEARIZE_FROM_JVP
-vjp_from_jvp = _compat.native_rule("vjp_from_jvp") or rules.VJP_FROM_JVP
-vjp_from_lin = _compat.native_rule("vjp_from_lin") or rules.VJP_FROM_LIN
-jvp_from_lin = _compat.native_rule("jvp_from_lin") or rules.jvp_from_lin
+linearize_from_jvp = compat.native_rule("linearize_from_jvp") or rules.LINEARIZE_FROM_JVP
+vjp_from_jvp = compat.native_rule("vjp_from_jvp") or rules.VJP_FROM_JVP
+vjp_from_lin = compat.native_rule("vjp_from_lin") or rules.VJP_FROM_LIN
+jvp_from_lin = compat.native_rule("jvp_from_lin") or rules.jvp_from_lin

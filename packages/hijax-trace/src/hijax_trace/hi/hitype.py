@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from .. import _compat
+from .. import compat
 
-MappingSpec = _compat.MappingSpec
+MappingSpec = compat.MappingSpec
 
 
 def must_implement(owner: Any, method: str, needed_for: str) -> NoReturn:
@@ -30,7 +30,7 @@ def must_implement(owner: Any, method: str, needed_for: str) -> NoReturn:
     )
 
 
-class HiType(_compat.HiTypeBase):
+class HiType(compat.HiTypeBase):
     """Base of high-level types. Subclasses are immutable, usually frozen dataclasses.
 
     A type defines equality and hash, ``lo_ty``, ``lower_val`` and ``raise_val``; the others are
@@ -130,7 +130,7 @@ def _with_options(str_short: Callable[..., str]) -> Callable[..., str]:
     return called
 
 
-class HiPspec(_compat.HiPspecBase):
+class HiPspec(compat.HiPspecBase):
     """How ``shard_map`` splits a value of a hi type. Subclasses are immutable and hashable."""
 
     def to_lo(self) -> tuple:
@@ -164,4 +164,4 @@ def register_hitype(val_cls: type, typeof_fn: Callable[[Any], Any]) -> None:
             f"{val_cls.__name__} is a JAX value already and can't be a high-level one as well: "
             "wrap it in a class of your own"
         )
-    _compat.register_hitype_base(val_cls, typeof_fn)
+    compat.register_hitype_base(val_cls, typeof_fn)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import compat
 
 typeof = jax.typeof
 
@@ -19,7 +19,7 @@ def requires_low(trace: Any = None) -> bool:
             XLA's program is made, this is True. Under jit, grad, vmap and the like it is False.
     """
     if trace is None:
-        trace = _compat.current_trace()
+        trace = compat.current_trace()
     return trace.requires_low
 
 
@@ -43,11 +43,11 @@ def lower(jaxpr: Any) -> Any:
     outputs. A jaxpr that is not high is returned as it is.
     """
     jaxpr = _jaxpr(jaxpr)
-    return _compat.lower_jaxpr(_compat.as_closed(jaxpr)) if jaxpr.is_high else jaxpr
+    return compat.lower_jaxpr(compat.as_closed(jaxpr)) if jaxpr.is_high else jaxpr
 
 
 def _jaxpr(value: Any) -> Any:
-    kinds = (_compat.Jaxpr, _compat.ClosedJaxpr)
+    kinds = (compat.Jaxpr, compat.ClosedJaxpr)
     if not isinstance(value, kinds):
         value = getattr(value, "jaxpr", value)
     if not isinstance(value, kinds):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _compat
+from .. import compat
 from .hitype import must_implement
 
 
-class HiPrimitive(_compat.PrimitiveBase):
+class HiPrimitive(compat.PrimitiveBase):
     """Base of primitives that are lowered by ``to_lojax``. Make one instance per operation.
 
     A rule that is missing raises an error that names it. ``multiple_results = True``, as a class

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _compat
+from .. import compat
 
 
 def _is_zero(x: Any) -> bool:
-    return isinstance(x, _compat.Zero)
+    return isinstance(x, compat.Zero)
 
 
 def instantiate_zeros(tree: Any) -> Any:
@@ -24,7 +24,7 @@ def instantiate_zeros(tree: Any) -> Any:
     Args:
         tree: a pytree of arrays, hi values and ``Zero``.
     """
-    return jax.tree.map(_compat.instantiate, tree, is_leaf=_is_zero)
+    return jax.tree.map(compat.instantiate, tree, is_leaf=_is_zero)
 
 
 def _transposed(prim: Any, tangent_map: Any, cotangent: Any) -> Any:
@@ -36,13 +36,13 @@ def _transposed(prim: Any, tangent_map: Any, cotangent: Any) -> Any:
     def of_linear(*tangents: Any) -> Any:
         given = iter(tangents)
         flat = [
-            next(given) if is_linear else _compat.Zero(aval)
+            next(given) if is_linear else compat.Zero(aval)
             for aval, is_linear in zip(avals, linear, strict=True)
         ]
         return instantiate_zeros(tangent_map(*jax.tree.unflatten(prim.in_tree, flat)))
 
     zeros = [
-        _compat.zeros_like_aval(aval)
+        compat.zeros_like_aval(aval)
         for aval, is_linear in zip(avals, linear, strict=True)
         if is_linear
     ]

@@ -11,7 +11,7 @@ import jax
 
 from interception_core import JaxtapError
 
-from .. import _compat
+from .. import compat
 from ..dataflow.dataflow import entering
 from ..dataflow.flow import Origin, Resolve, entered
 from ..dataflow.holders import CHANGES, SAME, SLICE, Body, holder_of
@@ -59,7 +59,7 @@ def enter(
     proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
     held = [taken(body, proxies) for body in bodies]
     # What JAX would have inlined is no function of the program: each call is one of its own.
-    shared = not _compat.is_inlined(primitive, params)
+    shared = not compat.is_inlined(primitive, params)
     with holder.context(params):
         tapped = [
             tap_body(reinterpret, session, around, body, operands, part, shared, holder.hoists)
@@ -90,8 +90,8 @@ def enter(
     all_values += trailing
     new = holder.more_steps(params, len(trailing))
     new = holder.rebuild(new, jaxprs, [len(part) for part in extra])
-    if primitive is _compat.custom_vmap_p:
-        new["rule"] = _compat.with_rule(new["rule"], session.tapping.rewrap)
+    if primitive is compat.custom_vmap_p:
+        new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
     replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)
     return Entered(new, all_values, _joined(holder.results, tapped), replaced, foreign)
 
@@ -126,9 +126,9 @@ def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], 
     """
     values = list({id(value): value for part in extra for value in part}.values())
     numbers = {id(value): number for number, value in enumerate(values)}
-    avals = list(map(_compat.typeof, values))
+    avals = list(map(compat.typeof, values))
     shared = [
-        _compat.with_shared(jaxpr, avals, [numbers[id(value)] for value in part])
+        compat.with_shared(jaxpr, avals, [numbers[id(value)] for value in part])
         for jaxpr, part in zip(jaxprs, extra, strict=True)
     ]
     return shared, tuple(values)
@@ -176,7 +176,7 @@ def tap_body(
             changed since, need not be asked again.
         hoists: whether its constants must become operands.
     """
-    jaxpr = _compat.open_of(body.jaxpr)
+    jaxpr = compat.open_of(body.jaxpr)
     if not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr, (), {}, False, {}, {}, None, False, False)
     frame, scopes = around.frame, around.scopes
@@ -214,14 +214,14 @@ def tap_body(
         expressions=entering(body, operands.expressions, frame.depth)
         if operands.expressions is not None
         else None,
-        consts=_compat.consts_of(body.jaxpr),
+        consts=compat.consts_of(body.jaxpr),
         depth=frame.depth + (SLICE in body.kinds or len(body.carry) > 0),
     )
     before = session.numbers.copy()
     new, consts = stage_again(
-        reinterpret, session, inner, body.jaxpr, _compat.consts_of(body.jaxpr), held
+        reinterpret, session, inner, body.jaxpr, compat.consts_of(body.jaxpr), held
     )
-    new, extra = hoisted(new, consts, hoists, _compat.is_open(body.jaxpr))
+    new, extra = hoisted(new, consts, hoists, compat.is_open(body.jaxpr))
     counted = {
         (key[0].removeprefix(path).lstrip("/"), *key[1:]): n
         for key, n in session.numbers.since(before).items()
@@ -264,17 +264,17 @@ def _unused_in(jaxpr: Any, count: int, held: Taken) -> tuple[int, ...]:
     """Returns which of a body's inputs that have array proxies it does not use, once made again."""
     if held is NONE_TAKEN:
         return ()
-    used = _compat.used_inputs(_compat.open_of(jaxpr))
+    used = compat.used_inputs(compat.open_of(jaxpr))
     own = len(used) - len(held.trailing) - count
     return tuple(i for i in held.inputs if not used[own + i])
 
 
 def _of_a_trace(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, _compat.Tracer) for value in values)
+    return any(isinstance(value, compat.Tracer) for value in values)
 
 
 def _has_metadata(frame: Frame, atom: Any) -> bool:
-    return type(atom) is not _compat.Literal and atom in frame.metadata
+    return type(atom) is not compat.Literal and atom in frame.metadata
 
 
 def stage_again(
@@ -286,8 +286,8 @@ def stage_again(
     held: Taken = NONE_TAKEN,
 ) -> tuple[Any, list[Any]]:
     """Returns a jaxpr made of another one and its handlers, and its constants."""
-    jaxpr = _compat.open_of(jaxpr)
-    own = [var.aval for var in _compat.inputs_of(jaxpr)[len(consts) :]]
+    jaxpr = compat.open_of(jaxpr)
+    own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
     before, after = held.avals()
     start, end = len(before), len(before) + len(own)
 
@@ -296,7 +296,7 @@ def stage_again(
             frame.proxies[jaxpr.invars[i]] = proxy
         return reinterpret(session, frame, jaxpr, [*consts, *args[start:end]])
 
-    return _compat.stage(flat, [*before, *own, *after], jaxpr.debug_info)
+    return compat.stage(flat, [*before, *own, *after], jaxpr.debug_info)
 
 
 def custom(
@@ -326,7 +326,7 @@ def custom(
     for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
         if name in params:
             rule = _tapped_rule(reinterpret, session, around, params[name], own, before)
-            new[name] = _compat.wrap_fun(rule, params[name].debug_info)
+            new[name] = compat.wrap_fun(rule, params[name].debug_info)
     if extra and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], extra)
     return Entered(new, [*leading, *values], tapped.metadata, tapped.replaced, tapped.foreign)
@@ -346,13 +346,13 @@ def _tapped_rule(
         if not session.tapping.tasks.wants(jaxpr):
             return (jaxpr, consts, *rest)
         frame = around.frame
-        count = len(_compat.open_of(jaxpr).invars)
-        first = len(_compat.inputs_of(_compat.open_of(jaxpr))) - count
+        count = len(compat.open_of(jaxpr).invars)
+        first = len(compat.inputs_of(compat.open_of(jaxpr))) - count
         first = len(consts) - first
         inputs = [*([None] * first), *origins, *([None] * (count - first - len(origins)))]
         path = frame.own_path(around.scopes)
         inner = Frame(
-            _compat.open_of(jaxpr),
+            compat.open_of(jaxpr),
             inputs,
             {},
             path,

@@ -17,7 +17,7 @@ import jax
 
 from interception_core.engine_api import settled
 
-from .. import _compat
+from .. import compat
 from ..staging.marker import Marker, check_result, marker_in
 from .bodies import enter
 from .call import Place, TraceCall
@@ -75,7 +75,7 @@ class Early:
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
         """Asks the handler of a function. ``call`` is what PatchEngine tells of the call."""
-        where = self._where(_compat.current_trace(), call.module_path)
+        where = self._where(compat.current_trace(), call.module_path)
         if where is None:
             return NotImplemented
         values = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "dtype")]
@@ -86,7 +86,7 @@ class Early:
             result = self._keep(told, handler(told, *args, **kwargs))
         if result is not NotImplemented:
             return result
-        with _compat.name_scope(WITHIN + call.op_name):
+        with compat.name_scope(WITHIN + call.op_name):
             return call.let_run(*args, **kwargs)
 
     def bind(
@@ -103,7 +103,7 @@ class Early:
         if where is None:
             return NotImplemented
         values = list(values)
-        with _compat.set_current_trace(trace):
+        with compat.set_current_trace(trace):
             within: frozenset[str] = frozenset()
             if entry is not None:
                 name, handler = entry
@@ -131,8 +131,8 @@ class Early:
         args, kwargs = marker.packed.build(arrays)
         nothing: frozenset[str] = frozenset()
         told = self._told(name, "function", args, kwargs, where, nothing, arrays, marker.function)
-        jaxpr = _compat.open_of(closed)
-        with _compat.set_current_trace(trace), settled():
+        jaxpr = compat.open_of(closed)
+        with compat.set_current_trace(trace), settled():
             result = self._keep(told, entry[1](told, *args, **kwargs))
             if result is not NotImplemented:
                 avals = [atom.aval for atom in jaxpr.outvars]
@@ -146,25 +146,25 @@ class Early:
                 frozenset({name}),
                 proxies=known.proxies,
                 expressions=known.expressions,
-                consts=_compat.consts_of(closed),
+                consts=compat.consts_of(closed),
                 depth=self.tracers.depth(values),
             )
             with self._counting():
                 return reinterpret(
-                    self._session, inner, jaxpr, [*_compat.consts_of(closed), *values]
+                    self._session, inner, jaxpr, [*compat.consts_of(closed), *values]
                 )
 
     def _where(self, trace: Any, path: str) -> Where | None:
         """Returns the module path and label, or None where they can't be known."""
         base = self.tracers.base()
-        staging = _compat.staging_trace(trace)
+        staging = compat.staging_trace(trace)
         nested = staging is not base
         mode = self._session.tapping.mode
         if mode.early and (mode.by_path or not nested):
             # In the program's own trace, what another engine runs again has its name stack only.
             if not nested:
                 return Where("/".join(self._scopes()), "")
-            return Where(path, _compat.loop_label(staging, base))
+            return Where(path, compat.loop_label(staging, base))
         self.meet(nested)
         return None
 
@@ -180,7 +180,7 @@ class Early:
             raise Restage(self)
 
     def _scopes(self) -> list[str]:
-        names = _compat.scopes_of(_compat.current_stack())
+        names = compat.scopes_of(compat.current_stack())
         return [name for name in names if not name.startswith(OURS)]
 
     def _told(
@@ -244,7 +244,7 @@ class Early:
     def _operands(self, values: list[Any]) -> Operands:
         known = self.tracers
         return Operands(
-            [_compat.typeof(value) for value in values],
+            [compat.typeof(value) for value in values],
             [functools.partial(known.origin, value) for value in values],
             {i: found for i, value in enumerate(values) if (found := known.metadata(value))},
             {i: found for i, value in enumerate(values) if (found := known.proxy(value))},
@@ -269,7 +269,7 @@ class Early:
         base = self.tracers.base()
         if base is None:
             return
-        eqns = _compat.staged_in(base)
+        eqns = compat.staged_in(base)
         for eqn in eqns[self._looked_at :]:
             self._numbers.add(self._session.tapping.tasks.counted(eqn))
         self._looked_at = len(eqns)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from interception_core import TargetError
 
-from .. import _compat
+from .. import compat
 from ..dataflow.dataflow import returned_views
 from ..dataflow.expression import VIEWS, Expression, is_zero
 from ..dataflow.flow import Origin, handed_on
@@ -58,19 +58,19 @@ class Interpreter:
         self.session = session
         self.frame = frame
         self._jaxpr = jaxpr
-        self._trace = _compat.current_trace()
+        self._trace = compat.current_trace()
         self._caller = caller
-        self._outer = _compat.current_stack() if caller is None else caller.name_stack
-        self._appends = _compat.is_staging(self._trace) and not jaxpr.is_high
+        self._outer = compat.current_stack() if caller is None else caller.name_stack
+        self._appends = compat.is_staging(self._trace) and not jaxpr.is_high
         self._changed: set[Any] = set()
         self._env: dict[Any, Any] = {}
-        self._write(_compat.inputs_of(jaxpr), values)
+        self._write(compat.inputs_of(jaxpr), values)
 
     def results(self) -> list[Any]:
         """Runs the equations."""
-        env, outer, literal, frame = self._env, self._outer, _compat.Literal, self.frame
+        env, outer, literal, frame = self._env, self._outer, compat.Literal, self.frame
         # What is staged costs nothing to keep; arrays are let go as soon as they can be.
-        forget = {} if _compat.is_staging(self._trace) else _compat.forgettable(self._jaxpr)
+        forget = {} if compat.is_staging(self._trace) else compat.forgettable(self._jaxpr)
         for position, task in enumerate(self.session.tapping.tasks.tasks(self._jaxpr)):
             eqn = task.eqn
             if frame.is_program:
@@ -81,7 +81,7 @@ class Interpreter:
                 stack = eqn.source_info.name_stack
             if len(outer):
                 stack = outer + stack if len(stack) else outer
-            info = _compat.info_of(eqn, self._caller, stack)
+            info = compat.info_of(eqn, self._caller, stack)
             if frame.proxies and self._moves(task, values, info):
                 pass
             elif task.do is Do.PASS:
@@ -90,7 +90,7 @@ class Interpreter:
                 untapped, frame.untapped = frame.untapped, frame.untapped or task.unused
                 _ACTIONS[task.do](self, task, values, info)
                 frame.untapped = untapped
-            if (frame.metadata or frame.proxies) and _compat.holds_jaxprs(eqn):
+            if (frame.metadata or frame.proxies) and compat.holds_jaxprs(eqn):
                 self._hand_on(eqn)
             for var in forget.get(eqn, ()):
                 env.pop(var, None)
@@ -100,7 +100,7 @@ class Interpreter:
         for var, value in zip(variables, values, strict=True):
             self._env[var] = value
             if self._appends:
-                aval = _compat.typeof(value)
+                aval = compat.typeof(value)
                 if aval is not var.aval and aval != var.aval:
                     self._changed.add(var)
 
@@ -124,7 +124,7 @@ class Interpreter:
         def is_known_zero(i: int) -> bool:
             return is_zero(self.frame.expression(eqn.invars[i]))
 
-        with _compat.at(info), eqn.ctx.manager:
+        with compat.at(info), eqn.ctx.manager:
             found = follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero)
         proxies.update((v, proxy) for v, proxy in zip(eqn.outvars, found, strict=True) if proxy)
         return True
@@ -145,7 +145,7 @@ class Interpreter:
 
     def _is_view(self, eqn: Any, held: Sequence[Any]) -> bool:
         """Returns whether an equation is the call of a function that moves what has a proxy."""
-        if eqn.primitive is not _compat.jit_p:
+        if eqn.primitive is not compat.jit_p:
             return False
         return bool(returned_views(eqn, [proxy is not None for proxy in held]))
 
@@ -153,9 +153,9 @@ class Interpreter:
         """Makes an equation as it is."""
         make = None
         if self._appends:
-            make = _compat.append if task.simple else _compat.inline if task.inlined else None
+            make = compat.append if task.simple else compat.inline if task.inlined else None
         if make is None or not self._changed.isdisjoint(map(_variable, eqn.invars)):
-            self._write(eqn.outvars, _compat.rebind(eqn, values, info))
+            self._write(eqn.outvars, compat.rebind(eqn, values, info))
         else:
             self._env.update(zip(eqn.outvars, make(self._trace, eqn, values, info), strict=True))
 
@@ -169,7 +169,7 @@ class Interpreter:
             return
         proceed = functools.partial(self._proceed, task, info)
         call = self._call(name, "primitive", tuple(values), eqn.params, task, values, 0, proceed)
-        with _compat.at(info), eqn.ctx.manager:
+        with compat.at(info), eqn.ctx.manager:
             result = handler(call, *values, **eqn.params)
         self._annotate(call, eqn.invars, values)
         if result is NotImplemented:
@@ -208,8 +208,8 @@ class Interpreter:
                 self._operands(eqn),
             )
             eqn, values = eqn.replace(params=new.params), tuple(new.values)
-        here = _compat.info_of(eqn, info, _compat.current_stack())
-        results = _compat.rebind(eqn, values, here)
+        here = compat.info_of(eqn, info, compat.current_stack())
+        results = compat.rebind(eqn, values, here)
         return list(results) if eqn.primitive.multiple_results else results[0]
 
     def _marker(self, task: Task, values: list[Any], info: Any) -> None:
@@ -227,7 +227,7 @@ class Interpreter:
         call = self._call(
             marker.op_name, "function", args, kwargs, task, arrays, marker.extra, proceed
         )
-        with _compat.at(info), eqn.ctx.manager:
+        with compat.at(info), eqn.ctx.manager:
             result = handler(call, *args, **kwargs)
         self._annotate(call, atoms, arrays)
         if result is NotImplemented:
@@ -249,26 +249,26 @@ class Interpreter:
     ) -> Any:
         """Runs a function for its handler: nothing in it is tapped."""
         packed, closed = Packed((args, kwargs), ()), task.eqn.params["jaxpr"]
-        avals = [var.aval for var in _compat.open_of(closed).invars[marker.extra :]]
+        avals = [var.aval for var in compat.open_of(closed).invars[marker.extra :]]
         key = marker.packed.key()
-        if key is None or packed.key() != key or avals != list(map(_compat.typeof, packed.arrays)):
+        if key is None or packed.key() != key or avals != list(map(compat.typeof, packed.arrays)):
             return marker.function(*args, **kwargs)
         # What was staged is what the function does, and holds no value of the staging any more.
         inner = self._inner(task, closed, self.frame.within, untapped=True)
-        given = [*_compat.consts_of(closed), *values[: marker.extra], *packed.arrays]
-        here = _compat.info_of(task.eqn, info, _compat.current_stack())
-        jaxpr = _compat.open_of(closed)
+        given = [*compat.consts_of(closed), *values[: marker.extra], *packed.arrays]
+        here = compat.info_of(task.eqn, info, compat.current_stack())
+        jaxpr = compat.open_of(closed)
         return marker.results.build(reinterpret(self.session, inner, jaxpr, given, here))
 
     def _inline(
         self, task: Task, closed: Any, values: list[Any], info: Any, within: frozenset[str]
     ) -> None:
         """Runs what an equation stands for in its place."""
-        eqn, frame, jaxpr = task.eqn, self.frame, _compat.open_of(closed)
+        eqn, frame, jaxpr = task.eqn, self.frame, compat.open_of(closed)
         inner = self._inner(task, closed, within, frame.untapped)
-        results = reinterpret(self.session, inner, jaxpr, _compat.consts_of(closed) + values, info)
+        results = reinterpret(self.session, inner, jaxpr, compat.consts_of(closed) + values, info)
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
-            if type(atom) is _compat.Literal:
+            if type(atom) is compat.Literal:
                 continue
             if atom in inner.metadata:
                 frame.metadata[var] = inner.metadata[atom]
@@ -281,7 +281,7 @@ class Interpreter:
         """Returns the frame of what an equation stands for."""
         frame, operands = self.frame, self._operands(task.eqn)
         path = frame.own_path(task.scopes)
-        jaxpr = _compat.open_of(closed)
+        jaxpr = compat.open_of(closed)
         known = (operands.origins, operands.metadata)
         where = (path, frame.label, within, untapped, frame)
         return Frame(
@@ -290,7 +290,7 @@ class Interpreter:
             *where,
             operands.proxies,
             operands.expressions,
-            _compat.consts_of(closed),
+            compat.consts_of(closed),
             frame.depth,
         )
 
@@ -299,7 +299,7 @@ class Interpreter:
         marker, eqn = task.marker, task.eqn
         assert marker is not None
         if not self.session.tapping.tasks.wants(eqn.params["jaxpr"]):
-            self._write(eqn.outvars, _compat.rebind(eqn, values, info))
+            self._write(eqn.outvars, compat.rebind(eqn, values, info))
             return
         around = self._around(task, self.frame.within, self.frame.untapped)
         new = enter(
@@ -360,7 +360,7 @@ class Interpreter:
         eqn, frame = task.eqn, self.frame
         mapped, operands = mapped_in(eqn.primitive, eqn.params), self._operands(eqn)
         assert mapped is not None
-        jaxpr, consts = _compat.open_of(mapped.jaxpr), _compat.consts_of(mapped.jaxpr)
+        jaxpr, consts = compat.open_of(mapped.jaxpr), compat.consts_of(mapped.jaxpr)
         origins = [
             functools.partial(mapped.origin, i, resolve, aval)
             for i, (resolve, aval) in enumerate(zip(operands.origins, operands.avals, strict=True))
@@ -385,7 +385,7 @@ class Interpreter:
             )
             return reinterpret(self.session, inner, jaxpr, [*consts, *values], info)
 
-        with _compat.at(info), eqn.ctx.manager:
+        with compat.at(info), eqn.ctx.manager:
             results = mapped.run(one, values, operands.proxies)
         assert inner is not None
         for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
@@ -399,17 +399,17 @@ class Interpreter:
             self.frame.metadata[eqn.outvars[i]] = note
         _join(self.frame, eqn, new)
         again = eqn.replace(params=new.params)
-        if len(new.values) == len(eqn.invars) and not _compat.has_effects(new.params):
+        if len(new.values) == len(eqn.invars) and not compat.has_effects(new.params):
             self._again(task, again, new.values, info)
         else:
-            self._write(eqn.outvars, _compat.rebind(again, new.values, info))
+            self._write(eqn.outvars, compat.rebind(again, new.values, info))
 
     def _annotate(self, call: TraceCall, atoms: Sequence[Any], values: Sequence[Any]) -> None:
         """Keeps what a handler attached to its arguments."""
         if call.given:
             for atom, value in zip(atoms, values, strict=True):
                 metadata = call.metadata_of(value)
-                if metadata and type(atom) is not _compat.Literal:
+                if metadata and type(atom) is not compat.Literal:
                     self.frame.metadata[atom] = metadata
 
     def _replace(self, call: TraceCall, eqn: Any, results: list[Any], is_own: bool) -> None:
@@ -496,11 +496,11 @@ class KnownAtoms(NamedTuple):
 
 
 def _variable(atom: Any) -> Any:
-    return None if type(atom) is _compat.Literal else atom
+    return None if type(atom) is compat.Literal else atom
 
 
 def _metadata(frame: Frame, atom: Any) -> Metadata:
-    return _NOTHING if type(atom) is _compat.Literal else frame.metadata.get(atom, _NOTHING)
+    return _NOTHING if type(atom) is compat.Literal else frame.metadata.get(atom, _NOTHING)
 
 
 _ACTIONS: dict[Do, Callable[[Interpreter, Task, list[Any], Any], None]] = {

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from interception_core import Interceptor
 from interception_core.engine_api import Taps
 
-from .. import _compat
+from .. import compat
 from ..dataflow.flow import Origin
 from ..staging.mapped import Staged
 from ..staging.marker import Markers
@@ -116,7 +116,7 @@ class Session:
     def __init__(self, tapping: Tapping, numbers: Numbers | None = None):
         self.tapping = tapping
         self.numbers = Numbers() if numbers is None else numbers
-        self.context = _interned(_compat.trace_context())
+        self.context = _interned(compat.trace_context())
         self.is_observed = bool(getattr(Taps.state(), "observed", False))
         self.finished = False
         self.origin: Callable[[int], Origin] = _no_origin

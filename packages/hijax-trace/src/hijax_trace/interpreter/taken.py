@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .. import _compat
+from .. import compat
 from ..dataflow.holders import SAME, SLICE, Body
 from ..proxy.array_proxy import ArrayProxy, Lost, stepped
 
@@ -45,8 +45,8 @@ class Taken:
 
     def avals(self) -> tuple[list[Any], list[Any]]:
         """Returns the types of the body's new inputs, before and after its own."""
-        trailing = [_compat.step_type(_compat.typeof(value)) for value in self.trailing]
-        return [_compat.typeof(value) for value in self.leading], trailing
+        trailing = [compat.step_type(compat.typeof(value)) for value in self.trailing]
+        return [compat.typeof(value) for value in self.leading], trailing
 
     def key(self) -> tuple:
         """Returns what they have in common with others that a body does the same with."""
@@ -74,7 +74,7 @@ def taken(body: Body, proxies: Mapping[int, ArrayProxy]) -> Taken:
     if not proxies:
         return NONE_TAKEN
     found: dict[str, list[tuple[int, ArrayProxy]]] = {SAME: [], SLICE: []}
-    invars = _compat.open_of(body.jaxpr).invars
+    invars = compat.open_of(body.jaxpr).invars
     for i, (operand, kind) in enumerate(zip(body.inputs, body.kinds, strict=True)):
         proxy = None if operand is None else proxies.get(operand)
         if proxy is None or kind not in found:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from interception_core.engine_api import AHEAD, SETTLED
 
-from .. import _compat
+from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, holder_of
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
@@ -119,14 +119,14 @@ class Tasks:
         elif task.marker is not None:
             counts.next("/".join(base), "", task.marker.op_name)
         for jaxpr, label in _bodies(eqn):
-            for inner in _compat.open_of(jaxpr).eqns:
+            for inner in compat.open_of(jaxpr).eqns:
                 for (path, own, name), number in self.counted(inner).items():
                     path = "/".join(filter(None, (*base, path)))
                     counts.add({(path, own or label, name): number})
         return counts
 
     def _plan(self, jaxpr: Any) -> tuple[list[Task], bool]:
-        jaxpr = _compat.open_of(jaxpr)
+        jaxpr = compat.open_of(jaxpr)
         plan = self._known.get(jaxpr)
         if plan is None:
             tasks = _without_unused(jaxpr, [self.task(eqn) for eqn in jaxpr.eqns])
@@ -145,15 +145,15 @@ class Tasks:
         scopes: Sequence[str] = ()
         settled, within = False, _NOTHING
         if len(stack):
-            scopes = _compat.scopes_of(stack)
+            scopes = compat.scopes_of(stack)
             if any(name.startswith(OURS) for name in scopes):
                 scopes, settled, within, stack = _cleaned(scopes, stack)
         where = (stack, scopes, within, settled)
-        simple = _compat.can_append(eqn)
-        inlined = _compat.is_inlined(primitive, eqn.params)
+        simple = compat.can_append(eqn)
+        inlined = compat.is_inlined(primitive, eqn.params)
         if settled:
             return Task(eqn, Do.PASS, simple, inlined, None, *where)
-        if primitive not in self._asked and not _compat.holds_jaxprs(eqn):
+        if primitive not in self._asked and not compat.holds_jaxprs(eqn):
             return Task(eqn, Do.PASS, simple, False, None, *where)
         marker = marker_of(eqn)
         if mapped is not None:
@@ -164,7 +164,7 @@ class Tasks:
             do = Do.ASK
         elif primitive in CUSTOM_CALLS:
             do = Do.CUSTOM
-        elif self.enters(primitive, eqn.params, _compat.operand_count(eqn)):
+        elif self.enters(primitive, eqn.params, compat.operand_count(eqn)):
             do = Do.ENTER
         else:
             do = Do.PASS
@@ -175,7 +175,7 @@ def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
     """Marks what a program has computed while it traced a function ahead, and never uses."""
     if not any(map(_is_ahead, tasks)):
         return tasks
-    used = _compat.used_equations(jaxpr)
+    used = compat.used_equations(jaxpr)
     return [
         task._replace(unused=_is_ahead(task) and not is_used)
         for task, is_used in zip(tasks, used, strict=True)
@@ -185,7 +185,7 @@ def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
 def _is_ahead(task: Task) -> bool:
     # Its stack differs from the equation's if there is a scope of ours.
     stack = task.eqn.source_info.name_stack
-    return task.stack is not stack and AHEAD in _compat.scopes_of(stack)
+    return task.stack is not stack and AHEAD in compat.scopes_of(stack)
 
 
 def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozenset[str], Any]:
@@ -199,7 +199,7 @@ def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozens
         elif not name.startswith(OURS):
             scopes.append(name)
     ours = {name for name in names if name.startswith(OURS)}
-    return scopes, settled, frozenset(within), _compat.stack_without(stack, ours)
+    return scopes, settled, frozenset(within), compat.stack_without(stack, ours)
 
 
 def _bodies(eqn: Any) -> Iterator[tuple[Any, str]]:
@@ -210,5 +210,5 @@ def _bodies(eqn: Any) -> Iterator[tuple[Any, str]]:
     elif eqn.primitive in CUSTOM_CALLS:
         yield eqn.params["call_jaxpr"], ""
     elif (holder := holder_of(eqn.primitive, eqn.params)) is not None:
-        for body in holder.bodies(eqn.params, _compat.operand_count(eqn)):
+        for body in holder.bodies(eqn.params, compat.operand_count(eqn)):
             yield body.jaxpr, body.label

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import _compat
+from .. import compat
 from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, Express, constant
 from ..dataflow.expression import Expression, Leaf, Part, Unknown
@@ -41,7 +41,7 @@ class Tracers:
     ) -> None:
         """Says in which trace the program is staged, on what, and what that is kept as."""
         self.base = weakref.ref(trace)
-        self._variables = {_compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
+        self._variables = {compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
         self._origins = origins
         self._proxies = proxies
 
@@ -56,10 +56,10 @@ class Tracers:
 
     def replace(self, value: Any) -> None:
         """Keeps that a handler has computed a value, and not the program's own operation."""
-        while (inner := _compat.inner_value(value)) is not None:
+        while (inner := compat.inner_value(value)) is not None:
             value = inner[0]
         if self._is_here(value):
-            self._foreign.add(_compat.producer(value)[0])
+            self._foreign.add(compat.producer(value)[0])
 
     def metadata(self, value: Any) -> Metadata:
         """Returns what handlers attached to a value."""
@@ -67,7 +67,7 @@ class Tracers:
 
     def origin(self, value: Any) -> Origin | None:
         """Returns which input of the wrapped function a value is."""
-        inner = _compat.inner_value(value)
+        inner = compat.inner_value(value)
         if inner is not None:
             value, axis = inner
             origin = self.origin(value)
@@ -77,8 +77,8 @@ class Tracers:
             return origin.moved(dropped(axis, rank))
         if not self._is_here(value):
             return None
-        var, eqn = _compat.producer(value)
-        if isinstance(var, _compat.Literal):
+        var, eqn = compat.producer(value)
+        if isinstance(var, compat.Literal):
             return None
         if eqn is None:
             index = self._variables.get(var)
@@ -86,7 +86,7 @@ class Tracers:
         step = move_of(
             eqn.primitive,
             eqn.params,
-            [_compat.typeof(tracer) for tracer in eqn.in_tracers],
+            [compat.typeof(tracer) for tracer in eqn.in_tracers],
             [out.aval for out in eqn.outvars],
             eqn.outvars.index(var),
         )
@@ -98,13 +98,13 @@ class Tracers:
     def expression(self, value: Any) -> Expression:
         """Returns how a value is computed, in each example of the maps that it is in."""
         axes = []
-        while (inner := _compat.inner_value(value)) is not None:
+        while (inner := compat.inner_value(value)) is not None:
             value, axis = inner
             axes.append(axis)
         found = self._unmapped(value)
         for depth, axis in enumerate(reversed(axes)):
             if axis is not None:
-                found = Part(_compat.step_type(found.aval, axis), found, axis, depth)
+                found = Part(compat.step_type(found.aval, axis), found, axis, depth)
         return found
 
     def depth(self, values: Sequence[Any]) -> int:
@@ -112,14 +112,14 @@ class Tracers:
         return max(map(_levels, values), default=0)
 
     def _unmapped(self, value: Any) -> Expression:
-        if not isinstance(value, _compat.Tracer):
+        if not isinstance(value, compat.Tracer):
             return constant(value)
         if not self._is_here(value):
-            return Unknown(_compat.typeof(value), "a value of another trace", None)
+            return Unknown(compat.typeof(value), "a value of another trace", None)
         staged = _Staged(value, self.base())
         inputs = [self._express(var) for var in staged.invars]
         flow = Dataflow(staged, inputs, staged.consts, self._foreign)
-        return flow.expression(_compat.producer(value)[0])
+        return flow.expression(compat.producer(value)[0])
 
     def _express(self, var: Any) -> Express:
         def find() -> Expression:
@@ -135,13 +135,13 @@ class Tracers:
         if not self._proxies:
             return None
         # What vmap doesn't map is the value itself; a derivative needs the array.
-        if _compat.is_batched(value):
-            value, axis = _compat.inner_value(value) or (None, None)
+        if compat.is_batched(value):
+            value, axis = compat.inner_value(value) or (None, None)
             return self.proxy(value) if axis is None else None
         if not self._is_here(value):
             return None
-        var, eqn = _compat.producer(value)
-        if isinstance(var, _compat.Literal):
+        var, eqn = compat.producer(value)
+        if isinstance(var, compat.Literal):
             return None
         if eqn is None:
             return self._proxies.get(self._variables.get(var, -1))
@@ -154,12 +154,12 @@ class Tracers:
 
     def _is_here(self, value: Any) -> bool:
         base = self.base()
-        return base is not None and _compat.is_staged_in(value, base)
+        return base is not None and compat.is_staged_in(value, base)
 
 
 def _levels(value: Any) -> int:
     count = 0
-    while (inner := _compat.inner_value(value)) is not None:
+    while (inner := compat.inner_value(value)) is not None:
         value, count = inner[0], count + 1
     return count
 
@@ -193,14 +193,14 @@ class _Staged:
         starts: dict[Any, None] = {}
         stack = [value]
         while stack:
-            var, eqn = _compat.producer(stack.pop())
+            var, eqn = compat.producer(stack.pop())
             if eqn is None:
-                if not isinstance(var, _compat.Literal):
+                if not isinstance(var, compat.Literal):
                     starts[var] = None
             elif id(eqn) not in made:
                 made[id(eqn)] = eqn
                 stack += eqn.in_tracers
-        constants = _compat.constants_of(trace)
+        constants = compat.constants_of(trace)
         self.constvars = [var for var in starts if var in constants]
         self.consts = [constants[var] for var in self.constvars]
         self.invars = [var for var in starts if var not in constants]
@@ -208,11 +208,11 @@ class _Staged:
             _StagedEqn(
                 eqn.primitive,
                 eqn.params,
-                [_compat.producer(tracer)[0] for tracer in eqn.in_tracers],
+                [compat.producer(tracer)[0] for tracer in eqn.in_tracers],
                 eqn.outvars,
                 eqn.effects,
             )
-            for eqn in _compat.staged_in(trace)
+            for eqn in compat.staged_in(trace)
             if id(eqn) in made
         ]
 

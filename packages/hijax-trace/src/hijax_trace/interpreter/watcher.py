@@ -10,7 +10,7 @@ import jax
 
 from interception_core.engine_api import AHEAD, known_ahead, settled, unknown_ahead
 
-from .. import _compat
+from .. import compat
 from ..staging.mapped import can_map, is_being_mapped, map_call, staged
 from ..staging.marker import NUMBERS, NUMPY, Packed, is_plain, key_of
 from .early import Early
@@ -37,8 +37,8 @@ class Watcher:
     ) -> Any:
         """Called in place of a function's handler while the program is staged."""
         if is_plain((args, kwargs)):
-            trace = _compat.current_trace()
-            if _compat.is_staging(trace):
+            trace = compat.current_trace()
+            if compat.is_staging(trace):
                 return self._stage(call, args, kwargs)
             packed = Packed((args, kwargs), ())
             if can_map(trace, packed.arrays):
@@ -46,7 +46,7 @@ class Watcher:
             known = known_ahead(trace, packed.arrays)
             if known is not None:
                 args, kwargs = packed.build(known)
-                with _compat.set_current_trace(_compat.parent_trace(trace)), settled(AHEAD):
+                with compat.set_current_trace(compat.parent_trace(trace)), settled(AHEAD):
                     return self.on_call(handler, call, args, kwargs)
         if any(map(unknown_ahead, jax.tree.leaves((args, kwargs)))):
             return NotImplemented
@@ -83,7 +83,7 @@ class Watcher:
 
     def _kept(self, call: Any) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> Any:
-            self.keep(_compat.current_trace())
+            self.keep(compat.current_trace())
             return call.let_run(*args, **kwargs)
 
         return body
@@ -118,7 +118,7 @@ class Watcher:
             found = primitive.bind(*values, **primitive.get_bind_params(params))
             return found if primitive.multiple_results else [found]
 
-        with _compat.set_current_trace(trace):
+        with compat.set_current_trace(trace):
             call = staged(primitive.name, again, values)
             results = map_call(primitive.name, call, values)
         return results if primitive.multiple_results else results[0]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _compat
+from .. import compat
 from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Express
 from ..dataflow.expression import Expression, Part
@@ -88,7 +88,7 @@ class Mapped:
                 for inner, level in enumerate(self.levels):
                     axis = level.ins[index]
                     if axis is not None:
-                        aval = _compat.step_type(found.aval, axis)
+                        aval = compat.step_type(found.aval, axis)
                         found = Part(aval, found, axis, depth + inner)
                 return found
 
@@ -131,7 +131,7 @@ def _run(
         return _run(levels[1:], fn, values, {**same, **jax.tree.unflatten(treedef, leaves)})
 
     ins = (list(level.ins), [0] * len(leaves))
-    return _compat.mapped(one, level.axis, ins, list(level.outs))(values, leaves)
+    return compat.mapped(one, level.axis, ins, list(level.outs))(values, leaves)
 
 
 class MappedName(str):
@@ -146,7 +146,7 @@ def mapped_in(primitive: Any, params: dict[str, Any]) -> Mapped | None:
 
     One that was differentiated, or mapped once more, is an ordinary call of that name.
     """
-    if primitive is not _compat.jit_p or type(params["name"]) is not MappedName:
+    if primitive is not compat.jit_p or type(params["name"]) is not MappedName:
         return None
     mapped = params["name"].mapped
     return None if mapped is None or mapped.whole is not params["jaxpr"] else mapped
@@ -154,14 +154,14 @@ def mapped_in(primitive: Any, params: dict[str, Any]) -> Mapped | None:
 
 def is_being_mapped(primitive: Any, params: dict[str, Any]) -> bool:
     """Returns whether a call is one that JAX is to map now."""
-    if primitive is not _compat.jit_p or type(params["name"]) is not MappedName:
+    if primitive is not compat.jit_p or type(params["name"]) is not MappedName:
         return False
     return params["name"].mapped is None
 
 
 def can_map(trace: Any, values: Sequence[Any]) -> bool:
     """Returns whether ``trace`` stages a program, below nothing but maps over axes of arrays."""
-    traces = _compat.maps_above_staging(trace)
+    traces = compat.maps_above_staging(trace)
     for one in traces:
         values, axes = _peel(values, one)
         if not all(axis is None or isinstance(axis, int) for axis in axes):
@@ -185,23 +185,23 @@ class Staged(NamedTuple):
 
 def staged(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Staged:
     """Stages ``fn``, called with values like ``values``, which returns a flat list."""
-    info = _compat.named_info(name)
-    jaxpr, consts = _compat.stage(fn, [_compat.typeof(value) for value in values], info)
+    info = compat.named_info(name)
+    jaxpr, consts = compat.stage(fn, [compat.typeof(value) for value in values], info)
     return Staged(*hoisted(jaxpr, consts))
 
 
 def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
     """Makes a call in the current trace, for which ``can_map`` holds. Returns its results."""
-    called, stack = MappedName(name), _compat.current_stack()
+    called, stack = MappedName(name), compat.current_stack()
     called.mapped = None
     ins = [*call.more, *values]
-    results = _compat.named_call(called, call.jaxpr, ins)
+    results = compat.named_call(called, call.jaxpr, ins)
     levels, outs = [], list(results)
-    for trace in _compat.maps_above_staging(_compat.current_trace()):
+    for trace in compat.maps_above_staging(compat.current_trace()):
         ins, in_axes = _peel(ins, trace)
         outs, out_axes = _peel(outs, trace)
-        levels.append(Level(_compat.axis_of(trace), tuple(in_axes), tuple(out_axes)))
-    eqns = [_compat.producer(out)[1] for out in outs if _compat.is_staged(out)]
+        levels.append(Level(compat.axis_of(trace), tuple(in_axes), tuple(out_axes)))
+    eqns = [compat.producer(out)[1] for out in outs if compat.is_staged(out)]
     if eqns and eqns[0] is not None and eqns[0].params.get("name") is called:
         # Another name: the one that the call was made under is kept in a cache of JAX's.
         params, named = eqns[0].params, MappedName(name)
@@ -212,5 +212,5 @@ def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
 
 def _peel(values: Sequence[Any], trace: Any) -> tuple[list[Any], list[Any]]:
     """Returns what values of a map stand for, and the axes along which they are mapped."""
-    pairs = [_compat.unmapped(value, trace) for value in values]
+    pairs = [compat.unmapped(value, trace) for value in values]
     return [value for value, _ in pairs], [axis for _, axis in pairs]

@@ -20,7 +20,7 @@ import numpy as np
 
 from interception_core import OpCall, TargetError
 
-from .. import _compat
+from .. import compat
 
 NUMPY: tuple[type, ...] = (np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (bool, int, float, complex)
@@ -132,18 +132,18 @@ def _is_global(function: Any) -> bool:
     found: Any = module
     for part in getattr(function, "__qualname__", "?").split("."):
         found = getattr(found, part, None)
-    return found is function or isinstance(function, _compat.PjitFunction | jax.custom_jvp)
+    return found is function or isinstance(function, compat.PjitFunction | jax.custom_jvp)
 
 
 def _is_array(leaf: Any, kinds: tuple[type, ...]) -> bool:
-    if _compat.is_plain_array(leaf):
+    if compat.is_plain_array(leaf):
         return True
     if isinstance(leaf, NUMBERS):
         return bool in kinds
     if isinstance(leaf, NUMPY):
         known = leaf.dtype.kind not in "OSUMmT"
         return np.ndarray in kinds and known and leaf.dtype.names is None
-    return _compat.is_jax_type(leaf) and not _compat.is_ref(leaf)
+    return compat.is_jax_type(leaf) and not compat.is_ref(leaf)
 
 
 @dataclass(eq=False, slots=True)
@@ -195,7 +195,7 @@ def marker_of(eqn: Any) -> Marker | None:
 
 def marker_in(primitive: Any, params: dict[str, Any]) -> Marker | None:
     """Returns the same of what is about to be an equation."""
-    if primitive is not _compat.jit_p:
+    if primitive is not compat.jit_p:
         return None
     name = params["name"]
     if type(name) is not MarkerName or name.jaxpr() is not params["jaxpr"]:
@@ -241,12 +241,12 @@ class Markers:
         known = None if key is None else self._known.get(key)
         more: list[Any] = []
         if known is None:
-            avals = tuple(map(_compat.typeof, values))
+            avals = tuple(map(compat.typeof, values))
             known, consts, more = self._make(op_name, site, function, body, packed, avals)
             if key is not None and not consts:
                 self._known[key] = known
         marker, jaxpr = known
-        out = _compat.named_call(MarkerName.of(marker, jaxpr), jaxpr, [*more, *values])
+        out = compat.named_call(MarkerName.of(marker, jaxpr), jaxpr, [*more, *values])
         return marker.results.build(out)
 
     def _make(
@@ -266,8 +266,8 @@ class Markers:
             results = Packed(body(*args, **kwargs), NUMPY + NUMBERS)
             return results.forget()
 
-        info = _compat.named_info(op_name)
-        jaxpr, consts = _compat.stage(flat, avals, info)
+        info = compat.named_info(op_name)
+        jaxpr, consts = compat.stage(flat, avals, info)
         assert results is not None
         jaxpr, more = hoisted(jaxpr, consts)
         packed.forget()
@@ -286,7 +286,7 @@ def key_of(context: Hashable, site: Any, packed: Packed) -> Hashable | None:
     if not _is_pure(site.subject, packed):
         return None
     rest = packed.key()
-    avals = tuple(map(_compat.typeof, packed.arrays))
+    avals = tuple(map(compat.typeof, packed.arrays))
     return None if rest is None else (site, context, avals, rest)
 
 
@@ -296,7 +296,7 @@ def _is_pure(subject: Any, packed: Packed) -> bool:
     Others may depend on what they close over or are bound to, and those that are given
     functions on what these do.
     """
-    if not isinstance(subject, _compat.PjitFunction) and not _is_jaxs(subject):
+    if not isinstance(subject, compat.PjitFunction) and not _is_jaxs(subject):
         return False
     return not any(callable(leaf) and not isinstance(leaf, type) for leaf in packed.rest)
 
@@ -313,11 +313,11 @@ def hoisted(
     Those are the constants, if one of them is no plain array (but a value of a trace, or a Ref),
     or ``always``.
     """
-    plain = not any(isinstance(const, _compat.Tracer) or _compat.is_ref(const) for const in consts)
+    plain = not any(isinstance(const, compat.Tracer) or compat.is_ref(const) for const in consts)
     if plain and not always:
-        return _compat.with_consts(jaxpr, consts), []
-    jaxpr = _compat.consts_as_args(jaxpr)
-    return (jaxpr if is_open else _compat.like_closed(jaxpr)), list(consts)
+        return compat.with_consts(jaxpr, consts), []
+    jaxpr = compat.consts_as_args(jaxpr)
+    return (jaxpr if is_open else compat.like_closed(jaxpr)), list(consts)
 
 
 def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[Any]) -> list[Any]:
@@ -342,13 +342,13 @@ def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[An
 
 def check_value(call: OpCall, value: Any, aval: Any) -> None:
     """Raises TargetError unless ``value`` has the shape and dtype of ``aval``."""
-    if not _compat.is_jax_type(value):
+    if not compat.is_jax_type(value):
         raise TargetError(
             f"The handler of {call.op_id} returned {value!r}, which is no array. Return an array "
             f"of type {aval.str_short()}, or NotImplemented to let the operation run."
         )
-    given = _compat.typeof(value)
-    if not _compat.same_type(given, aval):
+    given = compat.typeof(value)
+    if not compat.same_type(given, aval):
         raise TargetError(
             f"The handler of {call.op_id} returned {given.str_short()}, but the rest of the "
             f"program was traced for {aval.str_short()}. Convert the result to that type."

@@ -1,0 +1,99 @@
+"""Emitting: how an equation is made again, and what its source and name stack are."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+from jax._src import api_util as _api_util  # 0.10.2 - 0.12
+from jax._src import core  # 0.10.2 - 0.12
+from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
+from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
+
+from .jaxpr import consts_of, open_of
+from .pjit import _EARLY, jit_p
+
+
+def scopes_of(stack: Any) -> list[str]:
+    """Returns the names of a name stack's scopes, outermost first, without its transforms."""
+    return [entry.name for entry in stack.stack if type(entry) is _source_info.Scope]
+
+
+def name_scope(name: str) -> Any:
+    """Returns a context manager: a name scope that is no part of the module path."""
+    return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
+
+
+def current_stack() -> Any:
+    """Returns the name stack that is open now (0.10.2 - 0.12)."""
+    return _source_info.current_name_stack()
+
+
+def stack_without(stack: Any, names: Container[str]) -> Any:
+    """Returns the name stack without some of its scopes."""
+    kept = tuple(entry for entry in stack.stack if entry.name not in names)
+    return _source_info.NameStack(kept)
+
+
+def info_of(eqn: Any, outer: Any, stack: Any) -> Any:
+    """Returns where an equation is said to come from when it is made again.
+
+    Args:
+        eqn: the equation.
+        outer: the source of the call that it is inlined for, as JAX has it, or None.
+        stack: its name stack.
+    """
+    info = eqn.source_info if outer is None else outer
+    return info if info.name_stack is stack else info.replace(name_stack=stack)
+
+
+def at(info: Any) -> Any:
+    """Returns a context manager: operations are said to come from there (0.10.2 - 0.12)."""
+    return _source_info.user_context(info.traceback, name_stack=info.name_stack)
+
+
+def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
+    """Binds an equation anew. Returns its results."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with at(info), eqn.ctx.manager:
+        try:
+            result = eqn.primitive.bind(*values, **params)
+        except _api_util.InternalFloatingPointError as error:  # jax_debug_nans
+            name = eqn.params.get("name", eqn.primitive.name)
+            raise FloatingPointError(f"invalid value ({error.ty}) encountered in {name}") from None
+    return result if eqn.primitive.multiple_results else (result,)
+
+
+def can_append(eqn: Any) -> bool:
+    """Returns whether an equation may be appended as it is to a jaxpr that is being built.
+
+    Its types are known then, and no rule has to be run again.
+    """
+    if eqn.effects or eqn.primitive.ref_allocating:
+        return False
+    if eqn.primitive is not jit_p:
+        return True
+    consts = consts_of(eqn.params["jaxpr"])
+    return eqn.params["inline"] not in _EARLY and not any(isinstance(c, core.Ref) for c in consts)
+
+
+def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
+    """Appends an equation for which ``can_append`` holds, on values of equal types."""
+    to_tracer = trace.to_jaxpr_tracer
+    tracers = [to_tracer(value, info) for value in values]
+    avals = [var.aval for var in eqn.outvars]
+    if eqn.primitive in pe.const_fold_rules:
+        folded = pe.try_constant_folding(eqn.primitive, tracers, eqn.params, avals)
+        if folded is not None:
+            pairs = zip(folded, avals, strict=True)
+            return [trace.new_const(const, info, aval) for const, aval in pairs]
+    return trace.emit_eqn(tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+
+
+def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
+    """Puts the body of a call for which ``is_inlined`` holds in its place, as JAX does."""
+    tracers = [trace.to_jaxpr_tracer(value, info) for value in values]
+    jaxpr = eqn.params["jaxpr"]
+    consts = consts_of(jaxpr)
+    results = pe.inline_jaxpr_into_trace(trace, info, open_of(jaxpr), consts, *tracers)
+    return [trace.to_jaxpr_tracer(result, info) for result in results]

@@ -1,0 +1,168 @@
+"""High-level types."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
+from jax._src import core  # 0.10.2 - 0.12
+from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
+from jax._src.interpreters import (
+    ad,  # 0.10.2 - 0.12
+    batching,  # 0.10.2 - 0.12
+)
+from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
+from jax.extend import core as _extend_core
+
+from .trace import mapped
+
+HiTypeBase: type = _hijax.HiType
+"""0.10.2 - 0.12; its messages for missing methods are bare asserts on 0.10.2."""
+
+if not hasattr(_hijax, "HiPrim"):  # 0.10.2
+    # vmap of jit reads it to fit shardings, of which hi types have none (jax issue 38125).
+    HiTypeBase = type("HiType", (HiTypeBase,), {"ndim": 0, "__module__": __name__})
+
+MappingSpec: type = _hijax.MappingSpec
+"""How a high-level type is mapped by ``vmap`` or ``scan``, 0.10.2 - 0.12."""
+
+HiPspecBase: type = _hijax.HiPspec
+"""How a high-level type is split by ``shard_map``, 0.10.2 - 0.12."""
+
+Zero: type = _ad_util.Zero
+"""A tangent that is known to be zero, with its type as ``aval``, 0.10.2 - 0.12."""
+
+register_hitype_base: Callable = _hijax.register_hitype
+"""0.10.2 - 0.12."""
+
+
+def instantiate(tangent: Any) -> Any:
+    """Returns a tangent with a symbolic zero replaced by an array or hi value of zeros."""
+    return _ad_util.instantiate(tangent)
+
+
+def zeros_like_aval(aval: Any) -> Any:
+    """Returns the zero of a type: ``vspace_zero()`` of a hi type."""
+    return ad.zeros_like_aval(aval)
+
+
+class PrimitiveBase(_extend_core.Primitive):
+    """A ``Primitive`` whose rules are its methods, in JAX's tables (0.10.2 - 0.12)."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        ad.primitive_jvps[self] = self._rule("jvp")
+        ad.primitive_transposes[self] = self._rule("transpose")
+        batching.fancy_primitive_batchers[self] = self._rule("batch")
+        # Reached where `is_high` says no: then the primitive is lowered with the rest.
+        lowering = _mlir.lower_fun(self._rule("to_lojax"), multiple_results=self.multiple_results)
+        _mlir.register_lowering(self, lowering)
+
+    def _rule(self, name: str) -> Callable:
+        """Returns the method of that name, looked up when it is called."""
+        return lambda *args, **kwargs: getattr(self, name)(*args, **kwargs)
+
+
+def _live_ins_optional(dce: Callable) -> Callable:
+    """Lets ``dce(used_outs, live_ins)`` be called without ``live_ins``: all are live."""
+
+    @functools.wraps(dce)
+    def called(self: Any, used_outs: Any, live_ins: Any = None) -> Any:
+        if live_ins is None:
+            live_ins = jax.tree.unflatten(self.in_tree, [True] * self.in_tree.num_leaves)
+        return dce(self, used_outs, live_ins)
+
+    return called
+
+
+def _residuals_closed_over(remat: Callable) -> Callable:
+    """Turns what ``remat`` returns on 0.12 (out, residuals, rem) into (out, rem)."""
+
+    @functools.wraps(remat)
+    def called(self: Any, trace: Any, *args: Any) -> Any:
+        out, residuals, rem = remat(self, trace, *args)
+        return out, lambda *again: rem(residuals, *again)
+
+    return called
+
+
+if hasattr(_hijax, "vmap_rule"):  # 0.12
+    HiPrimBase: type = vars(_hijax)["HiPrim"]
+    vmap_rule: Callable = vars(_hijax)["vmap_rule"]
+    unmap_avals: Callable = vars(_hijax)["unmap_avals"]
+    bdims_at_front: Callable = vars(_hijax)["bdims_at_front"]
+else:  # 0.10.2, 0.11.2
+    _OlderBase: type = getattr(_hijax, "HiPrim", None) or _hijax.VJPHiPrimitive
+
+    class HiPrimBase(_OlderBase):  # type: ignore[no-redef]
+        """``HiPrim`` with the interface of 0.12 on the class that older versions call."""
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            if "dce" in vars(cls):
+                cls.dce = _live_ins_optional(vars(cls)["dce"])
+            if "remat" in vars(cls):
+                cls.remat = _residuals_closed_over(vars(cls)["remat"])
+
+        def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
+            """Raises: a subclass that is mapped has its own."""
+            raise NotImplementedError(
+                f"for vmap support, subclass {type(self)} must implement `batch`"
+            )
+
+        def dce(self, used_outs: Any, live_ins: Any = None) -> Any:
+            """Returns what is needed for the results that are used."""
+            if self.effects or any(jax.tree.leaves(used_outs)):
+                return True, True, self
+            return False, False, None
+
+        def pp_params(self) -> dict[str, Any]:
+            """Returns the parameters to print."""
+            return {k: v for k, v in self.params.items() if not k.startswith("_")}
+
+        def __repr__(self) -> str:
+            shown = " ".join(f"{k}={v}" for k, v in self.pp_params().items())
+            return f"{type(self).__name__}[{shown}]"
+
+    def unmap_avals(axis_data: Any, avals: Any, dims: Any) -> Any:
+        """Returns the types of the whole batch for the types of one example."""
+        return jax.tree.map(
+            lambda aval, dim: core.unmapped_aval(
+                axis_data.size, dim, aval, axis_data.explicit_mesh_axis
+            ),
+            avals,
+            dims,
+        )
+
+    def bdims_at_front(axis_data: Any, args: Any, dims: Any) -> Any:
+        """Returns the arguments with the batch axis first, broadcast where they have none."""
+        return jax.tree.map(
+            lambda x, dim: batching.bdim_at_front(
+                x, dim, axis_data.size, axis_data.explicit_mesh_axis
+            ),
+            args,
+            dims,
+        )
+
+    def vmap_rule(
+        axis_data: Any, f: Callable, in_axes: Any, out_axes: Any, *, sum_match: bool = False
+    ) -> Callable:
+        """Returns ``f`` mapped over ``axis_data``, symbolic zeros included."""
+        over_arrays = mapped(f, axis_data, in_axes, out_axes, sum_match)
+        is_none = lambda x: x is None  # noqa: E731
+        zeros_in = functools.partial(_hijax.map_zero, axis_data)
+        zeros_out = functools.partial(_hijax.unmap_zero, axis_data)
+
+        def batched(*args: Any) -> Any:
+            out = over_arrays(*jax.tree.map(zeros_in, in_axes, args, is_leaf=is_none))
+            return jax.tree.map(zeros_out, out_axes, out, is_leaf=is_none)
+
+        return batched
+
+
+def native_rule(name: str) -> Any | None:
+    """Returns JAX's own ``vjp_from_jvp`` and the like, which 0.10.2 lacks."""
+    return getattr(_hijax, name, None)

@@ -1,0 +1,192 @@
+"""Jaxprs: what is in them, and how others are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src import core  # 0.10.2 - 0.12
+from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
+from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
+from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
+
+Jaxpr: type = core.Jaxpr
+"""0.10.2 - 0.12."""
+ClosedJaxpr: type = getattr(core, "ClosedJaxpr", core.Jaxpr)
+JAXPRS: tuple[type, ...] = (core.Jaxpr,) if ClosedJaxpr is core.Jaxpr else (core.Jaxpr, ClosedJaxpr)
+"""0.10.2 has open and closed ones; since 0.11 there is one class, which may hold constants."""
+Literal: type = core.Literal
+"""0.10.2 - 0.12."""
+
+
+def open_of(jaxpr: Any) -> Any:
+    """Returns the jaxpr without its constants' values (0.10.2), or itself."""
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def consts_of(jaxpr: Any) -> list[Any]:
+    """Returns the values of a closed jaxpr's constants; none for an open one."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def is_open(jaxpr: Any) -> bool:
+    """Returns whether a jaxpr has no place for constants: those of remat and shard_map (0.10.2)."""
+    return len(JAXPRS) > 1 and isinstance(jaxpr, core.Jaxpr)
+
+
+def like_closed(jaxpr: Any) -> Any:
+    """Returns a jaxpr without constants as a closed one (0.10.2)."""
+    return jaxpr if (core.Jaxpr,) == JAXPRS else pe.close_jaxpr(jaxpr)
+
+
+def with_consts(jaxpr: Any, consts: list[Any]) -> Any:
+    """Returns the closed jaxpr of ``jaxpr``, as ``stage`` returned it, and its constants."""
+    if (core.Jaxpr,) == JAXPRS:
+        return jaxpr.with_consts(consts) if consts else jaxpr
+    return core.ClosedJaxpr(jaxpr, consts)
+
+
+def inputs_of(jaxpr: Any) -> list[Any]:
+    """Returns the variables of a jaxpr's constants and arguments, in this order.
+
+    Since 0.11 a constant without a value is an ordinary leading argument.
+    """
+    return jaxpr.all_invars if (core.Jaxpr,) == JAXPRS else [*jaxpr.constvars, *jaxpr.invars]
+
+
+def used_inputs(jaxpr: Any) -> list[bool]:
+    """Returns which arguments of an open jaxpr its results, or its effects, depend on."""
+    return list(pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
+def used_equations(jaxpr: Any) -> list[bool]:
+    """Returns which equations of an open jaxpr its results, or its effects, depend on."""
+    used = {var for var in jaxpr.outvars if type(var) is not Literal}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        found.append(bool(eqn.effects) or not used.isdisjoint(eqn.outvars))
+        if found[-1]:
+            used.update(atom for atom in eqn.invars if type(atom) is not Literal)
+    return found[::-1]
+
+
+def consts_as_args(jaxpr: Any) -> Any:
+    """Returns the jaxpr with its constants as leading arguments (0.10.2 - 0.12)."""
+    return pe.convert_constvars_jaxpr(jaxpr)
+
+
+typeof = core.typeof
+"""0.10.2 - 0.12; public as ``jax.typeof``."""
+
+
+def same_type(given: Any, expected: Any) -> bool:
+    """Returns whether a value of one type may stand for one of the other.
+
+    Weak types may differ (0.10.2 - 0.12).
+    """
+    return core.typematch(given, expected)
+
+
+def primitive_names() -> list[str]:
+    """Returns the names of all primitives that JAX and what is loaded beside it have a rule for."""
+    tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
+    lowered = {primitive.name for table in tables for primitive in table}
+    return sorted(lowered | {_hijax.call_hi_primitive_p.name})
+
+
+def is_high_type(aval: Any) -> bool:
+    """Returns whether a type is a high-level one (0.10.2 - 0.12)."""
+    return bool(aval.is_high)
+
+
+def operand_count(eqn: Any) -> int:
+    """Returns how many operands an equation has, staged or being staged (0.10.2 - 0.12)."""
+    return len(eqn.in_tracers if isinstance(eqn, pe.TracingEqn) else eqn.invars)
+
+
+def forgettable(jaxpr: Any) -> dict[Any, list[Any]]:
+    """Returns the variables that nothing needs any more after each equation, by that."""
+    after: dict[Any, list[Any]] = {}
+    for var, eqn in core.last_used(jaxpr).items():
+        if eqn is not None:
+            after.setdefault(eqn, []).append(var)
+    for eqn in jaxpr.eqns:
+        after.setdefault(eqn, []).extend(v for v in eqn.outvars if isinstance(v, core.DropVar))
+    return after
+
+
+_HOLDING: dict[Any, bool] = {}
+
+
+def holds_jaxprs(eqn: Any) -> bool:
+    """Returns whether an equation's primitive has jaxprs among its parameters.
+
+    It is looked at once for each primitive, of which some thousand equations may come along.
+    """
+    held = _HOLDING.get(eqn.primitive)
+    if held is None:
+        parts = [
+            part
+            for value in eqn.params.values()
+            for part in (value if isinstance(value, tuple) else (value,))
+        ]
+        held = _HOLDING[eqn.primitive] = any(isinstance(part, JAXPRS) for part in parts)
+    return held
+
+
+def has_effects(params: dict[str, Any]) -> bool:
+    """Returns whether a jaxpr among an equation's parameters has effects."""
+    return any(
+        open_of(jaxpr).effects
+        for value in params.values()
+        for jaxpr in (value if isinstance(value, tuple) else (value,))
+        if isinstance(jaxpr, JAXPRS)
+    )
+
+
+def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
+    """Returns a jaxpr whose first inputs are those of several jaxprs.
+
+    0.10.2 - 0.12.
+
+    Args:
+        jaxpr: the jaxpr.
+        avals: the types of all first inputs.
+        places: which of them its own first inputs are.
+    """
+    opened = open_of(jaxpr)
+    first = list(map(core.gensym(), avals))
+    for place, var in zip(places, opened.invars, strict=False):
+        first[place] = var
+    invars = [*first, *opened.invars[len(places) :]]
+    info = opened.debug_info._replace(arg_names=None)
+    wide = opened.replace(invars=invars, debug_info=info)
+    return wide if is_open(jaxpr) else with_consts(wide, consts_of(jaxpr))
+
+
+def label(jaxpr: Any) -> str:
+    """Returns what a body was traced for, as ``scan(body)``."""
+    return _label(open_of(jaxpr).debug_info)
+
+
+def _label(info: Any) -> str:
+    if info is None:
+        return "trace"
+    return f"{info.traced_for.split(' ')[0]}({info.func_name})".replace("/", ".")
+
+
+def step_type(aval: Any, axis: int = 0) -> Any:
+    """Returns the type of one step along an axis."""
+    return core.mapped_aval(aval.shape[axis], axis, aval)
+
+
+def lower_jaxpr(jaxpr: Any) -> Any:
+    """Returns the lojax jaxpr of a jaxpr with hi types and primitives (0.10.2 - 0.12)."""
+    return pe.lower_jaxpr2(jaxpr)
+
+
+def as_closed(jaxpr: Any) -> Any:
+    """Returns a jaxpr as what ``lower_jaxpr`` takes: closed, on 0.10.2."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    return pe.close_jaxpr(jaxpr)

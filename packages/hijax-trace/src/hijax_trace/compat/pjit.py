@@ -1,0 +1,155 @@
+"""Primitives that hold programs: calls, loops, branches, custom rules, shard_map."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import api as _api  # 0.10.2 - 0.12
+from jax._src import config as _config  # 0.10.2 - 0.12
+from jax._src import core  # 0.10.2 - 0.12
+from jax._src import custom_batching as _custom_batching  # 0.10.2 - 0.12
+from jax._src import custom_derivatives as _custom_derivatives  # 0.10.2 - 0.12
+from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
+from jax._src import linear_util as lu  # 0.10.2 - 0.12
+from jax._src import mesh as _mesh  # 0.10.2 - 0.12
+from jax._src import pjit as _pjit  # 0.10.2 - 0.12
+from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
+from jax._src import sharding_impls as _sharding_impls  # 0.10.2 - 0.12
+from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
+from jax._src.lax.control_flow import conditionals as _conditionals  # 0.10.2 - 0.12
+from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
+
+from .jaxpr import open_of
+
+try:
+    from jax._src import flattree as _flat_tree  # pyrefly: ignore[missing-module-attribute]
+except ImportError:  # 0.10.2; 0.11 - 0.12 have it
+    _flat_tree: Any = None
+
+PjitFunction: type = type(jax.jit(lambda: None))
+"""The C++ type of every jitted function, 0.10.2 - 0.12."""
+
+jit_p = _pjit.jit_p
+scan_p = _loops.scan_p
+while_p = _loops.while_p
+cond_p = _conditionals.cond_p
+custom_jvp_call_p = _custom_derivatives.custom_jvp_call_p
+custom_vjp_call_p = _custom_derivatives.custom_vjp_call_p
+custom_vmap_p = _custom_batching.custom_vmap_p
+shard_map_p = _shard_map.shard_map_p
+"""The primitives whose bodies need more than an exchange of a parameter, 0.10.2 - 0.12."""
+
+
+def named_info(name: str) -> Any:
+    """Returns the same of what has a name alone: no signature is looked for (0.10.2 - 0.12)."""
+    return core.DebugInfo(name, name, None, None)
+
+
+def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Binds a call of a closed jaxpr under ``name``, as a jitted function makes it."""
+    ins, outs = len(values), len(open_of(jaxpr).outvars)
+    return jit_p.bind(
+        *values,
+        jaxpr=jaxpr,
+        in_shardings=(UNSPECIFIED,) * ins,
+        out_shardings=(UNSPECIFIED,) * outs,
+        in_layouts=(None,) * ins,
+        out_layouts=(None,) * outs,
+        donated_invars=(False,) * ins,
+        ctx_mesh=_mesh.get_concrete_mesh(),
+        name=name,
+        keep_unused=False,
+        inline=_NOT_INLINE,
+        compiler_options_kvs=(),
+    )
+
+
+if not hasattr(_hijax, "vmap_rule"):  # 0.10.2, 0.11.2
+    _dce_jit = pe.dce_rules[jit_p]
+
+    def _dce_named_call(used_outputs: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+        """Keeps a call whose name is more than a string, if all of it is used, as 0.12 does."""
+        used_inputs, again = _dce_jit(used_outputs, eqn)
+        is_whole = again is not None and all(used_inputs) and all(used_outputs)
+        return used_inputs, eqn if is_whole and type(eqn.params["name"]) is not str else again
+
+    pe.dce_rules[jit_p] = _dce_named_call
+
+_EARLY: tuple[Any, ...] = (_api.Inline.JAX_EARLY,) if hasattr(_api, "Inline") else (True,)
+
+UNSPECIFIED: Any = _sharding_impls.UNSPECIFIED
+"""No sharding asked for, 0.10.2 - 0.12."""
+
+_NOT_INLINE: Any = _api.Inline.AUTO if hasattr(_api, "Inline") else False  # 0.11: an enumeration
+
+
+def wrap_fun(fn: Callable[..., Any], debug_info: Any) -> Any:
+    """Returns ``fn`` as JAX's transformations want it (0.10.2 - 0.12)."""
+    return lu.wrap_init(fn, debug_info=debug_info)
+
+
+def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
+    """Returns whether JAX puts the body of a jitted function's call in its place at once."""
+    return (
+        primitive is jit_p
+        and params["inline"] in _EARLY
+        and all(sharding is UNSPECIFIED for sharding in params["in_shardings"])
+        and all(sharding is UNSPECIFIED for sharding in params["out_shardings"])
+        and not any(params["in_layouts"])
+        and not any(params["out_layouts"])
+    )
+
+
+def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
+    """Returns the vmap rule of a ``custom_vmap_call``, wrapped (0.10.2 - 0.12)."""
+    again = copy.copy(rule)
+    again.rule = wrap(rule.rule)
+    return again
+
+
+def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
+    """Returns a context manager: what is traced in it is the body of that shard_map."""
+    mesh, manual = params["mesh"], params["newly_manual_axes"]
+    context = contextlib.ExitStack()
+    context.enter_context(_shard_map._extend_axis_env(mesh, manual))
+    context.enter_context(_mesh.use_abstract_mesh(_shard_map._as_manual_mesh(mesh, manual)))
+    context.enter_context(_config._check_vma(params["check_vma"]))
+    return context
+
+
+def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
+    """Returns the parameters of a scan that takes ``extra`` more leading constants."""
+    if "num_consts" in params:  # 0.10.2
+        return {**params, "num_consts": params["num_consts"] + extra}
+    consts, carry, xs = params["ft_in"].unpack()
+    consts = _flat_tree.nones(len(consts) + extra)
+    return {**params, "ft_in": _flat_tree.pack((consts, carry, xs))}
+
+
+def more_scan_steps(params: dict[str, Any], extra: int) -> dict[str, Any]:
+    """Returns the parameters of a scan that steps along ``extra`` more operands, its last."""
+    if "ft_in" not in params:  # 0.10.2 counts the others alone
+        return params
+    consts, carry, xs = params["ft_in"].unpack()
+    xs = _flat_tree.nones(len(xs) + extra)
+    return {**params, "ft_in": _flat_tree.pack((consts, carry, xs))}
+
+
+def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many constants and how much carry a scan has."""
+    if "num_consts" in params:  # 0.10.2
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+if "to_lojax" not in vars(core.closed_call_p):  # 0.10.2
+    # 0.10.2 has no rule for what remat of a scan becomes. Nothing that worked is changed.
+    def _closed_call_to_lojax(*args: Any, call_jaxpr: Any) -> Any:
+        return core.jaxpr_as_fun(call_jaxpr)(*args)
+
+    core.closed_call_p.to_lojax = _closed_call_to_lojax
