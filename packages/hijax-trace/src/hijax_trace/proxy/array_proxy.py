@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .moves import MOVES, Move, MoveError, data_of, leading, move
+from .front import leading
+from .moves import MOVES, Move, MoveError, data_of, move
 
 SAME = frozenset(
     {
