@@ -179,7 +179,7 @@ def test_sixteen_equal_jitted_blocks_are_traced_once():
     assert len(traces) <= 1
     traces.clear()
     plan = model_plan(quantize_model(net, ptq(), x))
-    assert len(traces) == 1
+    assert len(traces) <= 1  # none where the plan finds what was traced before
     assert {op.op_id for op in plan.ops} >= {f"blocks/{i}/up/dot_general:0" for i in range(16)}
     assert len(plan.weights) == 16 * 2
 

@@ -324,6 +324,9 @@ def _stack(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) ->
 def _joined(
     how: Move, arrays: Sequence[jax.Array], axis: int, shapes: Sequence[Shape]
 ) -> jax.Array:
+    # What has no elements brings no scale.
+    pairs = [(x, shape) for x, shape in zip(arrays, shapes, strict=True) if shape[axis]]
+    arrays, shapes = zip(*(pairs or zip(arrays, shapes, strict=True)), strict=True)
     tiles = {shape[axis] // max(x.shape[axis], 1) for x, shape in zip(arrays, shapes, strict=True)}
     if len(tiles) > 1:
         raise MoveError(f"{how.primitive} of tiles of {' and '.join(map(str, sorted(tiles)))}")
