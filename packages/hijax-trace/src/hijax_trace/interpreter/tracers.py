@@ -183,8 +183,9 @@ class _Staged:
 
     Attributes:
         eqns: the equations, in order.
-        invars: the variables that they begin with.
+        invars: the variables that they begin with, without constants.
         constvars: those that are constants.
+        all_invars: both, as JAX 0.12 has them.
         consts: the values of these.
     """
 
@@ -204,6 +205,7 @@ class _Staged:
         self.constvars = [var for var in starts if var in constants]
         self.consts = [constants[var] for var in self.constvars]
         self.invars = [var for var in starts if var not in constants]
+        self.all_invars = [*self.constvars, *self.invars]
         self.eqns = [
             _StagedEqn(
                 eqn.primitive,
