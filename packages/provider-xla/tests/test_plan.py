@@ -429,18 +429,6 @@ def test_what_is_a_warning_or_with_strict_an_error(rules, message):
         PtqProvider(rules, strict=True).plan(model, params, x)
 
 
-def test_an_unmatched_weight():
-    def model(params, x):
-        return x @ (params["w"] * 2)
-
-    params, x = {"w": draw((8, 8))[0]}, jnp.ones((4, 8))
-    message = "matmul:0 stays float: .*no operand is known as a parameter"
-    with pytest.warns(QuantizationWarning, match=message):
-        assert not PtqProvider([W8]).plan(model, params, x).weights
-    with pytest.raises(QuantizationError, match="no operand is known"):
-        PtqProvider([W8], strict=True).plan(model, params, x)
-
-
 def test_an_operation_without_quantized_form():
     def model(params, x):
         return jnp.dot(params["w"], x, preferred_element_type=jnp.int32)

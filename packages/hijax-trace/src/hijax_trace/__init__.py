@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from .box.box import Box
     from .box.jit import jit
     from .box.types import BoxType, mut_types
-    from .dataflow.expression import Expression
+    from .compat.jaxpr import used_inputs
+    from .dataflow.expression import Expression, Leaf
+    from .dataflow.replay import carriers_of, replay, root_of
     from .engine import TraceEngine
     from .hi.hiprim import (
         HiPrim,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
     from .proxy.array_proxy import ArrayProxy, Part
+    from .proxy.carrier import Carrier
     from .proxy.moves import Move, MoveError
 
     __version__: str
@@ -36,11 +39,13 @@ __all__ = [
     "ArrayProxy",
     "Box",
     "BoxType",
+    "Carrier",
     "Expression",
     "HiPrim",
     "HiPrimitive",
     "HiPspec",
     "HiType",
+    "Leaf",
     "MappingSpec",
     "Move",
     "MoveError",
@@ -48,6 +53,7 @@ __all__ = [
     "TraceEngine",
     "Zero",
     "bdims_at_front",
+    "carriers_of",
     "instantiate_zeros",
     "is_high",
     "jit",
@@ -56,9 +62,12 @@ __all__ = [
     "lower",
     "mut_types",
     "register_hitype",
+    "replay",
     "requires_low",
+    "root_of",
     "typeof",
     "unmap_avals",
+    "used_inputs",
     "vjp_from_jvp",
     "vjp_from_lin",
     "vmap_rule",
@@ -68,11 +77,13 @@ _LAZY = {
     "ArrayProxy": "proxy.array_proxy",
     "Box": "box.box",
     "BoxType": "box.types",
+    "Carrier": "proxy.carrier",
     "Expression": "dataflow.expression",
     "HiPrim": "hi.hiprim",
     "HiPrimitive": "hi.primitive",
     "HiPspec": "hi.hitype",
     "HiType": "hi.hitype",
+    "Leaf": "dataflow.expression",
     "MappingSpec": "hi.hitype",
     "Move": "proxy.moves",
     "MoveError": "proxy.moves",
@@ -80,6 +91,7 @@ _LAZY = {
     "TraceEngine": "engine",
     "Zero": "hi.hiprim",
     "bdims_at_front": "hi.hiprim",
+    "carriers_of": "dataflow.replay",
     "instantiate_zeros": "hi.hiprim",
     "is_high": "hi.inspect",
     "jit": "box.jit",
@@ -88,9 +100,12 @@ _LAZY = {
     "lower": "hi.inspect",
     "mut_types": "box.types",
     "register_hitype": "hi.hitype",
+    "replay": "dataflow.replay",
     "requires_low": "hi.inspect",
+    "root_of": "dataflow.replay",
     "typeof": "hi.inspect",
     "unmap_avals": "hi.hiprim",
+    "used_inputs": "compat.jaxpr",
     "vjp_from_jvp": "hi.hiprim",
     "vjp_from_lin": "hi.hiprim",
     "vmap_rule": "hi.hiprim",

@@ -23,6 +23,7 @@ from .interpreter.session import Session, Tapping, mode_of, widen_mode
 from .interpreter.taken import leaves_of
 from .interpreter.watcher import Watcher
 from .proxy.array_proxy import ArrayProxy, is_proxy
+from .proxy.carrier import Carrier
 from .staging.marker import Packed
 
 P = ParamSpec("P")
@@ -197,7 +198,11 @@ def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, Ar
     arrays = {id(leaf): leaf.restore() for leaf in leaves if is_proxy(leaf)}
     packed = Packed(jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves]))
     places = {id(array): i for i, array in enumerate(packed.arrays)}
-    by_place = {places[id(arrays[id(x)])]: x for x in leaves if id(x) in arrays}
+    by_place = {
+        places[id(arrays[id(x)])]: x.inside() if isinstance(x, Carrier) else x
+        for x in leaves
+        if id(x) in arrays
+    }
     return packed, dict(sorted(by_place.items()))
 
 

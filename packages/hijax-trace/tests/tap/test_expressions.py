@@ -556,3 +556,36 @@ def test_proxies_follow_compositions(shape, chain, around, data):
     assert found[0] is not None
     if w.scale.shape == shape and not {"flat", "two rows", "repeated"} & set(chain):
         assert found[0] is True
+
+
+def test_asking_for_kinds_shares_traces():
+    """Equal layers are asked about once, where the kinds of their inputs are the same."""
+    asked = []
+
+    def handler(call, x, w):
+        asked.append([call.kind(value, is_parameter) for value in (x, w)])
+        return NotImplemented
+
+    @jax.jit
+    def layer(x, w):
+        return jnp.tanh(jnp.dot(x, w))
+
+    def f(p, x):
+        x = layer(layer(layer(x, p["a"]), p["b"].T), p["a"] * 2)
+        return layer(x, x)
+
+    wrapped = TraceEngine().wrap(f, Interceptor({"jax.numpy.dot": handler}))
+    x = jnp.ones((3, 3))
+    jax.make_jaxpr(wrapped)({"a": x, "b": x}, x)
+    kinds = [[one.kind for one in pair] for pair in asked]
+    views = [pair for pair in kinds if pair == ["activation", "view"]]
+    assert ["activation", "derived"] in kinds
+    assert ["activation", "activation"] in kinds
+    # By their paths: without an ``origin_key`` each is one of its own.
+    assert len(views) == 2
+    assert asked[0][1].paths == {"args[0]['a']"}
+
+    asked.clear()
+    keyed = Interceptor({"jax.numpy.dot": handler}, origin_key=is_parameter)
+    jax.make_jaxpr(TraceEngine().wrap(f, keyed))({"a": x, "b": x}, x)
+    assert len(asked) == 3

@@ -47,7 +47,7 @@ from .plugins.specs import (
 )
 
 if TYPE_CHECKING:
-    from .call import OpCall, Operand
+    from .call import OpCall, Operand, ValueKind
     from .engine import Engine
     from .interceptor import Interceptor
     from .patch.engine import PatchEngine, untapped
@@ -79,6 +79,7 @@ __all__ = [
     "ProviderSpec",
     "TargetError",
     "UnknownNameError",
+    "ValueKind",
     "adapters",
     "engines",
     "find_adapter",
@@ -102,6 +103,7 @@ _LAZY = {
     "Interceptor": "interceptor",
     "OpCall": "call",
     "Operand": "call",
+    "ValueKind": "call",
     "PatchEngine": "patch.engine",
     "loaded": "patch.targets",
     "primitive_names": "patch.targets",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -38,12 +38,31 @@ class Operand:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+class ValueKind(NamedTuple):
+    """What a value is to somebody who wants to store parameters in another form.
+
+    Attributes:
+        kind: "view" (a part or an arrangement of parameters), "derived" (another value of
+            parameters and constants alone), "constant" or "activation".
+        is_dynamic: whether a view or a derived value has an index that the program computes.
+        paths: the pytree paths of the parameters behind a view or a derived value.
+        closes_over: whether its values also come from an array that the program closes over: a
+            mask, or data.
+    """
+
+    kind: Literal["view", "derived", "activation", "constant"]
+    is_dynamic: bool = False
+    paths: frozenset[str] = frozenset()
+    closes_over: bool = False
+
+
 class OpCall(abc.ABC):
     """One call of a target.
 
     Engines subclass it: they set the attributes and ``_args``, the positional arguments, and
     define the abstract members. Engines that follow values through a program also define
-    ``proxy``, ``why_no_proxy``, ``expression`` and ``roots``; the others leave them as they are.
+    ``proxy``, ``why_no_proxy``, ``expression``, ``kind`` and ``roots``; the others leave them as
+    they are.
 
     Attributes:
         op_name: the target's last name: ``dot``, ``Dense.__call__``, ``dot_general``.
@@ -147,6 +166,23 @@ class OpCall(abc.ABC):
         and constants alone), "constant" or "activation"; ``expression.is_dynamic(is_parameter)``
         is whether a view or a derived value has an index that the program computes; its ``str``
         is for messages. None means that the engine can't tell.
+        """
+        return None
+
+    def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind | None:
+        """Return what ``value`` is to somebody who wants to store parameters in another form.
+
+        ``call.expression(value)`` tells more, at a price: an engine that shares the traces of
+        jitted functions shares none of those in which a handler reads an expression, but those
+        in which it asks for the same kinds.
+
+        Args:
+            value: an argument of this call.
+            is_parameter: whether the input of a pytree path is one. Ask with the same function
+                each time.
+
+        Returns:
+            The kind; None if the engine can't tell.
         """
         return None
 

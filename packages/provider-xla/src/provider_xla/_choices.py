@@ -21,6 +21,9 @@ from ._sites import PLATFORM, Site
 from ._static import is_static
 from ._weights import WeightPlan
 
+PAGE = 4096
+"""Bytes."""
+
 
 class Choice(NamedTuple):
     """What computes an operation: the FFI target, or None and why XLA does."""
@@ -50,32 +53,39 @@ class MatrixUse:
     dtype: Any
 
 
-def use_of(site: Site, side: int, shape: Sequence[int]) -> MatrixUse:
-    """Returns a use of a parameter of this shape, the operand on that side.
+def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> MatrixUse:
+    """Returns a use of a stored weight of this shape, the operand on that side.
+
+    Args:
+        site: the operation.
+        side: which of its operands the weight is.
+        axes: for each axis of what is stored, the axis of the operand; None where it was cut.
+        shape: of what is stored.
 
     Raises:
         NoKernel: kernels don't compute it.
     """
     weight, x = site.weights[side], site.operands[1 - side]
     assert weight is not None
-    assert weight.shape is not None
+    if axes is None:
+        raise NoKernel("its axes are cut, merged or split on the way")
     if site.weights[1 - side] is not None:
         raise NoKernel("both operands are parameters")
     layout = layout_of(site.product, side, x.shape, weight.shape)
     assert isinstance(site.product, MatrixProduct)
     check_dtypes(site.product, x, weight.dtype)
-    lead, places = _places(weight.axes, shape, weight.shape)
+    lead, places = _places(axes, shape, weight.shape)
     k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
     rows = math.prod(x.shape[axis] for axis in layout.kept)
     return MatrixUse(lead, k_axes, site.hows[1 - side], is_static(site, 1 - side), rows, x.dtype)
 
 
 def _places(
-    axes: Axes | None, shape: Sequence[int], operand_shape: Sequence[int]
+    axes: Axes, shape: Sequence[int], operand_shape: Sequence[int]
 ) -> tuple[int, dict[int, int]]:
     """Returns how many first axes of a parameter are gone, and which the operand's are."""
-    places = {became: axis for axis, became in enumerate(axes or ()) if isinstance(became, int)}
-    lead = [axis for axis, became in enumerate(axes or ()) if became is None]
+    places = {became: axis for axis, became in enumerate(axes) if isinstance(became, int)}
+    lead = [axis for axis, became in enumerate(axes) if became is None]
     same = {became: shape[axis] for became, axis in places.items()} == dict(
         enumerate(operand_shape)
     )
@@ -114,6 +124,13 @@ def choose(
             packing = found
         except NoKernel as why:
             reasons[op_id] = str(why)
+    if packing is not None and not reasons:
+        bare = dataclasses.replace(weight, packing=None).bytes_after
+        packed = dataclasses.replace(weight, packing=packing).bytes_after
+        # Packed columns are filled up: few of them, or many small matrices, may take more than
+        # floats. Below a page it makes no difference.
+        if packed > max(bare, weight.bytes_before, PAGE):
+            reasons[next(iter(uses))] = f"packed it takes {packed:,} bytes, {bare:,} as it is"
     if not reasons:
         return packing, choices
     first, why = next(iter(reasons.items()))

@@ -17,7 +17,7 @@ from ._report import OpRecord, Report
 from ._sites import Rules, Site, Sites, short
 from ._static import StaticRange, Statistics, key_of, observe
 from ._transformed import TransformedWeight
-from ._weights import WeightPlan, is_stored, prepack_leaf, quantize_leaf
+from ._weights import WeightPlan, is_stored
 
 if TYPE_CHECKING:
     from ._allocate import Allocation
@@ -40,6 +40,7 @@ class Plan:
         ranges: the activations with a static range, by site and side.
         allocation: what ``allocate`` gave each parameter, and why; None of other plans.
         lora: the adapters of parameters that rules with a rank are about, by pytree path.
+        absorbed: parameters of which nothing is stored: derived weights are all that uses them.
     """
 
     ops: Report
@@ -55,6 +56,7 @@ class Plan:
     _params: Any = dataclasses.field(repr=False)
     allocation: Allocation | None = None
     lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
+    absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
 
     @property
     def bytes_before(self) -> int:
@@ -64,9 +66,9 @@ class Plan:
     @property
     def bytes_after(self) -> int:
         """Bytes of all parameters when those of ``weights`` are quantized."""
-        return self.bytes_before + sum(
-            w.bytes_after - w.bytes_before for w in self.weights.values()
-        )
+        kept = self._leaves.keys() - self.weights.keys() - self.absorbed
+        floats = sum(self._leaves[path].size * self._leaves[path].dtype.itemsize for path in kept)
+        return floats + sum(weight.bytes_after for weight in self.weights.values())
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plan as JSON values."""
@@ -112,29 +114,9 @@ class Plan:
                 values that are not finite. Names the parameter and its rule. Nothing is
                 changed then.
         """
-        from tqdm import tqdm
+        from ._stored import quantize
 
-        found, treedef = jax.tree_util.tree_flatten_with_path(params)
-        given = {self._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
-        self._check(given)
-        if donate:
-            for path, weight in self.weights.items():
-                weight.check_finite(given[path])
-        leaves = []
-        total = sum(getattr(leaf, "nbytes", 0) for leaf in given.values())
-        with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
-            for path, leaf in given.items():
-                size = getattr(leaf, "nbytes", 0)
-                if path in self.weights:
-                    weight = self.weights[path]
-                    stored = quantize_leaf(weight, leaf, check=not donate)
-                    if donate and isinstance(leaf, jax.Array):
-                        leaf.delete()
-                    leaves.append(prepack_leaf(weight, stored) if prepack else stored)
-                else:
-                    leaves.append(leaf)
-                bar.update(size)
-        return jax.tree.unflatten(treedef, leaves)
+        return quantize(self, params, donate=donate, prepack=prepack)
 
     def prepack(self, params: Any) -> Any:
         """Packs quantized parameters for the kernels that compute their products.
@@ -153,14 +135,9 @@ class Plan:
         Raises:
             QuantizationError: a parameter was quantized in another way than the plan's.
         """
-        found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-        leaves = []
-        for path, leaf in found:
-            weight = self.weights.get(self._prefix + jax.tree_util.keystr(path))
-            if weight is not None and is_stored(leaf):
-                leaf = prepack_leaf(weight, leaf)
-            leaves.append(leaf)
-        return jax.tree.unflatten(treedef, leaves)
+        from ._stored import prepack
+
+        return prepack(self, params)
 
     def optimize(
         self,

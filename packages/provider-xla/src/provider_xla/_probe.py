@@ -119,20 +119,20 @@ def probe(
 
     def tapped(take: Callable[..., Any]) -> Callable[..., Any]:
         def run(site: Site) -> Any:
-            paths = [str(w.provenance) for w in site.weights if w is not None]
+            paths = [w.path for w in site.weights if w is not None]
             take(site.call.op_id, paths, site.call, site.operands, lambda: visit(site))
             return NotImplemented
 
         def run_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-            weight = plan._rules.weight(call, operand)
-            if lookup is None or weight is None or weight.provenance not in plan.weights:
+            (weight,) = plan._rules.weights(call, (operand,)).found
+            if lookup is None or weight is None or weight.path not in plan.weights:
                 return NotImplemented
             found = Lookup(
                 call.op_id.replace("gather:", "take:"),
                 lambda table: call.proceed(table, indices, **params),
                 operand,
                 _stored(call.proxy(operand)),
-                weight.provenance,
+                weight.path,
             )
             take(found.op_id, [found.path], call, [operand], lambda: lookup(found))
             return NotImplemented

@@ -137,16 +137,15 @@ class XlaProvider(abc.ABC):
     def _sites(self, run: Callable[[Site], Any], *, keyed: bool = True) -> Sites:
         # Lookups are seen as primitives: by the engine that taps them with JIT on.
         lookup = None if isinstance(self._engine, PatchEngine) else self._lookup
-        return Sites(
-            self._rules, run, self._record, lookup=lookup, keyed=keyed and not self._rules.is_static
-        )
+        keyed = keyed and not self._rules.is_static
+        return Sites(self._rules, run, self._record, lookup=lookup, keyed=keyed)
 
     @abc.abstractmethod
     def _run(self, site: Site) -> Any:
         """Returns the result of an operation."""
 
     def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        """Handles a lookup in an array."""
+        """Handle a lookup in an array: of a stored one, the engine takes the rows."""
         return NotImplemented
 
     def _record(self, record: OpRecord, problem: str | None) -> None:

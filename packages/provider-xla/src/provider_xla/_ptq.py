@@ -9,18 +9,17 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 import quant_numerics as qn
+from hijax_trace import Carrier
 from interception_core import Interceptor, PatchEngine
 
 from ._errors import QuantizationError
-from ._lookup import gather
-from ._prepacked import PrepackedWeight
 from ._provider import XlaProvider
 from ._run import Hows, Operands, quantized_product, stored_operands
 from ._sites import Site
 from ._sparsity import Sparsity, parse_sparsity, sparsified
 from ._static import Statistics, calibrations
 from ._transformed import TransformedWeight
-from ._weights import is_stored
+from ._weights import is_stored, mapped
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,20 +60,17 @@ class PtqProvider(XlaProvider):
         ranges = calibrations(statistics, site)
         return quantized_product(site.product, hows, *operands, site.extras, ranges)
 
-    def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        held = call.proxy(operand)
-        held = held.unpacked() if isinstance(held, PrepackedWeight) else held
-        rows = gather(held, indices, params) if isinstance(held, qn.QArray) else None
-        return NotImplemented if rows is None else rows.astype(operand.dtype)
-
 
 def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
     """Returns ``fn`` for arguments that may hold codes, in packed storage or not."""
 
     def one(leaf: Any) -> Any:
+        if isinstance(leaf, Carrier) and stored:
+            return mapped(one, leaf)
         if is_stored(leaf) and not stored:
+            kind = getattr(leaf, "qtype", "derived")
             raise QuantizationError(
-                f"A parameter is kept as {leaf.qtype} codes, which the patch engine can't hand "
+                f"A parameter is kept as {kind} codes, which the patch engine can't hand "
                 "to the operations that use it. Use PtqProvider(engine='trace'), or parameters "
                 "that are arrays."
             )

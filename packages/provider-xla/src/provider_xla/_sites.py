@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import quant_numerics as qn
 from interception_core import (
     Interceptor,
     OpCall,
-    Operand,
     UnknownNameError,
     select_kernel,
     untapped,
@@ -22,6 +22,7 @@ from interception_core import (
 
 from ._arrays import is_array
 from ._fused import FusedOp, fused_ops
+from ._operand import Weight, Weights, weights_among
 from ._ops import OPS, StaysFloat, TappedOp
 from ._paths import PathKeys
 from ._products import Product, check_tile
@@ -44,7 +45,7 @@ class Site:
         extras: its other arrays.
         rule: the rule that decides.
         index: the number of that rule.
-        weights: what is known of each operand that is a parameter; None for activations.
+        weights: the weight that each operand is; None for activations.
         hows: how each operand is quantized; None where it stays float.
     """
 
@@ -54,12 +55,22 @@ class Site:
     extras: tuple[Any, ...]
     rule: QuantizationRule
     index: int
-    weights: tuple[Operand | None, Operand | None]
+    weights: tuple[Weight | None, Weight | None]
     hows: tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 
     def key(self, side: int) -> str:
         """Returns what the statistics of an operand are kept under."""
         return f"{self.call.op_id}#{SIDES[side]}"
+
+
+@dataclass(frozen=True)
+class Under:
+    """Tells the parameters among the inputs of a program: their pytree paths begin alike."""
+
+    prefix: str
+
+    def __call__(self, path: str) -> bool:
+        return path.startswith(self.prefix)
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,7 @@ class Rules:
     def __post_init__(self):
         object.__setattr__(self, "find", functools.lru_cache(maxsize=None)(self._find))
         object.__setattr__(self, "origin_key", functools.lru_cache(maxsize=None)(self._origin_key))
-        # One object: expressions remember what they were asked.
-        object.__setattr__(self, "is_parameter", lambda path: path.startswith(self.params))
+        object.__setattr__(self, "is_parameter", Under(self.params))
         by_weight = any(rule.weight_path is not None for rule in self.rules)
         object.__setattr__(self, "_by_weight", by_weight)
 
@@ -88,7 +98,7 @@ class Rules:
     """Returns the number of the rule for an operation with these names, under a module path, of
     the parameters that ``paths`` returned."""
 
-    is_parameter: Callable[[str], bool] = None  # type: ignore[assignment]
+    is_parameter: Under = None  # type: ignore[assignment]
     """Returns whether the input of that path is a parameter."""
 
     origin_key: Callable[[str], Hashable] = None  # type: ignore[assignment]
@@ -111,38 +121,15 @@ class Rules:
         same = dict.fromkeys(dataclasses.replace(rule, weight_path=None) for rule in left)
         return path in self.adapted, tuple(same)
 
-    def paths(self, call: OpCall, values: Iterable[Any]) -> tuple[str, ...]:
-        """Returns the paths of the parameters among values, if any rule asks for them."""
-        # What handlers look at keeps the traces of jitted functions apart.
+    def weights(self, call: OpCall, operands: Sequence[Any]) -> Weights:
+        """Return which operands of an operation are weights."""
+        return weights_among(call, operands, self.is_parameter)
+
+    def paths(self, weights: Weights) -> tuple[str, ...]:
+        """Return the paths of parameters for ``find``, if any rule asks for them."""
         if not self._by_weight:  # type: ignore[attr-defined]
             return ()
-        weights = (self.weight(call, value) for value in values if is_array(value))
-        return tuple(str(w.provenance).removeprefix(self.params) for w in weights if w is not None)
-
-    def weight(self, call: OpCall, value: Any) -> Operand | None:
-        """Returns what is known of an operand if it is a parameter."""
-        operand = call.operand(value)
-        path = operand.provenance
-        return operand if path is not None and path.startswith(self.params) else None
-
-    def computed(self, call: OpCall, operands: Sequence[Any]) -> str | None:
-        """Returns how a weight is computed from parameters, if one of the operands is that.
-
-        None if it is a parameter, and also if both operands come from parameters: what is computed
-        then is a part of a weight. What is looked up in a parameter is an activation if the other
-        operand comes from parameters alone.
-        """
-        found = []
-        for operand in operands:
-            expression = call.expression(operand)
-            if expression is not None and expression.kind(self.is_parameter) in ("view", "derived"):
-                found.append((operand, expression))
-        if len(found) > 1:
-            found = [pair for pair in found if not pair[1].is_dynamic(self.is_parameter)]
-        if len(found) != 1:
-            return None
-        operand, expression = found[0]
-        return None if self.weight(call, operand) is not None else str(expression)
+        return tuple(path.removeprefix(self.params) for path in weights.paths)
 
     def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
         """Returns how a rule quantizes an operand."""
@@ -166,6 +153,9 @@ Record = Callable[[OpRecord, str | None], None]
 
 Leave = Callable[[OpCall, Product, tuple[Any, Any], tuple[Any, ...]], None]
 """Takes a product that stays float: the call, what it computes, of what, its other arrays."""
+
+PART_OF_A_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
+"""Why an operation stays float."""
 
 _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 """Operations that consist of no other."""
@@ -236,14 +226,14 @@ class Sites:
         except StaysFloat as error:
             reason = error
         values = (*args, *kwargs.values()) if reading is None else reading.operands
-        index = self._rules.find(names, call.module_path, self._rules.paths(call, values))
+        among = self._rules.weights(call, [value for value in values if is_array(value)])
+        index = self._rules.find(names, call.module_path, self._rules.paths(among))
         rule = None if index is None else self._rules.rules[index]
         if reading is None:
             assert reason is not None
             wrong = rule is not None and not reason.in_parts and rule.is_acting
             # What is seen in parts uses its parameters there.
-            arrays = [] if reason.in_parts else [x for x in args if hasattr(x, "dtype")]
-            weights = [self._rules.weight(call, x) for x in arrays]
+            weights = () if reason.in_parts else among.found
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
             return NotImplemented
         product, operands, extras = reading
@@ -252,7 +242,10 @@ class Sites:
             if self._leave is not None and op.name in _WHOLE:
                 self._leave(call, product, operands, extras)
             return NotImplemented
-        weights = tuple(self._rules.weight(call, operand) for operand in operands)
+        weights = among.found
+        if among.is_part:
+            self._note(op, call, operands, index, reason=PART_OF_A_WEIGHT)
+            return call.proceed(*args, **kwargs)
         hows = tuple(self._rules.how(rule, weight is not None) for weight in weights)
         why, wrong = None, False
         # A parameter that stays float may still have an adapter.
@@ -264,15 +257,7 @@ class Sites:
                 self._leave(call, product, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
-        problem = None
-        if self._surveys and rule.weight_qtype is not None:
-            computed = self._rules.computed(call, operands)
-            if computed is not None:
-                problem = (
-                    f"its weight, {computed}, is computed from parameters: nothing of it is "
-                    "stored, and it is quantized at each call, as an activation"
-                )
-        self._note(op, call, operands, index, hows=hows, weights=weights, problem=problem)
+        self._note(op, call, operands, index, hows=hows, weights=weights)
         site = Site(call, product, operands, extras, rule, index, weights, hows)  # type: ignore[arg-type]
         try:
             result = self._run(site)
@@ -280,7 +265,12 @@ class Sites:
             # A call that is wrong in itself gets the error that it always got.
             call.proceed(*args, **kwargs)
             raise
-        return call.proceed(*args, **kwargs) if result is NotImplemented else result
+        if result is not NotImplemented:
+            return result
+        result = call.proceed(*args, **kwargs)
+        # What was quantized is no weight, whatever it was computed from: it is another array here,
+        # as it is where the quantized program runs.
+        return jax.tree.map(jnp.copy, result) if self._surveys else result
 
     def _fuse(
         self, op: FusedOp, function: Callable[..., Any], call: OpCall, *args: Any, **kwargs: Any
@@ -332,11 +322,7 @@ class Sites:
         if not any(hows):
             if rule.weight_qtype is None and rule.rank is None:
                 return "the rule leaves it float", False
-            why = "the rule is for weights, and no operand is known as a parameter"
-            computed = self._rules.computed(call, operands) if self._surveys else None
-            if computed is not None:
-                why += f": its weight is {computed}"
-            return why, computed is not None
+            return "the rule is for weights, and no operand is known as a parameter", False
         shapes = tuple(operand.shape for operand in operands)
         tiles = {how.tile_size for how in hows if how is not None}
         for tile in sorted(tiles - {None}):
@@ -352,16 +338,15 @@ class Sites:
         operands: Sequence[Any],
         index: int | None,
         hows: Sequence[qn.HowToQuantize | None] = (None, None),
-        weights: Sequence[Operand | None] = (),
+        weights: Sequence[Weight | None] = (),
         reason: str | None = None,
         wrong: bool = False,
-        problem: str | None = None,
     ) -> None:
         shapes = tuple(short(operand) for operand in operands if hasattr(operand, "shape"))
         qtypes = tuple(None if how is None else how.qtype for how in hows)
-        weight = " and ".join(str(w.provenance) for w in weights if w is not None) or None
+        weight = " and ".join(w.path for w in weights if w is not None) or None
         record = OpRecord(call.op_id, op.name, shapes, qtypes, index, reason, weight)  # type: ignore[arg-type]
-        self._record(record, reason if wrong else problem)
+        self._record(record, reason if wrong else None)
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 import quant_numerics as qn
-from interception_core import Engine, PatchEngine
+from hijax_trace import Expression, Leaf, carriers_of, root_of, used_inputs
+from interception_core import Engine, OpCall, PatchEngine
 
 from ._arrays import is_array, of_arrays
 from ._choices import Choice, MatrixUse, choose, use_of
+from ._derived import Derived
 from ._errors import QuantizationError
-from ._granularity import Granularity, of_operand
+from ._granularity import Axes, Granularity, of_operand
 from ._kernels import NoKernel
 from ._lookup import looked_up
 from ._lora import LoraPlan, LoraSurvey, check_engine
+from ._operand import Weight
 from ._plan import Plan
 from ._products import divides, tile_elements
 from ._report import OpRecord, Report
@@ -26,6 +30,8 @@ from ._rules import FUSED_NAMES
 from ._sites import Rules, Site, Sites, short
 from ._sparsity import Sparsity, parse_sparsity
 from ._static import StaticRange, is_static, measure
+from ._stored import carried
+from ._views import axes_in, finest, stays_packed
 from ._weights import WeightPlan
 
 
@@ -55,6 +61,44 @@ class Use:
     sparse_axis: int | None = None
 
 
+class _Asked(NamedTuple):
+    """What an operation wants of a weight.
+
+    Attributes:
+        op_id: the operation.
+        rule: the number of its rule.
+        how: how that quantizes the weight; None if it stays float.
+        shared: the axes of the operand along which a scale is shared.
+        along: the axis of the operand that N:M sparsity goes along.
+        is_lookup: whether it takes parts of it, whatever its scales.
+    """
+
+    op_id: str
+    rule: int | None
+    how: qn.HowToQuantize | None
+    shared: Sequence[int]
+    along: int | None
+    is_lookup: bool = False
+
+
+class _Stored(NamedTuple):
+    """What is stored for a weight: a parameter, or a derived weight.
+
+    Attributes:
+        path: of the parameter, or the name of the derived weight.
+        shape: its shape.
+        axes: for each of its axes, the axis of the operand; None where it was cut.
+        granularity: the finest that the operation can use.
+        packs: whether the operand is packed if what is stored is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axes: Axes | None
+    granularity: Granularity
+    packs: bool = True
+
+
 class Survey:
     """Collects what there is in one abstract run of a program."""
 
@@ -67,6 +111,8 @@ class Survey:
         self.ranges: dict[str, StaticRange] = {}
         # By parameter and operation: what a kernel is asked to do.
         self.products: dict[str, dict[str, MatrixUse | NoKernel]] = {}
+        # By the key of their expressions.
+        self.derived: dict[str, Derived] = {}
         self.lora = LoraSurvey(rules, leaves, self.problems.append)
 
     def record(self, record: OpRecord, problem: str | None) -> None:
@@ -99,37 +145,38 @@ class Survey:
     def run(self, site: Site) -> Any:
         """Takes an operation that is quantized, or has an adapter."""
         self.lora.product(site)
+        op_id = site.call.op_id
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
-                if weight is not None:
-                    why = NoKernel("its parameter stays float")
-                    self._product(str(weight.provenance), site.call.op_id, why)
+                for path in () if weight is None else weight.paths:
+                    self._product(path, op_id, NoKernel("its parameter stays float"))
                 continue
             if weight is None:
                 if is_static(site, side):
                     found = measure(site, side)
                     self.ranges[site.key(side)] = StaticRange(found.upper.ndim, found.lower is None)
                 continue
-            shared = site.product.shared(side, site.operands[side].ndim)
-            along = site.product.sparse_axis(side, site.operands[side].ndim)
-            self._use(
-                site.call.op_id, weight, site.index, how, shared, is_lookup=False, along=along
-            )
-            path = str(weight.provenance)
-            try:
-                use = use_of(site, side, self.leaves[path].shape)
-            except NoKernel as why:
-                use = why
-            self._product(path, site.call.op_id, use)
+            ndim = site.operands[side].ndim
+            shared = site.product.shared(side, ndim)
+            along = site.product.sparse_axis(side, ndim)
+            asked = _Asked(op_id, site.index, how, shared, along)
+            for stored in self._stored(site.call, site.operands[side], weight, asked):
+                self._use(stored, asked, weight)
+                axes = stored.axes if stored.packs else None
+                try:
+                    use = use_of(site, side, axes, stored.shape)
+                except NoKernel as why:
+                    use = why
+                self._product(stored.path, op_id, use)
         return NotImplemented
 
     def lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
         """Takes a lookup in a parameter."""
-        weight = self.rules.weight(call, operand)
-        if weight is None:
+        among = self.rules.weights(call, (operand,))
+        (weight,) = among.found
+        if weight is None or weight.is_dynamic:
             return NotImplemented
-        paths = self.rules.paths(call, (operand,))
-        index = self.rules.find(("take",), call.module_path, paths)
+        index = self.rules.find(("take",), call.module_path, self.rules.paths(among))
         rule = None if index is None else self.rules.rules[index]
         along = looked_up(params)
         shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
@@ -141,55 +188,171 @@ class Survey:
             (None if how is None else how.qtype, None),
             index,
             None if how is not None else "no rule names it",
-            weight.provenance,
+            weight.path,
         )
         self.record(record, None)
-        self._use(record.op_id, weight, index, how, shared, is_lookup=True)
+        asked = _Asked(record.op_id, index, how, shared, None, is_lookup=True)
+        for stored in self._stored(call, operand, weight, asked):
+            self._use(stored, asked, weight)
+            self._product(stored.path, record.op_id, NoKernel("a lookup"))
         self.lora.lookup(record.op_id, index, weight, along)
-        self._product(str(weight.provenance), record.op_id, NoKernel("a lookup"))
         return NotImplemented
 
     def _product(self, path: str, op_id: str, use: MatrixUse | NoKernel) -> None:
         """Takes what a kernel is asked to do with a parameter."""
         self.products.setdefault(path, {})[op_id] = use
 
-    def _use(
-        self,
-        op_id: str,
-        weight: Any,
-        rule: int | None,
-        how: qn.HowToQuantize | None,
-        shared: Sequence[int],
-        is_lookup: bool,
-        along: int | None = None,
-    ) -> None:
-        leaf = self.leaves[weight.provenance]
-        if weight.axes is None:
-            if how is not None:
-                self.problems.append(
-                    f"{weight.provenance} stays an array: its axes can't be followed to {op_id}, "
-                    "which quantizes it each time"
-                )
-            return
-        stepped = tuple(axis for axis, became in enumerate(weight.axes) if became is None)
-        tile = None
-        if how is not None and how.tile_size is not None and shared:
-            size = weight.shape[shared[-1]]
-            if not divides(how.tile_size, size):
-                raise QuantizationError(
-                    f"Rule {rule} can't be followed for {weight.provenance}, an operand of "
-                    f"{op_id}: tile_size {how.tile_size} does not divide {size}."
-                )
-            tile = tile_elements(how.tile_size, size)
-        granularity = of_operand(weight.axes, leaf.shape, weight.shape, shared, tile)
-        if how is not None and not how.channelwise:
-            granularity = Granularity(stepped, granularity.tile_axes)
+    def _stored(self, call: OpCall, operand: Any, weight: Weight, asked: _Asked) -> list[_Stored]:
+        """Return what is to be stored for an operand; nothing, with a problem, if it can't be."""
+        if weight.axes is not None:
+            shape = self.leaves[weight.path].shape
+            return [_Stored(weight.path, shape, weight.axes, self._granularity(weight, asked))]
+        expression = call.expression(operand)
+        tile = self._tile(weight, asked)
+        root = root_of(expression)
+        if isinstance(root, Leaf):
+            found = self._view(root.path, self.leaves[root.path].shape, expression, tile, asked)
+            if found is not None:
+                return [found]
+        elif expression.kind(self.rules.is_parameter) == "view":
+            paths = [leaf.path for leaf in expression.leaves()]
+            views = [
+                self._view(path, self.leaves[path].shape, expression, tile, asked)
+                for path in dict.fromkeys(path for path in paths if path in self.leaves)
+            ]
+            if all(views):
+                return views  # type: ignore[return-value]
+        if asked.how is None:
+            return []
+        derived = self._derived(expression, root, tile, asked)
+        if derived is None:
+            self.problems.append(
+                f"{asked.op_id}: its weight {expression} can't be stored (rule {asked.rule}): the "
+                "loops that it is computed in step through several parameters, or the program "
+                "joins parts of parameters that it chooses while it runs. It is quantized at each "
+                "call"
+            )
+        return [] if derived is None else [derived]
+
+    def _view(
+        self, path: str, shape: tuple[int, ...], view: Expression, tile: int | None, asked: _Asked
+    ) -> _Stored | None:
+        """Return how a parameter is stored for a view of it, or None if scales can't follow."""
+
+        def is_stored(node: Expression) -> bool:
+            return isinstance(node, Leaf)
+
+        axes = axes_in(view, is_stored, shape) if isinstance(root_of(view), Leaf) else None
+        if axes is not None:
+            known = of_operand(axes, shape, view.aval.shape, asked.shared, tile)
+            packs = stays_packed(view, is_stored, shape, 0, len(_gone(axes)))
+            return _Stored(path, shape, axes, self._channelwise(known, axes, asked), packs)
+        found = finest(view, is_stored, shape, asked.shared, tile)
+        return None if found is None else _Stored(path, shape, None, found)
+
+    def _derived(
+        self, view: Expression, root: Expression, tile: int | None, asked: _Asked
+    ) -> _Stored | None:
+        """Return how a derived weight is stored: what the view is of, or if need be the view."""
+        whole = view.base(self.rules.is_parameter)
+        for base in (root, whole):
+            if base is None or base.is_dynamic(self.rules.is_parameter):
+                continue
+            carriers = [path for path in carriers_of(base) if path in self.leaves]
+            shape = self._shape_of(base)
+            if not carriers or shape is None:
+                continue
+            own, count = shape[base.loops :], base.loops
+
+            def is_stored(node: Expression, base: Expression = base) -> bool:
+                return node is base
+
+            found = finest(view, is_stored, own, asked.shared, tile)
+            if found is None:
+                continue
+            axes = axes_in(view, is_stored, own)
+            if base.key not in self.derived:
+                dtype = np.dtype(base.aval.dtype)  # pyrefly: ignore
+                self.derived[base.key] = Derived(self._name(base), base, carriers[0], shape, dtype)
+            path = self.derived[base.key].path
+            lead = tuple(range(count))
+            found = Granularity(
+                (*lead, *(axis + count for axis in found.channel_axes)),
+                {axis + count: n for axis, n in found.tile_axes.items()},
+            )
+            if axes is None:
+                return _Stored(path, shape, None, found)
+            whole_axes = (*(None for _ in lead), *axes)
+            packs = stays_packed(view, is_stored, shape, count, len(_gone(whole_axes)))
+            return _Stored(path, shape, whole_axes, found, packs)
+        return None
+
+    def _name(self, base: Expression) -> str:
+        """Return a name for a derived weight that no other has."""
+        name, taken = str(base), {one.path for one in self.derived.values()}
+        count = sum(path == name or path.startswith(f"{name} #") for path in taken)
+        return f"{name} #{count + 1}" if count else name
+
+    def _shape_of(self, base: Expression) -> tuple[int, ...] | None:
+        """Return the shape of a derived weight, for all steps of the loops that it is in.
+
+        None if it can't be computed before the program runs.
+        """
+        inputs = {leaf.path: self.leaves.get(leaf.path) for leaf in base.leaves()}
+        if None in inputs.values():
+            return None
+        try:
+            return jax.eval_shape(base.evaluate, inputs).shape
+        except ValueError:
+            return None
+
+    def _tile(self, weight: Weight, asked: _Asked) -> int | None:
+        how, shared = asked.how, asked.shared
+        if how is None or how.tile_size is None or not shared:
+            return None
+        size = weight.shape[shared[-1]]
+        if not divides(how.tile_size, size):
+            raise QuantizationError(
+                f"Rule {asked.rule} can't be followed for {weight.path}, an operand of "
+                f"{asked.op_id}: tile_size {how.tile_size} does not divide {size}."
+            )
+        return tile_elements(how.tile_size, size)
+
+    def _granularity(self, weight: Weight, asked: _Asked) -> Granularity:
+        """Return the finest granularity of a parameter that is an operand as it is, or a step."""
+        assert weight.axes is not None
+        shape, tile = self.leaves[weight.path].shape, self._tile(weight, asked)
+        found = of_operand(weight.axes, shape, weight.shape, asked.shared, tile)
+        return self._channelwise(found, weight.axes, asked)
+
+    def _channelwise(self, found: Granularity, axes: Axes, asked: _Asked) -> Granularity:
+        if asked.how is None or asked.how.channelwise:
+            return found
+        return Granularity(_gone(axes), found.tile_axes)
+
+    def _use(self, stored: _Stored, asked: _Asked, weight: Weight) -> None:
+        stepped = () if stored.axes is None else _gone(stored.axes)
         sparse = None
-        if along is not None and weight.axes.count(along) == 1:
-            axis = weight.axes.index(along)
-            sparse = axis if leaf.shape[axis] == weight.shape[along] else None
-        use = Use(weight.provenance, op_id, rule, how, granularity, stepped, is_lookup, sparse)
+        if asked.along is not None and stored.axes is not None:
+            places = [axis for axis, became in enumerate(stored.axes) if became == asked.along]
+            if len(places) == 1 and stored.shape[places[0]] == weight.shape[asked.along]:
+                (sparse,) = places
+        use = Use(
+            stored.path,
+            asked.op_id,
+            asked.rule,
+            asked.how,
+            stored.granularity,
+            stepped,
+            asked.is_lookup,
+            sparse,
+        )
         self.uses.append(use)
+
+
+def _gone(axes: Axes) -> tuple[int, ...]:
+    """Return the axes of a stored array that are gone in the operand: steps, or indices."""
+    return tuple(axis for axis, became in enumerate(axes) if became is None)
 
 
 def make_plan(
@@ -228,7 +391,49 @@ def make_plan(
     problems = (*survey.problems, *unused)
     ops = Report(records)
     known = (survey.ranges, rules, engine, argnum, leaves, fn, abstract)
-    return Plan(ops, weights, problems, *known, lora=lora)
+    plan = Plan(ops, weights, problems, *known, lora=lora)
+    if not any(weight.derived for weight in weights.values()):
+        return plan
+    return dataclasses.replace(plan, absorbed=absorbed_by(plan, args, kwargs))
+
+
+def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parameters that a program doesn't use once derived weights are stored."""
+    derived = {
+        weight.path: jax.eval_shape(
+            weight._quantize, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        )
+        for weight in plan.weights.values()
+        if weight.derived is not None
+    }
+
+    def run(site: Site) -> Any:
+        held = [site.call.proxy(operand) for operand in site.operands]
+        operands = [
+            x if one is None else one.restore().astype(x.dtype)
+            for x, one in zip(site.operands, held, strict=True)
+        ]
+        return site.product.run(*operands, *site.extras)
+
+    sites = Sites(plan._rules, run, lambda record, problem: None)
+    tapped = plan._engine.wrap(plan._fn, sites.interceptor)
+
+    def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
+        stored = [
+            carried(plan, path, leaf, leaf, derived) if path in plan._leaves else leaf
+            for path, leaf in {**everything, **leaves}.items()
+        ]
+        given = list(args)
+        given.insert(plan._argnum, jax.tree.unflatten(treedef, stored))
+        return tapped(*given, **kwargs)
+
+    found, treedef = jax.tree_util.tree_flatten_with_path(plan._params)
+    everything = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    call, arrays = of_arrays(program, [dict(plan._leaves), derived, *args], {})
+    used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
+    # The first arguments are the parameters, in the order of their paths.
+    names = sorted(plan._leaves)
+    return frozenset(path for path, one in zip(names, used, strict=False) if not one)
 
 
 def look(
@@ -272,7 +477,7 @@ def _with_kernels(
     """Returns parameters and operations with what computes them."""
     packed, choices = {}, {}
     for path, weight in weights.items():
-        sharding = getattr(params[path], "sharding", None)
+        sharding = getattr(params.get(path), "sharding", None)
         packing, found = choose(weight, survey.products.get(path, {}), sharding)
         packed[path] = dataclasses.replace(weight, packing=packing)
         choices.update(found)
@@ -294,7 +499,8 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
     for use in survey.uses:
         by_path.setdefault(use.path, []).append(use)
     plans = {}
-    for path, leaf in survey.leaves.items():
+    derived = {one.path: one for one in survey.derived.values()}
+    for path, leaf in {**survey.leaves, **derived}.items():
         uses = by_path.get(path, [])
         deciding = [use for use in uses if use.how is not None]
         if not deciding:
@@ -330,6 +536,7 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             tuple(sorted(stepped)),
             tuple(dict.fromkeys(use.op_id for use in uses)),
             sparsity=_sparsity(survey, leaf, products),
+            derived=derived.get(path),
         )
     return plans
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from hijax_trace import Carrier
 
+from ._derived import Derived
 from ._errors import QuantizationError
 from ._granularity import Granularity
 from ._prepacked import Packing, PrepackedWeight, abstract, prepack
@@ -35,6 +38,7 @@ class WeightPlan:
         ops: the ids of the operations that use it.
         packing: how it is packed for the kernels that compute these; None if XLA does.
         sparsity: which of its elements are zeros; None if none have to be.
+        derived: how it is computed from parameters; None for a parameter.
     """
 
     path: str
@@ -48,6 +52,7 @@ class WeightPlan:
     ops: tuple[str, ...]
     packing: Packing | None = None
     sparsity: Sparsity | None = None
+    derived: Derived | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -81,6 +86,7 @@ class WeightPlan:
             "channel_axes": list(self.granularity.channel_axes),
             "tile_axes": {str(a): n for a, n in self.granularity.tile_axes.items()},
             "ops": list(self.ops),
+            "derived_from": [] if self.derived is None else list(self.derived.leaves),
             "packed": self.packing is not None,
             "sparsity": None
             if self.sparsity is None
@@ -110,11 +116,20 @@ class WeightPlan:
 
 def is_stored(node: Any) -> bool:
     """Returns whether a node of parameters is a quantized one, packed or not."""
-    return isinstance(node, qn.QArray | qn.PackedQArray | PrepackedWeight | TransformedWeight)
+    kinds = qn.QArray | qn.PackedQArray | PrepackedWeight | TransformedWeight | Carrier
+    return isinstance(node, kinds)
+
+
+def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
+    """Return a parameter, and the derived weights beside it, each changed."""
+    derived = {key: change(one) for key, one in held.derived.items()}
+    return dataclasses.replace(held, own=change(held.own), derived=derived)
 
 
 def unpacked_leaf(leaf: Any) -> Any:
     """Returns a stored parameter with codes that programs take: in no packed storage."""
+    if isinstance(leaf, Carrier):
+        return mapped(unpacked_leaf, leaf)
     if isinstance(leaf, TransformedWeight | PrepackedWeight):
         return leaf.unpacked()
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf

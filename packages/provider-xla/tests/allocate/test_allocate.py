@@ -429,11 +429,11 @@ def test_a_parameter_that_the_batch_does_not_use():
 
 
 def test_two_parameters_in_one_product():
-    a, b, x = draw((8, 4), (4, 5), (3, 8))
+    a, b, x = draw((8, 4), (8, 5), (3, 8))
     params = {"a": a, "b": b}
 
     def fn(params, x):
-        return x.sum() * (params["a"] @ params["b"])
+        return x @ jnp.concatenate([params["a"], params["b"]], 1)
 
     plan = PtqProvider(W8, strict=True).plan(fn, params, x)
     both = plan.allocate(params, x, budget_bits=40, qtypes=["int8"])

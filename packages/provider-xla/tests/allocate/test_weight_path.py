@@ -208,12 +208,16 @@ def test_an_einsum_of_several_operands_is_looked_at_in_its_parts():
     assert qtypes(plan) == {"['b']": "int4"}
 
 
-def test_computed_parameters_are_none():
-    def fn(w, x):
-        return x @ (w * 2)
+def test_a_derived_weight_has_the_paths_of_its_parameters():
+    def fn(p, x):
+        return x @ (p["w"] * p["g"])
 
+    params, x = {"w": draw(0, 8, 4), "g": draw(1, 8, 1)}, draw(2, 2, 8)
+    for path in params:
+        plan = PtqProvider([rule(rf"\['{path}'\]")], strict=True).plan(fn, params, x)
+        assert [weight.qtype for weight in plan.weights.values()] == ["int4"]
     with pytest.raises(QuantizationError, match="rule 0 decides nothing"):
-        PtqProvider([rule(".*")], strict=True).plan(fn, draw(0, 8, 4), draw(1, 2, 8))
+        PtqProvider([rule(r"\['other'\]")], strict=True).plan(fn, params, x)
 
 
 def test_the_patch_engine_knows_parameters_as_they_are():

@@ -185,8 +185,8 @@ def test_the_patch_engine():
         PtqProvider(QLORA, engine="patch").plan(dense, *draw((8, 6), (4, 8)))
 
 
-def test_computed_weights_are_told():
-    with pytest.warns(QuantizationWarning, match="no operand is known as a parameter"):
+def test_derived_weights_get_no_adapter():
+    with pytest.warns(QuantizationWarning, match=r"args\[0\] gets no adapter from matmul:0"):
         plan = PtqProvider(QuantizationRule(rank=2)).plan(
             lambda w, x: x @ (w * 2), *draw((8, 6), (4, 8))
         )

@@ -66,14 +66,15 @@ class Dataflow:
     def _needed(self, atom: Any) -> list[Any]:
         """Returns the equations that a value depends on and that are not known yet, in order."""
         # No recursion: programs are thousands of equations deep.
-        wanted, found = {atom}, []
-        if atom in self._known:
-            return found
-        for eqn in reversed(self._eqns[: self._makers.get(atom, -1) + 1]):
-            if any(var in wanted and var not in self._known for var in eqn.outvars):
-                found.append(eqn)
-                wanted.update(x for x in eqn.invars if not isinstance(x, compat.Literal))
-        return found[::-1]
+        found: set[int] = set()
+        stack = [atom]
+        while stack:
+            var = stack.pop()
+            place = self._makers.get(var)
+            if place is not None and place not in found and var not in self._known:
+                found.add(place)
+                stack += (x for x in self._eqns[place].invars if not isinstance(x, compat.Literal))
+        return [self._eqns[place] for place in sorted(found)]
 
     def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
         avals = [var.aval for var in eqn.outvars]

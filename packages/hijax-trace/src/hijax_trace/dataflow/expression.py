@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from interception_core import ValueKind
 
 from .. import compat
 from ..proxy.array_proxy import SAME
@@ -19,13 +21,6 @@ Kind = Literal["view", "derived", "activation", "constant"]
 
 VIEWS = SAME | MOVES
 """Primitives that move values and compute none: scales can be moved in the same way."""
-
-
-class Judged(NamedTuple):
-    """A kind, and whether an index in a view or a derived value is known to the program alone."""
-
-    kind: Kind
-    is_dynamic: bool = False
 
 
 class Expression:
@@ -48,7 +43,7 @@ class Expression:
         self.is_constant = bool(operands) and all(x.is_constant for x in operands)
         self._key: str | None = None
         # By whom and what for: programs have many operands, each computed from those before.
-        self._judged: tuple[Callable[[str], bool], Judged] | None = None
+        self._judged: tuple[Callable[[str], bool], ValueKind] | None = None
 
     def nodes(self, known: Callable[[Expression], bool] | None = None) -> Iterator[Expression]:
         """Yields the nodes that this one is computed from, operands first, and itself.
@@ -86,13 +81,15 @@ class Expression:
             is_parameter: whether the input of that pytree path is one. Ask with the same function
                 each time: what is found is kept.
         """
-        return self._judged_by(is_parameter).kind
+        return self.judged(is_parameter).kind
 
     def is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
         """Returns whether a view or a derived value has an index that the program computes."""
-        return self._judged_by(is_parameter).is_dynamic
+        return self.judged(is_parameter).is_dynamic
 
-    def _judged_by(self, is_parameter: Callable[[str], bool]) -> Judged:
+    def judged(self, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return the kind, whether an index is dynamic, and the parameters behind it."""
+
         def known(node: Expression) -> bool:
             return node._judged is not None and node._judged[0] == is_parameter
 
@@ -126,6 +123,11 @@ class Expression:
         """
         return _evaluated(self, inputs)
 
+    @property
+    def loops(self) -> int:
+        """How many leading axes ``evaluate`` adds: the loops and maps that the value is in."""
+        return len({node.depth for node in self.nodes() if isinstance(node, Part)})
+
     def base(self, is_parameter: Callable[[str], bool]) -> Expression | None:
         """Returns what of a view or a derived value is known before the program runs.
 
@@ -145,7 +147,7 @@ class Expression:
     def __str__(self) -> str:
         return _text(self)
 
-    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         raise NotImplementedError
 
     def _described(self) -> tuple:
@@ -168,8 +170,10 @@ class Leaf(Expression):
         self.path = path
         self.inputs = 1 << number
 
-    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
-        return Judged("view" if is_parameter(self.path) else "activation")
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        if not is_parameter(self.path):
+            return ValueKind("activation")
+        return ValueKind("view", False, frozenset([self.path]))
 
     def _described(self) -> tuple:
         return "leaf", self.path
@@ -194,8 +198,8 @@ class Constant(Expression):
         """Whether all of it is zero."""
         return not np.any(np.asarray(self.value))
 
-    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
-        return Judged("constant")
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        return ValueKind("constant", closes_over=np.size(self.value) > 1)
 
     def _described(self) -> tuple:
         value = np.asarray(self.value)
@@ -216,8 +220,8 @@ class Unknown(Expression):
         self.why = why
         self.inputs = inputs
 
-    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
-        return Judged("activation")
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        return ValueKind("activation")
 
     def _described(self) -> tuple:
         return "unknown", self.why
@@ -238,7 +242,7 @@ class Part(Expression):
         self.axis = axis
         self.depth = depth
 
-    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return found[0]
 
     def _described(self) -> tuple:
@@ -250,7 +254,7 @@ class Shard(Expression):
 
     __slots__ = ()
 
-    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return found[0]
 
     def _described(self) -> tuple:
@@ -300,22 +304,29 @@ class Operation(Expression):
             return [self.result]
         return [0]
 
-    def _judge(self, found: Sequence[Judged], is_parameter: Callable[[str], bool]) -> Judged:
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         moved, kinds = self.moved, {one.kind for one in found}
+        closes_over = any(one.closes_over for one in found)
         if moved is None:
             if "activation" in kinds or any(one.is_dynamic for one in found):
-                return Judged("activation")
-            return Judged("constant" if kinds <= {"constant"} else "derived")
+                return ValueKind("activation")
+            if kinds <= {"constant"}:
+                return ValueKind("constant", closes_over=closes_over)
+            paths = frozenset[str]().union(*(one.paths for one in found))
+            return ValueKind("derived", False, paths, closes_over)
         data = [found[i] for i in moved]
         indices = [one for i, one in enumerate(found) if i not in moved]
         moved_kinds = {one.kind for one in data}
         by_program = any(one.kind == "activation" or one.is_dynamic for one in indices)
         if "activation" in moved_kinds or (by_program and moved_kinds == {"constant"}):
-            return Judged("activation")
+            return ValueKind("activation")
         if kinds <= {"constant"}:
-            return Judged("constant")
+            return ValueKind("constant", closes_over=closes_over)
         is_dynamic = by_program or any(one.is_dynamic for one in data)
-        return Judged("view" if moved_kinds == {"view"} else "derived", is_dynamic)
+        paths = frozenset[str]().union(*(one.paths for one in data))
+        closes_over = any(one.closes_over for one in data)
+        kind = "view" if moved_kinds == {"view"} else "derived"
+        return ValueKind(kind, is_dynamic, paths, closes_over)
 
     def _described(self) -> tuple:
         params = sorted(self.params.items())

@@ -196,8 +196,14 @@ def tap_body(
     def count(key: Key) -> int:
         return session.numbers.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0)
 
-    found = session.tapping.memo.find(jaxpr, key, origin, resolve_path, count) if shared else None
+    expressions = None
+    if operands.expressions is not None:
+        expressions = entering(body, operands.expressions, frame.depth)
+    memo = session.tapping.memo
+    found = memo.find(jaxpr, key, origin, resolve_path, count, expressions) if shared else None
     if found is not None:
+        if found.is_parameter is not None:
+            frame.ask_kinds(found.is_parameter)
         session.numbers.add(
             {("/".join(filter(None, (path, k[0]))), *k[1:]): n for k, n in found.counted.items()}
         )
@@ -211,9 +217,7 @@ def tap_body(
         around.within,
         around.untapped,
         frame,
-        expressions=entering(body, operands.expressions, frame.depth)
-        if operands.expressions is not None
-        else None,
+        expressions=expressions,
         consts=compat.consts_of(body.jaxpr),
         depth=frame.depth + (SLICE in body.kinds or len(body.carry) > 0),
     )
@@ -244,11 +248,13 @@ def tap_body(
         else None,
         _unused_in(new, len(jaxpr.invars), held),
         bool(inner.foreign),
+        inner.is_parameter,
+        () if inner.is_parameter is None else memo.kinds_of(expressions, inner.is_parameter),
     )
     if _of_a_trace(extra) or inner.expressions_were_read:
         return tapped
     if shared:
-        session.tapping.memo.keep(jaxpr, key, tapped)
+        memo.keep(jaxpr, key, tapped)
     elif not tapped.replaced:
         # The same jaxpr each time: JAX knows its derivative, and its compiled program.
         untapped = tap_body(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from interception_core import OpCall, Operand
+from interception_core import OpCall, Operand, ValueKind
 
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
+from ..proxy.carrier import proxy_of
 from .frames import Frame, Metadata
 from .session import Session
 
@@ -34,6 +35,9 @@ class Known(Protocol):
 
     def expression(self, index: int) -> Expression:
         """Return how it is computed."""
+
+    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return what it is to somebody who stores parameters in another form."""
 
 
 class Place(NamedTuple):
@@ -132,11 +136,15 @@ class TraceCall(OpCall):
 
     def _held(self, value: Any) -> ArrayProxy | None:
         index = self._index(value)
-        return None if index is None else self._known.proxy(index)
+        return None if index is None else proxy_of(self._known.proxy(index))
 
     def expression(self, value: Any) -> Expression | None:
         index = self._index(value)
         return None if index is None else self._known.expression(index)
+
+    def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind | None:
+        index = self._index(value)
+        return None if index is None else self._known.kind(index, is_parameter)
 
     def roots(self, value: Any) -> frozenset[str] | None:
         expression = self.expression(value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from interception_core import ValueKind
 
 from ..dataflow.dataflow import Dataflow, Express
 from ..dataflow.expression import Expression, Unknown
@@ -47,6 +49,7 @@ class Frame:
         "depth",
         "expressions_were_read",
         "foreign",
+        "is_parameter",
         "label",
         "metadata",
         "numbers_were_read",
@@ -94,6 +97,8 @@ class Frame:
         self.foreign: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
         self.path_was_read = self.expressions_were_read = self.numbers_were_read = False
+        # By which handlers have asked for the kinds of values.
+        self.is_parameter: Callable[[str], bool] | None = None
 
     @property
     def is_program(self) -> bool:
@@ -116,11 +121,27 @@ class Frame:
         return self.read[index]
 
     def expression(self, atom: Any) -> Expression:
-        """Returns how a variable or literal of the jaxpr is computed."""
+        """Returns how a variable or literal of the jaxpr is computed, for a handler to see."""
         frame: Frame | None = self
         while frame is not None:
             frame.expressions_were_read = True
             frame = frame._parent
+        return self.own_expression(atom)
+
+    def kind(self, atom: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return the kind of a variable or literal of the jaxpr, for a handler to see."""
+        self.ask_kinds(is_parameter)
+        return self.own_expression(atom).judged(is_parameter)
+
+    def ask_kinds(self, is_parameter: Callable[[str], bool]) -> None:
+        """Note that what is done in this program depends on the kinds of its inputs."""
+        frame: Frame | None = self
+        while frame is not None:
+            frame.is_parameter = is_parameter
+            frame = frame._parent
+
+    def own_expression(self, atom: Any) -> Expression:
+        """Return how a variable or literal of the jaxpr is computed, for our own use."""
         if self._jaxpr is None or self._expressions is None:
             return Unknown(getattr(atom, "aval", None), "a value of a derivative", None)
         if self._dataflow is None:

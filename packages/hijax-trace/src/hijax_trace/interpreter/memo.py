@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..dataflow.dataflow import Express
+from ..dataflow.expression import is_zero
 from ..dataflow.flow import Origin
 from .frames import Key, Metadata
 
@@ -29,6 +31,8 @@ class Tapped:
         foreign: whether any operation's value was replaced by one that is not its own.
         before: how many such operations there were before, as ``counted``, if handlers looked at
             their numbers.
+        is_parameter: by which handlers have asked for the kinds of values; None if they have not.
+        kinds: those of its inputs then; see ``kinds_of``.
     """
 
     jaxpr: Any
@@ -43,6 +47,8 @@ class Tapped:
     before: Mapping[Key, int] | None = None
     unused: tuple[int, ...] = ()
     foreign: bool = False
+    is_parameter: Callable[[str], bool] | None = None
+    kinds: tuple[Hashable, ...] = ()
 
 
 class Memo:
@@ -65,6 +71,7 @@ class Memo:
         origin: Callable[[int], Origin | None],
         path: Callable[[], Hashable],
         count: Callable[[Key], int],
+        expressions: Sequence[Express] | None,
     ) -> Tapped | None:
         """Returns what was made of ``jaxpr`` where all that its handlers looked at was the same.
 
@@ -74,9 +81,14 @@ class Memo:
             origin: tells the origin of an input now.
             path: tells what stands for the module path now.
             count: tells how many such operations there were before.
+            expressions: find how its inputs are computed.
         """
         for tapped in self._kept.get(jaxpr, {}).get(key, ()):
             if tapped.path_was_read and tapped.path != path():
+                continue
+            if tapped.is_parameter is not None and tapped.kinds != self.kinds_of(
+                expressions, tapped.is_parameter
+            ):
                 continue
             before = tapped.before or {}
             if any(count(key) != number for key, number in before.items()):
@@ -84,6 +96,20 @@ class Memo:
             if all(self._same(origin(index), before) for index, before in tapped.read.items()):
                 return tapped
         return None
+
+    def kinds_of(
+        self, expressions: Sequence[Express] | None, is_parameter: Callable[[str], bool]
+    ) -> tuple[Hashable, ...]:
+        """Return what the kinds of the values in a program depend on: those of its inputs."""
+        found = []
+        for express in expressions or ():
+            expression = express()
+            kind = expression.judged(is_parameter)
+            keys = frozenset(map(self._resolve_origin, kind.paths))
+            # A mask of zeros is one because of its value.
+            is_mask = kind.kind == "constant" and is_zero(expression)
+            found.append((kind._replace(paths=keys), is_mask))
+        return tuple(found)
 
     def _same(self, now: Origin | None, before: Origin | None) -> bool:
         if now is None or before is None or now == before:

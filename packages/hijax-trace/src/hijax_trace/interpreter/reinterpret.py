@@ -6,13 +6,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from interception_core import TargetError
+from interception_core import TargetError, ValueKind
 
 from .. import compat
 from ..dataflow.dataflow import returned_views
 from ..dataflow.expression import VIEWS, Expression, is_zero
 from ..dataflow.flow import Origin, handed_on
 from ..proxy.array_proxy import ArrayProxy, Lost, follow
+from ..proxy.carrier import Carrier, proxy_of
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, MarkerName, Packed, check_result, check_value
 from .bodies import Entered, custom, enter
@@ -92,6 +93,8 @@ class Interpreter:
                 frame.untapped = untapped
             if (frame.metadata or frame.proxies) and compat.holds_jaxprs(eqn):
                 self._hand_on(eqn)
+            if frame.proxies:
+                self._carry(eqn)
             for var in forget.get(eqn, ()):
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self._jaxpr.outvars]
@@ -116,9 +119,14 @@ class Interpreter:
             within = self.frame.within | task.within
             self._inline(task, eqn.params["jaxpr"], values, info, within)
             return True
-        if eqn.primitive.name not in VIEWS:
+        return self._follows(task, values, info)
+
+    def _follows(self, task: Task, values: list[Any], info: Any) -> bool:
+        """Makes an equation that moves elements, with the array proxies of its operands."""
+        eqn, proxies = task.eqn, self.frame.proxies
+        held = [proxy_of(proxies.get(_variable(atom))) for atom in eqn.invars]
+        if eqn.primitive.name not in VIEWS or not any(held):
             return False
-        self._again(task, eqn, values, info)
         avals = [var.aval for var in eqn.outvars]
 
         def is_known_zero(i: int) -> bool:
@@ -126,8 +134,28 @@ class Interpreter:
 
         with compat.at(info), eqn.ctx.manager:
             found = follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero)
+            looked_up = found[0] if eqn.primitive.name == "gather" else None
+            if looked_up is not None and not isinstance(looked_up, Lost):
+                # Rows of a table: those that are needed alone, not the table, become an array.
+                self._write(eqn.outvars, [looked_up.restore().astype(avals[0].dtype)])
+        if looked_up is None or isinstance(looked_up, Lost):
+            self._again(task, eqn, values, info)
         proxies.update((v, proxy) for v, proxy in zip(eqn.outvars, found, strict=True) if proxy)
         return True
+
+    def _carry(self, eqn: Any) -> None:
+        """Keeps what travels with an equation's operands beside its results."""
+        frame = self.frame
+        held = [frame.proxies.get(_variable(atom)) for atom in eqn.invars]
+        carriers = [one for one in held if isinstance(one, Carrier)]
+        for var in eqn.outvars if carriers else ():
+            expression = frame.expression(var)
+            key, own = expression.key, proxy_of(frame.proxies.pop(var, None))
+            kind = expression.judged(carriers[0].is_parameter)
+            if kind.kind in ("view", "derived") and not kind.is_dynamic:
+                frame.proxies[var] = carriers[0].at(carriers[1:], key, var.aval, own)
+            elif own is not None:
+                frame.proxies[var] = own
 
     def _hand_on(self, eqn: Any) -> None:
         """Keeps what is known of operands that a call, branch or loop returns."""
@@ -173,7 +201,8 @@ class Interpreter:
             result = handler(call, *values, **eqn.params)
         self._annotate(call, eqn.invars, values)
         if result is NotImplemented:
-            self._let_run(task, values, info, within | {name})
+            if not (frame.proxies and self._follows(task, values, info)):
+                self._let_run(task, values, info, within | {name})
             return
         results = list(result) if eqn.primitive.multiple_results else [result]
         if len(results) != len(eqn.outvars):
@@ -459,7 +488,7 @@ class Interpreter:
         if frame.proxies:
             found = [frame.proxies.get(_variable(atom)) for atom in eqn.invars]
             proxies = {i: held for i, held in enumerate(found) if held is not None}
-        expressions = [functools.partial(frame.expression, atom) for atom in eqn.invars]
+        expressions = [functools.partial(frame.own_expression, atom) for atom in eqn.invars]
         return Operands([atom.aval for atom in eqn.invars], origins, metadata, proxies, expressions)
 
 
@@ -493,6 +522,10 @@ class KnownAtoms(NamedTuple):
     def expression(self, index: int) -> Expression:
         """Return how it is computed."""
         return self.frame.expression(self.atoms[index])
+
+    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return what it is to somebody who stores parameters in another form."""
+        return self.frame.kind(self.atoms[index], is_parameter)
 
 
 def _variable(atom: Any) -> Any:

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from interception_core import ValueKind
+
 from .. import compat
 from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, Express, constant
@@ -240,3 +242,7 @@ class KnownTracers(NamedTuple):
     def expression(self, index: int) -> Expression:
         """Returns how it is computed."""
         return self.tracers.expression(self.values[index])
+
+    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return what it is to somebody who stores parameters in another form."""
+        return self.expression(index).judged(is_parameter)

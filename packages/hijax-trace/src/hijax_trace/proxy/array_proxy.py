@@ -236,6 +236,8 @@ def stepped(proxy: ArrayProxy, axis: int) -> ArrayProxy:
         proxy: the whole.
         axis: along which the steps are.
     """
+    if (step := getattr(proxy, "step", None)) is not None:
+        return step(axis)
     rest = [i for i in range(len(proxy.shape)) if i != axis]
     shape = tuple(proxy.shape[i] for i in rest)
     if isinstance(proxy, Lost):

@@ -137,7 +137,7 @@ class _Trial(Survey):
         try:
             super()._use(op_id, weight, *args, **kwargs)
         except QuantizationError:
-            self.refused.add(weight.provenance)
+            self.refused.add(weight.path)
 
 
 def _try(

@@ -123,7 +123,7 @@ class LoraProvider(PtqProvider):
             if side in adapted:
                 if operands[side] is site.operands[side]:
                     operands[side] = adapted[side].base_array()
-            elif weight is not None and weight.provenance in self._rules.adapted:
+            elif weight is not None and weight.path in self._rules.adapted:
                 # It got here as an array, with the adapter added: what is quantized is not that.
                 hows[side] = None
             if weight is not None and hows[side] is not None:
@@ -148,7 +148,7 @@ class LoraProvider(PtqProvider):
     def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
         held = call.proxy(operand)
         if not isinstance(held, LoraWeight):
-            return super()._lookup(call, operand, indices, **params)
+            return NotImplemented
         delta = adapter_rows(held, indices, params)
         base = held.base.unpacked() if isinstance(held.base, PrepackedWeight) else held.base
         if isinstance(base, qn.QArray):

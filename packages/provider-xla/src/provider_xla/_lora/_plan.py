@@ -195,11 +195,11 @@ class LoraSurvey:
         batch: Sequence[int],
         is_lookup: bool,
     ) -> None:
-        path = str(weight.provenance)
+        path = weight.path
         if weight.axes is None:
             self._problem(
-                f"{path} gets no adapter from {op_id} (rule {index}): its axes can't be followed "
-                "to it"
+                f"{path} gets no adapter from {op_id} (rule {index}): the operation takes a part "
+                "of it, or a weight that is computed from it"
             )
             return
         lead, summed, kept = [], [], []

@@ -80,7 +80,7 @@ def layouts(plan: Plan, params: Any, batch: Sequence[Any]) -> dict[str, Layout |
 
     def run(site: Site) -> Any:
         for side, weight in enumerate(site.weights):
-            path = None if weight is None else weight.provenance
+            path = None if weight is None else weight.path
             if path in plan.weights:
                 try:
                     one = layout_of(site, side, plan.weights[path])

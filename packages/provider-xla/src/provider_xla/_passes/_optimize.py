@@ -211,7 +211,7 @@ def _measured(
 
     def visit(site: Site) -> Any:
         for side, weight in enumerate(site.weights):
-            path = None if weight is None else weight.provenance
+            path = None if weight is None else weight.path
             if path in part:
                 paths[site.call.op_id] = path
                 rows = rows_of(site, side)

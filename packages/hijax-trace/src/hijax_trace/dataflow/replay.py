@@ -1,0 +1,115 @@
+"""Replay: array proxies moved as an expression moves the arrays that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..proxy.array_proxy import SAME, ArrayProxy, Lost, stepped
+from ..proxy.moves import MoveError
+from .expression import Constant, Expression, Leaf, Operation, Part, is_zero
+
+
+def replay(
+    expression: Expression, stands_for: Callable[[Expression], ArrayProxy | None]
+) -> ArrayProxy:
+    """Return the proxy of a view, from the proxies of what it is a view of.
+
+    Under ``jax.eval_shape`` this tells, before a program runs, which proxies follow it. One step
+    of a loop is its first; an index that only the running program knows is zero.
+
+    Args:
+        expression: the view: a chain of moves.
+        stands_for: the proxy of a node, where there is one; the nodes before it are not asked.
+
+    Raises:
+        MoveError: a proxy does not follow a move, or the expression does more than move values.
+    """
+    found: dict[int, Any] = {}
+    results: dict[tuple, Any] = {}
+    stack = [expression]
+    while stack:
+        node = stack[-1]
+        if id(node) not in found and (proxy := stands_for(node)) is not None:
+            found[id(node)] = proxy
+        missing = [x for x in _data(node) if id(x) not in found] if id(node) not in found else []
+        if missing:
+            stack += missing
+            continue
+        stack.pop()
+        if id(node) not in found:
+            found[id(node)] = _moved(node, [found[id(x)] for x in _data(node)], results)
+    return found[id(expression)]
+
+
+def root_of(expression: Expression) -> Expression:
+    """Return what a view is a view of: an input, a computed value, or several that are joined."""
+    node = expression
+    while len(data := _data(node)) == 1:
+        (node,) = data
+    return node
+
+
+def carriers_of(expression: Expression) -> list[str]:
+    """Return the inputs that go through all loops and maps that a value is computed in.
+
+    Each step of these loops has a part of them, so that what is computed for the steps can go
+    along with any of them.
+    """
+    nodes = list(expression.nodes())
+    depths = frozenset(node.depth for node in nodes if isinstance(node, Part))
+    found = []
+    for leaf in expression.leaves():
+        ways: dict[int, set[frozenset[int]]] = {}
+        for node in nodes:
+            is_it = isinstance(node, Leaf) and node.path == leaf.path
+            own = {frozenset[int]()} if is_it else set()
+            for operand in node.operands:
+                own |= ways[id(operand)]
+            own = {way | {node.depth} for way in own} if isinstance(node, Part) else own
+            ways[id(node)] = own
+        if depths in ways[id(expression)]:
+            found.append(leaf.path)
+    return found
+
+
+def _data(node: Expression) -> list[Expression]:
+    """Return the operands of which a node consists."""
+    if isinstance(node, Operation) and node.moved is not None:
+        return [node.operands[i] for i in node.moved]
+    return [*node.operands] if isinstance(node, Part) else []
+
+
+def _moved(node: Expression, data: list[ArrayProxy], results: dict[tuple, Any]) -> ArrayProxy:
+    if isinstance(node, Part):
+        steps = stepped(data[0], node.axis)
+        if isinstance(steps, Lost):
+            raise MoveError(steps.why)
+        return jax.tree.map(lambda x: x[0], steps)
+    if not isinstance(node, Operation) or node.moved is None:
+        raise MoveError(f"{node} is no view")
+    name = node.primitive.name
+    if name in SAME:
+        return data[0]
+    key = (id(node.params), *map(id, node.operands))
+    if key not in results:
+        proxies = dict(zip(node.moved, data, strict=True))
+        operands = [
+            proxies[i] if i in proxies else _value(operand)
+            for i, operand in enumerate(node.operands)
+        ]
+        results[key] = data[0].moved(name, node.params, operands)
+    return results[key][node.result]
+
+
+def _value(node: Expression) -> Any:
+    if isinstance(node, Constant):
+        return node.value
+    aval: Any = node.aval
+    if is_zero(node):
+        return np.zeros(aval.shape, aval.dtype)
+    return jnp.zeros(aval.shape, aval.dtype)

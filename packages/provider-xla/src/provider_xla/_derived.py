@@ -1,0 +1,33 @@
+"""Derived weights: values of parameters and constants alone, computed once and stored."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hijax_trace import Expression
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derived:
+    """How a derived weight is computed.
+
+    Attributes:
+        path: its name in a plan: its expression, as text.
+        expression: computes it.
+        carrier: the pytree path of the parameter that it is stored beside.
+        shape: its shape; that of all steps, in leading axes, where it is computed in a loop.
+        dtype: its dtype.
+    """
+
+    path: str
+    expression: Expression
+    carrier: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The pytree paths of the parameters that it is computed from."""
+        return tuple(leaf.path for leaf in self.expression.leaves())

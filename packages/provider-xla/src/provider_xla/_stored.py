@@ -1,0 +1,115 @@
+"""Stored parameters: quantized by a plan, and packed for kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from hijax_trace import Carrier
+
+from ._weights import WeightPlan, is_stored, mapped, prepack_leaf, quantize_leaf
+
+if TYPE_CHECKING:
+    from ._plan import Plan
+
+
+def quantize(plan: Plan, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
+    """Quantize the parameters: see ``Plan.quantize``."""
+    from tqdm import tqdm
+
+    found, treedef = jax.tree_util.tree_flatten_with_path(params)
+    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    plan._check(given)
+    if donate:
+        for path, weight in plan.weights.items():
+            if weight.derived is None:
+                weight.check_finite(given[path])
+    # Derived weights first: a parameter that is donated is gone once it is quantized.
+    derived = {one.path: stored for one, stored in _derived(plan, given, prepack)}
+    leaves = []
+    total = sum(getattr(leaf, "nbytes", 0) for leaf in given.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
+        for path, leaf in given.items():
+            size = getattr(leaf, "nbytes", 0)
+            stored, weight = leaf, plan.weights.get(path)
+            if weight is not None:
+                stored = quantize_leaf(weight, leaf, check=not donate)
+                stored = prepack_leaf(weight, stored) if prepack else stored
+            stored = carried(plan, path, leaf, stored, derived)
+            is_kept = stored is leaf or (isinstance(stored, Carrier) and stored.own is leaf)
+            if donate and isinstance(leaf, jax.Array) and not is_kept:
+                leaf.delete()
+            leaves.append(stored)
+            bar.update(size)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _derived(
+    plan: Plan, given: Mapping[str, Any], prepack: bool
+) -> Iterator[tuple[WeightPlan, Any]]:
+    """Yield the derived weights, with what is stored for each."""
+    for weight in plan.weights.values():
+        if weight.derived is not None:
+            inputs = {path: given[path] for path in weight.derived.leaves}
+            stored = quantize_leaf(weight, weight.derived.expression.evaluate(inputs))
+            yield weight, prepack_leaf(weight, stored) if prepack else stored
+
+
+def carried(plan: Plan, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
+    """Return what stands for a parameter: with the derived weights that are stored beside it.
+
+    Args:
+        plan: the plan.
+        path: of the parameter.
+        leaf: the parameter, or its type.
+        stored: what is stored for it.
+        derived: what is stored for the derived weights, by name.
+    """
+    beside = [
+        weight.derived
+        for weight in plan.weights.values()
+        if weight.derived is not None and weight.derived.carrier == path
+    ]
+    if not beside and path not in plan.absorbed:
+        return stored
+    return Carrier(
+        None if path in plan.absorbed else stored,
+        {one.expression.key: derived[one.path] for one in beside},
+        tuple((one.expression.key, one.expression.loops) for one in beside),
+        plan._rules.is_parameter,
+        tuple(leaf.shape),
+        np.dtype(leaf.dtype),
+    )
+
+
+def prepack(plan: Plan, params: Any) -> Any:
+    """Pack quantized parameters for kernels: see ``Plan.prepack``."""
+    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
+    by_key = {
+        weight.derived.expression.key: weight
+        for weight in plan.weights.values()
+        if weight.derived is not None
+    }
+    leaves = []
+    for path, leaf in found:
+        weight = plan.weights.get(plan._prefix + jax.tree_util.keystr(path))
+        if isinstance(leaf, Carrier):
+            own = leaf.own
+            if weight is not None and is_stored(own):
+                own = prepack_leaf(weight, own)
+            derived = {
+                key: prepack_leaf(by_key[key], one) if key in by_key else one
+                for key, one in leaf.derived.items()
+            }
+            leaf = dataclasses.replace(leaf, own=own, derived=derived)
+        elif weight is not None and is_stored(leaf):
+            leaf = prepack_leaf(weight, leaf)
+        leaves.append(leaf)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+__all__ = ["carried", "mapped", "prepack", "quantize"]

@@ -1,0 +1,172 @@
+"""Weights that are parts of parameters, or computed from them, are stored."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from provider_xla import (
+    PtqProvider,
+    QtProvider,
+    QuantizationError,
+    QuantizationRule,
+    QuantizationWarning,
+)
+
+RULES = {
+    "weights": QuantizationRule(weight_qtype="int8"),
+    "both": QuantizationRule(weight_qtype="int8", act_qtype="int8"),
+}
+MASK = (np.arange(48).reshape(8, 6) % 2).astype(np.float32)
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+W, STACK, X = draw(8, 6), draw(3, 8, 8), draw(4, 8)
+MASKS = np.stack([MASK, 1 - MASK])
+
+# Programs that take parts of parameters, or compute weights from them, in all ways that were met
+# in model libraries.
+IDIOMS = {
+    "split": (lambda p, x: sum(x @ v for v in jnp.split(p, 3, axis=1)), W),
+    "index": (lambda p, x: sum(x @ p[i] for i in range(3)), STACK),
+    "fori_loop": (lambda p, x: lax.fori_loop(0, 3, lambda i, c: c @ p[i], x), STACK),
+    "index in a scan": (
+        lambda p, x: lax.scan(
+            lambda c, i: (c @ lax.dynamic_index_in_dim(p, i, 0, False), None), x, jnp.arange(3)
+        )[0],
+        STACK,
+    ),
+    "unstack": (lambda p, x: sum(x @ w for w in jnp.unstack(p)), STACK),
+    "concatenate": (lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1), {"a": W, "b": -W}),
+    "stack and vmap": (
+        lambda p, x: jax.vmap(lambda w: x @ w)(jnp.stack([p["a"], p["b"]])),
+        {"a": W, "b": -W},
+    ),
+    "flip": (lambda p, x: x @ jnp.flip(p, 0), W),
+    "mask": (lambda p, x: x @ (p * MASK), W),
+    "scale": (lambda p, x: x @ (p * 0.125), W),
+    "weight norm": (
+        lambda p, x: x @ (p["v"] / jnp.linalg.norm(p["v"], axis=0) * p["g"]),
+        {"v": W, "g": draw(6)},
+    ),
+    "low rank": (
+        lambda p, x: x @ (p["w"] + p["a"] @ p["b"]),
+        {"w": W, "a": draw(8, 2), "b": draw(2, 6)},
+    ),
+    "pad": (lambda p, x: x @ jnp.pad(p, ((0, 2), (0, 0))), W[:6]),
+    "tile": (lambda p, x: x @ jnp.tile(p, (2, 1)), W[:4]),
+    "routed": (lambda p, x: jnp.einsum("ab,abc->ac", x, p[jnp.argmax(x[:, :3], 1)]), STACK),
+    "in a jitted function": (lambda p, x: jax.jit(lambda w, x: x @ (w * 2))(p, x), W),
+    "steps": (
+        lambda p, x: lax.scan(lambda c, w: (jnp.tanh(c @ (w * w)), None), x, p)[0],
+        STACK,
+    ),
+    "transposed and masked": (lambda p, x: x @ (p.T * MASK), W.T),
+    "masked and transposed": (lambda p, x: x @ (p * MASK.T).T, W.T),
+    "masked and used twice": (lambda p, x: (x @ (p * MASK)) @ (p * MASK).T, W),
+    "masked and split": (lambda p, x: sum(x @ v for v in jnp.split(p * MASK, 2, axis=1)), W),
+    "used as it is, too": (lambda p, x: x @ p + x @ (p * 0.5), W),
+    "masked steps under remat": (
+        lambda p, x: lax.scan(jax.checkpoint(lambda c, w: (jnp.tanh(c @ (w * 0.1)), None)), x, p)[
+            0
+        ],
+        STACK,
+    ),
+    "mapped and scaled": (
+        lambda p, x: jax.vmap(lambda w, g: x @ (w * g))(p["w"], p["g"]),
+        {"w": STACK, "g": draw(3, 1, 8, seed=1)},
+    ),
+    "masked in a branch": (
+        lambda p, x: lax.cond(x[0, 0] > 9, lambda x: x @ p, lambda x: x @ (p * MASK), x),
+        W,
+    ),
+    "a jitted norm": (lambda p, x: x @ jax.jit(lambda w: w / jnp.abs(w).sum(0))(p), W),
+    "index, then scale": (lambda p, x: sum(x @ (p[i] * 0.1) for i in range(3)), STACK),
+    "tanh of the transpose": (lambda p, x: jnp.einsum("bi,oi->bo", x, jnp.tanh(p.T)), W),
+    "flipped kernel": (
+        lambda p, x: lax.conv_transpose(x[None, :, :], p, (1,), "SAME", transpose_kernel=True),
+        draw(3, 5, 8),
+    ),
+}
+
+
+def plan_of(fn, params, rule, **options):
+    return PtqProvider([rule], strict=True).plan(fn, params, X, **options)
+
+
+def relative(actual, expected):
+    return np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", IDIOMS)
+def test_stored(name, rule):
+    """Each is stored in integers, and gives what the float program gives, but for rounding."""
+    fn, params = IDIOMS[name]
+    plan = plan_of(fn, params, RULES[rule], kernels=False)
+    assert plan.weights
+    stored = plan.quantize(params)
+    leaves = jax.tree.leaves(stored)
+    # Floats are scales alone.
+    floats = sum(x.nbytes for x in leaves if jnp.issubdtype(x.dtype, jnp.floating))
+    assert floats <= sum(x.nbytes for x in jax.tree.leaves(params)) / 4
+    assert sum(x.nbytes for x in leaves) == plan.bytes_after
+    expected = np.asarray(fn(jax.tree.map(jnp.asarray, params), X))
+    for run in (plan.apply(fn), jax.jit(plan.apply(fn))):
+        assert relative(run(stored, X), expected) < 0.015
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", IDIOMS)
+def test_trained_as_it_is_stored(name, rule):
+    """Training sees the values that inference has, and the gradient of the float program."""
+    fn, params = IDIOMS[name]
+    params = jax.tree.map(jnp.asarray, params)
+    trained = QtProvider([RULES[rule]], strict=True).apply(fn)
+    stored = plan_of(fn, params, RULES[rule], kernels=False)
+    inferred = jax.jit(stored.apply(fn))(stored.quantize(params), X)
+    # What is contracted along both of its axes is stored with one scale.
+    tolerance = 0.015 if name == "masked and used twice" else 1e-3
+    assert relative(jax.jit(trained)(params, X), np.asarray(inferred)) < tolerance
+    weights = draw(*inferred.shape, seed=5)
+    found = jax.grad(lambda p: (trained(p, X) * weights).sum())(params)
+    expected = jax.grad(lambda p: (fn(p, X) * weights).sum())(params)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert relative(one, np.asarray(other)) < 0.1
+
+
+def test_what_can_not_be_stored_is_told():
+    """A loop steps through a mask, and not through the parameter: its steps are not known apart."""
+
+    def fn(p, x):
+        return lax.scan(lambda c, m: (c + x @ (p * m), None), jnp.zeros((4, 6)), MASKS)[0]
+
+    message = r"scan\(.*matmul:0: its weight mul\(args\[0\], constant\[step\]\) can't be stored"
+    with pytest.warns(QuantizationWarning, match=message):
+        assert not PtqProvider([RULES["both"]]).plan(fn, W, X).weights
+    with pytest.raises(QuantizationError, match=message):
+        plan_of(fn, W, RULES["both"])
+
+
+def test_two_parameters_are_a_part_of_a_weight():
+    plan = plan_of(IDIOMS["low rank"][0], IDIOMS["low rank"][1], RULES["both"])
+    part, whole = plan.ops
+    assert (
+        part.reason == "all operands come from parameters: it computes a weight, or a part of one"
+    )
+    assert whole.qtypes == ("int8", "int8")
+    assert plan.absorbed == {"args[0]['w']", "args[0]['a']", "args[0]['b']"}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_closed_over_is_not_a_parameter(rule):
+    """Products of two values that both come from parameters are parts of one, and no fault."""
+    params = {"q": W, "k": -W}
+    fn = lambda p: jax.nn.softmax((X @ p["q"]) @ (X @ p["k"]).T)  # noqa: E731
+    plan = PtqProvider([RULES[rule]], strict=True).plan(fn, params)
+    assert sorted(plan.weights) == ["args[0]['k']", "args[0]['q']"]
+    assert not plan.problems
