@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from jax import lax
 
 from provider_xla import (
@@ -12,6 +13,10 @@ from provider_xla import (
     QuantizationError,
     QuantizationRule,
     QuantizationWarning,
+    StoreMismatchError,
+    load,
+    quantize_file,
+    save,
 )
 
 RULES = {
@@ -170,3 +175,37 @@ def test_what_is_closed_over_is_not_a_parameter(rule):
     plan = PtqProvider([RULES[rule]], strict=True).plan(fn, params)
     assert sorted(plan.weights) == ["args[0]['k']", "args[0]['q']"]
     assert not plan.problems
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ""])
+@pytest.mark.parametrize("name", ["index", "concatenate", "weight norm", "low rank", "steps"])
+def test_saved_and_loaded(name, suffix, tmp_path):
+    fn, params = IDIOMS[name]
+    plan = plan_of(fn, params, RULES["weights"])
+    stored, path = plan.quantize(params), tmp_path / f"stored{suffix}"
+    save(path, stored, plan)
+    again = load(path, plan=plan)
+    assert jax.tree.structure(again) == jax.tree.structure(stored)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(stored), strict=True):
+        np.testing.assert_array_equal(one, other)
+    other = PtqProvider([QuantizationRule(weight_qtype="int4")]).plan(fn, params, X)
+    with pytest.raises(StoreMismatchError, match="int8.* -> .*int4"):
+        load(path, plan=other)
+
+
+@pytest.mark.parametrize("name", ["index", "concatenate", "weight norm", "low rank", "steps"])
+def test_quantized_from_a_file(name, tmp_path):
+    fn, params = IDIOMS[name]
+    params = params if isinstance(params, dict) else {"params": params}
+    run = fn if isinstance(IDIOMS[name][1], dict) else lambda p, x: fn(p["params"], x)
+    plan = plan_of(run, jax.eval_shape(lambda: params), RULES["weights"])
+    safetensors.numpy.save_file(params, tmp_path / "float.safetensors")
+    expected = plan.quantize(params)
+    for found in (
+        quantize_file(plan, tmp_path / "float.safetensors"),
+        quantize_file(plan, tmp_path / "float.safetensors", tmp_path / "stored.safetensors")
+        or load(tmp_path / "stored.safetensors", plan=plan),
+    ):
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(one, other)

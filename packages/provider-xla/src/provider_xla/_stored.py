@@ -11,7 +11,7 @@ import numpy as np
 
 from hijax_trace import Carrier
 
-from ._weights import WeightPlan, is_stored, mapped, prepack_leaf, quantize_leaf
+from ._weights import WeightPlan, is_stored, prepack_leaf, quantize_leaf
 
 if TYPE_CHECKING:
     from ._plan import Plan
@@ -89,27 +89,32 @@ def carried(plan: Plan, path: str, leaf: Any, stored: Any, derived: Mapping[str,
 def prepack(plan: Plan, params: Any) -> Any:
     """Pack quantized parameters for kernels: see ``Plan.prepack``."""
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    by_key = {
-        weight.derived.expression.key: weight
-        for weight in plan.weights.values()
-        if weight.derived is not None
-    }
-    leaves = []
-    for path, leaf in found:
-        weight = plan.weights.get(plan._prefix + jax.tree_util.keystr(path))
-        if isinstance(leaf, Carrier):
-            own = leaf.own
-            if weight is not None and is_stored(own):
-                own = prepack_leaf(weight, own)
-            derived = {
-                key: prepack_leaf(by_key[key], one) if key in by_key else one
-                for key, one in leaf.derived.items()
-            }
-            leaf = dataclasses.replace(leaf, own=own, derived=derived)
-        elif weight is not None and is_stored(leaf):
-            leaf = prepack_leaf(weight, leaf)
-        leaves.append(leaf)
+    leaves = [prepacked(plan, plan._prefix + jax.tree_util.keystr(path), x) for path, x in found]
     return jax.tree.unflatten(treedef, leaves)
 
 
-__all__ = ["carried", "mapped", "prepack", "quantize"]
+def prepacked(plan: Plan, path: str, leaf: Any) -> Any:
+    """Return a leaf of stored parameters, packed for kernels where the plan says so.
+
+    Args:
+        plan: the plan.
+        path: of the leaf.
+        leaf: what is stored there, or an array.
+
+    Raises:
+        QuantizationError: it was quantized in another way than the plan's.
+    """
+    weight = plan.weights.get(path)
+    if not isinstance(leaf, Carrier):
+        return prepack_leaf(weight, leaf) if weight is not None and is_stored(leaf) else leaf
+    by_key = {
+        one.derived.expression.key: one for one in plan.weights.values() if one.derived is not None
+    }
+    derived = {
+        key: prepack_leaf(by_key[key], one) if key in by_key else one
+        for key, one in leaf.derived.items()
+    }
+    own = leaf.own
+    if weight is not None and is_stored(own):
+        own = prepack_leaf(weight, own)
+    return dataclasses.replace(leaf, own=own, derived=derived)

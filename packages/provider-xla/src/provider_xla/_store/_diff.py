@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ._forms import QUANTIZED, take_apart
+from hijax_trace import Carrier
+
+from ._forms import CARRIER, QUANTIZED, take_apart
 from ._manifest import Manifest, plan_json
 from ._tree import Leaf, describe
 
@@ -87,8 +89,12 @@ def compare_template(manifest: Manifest, leaves: Sequence[Leaf]) -> PlanDiff:
 
 def of_plan(plan: Plan, leaf: Leaf) -> dict[str, Any]:
     """Returns what a plan makes of a leaf."""
-    facts = _facts(leaf)
-    weight = plan.weights.get(plan._prefix + leaf.path)
+    facts, path = _facts(leaf), plan._prefix + leaf.path
+    weight = plan.weights.get(path)
+    beside = [w for w in plan.weights.values() if w.derived and w.derived.carrier == path]
+    if beside or path in plan.absorbed:
+        own = None if path in plan.absorbed else weight.qtype if weight else "float"
+        return {**facts, "is": _beside(own, [(w.qtype, w.shape) for w in beside])}
     if weight is None:
         return facts
     scales = list(weight.granularity.scale_shape(weight.shape))
@@ -104,6 +110,12 @@ def of_manifest(manifest: Manifest) -> list[dict[str, Any]]:
         facts: dict[str, Any] = {"name": leaf.name, "is": leaf.kind}
         if "shape" in about:
             facts |= {"shape": about["shape"], "dtype": about["dtype"], "is": "float"}
+        if leaf.kind == CARRIER:
+            own, *derived = (
+                one and (one["about"].get("qtype", "float"), one["about"]["shape"])
+                for one in about["held"]
+            )
+            facts["is"] = _beside(own and own[0], derived)
         if leaf.kind in QUANTIZED:
             scales = list(manifest.tensors[leaf.tensors["scale"]][1])
             facts |= {"is": about["qtype"], "scales": scales}
@@ -113,11 +125,21 @@ def of_manifest(manifest: Manifest) -> list[dict[str, Any]]:
     return found
 
 
+def _beside(own: str | None, derived: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """Return what is stored for a parameter with derived weights beside it, as text."""
+    beside = ", ".join(f"{qtype}{list(shape)}" for qtype, shape in derived)
+    return f"{own or 'nothing'}, and derived weights: {beside or 'elsewhere'}"
+
+
 def _facts(leaf: Leaf) -> dict[str, Any]:
     value = leaf.value
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         return {"is": take_apart(leaf.name, value).kind}
     facts = {"shape": list(value.shape), "dtype": _dtype(value.dtype), "is": "float"}
+    if isinstance(value, Carrier):
+        found = [(one.qtype, one.shape) for one in value.derived.values()]  # type: ignore[attr-defined]
+        own = None if value.own is None else getattr(value.own, "qtype", "float")
+        return {**facts, "is": _beside(own, found)}
     if hasattr(value, "qtype"):
         facts["is"] = value.qtype
         if hasattr(value, "scale"):

@@ -11,15 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from hijax_trace import Carrier
 
 from .._granularity import Granularity
 from .._prepacked import PrepackedWeight
+from .._sites import Under
 from .._transformed import Rotated, Scaled, TransformedWeight
 from ._carriers import is_storable
 from ._errors import StoreError
 
 QUANTIZED = ("qarray", "packed", "transformed")
 """The kinds that are codes and scales."""
+
+CARRIER = "carrier"
+"""The kind of a parameter with derived weights beside it."""
 
 PACKED_BITS = (3, 5, 6, 7)
 """Bits of codes that are kept as a ``PackedQArray``."""
@@ -30,8 +35,8 @@ class Form:
     """A leaf, taken apart.
 
     Attributes:
-        kind: "array", "numpy", "key", "qarray", "packed", "transformed", "calibration",
-            "statistics", "value" or "static".
+        kind: "array", "numpy", "key", "qarray", "packed", "transformed", "carrier",
+            "calibration", "statistics", "value" or "static".
         about: what else there is to know, as JSON: shape and dtype where it has them.
         parts: by name, the dtype and shape of each array that it consists of.
         arrays: makes these arrays; None of an abstract leaf.
@@ -43,17 +48,25 @@ class Form:
     arrays: Callable[[], Mapping[str, Any]] | None = None
 
 
-def take_apart(name: str, leaf: Any, granularity: Granularity | None = None) -> Form:
+def take_apart(
+    name: str,
+    leaf: Any,
+    granularity: Granularity | None = None,
+    derived: Mapping[str, Granularity] | None = None,
+) -> Form:
     """Returns the form of a leaf, which may be abstract.
 
     Args:
         name: of the leaf, for errors.
         leaf: any leaf.
         granularity: that of a packed weight, as its plan has it; None leaves what it unpacks to.
+        derived: the same of derived weights, by the key of their expression.
 
     Raises:
         StoreError: a leaf that can't be stored.
     """
+    if isinstance(leaf, Carrier):
+        return _carrier(name, leaf, granularity, derived or {})
     if isinstance(leaf, TransformedWeight):
         return _transformed(name, leaf, granularity)
     if isinstance(leaf, PrepackedWeight):
@@ -126,6 +139,19 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
         inner = _put_together(about["inner"], about, parts)
         made = [_step(found, parts[f"step{i}"]) for i, found in enumerate(about["steps"])]
         return TransformedWeight(inner, tuple(made), tuple(about["k_axes"]))
+    if kind == CARRIER:
+        made = [
+            None if one is None else _put_together(one["kind"], one["about"], _below(parts, i))
+            for i, one in enumerate(about["held"])
+        ]
+        return Carrier(
+            made[0],
+            dict(zip(about["keys"], made[1:], strict=True)),
+            tuple(zip(about["keys"], about["loops"], strict=True)),
+            Under(about["params"]),
+            tuple(about["shape"]),
+            jnp.dtype(about["dtype"]),
+        )
     if kind == "calibration":
         return qn.Calibration(parts.get("lower"), parts["upper"])
     if kind == "statistics":
@@ -148,11 +174,63 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
 
 def part_of(leaf: Any, part: str) -> Any:
     """Returns what a leaf that is whole has as one of its parts; None if it has not."""
+    if isinstance(leaf, Carrier):
+        number, _, part = part.partition(".")
+        held = [leaf.own, *leaf.derived.values()][int(number)]
+        return part_of(held, part) if part else held
     if isinstance(leaf, TransformedWeight):
         if part.startswith("step"):
             return jax.tree.leaves(leaf.steps[int(part.removeprefix("step"))])[0]
         leaf = leaf.inner
     return getattr(leaf, part, None)
+
+
+def _below(parts: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the parts of one of the things that a carrier holds, by their own names."""
+    found = {}
+    for name, value in parts.items():
+        first, _, rest = name.partition(".")
+        if int(first) == number:
+            found[rest] = value
+    return found
+
+
+def _carrier(
+    name: str,
+    leaf: Carrier,
+    granularity: Granularity | None,
+    derived: Mapping[str, Granularity],
+) -> Form:
+    """Take a parameter apart that has derived weights beside it."""
+    if not isinstance(leaf.is_parameter, Under):
+        raise StoreError(f"{name} was not made by a plan. Save what plan.quantize returned.")
+    held = [None if leaf.own is None else take_apart(name, leaf.own, granularity)]
+    held += [take_apart(name, one, derived.get(key)) for key, one in leaf.derived.items()]
+    about = {
+        "shape": list(leaf.shape),
+        "dtype": jnp.dtype(leaf.dtype).name,
+        "params": leaf.is_parameter.prefix,
+        "keys": list(leaf.derived),
+        "loops": [dict(leaf.loops)[key] for key in leaf.derived],
+        "held": [None if one is None else {"kind": one.kind, "about": one.about} for one in held],
+    }
+    forms = {i: one for i, one in enumerate(held) if one is not None}
+
+    def joined(number: int, part: str) -> str:
+        return f"{number}.{part}" if part else str(number)
+
+    parts = {joined(i, part): kind for i, one in forms.items() for part, kind in one.parts.items()}
+    if any(one.arrays is None for one in forms.values()):
+        return Form(CARRIER, about, parts)
+
+    def arrays() -> Mapping[str, Any]:
+        return {
+            joined(i, part): array
+            for i, one in forms.items()
+            for part, array in one.arrays().items()  # type: ignore[misc]
+        }
+
+    return Form(CARRIER, about, parts, arrays)
 
 
 def _transformed(name: str, leaf: TransformedWeight, granularity: Granularity | None) -> Form:

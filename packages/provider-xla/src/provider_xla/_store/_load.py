@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import QuantizationWarning
-from .._weights import prepack_leaf
+from .._stored import prepacked
 from . import _orbax, _safetensors
 from ._diff import compare, compare_template
 from ._errors import StoreError, StoreMismatchError
@@ -71,10 +71,9 @@ def load(
             _check_template(path, manifest, leaves)
         values = _read(path, reader, manifest.params, sharding, leaves)
     if plan is not None and prepack:
-        found = {leaf.name: plan.weights.get(plan._prefix + leaf.path) for leaf in _planned(plan)}
+        paths = {leaf.name: plan._prefix + leaf.path for leaf in _planned(plan)}
         for i, leaf in enumerate(manifest.params.leaves):
-            weight = found.get(leaf.name)
-            values[i] = values[i] if weight is None else prepack_leaf(weight, values[i])
+            values[i] = prepacked(plan, paths[leaf.name], values[i])
     if leaves is None:
         return rebuild(manifest.params.structure, values)
     by_name = {at.name: value for at, value in zip(manifest.params.leaves, values, strict=True)}

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from .._rules import QtRule, QuantizationRule
 from ._carriers import is_storable
 from ._errors import StoreError
-from ._forms import QUANTIZED, Form
+from ._forms import CARRIER, QUANTIZED, Form
 from ._tree import describe, indices, unique
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Manifest:
             runs = leaf.about.get("qtype", leaf.about.get("dtype", leaf.kind))
             rows.append([leaf.name, runs, str(leaf.about.get("shape", "")), parts])
         table = tabulate(rows, ["name", "is", "shape", "stored as"], disable_numparse=True)
-        count = sum(leaf.kind in QUANTIZED for leaf in self.params.leaves)
+        count = sum(leaf.kind in (*QUANTIZED, CARRIER) for leaf in self.params.leaves)
         wrote = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         return f"{table}\n{count} of {len(rows)} leaves quantized; written by {wrote}"
 
@@ -201,7 +201,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     for path, weight in plan.weights.items():
         found = weight.as_json()
         kept = ("shape", "dtype", "rule", "qtype", "method", "channel_axes", "tile_axes")
-        weights[names[path]] = {key: found[key] for key in kept} | {"path": path}
+        if weight.derived is None:
+            weights[names[path]] = {key: found[key] for key in kept} | {"path": path}
+        else:
+            kept = (*kept, "derived_from")
+            weights[path] = {key: found[key] for key in kept} | {"path": path}
     return {"rules": [rule_json(rule) for rule in plan._rules.rules], "weights": weights}
 
 

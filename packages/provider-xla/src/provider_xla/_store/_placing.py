@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ._errors import StoreError
-from ._forms import part_of
+from ._forms import CARRIER, part_of
 from ._manifest import StoredLeaf
 from ._tree import Leaf, describe, is_whole
 
@@ -148,6 +148,13 @@ def derived(sharding: Sharding, leaf: StoredLeaf, part: str, shape: Sequence[int
     Codes are cut as the array is. Scales and zero points are where they have an index or a tile
     for each cut, and are on every device otherwise.
     """
+    if leaf.kind == CARRIER:
+        number, _, part = part.partition(".")
+        about = leaf.about["held"][int(number)]["about"]
+        if list(about["shape"]) != list(leaf.about["shape"]):
+            # A derived weight of another shape: what its axes are, the parameter's don't tell.
+            everywhere = isinstance(sharding, NamedSharding)
+            return NamedSharding(sharding.mesh, PartitionSpec()) if everywhere else sharding
     if part in ("", "qvalue"):
         return sharding
     if not isinstance(sharding, NamedSharding):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from .._sites import is_array
-from .._weights import prepack_leaf, quantize_leaf
+from .._stored import carried, prepacked
+from .._weights import WeightPlan, quantize_leaf
 from ._errors import StoreError
 from ._files import appearing
 from ._float_files import FloatFiles, Names, Source, source_of
@@ -104,18 +105,34 @@ class _Parameters:
         """Returns a parameter, quantized if it is to be; what is no array is the plan's."""
         if leaf.name not in self._sources:
             return leaf.value
+        plan, path = self._plan, self._plan._prefix + leaf.path
+        weight, stored = plan.weights.get(path), leaf.value
+        if path not in plan.absorbed:
+            stored = jax.block_until_ready(self._array(leaf))
+            if weight is not None:
+                value, stored = stored, quantize_leaf(weight, stored)
+                value.delete()
+        derived = {
+            one.path: quantize_leaf(one, one.derived.expression.evaluate(self._inputs(one)))
+            for one in plan.weights.values()
+            if one.derived is not None and one.derived.carrier == path
+        }
+        stored = carried(plan, path, leaf.value, stored, derived)
+        return prepacked(plan, path, stored) if prepack else stored
+
+    def _array(self, leaf: Leaf) -> jax.Array:
+        """Return a parameter as it is in the files."""
         source = self._sources[leaf.name]
         array = self._files.parameter(leaf.name, source, leaf.value.shape, leaf.value.dtype)
         about = StoredLeaf(leaf.name, "array", {"shape": array.shape}, {})
         sharding = self._shardings(about, "", array.shape)
-        value = Placement(leaf.name, sharding).put(array)
-        del array
-        weight = self._plan.weights.get(self._plan._prefix + leaf.path)
-        if weight is None:
-            return jax.block_until_ready(value)
-        stored = quantize_leaf(weight, value)
-        value.delete()
-        return prepack_leaf(weight, stored) if prepack else stored
+        return Placement(leaf.name, sharding).put(array)
+
+    def _inputs(self, weight: WeightPlan) -> dict[str, jax.Array]:
+        """Return the parameters that a derived weight is computed from."""
+        assert weight.derived is not None
+        by_path = {self._plan._prefix + leaf.path: leaf for leaf in self.leaves}
+        return {path: self._array(by_path[path]) for path in weight.derived.leaves}
 
     def write(self, target: Path, overwrite: bool) -> None:
         """Writes all to a safetensors file, one after the other."""
@@ -136,7 +153,10 @@ class _Parameters:
 
     def _form(self, leaf: Leaf) -> Form:
         """Returns the form that a parameter will have."""
-        weight = self._plan.weights.get(self._plan._prefix + leaf.path)
-        if weight is None:
-            return take_apart(leaf.name, leaf.value)
-        return take_apart(leaf.name, jax.eval_shape(weight._quantize, leaf.value))
+        plan, path = self._plan, self._plan._prefix + leaf.path
+        types = {one.path: jax.eval_shape(one._quantize, one.abstract())
+                 for one in plan.weights.values()}  # fmt: skip
+        stored = types.get(path, leaf.value)
+        if leaf.name in self._sources:
+            stored = carried(plan, path, leaf.value, stored, types)
+        return take_apart(leaf.name, stored)

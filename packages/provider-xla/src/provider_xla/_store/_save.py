@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .._granularity import Granularity
 from . import _orbax
 from ._diff import compare
 from ._errors import StoreError, StoreMismatchError
@@ -61,8 +62,11 @@ def save(
     path = Path(path)
     kind = format_of(path, format)
     structure, leaves = describe(params)
-    granularities = {} if plan is None else plan_granularities(plan)
-    forms = [(at.name, take_apart(at.name, at.value, granularities.get(at.name))) for at in leaves]
+    granularities, derived = ({}, {}) if plan is None else plan_granularities(plan)
+    forms = [
+        (at.name, take_apart(at.name, at.value, granularities.get(at.name), derived))
+        for at in leaves
+    ]
     beside = None
     if extra is not None:
         extra_structure, extra_leaves = describe(extra, root="extra")
@@ -96,11 +100,20 @@ def format_of(path: Path, format: str | None) -> str:
     return format or ("safetensors" if path.suffix == ".safetensors" else "orbax")
 
 
-def plan_granularities(plan: Plan) -> dict[str, Any]:
-    """Returns the granularity of each weight of a plan, by the name of the leaf."""
+def plan_granularities(plan: Plan) -> tuple[dict[str, Granularity], dict[str, Granularity]]:
+    """Return the granularity of each weight of a plan, by the name of the leaf.
+
+    Those of derived weights by the key of their expression.
+    """
     _, leaves = describe(plan._params)
     found = {at.name: plan.weights.get(plan._prefix + at.path) for at in leaves}
-    return {name: weight.granularity for name, weight in found.items() if weight is not None}
+    derived = {
+        weight.derived.expression.key: weight.granularity
+        for weight in plan.weights.values()
+        if weight.derived is not None
+    }
+    own = {name: weight.granularity for name, weight in found.items() if weight is not None}
+    return own, derived
 
 
 def check_plan(manifest: Manifest, plan: Plan, what: str) -> None:
