@@ -189,7 +189,7 @@ def test_saved_and_loaded(name, suffix, tmp_path):
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(stored), strict=True):
         np.testing.assert_array_equal(one, other)
     other = PtqProvider([QuantizationRule(weight_qtype="int4")]).plan(fn, params, X)
-    with pytest.raises(StoreMismatchError, match="int8.* -> .*int4"):
+    with pytest.raises(StoreMismatchError, match=r"int8.* -> .*int4"):
         load(path, plan=other)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import quant_numerics as qn
 from jaxtap_testkit.xla_samples import PROGRAMS, draw, make, products, stack, tied
@@ -448,10 +449,89 @@ def test_integer_parameters_that_a_rule_is_about():
 
 
 def test_tiles_that_do_not_divide():
-    rule = QuantizationRule(module_path=".*", weight_qtype="int4", tile_size=5)
-    params = {"w": draw((8, 6))[0]}
+    rule = QuantizationRule(weight_qtype="int4", tile_size=5, tile_fallback=None)
+    params, x = {"w": draw((8, 6))[0]}, jnp.ones((4, 8))
     with pytest.raises(QuantizationError, match=r"Rule 0 .*\['w'\].*tile_size 5.* \[?8"):
-        PtqProvider([rule]).plan(lambda p, x: x @ p["w"], params, jnp.ones((4, 8)))
+        PtqProvider([rule]).plan(lambda p, x: x @ p["w"], params, x)
+
+
+@pytest.mark.parametrize(
+    ("fallback", "tiles", "said"),
+    [("divisor", {0: 6}, "tiles of 6"), ("channel", {}, "one scale per channel")],
+)
+def test_tiles_as_a_catch_all(fallback, tiles, said):
+    """A convolution stem, heads that tiles don't divide, and a matmul that they do, by one rule."""
+
+    def model(p, x):
+        x = jax.nn.relu(lax.conv_general_dilated(x, p["stem"], (1,), "SAME", None, None, SPEC))
+        x = x @ p["odd"]
+        return jnp.einsum("bsd,dnh->bsnh", x, p["even"])
+
+    rule = QuantizationRule(weight_qtype="int4", tile_size=8, tile_fallback=fallback)
+    params = {"stem": draw((3, 5, 12))[0], "odd": draw((12, 16))[0], "even": draw((16, 2, 3))[0]}
+    x = draw((2, 7, 5))[0]
+    plan = PtqProvider([rule], strict=True).plan(model, params, x)
+    found = {path: dict(one.granularity.tile_axes) for path, one in plan.weights.items()}
+    assert found == {"args[0]['stem']": {}, "args[0]['odd']": tiles, "args[0]['even']": {0: 8}}
+    assert [note.partition(" does")[0] for note in plan.notes][1] == "matmul:0: tile_size 8"
+    assert "one scale per channel" in plan.notes[0]
+    assert said in plan.notes[1]
+    assert "note: matmul:0" in str(plan)
+    stored = plan.quantize(params)
+    actual = jax.jit(plan.apply(model))(stored, x)
+    np.testing.assert_allclose(actual, model(restored(stored), x), rtol=1e-3, atol=1e-3)
+
+
+SPEC = ("NHC", "HIO", "NHC")
+
+
+def test_what_stays_float_is_told():
+    def model(p, x):
+        return (x @ p["w"]) * p["scale"] + p["table"][jnp.arange(4)]
+
+    params = {"w": draw((8, 6))[0], "scale": draw((6,))[0], "table": draw((500, 6))[0]}
+    plan = PtqProvider([W8], strict=True).plan(model, params, jnp.ones((4, 8)))
+    assert [(path, size) for path, size, _ in plan.floats] == [
+        ("args[0]['table']", 12000),
+        ("args[0]['scale']", 24),
+    ]
+    first, second = str(plan).splitlines()[:2]
+    assert first == "1 of 3 parameters quantized: 0.01 MiB -> 0.01 MiB"
+    assert second.startswith("0.01 MiB of parameters stay float: args[0]['table'] 0.01 MiB (")
+    assert "take:0: no rule" in second
+    assert "args[0]['scale'] 0.00 MiB (no matmul, convolution or lookup uses it)" in second
+
+
+def test_integers_and_scalars_are_no_problem():
+    def model(p, x, ids):
+        counts = jax.nn.one_hot(ids, 8, dtype=jnp.int32) @ jnp.ones((8, 3), jnp.int32)
+        return jnp.dot(jnp.float32(2), x @ p) + counts.sum().astype(jnp.float32)
+
+    plan = PtqProvider([W8A8], strict=True).plan(model, draw((8, 6))[0], jnp.ones((4, 8)), IDS)
+    assert {op.reason for op in plan.ops if not op.quantized} == {
+        "an operand is int32",
+        "an operand is a scalar",
+    }
+
+
+IDS = jnp.arange(4)
+
+
+def test_a_rule_for_weights_only():
+    """Attention scores match the next rule, or none."""
+
+    def model(p, x):
+        q, k = x @ p["q"], x @ p["k"]
+        return q @ k.T
+
+    params = {"q": draw((8, 6))[0], "k": draw((8, 6))[0]}
+    only = dataclasses.replace(W8A8, weights_only=True)
+    for engine in ("trace", "patch"):
+        plan = PtqProvider([only], strict=True, engine=engine).plan(model, params, jnp.ones((4, 8)))
+        whole = [op for op in plan.ops if not op.is_in_parts]
+        assert [op.quantized for op in whole] == [True, True, False]
+        assert whole[-1].reason == "no rule matches"
+        assert "2 of 3 operations quantized" in str(plan)
 
 
 def test_parameters_that_the_plan_is_not_for():

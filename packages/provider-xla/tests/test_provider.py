@@ -370,7 +370,8 @@ def test_tiles(tile):
 
 
 def test_tiles_that_do_not_fit_are_reported():
-    provider = PtqProvider([QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=5)])
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=5, tile_fallback=None)
+    provider = PtqProvider([rule])
     params, x = layer_inputs()
     np.testing.assert_array_equal(provider.apply(two_layers)(params, x), two_layers(params, x))
     assert {record.reason for record in provider.report()} == {

@@ -23,11 +23,14 @@ class StaysFloat(Exception):
 
     Attributes:
         in_parts: whether the operations that it consists of can be.
+        is_common: whether programs are full of such calls, on integers, masks or scalars, and
+            nobody expects a rule to quantize them.
     """
 
-    def __init__(self, reason: str, *, in_parts: bool = False):
+    def __init__(self, reason: str, *, in_parts: bool = False, is_common: bool = False):
         super().__init__(reason)
         self.in_parts = in_parts
+        self.is_common = is_common
 
 
 class Reading(NamedTuple):
@@ -149,11 +152,11 @@ def _frozen(value: Any) -> Any:
 def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
     for value in values:
         if not isinstance(value, jax.Array | np.ndarray):
-            raise StaysFloat(f"an operand is a {type(value).__name__}")
+            raise StaysFloat(f"an operand is a {type(value).__name__}", is_common=True)
         if jnp.result_type(value) not in qn.FLOAT_DTYPES:
-            raise StaysFloat(f"an operand is {value.dtype}")
+            raise StaysFloat(f"an operand is {value.dtype}", is_common=True)
         if value.ndim == 0:
-            raise StaysFloat("an operand is a scalar")
+            raise StaysFloat("an operand is a scalar", is_common=True)
     lhs, rhs = values  # as they are: a weight is known by its identity
     return lhs, rhs
 

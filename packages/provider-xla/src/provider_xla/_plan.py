@@ -41,6 +41,8 @@ class Plan:
         allocation: what ``allocate`` gave each parameter, and why; None of other plans.
         lora: the adapters of parameters that rules with a rank are about, by pytree path.
         absorbed: parameters of which nothing is stored: derived weights are all that uses them.
+        notes: what is done that no rule says, such as another tile size where the rule's does not
+            divide.
     """
 
     ops: Report
@@ -57,6 +59,7 @@ class Plan:
     allocation: Allocation | None = None
     lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
     absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
+    notes: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
     @property
     def bytes_before(self) -> int:
@@ -77,19 +80,46 @@ class Plan:
             "weights": [weight.as_json() for weight in self.weights.values()],
             "lora": [adapter.as_json() for adapter in self.lora.values()],
             "problems": list(self.problems),
+            "notes": list(self.notes),
+            "floats": [list(one) for one in self.floats],
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
         }
 
+    @property
+    def floats(self) -> tuple[tuple[str, int, str], ...]:
+        """The parameters that stay float: path, bytes, and why, the largest first."""
+        found = []
+        for path, leaf in self._leaves.items():
+            if path not in self.weights and path not in self.absorbed:
+                found.append((path, leaf.size * leaf.dtype.itemsize, self._why_float(path)))
+        return tuple(sorted(found, key=lambda one: -one[1]))
+
+    def _why_float(self, path: str) -> str:
+        ops = [op for op in self.ops if path in (op.weight or "").split(" and ")]
+        if not ops:
+            return "no matmul, convolution or lookup uses it"
+        first = next((op for op in ops if op.rule is not None), ops[0])
+        why = "no rule matches" if first.rule is None else first.reason or "it can't be stored"
+        return f"{first.op_id}: {why}"
+
     def __str__(self) -> str:
         table = self.ops.table({path: weight.bytes for path, weight in self.weights.items()})
         before, after = (f"{n / 2**20:.2f} MiB" for n in (self.bytes_before, self.bytes_after))
-        lines = [table, f"{len(self.weights)} of {len(self._leaves)} parameters quantized: "
-                 f"{before} -> {after}"]  # fmt: skip
+        count = sum(path in self.weights or path in self.absorbed for path in self._leaves)
+        lines = [f"{count} of {len(self._leaves)} parameters quantized: {before} -> {after}"]
+        floats = self.floats
+        line = f"{sum(size for _, size, _ in floats) / 2**20:.2f} MiB of parameters stay float"
+        shown = [f"{path} {size / 2**20:.2f} MiB ({why})" for path, size, why in floats[:3]]
+        shown += [f"{len(floats) - 3} more"] * (len(floats) > 3)
+        lines.append(": ".join(filter(None, [line, ", ".join(shown)])))
+        derived = [weight.derived for weight in self.weights.values() if weight.derived]
+        lines += [f"derived: {one.path}, of {', '.join(one.leaves)}" for one in derived]
         if self.lora:
-            count = sum(adapter.size for adapter in self.lora.values())
-            lines.append(f"{len(self.lora)} parameters have adapters: {count:,} numbers to train")
-        return "\n".join(lines)
+            numbers = sum(adapter.size for adapter in self.lora.values())
+            lines.append(f"{len(self.lora)} parameters have adapters: {numbers:,} numbers to train")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, "", table])
 
     def quantize(self, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
         """Quantizes the parameters, one after the other, with a progress bar on a terminal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
 import quant_numerics as qn
-from hijax_trace import ArrayProxy, Box, MoveError
+from hijax_trace import ArrayProxy, Box, Carrier, MoveError
 from interception_core import OpCall, PatchEngine
 
 from ._arrays import of_arrays
@@ -24,7 +25,7 @@ from ._errors import QuantizationError
 from ._products import Product
 from ._report import OpRecord
 from ._sites import Site, Sites
-from ._weights import is_stored, unpacked_leaf
+from ._weights import WeightPlan, is_stored, unpacked_leaf
 
 if TYPE_CHECKING:
     from ._plan import Plan
@@ -119,8 +120,7 @@ def probe(
 
     def tapped(take: Callable[..., Any]) -> Callable[..., Any]:
         def run(site: Site) -> Any:
-            paths = [w.path for w in site.weights if w is not None]
-            take(site.call.op_id, paths, site.call, site.operands, lambda: visit(site))
+            take(site.call.op_id, site.call, site.operands, lambda: visit(site))
             return NotImplemented
 
         def run_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
@@ -134,13 +134,13 @@ def probe(
                 _stored(call.proxy(operand)),
                 weight.path,
             )
-            take(found.op_id, [found.path], call, [operand], lambda: lookup(found))
+            take(found.op_id, call, [operand], lambda: lookup(found))
             return NotImplemented
 
         def run_left(call: OpCall, product: Product, operands: Any, extras: Any) -> None:
             if leave is not None:
                 measured = functools.partial(leave, call.op_id, product, operands, extras)
-                take(call.op_id, [], call, (), measured)
+                take(call.op_id, call, (), measured)
 
         handler = run_lookup if traces and lookup is not None else None
         sites = Sites(plan._rules, run, _ignore, lookup=handler, leave=run_left, keyed=False)
@@ -153,10 +153,10 @@ def probe(
 
     zeros: dict[str, Probed] = {}
 
-    def look(op_id: str, paths: list[str], call: Any, operands: Any, measured: Any) -> None:
+    def look(op_id: str, call: Any, operands: Any, measured: Any) -> None:
         found = jax.eval_shape(lambda: Probed(measured(), jnp.ones((), jnp.int32)))
         if jax.tree.leaves(found.total):
-            steps = _steps(plan, paths)
+            steps = _steps(plan, op_id)
             zeros[op_id] = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((*steps, *x.shape), x.dtype), found
             )
@@ -168,7 +168,7 @@ def probe(
         for op_id, zero in zeros.items()
     }
 
-    def measure(op_id: str, paths: list[str], call: Any, operands: Any, measured: Any) -> None:
+    def measure(op_id: str, call: Any, operands: Any, measured: Any) -> None:
         box = boxes.get(op_id)
         if box is not None:
             found = jax.tree.map(lax.stop_gradient, measured())
@@ -263,33 +263,51 @@ def _stored(held: Any) -> ArrayProxy | None:
 
 def numbered(plan: Plan, params: Any, stored: Any = None) -> Any:
     """Returns the parameters; those that loops take in steps or that are stored, with numbers."""
-    held = {}
+    held: dict[str, Any] = {}
     if stored is not None:
         found, _ = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_stored)
         for path, leaf in found:
             if is_stored(leaf):
                 held[plan._prefix + jax.tree_util.keystr(path)] = unpacked_leaf(leaf)
+    derived = {
+        weight.derived.expression.key: weight
+        for weight in plan.weights.values()
+        if weight.derived is not None
+    }
 
     def one(path: Any, leaf: Any) -> Any:
         name = plan._prefix + jax.tree_util.keystr(path)
-        weight = plan.weights.get(name)
-        if weight is None or not (weight.stepped or name in held):
-            return leaf
-        axes = weight.stepped
-        sizes = [n if a in axes else 1 for a, n in enumerate(leaf.shape)]
-        numbers = jnp.arange(math.prod(sizes), dtype=jnp.float32).reshape(sizes)
-        moving = qn.QArray(leaf, numbers, qtype="int8", dtype=leaf.dtype)
-        return _Numbered(moving, held.get(name), bool(axes))
+        found = held.get(name)
+        if not isinstance(found, Carrier):
+            return _with_numbers(plan.weights.get(name), leaf, found)
+        own = _with_numbers(plan.weights.get(name), leaf, found.own)
+        beside = {
+            key: _with_numbers(derived[key], part.restore(), part)
+            for key, part in found.derived.items()
+        }
+        return dataclasses.replace(found, own=own, derived=beside)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def _steps(plan: Plan, paths: Sequence[str]) -> tuple[int, ...]:
-    """Returns the sizes of the axes of the first parameter in steps that loops step along."""
-    for path in paths:
-        stepped = plan.weights[path].stepped if path in plan.weights else ()
-        if stepped and not isinstance(plan._engine, PatchEngine):
-            return tuple(plan.weights[path].shape[axis] for axis in stepped)
+def _with_numbers(weight: WeightPlan | None, leaf: Any, held: Any) -> Any:
+    """Return an array with the numbers of its steps, and what is stored for it, if it has any."""
+    held = held if is_stored(held) else None
+    if weight is None or not (weight.stepped or held is not None):
+        return leaf
+    axes = weight.stepped
+    sizes = [n if a in axes else 1 for a, n in enumerate(leaf.shape)]
+    numbers = jnp.arange(math.prod(sizes), dtype=jnp.float32).reshape(sizes)
+    return _Numbered(qn.QArray(leaf, numbers, qtype="int8", dtype=leaf.dtype), held, bool(axes))
+
+
+def _steps(plan: Plan, op_id: str) -> tuple[int, ...]:
+    """Return the sizes of the axes of an operation's first weight that loops step along."""
+    if isinstance(plan._engine, PatchEngine):
+        return ()
+    for weight in plan.weights.values():
+        if op_id in weight.ops and weight.stepped:
+            return tuple(weight.shape[axis] for axis in weight.stepped)
     return ()
 
 

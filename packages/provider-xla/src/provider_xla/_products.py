@@ -203,6 +203,29 @@ class RaggedProduct(Product):
         return lax.RaggedDotDimensionNumbers(dims, list(ragged), list(groups))
 
 
+def fitted_tile(
+    product: Product, shapes: tuple[tuple[int, ...], ...], tile_size: int | float, fallback: str
+) -> int | None:
+    """Return the elements of a tile that operands of these shapes can have instead of a rule's.
+
+    Args:
+        product: the operation.
+        shapes: of its operands.
+        tile_size: the rule's, which ``check_tile`` refuses.
+        fallback: "divisor" for the largest that divides, or "channel".
+
+    Returns:
+        The elements; None for one scale per channel.
+    """
+    axes = product.shared(0, len(shapes[0]))
+    if fallback == "channel" or not product.takes_tiles or not axes:
+        return None
+    size = shapes[0][axes[-1]]
+    most = min(tile_elements(tile_size, size), size)
+    found = next((n for n in range(most, 1, -1) if size % n == 0), None)
+    return None if found == size else found
+
+
 def check_tile(
     product: Product, shapes: tuple[tuple[int, ...], ...], tile_size: int | float | None
 ) -> str | None:

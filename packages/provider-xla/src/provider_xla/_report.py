@@ -8,6 +8,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+IN_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
+"""Operations that consist of others which rules can name."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
@@ -42,6 +45,17 @@ class OpRecord:
         """Whether at least one operand is quantized."""
         return any(self.qtypes)
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether it stays float, and consists of an operation that is a record of its own."""
+        if self.quantized or self.op_name not in IN_PARTS:
+            return False
+        return (
+            self.rule is None
+            or "in parts" in str(self.reason)
+            or "in their parts" in str(self.reason)
+        )
+
 
 class Report(tuple[OpRecord, ...]):
     """The operations that a provider saw, in the order of their first appearance.
@@ -75,7 +89,8 @@ class Report(tuple[OpRecord, ...]):
                 row.append("" if size is None else f"{size[0]:,} -> {size[1]:,}")
         count = sum(record.quantized for record in self)
         table = tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
-        return f"{table}\n{count} of {len(self)} operations quantized"
+        total = sum(not record.is_in_parts for record in self)
+        return f"{table}\n{count} of {total} operations quantized"
 
     def __str__(self) -> str:
         if not self:

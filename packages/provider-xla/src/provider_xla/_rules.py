@@ -52,8 +52,13 @@ class QuantizationRule:
             dtype, such as ``"int4"`` or ``jnp.int4``.
         act_qtype: qtype of every other operand; None leaves it float.
         tile_size: elements that share a scale along the contracted axis (subchannel), or, as a
-            float, one over the number of tiles; None for one scale per channel. For matrix
-            products only.
+            float, one over the number of tiles; None for one scale per channel. Convolutions have
+            one scale per channel.
+        tile_fallback: what an operation gets whose contracted axis tiles of `tile_size` do not
+            divide: ``"divisor"`` the largest tile below it that does, ``"channel"`` one scale per
+            channel; None makes it an error. ``plan.notes`` lists where it was needed.
+        weights_only: whether the rule is for operations with a weight alone. An operation of
+            activations (attention scores, the fixed coefficients of a solver) does not match.
         act_static_scale: whether activations have scales that were measured before (static
             range) instead of their own (dynamic range). None is False.
         weight_calibration_method: how the range of a parameter is found: ``"absmax"``,
@@ -84,6 +89,8 @@ class QuantizationRule:
     weight_qtype: Any = None
     act_qtype: Any = None
     tile_size: int | float | None = None
+    tile_fallback: Literal["divisor", "channel"] | None = "divisor"
+    weights_only: bool = False
     act_static_scale: bool | None = None
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
@@ -109,6 +116,10 @@ class QuantizationRule:
         for field in self._methods():
             self._check_method(field)
         self._check_tile("tile_size")
+        if self.tile_fallback not in (None, "divisor", "channel"):
+            raise self._error("tile_fallback", "None, 'divisor' or 'channel'")
+        if not isinstance(self.weights_only, bool):
+            raise self._error("weights_only", "a bool")
         if self.act_static_scale is not None and self.act_qtype is None:
             raise self._error("act_static_scale", "None where act_qtype is None")
         self._set("act_batch_axes", self._integers("act_batch_axes"))
@@ -119,15 +130,23 @@ class QuantizationRule:
             raise self._error("kernel", "None where weight_path is given: it is for no parameter")
         self._check_adapter()
 
-    def matches(self, op_name: str, module_path: str, weight_paths: Iterable[str] = ()) -> bool:
+    def matches(
+        self,
+        op_name: str,
+        module_path: str,
+        weight_paths: Iterable[str] = (),
+        *,
+        has_weight: bool = True,
+    ) -> bool:
         """Returns whether the rule is for this operation.
 
         Args:
             op_name: its name.
             module_path: where it is.
             weight_paths: the paths of the parameters among its operands, without the argument.
+            has_weight: whether one of its operands is a weight.
         """
-        if not self.matches_weight(weight_paths):
+        if not self.matches_weight(weight_paths) or (self.weights_only and not has_weight):
             return False
         if self.op_names is not None:
             named = op_name in self.op_names

@@ -25,7 +25,7 @@ from ._fused import FusedOp, fused_ops
 from ._operand import Weight, Weights, weights_among
 from ._ops import OPS, StaysFloat, TappedOp
 from ._paths import PathKeys
-from ._products import Product, check_tile
+from ._products import Product, check_tile, fitted_tile
 from ._report import OpRecord
 from ._rules import QuantizationRule
 
@@ -105,10 +105,14 @@ class Rules:
     """Maps the path of an input to a key; equal keys mean that no rule tells the inputs apart."""
 
     def _find(
-        self, names: tuple[str, ...], module_path: str, paths: tuple[str, ...] = ()
+        self,
+        names: tuple[str, ...],
+        module_path: str,
+        paths: tuple[str, ...] = (),
+        has_weight: bool = True,
     ) -> int | None:
         for i, rule in enumerate(self.rules):
-            if any(rule.matches(name, module_path, paths) for name in names):
+            if any(rule.matches(n, module_path, paths, has_weight=has_weight) for n in names):
                 return i
         return None
 
@@ -172,6 +176,7 @@ class Sites:
         lookup: the handler of lookups of parameters, or None.
         leave: called for each product that stays float, or None. What consists of another
             product that is looked at by itself is not one.
+        remark: called with a call, and what is done with it that its rule does not say.
         keyed: whether operations in jitted functions are treated alike where no rule tells
             their module paths, and whether their operands are parameters, apart; or each by
             itself.
@@ -185,10 +190,12 @@ class Sites:
         *,
         lookup: Callable[..., Any] | None = None,
         leave: Leave | None = None,
+        remark: Callable[[OpCall, str], None] = lambda call, text: None,
         keyed: bool = True,
     ):
         self._rules = rules
         self._leave = leave
+        self._remark = remark
         self._run = run
         self._record = record
         self._surveys = not keyed
@@ -227,11 +234,14 @@ class Sites:
             reason = error
         values = (*args, *kwargs.values()) if reading is None else reading.operands
         among = self._rules.weights(call, [value for value in values if is_array(value)])
-        index = self._rules.find(names, call.module_path, self._rules.paths(among))
+        paths, has_weight = self._rules.paths(among), any(among.found)
+        index = self._rules.find(names, call.module_path, paths, has_weight)
         rule = None if index is None else self._rules.rules[index]
         if reading is None:
             assert reason is not None
             wrong = rule is not None and not reason.in_parts and rule.is_acting
+            # Integers and scalars are a fault only where a parameter stays float because of them.
+            wrong = wrong and (has_weight or not reason.is_common)
             # What is seen in parts uses its parameters there.
             weights = () if reason.in_parts else among.found
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
@@ -247,6 +257,7 @@ class Sites:
             self._note(op, call, operands, index, reason=PART_OF_A_WEIGHT)
             return call.proceed(*args, **kwargs)
         hows = tuple(self._rules.how(rule, weight is not None) for weight in weights)
+        hows = self._fitted(call, rule, product, operands, hows)
         why, wrong = None, False
         # A parameter that stays float may still have an adapter.
         if any(hows) or rule.rank is None or not any(weights):
@@ -309,6 +320,29 @@ class Sites:
         names = [self._fused[name] for name in call.within if name in self._fused]
         rules = [self._rules.find((name,), call.module_path) for name in names]
         return any(i is not None and self._rules.rules[i].kernel is not None for i in rules)
+
+    def _fitted(
+        self,
+        call: OpCall,
+        rule: QuantizationRule,
+        product: Product,
+        operands: Sequence[Any],
+        hows: tuple[qn.HowToQuantize | None, ...],
+    ) -> tuple[qn.HowToQuantize | None, ...]:
+        """Return how operands are quantized, with tiles that their contracted axis has."""
+        tile, shapes = rule.tile_size, tuple(operand.shape for operand in operands)
+        if tile is None or rule.tile_fallback is None:
+            return hows
+        why = check_tile(product, shapes, tile)
+        if why is None:
+            return hows
+        fitted = fitted_tile(product, shapes, tile, rule.tile_fallback)
+        with_blocks = [how and qn.get_qtype(how.qtype).block is not None for how in hows]
+        if any(with_blocks):
+            return hows
+        got = "one scale per channel" if fitted is None else f"tiles of {fitted}"
+        self._remark(call, f"{why}: {got}")
+        return tuple(how and dataclasses.replace(how, tile_size=fitted) for how in hows)
 
     def _why_not(
         self,

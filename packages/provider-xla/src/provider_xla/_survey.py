@@ -111,6 +111,7 @@ class Survey:
         self.ranges: dict[str, StaticRange] = {}
         # By parameter and operation: what a kernel is asked to do.
         self.products: dict[str, dict[str, MatrixUse | NoKernel]] = {}
+        self.notes: dict[str, None] = {}
         # By the key of their expressions.
         self.derived: dict[str, Derived] = {}
         self.lora = LoraSurvey(rules, leaves, self.problems.append)
@@ -141,6 +142,10 @@ class Survey:
             )
         what = ":" if record.quantized else " stays float:"
         self.problems.append(f"{record.op_id}{about}{what} {problem} (rule {record.rule})")
+
+    def remark(self, call: OpCall, text: str) -> None:
+        """Take what is done with an operation that its rule does not say."""
+        self.notes[f"{call.op_id}: {text}"] = None
 
     def run(self, site: Site) -> Any:
         """Takes an operation that is quantized, or has an adapter."""
@@ -176,7 +181,7 @@ class Survey:
         (weight,) = among.found
         if weight is None or weight.is_dynamic:
             return NotImplemented
-        index = self.rules.find(("take",), call.module_path, self.rules.paths(among))
+        index = self.rules.find(("take",), call.module_path, self.rules.paths(among), True)
         rule = None if index is None else self.rules.rules[index]
         along = looked_up(params)
         shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
@@ -391,7 +396,7 @@ def make_plan(
     problems = (*survey.problems, *unused)
     ops = Report(records)
     known = (survey.ranges, rules, engine, argnum, leaves, fn, abstract)
-    plan = Plan(ops, weights, problems, *known, lora=lora)
+    plan = Plan(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
     if not any(weight.derived for weight in weights.values()):
         return plan
     return dataclasses.replace(plan, absorbed=absorbed_by(plan, args, kwargs))
@@ -447,7 +452,8 @@ def look(
 ) -> None:
     """Runs a program abstractly, and shows its operations to a survey."""
     lookup = None if isinstance(engine, PatchEngine) else survey.lookup
-    sites = Sites(survey.rules, survey.run, survey.record, lookup=lookup, keyed=False)
+    taken = {"lookup": lookup, "remark": survey.remark}
+    sites = Sites(survey.rules, survey.run, survey.record, **taken, keyed=False)
     everything = list(args)
     everything.insert(argnum, params)
     jax.eval_shape(*of_arrays(engine.wrap(fn, sites.interceptor), everything, kwargs))

@@ -429,7 +429,7 @@ def test_a_parameter_that_the_batch_does_not_use():
 
 
 def test_two_parameters_in_one_product():
-    a, b, x = draw((8, 4), (8, 5), (3, 8))
+    a, b, x = draw((8, 4), (8, 2), (3, 8))
     params = {"a": a, "b": b}
 
     def fn(params, x):

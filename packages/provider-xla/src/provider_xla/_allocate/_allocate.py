@@ -39,7 +39,13 @@ def allocate(
     from tqdm import tqdm
 
     candidates = make_candidates(qtypes, tile_size)
-    if not plan.weights:
+    own = {path: weight for path, weight in plan.weights.items() if weight.derived is None}
+    if plan.weights and not own:
+        raise QuantizationError(
+            "There is nothing to allocate: every weight of the plan is derived from parameters "
+            f"({', '.join(plan.weights)}), and these keep the format of their rule."
+        )
+    if not own:
         raise QuantizationError(
             "There is nothing to allocate: the plan quantizes no parameter. Its rules need a "
             "weight_qtype; print(plan) says why each operation stays float."
@@ -47,7 +53,7 @@ def allocate(
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     leaves = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
     plan._check(leaves)
-    for path, weight in plan.weights.items():
+    for path, weight in own.items():
         weight.check_finite(leaves[path])
     options = options_of(plan, params, batch, candidates)
     budget = _budget(plan, options, budget_bits, budget_bytes)
@@ -95,7 +101,7 @@ def _budget(plan: Plan, options: Options, bits: float | None, size: int | None) 
             f"budget_bytes={size!r}."
         )
     elements = sum(math.prod(plan.weights[path].shape) for path in options)
-    rest = plan.bytes_before - sum(weight.bytes_before for weight in plan.weights.values())
+    rest = plan.bytes_after - sum(plan.weights[path].bytes_after for path in options)
     least = sum(min(option.bytes for option in some) for some in options.values())
     if bits is not None:
         budget = math.floor(bits * elements / 8)

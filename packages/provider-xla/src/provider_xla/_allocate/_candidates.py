@@ -41,6 +41,8 @@ class Candidate:
             fields["tile_size"] = None
         elif self.tile_size != OWN:
             fields["tile_size"] = self.tile_size
+            # Only what has these tiles is a candidate with them.
+            fields["tile_fallback"] = None
         return dataclasses.replace(rule, **fields)
 
     def __str__(self) -> str:
@@ -103,7 +105,9 @@ def options_of(
     A candidate that an operation of a parameter has no quantized form for is none of it.
     """
     trials: dict[Any, dict[str, WeightPlan]] = {}
-    options: dict[str, list[Option]] = {path: [] for path in plan.weights}
+    options: dict[str, list[Option]] = {
+        path: [] for path, weight in plan.weights.items() if weight.derived is None
+    }
     for candidate in candidates:
         # All without blocks of their own have scales at the same places.
         block = qn.get_qtype(candidate.qtype).block
@@ -133,11 +137,12 @@ class _Trial(Survey):
         except QuantizationError:
             self.refused.update((record.weight or "").split(" and "))
 
-    def _use(self, op_id: str, weight: Any, *args: Any, **kwargs: Any) -> None:
+    def _stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
         try:
-            super()._use(op_id, weight, *args, **kwargs)
+            return super()._stored(call, operand, weight, asked)
         except QuantizationError:
-            self.refused.add(weight.path)
+            self.refused.update(weight.paths)
+            return []
 
 
 def _try(

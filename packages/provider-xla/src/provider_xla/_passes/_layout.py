@@ -100,6 +100,8 @@ def _settled(
     plan: Plan, path: str, weight: WeightPlan, uses: Mapping[str, Layout | str]
 ) -> Layout | str:
     """Returns how all uses of a parameter see it, or why they don't agree."""
+    if weight.derived is not None:
+        return "it is computed from other parameters"
     others = [
         record.op_id
         for record in plan.ops

@@ -15,7 +15,8 @@ from interception_core import PatchEngine
 from .._errors import QuantizationError
 from .._probe import Largest, probe
 from .._sites import Site
-from .._weights import prepack_leaf, quantize_leaf
+from .._stored import carried, prepacked
+from .._weights import quantize_leaf
 from ._base import Pass
 from ._layout import Layout, as_matrices, layouts, rows_of
 from ._report import PassReport, WeightErrors
@@ -64,6 +65,12 @@ def optimize(
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
     given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
     plan._check(given)
+    names = [*given]
+    given |= {
+        path: weight.derived.expression.evaluate(given)
+        for path, weight in plan.weights.items()
+        if weight.derived is not None
+    }
     for path, weight in plan.weights.items():
         weight.check_finite(given[path])
 
@@ -83,14 +90,13 @@ def optimize(
                 rows[weight.path] = row
                 bar.update()
     leaves = []
-    for path, leaf in given.items():
-        if path not in stored:
-            leaves.append(leaf)
-            continue
-        q = jax.block_until_ready(stored[path])
-        if donate and isinstance(leaf, jax.Array):
+    for path in names:
+        leaf = given[path]
+        q = carried(plan, path, leaf, jax.block_until_ready(stored.get(path, leaf)), stored)
+        kept = jax.tree.leaves(q)
+        if donate and isinstance(leaf, jax.Array) and not any(one is leaf for one in kept):
             leaf.delete()
-        leaves.append(prepack_leaf(plan.weights[path], q) if prepack else q)
+        leaves.append(prepacked(plan, path, q) if prepack else q)
     report = PassReport(rows[path] for path in plan.weights)
     return Optimized(jax.tree.unflatten(treedef, leaves), report)
 

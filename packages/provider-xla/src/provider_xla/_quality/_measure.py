@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from hijax_trace import Carrier
 from interception_core import PatchEngine
 
 from .._arrays import is_array, of_arrays
@@ -35,9 +36,6 @@ from ._timing import time_both, time_ops
 
 if TYPE_CHECKING:
     from .._plan import Plan
-
-_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
-"""Operations that, where no rule is about them, are listed by what they consist of."""
 
 
 def make_report(
@@ -173,7 +171,7 @@ def _ops(
                 round(per_visit.get(op_id, 0) * calls),
                 *times,
             )
-        elif not (record.op_name in _PARTS and _in_parts(record)):
+        elif not record.is_in_parts:
             count = None
             if one is not None:
                 # Never seen to run: a branch that is not taken, say. Then it is not known.
@@ -192,10 +190,6 @@ def _ops(
                 ),
             )
     return _shared(tuple(ops.values()), whole), tuple(float_ops.values())
-
-
-def _in_parts(record: Any) -> bool:
-    return record.rule is None or "in parts" in record.reason or "in their parts" in record.reason
 
 
 def _shared(ops: tuple[OpQuality, ...], whole: float | None) -> tuple[OpQuality, ...]:
@@ -227,28 +221,40 @@ def _steps(sums: Sums | None) -> tuple[Error, ...]:
 
 def _parameters(plan: Plan, params: Any, stored: Any, packed: Any) -> tuple[ParameterQuality, ...]:
     found, _ = jax.tree_util.tree_flatten_with_path(params)
-    codes = jax.tree.leaves(stored, is_leaf=is_stored)
+    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    trees = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (stored, packed))
+    held = dict(zip(given, zip(*trees, strict=True), strict=True))
+    # Derived weights are rows of their own, and what is beside a parameter is none of it.
+    values = {path: leaf for path, leaf in given.items() if is_array(leaf)}
+    parts = {path: tuple(map(_own, pair)) for path, pair in held.items()}
+    for path, weight in plan.weights.items():
+        if weight.derived is not None:
+            key = weight.derived.expression.key
+            parts[path] = tuple(one.derived[key] for one in held[weight.derived.carrier])
+            values[path] = weight.derived.expression.evaluate(given)
     parameters = []
-    kept = jax.tree.leaves(packed, is_leaf=is_stored)
-    for (path, leaf), held, run in zip(found, codes, kept, strict=True):
-        if not is_array(leaf):
-            continue
-        name = plan._prefix + jax.tree_util.keystr(path)
-        weight = plan.weights.get(name)
-        size = leaf.size * leaf.dtype.itemsize
+    for path, leaf in values.items():
+        (codes, run), weight = parts[path], plan.weights.get(path)
         parameters.append(
             ParameterQuality(
-                name,
+                path,
                 tuple(leaf.shape),
                 leaf.dtype.name,
                 None if weight is None else weight.qtype,
                 None if weight is None else weight.rule,
-                size,
-                run.nbytes if is_stored(run) else size if weight is None else weight.bytes_after,
-                _error(jax.device_get(_stored_error(leaf, held))) if is_stored(held) else None,
+                leaf.size * leaf.dtype.itemsize if weight is None or not weight.derived else 0,
+                weight.bytes_after
+                if weight is not None and not is_stored(run)
+                else sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run)),
+                _error(jax.device_get(_stored_error(leaf, codes))) if is_stored(codes) else None,
             )
         )
     return tuple(parameters)
+
+
+def _own(held: Any) -> Any:
+    """Return what is stored for a parameter itself."""
+    return held.own if isinstance(held, Carrier) else held
 
 
 @jax.jit
