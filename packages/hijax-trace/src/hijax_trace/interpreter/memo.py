@@ -108,7 +108,7 @@ class Memo:
             keys = frozenset(map(self._resolve_origin, kind.paths))
             # A mask of zeros is one because of its value.
             is_mask = kind.kind == "constant" and is_zero(expression)
-            found.append((kind._replace(paths=keys), is_mask))
+            found.append((*kind._replace(paths=frozenset()), keys, is_mask))
         return tuple(found)
 
     def _same(self, now: Origin | None, before: Origin | None) -> bool:

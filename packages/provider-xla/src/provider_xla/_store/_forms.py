@@ -140,7 +140,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
         made = [_step(found, parts[f"step{i}"]) for i, found in enumerate(about["steps"])]
         return TransformedWeight(inner, tuple(made), tuple(about["k_axes"]))
     if kind == CARRIER:
-        made = [
+        made: list[Any] = [
             None if one is None else _put_together(one["kind"], one["about"], _below(parts, i))
             for i, one in enumerate(about["held"])
         ]
