@@ -79,7 +79,9 @@ def test_qarray_refuses_scales_that_do_not(shape):
 
 
 def test_qarray_refuses_wrong_dtypes():
-    with pytest.raises(TypeError, match="stores codes as int4, got qvalue of dtype int8"):
+    with pytest.raises(
+        TypeError, match="stores quantized values as int4, got qvalue of dtype int8"
+    ):
         qarray(CODES, jnp.ones((1, 1)), "int4", jnp.float32)
     with pytest.raises(TypeError, match="scale must be float32, got bfloat16"):
         qarray(CODES, jnp.ones((1, 1), jnp.bfloat16), "int8", jnp.float32)
@@ -105,7 +107,7 @@ def test_qarray_checks_zero_points():
     assert jnp.array_equal(dequantize(q), jnp.full((4, 6), -2.0))
     with pytest.raises(ValueError, match=r"the scale's shape \(4, 1\), got \(1, 1\)"):
         qarray(CODES, scale, "int8", jnp.float32, zero_point=point[:1])
-    with pytest.raises(TypeError, match="the codes' dtype int8, got float32"):
+    with pytest.raises(TypeError, match="the dtype of qvalue, int8, got float32"):
         qarray(CODES, scale, "int8", jnp.float32, zero_point=scale)
     with pytest.raises(ValueError, match="no zero points, only the integer qtypes have"):
         qarray(CODES.astype(jnp.uint4), scale, "nf4", jnp.float32, zero_point=point)

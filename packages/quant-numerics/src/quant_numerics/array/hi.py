@@ -1,4 +1,4 @@
-"""A quantized array as one JAX value with one type, which lowers to codes and scales.
+"""A quantized array as one JAX value of one type, which lowers to its arrays.
 
 A QArray is a pytree: to JAX it is several arrays, and a gradient with respect to it is a gradient
 with respect to its scales. A hi value is one array to JAX, whose tangents are float arrays of the
@@ -23,7 +23,7 @@ _NAMES = ("qvalue", "scale", "zero_point", "global_scale")
 
 @dataclasses.dataclass(frozen=True)
 class LeadingAxis(ht.MappingSpec):
-    """How ``vmap`` maps a hi value, in ``in_axes`` and ``out_axes``: along axis 0.
+    """Map a hi value along axis 0, in ``in_axes`` and ``out_axes`` of ``vmap``.
 
     Pass ``axis_size`` to ``vmap``, too. ``scan`` uses it by itself, and needs ``length``.
     """
@@ -31,10 +31,10 @@ class LeadingAxis(ht.MappingSpec):
 
 @dataclasses.dataclass(frozen=True)
 class QArrayTy(ht.HiType):
-    """The type of a quantized array.
+    """Describe a quantized array as one JAX type.
 
     Attributes:
-      qvalue: type of the codes.
+      qvalue: type of the quantized values.
       scale: type of the scales.
       zero_point: type of the zero points, or None.
       global_scale: type of the global scale, or None.
@@ -51,12 +51,12 @@ class QArrayTy(ht.HiType):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that a value stands for."""
+        """Return the shape of the array that a value stands for."""
         return self.qvalue.shape
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """Return the number of axes."""
         return len(self.shape)
 
     def str_short(self, short_dtypes: bool = False, **_: Any) -> str:
@@ -75,7 +75,7 @@ class QArrayTy(ht.HiType):
         return HiQArray(*self._filled(lo_vals), qtype=self.qtype, dtype=self.dtype)
 
     def _filled(self, values: Any) -> list[Any]:
-        """`values`, one for each array, with None for those that there are not."""
+        """Return `values`, one for each array, with None where a type has no array."""
         rest = iter(values)
         return [None if getattr(self, name) is None else next(rest) for name in _NAMES]
 
@@ -107,7 +107,7 @@ class QArrayTy(ht.HiType):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HiQArray:
-    """A value of a ``QArrayTy``, outside of transformations. Not a pytree; see ``as_lo``.
+    """Hold a value of a ``QArrayTy`` outside of transformations. Not a pytree; see ``as_lo``.
 
     Attributes are those of a ``QArray``.
     """
@@ -121,12 +121,12 @@ class HiQArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that this stands for."""
+        """Return the shape of the array that this stands for."""
         return self.qvalue.shape
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """Return the number of axes."""
         return self.qvalue.ndim
 
 
@@ -140,7 +140,7 @@ ht.register_hitype(HiQArray, _type_of)
 
 
 def as_hi(q: QArray) -> Any:
-    """A QArray as one JAX value, of type ``QArrayTy``.
+    """Return a QArray as one JAX value, of type ``QArrayTy``.
 
     It passes through jit, grad, jvp, vmap (with ``LeadingAxis()`` in in_axes and out_axes), scan,
     remat, cond and while as one value; ops and ``dequantize`` take it. Its tangents and cotangents
@@ -155,14 +155,14 @@ def as_hi(q: QArray) -> Any:
 
 
 def as_lo(h: Any) -> QArray:
-    """The QArray of a hi value. No derivative goes through codes and scales: see ``from_hi``."""
+    """Return the QArray of a hi value. It has no derivative: see ``from_hi``."""
     leaves = _AsLo(jax.typeof(h))(h)
     ty = jax.typeof(h)
     return QArray(*ty._filled(leaves), qtype=ty.qtype, dtype=ty.dtype)
 
 
 def from_hi(h: Any) -> jax.Array:
-    """The array that a hi value stands for; ``dequantize`` of it.
+    """Dequantize a hi value, straight through in derivatives.
 
     Its derivative is the identity: a gradient with respect to the hi value is that with respect to
     the array, straight through the rounding.
@@ -171,7 +171,7 @@ def from_hi(h: Any) -> jax.Array:
 
 
 def is_hi(x: Any) -> bool:
-    """Whether `x` is a hi value, also within a transformation."""
+    """Return whether `x` is a hi value, also within a transformation."""
     if isinstance(x, HiQArray):
         return True
     return isinstance(x, jax.core.Tracer) and isinstance(jax.typeof(x), QArrayTy)
@@ -188,7 +188,7 @@ class _AsHi(ht.HiPrim):
         return self.out_aval.raise_val(*leaves)
 
     def _restored(self, leaves: Any) -> Any:
-        """The dequantized array as a function of the float leaves, and which those are."""
+        """Return dequantization as a function of the float leaves, and which those are."""
         ty = self.out_aval
         floats = [i for i, x in enumerate(self.in_avals) if x.dtype == jnp.float32]
 
@@ -280,7 +280,7 @@ class _FromHi(ht.HiPrim):
 
 
 def _no_tangent(aval: Any) -> Any:
-    """The zero tangent of a type."""
+    """Return the zero tangent of a type."""
     ty = aval.to_tangent_aval()
     if ty.dtype == jax.dtypes.float0:
         return np.zeros(ty.shape, ty.dtype)

@@ -1,4 +1,4 @@
-"""Indexing, reshaping and joining QArrays without dequantizing: codes and scales are moved."""
+"""Indexing, reshaping and joining QArrays: quantized values and scales move alike."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def concatenate(qs: Sequence[Any], axis: int) -> Any:
 
 
 def index(q: Any, key: Any) -> Any:
-    """``q[key]`` for integers, slices, None and Ellipsis.
+    """Return ``q[key]`` for integers, slices, None and Ellipsis.
 
     Raises:
       TypeError: another key, such as an array.
@@ -113,7 +113,7 @@ def _is_int(k: Any) -> bool:
 
 
 def refused(q: Any, what: str) -> ValueError:
-    """The error for a move that the scales don't allow."""
+    """Return the error for a move that the scales don't allow."""
     return ValueError(
         f"{what} of a QArray of shape {q.shape} with scales of shape {q.scale.shape} would not "
         "have one scale, one per index or one per tile along each axis; choose other channel or "
@@ -122,7 +122,7 @@ def refused(q: Any, what: str) -> ValueError:
 
 
 def resolved_shape(q: Any, shape: Sequence[int]) -> Shape:
-    """`shape` with -1 replaced by what is left."""
+    """Return `shape` with -1 replaced by what is left."""
     shape = tuple(map(operator.index, shape))
     if shape.count(-1) == 1:
         rest = math.prod(n for n in shape if n != -1)

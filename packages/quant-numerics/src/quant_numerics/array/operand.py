@@ -22,7 +22,7 @@ def register_operand(
     to_qarray: Callable[[Any], QArray],
     restore: Callable[[Any], jax.Array] | None = None,
 ) -> None:
-    """Lets ops take values of class `form`, or of that JAX type, and ``dequantize``, too.
+    """Let ops and ``dequantize`` take values of a class or JAX type.
 
     Args:
       form: the class of values, or of the types of traced values.
@@ -58,7 +58,7 @@ def dequantize(q: Operand) -> jax.Array:
 
 
 def as_operand(x: Any, what: str) -> QArray | jax.Array:
-    """`x` as a QArray or a float array; a TypeError names `what` otherwise."""
+    """Return `x` as a QArray or a float array; a TypeError names `what` otherwise."""
     if isinstance(x, QArray):
         return x
     if (to_qarray := _FORMS.get(_form(x))) is not None:

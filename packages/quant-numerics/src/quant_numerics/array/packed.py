@@ -1,4 +1,4 @@
-"""Packed storage: codes in no more bits than they need."""
+"""Packed storage: quantized values in no more bits than they need."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from quant_numerics.formats.qtypes import get_qtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedQArray(ArrayProxy):
-    """A QArray whose codes are stored as bit planes; a pytree of its arrays.
+    """Store a QArray's quantized values as bit planes. A pytree of its arrays.
 
     Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
     last may be mapped.
 
     Attributes:
       planes: uint8, shape ``(*shape[:-1], bits, ceil(shape[-1] / 8))``: bit k of byte j in plane b
-        is bit b of the code at index ``8 * j + k`` of the last axis.
+        is bit b of the quantized value at index ``8 * j + k`` of the last axis.
       scale: as in ``QArray``.
       zero_point: as in ``QArray``.
       last: size of the last axis (static).
@@ -44,21 +44,21 @@ class PackedQArray(ArrayProxy):
     @property
     # pyrefly: ignore [bad-override]
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that this stands for."""
+        """Return the shape of the array that this stands for."""
         return (*self.planes.shape[:-2], self.last)
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """Return the number of axes."""
         return self.planes.ndim - 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays, with zero points of less than a byte counted in bits."""
+        """Return the bytes of all its arrays. Zero points under a byte count in bits."""
         return stored_bytes(self)
 
     def restore(self) -> jax.Array:
-        """The array that it stands for, dequantized."""
+        """Return the dequantized array."""
         return unpack(self).restore()
 
     def parts(self) -> dict[str, Part]:
@@ -74,7 +74,7 @@ class PackedQArray(ArrayProxy):
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what a primitive makes of it: a QArray, where it moves the last axis."""
+        """Return what a primitive makes of it: a QArray if the last axis moves."""
         try:
             return super().moved(primitive, params, operands)
         except MoveError:
@@ -83,7 +83,7 @@ class PackedQArray(ArrayProxy):
 
 
 def pack(q: QArray) -> PackedQArray:
-    """Packs the codes of int3, int5, int6 or int7, which are stored in more bits than they have.
+    """Pack a QArray whose quantized values are stored in more bits than they have.
 
     Raises:
       ValueError: a qtype that is stored without a gap, or an array without axes.
@@ -98,32 +98,32 @@ def pack(q: QArray) -> PackedQArray:
         raise ValueError("an array without axes cannot be packed: there is no axis to pack along")
     last = q.shape[-1]
     # The low bits of two's complement, as unsigned bytes.
-    codes = jax.lax.bitcast_convert_type(q.qvalue.astype(jnp.int8), jnp.uint8)
-    codes = jnp.pad(codes, [(0, 0)] * (q.ndim - 1) + [(0, -last % 8)])
-    codes = codes.reshape(*q.shape[:-1], 1, -(-last // 8), 8)
-    bits = (codes >> _counting(kind.bits, 3, codes.ndim)) & np.uint8(1)
-    places = bits << _counting(8, 1, codes.ndim)
+    values = jax.lax.bitcast_convert_type(q.qvalue.astype(jnp.int8), jnp.uint8)
+    values = jnp.pad(values, [(0, 0)] * (q.ndim - 1) + [(0, -last % 8)])
+    values = values.reshape(*q.shape[:-1], 1, -(-last // 8), 8)
+    bits = (values >> _counting(kind.bits, 3, values.ndim)) & np.uint8(1)
+    places = bits << _counting(8, 1, values.ndim)
     planes = places.sum(-1, dtype=jnp.uint8)
     return PackedQArray(planes, q.scale, q.zero_point, last=last, qtype=q.qtype, dtype=q.dtype)
 
 
 def unpack(p: PackedQArray) -> QArray:
-    """The QArray that was packed."""
+    """Return the QArray that was packed."""
     kind = get_qtype(p.qtype)
     planes = jnp.expand_dims(p.planes, -1)
     bits = (planes >> _counting(8, 1, planes.ndim)) & np.uint8(1)
-    codes = (bits << _counting(kind.bits, 3, planes.ndim)).sum(-3, dtype=jnp.uint8)
-    codes = codes.reshape(*codes.shape[:-2], 8 * codes.shape[-2])[..., : p.last]
+    values = (bits << _counting(kind.bits, 3, planes.ndim)).sum(-3, dtype=jnp.uint8)
+    values = values.reshape(*values.shape[:-2], 8 * values.shape[-2])[..., : p.last]
     # The sign bit, moved to the byte's own and back, fills the bits above it.
     unused = np.int8(8 - kind.bits)
-    signed = jax.lax.bitcast_convert_type(codes << np.uint8(unused), jnp.int8) >> unused
+    signed = jax.lax.bitcast_convert_type(values << np.uint8(unused), jnp.int8) >> unused
     return QArray(
         signed.astype(kind.storage_dtype), p.scale, p.zero_point, qtype=p.qtype, dtype=p.dtype
     )
 
 
 def _counting(n: int, axis_from_end: int, ndim: int) -> jax.Array:
-    """0, 1, ..., n - 1 as uint8 along an axis of `ndim` axes."""
+    """Return 0, 1, ..., n - 1 as uint8 along one of `ndim` axes."""
     shape = [1] * ndim
     shape[-axis_from_end] = n
     return jnp.arange(n, dtype=jnp.uint8).reshape(shape)

@@ -1,4 +1,4 @@
-"""QArray: codes with scales, as a pytree."""
+"""QArray: quantized values with scales, as a pytree."""
 
 import dataclasses
 import math
@@ -22,10 +22,10 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class QArray(ArrayProxy):
-    """A quantized array; a pytree of its arrays.
+    """Stand for a float array by quantized values and scales. A pytree.
 
-    It stands for ``(value(qvalue) - zero_point) * scale * global_scale``, where ``value`` looks a
-    code of kind "codebook" up, and is the number itself for the other kinds.
+    It stands for ``(value(qvalue) - zero_point) * scale * global_scale``, where ``value`` looks
+    up an index of kind "codebook", and is the number itself for the other kinds.
 
     Build one with ``quantize`` or, from parts, with ``qarray``: these check their arguments. The
     class itself checks nothing, since pytree transformations also build it, from tracers,
@@ -36,12 +36,12 @@ class QArray(ArrayProxy):
     the function expects arrays.
 
     Attributes:
-      qvalue: codes, any shape, dtype ``get_qtype(qtype).storage_dtype``.
+      qvalue: quantized values, any shape, dtype ``get_qtype(qtype).storage_dtype``.
       scale: dtype ``get_qtype(qtype).scale_dtype``, same ndim as `qvalue`; along each axis its
         size is 1 (one scale for all), the full size (one per index) or a divisor of it, the
         number of tiles.
-      zero_point: None (symmetric), or the codes that stand for 0: shape of the scale, dtype of
-        the codes; only for kind "int".
+      zero_point: None (symmetric), or the quantized values that stand for 0: shape of the scale,
+        dtype of `qvalue`; only for kind "int".
       global_scale: None, or the float32 scale of the scales: same ndim, along each axis 1 or the
         scale's size; only for the two-level format nvfp4.
       qtype: name of the quantized type (static).
@@ -59,21 +59,21 @@ class QArray(ArrayProxy):
     @property
     # pyrefly: ignore [bad-override]
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that this stands for, that of `qvalue`."""
+        """Return the shape of the array that this stands for, that of `qvalue`."""
         return self.qvalue.shape
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """Return the number of axes."""
         return self.qvalue.ndim
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def restore(self) -> jax.Array:
-        """Returns the dequantized array; see ``dequantize``."""
+        """Return the dequantized array; see ``dequantize``."""
         compute, cut = compute_dtype(self.dtype), self.slices
         values = cut.split(decode(self.qvalue, qtype_of(self), compute))
         if self.zero_point is not None:
@@ -83,11 +83,11 @@ class QArray(ArrayProxy):
 
     @property
     def slices(self) -> Slices:
-        """Return how it is cut into slices, the sets of elements that share a scale."""
+        """Return the sets of elements that share a scale."""
         return slices_of(self.shape, self.scale.shape)
 
     def parts(self) -> dict[str, Part]:
-        """Return codes, which have every element, and scales and zero points, which have groups."""
+        """Return quantized values, one per element, and scales and zero points, one per slice."""
         book = qtype_of(self).codebook
         zero = 0 if book is None else book.index(0.0)
         scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
@@ -97,35 +97,35 @@ class QArray(ArrayProxy):
     def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
         """Return a primitive as a move of QArrays; see ``ArrayProxy.move``."""
         if self.zero_point is not None and primitive in ("pad", "select_n"):
-            raise MoveError(f"{primitive} of codes with zero points")
+            raise MoveError(f"{primitive} of quantized values with zero points")
         if self.global_scale is not None and primitive == "concatenate":
             raise MoveError("concatenate of arrays that each have a global scale")
         return super().move(primitive, params, operands)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays, with codes of less than a byte counted in bits."""
+        """Return the bytes of all its arrays. Dtypes under a byte count in bits."""
         return stored_bytes(self)
 
     @property
     def T(self) -> "QArray":
-        """The axes in reverse."""
+        """Return the transpose, with its axes in reverse."""
         return self.transpose()
 
     def transpose(self, *axes: int | Sequence[int]) -> "QArray":
-        """Permutes the axes (reverses them without arguments), as NumPy's method."""
+        """Permute the axes (reverse them without arguments), as NumPy's method."""
         given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
         order = tuple(a % self.ndim for a in given) or tuple(reversed(range(self.ndim)))
         return moves.view(self, "transpose", permutation=order)
 
     def swapaxes(self, axis1: int, axis2: int) -> "QArray":
-        """Exchanges two axes."""
+        """Exchange two axes."""
         order = list(range(self.ndim))
         order[axis1], order[axis2] = order[axis2], order[axis1]
         return self.transpose(order)
 
     def reshape(self, *shape: int | Sequence[int]) -> "QArray":
-        """Reshapes codes and scales, as NumPy's method.
+        """Reshape quantized values and scales, as NumPy's method.
 
         Raises:
           ValueError: a shape of another size, or one whose axes scales can't follow, such as an
@@ -135,21 +135,21 @@ class QArray(ArrayProxy):
         return moves.reshape(self, moves.resolved_shape(self, given))
 
     def astype(self, dtype: DTypeLike) -> "QArray":
-        """Changes the logical dtype, to a supported float dtype. Codes and scales stay."""
+        """Change the logical dtype, to a supported float dtype."""
         dtype = float_dtype(dtype, "the logical dtype of a QArray")
         return dataclasses.replace(self, dtype=dtype)
 
     def __getitem__(self, key: Any) -> "QArray":
-        """Indexes with integers, slices, None and Ellipsis; see ``take`` for arrays."""
+        """Index with integers, slices, None and Ellipsis; see ``take`` for arrays."""
         return moves.index(self, key)
 
     def __iter__(self) -> Any:
-        """Iterates over the first axis."""
+        """Iterate over the first axis."""
         return (self[i] for i in range(self.shape[0]))
 
 
 def stored_bytes(tree: Any) -> int:
-    """Bytes of the arrays in a pytree; dtypes of less than a byte are counted in bits."""
+    """Return the bytes of a pytree of arrays. Dtypes under a byte count in bits."""
     return sum(-(-x.size * _BITS.get(x.dtype.name, 8 * x.dtype.itemsize) // 8)
                for x in jax.tree.leaves(tree))  # fmt: skip
 
@@ -166,16 +166,17 @@ def qarray(
     zero_point: ArrayLike | None = None,
     global_scale: ArrayLike | None = None,
 ) -> QArray:
-    """Builds a QArray from codes and scales, checking that they fit.
+    """Build a QArray from quantized values and scales, checking that they fit.
 
     Args:
-      qvalue: codes, of the qtype's storage dtype; integers in ``[-qmax, qmax]``, or, with a zero
-        point, in the qtype's `asymmetric` range. The range is not checked (values may be traced),
-        but the int32 overflow bounds of the ops rely on it.
+      qvalue: quantized values, of the qtype's storage dtype; integers in ``[-qmax, qmax]``, or,
+        with a zero point, in the qtype's `asymmetric` range. The range is not checked (values may
+        be traced), but the int32 overflow bounds of the ops rely on it.
       scale: the qtype's scale dtype, same ndim; each axis 1, the full size, or a divisor of it.
       qtype: a qtype.
       dtype: logical dtype: bfloat16, float16, float32 or float64 (under x64).
-      zero_point: codes that stand for 0, of the scale's shape and the storage dtype; kind "int".
+      zero_point: quantized values that stand for 0, of the scale's shape and the storage dtype;
+        kind "int" only.
       global_scale: float32, same ndim; each axis 1 or the scale's size; nvfp4 must have it.
 
     Raises:
@@ -186,8 +187,8 @@ def qarray(
     qvalue, scale = jnp.asarray(qvalue), jnp.asarray(scale)
     if qvalue.dtype != kind.storage_dtype:
         raise TypeError(
-            f"qtype {kind.name!r} stores codes as {kind.storage_dtype.name}, got qvalue of dtype "
-            f"{qvalue.dtype.name}; convert it with .astype(jnp.{kind.storage_dtype.name})"
+            f"qtype {kind.name!r} stores quantized values as {kind.storage_dtype.name}, got qvalue "
+            f"of dtype {qvalue.dtype.name}; convert it with .astype(jnp.{kind.storage_dtype.name})"
         )
     if scale.dtype != kind.scale_dtype:
         raise TypeError(
@@ -232,7 +233,7 @@ def _check_zero_point(zero_point: jax.Array, scale: jax.Array, kind: QType) -> N
         )
     if zero_point.dtype != kind.storage_dtype:
         raise TypeError(
-            f"zero_point must have the codes' dtype {kind.storage_dtype.name}, got "
+            f"zero_point must have the dtype of qvalue, {kind.storage_dtype.name}, got "
             f"{zero_point.dtype.name}; convert it with .astype"
         )
     if zero_point.shape != scale.shape:
@@ -256,11 +257,11 @@ def _check_global_scale(global_scale: jax.Array, scale: jax.Array) -> None:
 
 
 def qtype_of(q: QArray) -> QType:
-    """The QType of a QArray."""
+    """Return the QType of a QArray."""
     return get_qtype(q.qtype)
 
 
 def effective_scale(q: QArray) -> jax.Array:
-    """``scale * global_scale`` as float32, of the scale's shape."""
+    """Return ``scale * global_scale`` as float32, of the scale's shape."""
     scale = q.scale if q.scale.dtype == jnp.float32 else q.scale.astype(jnp.float32)
     return scale if q.global_scale is None else scale * q.global_scale

@@ -11,7 +11,7 @@ from quant_numerics.formats.qtypes import QType
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """The slices of an array of some shape.
+    """Describe the slices of an array of some shape.
 
     Attributes:
       shape: the array's.
@@ -26,7 +26,7 @@ class Slices:
     reduced: tuple[int, ...]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Splits the tiled axes of `x`, of the array's shape, or the scale's, or 1 anywhere."""
+        """Split the tiled axes of `x`, each of the array's size or the scale's or 1."""
         if not self.tiles:
             return x
         tiles = {
@@ -41,7 +41,7 @@ def slices(
     channel_axes: Sequence[int] = (),
     tile_axes: Mapping[int, int | float] | None = None,
 ) -> Slices:
-    """The slices of an array with one scale per index of `channel_axes` and tile of `tile_axes`.
+    """Return the slices of an array by its channel axes and tiles.
 
     Raises:
       ValueError: an axis that is out of range or named twice; a tile that is not positive or does
@@ -66,7 +66,7 @@ def slices(
 
 
 def slices_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> Slices:
-    """The slices that a scale's shape tells of.
+    """Return the slices that a scale's shape tells of.
 
     Raises:
       ValueError: a scale that does not fit.
@@ -87,7 +87,7 @@ def slices_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> Slices:
 
 
 def check_block(kind: QType, cut: Slices) -> None:
-    """Refuses other tiles than those that a block format demands."""
+    """Raise a ValueError for other tiles than those of a block format."""
     if kind.block is None or list(cut.tiles.values()) == [kind.block]:
         return
     raise ValueError(
@@ -99,7 +99,7 @@ def check_block(kind: QType, cut: Slices) -> None:
 
 
 def canonical_axes(shape: tuple[int, ...], axes: Sequence[int]) -> list[int]:
-    """`axes` made non-negative, or a ValueError."""
+    """Return `axes` made non-negative, or raise a ValueError."""
     ndim = len(shape)
     for axis in axes:
         if not -ndim <= operator.index(axis) < ndim:
@@ -137,7 +137,7 @@ def _cut(
 
 
 def split_axes(x: jax.Array, tiles: Mapping[int, int]) -> tuple[jax.Array, list[int]]:
-    """Splits each axis in `tiles` in two, (number of tiles, tile size).
+    """Split each axis in `tiles` in two, (number of tiles, tile size).
 
     Returns:
       The reshaped array and, for each old axis, its new position. For a split axis this is the

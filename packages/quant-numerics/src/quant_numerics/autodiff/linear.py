@@ -26,7 +26,7 @@ def linear_with_transpose(
     residuals: Any,
     tangent: Any,
 ) -> Any:
-    """Computes ``forward(residuals, tangent)``, whose transpose is ``backward``.
+    """Compute ``forward(residuals, tangent)``, whose transpose is ``backward``.
 
     The map from `tangent` to the result is taken to be linear. Where it is transposed, as reverse
     mode does, ``backward(residuals, cotangent)`` is computed instead of the true transpose: it may
@@ -54,7 +54,7 @@ def linear_with_transpose(
 
 
 def _hashable(function: Callable, what: str) -> Callable:
-    """`function`, with partials made comparable by what they hold."""
+    """Return `function`, with partials made comparable by what they hold."""
     if isinstance(function, functools.partial):
         keywords = tuple(sorted(function.keywords.items()))
         function = _Partial(_hashable(function.func, what), function.args, keywords)
@@ -71,7 +71,7 @@ def _hashable(function: Callable, what: str) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class _Partial:
-    """``functools.partial``, equal where its parts are."""
+    """Call a function with arguments before others, equal if its parts are."""
 
     function: Callable
     args: tuple
@@ -82,7 +82,7 @@ class _Partial:
 
 
 def apply_pair(pair: LinearPair, residuals: Any, tangent: Any) -> Any:
-    """``pair.forward(residuals, tangent)`` as one operation."""
+    """Compute ``pair.forward(residuals, tangent)`` as one operation."""
     residuals, res_tree = jax.tree.flatten(residuals)
     tangents, in_tree = jax.tree.flatten(tangent)
     for t in tangents:
@@ -97,7 +97,7 @@ def apply_pair(pair: LinearPair, residuals: Any, tangent: Any) -> Any:
 def apply_flat(
     pair: LinearPair, turned: bool, res_tree: Any, in_tree: Any, residuals: list, ins: list
 ) -> Any:
-    """``apply_pair``, or its transpose, of leaves."""
+    """Compute ``apply_pair``, or its transpose, of leaves."""
     values = equally_varying([*residuals, *ins])
     avals = [jax.typeof(x) for x in values]
     out_tree = _types(pair, turned, res_tree, in_tree, avals)[1]
@@ -109,14 +109,14 @@ def apply_flat(
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _computed(pair: LinearPair, turned: bool, residuals: Any, tangent: Any) -> Any:
-    """The map. Jitted so that it is traced once for equal pairs."""
+    """Compute the map, jitted so that equal pairs are traced once."""
     return pair.apply(turned, residuals, tangent)
 
 
 def _types(
     pair: LinearPair, turned: bool, res_tree: Any, in_tree: Any, avals: Sequence[Any]
 ) -> tuple[list[Any], Any]:
-    """The types of the results, and their tree."""
+    """Return the types of the results, and their tree."""
     n = res_tree.num_leaves
     residuals = jax.tree.unflatten(res_tree, avals[:n])
     tangent = jax.tree.unflatten(in_tree, avals[n:])
@@ -126,7 +126,7 @@ def _types(
 
 
 class _Linear(HiPrimitive):
-    """Operands: the leaves of the residuals, then those of the tangent."""
+    """Take as operands the leaves of the residuals, then those of the tangent."""
 
     multiple_results = True
 
@@ -210,7 +210,7 @@ def _residual_tangent(
     in_tree: Any,
     out_tree: Any,
 ) -> list[jax.Array]:
-    """The derivative with respect to residuals, of the forward map in either direction."""
+    """Return the tangent that residuals cause, of the forward map in either direction."""
     n = res_tree.num_leaves
 
     def of_residuals(*values: jax.Array) -> list[jax.Array]:
@@ -232,12 +232,12 @@ def _residual_tangent(
 
 
 def is_nonzero(tangent: Any) -> bool:
-    """Whether a tangent is not known to be zero, and there is one."""
+    """Return whether there is a tangent that is not known to be zero."""
     if isinstance(tangent, Zero):
         return False
     return jnp.result_type(tangent) != jax.dtypes.float0
 
 
 def type_text(x: Any) -> str:
-    """Dtype and shape, for messages and for comparing them."""
+    """Return dtype and shape, for messages and for comparing them."""
     return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"

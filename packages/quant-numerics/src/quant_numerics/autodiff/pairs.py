@@ -14,14 +14,14 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """The axis that vmap maps."""
+    """Name the axis that vmap maps."""
 
     size: int
     name: Any
     spmd_name: Any
 
     def map(self, function: Callable, in_axes: Any) -> Callable:
-        """`function` mapped, with results along axis 0."""
+        """Return `function` mapped, with results along axis 0."""
         return jax.vmap(
             function,
             in_axes,
@@ -33,19 +33,19 @@ class Axis:
 
 
 class LinearPair:
-    """A linear map and what is used as its transpose. Subclasses are hashable by value.
+    """Pair a linear map with its transpose. Subclasses are hashable by value.
 
     By `batched` they may say how they are mapped other than example by example.
     """
 
     def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
-        """The map of a tangent or, `turned`, the transpose of a cotangent."""
+        """Map a tangent or, `turned`, transpose a cotangent."""
         raise NotImplementedError
 
     def batched(
         self, axis: Axis, residuals: Any, tangents: Any, outs: Any
     ) -> tuple[LinearPair, int]:
-        """The pair for a whole batch.
+        """Return the pair for a whole batch.
 
         Args:
           axis: what is mapped.
@@ -61,7 +61,7 @@ class LinearPair:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionPair(LinearPair):
-    """Two functions of residuals and a tangent."""
+    """Pair two functions of residuals and a tangent."""
 
     forward: Callable[[Any, Any], Any]
     backward: Callable[[Any, Any], Any]
@@ -74,14 +74,14 @@ Frozen = tuple[tuple[bool, ...], Any]
 
 
 def _frozen(tree: Any) -> Frozen:
-    """A tree of booleans, hashable."""
+    """Return a tree of booleans, hashable."""
     leaves, treedef = jax.tree.flatten(tree)
     return tuple(leaves), treedef
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped(LinearPair):
-    """A pair mapped example by example. What is the same for all examples gets their sum."""
+    """Map a pair example by example. Cotangents of what all examples share are summed."""
 
     pair: LinearPair
     axis: Axis
@@ -105,7 +105,7 @@ class _Mapped(LinearPair):
 def mapped_at_front(
     axis_data: Any, args: Sequence[Any], dims: Sequence[int | None]
 ) -> tuple[Axis, list[Any], list[bool]]:
-    """The mapped axis, arguments with it in front, and whether each has it."""
+    """Return the mapped axis, arguments with it in front, and which have it."""
     spmd_name = axis_data.spmd_name or axis_data.explicit_mesh_axis
     axis = Axis(axis_data.size, axis_data.name, spmd_name)
     moved = [
@@ -116,7 +116,7 @@ def mapped_at_front(
 
 
 def equally_varying(values: Sequence[Any]) -> list[jax.Array]:
-    """The values, all varying over the manual axes (of shard_map) that one of them varies over."""
+    """Return the values, all varying over the manual axes (of shard_map) of any."""
     values = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values]
     varying = [_varying(x) for x in values]
     union = frozenset().union(*varying)

@@ -16,7 +16,7 @@ from quant_numerics.autodiff.pairs import LinearPair, equally_varying, mapped_at
 
 
 def with_tangent(value: jax.Array, pair: LinearPair, residuals: Any, primals: Any) -> jax.Array:
-    """`value`, whose derivative with respect to `primals` is ``pair.forward(residuals, .)``.
+    """Return `value` with the derivative ``pair.forward(residuals, .)`` by `primals`.
 
     Reverse mode uses ``pair.backward``. Derivatives with respect to `residuals` are none of the
     value's: what they depend on must be among the primals.
@@ -28,7 +28,7 @@ def with_tangent(value: jax.Array, pair: LinearPair, residuals: Any, primals: An
 
 
 class _WithTangent(HiPrimitive):
-    """Operands: the value, the leaves of the residuals, and those of the primals."""
+    """Take as operands the value, the leaves of the residuals, and those of the primals."""
 
     def is_high(self, *avals: Any, **params: Any) -> bool:
         return False

@@ -15,7 +15,7 @@ from quant_numerics.calibration.scale import Calibration
 
 
 class AverageState(NamedTuple):
-    """What a ``MovingAverage`` keeps; a pytree.
+    """Hold what a ``MovingAverage`` has added up. A pytree.
 
     Attributes:
       total: weighted sums of the bounds, float32.
@@ -28,7 +28,7 @@ class AverageState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MovingAverage:
-    """The mean of calibrations, or their exponential moving average. Pure functions; hashable.
+    """Average calibrations, over all or with exponential decay. Pure and hashable.
 
     Attributes:
       decay: None for the mean of all; or how much of the average a step keeps, between 0 and 1.
@@ -46,12 +46,12 @@ class MovingAverage:
             )
 
     def init(self, calibration: Calibration) -> AverageState:
-        """An average of nothing, for calibrations with the shapes of this one."""
+        """Return an average of nothing, for calibrations with the shapes of this one."""
         zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), calibration)
         return AverageState(zeros, jnp.zeros((), jnp.int32))
 
     def update(self, state: AverageState, calibration: Calibration) -> AverageState:
-        """The average with one more calibration. One that has an inf or a NaN is left out."""
+        """Return the average with one more calibration, unless that has an inf or a NaN."""
         values = jax.tree.map(
             lambda x: lax.stop_gradient(jnp.asarray(x).astype(jnp.float32)), calibration
         )
@@ -65,7 +65,7 @@ class MovingAverage:
         return AverageState(total, state.count + finite.astype(jnp.int32))
 
     def get(self, state: AverageState, default: Calibration | None = None) -> Calibration:
-        """The average; `default` (zeros without one) where no calibration was added."""
+        """Return the average, or `default` (zeros) if no calibration was added."""
         count = state.count.astype(jnp.float32)
         weight = count if self.decay is None else 1.0 - jnp.float32(self.decay) ** count
         weight = jnp.where(state.count > 0, weight, 1.0)
@@ -80,7 +80,7 @@ class MovingAverage:
 
 
 class Statistics:
-    """A moving average of calibrations in a ``hijax_trace.Box``: it changes in place.
+    """Keep a moving average of calibrations in a ``hijax_trace.Box``.
 
     It may be closed over or passed as an argument under jit, scan, remat and grad: what is observed
     inside is seen outside. A pytree, whose part is the Box; state is read and restored by `state`.
@@ -105,17 +105,17 @@ class Statistics:
 
     @property
     def average(self) -> MovingAverage:
-        """How calibrations are averaged."""
+        """Return how calibrations are averaged."""
         return self._average
 
     @property
     def symmetric(self) -> bool:
-        """Whether calibrations have no lower bound."""
+        """Return whether calibrations have no lower bound."""
         return self._symmetric
 
     @property
     def state(self) -> AverageState:
-        """The sums and the count; may be set, to those of an equal average."""
+        """Return sums and count. Set them to those of an equal average."""
         return self._box.get()
 
     @state.setter
@@ -124,11 +124,11 @@ class Statistics:
 
     @property
     def count(self) -> jax.Array:
-        """How many calibrations were observed, int32."""
+        """Return how many calibrations were observed, int32."""
         return self.state.count
 
     def observe(self, calibration: Calibration) -> None:
-        """Adds a calibration, without derivative. One that has an inf or a NaN is left out.
+        """Add a calibration, without derivative, unless that has an inf or a NaN.
 
         Raises:
           ValueError: bounds of another shape; a lower bound although `symmetric`, or none.
@@ -149,7 +149,7 @@ class Statistics:
         self._box.set(self._average.update(state, calibration))
 
     def calibration(self, default: Calibration | None = None) -> Calibration:
-        """The average; `default` (zeros without one) where nothing was observed."""
+        """Return the average, or `default` (zeros) if nothing was observed."""
         return self._average.get(self.state, default)
 
     def __repr__(self) -> str:

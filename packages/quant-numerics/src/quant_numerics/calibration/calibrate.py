@@ -27,7 +27,7 @@ def calibrate(
     tile_axes: Mapping[int, int | float] | None = None,
     method: str = "absmax",
 ) -> Calibration:
-    """The range of every slice of `x`, by a calibration method.
+    """Return the range of every slice of `x`, by a calibration method.
 
     Except with "fixed", a slice with an infinity has an infinite range, and with a NaN a NaN range:
     also where the method would cut the infinity off.
@@ -59,7 +59,7 @@ def calibrate(
 def bounds(
     values: jax.Array, reduced: tuple[int, ...], method: CalibrationMethod, kind: QType
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Lower (None: symmetric) and upper bound, with `reduced` axes of size 1."""
+    """Return lower (None: symmetric) and upper bound, with `reduced` axes of size 1."""
     if not method.is_symmetric and kind.asymmetric is None:
         raise ValueError(
             f"calibration method {method.name!r} gives a zero point, which only integer qtypes "
@@ -94,7 +94,7 @@ def bounds(
 
 
 def _percentile(magnitudes: jax.Array, reduced: tuple[int, ...], p: float) -> jax.Array:
-    """The p-th percentile, linear between neighbours, with `reduced` axes of size 1."""
+    """Return the p-th percentile, linear between neighbours, `reduced` axes of size 1."""
     kept = [a for a in range(magnitudes.ndim) if a not in reduced]
     shape = [magnitudes.shape[a] for a in kept]
     rows = magnitudes.transpose(*kept, *reduced).reshape(*shape, -1)
@@ -109,7 +109,7 @@ def _percentile(magnitudes: jax.Array, reduced: tuple[int, ...], p: float) -> ja
 def _best_factor(
     values: jax.Array, absmax: jax.Array, reduced: tuple[int, ...], kind: QType, steps: int
 ) -> jax.Array:
-    """The factor of absmax with the least squared error; of equal ones the greatest."""
+    """Return the factor of absmax with the least squared error, the greatest of equals."""
 
     def error(factor: jax.Array) -> jax.Array:
         scale, _, outer = scale_of(Calibration(None, absmax * factor), kind)

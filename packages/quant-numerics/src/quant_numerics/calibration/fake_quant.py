@@ -26,7 +26,7 @@ def fake_quant(
     method: str = "absmax",
     rounding: StochasticRounding | None = None,
 ) -> jax.Array:
-    """``dequantize(quantize(x, ...))``, differentiable.
+    """Return ``dequantize(quantize(x, ...))``, differentiable.
 
     The derivative is that of clipping to the calibrated range, with the range held constant: the
     identity inside, zero where the method cut data off (Bengio et al. 2013, arXiv:1308.3432, and
@@ -71,7 +71,7 @@ def fake_quant(
 def _inside(
     x: jax.Array, qtype: str | DTypeLike, method: str, granularity: dict[str, Any]
 ) -> jax.Array:
-    """Where `x` is in the calibrated range."""
+    """Return where `x` is in the calibrated range."""
     cut = slices(x.shape, **granularity)
     lower, upper = calibrate(x, qtype, method=method, **granularity)
     values = cut.split(x.astype(compute_dtype(x.dtype)))

@@ -12,34 +12,34 @@ _METHODS = (
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationMethod:
-    """A parsed calibration method: its name and its numbers."""
+    """Name a calibration method and its numbers."""
 
     name: str
     args: tuple[float, ...] = ()
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the range is ``[-upper, upper]``, so that no zero point is needed."""
+        """Return whether the range is ``[-upper, upper]``, without a zero point."""
         if self.name == "fixed":
             return self.args[0] == -self.args[1]
         return self.name != "minmax"
 
     @property
     def clips(self) -> bool:
-        """Whether data can lie outside the range."""
+        """Return whether data can lie outside the range."""
         if self.name in ("absmax", "minmax"):
             return self.factor < 1
         return not (self.name == "percentile" and self.args[0] == 100)
 
     @property
     def factor(self) -> float:
-        """What the data's range is multiplied by."""
+        """Return what the data's range is multiplied by."""
         return self.args[0] if self.args else 1.0
 
 
 @functools.lru_cache
 def parse_calibration_method(text: str) -> CalibrationMethod:
-    """Reads a method: a name and numbers, between commas.
+    """Parse a calibration method: a name and numbers, between commas.
 
     Args:
       text: one of

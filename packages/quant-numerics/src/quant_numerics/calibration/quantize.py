@@ -28,23 +28,24 @@ def quantize(
     method: str = "absmax",
     rounding: StochasticRounding | None = None,
 ) -> QArray:
-    """Quantizes, with the range of each slice set by its data: ``calibrate``, then ``scale_of``.
+    """Quantize an array, with the range of each slice set by its data.
 
-    A *slice* is the set of elements that share a scale: everything, without options. With the
-    method "absmax" and an integer qtype, for each slice ``scale = absmax / qmax`` and ``code =
-    round_half_even(x / scale)``, so that an element's error is at most ``scale / 2``
-    (arXiv:2004.09602, sections 3.1 and 3.2). Tiles are the block-wise scales of arXiv:2110.02861.
-    Float formats round ``x / scale`` to their nearest number, half to even; nf4 takes the nearest
-    entry of its codebook. What is outside the range saturates.
+    Its steps are ``calibrate``, ``scale_of`` and ``quantize_with``. A *slice* is the set of
+    elements that share a scale: everything, without options. With the method "absmax" and an
+    integer qtype, for each slice ``scale = absmax / qmax`` and ``qvalue = round_half_even(x /
+    scale)``, so that an element's error is at most ``scale / 2`` (arXiv:2004.09602, sections 3.1
+    and 3.2). Tiles are the block-wise scales of arXiv:2110.02861. Float formats round ``x / scale``
+    to their nearest number, half to even; nf4 takes the nearest entry of its codebook. What is
+    outside the range saturates.
 
     Special values, per slice, for all methods but "fixed":
 
     - all zero, or absmax so small that the scale would be subnormal: the scale is the smallest
-      normal float32, so that zeros have code 0 and stay zeros. (nvfp4: 2**-9 with a global scale
-      of at least 2**-117.)
-    - an infinity: scale inf, codes ±qmax at the infinities and almost 0 elsewhere. The slice is
-      then non-finite in every op, and an infinity keeps its sign where the codes' sum is not 0.
-      (mxfp8, mxfp4 and nvfp4: scale NaN.)
+      normal float32, so that zeros stay zeros. (nvfp4: 2**-9 with a global scale of at least
+      2**-117.)
+    - an infinity: scale inf, quantized values ±qmax at the infinities and almost 0 elsewhere. The
+      slice is then non-finite in every op, and an infinity keeps its sign where the integer sum is
+      not 0. (mxfp8, mxfp4 and nvfp4: scale NaN.)
     - a NaN: scale NaN.
 
     "fixed" looks at no data: infinities saturate, and a NaN becomes the number nearest to zero, or
@@ -53,7 +54,7 @@ def quantize(
     Args:
       x: bfloat16, float16, float32 or (under x64) float64 array of any shape, also of size 0.
         Arithmetic is in float32; for float64 in float64, with the scale rounded to float32
-        before the codes are computed from it (a scale beyond float32 counts as infinite).
+        before values are divided by it (a scale beyond float32 counts as infinite).
       qtype: a name in ``QTYPES``, an alias, or a dtype.
       channel_axes: axes that have one scale per index.
       tile_axes: axis -> tile size, for axes that have one scale per tile of consecutive elements;
@@ -84,9 +85,9 @@ def quantize(
     whole = scale.astype(jnp.float32)
     whole = whole if outer is None else whole * outer
     noise = None if rounding is None else cut.split(rounding.noise(x.shape))
-    codes = encode(values, whole, kind, zero_point, noise)
+    qvalue = encode(values, whole, kind, zero_point, noise)
     return QArray(
-        codes.reshape(x.shape),
+        qvalue.reshape(x.shape),
         scale.reshape(cut.scale_shape),
         None if zero_point is None else zero_point.reshape(cut.scale_shape),
         None if outer is None else outer.reshape((1,) * x.ndim),
@@ -103,7 +104,7 @@ def quantize_with(
     global_scale: jax.Array | None = None,
     rounding: StochasticRounding | None = None,
 ) -> QArray:
-    """Quantizes with a given scale, as ``scale_of`` makes it; its shape tells the slices.
+    """Quantize with a given scale, as from ``scale_of``. Its shape tells the slices.
 
     What is outside the range saturates, infinities too. A NaN becomes the number nearest to zero,
     or stays NaN in the float8 formats.
@@ -120,8 +121,8 @@ def quantize_with(
     whole = cut.split(whole if global_scale is None else whole * global_scale)
     point = None if zero_point is None else cut.split(zero_point)
     noise = None if rounding is None else cut.split(rounding.noise(x.shape))
-    codes = encode(values, whole, kind, point, noise).reshape(x.shape)
-    return qarray(codes, scale, kind.name, dtype, zero_point=zero_point, global_scale=global_scale)
+    qvalue = encode(values, whole, kind, point, noise).reshape(x.shape)
+    return qarray(qvalue, scale, kind.name, dtype, zero_point=zero_point, global_scale=global_scale)
 
 
 def quantize_for_dot(
@@ -134,7 +135,7 @@ def quantize_for_dot(
     rounding: StochasticRounding | None = None,
     channelwise: bool = True,
 ) -> QArray:
-    """Quantizes one side of a dot product: one scale per index of all non-contracting axes.
+    """Quantize one side of a contraction, with scales per index of its other axes.
 
     Args:
       x: float array.
@@ -176,7 +177,7 @@ def quantize_for_conv(
     rounding: StochasticRounding | None = None,
     channelwise: bool = True,
 ) -> QArray:
-    """Quantizes one side of a convolution as finely as ``conv_general_dilated`` takes it.
+    """Quantize one side of a convolution as finely as ``conv_general_dilated`` takes it.
 
     Args:
       x: float array, the input (``side="lhs"``: one scale per batch element) or the kernel

@@ -17,7 +17,7 @@ _LEAST_BLOCK_SCALE = 2.0**-9
 
 
 class Calibration(NamedTuple):
-    """The range that the codes of each slice cover; a pytree.
+    """Hold the range that the quantized values of each slice cover. A pytree.
 
     Attributes:
       lower: an array like `upper`, at most 0; or None for a symmetric range, from -upper.
@@ -31,10 +31,10 @@ class Calibration(NamedTuple):
 def scale_of(
     calibration: Calibration, qtype: str | DTypeLike | QType
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Scale, zero point and global scale for a range; the latter two None where there is none.
+    """Return scale, zero point and global scale (or None) for a range.
 
     - Integers, float8, float4 and nf4: ``upper / qmax``, in float32. With a lower bound,
-      ``(upper - lower) / (number of codes - 1)`` and the integer zero point that is nearest to
+      ``(upper - lower) / (number of integers - 1)`` and the integer zero point that is nearest to
       covering the range (arXiv:1712.05877, section 2.1). Ranges so small that the scale would be
       subnormal get the smallest normal float32; infinite and NaN ranges have scale inf and NaN.
     - mxfp8, mxfp4: the power of two that puts `upper` in the format's last binade, as the OCP
@@ -79,7 +79,7 @@ def _two_level_scale(upper: jax.Array, kind: QType) -> tuple[jax.Array, None, ja
     largest_scale = float(jnp.finfo(kind.scale_dtype).max)
     largest = lax.reduce_max(lax.select(finite, upper, lax.full_like(upper, 0)), range(upper.ndim))
     outer = lax.expand_dims(largest, range(upper.ndim)) / (largest_scale * kind.qmax)
-    # So that the product with the least block scale is a normal number too.
+    # Times the least block scale it is a normal number, too.
     outer = at_least(outer, LEAST_SCALE / _LEAST_BLOCK_SCALE)
     scale = upper / kind.qmax / outer
     scale = lax.clamp(jnp.float32(_LEAST_BLOCK_SCALE), scale, jnp.float32(largest_scale))
@@ -88,5 +88,5 @@ def _two_level_scale(upper: jax.Array, kind: QType) -> tuple[jax.Array, None, ja
 
 
 def at_least(x: jax.Array, least: float) -> jax.Array:
-    """The maximum with a number; a NaN stays."""
+    """Return the maximum with a number. A NaN stays."""
     return lax.clamp(x.dtype.type(least), x, x.dtype.type(jnp.inf))

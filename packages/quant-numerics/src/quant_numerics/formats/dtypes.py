@@ -13,7 +13,7 @@ FLOAT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp
 
 
 def float_dtype(dtype: Any, what: str) -> np.dtype:
-    """`dtype` as a canonical (x64-aware) supported float dtype; a TypeError names `what` if not."""
+    """Return `dtype` canonical (x64-aware), or raise a TypeError that names `what`."""
     if jnp.dtype(dtype) not in FLOAT_DTYPES:
         allowed = ", ".join(d.name for d in FLOAT_DTYPES)
         raise TypeError(
@@ -24,7 +24,7 @@ def float_dtype(dtype: Any, what: str) -> np.dtype:
 
 
 def promote_floats(a: np.dtype, b: np.dtype) -> np.dtype:
-    """The wider of two float dtypes; float32 for bfloat16 with float16.
+    """Return the wider of two float dtypes, float32 for bfloat16 with float16.
 
     JAX's own lattice for these dtypes, spelled out because ``jnp.promote_types`` refuses any
     promotion under ``jax.numpy_dtype_promotion("strict")``.
@@ -37,5 +37,5 @@ def promote_floats(a: np.dtype, b: np.dtype) -> np.dtype:
 
 
 def compute_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype that scales, accumulators and rescaling use for logical dtype `dtype`."""
+    """Return the dtype that arithmetic on scales uses for a logical dtype."""
     return promote_floats(dtype, _F32)

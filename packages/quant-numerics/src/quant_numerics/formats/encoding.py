@@ -1,4 +1,4 @@
-"""Numbers to codes and back, once the scale is known."""
+"""Numbers to quantized values and back, once the scale is known."""
 
 import jax
 import jax.numpy as jnp
@@ -18,36 +18,36 @@ def encode(
     zero_point: jax.Array | None = None,
     noise: jax.Array | None = None,
 ) -> jax.Array:
-    """Codes of ``values / scale``.
+    """Return the quantized values of ``values / scale``.
 
     Args:
       values: float32 or float64.
-      scale: float32, broadcasts against `values`. Where it is infinite, infinities get code ±qmax
-        and other values almost 0.
-      kind: the format. Ratios outside its range are clipped to it. NaN gets the code of zero, and
-        NaN in a float8 format.
+      scale: float32, broadcasts against `values`. Where it is infinite, infinities become
+        ±qmax and other values almost 0.
+      kind: the format. Ratios outside its range are clipped to it. NaN becomes zero, and NaN
+        in a float8 format.
       zero_point: like `scale` in shape, or None; only for integers.
       noise: float32, broadcasts against `values`: added in units of the last place before rounding
         to nearest; not for codebooks.
 
     Returns:
-      Codes of the storage dtype and the shape of `values`.
+      Quantized values of the storage dtype and the shape of `values`.
     """
     ratio = _ratio(values, scale, kind)
     if noise is not None:
         noise = noise.astype(ratio.dtype)
     if kind.kind == "int":
         ratio = ratio if noise is None else ratio + noise
-        codes = lax.round(ratio, lax.RoundingMethod.TO_NEAREST_EVEN)
+        qvalue = lax.round(ratio, lax.RoundingMethod.TO_NEAREST_EVEN)
         low, high = -kind.qmax, kind.qmax
         if zero_point is not None:
             assert kind.asymmetric is not None
-            codes = codes + zero_point.astype(codes.dtype)
+            qvalue = qvalue + zero_point.astype(qvalue.dtype)
             low, high = kind.asymmetric
-        codes = lax.clamp(codes.dtype.type(low), codes, codes.dtype.type(high))
+        qvalue = lax.clamp(qvalue.dtype.type(low), qvalue, qvalue.dtype.type(high))
         # Converting NaN to an integer is undefined; the NaN lives on in the scale.
-        codes = _without_nan(codes)
-        return codes.astype(kind.storage_dtype)
+        qvalue = _without_nan(qvalue)
+        return qvalue.astype(kind.storage_dtype)
     limit = ratio.dtype.type(kind.qmax)
     ratio = lax.clamp(-limit, ratio, limit)
     if noise is not None:
@@ -59,16 +59,16 @@ def encode(
     return ratio.astype(kind.storage_dtype)
 
 
-def decode(codes: jax.Array, kind: QType, dtype: np.dtype) -> jax.Array:
-    """The numbers that codes stand for, without zero point or scale."""
+def decode(qvalue: jax.Array, kind: QType, dtype: np.dtype) -> jax.Array:
+    """Return the numbers that quantized values stand for, without zero point or scale."""
     if kind.codebook is None:
-        return codes.astype(dtype)
+        return qvalue.astype(dtype)
     table = jnp.asarray(kind.codebook, dtype)
-    return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+    return table.at[qvalue.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
 def _ratio(values: jax.Array, scale: jax.Array, kind: QType) -> jax.Array:
-    """``values / scale``, and not NaN for infinities in both."""
+    """Return ``values / scale``, and not NaN for infinities in both."""
     if values.dtype == jnp.float64:
         largest = float(jnp.finfo(jnp.float32).max)
         return values / _at_most(scale, largest).astype(values.dtype)
@@ -83,7 +83,7 @@ def _ratio(values: jax.Array, scale: jax.Array, kind: QType) -> jax.Array:
 
 
 def _at_most(scale: jax.Array, largest: float) -> jax.Array:
-    """The minimum of a scale, at least 0, and a number; a NaN stays."""
+    """Return the minimum of a scale, at least 0, and a number. A NaN stays."""
     return lax.clamp(np.float32(0), scale, np.float32(largest))
 
 
@@ -92,7 +92,7 @@ def _without_nan(x: jax.Array) -> jax.Array:
 
 
 def _round_at_random(ratio: jax.Array, noise: jax.Array, kind: QType) -> jax.Array:
-    """`ratio`, plus noise in units of the last place, rounded to what a float format has."""
+    """Round `ratio`, plus noise in units of the last place, to what a float format has."""
     if kind.codebook is not None:
         raise ValueError(
             f"qtype {kind.name!r} has no even steps to round between at random; use rounding=None, "
@@ -107,7 +107,7 @@ def _round_at_random(ratio: jax.Array, noise: jax.Array, kind: QType) -> jax.Arr
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
-    """The largest power of two that is not above ``|x|``; 0 for subnormals, inf for inf and NaN."""
+    """Return the largest power of two up to ``|x|``: 0 for subnormals, inf for inf, NaN."""
     wide = x.dtype == jnp.float64
     mask = 0x7FF << 52 if wide else 0xFF << 23
     bits = lax.bitcast_convert_type(x, jnp.uint64 if wide else jnp.uint32)
@@ -115,7 +115,7 @@ def power_of_two(x: jax.Array) -> jax.Array:
 
 
 def _nearest(x: jax.Array, codebook: tuple[float, ...]) -> jax.Array:
-    """Index of the nearest entry, as int32; the lower one of two equally near."""
+    """Return the index of the nearest entry, int32, the lower of two equally near."""
     entries = np.asarray(codebook, np.float64)
     middles = jnp.asarray((entries[1:] + entries[:-1]) / 2, x.dtype)
     above = lax.expand_dims(x, (x.ndim,)) > lax.expand_dims(middles, tuple(range(x.ndim)))

@@ -35,23 +35,23 @@ _NF4 = (
 
 @dataclasses.dataclass(frozen=True)
 class QType:
-    """A number format that arrays can be quantized to.
+    """Describe a number format that arrays can be quantized to.
 
-    Symmetric integer codes lie in ``[-qmax, qmax]`` (narrow range: the most negative two's
-    complement code is not used, so negation is exact and zero is code 0), as in section 3.1 of Wu
-    et al. 2020, "Integer Quantization for Deep Learning Inference" (arXiv:2004.09602). With a
-    zero point, codes use the whole range, `asymmetric`.
+    Symmetric integers lie in ``[-qmax, qmax]`` (narrow range: the most negative two's complement
+    number is not used, so negation is exact), as in section 3.1 of Wu et al. 2020, "Integer
+    Quantization for Deep Learning Inference" (arXiv:2004.09602). With a zero point they use the
+    whole range, `asymmetric`.
 
     Attributes:
       name: the name that ``quantize`` and ``QArray.qtype`` use.
-      kind: "int", "float", or "codebook" (a code is an index into `codebook`).
-      bits: bits of one code.
-      qmax: the largest number that a code stands for, where symmetric.
+      kind: "int", "float", or "codebook" (indices into `codebook`).
+      bits: bits of one quantized value.
+      qmax: the largest number that a quantized value stands for, if symmetric.
       storage_dtype: dtype of ``QArray.qvalue``; it may be wider than `bits` (see ``pack``).
       block: the tile size that the format demands, or None for any granularity.
       scale_dtype: dtype of ``QArray.scale``.
-      asymmetric: least and largest code where there is a zero point; None if there can't be one.
-      codebook: the numbers that codes stand for, ascending; None except for kind "codebook".
+      asymmetric: least and largest integer with a zero point; None if there can't be one.
+      codebook: the numbers that indices stand for, ascending; None except for kind "codebook".
     """
 
     name: str
@@ -66,7 +66,7 @@ class QType:
 
     @property
     def two_level(self) -> bool:
-        """Whether block scales are themselves scaled, by a ``QArray.global_scale``."""
+        """Return whether block scales are themselves scaled, by a ``QArray.global_scale``."""
         return self.scale_dtype == jnp.float8_e4m3fn
 
 
@@ -113,7 +113,7 @@ _ALIASES = {
 
 
 def get_qtype(name: str | DTypeLike) -> QType:
-    """Returns the QType called `name`.
+    """Return the QType called `name`.
 
     Args:
       name: a name in ``QTYPES``; "fp8", "fp8_e4m3", "fp8_e5m2" or "fp4"; or the dtype of that

@@ -12,7 +12,7 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class StochasticRounding:
-    """Rounds up or down at random, so that inside the range the mean of the codes is unbiased.
+    """Round up or down at random, unbiased in the mean inside the range.
 
     See Gupta et al. 2015, "Deep Learning with Limited Numerical Precision" (arXiv:1502.02551),
     section 2.2. A pytree whose leaf is the key: draw a new key for every use.
@@ -21,7 +21,7 @@ class StochasticRounding:
       key: a JAX random key.
       method: "uniform", or "low_bit_uniform", which draws 8 random bits per element in place of
         32 and is unbiased to within 1/512 of a step.
-      channelwise_noise_axes: axes along which each index has noise of its own; elements that
+      channelwise_noise_axes: axes along which each index has different noise; elements that
         differ only along other axes share it.
     """
 
@@ -34,7 +34,7 @@ class StochasticRounding:
     )
 
     def noise(self, shape: Sequence[int]) -> jax.Array:
-        """Float32 noise between -1/2 and 1/2; along each axis of full size, or of size 1.
+        """Return float32 noise between -1/2 and 1/2, of full size or 1 along each axis.
 
         Raises:
           ValueError: an unknown method, or a noise axis that `shape` has not.

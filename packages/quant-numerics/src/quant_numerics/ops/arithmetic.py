@@ -1,4 +1,4 @@
-"""What an op of two operands runs on: which dtype their numbers get, and what sums them.
+"""In which dtypes an op of two operands multiplies and sums.
 
 An op asks ``arithmetic(lhs, rhs, precision)``, converts each side with ``numbers``, and multiplies
 the result by the effective scales.
@@ -23,7 +23,7 @@ _LEAST_CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """How products of two operands, at least one a QArray, are taken and summed.
+    """Say in which dtypes two operands, at least one a QArray, are multiplied and summed.
 
     Attributes:
       dtype: what both sides' numbers are converted to.
@@ -39,7 +39,7 @@ class Arithmetic:
 
 
 def arithmetic(lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any) -> Arithmetic:
-    """How to multiply `lhs` and `rhs`; at least one is a QArray."""
+    """Return how to multiply `lhs` and `rhs`, at least one a QArray."""
     quantized = [x for x in (lhs, rhs) if isinstance(x, QArray)]
     floats = [x.dtype for x in (lhs, rhs) if not isinstance(x, QArray)]
     kinds = [qtype_of(q) for q in quantized]
@@ -67,7 +67,7 @@ def arithmetic(lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any)
 
 
 def largest_number(q: QArray) -> int:
-    """The largest magnitude of a code less the zero point, for kind "int"."""
+    """Return the largest magnitude of a quantized value less the zero point."""
     kind = qtype_of(q)
     if q.zero_point is None:
         return int(kind.qmax)
@@ -76,14 +76,14 @@ def largest_number(q: QArray) -> int:
 
 
 def has_zero_point_left(q: QArray, dtype: np.dtype) -> bool:
-    """Whether ``numbers(q, dtype)`` are codes whose zero point is still to be subtracted."""
+    """Return whether ``numbers(q, dtype)`` leaves the zero point to be subtracted."""
     return q.zero_point is not None and dtype == jnp.int8 and largest_number(q) > 127
 
 
 def numbers(q: QArray, dtype: np.dtype) -> jax.Array:
-    """The numbers that codes stand for, less zero points, exactly, in the shape of `q`.
+    """Return the numbers that quantized values stand for, less zero points, exactly.
 
-    In int8 there is no room for the difference of int8 codes and zero points: there the zero
+    In int8 there is no room for the difference of int8 values and zero points: there the zero
     point is left to the caller, as ``has_zero_point_left`` tells.
     """
     values = decode(q.qvalue, qtype_of(q), dtype)
@@ -94,7 +94,7 @@ def numbers(q: QArray, dtype: np.dtype) -> jax.Array:
 
 
 def output_dtype(lhs: QArray | jax.Array, rhs: QArray | jax.Array, preferred: Any) -> np.dtype:
-    """The dtype of an op's result."""
+    """Return the dtype of an op's result."""
     if preferred is not None:
         return float_dtype(preferred, "preferred_element_type")
     return promote_floats(lhs.dtype, rhs.dtype)

@@ -40,10 +40,10 @@ def conv_general_dilated(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.lax.conv_general_dilated`` where either side may be a QArray.
+    """Convolve like ``jax.lax.conv_general_dilated``; either side may be a QArray.
 
-    - Two integer QArrays: the codes reach ``lax`` as int8, are summed in int32, and rescaled in
-      float32, times the lhs scale, then times the rhs scale. See arXiv:1712.05877, section 2.2,
+    - Two integer QArrays: quantized values reach ``lax`` as int8, are summed in int32, and rescaled
+      in float32, times the lhs scale, then times the rhs scale. See arXiv:1712.05877, section 2.2,
       and, for scales per output feature, arXiv:2004.09602, section 3.2. With int16, or where an
       int8 side has zero points, ``lax`` gets int32: zero points are subtracted before, so that
       padding is an exact zero.
@@ -149,10 +149,10 @@ def conv_general_dilated(
 def _values(
     lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any, dtype: np.dtype
 ) -> tuple[Arithmetic, jax.Array, jax.Array]:
-    """How to convolve, and the numbers of both sides."""
+    """Return how to convolve, and the numbers of both sides."""
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
         how = arithmetic(lhs, rhs, precision)
-        # There are no exact corrections as in a dot product: padding is not part of the lhs.
+        # There are no exact corrections as in a contraction: padding is not part of the lhs.
         wide = [
             x for x in (lhs, rhs) if isinstance(x, QArray) and has_zero_point_left(x, how.dtype)
         ]
@@ -182,7 +182,7 @@ def _too_long(
 
 
 def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
-    """The scale as a vector along `axis`, of size 1 or the full size."""
+    """Return the scale as a vector along `axis`, of size 1 or the full size."""
     expected = [1] * q.ndim
     whole = tuple(expected)
     expected[axis] = q.shape[axis]
@@ -198,7 +198,7 @@ def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
 def lhs_scale(
     q: QArray, dn: lax.ConvDimensionNumbers, out_shape: Sequence[int], groups: int
 ) -> jax.Array:
-    """Scale of the lhs in the output's layout."""
+    """Return the scale of the lhs in the output's layout."""
     scale = _channel_scale(q, dn.lhs_spec[0], "lhs", "batch element")
     batch, feature = dn.out_spec[:2]
     shape = [1] * q.ndim
@@ -214,7 +214,7 @@ def lhs_scale(
 
 
 def rhs_scale(q: QArray, dn: lax.ConvDimensionNumbers, ndim: int) -> jax.Array:
-    """Scale of the rhs in the output's layout."""
+    """Return the scale of the rhs in the output's layout."""
     scale = _channel_scale(q, dn.rhs_spec[0], "rhs", "output feature")
     shape = [1] * ndim
     shape[dn.out_spec[1]] = scale.size

@@ -20,7 +20,7 @@ def int_conv(
     terms: tuple[int, int],
     largest: int,
 ) -> jax.Array:
-    """A convolution of integers whose sums fit in int32, as float32.
+    """Convolve integers whose sums fit in int32, with a float32 result.
 
     XLA's CPU backend computes integer convolutions in a plain loop, ten to twenty times slower than
     float32 ones. For programs lowered for CPU, sums of so few products that float32 holds them

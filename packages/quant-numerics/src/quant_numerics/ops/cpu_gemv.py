@@ -1,4 +1,4 @@
-"""Integer products of one row on CPU, where XLA is slow at them."""
+"""Integer contractions of one row on CPU, where XLA is slow at them."""
 
 import math
 from typing import Any
@@ -22,9 +22,9 @@ def int_dot_general(
     dimension_numbers: Any,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``lax.dot_general`` of integers, summed in int32.
+    """Contract integers like ``lax.dot_general``, summed in int32.
 
-    XLA's CPU backend has a loop of its own for one integer row times a matrix, without the blocking
+    XLA's CPU backend has a special loop for one integer row times a matrix, without the blocking
     that it gives to matrices: 1.5 to 10 times slower than padding the row with zeros to
     ``GEMV_ROWS`` rows. That is done for programs lowered for CPU, where the lhs has one row and the
     rhs at least 2**20 elements and 256 columns. From 2 rows on padding loses, and so it does for a
@@ -52,6 +52,6 @@ def int_dot_general(
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """`x` with a new first axis, of rows that are zero but for the first."""
+    """Return `x` with a new first axis, of rows that are zero but for the first."""
     rows = lax.expand_dims(x, (0,))
     return lax.pad(rows, np.zeros((), x.dtype), [(0, GEMV_ROWS - 1, 0)] + [(0, 0, 0)] * x.ndim)

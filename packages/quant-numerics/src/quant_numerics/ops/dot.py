@@ -19,10 +19,10 @@ from quant_numerics.ops.cpu_gemv import int_dot_general
 from quant_numerics.ops.dot_sides import (
     Side,
     chunked,
-    code_sums,
     contracted_tiles,
     in_output,
     side_of,
+    value_sums,
 )
 
 DotDimensionNumbers = tuple[
@@ -39,13 +39,13 @@ def dot_general(
     *,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.lax.dot_general`` where either side may be a QArray.
+    """Contract like ``jax.lax.dot_general``; either side may be a QArray.
 
-    - Two integer QArrays: the codes are multiplied as int8 and summed in int32 by
+    - Two integer QArrays: quantized values are multiplied as int8 and summed in int32 by
       ``lax.dot_general``, then rescaled in float32: times the lhs scale, then times the rhs scale
       (section 2.2 of Jacob et al. 2018, arXiv:1712.05877). Zero points are subtracted exactly, by
-      the sums of the codes (section 2.3). With int16, codes are multiplied as int32; two int16
-      sides are multiplied and summed in float32.
+      the sums of quantized values (section 2.3). With int16, they are multiplied as int32; two
+      int16 sides are multiplied and summed in float32.
     - Other two QArrays: both of one float8 dtype as they are, others in float32; with float32 sums.
     - One QArray ("weight-only"): its numbers are converted to the dtype of the float side, which
       holds them exactly (for nf4 and int16 with a 16-bit float side, both are converted to
@@ -53,7 +53,7 @@ def dot_general(
     - None: plain ``lax.dot_general`` in the wider of the two dtypes.
 
     Scales may differ along batch and free axes freely, and along contracting axes by tile: each
-    tile is a dot of its own, rescaled and then summed in float32. Where one side is tiled the
+    tile is contracted alone, rescaled and then summed in float32. Where one side is tiled the
     other may have one scale along that axis (it is multiplied in after the sum) or equal tiles.
     float64 replaces float32 in weight-only dots with a float64 side (under x64).
 
@@ -120,7 +120,7 @@ def _scaled_dot(
     how: Arithmetic,
     out_sharding: Any,
 ) -> jax.Array:
-    """The dot in the compute dtype; at least one side is a QArray."""
+    """Contract in the compute dtype; at least one side is a QArray."""
     (lc, rc), (lb, rb) = dims
     tiles = contracted_tiles(lhs, rhs, lc, rc)
     side_l = side_of(lhs, how.dtype, lc, lb, {a: t for (a, _), t in tiles.items()})
@@ -146,7 +146,7 @@ def _scaled_dot(
 def _dot(
     lhs: Side, rhs: Side, how: Arithmetic, terms: int | np.ndarray, out_sharding: Any
 ) -> jax.Array:
-    """Sums of products less zero points, as floats, of axes (batch, tiles, lhs free, rhs free).
+    """Return sums less zero points, as floats, of axes (batch, tiles, lhs free, rhs free).
 
     `terms` is how many products each sum has.
     """
@@ -166,17 +166,17 @@ def _dot(
     left, right = lhs.zero_point, rhs.zero_point
     if left is not None:
         left = left.reshape(in_output(lhs.scale_shape, lhs, lhs, rhs))
-        acc = acc - left * code_sums(rhs, lhs, rhs)
+        acc = acc - left * value_sums(rhs, lhs, rhs)
     if right is not None:
         right = right.reshape(in_output(rhs.scale_shape, rhs, lhs, rhs))
-        acc = acc - right * code_sums(lhs, lhs, rhs)
+        acc = acc - right * value_sums(lhs, lhs, rhs)
     if left is not None and right is not None:
         acc = acc + left * right * terms
     return acc.astype(jnp.float32)
 
 
 def _rescale(acc: jax.Array, lhs: Side, rhs: Side) -> jax.Array:
-    """Rescales `acc`, of axes (batch, tiles, lhs free, rhs free), and sums over tiles."""
+    """Rescale `acc`, of axes (batch, tiles, lhs free, rhs free), and sum over tiles."""
     n, tiles = len(lhs.batch), len(lhs.tiles)
     sides = [(side, side.scale) for side in (lhs, rhs) if side.scale is not None]
     for side, scale in sides:
@@ -194,7 +194,7 @@ def _rescale(acc: jax.Array, lhs: Side, rhs: Side) -> jax.Array:
 
 
 def _with_axes(sharding: Any, position: int, count: int) -> Any:
-    """The sharding of an array that has `count` more axes at `position`, which are not sharded."""
+    """Return the sharding with `count` more axes at `position`, which are not sharded."""
     if sharding is None or count == 0:
         return sharding
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

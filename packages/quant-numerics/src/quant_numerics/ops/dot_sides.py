@@ -1,4 +1,4 @@
-"""The two sides of a dot product, in the layout that it is computed in."""
+"""The two sides of a contraction, in the layout that it is computed in."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from quant_numerics.ops.arithmetic import has_zero_point_left, numbers
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One operand, its tiled contracting axes split; all axis numbers are those of `values`.
+    """Hold an operand with its tiled contracting axes split. Axis numbers are those of `values`.
 
     `scale` and `zero_point` (None: none, or none left) have the elements of an array with axes
     (batch, tiles, free), whose shape is `scale_shape`, in the same order.
@@ -40,7 +40,7 @@ class Side:
 def contracted_tiles(
     lhs: QArray | jax.Array, rhs: QArray | jax.Array, lc: Sequence[int], rc: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """Tile size for each pair of contracting axes along which a scale changes."""
+    """Return the tile size for each pair of contracting axes along which a scale changes."""
     tiles = {}
     for a, b in zip(lc, rc, strict=True):
         size = lhs.shape[a]
@@ -100,15 +100,15 @@ def _repeat(x: jax.Array, repeats: Mapping[int, int]) -> jax.Array:
 
 
 def _arrange(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """`x` with its elements in the order of the axes `order`; its other axes have size 1."""
+    """Return `x` with its elements in the order of the axes `order`; others have size 1."""
     long = [a for a in order if x.shape[a] != 1]
     if long == sorted(long):
         return x  # a reshape is enough, and is left to the caller
     return x.transpose(*order, *(a for a in range(x.ndim) if a not in order))
 
 
-def code_sums(side: Side, lhs: Side, rhs: Side) -> jax.Array:
-    """Sums of codes over the contracting axes, in the layout of the output."""
+def value_sums(side: Side, lhs: Side, rhs: Side) -> jax.Array:
+    """Return sums of quantized values over contracting axes, in the output's layout."""
     sums = side.values.astype(jnp.int32).sum(axis=side.contract, keepdims=True, dtype=jnp.int32)
     order = (*side.batch, *side.tiles, *side.free)
     shape = in_output(tuple(sums.shape[a] for a in order), side, lhs, rhs)
@@ -116,7 +116,7 @@ def code_sums(side: Side, lhs: Side, rhs: Side) -> jax.Array:
 
 
 def chunked(side: Side, chunks: int, size: int) -> Side:
-    """The side with its contraction cut in chunks, as one more tiled axis, padded with zeros."""
+    """Return a side with its contraction in chunks, one more tiled axis, zero-padded."""
     n, free = len(side.batch) + len(side.tiles), len(side.free)
     outer = side.batch + side.tiles + side.free
     values = side.values.transpose(*outer, *side.contract)
@@ -136,7 +136,7 @@ def chunked(side: Side, chunks: int, size: int) -> Side:
 
 
 def in_output(shape: tuple[int, ...], side: Side, lhs: Side, rhs: Side) -> tuple[int, ...]:
-    """`shape`, of axes (batch, tiles, free), among (batch, tiles, lhs free, rhs free)."""
+    """Return `shape`, of (batch, tiles, free), among (batch, tiles, lhs free, rhs free)."""
     outer = len(side.batch) + len(side.tiles)
     if side is lhs:
         return shape + (1,) * len(rhs.free)

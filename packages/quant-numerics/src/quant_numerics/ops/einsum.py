@@ -34,7 +34,7 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.numpy.einsum`` of any number of operands, any of which may be a QArray.
+    """Compute ``jax.numpy.einsum`` of operands, any of which may be a QArray.
 
     Two operands are one ``dot_general`` and a transpose; see there for accumulation, scales and
     dtypes. More are contracted two at a time in an order of opt_einsum's; what comes out on the
@@ -110,7 +110,7 @@ def _two(
     precision: Any,
     out_sharding: Any,
 ) -> jax.Array:
-    """Einsum of two operands without repeated labels."""
+    """Compute an einsum of two operands without repeated labels."""
     sizes_l = dict(zip(in_l, left.shape, strict=True))
     sizes_r = dict(zip(in_r, right.shape, strict=True))
     left, in_l = squeeze(left, in_l, {c for c in in_r if sizes_r[c] != sizes_l.get(c)})
@@ -134,7 +134,7 @@ def _two(
 
 
 def _alone(x: QArray | jax.Array, labels: str, out: str, dtype: np.dtype) -> jax.Array:
-    """Einsum of one operand without repeated labels."""
+    """Compute an einsum of one operand without repeated labels."""
     x, labels = sum_lone(dequantize(x) if isinstance(x, QArray) else x, labels, out)
     assert not isinstance(x, QArray)
     return x.transpose([labels.index(c) for c in out]).astype(dtype)
@@ -143,7 +143,7 @@ def _alone(x: QArray | jax.Array, labels: str, out: str, dtype: np.dtype) -> jax
 def _path(
     arrays: Sequence[QArray | jax.Array], terms: Sequence[str], out: str, optimize: Any
 ) -> list[tuple[int, ...]]:
-    """Which operands to contract in each step; results go to the end of the list."""
+    """Return the operands to contract in each step; results go to the end of the list."""
     if optimize is False:
         return [(0, 1), *((0, len(arrays) - 2 - i) for i in range(len(arrays) - 2))]
     sizes: dict[str, int] = {}
@@ -160,7 +160,7 @@ def _path(
 
 
 def einsum_dimension_numbers(spec: str, lhs_ndim: int, rhs_ndim: int) -> DimensionNumbers:
-    """The dimension numbers of the dot product in a two-operand einsum.
+    """Return the dimension numbers of the contraction in a two-operand einsum.
 
     For a caller that quantizes operands before ``einsum`` and must know which axes contract.
 

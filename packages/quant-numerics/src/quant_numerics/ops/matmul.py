@@ -20,7 +20,7 @@ def dot(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.numpy.dot`` where either side may be a QArray.
+    """Multiply like ``jax.numpy.dot``; either side may be a QArray.
 
     Contracts the last axis of `a` with the last but one (or only) axis of `b`; where either has no
     axes, it multiplies (and a QArray is dequantized). See ``dot_general`` for all arguments.
@@ -52,7 +52,7 @@ def matmul(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``jax.numpy.matmul`` where either side may be a QArray.
+    """Multiply like ``jax.numpy.matmul``; either side may be a QArray.
 
     The last two axes are matrices (one axis: a vector), those before broadcast. See
     ``dot_general`` for all arguments.

@@ -21,7 +21,7 @@ _ALLOWED = (
 
 
 def from_interleaved(operands: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
-    """Subscripts and operands of ``(x, [0, 1], w, [1, 2], [0, 2])``."""
+    """Return subscripts and operands of ``(x, [0, 1], w, [1, 2], [0, 2])``."""
     if len(operands) < 2:
         raise ValueError(
             "einsum takes subscripts and operands, or operands and lists of labels by turns; got "
@@ -43,7 +43,7 @@ def from_interleaved(operands: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
 
 
 def parse(spec: str, ndims: Sequence[int]) -> tuple[list[str], str]:
-    """Labels of each operand, one per axis, and of the output."""
+    """Return the labels of each operand, one per axis, and of the output."""
     spec = spec.replace(" ", "")
     if not ndims:
         raise ValueError(f"einsum {spec!r} was given no operands; {_ALLOWED}")
@@ -101,7 +101,7 @@ def dimension_numbers(in_l: str, in_r: str, out: str) -> DimensionNumbers:
 
 
 def diagonals(x: QArray | jax.Array, labels: str) -> tuple[QArray | jax.Array, str]:
-    """Takes the diagonal along axes that have the same label."""
+    """Take the diagonal along axes that have the same label."""
     for c in dict.fromkeys(labels):
         while labels.count(c) > 1:
             x = dequantize(x) if isinstance(x, QArray) else x
@@ -117,15 +117,15 @@ def diagonals(x: QArray | jax.Array, labels: str) -> tuple[QArray | jax.Array, s
 def squeeze(
     x: QArray | jax.Array, labels: str, differing: set[str]
 ) -> tuple[QArray | jax.Array, str]:
-    """Drops axes of size 1 whose label is larger in the other operand."""
+    """Drop axes of size 1 whose label is larger in the other operand."""
     axes = [a for a, c in enumerate(labels) if c in differing and x.shape[a] == 1]
-    # A QArray's leaves have equal ndims, and size 1 in the codes is size 1 in the scale.
+    # A QArray's leaves have equal ndims, and size 1 in `qvalue` is size 1 in the scale.
     x = jax.tree.map(lambda leaf: jnp.squeeze(leaf, tuple(axes)), x)
     return x, "".join(c for a, c in enumerate(labels) if a not in axes)
 
 
 def sum_lone(x: QArray | jax.Array, labels: str, elsewhere: str) -> tuple[QArray | jax.Array, str]:
-    """Sums over axes whose label is nowhere else."""
+    """Sum over axes whose label is nowhere else."""
     axes = [a for a, c in enumerate(labels) if c not in elsewhere]
     if axes:
         x = jnp.sum(dequantize(x) if isinstance(x, QArray) else x, axis=tuple(axes))
@@ -133,7 +133,7 @@ def sum_lone(x: QArray | jax.Array, labels: str, elsewhere: str) -> tuple[QArray
 
 
 def before_transpose(sharding: Any, order: Sequence[int]) -> Any:
-    """The sharding of an array whose transpose by `order` has `sharding`."""
+    """Return the sharding of an array whose transpose by `order` has `sharding`."""
     if sharding is None:
         return None
     named = isinstance(sharding, NamedSharding)

@@ -23,7 +23,7 @@ def take(
     mode: Literal["fill", "clip"] = "fill",
     dequantize: bool = True,
 ) -> Any:
-    """``jax.numpy.take`` from a QArray: gathers codes and scales, and dequantizes what was taken.
+    """Gather like ``jax.numpy.take`` from a QArray, and dequantize what was taken.
 
     Args:
       q: QArray, PackedQArray (along another than the last axis the bits are gathered packed), or
@@ -104,7 +104,7 @@ def _gathered(x: jax.Array, places: jax.Array, axis: int) -> jax.Array:
 
 
 def _filled(x: jax.Array, inside: jax.Array, axis: int) -> jax.Array:
-    """NaN where an index is out of range."""
+    """Return `x` with NaN where an index is out of range."""
     shape = (1,) * axis + inside.shape + (1,) * (x.ndim - axis - inside.ndim)
     keep = jnp.broadcast_to(inside.reshape(shape), x.shape)
     return lax.select(keep, x, jnp.full(x.shape, jnp.nan, x.dtype))

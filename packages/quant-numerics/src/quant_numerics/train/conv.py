@@ -51,11 +51,12 @@ def train_conv_general_dilated(
     key: jax.Array | None = None,
     weight: int | None = None,
 ) -> jax.Array:
-    """``conv_general_dilated`` of operands that are quantized on the way, with derivatives.
+    """Convolve operands that are quantized on the way, with derivatives.
 
     Operands are quantized as by ``quantize_for_conv``: per batch element of `lhs`, and per output
     feature of `rhs`. Derivatives are those of ``train_dot_general``, whose other arguments these
-    are: each gradient is one convolution of the quantized cotangent and the other operand's codes.
+    are: each gradient is one convolution of the quantized cotangent and the other operand's
+    quantized values.
 
     Raises:
       TypeError: an operand that is no float array.
@@ -99,7 +100,7 @@ def _train_conv(op, hows, backward, weight, operands, calibrations, key):
 
 @dataclasses.dataclass(frozen=True)
 class ConvOp:
-    """A conv_general_dilated; see ``TrainingOp``."""
+    """Describe a conv_general_dilated; see ``TrainingOp``."""
 
     numbers: lax.ConvDimensionNumbers
     window_strides: tuple[int, ...]
@@ -141,8 +142,8 @@ class ConvOp:
         operands, _ = residuals
         x, y = operands[side], operands[1 - side]
         other: QArray | jax.Array = y.value
-        if y.codes is not None and can_shift(y.codes, (self._specs[1 - side][0],)):
-            q = y.codes
+        if y.quantized is not None and can_shift(y.quantized, (self._specs[1 - side][0],)):
+            q = y.quantized
             if side == 0:
                 scale = rhs_scale(q, self.numbers, g.ndim)
             else:
@@ -150,7 +151,7 @@ class ConvOp:
             dtype = compute_dtype(g.dtype)
             g = g.astype(dtype) * scale.astype(dtype)
             other = unit_scaled(q)
-        return self._transposed(side, g, other, y.codes is not None, x, to)
+        return self._transposed(side, g, other, y.quantized is not None, x, to)
 
     def _transposed(
         self,
@@ -161,7 +162,7 @@ class ConvOp:
         x: Residual,
         to: Cotangent,
     ) -> jax.Array:
-        """Runs the transpose that JAX has for the float convolution, its conv quantized.
+        """Run the transpose that JAX has for the float convolution, quantized.
 
         It consists of moves of the other operand, one convolution, and moves of the result.
         """
@@ -218,7 +219,7 @@ class ConvOp:
 
 @dataclasses.dataclass(frozen=True)
 class MergedConvOp:
-    """A convolution of a batch of inputs with one kernel: one convolution of all of them."""
+    """Convolve a batch of inputs with one kernel, as one convolution."""
 
     op: ConvOp
 
@@ -232,7 +233,7 @@ class MergedConvOp:
         batch, out_batch = self.op.numbers.lhs_spec[0], self.op.numbers.out_spec[0]
         left = Residual(
             _merged(left.value, batch),
-            None if left.codes is None else _merged(left.codes, batch),
+            None if left.quantized is None else _merged(left.quantized, batch),
             None,
         )
         grad = self.op.gradient(side, _merged(g, out_batch), ((left, right), aux), to)
@@ -253,7 +254,7 @@ _CONV_PARAMS = (
 
 
 def _merged(x: Any, axis: int) -> Any:
-    """Axis 0 merged into what is `axis` without it."""
+    """Merge axis 0 into what is `axis` without it."""
     if isinstance(x, QArray):
         both = (x.shape[0], x.shape[axis + 1])
         parts: list[Any] = [x.scale, x.zero_point]
@@ -271,6 +272,6 @@ def _merged(x: Any, axis: int) -> Any:
 
 
 def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """What `_merged` merged."""
+    """Split what `_merged` merged."""
     inner = x.shape[axis] // max(size, 1)
     return jnp.moveaxis(x.reshape(*x.shape[:axis], size, inner, *x.shape[axis + 1 :]), axis, 0)

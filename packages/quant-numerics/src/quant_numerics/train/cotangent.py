@@ -18,7 +18,7 @@ from quant_numerics.train.options import Backward
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cotangent:
-    """How a cotangent is to be quantized for one product."""
+    """Quantize a cotangent, and residuals, for one contraction."""
 
     backward: Backward
     key: jax.Array | None
@@ -27,7 +27,7 @@ class Cotangent:
     def quantize(
         self, g: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
     ) -> QArray:
-        """The cotangent `g`, tiled along the last axis in `contracting`."""
+        """Quantize the cotangent `g`, tiled along the last axis in `contracting`."""
         kind = get_qtype(self.backward.qtype)
         tile = kind.block if self.tile_size is None else self.tile_size
         tiles = {contracting[-1]: tile} if contracting and tile is not None else {}
@@ -48,7 +48,7 @@ class Cotangent:
     def requantize(
         self, x: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
     ) -> QArray:
-        """A residual whose own scales don't suit the product."""
+        """Quantize a residual whose scales don't suit the contraction."""
         kind = get_qtype(self.backward.qtype)
         tiles = {contracting[-1]: kind.block} if contracting and kind.block is not None else {}
         return quantize(
@@ -60,20 +60,20 @@ class Cotangent:
 
 
 def unit_scaled(q: QArray) -> QArray:
-    """The codes of `q` with scale 1, for a product whose other side has taken the scale."""
+    """Return `q` with scale 1, for a contraction whose other side has its scale."""
     one = jnp.ones((1,) * q.ndim, jnp.float32)
     return QArray(q.qvalue, one, qtype=q.qtype, dtype=q.dtype)
 
 
 def can_shift(q: QArray, axes: Sequence[int]) -> bool:
-    """Whether the scales of `q` lie along `axes` alone, and are all that its codes need."""
+    """Return whether the scales of `q` lie along `axes` alone, and are all that it has."""
     if q.zero_point is not None or qtype_of(q).block is not None:
         return False
     return all(s == 1 or (a in axes and s == q.shape[a]) for a, s in enumerate(q.scale.shape))
 
 
 def shifted(g: jax.Array, q: QArray, axes: tuple[int, ...], g_axes: tuple[int, ...]) -> jax.Array:
-    """`g` times the scales of `q`, whose `axes` correspond to `g_axes`."""
+    """Return `g` times the scales of `q`, whose `axes` correspond to `g_axes`."""
     scale = effective_scale(q)
     rest = [a for a in range(q.ndim) if a not in axes]
     order = sorted(range(len(axes)), key=g_axes.__getitem__)

@@ -1,4 +1,4 @@
-"""Matrix products for training: quantized forward, float or quantized backward."""
+"""Contractions for training: quantized forward, float or quantized backward."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def train_dot_general(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``dot_general`` of operands that are quantized on the way, with derivatives.
+    """Contract operands that are quantized on the way, with derivatives.
 
     The value is ``dot_general(quantize_for_dot(lhs, ...), quantize_for_dot(rhs, ...))``, bit for
-    bit. Of the derivatives, forward mode is always that of the float product at the operands
+    bit. Of the derivatives, forward mode is always that of the float op at the operands
     (straight through, arXiv:1308.3432), and so is reverse mode without `backward`. With `backward`,
-    each gradient is a product of quantized arrays:
+    each gradient is a contraction of quantized arrays:
 
     - the cotangent, quantized with one scale per index of the axes that the gradient keeps;
-    - the other operand's codes from the forward pass. Its scales lie along axes that this product
-      sums over, so they are multiplied into the cotangent before that is quantized, and the sum is
-      over integers. An operand with tiles or zero points is quantized anew, to the cotangent's
-      format; a float one stays float.
+    - the other operand's quantized values from the forward pass. Its scales lie along axes that
+      this contraction sums over, so they are multiplied into the cotangent before that is
+      quantized, and the sum is over integers. An operand with tiles or zero points is quantized
+      again, to the cotangent's format; a float one stays float.
 
     A gradient is zero where its operand lies outside of the range that it was clipped to: with
     calibration methods that cut off, and with a given calibration.
 
-    Under vmap, an operand that is the same for all examples gets its gradient as one product over
-    the whole batch, where the cotangent has one scale per column, not per column and example.
+    Under vmap, an operand that is the same for all examples gets its gradient as one contraction
+    over the whole batch, where the cotangent has one scale per column, not per column and example.
 
     Args:
       lhs: bfloat16, float16, float32 or float64 array.
@@ -69,13 +69,13 @@ def train_dot_general(
       dimension_numbers: as in ``lax.dot_general``.
       lhs_how: how `lhs` is quantized; None: it stays float.
       rhs_how: the same for `rhs`.
-      backward: how the backward products are quantized; None: they are float.
+      backward: how the backward contractions are quantized; None: they are float.
       lhs_calibration: a range to use instead of measuring `lhs`, shaped like its scale.
       rhs_calibration: the same for `rhs`.
       key: random key, for `backward` with stochastic rounding. The bits of the cotangent and the
         operand's side are mixed in, so that one key does for all steps of a loop.
       weight: 0 or 1, the operand whose gradient ``Backward.weight_grad_tile_size`` is for.
-      precision: for products of float arrays.
+      precision: for contractions of float arrays.
       preferred_element_type: dtype of the result, as in ``dot_general``.
       out_sharding: sharding of the result, as in ``dot_general``.
 
@@ -105,7 +105,7 @@ def train_dot_general(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _train_dot(op, hows, backward, weight, operands, calibrations, key):
-    """Jitted, so that a model with many equal layers traces it once."""
+    """Run ``train``, jitted so that a model with many equal layers traces it once."""
     return train(op, hows, backward, weight, operands, calibrations, key)
 
 
@@ -125,7 +125,7 @@ def _ndims(operands: Sequence[jax.Array]) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class DotOp:
-    """A dot_general; see ``TrainingOp``."""
+    """Describe a dot_general; see ``TrainingOp``."""
 
     dims: DotDimensionNumbers
     ndims: tuple[int, int]
@@ -171,17 +171,17 @@ class DotOp:
         g_x, g_y = (left, right) if side == 0 else (right, left)
 
         other, g = self._other(y, g, (*yb, *y_free), (*range(n), *g_y), to)
-        codes = to.quantize(g, (*range(n), *g_x), tuple(g_y))
+        quantized = to.quantize(g, (*range(n), *g_x), tuple(g_y))
         # The axes that come out: batch, and in the order of the operands what is free of g, which
         # are those of x, and what is free of y, its contracted ones. With g where the operand is
         # in the forward pass, this is most often the layout of x already.
-        sides = [(codes, tuple(g_y), tuple(range(n))), (other, tuple(y_free), tuple(yb))]
+        sides = [(quantized, tuple(g_y), tuple(range(n))), (other, tuple(y_free), tuple(yb))]
         order = sorted(range(len(yc)), key=yc.__getitem__)
         parts = [tuple(x_free), tuple(xc[i] for i in order)]
         if side == 1:
             sides, parts = sides[::-1], parts[::-1]
         axes = (*xb, *parts[0], *parts[1])
-        product = dot_general(
+        result = dot_general(
             sides[0][0],
             sides[1][0],
             ((sides[0][1], sides[1][1]), (sides[0][2], sides[1][2])),
@@ -190,8 +190,8 @@ class DotOp:
             out_sharding=_explicit_sharding(x.value, axes),
         )
         if axes == tuple(range(len(axes))):
-            return product
-        return lax.transpose(product, [axes.index(a) for a in range(len(axes))])
+            return result
+        return lax.transpose(result, [axes.index(a) for a in range(len(axes))])
 
     def _other(
         self,
@@ -201,11 +201,11 @@ class DotOp:
         g_axes: tuple[int, ...],
         to: Cotangent,
     ) -> tuple[jax.Array | QArray, jax.Array]:
-        """The residual `y` for a product over its free axes, and `g` with the scales of `y`.
+        """Return the residual `y` to contract over its free axes, and `g` with its scales.
 
         `axes` of `y` correspond to `g_axes` of `g`.
         """
-        q = y.codes
+        q = y.quantized
         if q is None:
             return y.value, g
         if not can_shift(q, axes):
@@ -229,7 +229,7 @@ class DotOp:
 
 
 def _explicit_sharding(x: jax.Array, axes: Sequence[int]) -> PartitionSpec | None:
-    """How the gradient of `x`, with its axes in another order, is sharded over explicit axes."""
+    """Return how the gradient of `x`, its axes in order `axes`, is sharded over explicit axes."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None

@@ -18,12 +18,12 @@ from quant_numerics.formats.qtypes import get_qtype
 
 @dataclasses.dataclass(frozen=True)
 class HowToQuantize:
-    """How an operand of a training op is quantized in the forward pass. Hashable.
+    """Say how an operand is quantized in the forward pass. Hashable.
 
     Attributes:
       qtype: a name in ``QTYPES``, an alias or a dtype; kept as the name.
       tile_size: elements (a float: one over the number of tiles) per scale along the last
-        contracted axis; matrix products only.
+        contracted axis; contractions only, not convolutions.
       method: calibration method, see ``parse_calibration_method``.
       channelwise: False for one scale in all, tiles aside.
     """
@@ -40,13 +40,13 @@ class HowToQuantize:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """How the products of the backward pass are quantized. Hashable.
+    """Say how the contractions of the backward pass are quantized. Hashable.
 
     Attributes:
       qtype: the format of cotangents; kept as the name.
       method: calibration method for cotangents.
-      weight_grad_tile_size: tile size along the contracted axis of the product that is the
-        weight's gradient; matrix products only.
+      weight_grad_tile_size: tile size along the contracted axis of the weight's gradient;
+       |        contractions only, not convolutions.
       channelwise: False for one scale per cotangent, tiles aside.
       stochastic_rounding: None, or the method of a ``StochasticRounding`` of the cotangents.
       channelwise_noise_axes: the cotangent's axes along which that noise differs.
@@ -77,7 +77,7 @@ class Backward:
 def check_operands(
     operands: Sequence[Any], hows: Sequence[HowToQuantize | None], calibrations: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """The operands as float arrays.
+    """Return the operands as float arrays.
 
     Raises:
       TypeError: an operand that is no float array.
@@ -102,7 +102,7 @@ def check_operands(
 
 
 def check_backward(backward: Backward | None, key: Any, weight: int | None) -> None:
-    """Refuses what `backward` asks for and is not given."""
+    """Raise a ValueError for what `backward` asks for and is not given."""
     if weight not in (None, 0, 1):
         raise ValueError(f"weight must be None, 0 (lhs) or 1 (rhs), got {weight!r}")
     if backward is None:

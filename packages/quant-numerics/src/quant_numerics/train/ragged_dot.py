@@ -1,4 +1,4 @@
-"""Ragged dot products for training."""
+"""Ragged contractions for training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train_ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     group_offset: Any = None,
 ) -> jax.Array:
-    """``ragged_dot`` of operands that are quantized on the way, with derivatives.
+    """Contract ragged operands that are quantized on the way, with derivatives.
 
     Operands are quantized as by ``quantize_for_dot``: per row of `lhs`, and per group and column
     of `rhs`. Derivatives are those of ``train_dot_general``, whose arguments these are. The
@@ -93,7 +93,7 @@ def _train_ragged(op, hows, backward, weight, operands, calibrations, key, sizes
 
 @dataclasses.dataclass(frozen=True)
 class RaggedOp:
-    """A ragged_dot; see ``TrainingOp``."""
+    """Describe a ragged_dot; see ``TrainingOp``."""
 
     precision: Any
     preferred: Any
@@ -119,10 +119,10 @@ class RaggedOp:
         operands, sizes = residuals
         x, y = operands[side], operands[1 - side]
         other: QArray | jax.Array = y.value
-        if y.codes is not None:
-            if can_shift(y.codes, ((0, 2), (0,))[side]):
-                other = unit_scaled(y.codes)
-                scale = effective_scale(y.codes)  # (m, 1), or of rhs (g, 1, n)
+        if y.quantized is not None:
+            if can_shift(y.quantized, ((0, 2), (0,))[side]):
+                other = unit_scaled(y.quantized)
+                scale = effective_scale(y.quantized)  # (m, 1), or of rhs (g, 1, n)
                 if side == 0:
                     scale = lax.squeeze(scale, (1,))
                     if scale.shape[0] > 1:
@@ -133,11 +133,11 @@ class RaggedOp:
                 g = g.astype(dtype) * scale.astype(dtype)
             else:
                 other = to.requantize(y.value, ((0, 1), (1,))[side])
-        codes = to.quantize(g, (side,))
+        quantized = to.quantize(g, (side,))
         if side == 0:
-            pair, numbers = (codes, other), _LHS_GRADIENT
+            pair, numbers = (quantized, other), _LHS_GRADIENT
         else:
-            pair, numbers = (other, codes), _RHS_GRADIENT
+            pair, numbers = (other, quantized), _RHS_GRADIENT
         return ragged_dot_general(
             *pair,
             sizes,

@@ -24,45 +24,45 @@ from quant_numerics.train.options import Backward, HowToQuantize
 
 
 class Residual(NamedTuple):
-    """What is kept of an operand.
+    """Hold what the derivatives need of an operand.
 
     Attributes:
       value: the operand.
-      codes: the operand quantized, or None.
+      quantized: the operand quantized, or None.
       inside: which elements lie in the calibrated range, or None for all.
     """
 
     value: jax.Array
-    codes: QArray | None
+    quantized: QArray | None
     inside: jax.Array | None
 
 
 class TrainingOp(Protocol):
-    """A product of two arrays, without them. Hashable by value."""
+    """Describe a contraction or convolution without its operands. Hashable by value."""
 
     def slices(self, side: int, x: jax.Array, how: HowToQuantize) -> tuple[Sequence[int], dict]:
-        """Returns the channel axes and tiles to quantize operand 0 or 1 with."""
+        """Return the channel axes and tiles to quantize operand 0 or 1 with."""
 
     def run(self, lhs: Any, rhs: Any, aux: Any) -> jax.Array:
-        """The product; operands may be QArrays."""
+        """Run it; operands may be QArrays."""
 
     def gradient(self, side: int, g: jax.Array, residuals: Any, to: Cotangent) -> jax.Array:
-        """The quantized gradient of operand 0 or 1, without mask."""
+        """Return the quantized gradient of operand 0 or 1, without mask."""
 
     def batched(self, lhs: bool, rhs: bool) -> tuple[TrainingOp, int] | None:
-        """The op on operands of which some have a leading batch axis, and where that comes out."""
+        """Return the op on operands with a leading batch axis, and where that comes out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPair(LinearPair):
-    """The derivative of a training op: float forward, quantized (or float) backward."""
+    """Differentiate a training op: float forward, quantized (or float) backward."""
 
     op: Any
     backward: Backward | None
     weight: int | None
     key_impl: Any = None
     unmapped: tuple[bool, bool] = (False, False)
-    """Whether the scales of a side lack a leading axis that its codes have."""
+    """Whether the scales of a side lack a leading axis that its quantized values have."""
 
     def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
         sides, key, aux = residuals
@@ -96,9 +96,9 @@ class TrainingPair(LinearPair):
         unmapped = list(self.unmapped)
         for i, side in enumerate(sides):
             like = {tangents[i], *jax.tree.leaves(side.inside)}
-            if side.codes is not None:
-                like.add(side.codes.qvalue)
-                fixed = dataclasses.replace(side.codes, qvalue=None)
+            if side.quantized is not None:
+                like.add(side.quantized.qvalue)
+                fixed = dataclasses.replace(side.quantized, qvalue=None)
                 if mapped[i] and not all(jax.tree.leaves(fixed)):
                     # A range that is the same for all examples: its scales are broadcast.
                     plain &= not any(jax.tree.leaves(fixed)) and not self.unmapped[i]
@@ -131,18 +131,18 @@ def _masked(x: jax.Array, side: Residual) -> jax.Array:
 
 
 def _with_all_axes(side: Residual) -> Residual:
-    """The residual with axes of size 1 in front of scales that lack them."""
-    if side.codes is None:
+    """Return the residual with axes of size 1 in front of scales that lack them."""
+    if side.quantized is None:
         return side
-    ndim = side.codes.ndim
-    codes = jax.tree.map(
-        lambda x: lax.expand_dims(x, range(ndim - x.ndim)) if x.ndim < ndim else x, side.codes
+    ndim = side.quantized.ndim
+    quantized = jax.tree.map(
+        lambda x: lax.expand_dims(x, range(ndim - x.ndim)) if x.ndim < ndim else x, side.quantized
     )
-    return side._replace(codes=codes)
+    return side._replace(quantized=quantized)
 
 
 def _key_for(key: jax.Array, impl: Any, g: jax.Array) -> jax.Array:
-    """A key that depends on the cotangent, so that each step of a loop has its own noise."""
+    """Return a key that depends on the cotangent, so that steps of a loop differ."""
     if impl is not None:
         key = jax.random.wrap_key_data(key, impl=impl)
     width = jnp.uint16 if g.dtype.itemsize == 2 else jnp.uint32
@@ -160,15 +160,15 @@ def train(
     key: jax.Array | None,
     aux: Any = None,
 ) -> jax.Array:
-    """The quantized product, with the derivatives that `backward` asks for."""
+    """Run a quantized op, with the derivatives that `backward` asks for."""
     sides = tuple(
         _quantized(op, i, x, how, calibration)
         for i, (x, how, calibration) in enumerate(zip(operands, hows, calibrations, strict=True))
     )
-    lhs, rhs = (lax.stop_gradient(s.value) if s.codes is None else s.codes for s in sides)
+    lhs, rhs = (lax.stop_gradient(s.value) if s.quantized is None else s.quantized for s in sides)
     value = op.run(lhs, rhs, aux)
     if backward is None:
-        sides = tuple(side._replace(codes=None) for side in sides)
+        sides = tuple(side._replace(quantized=None) for side in sides)
     impl = None
     if key is not None and (backward is None or backward.stochastic_rounding is None):
         key = None
@@ -190,21 +190,21 @@ def _quantized(
     fixed = lax.stop_gradient(x)
     channel_axes, tiles = op.slices(side, x, how)
     if calibration is None and not parse_calibration_method(how.method).clips:
-        codes = quantize(
+        quantized = quantize(
             fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
         )
-        return Residual(x, codes, None)
+        return Residual(x, quantized, None)
     if calibration is None:
         calibration = calibrate(
             fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
         )
     calibration = jax.tree.map(lax.stop_gradient, calibration)
-    codes = quantize_with(fixed, how.qtype, *scale_of(calibration, how.qtype))
-    return Residual(x, codes, _inside(fixed, calibration))
+    quantized = quantize_with(fixed, how.qtype, *scale_of(calibration, how.qtype))
+    return Residual(x, quantized, _inside(fixed, calibration))
 
 
 def _inside(x: jax.Array, calibration: Calibration) -> jax.Array:
-    """Which elements lie in the calibrated range."""
+    """Return which elements lie in the calibrated range."""
     lower, upper = calibration
     lower = lax.neg(upper) if lower is None else lower
     cut = slices_of(x.shape, upper.shape)
