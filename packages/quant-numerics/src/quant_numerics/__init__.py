@@ -4,41 +4,38 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
-from quant_numerics._average import AverageState, MovingAverage, Statistics
-from quant_numerics._calibrate import (
-    Calibration,
-    CalibrationMethod,
-    calibrate,
-    parse_calibration_method,
-    scale_of,
-)
-from quant_numerics._conv import conv_general_dilated
-from quant_numerics._dot import dot_general
-from quant_numerics._einsum import einsum, einsum_dimension_numbers
-from quant_numerics._fake import fake_quant
-from quant_numerics._hi import HiQArray, LeadingAxis, QArrayTy, as_hi, as_lo, from_hi
-from quant_numerics._how import Backward, HowToQuantize
-from quant_numerics._linear import linear_with_transpose
-from quant_numerics._matmul import dot, matmul
-from quant_numerics._moves import concatenate
-from quant_numerics._packed import PackedQArray, pack, unpack
-from quant_numerics._qarray import QArray, qarray
-from quant_numerics._qtypes import FLOAT_DTYPES, QTYPES, QType, get_qtype
-from quant_numerics._quantize import (
-    dequantize,
+from quant_numerics.array.hi import HiQArray, LeadingAxis, QArrayTy, as_hi, as_lo, from_hi
+from quant_numerics.array.moves import concatenate
+from quant_numerics.array.operand import dequantize
+from quant_numerics.array.packed import PackedQArray, pack, unpack
+from quant_numerics.array.qarray import QArray, qarray
+from quant_numerics.autodiff.linear import linear_with_transpose
+from quant_numerics.autodiff.straight_through import straight_through
+from quant_numerics.calibration.average import AverageState, MovingAverage, Statistics
+from quant_numerics.calibration.calibrate import calibrate
+from quant_numerics.calibration.fake_quant import fake_quant
+from quant_numerics.calibration.method import CalibrationMethod, parse_calibration_method
+from quant_numerics.calibration.quantize import (
     quantize,
     quantize_for_conv,
     quantize_for_dot,
     quantize_with,
 )
-from quant_numerics._ragged import ragged_dot, ragged_dot_general
-from quant_numerics._rounding import StochasticRounding
-from quant_numerics._ste import straight_through
-from quant_numerics._take import take
-from quant_numerics._training import train_dot_general
-from quant_numerics._training_conv import train_conv_general_dilated
-from quant_numerics._training_einsum import train_einsum
-from quant_numerics._training_ragged import train_ragged_dot
+from quant_numerics.calibration.scale import Calibration, scale_of
+from quant_numerics.formats.dtypes import FLOAT_DTYPES
+from quant_numerics.formats.qtypes import QTYPES, QType, get_qtype
+from quant_numerics.formats.rounding import StochasticRounding
+from quant_numerics.ops.conv import conv_general_dilated
+from quant_numerics.ops.dot import dot_general
+from quant_numerics.ops.einsum import einsum, einsum_dimension_numbers
+from quant_numerics.ops.matmul import dot, matmul
+from quant_numerics.ops.ragged_dot import ragged_dot, ragged_dot_general
+from quant_numerics.ops.take import take
+from quant_numerics.train.conv import train_conv_general_dilated
+from quant_numerics.train.dot import train_dot_general
+from quant_numerics.train.einsum import train_einsum
+from quant_numerics.train.options import Backward, HowToQuantize
+from quant_numerics.train.ragged_dot import train_ragged_dot
 
 # Operations have the source line of the program, not that of this library.
 source_info_util.register_exclusion(str(Path(__file__).parent))

@@ -1,0 +1,1 @@
+"""QArrays: quantized values with scales, their moves and their other forms."""

@@ -1,0 +1,136 @@
+"""Indexing, reshaping and joining QArrays: quantized values and scales move alike."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from hijax_trace import MoveError
+
+Shape = tuple[int, ...]
+
+
+def view(q: Any, primitive: str, **params: Any) -> Any:
+    """Return what a primitive that takes one array makes of a QArray."""
+    (result,) = q.moved(primitive, params, [q])
+    return result
+
+
+def reshape(q: Any, shape: Sequence[int]) -> Any:
+    """Reshape like ``lax.reshape``.
+
+    Raises:
+      ValueError: scales would not follow the new axes.
+    """
+    try:
+        return view(q, "reshape", new_sizes=tuple(shape), dimensions=None)
+    except MoveError as error:
+        raise refused(q, f"reshape to {tuple(shape)}") from error
+
+
+def concatenate(qs: Sequence[Any], axis: int) -> Any:
+    """Join QArrays of one format along an axis, like ``lax.concatenate``.
+
+    Raises:
+      ValueError: arrays of other formats, or of other tiles along the axis.
+    """
+    first = qs[0]
+    params = {"dimension": operator.index(axis) % max(first.ndim, 1)}
+    (result,) = first.moved("concatenate", params, list(qs))
+    return result
+
+
+def index(q: Any, key: Any) -> Any:
+    """Return ``q[key]`` for integers, slices, None and Ellipsis.
+
+    Raises:
+      TypeError: another key, such as an array.
+      IndexError: too many axes or an index out of range.
+      ValueError: a slice that cuts through tiles.
+    """
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(not (k is None or k is ... or isinstance(k, _SLICE) or _is_int(k)) for k in keys):
+        raise TypeError(
+            f"a QArray can be indexed with integers, slices, None and ..., got {key!r}; use "
+            "quant_numerics.take(q, indices, axis) for arrays of indices"
+        )
+    real = [k for k in keys if k is not None and k is not ...]
+    if keys.count(...) > 1 or len(real) > q.ndim:
+        raise IndexError(f"{key!r} has too many indices for a QArray of shape {q.shape}")
+    at = keys.index(...) if ... in keys else len(keys)
+    fill = (_SLICE(None),) * (q.ndim - len(real))
+    keys = (*keys[:at], *fill, *keys[at + 1 :])
+
+    starts, limits, strides, reverse, dropped, new = [], [], [], [], [], []
+    axis = out = 0
+    for k in keys:
+        if k is None:
+            new.append(out)
+            out += 1
+            continue
+        n = q.shape[axis]
+        if isinstance(k, _SLICE):
+            start, stop, step = k.indices(n)
+            count = len(range(start, stop, step))
+            if step < 0:
+                reverse.append(axis)
+                start, step = (start + (count - 1) * step if count else 0), -step
+            limit = start + (count - 1) * step + 1 if count else start
+            out += 1
+        else:
+            position = operator.index(k)
+            if not -n <= position < n:
+                raise IndexError(f"index {position} is out of range for axis {axis} of size {n}")
+            start, limit, step = position % n, position % n + 1, 1
+            dropped.append(axis)
+        starts.append(start)
+        limits.append(limit)
+        strides.append(step)
+        axis += 1
+    try:
+        result = view(
+            q, "slice", start_indices=starts, limit_indices=limits, strides=tuple(strides)
+        )
+    except MoveError as error:
+        raise refused(q, f"[{key!r}]") from error
+    result = view(result, "rev", dimensions=reverse) if reverse else result
+    result = view(result, "squeeze", dimensions=dropped) if dropped else result
+    if not new:
+        return result
+    shape = list(result.shape)
+    for place in new:
+        shape.insert(place, 1)
+    kept = [axis for axis in range(len(shape)) if axis not in new]
+    return view(result, "broadcast_in_dim", shape=tuple(shape), broadcast_dimensions=tuple(kept))
+
+
+def _is_int(k: Any) -> bool:
+    return hasattr(k, "__index__") and not isinstance(k, bool) and not jnp.ndim(k)
+
+
+def refused(q: Any, what: str) -> ValueError:
+    """Return the error for a move that the scales don't allow."""
+    return ValueError(
+        f"{what} of a QArray of shape {q.shape} with scales of shape {q.scale.shape} would not "
+        "have one scale, one per index or one per tile along each axis; choose other channel or "
+        "tile axes, or dequantize it first"
+    )
+
+
+def resolved_shape(q: Any, shape: Sequence[int]) -> Shape:
+    """Return `shape` with -1 replaced by what is left."""
+    shape = tuple(map(operator.index, shape))
+    if shape.count(-1) == 1:
+        rest = math.prod(n for n in shape if n != -1)
+        if rest and q.size % rest == 0:
+            shape = tuple(q.size // rest if n == -1 else n for n in shape)
+    if math.prod(shape) != q.size or any(n < 0 for n in shape):
+        raise ValueError(f"cannot reshape a QArray of shape {q.shape} to {shape}")
+    return shape
+
+
+_SLICE = type(jnp.s_[:])

@@ -1,0 +1,132 @@
+"""Packed storage: quantized values in no more bits than they need."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hijax_trace import ArrayProxy, MoveError, Part
+from quant_numerics.array.operand import register_operand
+from quant_numerics.array.qarray import QArray, qtype_of, stored_bytes
+from quant_numerics.formats.dtypes import float_dtype
+from quant_numerics.formats.qtypes import get_qtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedQArray(ArrayProxy):
+    """Store a QArray's quantized values as bit planes. A pytree of its arrays.
+
+    Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
+    last may be mapped.
+
+    Attributes:
+      planes: uint8, shape ``(*shape[:-1], bits, ceil(shape[-1] / 8))``: bit k of byte j in plane b
+        is bit b of the quantized value at index ``8 * j + k`` of the last axis.
+      scale: as in ``QArray``.
+      zero_point: as in ``QArray``.
+      last: size of the last axis (static).
+      qtype: name of the quantized type (static).
+      dtype: float dtype that the array stands for (static).
+    """
+
+    planes: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None = None
+    last: int = dataclasses.field(kw_only=True, metadata={"static": True})
+    qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
+    # pyrefly: ignore [bad-override]
+    dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the array that this stands for."""
+        return (*self.planes.shape[:-2], self.last)
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        return self.planes.ndim - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all its arrays. Zero points under a byte count in bits."""
+        return stored_bytes(self)
+
+    def restore(self) -> jax.Array:
+        """Return the dequantized array."""
+        return unpack(self).restore()
+
+    def parts(self) -> dict[str, Part]:
+        """Return planes, which have all axes but the last, and scales and zero points."""
+        planes = Part(self.planes, True, axes=self.ndim - 1)
+        return {"planes": planes, "scale": Part(self.scale), "zero_point": Part(self.zero_point)}
+
+    def astype(self, dtype: Any) -> "PackedQArray":
+        """Change the logical dtype, to a supported float dtype."""
+        dtype = float_dtype(dtype, "the logical dtype of a PackedQArray")
+        return dataclasses.replace(self, dtype=dtype)
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what a primitive makes of it: a QArray if the last axis moves."""
+        try:
+            return super().moved(primitive, params, operands)
+        except MoveError:
+            unpacked = [unpack(x) if isinstance(x, PackedQArray) else x for x in operands]
+            return unpack(self).moved(primitive, params, unpacked)
+
+
+def pack(q: QArray) -> PackedQArray:
+    """Pack a QArray whose quantized values are stored in more bits than they have.
+
+    Raises:
+      ValueError: a qtype that is stored without a gap, or an array without axes.
+    """
+    kind = qtype_of(q)
+    if kind.kind != "int" or kind.bits == jnp.iinfo(kind.storage_dtype).bits:
+        raise ValueError(
+            f"qtype {kind.name!r} is stored in {kind.bits} bits already; pack is for int3, int5, "
+            "int6 and int7: use the QArray as it is"
+        )
+    if q.ndim == 0:
+        raise ValueError("an array without axes cannot be packed: there is no axis to pack along")
+    last = q.shape[-1]
+    # The low bits of two's complement, as unsigned bytes.
+    values = jax.lax.bitcast_convert_type(q.qvalue.astype(jnp.int8), jnp.uint8)
+    values = jnp.pad(values, [(0, 0)] * (q.ndim - 1) + [(0, -last % 8)])
+    values = values.reshape(*q.shape[:-1], 1, -(-last // 8), 8)
+    bits = (values >> _counting(kind.bits, 3, values.ndim)) & np.uint8(1)
+    places = bits << _counting(8, 1, values.ndim)
+    planes = places.sum(-1, dtype=jnp.uint8)
+    return PackedQArray(planes, q.scale, q.zero_point, last=last, qtype=q.qtype, dtype=q.dtype)
+
+
+def unpack(p: PackedQArray) -> QArray:
+    """Return the QArray that was packed."""
+    kind = get_qtype(p.qtype)
+    planes = jnp.expand_dims(p.planes, -1)
+    bits = (planes >> _counting(8, 1, planes.ndim)) & np.uint8(1)
+    values = (bits << _counting(kind.bits, 3, planes.ndim)).sum(-3, dtype=jnp.uint8)
+    values = values.reshape(*values.shape[:-2], 8 * values.shape[-2])[..., : p.last]
+    # The sign bit, moved to the byte's own and back, fills the bits above it.
+    unused = np.int8(8 - kind.bits)
+    signed = jax.lax.bitcast_convert_type(values << np.uint8(unused), jnp.int8) >> unused
+    return QArray(
+        signed.astype(kind.storage_dtype), p.scale, p.zero_point, qtype=p.qtype, dtype=p.dtype
+    )
+
+
+def _counting(n: int, axis_from_end: int, ndim: int) -> jax.Array:
+    """Return 0, 1, ..., n - 1 as uint8 along one of `ndim` axes."""
+    shape = [1] * ndim
+    shape[-axis_from_end] = n
+    return jnp.arange(n, dtype=jnp.uint8).reshape(shape)
+
+
+register_operand(PackedQArray, unpack)

@@ -1,0 +1,267 @@
+"""QArray: quantized values with scales, as a pytree."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from hijax_trace import ArrayProxy, Move, MoveError, Part
+from quant_numerics.array import moves
+from quant_numerics.array.tiles import Slices, slices_of
+from quant_numerics.formats.dtypes import compute_dtype, float_dtype
+from quant_numerics.formats.encoding import decode
+from quant_numerics.formats.qtypes import QType, get_qtype
+
+
+# eq=False: comparing fields would ask arrays for a truth value; identity is what is meant.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class QArray(ArrayProxy):
+    """Stand for a float array by quantized values and scales. A pytree.
+
+    It stands for ``(value(qvalue) - zero_point) * scale * global_scale``, where ``value`` looks
+    up an index of kind "codebook", and is the number itself for the other kinds.
+
+    Build one with ``quantize`` or, from parts, with ``qarray``: these check their arguments. The
+    class itself checks nothing, since pytree transformations also build it, from tracers,
+    ShapeDtypeStructs or None. Under ``vmap`` and ``scan`` the mapped axis must have full size in
+    the scale too, that is, be a channel axis.
+
+    It is an array proxy: an argument of a function that TraceEngine wraps may hold QArrays where
+    the function expects arrays.
+
+    Attributes:
+      qvalue: quantized values, any shape, dtype ``get_qtype(qtype).storage_dtype``.
+      scale: dtype ``get_qtype(qtype).scale_dtype``, same ndim as `qvalue`; along each axis its
+        size is 1 (one scale for all), the full size (one per index) or a divisor of it, the
+        number of tiles.
+      zero_point: None (symmetric), or the quantized values that stand for 0: shape of the scale,
+        dtype of `qvalue`; only for kind "int".
+      global_scale: None, or the float32 scale of the scales: same ndim, along each axis 1 or the
+        scale's size; only for the two-level format nvfp4.
+      qtype: name of the quantized type (static).
+      dtype: float dtype that the array stands for and dequantizes to (static).
+    """
+
+    qvalue: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None = None
+    global_scale: jax.Array | None = None
+    qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
+    # pyrefly: ignore [bad-override]
+    dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the array that this stands for, that of `qvalue`."""
+        return self.qvalue.shape
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        return self.qvalue.ndim
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def restore(self) -> jax.Array:
+        """Return the dequantized array; see ``dequantize``."""
+        compute, cut = compute_dtype(self.dtype), self.slices
+        values = cut.split(decode(self.qvalue, qtype_of(self), compute))
+        if self.zero_point is not None:
+            values = values - cut.split(self.zero_point.astype(compute))
+        scale = cut.split(effective_scale(self).astype(compute))
+        return (values * scale).reshape(self.shape).astype(self.dtype)
+
+    @property
+    def slices(self) -> Slices:
+        """Return the sets of elements that share a scale."""
+        return slices_of(self.shape, self.scale.shape)
+
+    def parts(self) -> dict[str, Part]:
+        """Return quantized values, one per element, and scales and zero points, one per slice."""
+        book = qtype_of(self).codebook
+        zero = 0 if book is None else book.index(0.0)
+        scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
+        points = Part(self.zero_point)
+        return {"qvalue": Part(self.qvalue, True, zero), **scales, "zero_point": points}
+
+    def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
+        """Return a primitive as a move of QArrays; see ``ArrayProxy.move``."""
+        if self.zero_point is not None and primitive in ("pad", "select_n"):
+            raise MoveError(f"{primitive} of quantized values with zero points")
+        if self.global_scale is not None and primitive == "concatenate":
+            raise MoveError("concatenate of arrays that each have a global scale")
+        return super().move(primitive, params, operands)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all its arrays. Dtypes under a byte count in bits."""
+        return stored_bytes(self)
+
+    @property
+    def T(self) -> "QArray":
+        """Return the transpose, with its axes in reverse."""
+        return self.transpose()
+
+    def transpose(self, *axes: int | Sequence[int]) -> "QArray":
+        """Permute the axes (reverse them without arguments), as NumPy's method."""
+        given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
+        order = tuple(a % self.ndim for a in given) or tuple(reversed(range(self.ndim)))
+        return moves.view(self, "transpose", permutation=order)
+
+    def swapaxes(self, axis1: int, axis2: int) -> "QArray":
+        """Exchange two axes."""
+        order = list(range(self.ndim))
+        order[axis1], order[axis2] = order[axis2], order[axis1]
+        return self.transpose(order)
+
+    def reshape(self, *shape: int | Sequence[int]) -> "QArray":
+        """Reshape quantized values and scales, as NumPy's method.
+
+        Raises:
+          ValueError: a shape of another size, or one whose axes scales can't follow, such as an
+            axis that merges one with a single scale and, after it, one with many.
+        """
+        given: Any = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
+        return moves.reshape(self, moves.resolved_shape(self, given))
+
+    def astype(self, dtype: DTypeLike) -> "QArray":
+        """Change the logical dtype, to a supported float dtype."""
+        dtype = float_dtype(dtype, "the logical dtype of a QArray")
+        return dataclasses.replace(self, dtype=dtype)
+
+    def __getitem__(self, key: Any) -> "QArray":
+        """Index with integers, slices, None and Ellipsis; see ``take`` for arrays."""
+        return moves.index(self, key)
+
+    def __iter__(self) -> Any:
+        """Iterate over the first axis."""
+        return (self[i] for i in range(self.shape[0]))
+
+
+def stored_bytes(tree: Any) -> int:
+    """Return the bytes of a pytree of arrays. Dtypes under a byte count in bits."""
+    return sum(-(-x.size * _BITS.get(x.dtype.name, 8 * x.dtype.itemsize) // 8)
+               for x in jax.tree.leaves(tree))  # fmt: skip
+
+
+_BITS = {"int2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
+
+
+def qarray(
+    qvalue: ArrayLike,
+    scale: ArrayLike,
+    qtype: str | DTypeLike,
+    dtype: DTypeLike,
+    *,
+    zero_point: ArrayLike | None = None,
+    global_scale: ArrayLike | None = None,
+) -> QArray:
+    """Build a QArray from quantized values and scales, checking that they fit.
+
+    Args:
+      qvalue: quantized values, of the qtype's storage dtype; integers in ``[-qmax, qmax]``, or,
+        with a zero point, in the qtype's `asymmetric` range. The range is not checked (values may
+        be traced), but the int32 overflow bounds of the ops rely on it.
+      scale: the qtype's scale dtype, same ndim; each axis 1, the full size, or a divisor of it.
+      qtype: a qtype.
+      dtype: logical dtype: bfloat16, float16, float32 or float64 (under x64).
+      zero_point: quantized values that stand for 0, of the scale's shape and the storage dtype;
+        kind "int" only.
+      global_scale: float32, same ndim; each axis 1 or the scale's size; nvfp4 must have it.
+
+    Raises:
+      ValueError: unknown qtype, a shape that does not fit, or a part that the qtype has not.
+      TypeError: a wrong dtype.
+    """
+    kind = get_qtype(qtype)
+    qvalue, scale = jnp.asarray(qvalue), jnp.asarray(scale)
+    if qvalue.dtype != kind.storage_dtype:
+        raise TypeError(
+            f"qtype {kind.name!r} stores quantized values as {kind.storage_dtype.name}, got qvalue "
+            f"of dtype {qvalue.dtype.name}; convert it with .astype(jnp.{kind.storage_dtype.name})"
+        )
+    if scale.dtype != kind.scale_dtype:
+        raise TypeError(
+            f"scale must be {kind.scale_dtype.name}, got {scale.dtype.name}; convert it with "
+            ".astype"
+        )
+    fits = scale.ndim == qvalue.ndim and all(
+        s in (1, n) or (s > 0 and n % s == 0)
+        for s, n in zip(scale.shape, qvalue.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"scale of shape {scale.shape} does not fit qvalue of shape {qvalue.shape}: it needs "
+            "the same number of axes, each of size 1, of the full size, or of a divisor of the "
+            "full size (the number of tiles)"
+        )
+    if zero_point is not None:
+        zero_point = jnp.asarray(zero_point)
+        _check_zero_point(zero_point, scale, kind)
+    if (global_scale is not None) != kind.two_level:
+        raise ValueError(
+            f"qtype {kind.name!r} has {'a' if kind.two_level else 'no'} global_scale: "
+            f"{'give one' if kind.two_level else 'leave it out'}"
+        )
+    if global_scale is not None:
+        global_scale = jnp.asarray(global_scale)
+        _check_global_scale(global_scale, scale)
+    return QArray(
+        qvalue,
+        scale,
+        zero_point,
+        global_scale,
+        qtype=kind.name,
+        dtype=float_dtype(dtype, "the logical dtype of a QArray"),
+    )
+
+
+def _check_zero_point(zero_point: jax.Array, scale: jax.Array, kind: QType) -> None:
+    if kind.asymmetric is None:
+        raise ValueError(
+            f"qtype {kind.name!r} has no zero points, only the integer qtypes have; leave it out"
+        )
+    if zero_point.dtype != kind.storage_dtype:
+        raise TypeError(
+            f"zero_point must have the dtype of qvalue, {kind.storage_dtype.name}, got "
+            f"{zero_point.dtype.name}; convert it with .astype"
+        )
+    if zero_point.shape != scale.shape:
+        raise ValueError(
+            f"zero_point must have the scale's shape {scale.shape}, got {zero_point.shape}"
+        )
+
+
+def _check_global_scale(global_scale: jax.Array, scale: jax.Array) -> None:
+    if global_scale.dtype != jnp.float32:
+        raise TypeError(
+            f"global_scale must be float32, got {global_scale.dtype.name}; convert it with .astype"
+        )
+    if global_scale.ndim != scale.ndim or any(
+        g not in (1, s) for g, s in zip(global_scale.shape, scale.shape, strict=True)
+    ):
+        raise ValueError(
+            f"global_scale of shape {global_scale.shape} does not fit scale of shape "
+            f"{scale.shape}: it needs the same number of axes, each of size 1 or of the scale's"
+        )
+
+
+def qtype_of(q: QArray) -> QType:
+    """Return the QType of a QArray."""
+    return get_qtype(q.qtype)
+
+
+def effective_scale(q: QArray) -> jax.Array:
+    """Return ``scale * global_scale`` as float32, of the scale's shape."""
+    scale = q.scale if q.scale.dtype == jnp.float32 else q.scale.astype(jnp.float32)
+    return scale if q.global_scale is None else scale * q.global_scale

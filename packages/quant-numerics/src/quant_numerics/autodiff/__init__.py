@@ -1,0 +1,1 @@
+"""Derivatives that differ from those of the function itself."""

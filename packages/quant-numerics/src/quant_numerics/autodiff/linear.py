@@ -1,0 +1,243 @@
+"""Linear maps that come with a transpose of their own.
+
+They are a primitive that stays in jaxprs, whole, until XLA's program is made. Autodiff and vmap ask
+a `LinearPair` what to do, and never look inside of the functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hijax_trace import HiPrimitive
+from quant_numerics._compat import Zero, instantiate, is_undefined_primal
+from quant_numerics.autodiff.pairs import FunctionPair, LinearPair, equally_varying, mapped_at_front
+
+
+def linear_with_transpose(
+    forward: Callable[[Any, Any], Any],
+    backward: Callable[[Any, Any], Any],
+    residuals: Any,
+    tangent: Any,
+) -> Any:
+    """Compute ``forward(residuals, tangent)``, whose transpose is ``backward``.
+
+    The map from `tangent` to the result is taken to be linear. Where it is transposed, as reverse
+    mode does, ``backward(residuals, cotangent)`` is computed instead of the true transpose: it may
+    be quantized, compressed or approximated in another way. The transpose of `backward` is
+    `forward` again. A derivative with respect to `residuals` is that of `forward`.
+
+    Works under jit, grad, jvp (of any order), vmap, scan, remat and shard_map.
+
+    Args:
+      forward: linear in its second argument. Hashable by value where calls shall share traces: a
+        function of a module, a frozen dataclass, or ``functools.partial`` of hashable things.
+      backward: returns what `tangent` is like. Also hashable.
+      residuals: pytree of arrays of any dtype.
+      tangent: pytree of float arrays.
+
+    Returns:
+      What `forward` returns.
+
+    Raises:
+      TypeError: functions that can't be hashed, or a tangent that isn't of floats; where it is
+        transposed, a `backward` that returns other shapes or dtypes than those of `tangent`.
+    """
+    pair = FunctionPair(_hashable(forward, "forward"), _hashable(backward, "backward"))
+    return apply_pair(pair, residuals, tangent)
+
+
+def _hashable(function: Callable, what: str) -> Callable:
+    """Return `function`, with partials made comparable by what they hold."""
+    if isinstance(function, functools.partial):
+        keywords = tuple(sorted(function.keywords.items()))
+        function = _Partial(_hashable(function.func, what), function.args, keywords)
+    try:
+        hash(function)
+    except TypeError as error:
+        raise TypeError(
+            f"linear_with_transpose needs a hashable {what}, got {function!r} ({error}); pass a "
+            "plain function, a frozen dataclass with __call__, or a functools.partial of hashable "
+            "arguments, and arrays as residuals"
+        ) from None
+    return function
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partial:
+    """Call a function with arguments before others, equal if its parts are."""
+
+    function: Callable
+    args: tuple
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*self.args, *args, **dict(self.keywords))
+
+
+def apply_pair(pair: LinearPair, residuals: Any, tangent: Any) -> Any:
+    """Compute ``pair.forward(residuals, tangent)`` as one operation."""
+    residuals, res_tree = jax.tree.flatten(residuals)
+    tangents, in_tree = jax.tree.flatten(tangent)
+    for t in tangents:
+        if not jnp.issubdtype(jnp.result_type(t), jnp.inexact):
+            raise TypeError(
+                f"a tangent of linear_with_transpose must be of floats, got {jnp.result_type(t)}; "
+                "pass other arrays as residuals"
+            )
+    return apply_flat(pair, False, res_tree, in_tree, residuals, tangents)
+
+
+def apply_flat(
+    pair: LinearPair, turned: bool, res_tree: Any, in_tree: Any, residuals: list, ins: list
+) -> Any:
+    """Compute ``apply_pair``, or its transpose, of leaves."""
+    values = equally_varying([*residuals, *ins])
+    avals = [jax.typeof(x) for x in values]
+    out_tree = _types(pair, turned, res_tree, in_tree, avals)[1]
+    out = linear_p.bind(
+        *values, pair=pair, turned=turned, res_tree=res_tree, in_tree=in_tree, out_tree=out_tree
+    )
+    return jax.tree.unflatten(out_tree, out)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _computed(pair: LinearPair, turned: bool, residuals: Any, tangent: Any) -> Any:
+    """Compute the map, jitted so that equal pairs are traced once."""
+    return pair.apply(turned, residuals, tangent)
+
+
+def _types(
+    pair: LinearPair, turned: bool, res_tree: Any, in_tree: Any, avals: Sequence[Any]
+) -> tuple[list[Any], Any]:
+    """Return the types of the results, and their tree."""
+    n = res_tree.num_leaves
+    residuals = jax.tree.unflatten(res_tree, avals[:n])
+    tangent = jax.tree.unflatten(in_tree, avals[n:])
+    traced = _computed.trace(pair, turned, residuals, tangent)
+    out_avals = [aval.update(weak_type=False) for aval in traced.jaxpr.out_avals]
+    return out_avals, jax.tree.structure(traced.out_info)
+
+
+class _Linear(HiPrimitive):
+    """Take as operands the leaves of the residuals, then those of the tangent."""
+
+    multiple_results = True
+
+    def is_high(self, *avals: Any, **params: Any) -> bool:
+        return False
+
+    def abstract_eval(self, *avals: Any, pair, turned, res_tree, in_tree, out_tree) -> Any:
+        return _types(pair, turned, res_tree, in_tree, avals)[0], set()
+
+    def to_lojax(self, *args: Any, pair, turned, res_tree, in_tree, out_tree) -> list[jax.Array]:
+        n = res_tree.num_leaves
+        residuals = jax.tree.unflatten(res_tree, args[:n])
+        tangent = jax.tree.unflatten(in_tree, args[n:])
+        return jax.tree.leaves(_computed(pair, turned, residuals, tangent))
+
+    def jvp(self, primals: tuple, tangents: tuple, **params: Any) -> tuple[Any, Any]:
+        n = params["res_tree"].num_leaves
+        out = self.bind(*primals, **params)
+        parts = []
+        if any(map(is_nonzero, tangents[n:])):
+            ins = [instantiate(t) for t in tangents[n:]]
+            parts.append(self.bind(*equally_varying([*primals[:n], *ins]), **params))
+        if active := [i for i in range(n) if is_nonzero(tangents[i])]:
+            parts.append(_residual_tangent(primals, tangents, active, out, **params))
+        if not parts:
+            return out, [lax.full_like(x, 0) for x in out]
+        return out, parts[0] if len(parts) == 1 else list(map(lax.add, *parts))
+
+    def transpose(
+        self, cotangents: Any, *args: Any, pair, turned, res_tree, in_tree, out_tree
+    ) -> list[Any]:
+        n = res_tree.num_leaves
+        if not any(map(is_nonzero, cotangents)):
+            return [None] * len(args)
+        cts = [instantiate(ct) for ct in cotangents]
+        result = apply_flat(pair, not turned, res_tree, out_tree, list(args[:n]), cts)
+        leaves, tree = jax.tree.flatten(result)
+        wanted = [x.aval if is_undefined_primal(x) else jax.typeof(x) for x in args[n:]]
+        if tree != in_tree or [type_text(x) for x in leaves] != [type_text(x) for x in wanted]:
+            raise TypeError(
+                "the backward function of linear_with_transpose must return what the tangent is "
+                f"like: {jax.tree.unflatten(in_tree, [type_text(x) for x in wanted])}, got "
+                f"{jax.tree.unflatten(tree, [type_text(x) for x in leaves])}; reshape or convert "
+                "its results"
+            )
+        used = (x if is_undefined_primal(a) else None for x, a in zip(leaves, args[n:]))  # noqa: B905
+        return [None] * n + list(used)
+
+    def batch(self, axis_data: Any, args: tuple, dims: tuple, **params: Any) -> tuple[list, list]:
+        pair, turned = params["pair"], params["turned"]
+        res_tree, in_tree, out_tree = (params[f"{kind}_tree"] for kind in ("res", "in", "out"))
+        n = res_tree.num_leaves
+        axis, values, flat = mapped_at_front(axis_data, args, dims)
+        residuals = jax.tree.unflatten(res_tree, flat[:n])
+        ins = jax.tree.unflatten(in_tree, flat[n:])
+        outs = jax.tree.unflatten(out_tree, [True] * out_tree.num_leaves)
+        ends = (outs, ins) if turned else (ins, outs)
+        whole, out_axis = pair.batched(axis, residuals, *ends)
+        if turned and out_axis:  # cotangents come where the batched forward map puts results
+            values[n:] = [
+                jnp.moveaxis(x, 0, out_axis) if mapped else x
+                for x, mapped in zip(values[n:], flat[n:], strict=True)
+            ]
+        out = apply_flat(whole, turned, res_tree, in_tree, values[:n], values[n:])
+        leaves = jax.tree.leaves(out)
+        return leaves, [0 if turned else out_axis] * len(leaves)
+
+
+linear_p = _Linear("linear_with_transpose")
+
+
+def _residual_tangent(
+    primals: tuple,
+    tangents: tuple,
+    active: list[int],
+    out: list[Any],
+    *,
+    pair: LinearPair,
+    turned: bool,
+    res_tree: Any,
+    in_tree: Any,
+    out_tree: Any,
+) -> list[jax.Array]:
+    """Return the tangent that residuals cause, of the forward map in either direction."""
+    n = res_tree.num_leaves
+
+    def of_residuals(*values: jax.Array) -> list[jax.Array]:
+        flat = list(primals[:n])
+        for i, value in zip(active, values, strict=True):
+            flat[i] = value
+        residuals = jax.tree.unflatten(res_tree, flat)
+        given = jax.tree.unflatten(in_tree, primals[n:])
+        if not turned:
+            return jax.tree.leaves(pair.apply(False, residuals, given))
+        # The quantized transpose has rounding in it: the true one has the derivative that is meant.
+        zeros = equally_varying([*map(jnp.zeros_like, out), *primals])[: len(out)]
+        at = jax.tree.unflatten(out_tree, zeros)
+        return jax.tree.leaves(jax.vjp(lambda t: pair.apply(False, residuals, t), at)[1](given)[0])
+
+    values = tuple(primals[i] for i in active)
+    dots = equally_varying([*(tangents[i] for i in active), *primals])[: len(active)]
+    return jax.jvp(of_residuals, values, tuple(dots))[1]
+
+
+def is_nonzero(tangent: Any) -> bool:
+    """Return whether there is a tangent that is not known to be zero."""
+    if isinstance(tangent, Zero):
+        return False
+    return jnp.result_type(tangent) != jax.dtypes.float0
+
+
+def type_text(x: Any) -> str:
+    """Return dtype and shape, for messages and for comparing them."""
+    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"

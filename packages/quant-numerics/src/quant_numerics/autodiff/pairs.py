@@ -1,0 +1,132 @@
+"""Linear maps with a transpose of their own, and how vmap and shard_map see their operands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """Name the axis that vmap maps."""
+
+    size: int
+    name: Any
+    spmd_name: Any
+
+    def map(self, function: Callable, in_axes: Any) -> Callable:
+        """Return `function` mapped, with results along axis 0."""
+        return jax.vmap(
+            function,
+            in_axes,
+            0,
+            axis_size=self.size,
+            axis_name=self.name,
+            spmd_axis_name=self.spmd_name,
+        )
+
+
+class LinearPair:
+    """Pair a linear map with its transpose. Subclasses are hashable by value.
+
+    By `batched` they may say how they are mapped other than example by example.
+    """
+
+    def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
+        """Map a tangent or, `turned`, transpose a cotangent."""
+        raise NotImplementedError
+
+    def batched(
+        self, axis: Axis, residuals: Any, tangents: Any, outs: Any
+    ) -> tuple[LinearPair, int]:
+        """Return the pair for a whole batch.
+
+        Args:
+          axis: what is mapped.
+          residuals: for each leaf whether it is mapped (along axis 0), or the same for all.
+          tangents: the same for the tangents.
+          outs: the same for results. Of the side that comes out all are mapped.
+
+        Returns:
+          The pair, and the axis that its results, or the cotangents it takes, are mapped along.
+        """
+        return _Mapped(self, axis, *map(_frozen, (residuals, tangents, outs))), 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionPair(LinearPair):
+    """Pair two functions of residuals and a tangent."""
+
+    forward: Callable[[Any, Any], Any]
+    backward: Callable[[Any, Any], Any]
+
+    def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
+        return (self.backward if turned else self.forward)(residuals, tangent)
+
+
+Frozen = tuple[tuple[bool, ...], Any]
+
+
+def _frozen(tree: Any) -> Frozen:
+    """Return a tree of booleans, hashable."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return tuple(leaves), treedef
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped(LinearPair):
+    """Map a pair example by example. Cotangents of what all examples share are summed."""
+
+    pair: LinearPair
+    axis: Axis
+    residuals: Frozen
+    tangents: Frozen
+    outs: Frozen
+
+    def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
+        ins, outs = (self.outs, self.tangents) if turned else (self.tangents, self.outs)
+        axes = tuple(
+            jax.tree.unflatten(treedef, [0 if mapped else None for mapped in leaves])
+            for leaves, treedef in (self.residuals, ins)
+        )
+        result = self.axis.map(functools.partial(self.pair.apply, turned), axes)(residuals, tangent)
+        wanted = jax.tree.unflatten(outs[1], outs[0])
+        return jax.tree.map(
+            lambda mapped, x: x if mapped else lax.reduce_sum(x, (0,)), wanted, result
+        )
+
+
+def mapped_at_front(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[int | None]
+) -> tuple[Axis, list[Any], list[bool]]:
+    """Return the mapped axis, arguments with it in front, and which have it."""
+    spmd_name = axis_data.spmd_name or axis_data.explicit_mesh_axis
+    axis = Axis(axis_data.size, axis_data.name, spmd_name)
+    moved = [
+        x if dim is None or dim == 0 else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(args, dims, strict=True)
+    ]
+    return axis, moved, [dim is not None for dim in dims]
+
+
+def equally_varying(values: Sequence[Any]) -> list[jax.Array]:
+    """Return the values, all varying over the manual axes (of shard_map) of any."""
+    values = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values]
+    varying = [_varying(x) for x in values]
+    union = frozenset().union(*varying)
+    if not union:
+        return values
+    return [
+        x if own == union else lax.pcast(x, tuple(sorted(union - own)), to="varying")
+        for x, own in zip(values, varying, strict=True)
+    ]
+
+
+def _varying(x: Any) -> frozenset:
+    return frozenset(getattr(getattr(jax.typeof(x), "mat", None), "varying", ()))

@@ -1,0 +1,1 @@
+"""From float arrays to QArrays: ranges, scales, quantized values."""

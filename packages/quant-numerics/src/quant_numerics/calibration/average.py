@@ -1,0 +1,174 @@
+"""Averages of calibrations over the steps of a training or calibration run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hijax_trace import Box
+from quant_numerics.calibration.scale import Calibration
+
+
+class AverageState(NamedTuple):
+    """Hold what a ``MovingAverage`` has added up. A pytree.
+
+    Attributes:
+      total: weighted sums of the bounds, float32.
+      count: how many calibrations were added, int32.
+    """
+
+    total: Calibration
+    count: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class MovingAverage:
+    """Average calibrations, over all or with exponential decay. Pure and hashable.
+
+    Attributes:
+      decay: None for the mean of all; or how much of the average a step keeps, between 0 and 1.
+        The first steps are not biased to zero: weights are divided by their sum (section 3 of
+        Kingma & Ba 2015, arXiv:1412.6980).
+    """
+
+    decay: float | None = None
+
+    def __post_init__(self):
+        if self.decay is not None and not 0 < self.decay < 1:
+            raise ValueError(
+                f"decay must be None (the mean of all) or between 0 and 1, got {self.decay!r}; "
+                "0.99 averages about 100 steps"
+            )
+
+    def init(self, calibration: Calibration) -> AverageState:
+        """Return an average of nothing, for calibrations with the shapes of this one."""
+        zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), calibration)
+        return AverageState(zeros, jnp.zeros((), jnp.int32))
+
+    def update(self, state: AverageState, calibration: Calibration) -> AverageState:
+        """Return the average with one more calibration, unless that has an inf or a NaN."""
+        values = jax.tree.map(
+            lambda x: lax.stop_gradient(jnp.asarray(x).astype(jnp.float32)), calibration
+        )
+        keep, add = (1.0, 1.0) if self.decay is None else (self.decay, 1.0 - self.decay)
+        finite = jnp.array(True)
+        for leaf in jax.tree.leaves(values):
+            finite &= jnp.isfinite(leaf).all()
+        total = jax.tree.map(
+            lambda old, new: jnp.where(finite, keep * old + add * new, old), state.total, values
+        )
+        return AverageState(total, state.count + finite.astype(jnp.int32))
+
+    def get(self, state: AverageState, default: Calibration | None = None) -> Calibration:
+        """Return the average, or `default` (zeros) if no calibration was added."""
+        count = state.count.astype(jnp.float32)
+        weight = count if self.decay is None else 1.0 - jnp.float32(self.decay) ** count
+        weight = jnp.where(state.count > 0, weight, 1.0)
+        average = jax.tree.map(lambda x: x / weight, state.total)
+        if default is None:
+            return average
+        return jax.tree.map(
+            lambda a, d: jnp.where(state.count > 0, a, jnp.asarray(d).astype(jnp.float32)),
+            average,
+            default,
+        )
+
+
+class Statistics:
+    """Keep a moving average of calibrations in a ``hijax_trace.Box``.
+
+    It may be closed over or passed as an argument under jit, scan, remat and grad: what is observed
+    inside is seen outside. A pytree, whose part is the Box; state is read and restored by `state`.
+
+    Args:
+      shape: of the bounds.
+      average: how calibrations are averaged.
+      symmetric: False for calibrations with a lower bound of their own.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        average: MovingAverage = MovingAverage(),
+        *,
+        symmetric: bool = True,
+    ):
+        bound = jnp.zeros(tuple(shape), jnp.float32)
+        self._average = average
+        self._symmetric = symmetric
+        self._box = Box(average.init(Calibration(None if symmetric else bound, bound)))
+
+    @property
+    def average(self) -> MovingAverage:
+        """Return how calibrations are averaged."""
+        return self._average
+
+    @property
+    def symmetric(self) -> bool:
+        """Return whether calibrations have no lower bound."""
+        return self._symmetric
+
+    @property
+    def state(self) -> AverageState:
+        """Return sums and count. Set them to those of an equal average."""
+        return self._box.get()
+
+    @state.setter
+    def state(self, state: AverageState) -> None:
+        self._box.set(AverageState(Calibration(*state.total), state.count))
+
+    @property
+    def count(self) -> jax.Array:
+        """Return how many calibrations were observed, int32."""
+        return self.state.count
+
+    def observe(self, calibration: Calibration) -> None:
+        """Add a calibration, without derivative, unless that has an inf or a NaN.
+
+        Raises:
+          ValueError: bounds of another shape; a lower bound although `symmetric`, or none.
+        """
+        state = self.state
+        if (calibration.lower is None) != self._symmetric:
+            raise ValueError(
+                f"Statistics(..., symmetric={self._symmetric}) got a calibration "
+                f"{'with' if self._symmetric else 'without'} a lower bound; make them with "
+                f"symmetric={not self._symmetric}, or calibrate with another method"
+            )
+        own, given = jnp.shape(state.total.upper), jnp.shape(calibration.upper)
+        if own != given:
+            raise ValueError(
+                f"Statistics for bounds of shape {own} got a calibration of shape {given}; "
+                "calibrate with the same channel and tile axes in each step"
+            )
+        self._box.set(self._average.update(state, calibration))
+
+    def calibration(self, default: Calibration | None = None) -> Calibration:
+        """Return the average, or `default` (zeros) if nothing was observed."""
+        return self._average.get(self.state, default)
+
+    def __repr__(self) -> str:
+        return f"Statistics({self._average}, symmetric={self._symmetric})"
+
+
+def _flatten(s: Statistics) -> tuple[tuple[Box], tuple[MovingAverage, bool]]:
+    return (s._box,), (s._average, s._symmetric)
+
+
+def _flatten_with_keys(s: Statistics) -> tuple[tuple[Any], tuple[MovingAverage, bool]]:
+    return ((jax.tree_util.GetAttrKey("state"), s._box),), (s._average, s._symmetric)
+
+
+def _unflatten(static: tuple[MovingAverage, bool], parts: Any) -> Statistics:
+    s = object.__new__(Statistics)
+    (s._box,) = parts
+    s._average, s._symmetric = static
+    return s
+
+
+jax.tree_util.register_pytree_with_keys(Statistics, _flatten_with_keys, _unflatten, _flatten)

@@ -1,0 +1,123 @@
+"""From data to the range that quantized values cover."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from quant_numerics.array.tiles import check_block, slices
+from quant_numerics.calibration.method import CalibrationMethod, parse_calibration_method
+from quant_numerics.calibration.scale import LEAST_SCALE, Calibration, at_least, scale_of
+from quant_numerics.formats.dtypes import compute_dtype, float_dtype
+from quant_numerics.formats.encoding import decode, encode
+from quant_numerics.formats.qtypes import QType, get_qtype
+
+_MSE_STEPS = 32
+_MSE_LEAST_FACTOR = 0.3
+
+
+def calibrate(
+    x: ArrayLike,
+    qtype: str | DTypeLike,
+    *,
+    channel_axes: Sequence[int] = (),
+    tile_axes: Mapping[int, int | float] | None = None,
+    method: str = "absmax",
+) -> Calibration:
+    """Return the range of every slice of `x`, by a calibration method.
+
+    Except with "fixed", a slice with an infinity has an infinite range, and with a NaN a NaN range:
+    also where the method would cut the infinity off.
+
+    Args:
+      x: bfloat16, float16, float32 or (under x64) float64 array of any shape, also of size 0.
+      qtype: the format, which "mse" tries out.
+      channel_axes: axes that have one range per index.
+      tile_axes: axis -> tile size, for axes that have one range per tile of consecutive elements;
+        a float is one over the number of tiles.
+      method: see ``parse_calibration_method``.
+
+    Raises:
+      ValueError: as ``quantize``.
+      TypeError: `x` is not of a supported float dtype.
+    """
+    kind = get_qtype(qtype)
+    x = jnp.asarray(x)
+    dtype = float_dtype(x.dtype, "the array to calibrate")
+    cut = slices(x.shape, channel_axes, tile_axes)
+    check_block(kind, cut)
+    values = cut.split(x.astype(compute_dtype(dtype)))
+    lower, upper = bounds(values, cut.reduced, parse_calibration_method(method), kind)
+    return Calibration(
+        None if lower is None else lower.reshape(cut.scale_shape), upper.reshape(cut.scale_shape)
+    )
+
+
+def bounds(
+    values: jax.Array, reduced: tuple[int, ...], method: CalibrationMethod, kind: QType
+) -> tuple[jax.Array | None, jax.Array]:
+    """Return lower (None: symmetric) and upper bound, with `reduced` axes of size 1."""
+    if not method.is_symmetric and kind.asymmetric is None:
+        raise ValueError(
+            f"calibration method {method.name!r} gives a zero point, which only integer qtypes "
+            f"have, and {kind.name!r} is none; use a symmetric method such as 'absmax'"
+        )
+    # lax, not jnp, here: jnp's own jits would double the time to trace a quantized model.
+    if method.name == "minmax":
+        low = lax.expand_dims(lax.reduce_min(values, reduced), reduced)
+        high = lax.expand_dims(lax.reduce_max(values, reduced), reduced)
+        zero = lax.full_like(low, 0)
+        return lax.min(low, zero) * method.factor, lax.max(high, zero) * method.factor
+    absmax = lax.expand_dims(lax.reduce_max(lax.abs(values), reduced), reduced)
+    if method.name == "absmax":
+        return None, absmax if method.factor == 1 else absmax * method.factor
+    if method.name == "fixed":
+        lower, upper = (lax.full_like(absmax, bound) for bound in method.args)
+        return None if method.is_symmetric else lower, upper
+    count = math.prod(values.shape[a] for a in reduced)
+    if values.size == 0:
+        return None, absmax
+    # Fractions of the largest magnitude, so that no square overflows or vanishes.
+    safe = at_least(absmax, LEAST_SCALE)
+    if method.name == "rms":
+        mean = lax.reduce_sum(lax.square(values / safe), reduced) / count
+        upper = safe * (lax.expand_dims(lax.sqrt(mean), reduced) * method.factor)
+    elif method.name == "percentile":
+        upper = _percentile(lax.abs(values), reduced, method.args[0])
+    else:
+        upper = safe * _best_factor(values, safe, reduced, kind, int(method.factor) if method.args
+                                    else _MSE_STEPS)  # fmt: skip
+    return None, lax.select(lax.is_finite(absmax), upper, absmax)
+
+
+def _percentile(magnitudes: jax.Array, reduced: tuple[int, ...], p: float) -> jax.Array:
+    """Return the p-th percentile, linear between neighbours, `reduced` axes of size 1."""
+    kept = [a for a in range(magnitudes.ndim) if a not in reduced]
+    shape = [magnitudes.shape[a] for a in kept]
+    rows = magnitudes.transpose(*kept, *reduced).reshape(*shape, -1)
+    rows = lax.sort(rows, dimension=-1)
+    position = (rows.shape[-1] - 1) * p / 100
+    below = min(int(position), rows.shape[-1] - 1)
+    above = min(below + 1, rows.shape[-1] - 1)
+    low, high = (lax.index_in_dim(rows, i, -1, keepdims=False) for i in (below, above))
+    return lax.expand_dims(low + (high - low) * (position - below), reduced)
+
+
+def _best_factor(
+    values: jax.Array, absmax: jax.Array, reduced: tuple[int, ...], kind: QType, steps: int
+) -> jax.Array:
+    """Return the factor of absmax with the least squared error, the greatest of equals."""
+
+    def error(factor: jax.Array) -> jax.Array:
+        scale, _, outer = scale_of(Calibration(None, absmax * factor), kind)
+        scale = scale.astype(jnp.float32)
+        scale = scale if outer is None else scale * outer
+        back = decode(encode(values, scale, kind), kind, values.dtype) * scale.astype(values.dtype)
+        return lax.reduce_sum(lax.square((back - values) / absmax), reduced)
+
+    factors = jnp.linspace(1.0, _MSE_LEAST_FACTOR, steps, dtype=values.dtype)
+    best = factors[jnp.argmin(jax.vmap(error)(factors), axis=0)]
+    return lax.expand_dims(best, reduced)

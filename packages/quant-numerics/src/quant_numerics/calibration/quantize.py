@@ -1,0 +1,214 @@
+"""From float arrays to QArrays and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from quant_numerics.array.qarray import QArray, qarray
+from quant_numerics.array.tiles import canonical_axes, check_block, slices, slices_of
+from quant_numerics.calibration.calibrate import bounds
+from quant_numerics.calibration.method import parse_calibration_method
+from quant_numerics.calibration.scale import Calibration, scale_of
+from quant_numerics.formats.dtypes import compute_dtype, float_dtype
+from quant_numerics.formats.encoding import encode
+from quant_numerics.formats.qtypes import get_qtype
+from quant_numerics.formats.rounding import StochasticRounding
+
+
+def quantize(
+    x: ArrayLike,
+    qtype: str | DTypeLike,
+    *,
+    channel_axes: Sequence[int] = (),
+    tile_axes: Mapping[int, int | float] | None = None,
+    method: str = "absmax",
+    rounding: StochasticRounding | None = None,
+) -> QArray:
+    """Quantize an array, with the range of each slice set by its data.
+
+    Its steps are ``calibrate``, ``scale_of`` and ``quantize_with``. A *slice* is the set of
+    elements that share a scale: everything, without options. With the method "absmax" and an
+    integer qtype, for each slice ``scale = absmax / qmax`` and ``qvalue = round_half_even(x /
+    scale)``, so that an element's error is at most ``scale / 2`` (arXiv:2004.09602, sections 3.1
+    and 3.2). Tiles are the block-wise scales of arXiv:2110.02861. Float formats round ``x / scale``
+    to their nearest number, half to even; nf4 takes the nearest entry of its codebook. What is
+    outside the range saturates.
+
+    Special values, per slice, for all methods but "fixed":
+
+    - all zero, or absmax so small that the scale would be subnormal: the scale is the smallest
+      normal float32, so that zeros stay zeros. (nvfp4: 2**-9 with a global scale of at least
+      2**-117.)
+    - an infinity: scale inf, quantized values ±qmax at the infinities and almost 0 elsewhere. The
+      slice is then non-finite in every op, and an infinity keeps its sign where the integer sum is
+      not 0. (mxfp8, mxfp4 and nvfp4: scale NaN.)
+    - a NaN: scale NaN.
+
+    "fixed" looks at no data: infinities saturate, and a NaN becomes the number nearest to zero, or
+    stays NaN in the float8 formats.
+
+    Args:
+      x: bfloat16, float16, float32 or (under x64) float64 array of any shape, also of size 0.
+        Arithmetic is in float32; for float64 in float64, with the scale rounded to float32
+        before values are divided by it (a scale beyond float32 counts as infinite).
+      qtype: a name in ``QTYPES``, an alias, or a dtype.
+      channel_axes: axes that have one scale per index.
+      tile_axes: axis -> tile size, for axes that have one scale per tile of consecutive elements;
+        a float is one over the number of tiles.
+      method: see ``parse_calibration_method``.
+      rounding: None (to nearest) or a ``StochasticRounding``.
+
+    Returns:
+      QArray of ``x.shape`` and logical dtype ``x.dtype``. Its scale has size 1, the full size
+      (channel axes) or size / tile (tiled axes) along each axis.
+
+    Raises:
+      ValueError: an unknown qtype or method; an axis that is out of range or named twice; a tile
+        that is not positive or does not divide its axis; other tiles than one tiled axis with the
+        format's own tile size for mxfp8, mxfp4 (32) and nvfp4 (16).
+      TypeError: `x` is not of a supported float dtype.
+    """
+    kind = get_qtype(qtype)
+    how = parse_calibration_method(method)
+    x = jnp.asarray(x)
+    dtype = float_dtype(x.dtype, "the array to quantize")
+    cut = slices(x.shape, channel_axes, tile_axes)
+    check_block(kind, cut)
+
+    values = cut.split(x.astype(compute_dtype(dtype)))
+    lower, upper = bounds(values, cut.reduced, how, kind)
+    scale, zero_point, outer = scale_of(Calibration(lower, upper), kind)
+    whole = scale.astype(jnp.float32)
+    whole = whole if outer is None else whole * outer
+    noise = None if rounding is None else cut.split(rounding.noise(x.shape))
+    qvalue = encode(values, whole, kind, zero_point, noise)
+    return QArray(
+        qvalue.reshape(x.shape),
+        scale.reshape(cut.scale_shape),
+        None if zero_point is None else zero_point.reshape(cut.scale_shape),
+        None if outer is None else outer.reshape((1,) * x.ndim),
+        qtype=kind.name,
+        dtype=dtype,
+    )
+
+
+def quantize_with(
+    x: ArrayLike,
+    qtype: str | DTypeLike,
+    scale: jax.Array,
+    zero_point: jax.Array | None = None,
+    global_scale: jax.Array | None = None,
+    rounding: StochasticRounding | None = None,
+) -> QArray:
+    """Quantize with a given scale, as from ``scale_of``. Its shape tells the slices.
+
+    What is outside the range saturates, infinities too. A NaN becomes the number nearest to zero,
+    or stays NaN in the float8 formats.
+
+    Raises:
+      ValueError, TypeError: parts that do not fit, as ``qarray``; `x` is not a supported float.
+    """
+    kind = get_qtype(qtype)
+    x = jnp.asarray(x)
+    dtype = float_dtype(x.dtype, "the array to quantize")
+    cut = slices_of(x.shape, scale.shape)
+    values = cut.split(x.astype(compute_dtype(dtype)))
+    whole = scale.astype(jnp.float32)
+    whole = cut.split(whole if global_scale is None else whole * global_scale)
+    point = None if zero_point is None else cut.split(zero_point)
+    noise = None if rounding is None else cut.split(rounding.noise(x.shape))
+    qvalue = encode(values, whole, kind, point, noise).reshape(x.shape)
+    return qarray(qvalue, scale, kind.name, dtype, zero_point=zero_point, global_scale=global_scale)
+
+
+def quantize_for_dot(
+    x: ArrayLike,
+    contracting: Sequence[int],
+    qtype: str | DTypeLike,
+    tile_size: int | float | None = None,
+    *,
+    method: str = "absmax",
+    rounding: StochasticRounding | None = None,
+    channelwise: bool = True,
+) -> QArray:
+    """Quantize one side of a contraction, with scales per index of its other axes.
+
+    Args:
+      x: float array.
+      contracting: the contracting axes of `x`, in the order of ``dimension_numbers``.
+      qtype: as in ``quantize``.
+      tile_size: if given, also one scale per tile of this size along the last axis named in
+        `contracting` (so that both sides, given the same `tile_size`, are tiled alike). A float
+        is one over the number of tiles. Formats with blocks have their own without it.
+      method: as in ``quantize``.
+      rounding: as in ``quantize``.
+      channelwise: False for one scale in all, tiles aside.
+
+    Raises:
+      ValueError: as ``quantize``; or a tile size without a contracting axis.
+    """
+    x = jnp.asarray(x)
+    contracting = canonical_axes(x.shape, contracting)
+    if tile_size is None:
+        tile_size = get_qtype(qtype).block
+    if tile_size is not None and not contracting:
+        raise ValueError(
+            f"tile_size={tile_size} needs a contracting axis to tile, but there is none; "
+            "leave tile_size out, and choose a qtype without blocks"
+        )
+    tiles = {} if tile_size is None else {contracting[-1]: tile_size}
+    channels = [a for a in range(x.ndim) if a not in contracting] if channelwise else []
+    return quantize(
+        x, qtype, channel_axes=channels, tile_axes=tiles, method=method, rounding=rounding
+    )
+
+
+def quantize_for_conv(
+    x: ArrayLike,
+    qtype: str | DTypeLike,
+    side: Literal["lhs", "rhs"],
+    dimension_numbers_spec: lax.ConvDimensionNumbers | Sequence[int],
+    *,
+    method: str = "absmax",
+    rounding: StochasticRounding | None = None,
+    channelwise: bool = True,
+) -> QArray:
+    """Quantize one side of a convolution as finely as ``conv_general_dilated`` takes it.
+
+    Args:
+      x: float array, the input (``side="lhs"``: one scale per batch element) or the kernel
+        (``side="rhs"``: one scale per output feature).
+      qtype: as in ``quantize``, but none with blocks.
+      side: "lhs" or "rhs".
+      dimension_numbers_spec: what ``jax.lax.conv_dimension_numbers`` returns, or its `lhs_spec`
+        or `rhs_spec` alone (the batch or output feature axis first).
+      method: as in ``quantize``.
+      rounding: as in ``quantize``.
+      channelwise: False for one scale in all.
+
+    Raises:
+      ValueError: another `side`, a qtype that is unknown or has blocks, or an axis out of range.
+      TypeError: a spec that does not hold axis numbers.
+    """
+    if side not in ("lhs", "rhs"):
+        raise ValueError(f"side must be 'lhs' (the input) or 'rhs' (the kernel), got {side!r}")
+    spec = dimension_numbers_spec
+    if isinstance(spec, lax.ConvDimensionNumbers):
+        spec = spec.lhs_spec if side == "lhs" else spec.rhs_spec
+    if isinstance(spec, str) or not all(hasattr(a, "__index__") for a in spec):
+        raise TypeError(
+            "dimension_numbers_spec must be a ConvDimensionNumbers or a sequence of axis "
+            f"numbers, got {spec!r}; make one with jax.lax.conv_dimension_numbers(lhs.shape, "
+            "rhs.shape, dimension_numbers)"
+        )
+    if get_qtype(qtype).block is not None:
+        raise ValueError(
+            f"qtype {get_qtype(qtype).name!r} has a scale per block of elements that are summed, "
+            "which a convolution cannot take; choose a qtype without blocks"
+        )
+    channels = (spec[0],) if channelwise else ()
+    return quantize(x, qtype, channel_axes=channels, method=method, rounding=rounding)

@@ -1,0 +1,92 @@
+"""From a range to scales and zero points."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from quant_numerics.formats.encoding import power_of_two
+from quant_numerics.formats.qtypes import QType, get_qtype
+
+LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+_LEAST_BLOCK_SCALE = 2.0**-9
+"""The least float8_e4m3fn that is not zero."""
+
+
+class Calibration(NamedTuple):
+    """Hold the range that the quantized values of each slice cover. A pytree.
+
+    Attributes:
+      lower: an array like `upper`, at most 0; or None for a symmetric range, from -upper.
+      upper: shape of the scale; float32 (float64 from float64 data under x64).
+    """
+
+    lower: jax.Array | None
+    upper: jax.Array
+
+
+def scale_of(
+    calibration: Calibration, qtype: str | DTypeLike | QType
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return scale, zero point and global scale (or None) for a range.
+
+    - Integers, float8, float4 and nf4: ``upper / qmax``, in float32. With a lower bound,
+      ``(upper - lower) / (number of integers - 1)`` and the integer zero point that is nearest to
+      covering the range (arXiv:1712.05877, section 2.1). Ranges so small that the scale would be
+      subnormal get the smallest normal float32; infinite and NaN ranges have scale inf and NaN.
+    - mxfp8, mxfp4: the power of two that puts `upper` in the format's last binade, as the OCP
+      Microscaling Formats specification v1.0 has it (section 6.3); its numbers between qmax and
+      the next power of two saturate. float8_e8m0fnu has no inf: infinite ranges have scale NaN.
+    - nvfp4: ``upper / 6 / global`` in float8_e4m3fn, where ``global`` is the largest finite
+      `upper` of all blocks over 448 * 6, one for the whole array (NVIDIA 2025, "Pretraining Large
+      Language Models with NVFP4", arXiv:2509.25149, appendix B). float8_e4m3fn has no inf:
+      infinite ranges have scale NaN, and other blocks are untouched.
+    """
+    kind = qtype if isinstance(qtype, QType) else get_qtype(qtype)
+    lower, upper = calibration
+    if kind.scale_dtype == jnp.float8_e8m0fnu:
+        last_binade = 2.0 ** -math.floor(math.log2(kind.qmax))
+        # inf and NaN have the power inf here, which becomes NaN.
+        scale = power_of_two(upper.astype(jnp.float32)) * last_binade
+        return at_least(scale, LEAST_SCALE).astype(kind.scale_dtype), None, None
+    if kind.two_level:
+        return _two_level_scale(upper.astype(jnp.float32), kind)
+    if lower is None:
+        return at_least(upper / kind.qmax, LEAST_SCALE).astype(jnp.float32), None, None
+    if kind.asymmetric is None:
+        raise ValueError(
+            f"a calibration with a lower bound gives a zero point, which only integer qtypes have, "
+            f"and {kind.name!r} is none; calibrate with a symmetric method such as 'absmax'"
+        )
+    low, high = kind.asymmetric
+    zero = lax.full_like(upper, 0)
+    lower, upper = lax.min(lower, zero), lax.max(upper, zero)
+    scale = upper / (high - low) - lower / (high - low)  # the difference itself could overflow
+    scale = at_least(scale, LEAST_SCALE).astype(jnp.float32)
+    point = low - lower / scale.astype(lower.dtype)
+    point = lax.round(point, lax.RoundingMethod.TO_NEAREST_EVEN)
+    point = lax.clamp(lower.dtype.type(low), point, lower.dtype.type(high))
+    # A zero point of 0 keeps the signs of infinities.
+    point = lax.select(lax.is_finite(scale), point, zero)
+    return scale, point.astype(kind.storage_dtype), None
+
+
+def _two_level_scale(upper: jax.Array, kind: QType) -> tuple[jax.Array, None, jax.Array]:
+    finite = lax.is_finite(upper)
+    largest_scale = float(jnp.finfo(kind.scale_dtype).max)
+    largest = lax.reduce_max(lax.select(finite, upper, lax.full_like(upper, 0)), range(upper.ndim))
+    outer = lax.expand_dims(largest, range(upper.ndim)) / (largest_scale * kind.qmax)
+    # Times the least block scale it is a normal number, too.
+    outer = at_least(outer, LEAST_SCALE / _LEAST_BLOCK_SCALE)
+    scale = upper / kind.qmax / outer
+    scale = lax.clamp(jnp.float32(_LEAST_BLOCK_SCALE), scale, jnp.float32(largest_scale))
+    scale = lax.select(finite, scale, lax.full_like(scale, jnp.nan))
+    return scale.astype(kind.scale_dtype), None, outer
+
+
+def at_least(x: jax.Array, least: float) -> jax.Array:
+    """Return the maximum with a number. A NaN stays."""
+    return lax.clamp(x.dtype.type(least), x, x.dtype.type(jnp.inf))

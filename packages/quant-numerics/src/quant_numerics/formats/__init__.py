@@ -1,0 +1,1 @@
+"""Number formats: what quantized values stand for, and how numbers become them."""

@@ -1,0 +1,1 @@
+"""Operations on QArrays: contractions, convolutions, lookups."""

@@ -1,0 +1,100 @@
+"""In which dtypes an op of two operands multiplies and sums.
+
+An op asks ``arithmetic(lhs, rhs, precision)``, converts each side with ``numbers``, and multiplies
+the result by the effective scales.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from quant_numerics.array.qarray import QArray, qtype_of
+from quant_numerics.formats.dtypes import compute_dtype, float_dtype, promote_floats
+from quant_numerics.formats.encoding import decode
+
+INT32_MAX = 2**31 - 1
+_LEAST_CHUNK = 64
+"""Integer sums of fewer terms than this are not worth the rescaling of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """Say in which dtypes two operands, at least one a QArray, are multiplied and summed.
+
+    Attributes:
+      dtype: what both sides' numbers are converted to.
+      sums: dtype of the sums, int32 or a float.
+      precision: for ``lax``.
+      limit: how many products an int32 sum may have; None for float sums.
+    """
+
+    dtype: np.dtype
+    sums: np.dtype
+    precision: Any
+    limit: int | None = None
+
+
+def arithmetic(lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any) -> Arithmetic:
+    """Return how to multiply `lhs` and `rhs`, at least one a QArray."""
+    quantized = [x for x in (lhs, rhs) if isinstance(x, QArray)]
+    floats = [x.dtype for x in (lhs, rhs) if not isinstance(x, QArray)]
+    kinds = [qtype_of(q) for q in quantized]
+    float32 = jnp.dtype(jnp.float32)
+    # int16 and codebooks have more digits than the 16-bit floats.
+    fine = any(k.bits > 8 or k.kind == "codebook" for k in kinds)
+    if floats:
+        if fine and floats[0] != compute_dtype(floats[0]):
+            return Arithmetic(float32, float32, precision or lax.Precision.HIGHEST)
+        return Arithmetic(floats[0], compute_dtype(floats[0]), precision)
+    if all(k.kind == "int" for k in kinds):
+        limit = INT32_MAX // (largest_number(quantized[0]) * largest_number(quantized[1]))
+        if not fine:
+            return Arithmetic(jnp.dtype(jnp.int8), jnp.dtype(jnp.int32), None, limit)
+        if limit >= _LEAST_CHUNK:
+            return Arithmetic(jnp.dtype(jnp.int32), jnp.dtype(jnp.int32), None, limit)
+    if fine:
+        return Arithmetic(float32, float32, lax.Precision.HIGHEST)
+    storage = {k.storage_dtype for k in kinds}
+    if len(storage) == 1 and kinds[0].kind == "float" and kinds[0].bits == 8:
+        return Arithmetic(storage.pop(), float32, None)
+    # Up to 9 binary digits, which matrix units keep at the default precision. Not bfloat16: XLA's
+    # CPU backend can't sum all products of that in float32.
+    return Arithmetic(float32, float32, None)
+
+
+def largest_number(q: QArray) -> int:
+    """Return the largest magnitude of a quantized value less the zero point."""
+    kind = qtype_of(q)
+    if q.zero_point is None:
+        return int(kind.qmax)
+    assert kind.asymmetric is not None
+    return kind.asymmetric[1] - kind.asymmetric[0]
+
+
+def has_zero_point_left(q: QArray, dtype: np.dtype) -> bool:
+    """Return whether ``numbers(q, dtype)`` leaves the zero point to be subtracted."""
+    return q.zero_point is not None and dtype == jnp.int8 and largest_number(q) > 127
+
+
+def numbers(q: QArray, dtype: np.dtype) -> jax.Array:
+    """Return the numbers that quantized values stand for, less zero points, exactly.
+
+    In int8 there is no room for the difference of int8 values and zero points: there the zero
+    point is left to the caller, as ``has_zero_point_left`` tells.
+    """
+    values = decode(q.qvalue, qtype_of(q), dtype)
+    if q.zero_point is None or has_zero_point_left(q, dtype):
+        return values
+    cut = q.slices
+    return (cut.split(values) - cut.split(q.zero_point.astype(dtype))).reshape(q.shape)
+
+
+def output_dtype(lhs: QArray | jax.Array, rhs: QArray | jax.Array, preferred: Any) -> np.dtype:
+    """Return the dtype of an op's result."""
+    if preferred is not None:
+        return float_dtype(preferred, "preferred_element_type")
+    return promote_floats(lhs.dtype, rhs.dtype)

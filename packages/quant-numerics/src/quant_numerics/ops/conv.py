@@ -1,0 +1,221 @@
+"""Quantized convolution: integer accumulation and float rescaling."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from quant_numerics.array.operand import Operand, as_operand
+from quant_numerics.array.qarray import QArray, effective_scale
+from quant_numerics.formats.dtypes import promote_floats
+from quant_numerics.ops.arithmetic import (
+    INT32_MAX,
+    Arithmetic,
+    arithmetic,
+    has_zero_point_left,
+    largest_number,
+    numbers,
+    output_dtype,
+)
+from quant_numerics.ops.cpu_conv import int_conv
+
+
+def conv_general_dilated(
+    lhs: Operand,
+    rhs: Operand,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Convolve like ``jax.lax.conv_general_dilated``; either side may be a QArray.
+
+    - Two integer QArrays: quantized values reach ``lax`` as int8, are summed in int32, and rescaled
+      in float32, times the lhs scale, then times the rhs scale. See arXiv:1712.05877, section 2.2,
+      and, for scales per output feature, arXiv:2004.09602, section 3.2. With int16, or where an
+      int8 side has zero points, ``lax`` gets int32: zero points are subtracted before, so that
+      padding is an exact zero.
+    - Other two QArrays, and one QArray: in the dtypes that ``dot_general`` uses.
+    - None: plain ``lax`` in the wider of the two dtypes.
+
+    The lhs may have one scale, or one per batch element; the rhs one scale, or one per output
+    feature: these factor out of every sum. A non-finite value makes its slice non-finite, so
+    with one in a batch element (or kernel feature), all outputs of that batch element (feature)
+    are non-finite, also those whose window does not touch it.
+
+    int32 never overflows: sums of more products (window elements times input features) than
+    ``(2**31 - 1) // (max_lhs * max_rhs)``, 133144 for int8 by int8, are taken in groups of input
+    features that are added in float32.
+
+    Args:
+      lhs: input, QArray, PackedQArray or array of bfloat16, float16, float32 or float64.
+      rhs: kernel, the same.
+      window_strides: as in ``lax``, like all arguments that are not listed here.
+      padding: as in ``lax``.
+      lhs_dilation: as in ``lax``; strides of a transposed convolution.
+      rhs_dilation: as in ``lax``.
+      dimension_numbers: None, three strings, or a ``lax.ConvDimensionNumbers``.
+      feature_group_count: as in ``lax``.
+      batch_group_count: as in ``lax``.
+      precision: where a side is float; other convolutions are exact.
+      preferred_element_type: dtype of the output, a supported float dtype; by default the wider
+        of the logical dtypes (float32 for bfloat16 with float16).
+      out_sharding: as in ``lax``.
+
+    Returns:
+      Array with the shape that ``lax`` gives.
+
+    Raises:
+      ValueError: a scale of another shape; or two integer QArrays with so many products per
+        output that int32 could overflow, and no way to take fewer: a window of more elements than
+        that, or groups of input features.
+      TypeError: a side that is neither a QArray nor a supported float array, or what ``lax``
+        refuses.
+    """
+    lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    dn = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    dtype = output_dtype(lhs, rhs, preferred_element_type)
+    how, values_l, values_r = _values(lhs, rhs, precision, dtype)
+
+    def run(left: jax.Array, right: jax.Array, precision: Any, sums: Any) -> jax.Array:
+        return lax.conv_general_dilated(
+            left,
+            right,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dn,
+            feature_group_count=feature_group_count,
+            batch_group_count=batch_group_count,
+            precision=precision,
+            preferred_element_type=sums,
+            out_sharding=out_sharding,
+        )
+
+    def conv(left: jax.Array, right: jax.Array) -> jax.Array:
+        return run(left, right, how.precision, how.sums)
+
+    def float_conv(left: jax.Array, right: jax.Array) -> jax.Array:
+        return run(left, right, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
+
+    features = values_r.shape[dn.rhs_spec[1]]
+    window = math.prod(values_r.shape[a] for a in dn.rhs_spec[2:])
+    if how.limit is None:
+        acc = conv(values_l, values_r)
+    elif window * features <= how.limit:
+        acc = int_conv(
+            conv,
+            float_conv,
+            values_l,
+            values_r,
+            (dn.lhs_spec[1], dn.rhs_spec[1]) if feature_group_count == 1 else None,
+            (window, features),
+            INT32_MAX // how.limit,
+        )
+    else:
+        if feature_group_count > 1 or window > how.limit:
+            raise _too_long(lhs, rhs, window * features, how.limit)
+        # In float32 before rescaling: a part that sums to zero must not turn an infinite scale
+        # into NaN.
+        step = how.limit // window
+        acc = sum(
+            conv(
+                lax.slice_in_dim(values_l, i, min(i + step, features), axis=dn.lhs_spec[1]),
+                lax.slice_in_dim(values_r, i, min(i + step, features), axis=dn.rhs_spec[1]),
+            ).astype(jnp.float32)
+            for i in range(0, features, step)
+        )
+        assert isinstance(acc, jax.Array)
+    if isinstance(lhs, QArray):
+        acc = acc * lhs_scale(lhs, dn, acc.shape, batch_group_count).astype(acc.dtype)
+    if isinstance(rhs, QArray):
+        acc = acc * rhs_scale(rhs, dn, acc.ndim).astype(acc.dtype)
+    return acc.astype(dtype)
+
+
+def _values(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any, dtype: np.dtype
+) -> tuple[Arithmetic, jax.Array, jax.Array]:
+    """Return how to convolve, and the numbers of both sides."""
+    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
+        how = arithmetic(lhs, rhs, precision)
+        # There are no exact corrections as in a contraction: padding is not part of the lhs.
+        wide = [
+            x for x in (lhs, rhs) if isinstance(x, QArray) and has_zero_point_left(x, how.dtype)
+        ]
+        if wide:
+            how = dataclasses.replace(how, dtype=jnp.dtype(jnp.int32))
+    else:
+        # lax refuses to accumulate in less than the operands' precision.
+        common = promote_floats(lhs.dtype, rhs.dtype)
+        how = Arithmetic(common, promote_floats(common, dtype), precision)
+    left, right = (
+        numbers(x, how.dtype) if isinstance(x, QArray) else x.astype(how.dtype) for x in (lhs, rhs)
+    )
+    return how, left, right
+
+
+def _too_long(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, terms: int, limit: int
+) -> ValueError:
+    assert isinstance(lhs, QArray)
+    assert isinstance(rhs, QArray)
+    return ValueError(
+        f"a convolution of {lhs.qtype} by {rhs.qtype} with kernel shape {rhs.shape} sums {terms} "
+        "products per output (window elements times input features), and int32 is safe only up to "
+        f"{limit}, with numbers up to {largest_number(lhs)} and {largest_number(rhs)}; keep one "
+        "side float, or split the input features over several convolutions and add their results"
+    )
+
+
+def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
+    """Return the scale as a vector along `axis`, of size 1 or the full size."""
+    expected = [1] * q.ndim
+    whole = tuple(expected)
+    expected[axis] = q.shape[axis]
+    if q.scale.shape not in (whole, tuple(expected)):
+        raise ValueError(
+            f"the {side} of a convolution may have one scale (shape {whole}) or one per {channel} "
+            f"(shape {tuple(expected)}), got scale of shape {q.scale.shape} for values of shape "
+            f"{q.shape}; quantize it with quantize_for_conv(x, qtype, {side!r}, ...)"
+        )
+    return effective_scale(q).reshape(-1)
+
+
+def lhs_scale(
+    q: QArray, dn: lax.ConvDimensionNumbers, out_shape: Sequence[int], groups: int
+) -> jax.Array:
+    """Return the scale of the lhs in the output's layout."""
+    scale = _channel_scale(q, dn.lhs_spec[0], "lhs", "batch element")
+    batch, feature = dn.out_spec[:2]
+    shape = [1] * q.ndim
+    if scale.size == 1:
+        return scale.reshape(shape)
+    shape[batch] = out_shape[batch]
+    if groups == 1:
+        return scale.reshape(shape)
+    # The batch is cut in `groups` runs; run g feeds the g-th run of output features.
+    shape[feature] = out_shape[feature]
+    grid = jnp.repeat(scale.reshape(groups, -1), out_shape[feature] // groups, axis=0)
+    return (grid if feature < batch else grid.T).reshape(shape)
+
+
+def rhs_scale(q: QArray, dn: lax.ConvDimensionNumbers, ndim: int) -> jax.Array:
+    """Return the scale of the rhs in the output's layout."""
+    scale = _channel_scale(q, dn.rhs_spec[0], "rhs", "output feature")
+    shape = [1] * ndim
+    shape[dn.out_spec[1]] = scale.size
+    return scale.reshape(shape)

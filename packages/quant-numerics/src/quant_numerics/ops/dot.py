@@ -1,0 +1,203 @@
+"""Quantized dot_general: integer accumulation and float rescaling."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from quant_numerics.array.operand import Operand, as_operand
+from quant_numerics.array.qarray import QArray
+from quant_numerics.formats.dtypes import promote_floats
+from quant_numerics.ops.arithmetic import Arithmetic, arithmetic, output_dtype
+from quant_numerics.ops.cpu_gemv import int_dot_general
+from quant_numerics.ops.dot_sides import (
+    Side,
+    chunked,
+    contracted_tiles,
+    in_output,
+    side_of,
+    value_sums,
+)
+
+DotDimensionNumbers = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
+
+
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: DotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Contract like ``jax.lax.dot_general``; either side may be a QArray.
+
+    - Two integer QArrays: quantized values are multiplied as int8 and summed in int32 by
+      ``lax.dot_general``, then rescaled in float32: times the lhs scale, then times the rhs scale
+      (section 2.2 of Jacob et al. 2018, arXiv:1712.05877). Zero points are subtracted exactly, by
+      the sums of quantized values (section 2.3). With int16, they are multiplied as int32; two
+      int16 sides are multiplied and summed in float32.
+    - Other two QArrays: both of one float8 dtype as they are, others in float32; with float32 sums.
+    - One QArray ("weight-only"): its numbers are converted to the dtype of the float side, which
+      holds them exactly (for nf4 and int16 with a 16-bit float side, both are converted to
+      float32), the sum is in float32, then it is rescaled.
+    - None: plain ``lax.dot_general`` in the wider of the two dtypes.
+
+    Scales may differ along batch and free axes freely, and along contracting axes by tile: each
+    tile is contracted alone, rescaled and then summed in float32. Where one side is tiled the
+    other may have one scale along that axis (it is multiplied in after the sum) or equal tiles.
+    float64 replaces float32 in weight-only dots with a float64 side (under x64).
+
+    int32 never overflows: contractions longer than ``(2**31 - 1) // (max_lhs * max_rhs)``, with
+    the largest magnitudes that the sides' numbers can have (133144 for int8 by int8), are done in
+    chunks that are summed in float32.
+
+    An output element is non-finite where a slice that it is computed from has a non-finite value.
+    With one scale per row and column that is where the float op's output is non-finite.
+
+    Args:
+      lhs: QArray, PackedQArray, or array of bfloat16, float16, float32 or float64.
+      rhs: the same.
+      dimension_numbers: ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``.
+      precision: passed to ``lax.dot_general`` where a side is float; others are exact.
+      preferred_element_type: dtype of the output, a supported float dtype; by default the wider
+        of the logical dtypes (float32 for bfloat16 with float16).
+      out_sharding: sharding of the output, a NamedSharding or PartitionSpec, as in ``lax``.
+
+    Returns:
+      Array of shape (batch, lhs free, rhs free).
+
+    Raises:
+      TypeError: operands or dimension numbers that ``lax.dot_general`` refuses, a side that is
+        neither a QArray nor a supported float array.
+      ValueError: the two sides are tiled differently along a contracting axis.
+    """
+    lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    (lc, rc), (lb, rb) = dimension_numbers
+    dims = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
+    dtype = output_dtype(lhs, rhs, preferred_element_type)
+    if 0 in lhs.shape and any(lhs.shape[a] == 0 for a in dims[0][0]):
+        return jnp.zeros(_output_shape(lhs, rhs, dims), dtype, device=out_sharding)
+    if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
+        common = promote_floats(lhs.dtype, rhs.dtype)
+        return lax.dot_general(
+            lhs.astype(common),
+            rhs.astype(common),
+            dims,
+            precision=precision,
+            preferred_element_type=promote_floats(common, dtype),
+            out_sharding=out_sharding,
+        ).astype(dtype)
+    how = arithmetic(lhs, rhs, precision)
+    try:
+        return _scaled_dot(lhs, rhs, dims, how, out_sharding).astype(dtype)
+    except (TypeError, ValueError, IndexError):
+        # What is wrong with the shapes or dimension numbers, lax says in the caller's terms.
+        _output_shape(lhs, rhs, dims)
+        raise
+
+
+def _output_shape(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, dims: DotDimensionNumbers
+) -> tuple[int, ...]:
+    structs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs)]
+    return jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), *structs).shape
+
+
+def _scaled_dot(
+    lhs: QArray | jax.Array,
+    rhs: QArray | jax.Array,
+    dims: DotDimensionNumbers,
+    how: Arithmetic,
+    out_sharding: Any,
+) -> jax.Array:
+    """Contract in the compute dtype; at least one side is a QArray."""
+    (lc, rc), (lb, rb) = dims
+    tiles = contracted_tiles(lhs, rhs, lc, rc)
+    side_l = side_of(lhs, how.dtype, lc, lb, {a: t for (a, _), t in tiles.items()})
+    side_r = side_of(rhs, how.dtype, rc, rb, {a: t for (_, a), t in tiles.items()})
+    length = math.prod(side_l.values.shape[a] for a in side_l.contract)
+    n = len(side_l.batch) + len(side_l.tiles)
+    if how.limit is None or length <= how.limit:
+        sharding = _with_axes(out_sharding, len(lb), len(tiles))
+        acc = _dot(side_l, side_r, how, length, sharding)
+    else:
+        chunks = -(-length // how.limit)
+        size = -(-length // chunks)
+        terms = np.minimum(size, length - size * np.arange(chunks)).astype(np.int32)
+        terms = terms.reshape([1] * n + [chunks] + [1] * (len(side_l.free) + len(side_r.free)))
+        sharding = _with_axes(out_sharding, len(lb), len(tiles) + 1)
+        left, right = chunked(side_l, chunks, size), chunked(side_r, chunks, size)
+        # In float32 before rescaling: a chunk that sums to zero must not turn an infinite scale
+        # into NaN.
+        acc = _dot(left, right, how, terms, sharding).sum(axis=n)
+    return _rescale(acc, side_l, side_r)
+
+
+def _dot(
+    lhs: Side, rhs: Side, how: Arithmetic, terms: int | np.ndarray, out_sharding: Any
+) -> jax.Array:
+    """Return sums less zero points, as floats, of axes (batch, tiles, lhs free, rhs free).
+
+    `terms` is how many products each sum has.
+    """
+    dims = (lhs.contract, rhs.contract), (lhs.batch + lhs.tiles, rhs.batch + rhs.tiles)
+    if how.limit is None:
+        return lax.dot_general(
+            lhs.values,
+            rhs.values,
+            dims,
+            precision=how.precision,
+            preferred_element_type=how.sums,
+            out_sharding=out_sharding,
+        )
+    acc = int_dot_general(lhs.values, rhs.values, dims, out_sharding)
+    # sum((a - z) * (b - w)) = sum(a * b) - z * sum(b) - w * sum(a) + terms * z * w. Parts of it
+    # may pass the ends of int32, but the whole does not, and int32 wraps around.
+    left, right = lhs.zero_point, rhs.zero_point
+    if left is not None:
+        left = left.reshape(in_output(lhs.scale_shape, lhs, lhs, rhs))
+        acc = acc - left * value_sums(rhs, lhs, rhs)
+    if right is not None:
+        right = right.reshape(in_output(rhs.scale_shape, rhs, lhs, rhs))
+        acc = acc - right * value_sums(lhs, lhs, rhs)
+    if left is not None and right is not None:
+        acc = acc + left * right * terms
+    return acc.astype(jnp.float32)
+
+
+def _rescale(acc: jax.Array, lhs: Side, rhs: Side) -> jax.Array:
+    """Rescale `acc`, of axes (batch, tiles, lhs free, rhs free), and sum over tiles."""
+    n, tiles = len(lhs.batch), len(lhs.tiles)
+    sides = [(side, side.scale) for side in (lhs, rhs) if side.scale is not None]
+    for side, scale in sides:
+        if side.scale_is_tiled:
+            shape = in_output(side.scale_shape, side, lhs, rhs)
+            acc = acc * scale.astype(acc.dtype).reshape(shape)
+    if tiles:
+        acc = acc.sum(axis=tuple(range(n, n + tiles)))
+    # After the sum: cheaper, and a tile that sums to zero cannot turn an infinite scale into NaN.
+    for side, scale in sides:
+        if not side.scale_is_tiled:
+            shape = in_output(side.scale_shape, side, lhs, rhs)
+            acc = acc * scale.astype(acc.dtype).reshape(shape[:n] + shape[n + tiles :])
+    return acc
+
+
+def _with_axes(sharding: Any, position: int, count: int) -> Any:
+    """Return the sharding with `count` more axes at `position`, which are not sharded."""
+    if sharding is None or count == 0:
+        return sharding
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    parts = tuple(spec) + (None,) * position
+    spec = PartitionSpec(*parts[:position], *(None,) * count, *spec[position:])
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

@@ -1,0 +1,143 @@
+"""The two sides of a contraction, in the layout that it is computed in."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quant_numerics.array.qarray import QArray, effective_scale
+from quant_numerics.array.tiles import split_axes
+from quant_numerics.ops.arithmetic import has_zero_point_left, numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Hold an operand with its tiled contracting axes split. Axis numbers are those of `values`.
+
+    `scale` and `zero_point` (None: none, or none left) have the elements of an array with axes
+    (batch, tiles, free), whose shape is `scale_shape`, in the same order.
+    """
+
+    values: jax.Array
+    scale: jax.Array | None
+    zero_point: jax.Array | None
+    scale_shape: tuple[int, ...]
+    batch: tuple[int, ...]
+    tiles: tuple[int, ...]
+    contract: tuple[int, ...]
+    free: tuple[int, ...]
+
+    @property
+    def scale_is_tiled(self) -> bool:
+        """Return whether scales differ along the contraction."""
+        n = len(self.batch)
+        return any(s > 1 for s in self.scale_shape[n : n + len(self.tiles)])
+
+
+def contracted_tiles(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, lc: Sequence[int], rc: Sequence[int]
+) -> dict[tuple[int, int], int]:
+    """Return the tile size for each pair of contracting axes along which a scale changes."""
+    tiles = {}
+    for a, b in zip(lc, rc, strict=True):
+        size = lhs.shape[a]
+        left = lhs.scale.shape[a] if isinstance(lhs, QArray) else 1
+        right = rhs.scale.shape[b] if isinstance(rhs, QArray) else 1
+        if 1 not in (left, right) and left != right:
+            raise ValueError(
+                f"lhs axis {a} and rhs axis {b}, which are contracted, have tiles of "
+                f"{size // left} and {size // right} elements; give both sides one tile size, or "
+                "one of them a single scale along this axis"
+            )
+        if max(left, right) > 1:
+            tiles[a, b] = size // max(left, right)
+    return tiles
+
+
+def side_of(
+    x: QArray | jax.Array,
+    dtype: np.dtype,
+    contract: Sequence[int],
+    batch: Sequence[int],
+    tiles: Mapping[int, int],
+) -> Side:
+    """Return an operand in that layout, its numbers in `dtype`."""
+    values = numbers(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
+    values, where = split_axes(values, tiles)
+    free = [a for a in range(x.ndim) if a not in contract and a not in batch]
+    tiled = [a for a in contract if a in tiles]
+    scale = zero_point = None
+    scale_shape: tuple[int, ...] = ()
+    if isinstance(x, QArray):
+        order = [*batch, *tiled, *free]
+        # Tiles along a free or batch axis: one scale per index.
+        repeats = {a: size for a, size in x.slices.tiles.items() if a not in tiles}
+        scale = _repeat(effective_scale(x), repeats)
+        scale_shape = tuple(scale.shape[a] for a in order)
+        scale = _arrange(scale, order)
+        if has_zero_point_left(x, dtype):
+            assert x.zero_point is not None
+            zero_point = _arrange(_repeat(x.zero_point.astype(jnp.int32), repeats), order)
+    return Side(
+        values,
+        scale,
+        zero_point,
+        scale_shape,
+        batch=tuple(where[a] for a in batch),
+        tiles=tuple(where[a] - 1 for a in tiled),
+        contract=tuple(where[a] for a in contract),
+        free=tuple(where[a] for a in free),
+    )
+
+
+def _repeat(x: jax.Array, repeats: Mapping[int, int]) -> jax.Array:
+    for axis, size in repeats.items():
+        x = jnp.repeat(x, size, axis=axis)
+    return x
+
+
+def _arrange(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Return `x` with its elements in the order of the axes `order`; others have size 1."""
+    long = [a for a in order if x.shape[a] != 1]
+    if long == sorted(long):
+        return x  # a reshape is enough, and is left to the caller
+    return x.transpose(*order, *(a for a in range(x.ndim) if a not in order))
+
+
+def value_sums(side: Side, lhs: Side, rhs: Side) -> jax.Array:
+    """Return sums of quantized values over contracting axes, in the output's layout."""
+    sums = side.values.astype(jnp.int32).sum(axis=side.contract, keepdims=True, dtype=jnp.int32)
+    order = (*side.batch, *side.tiles, *side.free)
+    shape = in_output(tuple(sums.shape[a] for a in order), side, lhs, rhs)
+    return _arrange(sums, order).reshape(shape)
+
+
+def chunked(side: Side, chunks: int, size: int) -> Side:
+    """Return a side with its contraction in chunks, one more tiled axis, zero-padded."""
+    n, free = len(side.batch) + len(side.tiles), len(side.free)
+    outer = side.batch + side.tiles + side.free
+    values = side.values.transpose(*outer, *side.contract)
+    shape = values.shape[: len(outer)]
+    length = math.prod(values.shape[len(outer) :])
+    padding = [(0, 0)] * len(outer) + [(0, size * chunks - length)]
+    return Side(
+        jnp.pad(values.reshape(*shape, length), padding).reshape(*shape, chunks, size),
+        None,
+        side.zero_point,
+        (*side.scale_shape[:n], 1, *side.scale_shape[n:]),
+        batch=tuple(range(len(side.batch))),
+        tiles=(*range(len(side.batch), n), n + free),
+        contract=(n + free + 1,),
+        free=tuple(range(n, n + free)),
+    )
+
+
+def in_output(shape: tuple[int, ...], side: Side, lhs: Side, rhs: Side) -> tuple[int, ...]:
+    """Return `shape`, of (batch, tiles, free), among (batch, tiles, lhs free, rhs free)."""
+    outer = len(side.batch) + len(side.tiles)
+    if side is lhs:
+        return shape + (1,) * len(rhs.free)
+    return shape[:outer] + (1,) * len(lhs.free) + shape[outer:]

@@ -1,0 +1,313 @@
+"""Quantized ragged dot products: rows in groups, each with a matrix of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from quant_numerics.array.operand import Operand, as_operand, dequantize
+from quant_numerics.array.qarray import QArray, effective_scale
+from quant_numerics.formats.dtypes import compute_dtype, promote_floats
+from quant_numerics.ops.arithmetic import (
+    Arithmetic,
+    arithmetic,
+    has_zero_point_left,
+    numbers,
+    output_dtype,
+)
+
+RAGGED_DOT = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+"""The dimension numbers of ``ragged_dot``."""
+
+_MOST_PIECES = 32
+"""More tiles than this are not multiplied one by one."""
+
+
+def ragged_dot(
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: ArrayLike,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Any = None,
+) -> jax.Array:
+    """``jax.lax.ragged_dot`` where either side may be a QArray.
+
+    As ``ragged_dot_general`` with the rows of `lhs` in groups: the first ``group_sizes[0]`` rows
+    are multiplied by ``rhs[0]``, the next by ``rhs[1]`` and so on. Rows of no group give zeros.
+
+    Args:
+      lhs: of shape (m, k); QArray, PackedQArray or float array. One scale, or one per row, each
+        also per tile of k.
+      rhs: of shape (g, k, n), the same. One scale, or one per group, per column, or both, each
+        also per tile of k.
+      group_sizes: integers of shape (g,).
+      precision: as in ``dot_general``.
+      preferred_element_type: as in ``dot_general``.
+      group_offset: None; JAX has it for kernels of its own only.
+
+    Returns:
+      Array of shape (m, n).
+    """
+    return ragged_dot_general(
+        lhs,
+        rhs,
+        group_sizes,
+        RAGGED_DOT,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        group_offset=group_offset,
+    )
+
+
+def ragged_dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    group_sizes: ArrayLike,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Any = None,
+) -> jax.Array:
+    """``jax.lax.ragged_dot_general`` where either side may be a QArray.
+
+    Products are taken and summed in the dtypes that ``dot_general`` uses: two integer sides as int8
+    in int32 (as int32 with int16, and where an int8 side has zero points), then rescaled in
+    float32, times the lhs scale, then times the rhs scale.
+
+    Scales may differ along batch and free axes and along groups, and along one contracting axis by
+    tile. Each tile is a product of its own; with more than 32 tiles, and where int32 could overflow
+    in more than 32 parts, both sides are dequantized to float32 instead. A ragged contracting axis
+    can have no tiles.
+
+    Derivatives are those of ``lax.ragged_dot_general``, with respect to float sides and to scales.
+
+    Args:
+      lhs: QArray, PackedQArray, or array of bfloat16, float16, float32 or float64.
+      rhs: the same.
+      group_sizes: integers; of one axis where scales differ between groups.
+      ragged_dot_dimension_numbers: as in ``lax``.
+      precision: as in ``dot_general``.
+      preferred_element_type: as in ``dot_general``.
+      group_offset: None; JAX has it for kernels of its own only.
+
+    Raises:
+      TypeError: a side that is neither a QArray nor a supported float array; what ``lax`` refuses.
+      ValueError: tiles that differ between the sides, or along an axis that can have none.
+      NotImplementedError: a `group_offset`.
+    """
+    if group_offset is not None:
+        raise NotImplementedError(
+            "group_offset is not supported, as it isn't by jax.lax.ragged_dot on these versions of "
+            "JAX; slice the rows and matrices of the groups instead"
+        )
+    lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    group_sizes = jnp.asarray(group_sizes)
+    dtype = output_dtype(lhs, rhs, preferred_element_type)
+    if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
+        common = promote_floats(lhs.dtype, rhs.dtype)
+        how = Arithmetic(common, promote_floats(common, dtype), precision)
+        return _product(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, how).astype(dtype)
+    layout = _Layout.of(lhs, rhs, ragged_dot_dimension_numbers)
+    how = arithmetic(lhs, rhs, precision)
+    if any(isinstance(x, QArray) and has_zero_point_left(x, how.dtype) for x in (lhs, rhs)):
+        how = dataclasses.replace(how, dtype=jnp.dtype(jnp.int32))
+    pieces = layout.pieces(lhs, rhs, how)
+    if len(pieces) > _MOST_PIECES:
+        left, right = (
+            dequantize(x).astype(compute_dtype(x.dtype)) if isinstance(x, QArray) else x
+            for x in (lhs, rhs)
+        )
+        return ragged_dot_general(
+            left,
+            right,
+            group_sizes,
+            ragged_dot_dimension_numbers,
+            precision=lax.Precision.HIGHEST if precision is None else precision,
+            preferred_element_type=dtype,
+        )
+    rows = None
+    if layout.group is not None and isinstance(rhs, QArray) and rhs.scale.shape[layout.group] > 1:
+        rows = group_of_rows(group_sizes, lhs.shape[layout.ragged])
+
+    left, right = (numbers(x, how.dtype) if isinstance(x, QArray) else x.astype(how.dtype)
+                   for x in (lhs, rhs))  # fmt: skip
+    total = None
+    for piece in pieces:
+        acc = _product(
+            piece.of(left, 0), piece.of(right, 1), group_sizes, ragged_dot_dimension_numbers, how
+        )
+        acc = acc.astype(compute_dtype(acc.dtype) if how.limit is None else jnp.float32)
+        if isinstance(lhs, QArray):
+            scale = piece.of_scale(effective_scale(lhs), 0)
+            acc = acc * layout.in_output(scale.astype(acc.dtype), 0, acc.ndim)
+        if isinstance(rhs, QArray):
+            scale = piece.of_scale(effective_scale(rhs), 1).astype(acc.dtype)
+            if rows is not None and layout.group is not None:
+                scale = scale.at[(slice(None),) * layout.group + (rows,)].get(
+                    mode="promise_in_bounds"
+                )
+            acc = acc * layout.in_output(scale, 1, acc.ndim)
+        total = acc if total is None else total + acc
+    assert total is not None
+    return total.astype(dtype)
+
+
+def group_of_rows(group_sizes: jax.Array, count: int) -> jax.Array:
+    """The group that each of `count` rows belongs to, as int32; the last one for rows of none."""
+    if group_sizes.ndim != 1:
+        raise ValueError(
+            f"scales that differ between groups need group_sizes of one axis, got shape "
+            f"{group_sizes.shape}; use one scale for all groups, or vmap"
+        )
+    ends = lax.cumsum(group_sizes.astype(jnp.int32))
+    past = lax.iota(jnp.int32, count)[:, None] >= ends[None, :]
+    groups = jnp.sum(past, axis=1, dtype=jnp.int32)
+    return lax.min(groups, lax.full_like(groups, group_sizes.shape[0] - 1))
+
+
+def _product(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, numbers: Any, how: Arithmetic
+) -> jax.Array:
+    return lax.ragged_dot_general(
+        lhs.astype(how.dtype),
+        rhs.astype(how.dtype),
+        group_sizes,
+        numbers,
+        precision=how.precision,
+        preferred_element_type=how.sums,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A part of a contraction: of each side the axis, its elements and its scale."""
+
+    axes: tuple[int, int]
+    start: int
+    limit: int
+    tile: int
+    whole: bool
+
+    def of(self, x: jax.Array, side: int) -> jax.Array:
+        if self.whole:
+            return x
+        return lax.slice_in_dim(x, self.start, self.limit, axis=self.axes[side])
+
+    def of_scale(self, scale: jax.Array, side: int) -> jax.Array:
+        axis = self.axes[side]
+        if self.whole or scale.shape[axis] == 1:
+            return scale
+        return lax.slice_in_dim(scale, self.tile, self.tile + 1, axis=axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Where the operands' axes are in the output.
+
+    Attributes:
+      contract: the contracted axes of both sides.
+      outputs: for each side, which axis of the output each of its own axes is.
+      ragged: the lhs axis that is in groups.
+      group: the rhs axis of groups, or None.
+    """
+
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+    outputs: tuple[Mapping[int, int], Mapping[int, int]]
+    ragged: int
+    group: int | None
+
+    @classmethod
+    def of(cls, lhs: Any, rhs: Any, given: lax.RaggedDotDimensionNumbers) -> _Layout:
+        (lc, rc), (lb, rb) = given.dot_dimension_numbers
+        (ragged,) = given.lhs_ragged_dimensions
+        groups = tuple(given.rhs_group_dimensions)
+        # A ragged contraction gives one product per group, along a new leading axis.
+        position = int(ragged in tuple(lc))
+        left = {a: position + i for i, a in enumerate(lb)}
+        right = {a: position + i for i, a in enumerate(rb)}
+        position += len(lb)
+        for axes, ndim, skip in ((left, lhs.ndim, lc), (right, rhs.ndim, (*rc, *groups))):
+            for axis in range(ndim):
+                if axis not in axes and axis not in skip:
+                    axes[axis] = position
+                    position += 1
+        group = groups[0] if groups else None
+        if group is not None:
+            right[group] = left[ragged]  # once it is expanded to rows
+        return cls((tuple(lc), tuple(rc)), (left, right), ragged, group)
+
+    def pieces(
+        self, lhs: QArray | jax.Array, rhs: QArray | jax.Array, how: Arithmetic
+    ) -> Sequence[_Piece]:
+        """The contraction cut by tiles, or so that no sum can overflow."""
+        found = None
+        for a, b in zip(*self.contract, strict=True):
+            left = lhs.scale.shape[a] if isinstance(lhs, QArray) else 1
+            right = rhs.scale.shape[b] if isinstance(rhs, QArray) else 1
+            if max(left, right) == 1:
+                continue
+            if (
+                found
+                or a == self.ragged
+                or (
+                    1
+                    not in (
+                        left,
+                        right,
+                    )
+                    and left != right
+                )
+            ):
+                raise ValueError(
+                    f"lhs axis {a} and rhs axis {b}, which are contracted, have {left} and {right} "
+                    "scales: a ragged dot takes tiles along one contracted axis that is not "
+                    "ragged, equal on both sides, or on one side only; choose other tiles"
+                )
+            found = (a, b), max(left, right)
+        size = 1
+        for a in self.contract[0]:
+            size *= lhs.shape[a]
+        axes = (self.contract[0][0], self.contract[1][0])
+        whole = _Piece(axes, 0, 0, 0, True)
+        if found is None:
+            if how.limit is None or size <= how.limit:
+                return [whole]
+            length = lhs.shape[axes[0]]
+            step = max(how.limit // (size // length), 1)
+            if axes[0] == self.ragged:
+                return [whole] * (_MOST_PIECES + 1)
+            return [
+                _Piece(axes, i, min(i + step, length), 0, False) for i in range(0, length, step)
+            ]
+        axes, count = found
+        tile = lhs.shape[axes[0]] // count
+        per_tile = size // count
+        cuts = 1 if how.limit is None else -(-per_tile // how.limit)
+        step = -(-tile // cuts)
+        return [
+            _Piece(axes, start, min(start + step, (i + 1) * tile), i, False)
+            for i in range(count)
+            for start in range(i * tile, (i + 1) * tile, step)
+        ]
+
+    def in_output(self, scale: jax.Array, side: int, ndim: int) -> jax.Array:
+        """The scale with the axes of the output."""
+        places = self.outputs[side]
+        order = sorted(places, key=places.__getitem__)
+        # A group axis that was not expanded has size 1, and the ragged one is the other side's.
+        rest = [a for a in range(scale.ndim) if a not in places]
+        shape = [1] * ndim
+        for axis in order:
+            shape[places[axis]] = scale.shape[axis]
+        return scale.transpose(*order, *rest).reshape(shape)

@@ -1,0 +1,143 @@
+"""Reading the subscripts of an einsum, and making operands fit them."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from opt_einsum import parser
+
+from quant_numerics.array.operand import dequantize
+from quant_numerics.array.qarray import QArray
+
+AxisPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+DimensionNumbers: TypeAlias = tuple[AxisPair, AxisPair]
+
+_ALLOWED = (
+    'allowed are letters as labels, an optional "..." in each operand, and an optional "->" with '
+    'the output, e.g. "...ij,...jk->...ik"'
+)
+
+
+def from_interleaved(operands: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
+    """Return subscripts and operands of ``(x, [0, 1], w, [1, 2], [0, 2])``."""
+    if len(operands) < 2:
+        raise ValueError(
+            "einsum takes subscripts and operands, or operands and lists of labels by turns; got "
+            "one operand alone"
+        )
+    *pairs, out = operands if len(operands) % 2 else (*operands, None)
+    arrays, labels = tuple(pairs[::2]), pairs[1::2]
+    names: dict[Any, str] = {}
+    # Sorted, so that an implicit output is in the order of the labels.
+    found = {c for label in (*labels, out or ()) for c in label if c is not Ellipsis}
+    for i, c in enumerate(sorted(found)):
+        names[c] = parser.get_symbol(i)
+
+    def text(label: Sequence[Any]) -> str:
+        return "".join("..." if c is Ellipsis else names[c] for c in label)
+
+    spec = ",".join(map(text, labels))
+    return (spec if out is None else f"{spec}->{text(out)}"), arrays
+
+
+def parse(spec: str, ndims: Sequence[int]) -> tuple[list[str], str]:
+    """Return the labels of each operand, one per axis, and of the output."""
+    spec = spec.replace(" ", "")
+    if not ndims:
+        raise ValueError(f"einsum {spec!r} was given no operands; {_ALLOWED}")
+    count = spec.split("->")[0].count(",") + 1
+    if count != len(ndims):
+        raise ValueError(
+            f"einsum {spec!r} is for {count} operands, but there are {len(ndims)}; {_ALLOWED}"
+        )
+    if not parser.has_valid_einsum_chars_only(spec):
+        raise ValueError(f"einsum {spec!r} has a character that is not a letter; {_ALLOWED}")
+    try:
+        inputs, out, _ = parser.parse_einsum_input((spec, *((1,) * n for n in ndims)), shapes=True)
+    except ValueError as e:
+        given = " and ".join(map(str, ndims))
+        raise ValueError(f"einsum {spec!r} of {given} axes: {e} {_ALLOWED}") from e
+    terms = inputs.split(",")
+    for labels, ndim in zip(terms, ndims, strict=True):
+        if len(labels) != ndim:
+            raise ValueError(
+                f"einsum {spec!r} names {len(labels)} axes of an operand that has {ndim}; "
+                f"{_ALLOWED}"
+            )
+    return terms, out
+
+
+def check_sizes(spec: str, arrays: Sequence[QArray | jax.Array], terms: Sequence[str]) -> None:
+    """Raise a ValueError if a label has two sizes, neither of them 1."""
+    first: dict[str, tuple[int, int]] = {}
+    for i, (x, term) in enumerate(zip(arrays, terms, strict=True)):
+        for c, n in zip(term, x.shape, strict=True):
+            where, size = first.setdefault(c, (i, n))
+            if size == 1:
+                first[c] = i, n
+            elif n not in (1, size):
+                raise ValueError(
+                    f"einsum {spec!r}: label {c!r} has size {size} in operand {where} (shape "
+                    f"{arrays[where].shape}) and {n} in operand {i} (shape {x.shape}); they must "
+                    "be equal, or one of them 1"
+                )
+
+
+def dimension_numbers(in_l: str, in_r: str, out: str) -> DimensionNumbers:
+    """Return the contracted and the batch axes of two operands."""
+    shared = [c for c in in_l if c in in_r]
+    contract = [c for c in shared if c not in out]
+    batch = [c for c in shared if c in out]
+
+    def axes(term: str, labels: list[str]) -> tuple[int, ...]:
+        return tuple(term.index(c) for c in labels)
+
+    return (
+        (axes(in_l, contract), axes(in_r, contract)),
+        (axes(in_l, batch), axes(in_r, batch)),
+    )
+
+
+def diagonals(x: QArray | jax.Array, labels: str) -> tuple[QArray | jax.Array, str]:
+    """Take the diagonal along axes that have the same label."""
+    for c in dict.fromkeys(labels):
+        while labels.count(c) > 1:
+            x = dequantize(x) if isinstance(x, QArray) else x
+            first = labels.index(c)
+            second = labels.index(c, first + 1)
+            size = max(x.shape[first], x.shape[second])  # one of them may be 1
+            shape = [size if a in (first, second) else n for a, n in enumerate(x.shape)]
+            x = jnp.diagonal(jnp.broadcast_to(x, shape), axis1=first, axis2=second)
+            labels = labels[:first] + labels[first + 1 : second] + labels[second + 1 :] + c
+    return x, labels
+
+
+def squeeze(
+    x: QArray | jax.Array, labels: str, differing: set[str]
+) -> tuple[QArray | jax.Array, str]:
+    """Drop axes of size 1 whose label is larger in the other operand."""
+    axes = [a for a, c in enumerate(labels) if c in differing and x.shape[a] == 1]
+    # A QArray's leaves have equal ndims, and size 1 in `qvalue` is size 1 in the scale.
+    x = jax.tree.map(lambda leaf: jnp.squeeze(leaf, tuple(axes)), x)
+    return x, "".join(c for a, c in enumerate(labels) if a not in axes)
+
+
+def sum_lone(x: QArray | jax.Array, labels: str, elsewhere: str) -> tuple[QArray | jax.Array, str]:
+    """Sum over axes whose label is nowhere else."""
+    axes = [a for a, c in enumerate(labels) if c not in elsewhere]
+    if axes:
+        x = jnp.sum(dequantize(x) if isinstance(x, QArray) else x, axis=tuple(axes))
+    return x, "".join(c for a, c in enumerate(labels) if a not in axes)
+
+
+def before_transpose(sharding: Any, order: Sequence[int]) -> Any:
+    """Return the sharding of an array whose transpose by `order` has `sharding`."""
+    if sharding is None:
+        return None
+    named = isinstance(sharding, NamedSharding)
+    spec = sharding.spec if named else sharding
+    parts = tuple(spec) + (None,) * (len(order) - len(spec))
+    spec = PartitionSpec(*(parts[order.index(a)] for a in range(len(order))))
+    return NamedSharding(sharding.mesh, spec) if named else spec

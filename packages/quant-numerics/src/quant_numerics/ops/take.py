@@ -1,0 +1,110 @@
+"""Lookups in QArrays: embeddings."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from quant_numerics.array.operand import Operand, as_operand, dequantize
+from quant_numerics.array.packed import PackedQArray, unpack
+from quant_numerics.array.qarray import QArray
+
+
+def take(
+    q: Operand,
+    indices: ArrayLike,
+    axis: int = 0,
+    *,
+    mode: Literal["fill", "clip"] = "fill",
+    dequantize: bool = True,
+) -> Any:
+    """Gather like ``jax.numpy.take`` from a QArray, and dequantize what was taken.
+
+    Args:
+      q: QArray, PackedQArray (along another than the last axis the bits are gathered packed), or
+        float array.
+      indices: integers of any shape; negative ones count from the end.
+      axis: the axis to take along; any granularity.
+      mode: what an index that is out of range gives: "fill", NaN; "clip", the nearest.
+      dequantize: False to get a QArray. An index that is out of range then has the scale NaN; where
+        there is one scale for the whole axis, it is clipped.
+
+    Returns:
+      Float array of the logical dtype, or a QArray, in which the axes of `indices` are in the place
+      of `axis`.
+
+    Raises:
+      TypeError: indices that are no integers; as the ops.
+      ValueError: `axis` is out of range, or another mode.
+    """
+    indices = jnp.asarray(indices)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"indices must be integers, got {indices.dtype}; convert them with .astype")
+    if mode not in ("fill", "clip"):
+        raise ValueError(f"mode must be 'fill' or 'clip', got {mode!r}")
+    ndim = jnp.ndim(q) if not hasattr(q, "ndim") else q.ndim
+    if not -ndim <= operator.index(axis) < ndim:
+        raise ValueError(f"axis {axis} is out of range for an array of {ndim} axes")
+    axis = operator.index(axis) % ndim
+    if not (isinstance(q, PackedQArray) and axis < ndim - 1):
+        q = as_operand(q, "the array to take from")
+    size = q.shape[axis]
+    count = indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
+    wrapped = jnp.where(count < 0, count + size, count)
+    inside = (wrapped >= 0) & (wrapped < size)
+    places = jnp.clip(wrapped, 0, max(size - 1, 0))
+    if not isinstance(q, QArray | PackedQArray):
+        rows = _gathered(q, places, axis)
+        return rows if mode == "clip" else _filled(rows, inside, axis)
+
+    def scales(x: Any, fill: bool = False) -> Any:
+        if x is None:
+            return None
+        if x.shape[axis] == 1 and size != 1:
+            return x.reshape(*x.shape[:axis], *(1,) * indices.ndim, *x.shape[axis + 1 :])
+        rows = _gathered(x, places // (size // x.shape[axis]), axis)
+        return _filled(rows, inside, axis) if fill else rows
+
+    fill = mode == "fill" and not dequantize
+    if isinstance(q, PackedQArray):
+        packed = PackedQArray(
+            _gathered(q.planes, places, axis),
+            scales(q.scale, fill),
+            scales(q.zero_point),
+            last=q.last,
+            qtype=q.qtype,
+            dtype=q.dtype,
+        )
+        rows = unpack(packed)
+    else:
+        rows = QArray(
+            _gathered(q.qvalue, places, axis),
+            scales(q.scale, fill),
+            scales(q.zero_point),
+            scales(q.global_scale),
+            qtype=q.qtype,
+            dtype=q.dtype,
+        )
+    if not dequantize:
+        return rows
+    out = _dequantize(rows)
+    return _filled(out, inside, axis) if mode == "fill" else out
+
+
+_dequantize = dequantize
+
+
+def _gathered(x: jax.Array, places: jax.Array, axis: int) -> jax.Array:
+    return x.at[(slice(None),) * axis + (places,)].get(mode="promise_in_bounds")
+
+
+def _filled(x: jax.Array, inside: jax.Array, axis: int) -> jax.Array:
+    """Return `x` with NaN where an index is out of range."""
+    shape = (1,) * axis + inside.shape + (1,) * (x.ndim - axis - inside.ndim)
+    keep = jnp.broadcast_to(inside.reshape(shape), x.shape)
+    return lax.select(keep, x, jnp.full(x.shape, jnp.nan, x.dtype))

@@ -1,0 +1,1 @@
+"""Operations that quantize their operands and know their derivatives."""

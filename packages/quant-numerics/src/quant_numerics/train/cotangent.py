@@ -1,0 +1,85 @@
+"""The cotangent of a training op, quantized, with the scales of the other operand in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from quant_numerics.array.qarray import QArray, effective_scale, qtype_of
+from quant_numerics.calibration.quantize import quantize
+from quant_numerics.formats.dtypes import compute_dtype
+from quant_numerics.formats.qtypes import get_qtype
+from quant_numerics.formats.rounding import StochasticRounding
+from quant_numerics.train.options import Backward
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cotangent:
+    """Quantize a cotangent, and residuals, for one contraction."""
+
+    backward: Backward
+    key: jax.Array | None
+    tile_size: int | float | None
+
+    def quantize(
+        self, g: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
+    ) -> QArray:
+        """Quantize the cotangent `g`, tiled along the last axis in `contracting`."""
+        kind = get_qtype(self.backward.qtype)
+        tile = kind.block if self.tile_size is None else self.tile_size
+        tiles = {contracting[-1]: tile} if contracting and tile is not None else {}
+        rounding = None
+        if self.key is not None and self.backward.stochastic_rounding is not None:
+            rounding = StochasticRounding(
+                self.key, self.backward.stochastic_rounding, self.backward.channelwise_noise_axes
+            )
+        return quantize(
+            g,
+            kind.name,
+            channel_axes=channel_axes if self.backward.channelwise else (),
+            tile_axes=tiles,
+            method=self.backward.method,
+            rounding=rounding,
+        )
+
+    def requantize(
+        self, x: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
+    ) -> QArray:
+        """Quantize a residual whose scales don't suit the contraction."""
+        kind = get_qtype(self.backward.qtype)
+        tiles = {contracting[-1]: kind.block} if contracting and kind.block is not None else {}
+        return quantize(
+            x,
+            kind.name,
+            channel_axes=channel_axes if self.backward.channelwise else (),
+            tile_axes=tiles,
+        )
+
+
+def unit_scaled(q: QArray) -> QArray:
+    """Return `q` with scale 1, for a contraction whose other side has its scale."""
+    one = jnp.ones((1,) * q.ndim, jnp.float32)
+    return QArray(q.qvalue, one, qtype=q.qtype, dtype=q.dtype)
+
+
+def can_shift(q: QArray, axes: Sequence[int]) -> bool:
+    """Return whether the scales of `q` lie along `axes` alone, and are all that it has."""
+    if q.zero_point is not None or qtype_of(q).block is not None:
+        return False
+    return all(s == 1 or (a in axes and s == q.shape[a]) for a, s in enumerate(q.scale.shape))
+
+
+def shifted(g: jax.Array, q: QArray, axes: tuple[int, ...], g_axes: tuple[int, ...]) -> jax.Array:
+    """Return `g` times the scales of `q`, whose `axes` correspond to `g_axes`."""
+    scale = effective_scale(q)
+    rest = [a for a in range(q.ndim) if a not in axes]
+    order = sorted(range(len(axes)), key=g_axes.__getitem__)
+    scale = scale.transpose(*(axes[i] for i in order), *rest)
+    shape = [1] * g.ndim
+    for position, i in enumerate(order):
+        shape[g_axes[i]] = scale.shape[position]
+    dtype = compute_dtype(g.dtype)
+    return g.astype(dtype) * scale.reshape(shape).astype(dtype)

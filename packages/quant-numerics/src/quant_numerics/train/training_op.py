@@ -1,0 +1,213 @@
+"""What all quantized training ops have in common: their residuals and derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import slices_of
+from quant_numerics.autodiff.pairs import Axis, LinearPair
+from quant_numerics.autodiff.with_tangent import with_tangent
+from quant_numerics.calibration.calibrate import calibrate
+from quant_numerics.calibration.method import parse_calibration_method
+from quant_numerics.calibration.quantize import quantize, quantize_with
+from quant_numerics.calibration.scale import Calibration, scale_of
+from quant_numerics.formats.dtypes import compute_dtype
+from quant_numerics.train.cotangent import Cotangent
+from quant_numerics.train.options import Backward, HowToQuantize
+
+
+class Residual(NamedTuple):
+    """Hold what the derivatives need of an operand.
+
+    Attributes:
+      value: the operand.
+      quantized: the operand quantized, or None.
+      inside: which elements lie in the calibrated range, or None for all.
+    """
+
+    value: jax.Array
+    quantized: QArray | None
+    inside: jax.Array | None
+
+
+class TrainingOp(Protocol):
+    """Describe a contraction or convolution without its operands. Hashable by value."""
+
+    def slices(self, side: int, x: jax.Array, how: HowToQuantize) -> tuple[Sequence[int], dict]:
+        """Return the channel axes and tiles to quantize operand 0 or 1 with."""
+
+    def run(self, lhs: Any, rhs: Any, aux: Any) -> jax.Array:
+        """Run it; operands may be QArrays."""
+
+    def gradient(self, side: int, g: jax.Array, residuals: Any, to: Cotangent) -> jax.Array:
+        """Return the quantized gradient of operand 0 or 1, without mask."""
+
+    def batched(self, lhs: bool, rhs: bool) -> tuple[TrainingOp, int] | None:
+        """Return the op on operands with a leading batch axis, and where that comes out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPair(LinearPair):
+    """Differentiate a training op: float forward, quantized (or float) backward."""
+
+    op: Any
+    backward: Backward | None
+    weight: int | None
+    key_impl: Any = None
+    unmapped: tuple[bool, bool] = (False, False)
+    """Whether the scales of a side lack a leading axis that its quantized values have."""
+
+    def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
+        sides, key, aux = residuals
+        values = [side.value for side in sides]
+        if not turned:
+            lhs, rhs = map(_masked, tangent, sides)
+            return lax.add(self.op.run(lhs, values[1], aux), self.op.run(values[0], rhs, aux))
+        g = tangent
+        if self.backward is None:
+            _, pull = jax.vjp(lambda *operands: self.op.run(*operands, aux), *values)
+            grads = pull(g)
+        else:
+            full = tuple(map(_with_all_axes, sides))
+            if key is not None:
+                key = _key_for(key, self.key_impl, g)
+            grads = [self.op.gradient(i, g, (full, aux), self._to(i, key)) for i in (0, 1)]
+        return tuple(map(_masked, grads, sides))
+
+    def _to(self, side: int, key: jax.Array | None) -> Cotangent:
+        assert self.backward is not None
+        key = None if key is None else jax.random.fold_in(key, side)
+        tile = self.backward.weight_grad_tile_size if side == self.weight else None
+        return Cotangent(self.backward, key, tile)
+
+    def batched(
+        self, axis: Axis, residuals: Any, tangents: Any, outs: Any
+    ) -> tuple[LinearPair, int]:
+        sides, key, aux = residuals
+        mapped = tuple(side.value for side in sides)
+        plain = all(jax.tree.leaves(outs)) and not any(jax.tree.leaves((key, aux)))
+        unmapped = list(self.unmapped)
+        for i, side in enumerate(sides):
+            like = {tangents[i], *jax.tree.leaves(side.inside)}
+            if side.quantized is not None:
+                like.add(side.quantized.qvalue)
+                fixed = dataclasses.replace(side.quantized, qvalue=None)
+                if mapped[i] and not all(jax.tree.leaves(fixed)):
+                    # A range that is the same for all examples: its scales are broadcast.
+                    plain &= not any(jax.tree.leaves(fixed)) and not self.unmapped[i]
+                    unmapped[i] = True
+                elif mapped[i]:
+                    plain &= not self.unmapped[i]
+                else:
+                    plain &= not any(jax.tree.leaves(fixed))
+            plain &= like == {mapped[i]}
+        whole = self.op.batched(*mapped) if plain and any(mapped) else None
+        if whole is None:
+            return super().batched(axis, residuals, tangents, outs)
+        op, out_axis = whole
+        backward = self.backward
+        if backward is not None and backward.channelwise_noise_axes:
+            axes = (a + (a >= out_axis) for a in backward.channelwise_noise_axes if a >= 0)
+            negative = (a for a in backward.channelwise_noise_axes if a < 0)
+            backward = dataclasses.replace(
+                backward, channelwise_noise_axes=(out_axis, *axes, *negative)
+            )
+        return dataclasses.replace(
+            self, op=op, backward=backward, unmapped=tuple(unmapped)
+        ), out_axis
+
+
+def _masked(x: jax.Array, side: Residual) -> jax.Array:
+    if side.inside is None:
+        return x
+    return lax.select(side.inside, x, lax.full_like(x, 0))
+
+
+def _with_all_axes(side: Residual) -> Residual:
+    """Return the residual with axes of size 1 in front of scales that lack them."""
+    if side.quantized is None:
+        return side
+    ndim = side.quantized.ndim
+    quantized = jax.tree.map(
+        lambda x: lax.expand_dims(x, range(ndim - x.ndim)) if x.ndim < ndim else x, side.quantized
+    )
+    return side._replace(quantized=quantized)
+
+
+def _key_for(key: jax.Array, impl: Any, g: jax.Array) -> jax.Array:
+    """Return a key that depends on the cotangent, so that steps of a loop differ."""
+    if impl is not None:
+        key = jax.random.wrap_key_data(key, impl=impl)
+    width = jnp.uint16 if g.dtype.itemsize == 2 else jnp.uint32
+    bits = lax.bitcast_convert_type(g, width).astype(jnp.uint32)
+    return jax.random.fold_in(key, lax.reduce_sum(bits, range(bits.ndim)))
+
+
+def train(
+    op: TrainingOp,
+    hows: tuple[HowToQuantize | None, HowToQuantize | None],
+    backward: Backward | None,
+    weight: int | None,
+    operands: tuple[jax.Array, jax.Array],
+    calibrations: tuple[Calibration | None, Calibration | None],
+    key: jax.Array | None,
+    aux: Any = None,
+) -> jax.Array:
+    """Run a quantized op, with the derivatives that `backward` asks for."""
+    sides = tuple(
+        _quantized(op, i, x, how, calibration)
+        for i, (x, how, calibration) in enumerate(zip(operands, hows, calibrations, strict=True))
+    )
+    lhs, rhs = (lax.stop_gradient(s.value) if s.quantized is None else s.quantized for s in sides)
+    value = op.run(lhs, rhs, aux)
+    if backward is None:
+        sides = tuple(side._replace(quantized=None) for side in sides)
+    impl = None
+    if key is not None and (backward is None or backward.stochastic_rounding is None):
+        key = None
+    elif key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        impl, key = jax.random.key_impl(key), jax.random.key_data(key)
+    pair = TrainingPair(op, backward, weight, impl)
+    return with_tangent(value, pair, (sides, key, aux), operands)
+
+
+def _quantized(
+    op: TrainingOp,
+    side: int,
+    x: jax.Array,
+    how: HowToQuantize | None,
+    calibration: Calibration | None,
+) -> Residual:
+    if how is None:
+        return Residual(x, None, None)
+    fixed = lax.stop_gradient(x)
+    channel_axes, tiles = op.slices(side, x, how)
+    if calibration is None and not parse_calibration_method(how.method).clips:
+        quantized = quantize(
+            fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
+        )
+        return Residual(x, quantized, None)
+    if calibration is None:
+        calibration = calibrate(
+            fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
+        )
+    calibration = jax.tree.map(lax.stop_gradient, calibration)
+    quantized = quantize_with(fixed, how.qtype, *scale_of(calibration, how.qtype))
+    return Residual(x, quantized, _inside(fixed, calibration))
+
+
+def _inside(x: jax.Array, calibration: Calibration) -> jax.Array:
+    """Return which elements lie in the calibrated range."""
+    lower, upper = calibration
+    lower = lax.neg(upper) if lower is None else lower
+    cut = slices_of(x.shape, upper.shape)
+    values = cut.split(x.astype(compute_dtype(x.dtype)))
+    lower, upper = (cut.split(bound.astype(values.dtype)) for bound in (lower, upper))
+    return lax.bitwise_and(values >= lower, values <= upper).reshape(x.shape)
