@@ -13,6 +13,7 @@ import quant_numerics as qn
 from jaxtap_testkit.xla_samples import PROGRAMS, draw, make, products, stack, tied
 from provider_xla import (
     PtqProvider,
+    QtProvider,
     QuantizationError,
     QuantizationRule,
     QuantizationWarning,
@@ -366,9 +367,36 @@ def test_static_ranges_in_programs(program):
     assert set(ranges) == set(plan.ranges)
     stored = plan.quantize(params)
     actual, expected = jax.jit(plan.apply(fn, ranges))(stored, x), fn(params, x)
-    # The steps of a scan share one range: some values of the first are cut off.
+    # The steps of a scan share one range: that of the largest.
     assert np.linalg.norm(actual - expected) < 0.15 * np.linalg.norm(expected)
     assert products(plan.apply(fn, ranges), stored, x) == [("int8", "int8")] * PROGRAMS[program][3]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("loop", ["scan", "fori_loop"])
+def test_no_step_of_a_loop_is_cut_off(loop, train):
+    """The range of a loop is that of its largest step; the mean is taken over calls."""
+
+    def model(w, x):
+        if loop == "scan":
+            return lax.scan(lambda c, w: (jnp.tanh(c @ w), None), 10 * x, w)[0]
+        return lax.fori_loop(0, len(w), lambda i, c: jnp.tanh(c @ w[i]), 10 * x)
+
+    w, batches = draw((4, 8, 8))[0], [draw((16, 8), seed=s)[0] for s in range(3)]
+    rule = dataclasses.replace(STATIC, act_batch_axes=())
+    if train:
+        provider = QtProvider([rule], strict=True)
+        ranges = provider.init_statistics(model, w, batches[0])
+        for x in batches:
+            jax.block_until_ready(jax.jit(provider.apply(model, ranges))(w, x))
+        ((key, found),) = ((key, one.calibration()) for key, one in ranges.items())
+    else:
+        plan = PtqProvider([rule], strict=True).plan(model, w, batches[0])
+        ((key, found),) = plan.calibrate(model, w, [(x,) for x in batches]).items()
+    assert key == f"{loop}(<lambda>)/matmul:0#lhs"
+    # The first step has the inputs, and the others what tanh returns.
+    largest = [max(10 * np.abs(x).max(), 1) for x in batches]
+    np.testing.assert_allclose(found.upper.ravel(), [np.mean(largest)], rtol=1e-5)
 
 
 def test_asymmetric_static_ranges():

@@ -15,7 +15,7 @@ from ._arrays import is_array, of_arrays
 from ._errors import QuantizationError
 from ._report import OpRecord, Report
 from ._sites import Rules, Site, Sites, short
-from ._static import StaticRange, Statistics, key_of, observe
+from ._static import Observation, StaticRange, Statistics, key_of
 from ._transformed import TransformedWeight
 from ._weights import WeightPlan, is_stored
 
@@ -274,7 +274,7 @@ class Plan:
 
         Returns:
             The mean range over the batches, by site: a pytree for ``apply``, to be saved with the
-            parameters. The steps of a scan share one range.
+            parameters. The steps of a loop share one range, in which all of them fit.
 
         Raises:
             QuantizationError: no rule has ``act_static_scale``, or there is no batch.
@@ -290,17 +290,25 @@ class Plan:
 
         statistics = self.empty_statistics(params)
 
-        def run(site: Site) -> Any:
-            observe(statistics, site)
-            return NotImplemented
-
-        sites = Sites(self._rules, run, _ignore, keyed=False)
         stored = not isinstance(self._engine, PatchEngine)
-        tapped, jitted = prepared(self._engine.wrap(fn, sites.interceptor), stored), None
+
+        def measured(*args: Any) -> Any:
+            observation = Observation(statistics)
+
+            def run(site: Site) -> Any:
+                observation.observe(site)
+                return NotImplemented
+
+            sites = Sites(self._rules, run, _ignore, keyed=False)
+            result = prepared(self._engine.wrap(fn, sites.interceptor), stored)(*args)
+            observation.finish()
+            return result
+
+        jitted = None
         for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
             args = list(batch)
             args.insert(self._argnum, params)
-            call, arrays = of_arrays(tapped, args, {})
+            call, arrays = of_arrays(measured, args, {})
             jitted = jitted or jax.jit(call)
             jax.block_until_ready(jitted(arrays))
         if jitted is None:

@@ -16,7 +16,7 @@ from ._provider import XlaProvider
 from ._rules import QtRule, QuantizationRule
 from ._run import trained_product
 from ._sites import Site
-from ._static import Statistics, calibrations, observe
+from ._static import Observation, Statistics, calibrations
 
 
 class QtProvider(XlaProvider):
@@ -53,9 +53,15 @@ class QtProvider(XlaProvider):
         def call(*args: Any, quant_key: jax.Array | None = None, **kwargs: Any) -> Any:
             if quant_key is None and statistics is None:
                 return plain(*args, **kwargs)
-            run = functools.partial(self._run, statistics=statistics, update=update, key=quant_key)
+            observation = Observation(statistics) if update and statistics is not None else None
+            run = functools.partial(
+                self._run, statistics=statistics, observation=observation, key=quant_key
+            )
             tapping = self._sites(run).interceptor
-            return self._engine.wrap(fn, tapping)(*args, **kwargs)
+            result = self._engine.wrap(fn, tapping)(*args, **kwargs)
+            if observation is not None:
+                observation.finish()
+            return result
 
         plain = self._engine.wrap(fn, self.interceptor())
         return call
@@ -77,12 +83,14 @@ class QtProvider(XlaProvider):
         self,
         site: Site,
         statistics: Statistics | None = None,
-        update: bool = True,
+        observation: Observation | None = None,
         key: jax.Array | None = None,
     ) -> Any:
-        if statistics is not None and update:
-            observe(statistics, site)
-        ranges = calibrations(statistics, site)
+        if observation is None:
+            ranges = calibrations(statistics, site)
+        else:
+            observation.observe(site)
+            ranges = observation.calibrations(site)
         rule = site.rule
         assert isinstance(rule, QtRule)
         backward = None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 import quant_numerics as qn
+from hijax_trace import Box
 from interception_core import JaxtapError
 
 from ._sites import SIDES, Site
@@ -60,11 +61,50 @@ def _mean_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax
     return _mean(x.mean(0) if is_batched[0] else x), False
 
 
-def observe(statistics: Statistics, site: Site) -> None:
-    """Adds the ranges of the activations that have a static one to the statistics."""
-    for side in (0, 1):
-        if is_static(site, side):
-            _of(statistics, site, side).observe(measure(site, side))
+class Observation:
+    """The static ranges of one call of a program.
+
+    Steps of loops, and layers that share a module path, are joined by their extremes: a mean
+    over steps would clip the steps with the largest values. Calls are averaged.
+
+    Args:
+        statistics: ``quant_numerics.Statistics`` by site and side, to which the call is added.
+    """
+
+    def __init__(self, statistics: Statistics):
+        self._statistics = statistics
+        self._seen: dict[str, Box] = {}
+        for key, one in statistics.items():
+            total = one.state.total
+            # Of what is never seen, a branch that is not taken, bounds are not finite.
+            lower = None if total.lower is None else jnp.full_like(total.lower, jnp.inf)
+            self._seen[key] = Box(qn.Calibration(lower, jnp.full_like(total.upper, -jnp.inf)))
+
+    def observe(self, site: Site) -> None:
+        """Take the ranges of the activations of a site that have a static one."""
+        for side in (0, 1):
+            if is_static(site, side):
+                key = _key(self._statistics, site, side)
+                found, seen = measure(site, side), self._seen[key].get()
+                lower = None if found.lower is None else jnp.minimum(seen.lower, found.lower)
+                self._seen[key].set(qn.Calibration(lower, jnp.maximum(seen.upper, found.upper)))
+
+    def calibrations(self, site: Site) -> tuple[qn.Calibration | None, qn.Calibration | None]:
+        """Return the ranges of both operands so far, this call included."""
+
+        def one(side: int) -> qn.Calibration | None:
+            if not is_static(site, side):
+                return None
+            key = _key(self._statistics, site, side)
+            found = self._statistics[key]
+            return found.average.get(found.average.update(found.state, self._seen[key].get()))
+
+        return one(0), one(1)
+
+    def finish(self) -> None:
+        """Add the call to the statistics."""
+        for key, one in self._statistics.items():
+            one.observe(self._seen[key].get())
 
 
 def calibrations(
@@ -93,6 +133,13 @@ def key_of(key: str, transformed: bool) -> str:
 
 
 def _of(statistics: Statistics | None, site: Site, side: int) -> Any:
+    key = _key(statistics, site, side)
+    assert statistics is not None
+    return statistics[key]
+
+
+def _key(statistics: Statistics | None, site: Site, side: int) -> str:
+    """Return what the statistics of an operand are kept under. Raise if there are none."""
     key = key_of(site.key(side), beside(site, side) is not None)
     if statistics is None:
         raise JaxtapError(
@@ -107,4 +154,4 @@ def _of(statistics: Statistics | None, site: Site, side: int) -> Any:
             f"for: {known}. They were made for another program, for other rules, or for parameters "
             "that no pass, or another one, has transformed: measure with those that are run."
         )
-    return statistics[key]
+    return key
