@@ -283,11 +283,11 @@ jax.monitoring.register_event_listener(
 )
 rng = np.random.default_rng(0)
 w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((64, 48), (8, 64)))
-plan = PtqProvider().plan(lambda w, x: jnp.tanh(x @ w), w, x)
+plan = PtqProvider().plan(lambda w, x: jax.nn.relu(x @ w), w, x)
 packed, codes = plan.quantize(w), plan.quantize(w, prepack=False)
 assert plan.ops[0].kernel == "te_ffi_kernels.gemm_w8a8"
 hits.clear()
-run = jax.jit(plan.apply(lambda w, x: jnp.tanh(x @ w)))
+run = jax.jit(plan.apply(lambda w, x: jax.nn.relu(x @ w)))
 actual = run(packed, x)
 print(len(hits))
 np.testing.assert_array_equal(actual, run(codes, x))
