@@ -31,8 +31,10 @@ from .plugins.host import (
     get_engine,
     get_provider,
     kernels,
+    make_qtype,
     plugins,
     providers,
+    qtypes,
 )
 from .plugins.kernel_call import Aval, KernelCall
 from .plugins.records import PluginRecord
@@ -44,6 +46,7 @@ from .plugins.specs import (
     EngineSpec,
     KernelSpec,
     ProviderSpec,
+    QTypeSpec,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ __all__ = [
     "PluginRecord",
     "PluginWarning",
     "ProviderSpec",
+    "QTypeSpec",
     "TargetError",
     "UnknownNameError",
     "ValueKind",
@@ -90,9 +94,11 @@ __all__ = [
     "kernel_workspace",
     "kernels",
     "loaded",
+    "make_qtype",
     "plugins",
     "primitive_names",
     "providers",
+    "qtypes",
     "register_kernel",
     "select_kernel",
     "untapped",

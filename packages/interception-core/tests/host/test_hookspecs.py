@@ -22,6 +22,7 @@ def test_the_hooks_are_these():
         "jaxtap_register_engines",
         "jaxtap_register_kernels",
         "jaxtap_register_providers",
+        "jaxtap_register_qtypes",
         "jaxtap_select_kernel",
     ]
 

@@ -11,6 +11,7 @@ from interception_core import (
     KernelSpec,
     PluginError,
     ProviderSpec,
+    QTypeSpec,
 )
 from interception_core.plugins.paths import is_path, resolve
 
@@ -23,6 +24,7 @@ VALID = [
     KernelSpec(**KERNEL, workspace="acme:memory"),
     AdapterSpec("acme", "acme's models", "acme.adapter:Acme", "acme:Model"),
     AdapterSpec("acme", "acme's models", "acme.adapter:Acme", "acme:Model", install="acme[x]"),
+    QTypeSpec("nf3", "8 quantiles", "acme.formats:nf3"),
     CommandSpec("plan", "plan it", "acme:run"),
     CommandSpec("plan", "plan it", "acme:run", "acme:configure"),
     DoctorCheck("driver", "the driver is there", "acme:check"),
@@ -66,6 +68,8 @@ def test_the_key_of_a_kernel_has_its_platform():
         (lambda: KernelSpec(**KERNEL, apply="nope"), "KernelSpec.apply"),
         (lambda: KernelSpec(**KERNEL, priority=1.5), "KernelSpec.priority"),
         (lambda: KernelSpec(**KERNEL, priority=True), "KernelSpec.priority"),
+        (lambda: QTypeSpec("NF3", "s", "a:b"), "QTypeSpec.name"),
+        (lambda: QTypeSpec("x", "s", "a.b"), "QTypeSpec.factory"),
         (lambda: AdapterSpec("x", "s", "a:b-c", "a:B"), "AdapterSpec.factory"),
         (lambda: AdapterSpec("x", "s", "a:b", "a.B"), "AdapterSpec.model"),
         (lambda: AdapterSpec("x", "s", "a:b", "a:B", 3), "AdapterSpec.install"),

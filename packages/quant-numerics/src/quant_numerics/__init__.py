@@ -1,92 +1,25 @@
-"""Quantized arrays, and quantized dot_general, einsum and convolution, as pure JAX functions."""
+"""Quantized arrays, and quantized dot_general, einsum and convolution, as pure JAX functions.
 
-from pathlib import Path
+Importing this package does not import jax, for the sake of its plugin module: the names of `api`
+are imported when the first of them is used.
+"""
 
-from jax.extend import source_info_util
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from quant_numerics.array.hi import HiQArray, LeadingAxis, QArrayTy, as_hi, as_lo, from_hi
-from quant_numerics.array.moves import concatenate
-from quant_numerics.array.operand import dequantize
-from quant_numerics.array.packed import PackedQArray, pack, unpack
-from quant_numerics.array.qarray import QArray, qarray
-from quant_numerics.autodiff.linear import linear_with_transpose
-from quant_numerics.autodiff.straight_through import straight_through
-from quant_numerics.calibration.average import AverageState, MovingAverage, Statistics
-from quant_numerics.calibration.calibrate import calibrate
-from quant_numerics.calibration.fake_quant import fake_quant
-from quant_numerics.calibration.method import CalibrationMethod, parse_calibration_method
-from quant_numerics.calibration.quantize import (
-    quantize,
-    quantize_for_conv,
-    quantize_for_dot,
-    quantize_with,
-)
-from quant_numerics.calibration.scale import Calibration, scale_of
-from quant_numerics.formats.dtypes import FLOAT_DTYPES
-from quant_numerics.formats.qtypes import QTYPES, QType, get_qtype
-from quant_numerics.formats.rounding import StochasticRounding
-from quant_numerics.ops.conv import conv_general_dilated
-from quant_numerics.ops.dot import dot_general
-from quant_numerics.ops.einsum import einsum, einsum_dimension_numbers
-from quant_numerics.ops.matmul import dot, matmul
-from quant_numerics.ops.ragged_dot import ragged_dot, ragged_dot_general
-from quant_numerics.ops.take import take
-from quant_numerics.train.conv import train_conv_general_dilated
-from quant_numerics.train.dot import train_dot_general
-from quant_numerics.train.einsum import train_einsum
-from quant_numerics.train.options import Backward, HowToQuantize
-from quant_numerics.train.ragged_dot import train_ragged_dot
+if TYPE_CHECKING:
+    from quant_numerics.api import *  # noqa: F403
 
-# Operations have the source line of the program, not that of this library.
-source_info_util.register_exclusion(str(Path(__file__).parent))
 
-__all__ = [
-    "FLOAT_DTYPES",
-    "QTYPES",
-    "AverageState",
-    "Backward",
-    "Calibration",
-    "CalibrationMethod",
-    "HiQArray",
-    "HowToQuantize",
-    "LeadingAxis",
-    "MovingAverage",
-    "PackedQArray",
-    "QArray",
-    "QArrayTy",
-    "QType",
-    "Statistics",
-    "StochasticRounding",
-    "as_hi",
-    "as_lo",
-    "calibrate",
-    "concatenate",
-    "conv_general_dilated",
-    "dequantize",
-    "dot",
-    "dot_general",
-    "einsum",
-    "einsum_dimension_numbers",
-    "fake_quant",
-    "from_hi",
-    "get_qtype",
-    "linear_with_transpose",
-    "matmul",
-    "pack",
-    "parse_calibration_method",
-    "qarray",
-    "quantize",
-    "quantize_for_conv",
-    "quantize_for_dot",
-    "quantize_with",
-    "ragged_dot",
-    "ragged_dot_general",
-    "scale_of",
-    "straight_through",
-    "take",
-    "train_conv_general_dilated",
-    "train_dot_general",
-    "train_einsum",
-    "train_ragged_dot",
-    "unpack",
-]
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    api = importlib.import_module("quant_numerics.api")
+    if name != "__all__" and name not in api.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(api, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module("quant_numerics.api").__all__})

@@ -217,8 +217,9 @@ def test_dtypes():
 
 def test_what_is_refused():
     x, w = jnp.ones((6, 4)), coarse((4, 4, 3), (4, 2, 3))
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
     with pytest.raises(NotImplementedError, match="slice the rows"):
-        ragged_dot(x, w, SIZES, group_offset=jnp.zeros(1, jnp.int32))
+        ragged_dot_general(x, w, SIZES, numbers, group_offset=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match=r"have 4 and 2 scales.*choose other tiles"):
         ragged_dot(coarse((6, 4), (6, 4)), w, SIZES)
     with pytest.raises(TypeError, match="lhs, where not a QArray"):
@@ -309,3 +310,54 @@ def test_training_refuses_tiles_in_the_backward_pass():
     for backward in (Backward("int8", weight_grad_tile_size=4), Backward("mxfp8")):
         with pytest.raises(ValueError, match="which can't be tiled"):
             train_ragged_dot(X, W, ROWS, lhs_how=INT8, rhs_how=INT8, backward=backward, weight=1)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [(1, 1, 3), (4, 1, 3), (1, 2, 3), (4, 2, 3), (4, 8, 3), (2, 1, 6), (2, 2, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("lhs_groups", [(1, 1), (6, 1), (3, 1), (3, 2)], ids=str)
+def test_tiles_along_kept_axes(groups, lhs_groups):
+    x, w = coarse((6, 8), lhs_groups, 1), coarse((4, 8, 6), groups, 2)
+    if 8 in groups and 2 in lhs_groups:
+        x = coarse((6, 8), (3, 8), 1)
+    np.testing.assert_array_equal(ragged_dot(x, w, SIZES), reference(x, w, SIZES))
+    floats = np.asarray(value(x), np.float32)
+    np.testing.assert_array_equal(ragged_dot(floats, w, SIZES), reference(x, w, SIZES))
+
+
+@pytest.mark.parametrize("qtype", ["float8_e4m3fn", "float8_e5m2", "int4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("both", [False, True])
+def test_operands_of_other_formats(qtype, both):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(6, 64)).astype("f"), rng.normal(size=(4, 64, 5)).astype("f")
+    block = get_qtype(qtype).block or 16
+    qw = quantize(w, qtype, channel_axes=(0, 2), tile_axes={1: block})
+    lhs = quantize(x, qtype, channel_axes=(0,), tile_axes={1: block}) if both else x
+    left = np.asarray(dequantize(lhs)).astype("d") if both else x
+    expected = reference(left, np.asarray(dequantize(qw)).astype("d"), SIZES)
+    np.testing.assert_allclose(ragged_dot(lhs, qw, SIZES), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2])
+def test_some_of_the_groups(offset, count):
+    sizes = np.array([2, 0, 3, 1, 2], np.int32)
+    w = coarse((count, 8, 6), (count, 2, 6), 1)
+    start = sizes[:offset].sum()
+    here = sizes[offset : offset + count]
+    for x in (coarse((10, 8), (10, 1), 2), np.arange(80.0, dtype=np.float32).reshape(10, 8)):
+        expected = np.zeros((10, 6))
+        part = value(x)[start : start + here.sum()]
+        expected[start : start + here.sum()] = reference(part, w, here)
+        run_at = jax.jit(lambda o, x=x: ragged_dot(x, w, sizes, group_offset=o))
+        np.testing.assert_array_equal(run_at(jnp.array([offset], jnp.int32)), expected)
+
+
+def test_what_a_group_offset_must_be():
+    x, w = jnp.ones((6, 8)), coarse((4, 8, 6), (4, 1, 6))
+    with pytest.raises(ValueError, match="must be one integer, got int32 of shape"):
+        ragged_dot(x, w, SIZES, group_offset=jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="at least 4 groups"):
+        ragged_dot(x, w, SIZES[:3], group_offset=0)

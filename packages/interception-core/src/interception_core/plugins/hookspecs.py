@@ -12,6 +12,7 @@ from .specs import (
     EngineSpec,
     KernelSpec,
     ProviderSpec,
+    QTypeSpec,
     Spec,
 )
 
@@ -20,7 +21,7 @@ PROJECT = "jaxtap"
 
 # (major, minor). A new hook, or a new optional field of a spec, is a minor step; whatever
 # makes a correct plugin stop working is a major one.
-API_VERSION = (1, 3)
+API_VERSION = (1, 4)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -47,6 +48,12 @@ def jaxtap_register_kernels() -> Iterable[KernelSpec]:
 @hookspec
 def jaxtap_register_adapters() -> Iterable[AdapterSpec]:
     """Returns the adapters of this plugin, as `AdapterSpec` objects."""
+    return ()
+
+
+@hookspec
+def jaxtap_register_qtypes() -> Iterable[QTypeSpec]:
+    """Return the number formats of this plugin, as `QTypeSpec` objects."""
     return ()
 
 
@@ -80,6 +87,7 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_engines": EngineSpec,
     "jaxtap_register_kernels": KernelSpec,
     "jaxtap_register_adapters": AdapterSpec,
+    "jaxtap_register_qtypes": QTypeSpec,
     "jaxtap_register_commands": CommandSpec,
     "jaxtap_doctor_checks": DoctorCheck,
 }

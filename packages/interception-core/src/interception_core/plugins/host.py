@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from .discovery import Found, discover
 from .paths import resolve
 from .records import PluginRecord
 from .registry import Claim, Registry, build, rivals
-from .specs import AdapterSpec, EngineSpec, KernelSpec, ProviderSpec
+from .specs import AdapterSpec, EngineSpec, KernelSpec, ProviderSpec, QTypeSpec
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -30,6 +31,11 @@ _PROVIDER_MEMBERS = {
     "apply": "apply(fn) -> fn",
 }
 _ENGINE_MEMBERS = {"wrap": "wrap(fn, interceptor) -> fn"}
+_QTYPE_MEMBERS = {
+    "name": "the name of the format",
+    "storage_dtype": "the dtype of quantized values",
+    "scale_dtype": "the dtype of scales",
+}
 _ADAPTER_MEMBERS = {
     "parameters": "parameters(model) -> pytree of arrays",
     "function": "function(model, method) -> fn(parameters, *args, **kwargs)",
@@ -160,6 +166,15 @@ def adapters() -> tuple[AdapterSpec, ...]:
     return tuple(claim.spec for claim in ready().of(AdapterSpec))
 
 
+def qtypes() -> tuple[QTypeSpec, ...]:
+    """Return the declared number formats, sorted by name, without those that two plugins claim.
+
+    Raises:
+        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+    """
+    return tuple(claim.spec for claim in ready().of(QTypeSpec))
+
+
 def find_adapter(model: Any) -> Any:
     """Builds the adapter for a model object.
 
@@ -251,13 +266,46 @@ def get_engine(name: str | None = None, /, **config: Any) -> Engine:
     return _made(registry.get(EngineSpec, name), config, _ENGINE_MEMBERS)
 
 
+def make_qtype(name: str) -> Any:
+    """Build a number format that a plugin declares, once.
+
+    Args:
+        name: the name that a plugin declares it under.
+
+    Returns:
+        The format: a `quant_numerics.QType`.
+
+    Raises:
+        UnknownNameError: no plugin has a format of that name; the known ones are listed, and the
+            plugins that failed, one of which might have had it.
+        PluginError: two plugins claim the name, the plugin of that name failed, the factory
+            cannot be imported, or what it returns is not a format of that name.
+    """
+    registry = ready()
+    made = _qtypes.setdefault(registry, {})
+    if name not in made:
+        claim = registry.get(QTypeSpec, name)
+        qtype = _made(claim, {}, _QTYPE_MEMBERS)
+        if qtype.name != name:
+            raise PluginError(
+                f"{claim.label}: {claim.spec.factory!r} must return a format called {name!r}, got "
+                f"{qtype.name!r}. Give the spec and the format one name."
+            )
+        made[name] = qtype
+    return made[name]
+
+
+# Per registry, so that a test with other plugins makes its own.
+_qtypes: weakref.WeakKeyDictionary[Registry, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
 _PATCH = EngineSpec(
     "patch", "named where no engine is there at all", "interception_core:PatchEngine"
 )
 
 
 def _made(
-    claim: Claim[ProviderSpec] | Claim[EngineSpec] | Claim[AdapterSpec],
+    claim: Claim[ProviderSpec] | Claim[EngineSpec] | Claim[AdapterSpec] | Claim[QTypeSpec],
     config: Mapping[str, Any],
     members: Mapping[str, str],
 ) -> Any:

@@ -206,6 +206,23 @@ class AdapterSpec(_FactorySpec):
 
 
 @dataclass(frozen=True, slots=True)
+class QTypeSpec(_FactorySpec):
+    """Declare a number format that arrays can be quantized to.
+
+    Args:
+        name: what users write for a qtype, such as ``"nf3"``.
+        summary: one line about it.
+        factory: ``"module:attribute"`` of a callable without arguments that
+            returns the format: a `quant_numerics.QType` of that name.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    kind: ClassVar[str] = "qtype"
+
+
+@dataclass(frozen=True, slots=True)
 class CommandSpec:
     """Declares a command of the `jaxtap` command line.
 
@@ -296,4 +313,6 @@ class CheckResult:
                 raise _refuse(self, field, "a str")
 
 
-Spec: TypeAlias = ProviderSpec | EngineSpec | KernelSpec | AdapterSpec | CommandSpec | DoctorCheck
+Spec: TypeAlias = (
+    ProviderSpec | EngineSpec | KernelSpec | AdapterSpec | QTypeSpec | CommandSpec | DoctorCheck
+)

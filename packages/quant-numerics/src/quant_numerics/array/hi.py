@@ -17,6 +17,7 @@ import numpy as np
 import hijax_trace as ht
 from quant_numerics.array.operand import dequantize, register_operand
 from quant_numerics.array.qarray import QArray
+from quant_numerics.formats.dtypes import FLOAT_DTYPES
 
 _NAMES = ("qvalue", "scale", "zero_point", "global_scale")
 
@@ -190,7 +191,7 @@ class _AsHi(ht.HiPrim):
     def _restored(self, leaves: Any) -> Any:
         """Return dequantization as a function of the float leaves, and which those are."""
         ty = self.out_aval
-        floats = [i for i, x in enumerate(self.in_avals) if x.dtype == jnp.float32]
+        floats = [i for i, x in enumerate(self.in_avals) if x.dtype in FLOAT_DTYPES]
 
         def restore(*values: Any) -> jax.Array:
             parts = list(leaves)

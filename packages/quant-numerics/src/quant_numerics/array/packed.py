@@ -12,7 +12,7 @@ from hijax_trace import ArrayProxy, MoveError, Part
 from quant_numerics.array.operand import register_operand
 from quant_numerics.array.qarray import QArray, qtype_of, stored_bytes
 from quant_numerics.formats.dtypes import float_dtype
-from quant_numerics.formats.qtypes import get_qtype
+from quant_numerics.formats.qtypes import QType, get_qtype
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +28,7 @@ class PackedQArray(ArrayProxy):
         is bit b of the quantized value at index ``8 * j + k`` of the last axis.
       scale: as in ``QArray``.
       zero_point: as in ``QArray``.
+      global_scale: as in ``QArray``.
       last: size of the last axis (static).
       qtype: name of the quantized type (static).
       dtype: float dtype that the array stands for (static).
@@ -36,6 +37,7 @@ class PackedQArray(ArrayProxy):
     planes: jax.Array
     scale: jax.Array
     zero_point: jax.Array | None = None
+    global_scale: jax.Array | None = None
     last: int = dataclasses.field(kw_only=True, metadata={"static": True})
     qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
     # pyrefly: ignore [bad-override]
@@ -64,7 +66,8 @@ class PackedQArray(ArrayProxy):
     def parts(self) -> dict[str, Part]:
         """Return planes, which have all axes but the last, and scales and zero points."""
         planes = Part(self.planes, True, axes=self.ndim - 1)
-        return {"planes": planes, "scale": Part(self.scale), "zero_point": Part(self.zero_point)}
+        scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
+        return {"planes": planes, **scales, "zero_point": Part(self.zero_point)}
 
     def astype(self, dtype: Any) -> "PackedQArray":
         """Change the logical dtype, to a supported float dtype."""
@@ -85,26 +88,32 @@ class PackedQArray(ArrayProxy):
 def pack(q: QArray) -> PackedQArray:
     """Pack a QArray whose quantized values are stored in more bits than they have.
 
+    Of our formats these are int3, int5, int6 and int7; ``QType.packable`` tells.
+
     Raises:
       ValueError: a qtype that is stored without a gap, or an array without axes.
     """
     kind = qtype_of(q)
-    if kind.kind != "int" or kind.bits == jnp.iinfo(kind.storage_dtype).bits:
+    if not kind.packable:
         raise ValueError(
             f"qtype {kind.name!r} is stored in {kind.bits} bits already; pack is for int3, int5, "
-            "int6 and int7: use the QArray as it is"
+            "int6 and int7, and other formats with fewer bits than their storage dtype: use the "
+            "QArray as it is"
         )
     if q.ndim == 0:
         raise ValueError("an array without axes cannot be packed: there is no axis to pack along")
     last = q.shape[-1]
-    # The low bits of two's complement, as unsigned bytes.
-    values = jax.lax.bitcast_convert_type(q.qvalue.astype(jnp.int8), jnp.uint8)
+    # The low bits: of two's complement, or of an index.
+    values = q.qvalue.astype(_byte(kind))
+    values = jax.lax.bitcast_convert_type(values, jnp.uint8)
     values = jnp.pad(values, [(0, 0)] * (q.ndim - 1) + [(0, -last % 8)])
     values = values.reshape(*q.shape[:-1], 1, -(-last // 8), 8)
     bits = (values >> _counting(kind.bits, 3, values.ndim)) & np.uint8(1)
     places = bits << _counting(8, 1, values.ndim)
     planes = places.sum(-1, dtype=jnp.uint8)
-    return PackedQArray(planes, q.scale, q.zero_point, last=last, qtype=q.qtype, dtype=q.dtype)
+    return PackedQArray(
+        planes, q.scale, q.zero_point, q.global_scale, last=last, qtype=q.qtype, dtype=q.dtype
+    )
 
 
 def unpack(p: PackedQArray) -> QArray:
@@ -114,12 +123,24 @@ def unpack(p: PackedQArray) -> QArray:
     bits = (planes >> _counting(8, 1, planes.ndim)) & np.uint8(1)
     values = (bits << _counting(kind.bits, 3, planes.ndim)).sum(-3, dtype=jnp.uint8)
     values = values.reshape(*values.shape[:-2], 8 * values.shape[-2])[..., : p.last]
-    # The sign bit, moved to the byte's own and back, fills the bits above it.
-    unused = np.int8(8 - kind.bits)
-    signed = jax.lax.bitcast_convert_type(values << np.uint8(unused), jnp.int8) >> unused
+    # The highest bit, moved to the byte's own and back, fills the bits above it: with the sign, or
+    # with zeros for indices.
+    unused = 8 - kind.bits
+    byte = _byte(kind)
+    values = jax.lax.bitcast_convert_type(values << np.uint8(unused), byte) >> byte.type(unused)
     return QArray(
-        signed.astype(kind.storage_dtype), p.scale, p.zero_point, qtype=p.qtype, dtype=p.dtype
+        values.astype(kind.storage_dtype),
+        p.scale,
+        p.zero_point,
+        p.global_scale,
+        qtype=p.qtype,
+        dtype=p.dtype,
     )
+
+
+def _byte(kind: QType) -> np.dtype:
+    """Return the dtype of a byte that holds one quantized value."""
+    return np.dtype(np.int8 if kind.kind == "int" else np.uint8)
 
 
 def _counting(n: int, axis_from_end: int, ndim: int) -> jax.Array:

@@ -154,7 +154,7 @@ def stored_bytes(tree: Any) -> int:
                for x in jax.tree.leaves(tree))  # fmt: skip
 
 
-_BITS = {"int2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
+_BITS = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 
 
 def qarray(

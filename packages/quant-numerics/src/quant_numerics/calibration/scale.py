@@ -33,10 +33,11 @@ def scale_of(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return scale, zero point and global scale (or None) for a range.
 
-    - Integers, float8, float4 and nf4: ``upper / qmax``, in float32. With a lower bound,
-      ``(upper - lower) / (number of integers - 1)`` and the integer zero point that is nearest to
-      covering the range (arXiv:1712.05877, section 2.1). Ranges so small that the scale would be
-      subnormal get the smallest normal float32; infinite and NaN ranges have scale inf and NaN.
+    - Integers, float8, float4 and nf4: ``upper / qmax``, in the format's scale dtype (ours have
+      float32). With a lower bound, ``(upper - lower) / (number of integers - 1)`` and the integer
+      zero point that is nearest to covering the range (arXiv:1712.05877, section 2.1). Ranges so
+      small that the scale would be subnormal get the smallest normal number; infinite and NaN
+      ranges have scale inf and NaN.
     - mxfp8, mxfp4: the power of two that puts `upper` in the format's last binade, as the OCP
       Microscaling Formats specification v1.0 has it (section 6.3); its numbers between qmax and
       the next power of two saturate. float8_e8m0fnu has no inf: infinite ranges have scale NaN.
@@ -55,7 +56,7 @@ def scale_of(
     if kind.two_level:
         return _two_level_scale(upper.astype(jnp.float32), kind)
     if lower is None:
-        return at_least(upper / kind.qmax, LEAST_SCALE).astype(jnp.float32), None, None
+        return _normal(upper / kind.qmax, kind), None, None
     if kind.asymmetric is None:
         raise ValueError(
             f"a calibration with a lower bound gives a zero point, which only integer qtypes have, "
@@ -65,13 +66,18 @@ def scale_of(
     zero = lax.full_like(upper, 0)
     lower, upper = lax.min(lower, zero), lax.max(upper, zero)
     scale = upper / (high - low) - lower / (high - low)  # the difference itself could overflow
-    scale = at_least(scale, LEAST_SCALE).astype(jnp.float32)
+    scale = _normal(scale, kind)
     point = low - lower / scale.astype(lower.dtype)
     point = lax.round(point, lax.RoundingMethod.TO_NEAREST_EVEN)
     point = lax.clamp(lower.dtype.type(low), point, lower.dtype.type(high))
     # A zero point of 0 keeps the signs of infinities.
     point = lax.select(lax.is_finite(scale), point, zero)
     return scale, point.astype(kind.storage_dtype), None
+
+
+def _normal(scale: jax.Array, kind: QType) -> jax.Array:
+    """Return scales in the format's dtype, none of them subnormal."""
+    return at_least(scale, float(jnp.finfo(kind.scale_dtype).tiny)).astype(kind.scale_dtype)
 
 
 def _two_level_scale(upper: jax.Array, kind: QType) -> tuple[jax.Array, None, jax.Array]:

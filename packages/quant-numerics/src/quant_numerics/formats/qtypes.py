@@ -1,14 +1,17 @@
-"""The number formats: quantized types, and the float types they stand for."""
+"""The number formats: a table of ours, and those that plugins declare."""
 
 import dataclasses
 import difflib
+import itertools
 import types
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from interception_core import PluginError, UnknownNameError, make_qtype
 
 _F32 = jnp.dtype(jnp.float32)
 
@@ -40,7 +43,7 @@ class QType:
     Symmetric integers lie in ``[-qmax, qmax]`` (narrow range: the most negative two's complement
     number is not used, so negation is exact), as in section 3.1 of Wu et al. 2020, "Integer
     Quantization for Deep Learning Inference" (arXiv:2004.09602). With a zero point they use the
-    whole range, `asymmetric`.
+    whole range, `asymmetric`. A plugin adds a format by the hook ``jaxtap_register_qtypes``.
 
     Attributes:
       name: the name that ``quantize`` and ``QArray.qtype`` use.
@@ -49,9 +52,14 @@ class QType:
       qmax: the largest number that a quantized value stands for, if symmetric.
       storage_dtype: dtype of ``QArray.qvalue``; it may be wider than `bits` (see ``pack``).
       block: the tile size that the format demands, or None for any granularity.
-      scale_dtype: dtype of ``QArray.scale``.
+      scale_dtype: dtype of ``QArray.scale``: float32, bfloat16 or float16; float8_e8m0fnu for
+        powers of two; float8_e4m3fn for scales that have a ``QArray.global_scale``.
       asymmetric: least and largest integer with a zero point; None if there can't be one.
-      codebook: the numbers that indices stand for, ascending; None except for kind "codebook".
+      codebook: the numbers that indices stand for, ascending, 0 among them; None except for kind
+        "codebook".
+
+    Raises:
+      ValueError: parts that contradict each other; the message names the attribute.
     """
 
     name: str
@@ -64,10 +72,77 @@ class QType:
     asymmetric: tuple[int, int] | None = None
     codebook: tuple[float, ...] | None = None
 
+    def __post_init__(self):
+        for field in ("storage_dtype", "scale_dtype"):
+            object.__setattr__(self, field, jnp.dtype(getattr(self, field)))
+        if self.codebook is not None:
+            object.__setattr__(self, "codebook", tuple(map(float, self.codebook)))
+        wrong = next((field for field, fits in self._checks() if not fits), None)
+        if wrong is not None:
+            raise ValueError(
+                f"QType.{wrong} must be {_ALLOWED[wrong]}, got {getattr(self, wrong)!r} in the "
+                f"format {self.name!r} of kind {self.kind!r}"
+            )
+
+    def _checks(self) -> Iterator[tuple[str, bool]]:
+        """Yield the name of each attribute, and whether it fits those before it."""
+        yield "kind", self.kind in _STORAGE
+        yield "storage_dtype", jnp.issubdtype(self.storage_dtype, _STORAGE[self.kind])
+        yield "bits", 1 <= self.bits <= self.storage_bits
+        book = self.codebook
+        yield "codebook", (book is not None) == (self.kind == "codebook")
+        if book is not None:
+            ascending = all(a < b for a, b in itertools.pairwise(book))
+            yield "codebook", ascending and 0.0 in book and len(book) <= 2**self.bits
+        info = jnp.iinfo(self.storage_dtype) if self.kind == "int" else None
+        largest = info.max if info else max(map(abs, book)) if book else np.inf
+        yield "qmax", 0 < self.qmax <= largest and (book is None or self.qmax == largest)
+        yield "block", self.block is None or (isinstance(self.block, int) and self.block > 0)
+        yield "scale_dtype", self.scale_dtype in _SCALE_DTYPES
+        if self.asymmetric is not None:
+            low, high = self.asymmetric
+            fits = info is not None and info.min <= low <= 0 <= high <= info.max and low < high
+            yield "asymmetric", fits
+
+    @property
+    def storage_bits(self) -> int:
+        """Return the bits of one element of ``QArray.qvalue``."""
+        info: Any = jnp.finfo if self.kind == "float" else jnp.iinfo
+        return info(self.storage_dtype).bits
+
+    @property
+    def packable(self) -> bool:
+        """Return whether ``pack`` makes quantized values smaller."""
+        return self.kind != "float" and self.bits < self.storage_bits
+
     @property
     def two_level(self) -> bool:
         """Return whether block scales are themselves scaled, by a ``QArray.global_scale``."""
         return self.scale_dtype == jnp.float8_e4m3fn
+
+
+_STORAGE = {
+    "int": jnp.signedinteger,
+    "float": jnp.floating,
+    "codebook": jnp.unsignedinteger,
+}
+_SCALE_DTYPES = (
+    jnp.float32,
+    jnp.bfloat16,
+    jnp.float16,
+    jnp.float8_e8m0fnu,
+    jnp.float8_e4m3fn,
+)
+_ALLOWED = {
+    "kind": "'int', 'float' or 'codebook'",
+    "storage_dtype": "a signed integer, float or unsigned integer (for a codebook) dtype",
+    "bits": "a positive number of bits that the storage dtype has",
+    "codebook": "at most 2**bits ascending numbers with 0 for kind 'codebook', and None for others",
+    "qmax": "positive and in the storage dtype, for a codebook its largest magnitude",
+    "block": "a positive int, or None",
+    "scale_dtype": "float32, bfloat16, float16, float8_e8m0fnu or float8_e4m3fn",
+    "asymmetric": "two ints around 0 in the storage dtype for kind 'int', and None for others",
+}
 
 
 def _int(bits: int, storage: DTypeLike) -> QType:
@@ -116,25 +191,43 @@ def get_qtype(name: str | DTypeLike) -> QType:
     """Return the QType called `name`.
 
     Args:
-      name: a name in ``QTYPES``; "fp8", "fp8_e4m3", "fp8_e5m2" or "fp4"; or the dtype of that
-        name, e.g. ``jnp.int8``.
+      name: a name in ``QTYPES``, or one that a plugin declares; "fp8", "fp8_e4m3", "fp8_e5m2" or
+        "fp4"; or the dtype of that name, e.g. ``jnp.int8``.
 
     Raises:
       ValueError: `name` is none of these; the message lists the known names and the nearest.
+      PluginError: two plugins claim the name, or the one that declares it is broken.
     """
     if isinstance(name, str):
-        found = QTYPES.get(name) or QTYPES.get(_ALIASES.get(name, ""))
-        text = name
-    else:
-        try:
-            text = jnp.dtype(name).name
-        except TypeError:
-            text = str(name)
-        found = QTYPES.get(text)
-    if found is not None:
-        return found
-    known = [*sorted(QTYPES), *_ALIASES]
+        found = QTYPES.get(_ALIASES.get(name, name))
+        return _of_a_plugin(name) if found is None else found
+    try:
+        text = jnp.dtype(name).name
+    except TypeError:
+        text = str(name)
+    if text not in QTYPES:
+        raise _unknown(name, text, QTYPES)
+    return QTYPES[text]
+
+
+def _of_a_plugin(name: str) -> QType:
+    try:
+        found = make_qtype(name)
+    except UnknownNameError as error:
+        # The cause names the plugins that failed, one of which may have had it.
+        raise _unknown(name, name, (*QTYPES, *error.known)) from error
+    if not isinstance(found, QType):
+        raise PluginError(
+            f"The qtype {name!r} of a plugin must be a quant_numerics.QType, got {found!r}. Return "
+            "one from the factory that its QTypeSpec names."
+        )
+    return found
+
+
+def _unknown(given: object, text: str, names: Iterable[str]) -> ValueError:
+    known = [*sorted(names), *_ALIASES]
     nearest = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"unknown qtype {name!r}: known qtypes are {', '.join(known)}; did you mean {nearest!r}?"
+    return ValueError(
+        f"unknown qtype {given!r}: known qtypes are {', '.join(known)}; did you mean {nearest!r}? "
+        "A plugin can declare another with jaxtap_register_qtypes"
     )

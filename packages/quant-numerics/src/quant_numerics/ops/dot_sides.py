@@ -75,12 +75,12 @@ def side_of(
         order = [*batch, *tiled, *free]
         # Tiles along a free or batch axis: one scale per index.
         repeats = {a: size for a, size in x.slices.tiles.items() if a not in tiles}
-        scale = _repeat(effective_scale(x), repeats)
+        scale = repeated(effective_scale(x), repeats)
         scale_shape = tuple(scale.shape[a] for a in order)
         scale = _arrange(scale, order)
         if has_zero_point_left(x, dtype):
             assert x.zero_point is not None
-            zero_point = _arrange(_repeat(x.zero_point.astype(jnp.int32), repeats), order)
+            zero_point = _arrange(repeated(x.zero_point.astype(jnp.int32), repeats), order)
     return Side(
         values,
         scale,
@@ -93,7 +93,8 @@ def side_of(
     )
 
 
-def _repeat(x: jax.Array, repeats: Mapping[int, int]) -> jax.Array:
+def repeated(x: jax.Array, repeats: Mapping[int, int]) -> jax.Array:
+    """Return `x` with the elements along each axis in `repeats` that many times."""
     for axis, size in repeats.items():
         x = jnp.repeat(x, size, axis=axis)
     return x

@@ -1,4 +1,4 @@
-"""Quantized ragged dot products: rows in groups, each with a matrix of its own."""
+"""Quantized ragged contractions: rows in groups, each group with one matrix."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from quant_numerics.ops.arithmetic import (
     numbers,
     output_dtype,
 )
+from quant_numerics.ops.dot_sides import repeated
+from quant_numerics.ops.take import take
 
 RAGGED_DOT = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())),
@@ -41,7 +43,7 @@ def ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     group_offset: Any = None,
 ) -> jax.Array:
-    """``jax.lax.ragged_dot`` where either side may be a QArray.
+    """Multiply like ``jax.lax.ragged_dot``; either side may be a QArray.
 
     As ``ragged_dot_general`` with the rows of `lhs` in groups: the first ``group_sizes[0]`` rows
     are multiplied by ``rhs[0]``, the next by ``rhs[1]`` and so on. Rows of no group give zeros.
@@ -49,25 +51,56 @@ def ragged_dot(
     Args:
       lhs: of shape (m, k); QArray, PackedQArray or float array. One scale, or one per row, each
         also per tile of k.
-      rhs: of shape (g, k, n), the same. One scale, or one per group, per column, or both, each
-        also per tile of k.
-      group_sizes: integers of shape (g,).
+      rhs: of shape (g, k, n), the same. One scale, or one per group, per column (or tile of
+        columns), or both, each also per tile of k.
+      group_sizes: integers of shape (g,), or of more groups with a `group_offset`.
       precision: as in ``dot_general``.
       preferred_element_type: as in ``dot_general``.
-      group_offset: None; JAX has it for kernels of its own only.
+      group_offset: integer of shape () or (1,): the group that ``rhs[0]`` belongs to, if `rhs` has
+        the matrices of some consecutive groups only. Rows of other groups give zeros.
 
     Returns:
       Array of shape (m, n).
+
+    Raises:
+      ValueError: a `group_offset` that is not one number, or fewer groups than matrices.
     """
-    return ragged_dot_general(
+    start = None
+    if group_offset is not None:
+        lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+        start, group_sizes = _window(jnp.asarray(group_sizes), group_offset, rhs.shape[0])
+        # lax begins with the first row: the rows before the first group go behind all others.
+        order = lax.rem(lax.iota(jnp.int32, lhs.shape[0]) + start, jnp.int32(max(lhs.shape[0], 1)))
+        lhs = take(lhs, order, 0, mode="clip", dequantize=False)
+    out = ragged_dot_general(
         lhs,
         rhs,
         group_sizes,
         RAGGED_DOT,
         precision=precision,
         preferred_element_type=preferred_element_type,
-        group_offset=group_offset,
     )
+    return out if start is None else jnp.roll(out, start, 0)
+
+
+def _window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return the first row of `count` groups from `offset` on, and their sizes, int32."""
+    offset = jnp.asarray(offset)
+    if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise ValueError(
+            f"group_offset must be one integer, got {offset.dtype} of shape {offset.shape}; give "
+            "the number of the group that rhs[0] belongs to"
+        )
+    if group_sizes.ndim != 1 or group_sizes.shape[0] < count:
+        raise ValueError(
+            f"group_sizes must have one axis of at least {count} groups, as rhs has matrices, got "
+            f"shape {group_sizes.shape}; give the sizes of all groups with a group_offset"
+        )
+    offset, sizes = offset.reshape(()).astype(jnp.int32), group_sizes.astype(jnp.int32)
+    before = lax.iota(jnp.int32, sizes.shape[0]) < offset
+    start = jnp.sum(jnp.where(before, sizes, 0), dtype=jnp.int32)
+    # Padded, since a slice that passes the end would begin earlier.
+    return start, lax.dynamic_slice_in_dim(jnp.pad(sizes, (0, count)), offset, count)
 
 
 def ragged_dot_general(
@@ -79,16 +112,16 @@ def ragged_dot_general(
     preferred_element_type: DTypeLike | None = None,
     group_offset: Any = None,
 ) -> jax.Array:
-    """``jax.lax.ragged_dot_general`` where either side may be a QArray.
+    """Contract like ``jax.lax.ragged_dot_general``; either side may be a QArray.
 
     Products are taken and summed in the dtypes that ``dot_general`` uses: two integer sides as int8
     in int32 (as int32 with int16, and where an int8 side has zero points), then rescaled in
     float32, times the lhs scale, then times the rhs scale.
 
-    Scales may differ along batch and free axes and along groups, and along one contracting axis by
-    tile. Each tile is a product of its own; with more than 32 tiles, and where int32 could overflow
-    in more than 32 parts, both sides are dequantized to float32 instead. A ragged contracting axis
-    can have no tiles.
+    Scales may differ along batch and free axes (by index or by tile) and along groups, and along
+    one contracting axis by tile. Each tile is contracted alone; with more than 32 tiles,
+    and where int32 could overflow in more than 32 parts, both sides are dequantized to float32
+    instead. A ragged contracting axis can have no tiles.
 
     Derivatives are those of ``lax.ragged_dot_general``, with respect to float sides and to scales.
 
@@ -108,8 +141,8 @@ def ragged_dot_general(
     """
     if group_offset is not None:
         raise NotImplementedError(
-            "group_offset is not supported, as it isn't by jax.lax.ragged_dot on these versions of "
-            "JAX; slice the rows and matrices of the groups instead"
+            "group_offset of ragged_dot_general must be None, as in jax.lax; use ragged_dot "
+            "with a group_offset, or slice the rows and matrices of the groups"
         )
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     group_sizes = jnp.asarray(group_sizes)
@@ -149,10 +182,10 @@ def ragged_dot_general(
         )
         acc = acc.astype(compute_dtype(acc.dtype) if how.limit is None else jnp.float32)
         if isinstance(lhs, QArray):
-            scale = piece.of_scale(effective_scale(lhs), 0)
+            scale = piece.of_scale(layout.scale(lhs, 0), 0)
             acc = acc * layout.in_output(scale.astype(acc.dtype), 0, acc.ndim)
         if isinstance(rhs, QArray):
-            scale = piece.of_scale(effective_scale(rhs), 1).astype(acc.dtype)
+            scale = piece.of_scale(layout.scale(rhs, 1), 1).astype(acc.dtype)
             if rows is not None and layout.group is not None:
                 scale = scale.at[(slice(None),) * layout.group + (rows,)].get(
                     mode="promise_in_bounds"
@@ -164,7 +197,7 @@ def ragged_dot_general(
 
 
 def group_of_rows(group_sizes: jax.Array, count: int) -> jax.Array:
-    """The group that each of `count` rows belongs to, as int32; the last one for rows of none."""
+    """Return the group of each of `count` rows, int32, the last for rows of none."""
     if group_sizes.ndim != 1:
         raise ValueError(
             f"scales that differ between groups need group_sizes of one axis, got shape "
@@ -191,7 +224,7 @@ def _product(
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A part of a contraction: of each side the axis, its elements and its scale."""
+    """Cut out a part of a contraction: of each side the axis, its elements and its scale."""
 
     axes: tuple[int, int]
     start: int
@@ -213,7 +246,7 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Where the operands' axes are in the output.
+    """Say where the operands' axes are in the output.
 
     Attributes:
       contract: the contracted axes of both sides.
@@ -250,7 +283,7 @@ class _Layout:
     def pieces(
         self, lhs: QArray | jax.Array, rhs: QArray | jax.Array, how: Arithmetic
     ) -> Sequence[_Piece]:
-        """The contraction cut by tiles, or so that no sum can overflow."""
+        """Return the contraction cut by tiles, or so that no sum can overflow."""
         found = None
         for a, b in zip(*self.contract, strict=True):
             left = lhs.scale.shape[a] if isinstance(lhs, QArray) else 1
@@ -301,8 +334,13 @@ class _Layout:
             for start in range(i * tile, (i + 1) * tile, step)
         ]
 
+    def scale(self, q: QArray, side: int) -> jax.Array:
+        """Return the scales of a side, one per index of a kept axis that has tiles."""
+        kept = {a: t for a, t in q.slices.tiles.items() if a not in self.contract[side]}
+        return repeated(effective_scale(q), kept)
+
     def in_output(self, scale: jax.Array, side: int, ndim: int) -> jax.Array:
-        """The scale with the axes of the output."""
+        """Return the scale with the axes of the output."""
         places = self.outputs[side]
         order = sorted(places, key=places.__getitem__)
         # A group axis that was not expanded has size 1, and the ragged one is the other side's.

@@ -76,6 +76,7 @@ def take(
             _gathered(q.planes, places, axis),
             scales(q.scale, fill),
             scales(q.zero_point),
+            scales(q.global_scale),
             last=q.last,
             qtype=q.qtype,
             dtype=q.dtype,
