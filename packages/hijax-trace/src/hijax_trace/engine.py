@@ -131,7 +131,7 @@ class _Tapped:
     def _current(self) -> Tapping:
         mode, tapping = mode_of(self._interceptor), self._tapping
         if tapping is None or tapping.mode != mode:
-            tapping = self._tapping = Tapping(self._interceptor, self._rewrap, mode)
+            tapping = self._tapping = Tapping(self._interceptor, self._rewrap, mode, _observe)
         return tapping
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,6 +176,10 @@ class _Tapped:
             watcher.early.tracers.end()
         assert result is not None
         return None if watcher.early.met else (*staged, result)
+
+
+def _observe(tapping: Tapping) -> Watcher:
+    return Watcher(Session(tapping))
 
 
 def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,76 @@ Zero: type = _ad_util.Zero
 
 register_hitype_base: Callable = _hijax.register_hitype
 """0.10.2 - 0.12."""
+
+call_hi_primitive_p = _hijax.call_hi_primitive_p
+"""The primitive that every HiPrim is an application of, as its ``_prim``, 0.10.2 - 0.12."""
+
+_solves: Any = importlib.import_module("jax._src.lax.control_flow.solves")  # 0.10.2 - 0.12
+ROOT_DERIVATIVE: type | None = getattr(_solves, "_RootLinearMap", None)
+"""The HiPrim of the derivative that ``custom_root`` passes to ``tangent_solve``, since 0.11."""
+
+
+def is_changeable(aval: Any) -> bool:
+    """Return whether values of a type may change their own types, as a Box (0.10.2 - 0.12)."""
+    return bool(getattr(aval, "has_qdd", False))
+
+
+def lo_types(aval: Any) -> list[Any]:
+    """Return the types of the arrays that a value of a type consists of (0.10.2 - 0.12)."""
+    return list(aval.lo_ty()) if aval.is_high else [aval]
+
+
+def lowered(aval: Any, value: Any) -> list[Any]:
+    """Return the arrays that a value of a type consists of (0.10.2 - 0.12)."""
+    return list(aval.lower_val(value)) if aval.is_high else [value]
+
+
+def raised(aval: Any, arrays: Sequence[Any]) -> Any:
+    """Return the value of a type that consists of these arrays (0.10.2 - 0.12)."""
+    return aval.raise_val(*arrays) if aval.is_high else arrays[0]
+
+
+def expands(prim: Any) -> bool:
+    """Return whether a HiPrim says what it is in other operations (0.10.2 - 0.12)."""
+    base = getattr(_hijax, "HiPrim", None) or _hijax.VJPHiPrimitive
+    return type(prim).expand is not base.expand
+
+
+def cotangents(prim: Any, residuals: Sequence[Any], cotangent: Any) -> Any:
+    """Return what a HiPrim's backward rule gives for each of its operands (0.10.2 - 0.12).
+
+    Args:
+        prim: the HiPrim.
+        residuals: what its forward rule has left, and structured residuals where it has some.
+        cotangent: that of its result.
+    """
+    accums = [accumulator(aval) for aval in prim.in_avals_flat]
+    prim.vjp_bwd(*residuals, cotangent, *jax.tree.unflatten(prim.in_tree, accums))
+    return jax.tree.unflatten(prim.in_tree, [accum.freeze() for accum in accums])
+
+
+def accumulator(aval: Any) -> Any:
+    """Return an empty accumulator of cotangents of values of a type (0.10.2 - 0.12)."""
+    return ad.ValAccum(aval.to_ct_aval())
+
+
+def is_accumulator(value: Any) -> bool:
+    """Return whether a value collects cotangents (0.10.2 - 0.12)."""
+    return isinstance(value, ad.GradAccum)
+
+
+def accumulate(accumulators: Any, found: Any) -> None:
+    """Add cotangents to the accumulators that a backward rule is given (0.10.2 - 0.12)."""
+    leaves, treedef = jax.tree.flatten(accumulators)
+    for target, one in zip(leaves, treedef.flatten_up_to(found), strict=True):
+        if is_accumulator(target):
+            target.accum(one)
+
+
+INFERRED: Any = batching.infer
+"""An axis of ``vmap``'s results that is found, and returned beside them (0.10.2 - 0.12)."""
+SUMMED: Any = batching.sum_axis
+"""An axis of a cotangent that is summed over (0.10.2 - 0.12)."""
 
 
 def instantiate(tangent: Any) -> Any:
@@ -154,11 +225,17 @@ else:  # 0.10.2, 0.11.2
         over_arrays = mapped(f, axis_data, in_axes, out_axes, sum_match)
         is_none = lambda x: x is None  # noqa: E731
         zeros_in = functools.partial(_hijax.map_zero, axis_data)
-        zeros_out = functools.partial(_hijax.unmap_zero, axis_data)
+        is_inferred = any(axis is INFERRED for axis in jax.tree.leaves(out_axes))
+
+        def zero_out(axis: Any, value: Any) -> Any:
+            open_axis = axis is INFERRED or axis is SUMMED
+            return value if open_axis else _hijax.unmap_zero(axis_data, axis, value)
 
         def batched(*args: Any) -> Any:
             out = over_arrays(*jax.tree.map(zeros_in, in_axes, args, is_leaf=is_none))
-            return jax.tree.map(zeros_out, out_axes, out, is_leaf=is_none)
+            out, found = out if is_inferred else (out, None)
+            out = jax.tree.map(zero_out, out_axes, out, is_leaf=is_none)
+            return (out, found) if is_inferred else out
 
         return batched
 

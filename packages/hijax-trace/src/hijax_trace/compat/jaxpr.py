@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax._src import core  # 0.10.2 - 0.12
@@ -37,6 +37,16 @@ def is_open(jaxpr: Any) -> bool:
 def like_closed(jaxpr: Any) -> Any:
     """Returns a jaxpr without constants as a closed one (0.10.2)."""
     return jaxpr if (core.Jaxpr,) == JAXPRS else pe.close_jaxpr(jaxpr)
+
+
+def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Return the function of flat values that a closed jaxpr is (0.10.2 - 0.12)."""
+    return core.jaxpr_as_fun(jaxpr)
+
+
+def positional_effects(jaxpr: Any) -> frozenset[Any]:
+    """Return a jaxpr's effects, those on its inputs by number (0.10.2 - 0.12)."""
+    return frozenset(core.positional_effects(jaxpr))
 
 
 def with_consts(jaxpr: Any, consts: list[Any]) -> Any:
@@ -119,12 +129,14 @@ _HOLDING: dict[Any, bool] = {}
 
 
 def holds_jaxprs(eqn: Any) -> bool:
-    """Returns whether an equation's primitive has jaxprs among its parameters.
+    """Returns whether an equation's primitive has programs among its parameters.
 
     It is looked at once for each primitive, of which some thousand equations may come along.
     """
     held = _HOLDING.get(eqn.primitive)
-    if held is None:
+    if held is None and eqn.primitive is _hijax.call_hi_primitive_p:
+        held = _HOLDING[eqn.primitive] = True  # as a Python function
+    elif held is None:
         parts = [
             part
             for value in eqn.params.values()

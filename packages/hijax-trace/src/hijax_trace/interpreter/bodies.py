@@ -14,9 +14,10 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.dataflow import entering
 from ..dataflow.flow import Origin, Resolve, entered
-from ..dataflow.holders import CHANGES, SAME, SLICE, Body, holder_of
+from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
 from .frames import Around, Frame, Key, Metadata, Numbers, Operands
+from .hi_prims import Rule, TappedPrim, staged_rule
 from .memo import Tapped
 from .session import Session
 from .taken import NONE_TAKEN, Taken, taken
@@ -53,8 +54,9 @@ def enter(
     operands: Operands,
 ) -> Entered:
     """Returns an equation with what it holds tapped."""
-    holder = holder_of(primitive, params)
+    holder = session.tapping.tasks.holder(primitive, params)
     assert holder is not None
+    before = session.numbers.copy()
     bodies = holder.bodies(params, len(values))
     proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
     held = [taken(body, proxies) for body in bodies]
@@ -92,6 +94,9 @@ def enter(
     new = holder.rebuild(new, jaxprs, [len(part) for part in extra])
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
+    if primitive is compat.call_hi_primitive_p:
+        rule = _prim_rule(reinterpret, session, around, operands, before)
+        new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)
     return Entered(new, all_values, _joined(holder.results, tapped), replaced, foreign)
 
@@ -367,6 +372,39 @@ def _tapped_rule(
         )
 
     return tapped
+
+
+def _prim_rule(
+    reinterpret: Reinterpret,
+    session: Session,
+    around: Around,
+    operands: Operands,
+    numbers: Numbers,
+) -> Rule:
+    """Return how to call a derivative rule of a HiPrim with its operations tapped."""
+
+    def rule(fn: Callable[..., Any], first: int, args: tuple) -> Any:
+        packed, result, jaxpr, consts = staged_rule(fn, args, session.tapping.run)
+        if not session.tapping.tasks.wants(jaxpr):
+            return fn(*args)
+        frame = around.frame
+        leaves = [packed.leaf_of(i) - first for i in range(len(packed.arrays))]
+        known = [k if first >= 0 and 0 <= k < len(operands.avals) else None for k in leaves]
+        places = [*[None] * (len(jaxpr.invars) - len(known)), *known]
+        inner = Frame(
+            jaxpr,
+            [None if k is None else operands.origins[k] for k in places],
+            {},
+            frame.own_path(around.scopes),
+            frame.label,
+            around.within,
+            around.untapped,
+            frame,
+        )
+        counting = session.counting(numbers.copy())
+        return result.build(reinterpret(counting, inner, jaxpr, [*consts, *packed.arrays]))
+
+    return rule
 
 
 def _shifted(out_trees: Callable[[], tuple], extra: int) -> tuple:

@@ -15,6 +15,7 @@ from ..dataflow.flow import Origin
 from ..staging.mapped import Staged
 from ..staging.marker import Markers
 from .frames import Key, Numbers
+from .hi_prims import Expansions
 from .memo import Memo
 from .tasks import Tasks
 
@@ -54,6 +55,7 @@ class Tapping:
         interceptor: the targets and their handlers.
         rewrap: wraps another function with the same interceptor.
         mode: see ``Mode``.
+        observe: makes an observer of what is staged for them later.
 
     Attributes:
         owner: what tells its markers from others': equal for those that share JAX's traces.
@@ -64,6 +66,7 @@ class Tapping:
         interceptor: Interceptor,
         rewrap: Callable[[Callable[..., Any]], Callable[..., Any]],
         mode: Mode,
+        observe: Callable[[Tapping], Any],
     ):
         self.rewrap = rewrap
         self.mode = mode
@@ -76,10 +79,17 @@ class Tapping:
         self.owner = self.taps.key
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
-        self.tasks = Tasks(self.primitives, self.owner)
+        self._observe = observe
+        self.tasks = Tasks(self.primitives, self.owner, Expansions(self.run))
         self.memo = Memo(interceptor.resolve_origin)
         self.markers = Markers(self.owner)
         self.mapped: dict[Hashable, Staged] = {}
+
+    def run(self, fn: Callable[..., Any], args: tuple) -> Any:
+        """Call a function with what it calls staged as the program is."""
+        if self.taps.holds():
+            return fn(*args)
+        return self.taps.run(fn, args, {}, observer=self._observe(self))
 
 
 def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) -> Any:
