@@ -111,12 +111,12 @@ SUMMED: Any = batching.sum_axis
 
 
 def instantiate(tangent: Any) -> Any:
-    """Returns a tangent with a symbolic zero replaced by an array or hi value of zeros."""
+    """Return a tangent with a symbolic zero replaced by an array or hi value of zeros."""
     return _ad_util.instantiate(tangent)
 
 
 def zeros_like_aval(aval: Any) -> Any:
-    """Returns the zero of a type: ``vspace_zero()`` of a hi type."""
+    """Return the zero of a type: ``vspace_zero()`` of a hi type."""
     return ad.zeros_like_aval(aval)
 
 
@@ -133,12 +133,12 @@ class PrimitiveBase(_extend_core.Primitive):
         _mlir.register_lowering(self, lowering)
 
     def _rule(self, name: str) -> Callable:
-        """Returns the method of that name, looked up when it is called."""
+        """Return the method of that name, looked up when it is called."""
         return lambda *args, **kwargs: getattr(self, name)(*args, **kwargs)
 
 
 def _live_ins_optional(dce: Callable) -> Callable:
-    """Lets ``dce(used_outs, live_ins)`` be called without ``live_ins``: all are live."""
+    """Let ``dce(used_outs, live_ins)`` be called without ``live_ins``: all are live."""
 
     @functools.wraps(dce)
     def called(self: Any, used_outs: Any, live_ins: Any = None) -> Any:
@@ -150,7 +150,7 @@ def _live_ins_optional(dce: Callable) -> Callable:
 
 
 def _residuals_closed_over(remat: Callable) -> Callable:
-    """Turns what ``remat`` returns on 0.12 (out, residuals, rem) into (out, rem)."""
+    """Turn what ``remat`` returns on 0.12 (out, residuals, rem) into (out, rem)."""
 
     @functools.wraps(remat)
     def called(self: Any, trace: Any, *args: Any) -> Any:
@@ -179,19 +179,19 @@ else:  # 0.10.2, 0.11.2
                 cls.remat = _residuals_closed_over(vars(cls)["remat"])
 
         def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-            """Raises: a subclass that is mapped has its own."""
+            """Raise: a subclass that is mapped has its own."""
             raise NotImplementedError(
                 f"for vmap support, subclass {type(self)} must implement `batch`"
             )
 
         def dce(self, used_outs: Any, live_ins: Any = None) -> Any:
-            """Returns what is needed for the results that are used."""
+            """Return what is needed for the results that are used."""
             if self.effects or any(jax.tree.leaves(used_outs)):
                 return True, True, self
             return False, False, None
 
         def pp_params(self) -> dict[str, Any]:
-            """Returns the parameters to print."""
+            """Return the parameters to print."""
             return {k: v for k, v in self.params.items() if not k.startswith("_")}
 
         def __repr__(self) -> str:
@@ -199,7 +199,7 @@ else:  # 0.10.2, 0.11.2
             return f"{type(self).__name__}[{shown}]"
 
     def unmap_avals(axis_data: Any, avals: Any, dims: Any) -> Any:
-        """Returns the types of the whole batch for the types of one example."""
+        """Return the types of the whole batch for the types of one example."""
         return jax.tree.map(
             lambda aval, dim: core.unmapped_aval(
                 axis_data.size, dim, aval, axis_data.explicit_mesh_axis
@@ -209,7 +209,7 @@ else:  # 0.10.2, 0.11.2
         )
 
     def bdims_at_front(axis_data: Any, args: Any, dims: Any) -> Any:
-        """Returns the arguments with the batch axis first, broadcast where they have none."""
+        """Return the arguments with the batch axis first, broadcast where they have none."""
         return jax.tree.map(
             lambda x, dim: batching.bdim_at_front(
                 x, dim, axis_data.size, axis_data.explicit_mesh_axis
@@ -221,7 +221,7 @@ else:  # 0.10.2, 0.11.2
     def vmap_rule(
         axis_data: Any, f: Callable, in_axes: Any, out_axes: Any, *, sum_match: bool = False
     ) -> Callable:
-        """Returns ``f`` mapped over ``axis_data``, symbolic zeros included."""
+        """Return ``f`` mapped over ``axis_data``, symbolic zeros included."""
         over_arrays = mapped(f, axis_data, in_axes, out_axes, sum_match)
         is_none = lambda x: x is None  # noqa: E731
         zeros_in = functools.partial(_hijax.map_zero, axis_data)
@@ -241,5 +241,5 @@ else:  # 0.10.2, 0.11.2
 
 
 def native_rule(name: str) -> Any | None:
-    """Returns JAX's own ``vjp_from_jvp`` and the like, which 0.10.2 lacks."""
+    """Return JAX's own ``vjp_from_jvp`` and the like, which 0.10.2 lacks."""
     return getattr(_hijax, name, None)

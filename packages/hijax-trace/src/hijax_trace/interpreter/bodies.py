@@ -53,7 +53,7 @@ def enter(
     values: Sequence[Any],
     operands: Operands,
 ) -> Entered:
-    """Returns an equation with what it holds tapped."""
+    """Return an equation with what it holds tapped."""
     holder = session.tapping.tasks.holder(primitive, params)
     assert holder is not None
     before = session.numbers.copy()
@@ -102,7 +102,7 @@ def enter(
 
 
 def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
-    """Returns the operands that bodies take in another holder, and none uses as it is."""
+    """Return the operands that bodies take in another holder, and none uses as it is."""
     unused = {body.inputs[i] for body, one in zip(bodies, tapped, strict=True) for i in one.unused}
     used = {
         operand
@@ -125,7 +125,7 @@ def _joined(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Metadata]:
 
 
 def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Gives every branch the new inputs of all. A value that several have is one input.
+    """Give every branch the new inputs of all. A value that several have is one input.
 
     JAX refuses a reference that is given twice, and loses what is written to one of them.
     """
@@ -140,7 +140,7 @@ def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], 
 
 
 def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], dict[int, Metadata]]:
-    """Returns the origins and the metadata of a body's inputs."""
+    """Return the origins and the metadata of a body's inputs."""
 
     def resolve(operand: int, kind: str) -> Resolve:
         def origin() -> Origin | None:
@@ -169,7 +169,7 @@ def tap_body(
     shared: bool = True,
     hoists: bool = False,
 ) -> Tapped:
-    """Returns a body with its handlers' work in it: made before, or now.
+    """Return a body with its handlers' work in it: made before, or now.
 
     Args:
         session: the call of the wrapped function that this is for.
@@ -266,7 +266,7 @@ def tap_body(
 
 
 def _unused_in(jaxpr: Any, count: int, held: Taken) -> tuple[int, ...]:
-    """Returns which of a body's inputs that have array proxies it does not use, once made again."""
+    """Return which of a body's inputs that have array proxies it does not use, once made again."""
     if held is NONE_TAKEN:
         return ()
     used = compat.used_inputs(compat.open_of(jaxpr))
@@ -290,7 +290,7 @@ def stage_again(
     consts: Sequence[Any],
     held: Taken = NONE_TAKEN,
 ) -> tuple[Any, list[Any]]:
-    """Returns a jaxpr made of another one and its handlers, and its constants."""
+    """Return a jaxpr made of another one and its handlers, and its constants."""
     jaxpr = compat.open_of(jaxpr)
     own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
     before, after = held.avals()
@@ -312,7 +312,7 @@ def custom(
     values: Sequence[Any],
     operands: Operands,
 ) -> Entered:
-    """Returns the call of a function with rules of its own, with it and them tapped.
+    """Return the call of a function with rules of its own, with it and them tapped.
 
     A rule runs in place of the function, when JAX gets to it: its operations count from where
     the function's do.

@@ -66,7 +66,7 @@ class Memo:
         path: Callable[[], Hashable],
         count: Callable[[Key], int],
     ) -> Tapped | None:
-        """Returns what was made of ``jaxpr`` where all that its handlers looked at was the same.
+        """Return what was made of ``jaxpr`` where all that its handlers looked at was the same.
 
         Args:
             jaxpr: the original, open.
@@ -92,5 +92,5 @@ class Memo:
         return now.axes == before.axes and resolve(now.path) == resolve(before.path)
 
     def keep(self, jaxpr: Any, key: Hashable, tapped: Tapped) -> None:
-        """Keeps what was made of ``jaxpr``."""
+        """Keep what was made of ``jaxpr``."""
         self._kept.setdefault(jaxpr, {}).setdefault(key, []).append(tapped)

@@ -38,12 +38,12 @@ _MODES: weakref.WeakKeyDictionary[Interceptor, Mode] = weakref.WeakKeyDictionary
 
 
 def mode_of(interceptor: Interceptor) -> Mode:
-    """Returns how programs are staged for an interceptor."""
+    """Return how programs are staged for an interceptor."""
     return _MODES.get(interceptor, Mode())
 
 
 def widen_mode(interceptor: Interceptor, nested: bool) -> None:
-    """Lets handlers be asked early, from now on; in the traces of nested functions too."""
+    """Let handlers be asked early, from now on; in the traces of nested functions too."""
     by_path = nested or mode_of(interceptor).by_path
     _MODES[interceptor] = Mode(True, by_path)
 
@@ -98,7 +98,7 @@ def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) 
 
 @functools.lru_cache(maxsize=256)
 def _interned(context: Hashable) -> object:
-    """Returns an object that stands for JAX's configuration: one that is hashed fast."""
+    """Return an object that stands for JAX's configuration: one that is hashed fast."""
     return object()
 
 
@@ -127,7 +127,7 @@ class Session:
         self.tapping = tapping
         self.numbers = Numbers() if numbers is None else numbers
         self.context = _interned(compat.trace_context())
-        self.is_observed = bool(getattr(Taps.state(), "observed", False))
+        self.is_observed = Taps.is_observed()
         self.finished = False
         self.origin: Callable[[int], Origin] = _no_origin
         self.asked: list[tuple[int, Key, int]] = []
@@ -138,7 +138,7 @@ class Session:
         return self.tapping.interceptor
 
     def reach(self, position: int) -> None:
-        """Counts the operations whose handlers were asked before an equation of the program.
+        """Count the operations whose handlers were asked before an equation of the program.
 
         Args:
             position: of the equation, as the program is interpreted.
@@ -148,5 +148,5 @@ class Session:
             self.numbers[key] = max(self.numbers.get(key, 0), number + 1)
 
     def counting(self, numbers: Numbers) -> Session:
-        """Returns a session for what happens later, or instead."""
+        """Return a session for what happens later, or instead."""
         return Session(self.tapping, numbers)

@@ -94,11 +94,11 @@ class Tasks:
         )
 
     def tasks(self, jaxpr: Any) -> list[Task]:
-        """Returns what to do with the equations of a jaxpr."""
+        """Return what to do with the equations of a jaxpr."""
         return self._plan(jaxpr)[0]
 
     def wants(self, jaxpr: Any) -> bool:
-        """Returns whether there is anything in it, at any depth, that is not just passed."""
+        """Return whether there is anything in it, at any depth, that is not just passed."""
         return self._plan(jaxpr)[1]
 
     def holder(self, primitive: Any, params: dict[str, Any]) -> Holder | None:
@@ -109,21 +109,21 @@ class Tasks:
         return None if expansion is None else expansion.holder()
 
     def enters(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
-        """Returns whether a primitive holds anything that is not just passed."""
+        """Return whether a primitive holds anything that is not just passed."""
         holder = self.holder(primitive, params)
         if holder is None:
             return False
         return any(self.wants(body.jaxpr) for body in holder.bodies(params, operands))
 
     def wants_call(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
-        """Returns whether a primitive that is about to be bound is not just passed."""
+        """Return whether a primitive that is about to be bound is not just passed."""
         if primitive in self._primitives or self.enters(primitive, params, operands):
             return True
         marker = marker_in(primitive, params)
         return marker is not None and marker.owner == self._owner
 
     def counted(self, eqn: Any) -> dict[Key, int]:
-        """Returns how many operations an equation is, at most: if all is let run."""
+        """Return how many operations an equation is, at most: if all is let run."""
         task = self.task(eqn)
         base = tuple(task.scopes)
         if task.settled or task.do is Do.PASS:
@@ -164,7 +164,7 @@ class Tasks:
         return plan
 
     def task(self, eqn: Any) -> Task:
-        """Returns what to do with one equation, staged or being staged."""
+        """Return what to do with one equation, staged or being staged."""
         primitive, mapped = eqn.primitive, mapped_in(eqn.primitive, eqn.params)
         # JAX's rule for the call, or an engine within it, has put its own scopes there.
         stack = eqn.source_info.name_stack if mapped is None else mapped.stack
@@ -198,7 +198,7 @@ class Tasks:
 
 
 def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
-    """Marks what a program has computed while it traced a function ahead, and never uses."""
+    """Mark what a program has computed while it traced a function ahead, and never uses."""
     if not any(map(_is_ahead, tasks)):
         return tasks
     used = compat.used_equations(jaxpr)
@@ -215,7 +215,7 @@ def _is_ahead(task: Task) -> bool:
 
 
 def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozenset[str], Any]:
-    """Takes our own scopes out of a name stack."""
+    """Take our own scopes out of a name stack."""
     settled, within, scopes = False, [], []
     for name in names:
         if name.startswith(SETTLED):
