@@ -46,7 +46,7 @@ class TraceEngine:
     """
 
     def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
-        """Returns ``fn``, run with ``interceptor`` active.
+        """Return ``fn``, run with ``interceptor`` active.
 
         It is traced at each call; what it calls is traced once for all calls, as far as JAX
         does so. Where the interceptor is active already, the wrapper does nothing.
@@ -95,7 +95,7 @@ class _Tapped:
         self._rewrap = functools.partial(engine.wrap, interceptor=interceptor)
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Calls the function with its operations tapped."""
+        """Call the function with its operations tapped."""
         for outer in Taps.observers():
             if isinstance(outer, Watcher):
                 outer.meet_tapped()
@@ -132,11 +132,11 @@ class _Tapped:
     def _current(self) -> Tapping:
         mode, tapping = mode_of(self._interceptor), self._tapping
         if tapping is None or tapping.mode != mode:
-            tapping = self._tapping = Tapping(self._interceptor, self._rewrap, mode)
+            tapping = self._tapping = Tapping(self._interceptor, self._rewrap, mode, _observe)
         return tapping
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, all of which must run while it is staged."""
+        """Call the function, all of which must run while it is staged."""
         value = self._fn(*args, **kwargs)
         if inspect.isgenerator(value) or inspect.iscoroutine(value) or inspect.isasyncgen(value):
             if hasattr(value, "close"):
@@ -150,7 +150,7 @@ class _Tapped:
     def _stage(
         self, watcher: Watcher, packed: Packed, held: dict[int, ArrayProxy], origins: _Origins
     ) -> tuple[Any, list[Any], Packed] | None:
-        """Stages the function. Returns None where it must be staged in another mode."""
+        """Stage the function. Return None where it must be staged in another mode."""
         result: Packed | None = None
         taps = watcher.session.tapping.taps
         values = [*packed.arrays, *leaves_of(list(held.values()))]
@@ -179,8 +179,12 @@ class _Tapped:
         return None if watcher.early.met else (*staged, result)
 
 
+def _observe(tapping: Tapping) -> Watcher:
+    return Watcher(Session(tapping))
+
+
 def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:
-    """Returns the expression of an input of the program."""
+    """Return the expression of an input of the program."""
     return Leaf(aval, index, origins(index).path)
 
 
@@ -190,7 +194,7 @@ def _no_input() -> Expression:
 
 
 def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, ArrayProxy]]:
-    """Returns the arguments with arrays in place of array proxies, and these, by array."""
+    """Return the arguments with arrays in place of array proxies, and these, by array."""
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
     if not any(map(is_proxy, leaves)):
         return Packed((args, kwargs)), {}

@@ -7,7 +7,7 @@ API = (1, 0)
 
 @hookimpl
 def jaxtap_register_engines() -> list[EngineSpec]:
-    """Returns the engine that works by tracing."""
+    """Return the engine that works by tracing."""
     return [
         EngineSpec(
             name="trace",
@@ -20,7 +20,7 @@ def jaxtap_register_engines() -> list[EngineSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Returns the command that shows a program's operations."""
+    """Return the command that shows a program's operations."""
     return [
         CommandSpec(
             name="trace",

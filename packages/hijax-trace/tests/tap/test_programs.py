@@ -754,7 +754,6 @@ def test_custom_root():
         )
 
     tapped = tap(fn, Log(), "primitive:exp")
-    # Since 0.11 it is a HiPrim, which is one operation.
     assert_same(jax.jit(jax.grad(tapped))(0.5), jax.jit(jax.grad(fn))(0.5))
 
 

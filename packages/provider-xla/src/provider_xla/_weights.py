@@ -199,7 +199,7 @@ def _quantize(
     q = qn.quantize(
         leaf, qtype, channel_axes=channel_axes, tile_axes=dict(tile_axes), method=method
     )
-    return qn.pack(q) if qn.get_qtype(qtype).bits in (3, 5, 6, 7) else q
+    return qn.pack(q) if qn.get_qtype(qtype).packable else q
 
 
 @jax.jit

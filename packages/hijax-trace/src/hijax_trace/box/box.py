@@ -47,11 +47,11 @@ class Box:
 
     @classmethod
     def new(cls, value: Any = None) -> Box:
-        """Returns a Box that holds ``value``."""
+        """Return a Box that holds ``value``."""
         return cls(value)
 
     def get(self) -> Any:
-        """Returns the value.
+        """Return the value.
 
         Raises:
             RuntimeError: the Box escaped its trace.
@@ -63,7 +63,7 @@ class Box:
             raise scope.escaped_error() from error
 
     def set(self, value: Any) -> None:
-        """Replaces the value.
+        """Replace the value.
 
         Raises:
             TypeError: the value has another type than the contents where that is fixed; or it is
@@ -101,21 +101,21 @@ class Box:
             return "Box(...)"
 
     def _resolved(self) -> Box:
-        """Returns the Box that stands for this one: an argument, in the run it was passed to."""
+        """Return the Box that stands for this one: an argument, in the run it was passed to."""
         box = self
         for run in scope.LOCAL.runs:
             box = run.stand_in(box)
         return box
 
     def _current(self) -> Contents:
-        """Returns the contents as the innermost run sees them."""
+        """Return the contents as the innermost run sees them."""
         for run in reversed(scope.LOCAL.runs):
             if (contents := run.changed.get(self)) is not None:
                 return contents
         return self._contents
 
     def _home_trace(self) -> Any:
-        """Returns the trace that the Box belongs to, None if it belongs to no trace.
+        """Return the trace that the Box belongs to, None if it belongs to no trace.
 
         Raises:
             RuntimeError: that trace is over.
@@ -128,7 +128,7 @@ class Box:
         return home
 
     def _used(self) -> Contents:
-        """Returns the contents, having noted who uses them."""
+        """Return the contents, having noted who uses them."""
         between = scope.traces_up_to(self._home_trace())
         scope.check_not_sharded(between)
         contents = self._current()
@@ -150,7 +150,7 @@ class Box:
         return contents
 
     def _change(self, leaves: list, type_: BoxType) -> None:
-        """Gives the Box contents of another type."""
+        """Give the Box contents of another type."""
         home = self._home_trace()
         between = scope.traces_up_to(home)
         scope.check_not_sharded(between)
@@ -183,7 +183,7 @@ class Box:
         self._contents = contents
 
     def _renewed(self, leaves: list, type_: BoxType) -> Contents:
-        """Returns contents for values of another type: those of before, if they had that type."""
+        """Return contents for values of another type: those of before, if they had that type."""
         contents = None if self._earlier is None else self._earlier.get(type_)
         if contents is None or not contents.lies_like(leaves):
             return Contents.of(leaves, type_)
@@ -251,7 +251,7 @@ jax.tree_util.register_pytree_with_keys(Box, _flatten_with_keys, _unflatten, _fl
 
 
 def collect(tree: Any) -> list[Box]:
-    """Returns the Boxes in a pytree, in its order, each as often as it is there."""
+    """Return the Boxes in a pytree, in its order, each as often as it is there."""
     local = scope.LOCAL
     outer, local.collected = local.collected, []
     try:

@@ -34,12 +34,12 @@ class Contents:
 
     @classmethod
     def of(cls, leaves: list, type_: BoxType) -> Contents:
-        """Makes new references, in the current trace."""
+        """Make new references, in the current trace."""
         return cls(type_.treedef, tuple(map(jax.new_ref, leaves)), type_)
 
     @classmethod
     def to_come(cls, leaves: list, type_: BoxType) -> Contents:
-        """Makes pending contents."""
+        """Make pending contents."""
         contents = cls(type_.treedef, None, type_)
         contents.values, contents.pending = leaves, True
         return contents
@@ -61,7 +61,7 @@ class Contents:
         return self._type
 
     def lies_like(self, leaves: list) -> bool:
-        """Returns whether values have the types of these, and lie on the same devices."""
+        """Return whether values have the types of these, and lie on the same devices."""
         return all(
             jax.typeof(leaf).strip_weak_type() == jax.typeof(ref).inner_aval
             and (isinstance(leaf, jax.core.Tracer) or _place(leaf) in (None, _place(ref)))
@@ -69,7 +69,7 @@ class Contents:
         )
 
     def leaves(self) -> list:
-        """Reads each reference."""
+        """Read each reference."""
         if self.values is not None:
             return list(self.values)
         leaves = [ref[...] for ref in self.refs]
@@ -77,11 +77,11 @@ class Contents:
         return [undifferentiated(leaf) for leaf in leaves] if constant else leaves
 
     def read(self) -> Any:
-        """Returns the value."""
+        """Return the value."""
         return jax.tree.unflatten(self.treedef, self.leaves())
 
     def write(self, leaves: list, passed: bool) -> None:
-        """Writes values of the same types to the references.
+        """Write values of the same types to the references.
 
         Args:
             leaves: the values.
@@ -101,12 +101,12 @@ def _place(value: Any) -> Any:
 
 
 def undifferentiated(leaf: Any) -> Any:
-    """Returns a leaf of a Box that is not differentiated."""
+    """Return a leaf of a Box that is not differentiated."""
     return leaf if jax.typeof(leaf).is_high else jax.lax.stop_gradient(leaf)
 
 
 def flatten(value: Any) -> tuple[list, BoxType]:
-    """Returns the leaves of a value and its type as contents of a Box.
+    """Return the leaves of a value and its type as contents of a Box.
 
     Raises:
         TypeError: the value can't be held.

@@ -39,15 +39,15 @@ class Written(HiPrimitive):
         return avals[0].is_high
 
     def abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, set]:
-        """Returns the type of the value."""
+        """Return the type of the value."""
         return avals[0], set()
 
     def to_lojax(self, *args: Any, **params: Any) -> Any:
-        """Returns the value."""
+        """Return the value."""
         return args[0]
 
     def jvp(self, primals: tuple, tangents: tuple, **params: Any) -> tuple[Any, Any]:
-        """Returns value and tangent.
+        """Return value and tangent.
 
         Raises:
             TypeError: the value is differentiated and the Box is not.
@@ -59,7 +59,7 @@ class Written(HiPrimitive):
         return self.bind(*primals, **params), value
 
     def batch(self, axis_data: Any, args: tuple, dims: tuple, **params: Any) -> tuple[Any, Any]:
-        """Returns the value with its axis.
+        """Return the value with its axis.
 
         Raises:
             TypeError: the value is mapped and the Box is not.
@@ -74,7 +74,7 @@ written = Written("written_to_box")
 
 
 def explained(error: Exception) -> Exception:
-    """Returns the error to raise for one that JAX raised at a read or write of a Box."""
+    """Return the error to raise for one that JAX raised at a read or write of a Box."""
     if type(error) is Exception and "set/swap operation" in str(error):
         return TypeError(STOP_GRADIENT if "differentiated" in str(error) else VMAPPED)
     return error

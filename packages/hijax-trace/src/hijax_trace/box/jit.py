@@ -50,7 +50,7 @@ class _Program:
     jitted: Any = None
 
     def fits(self) -> bool:
-        """Returns whether the Boxes hold that now."""
+        """Return whether the Boxes hold that now."""
         return all(box._resolved()._current() is held for box, held in self.held.items())
 
 
@@ -77,7 +77,7 @@ class BoxJit:
         return f"<hijax_trace.jit of {getattr(self._fun, '__name__', self._fun)!r}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function, compiled for the types of the arguments and of its Boxes.
+        """Run the function, compiled for the types of the arguments and of its Boxes.
 
         Raises:
             TypeError: a type changed where it can't, as ``Box.set`` says.
@@ -99,7 +99,7 @@ class BoxJit:
         return self._through(lambda jitted: jitted, collect((args, kwargs)), args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what ``jax.jit(f).trace`` returns. ``mut_types`` knows of its ``jaxpr``."""
+        """Return what ``jax.jit(f).trace`` returns. ``mut_types`` knows of its ``jaxpr``."""
         traced = self._stage("trace", args, kwargs)
         out = traced.out_info
         if type(out) is Result and out.writes is not None:
@@ -115,7 +115,7 @@ class BoxJit:
         return traced
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what ``jax.jit(f).lower`` returns.
+        """Return what ``jax.jit(f).lower`` returns.
 
         Raises:
             TypeError: the function changes the type of a Box, which is done by calling it.
@@ -130,17 +130,17 @@ class BoxJit:
         return self._stage("lower", args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the types of the results. Boxes keep theirs."""
+        """Return the types of the results. Boxes keep theirs."""
         out = self.trace(*args, **kwargs).out_info
         return out.out if type(out) is Result else out
 
     def clear_cache(self) -> None:
-        """Forgets all programs."""
+        """Forget all programs."""
         with self._lock:
             self._programs = [self._made(_Program({}))]
 
     def index(self, box: Box, contents: Contents) -> int:
-        """Returns the number of a Box that is closed over."""
+        """Return the number of a Box that is closed over."""
         with self._lock:
             for i, known in enumerate(self._boxes):
                 if known is box:
@@ -167,7 +167,7 @@ class BoxJit:
         return program
 
     def _note(self, run: Run, program: _Program) -> None:
-        """Remembers what the Boxes closed over held when a program was traced."""
+        """Remember what the Boxes closed over held when a program was traced."""
         with self._lock:
             unknown = [box for box in run.used if box not in program.held]
             program.held.update(run.used)
@@ -176,7 +176,7 @@ class BoxJit:
                 self._calls.stale = True
 
     def _prepare(self, boxes: list[Box], args: tuple, kwargs: dict) -> tuple[Any, ...]:
-        """Returns the program, the Boxes passed, the arguments and the context."""
+        """Return the program, the Boxes passed, the arguments and the context."""
         passed = list(dict.fromkeys(box._resolved() for box in boxes))
         if len(passed) < len(boxes):
             args, kwargs = _once(args, kwargs)
@@ -198,7 +198,7 @@ class BoxJit:
         return program, passed, args, kwargs, nullcontext() if key is None else _PROGRAM(key)
 
     def _fitting(self) -> _Program:
-        """Returns the program for what the Boxes hold, made anew where there's none."""
+        """Return the program for what the Boxes hold, made anew where there's none."""
         last = self._programs[0]
         found = next((program for program in self._programs if program.fits()), None)
         if found is None:
@@ -248,7 +248,7 @@ class BoxJit:
 
 
 def _once(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Returns the arguments with each Box once, its other places marked."""
+    """Return the arguments with each Box once, its other places marked."""
     seen: dict[Box, int] = {}
 
     def mark(x: Any) -> Any:
@@ -264,7 +264,7 @@ def _once(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def _places(args: tuple, kwargs: dict) -> list[str]:
-    """Returns where each Box is among the arguments."""
+    """Return where each Box is among the arguments."""
     found: dict[Box, str] = {}
     for name, tree in (("args", args), ("kwargs", kwargs)):
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_box):
@@ -274,7 +274,7 @@ def _places(args: tuple, kwargs: dict) -> list[str]:
 
 
 def jit(fun: Callable | None = None, /, **options: Any) -> Any:
-    """Compiles a function as ``jax.jit`` does, and lets it change the types of Boxes.
+    """Compile a function as ``jax.jit`` does, and let it change the types of Boxes.
 
     Args:
         fun: the function. Without it, a decorator is returned.

@@ -22,7 +22,7 @@ class Again:
         self.index = index
 
     def tree_flatten(self) -> tuple[tuple, int]:
-        """Has no leaves: the references are passed once."""
+        """Return no leaves: the references are passed once."""
         return (), self.index
 
     @classmethod
@@ -74,7 +74,7 @@ class Result:
 
 
 def is_box(x: Any) -> bool:
-    """Returns whether ``x`` is a Box, for ``is_leaf``."""
+    """Return whether ``x`` is a Box, for ``is_leaf``."""
     return isinstance(x, Box)
 
 
@@ -104,7 +104,7 @@ class Run:
         scope.LOCAL.runs.remove(self)
 
     def adopt(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Returns the arguments with one Box for each that was passed."""
+        """Return the arguments with one Box for each that was passed."""
 
         def own(x: Any) -> Any:
             if isinstance(x, Again):
@@ -123,7 +123,7 @@ class Run:
         )
 
     def stand_in(self, box: Box) -> Box:
-        """Returns the argument for a Box that is closed over and passed as well."""
+        """Return the argument for a Box that is closed over and passed as well."""
         for outer, argument in zip(self.outer, self.arguments, strict=False):
             if outer is box:
                 self.aliased = True
@@ -132,26 +132,26 @@ class Run:
         return box
 
     def is_argument(self, box: Box) -> bool:
-        """Returns whether ``box`` came in as an argument."""
+        """Return whether ``box`` came in as an argument."""
         return any(box is argument for argument in self.arguments)
 
     def uses(self, box: Box) -> None:
-        """Notes that the function uses a Box from outside."""
+        """Note that the function uses a Box from outside."""
         if not self.is_argument(box) and box not in self.used:
             home = box._home_trace()
             if home is not self.trace and box not in self.changed:
                 self.used[box] = box._contents
 
     def owns(self, box: Box, staging: Any) -> bool:
-        """Returns whether this run can hand out new contents of ``box``."""
+        """Return whether this run can hand out new contents of ``box``."""
         return staging is self.trace or (staging is None and self.is_argument(box))
 
     def hands_out(self, contents: Contents, box: Box) -> bool:
-        """Returns whether ``contents`` are what this run is about to hand out for ``box``."""
+        """Return whether ``contents`` are what this run is about to hand out for ``box``."""
         return contents.pending and (self.changed.get(box) is contents or self.is_argument(box))
 
     def finish(self, out: Any, always: bool) -> Any:
-        """Returns what the program returns: the result, with new contents where there are any."""
+        """Return what the program returns: the result, with new contents where there are any."""
         entries: list[tuple[str, int, BoxType]] = []
         values: list[list] = []
         for i, (box, before) in enumerate(zip(self.arguments, self.initial, strict=True)):
@@ -180,7 +180,7 @@ class Run:
         values.append(leaves)
 
     def _without_boxes(self, out: Any, entries: list, values: list) -> tuple[Any, tuple]:
-        """Replaces the Boxes in the result, which can't leave a trace, by stand-ins."""
+        """Replace the Boxes in the result, which can't leave a trace, by stand-ins."""
         returned: list[tuple[str, int]] = []
         seen: dict[Box, int] = {}
 
@@ -206,7 +206,7 @@ class Run:
 
 
 def apply(result: Result, arguments: list[Box], closed_over: list[Box]) -> Any:
-    """Gives the Boxes their new contents, where the program was called. Returns its result."""
+    """Give the Boxes their new contents, where the program was called. Return its result."""
     writes = result.writes
     if writes is None:
         return result.out

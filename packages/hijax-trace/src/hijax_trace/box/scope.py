@@ -32,13 +32,13 @@ LOCAL = _Local()
 
 
 def home_trace() -> Any:
-    """Returns the current trace, or None outside of any."""
+    """Return the current trace, or None outside of any."""
     trace = compat.current_trace()
     return None if compat.is_eval(trace) else trace
 
 
 def traces_up_to(home: Any) -> list[Any]:
-    """Returns the traces from the current one outwards, up to but without ``home``.
+    """Return the traces from the current one outwards, up to but without ``home``.
 
     Beyond a trace that builds a jaxpr nothing is known, so that one is the last.
 
@@ -58,12 +58,12 @@ def traces_up_to(home: Any) -> list[Any]:
 
 
 def staging_in(traces: list[Any]) -> Any:
-    """Returns the trace among them that builds a jaxpr, if any."""
+    """Return the trace among them that builds a jaxpr, if any."""
     return next(filter(compat.is_staging, traces), None)
 
 
 def check_not_sharded(traces: list[Any]) -> None:
-    """Refuses a Box inside of ``shard_map`` that wasn't passed to it.
+    """Refuse a Box inside of ``shard_map`` that wasn't passed to it.
 
     Raises:
         NotImplementedError: one of the traces is for ``shard_map``.
@@ -78,7 +78,7 @@ def check_not_sharded(traces: list[Any]) -> None:
 
 
 def check_unmixed(leaves: list, between: list[Any]) -> None:
-    """Refuses values of inner traces for a Box that belongs to an outer one.
+    """Refuse values of inner traces for a Box that belongs to an outer one.
 
     Raises:
         TypeError: a leaf is differentiated or mapped where the Box is not.
@@ -91,7 +91,7 @@ def check_unmixed(leaves: list, between: list[Any]) -> None:
 
 
 def frozen_error(old: Any, new: Any, trace: Any, passed: bool) -> TypeError:
-    """Returns the error for a change of type where none is possible."""
+    """Return the error for a change of type where none is possible."""
     kind = compat.traced_for(trace) if trace is not None else "a transformation"
     change = f"this Box holds {old}, and {new} was written to it"
     if kind in _LOOPS:
@@ -113,7 +113,7 @@ def frozen_error(old: Any, new: Any, trace: Any, passed: bool) -> TypeError:
 
 
 def captured_error(old: Any, new: Any, label: str) -> TypeError:
-    """Returns the error for a change of type after a plain trace has captured the Box."""
+    """Return the error for a change of type after a plain trace has captured the Box."""
     return TypeError(
         f"the type of this Box is fixed since {label} used it from outside: {old} can't become "
         f"{new}, for the program that JAX keeps of {label} would go on using the old contents. Use "
@@ -122,7 +122,7 @@ def captured_error(old: Any, new: Any, label: str) -> TypeError:
 
 
 def escaped_error() -> RuntimeError:
-    """Returns the error for a Box that outlived its trace."""
+    """Return the error for a Box that outlived its trace."""
     return RuntimeError(
         "a Box escaped its trace: it was made, or passed, inside of a function that JAX traced, "
         "and used after that. Return box.get() from the function, return the Box itself from a "

@@ -12,7 +12,7 @@ from .. import compat
 
 
 def leaf_type(leaf: Any) -> Any:
-    """Returns the type of one leaf of a Box's contents, not weak.
+    """Return the type of one leaf of a Box's contents, not weak.
 
     Raises:
         TypeError: the leaf is no JAX value.
@@ -71,12 +71,12 @@ _MUT_TYPES: weakref.WeakKeyDictionary[Any, dict[str, BoxType]] = weakref.WeakKey
 
 
 def record_mut_types(jaxpr: Any, types: dict[str, BoxType]) -> None:
-    """Notes the Boxes whose type the program ``jaxpr`` changes."""
+    """Note the Boxes whose type the program ``jaxpr`` changes."""
     _MUT_TYPES[jaxpr] = types
 
 
 def mut_types(jaxpr: Any) -> dict[str, BoxType]:
-    """Returns the final type of each Box whose type a program changes.
+    """Return the final type of each Box whose type a program changes.
 
     Args:
         jaxpr: a jaxpr made by ``hijax_trace.jit(f).trace(*args)``, or what that returned. Any

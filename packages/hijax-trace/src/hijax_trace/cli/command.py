@@ -14,7 +14,7 @@ from interception_core.cli import find_function, read_argument
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``jaxtap trace``."""
+    """Add the options of ``jaxtap trace``."""
     parser.add_argument("function", metavar="FILE:FUNCTION", help="model.py:forward, say")
     parser.add_argument(
         "args",
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the operations.
+    """Print the operations.
 
     Returns:
         0.
@@ -105,7 +105,7 @@ def _operand(shape: str, path: str | None, axes: tuple | None, computed: str | N
 
 
 def _moved(axes: tuple | None) -> str:
-    """Says where the axes are, unless they are where they were."""
+    """Say where the axes are, unless they are where they were."""
     if axes is None or axes == tuple(range(len(axes))):
         return ""
     return f" axes {list(axes)}"

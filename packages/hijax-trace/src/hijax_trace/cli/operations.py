@@ -80,7 +80,7 @@ class Operation:
 
 
 def default_targets(loaded: Iterable[str]) -> list[str]:
-    """Returns the targets to list: functions with a name, and all primitives.
+    """Return the targets to list: functions with a name, and all primitives.
 
     Args:
         loaded: the packages in use; those of others are left out, and not imported.
@@ -106,7 +106,7 @@ def _ignore(call: OpCall, *args: Any, **kwargs: Any) -> Any:
 def operations(
     fn: Callable, args: tuple, targets: Iterable[str], params: str | None = None
 ) -> tuple[list[Operation], Any]:
-    """Traces ``fn`` and returns its operations in their order, and its jaxpr.
+    """Trace ``fn`` and return its operations in their order, and its jaxpr.
 
     Nothing is computed; what is jitted is shown once for each way in which it is called.
 
@@ -162,7 +162,7 @@ def _is_value(leaf: Any) -> bool:
 
 
 def high_jaxprs(jaxpr: Any, name: str = "the program") -> list[tuple[str, int]]:
-    """Returns the jaxprs in a program that are high: their names and numbers of equations."""
+    """Return the jaxprs in a program that are high: their names and numbers of equations."""
     jaxpr = compat.open_of(jaxpr)
     found = [(name, len(jaxpr.eqns))] if jaxpr.is_high else []
     for eqn in jaxpr.eqns:

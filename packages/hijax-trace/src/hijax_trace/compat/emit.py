@@ -15,28 +15,28 @@ from .pjit import _EARLY, jit_p
 
 
 def scopes_of(stack: Any) -> list[str]:
-    """Returns the names of a name stack's scopes, outermost first, without its transforms."""
+    """Return the names of a name stack's scopes, outermost first, without its transforms."""
     return [entry.name for entry in stack.stack if type(entry) is _source_info.Scope]
 
 
 def name_scope(name: str) -> Any:
-    """Returns a context manager: a name scope that is no part of the module path."""
+    """Return a context manager: a name scope that is no part of the module path."""
     return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
 
 
 def current_stack() -> Any:
-    """Returns the name stack that is open now (0.10.2 - 0.12)."""
+    """Return the name stack that is open now (0.10.2 - 0.12)."""
     return _source_info.current_name_stack()
 
 
 def stack_without(stack: Any, names: Container[str]) -> Any:
-    """Returns the name stack without some of its scopes."""
+    """Return the name stack without some of its scopes."""
     kept = tuple(entry for entry in stack.stack if entry.name not in names)
     return _source_info.NameStack(kept)
 
 
 def info_of(eqn: Any, outer: Any, stack: Any) -> Any:
-    """Returns where an equation is said to come from when it is made again.
+    """Return where an equation is said to come from when it is made again.
 
     Args:
         eqn: the equation.
@@ -48,12 +48,12 @@ def info_of(eqn: Any, outer: Any, stack: Any) -> Any:
 
 
 def at(info: Any) -> Any:
-    """Returns a context manager: operations are said to come from there (0.10.2 - 0.12)."""
+    """Return a context manager: operations are said to come from there (0.10.2 - 0.12)."""
     return _source_info.user_context(info.traceback, name_stack=info.name_stack)
 
 
 def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
-    """Binds an equation anew. Returns its results."""
+    """Bind an equation anew. Return its results."""
     params = eqn.primitive.get_bind_params(eqn.params)
     with at(info), eqn.ctx.manager:
         try:
@@ -65,7 +65,7 @@ def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
 
 
 def can_append(eqn: Any) -> bool:
-    """Returns whether an equation may be appended as it is to a jaxpr that is being built.
+    """Return whether an equation may be appended as it is to a jaxpr that is being built.
 
     Its types are known then, and no rule has to be run again.
     """
@@ -78,7 +78,7 @@ def can_append(eqn: Any) -> bool:
 
 
 def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
-    """Appends an equation for which ``can_append`` holds, on values of equal types."""
+    """Append an equation for which ``can_append`` holds, on values of equal types."""
     to_tracer = trace.to_jaxpr_tracer
     tracers = [to_tracer(value, info) for value in values]
     avals = [var.aval for var in eqn.outvars]
@@ -91,7 +91,7 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
 
 
 def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
-    """Puts the body of a call for which ``is_inlined`` holds in its place, as JAX does."""
+    """Put the body of a call for which ``is_inlined`` holds in its place, as JAX does."""
     tracers = [trace.to_jaxpr_tracer(value, info) for value in values]
     jaxpr = eqn.params["jaxpr"]
     consts = consts_of(jaxpr)

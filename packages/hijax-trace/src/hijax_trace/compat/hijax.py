@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,14 +39,84 @@ Zero: type = _ad_util.Zero
 register_hitype_base: Callable = _hijax.register_hitype
 """0.10.2 - 0.12."""
 
+call_hi_primitive_p = _hijax.call_hi_primitive_p
+"""The primitive that every HiPrim is an application of, as its ``_prim``, 0.10.2 - 0.12."""
+
+_solves: Any = importlib.import_module("jax._src.lax.control_flow.solves")  # 0.10.2 - 0.12
+ROOT_DERIVATIVE: type | None = getattr(_solves, "_RootLinearMap", None)
+"""The HiPrim of the derivative that ``custom_root`` passes to ``tangent_solve``, since 0.11."""
+
+
+def is_changeable(aval: Any) -> bool:
+    """Return whether values of a type may change their own types, as a Box (0.10.2 - 0.12)."""
+    return bool(getattr(aval, "has_qdd", False))
+
+
+def lo_types(aval: Any) -> list[Any]:
+    """Return the types of the arrays that a value of a type consists of (0.10.2 - 0.12)."""
+    return list(aval.lo_ty()) if aval.is_high else [aval]
+
+
+def lowered(aval: Any, value: Any) -> list[Any]:
+    """Return the arrays that a value of a type consists of (0.10.2 - 0.12)."""
+    return list(aval.lower_val(value)) if aval.is_high else [value]
+
+
+def raised(aval: Any, arrays: Sequence[Any]) -> Any:
+    """Return the value of a type that consists of these arrays (0.10.2 - 0.12)."""
+    return aval.raise_val(*arrays) if aval.is_high else arrays[0]
+
+
+def expands(prim: Any) -> bool:
+    """Return whether a HiPrim says what it is in other operations (0.10.2 - 0.12)."""
+    base = getattr(_hijax, "HiPrim", None) or _hijax.VJPHiPrimitive
+    return type(prim).expand is not base.expand
+
+
+def cotangents(prim: Any, residuals: Sequence[Any], cotangent: Any) -> Any:
+    """Return what a HiPrim's backward rule gives for each of its operands (0.10.2 - 0.12).
+
+    Args:
+        prim: the HiPrim.
+        residuals: what its forward rule has left, and structured residuals where it has some.
+        cotangent: that of its result.
+    """
+    accums = [accumulator(aval) for aval in prim.in_avals_flat]
+    prim.vjp_bwd(*residuals, cotangent, *jax.tree.unflatten(prim.in_tree, accums))
+    return jax.tree.unflatten(prim.in_tree, [accum.freeze() for accum in accums])
+
+
+def accumulator(aval: Any) -> Any:
+    """Return an empty accumulator of cotangents of values of a type (0.10.2 - 0.12)."""
+    return ad.ValAccum(aval.to_ct_aval())
+
+
+def is_accumulator(value: Any) -> bool:
+    """Return whether a value collects cotangents (0.10.2 - 0.12)."""
+    return isinstance(value, ad.GradAccum)
+
+
+def accumulate(accumulators: Any, found: Any) -> None:
+    """Add cotangents to the accumulators that a backward rule is given (0.10.2 - 0.12)."""
+    leaves, treedef = jax.tree.flatten(accumulators)
+    for target, one in zip(leaves, treedef.flatten_up_to(found), strict=True):
+        if is_accumulator(target):
+            target.accum(one)
+
+
+INFERRED: Any = batching.infer
+"""An axis of ``vmap``'s results that is found, and returned beside them (0.10.2 - 0.12)."""
+SUMMED: Any = batching.sum_axis
+"""An axis of a cotangent that is summed over (0.10.2 - 0.12)."""
+
 
 def instantiate(tangent: Any) -> Any:
-    """Returns a tangent with a symbolic zero replaced by an array or hi value of zeros."""
+    """Return a tangent with a symbolic zero replaced by an array or hi value of zeros."""
     return _ad_util.instantiate(tangent)
 
 
 def zeros_like_aval(aval: Any) -> Any:
-    """Returns the zero of a type: ``vspace_zero()`` of a hi type."""
+    """Return the zero of a type: ``vspace_zero()`` of a hi type."""
     return ad.zeros_like_aval(aval)
 
 
@@ -62,12 +133,12 @@ class PrimitiveBase(_extend_core.Primitive):
         _mlir.register_lowering(self, lowering)
 
     def _rule(self, name: str) -> Callable:
-        """Returns the method of that name, looked up when it is called."""
+        """Return the method of that name, looked up when it is called."""
         return lambda *args, **kwargs: getattr(self, name)(*args, **kwargs)
 
 
 def _live_ins_optional(dce: Callable) -> Callable:
-    """Lets ``dce(used_outs, live_ins)`` be called without ``live_ins``: all are live."""
+    """Let ``dce(used_outs, live_ins)`` be called without ``live_ins``: all are live."""
 
     @functools.wraps(dce)
     def called(self: Any, used_outs: Any, live_ins: Any = None) -> Any:
@@ -79,7 +150,7 @@ def _live_ins_optional(dce: Callable) -> Callable:
 
 
 def _residuals_closed_over(remat: Callable) -> Callable:
-    """Turns what ``remat`` returns on 0.12 (out, residuals, rem) into (out, rem)."""
+    """Turn what ``remat`` returns on 0.12 (out, residuals, rem) into (out, rem)."""
 
     @functools.wraps(remat)
     def called(self: Any, trace: Any, *args: Any) -> Any:
@@ -108,19 +179,19 @@ else:  # 0.10.2, 0.11.2
                 cls.remat = _residuals_closed_over(vars(cls)["remat"])
 
         def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-            """Raises: a subclass that is mapped has its own."""
+            """Raise: a subclass that is mapped has its own."""
             raise NotImplementedError(
                 f"for vmap support, subclass {type(self)} must implement `batch`"
             )
 
         def dce(self, used_outs: Any, live_ins: Any = None) -> Any:
-            """Returns what is needed for the results that are used."""
+            """Return what is needed for the results that are used."""
             if self.effects or any(jax.tree.leaves(used_outs)):
                 return True, True, self
             return False, False, None
 
         def pp_params(self) -> dict[str, Any]:
-            """Returns the parameters to print."""
+            """Return the parameters to print."""
             return {k: v for k, v in self.params.items() if not k.startswith("_")}
 
         def __repr__(self) -> str:
@@ -128,7 +199,7 @@ else:  # 0.10.2, 0.11.2
             return f"{type(self).__name__}[{shown}]"
 
     def unmap_avals(axis_data: Any, avals: Any, dims: Any) -> Any:
-        """Returns the types of the whole batch for the types of one example."""
+        """Return the types of the whole batch for the types of one example."""
         return jax.tree.map(
             lambda aval, dim: core.unmapped_aval(
                 axis_data.size, dim, aval, axis_data.explicit_mesh_axis
@@ -138,7 +209,7 @@ else:  # 0.10.2, 0.11.2
         )
 
     def bdims_at_front(axis_data: Any, args: Any, dims: Any) -> Any:
-        """Returns the arguments with the batch axis first, broadcast where they have none."""
+        """Return the arguments with the batch axis first, broadcast where they have none."""
         return jax.tree.map(
             lambda x, dim: batching.bdim_at_front(
                 x, dim, axis_data.size, axis_data.explicit_mesh_axis
@@ -150,19 +221,25 @@ else:  # 0.10.2, 0.11.2
     def vmap_rule(
         axis_data: Any, f: Callable, in_axes: Any, out_axes: Any, *, sum_match: bool = False
     ) -> Callable:
-        """Returns ``f`` mapped over ``axis_data``, symbolic zeros included."""
+        """Return ``f`` mapped over ``axis_data``, symbolic zeros included."""
         over_arrays = mapped(f, axis_data, in_axes, out_axes, sum_match)
         is_none = lambda x: x is None  # noqa: E731
         zeros_in = functools.partial(_hijax.map_zero, axis_data)
-        zeros_out = functools.partial(_hijax.unmap_zero, axis_data)
+        is_inferred = any(axis is INFERRED for axis in jax.tree.leaves(out_axes))
+
+        def zero_out(axis: Any, value: Any) -> Any:
+            open_axis = axis is INFERRED or axis is SUMMED
+            return value if open_axis else _hijax.unmap_zero(axis_data, axis, value)
 
         def batched(*args: Any) -> Any:
             out = over_arrays(*jax.tree.map(zeros_in, in_axes, args, is_leaf=is_none))
-            return jax.tree.map(zeros_out, out_axes, out, is_leaf=is_none)
+            out, found = out if is_inferred else (out, None)
+            out = jax.tree.map(zero_out, out_axes, out, is_leaf=is_none)
+            return (out, found) if is_inferred else out
 
         return batched
 
 
 def native_rule(name: str) -> Any | None:
-    """Returns JAX's own ``vjp_from_jvp`` and the like, which 0.10.2 lacks."""
+    """Return JAX's own ``vjp_from_jvp`` and the like, which 0.10.2 lacks."""
     return getattr(_hijax, name, None)

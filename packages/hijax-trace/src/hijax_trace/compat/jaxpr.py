@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax._src import core  # 0.10.2 - 0.12
@@ -20,34 +20,44 @@ Literal: type = core.Literal
 
 
 def open_of(jaxpr: Any) -> Any:
-    """Returns the jaxpr without its constants' values (0.10.2), or itself."""
+    """Return the jaxpr without its constants' values (0.10.2), or itself."""
     return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
 
 
 def consts_of(jaxpr: Any) -> list[Any]:
-    """Returns the values of a closed jaxpr's constants; none for an open one."""
+    """Return the values of a closed jaxpr's constants; none for an open one."""
     return list(getattr(jaxpr, "consts", ()))
 
 
 def is_open(jaxpr: Any) -> bool:
-    """Returns whether a jaxpr has no place for constants: those of remat and shard_map (0.10.2)."""
+    """Return whether a jaxpr has no place for constants: those of remat and shard_map (0.10.2)."""
     return len(JAXPRS) > 1 and isinstance(jaxpr, core.Jaxpr)
 
 
 def like_closed(jaxpr: Any) -> Any:
-    """Returns a jaxpr without constants as a closed one (0.10.2)."""
+    """Return a jaxpr without constants as a closed one (0.10.2)."""
     return jaxpr if (core.Jaxpr,) == JAXPRS else pe.close_jaxpr(jaxpr)
 
 
+def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Return the function of flat values that a closed jaxpr is (0.10.2 - 0.12)."""
+    return core.jaxpr_as_fun(jaxpr)
+
+
+def positional_effects(jaxpr: Any) -> frozenset[Any]:
+    """Return a jaxpr's effects, those on its inputs by number (0.10.2 - 0.12)."""
+    return frozenset(core.positional_effects(jaxpr))
+
+
 def with_consts(jaxpr: Any, consts: list[Any]) -> Any:
-    """Returns the closed jaxpr of ``jaxpr``, as ``stage`` returned it, and its constants."""
+    """Return the closed jaxpr of ``jaxpr``, as ``stage`` returned it, and its constants."""
     if (core.Jaxpr,) == JAXPRS:
         return jaxpr.with_consts(consts) if consts else jaxpr
     return core.ClosedJaxpr(jaxpr, consts)
 
 
 def inputs_of(jaxpr: Any) -> list[Any]:
-    """Returns the variables of a jaxpr's constants and arguments, in this order.
+    """Return the variables of a jaxpr's constants and arguments, in this order.
 
     Since 0.11 a constant without a value is an ordinary leading argument.
     """
@@ -55,12 +65,12 @@ def inputs_of(jaxpr: Any) -> list[Any]:
 
 
 def used_inputs(jaxpr: Any) -> list[bool]:
-    """Returns which arguments of an open jaxpr its results, or its effects, depend on."""
+    """Return which arguments of an open jaxpr its results, or its effects, depend on."""
     return list(pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
 def used_equations(jaxpr: Any) -> list[bool]:
-    """Returns which equations of an open jaxpr its results, or its effects, depend on."""
+    """Return which equations of an open jaxpr its results, or its effects, depend on."""
     used = {var for var in jaxpr.outvars if type(var) is not Literal}
     found = []
     for eqn in reversed(jaxpr.eqns):
@@ -71,7 +81,7 @@ def used_equations(jaxpr: Any) -> list[bool]:
 
 
 def consts_as_args(jaxpr: Any) -> Any:
-    """Returns the jaxpr with its constants as leading arguments (0.10.2 - 0.12)."""
+    """Return the jaxpr with its constants as leading arguments (0.10.2 - 0.12)."""
     return pe.convert_constvars_jaxpr(jaxpr)
 
 
@@ -80,7 +90,7 @@ typeof = core.typeof
 
 
 def same_type(given: Any, expected: Any) -> bool:
-    """Returns whether a value of one type may stand for one of the other.
+    """Return whether a value of one type may stand for one of the other.
 
     Weak types may differ (0.10.2 - 0.12).
     """
@@ -88,24 +98,24 @@ def same_type(given: Any, expected: Any) -> bool:
 
 
 def primitive_names() -> list[str]:
-    """Returns the names of all primitives that JAX and what is loaded beside it have a rule for."""
+    """Return the names of all primitives that JAX and what is loaded beside it have a rule for."""
     tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
     lowered = {primitive.name for table in tables for primitive in table}
     return sorted(lowered | {_hijax.call_hi_primitive_p.name})
 
 
 def is_high_type(aval: Any) -> bool:
-    """Returns whether a type is a high-level one (0.10.2 - 0.12)."""
+    """Return whether a type is a high-level one (0.10.2 - 0.12)."""
     return bool(aval.is_high)
 
 
 def operand_count(eqn: Any) -> int:
-    """Returns how many operands an equation has, staged or being staged (0.10.2 - 0.12)."""
+    """Return how many operands an equation has, staged or being staged (0.10.2 - 0.12)."""
     return len(eqn.in_tracers if isinstance(eqn, pe.TracingEqn) else eqn.invars)
 
 
 def forgettable(jaxpr: Any) -> dict[Any, list[Any]]:
-    """Returns the variables that nothing needs any more after each equation, by that."""
+    """Return the variables that nothing needs any more after each equation, by that."""
     after: dict[Any, list[Any]] = {}
     for var, eqn in core.last_used(jaxpr).items():
         if eqn is not None:
@@ -119,12 +129,14 @@ _HOLDING: dict[Any, bool] = {}
 
 
 def holds_jaxprs(eqn: Any) -> bool:
-    """Returns whether an equation's primitive has jaxprs among its parameters.
+    """Return whether an equation's primitive has programs among its parameters.
 
     It is looked at once for each primitive, of which some thousand equations may come along.
     """
     held = _HOLDING.get(eqn.primitive)
-    if held is None:
+    if held is None and eqn.primitive is _hijax.call_hi_primitive_p:
+        held = _HOLDING[eqn.primitive] = True  # as a Python function
+    elif held is None:
         parts = [
             part
             for value in eqn.params.values()
@@ -135,7 +147,7 @@ def holds_jaxprs(eqn: Any) -> bool:
 
 
 def has_effects(params: dict[str, Any]) -> bool:
-    """Returns whether a jaxpr among an equation's parameters has effects."""
+    """Return whether a jaxpr among an equation's parameters has effects."""
     return any(
         open_of(jaxpr).effects
         for value in params.values()
@@ -145,7 +157,7 @@ def has_effects(params: dict[str, Any]) -> bool:
 
 
 def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
-    """Returns a jaxpr whose first inputs are those of several jaxprs.
+    """Return a jaxpr whose first inputs are those of several jaxprs.
 
     0.10.2 - 0.12.
 
@@ -165,7 +177,7 @@ def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
 
 
 def label(jaxpr: Any) -> str:
-    """Returns what a body was traced for, as ``scan(body)``."""
+    """Return what a body was traced for, as ``scan(body)``."""
     return _label(open_of(jaxpr).debug_info)
 
 
@@ -176,17 +188,17 @@ def _label(info: Any) -> str:
 
 
 def step_type(aval: Any, axis: int = 0) -> Any:
-    """Returns the type of one step along an axis."""
+    """Return the type of one step along an axis."""
     return core.mapped_aval(aval.shape[axis], axis, aval)
 
 
 def lower_jaxpr(jaxpr: Any) -> Any:
-    """Returns the lojax jaxpr of a jaxpr with hi types and primitives (0.10.2 - 0.12)."""
+    """Return the lojax jaxpr of a jaxpr with hi types and primitives (0.10.2 - 0.12)."""
     return pe.lower_jaxpr2(jaxpr)
 
 
 def as_closed(jaxpr: Any) -> Any:
-    """Returns a jaxpr as what ``lower_jaxpr`` takes: closed, on 0.10.2."""
+    """Return a jaxpr as what ``lower_jaxpr`` takes: closed, on 0.10.2."""
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr
     return pe.close_jaxpr(jaxpr)

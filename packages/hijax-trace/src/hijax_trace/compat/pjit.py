@@ -45,12 +45,12 @@ shard_map_p = _shard_map.shard_map_p
 
 
 def named_info(name: str) -> Any:
-    """Returns the same of what has a name alone: no signature is looked for (0.10.2 - 0.12)."""
+    """Return the same of what has a name alone: no signature is looked for (0.10.2 - 0.12)."""
     return core.DebugInfo(name, name, None, None)
 
 
 def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Binds a call of a closed jaxpr under ``name``, as a jitted function makes it."""
+    """Bind a call of a closed jaxpr under ``name``, as a jitted function makes it."""
     ins, outs = len(values), len(open_of(jaxpr).outvars)
     return jit_p.bind(
         *values,
@@ -72,7 +72,7 @@ if not hasattr(_hijax, "vmap_rule"):  # 0.10.2, 0.11.2
     _dce_jit = pe.dce_rules[jit_p]
 
     def _dce_named_call(used_outputs: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-        """Keeps a call whose name is more than a string, if all of it is used, as 0.12 does."""
+        """Keep a call whose name is more than a string, if all of it is used, as 0.12 does."""
         used_inputs, again = _dce_jit(used_outputs, eqn)
         is_whole = again is not None and all(used_inputs) and all(used_outputs)
         return used_inputs, eqn if is_whole and type(eqn.params["name"]) is not str else again
@@ -88,12 +88,12 @@ _NOT_INLINE: Any = _api.Inline.AUTO if hasattr(_api, "Inline") else False  # 0.1
 
 
 def wrap_fun(fn: Callable[..., Any], debug_info: Any) -> Any:
-    """Returns ``fn`` as JAX's transformations want it (0.10.2 - 0.12)."""
+    """Return ``fn`` as JAX's transformations want it (0.10.2 - 0.12)."""
     return lu.wrap_init(fn, debug_info=debug_info)
 
 
 def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether JAX puts the body of a jitted function's call in its place at once."""
+    """Return whether JAX puts the body of a jitted function's call in its place at once."""
     return (
         primitive is jit_p
         and params["inline"] in _EARLY
@@ -105,14 +105,14 @@ def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
-    """Returns the vmap rule of a ``custom_vmap_call``, wrapped (0.10.2 - 0.12)."""
+    """Return the vmap rule of a ``custom_vmap_call``, wrapped (0.10.2 - 0.12)."""
     again = copy.copy(rule)
     again.rule = wrap(rule.rule)
     return again
 
 
 def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
-    """Returns a context manager: what is traced in it is the body of that shard_map."""
+    """Return a context manager: what is traced in it is the body of that shard_map."""
     mesh, manual = params["mesh"], params["newly_manual_axes"]
     context = contextlib.ExitStack()
     context.enter_context(_shard_map._extend_axis_env(mesh, manual))
@@ -122,7 +122,7 @@ def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
 
 
 def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
-    """Returns the parameters of a scan that takes ``extra`` more leading constants."""
+    """Return the parameters of a scan that takes ``extra`` more leading constants."""
     if "num_consts" in params:  # 0.10.2
         return {**params, "num_consts": params["num_consts"] + extra}
     consts, carry, xs = params["ft_in"].unpack()
@@ -131,7 +131,7 @@ def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
 
 
 def more_scan_steps(params: dict[str, Any], extra: int) -> dict[str, Any]:
-    """Returns the parameters of a scan that steps along ``extra`` more operands, its last."""
+    """Return the parameters of a scan that steps along ``extra`` more operands, its last."""
     if "ft_in" not in params:  # 0.10.2 counts the others alone
         return params
     consts, carry, xs = params["ft_in"].unpack()
@@ -140,7 +140,7 @@ def more_scan_steps(params: dict[str, Any], extra: int) -> dict[str, Any]:
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many constants and how much carry a scan has."""
+    """Return how many constants and how much carry a scan has."""
     if "num_consts" in params:  # 0.10.2
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

@@ -17,7 +17,7 @@ Ref: type = core.Ref
 
 
 def is_ref(value: Any) -> bool:
-    """Returns whether ``value`` is a Ref, or stands for one (0.10.2 - 0.12)."""
+    """Return whether ``value`` is a Ref, or stands for one (0.10.2 - 0.12)."""
     if isinstance(value, core.Ref):
         return True
     return isinstance(value, core.Tracer) and isinstance(core.typeof(value), _state.AbstractRef)
@@ -27,7 +27,7 @@ _swap_mapped = batching.fancy_primitive_batchers[_state_primitives.swap_p]
 
 
 def _swap_vmap(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """Writes to a reference, under ``vmap``.
+    """Write to a reference, under ``vmap``.
 
     JAX refuses where the reference isn't mapped, also if nothing is that is written: then it is
     written once. Nothing that worked is changed (0.10.2 - 0.12).
@@ -48,7 +48,7 @@ undifferentiated_refs: bool = hasattr(_hijax, "HiPrim")
 
 
 def register_discharge_to_first(primitive: Any) -> None:
-    """Lets a primitive of a value and a reference become the value, where references end.
+    """Let a primitive of a value and a reference become the value, where references end.
 
     JAX's rules get the operands last, after two other arguments on 0.10.2 and one since.
     """

@@ -28,7 +28,7 @@ Tracer: type = core.Tracer
 def stage(
     fn: Callable[..., Sequence[Any]], in_avals: Sequence[Any], debug_info: Any
 ) -> tuple[Any, list[Any]]:
-    """Traces ``fn`` on flat arguments to a jaxpr, which may be high.
+    """Trace ``fn`` on flat arguments to a jaxpr, which may be high.
 
     Returns:
         The jaxpr, open, and the values of its constants: see ``inputs_of``.
@@ -41,17 +41,17 @@ def stage(
 
 
 def debug_info(traced_for: str, fn: Any, args: tuple, kwargs: dict) -> Any:
-    """Returns what error messages and HLO call the function and its arguments."""
+    """Return what error messages and HLO call the function and its arguments."""
     return _api_util.debug_info(traced_for, fn, args, kwargs)
 
 
 def current_trace() -> Any:
-    """Returns the trace that operations are bound in now (0.10.2 - 0.12)."""
+    """Return the trace that operations are bound in now (0.10.2 - 0.12)."""
     return core.trace_ctx.trace
 
 
 def is_staging(trace: Any) -> bool:
-    """Returns whether a trace builds a jaxpr (0.10.2 - 0.12)."""
+    """Return whether a trace builds a jaxpr (0.10.2 - 0.12)."""
     return isinstance(trace, pe.DynamicJaxprTrace)
 
 
@@ -60,12 +60,12 @@ set_current_trace = core.set_current_trace
 
 
 def trace_context() -> Hashable:
-    """Returns all of JAX's configuration that a trace depends on (0.10.2 - 0.12)."""
+    """Return all of JAX's configuration that a trace depends on (0.10.2 - 0.12)."""
     return _config.trace_context()
 
 
 def is_jax_type(value: Any) -> bool:
-    """Returns whether ``value`` can be an argument of a traced function as it is."""
+    """Return whether ``value`` can be an argument of a traced function as it is."""
     try:
         core.typeof(value)
     except TypeError:
@@ -74,14 +74,14 @@ def is_jax_type(value: Any) -> bool:
 
 
 def is_plain_array(value: Any) -> bool:
-    """Returns whether ``value`` is an array or stands for one, and no Ref; False if in doubt."""
+    """Return whether ``value`` is an array or stands for one, and no Ref; False if in doubt."""
     if isinstance(value, pe.DynamicJaxprTracer):
         return type(value.aval) is core.ShapedArray
     return type(value) is _array.ArrayImpl
 
 
 def inner_value(tracer: Any) -> tuple[Any, int | None] | None:
-    """Returns what a tracer of ``grad``, ``jvp`` or ``vmap`` stands for, and its mapped axis.
+    """Return what a tracer of ``grad``, ``jvp`` or ``vmap`` stands for, and its mapped axis.
 
     None for any other value (0.10.2 - 0.12).
     """
@@ -99,12 +99,12 @@ def _axis(tracer: Any) -> Any:
 
 
 def is_batched(value: Any) -> bool:
-    """Returns whether a value is one of ``vmap`` (0.10.2 - 0.12)."""
+    """Return whether a value is one of ``vmap`` (0.10.2 - 0.12)."""
     return isinstance(value, batching.BatchTracer)
 
 
 def maps_above_staging(trace: Any) -> list[Any]:
-    """Returns the traces of ``vmap``, innermost first, if ``trace`` is one of them and below them
+    """Return the traces of ``vmap``, innermost first, if ``trace`` is one of them and below them
     is one that builds a jaxpr; none otherwise (0.10.2 - 0.12)."""
     found = []
     while isinstance(trace, batching.BatchTrace):
@@ -114,21 +114,21 @@ def maps_above_staging(trace: Any) -> list[Any]:
 
 
 def unmapped(value: Any, trace: Any) -> tuple[Any, Any]:
-    """Returns what ``value`` stands for in the trace of a ``vmap``, and its mapped axis."""
+    """Return what ``value`` stands for in the trace of a ``vmap``, and its mapped axis."""
     if isinstance(value, batching.BatchTracer) and value._trace.tag is trace.tag:
         return value.val, _axis(value)
     return value, None
 
 
 def axis_of(trace: Any) -> Any:
-    """Returns the name and size of the axis of a ``vmap`` (0.10.2 - 0.12)."""
+    """Return the name and size of the axis of a ``vmap`` (0.10.2 - 0.12)."""
     return trace.axis_data
 
 
 def mapped(
     fn: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any, sum_match: bool = False
 ) -> Callable[..., Any]:
-    """Returns ``vmap`` of a function along an axis that is given by ``axis_of``."""
+    """Return ``vmap`` of a function along an axis that is given by ``axis_of``."""
     return _api.vmap(
         fn,
         in_axes=in_axes,
@@ -141,12 +141,12 @@ def mapped(
 
 
 def is_staged(value: Any) -> bool:
-    """Returns whether ``value`` is one of the values of any staging trace (0.10.2 - 0.12)."""
+    """Return whether ``value`` is one of the values of any staging trace (0.10.2 - 0.12)."""
     return isinstance(value, pe.DynamicJaxprTracer)
 
 
 def producer(tracer: Any) -> tuple[Any, Any]:
-    """Returns a staged value's variable and the equation that made it, or None for that.
+    """Return a staged value's variable and the equation that made it, or None for that.
 
     0.10.2 - 0.12. The equation has ``in_tracers`` and ``outvars``.
     """
@@ -154,23 +154,23 @@ def producer(tracer: Any) -> tuple[Any, Any]:
 
 
 def constants_of(trace: Any) -> Mapping[Any, Any]:
-    """Returns the constants of a staging trace so far, by variable (0.10.2 - 0.12)."""
+    """Return the constants of a staging trace so far, by variable (0.10.2 - 0.12)."""
     return trace.frame.constvar_to_val
 
 
 def is_staged_in(value: Any, trace: Any) -> bool:
-    """Returns whether ``value`` is one of the values of a staging trace (0.10.2 - 0.12)."""
+    """Return whether ``value`` is one of the values of a staging trace (0.10.2 - 0.12)."""
     return isinstance(value, pe.DynamicJaxprTracer) and value._trace is trace
 
 
 def staged_in(trace: Any) -> list[Any]:
-    """Returns the equations of a staging trace so far that are still needed (0.10.2 - 0.12)."""
+    """Return the equations of a staging trace so far that are still needed (0.10.2 - 0.12)."""
     eqns = (eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in trace.frame.tracing_eqns)
     return [eqn for eqn in eqns if eqn is not None]
 
 
 def staging_trace(trace: Any) -> Any:
-    """Returns the trace that builds a jaxpr below ``trace``, or None (0.10.2 - 0.12)."""
+    """Return the trace that builds a jaxpr below ``trace``, or None (0.10.2 - 0.12)."""
     while trace is not None and not is_staging(trace):
         trace = getattr(trace, "parent_trace", None)
     return trace
@@ -180,7 +180,7 @@ _LOOPS = ("scan", "while", "fori_loop", "map", "cond", "switch")
 
 
 def loop_label(trace: Any, base: Any) -> str:
-    """Returns the label of the innermost loop or branch that is staged between two traces."""
+    """Return the label of the innermost loop or branch that is staged between two traces."""
     while trace is not None and trace is not base:
         if is_staging(trace) and trace.frame.debug_info is not None:
             info = trace.frame.debug_info
@@ -191,17 +191,17 @@ def loop_label(trace: Any, base: Any) -> str:
 
 
 def is_eval(trace: Any) -> bool:
-    """Returns whether a trace is none: operations are computed at once."""
+    """Return whether a trace is none: operations are computed at once."""
     return trace is None or isinstance(trace, core.EvalTrace)
 
 
 def parent_trace(trace: Any) -> Any:
-    """Returns the trace around one of grad, vmap or the like."""
+    """Return the trace around one of grad, vmap or the like."""
     return getattr(trace, "parent_trace", None)
 
 
 def traced_for(trace: Any) -> str:
-    """Returns what a trace is for: "jit", "scan", "while_body", "vmap", "grad" ..."""
+    """Return what a trace is for: "jit", "scan", "while_body", "vmap", "grad" ..."""
     if is_staging(trace):
         info = trace.frame.debug_info
         return "a trace" if info is None else info.traced_for
@@ -211,5 +211,5 @@ def traced_for(trace: Any) -> str:
 
 
 def trace_of(value: Any) -> Any:
-    """Returns the trace that a value is a tracer of, or None."""
+    """Return the trace that a value is a tracer of, or None."""
     return value._trace if isinstance(value, core.Tracer) else None

@@ -16,12 +16,12 @@ Move = Callable[[dict[str, Any], Sequence[int], Sequence[int]], Axes | None]
 
 
 def identity(rank: int) -> Axes:
-    """Returns the axes of a value that stays as it is."""
+    """Return the axes of a value that stays as it is."""
     return tuple(range(rank))
 
 
 def compose(first: Axes, then: Axes) -> Axes:
-    """Returns where axes are after two moves."""
+    """Return where axes are after two moves."""
 
     def after(axis: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
         if axis is None:
@@ -40,7 +40,7 @@ def compose(first: Axes, then: Axes) -> Axes:
 
 
 def dropped(axis: int, rank: int) -> Axes:
-    """Returns the axes after one of them is taken away (a step of a scan, a row of a vmap)."""
+    """Return the axes after one of them is taken away (a step of a scan, a row of a vmap)."""
     return tuple(None if i == axis else i - (i > axis) for i in range(rank))
 
 

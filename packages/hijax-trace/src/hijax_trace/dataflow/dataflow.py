@@ -44,7 +44,7 @@ class Dataflow:
         self._makers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
     def expression(self, atom: Any) -> Expression:
-        """Returns the expression of a variable or literal of the jaxpr."""
+        """Return the expression of a variable or literal of the jaxpr."""
         if not isinstance(atom, compat.Literal):
             for eqn in self._needed(atom):
                 operands = [self._of(operand) for operand in eqn.invars]
@@ -64,7 +64,7 @@ class Dataflow:
         return self._known[atom]
 
     def _needed(self, atom: Any) -> list[Any]:
-        """Returns the equations that a value depends on and that are not known yet, in order."""
+        """Return the equations that a value depends on and that are not known yet, in order."""
         # No recursion: programs are thousands of equations deep.
         found: set[int] = set()
         stack = [atom]
@@ -98,7 +98,7 @@ def _is_opaque(eqn: Any) -> bool:
 
 
 def constant(value: Any) -> Expression:
-    """Returns the expression of an array that a program closes over."""
+    """Return the expression of an array that a program closes over."""
     aval = compat.typeof(value)
     if isinstance(value, compat.Tracer) or compat.is_ref(value):
         return Unknown(aval, "a value of an outer trace", 0)
@@ -106,12 +106,12 @@ def constant(value: Any) -> Expression:
 
 
 def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
-    """Returns the expression of a value that only the running program knows."""
+    """Return the expression of a value that only the running program knows."""
     return Unknown(aval, why, united(operands))
 
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
-    """Looks into the programs that an equation holds.
+    """Look into the programs that an equation holds.
 
     Returns:
         The expressions of the results, by number, that it need not be run for as a whole.
@@ -137,14 +137,14 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
 
 
 def _inside(jaxpr: Any, operands: Sequence[Expression]) -> list[Expression]:
-    """Returns the expressions of a body's results: one pass over it for all of them."""
+    """Return the expressions of a body's results: one pass over it for all of them."""
     inputs = [lambda operand=operand: operand for operand in operands]
     flow = Dataflow(compat.open_of(jaxpr), inputs, compat.consts_of(jaxpr))
     return [flow.expression(atom) for atom in compat.open_of(jaxpr).outvars]
 
 
 def entering(body: Body, operands: Sequence[Express], depth: int) -> list[Express]:
-    """Returns how the expressions of a body's inputs are found.
+    """Return how the expressions of a body's inputs are found.
 
     Args:
         body: the body.
@@ -176,7 +176,7 @@ _MOVED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDiction
 
 
 def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
-    """Returns for each result of a jaxpr the inputs that it may be a view of.
+    """Return for each result of a jaxpr the inputs that it may be a view of.
 
     The inputs are the bits of an integer.
     """
@@ -201,14 +201,14 @@ def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
 
 
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
-    """Returns which results of a call, branch or loop may be views of its marked operands."""
+    """Return which results of a call, branch or loop may be views of its marked operands."""
     body = _last_body(eqn)
     found = [] if body is None else _outside(body, [int(mark) for mark in held])
     return [i for i, mark in enumerate(found) if mark]
 
 
 def _last_body(eqn: Any) -> Body | None:
-    """Returns the body whose results an equation's are; of branches, one."""
+    """Return the body whose results an equation's are; of branches, one."""
     if eqn.primitive in CUSTOM_CALLS:
         count = len(eqn.invars)
         return Body(eqn.params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
@@ -218,7 +218,7 @@ def _last_body(eqn: Any) -> Body | None:
 
 
 def _outside(body: Body, operands: Sequence[int]) -> list[int]:
-    """Returns what is known of a body's results, from what is known of the operands."""
+    """Return what is known of a body's results, from what is known of the operands."""
     inputs = [0 if i is None else operands[i] for i in body.inputs]
     marked = [known for known in enumerate(inputs) if known[1]]
     return [

@@ -46,7 +46,7 @@ class Expression:
         self._judged: tuple[Callable[[str], bool], ValueKind] | None = None
 
     def nodes(self, known: Callable[[Expression], bool] | None = None) -> Iterator[Expression]:
-        """Yields the nodes that this one is computed from, operands first, and itself.
+        """Yield the nodes that this one is computed from, operands first, and itself.
 
         Args:
             known: which to leave out, with what they are computed from.
@@ -63,12 +63,12 @@ class Expression:
                 stack += [(operand, False) for operand in node.operands]
 
     def leaves(self) -> list[Leaf]:
-        """Returns the inputs that it is computed from, in the order of the program."""
+        """Return the inputs that it is computed from, in the order of the program."""
         found = {node.number: node for node in self.nodes() if isinstance(node, Leaf)}
         return [found[number] for number in sorted(found)]
 
     def kind(self, is_parameter: Callable[[str], bool]) -> Kind:
-        """Returns what the value is to somebody who wants to store parameters in another form.
+        """Return what the value is to somebody who wants to store parameters in another form.
 
         - ``"view"``: a part or an arrangement of parameters, such as ``w.T[i]``. The index may be
           any value.
@@ -84,7 +84,7 @@ class Expression:
         return self.judged(is_parameter).kind
 
     def is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
-        """Returns whether a view or a derived value has an index that the program computes."""
+        """Return whether a view or a derived value has an index that the program computes."""
         return self.judged(is_parameter).is_dynamic
 
     def judged(self, is_parameter: Callable[[str], bool]) -> ValueKind:
@@ -109,7 +109,7 @@ class Expression:
         return self._key
 
     def evaluate(self, inputs: Mapping[str, jax.Array]) -> jax.Array:
-        """Computes the value.
+        """Compute the value.
 
         Args:
             inputs: the values of its leaves, by pytree path.
@@ -129,7 +129,7 @@ class Expression:
         return len({node.depth for node in self.nodes() if isinstance(node, Part)})
 
     def base(self, is_parameter: Callable[[str], bool]) -> Expression | None:
-        """Returns what of a view or a derived value is known before the program runs.
+        """Return what of a view or a derived value is known before the program runs.
 
         That is what the first dynamic index is applied to: ``w.T`` of ``w.T[i]``; the value itself
         if there is none. None for other kinds, and where parts with dynamic indices are joined.
@@ -334,7 +334,7 @@ class Operation(Expression):
 
 
 def is_zero(expression: Expression) -> bool:
-    """Returns whether all of a value is zero wherever the program runs."""
+    """Return whether all of a value is zero wherever the program runs."""
     while isinstance(expression, Operation) and expression.primitive.name in (
         "broadcast_in_dim",
         "convert_element_type",
@@ -344,7 +344,7 @@ def is_zero(expression: Expression) -> bool:
 
 
 def _stable(value: Any) -> str:
-    """Returns the text of a parameter without what differs from process to process."""
+    """Return the text of a parameter without what differs from process to process."""
     if isinstance(value, compat.JAXPRS):
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
@@ -353,7 +353,7 @@ def _stable(value: Any) -> str:
 
 
 def united(operands: Sequence[Expression]) -> int | None:
-    """Returns the inputs behind all of them, as ``Expression.inputs``."""
+    """Return the inputs behind all of them, as ``Expression.inputs``."""
     found = 0
     for operand in operands:
         if operand.inputs is None:
@@ -382,7 +382,7 @@ def _evaluated(expression: Expression, inputs: Mapping[str, jax.Array]) -> jax.A
 
 
 def _computed(expression: Expression, known: Mapping[int, Any], inputs: Mapping[str, Any]) -> Any:
-    """Computes a value of one step of the loops whose parts are known."""
+    """Compute a value of one step of the loops whose parts are known."""
     values = dict(known)
     results: dict[tuple, Any] = {}
     stack = [expression]
@@ -421,7 +421,7 @@ def _value(
 
 
 def _text(expression: Expression) -> str:
-    """Writes an expression down; what would be long, as three dots."""
+    """Write an expression down; what would be long, as three dots."""
 
     def write(node: Expression, depth: int) -> str:
         if isinstance(node, Leaf):

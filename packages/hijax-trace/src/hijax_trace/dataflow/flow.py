@@ -37,7 +37,7 @@ class Origin(NamedTuple):
     axes: Axes | None
 
     def moved(self, axes: Axes | None) -> Origin:
-        """Returns the origin of the value after another move."""
+        """Return the origin of the value after another move."""
         both = None if self.axes is None or axes is None else compose(self.axes, axes)
         return Origin(self.path, both)
 
@@ -56,7 +56,7 @@ class Flow:
         self._found: dict[Any, Source | None] = {}
 
     def source(self, atom: Any) -> Source | None:
-        """Returns where ``atom``, a variable or literal of the jaxpr, comes from."""
+        """Return where ``atom``, a variable or literal of the jaxpr, comes from."""
         if isinstance(atom, compat.Literal):
             return None
         if atom not in self._found:
@@ -96,7 +96,7 @@ _FLOWS: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
 
 
 def flow_of(jaxpr: Any) -> Flow:
-    """Returns the flow of a jaxpr, which is made once."""
+    """Return the flow of a jaxpr, which is made once."""
     jaxpr = compat.open_of(jaxpr)
     flow = _FLOWS.get(jaxpr)
     if flow is None:
@@ -105,7 +105,7 @@ def flow_of(jaxpr: Any) -> Flow:
 
 
 def entered(kind: str, aval: Any) -> Axes | None:
-    """Returns where the axes of an operand are once it is an input, of that kind, of a body."""
+    """Return where the axes of an operand are once it is an input, of that kind, of a body."""
     shape = getattr(aval, "shape", None)
     if shape is None:
         return None
@@ -115,7 +115,7 @@ def entered(kind: str, aval: Any) -> Axes | None:
 def move_of(
     primitive: Any, params: dict[str, Any], ins: list[Any], outs: list[Any], result: int
 ) -> tuple[int, Axes | None] | None:
-    """Returns which operand a result is, and where that operand's axes are in it.
+    """Return which operand a result is, and where that operand's axes are in it.
 
     Args:
         primitive: what made the result.
@@ -168,7 +168,7 @@ def _unchanged(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | Non
 
 
 def handed_on(eqn: Any) -> list[tuple[int, int]]:
-    """Returns which results of a call, branch or loop are operands, just as they were.
+    """Return which results of a call, branch or loop are operands, just as they were.
 
     Returns:
         Pairs of the number of a result and that of an operand.

@@ -66,7 +66,7 @@ def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:
 
 
 def _carried(jaxpr: Any, consts: int, carry: int) -> tuple[str, ...]:
-    """Returns the kinds of the carry of a loop's body: what it hands on unchanged is the same."""
+    """Return the kinds of the carry of a loop's body: what it hands on unchanged is the same."""
     jaxpr = compat.open_of(jaxpr)
     return tuple(
         SAME if jaxpr.outvars[i] is jaxpr.invars[consts + i] else CHANGES for i in range(carry)
@@ -210,7 +210,7 @@ def _slots(params: dict[str, Any]) -> tuple[Slot, ...]:
 
 
 def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
-    """Returns the form of a primitive that is known only to hold jaxprs in these places."""
+    """Return the form of a primitive that is known only to hold jaxprs in these places."""
 
     def bodies(params: dict[str, Any], operands: int) -> list[Body]:
         found = []
@@ -239,7 +239,7 @@ def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
 
 
 def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
-    """Returns how to take an equation apart, or None where it holds no part of the program."""
+    """Return how to take an equation apart, or None where it holds no part of the program."""
     holder = HOLDERS.get(primitive)
     if holder is not None:
         return holder

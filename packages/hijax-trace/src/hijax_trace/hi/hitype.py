@@ -20,7 +20,7 @@ MappingSpec = compat.MappingSpec
 
 
 def must_implement(owner: Any, method: str, needed_for: str) -> NoReturn:
-    """Raises the error for a method that is not there.
+    """Raise the error for a method that is not there.
 
     Raises:
         NotImplementedError: "``<transformation>`` requires ``<Type>`` to implement ...".
@@ -49,59 +49,59 @@ class HiType(compat.HiTypeBase):
         must_implement(self, "__eq__", "type equality")
 
     def lo_ty(self) -> list[Any]:
-        """Returns the JAX types that a value of this type is lowered to."""
+        """Return the JAX types that a value of this type is lowered to."""
         must_implement(self, "lo_ty", "lowering (e.g. under jit)")
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
-        """Returns the arrays of ``hi_val``, one per entry of ``lo_ty()``."""
+        """Return the arrays of ``hi_val``, one per entry of ``lo_ty()``."""
         must_implement(self, "lower_val", "lowering values (e.g. under jit)")
 
     def raise_val(self, *lo_vals: Any) -> Any:
-        """Returns the value that ``lower_val`` took apart. Makes no array itself."""
+        """Return the value that ``lower_val`` took apart. Makes no array itself."""
         must_implement(self, "raise_val", "raising lowered values (e.g. under jit)")
 
     def to_tangent_aval(self) -> Any:
-        """Returns the type of tangents: a hi type, or an array type."""
+        """Return the type of tangents: a hi type, or an array type."""
         must_implement(self, "to_tangent_aval", "autodiff")
 
     def to_ct_aval(self) -> Any:
-        """Returns the type of cotangents: that of tangents, unless overridden."""
+        """Return the type of cotangents: that of tangents, unless overridden."""
         return self.to_tangent_aval()
 
     def vspace_zero(self) -> Any:
-        """Returns the zero of this type, where it is a tangent type."""
+        """Return the zero of this type, where it is a tangent type."""
         must_implement(self, "vspace_zero", "use as a tangent/cotangent type")
 
     def vspace_add(self, x: Any, y: Any) -> Any:
-        """Returns the sum of two tangents of this type."""
+        """Return the sum of two tangents of this type."""
         must_implement(self, "vspace_add", "use as a tangent/cotangent type")
 
     def dec_rank(self, size: int | None, spec: Any) -> Any:
-        """Returns the type of one example of a batch that is mapped as ``spec`` says."""
+        """Return the type of one example of a batch that is mapped as ``spec`` says."""
         must_implement(self, "dec_rank", "vmap")
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
-        """Returns the type of a batch of values of this type: the reverse of ``dec_rank``."""
+        """Return the type of a batch of values of this type: the reverse of ``dec_rank``."""
         must_implement(self, "inc_rank", "vmap")
 
     def leading_axis_spec(self) -> Any:
-        """Returns the spec by which ``scan`` takes values apart and stacks them."""
+        """Return the spec by which ``scan`` takes values apart and stacks them."""
         must_implement(self, "leading_axis_spec", "scan")
 
     def shard(self, mesh: Any, manual_axes: frozenset, check_vma: bool, spec: Any) -> Any:
-        """Returns the type of one shard, split as the ``HiPspec`` says."""
+        """Return the type of one shard, split as the ``HiPspec`` says."""
         must_implement(self, "shard", "shard_map")
 
     def unshard(self, mesh: Any, check_vma: bool, spec: Any) -> Any:
-        """Returns the type of the whole: the reverse of ``shard``."""
+        """Return the type of the whole: the reverse of ``shard``."""
         must_implement(self, "unshard", "shard_map")
 
     def nospec(self, mesh: Any, check_vma: bool, all_names: tuple) -> Any:
-        """Returns the ``HiPspec`` of a residual that is split over ``all_names``."""
+        """Return the ``HiPspec`` of a residual that is split over ``all_names``."""
         must_implement(self, "nospec", "autodiff through shard_map")
 
     def reshard(self, sharding: Any) -> Any:
-        """Returns the type with another sharding. JAX has this from 0.12 on."""
+        """Return the type with another sharding. JAX has this from 0.12 on."""
         must_implement(self, "reshard", "reshard")
 
     @property
@@ -114,7 +114,7 @@ class HiType(compat.HiTypeBase):
 
 
 def _with_options(str_short: Callable[..., str]) -> Callable[..., str]:
-    """Returns a ``str_short`` that takes all options that JAX gives one.
+    """Return a ``str_short`` that takes all options that JAX gives one.
 
     They differ by version and caller: references give both.
     """
@@ -134,20 +134,20 @@ class HiPspec(compat.HiPspecBase):
     """How ``shard_map`` splits a value of a hi type. Subclasses are immutable and hashable."""
 
     def to_lo(self) -> tuple:
-        """Returns a ``PartitionSpec`` per entry of the type's ``lo_ty()``."""
+        """Return a ``PartitionSpec`` per entry of the type's ``lo_ty()``."""
         must_implement(self, "to_lo", "shard_map")
 
     def to_tangent_spec(self) -> Any:
-        """Returns the spec of tangents."""
+        """Return the spec of tangents."""
         must_implement(self, "to_tangent_spec", "autodiff through shard_map")
 
     def to_ct_spec(self) -> Any:
-        """Returns the spec of cotangents."""
+        """Return the spec of cotangents."""
         must_implement(self, "to_ct_spec", "autodiff through shard_map")
 
 
 def register_hitype(val_cls: type, typeof_fn: Callable[[Any], Any]) -> None:
-    """Tells JAX that instances of ``val_cls`` are values of a high-level type.
+    """Tell JAX that instances of ``val_cls`` are values of a high-level type.
 
     Args:
         val_cls: the Python class of concrete values. Under jit a value is a tracer instead, so

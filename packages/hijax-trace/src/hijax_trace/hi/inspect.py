@@ -12,7 +12,7 @@ typeof = jax.typeof
 
 
 def requires_low(trace: Any = None) -> bool:
-    """Returns whether hi primitives are lowered as soon as they are bound.
+    """Return whether hi primitives are lowered as soon as they are bound.
 
     Args:
         trace: a JAX trace; the current one by default. Outside of any transformation, and where
@@ -24,7 +24,7 @@ def requires_low(trace: Any = None) -> bool:
 
 
 def is_high(jaxpr: Any) -> bool:
-    """Returns whether a jaxpr has hi types or hi primitives in it.
+    """Return whether a jaxpr has hi types or hi primitives in it.
 
     Args:
         jaxpr: a ``Jaxpr`` or ``ClosedJaxpr``, or anything with a ``jaxpr`` (what ``jit(f).trace``
@@ -37,7 +37,7 @@ def is_high(jaxpr: Any) -> bool:
 
 
 def lower(jaxpr: Any) -> Any:
-    """Returns the lojax jaxpr of a hi one, which computes the same on the lowered values.
+    """Return the lojax jaxpr of a hi one, which computes the same on the lowered values.
 
     Its inputs are the ``lo_ty()`` of the hi jaxpr's inputs, one after another, and so are its
     outputs. A jaxpr that is not high is returned as it is.

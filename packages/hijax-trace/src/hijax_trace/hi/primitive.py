@@ -21,7 +21,7 @@ class HiPrimitive(compat.PrimitiveBase):
     """
 
     def is_high(self, *avals: Any, **params: Any) -> bool:
-        """Returns whether the operation must be lowered by ``to_lojax``.
+        """Return whether the operation must be lowered by ``to_lojax``.
 
         May depend on types and parameters, for primitives that hold jaxprs. Where it returns
         False the operation stays in lojax jaxprs, and ``to_lojax`` runs when XLA's program is
@@ -31,27 +31,27 @@ class HiPrimitive(compat.PrimitiveBase):
 
     # pyrefly: ignore[bad-override-mutable-attribute]
     def is_effectful(self, params: dict[str, Any]) -> bool:
-        """Returns whether ``abstract_eval`` may return effects."""
+        """Return whether ``abstract_eval`` may return effects."""
         return False
 
     def abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, set]:
-        """Returns the type of the result (or a list of types) and the set of effects."""
+        """Return the type of the result (or a list of types) and the set of effects."""
         must_implement(self, "abstract_eval", "tracing (e.g. under jit)")
 
     def to_lojax(self, *args: Any, **params: Any) -> Any:
-        """Computes the result by other operations. Hi values come as instances of their class."""
+        """Compute the result by other operations. Hi values come as instances of their class."""
         must_implement(self, "to_lojax", "lowering")
 
     def jvp(self, primals: tuple, tangents: tuple, **params: Any) -> tuple[Any, Any]:
-        """Returns the result and its tangent. Tangents may be symbolic ``Zero``."""
+        """Return the result and its tangent. Tangents may be symbolic ``Zero``."""
         must_implement(self, "jvp", "autodiff (jvp, linearize, grad)")
 
     def transpose(self, cotangent: Any, *args: Any, **params: Any) -> list[Any]:
-        """Returns a cotangent per argument, None for those that are not linear."""
+        """Return a cotangent per argument, None for those that are not linear."""
         must_implement(self, "transpose", "reverse-mode autodiff (grad, vjp)")
 
     def batch(self, axis_data: Any, args: tuple, dims: tuple, **params: Any) -> tuple[Any, Any]:
-        """Returns the batched result and where its batch axis is.
+        """Return the batched result and where its batch axis is.
 
         Args:
             axis_data: size and name of the mapped axis.
@@ -62,5 +62,5 @@ class HiPrimitive(compat.PrimitiveBase):
         must_implement(self, "batch", "vmap")
 
     def impl(self, *args: Any, **params: Any) -> Any:
-        """Evaluates the operation where ``is_high`` returned False."""
+        """Evaluate the operation where ``is_high`` returned False."""
         return self.to_lojax(*args, **params)

@@ -28,7 +28,7 @@ def instantiate_zeros(tree: Any) -> Any:
 
 
 def _transposed(prim: Any, tangent_map: Any, cotangent: Any) -> Any:
-    """Returns the cotangents of a HiPrim's arguments under a linear map of their tangents."""
+    """Return the cotangents of a HiPrim's arguments under a linear map of their tangents."""
     avals = [aval.to_tangent_aval() for aval in prim.in_avals_flat]
     # Integers have tangents of type float0, on which no map can act.
     linear = [getattr(aval, "dtype", None) != jax.dtypes.float0 for aval in avals]

@@ -14,9 +14,10 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.dataflow import entering
 from ..dataflow.flow import Origin, Resolve, entered
-from ..dataflow.holders import CHANGES, SAME, SLICE, Body, holder_of
+from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
 from .frames import Around, Frame, Key, Metadata, Numbers, Operands
+from .hi_prims import Rule, TappedPrim, staged_rule
 from .memo import Tapped
 from .session import Session
 from .taken import NONE_TAKEN, Taken, taken
@@ -52,9 +53,10 @@ def enter(
     values: Sequence[Any],
     operands: Operands,
 ) -> Entered:
-    """Returns an equation with what it holds tapped."""
-    holder = holder_of(primitive, params)
+    """Return an equation with what it holds tapped."""
+    holder = session.tapping.tasks.holder(primitive, params)
     assert holder is not None
+    before = session.numbers.copy()
     bodies = holder.bodies(params, len(values))
     proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
     held = [taken(body, proxies) for body in bodies]
@@ -92,12 +94,15 @@ def enter(
     new = holder.rebuild(new, jaxprs, [len(part) for part in extra])
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
+    if primitive is compat.call_hi_primitive_p:
+        rule = _prim_rule(reinterpret, session, around, operands, before)
+        new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)
     return Entered(new, all_values, _joined(holder.results, tapped), replaced, foreign)
 
 
 def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
-    """Returns the operands that bodies take in another holder, and none uses as it is."""
+    """Return the operands that bodies take in another holder, and none uses as it is."""
     unused = {body.inputs[i] for body, one in zip(bodies, tapped, strict=True) for i in one.unused}
     used = {
         operand
@@ -120,7 +125,7 @@ def _joined(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Metadata]:
 
 
 def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Gives every branch the new inputs of all. A value that several have is one input.
+    """Give every branch the new inputs of all. A value that several have is one input.
 
     JAX refuses a reference that is given twice, and loses what is written to one of them.
     """
@@ -135,7 +140,7 @@ def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], 
 
 
 def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], dict[int, Metadata]]:
-    """Returns the origins and the metadata of a body's inputs."""
+    """Return the origins and the metadata of a body's inputs."""
 
     def resolve(operand: int, kind: str) -> Resolve:
         def origin() -> Origin | None:
@@ -164,7 +169,7 @@ def tap_body(
     shared: bool = True,
     hoists: bool = False,
 ) -> Tapped:
-    """Returns a body with its handlers' work in it: made before, or now.
+    """Return a body with its handlers' work in it: made before, or now.
 
     Args:
         session: the call of the wrapped function that this is for.
@@ -267,7 +272,7 @@ def tap_body(
 
 
 def _unused_in(jaxpr: Any, count: int, held: Taken) -> tuple[int, ...]:
-    """Returns which of a body's inputs that have array proxies it does not use, once made again."""
+    """Return which of a body's inputs that have array proxies it does not use, once made again."""
     if held is NONE_TAKEN:
         return ()
     used = compat.used_inputs(compat.open_of(jaxpr))
@@ -291,7 +296,7 @@ def stage_again(
     consts: Sequence[Any],
     held: Taken = NONE_TAKEN,
 ) -> tuple[Any, list[Any]]:
-    """Returns a jaxpr made of another one and its handlers, and its constants."""
+    """Return a jaxpr made of another one and its handlers, and its constants."""
     jaxpr = compat.open_of(jaxpr)
     own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
     before, after = held.avals()
@@ -313,7 +318,7 @@ def custom(
     values: Sequence[Any],
     operands: Operands,
 ) -> Entered:
-    """Returns the call of a function with rules of its own, with it and them tapped.
+    """Return the call of a function with rules of its own, with it and them tapped.
 
     A rule runs in place of the function, when JAX gets to it: its operations count from where
     the function's do.
@@ -373,6 +378,39 @@ def _tapped_rule(
         )
 
     return tapped
+
+
+def _prim_rule(
+    reinterpret: Reinterpret,
+    session: Session,
+    around: Around,
+    operands: Operands,
+    numbers: Numbers,
+) -> Rule:
+    """Return how to call a derivative rule of a HiPrim with its operations tapped."""
+
+    def rule(fn: Callable[..., Any], first: int, args: tuple) -> Any:
+        packed, result, jaxpr, consts = staged_rule(fn, args, session.tapping.run)
+        if not session.tapping.tasks.wants(jaxpr):
+            return fn(*args)
+        frame = around.frame
+        leaves = [packed.leaf_of(i) - first for i in range(len(packed.arrays))]
+        known = [k if first >= 0 and 0 <= k < len(operands.avals) else None for k in leaves]
+        places = [*[None] * (len(jaxpr.invars) - len(known)), *known]
+        inner = Frame(
+            jaxpr,
+            [None if k is None else operands.origins[k] for k in places],
+            {},
+            frame.own_path(around.scopes),
+            frame.label,
+            around.within,
+            around.untapped,
+            frame,
+        )
+        counting = session.counting(numbers.copy())
+        return result.build(reinterpret(counting, inner, jaxpr, [*consts, *packed.arrays]))
+
+    return rule
 
 
 def _shifted(out_trees: Callable[[], tuple], extra: int) -> tuple:

@@ -119,7 +119,7 @@ class TraceCall(OpCall):
         return result
 
     def is_own(self, result: Any) -> bool:
-        """Returns whether a handler's result is the operation's own, from ``proceed``."""
+        """Return whether a handler's result is the operation's own, from ``proceed``."""
         return self._own is not None and result is self._own
 
     def provenance(self, value: Any) -> str | None:
@@ -172,7 +172,7 @@ class TraceCall(OpCall):
         return _NOTHING if index is None else self._known.metadata(index)
 
     def metadata_of(self, result: Any) -> Metadata | None:
-        """Returns what the handler attached to a result."""
+        """Return what the handler attached to a result."""
         given = self.given.get(id(result))
         return None if given is None else given[1]
 

@@ -74,7 +74,7 @@ class Early:
         self.met = self.met_nested = False
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
-        """Asks the handler of a function. ``call`` is what PatchEngine tells of the call."""
+        """Ask the handler of a function. ``call`` is what PatchEngine tells of the call."""
         where = self._where(compat.current_trace(), call.module_path)
         if where is None:
             return NotImplemented
@@ -92,7 +92,7 @@ class Early:
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
-        """Asks the handler of a primitive, and those of what it holds: there are some."""
+        """Ask the handler of a primitive, and those of what it holds: there are some."""
         tapping = self._session.tapping
         marker = marker_in(primitive, params)
         if marker is not None and marker.owner == self._session.tapping.owner:
@@ -123,7 +123,7 @@ class Early:
                 return self._bind_entered(around, primitive, params, values)
 
     def _marker(self, path: str, trace: Any, marker: Marker, closed: Any, values: list[Any]) -> Any:
-        """Asks the handler of a function whose call another engine has staged, and makes now."""
+        """Ask the handler of a function whose call another engine has staged, and makes now."""
         where, entry = self._where(trace, path), self._session.tapping.functions.get(marker.site)
         if where is None or entry is None:
             return NotImplemented
@@ -155,7 +155,7 @@ class Early:
                 )
 
     def _where(self, trace: Any, path: str) -> Where | None:
-        """Returns the module path and label, or None where they can't be known."""
+        """Return the module path and label, or None where they can't be known."""
         base = self.tracers.base()
         staging = compat.staging_trace(trace)
         nested = staging is not base
@@ -169,7 +169,7 @@ class Early:
         return None
 
     def meet(self, nested: bool) -> None:
-        """Ends the staging of the program, which is to be staged otherwise.
+        """End the staging of the program, which is to be staged otherwise.
 
         It ends at once: what JAX kept of it, other runs would find. What runs later, a rule that
         JAX kept, goes on.
@@ -203,7 +203,7 @@ class Early:
         return TraceCall(name, level, args, params, place, known, proceed, self._session)
 
     def _keep(self, told: TraceCall, result: Any) -> Any:
-        """Keeps what a handler attached to values, and which values are its own."""
+        """Keep what a handler attached to values, and which values are its own."""
         for value, metadata in told.given.values():
             self.tracers.attach(value, metadata)
         if result is not NotImplemented and not told.is_own(result):
@@ -212,7 +212,7 @@ class Early:
         return result
 
     def _frame(self, where: Where, values: Sequence[Any]) -> Frame:
-        """Returns the frame that stands for what is around an operation."""
+        """Return the frame that stands for what is around an operation."""
         return Frame(None, (), {}, *where, depth=self.tracers.depth(values))
 
     def _proceed(self, primitive: Any, *values: Any, **params: Any) -> Any:
@@ -253,7 +253,7 @@ class Early:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Lets what is run count here, and be counted when its place is reached."""
+        """Let what is run count here, and be counted when its place is reached."""
         self._count_staged()
         before, kept = self._numbers.copy(), self._session.numbers
         self._session.numbers = self._numbers
@@ -265,7 +265,7 @@ class Early:
                 self._session.asked.append((self._looked_at, key, self._numbers[key] - 1))
 
     def _count_staged(self) -> None:
-        """Counts what has been staged since the last time, and is to be asked later on."""
+        """Count what has been staged since the last time, and is to be asked later on."""
         base = self.tracers.base()
         if base is None:
             return

@@ -106,7 +106,7 @@ class Frame:
         return self._parent is None and self._flow is not None
 
     def origin(self, atom: Any) -> Origin | None:
-        """Returns the origin of a variable or literal of the jaxpr."""
+        """Return the origin of a variable or literal of the jaxpr."""
         source = None if self._flow is None else self._flow.source(atom)
         if source is None or not self.replaced.isdisjoint(source.through):
             return None
@@ -114,14 +114,14 @@ class Frame:
         return None if origin is None else origin.moved(source.axes)
 
     def input(self, index: int) -> Origin | None:
-        """Returns the origin of an input."""
+        """Return the origin of an input."""
         if index not in self.read:
             resolve = self._inputs[index]
             self.read[index] = None if resolve is None else resolve()
         return self.read[index]
 
     def expression(self, atom: Any) -> Expression:
-        """Returns how a variable or literal of the jaxpr is computed, for a handler to see."""
+        """Return how a variable or literal of the jaxpr is computed, for a handler to see."""
         frame: Frame | None = self
         while frame is not None:
             frame.expressions_were_read = True
@@ -150,14 +150,14 @@ class Frame:
         return self._dataflow.expression(atom)
 
     def read_numbers(self) -> None:
-        """Says that a handler has looked at the number of an operation."""
+        """Say that a handler has looked at the number of an operation."""
         frame: Frame | None = self
         while frame is not None:
             frame.numbers_were_read = True
             frame = frame._parent
 
     def path(self, scopes: Sequence[str]) -> str:
-        """Returns the module path within ``scopes``, for a handler to see."""
+        """Return the module path within ``scopes``, for a handler to see."""
         frame: Frame | None = self
         while frame is not None:
             frame.path_was_read = True
@@ -165,7 +165,7 @@ class Frame:
         return self.own_path(scopes)
 
     def own_path(self, scopes: Sequence[str]) -> str:
-        """Returns the module path within ``scopes``, for our own use."""
+        """Return the module path within ``scopes``, for our own use."""
         return "/".join(filter(None, (self._path, *scopes)))
 
 
@@ -211,21 +211,21 @@ class Numbers(dict[Key, int]):
     """How many operations there have been, by what they have in common."""
 
     def next(self, path: str, label: str, name: str) -> int:
-        """Counts one operation. Returns how many there were before it."""
+        """Count one operation. Return how many there were before it."""
         key = (path, label, name)
         number = self.get(key, 0)
         self[key] = number + 1
         return number
 
     def since(self, before: Numbers) -> dict[Key, int]:
-        """Returns what has been counted since there was ``before``."""
+        """Return what has been counted since there was ``before``."""
         return {key: n - before.get(key, 0) for key, n in self.items() if n != before.get(key, 0)}
 
     def add(self, counted: Mapping[Key, int]) -> None:
-        """Counts what was counted elsewhere."""
+        """Count what was counted elsewhere."""
         for key, number in counted.items():
             self[key] = self.get(key, 0) + number
 
     def copy(self) -> Numbers:
-        """Returns numbers that go on from here by themselves."""
+        """Return numbers that go on from here by themselves."""
         return Numbers(self)

@@ -73,7 +73,7 @@ class Memo:
         count: Callable[[Key], int],
         expressions: Sequence[Express] | None,
     ) -> Tapped | None:
-        """Returns what was made of ``jaxpr`` where all that its handlers looked at was the same.
+        """Return what was made of ``jaxpr`` where all that its handlers looked at was the same.
 
         Args:
             jaxpr: the original, open.
@@ -118,5 +118,5 @@ class Memo:
         return now.axes == before.axes and resolve(now.path) == resolve(before.path)
 
     def keep(self, jaxpr: Any, key: Hashable, tapped: Tapped) -> None:
-        """Keeps what was made of ``jaxpr``."""
+        """Keep what was made of ``jaxpr``."""
         self._kept.setdefault(jaxpr, {}).setdefault(key, []).append(tapped)

@@ -28,7 +28,7 @@ _NOTHING: Metadata = {}
 def reinterpret(
     session: Session, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
 ) -> list[Any]:
-    """Runs a jaxpr in the current trace.
+    """Run a jaxpr in the current trace.
 
     Args:
         session: the call of the wrapped function that this is for.
@@ -68,7 +68,7 @@ class Interpreter:
         self._write(compat.inputs_of(jaxpr), values)
 
     def results(self) -> list[Any]:
-        """Runs the equations."""
+        """Run the equations."""
         env, outer, literal, frame = self._env, self._outer, compat.Literal, self.frame
         # What is staged costs nothing to keep; arrays are let go as soon as they can be.
         forget = {} if compat.is_staging(self._trace) else compat.forgettable(self._jaxpr)
@@ -108,7 +108,7 @@ class Interpreter:
                     self._changed.add(var)
 
     def _moves(self, task: Task, values: list[Any], info: Any) -> bool:
-        """Makes an equation that moves what has an array proxy. Returns whether it did."""
+        """Make an equation that moves what has an array proxy. Return whether it did."""
         eqn, proxies = task.eqn, self.frame.proxies
         if task.do is not Do.PASS or not eqn.invars:
             return False
@@ -122,7 +122,7 @@ class Interpreter:
         return self._follows(task, values, info)
 
     def _follows(self, task: Task, values: list[Any], info: Any) -> bool:
-        """Makes an equation that moves elements, with the array proxies of its operands."""
+        """Make an equation that moves elements, with the array proxies of its operands."""
         eqn, proxies = task.eqn, self.frame.proxies
         held = [proxy_of(proxies.get(_variable(atom))) for atom in eqn.invars]
         if eqn.primitive.name not in VIEWS or not any(held):
@@ -144,7 +144,7 @@ class Interpreter:
         return True
 
     def _carry(self, eqn: Any) -> None:
-        """Keeps what travels with an equation's operands beside its results."""
+        """Keep what travels with an equation's operands beside its results."""
         frame = self.frame
         held = [frame.proxies.get(_variable(atom)) for atom in eqn.invars]
         carriers = [one for one in held if isinstance(one, Carrier)]
@@ -158,7 +158,7 @@ class Interpreter:
                 frame.proxies[var] = own
 
     def _hand_on(self, eqn: Any) -> None:
-        """Keeps what is known of operands that a call, branch or loop returns."""
+        """Keep what is known of operands that a call, branch or loop returns."""
         frame = self.frame
         for i, operand in handed_on(eqn):
             if metadata := _metadata(frame, eqn.invars[operand]):
@@ -172,13 +172,13 @@ class Interpreter:
             frame.proxies.setdefault(eqn.outvars[i], Lost(aval.shape, aval.dtype, why))
 
     def _is_view(self, eqn: Any, held: Sequence[Any]) -> bool:
-        """Returns whether an equation is the call of a function that moves what has a proxy."""
+        """Return whether an equation is the call of a function that moves what has a proxy."""
         if eqn.primitive is not compat.jit_p:
             return False
         return bool(returned_views(eqn, [proxy is not None for proxy in held]))
 
     def _again(self, task: Task, eqn: Any, values: Sequence[Any], info: Any) -> None:
-        """Makes an equation as it is."""
+        """Make an equation as it is."""
         make = None
         if self._appends:
             make = compat.append if task.simple else compat.inline if task.inlined else None
@@ -188,7 +188,7 @@ class Interpreter:
             self._env.update(zip(eqn.outvars, make(self._trace, eqn, values, info), strict=True))
 
     def _ask(self, task: Task, values: list[Any], info: Any) -> None:
-        """Asks the handler of a primitive."""
+        """Ask the handler of a primitive."""
         eqn, frame = task.eqn, self.frame
         name, handler = self.session.tapping.primitives[eqn.primitive]
         within = frame.within | task.within
@@ -222,7 +222,7 @@ class Interpreter:
             self._again(task, eqn, values, info)
 
     def _proceed(self, task: Task, info: Any, *values: Any, **params: Any) -> Any:
-        """Runs a primitive for its handler: nothing in it is tapped."""
+        """Run a primitive for its handler: nothing in it is tapped."""
         eqn = task.eqn.replace(params=params)
         tasks = self.session.tapping.tasks
         if tasks.enters(eqn.primitive, params, len(values)):
@@ -242,7 +242,7 @@ class Interpreter:
         return list(results) if eqn.primitive.multiple_results else results[0]
 
     def _marker(self, task: Task, values: list[Any], info: Any) -> None:
-        """Asks the handler of a function."""
+        """Ask the handler of a function."""
         eqn, marker, within = task.eqn, task.marker, self.frame.within | task.within
         assert marker is not None
         entry = self.session.tapping.functions.get(marker.site)
@@ -276,7 +276,7 @@ class Interpreter:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Runs a function for its handler: nothing in it is tapped."""
+        """Run a function for its handler: nothing in it is tapped."""
         packed, closed = Packed((args, kwargs), ()), task.eqn.params["jaxpr"]
         avals = [var.aval for var in compat.open_of(closed).invars[marker.extra :]]
         key = marker.packed.key()
@@ -292,7 +292,7 @@ class Interpreter:
     def _inline(
         self, task: Task, closed: Any, values: list[Any], info: Any, within: frozenset[str]
     ) -> None:
-        """Runs what an equation stands for in its place."""
+        """Run what an equation stands for in its place."""
         eqn, frame, jaxpr = task.eqn, self.frame, compat.open_of(closed)
         inner = self._inner(task, closed, within, frame.untapped)
         results = reinterpret(self.session, inner, jaxpr, compat.consts_of(closed) + values, info)
@@ -307,7 +307,7 @@ class Interpreter:
         self._write(eqn.outvars, results)
 
     def _inner(self, task: Task, closed: Any, within: frozenset[str], untapped: bool) -> Frame:
-        """Returns the frame of what an equation stands for."""
+        """Return the frame of what an equation stands for."""
         frame, operands = self.frame, self._operands(task.eqn)
         path = frame.own_path(task.scopes)
         jaxpr = compat.open_of(closed)
@@ -324,7 +324,7 @@ class Interpreter:
         )
 
     def _others(self, task: Task, values: list[Any], info: Any) -> None:
-        """Makes another interceptor's marker again, with what it stands for tapped."""
+        """Make another interceptor's marker again, with what it stands for tapped."""
         marker, eqn = task.marker, task.eqn
         assert marker is not None
         if not self.session.tapping.tasks.wants(eqn.params["jaxpr"]):
@@ -359,7 +359,7 @@ class Interpreter:
         info: Any,
         within: frozenset[str] | None = None,
     ) -> None:
-        """Makes an equation with what it holds tapped."""
+        """Make an equation with what it holds tapped."""
         eqn, frame = task.eqn, self.frame
         if task.inlined and self._appends:
             within = (within or frame.within) | task.within
@@ -378,14 +378,14 @@ class Interpreter:
         self._emit(task, eqn, new, info)
 
     def _custom(self, task: Task, values: list[Any], info: Any) -> None:
-        """Makes the call of a function with rules of its own, with it and them tapped."""
+        """Make the call of a function with rules of its own, with it and them tapped."""
         eqn, frame = task.eqn, self.frame
         around = self._around(task, frame.within, frame.untapped)
         new = custom(reinterpret, self.session, around, eqn.params, values, self._operands(eqn))
         self._emit(task, eqn, new, info)
 
     def _mapped(self, task: Task, values: list[Any], info: Any) -> None:
-        """Maps what an equation was before JAX has mapped it, with that tapped."""
+        """Map what an equation was before JAX has mapped it, with that tapped."""
         eqn, frame = task.eqn, self.frame
         mapped, operands = mapped_in(eqn.primitive, eqn.params), self._operands(eqn)
         assert mapped is not None
@@ -434,7 +434,7 @@ class Interpreter:
             self._write(eqn.outvars, compat.rebind(again, new.values, info))
 
     def _annotate(self, call: TraceCall, atoms: Sequence[Any], values: Sequence[Any]) -> None:
-        """Keeps what a handler attached to its arguments."""
+        """Keep what a handler attached to its arguments."""
         if call.given:
             for atom, value in zip(atoms, values, strict=True):
                 metadata = call.metadata_of(value)
@@ -442,7 +442,7 @@ class Interpreter:
                     self.frame.metadata[atom] = metadata
 
     def _replace(self, call: TraceCall, eqn: Any, results: list[Any], is_own: bool) -> None:
-        """Goes on with a handler's results."""
+        """Go on with a handler's results."""
         self.frame.replaced.update(eqn.outvars)
         if not is_own:
             self.frame.foreign.update(eqn.outvars)
@@ -493,7 +493,7 @@ class Interpreter:
 
 
 def _join(frame: Frame, eqn: Any, inner: Frame | Entered) -> None:
-    """Takes over whether anything was replaced in what an equation holds."""
+    """Take over whether anything was replaced in what an equation holds."""
     if inner.replaced:
         frame.replaced.update(eqn.outvars)
     if inner.foreign:

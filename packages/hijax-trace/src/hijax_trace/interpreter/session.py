@@ -15,6 +15,7 @@ from ..dataflow.flow import Origin
 from ..staging.mapped import Staged
 from ..staging.marker import Markers
 from .frames import Key, Numbers
+from .hi_prims import Expansions
 from .memo import Memo
 from .tasks import Tasks
 
@@ -37,12 +38,12 @@ _MODES: weakref.WeakKeyDictionary[Interceptor, Mode] = weakref.WeakKeyDictionary
 
 
 def mode_of(interceptor: Interceptor) -> Mode:
-    """Returns how programs are staged for an interceptor."""
+    """Return how programs are staged for an interceptor."""
     return _MODES.get(interceptor, Mode())
 
 
 def widen_mode(interceptor: Interceptor, nested: bool) -> None:
-    """Lets handlers be asked early, from now on; in the traces of nested functions too."""
+    """Let handlers be asked early, from now on; in the traces of nested functions too."""
     by_path = nested or mode_of(interceptor).by_path
     _MODES[interceptor] = Mode(True, by_path)
 
@@ -54,6 +55,7 @@ class Tapping:
         interceptor: the targets and their handlers.
         rewrap: wraps another function with the same interceptor.
         mode: see ``Mode``.
+        observe: makes an observer of what is staged for them later.
 
     Attributes:
         owner: what tells its markers from others': equal for those that share JAX's traces.
@@ -64,6 +66,7 @@ class Tapping:
         interceptor: Interceptor,
         rewrap: Callable[[Callable[..., Any]], Callable[..., Any]],
         mode: Mode,
+        observe: Callable[[Tapping], Any],
     ):
         self.rewrap = rewrap
         self.mode = mode
@@ -76,10 +79,17 @@ class Tapping:
         self.owner = self.taps.key
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
-        self.tasks = Tasks(self.primitives, self.owner)
+        self._observe = observe
+        self.tasks = Tasks(self.primitives, self.owner, Expansions(self.run))
         self.memo = Memo(interceptor.resolve_origin)
         self.markers = Markers(self.owner)
         self.mapped: dict[Hashable, Staged] = {}
+
+    def run(self, fn: Callable[..., Any], args: tuple) -> Any:
+        """Call a function with what it calls staged as the program is."""
+        if self.taps.holds():
+            return fn(*args)
+        return self.taps.run(fn, args, {}, observer=self._observe(self))
 
 
 def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +98,7 @@ def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) 
 
 @functools.lru_cache(maxsize=256)
 def _interned(context: Hashable) -> object:
-    """Returns an object that stands for JAX's configuration: one that is hashed fast."""
+    """Return an object that stands for JAX's configuration: one that is hashed fast."""
     return object()
 
 
@@ -117,7 +127,7 @@ class Session:
         self.tapping = tapping
         self.numbers = Numbers() if numbers is None else numbers
         self.context = _interned(compat.trace_context())
-        self.is_observed = bool(getattr(Taps.state(), "observed", False))
+        self.is_observed = Taps.is_observed()
         self.finished = False
         self.origin: Callable[[int], Origin] = _no_origin
         self.asked: list[tuple[int, Key, int]] = []
@@ -128,7 +138,7 @@ class Session:
         return self.tapping.interceptor
 
     def reach(self, position: int) -> None:
-        """Counts the operations whose handlers were asked before an equation of the program.
+        """Count the operations whose handlers were asked before an equation of the program.
 
         Args:
             position: of the equation, as the program is interpreted.
@@ -138,5 +148,5 @@ class Session:
             self.numbers[key] = max(self.numbers.get(key, 0), number + 1)
 
     def counting(self, numbers: Numbers) -> Session:
-        """Returns a session for what happens later, or instead."""
+        """Return a session for what happens later, or instead."""
         return Session(self.tapping, numbers)

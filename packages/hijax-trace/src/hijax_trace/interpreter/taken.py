@@ -14,7 +14,7 @@ from ..proxy.array_proxy import ArrayProxy, Lost, stepped
 
 
 def leaves_of(proxies: Sequence[ArrayProxy]) -> list[Any]:
-    """Returns the arrays of all of them."""
+    """Return the arrays of all of them."""
     return jax.tree.leaves(list(proxies))
 
 
@@ -44,18 +44,18 @@ class Taken:
         return leaves_of(self.proxies[self.whole :])
 
     def avals(self) -> tuple[list[Any], list[Any]]:
-        """Returns the types of the body's new inputs, before and after its own."""
+        """Return the types of the body's new inputs, before and after its own."""
         trailing = [compat.step_type(compat.typeof(value)) for value in self.trailing]
         return [compat.typeof(value) for value in self.leading], trailing
 
     def key(self) -> tuple:
-        """Returns what they have in common with others that a body does the same with."""
+        """Return what they have in common with others that a body does the same with."""
         leading, trailing = self.avals()
         structure = jax.tree.structure(self.proxies)
         return self.inputs, self.whole, structure, tuple(leading), tuple(trailing)
 
     def inside(self, leading: Sequence[Any], trailing: Sequence[Any]) -> dict[int, ArrayProxy]:
-        """Returns the array proxies in the body, by input, from the values of its new inputs."""
+        """Return the array proxies in the body, by input, from the values of its new inputs."""
         structure = jax.tree.structure(self.proxies)
         found = jax.tree.unflatten(structure, [*leading, *trailing])
         return dict(zip(self.inputs, found, strict=True))
@@ -65,7 +65,7 @@ NONE_TAKEN = Taken()
 
 
 def taken(body: Body, proxies: Mapping[int, ArrayProxy]) -> Taken:
-    """Returns which array proxies of an equation's operands a body can take.
+    """Return which array proxies of an equation's operands a body can take.
 
     Args:
         body: the body.

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from interception_core.engine_api import AHEAD, SETTLED
 
 from .. import compat
-from ..dataflow.holders import CUSTOM_CALLS, holder_of
+from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
 from .frames import Key, Numbers
+from .hi_prims import Expansions
 
 OURS = "jaxtap."
 """Begins all name scopes that are no part of the program."""
@@ -75,9 +76,16 @@ class Tasks:
     Args:
         primitives: the primitives that it targets, with names and handlers.
         owner: its markers are asked, those of others kept.
+        expansions: what HiPrims are in other operations.
     """
 
-    def __init__(self, primitives: Mapping[Any, tuple[str, Any]], owner: Hashable):
+    def __init__(
+        self,
+        primitives: Mapping[Any, tuple[str, Any]],
+        owner: Hashable,
+        expansions: Expansions,
+    ):
+        self._expansions = expansions
         self._primitives = primitives
         self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
         self._owner = owner
@@ -86,29 +94,36 @@ class Tasks:
         )
 
     def tasks(self, jaxpr: Any) -> list[Task]:
-        """Returns what to do with the equations of a jaxpr."""
+        """Return what to do with the equations of a jaxpr."""
         return self._plan(jaxpr)[0]
 
     def wants(self, jaxpr: Any) -> bool:
-        """Returns whether there is anything in it, at any depth, that is not just passed."""
+        """Return whether there is anything in it, at any depth, that is not just passed."""
         return self._plan(jaxpr)[1]
 
+    def holder(self, primitive: Any, params: dict[str, Any]) -> Holder | None:
+        """Return how to take an equation apart, or None if it holds no part of the program."""
+        if primitive is not compat.call_hi_primitive_p:
+            return holder_of(primitive, params)
+        expansion = self._expansions.of(params["_prim"])
+        return None if expansion is None else expansion.holder()
+
     def enters(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
-        """Returns whether a primitive holds anything that is not just passed."""
-        holder = holder_of(primitive, params)
+        """Return whether a primitive holds anything that is not just passed."""
+        holder = self.holder(primitive, params)
         if holder is None:
             return False
         return any(self.wants(body.jaxpr) for body in holder.bodies(params, operands))
 
     def wants_call(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
-        """Returns whether a primitive that is about to be bound is not just passed."""
+        """Return whether a primitive that is about to be bound is not just passed."""
         if primitive in self._primitives or self.enters(primitive, params, operands):
             return True
         marker = marker_in(primitive, params)
         return marker is not None and marker.owner == self._owner
 
     def counted(self, eqn: Any) -> dict[Key, int]:
-        """Returns how many operations an equation is, at most: if all is let run."""
+        """Return how many operations an equation is, at most: if all is let run."""
         task = self.task(eqn)
         base = tuple(task.scopes)
         if task.settled or task.do is Do.PASS:
@@ -118,12 +133,23 @@ class Tasks:
             counts.next("/".join(base), "", self._primitives[eqn.primitive][0])
         elif task.marker is not None:
             counts.next("/".join(base), "", task.marker.op_name)
-        for jaxpr, label in _bodies(eqn):
+        for jaxpr, label in self._bodies(eqn):
             for inner in compat.open_of(jaxpr).eqns:
                 for (path, own, name), number in self.counted(inner).items():
                     path = "/".join(filter(None, (*base, path)))
                     counts.add({(path, own or label, name): number})
         return counts
+
+    def _bodies(self, eqn: Any) -> Iterator[tuple[Any, str]]:
+        """Yield the programs that an equation holds, with their labels."""
+        mapped = mapped_in(eqn.primitive, eqn.params)
+        if mapped is not None:
+            yield mapped.jaxpr, ""
+        elif eqn.primitive in CUSTOM_CALLS:
+            yield eqn.params["call_jaxpr"], ""
+        elif (holder := self.holder(eqn.primitive, eqn.params)) is not None:
+            for body in holder.bodies(eqn.params, compat.operand_count(eqn)):
+                yield body.jaxpr, body.label
 
     def _plan(self, jaxpr: Any) -> tuple[list[Task], bool]:
         jaxpr = compat.open_of(jaxpr)
@@ -138,7 +164,7 @@ class Tasks:
         return plan
 
     def task(self, eqn: Any) -> Task:
-        """Returns what to do with one equation, staged or being staged."""
+        """Return what to do with one equation, staged or being staged."""
         primitive, mapped = eqn.primitive, mapped_in(eqn.primitive, eqn.params)
         # JAX's rule for the call, or an engine within it, has put its own scopes there.
         stack = eqn.source_info.name_stack if mapped is None else mapped.stack
@@ -172,7 +198,7 @@ class Tasks:
 
 
 def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
-    """Marks what a program has computed while it traced a function ahead, and never uses."""
+    """Mark what a program has computed while it traced a function ahead, and never uses."""
     if not any(map(_is_ahead, tasks)):
         return tasks
     used = compat.used_equations(jaxpr)
@@ -189,7 +215,7 @@ def _is_ahead(task: Task) -> bool:
 
 
 def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozenset[str], Any]:
-    """Takes our own scopes out of a name stack."""
+    """Take our own scopes out of a name stack."""
     settled, within, scopes = False, [], []
     for name in names:
         if name.startswith(SETTLED):
@@ -200,15 +226,3 @@ def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozens
             scopes.append(name)
     ours = {name for name in names if name.startswith(OURS)}
     return scopes, settled, frozenset(within), compat.stack_without(stack, ours)
-
-
-def _bodies(eqn: Any) -> Iterator[tuple[Any, str]]:
-    """Yields the programs that an equation holds, with their labels."""
-    mapped = mapped_in(eqn.primitive, eqn.params)
-    if mapped is not None:
-        yield mapped.jaxpr, ""
-    elif eqn.primitive in CUSTOM_CALLS:
-        yield eqn.params["call_jaxpr"], ""
-    elif (holder := holder_of(eqn.primitive, eqn.params)) is not None:
-        for body in holder.bodies(eqn.params, compat.operand_count(eqn)):
-            yield body.jaxpr, body.label

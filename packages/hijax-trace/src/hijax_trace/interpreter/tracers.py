@@ -41,34 +41,34 @@ class Tracers:
         origins: Callable[[int], Origin],
         proxies: Mapping[int, ArrayProxy],
     ) -> None:
-        """Says in which trace the program is staged, on what, and what that is kept as."""
+        """Say in which trace the program is staged, on what, and what that is kept as."""
         self.base = weakref.ref(trace)
         self._variables = {compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
         self._origins = origins
         self._proxies = proxies
 
     def end(self) -> None:
-        """Says that it is."""
+        """Say that it is."""
         self.base, self._origins = _no_trace, None
         self._metadata, self._proxies, self._foreign = {}, {}, set()
 
     def attach(self, value: Any, metadata: Metadata) -> None:
-        """Keeps what a handler attached to a value."""
+        """Keep what a handler attached to a value."""
         self._metadata[id(value)] = value, metadata
 
     def replace(self, value: Any) -> None:
-        """Keeps that a handler has computed a value, and not the program's own operation."""
+        """Keep that a handler has computed a value, and not the program's own operation."""
         while (inner := compat.inner_value(value)) is not None:
             value = inner[0]
         if self._is_here(value):
             self._foreign.add(compat.producer(value)[0])
 
     def metadata(self, value: Any) -> Metadata:
-        """Returns what handlers attached to a value."""
+        """Return what handlers attached to a value."""
         return self._metadata.get(id(value), (None, _NOTHING))[1]
 
     def origin(self, value: Any) -> Origin | None:
-        """Returns which input of the wrapped function a value is."""
+        """Return which input of the wrapped function a value is."""
         inner = compat.inner_value(value)
         if inner is not None:
             value, axis = inner
@@ -98,7 +98,7 @@ class Tracers:
         return None if origin is None else origin.moved(step[1])
 
     def expression(self, value: Any) -> Expression:
-        """Returns how a value is computed, in each example of the maps that it is in."""
+        """Return how a value is computed, in each example of the maps that it is in."""
         axes = []
         while (inner := compat.inner_value(value)) is not None:
             value, axis = inner
@@ -110,7 +110,7 @@ class Tracers:
         return found
 
     def depth(self, values: Sequence[Any]) -> int:
-        """Returns the number of maps and derivatives that values are in, at most."""
+        """Return the number of maps and derivatives that values are in, at most."""
         return max(map(_levels, values), default=0)
 
     def _unmapped(self, value: Any) -> Expression:
@@ -133,7 +133,7 @@ class Tracers:
         return find
 
     def proxy(self, value: Any) -> ArrayProxy | None:
-        """Returns what a value, mapped over or not, is kept as."""
+        """Return what a value, mapped over or not, is kept as."""
         if not self._proxies:
             return None
         # What vmap doesn't map is the value itself; a derivative needs the array.
@@ -228,19 +228,19 @@ class KnownTracers(NamedTuple):
     tracers: Tracers
 
     def origin(self, index: int) -> Origin | None:
-        """Returns which input of the wrapped function it is."""
+        """Return which input of the wrapped function it is."""
         return self.tracers.origin(self.values[index])
 
     def metadata(self, index: int) -> Metadata:
-        """Returns what handlers attached to it."""
+        """Return what handlers attached to it."""
         return self.tracers.metadata(self.values[index])
 
     def proxy(self, index: int) -> ArrayProxy | None:
-        """Returns what it is kept as."""
+        """Return what it is kept as."""
         return self.tracers.proxy(self.values[index])
 
     def expression(self, index: int) -> Expression:
-        """Returns how it is computed."""
+        """Return how it is computed."""
         return self.tracers.expression(self.values[index])
 
     def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:

@@ -64,7 +64,7 @@ class Watcher:
         )
 
     def _map(self, call: Any, packed: Packed) -> Any:
-        """Stages the call of a function under the program's own vmap."""
+        """Stage the call of a function under the program's own vmap."""
         values, key = packed.arrays, key_of(self.session.context, call.site, packed)
         found = None if key is None else self.session.tapping.mapped.get(key)
         if found is None:
@@ -89,7 +89,7 @@ class Watcher:
         return body
 
     def keep(self, trace: Any) -> None:
-        """Lets ``trace`` keep the calls of jitted functions that JAX would inline.
+        """Let ``trace`` keep the calls of jitted functions that JAX would inline.
 
         They are inlined when the program is run again. Until then they are one equation that
         JAX knows already: its derivative, too, is made once for all such calls.
@@ -97,7 +97,7 @@ class Watcher:
         self._keeping.add(trace)
 
     def keeps(self, trace: Any) -> bool:
-        """Returns whether ``trace`` does."""
+        """Return whether ``trace`` does."""
         return trace in self._keeping
 
     def bind(

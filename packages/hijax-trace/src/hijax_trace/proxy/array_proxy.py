@@ -230,7 +230,7 @@ def follow(
 
 
 def stepped(proxy: ArrayProxy, axis: int) -> ArrayProxy:
-    """Returns a proxy of which each step, along the first axis, has a part.
+    """Return a proxy of which each step, along the first axis, has a part.
 
     Args:
         proxy: the whole.

@@ -13,7 +13,7 @@ from .moves import Move, MoveError, numbers_of
 
 
 def leading(how: Move, count: int) -> Move:
-    """Returns the move of the first axes alone, for arrays that have others after them.
+    """Return the move of the first axes alone, for arrays that have others after them.
 
     Raises:
         MoveError: the primitive moves along the other axes, too.
@@ -30,7 +30,7 @@ def leading(how: Move, count: int) -> Move:
 
 
 def _first(name: str) -> Callable[[Move, int], dict[str, Any] | None]:
-    """Returns the rule for a parameter that is the axis along which a primitive moves."""
+    """Return the rule for a parameter that is the axis along which a primitive moves."""
     return lambda how, count: {} if how.params[name] < count else None
 
 

@@ -49,7 +49,7 @@ class Move(NamedTuple):
 
 
 def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
-    """Moves arrays as a primitive moves those that they belong to.
+    """Move arrays as a primitive moves those that they belong to.
 
     Args:
         how: the equation.
@@ -67,7 +67,7 @@ def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> l
 
 
 def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], bool]) -> list[int]:
-    """Returns which operands of a primitive are moved to its results."""
+    """Return which operands of a primitive are moved to its results."""
     if primitive in ("concatenate", "stack"):
         return list(range(len(operands)))
     if primitive == "select_n":
@@ -130,7 +130,7 @@ def _reshape(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) 
 
 
 def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
-    """Returns the numbers of scales along the axes of a new shape, None where they don't follow.
+    """Return the numbers of scales along the axes of a new shape, None where they don't follow.
 
     In row-major order an axis is ``groups`` indices, along which the scale varies, over a tile
     along which it doesn't. The new axes cut this sequence of factors in other places, and each may
@@ -177,7 +177,7 @@ def _cut(how: Move, x: jax.Array, bounds: Sequence[tuple[int, int, int]]) -> jax
 def _bounds(
     how: Move, x: jax.Array, axis: int, bound: tuple[int, int, int]
 ) -> tuple[int, int, int]:
-    """Returns the slice of the scales along an axis, for a slice of the elements."""
+    """Return the slice of the scales along an axis, for a slice of the elements."""
     (start, limit, step), size, groups = bound, how.shape[axis], x.shape[axis]
     if groups == size:
         return bound
@@ -211,7 +211,7 @@ def _dynamic_slice(
 
 
 def _window(how: Move, x: jax.Array, axis: int, start: Any, size: int) -> tuple[Any, int]:
-    """Returns where the scales of a part of an axis begin, and how many they are."""
+    """Return where the scales of a part of an axis begin, and how many they are."""
     full, groups, tile = how.shape[axis], x.shape[axis], _tile(how, x, axis)
     if groups == full:
         return start, size
@@ -261,21 +261,21 @@ def _gather(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -
 
 
 def numbers_of(how: Move) -> lax.GatherDimensionNumbers:
-    """Returns the axes of a gather, as ints."""
+    """Return the axes of a gather, as ints."""
     # vmap's rule computes them with NumPy.
     numbers = how.params["dimension_numbers"]
     return type(numbers)(*(tuple(map(int, axes)) for axes in numbers))
 
 
 def _spread(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Gives each element of an axis a scale of its own."""
+    """Give each element of an axis a scale of its own."""
     return x if x.shape[axis] == size else jnp.repeat(x, size // x.shape[axis], axis=axis)
 
 
 def _filled(
     how: Move, found: jax.Array, indices: Any, offsets: Sequence[int], is_whole: bool
 ) -> jax.Array:
-    """Puts NaN where an index was out of bounds, if the program has it there."""
+    """Put NaN where an index was out of bounds, if the program has it there."""
     if how.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return found
     fill = how.params["fill_value"]
@@ -381,7 +381,7 @@ def _select(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -
 
 
 def is_zero(value: Any) -> bool:
-    """Returns whether a value is known now, and all of it is zero."""
+    """Return whether a value is known now, and all of it is zero."""
     return not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value))
 
 

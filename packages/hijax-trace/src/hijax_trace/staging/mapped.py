@@ -55,7 +55,7 @@ class Mapped:
     stack: Any
 
     def origin(self, index: int, resolve: Resolve, aval: Any) -> Origin | None:
-        """Returns which input of the program an operand is inside of the maps.
+        """Return which input of the program an operand is inside of the maps.
 
         Args:
             index: of the operand.
@@ -72,7 +72,7 @@ class Mapped:
     def expressions(
         self, outside: Sequence[Express] | None, jaxpr: Any, depth: int
     ) -> list[Express] | None:
-        """Returns how the operands are computed inside of the maps.
+        """Return how the operands are computed inside of the maps.
 
         Args:
             outside: how they are outside.
@@ -102,7 +102,7 @@ class Mapped:
         values: Sequence[Any],
         proxies: Mapping[int, ArrayProxy],
     ) -> list[Any]:
-        """Runs ``fn`` in place of the jaxpr, mapped.
+        """Run ``fn`` in place of the jaxpr, mapped.
 
         Args:
             fn: called once with the operands and array proxies of one example. Returns its results.
@@ -142,7 +142,7 @@ class MappedName(str):
 
 
 def mapped_in(primitive: Any, params: dict[str, Any]) -> Mapped | None:
-    """Returns what an equation has mapped, or None for any other.
+    """Return what an equation has mapped, or None for any other.
 
     One that was differentiated, or mapped once more, is an ordinary call of that name.
     """
@@ -153,14 +153,14 @@ def mapped_in(primitive: Any, params: dict[str, Any]) -> Mapped | None:
 
 
 def is_being_mapped(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether a call is one that JAX is to map now."""
+    """Return whether a call is one that JAX is to map now."""
     if primitive is not compat.jit_p or type(params["name"]) is not MappedName:
         return False
     return params["name"].mapped is None
 
 
 def can_map(trace: Any, values: Sequence[Any]) -> bool:
-    """Returns whether ``trace`` stages a program, below nothing but maps over axes of arrays."""
+    """Return whether ``trace`` stages a program, below nothing but maps over axes of arrays."""
     traces = compat.maps_above_staging(trace)
     for one in traces:
         values, axes = _peel(values, one)
@@ -184,14 +184,14 @@ class Staged(NamedTuple):
 
 
 def staged(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Staged:
-    """Stages ``fn``, called with values like ``values``, which returns a flat list."""
+    """Stage ``fn``, called with values like ``values``, which returns a flat list."""
     info = compat.named_info(name)
     jaxpr, consts = compat.stage(fn, [compat.typeof(value) for value in values], info)
     return Staged(*hoisted(jaxpr, consts))
 
 
 def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
-    """Makes a call in the current trace, for which ``can_map`` holds. Returns its results."""
+    """Make a call in the current trace, for which ``can_map`` holds. Return its results."""
     called, stack = MappedName(name), compat.current_stack()
     called.mapped = None
     ins = [*call.more, *values]
@@ -211,6 +211,6 @@ def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
 
 
 def _peel(values: Sequence[Any], trace: Any) -> tuple[list[Any], list[Any]]:
-    """Returns what values of a map stand for, and the axes along which they are mapped."""
+    """Return what values of a map stand for, and the axes along which they are mapped."""
     pairs = [compat.unmapped(value, trace) for value in values]
     return [value for value, _ in pairs], [axis for _, axis in pairs]

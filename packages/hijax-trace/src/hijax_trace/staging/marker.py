@@ -57,22 +57,22 @@ class Packed:
             self._places.append(seen[id(leaf)])
 
     def build(self, arrays: Sequence[Any]) -> Any:
-        """Returns the pytree with other arrays."""
+        """Return the pytree with other arrays."""
         rest = iter(self.rest)
         leaves = [next(rest) if place is None else arrays[place] for place in self._places]
         return jax.tree.unflatten(self.treedef, leaves)
 
     def leaf_of(self, index: int) -> int:
-        """Returns the number of the leaf that array ``index`` is first found at."""
+        """Return the number of the leaf that array ``index`` is first found at."""
         return self._first[index]
 
     def forget(self) -> list[Any]:
-        """Lets go of the arrays. Returns them."""
+        """Let go of the arrays. Return them."""
         arrays, self.arrays = self.arrays, []
         return arrays
 
     def key(self) -> tuple | None:
-        """Returns a hashable that is equal where all but the arrays is; None if there's none."""
+        """Return a hashable that is equal where all but the arrays is; None if there's none."""
         key = (self.treedef, tuple(self._places), tuple((type(x), x) for x in self.rest))
         try:
             hash(key)
@@ -82,7 +82,7 @@ class Packed:
 
 
 def is_plain(tree: Any) -> bool:
-    """Returns whether a call's arguments can be told by their arrays and constants.
+    """Return whether a call's arguments can be told by their arrays and constants.
 
     Other objects (a bound flax module, a closure) may hold values of the trace that the program
     is staged in, or be changed by the call.
@@ -179,14 +179,14 @@ class MarkerName(str):
 
     @classmethod
     def of(cls, marker: Marker, jaxpr: Any) -> MarkerName:
-        """Returns the name of the call of ``jaxpr`` that ``marker`` is."""
+        """Return the name of the call of ``jaxpr`` that ``marker`` is."""
         name = cls(marker.op_name)
         name.jaxpr, name.marker = weakref.ref(jaxpr), marker
         return name
 
 
 def marker_of(eqn: Any) -> Marker | None:
-    """Returns the marker that an equation is, or None for any other.
+    """Return the marker that an equation is, or None for any other.
 
     A marker that was differentiated or batched is an ordinary call of that name.
     """
@@ -194,7 +194,7 @@ def marker_of(eqn: Any) -> Marker | None:
 
 
 def marker_in(primitive: Any, params: dict[str, Any]) -> Marker | None:
-    """Returns the same of what is about to be an equation."""
+    """Return the same of what is about to be an equation."""
     if primitive is not compat.jit_p:
         return None
     name = params["name"]
@@ -224,7 +224,7 @@ class Markers:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Stages one call. Returns its result.
+        """Stage one call. Return its result.
 
         Args:
             context: what stands for JAX's configuration.
@@ -276,7 +276,7 @@ class Markers:
 
 
 def key_of(context: Hashable, site: Any, packed: Packed) -> Hashable | None:
-    """Returns what equal calls of a function have in common that do the same; None if unknown.
+    """Return what equal calls of a function have in common that do the same; None if unknown.
 
     Args:
         context: what stands for JAX's configuration.
@@ -291,7 +291,7 @@ def key_of(context: Hashable, site: Any, packed: Packed) -> Hashable | None:
 
 
 def _is_pure(subject: Any, packed: Packed) -> bool:
-    """Returns whether equal calls of a function do the same, as JAX's own do, and jitted ones.
+    """Return whether equal calls of a function do the same, as JAX's own do, and jitted ones.
 
     Others may depend on what they close over or are bound to, and those that are given
     functions on what these do.
@@ -308,7 +308,7 @@ def _is_jaxs(subject: Any) -> bool:
 def hoisted(
     jaxpr: Any, consts: list[Any], always: bool = False, is_open: bool = False
 ) -> tuple[Any, list[Any]]:
-    """Returns a jaxpr, closed unless ``is_open``, and the values of its new leading inputs.
+    """Return a jaxpr, closed unless ``is_open``, and the values of its new leading inputs.
 
     Those are the constants, if one of them is no plain array (but a value of a trace, or a Ref),
     or ``always``.
@@ -321,7 +321,7 @@ def hoisted(
 
 
 def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[Any]) -> list[Any]:
-    """Returns the arrays of a handler's result.
+    """Return the arrays of a handler's result.
 
     Raises:
         TargetError: the result is not of the structure, shapes and dtypes of the original's,
@@ -341,7 +341,7 @@ def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[An
 
 
 def check_value(call: OpCall, value: Any, aval: Any) -> None:
-    """Raises TargetError unless ``value`` has the shape and dtype of ``aval``."""
+    """Raise TargetError unless ``value`` has the shape and dtype of ``aval``."""
     if not compat.is_jax_type(value):
         raise TargetError(
             f"The handler of {call.op_id} returned {value!r}, which is no array. Return an array "

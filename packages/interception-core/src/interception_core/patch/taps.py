@@ -49,9 +49,10 @@ class Taps:
         self._resolved: Resolved | None = None
 
     @staticmethod
-    def state() -> Any:
-        """Returns what is active on this thread."""
-        return CONTEXT.value
+    def is_observed() -> bool:
+        """Return whether an observer looks on at what is active on this thread."""
+        state = CONTEXT.value
+        return isinstance(state, Scope) and state.observed
 
     def holds(self) -> bool:
         """Returns whether an equal interceptor is active on this thread."""

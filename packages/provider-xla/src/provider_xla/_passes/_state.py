@@ -86,7 +86,7 @@ class Weight:
     def stored(self) -> Any:
         """Returns it as ``plan.apply`` takes it."""
         q = self.quantized().astype(self.plan.dtype)
-        q = qn.pack(q) if qn.get_qtype(q.qtype).bits in (3, 5, 6, 7) else q
+        q = qn.pack(q) if qn.get_qtype(q.qtype).packable else q
         if not self.steps:
             return q
 

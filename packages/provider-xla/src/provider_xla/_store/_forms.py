@@ -309,7 +309,7 @@ def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | Non
         if granularity is not None:
             scale = _coarser(q.scale, granularity.scale_shape(q.shape))
             q = dataclasses.replace(q, scale=scale)
-        return qn.pack(q) if qn.get_qtype(q.qtype).bits in PACKED_BITS else q
+        return qn.pack(q) if qn.get_qtype(q.qtype).packable else q
 
     try:
         abstract = jax.eval_shape(codes, weight)

@@ -1,0 +1,228 @@
+"""HiPrims: operations that say in Python what they are in others, entered like a jitted function.
+
+``Expansions`` stages what a HiPrim expands to, with the targets tapped, so that it can be
+re-interpreted. ``TappedPrim`` expands to the result of that. Its other rules are the HiPrim's own,
+run with their operations tapped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .. import compat
+from ..dataflow.holders import SAME, Body, Holder
+from ..hi.mapped_prim import MappedPrim
+from ..staging.marker import NUMBERS, NUMPY, Packed
+
+Run = Callable[[Callable[..., Any], tuple], Any]
+"""Calls a function with a tuple of arguments, and the targets tapped."""
+Rule = Callable[[Callable[..., Any], int, tuple], Any]
+"""``rule(fn, first, args)`` calls a rule with its operations tapped. The leaves of ``args`` from
+``first`` on are the HiPrim's operands."""
+
+
+class Expansion:
+    """What a HiPrim is in other operations.
+
+    Args:
+        prim: the HiPrim.
+        run: how to call its ``expand``.
+
+    Attributes:
+        jaxpr: closed; of the arrays that the operands consist of.
+    """
+
+    def __init__(self, prim: Any, run: Run):
+        avals = [lo for aval in prim.in_avals_flat for lo in compat.lo_types(aval)]
+        expand = functools.partial(run, prim.expand)
+        flat = functools.partial(_expanded, prim, lambda *args: expand(args))
+        info = compat.named_info(type(prim).__name__)
+        self.jaxpr = compat.with_consts(*compat.stage(flat, avals, info))
+        # What an operand of a high-level type consists of is no operand.
+        self._inputs = tuple(
+            None if aval.is_high else i
+            for i, aval in enumerate(prim.in_avals_flat)
+            for _ in compat.lo_types(aval)
+        )
+        self._results = "carry" if any(aval.is_high for aval in prim.out_avals_flat) else "same"
+
+    def holder(self) -> Holder:
+        """Return how to take the HiPrim's application apart."""
+        body = Body(self.jaxpr, self._inputs, (SAME,) * len(self._inputs))
+        return Holder(
+            lambda params, operands: [body],
+            lambda params, jaxprs, extra: params,  # a TappedPrim needs more than that
+            lambda params: [0],
+            self._results,
+        )
+
+
+def _expanded(prim: Any, expand: Callable[..., Any], *arrays: Any) -> list[Any]:
+    """Return the arrays that the results consist of, from those that the operands do."""
+    given = iter(arrays)
+    values = [
+        compat.raised(aval, list(itertools.islice(given, len(compat.lo_types(aval)))))
+        for aval in prim.in_avals_flat
+    ]
+    results = prim.out_tree.flatten_up_to(expand(*jax.tree.unflatten(prim.in_tree, values)))
+    pairs = zip(prim.out_avals_flat, results, strict=True)
+    return [array for aval, value in pairs for array in compat.lowered(aval, value)]
+
+
+class Expansions:
+    """What HiPrims are in other operations, each staged once.
+
+    Args:
+        run: how to call their ``expand``.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        # By identity: those that are equal may have operands of other types.
+        self._known: dict[int, tuple[weakref.ref[Any], Expansion | None]] = {}
+
+    def of(self, prim: Any) -> Expansion | None:
+        """Return what a HiPrim is in other operations, or None if it is not a composition."""
+        number = id(prim)
+        if number not in self._known:
+            forget = functools.partial(_forget, weakref.ref(self), number)
+            found = Expansion(prim, self._run) if _can_expand(prim) else None
+            self._known[number] = weakref.ref(prim, forget), found
+        return self._known[number][1]
+
+    def forget(self, number: int) -> None:
+        """Let go of what a HiPrim was, when it is gone."""
+        del self._known[number]
+
+
+def _forget(expansions: weakref.ref[Expansions], number: int, _: Any) -> None:
+    known = expansions()
+    if known is not None:
+        known.forget(number)
+
+
+def _can_expand(prim: Any) -> bool:
+    # What custom_root derives of its function is a derivative, not a part of the program.
+    if not compat.expands(prim) or type(prim) in (TappedPrim, MappedPrim, compat.ROOT_DERIVATIVE):
+        return False
+    avals = [*prim.in_avals_flat, *prim.out_avals_flat]
+    if any(map(compat.is_changeable, avals)):
+        return False
+    return not (prim.effects and any(aval.is_high for aval in avals))
+
+
+class TappedPrim(compat.HiPrimBase):
+    """A HiPrim with handlers' work in it.
+
+    Args:
+        prim: the HiPrim.
+        jaxpr: what it expands to; its first inputs are the new operands.
+        extra: how many these are.
+        rule: how to call its derivative rules.
+    """
+
+    prim: Any
+
+    def __init__(self, prim: Any, jaxpr: Any, extra: int, rule: Rule):
+        jaxpr_avals = [var.aval for var in compat.open_of(jaxpr).invars[:extra]]
+        self.in_avals = (tuple(jaxpr_avals), *prim.in_avals)
+        self.out_aval = prim.out_aval
+        self.effects = compat.positional_effects(jaxpr)
+        self.skip_linearization_on_zero_tangents = getattr(
+            prim, "skip_linearization_on_zero_tangents", False
+        )
+        self.params = {"prim": prim, "_program": _Program(jaxpr, rule)}
+        super().__init__()
+
+    def expand(self, extra: tuple[Any, ...], *args: Any) -> Any:
+        """Return the results, with handlers' work in them."""
+        prim = self.prim
+        arrays = [
+            array
+            for aval, value in zip(
+                prim.in_avals_flat, prim.in_tree.flatten_up_to(args), strict=True
+            )
+            for array in compat.lowered(aval, value)
+        ]
+        found = iter(compat.as_function(self._program.jaxpr)(*extra, *arrays))
+        results = [
+            compat.raised(aval, list(itertools.islice(found, len(compat.lo_types(aval)))))
+            for aval in prim.out_avals_flat
+        ]
+        return jax.tree.unflatten(self.out_tree, results)
+
+    def jvp(self, primals: Any, tangents: Any) -> Any:
+        """Return the results and their tangents."""
+        return self._program.rule(self.prim.jvp, 0, (primals[1:], tangents[1:]))
+
+    def lin(self, nzs_in: Any, *primals: Any) -> Any:
+        """Return the results, and the residuals of ``linearized``."""
+        return self._program.rule(self.prim.lin, self._count, (nzs_in[1:], *primals[1:]))
+
+    def vjp_fwd(self, nzs_in: Any, *primals: Any) -> Any:
+        """Return the results, and the residuals of ``vjp_bwd``."""
+        return self._program.rule(self.prim.vjp_fwd, self._count, (nzs_in[1:], *primals[1:]))
+
+    def linearized(self, *given: Any) -> Any:
+        """Return the tangents of the results."""
+        places = len(self.in_avals)
+        residuals, tangents = given[:-places], given[-places + 1 :]
+        return self._linearized(*residuals, *tangents)
+
+    def _linearized(self, *given: Any) -> Any:
+        return self._program.rule(self.prim.linearized, -1, given)
+
+    def vjp_bwd(self, *given: Any) -> Any:
+        """Add the cotangents of the operands to their accumulators."""
+        places = len(self.in_avals)
+        residuals, accums = given[:-places], given[-places + 1 :]
+        # A backward rule may transpose the linear one, whose operations are the program's.
+        prim = copy.copy(self.prim)
+        prim.linearized = self._linearized
+        return prim.vjp_bwd(*residuals, *accums)
+
+    def transpose(self, out_ct: Any, *maybe_accums: Any) -> Any:
+        """Add the cotangents of the operands that it is linear in to their accumulators."""
+        return self.prim.transpose(out_ct, *maybe_accums[1:])
+
+    def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
+        """Return the results under ``vmap``, and their mapped axes."""
+        mapped = MappedPrim(self, axis_data, dims)
+        return mapped(*args), mapped.out_dims
+
+    @property
+    def _count(self) -> int:
+        return len(self.prim.in_avals_flat)
+
+
+class _Program:
+    """What a tapped HiPrim expands to, and how to call its rules. Equal to itself alone."""
+
+    def __init__(self, jaxpr: Any, rule: Rule):
+        self.jaxpr = jaxpr
+        self.rule = rule
+
+
+def staged_rule(
+    fn: Callable[..., Any], args: tuple, run: Run
+) -> tuple[Packed, Packed, Any, list[Any]]:
+    """Return a rule's arguments and result, taken apart, and the jaxpr and constants between."""
+    packed = Packed(args, ())
+    result: Packed | None = None
+
+    def flat(*arrays: Any) -> Sequence[Any]:
+        nonlocal result
+        result = Packed(run(fn, packed.build(arrays)), NUMPY + NUMBERS)
+        return result.forget()
+
+    info = compat.named_info(getattr(fn, "__name__", "rule"))
+    jaxpr, consts = compat.stage(flat, [compat.typeof(x) for x in packed.arrays], info)
+    assert result is not None
+    return packed, result, jaxpr, consts
