@@ -533,7 +533,8 @@ def test_what_stays_float_is_told():
 def test_integers_and_scalars_are_no_problem():
     def model(p, x, ids):
         counts = jax.nn.one_hot(ids, 8, dtype=jnp.int32) @ jnp.ones((8, 3), jnp.int32)
-        return jnp.dot(jnp.float32(2), x @ p) + counts.sum().astype(jnp.float32)
+        scaled = jax.vmap(lambda w, y: jnp.dot(w, y))(p[0], x[0, :6])
+        return jnp.dot(jnp.float32(2), x @ p) + scaled + counts.sum().astype(jnp.float32)
 
     plan = PtqProvider([W8A8], strict=True).plan(model, draw((8, 6))[0], jnp.ones((4, 8)), IDS)
     assert {op.reason for op in plan.ops if not op.quantized} == {

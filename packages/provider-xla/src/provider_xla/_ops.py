@@ -23,14 +23,23 @@ class StaysFloat(Exception):
 
     Attributes:
         in_parts: whether the operations that it consists of can be.
-        is_common: whether programs are full of such calls, on integers, masks or scalars, and
-            nobody expects a rule to quantize them.
+        is_common: whether it is of integers, or something else than arrays: no fault unless a
+            parameter stays float because of it.
+        is_scaling: whether it multiplies by a scalar: no fault.
     """
 
-    def __init__(self, reason: str, *, in_parts: bool = False, is_common: bool = False):
+    def __init__(
+        self,
+        reason: str,
+        *,
+        in_parts: bool = False,
+        is_common: bool = False,
+        is_scaling: bool = False,
+    ):
         super().__init__(reason)
         self.in_parts = in_parts
         self.is_common = is_common
+        self.is_scaling = is_scaling
 
 
 class Reading(NamedTuple):
@@ -156,7 +165,7 @@ def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
         if jnp.result_type(value) not in qn.FLOAT_DTYPES:
             raise StaysFloat(f"an operand is {value.dtype}", is_common=True)
         if value.ndim == 0:
-            raise StaysFloat("an operand is a scalar", is_common=True)
+            raise StaysFloat("an operand is a scalar", is_scaling=True)
     lhs, rhs = values  # as they are: a weight is known by its identity
     return lhs, rhs
 

@@ -240,8 +240,7 @@ class Sites:
         if reading is None:
             assert reason is not None
             wrong = rule is not None and not reason.in_parts and rule.is_acting
-            # Integers and scalars are a fault only where a parameter stays float because of them.
-            wrong = wrong and (has_weight or not reason.is_common)
+            wrong = wrong and not reason.is_scaling and (has_weight or not reason.is_common)
             # What is seen in parts uses its parameters there.
             weights = () if reason.in_parts else among.found
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)

@@ -26,9 +26,6 @@ QUANTIZED = ("qarray", "packed", "transformed")
 CARRIER = "carrier"
 """The kind of a parameter with derived weights beside it."""
 
-PACKED_BITS = (3, 5, 6, 7)
-"""Bits of codes that are kept as a ``PackedQArray``."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
