@@ -72,8 +72,8 @@ def plan_maker(fn, params, example, before=()):
 
 def digits():
     """Both models of ``jaxtap demo``, on the images that they weren't trained on."""
-    from provider_xla._demo._models import MODELS
-    from provider_xla._demo._training import Digits, train
+    from provider_xla.demo.models import MODELS
+    from provider_xla.demo.training import Digits, train
 
     print("| model | tiles | weights | bits | error, test images | accuracy | same digit |")
     print("| --- " * 7 + "|")
@@ -171,7 +171,7 @@ def estimates():
     from examples.minilm import model
     from examples.minilm.rules import ATTENTION
 
-    from provider_xla._probe import probe
+    from provider_xla.measure.probe import probe
 
     params, calibration, evaluation = halves()
     score = score_sentences(params, evaluation)

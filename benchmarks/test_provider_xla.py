@@ -148,7 +148,7 @@ plan = PtqProvider([QuantizationRule(weight_qtype="int8")]).plan(
     model, [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 16, x)
 one = jnp.ones((4096, 4096))
 plan.weights["args[0][0]"].check_finite(one)
-from provider_xla._weights import quantize_leaf
+from provider_xla.plan.weight import quantize_leaf
 quantize_leaf(plan.weights["args[0][0]"], one)
 del one
 ws = [jax.block_until_ready(jnp.full((4096, 4096), i + 1.0)) for i in range(16)]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from provider_xla import QtProvider, QtRule
-from provider_xla._demo._models import MODELS
-from provider_xla._demo._training import Digits, train
+from provider_xla.demo.models import MODELS
+from provider_xla.demo.training import Digits, train
 
 SEED = 0
 RULES = {

@@ -22,7 +22,7 @@ from provider_xla import (
     QuantizationError,
     QuantizationRule,
 )
-from provider_xla._run import quantized_product
+from provider_xla.run.product import quantized_product
 
 pytestmark = pytest.mark.sample(2)
 

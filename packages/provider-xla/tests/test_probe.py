@@ -7,7 +7,7 @@ import pytest
 
 from jaxtap_testkit.xla_samples import PROGRAMS, make
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule
-from provider_xla._probe import Largest, probe
+from provider_xla.measure.probe import Largest, probe
 
 pytestmark = pytest.mark.sample(2)
 

@@ -2,7 +2,7 @@
 
 import math
 
-from provider_xla._quality import (
+from provider_xla.report.results import (
     Error,
     FloatOp,
     OpQuality,

@@ -7,33 +7,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._adapters.adapter import Adapter, Quantized
-    from ._adapters.model import calibrate_model, model_plan, quantize_model
-    from ._allocate import AllocatedWeight, Allocation
-    from ._errors import QuantizationError, QuantizationWarning
-    from ._lora import LoraPlan
-    from ._passes import Awq, Gptq, Hadamard, Optimized, Pass, PassReport, SmoothQuant, Wanda
-    from ._plan import Plan
-    from ._prepacked import PrepackedWeight
-    from ._ptq import PtqProvider
-    from ._qt import QtProvider
-    from ._quality import QualityReport
-    from ._report import OpRecord, Report
-    from ._rules import QtRule, QuantizationRule
-    from ._store import (
-        Manifest,
-        PlanDiff,
-        Source,
-        StoreError,
-        StoreMismatchError,
-        load,
-        load_extra,
-        quantize_file,
-        read_manifest,
-        save,
-    )
-    from ._transformed import TransformedWeight
-    from ._weights import WeightPlan
+    from .adapters.adapter import Adapter, Quantized
+    from .adapters.model import calibrate_model, model_plan, quantize_model
+    from .allocate.allocation import AllocatedWeight, Allocation
+    from .errors import QuantizationError, QuantizationWarning
+    from .kernels.packed import PrepackedWeight
+    from .lora.plan import LoraPlan
+    from .passes.awq import Awq
+    from .passes.base import Pass
+    from .passes.gptq import Gptq
+    from .passes.optimize import Optimized
+    from .passes.report import PassReport
+    from .passes.rotation import Hadamard
+    from .passes.smoothquant import SmoothQuant
+    from .passes.wanda import Wanda
+    from .plan.plan import Plan
+    from .plan.weight import WeightPlan
+    from .program.record import OpRecord, Report
+    from .report.results import QualityReport
+    from .rules.rule import QtRule, QuantizationRule
+    from .run.ptq import PtqProvider
+    from .run.qt import QtProvider
+    from .run.transformed import TransformedWeight
+    from .store.diff import PlanDiff
+    from .store.errors import StoreError, StoreMismatchError
+    from .store.float_files import Source
+    from .store.load import load, load_extra, read_manifest
+    from .store.manifest import Manifest
+    from .store.quantize_file import quantize_file
+    from .store.save import save
 
 __all__ = [
     "Adapter",
@@ -78,45 +80,45 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Adapter": "_adapters.adapter",
-    "AllocatedWeight": "_allocate",
-    "Allocation": "_allocate",
-    "Awq": "_passes",
-    "Gptq": "_passes",
-    "Hadamard": "_passes",
-    "LoraPlan": "_lora",
-    "Manifest": "_store",
-    "OpRecord": "_report",
-    "Optimized": "_passes",
-    "Pass": "_passes",
-    "PassReport": "_passes",
-    "Plan": "_plan",
-    "PlanDiff": "_store",
-    "PrepackedWeight": "_prepacked",
-    "PtqProvider": "_ptq",
-    "QtProvider": "_qt",
-    "QtRule": "_rules",
-    "QualityReport": "_quality",
-    "QuantizationError": "_errors",
-    "QuantizationRule": "_rules",
-    "QuantizationWarning": "_errors",
-    "Quantized": "_adapters.adapter",
-    "Report": "_report",
-    "SmoothQuant": "_passes",
-    "Source": "_store",
-    "StoreError": "_store",
-    "StoreMismatchError": "_store",
-    "TransformedWeight": "_transformed",
-    "Wanda": "_passes",
-    "WeightPlan": "_weights",
-    "calibrate_model": "_adapters.model",
-    "load": "_store",
-    "load_extra": "_store",
-    "model_plan": "_adapters.model",
-    "quantize_file": "_store",
-    "quantize_model": "_adapters.model",
-    "read_manifest": "_store",
-    "save": "_store",
+    "Adapter": "adapters.adapter",
+    "AllocatedWeight": "allocate.allocation",
+    "Allocation": "allocate.allocation",
+    "Awq": "passes.awq",
+    "Gptq": "passes.gptq",
+    "Hadamard": "passes.rotation",
+    "LoraPlan": "lora.plan",
+    "Manifest": "store.manifest",
+    "OpRecord": "program.record",
+    "Optimized": "passes.optimize",
+    "Pass": "passes.base",
+    "PassReport": "passes.report",
+    "Plan": "plan.plan",
+    "PlanDiff": "store.diff",
+    "PrepackedWeight": "kernels.packed",
+    "PtqProvider": "run.ptq",
+    "QtProvider": "run.qt",
+    "QtRule": "rules.rule",
+    "QualityReport": "report.results",
+    "QuantizationError": "errors",
+    "QuantizationRule": "rules.rule",
+    "QuantizationWarning": "errors",
+    "Quantized": "adapters.adapter",
+    "Report": "program.record",
+    "SmoothQuant": "passes.smoothquant",
+    "Source": "store.float_files",
+    "StoreError": "store.errors",
+    "StoreMismatchError": "store.errors",
+    "TransformedWeight": "run.transformed",
+    "Wanda": "passes.wanda",
+    "WeightPlan": "plan.weight",
+    "calibrate_model": "adapters.model",
+    "load": "store.load",
+    "load_extra": "store.load",
+    "model_plan": "adapters.model",
+    "quantize_file": "store.quantize_file",
+    "quantize_model": "adapters.model",
+    "read_manifest": "store.load",
+    "save": "store.save",
 }
 
 

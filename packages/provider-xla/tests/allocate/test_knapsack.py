@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from provider_xla._allocate._knapsack import choose
+from provider_xla.allocate.knapsack import choose
 
 ITEM = st.lists(
     st.tuples(

@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from provider_xla import PtqProvider, QuantizationRule
-from provider_xla._demo._models import MODELS
-from provider_xla._demo._training import BATCH, Digits
+from provider_xla.demo.models import MODELS
+from provider_xla.demo.training import BATCH, Digits
 
 MODEL = MODELS[1]  # attention
 EPOCHS, SEED = 8, 0

@@ -10,7 +10,7 @@ from jaxtap_testkit import fake_kernels
 from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from jaxtap_testkit.xla_samples import draw
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
-from provider_xla._run import quantized_product
+from provider_xla.run.product import quantized_product
 
 
 @pytest.fixture(autouse=True)

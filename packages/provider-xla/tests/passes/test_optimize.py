@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import provider_xla as xla
-import provider_xla._passes._optimize as driver
+import provider_xla.passes.optimize as driver
 from interception_core import JaxtapError
 from jaxtap_testkit.meshes import line, put
 from jaxtap_testkit.xla_samples import PROGRAMS, draw, make, products

@@ -16,7 +16,7 @@ from provider_xla import (
     TransformedWeight,
     Wanda,
 )
-from provider_xla._probe import Largest, probe
+from provider_xla.measure.probe import Largest, probe
 
 pytestmark = pytest.mark.sample(2)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import provider_xla as xla
 from jaxtap_testkit.store_samples import quantized, same
-from provider_xla._store._seal import BLANK, is_intact, seal
+from provider_xla.store.seal import BLANK, is_intact, seal
 
 TREE = {"w": quantized("int4", (2, 8, 3)), "b": jnp.arange(3.0)}
 
@@ -200,15 +200,15 @@ def test_the_seal():
 
 def test_writing_fails_half_way(tmp_path, monkeypatch):
     """What was there stays, and nothing else is left."""
-    from provider_xla._store import _orbax
-    from provider_xla._store._safetensors import Writer
+    from provider_xla.store import orbax
+    from provider_xla.store.safetensors import Writer
 
     def fail(*args):
         raise KeyboardInterrupt
 
     for name, target, method in (
         ("a.safetensors", Writer, "finish"),
-        ("a", _orbax, "_digest"),
+        ("a", orbax, "_digest"),
     ):
         path = tmp_path / name
         xla.save(path, TREE)

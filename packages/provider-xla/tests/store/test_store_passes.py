@@ -8,7 +8,7 @@ import safetensors.numpy
 
 import provider_xla as xla
 from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, quantized, same
-from provider_xla import _transformed
+from provider_xla.run import transformed
 
 PASSES = {
     "scaled": [xla.SmoothQuant()],
@@ -44,8 +44,8 @@ def test_transformed_weights(path, name):
 
 def test_every_step(path):
     steps = (
-        _transformed.Scaled(jnp.arange(1.0, 65.0)),
-        _transformed.Rotated(jnp.asarray(np.resize([1, -1], 64), jnp.int8), 32),
+        transformed.Scaled(jnp.arange(1.0, 65.0)),
+        transformed.Rotated(jnp.asarray(np.resize([1, -1], 64), jnp.int8), 32),
     )
     inner = quantized("int4", (3, 64, 6))
     tree = [xla.TransformedWeight(inner, steps, (-2,)), xla.TransformedWeight(inner, (), (-2,))]

@@ -1,0 +1,112 @@
+"""Adapter: how the model objects of a framework are taken apart and put together."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from ..plan.plan import Plan
+from ..plan.weight import is_stored
+from ..run.ptq import PtqProvider
+from ..run.qt import QtProvider
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Quantized:
+    """How a model object is quantized: what its methods run under.
+
+    Attributes:
+        provider: the provider.
+        plan: what it does to the model; None where it was made without example inputs.
+        methods: names of the methods that are quantized.
+        statistics: the ranges of activations with a static one, or None.
+    """
+
+    provider: PtqProvider | QtProvider
+    plan: Plan | None
+    methods: tuple[str, ...]
+    statistics: Mapping[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"Quantized({type(self.provider).__name__})"
+
+    # Frameworks copy a model with what it carries; this is the same for all copies.
+    def __copy__(self) -> Quantized:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Quantized:
+        return self
+
+    def key_of(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Takes ``quant_key`` out of the keyword arguments of a call, where it is for training."""
+        if isinstance(self.provider, QtProvider) and "quant_key" in kwargs:
+            return {"quant_key": kwargs.pop("quant_key")}
+        return {}
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``fn(parameters, *args, **kwargs)`` with its operations quantized."""
+        if self.statistics is None:
+            return self.provider.apply(fn)
+        if isinstance(self.provider, QtProvider):
+            # The ranges are what was measured: training doesn't change them.
+            return self.provider.apply(fn, self.statistics, update=False)
+        return self.provider.apply(fn, self.statistics)
+
+
+class Adapter(abc.ABC):
+    """Base of adapters, which a plugin declares by ``AdapterSpec``.
+
+    ``quantize_model`` asks for the parameters and for the model as a function of them, makes the
+    plan, stores the parameters, and has the model built again around those.
+    """
+
+    @abc.abstractmethod
+    def parameters(self, model: Any) -> Any:
+        """Returns the parameters of a model: a pytree of its arrays, or None if it holds none."""
+
+    @abc.abstractmethod
+    def function(self, model: Any, method: str) -> Callable[..., Any]:
+        """Returns a method of a model as a function of its parameters.
+
+        It is called as ``fn(parameters, *args, **kwargs)`` with the tree of ``parameters``, and
+        traced. It must not change the model. What it runs under name scopes has these as its
+        module path in rules.
+        """
+
+    @abc.abstractmethod
+    def rebuild(self, model: Any, parameters: Any, quantized: Quantized) -> Any:
+        """Returns a new model of the same kind with other parameters.
+
+        Args:
+            model: the model, which stays as it is.
+            parameters: the tree of ``parameters``, of which leaves may be stored as codes and
+                scales (``quant_numerics.QArray``, ``PrepackedWeight``).
+            quantized: the methods ``quantized.methods`` of the new model are to run
+                ``quantized.apply(fn)(parameters, *args, **kwargs)``, with an ``fn`` as that of
+                ``function``. It is hashable by identity.
+        """
+
+    def quantized(self, model: Any) -> Quantized | None:
+        """Returns what ``rebuild`` was given for a model; None for a float one."""
+        return None
+
+
+def holds_stored(tree: Any) -> bool:
+    """Returns whether parameters are stored as codes anywhere in a tree."""
+    return any(map(is_stored, jax.tree.leaves(tree, is_leaf=is_stored)))
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """Returns a path as rules write it, ``blocks/0/attn``: of JAX's keys, or of plain ones."""
+    return "/".join(map(_shown, keys))
+
+
+def _shown(key: Any) -> str:
+    for field in ("name", "idx", "key"):
+        if hasattr(key, field):
+            return str(getattr(key, field))
+    return str(key)

@@ -1,0 +1,180 @@
+"""The adapter of Flax Linen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+from flax import linen
+from flax.core import DenyList, lift
+from flax.linen import transforms
+
+import quant_numerics as qn
+
+from ..errors import QuantizationError
+from ..kernels.packed import PrepackedWeight
+from .adapter import Adapter, Quantized, holds_stored, path_of
+from .scopes import MARK, Subclasses, is_ours
+
+_FIELD = "jaxtap_quantized"
+
+
+class LinenAdapter(Adapter):
+    """Takes ``linen.Module`` objects.
+
+    Unbound, they hold no parameters: only the methods are quantized, for ``apply`` with float
+    variables or stored ones. Bound (``net.bind(variables)``), they hold variables, all of whose
+    collections are parameters as for ``provider.plan(net.apply, variables, ...)``.
+    """
+
+    def parameters(self, model: linen.Module) -> Any:
+        """Returns the variables of a bound module; None for an unbound one."""
+        return None if model.scope is None else flax.core.unfreeze(dict(model.variables))
+
+    def function(self, model: linen.Module, method: str) -> Callable[..., Any]:
+        """Returns a method as a function of the variables, without what it changes in them."""
+        module, rngs = _original(model.unbind()[0]), _rngs(model)
+        mutable = _scope(model).mutable
+
+        def fn(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            result = module.apply(
+                variables, *args, rngs=rngs, mutable=mutable, method=method, **kwargs
+            )
+            return result if mutable is False else result[0]
+
+        return fn
+
+    def rebuild(self, model: linen.Module, parameters: Any, quantized: Quantized) -> linen.Module:
+        """Returns a module of the same fields, bound where the given one is."""
+        module = model if model.scope is None else model.unbind()[0]
+        module = _recast(module, _subclasses(quantized.methods).of(_class_of(module)))
+        object.__setattr__(module, _FIELD, quantized)
+        if model.scope is None:
+            return module
+        return module.bind(parameters, rngs=_rngs(model), mutable=model.scope.mutable)
+
+    def quantized(self, model: linen.Module) -> Quantized | None:
+        """Returns how a module is quantized."""
+        return getattr(model, _FIELD) if is_ours(type(model)) else None
+
+
+def _scope(model: linen.Module) -> Any:
+    """Returns the scope of a bound module."""
+    return model.scope
+
+
+def _rngs(model: linen.Module) -> dict[str, jax.Array]:
+    return {name: rng.as_jax_rng() for name, rng in _scope(model).rngs.items()}
+
+
+def _class_of(module: linen.Module) -> type:
+    cls = type(module)
+    return vars(cls)[MARK] if is_ours(cls) else cls
+
+
+def _recast(module: linen.Module, cls: type) -> Any:
+    """Returns a copy of a module as one of another class with the same fields."""
+    copy = module.clone()
+    object.__setattr__(copy, "__class__", cls)
+    return copy
+
+
+def _original(module: linen.Module) -> Any:
+    """Returns an unbound module as one of the class that it had before it was quantized."""
+    return _recast(module, _class_of(module)) if is_ours(type(module)) else module
+
+
+def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        quantized = getattr(self, _FIELD, None)
+        if quantized is None or self.scope is None or self.is_initializing():
+            return run(self, *args, **kwargs)
+        return _lifted(quantized, name, self, args, kwargs)
+
+    return method
+
+
+def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs a method of a bound module quantized: a lifted transformation, as ``linen.remat``.
+
+    Variables, random keys and what is mutable are handed on as other transformations do it, but
+    for collections with stored parameters, which can't be written to.
+    """
+
+    def target(module: Any, *args: Any, **kwargs: Any) -> Any:
+        object.__setattr__(module, "__class__", _class_of(module))
+        return getattr(module, name)(*args, **kwargs)
+
+    # The method opens its name scope itself.
+    target.method_handler_wrapped = True  # pyrefly: ignore[missing-attribute]
+
+    def transform(run: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        def inner(
+            scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            (groups,) = variables
+            single = len(groups) == 1
+            keyed = quantized.key_of(kwargs)
+
+            def fn(held: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+                scope = scope_fn(((held,) if single else held,), rngs)
+                return run(scope, *args, **kwargs), repack(scope)
+
+            held = groups[0] if single else groups
+            return quantized.apply(fn)(held, rngs, args, kwargs, **keyed)
+
+        stored = tuple(name for name, group in self.variables.items() if holds_stored(group))
+        writable = DenyList(stored) if stored else True
+        packed = lift.pack(inner, (True,), (writable,), (True,), "quantized", enable_kwargs=True)
+        return packed(scopes, *args, **kwargs)
+
+    return transforms.lift_direct_transform(transform, (target,), self, *args, **kwargs)
+
+
+@linen.nowrap
+def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    """Applies a method, quantized; see ``linen.Module.apply``."""
+    quantized = getattr(self, _FIELD, None)
+    plain = _original(self)
+    if quantized is None:
+        return plain.apply(variables, *args, **kwargs)
+    method = kwargs.get("method")
+    if callable(method):
+        kwargs["method"] = getattr(method, "__func__", method)
+    return quantized.apply(plain.apply)(variables, *args, **kwargs)
+
+
+def _namespace() -> dict[str, Any]:
+    return {"__annotations__": {_FIELD: Any}, _FIELD: None, "apply": _apply}
+
+
+@functools.cache
+def _subclasses(methods: tuple[str, ...]) -> Subclasses:
+    # Only these: each wrapped method opens a name scope.
+    return Subclasses(_wrap, linen.Module, namespace=_namespace, only=methods)
+
+
+def _to_state(value: Any) -> dict[str, Any]:
+    """Returns a quantized parameter as flax.serialization writes it."""
+    found, _ = jax.tree_util.tree_flatten_with_path(value)
+    return {"qtype": value.qtype, **{path_of(keys): leaf for keys, leaf in found}}
+
+
+def _from_state(target: Any, state: dict[str, Any]) -> Any:
+    """Returns the parameter that was written, into the place of one like it."""
+    expected = _to_state(target)
+    if expected.keys() != state.keys() or expected["qtype"] != state["qtype"]:
+        raise QuantizationError(
+            f"A parameter was saved as {state.get('qtype')} with {sorted(state)}, and is to be "
+            f"loaded in the place of {expected['qtype']} with {sorted(expected)}. Load it into a "
+            "model that is quantized by the same rules."
+        )
+    found, treedef = jax.tree_util.tree_flatten_with_path(target)
+    return jax.tree.unflatten(treedef, [state[path_of(keys)] for keys, _ in found])
+
+
+for _stored in (qn.QArray, qn.PackedQArray, PrepackedWeight):
+    flax.serialization.register_serialization_state(_stored, _to_state, _from_state, override=True)

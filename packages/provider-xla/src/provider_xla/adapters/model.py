@@ -1,0 +1,246 @@
+"""quantize_model: quantizes a model object of any framework that there is an adapter for."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from interception_core import find_adapter
+
+from ..errors import QuantizationError, QuantizationWarning
+from ..plan.plan import Plan
+from ..program.sites import is_array, short
+from ..run.ptq import PtqProvider
+from ..run.qt import QtProvider
+from .adapter import Quantized, holds_stored, path_of
+
+
+def quantize_model(
+    model: Any,
+    provider: PtqProvider | QtProvider,
+    *args: Any,
+    methods: Collection[str] = ("__call__",),
+    prepack: bool = True,
+    statistics: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Returns a quantized model of the same kind; the given one stays as it is.
+
+    With a ``PtqProvider`` parameters are stored as codes and scales, in the model's own places,
+    and the methods run on those. With a ``QtProvider`` they stay float arrays, those of the given
+    model (which are not copied), and the methods run quantized and are differentiated so.
+
+    Args:
+        model: an NNX module, a Linen module (bound to its variables where they are to be stored:
+            ``net.bind(variables)``), an Equinox module, or an object of another framework that a
+            plugin has an adapter for. A model that was quantized for training is quantized anew
+            from its parameters.
+        provider: a ``PtqProvider`` or ``QtProvider``. Its rules name modules by the framework's
+            own paths.
+        args: example inputs of the first of ``methods``, or their types
+            (``jax.ShapeDtypeStruct``): nothing is run on them. A ``PtqProvider`` needs them; with
+            a ``QtProvider`` they are for finding what rules can't be followed before training.
+        methods: names of the methods that run quantized, of the model and of its parts; the
+            others call these. The plan is for the first: parameters that only the others use are
+            quantized at each call.
+        prepack: whether parameters whose products run in kernels of this machine are packed for
+            these; False for codes and scales, to be saved and used anywhere.
+        statistics: the ranges of activations whose rules have ``act_static_scale``: what
+            ``calibrate_model`` returns.
+        kwargs: more of the example inputs.
+
+    Returns:
+        The quantized model: an object of a subclass of the model's class. ``model_plan`` returns
+        its plan.
+
+    Raises:
+        UnknownNameError: there is no adapter for such a model. The known ones are listed.
+        TypeError: the provider is none of this package.
+        QuantizationError: the parameters are stored as codes already, there are no example
+            inputs where they are needed, no statistics where a rule needs them, or rules do not
+            fit; see ``PtqProvider.plan``.
+
+    Warns:
+        QuantizationWarning: what ``PtqProvider.plan`` warns about, and weights that can't be
+            followed to where they are used. Errors with ``strict=True``.
+    """
+    adapter, plan = _planned(model, provider, args, methods, kwargs)
+    parameters = adapter.parameters(model)
+    if isinstance(provider, PtqProvider) and parameters is not None:
+        if plan is None:
+            raise QuantizationError(
+                "quantize_model needs example inputs to find out how each parameter is used, and "
+                "there are none. Pass them after the provider, as the model takes them: "
+                "quantize_model(model, provider, x). Types are enough (jax.ShapeDtypeStruct)."
+            )
+        stored = plan.quantize(parameters, prepack=prepack)
+    else:
+        stored = parameters
+    if plan is not None and plan.ranges and statistics is None:
+        raise QuantizationError(
+            f"{len(plan.ranges)} activations have a static range (act_static_scale=True), and "
+            "there are no statistics. Measure them: statistics = calibrate_model(model, "
+            "provider, batches), and pass statistics=statistics."
+        )
+    quantized = Quantized(provider, plan, tuple(methods), statistics)
+    return adapter.rebuild(model, stored, quantized)
+
+
+def calibrate_model(
+    model: Any,
+    provider: PtqProvider | QtProvider,
+    batches: Iterable[Sequence[Any]],
+    *,
+    methods: Collection[str] = ("__call__",),
+) -> Mapping[str, Any]:
+    """Measures the static ranges of a float model's activations, in float.
+
+    Args:
+        model: a model as ``quantize_model`` takes it.
+        provider: with rules that have ``act_static_scale=True``.
+        batches: each the inputs of a call, as a tuple.
+        methods: the first is called; pass the same to ``quantize_model``.
+
+    Returns:
+        The ranges by operation: a pytree for ``quantize_model(..., statistics=...)``, to be saved
+        with the model.
+
+    Raises:
+        QuantizationError: no rule has ``act_static_scale``, there is no batch, the model holds no
+            parameters, or they are stored as codes.
+    """
+    batches = list(batches)
+    if not batches:
+        raise QuantizationError("There is nothing to calibrate from: batches is empty.")
+    adapter, plan = _planned(model, provider, batches[0], methods, {})
+    if plan is None:
+        raise QuantizationError(
+            "This model holds no parameters to calibrate with. Bind a Linen module first: "
+            "calibrate_model(net.bind(variables), provider, batches)."
+        )
+    fn = adapter.function(model, next(iter(methods)))
+
+    def call(parameters: Any, *args: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            return leaf.value if isinstance(leaf, _Constant) else leaf
+
+        held = jax.tree.map(one, parameters, is_leaf=lambda leaf: isinstance(leaf, _Constant))
+        result = jax.tree.leaves(fn(held, *args))
+        return [leaf for leaf in result if is_array(leaf)]
+
+    # What is no array (an activation function in an Equinox module) stays what it is under jit.
+    parameters = jax.tree.map(
+        lambda leaf: leaf if is_array(leaf) else _Constant(leaf), adapter.parameters(model)
+    )
+    return plan.calibrate(call, parameters, batches)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Constant:
+    """A leaf of parameters that is no array."""
+
+    value: Any
+
+
+def model_plan(model: Any) -> Plan | None:
+    """Returns the plan of a model that ``quantize_model`` returned.
+
+    None if it was made without example inputs.
+
+    Raises:
+        QuantizationError: the model is not quantized.
+    """
+    quantized = find_adapter(model).quantized(model)
+    if quantized is None:
+        raise QuantizationError(
+            f"This {type(model).__name__} is not quantized. Pass what quantize_model returned."
+        )
+    return quantized.plan
+
+
+def _planned(
+    model: Any,
+    provider: PtqProvider | QtProvider,
+    args: Sequence[Any],
+    methods: Collection[str],
+    kwargs: Mapping[str, Any],
+) -> tuple[Any, Plan | None]:
+    """Checks what it is given; returns the adapter, and a plan where there is one to make."""
+    if isinstance(model, type):
+        raise TypeError(
+            f"quantize_model takes a model object, and {model.__name__} is a class. Build one."
+        )
+    adapter = find_adapter(model)
+    if not isinstance(provider, PtqProvider | QtProvider):
+        raise TypeError(
+            f"quantize_model takes a PtqProvider or a QtProvider, got {provider!r}. Write for "
+            "example PtqProvider(QuantizationRule(weight_qtype='int8'))."
+        )
+    if provider.params_argnum != 0:
+        raise QuantizationError(
+            f"quantize_model finds the parameters of a model itself, and the provider has "
+            f"params_argnum={provider.params_argnum}. Leave that out."
+        )
+    if isinstance(methods, str) or not methods:
+        raise QuantizationError(
+            f"methods must be a sequence of method names, such as ('__call__',). Got {methods!r}."
+        )
+    for name in methods:
+        if not callable(getattr(model, name, None)):
+            raise QuantizationError(f"{type(model).__name__} has no method {name!r} to quantize.")
+    parameters = adapter.parameters(model)
+    if holds_stored(parameters):
+        raise QuantizationError(
+            f"The parameters of this {type(model).__name__} are stored as codes already. "
+            "Quantize the float model."
+        )
+    if parameters is None and (args or kwargs):
+        raise QuantizationError(
+            f"This {type(model).__name__} holds no parameters, so that there is nothing to plan "
+            "for the example inputs. Bind a Linen module first: "
+            "quantize_model(net.bind(variables), provider, ...); or leave the inputs out."
+        )
+    if parameters is None or not (args or kwargs):
+        return adapter, None
+    fn = adapter.function(model, next(iter(methods)))
+    plan = provider.plan(fn, parameters, *args, **kwargs)
+    lost = list(_lost(plan, provider, parameters))
+    if lost:
+        text = (
+            "Weights can't be followed to where they are used, as in a derivative that a "
+            "checkpointed, scanned or jitted part of the model takes: put the derivative around "
+            "the part. They stay float:\n" + "\n".join(lost)
+        )
+        if provider.strict:
+            raise QuantizationError(f"{text}\n(strict=True)")
+        warnings.warn(text, QuantizationWarning, stacklevel=3)
+    return adapter, plan
+
+
+def _lost(plan: Plan, provider: PtqProvider | QtProvider, parameters: Any) -> Iterator[str]:
+    """Yields the parameters that a rule is about and whose module uses what looks like them."""
+    leaves = {
+        keys: leaf
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]
+        if is_array(leaf) and "args[0]" + jax.tree_util.keystr(keys) not in plan.weights
+    }
+    for op in plan.ops:
+        if op.weight is not None or op.rule is None:
+            continue
+        if provider.rules[op.rule].weight_qtype is None:
+            continue
+        module = [part for part in op.op_id.split("/")[:-1] if "(" not in part]
+        for keys, leaf in leaves.items():
+            owner = path_of(keys).split("/")[:-1]
+            # Linen's paths begin with a class, and those of its parameters with a collection.
+            if module and (module == owner or module[1:] == owner[1:] != []):
+                ends = tuple(
+                    short(jax.ShapeDtypeStruct(leaf.shape[i:], leaf.dtype)) for i in (0, 1)
+                )
+                if set(ends) & set(op.operands):
+                    yield f"- {path_of(keys)} in {op.op_id} (rule {op.rule})"

@@ -1,0 +1,210 @@
+"""The adapter of Flax NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..plan.weight import is_stored
+from .adapter import Adapter, Quantized, path_of
+from .scopes import Subclasses, Tag, is_ours
+
+_TAG = "jaxtap_tag"
+_CONTEXT = "jaxtap"
+
+
+class NnxAdapter(Adapter):
+    """Takes ``nnx.Module`` objects. Parameters are the ``nnx.Param`` variables.
+
+    Parameters are a nested dictionary by attribute, as ``nnx.to_pure_dict`` has it.
+    """
+
+    def parameters(self, model: nnx.Module) -> Any:
+        """Returns the values of the model's ``nnx.Param``."""
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    def function(self, model: nnx.Module, method: str) -> Callable[..., Any]:
+        """Returns a method that changes a copy of the model only."""
+
+        def fn(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            copy = _copy(model, parameters, of_rest=_concrete)
+            _tag(copy, None)
+            return getattr(copy, method)(*args, **kwargs)
+
+        return fn
+
+    def rebuild(self, model: nnx.Module, parameters: Any, quantized: Quantized) -> nnx.Module:
+        """Returns a copy of the model, with Variables of its own that hold the parameters."""
+        copy = _copy(model, parameters)
+        _tag(copy, quantized)
+        return copy
+
+    def quantized(self, model: nnx.Module) -> Quantized | None:
+        """Returns how a model is quantized."""
+        return _tag_of(model).quantized if is_ours(type(model)) else None
+
+
+def _copy(
+    model: nnx.Module, parameters: Any, of_rest: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """Returns a model of our classes, with other parameters and nothing else copied."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    rest = jax.tree.map(of_rest, rest)
+    copy = nnx.merge(graph, _replaced(params, parameters), rest, copy=True)
+    for _, module in nnx.iter_modules(copy):
+        if not is_ours(type(module)):
+            module.__class__ = _subclasses.of(type(module))
+            setattr(module, _TAG, Tag(None, ""))
+    return copy
+
+
+def _concrete(leaf: Any) -> Any:
+    """Returns some value for the state of an abstract model, of which only types count."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+    return jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def _replaced(state: nnx.State, values: Any) -> nnx.State:
+    """Returns a state with other values, of which there is a nested dictionary."""
+    state = jax.tree.map(lambda leaf: leaf, state)
+    nnx.replace_by_pure_dict(state, values)
+    return state
+
+
+def _tag_of(module: nnx.Module) -> Tag:
+    return vars(module)[_TAG]
+
+
+def _tag(model: nnx.Module, quantized: Quantized | None, path: str = "") -> list[tuple[Any, Tag]]:
+    """Tags a model, which is at a path, and all modules in it. Returns the tags that they had."""
+    before = []
+    for below, module in nnx.iter_modules(model):
+        if is_ours(type(module)):
+            before.append((module, _tag_of(module)))
+            whole = "/".join(filter(None, (path, path_of(below))))
+            _set_tag(module, Tag(quantized, whole))
+    return before
+
+
+def _set_tag(module: nnx.Module, tag: Tag) -> None:
+    # Not setattr: a module may be used, and not be changed, in a trace that it isn't made in.
+    object.__setattr__(module, _TAG, tag)
+
+
+def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tag = vars(self).get(_TAG)
+        if tag is None:
+            return run(self, *args, **kwargs)
+        if tag.quantized is None:
+            return _scoped(tag.path, run, self, args, kwargs)
+        if name in tag.quantized.methods:
+            return _quantized(tag, name, self, args, kwargs)
+        return run(self, *args, **kwargs)
+
+    return method
+
+
+def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs a method under its module's name scope."""
+    if not path:
+        return run(self, *args, **kwargs)
+    before = _tag(self, None)
+    try:
+        with jax.named_scope(path):
+            return run(self, *args, **kwargs)
+    finally:
+        for module, tag in before:
+            _set_tag(module, tag)
+
+
+def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
+    """Runs a method of a model, or of a part of one, quantized.
+
+    It runs on a copy that is a function of the parameters, of the other state, and of what there
+    is of both in the arguments (``rngs=``). What it has changed is changed in the originals then,
+    as ``nnx.jit`` does it, but for parameters that are stored.
+    """
+    quantized, path = tag.quantized, tag.path
+    assert quantized is not None
+    keyed = quantized.key_of(kwargs)
+    flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    nodes = tuple(leaf for leaf in flat if _is_node(leaf))
+    others = [None if _is_node(leaf) else leaf for leaf in flat]
+    new_graph: Any = None
+
+    def fn(parameters: Any, rest: Any, others: list[Any]) -> Any:
+        nonlocal new_graph
+        params = _replaced(theirs, {0: parameters})
+        with nnx.merge_context(_CONTEXT, inner=True) as context:
+            model, copies = both = context.merge(graph, params, rest)
+        before, structure = _values(nnx.state(both)), nnx.graphdef(both)
+        _tag(model, None, path)
+        supply = iter(copies)
+        filled = [next(supply) if _is_node(x) else y for x, y in zip(flat, others, strict=True)]
+        args, kwargs = jax.tree.unflatten(treedef, filled)
+        result = getattr(model, name)(*args, **kwargs)
+        _tag(model, quantized, path)
+        after = nnx.to_flat_state(nnx.state(both))
+        # JAX hands on what a nested function doesn't change as it is.
+        changed = {
+            where: variable
+            for where, variable in after
+            if where not in stored and not (where in before and before[where] is _value(variable))
+        }
+        new_graph = None
+        if nnx.graphdef(both) != structure:
+            with nnx.split_context(_CONTEXT) as context:
+                new_graph, _ = context.split(both)
+            new_graph = new_graph, [where for where, _ in after if where not in changed]
+        return result, changed
+
+    with nnx.update_context(_CONTEXT):
+        with nnx.split_context(_CONTEXT) as context:
+            graph, theirs, rest = context.split((self, nodes), _is_parameter, ...)
+        originals = dict(nnx.to_flat_state(theirs)) | dict(nnx.to_flat_state(rest))
+        stored = {where for where, variable in originals.items() if is_stored(_value(variable))}
+        held: Any = nnx.to_pure_dict(theirs)
+        parameters = held.get(0, {})
+        run = quantized.apply(fn)
+        result, changed = run(parameters, rest, others, **keyed)
+        if new_graph is not None:
+            new_graph, kept = new_graph
+            # Where nothing may be changed this raises, before anything is.
+            setattr(self, _TAG, tag)
+            state = changed | {where: originals[where] for where in kept}
+            with nnx.merge_context(_CONTEXT, inner=False) as context:
+                context.merge(new_graph, nnx.from_flat_state(state))
+        elif changed:
+            nnx.update((self, nodes), nnx.from_flat_state(changed))
+    return result
+
+
+def _is_parameter(path: tuple, value: Any) -> bool:
+    """Selects the parameters of the model itself, the first of what is split."""
+    return bool(path) and path[0] == 0 and _PARAM(path, value)
+
+
+_PARAM = nnx.filterlib.to_predicate(nnx.Param)
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Pytree | nnx.Variable)
+
+
+def _value(variable: Any) -> Any:
+    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _values(state: nnx.State) -> dict[tuple, Any]:
+    return {where: _value(variable) for where, variable in nnx.to_flat_state(state)}
+
+
+_subclasses = Subclasses(_wrap, nnx.Module, options=lambda cls: {"pytree": cls._pytree__is_pytree})

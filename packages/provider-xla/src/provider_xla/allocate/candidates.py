@@ -1,0 +1,195 @@
+"""Candidates: what each parameter could be quantized to, and the rules that say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import quant_numerics as qn
+
+from ..errors import QuantizationError
+from ..plan.survey import Survey, look, weights_of
+from ..plan.weight import WeightPlan
+from ..program.record import OpRecord
+from ..program.sites import Rules
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+OWN = "rule"
+"""The tile size of the rule that decides a parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A format.
+
+    Attributes:
+        qtype: its name.
+        tile_size: as in a rule, or ``OWN``; block formats have their own in any case.
+    """
+
+    qtype: str
+    tile_size: Any = OWN
+
+    def rule(self, rule: Any, **fields: Any) -> Any:
+        """Returns a rule with this format for parameters."""
+        fields["weight_qtype"] = self.qtype
+        if qn.get_qtype(self.qtype).block is not None:
+            fields["tile_size"] = None
+        elif self.tile_size != OWN:
+            fields["tile_size"] = self.tile_size
+            # Only what has these tiles is a candidate with them.
+            fields["tile_fallback"] = None
+        return dataclasses.replace(rule, **fields)
+
+    def __str__(self) -> str:
+        plain = self.tile_size in (OWN, None) or qn.get_qtype(self.qtype).block is not None
+        return self.qtype if plain else f"{self.qtype} in tiles of {self.tile_size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What one parameter can be.
+
+    Attributes:
+        candidate: the format; None for what the plan had, where no candidate is possible.
+        weight: how it is quantized then, in codes and scales as they are saved.
+    """
+
+    candidate: Candidate | None
+    weight: WeightPlan
+
+    @property
+    def name(self) -> str:
+        """What it is called among the options of its parameter."""
+        return self.weight.qtype if self.candidate is None else str(self.candidate)
+
+    @property
+    def bytes(self) -> int:
+        """Of codes and scales."""
+        return self.weight.bytes_after
+
+
+def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
+    """Returns all combinations, each once.
+
+    Raises:
+        ValueError: there is none, or a qtype that isn't one.
+    """
+    if isinstance(qtypes, str):
+        raise ValueError(
+            f"qtypes must be a sequence of qtypes. Got {qtypes!r}: write [{qtypes!r}]."
+        )
+    names = [qn.get_qtype(qtype).name for qtype in qtypes]
+    if not names:
+        raise ValueError("qtypes is empty: give those to choose from, as ['int4', 'int8'].")
+    sizes = [OWN] if tile_size is None else tile_size
+    if isinstance(sizes, int | float):
+        sizes = [sizes]
+    found = (
+        Candidate(name, OWN if qn.get_qtype(name).block is not None else size)
+        for size in sizes
+        for name in names
+    )
+    return list(dict.fromkeys(found))
+
+
+def options_of(
+    plan: Plan, params: Any, batch: Sequence[Any], candidates: Sequence[Candidate]
+) -> dict[str, list[Option]]:
+    """Returns what each parameter of a plan can be, by path.
+
+    A candidate that an operation of a parameter has no quantized form for is none of it.
+    """
+    trials: dict[Any, dict[str, WeightPlan]] = {}
+    options: dict[str, list[Option]] = {
+        path: [] for path, weight in plan.weights.items() if weight.derived is None
+    }
+    for candidate in candidates:
+        # All without blocks of their own have scales at the same places.
+        block = qn.get_qtype(candidate.qtype).block
+        key = (candidate.tile_size, block and candidate.qtype)
+        if key not in trials:
+            trials[key] = _try(plan, params, batch, candidate)
+        for path, weight in trials[key].items():
+            if path in options:
+                own = dataclasses.replace(weight, qtype=candidate.qtype)
+                options[path].append(Option(candidate, own))
+    for path, found in options.items():
+        if not found:
+            found.append(Option(None, dataclasses.replace(plan.weights[path], packing=None)))
+    return options
+
+
+class _Trial(Survey):
+    """A survey that notes which parameters can't be what rules say."""
+
+    def __init__(self, rules: Rules, leaves: Mapping[str, Any]):
+        super().__init__(rules, leaves)
+        self.refused: set[str] = set()
+
+    def record(self, record: OpRecord, problem: str | None) -> None:
+        try:
+            super().record(record, problem)
+        except QuantizationError:
+            self.refused.update((record.weight or "").split(" and "))
+
+    def _stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
+        try:
+            return super()._stored(call, operand, weight, asked)
+        except QuantizationError:
+            self.refused.update(weight.paths)
+            return []
+
+
+def _try(
+    plan: Plan, params: Any, batch: Sequence[Any], candidate: Candidate
+) -> dict[str, WeightPlan]:
+    """Returns how parameters are quantized where all of them have the same format."""
+    rules = tuple(
+        rule if rule.weight_qtype is None else candidate.rule(rule) for rule in plan._rules.rules
+    )
+    survey = _Trial(Rules(rules, plan._rules.params), plan._leaves)
+    look(survey, plan._engine, plan._argnum, plan._fn, params, tuple(batch), {})
+    return {
+        path: weight for path, weight in weights_of(survey).items() if path not in survey.refused
+    }
+
+
+def rules_for(plan: Plan, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[int, int]]:
+    """Returns rules that quantize parameters as chosen, and all else as those of the plan.
+
+    Each is put before the rule of the plan that it narrows, so that those before that one still
+    come first. Parameters with the same format share one: so do their traces.
+
+    Returns:
+        The rules, and the new number of each old one that is left: one for parameters that all
+        have another now is not.
+    """
+    deciding: dict[int, dict[Candidate, list[str]]] = {}
+    for record in plan.ops:
+        if record.rule is None or not record.quantized:
+            continue
+        if plan._rules.rules[record.rule].weight_qtype is None:
+            continue
+        for path in (record.weight or "").split(" and "):
+            if path in chosen:
+                paths = deciding.setdefault(record.rule, {}).setdefault(chosen[path], [])
+                paths.append(path.removeprefix(plan._rules.params))
+    every = [path.removeprefix(plan._rules.params) for path in plan._leaves]
+    rules: list[Any] = []
+    numbers = {}
+    for i, rule in enumerate(plan._rules.rules):
+        narrowed = set()
+        for candidate, paths in deciding.get(i, {}).items():
+            narrowed.update(paths)
+            pattern = "|".join(re.escape(path) for path in dict.fromkeys(paths))
+            rules.append(candidate.rule(rule, weight_path=pattern, kernel=None))
+        about = {path for path in every if rule.matches_weight((path,))}
+        if rule.weight_path is None or not narrowed or about > narrowed:
+            numbers[i] = len(rules)
+            rules.append(rule)
+    return Rules(tuple(rules), plan._rules.params), numbers

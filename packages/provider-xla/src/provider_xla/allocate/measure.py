@@ -1,0 +1,138 @@
+"""The error of the output: what quantized parameters do to what a program returns.
+
+The error of one parameter's format is measured: the program runs in float with the values that
+this parameter's codes stand for. No gradient, no second derivative and no statistics of operations
+stand in for it, as in HAWQ (Dong et al. 2020, arXiv:1911.03852) or OBS; what is assumed is that
+errors of several parameters add up, as squares of small independent ones do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+
+from ..errors import QuantizationError
+from ..plan.weight import WeightPlan, quantize_leaf
+from ..program.arrays import is_array, of_arrays
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+Error = Callable[[Any, Any], Any]
+"""Takes what the function returns in float, and with quantized parameters; returns a scalar."""
+
+
+def noise_to_signal(expected: Any, actual: Any) -> jax.Array:
+    """Returns the squared error over the squared norm: the mean over floating arrays."""
+
+    def one(expected: jax.Array, actual: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(expected.dtype, jnp.float32)
+        expected, actual = expected.astype(wide), actual.astype(wide)
+        norm = jnp.sum(jnp.square(jnp.abs(expected)))
+        # Of an output that is zero in float, as it is.
+        return jnp.sum(jnp.square(jnp.abs(actual - expected))) / jnp.where(norm > 0, norm, 1)
+
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True)
+    found = [
+        one(e, a)
+        for e, a in pairs
+        if is_array(e) and e.size and jnp.issubdtype(e.dtype, jnp.inexact)
+    ]
+    if not found:
+        raise QuantizationError(
+            "The function returns no array of floats to measure an error of. Plan it for one that "
+            "does (logits, not the chosen class), or pass error=."
+        )
+    return jnp.mean(jnp.stack(found))
+
+
+class Measure:
+    """Measures the error of the output of a plan's function.
+
+    Args:
+        plan: of the function.
+        params: its parameters: arrays.
+        batch: its other arguments.
+        error: how outputs are compared; ``noise_to_signal`` by default.
+    """
+
+    def __init__(self, plan: Plan, params: Any, batch: Sequence[Any], error: Error | None):
+        self._plan = plan
+        self._params = params
+        self._batch = batch
+        self._leaves = {
+            plan._rules.params + jax.tree_util.keystr(path): leaf
+            for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        }
+        self._tree = jax.tree.structure(params)
+        compare = noise_to_signal if error is None else error
+        built: list[Any] = []
+
+        def outputs(*args: Any) -> Any:
+            returned = plan._fn(*args)
+            leaves, tree = jax.tree.flatten(returned)
+            rest = [None if is_array(leaf) else leaf for leaf in leaves]
+            built[:] = [tree, rest]
+            return returned
+
+        def whole(arrays: Sequence[jax.Array]) -> Any:
+            tree, rest = built
+            filled = iter(arrays)
+            return jax.tree.unflatten(
+                tree, [next(filled) if leaf is None else leaf for leaf in rest]
+            )
+
+        call, arrays = of_arrays(outputs, self._arguments({}), {})
+
+        def compared(arrays: Sequence[Any], expected: Sequence[jax.Array]) -> jax.Array:
+            found = call(arrays)
+            return jnp.asarray(compare(whole(expected), whole(found)))
+
+        self._expected = jax.jit(call)(arrays)
+        self._compared = jax.jit(compared)
+
+    def __call__(self, weights: Mapping[str, WeightPlan]) -> float:
+        """Returns the error with these parameters quantized, and all others as they are.
+
+        Raises:
+            QuantizationError: a parameter has values that are not finite, or the error is none.
+        """
+        values = {path: self.restored(weight) for path, weight in weights.items()}
+        _, arrays = of_arrays(self._plan._fn, self._arguments(values), {})
+        found = np.asarray(self._compared(arrays, self._expected))
+        if found.shape != () or not np.isfinite(found) or found < 0:
+            what = ", ".join(f"{w.qtype} for {path}" for path, w in list(weights.items())[:3])
+            raise QuantizationError(
+                f"The error of the output is {found!r} with {what}"
+                f"{', ...' if len(weights) > 3 else ''}; it must be one finite number, 0 or more. "
+                "Look at what the function returns for this batch in float."
+            )
+        return float(found)
+
+    def restored(self, weight: WeightPlan) -> jax.Array:
+        """Returns the values that the codes of a parameter stand for."""
+        leaf = self._leaves[weight.path]
+        return _restored(quantize_leaf(weight, leaf), np.dtype(leaf.dtype))
+
+    def is_changed(self, weight: WeightPlan) -> bool:
+        """Returns whether a parameter loses anything in its codes."""
+        return bool(jnp.any(self.restored(weight) != self._leaves[weight.path]))
+
+    def _arguments(self, values: Mapping[str, jax.Array]) -> list[Any]:
+        leaves = [values.get(path, leaf) for path, leaf in self._leaves.items()]
+        args = list(self._batch)
+        args.insert(self._plan._argnum, jax.tree.unflatten(self._tree, leaves))
+        return args
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _restored(stored: qn.QArray | qn.PackedQArray, dtype: np.dtype) -> jax.Array:
+    q = qn.unpack(stored) if isinstance(stored, qn.PackedQArray) else stored
+    return qn.dequantize(q).astype(dtype)

@@ -1,0 +1,152 @@
+"""The command: trains, quantizes, runs, prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from tabulate import tabulate
+
+from interception_core import JaxtapError, get_provider
+
+from ..plan.weight import is_stored
+from ..rules.rule import QuantizationRule
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+    from .models import Model
+    from .training import Digits
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``jaxtap demo-xla``."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    parser.add_argument(
+        "--engine", choices=["trace", "patch"], help="what taps the model (default: the best)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the split and the training")
+
+
+FORMATS = {
+    "int8": {"weight_qtype": "int8", "act_qtype": "int8"},
+    "int4": {"weight_qtype": "int4", "act_qtype": "int8"},
+}
+"""The fields of the rules, by what they are called in the output."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a model is in one format; fractions are of the test images.
+
+    Attributes:
+        format: "float", or a name in ``FORMATS``.
+        parameter_bytes: of all parameters as they are saved, not packed for kernels.
+        accuracy: how many digits are right.
+        agreement: how many are what the float model says.
+    """
+
+    format: str
+    parameter_bytes: int
+    accuracy: float
+    agreement: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One model's outcomes, and what becomes of its operations in int8, whatever computes them."""
+
+    model: str
+    test_images: int
+    outcomes: list[Outcome]
+    ops: list[dict[str, Any]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demo.
+
+    Returns:
+        0.
+
+    Raises:
+        JaxtapError: a library that the demo needs is missing, or there is nowhere to write to.
+    """
+    try:
+        import optax  # noqa: F401
+        import sklearn  # noqa: F401
+        from tqdm import tqdm
+    except ModuleNotFoundError as error:
+        raise JaxtapError(f"The demo needs {error.name}: install provider-xla[demo].") from error
+    from .models import MODELS
+    from .training import EPOCHS, Digits, train
+
+    if args.json is not None and not args.json.parent.is_dir():
+        raise JaxtapError(f"There is no folder {args.json.parent} to write {args.json.name} into.")
+    digits = Digits.load(args.seed)
+    results = []
+    for model in MODELS:
+        with tqdm(total=EPOCHS, desc=f"training, {model.name}", unit="epoch") as bar:
+            params = train(model, digits, args.seed, bar.update)
+        outcomes, plan = _quantize(model, params, digits, args.engine)
+        count = len(digits.test_images)
+        results.append(Result(model.name, count, outcomes, _ops(plan)))
+        print(f"\n{model.name} model on {count} test images\n")
+        rows = [
+            [one.format, f"{one.parameter_bytes:,}", f"{one.accuracy:.2%}", f"{one.agreement:.2%}"]
+            for one in outcomes
+        ]
+        headers = ["parameters", "stored bytes", "accuracy", "same digit as in float"]
+        print(tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3)))
+        print(f"\nin int8\n\n{plan.ops}\n")
+    if args.json is not None:
+        _write(args.json, [asdict(result) for result in results])
+        print(f"Wrote {args.json}.")
+    return 0
+
+
+def _quantize(
+    model: Model, params: Any, digits: Digits, engine: str | None
+) -> tuple[list[Outcome], Plan]:
+    """Runs a model in all formats. Returns the outcomes, and the plan for int8."""
+    images, labels = digits.test_images, digits.test_labels
+
+    def digits_of(fn: Any, params: Any) -> Any:
+        return np.asarray(jax.jit(fn)(params, images)).argmax(axis=-1)
+
+    in_float, plans = digits_of(model.apply, params), []
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    outcomes = [Outcome("float", size, float(np.mean(in_float == labels)), 1.0)]
+    for name, fields in FORMATS.items():
+        provider = get_provider("ptq", rules=QuantizationRule(**fields), engine=engine)
+        plan = provider.plan(model.apply, params, images)
+        codes = plan.quantize(params, prepack=False)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(codes, is_leaf=is_stored))
+        # The patch engine quantizes parameters at each call, with the same result.
+        stored = params if engine == "patch" else plan.prepack(codes)
+        found = digits_of(provider.apply(model.apply), stored)
+        accuracy, agreement = float(np.mean(found == labels)), float(np.mean(found == in_float))
+        outcomes.append(Outcome(name, size, accuracy, agreement))
+        plans.append(plan)
+    return outcomes, plans[0]
+
+
+def _ops(plan: Plan) -> list[dict[str, Any]]:
+    """Returns the operations without their kernels, which depend on the machine and the engine."""
+    return [
+        {name: value for name, value in op.items() if not name.startswith("kernel")}
+        for op in plan.ops.as_json()
+    ]
+
+
+def _write(path: Path, value: Any) -> None:
+    """Writes JSON to a temporary name first, so that ``path`` is whole or not there."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(value, indent=2) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,189 @@
+"""Kernels: which op of a kernel package a product of a packed parameter is, and calling it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from opt_einsum import parser
+
+import quant_numerics as qn
+from interception_core import get_op
+
+from ..program.products import MatrixProduct, Product, tile_elements
+from .packed import PrepackedWeight
+
+FEW_ROWS = 4
+"""Rows up to which a product is bound by reading the weight."""
+_FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+class NoKernel(Exception):
+    """A product that kernels don't compute; says why, in a few words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a product of an activation and a weight is one of matrices.
+
+    Attributes:
+        kept: the axes of the activation that the result has.
+        pairs: by contracted axis of the weight, that of the activation.
+        result: where the axes of the product are in the result, those of the activation first,
+            then those of the weight in their order.
+    """
+
+    kept: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+    result: tuple[int, ...]
+
+
+def layout_of(
+    product: Product, side: int, x_shape: Sequence[int], w_shape: Sequence[int]
+) -> Layout:
+    """Returns how a product is read as one of matrices.
+
+    Args:
+        product: the product.
+        side: which operand the weight is.
+        x_shape: shape of the other one.
+        w_shape: shape of the weight.
+
+    Raises:
+        NoKernel: it is another kind of product.
+    """
+    if not isinstance(product, MatrixProduct):
+        raise NoKernel("no plain matrix product")
+    if product.out_sharding is not None:
+        raise NoKernel("out_sharding is given")
+    contracted, batch = product.dims
+    if batch[0]:
+        raise NoKernel("it has batch axes")
+    w_axes, x_axes = contracted[side], contracted[1 - side]
+    if not w_axes:
+        raise NoKernel("it contracts nothing")
+    if any(w_shape[a] != x_shape[b] for a, b in zip(w_axes, x_axes, strict=True)):
+        raise NoKernel("an axis of size 1 is broadcast")
+    kept = tuple(axis for axis in range(len(x_shape)) if axis not in x_axes)
+    columns = [axis for axis in range(len(w_shape)) if axis not in w_axes]
+    ours = [(1 - side, axis) for axis in kept] + [(side, axis) for axis in columns]
+    theirs = sorted(ours)  # the axes of the lhs come first
+    if product.spec is not None:
+        shapes = (w_shape, x_shape) if side == 0 else (x_shape, w_shape)
+        inputs, output, _ = parser.parse_einsum_input((product.spec, *shapes), shapes=True)
+        labels = inputs.split(",")
+        theirs.sort(key=lambda place: output.index(labels[place[0]][place[1]]))
+    pairs = tuple(zip(w_axes, x_axes, strict=True))
+    return Layout(kept, pairs, tuple(ours.index(place) for place in theirs))
+
+
+def op_of(
+    how: qn.HowToQuantize | None,
+    is_static: bool,
+    bits: int,
+    group: int,
+    k_sizes: Sequence[int],
+    rows: Any,
+) -> str:
+    """Returns the op for a product with a packed weight.
+
+    Args:
+        how: how the activation is quantized.
+        is_static: whether it has a range that was measured before.
+        bits: of a packed code.
+        group: rows that share a scale, 0 for all.
+        k_sizes: of the contracted axes.
+        rows: of the activation.
+
+    Raises:
+        NoKernel: there is no such op.
+    """
+    if how is None:
+        if bits == 4:
+            return "gemv_w4"
+        return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
+    if how.qtype != "int8":
+        raise NoKernel(f"activations in {how.qtype}")
+    if is_static:
+        raise NoKernel("activations with a static range")
+    if how.method != "absmax" or not how.channelwise:
+        raise NoKernel("activations with another range than the largest of each row")
+    if bits != 8:
+        raise NoKernel("int8 activations with weights of 4 bits")
+    tile = 0 if how.tile_size is None else tile_elements(how.tile_size, k_sizes[-1])
+    if (0 if tile == k_sizes[-1] else tile) != group:
+        raise NoKernel("activations and weights in different tiles")
+    if group and math.prod(k_sizes) != k_sizes[-1]:
+        raise NoKernel("tiles along one of several contracted axes")
+    return "gemm_w8a8"
+
+
+def check_dtypes(product: MatrixProduct, x: Any, dtype: Any) -> np.dtype:
+    """Returns the dtype of the result, for an activation and a weight of that dtype.
+
+    Raises:
+        NoKernel: kernels don't have one of the dtypes.
+    """
+    out = product.preferred_element_type
+    if out is None:
+        out = x.dtype if x.dtype == dtype else jnp.float32
+    for found in (x.dtype, dtype, out):
+        if jnp.dtype(found) not in _FLOATS:
+            raise NoKernel(f"{jnp.dtype(found).name} numbers")
+    return jnp.dtype(out)
+
+
+def multiply(
+    product: Product,
+    how: qn.HowToQuantize | None,
+    is_static: bool,
+    x: jax.Array,
+    weight: PrepackedWeight,
+    side: int,
+) -> jax.Array:
+    """Returns a product with a packed weight, by a kernel's op.
+
+    Args:
+        product: the product.
+        how: how ``x`` is quantized.
+        is_static: whether it has a range that was measured before.
+        x: the activation.
+        weight: the other operand.
+        side: which operand the weight is.
+
+    Raises:
+        NoKernel: the op doesn't compute this.
+    """
+    if not isinstance(x, jax.Array):
+        raise NoKernel("both operands are stored")
+    layout = layout_of(product, side, x.shape, weight.shape)
+    assert isinstance(product, MatrixProduct)
+    dtype = check_dtypes(product, x, weight.dtype)
+    if weight.lead:
+        raise NoKernel("a stack of weights")
+    if _is_explicit(x):
+        raise NoKernel("explicit sharding")
+    rank = len(weight.k_sizes)
+    places = {part: axis for axis, part in enumerate(weight.order)}
+    if {axis for axis, _ in layout.pairs} != {places[part] for part in range(rank)}:
+        raise NoKernel("other axes are contracted than it was packed for")
+    kept = [x.shape[axis] for axis in layout.kept]
+    op = op_of(how, is_static, weight.bits, weight.group, weight.k_sizes, math.prod(kept))
+    pairs = dict(layout.pairs)
+    contracted = [pairs[places[part]] for part in range(rank)]
+    rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
+    y = get_op(op)(rows, weight.packed, out_dtype=dtype)
+    y = y.reshape(*kept, *weight.n_sizes)
+    columns = sorted(range(rank, len(weight.order)), key=lambda part: places[part])
+    order = [*range(len(kept)), *(len(kept) + part - rank for part in columns)]
+    return y.transpose([order[place] for place in layout.result])
+
+
+def _is_explicit(x: jax.Array) -> bool:
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return sharding is not None and any(part is not None for part in sharding.spec)

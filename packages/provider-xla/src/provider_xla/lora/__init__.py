@@ -1,0 +1,1 @@
+"""LoRA and QLoRA by rule: float adapters beside parameters that are quantized, or not."""

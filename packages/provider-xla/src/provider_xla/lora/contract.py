@@ -1,0 +1,167 @@
+"""Products of an activation with an adapter, without the product of its factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from opt_einsum import get_symbol, parser
+
+from ..program.products import Convolution, MatrixProduct, Product, RaggedProduct
+
+Labels = list[str]
+
+
+def delta_of(a: jax.Array, b: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns ``sum(a * b, axis=-1)`` of two factors, broadcast to a shape."""
+    labels = _symbols(len(shape) + 1)
+    ours, theirs = (_squeezed(factor, labels[:-1], labels[-1]) for factor in (a, b))
+    out = [x for x in labels[:-1] if x in ours[1] or x in theirs[1]]
+    y = _einsum([ours, theirs], out)
+    sizes = [n if label in out else 1 for label, n in zip(labels, shape, strict=False)]
+    return jnp.broadcast_to(y.reshape(sizes), tuple(shape))
+
+
+def adapter_product(
+    product: Product,
+    side: int,
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    shape: tuple[int, ...],
+    extras: tuple[Any, ...],
+) -> jax.Array:
+    """Returns a product of an activation and ``sum(a * b, axis=-1)``, one factor after the other.
+
+    Args:
+        product: the product.
+        side: which of its operands the factors are.
+        x: the other operand; the factors are taken in its dtype.
+        a: [*(n or 1), rank]: see ``LoraWeight``.
+        b: alike.
+        shape: of the operand that they are the adapter of.
+        extras: the product's other arrays.
+    """
+    a, b = a.astype(x.dtype), b.astype(x.dtype)
+    result = None
+    if isinstance(product, MatrixProduct) and product.out_sharding is None:
+        result = _matrix(product, side, x, a, b, shape)
+    elif isinstance(product, Convolution) and side == 1:
+        result = _convolution(product, x, a, b)
+    elif isinstance(product, RaggedProduct) and side == 1 and product.trains:
+        result = _ragged(product, x, a, b, extras)
+    if result is not None:
+        return result
+    # Rare: a form without two products in a row. The adapter alone is multiplied out.
+    delta = delta_of(a, b, shape)
+    operands = (delta, x) if side == 0 else (x, delta)
+    return product.run(*operands, *extras)
+
+
+def labels_of(product: MatrixProduct, shapes: Sequence[Sequence[int]]) -> list[Labels]:
+    """Returns a label for each axis of both operands, and of the result."""
+    if product.spec is not None:
+        inputs, output, _ = parser.parse_einsum_input((product.spec, *shapes), shapes=True)
+        return [list(part) for part in (*inputs.split(","), output)]
+    (contracted, batch), (left, right) = product.dims, shapes
+    pool = iter(_symbols(len(left) + len(right)))
+    lhs = [next(pool) for _ in left]
+    shared = {**dict(zip(contracted[1], contracted[0], strict=True)),
+              **dict(zip(batch[1], batch[0], strict=True))}  # fmt: skip
+    rhs = [lhs[shared[axis]] if axis in shared else next(pool) for axis in range(len(right))]
+    out = [lhs[axis] for axis in batch[0]]
+    out += [x for axis, x in enumerate(lhs) if axis not in (*contracted[0], *batch[0])]
+    out += [x for axis, x in enumerate(rhs) if axis not in (*contracted[1], *batch[1])]
+    return [lhs, rhs, out]
+
+
+def _matrix(
+    product: MatrixProduct,
+    side: int,
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    shape: tuple[int, ...],
+) -> jax.Array:
+    shapes = (shape, x.shape) if side == 0 else (x.shape, shape)
+    *operands, out = labels_of(product, shapes)
+    ours, theirs = operands[side], operands[1 - side]
+    rank = get_symbol(next(n for n in range(99) if get_symbol(n) not in {*ours, *theirs}))
+    factors = [_squeezed(factor, ours, rank) for factor in (a, b)]
+    # An axis that the result needs, and neither depends on: it is of size 1, or was broadcast.
+    for label, size in zip(ours, shape, strict=True):
+        if label not in {*theirs, *factors[0][1], *factors[1][1]}:
+            array, labels = factors[1]
+            factors[1] = jnp.broadcast_to(array, (size, *array.shape)), [label, *labels]
+    summed = [x for x in set(ours) & set(theirs) if x not in out]
+
+    def contracts(factor: tuple[jax.Array, Labels]) -> int:
+        return sum(1 for label in summed if label in factor[1])
+
+    # First the one that the activation is contracted with: the result is as small as the rank.
+    first, second = sorted(factors, key=contracts, reverse=True)
+    kept = [label for label in theirs if label in out or label in second[1]]
+    kept += [label for label in first[1] if label not in kept and
+             (label in out or label in second[1])]  # fmt: skip
+    small = _einsum([(x, theirs), first], kept, product.precision)
+    return _einsum([(small, kept), second], out, product.precision, product.preferred_element_type)
+
+
+def _convolution(
+    product: Convolution, x: jax.Array, a: jax.Array, b: jax.Array
+) -> jax.Array | None:
+    """Returns the convolution with the one factor and then, per pixel, the other."""
+    numbers, arguments = product.numbers, dict(product.arguments)
+    out, groups, rank = numbers.rhs_spec[0], arguments["feature_group_count"], a.shape[-1]
+    if a.shape[out] != 1:
+        a, b = b, a
+    others = [n for axis, n in enumerate(b.shape[:-1]) if axis != out]
+    if a.shape[out] != 1 or any(n != 1 for n in others) or arguments["batch_group_count"] != 1:
+        return None
+    kernel = jnp.moveaxis(lax.squeeze(a, (out,)), -1, out)
+    kernel = jnp.concatenate([kernel] * groups, axis=out) if groups > 1 else kernel
+    preferred = arguments.pop("preferred_element_type")
+    t = lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **arguments)
+    t = jnp.moveaxis(t, numbers.out_spec[1], -1)
+    t = t.reshape(*t.shape[:-1], groups, rank)
+    up = b.reshape(groups, -1, rank)
+    y = jnp.einsum(
+        "...gr,gor->...go", t, up, precision=arguments["precision"],
+        preferred_element_type=preferred,
+    )  # fmt: skip
+    return jnp.moveaxis(y.reshape(*y.shape[:-2], -1), -1, numbers.out_spec[1])
+
+
+def _ragged(
+    product: RaggedProduct, x: jax.Array, a: jax.Array, b: jax.Array, extras: tuple[Any, ...]
+) -> jax.Array | None:
+    """Factors of [groups, K, N], each group with its own."""
+    if a.shape[2] != 1 or b.shape[1] != 1 or a.shape[0] != b.shape[0]:
+        return None
+    small = product.run(x, a[:, :, 0, :], *extras).astype(x.dtype)
+    return product.run(small, jnp.swapaxes(b[:, 0], 1, 2), *extras)
+
+
+def _squeezed(factor: jax.Array, labels: Sequence[str], rank: str) -> tuple[jax.Array, Labels]:
+    """Returns a factor without the axes that it does not depend on, and its labels."""
+    gone = tuple(axis for axis in range(factor.ndim - 1) if factor.shape[axis] == 1)
+    kept = [label for axis, label in enumerate(labels) if axis not in gone]
+    return lax.squeeze(factor, gone), [*kept, rank]
+
+
+def _einsum(
+    operands: Sequence[tuple[jax.Array, Labels]],
+    out: Labels,
+    precision: Any = None,
+    preferred: Any = None,
+) -> jax.Array:
+    spec = ",".join("".join(labels) for _, labels in operands) + "->" + "".join(out)
+    arrays = [array for array, _ in operands]
+    return jnp.einsum(spec, *arrays, precision=precision, preferred_element_type=preferred)
+
+
+def _symbols(count: int) -> Labels:
+    return [get_symbol(number) for number in range(count)]

@@ -1,0 +1,299 @@
+"""Which parameters get an adapter, and what shape it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from interception_core import PatchEngine
+
+from ..errors import QuantizationError
+from ..program.products import MatrixProduct, RaggedProduct
+from ..program.sites import Rules, Site, short
+from ..rules.rule import QuantizationRule
+from .contract import delta_of
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraPlan:
+    """The adapter of one parameter: ``W + (alpha / rank) * A B``, wherever the program uses it.
+
+    A is [*lead, *contracted, rank] and B [*lead, rank, *kept], each with the parameter's axes in
+    their order.
+
+    Attributes:
+        path: pytree path of the parameter.
+        shape: its shape.
+        dtype: its dtype.
+        rule: the number of the rule.
+        rank: of the adapter.
+        alpha: its product is scaled by ``alpha / rank``.
+        dropout: share of the activation that it doesn't see in training.
+        lead: axes of the parameter that A and B both have: steps of a scan, groups, batch axes.
+        contracted: those that A has: the ones that the first product of the parameter sums, or a
+            lookup goes along.
+        kept: those that B has.
+        stepped: those of `lead` that loops go along.
+        is_lookup: whether the parameter is only looked up.
+        ops: the ids of the operations whose rule asked for it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    rule: int
+    rank: int
+    alpha: float
+    dropout: float
+    lead: tuple[int, ...]
+    contracted: tuple[int, ...]
+    kept: tuple[int, ...]
+    stepped: tuple[int, ...]
+    is_lookup: bool
+    ops: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """``alpha / rank``."""
+        return self.alpha / self.rank
+
+    @property
+    def a_shape(self) -> tuple[int, ...]:
+        """Shape of A."""
+        return (*self._sizes(self.lead), *self._sizes(self.contracted), self.rank)
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        """Shape of B."""
+        return (*self._sizes(self.lead), self.rank, *self._sizes(self.kept))
+
+    @property
+    def size(self) -> int:
+        """Numbers in A and B together."""
+        return math.prod(self.a_shape) + math.prod(self.b_shape)
+
+    @property
+    def fan_in(self) -> int:
+        """Elements that a column of A sums."""
+        return math.prod(self._sizes(self.contracted))
+
+    def factors(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns A and B with all axes of the parameter, or 1, and then the rank."""
+        b = jnp.moveaxis(b, len(self.lead), -1)
+        return self._spread(a, self.contracted), self._spread(b, self.kept)
+
+    def delta(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Returns ``(alpha / rank) * A B``, of the parameter's shape."""
+        return delta_of(*self.factors(a, b), self.shape) * self.scale
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        values = dataclasses.asdict(self)
+        values |= {"dtype": self.dtype.name, "a_shape": self.a_shape, "b_shape": self.b_shape}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    def _sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.shape[axis] for axis in axes)
+
+    def _spread(self, factor: jax.Array, own: Sequence[int]) -> jax.Array:
+        axes = (*self.lead, *own)
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        sizes = [n if axis in axes else 1 for axis, n in enumerate(self.shape)]
+        return factor.transpose(*order, len(axes)).reshape(*sizes, self.rank)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """An operation whose rule gives one of its parameters an adapter."""
+
+    op_id: str
+    rule: int
+    lead: tuple[int, ...]
+    contracted: tuple[int, ...]
+    kept: tuple[int, ...]
+    stepped: tuple[int, ...]
+    is_lookup: bool
+
+
+class LoraSurvey:
+    """Collects which parameters get an adapter in one abstract run of a program.
+
+    Args:
+        rules: the rules.
+        leaves: types of the parameters, by path.
+        problem: takes what can't be followed.
+    """
+
+    def __init__(
+        self, rules: Rules, leaves: Mapping[str, Any], problem: Callable[[str], None]
+    ) -> None:
+        self._rules = rules
+        self._leaves = leaves
+        self._problem = problem
+        self._uses: dict[str, list[_Use]] = {}
+
+    def product(self, site: Site) -> None:
+        """Takes a product that a rule is about."""
+        if site.rule.rank is None:
+            return
+        for side, weight in enumerate(site.weights):
+            if weight is None:
+                continue
+            ndim = site.operands[side].ndim
+            contracted = site.product.shared(side, ndim)
+            self._use(site.call.op_id, site.index, weight, contracted, _batch(site, side), False)
+
+    def lookup(self, op_id: str, index: int | None, weight: Any, along: Sequence[int]) -> None:
+        """Takes a lookup in a parameter, along these axes of the operand."""
+        if index is not None and self._rules.rules[index].rank is not None:
+            self._use(op_id, index, weight, along, (), True)
+
+    def plans(self) -> dict[str, LoraPlan]:
+        """Returns the adapters, by the path of their parameter.
+
+        Raises:
+            QuantizationError: a rank is larger than that of the parameter.
+        """
+        found = {}
+        for path, uses in self._uses.items():
+            # A lookup says least of how its parameter is used.
+            first = next((use for use in uses if not use.is_lookup), uses[0])
+            rule = self._rules.rules[first.rule]
+            self._check_same(path, first, rule, uses)
+            leaf = self._leaves[path]
+            plan = LoraPlan(
+                path,
+                tuple(leaf.shape),
+                np.dtype(leaf.dtype),
+                first.rule,
+                int(rule.rank or 0),
+                float(rule.rank or 0) if rule.alpha is None else float(rule.alpha),
+                float(rule.dropout),
+                first.lead,
+                first.contracted,
+                first.kept,
+                first.stepped,
+                first.is_lookup,
+                tuple(dict.fromkeys(use.op_id for use in uses)),
+            )
+            _check_rank(plan, first.op_id)
+            found[path] = plan
+        return found
+
+    def _use(
+        self,
+        op_id: str,
+        index: int,
+        weight: Any,
+        contracted: Sequence[int],
+        batch: Sequence[int],
+        is_lookup: bool,
+    ) -> None:
+        path = weight.path
+        if weight.axes is None:
+            self._problem(
+                f"{path} gets no adapter from {op_id} (rule {index}): the operation takes a part "
+                "of it, or a weight that is computed from it"
+            )
+            return
+        lead, summed, kept = [], [], []
+        for axis, became in enumerate(weight.axes):
+            parts = became if isinstance(became, tuple) else (became,)
+            if became is None or set(parts) <= set(batch):
+                lead.append(axis)
+            elif set(parts) & set(contracted):
+                summed.append(axis)
+            else:
+                kept.append(axis)
+        stepped = tuple(axis for axis in lead if weight.axes[axis] is None)
+        use = _Use(op_id, index, tuple(lead), tuple(summed), tuple(kept), stepped, is_lookup)
+        self._uses.setdefault(path, []).append(use)
+
+    def _check_same(
+        self, path: str, first: _Use, rule: QuantizationRule, uses: Sequence[_Use]
+    ) -> None:
+        for use in uses:
+            other = self._rules.rules[use.rule]
+            ours, theirs = ((r.rank, r.alpha, r.dropout) for r in (rule, other))
+            if ours != theirs:
+                self._problem(
+                    f"{path} is ambiguous: rule {first.rule} gives it an adapter of rank "
+                    f"{rule.rank} for {first.op_id}, rule {use.rule} one of rank {other.rank}, "
+                    f"or with another alpha or dropout, for {use.op_id}; the first counts"
+                )
+
+
+def _batch(site: Site, side: int) -> tuple[int, ...]:
+    """Returns the axes of an operand that both operands, and the result, have."""
+    product = site.product
+    if isinstance(product, MatrixProduct):
+        return product.dims[1][side]
+    if isinstance(product, RaggedProduct):
+        dims, _, groups = product.numbers
+        return (*dims[1][side], *(groups if side == 1 else ()))
+    return ()
+
+
+def _check_rank(plan: LoraPlan, op_id: str) -> None:
+    rows, columns = plan.fan_in, math.prod(plan.shape[axis] for axis in plan.kept)
+    if plan.rank > min(rows, columns):
+        raise QuantizationError(
+            f"Rule {plan.rule} can't be followed for {plan.path}, an operand of {op_id}: "
+            f"rank {plan.rank} is larger than that of its matrix of {rows} contracted by "
+            f"{columns} kept elements. Choose a rank of at most {min(rows, columns)}, or give "
+            "the operation a rule of its own."
+        )
+
+
+def check_engine(engine: Any, paths: Sequence[str]) -> None:
+    """Raises QuantizationError where adapters can't travel with their parameters."""
+    if paths and isinstance(engine, PatchEngine):
+        raise QuantizationError(
+            f"Rules give {paths[0]} an adapter, which the patch engine can't hand to the "
+            "operations that use it. Use PtqProvider(rules, engine='trace')."
+        )
+
+
+def check_adapters(plans: Mapping[str, LoraPlan], adapters: Any) -> None:
+    """Raises QuantizationError unless adapters are those of the plans, in paths and shapes."""
+    if not plans:
+        raise QuantizationError(
+            "This plan has no adapters: no rule with a rank decides an operation of a parameter. "
+            "Give a rule one, as QuantizationRule(weight_qtype='nf4', rank=8)."
+        )
+    if not isinstance(adapters, Mapping):
+        raise QuantizationError(
+            "adapters must be a dict by the paths of parameters, as plan.init_adapters(key) "
+            f"returns it. Got {type(adapters).__name__}."
+        )
+    for path in sorted(plans.keys() ^ adapters.keys(), key=str):
+        which = "the plan has and the adapters have not" if path in plans else (
+            "the adapters have and the plan has not"
+        )  # fmt: skip
+        raise QuantizationError(
+            f"The adapters are for another plan: {path} is a parameter that {which}. Make them "
+            "with this plan's init_adapters, or make the plan by the rules that they are from."
+        )
+    for path, plan in plans.items():
+        pair = adapters[path]
+        if not isinstance(pair, Mapping) or set(pair) != {"a", "b"}:
+            raise QuantizationError(
+                f"The adapter of {path} must be a dict of arrays 'a' and 'b', as "
+                f"plan.init_adapters(key) returns it. Got {pair!r:.80}."
+            )
+        for name, expected in (("a", plan.a_shape), ("b", plan.b_shape)):
+            array = pair[name]
+            shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+            if shape != expected or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                given = type(array).__name__ if shape is None or dtype is None else short(array)
+                raise QuantizationError(
+                    f"The adapter of {path} (rule {plan.rule}, rank {plan.rank}) has {given} as "
+                    f"'{name}', but the plan needs floats of shape {list(expected)}. Make it with "
+                    "this plan's init_adapters."
+                )

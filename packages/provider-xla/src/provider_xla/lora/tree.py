@@ -1,0 +1,93 @@
+"""Adapters as a pytree: made, and merged into the parameters."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+import quant_numerics as qn
+
+from ..errors import QuantizationError
+from ..plan.weight import is_stored
+from ..program.sites import short
+from .plan import LoraPlan, check_adapters
+from .weight import wide
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+
+def init_adapters(plan: Plan, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
+    """Makes adapters that change nothing yet: see ``Plan.init_adapters``."""
+    if not plan.lora:
+        check_adapters(plan.lora, {})
+    dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise QuantizationError(
+            f"Adapters are floats, of which gradients can be taken. Got dtype {dtype.name}."
+        )
+    return {path: _init(one, jax.random.fold_in(key, salt(path)), dtype)
+            for path, one in plan.lora.items()}  # fmt: skip
+
+
+def _init(plan: LoraPlan, key: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+    if plan.is_lookup:
+        a, b = jnp.zeros(plan.a_shape, dtype), jax.random.normal(key, plan.b_shape, dtype)
+    else:
+        bound = plan.fan_in**-0.5
+        a = jax.random.uniform(key, plan.a_shape, dtype, -bound, bound)
+        b = jnp.zeros(plan.b_shape, dtype)
+    return {"a": a, "b": b}
+
+
+def salt(name: str) -> int:
+    """Returns a number for a name, the same in every process."""
+    return zlib.crc32(name.encode())
+
+
+def merge(plan: Plan, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
+    """Returns float parameters with the adapters added: see ``Plan.merge``."""
+    check_adapters(plan.lora, adapters)
+    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
+    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    check_params(plan, given)
+    leaves = []
+    for path, leaf in given.items():
+        if is_stored(leaf):
+            leaf = _dequantized(leaf)
+        if path in plan.lora:
+            pair = adapters[path]
+            leaf = _merged(plan.lora[path], leaf, pair["a"], pair["b"])
+        leaves.append(leaf)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def check_params(plan: Plan, given: Mapping[str, Any]) -> None:
+    """Raises QuantizationError unless the parameters that adapters are for are there."""
+    for path, one in plan.lora.items():
+        leaf = given.get(path)
+        if getattr(leaf, "shape", None) != one.shape:
+            what = "is not there" if leaf is None else (
+                f"is {short(leaf)}" if hasattr(leaf, "shape") else f"is {leaf!r:.80}"
+            )  # fmt: skip
+            raise QuantizationError(
+                f"{path} {what}, but the plan has an adapter for it as an array of shape "
+                f"{list(one.shape)}. Make the plan for these parameters."
+            )
+
+
+@jax.jit
+def _dequantized(leaf: Any) -> jax.Array:
+    return (qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf).restore()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _merged(plan: LoraPlan, leaf: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    dtype = wide(leaf.dtype, a.dtype, b.dtype)
+    a, b = a.astype(dtype), b.astype(dtype)
+    return (leaf.astype(dtype) + plan.delta(a, b)).astype(leaf.dtype)

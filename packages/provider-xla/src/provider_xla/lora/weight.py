@@ -1,0 +1,122 @@
+"""LoraWeight: a parameter with its adapter, as one value that travels through a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hijax_trace import ArrayProxy, Move, MoveError, Part
+
+from .contract import delta_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoraWeight(ArrayProxy):
+    """A parameter with its adapter: stands for ``base + scale * sum(a * b, axis=-1)``.
+
+    Both factors have the axes of the parameter, each of its size or, where the factor does not
+    depend on it, of size 1; and then the rank. So they are moved as it is, element by element,
+    and step with it through a scan.
+
+    Attributes:
+        base: the parameter: an array, or another array proxy for one.
+        a: first factor, float [*(n or 1), rank].
+        b: second factor, alike.
+        key: None, or the data of random keys for dropout, uint32 [*(n or 1), words]: one for each
+            step of the loops that it is taken apart by.
+        scale: what the product of the factors is multiplied with (static).
+        dropout: share of the activation that the factors don't see, where there is a key (static).
+        impl: of the random keys, hashable (static).
+    """
+
+    base: Any
+    a: jax.Array
+    b: jax.Array
+    key: jax.Array | None
+    scale: float = dataclasses.field(metadata={"static": True})
+    dropout: float = dataclasses.field(metadata={"static": True})
+    impl: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return tuple(self.base.shape)
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
+        return self.base.dtype
+
+    def base_array(self) -> jax.Array:
+        """Returns the parameter without the adapter, as an array."""
+        return self.base.restore() if isinstance(self.base, ArrayProxy) else self.base
+
+    def restore(self) -> jax.Array:
+        """Returns the parameter with the adapter added, as an array of its dtype."""
+        return _restored(self)
+
+    def parts(self) -> dict[str, Part]:
+        """Return the parameter, and factors and keys, which have axes of size 1 and others."""
+        return {
+            name: Part(getattr(self, name), name == "base") for name in ("base", "a", "b", "key")
+        }
+
+    def astype(self, dtype: Any) -> LoraWeight:
+        """Return it for a parameter of another float dtype. Factors stay as exact as they are."""
+        if isinstance(self.base, ArrayProxy):
+            return self  # it was converted with its parts
+        return dataclasses.replace(self, base=self.base.astype(dtype))
+
+    def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
+        """Return a primitive as a move of one parameter; see ``ArrayProxy.move``."""
+        if primitive in ("concatenate", "pad", "select_n", "stack"):
+            raise MoveError(f"{primitive} of a parameter with an adapter")
+        return super().move(primitive, params, operands)
+
+    def replace_parts(self, values: Mapping[str, Any]) -> LoraWeight:
+        """Return this weight with other parts."""
+        new = super().replace_parts(values)
+        for factor in (new.a, new.b, new.key):
+            if factor is not None and any(
+                n not in (1, full) for n, full in zip(factor.shape, new.shape, strict=False)
+            ):
+                raise MoveError(f"a move that cuts a factor of shape {factor.shape} into tiles")
+        return new
+
+
+# Jitted: a program in which it ends up unused has one equation of it.
+@jax.jit
+def _restored(weight: LoraWeight) -> jax.Array:
+    delta = delta_of(weight.a, weight.b, weight.shape) * weight.scale
+    dtype = wide(weight.dtype, delta.dtype)
+    return (weight.base_array().astype(dtype) + delta.astype(dtype)).astype(weight.dtype)
+
+
+def wide(*dtypes: Any) -> np.dtype:
+    """Returns the float dtype in which arrays of these are added."""
+    return np.dtype(np.float64 if np.dtype(np.float64) in map(np.dtype, dtypes) else np.float32)
+
+
+def dropped_out(x: jax.Array, weight: LoraWeight, salt: Any) -> jax.Array:
+    """Returns an activation as the adapter sees it in training: with elements dropped.
+
+    Args:
+        x: float array.
+        weight: holds the rate, and one key or none.
+        salt: uint32, another for each operation.
+    """
+    if weight.key is None or not weight.dropout:
+        return x
+    data = weight.key.reshape(-1, weight.key.shape[-1])[0]
+    key = jax.random.fold_in(jax.random.wrap_key_data(data, impl=weight.impl), salt)
+    keep = 1 - weight.dropout
+    kept = jax.random.bernoulli(key, keep, x.shape)
+    return jnp.where(kept, x / jnp.asarray(keep, x.dtype), jnp.zeros((), x.dtype))

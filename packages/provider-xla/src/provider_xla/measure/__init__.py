@@ -1,0 +1,1 @@
+"""Measuring: a program runs in float on data, and each operation is looked at."""

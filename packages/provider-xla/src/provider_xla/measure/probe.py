@@ -1,0 +1,380 @@
+"""Probes: what is measured at the operations of a program while it runs in float on real data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import NamedSharding, PartitionSpec
+
+import quant_numerics as qn
+from hijax_trace import ArrayProxy, Box, Carrier, MoveError
+from interception_core import OpCall, PatchEngine
+
+from ..errors import QuantizationError
+from ..plan.weight import WeightPlan, is_stored, unpacked_leaf
+from ..program.arrays import of_arrays
+from ..program.products import Product
+from ..program.record import OpRecord
+from ..program.sites import Site, Sites
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+Visit = Callable[[Site], Any]
+"""Takes an operation that a rule quantizes, with its float operands; returns a pytree of arrays."""
+
+VisitLookup = Callable[["Lookup"], Any]
+"""The same of a lookup in a parameter that is quantized."""
+
+VisitFloat = Callable[[str, Product, tuple[Any, Any], tuple[Any, ...]], Any]
+"""The same of a product that stays float: its id, what it computes, of what, its other arrays."""
+
+
+class Largest(NamedTuple):
+    """Something measured of which the largest is kept instead of the sum; 0 or more."""
+
+    value: jax.Array
+
+
+class Lookup(NamedTuple):
+    """A lookup in a parameter that is quantized.
+
+    Attributes:
+        op_id: as in the plan.
+        read: takes an array in place of the parameter; returns what is looked up in it.
+        table: the parameter, float, as the lookup gets it.
+        stored: the same, quantized as the plan says; None where it can't be followed.
+        path: of the parameter.
+    """
+
+    op_id: str
+    read: Callable[[jax.Array], jax.Array]
+    table: jax.Array
+    stored: ArrayProxy | None
+    path: str
+
+
+class Probed(NamedTuple):
+    """What was measured at one operation; a pytree.
+
+    Attributes:
+        total: what the visitor returned, summed over batches, calls and mapped axes (of a Peak,
+            the largest). The steps of loops that take their parameter in steps are kept apart, in
+            leading axes: those of the parameter that are gone in the operand.
+        count: how often it was visited, int32, of those leading axes. All examples that the
+            program maps over are one visit.
+    """
+
+    total: Any
+    count: jax.Array
+
+
+def probe(
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Sequence[Any]],
+    visit: Visit,
+    *,
+    stored: Any = None,
+    lookup: VisitLookup | None = None,
+    leave: VisitFloat | None = None,
+) -> dict[str, Probed]:
+    """Runs the function of a plan in float, and measures at each operation that is quantized.
+
+    Nothing is changed: each operation gives its float result. ``visit`` is traced, once for each
+    operation; it must return the same shapes for operations of the same id.
+
+    Args:
+        plan: of the function.
+        params: its parameters: arrays.
+        batches: each the other arguments of a call, as a tuple.
+        visit: what to measure; None to leave an operation out. A ``Largest`` in it keeps the
+            largest instead of the sum.
+        stored: the parameters as ``plan.quantize`` or ``plan.optimize`` returned them, for
+            visitors that ask for them by ``stored_operand``.
+        lookup: what to measure at lookups; None leaves them out.
+        leave: what to measure at products that stay float; None leaves them out.
+
+    Returns:
+        By operation id, in the order of the program.
+
+    Raises:
+        QuantizationError: there is no batch; a parameter's steps can't be told apart.
+    """
+    batches = iter(batches)
+    first = next(batches, None)
+    if first is None:
+        raise QuantizationError("There is nothing to measure from: batches is empty.")
+    traces = not isinstance(plan._engine, PatchEngine)
+    moving = numbered(plan, params, stored) if traces else params
+
+    def tapped(take: Callable[..., Any]) -> Callable[..., Any]:
+        def run(site: Site) -> Any:
+            take(site.call.op_id, site.call, site.operands, lambda: visit(site))
+            return NotImplemented
+
+        def run_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+            (weight,) = plan._rules.weights(call, (operand,)).found
+            if lookup is None or weight is None or weight.path not in plan.weights:
+                return NotImplemented
+            found = Lookup(
+                call.op_id.replace("gather:", "take:"),
+                lambda table: call.proceed(table, indices, **params),
+                operand,
+                _stored(call.proxy(operand)),
+                weight.path,
+            )
+            take(found.op_id, call, [operand], lambda: lookup(found))
+            return NotImplemented
+
+        def run_left(call: OpCall, product: Product, operands: Any, extras: Any) -> None:
+            if leave is not None:
+                measured = functools.partial(leave, call.op_id, product, operands, extras)
+                take(call.op_id, call, (), measured)
+
+        handler = run_lookup if traces and lookup is not None else None
+        sites = Sites(plan._rules, run, _ignore, lookup=handler, leave=run_left, keyed=False)
+        return plan._engine.wrap(plan._fn, sites.interceptor)
+
+    def arguments(batch: Sequence[Any]) -> list[Any]:
+        args = list(batch)
+        args.insert(plan._argnum, moving)
+        return args
+
+    zeros: dict[str, Probed] = {}
+
+    def look(op_id: str, call: Any, operands: Any, measured: Any) -> None:
+        found = jax.eval_shape(lambda: Probed(measured(), jnp.ones((), jnp.int32)))
+        if jax.tree.leaves(found.total):
+            steps = _steps(plan, op_id)
+            zeros[op_id] = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((*steps, *x.shape), x.dtype), found
+            )
+
+    jax.eval_shape(*of_arrays(tapped(look), arguments(first), {}))
+    where = _everywhere(params)
+    boxes = {
+        op_id: Box(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=where), zero))
+        for op_id, zero in zeros.items()
+    }
+
+    def measure(op_id: str, call: Any, operands: Any, measured: Any) -> None:
+        box = boxes.get(op_id)
+        if box is not None:
+            found = jax.tree.map(lax.stop_gradient, measured())
+            step = _step(call, operands)
+            added = Probed(found, jnp.ones((), jnp.int32))
+            box.set(
+                jax.tree.map(
+                    lambda kept, x: _merged(kept, x, step),
+                    box.get(),
+                    added,
+                    is_leaf=lambda x: isinstance(x, Largest),
+                )
+            )
+
+    measuring, run = tapped(measure), None
+    for batch in itertools.chain([first], batches):
+        call, arrays = of_arrays(measuring, arguments(batch), {})
+        run = run or jax.jit(call)
+        jax.block_until_ready(run(arrays))
+    return {op_id: box.get() for op_id, box in boxes.items()}
+
+
+def _everywhere(params: Any) -> NamedSharding | None:
+    """Returns the sharding of what is whole on all devices of sharded parameters."""
+    for leaf in jax.tree.leaves(params):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return None
+
+
+class _Numbered(ArrayProxy):
+    """A parameter with the number of the step that each part of it is for.
+
+    The number goes along with the parameter, through transposes and backward scans: it is kept
+    as the scale of a QArray whose codes are the values. So does the quantized parameter.
+    """
+
+    def __init__(self, moving: qn.QArray, stored: ArrayProxy | None = None, stepped: bool = True):
+        self.moving = moving
+        self.stored = stored
+        self.stepped = stepped
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        return self.moving.shape
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def dtype(self) -> np.dtype:
+        return self.moving.dtype
+
+    def restore(self) -> jax.Array:
+        return self.moving.qvalue.astype(self.dtype)
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        how = self.move(primitive, params, operands)
+
+        def of(part: str) -> Sequence[Any]:
+            own = list(operands)
+            for i in how.data:
+                own[i] = getattr(operands[i], part)
+            return getattr(self, part).moved(primitive, params, own)
+
+        moving = of("moving")
+        try:
+            stored = of("stored") if self.stored is not None else [None] * len(moving)
+        except MoveError:
+            stored = [None] * len(moving)
+        pairs = zip(moving, stored, strict=True)
+        return [_Numbered(moved, held, self.stepped) for moved, held in pairs]
+
+
+jax.tree_util.register_pytree_node(
+    _Numbered,
+    lambda n: ((n.moving, n.stored), n.stepped),
+    lambda stepped, parts: _Numbered(*parts, stepped),
+)
+
+
+def stored_operand(site: Site, side: int) -> ArrayProxy | None:
+    """Returns an operand as it is stored, where ``probe`` was given that; else None."""
+    return _stored(site.call.proxy(site.operands[side]))
+
+
+def _stored(held: Any) -> ArrayProxy | None:
+    return held.stored if isinstance(held, _Numbered) else None
+
+
+def numbered(plan: Plan, params: Any, stored: Any = None) -> Any:
+    """Returns the parameters; those that loops take in steps or that are stored, with numbers."""
+    held: dict[str, Any] = {}
+    if stored is not None:
+        found, _ = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_stored)
+        for path, leaf in found:
+            if is_stored(leaf):
+                held[plan._prefix + jax.tree_util.keystr(path)] = unpacked_leaf(leaf)
+    derived = {
+        weight.derived.expression.key: weight
+        for weight in plan.weights.values()
+        if weight.derived is not None
+    }
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = plan._prefix + jax.tree_util.keystr(path)
+        found = held.get(name)
+        if not isinstance(found, Carrier):
+            return _with_numbers(plan.weights.get(name), leaf, found)
+        own = _with_numbers(plan.weights.get(name), leaf, found.own)
+        beside = {
+            key: _with_numbers(derived[key], part.restore(), part)
+            for key, part in found.derived.items()
+        }
+        return dataclasses.replace(found, own=own, derived=beside)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _with_numbers(weight: WeightPlan | None, leaf: Any, held: Any) -> Any:
+    """Return an array with the numbers of its steps, and what is stored for it, if it has any."""
+    held = held if is_stored(held) else None
+    if weight is None or not (weight.stepped or held is not None):
+        return leaf
+    axes = weight.stepped
+    sizes = [n if a in axes else 1 for a, n in enumerate(leaf.shape)]
+    numbers = jnp.arange(math.prod(sizes), dtype=jnp.float32).reshape(sizes)
+    return _Numbered(qn.QArray(leaf, numbers, qtype="int8", dtype=leaf.dtype), held, bool(axes))
+
+
+def _steps(plan: Plan, op_id: str) -> tuple[int, ...]:
+    """Return the sizes of the axes of an operation's first weight that loops step along."""
+    if isinstance(plan._engine, PatchEngine):
+        return ()
+    for weight in plan.weights.values():
+        if op_id in weight.ops and weight.stepped:
+            return tuple(weight.shape[axis] for axis in weight.stepped)
+    return ()
+
+
+def _step(call: Any, operands: Sequence[Any]) -> jax.Array | None:
+    """Returns the number of the step that an operation is in; None without any."""
+    for operand in operands:
+        held = call.proxy(operand)
+        if isinstance(held, _Numbered) and held.stepped:
+            number = held.moving.scale
+            if number.size != 1:
+                raise QuantizationError(
+                    f"{call.op_id} takes several steps of its parameter at once, and these "
+                    "can't be told apart. Leave it float by a rule without qtypes."
+                )
+            return number.reshape(()).astype(jnp.int32)
+    return None
+
+
+def _merged(kept: Any, found: Any, step: jax.Array | None) -> Any:
+    """Adds what was found, at one step of what was kept; or keeps the largest."""
+    if isinstance(found, Largest):
+        return Largest(_merged_at(_maximum, kept.value, found.value, step))
+    return _merged_at(_sum, kept, found, step)
+
+
+def _merged_at(
+    merge: Callable[..., jax.Array], kept: jax.Array, found: jax.Array, step: jax.Array | None
+) -> jax.Array:
+    at = jnp.zeros((), jnp.int32) if step is None else step
+    return merge(kept.reshape(-1, *found.shape), found, at).reshape(kept.shape)
+
+
+@custom_vmap
+def _sum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
+    """Adds to ``kept``, at one step of it; where the program maps, what is found in each example.
+
+    Under ``vmap`` the step is one of each example too, where the parameter is mapped over.
+    """
+    return kept.at[step].add(found)
+
+
+@_sum.def_vmap
+def _sum_rule(size: int, is_batched: Sequence[bool], *args: jax.Array) -> tuple[jax.Array, bool]:
+    return _sum(*_of_examples(size, is_batched, *args)), False
+
+
+@custom_vmap
+def _maximum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
+    """Keeps the largest in the same way."""
+    return kept.at[step].max(found)
+
+
+@_maximum.def_vmap
+def _maximum_rule(
+    size: int, is_batched: Sequence[bool], *args: jax.Array
+) -> tuple[jax.Array, bool]:
+    return _maximum(*_of_examples(size, is_batched, *args)), False
+
+
+def _of_examples(
+    size: int, is_batched: Sequence[bool], kept: jax.Array, found: jax.Array, step: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    _, of_found, of_step = is_batched
+    found = found if of_found else jnp.broadcast_to(found, (size, *found.shape))
+    step = step if of_step else jnp.broadcast_to(step, (size, *step.shape))
+    return kept, found, step
+
+
+def _ignore(record: OpRecord, problem: str | None) -> None:
+    return None

@@ -1,0 +1,32 @@
+"""Pass: what all passes have in common."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+from .state import Weight
+
+TRANSFORM, MASK, CODES = range(3)
+
+
+class Pass(abc.ABC):
+    """One pass over the parameters of a plan, a parameter at a time.
+
+    Attributes:
+        stage: passes that transform channels come before those that choose zeros, and these
+            before the one that chooses codes.
+        needs_peaks: whether it asks for ``Weight.peaks``.
+    """
+
+    stage: ClassVar[int]
+    needs_peaks: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        return type(self).__name__
+
+    @abc.abstractmethod
+    def run(self, weight: Weight) -> str | None:
+        """Changes a parameter; returns why it leaves it as it is, or None."""

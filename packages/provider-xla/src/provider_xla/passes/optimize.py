@@ -1,0 +1,264 @@
+"""optimize: runs passes over the parameters of a plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from interception_core import PatchEngine
+
+from ..errors import QuantizationError
+from ..measure.probe import Largest, probe
+from ..plan.quantize import carried, prepacked
+from ..plan.weight import quantize_leaf
+from ..program.sites import Site
+from .base import Pass
+from .layout import Layout, as_matrices, layouts, rows_of
+from .report import PassReport, WeightErrors
+from .state import Weight
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+GRAM_BYTES = 2**31
+"""Gram matrices that are measured at once; for more, the batches are run again."""
+
+
+class Optimized(NamedTuple):
+    """What ``plan.optimize`` returns.
+
+    Attributes:
+        params: stored parameters, as ``plan.quantize`` returns them, for ``plan.apply``.
+        report: what each pass did to each parameter.
+    """
+
+    params: Any
+    report: PassReport
+
+
+def optimize(
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Sequence[Any]],
+    passes: Sequence[Pass],
+    *,
+    donate: bool,
+    prepack: bool,
+) -> Optimized:
+    """Runs passes: see ``Plan.optimize``."""
+    from tqdm import tqdm
+
+    passes = _checked(passes)
+    if isinstance(plan._engine, PatchEngine):
+        raise QuantizationError(
+            "plan.optimize needs the trace engine, which hands stored parameters on: make the "
+            "plan with PtqProvider(rules, engine='trace')."
+        )
+    batches = [tuple(batch) for batch in batches]
+    if not batches:
+        raise QuantizationError("There is nothing to measure from: batches is empty.")
+    found, treedef = jax.tree_util.tree_flatten_with_path(params)
+    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    plan._check(given)
+    names = [*given]
+    given |= {
+        path: weight.derived.expression.evaluate(given)
+        for path, weight in plan.weights.items()
+        if weight.derived is not None
+    }
+    for path, weight in plan.weights.items():
+        weight.check_finite(given[path])
+
+    seen = layouts(plan, params, batches[0])
+    stored: dict[str, Any] = {}
+    rows: dict[str, WeightErrors] = {}
+    with tqdm(total=len(plan.weights), desc="optimizing", unit="weight", disable=None) as bar:
+        for path, weight in plan.weights.items():
+            why = seen[path]
+            if isinstance(why, str):
+                stored[path] = quantize_leaf(weight, given[path], check=False)
+                rows[path] = WeightErrors(path, weight.qtype, None, {}, {"": why})
+                bar.update()
+        for part in _parts({p: one for p, one in seen.items() if isinstance(one, Layout)}):
+            for weight, row in _run(plan, params, given, batches, part, passes):
+                stored[weight.path] = _placed(weight.stored(), given[weight.path])
+                rows[weight.path] = row
+                bar.update()
+    leaves = []
+    for path in names:
+        leaf = given[path]
+        q = carried(plan, path, leaf, jax.block_until_ready(stored.get(path, leaf)), stored)
+        kept = jax.tree.leaves(q)
+        if donate and isinstance(leaf, jax.Array) and not any(one is leaf for one in kept):
+            leaf.delete()
+        leaves.append(prepacked(plan, path, q) if prepack else q)
+    report = PassReport(rows[path] for path in plan.weights)
+    return Optimized(jax.tree.unflatten(treedef, leaves), report)
+
+
+def _checked(passes: Sequence[Pass]) -> list[Pass]:
+    """Returns the passes. Raises unless they are some, in an order that means something."""
+    passes = list(passes)
+    for one in passes:
+        if not isinstance(one, Pass):
+            raise TypeError(
+                f"passes must hold passes such as Gptq(), Awq() or Hadamard(), got {one!r}."
+            )
+    for first, second in itertools.pairwise(passes):
+        if first.stage > second.stage or (first.stage == second.stage and first.stage > 0):
+            raise ValueError(
+                f"{second.name} can't follow {first.name}: passes that transform channels "
+                "(SmoothQuant, Awq, Hadamard) come first, then Wanda, which chooses zeros, then "
+                "Gptq, which chooses codes; each of these two once."
+            )
+    return passes
+
+
+def _parts(seen: Mapping[str, Layout]) -> Iterator[dict[str, Layout]]:
+    """Yields parameters whose Gram matrices are measured together."""
+    part: dict[str, Layout] = {}
+    total = 0
+    for path, layout in seen.items():
+        size = 4 * layout.k**2 * max(1, _product(layout.steps))
+        if part and total + size > GRAM_BYTES:
+            yield part
+            part, total = {}, 0
+        part[path] = layout
+        total += size
+    if part:
+        yield part
+
+
+def _product(sizes: Sequence[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _run(
+    plan: Plan,
+    params: Any,
+    given: Mapping[str, Any],
+    batches: Sequence[Sequence[Any]],
+    part: Mapping[str, Layout],
+    passes: Sequence[Pass],
+) -> Iterator[tuple[Weight, WeightErrors]]:
+    """Runs the passes over some parameters, and yields each at its end."""
+    grams = _measured(plan, params, batches, part, gram)
+    weights = {}
+    for path, layout in part.items():
+        g = grams[path].reshape(-1, layout.k, layout.k)
+        if not bool(jnp.isfinite(g).all()):
+            raise QuantizationError(
+                f"The activations that {path} is multiplied with are not finite in these batches. "
+                "Find out where that comes from, or leave it float by a rule without qtypes."
+            )
+        w = as_matrices(given[path], layout)
+        weights[path] = Weight(path, plan.weights[path], layout, w, g)
+    rounded = {path: weight.error() for path, weight in weights.items()}
+    after: dict[str, dict[str, float]] = {path: {} for path in weights}
+    reasons: dict[str, dict[str, str]] = {path: {} for path in weights}
+    names = _names(passes)
+    for name, one in zip(names, passes, strict=True):
+        if one.needs_peaks:
+            steps = {path: weight.steps for path, weight in weights.items()}
+            peaks = _measured(plan, params, batches, part, lambda rows: Largest(rows), steps)
+            for path, weight in weights.items():
+                weight.peaks = peaks[path].value.reshape(-1, weight.layout.k)
+        for path, weight in weights.items():
+            why = one.run(weight)
+            if why is not None:
+                reasons[path][name] = why
+            after[path][name] = weight.error()
+    for path, weight in weights.items():
+        qtype = weight.plan.qtype
+        yield weight, WeightErrors(path, qtype, rounded[path], after[path], reasons[path])
+
+
+def _names(passes: Sequence[Pass]) -> list[str]:
+    """Returns a name for each pass, with a number where there are several of a kind."""
+    names: list[str] = []
+    for one in passes:
+        count = sum(name.split(" ")[0] == one.name for name in names)
+        names.append(f"{one.name} {count + 1}" if count else one.name)
+    return names
+
+
+def gram(rows: jax.Array) -> jax.Array:
+    """Returns ``x.T @ x`` of float32 [rows, K]."""
+    return jnp.matmul(rows.T, rows, precision="highest")
+
+
+def _measured(
+    plan: Plan,
+    params: Any,
+    batches: Sequence[Sequence[Any]],
+    part: Mapping[str, Layout],
+    measure: Any,
+    steps: Mapping[str, Sequence[Any]] | None = None,
+) -> dict[str, Any]:
+    """Returns by path what a measure of the activations gives, over all products of a parameter.
+
+    Args:
+        plan: of the function.
+        params: its parameters.
+        batches: the other arguments.
+        part: the parameters that it is measured for.
+        measure: takes float32 [rows, K].
+        steps: by path, what activations go through before.
+    """
+    paths: dict[str, str] = {}
+
+    def visit(site: Site) -> Any:
+        for side, weight in enumerate(site.weights):
+            path = None if weight is None else weight.path
+            if path in part:
+                paths[site.call.op_id] = path
+                rows = rows_of(site, side)
+                for step in (steps or {}).get(path, ()):
+                    rows = _of_step(step, site, side).forward(rows)
+                found = measure(rows)
+                return Largest(jnp.abs(found.value).max(0)) if isinstance(found, Largest) else found
+        return None
+
+    totals: dict[str, Any] = {}
+    for op_id, one in probe(plan, params, batches, visit).items():
+        path = paths[op_id]
+        if path not in totals:
+            totals[path] = one.total
+        elif isinstance(one.total, Largest):
+            totals[path] = Largest(jnp.maximum(totals[path].value, one.total.value))
+        else:
+            totals[path] = totals[path] + one.total
+    return totals
+
+
+def _of_step(step: Any, site: Site, side: int) -> Any:
+    """Returns what activations go through in the step of the loop that a site is in."""
+    held = getattr(site.call.proxy(site.operands[side]), "moving", None)
+    number = 0 if held is None else held.scale.reshape(()).astype(jnp.int32)
+    return jax.tree.map(lambda x: x[number], step)
+
+
+def _placed(stored: Any, leaf: Any) -> Any:
+    """Returns a stored parameter sharded as the parameter was."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return stored
+    spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
+
+    def one(x: jax.Array) -> jax.Array:
+        # Scales and steps: sharded where they have an element per index of the parameter.
+        own = tuple(
+            part if x.ndim == leaf.ndim and x.shape[axis] == leaf.shape[axis] else None
+            for axis, part in enumerate(spec)
+        )
+        return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*own[: x.ndim])))
+
+    return jax.tree.map(one, stored)

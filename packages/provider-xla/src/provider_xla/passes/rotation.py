@@ -1,0 +1,56 @@
+"""Hadamard: outliers of a channel are spread over many."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..run.transformed import Rotated
+from .base import TRANSFORM, Pass
+from .state import Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard(Pass):
+    """Rotates activation and parameter by random signs and a blocked Hadamard matrix.
+
+    The product stays what it is, and no channel stands out any more, in the activation or in the
+    parameter (incoherence: Tseng et al. 2024, QuIP#, arXiv:2402.04396, section 3; Ashkboos et
+    al. 2024, QuaRot, arXiv:2404.00456). The activation is rotated at the product: it costs
+    K * block operations a row, or fewer, beside the product's K * N.
+
+    Attributes:
+        block: channels that are mixed with each other, a power of two; None for the largest that
+            divides K. Parameters that it does not divide are left.
+        seed: of the signs.
+
+    Raises:
+        ValueError: ``block`` is no power of two from 2.
+    """
+
+    block: int | None = None
+    seed: int = 0
+
+    stage = TRANSFORM
+
+    def __post_init__(self):
+        block = self.block
+        if block is not None and (block < 2 or block & (block - 1)):
+            raise ValueError(
+                f"Hadamard.block must be None or a power of two from 2. Got {block!r}."
+            )
+
+    def run(self, weight: Weight) -> str | None:
+        """Run it: see ``Pass.run``."""
+        k = weight.layout.k
+        block = self.block or k & -k
+        if block == 1 or k % block:
+            return f"no block of {self.block or 2} or more channels divides {k}"
+        # The same for a parameter wherever it is in the tree's order.
+        rng = np.random.default_rng([self.seed, zlib.crc32(weight.path.encode())])
+        signs = rng.choice(np.array([-1, 1], np.int8), weight.w.shape[:2])
+        weight.transform(Rotated(jnp.asarray(signs), block))
+        return None

@@ -1,0 +1,51 @@
+"""SmoothQuant: outliers of activations are moved to the parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from ..run.transformed import Scaled
+from .base import TRANSFORM, Pass
+from .state import Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class SmoothQuant(Pass):
+    """Divides each channel of the activation, and multiplies the parameter's, by
+
+        ``s[k] = max|x[:, k]| ** alpha / max|w[k, :]| ** (1 - alpha)``
+
+    (Xiao et al. 2022, arXiv:2211.10438, equation 4), so that both are as easy to quantize. For
+    products whose activations are quantized; others are left. Where the paper folds the scales
+    into the layer before, they are applied at the product here: it needs no such layer, and each
+    parameter has its own.
+
+    Attributes:
+        alpha: how much of the outliers moves to the parameter, 0 to 1.
+
+    Raises:
+        ValueError: ``alpha`` is out of range.
+    """
+
+    alpha: float = 0.5
+
+    stage = TRANSFORM
+    needs_peaks = True
+
+    def __post_init__(self):
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"SmoothQuant.alpha must be from 0 to 1. Got {self.alpha!r}.")
+
+    def run(self, weight: Weight) -> str | None:
+        """Run it: see ``Pass.run``."""
+        if not weight.layout.quantized:
+            return "its activations stay float"
+        assert weight.peaks is not None
+        x, w = weight.peaks, jnp.abs(weight.w).max(-1)
+        by = x**self.alpha / w ** (1 - self.alpha)
+        # A channel that is always 0, here or there, has no say in the product.
+        usable = (x > 0) & (w > 0) & jnp.isfinite(by) & (by > 0)
+        weight.transform(Scaled(jnp.where(usable, by, 1.0)))
+        return None

@@ -1,0 +1,134 @@
+"""Weight: a parameter on its way through the passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import quant_numerics as qn
+
+from ..plan.weight import WeightPlan
+from ..rules.sparsity import Sparsity, kept
+from ..run.transformed import Step, TransformedWeight
+from .layout import Layout
+
+
+class Weight:
+    """A parameter with what its products' activations are like. Passes change it in place.
+
+    Attributes:
+        path: its pytree path.
+        plan: how it is quantized.
+        layout: how it is seen as [S, K, N]: steps, contracted axes, others.
+        w: as it is now, transformed: float32 [S, K, N].
+        gram: of the activations that it is multiplied with now: the sum of ``x.T @ x`` over the
+            rows of all products and batches, float32 [S, K, K].
+        peaks: their largest magnitudes by channel, float32 [S, K]; None if no pass needs it now.
+        steps: what activations go through, in order.
+        keep: which elements stay, bool [S, K, N], as a pass has chosen; None without one.
+        ranges: the ranges of scales, as a pass has chosen; None for the rule's.
+        codes: the quantized parameter, as a pass has chosen its codes; None to round.
+    """
+
+    def __init__(self, path: str, plan: WeightPlan, layout: Layout, w: jax.Array, gram: jax.Array):
+        self.path = path
+        self.plan = plan
+        self.layout = layout
+        self.w = w
+        self.gram = gram
+        self.peaks: jax.Array | None = None
+        self.steps: list[Step] = []
+        self.keep: jax.Array | None = None
+        self.ranges: qn.Calibration | None = None
+        self.codes: qn.QArray | None = None
+        # Of the product itself; an orthogonal or diagonal step leaves it what it is.
+        self._size = output_squares(w, gram).sum()
+
+    def transform(self, step: Step) -> None:
+        """Takes a step: the parameter, and the activations that go with it, are transformed."""
+        self.w, self.gram = _transformed(step, self.w, self.gram)
+        self.steps.append(step)
+        self.peaks = self.ranges = None
+
+    def mask(self, w: jax.Array | None = None) -> jax.Array | None:
+        """Returns which elements, of it or of another, stay, bool [S, K, N]; None for all."""
+        if self.keep is not None or self.plan.sparsity is None:
+            return self.keep
+        return mask_of(jnp.abs(self.w if w is None else w), self.layout, self.plan.sparsity)
+
+    def rounded(self, w: jax.Array | None = None) -> qn.QArray:
+        """Returns it, or another [S, K, N], rounded by the rule, with the zeros that it asks for.
+
+        In the shape of the parameter, of dtype float32.
+        """
+        w = self.w if w is None else w
+        mask = self.mask(w)
+        return quantized(w if mask is None else jnp.where(mask, w, 0), self)
+
+    def quantized(self) -> qn.QArray:
+        """Returns its codes as they are now, in the shape of the parameter."""
+        return self.rounded() if self.codes is None else self.codes
+
+    def errors(self, q: qn.QArray | None = None) -> jax.Array:
+        """Returns the squared error of the products' results by step, float32 [S]."""
+        q = self.quantized() if q is None else q
+        return output_squares(difference(self.w, q, self.layout), self.gram)
+
+    def error(self) -> float:
+        """Returns the root of the squared error of the results, relative to the results."""
+        size = float(self._size)
+        return (float(self.errors().sum()) / size) ** 0.5 if size > 0 else 0.0
+
+    def stored(self) -> Any:
+        """Returns it as ``plan.apply`` takes it."""
+        q = self.quantized().astype(self.plan.dtype)
+        q = qn.pack(q) if qn.get_qtype(q.qtype).packable else q
+        if not self.steps:
+            return q
+
+        def led(x: jax.Array) -> jax.Array:
+            return x.reshape(*self.layout.steps, self.layout.k)
+
+        ndim = len(self.layout.shape)
+        k_axes = tuple(axis - ndim for axis in self.layout.k_axes)
+        return TransformedWeight(q, tuple(jax.tree.map(led, self.steps)), k_axes)
+
+
+@jax.jit
+def _transformed(step: Step, w: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The Gram matrix of x @ T is T.T @ G @ T: both of its axes go the way of the activation.
+    arrays, treedef = jax.tree.flatten(step)
+    of_rows = jax.tree.unflatten(treedef, [x[:, None] for x in arrays])
+    turned = of_rows.forward(jnp.swapaxes(of_rows.forward(gram), -1, -2))
+    return step.weight(w), turned
+
+
+@jax.jit
+def output_squares(w: jax.Array, gram: jax.Array) -> jax.Array:
+    """Returns the sum of squares of what [S, K, N] gives with activations of a Gram matrix, [S]."""
+    return jnp.maximum(jnp.sum(w * jnp.matmul(gram, w, precision="highest"), axis=(1, 2)), 0)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def difference(w: jax.Array, q: qn.QArray, layout: Layout) -> jax.Array:
+    """Returns [S, K, N] less what a QArray of the shape of the parameter stands for."""
+    return w - layout.matrices(qn.dequantize(q))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def mask_of(score: jax.Array, layout: Layout, sparsity: Sparsity) -> jax.Array:
+    """Returns which elements of [S, K, N] stay, by their scores."""
+    return layout.matrices(kept(layout.array(score), sparsity.pattern, sparsity.axis))
+
+
+def quantized(w: jax.Array, weight: Weight) -> qn.QArray:
+    """Returns [S, K, N] rounded in the shape of the parameter."""
+    plan, array = weight.plan, weight.layout.array(w)
+    if weight.ranges is not None:
+        return qn.quantize_with(array, plan.qtype, *qn.scale_of(weight.ranges, plan.qtype))
+    q = dataclasses.replace(plan, sparsity=None)._quantize(array)
+    return qn.unpack(q) if isinstance(q, qn.PackedQArray) else q

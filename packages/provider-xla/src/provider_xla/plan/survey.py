@@ -1,0 +1,569 @@
+"""The survey: one abstract run of a program, in which its operations are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import quant_numerics as qn
+from hijax_trace import Expression, Leaf, carriers_of, root_of, used_inputs
+from interception_core import Engine, OpCall, PatchEngine
+
+from ..errors import QuantizationError
+from ..kernels.choose import Choice, MatrixUse, choose, use_of
+from ..kernels.matmul import NoKernel
+from ..lora.plan import LoraPlan, LoraSurvey, check_engine
+from ..program.arrays import is_array, of_arrays
+from ..program.products import divides, tile_elements
+from ..program.record import OpRecord, Report
+from ..program.sites import Rules, Site, Sites, short
+from ..program.weights import Weight
+from ..rules.rule import FUSED_NAMES
+from ..rules.sparsity import Sparsity, parse_sparsity
+from ..run.lookup import looked_up
+from ..run.static import StaticRange, is_static, measure
+from .derived import Derived
+from .granularity import Axes, Granularity, of_operand
+from .plan import Plan
+from .quantize import carried
+from .views import axes_in, finest, stays_packed
+from .weight import WeightPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """An operation that a parameter is an operand of.
+
+    Attributes:
+        path: of the parameter.
+        op_id: of the operation.
+        rule: the number of its rule.
+        how: how that quantizes it; None for a lookup that no rule names.
+        granularity: the finest that the operation can use.
+        stepped: the axes of the parameter that are gone in the operand.
+        is_lookup: whether it takes parts of it, whatever its scales.
+        sparse_axis: the axis of the parameter that N:M sparsity goes along for it; None if it
+            can't be followed.
+    """
+
+    path: str
+    op_id: str
+    rule: int | None
+    how: qn.HowToQuantize | None
+    granularity: Granularity
+    stepped: tuple[int, ...]
+    is_lookup: bool
+    sparse_axis: int | None = None
+
+
+class _Asked(NamedTuple):
+    """What an operation wants of a weight.
+
+    Attributes:
+        op_id: the operation.
+        rule: the number of its rule.
+        how: how that quantizes the weight; None if it stays float.
+        shared: the axes of the operand along which a scale is shared.
+        along: the axis of the operand that N:M sparsity goes along.
+        is_lookup: whether it takes parts of it, whatever its scales.
+    """
+
+    op_id: str
+    rule: int | None
+    how: qn.HowToQuantize | None
+    shared: Sequence[int]
+    along: int | None
+    is_lookup: bool = False
+
+
+class _Stored(NamedTuple):
+    """What is stored for a weight: a parameter, or a derived weight.
+
+    Attributes:
+        path: of the parameter, or the name of the derived weight.
+        shape: its shape.
+        axes: for each of its axes, the axis of the operand; None where it was cut.
+        granularity: the finest that the operation can use.
+        packs: whether the operand is packed if what is stored is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axes: Axes | None
+    granularity: Granularity
+    packs: bool = True
+
+
+class Survey:
+    """Collects what there is in one abstract run of a program."""
+
+    def __init__(self, rules: Rules, leaves: Mapping[str, Any]):
+        self.rules = rules
+        self.leaves = leaves
+        self.records: dict[tuple, OpRecord] = {}
+        self.problems: list[str] = []
+        self.uses: list[Use] = []
+        self.ranges: dict[str, StaticRange] = {}
+        # By parameter and operation: what a kernel is asked to do.
+        self.products: dict[str, dict[str, MatrixUse | NoKernel]] = {}
+        self.notes: dict[str, None] = {}
+        # By the key of their expressions.
+        self.derived: dict[str, Derived] = {}
+        self.lora = LoraSurvey(rules, leaves, self.problems.append)
+
+    def record(self, record: OpRecord, problem: str | None) -> None:
+        """Takes an operation."""
+        self.records.setdefault((record.op_id, record.operands), record)
+        if not record.quantized:
+            for path in filter(None, (record.weight or "").split(" and ")):
+                self._product(path, record.op_id, NoKernel("it stays float"))
+        if problem is None or record.rule is None:
+            return
+        rule = self.rules.rules[record.rule]
+        for path in filter(None, (record.weight or "").split(" and ")):
+            leaf = self.leaves.get(path)
+            if leaf is not None and leaf.dtype not in qn.FLOAT_DTYPES:
+                raise QuantizationError(
+                    f"Rule {record.rule} can't be followed for {path}, an operand of "
+                    f"{record.op_id}: it is {short(leaf)}, and only floats can be quantized. "
+                    "Convert it, or give the operation a rule without qtypes."
+                )
+        about = f" of {record.weight}" if record.weight else ""
+        if record.weight and rule.weight_qtype is not None and "tile_size" in problem:
+            raise QuantizationError(
+                f"Rule {record.rule} can't be followed for {record.weight}, an operand of "
+                f"{record.op_id}: {problem}. Choose another tile_size, or give the operation a "
+                "rule of its own."
+            )
+        what = ":" if record.quantized else " stays float:"
+        self.problems.append(f"{record.op_id}{about}{what} {problem} (rule {record.rule})")
+
+    def remark(self, call: OpCall, text: str) -> None:
+        """Take what is done with an operation that its rule does not say."""
+        self.notes[f"{call.op_id}: {text}"] = None
+
+    def run(self, site: Site) -> Any:
+        """Takes an operation that is quantized, or has an adapter."""
+        self.lora.product(site)
+        op_id = site.call.op_id
+        for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
+            if how is None:
+                for path in () if weight is None else weight.paths:
+                    self._product(path, op_id, NoKernel("its parameter stays float"))
+                continue
+            if weight is None:
+                if is_static(site, side):
+                    found = measure(site, side)
+                    self.ranges[site.key(side)] = StaticRange(found.upper.ndim, found.lower is None)
+                continue
+            ndim = site.operands[side].ndim
+            shared = site.product.shared(side, ndim)
+            along = site.product.sparse_axis(side, ndim)
+            asked = _Asked(op_id, site.index, how, shared, along)
+            for stored in self._stored(site.call, site.operands[side], weight, asked):
+                self._use(stored, asked, weight)
+                axes = stored.axes if stored.packs else None
+                try:
+                    use = use_of(site, side, axes, stored.shape)
+                except NoKernel as why:
+                    use = why
+                self._product(stored.path, op_id, use)
+        return NotImplemented
+
+    def lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+        """Takes a lookup in a parameter."""
+        among = self.rules.weights(call, (operand,))
+        (weight,) = among.found
+        if weight is None or weight.is_dynamic:
+            return NotImplemented
+        index = self.rules.find(("take",), call.module_path, self.rules.paths(among), True)
+        rule = None if index is None else self.rules.rules[index]
+        along = looked_up(params)
+        shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
+        how = None if rule is None else self.rules.how(rule, True)
+        record = OpRecord(
+            call.op_id.replace("gather:", "take:"),
+            "take",
+            (short(operand), short(indices)),
+            (None if how is None else how.qtype, None),
+            index,
+            None if how is not None else "no rule names it",
+            weight.path,
+        )
+        self.record(record, None)
+        asked = _Asked(record.op_id, index, how, shared, None, is_lookup=True)
+        for stored in self._stored(call, operand, weight, asked):
+            self._use(stored, asked, weight)
+            self._product(stored.path, record.op_id, NoKernel("a lookup"))
+        self.lora.lookup(record.op_id, index, weight, along)
+        return NotImplemented
+
+    def _product(self, path: str, op_id: str, use: MatrixUse | NoKernel) -> None:
+        """Takes what a kernel is asked to do with a parameter."""
+        self.products.setdefault(path, {})[op_id] = use
+
+    def _stored(self, call: OpCall, operand: Any, weight: Weight, asked: _Asked) -> list[_Stored]:
+        """Return what is to be stored for an operand; nothing, with a problem, if it can't be."""
+        if weight.axes is not None:
+            shape = self.leaves[weight.path].shape
+            return [_Stored(weight.path, shape, weight.axes, self._granularity(weight, asked))]
+        expression = call.expression(operand)
+        tile = self._tile(weight, asked)
+        root = root_of(expression)
+        if isinstance(root, Leaf):
+            found = self._view(root.path, self.leaves[root.path].shape, expression, tile, asked)
+            if found is not None:
+                return [found]
+        elif expression.kind(self.rules.is_parameter) == "view":
+            paths = [leaf.path for leaf in expression.leaves()]
+            views = [
+                self._view(path, self.leaves[path].shape, expression, tile, asked)
+                for path in dict.fromkeys(path for path in paths if path in self.leaves)
+            ]
+            if all(views):
+                return views  # type: ignore[return-value]
+        if asked.how is None:
+            return []
+        derived = self._derived(expression, root, tile, asked)
+        if derived is None:
+            self.problems.append(
+                f"{asked.op_id}: its weight {expression} can't be stored (rule {asked.rule}): the "
+                "loops that it is computed in step through several parameters, or the program "
+                "joins parts of parameters that it chooses while it runs. It is quantized at each "
+                "call"
+            )
+        return [] if derived is None else [derived]
+
+    def _view(
+        self, path: str, shape: tuple[int, ...], view: Expression, tile: int | None, asked: _Asked
+    ) -> _Stored | None:
+        """Return how a parameter is stored for a view of it, or None if scales can't follow."""
+
+        def is_stored(node: Expression) -> bool:
+            return isinstance(node, Leaf)
+
+        axes = axes_in(view, is_stored, shape) if isinstance(root_of(view), Leaf) else None
+        if axes is not None:
+            known = of_operand(axes, shape, view.aval.shape, asked.shared, tile)
+            packs = stays_packed(view, is_stored, shape, 0, len(_gone(axes)))
+            return _Stored(path, shape, axes, self._channelwise(known, axes, asked), packs)
+        found = finest(view, is_stored, shape, asked.shared, tile)
+        return None if found is None else _Stored(path, shape, None, found)
+
+    def _derived(
+        self, view: Expression, root: Expression, tile: int | None, asked: _Asked
+    ) -> _Stored | None:
+        """Return how a derived weight is stored: what the view is of, or if need be the view."""
+        whole = view.base(self.rules.is_parameter)
+        for base in (root, whole):
+            if base is None or base.is_dynamic(self.rules.is_parameter):
+                continue
+            carriers = [path for path in carriers_of(base) if path in self.leaves]
+            shape = self._shape_of(base)
+            if not carriers or shape is None:
+                continue
+            own, count = shape[base.loops :], base.loops
+
+            def is_stored(node: Expression, base: Expression = base) -> bool:
+                return node is base
+
+            found = finest(view, is_stored, own, asked.shared, tile)
+            if found is None:
+                continue
+            axes = axes_in(view, is_stored, own)
+            if base.key not in self.derived:
+                dtype = np.dtype(base.aval.dtype)  # pyrefly: ignore
+                self.derived[base.key] = Derived(self._name(base), base, carriers[0], shape, dtype)
+            path = self.derived[base.key].path
+            lead = tuple(range(count))
+            found = Granularity(
+                (*lead, *(axis + count for axis in found.channel_axes)),
+                {axis + count: n for axis, n in found.tile_axes.items()},
+            )
+            if axes is None:
+                return _Stored(path, shape, None, found)
+            whole_axes = (*(None for _ in lead), *axes)
+            packs = stays_packed(view, is_stored, shape, count, len(_gone(whole_axes)))
+            return _Stored(path, shape, whole_axes, found, packs)
+        return None
+
+    def _name(self, base: Expression) -> str:
+        """Return a name for a derived weight that no other has."""
+        name, taken = str(base), {one.path for one in self.derived.values()}
+        count = sum(path == name or path.startswith(f"{name} #") for path in taken)
+        return f"{name} #{count + 1}" if count else name
+
+    def _shape_of(self, base: Expression) -> tuple[int, ...] | None:
+        """Return the shape of a derived weight, for all steps of the loops that it is in.
+
+        None if it can't be computed before the program runs.
+        """
+        inputs = {leaf.path: self.leaves.get(leaf.path) for leaf in base.leaves()}
+        if None in inputs.values():
+            return None
+        try:
+            return jax.eval_shape(base.evaluate, inputs).shape
+        except ValueError:
+            return None
+
+    def _tile(self, weight: Weight, asked: _Asked) -> int | None:
+        how, shared = asked.how, asked.shared
+        if how is None or how.tile_size is None or not shared:
+            return None
+        size = weight.shape[shared[-1]]
+        if not divides(how.tile_size, size):
+            raise QuantizationError(
+                f"Rule {asked.rule} can't be followed for {weight.path}, an operand of "
+                f"{asked.op_id}: tile_size {how.tile_size} does not divide {size}."
+            )
+        return tile_elements(how.tile_size, size)
+
+    def _granularity(self, weight: Weight, asked: _Asked) -> Granularity:
+        """Return the finest granularity of a parameter that is an operand as it is, or a step."""
+        assert weight.axes is not None
+        shape, tile = self.leaves[weight.path].shape, self._tile(weight, asked)
+        found = of_operand(weight.axes, shape, weight.shape, asked.shared, tile)
+        return self._channelwise(found, weight.axes, asked)
+
+    def _channelwise(self, found: Granularity, axes: Axes, asked: _Asked) -> Granularity:
+        if asked.how is None or asked.how.channelwise:
+            return found
+        return Granularity(_gone(axes), found.tile_axes)
+
+    def _use(self, stored: _Stored, asked: _Asked, weight: Weight) -> None:
+        stepped = () if stored.axes is None else _gone(stored.axes)
+        sparse = None
+        if asked.along is not None and stored.axes is not None:
+            places = [axis for axis, became in enumerate(stored.axes) if became == asked.along]
+            if len(places) == 1 and stored.shape[places[0]] == weight.shape[asked.along]:
+                (sparse,) = places
+        use = Use(
+            stored.path,
+            asked.op_id,
+            asked.rule,
+            asked.how,
+            stored.granularity,
+            stepped,
+            asked.is_lookup,
+            sparse,
+        )
+        self.uses.append(use)
+
+
+def _gone(axes: Axes) -> tuple[int, ...]:
+    """Return the axes of a stored array that are gone in the operand: steps, or indices."""
+    return tuple(axis for axis, became in enumerate(axes) if became is None)
+
+
+def make_plan(
+    rules: Rules,
+    engine: Engine,
+    argnum: int,
+    fn: Callable[..., Any],
+    params: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    kernels: bool = True,
+) -> Plan:
+    """Makes a plan: see ``XlaProvider.plan``."""
+    found, params_tree = jax.tree_util.tree_flatten_with_path(params)
+    given = {
+        rules.params + jax.tree_util.keystr(path): leaf for path, leaf in found if is_array(leaf)
+    }
+    leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
+    kept = [leaves.get(rules.params + jax.tree_util.keystr(path), leaf) for path, leaf in found]
+    abstract = jax.tree.unflatten(params_tree, kept)
+    survey = Survey(rules, leaves)
+    look(survey, engine, argnum, fn, params, args, kwargs)
+
+    weights = weights_of(survey)
+    records = [_settled(record, weights) for record in survey.records.values()]
+    # The patch engine can't hand stored parameters on.
+    if kernels and not isinstance(engine, PatchEngine):
+        weights, records = _with_kernels(survey, weights, records, given)
+    lora = survey.lora.plans()
+    check_engine(engine, [*lora])
+    records = [_adapted(record, lora) for record in records]
+    used = {record.rule for record in records}
+    unused = [
+        f"rule {i} decides nothing: {rule}" for i, rule in enumerate(rules.rules) if i not in used
+    ]
+    problems = (*survey.problems, *unused)
+    ops = Report(records)
+    known = (survey.ranges, rules, engine, argnum, leaves, fn, abstract)
+    plan = Plan(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
+    if not any(weight.derived for weight in weights.values()):
+        return plan
+    return dataclasses.replace(plan, absorbed=absorbed_by(plan, args, kwargs))
+
+
+def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parameters that a program doesn't use once derived weights are stored."""
+    derived = {
+        weight.path: jax.eval_shape(
+            weight._quantize, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        )
+        for weight in plan.weights.values()
+        if weight.derived is not None
+    }
+
+    def run(site: Site) -> Any:
+        held = [site.call.proxy(operand) for operand in site.operands]
+        operands = [
+            x if one is None else one.restore().astype(x.dtype)
+            for x, one in zip(site.operands, held, strict=True)
+        ]
+        return site.product.run(*operands, *site.extras)
+
+    sites = Sites(plan._rules, run, lambda record, problem: None)
+    tapped = plan._engine.wrap(plan._fn, sites.interceptor)
+
+    def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
+        stored = [
+            carried(plan, path, leaf, leaf, derived) if path in plan._leaves else leaf
+            for path, leaf in {**everything, **leaves}.items()
+        ]
+        given = list(args)
+        given.insert(plan._argnum, jax.tree.unflatten(treedef, stored))
+        return tapped(*given, **kwargs)
+
+    found, treedef = jax.tree_util.tree_flatten_with_path(plan._params)
+    everything = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    call, arrays = of_arrays(program, [dict(plan._leaves), derived, *args], {})
+    used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
+    # The first arguments are the parameters, in the order of their paths.
+    names = sorted(plan._leaves)
+    return frozenset(path for path, one in zip(names, used, strict=False) if not one)
+
+
+def look(
+    survey: Survey,
+    engine: Engine,
+    argnum: int,
+    fn: Callable[..., Any],
+    params: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Runs a program abstractly, and shows its operations to a survey."""
+    lookup = None if isinstance(engine, PatchEngine) else survey.lookup
+    taken = {"lookup": lookup, "remark": survey.remark}
+    sites = Sites(survey.rules, survey.run, survey.record, **taken, keyed=False)
+    everything = list(args)
+    everything.insert(argnum, params)
+    jax.eval_shape(*of_arrays(engine.wrap(fn, sites.interceptor), everything, kwargs))
+
+
+def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:
+    """Returns the record of an operation with the rank of its parameter's adapter."""
+    paths = (record.weight or "").split(" and ")
+    rank = next((lora[path].rank for path in paths if path in lora), None)
+    return dataclasses.replace(record, rank=rank)
+
+
+def _settled(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
+    """Returns the record of a lookup with what is done with its parameter."""
+    weight = weights.get(record.weight or "")
+    if record.op_name != "take" or weight is None:
+        return record
+    return dataclasses.replace(record, qtypes=(weight.qtype, None), reason=None)
+
+
+def _with_kernels(
+    survey: Survey,
+    weights: Mapping[str, WeightPlan],
+    records: Sequence[OpRecord],
+    params: Mapping[str, Any],
+) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
+    """Returns parameters and operations with what computes them."""
+    packed, choices = {}, {}
+    for path, weight in weights.items():
+        sharding = getattr(params.get(path), "sharding", None)
+        packing, found = choose(weight, survey.products.get(path, {}), sharding)
+        packed[path] = dataclasses.replace(weight, packing=packing)
+        choices.update(found)
+    none = Choice(None, "no parameter that is stored")
+    settled = []
+    for record in records:
+        if record.op_name in FUSED_NAMES:
+            settled.append(record)
+            continue
+        choice = choices.get(record.op_id, none) if record.quantized else Choice(None, None)
+        kernel, reason = choice
+        settled.append(dataclasses.replace(record, kernel=kernel, kernel_reason=reason))
+    return packed, settled
+
+
+def weights_of(survey: Survey) -> dict[str, WeightPlan]:
+    """Returns how each parameter is quantized, so that all of its operations can use it."""
+    by_path: dict[str, list[Use]] = {}
+    for use in survey.uses:
+        by_path.setdefault(use.path, []).append(use)
+    plans = {}
+    derived = {one.path: one for one in survey.derived.values()}
+    for path, leaf in {**survey.leaves, **derived}.items():
+        uses = by_path.get(path, [])
+        deciding = [use for use in uses if use.how is not None]
+        if not deciding:
+            continue
+        first = deciding[0]
+        assert first.how is not None
+        assert first.rule is not None
+        for other in deciding[1:]:
+            if (other.how.qtype, other.how.method) != (first.how.qtype, first.how.method):  # type: ignore[union-attr]
+                survey.problems.append(
+                    f"{path} is ambiguous: rule {first.rule} quantizes it to {first.how.qtype} "
+                    f"for {first.op_id}, rule {other.rule} to {other.how.qtype} for "  # type: ignore[union-attr]
+                    f"{other.op_id}; the first counts"
+                )
+        products = [use for use in uses if not use.is_lookup] or deciding
+        granularity = functools.reduce(Granularity.join, (use.granularity for use in products))
+        block = qn.get_qtype(first.how.qtype).block
+        if block is not None and list(granularity.tile_axes.values()) != [block]:
+            survey.problems.append(
+                f"{path} stays an array: {first.how.qtype} needs tiles of {block} along one axis "
+                f"that all of its products contract ({', '.join(u.op_id for u in products)})"
+            )
+            continue
+        stepped = set(products[0].stepped).intersection(*(use.stepped for use in products[1:]))
+        plans[path] = WeightPlan(
+            path,
+            leaf.shape,
+            leaf.dtype,
+            first.rule,
+            first.how.qtype,
+            first.how.method,
+            granularity,
+            tuple(sorted(stepped)),
+            tuple(dict.fromkeys(use.op_id for use in uses)),
+            sparsity=_sparsity(survey, leaf, products),
+            derived=derived.get(path),
+        )
+    return plans
+
+
+def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:
+    """Returns which elements of a parameter are zeros, by the first rule that decides."""
+    first = next(use for use in uses if use.rule is not None)
+    assert first.rule is not None
+    text = survey.rules.rules[first.rule].sparsity
+    if text is None:
+        return None
+    about = f"{first.path} stays dense, against sparsity={text!r} of rule {first.rule}"
+    axes = {use.sparse_axis for use in uses}
+    if first.is_lookup or len(axes) > 1 or None in axes:
+        ops = ", ".join(use.op_id for use in uses)
+        survey.problems.append(f"{about}: there is no one axis that its uses contract ({ops})")
+        return None
+    (axis,) = axes
+    assert axis is not None
+    pattern = parse_sparsity(text)
+    if leaf.shape[axis] % pattern.m:
+        survey.problems.append(f"{about}: {pattern.m} does not divide {leaf.shape[axis]}")
+        return None
+    return Sparsity(pattern, axis)

@@ -1,0 +1,189 @@
+"""Views: which scales a stored array can have, found by replaying how the program moves it.
+
+What a program does to a parameter before a matmul decides along which of its axes scales may
+differ. A small array with the shape of the scales is moved as the program moves the parameter; the
+scales are right if they then differ only where the matmul allows it. Running the quantized
+program moves the real scales by the same code, so that a plan can't promise anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hijax_trace import ArrayProxy, Expression, MoveError, Part, replay
+
+from ..kernels.packed import PrepackedWeight
+from .granularity import Axes, Granularity
+
+IsStored = Callable[[Expression], bool]
+"""Whether a node of an expression is what is stored."""
+
+ONE, EACH = 0, 1
+"""Elements that share a scale along an axis: all of them, or 1; or another number, of a tile."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Scaled(ArrayProxy):
+    """An array with scales, whose shapes alone matter."""
+
+    values: jax.Array
+    scales: jax.Array
+    # pyrefly: ignore [bad-override]
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def restore(self) -> jax.Array:
+        return self.values
+
+    def parts(self) -> dict[str, Part]:
+        return {"values": Part(self.values, True), "scales": Part(self.scales)}
+
+    def astype(self, dtype: Any) -> _Scaled:
+        return dataclasses.replace(self, dtype=np.dtype(dtype))
+
+
+def scales_in(
+    view: Expression, is_stored: IsStored, tiles: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Return the shape that scales have in a view, or None where they don't follow it.
+
+    Args:
+        view: the expression of the operand.
+        is_stored: tells the nodes that are stored.
+        tiles: for each axis of these, how many elements share a scale; ``ONE`` for all.
+    """
+
+    def stands_for(node: Expression) -> ArrayProxy | None:
+        if not is_stored(node):
+            return None
+        aval: Any = node.aval
+        if len(aval.shape) != len(tiles) or any(
+            tile > 1 and n % tile for n, tile in zip(aval.shape, tiles, strict=True)
+        ):
+            raise MoveError("what is joined has other axes")
+        counts = [
+            n // tile if tile else min(n, 1) for n, tile in zip(aval.shape, tiles, strict=True)
+        ]
+        return _Scaled(jax.numpy.zeros(aval.shape), jax.numpy.zeros(counts), aval.dtype)
+
+    def moved() -> jax.Array:
+        found = replay(view, stands_for)
+        assert isinstance(found, _Scaled)
+        return found.scales
+
+    try:
+        return jax.eval_shape(moved).shape
+    except MoveError:
+        return None
+
+
+def axes_in(view: Expression, is_stored: IsStored, shape: Sequence[int]) -> Axes | None:
+    """Return which axis of a view each axis of a stored array became; None where it was cut.
+
+    An axis of which the view has one index became None.
+    """
+    found: list[int | None] = []
+    for axis, size in enumerate(shape):
+        tiles = [EACH if i == axis else ONE for i in range(len(shape))]
+        counts = scales_in(view, is_stored, tiles)
+        if counts is None:
+            return None
+        places = [i for i, count in enumerate(counts) if count > 1]
+        if len(places) > 1 or (places and counts[places[0]] != size):
+            return None
+        found.append(places[0] if places else None)
+    full: Any = view.aval
+    kept = sorted(place for place in found if place is not None)
+    return tuple(found) if kept == list(range(len(full.shape))) else None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Packed(PrepackedWeight):
+    """A packed array that is not unpacked: what it can't follow is an error."""
+
+    def unpacked(self) -> Any:
+        raise MoveError("the packed form is unpacked")
+
+
+def stays_packed(
+    view: Expression, is_stored: IsStored, shape: Sequence[int], loops: int, lead: int
+) -> bool:
+    """Return whether a stored array that is packed for a kernel is still packed in a view.
+
+    Args:
+        view: the expression of the operand.
+        is_stored: tells the node that is stored.
+        shape: its shape, with those of the loops that it is in.
+        loops: how many axes, the first, are of these loops.
+        lead: how many axes, the first, are a stack of packed matrices.
+    """
+    own = shape[lead:]
+
+    def stands_for(node: Expression) -> ArrayProxy | None:
+        if not is_stored(node):
+            return None
+        packed = jax.numpy.zeros((*shape[loops:lead], 1))
+        places = tuple(range(len(own)))
+        return _Packed(packed, "int8", np.dtype("float32"), tuple(own), (), 0, places, 1)
+
+    try:
+        jax.eval_shape(lambda: replay(view, stands_for))
+    except MoveError:
+        return False
+    return True
+
+
+def finest(
+    view: Expression,
+    is_stored: IsStored,
+    shape: Sequence[int],
+    shared: Sequence[int],
+    tile: int | None,
+) -> Granularity | None:
+    """Return the finest scales with which an operation can use a view, or None without any.
+
+    Args:
+        view: the expression of the operand.
+        is_stored: tells the nodes that are stored.
+        shape: theirs.
+        shared: the axes of the view along which a scale is shared; tiles go along the last.
+        tile: how many elements along that share a scale; None for all.
+    """
+    full: Any = view.aval
+    last = full.shape[shared[-1]] if shared else 0
+    sizes = [
+        [each for each in (EACH, tile or EACH, ONE) if each != EACH or n > 1] if n else [ONE]
+        for n in shape
+    ]
+
+    def scales(tiles: Sequence[int]) -> int:
+        return math.prod(n // each if each else 1 for n, each in zip(shape, tiles, strict=True))
+
+    every = sorted(itertools.product(*map(dict.fromkeys, sizes)), key=scales, reverse=True)
+    # What is joined along a contracted axis has a scale for each piece, if there is no other way.
+    for allowed in ({1, last // tile if tile else 1}, set(range(1, last))):
+        for tiles in every:
+            if any(each and n % each for n, each in zip(shape, tiles, strict=True)):
+                continue
+            counts = scales_in(view, is_stored, tiles)
+            along = [] if counts is None else [counts[axis] for axis in shared]
+            if counts is None or any(count > 1 for count in along[:-1]):
+                continue
+            if not along or along[-1] in allowed:
+                channels = tuple(axis for axis, each in enumerate(tiles) if each == EACH)
+                cut = {axis: each for axis, each in enumerate(tiles) if each > 1}
+                return Granularity(channels, cut)
+    return None

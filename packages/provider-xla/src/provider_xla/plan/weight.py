@@ -1,0 +1,207 @@
+"""How one parameter is quantized."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+from hijax_trace import Carrier
+
+from ..errors import QuantizationError
+from ..kernels.packed import Packing, PrepackedWeight, abstract, prepack
+from ..rules.sparsity import Sparsity, sparsified
+from ..run.transformed import TransformedWeight
+from .derived import Derived
+from .granularity import Granularity
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPlan:
+    """How one parameter is quantized.
+
+    Attributes:
+        path: its pytree path.
+        shape: its shape.
+        dtype: its dtype.
+        rule: the number of the rule.
+        qtype: the name of its quantized type.
+        method: the calibration method.
+        granularity: which axes have scales.
+        stepped: axes along which each index is an array of its own (the layers of a scan).
+        ops: the ids of the operations that use it.
+        packing: how it is packed for the kernels that compute these; None if XLA does.
+        sparsity: which of its elements are zeros; None if none have to be.
+        derived: how it is computed from parameters; None for a parameter.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    rule: int
+    qtype: str
+    method: str
+    granularity: Granularity
+    stepped: tuple[int, ...]
+    ops: tuple[str, ...]
+    packing: Packing | None = None
+    sparsity: Sparsity | None = None
+    derived: Derived | None = None
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes as it is."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    @functools.cached_property
+    def bytes_after(self) -> int:
+        """Bytes of its codes and scales, packed for a kernel where it is."""
+        stored = jax.eval_shape(self._quantize, self.abstract())
+        return (stored if self.packing is None else abstract(stored, self.packing)).nbytes
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Both."""
+        return self.bytes_before, self.bytes_after
+
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """Returns its type."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {
+            "path": self.path,
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "rule": self.rule,
+            "qtype": self.qtype,
+            "method": self.method,
+            "channel_axes": list(self.granularity.channel_axes),
+            "tile_axes": {str(a): n for a, n in self.granularity.tile_axes.items()},
+            "ops": list(self.ops),
+            "derived_from": [] if self.derived is None else list(self.derived.leaves),
+            "packed": self.packing is not None,
+            "sparsity": None
+            if self.sparsity is None
+            else [str(self.sparsity[0]), self.sparsity[1]],
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+        }
+
+    def check_finite(self, leaf: Any) -> None:
+        """Raises QuantizationError where a value is no finite number."""
+        if not bool(_all_finite(leaf)):
+            raise QuantizationError(
+                f"{self.path} has values that are not finite, and can't be quantized to "
+                f"{self.qtype} (rule {self.rule}). Find out where they come from, or leave it "
+                "float by a rule without weight_qtype."
+            )
+
+    def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
+        tiles = tuple(self.granularity.tile_axes.items())
+        stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
+        if self.sparsity is not None:
+            leaf = _sparsified(leaf, self.sparsity)
+        return _quantize(
+            leaf, self.qtype, self.granularity.channel_axes, tiles, self.method, stepped
+        )
+
+
+def is_stored(node: Any) -> bool:
+    """Returns whether a node of parameters is a quantized one, packed or not."""
+    kinds = qn.QArray | qn.PackedQArray | PrepackedWeight | TransformedWeight | Carrier
+    return isinstance(node, kinds)
+
+
+def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
+    """Return a parameter, and the derived weights beside it, each changed."""
+    derived = {key: change(one) for key, one in held.derived.items()}
+    return dataclasses.replace(held, own=change(held.own), derived=derived)
+
+
+def unpacked_leaf(leaf: Any) -> Any:
+    """Returns a stored parameter with codes that programs take: in no packed storage."""
+    if isinstance(leaf, Carrier):
+        return mapped(unpacked_leaf, leaf)
+    if isinstance(leaf, TransformedWeight | PrepackedWeight):
+        return leaf.unpacked()
+    return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
+
+
+def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
+    """Quantizes one parameter, and waits until that is done.
+
+    Raises:
+        QuantizationError: it has values that are not finite.
+    """
+    if check:
+        plan.check_finite(leaf)
+    return jax.block_until_ready(plan._quantize(leaf))
+
+
+def prepack_leaf(plan: WeightPlan, q: Any) -> Any:
+    """Packs a quantized parameter for kernels, if the plan says so and its sharding allows it.
+
+    Raises:
+        QuantizationError: it is another than the plan's.
+    """
+    packing = plan.packing
+    if packing is None:
+        return q
+    if isinstance(q, TransformedWeight):
+        return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner))
+    if isinstance(q, PrepackedWeight):
+        return q
+    counts = plan.granularity.scale_shape(plan.shape)
+    if (q.shape, q.qtype, q.scale.shape, q.zero_point) != (plan.shape, plan.qtype, counts, None):
+        raise QuantizationError(
+            f"{plan.path} (rule {plan.rule}) is {q.qtype}{list(q.shape)} with scales of shape "
+            f"{list(q.scale.shape)}, but the plan has {plan.qtype}{list(plan.shape)} with scales "
+            f"of shape {list(counts)}. Pack what this plan, or one like it, has quantized."
+        )
+    sharding = getattr(jax.tree.leaves(q)[0], "sharding", None)
+    return q if packing.unshardable(q.shape, sharding) else prepack(q, packing)
+
+
+_sparsified = jax.jit(sparsified, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _quantize(
+    leaf: jax.Array,
+    qtype: str,
+    channel_axes: tuple[int, ...],
+    tile_axes: tuple[tuple[int, int], ...],
+    method: str,
+    stepped: tuple[int, ...],
+) -> qn.QArray | qn.PackedQArray:
+    """Quantizes; along ``stepped`` axes each index by itself, with a global scale of its own."""
+    if stepped:
+        axis, *rest = stepped
+        fewer = tuple(a - (a > axis) for a in channel_axes if a != axis)
+        tiles = tuple((a - (a > axis), n) for a, n in tile_axes)
+        inner = functools.partial(
+            _quantize,
+            qtype=qtype,
+            channel_axes=fewer,
+            tile_axes=tiles,
+            method=method,
+            stepped=tuple(a - 1 for a in rest),
+        )
+        return jax.vmap(inner, in_axes=axis, out_axes=axis)(leaf)
+    q = qn.quantize(
+        leaf, qtype, channel_axes=channel_axes, tile_axes=dict(tile_axes), method=method
+    )
+    return qn.pack(q) if qn.get_qtype(qtype).packable else q
+
+
+@jax.jit
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()

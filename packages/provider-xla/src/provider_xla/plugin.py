@@ -1,0 +1,75 @@
+"""What provider-xla declares to jaxtap. Must not import jax."""
+
+from interception_core import AdapterSpec, CommandSpec, ProviderSpec, hookimpl
+
+API = (1, 2)
+
+
+@hookimpl
+def jaxtap_register_providers() -> list[ProviderSpec]:
+    """Returns the providers for inference and for training."""
+    return [
+        ProviderSpec(
+            name="ptq",
+            summary="post-training quantization: parameters and products in int8, int4, fp8",
+            factory="provider_xla:PtqProvider",
+        ),
+        ProviderSpec(
+            name="qt",
+            summary="quantized training: products in int8, int4 or fp8, forward and backward",
+            factory="provider_xla:QtProvider",
+        ),
+    ]
+
+
+@hookimpl
+def jaxtap_register_adapters() -> list[AdapterSpec]:
+    """Returns the adapters of the frameworks whose model objects can be quantized."""
+    return [
+        AdapterSpec(
+            name="nnx",
+            summary="modules of Flax NNX",
+            factory="provider_xla.adapters.nnx:NnxAdapter",
+            model="flax.nnx:Module",
+            install="provider-xla[nnx]",
+        ),
+        AdapterSpec(
+            name="linen",
+            summary="modules of Flax Linen",
+            factory="provider_xla.adapters.linen:LinenAdapter",
+            model="flax.linen:Module",
+            install="provider-xla[linen]",
+        ),
+        AdapterSpec(
+            name="equinox",
+            summary="modules of Equinox",
+            factory="provider_xla.adapters.equinox:EquinoxAdapter",
+            model="equinox:Module",
+            install="provider-xla[equinox]",
+        ),
+    ]
+
+
+@hookimpl
+def jaxtap_register_commands() -> list[CommandSpec]:
+    """Returns plans and reports, and the demo, which ``jaxtap demo --provider xla`` runs."""
+    return [
+        CommandSpec(
+            name="plan",
+            summary="print what quantization rules do to a JAX function; nothing is run",
+            run="provider_xla.report.command:run_plan",
+            configure="provider_xla.report.command:configure_plan",
+        ),
+        CommandSpec(
+            name="report",
+            summary="measure what quantization costs a JAX function: error, bytes, time",
+            run="provider_xla.report.command:run_report",
+            configure="provider_xla.report.command:configure_report",
+        ),
+        CommandSpec(
+            name="demo-xla",
+            summary="train two small models on handwritten digits and run them in int8 and int4",
+            run="provider_xla.demo:run",
+            configure="provider_xla.demo:configure",
+        ),
+    ]

@@ -1,0 +1,1 @@
+"""Programs: the operations that rules are about, found and read."""

@@ -1,0 +1,233 @@
+"""How each tapped function is read as a product of two operands."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from opt_einsum import parser
+
+import quant_numerics as qn
+
+from .products import Convolution, MatrixProduct, Product, RaggedProduct
+
+
+class StaysFloat(Exception):
+    """This call can't be quantized as a whole; says why.
+
+    Attributes:
+        in_parts: whether the operations that it consists of can be.
+        is_common: whether it is of integers, or something else than arrays: no fault unless a
+            parameter stays float because of it.
+        is_scaling: whether it multiplies by a scalar: no fault.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        in_parts: bool = False,
+        is_common: bool = False,
+        is_scaling: bool = False,
+    ):
+        super().__init__(reason)
+        self.in_parts = in_parts
+        self.is_common = is_common
+        self.is_scaling = is_scaling
+
+
+class Reading(NamedTuple):
+    """A call, read.
+
+    Attributes:
+        product: what it computes.
+        operands: of what.
+        extras: its other arrays: the sizes of groups.
+    """
+
+    product: Product
+    operands: tuple[Any, Any]
+    extras: tuple[Any, ...] = ()
+
+
+def _dot_general(arguments: dict[str, Any]) -> Reading:
+    lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
+    dims = arguments["dimension_numbers"]
+    if dims is None:  # lax.dot of vectors and matrices
+        dims = (((lhs.ndim - 1,), (0,)), ((), ()))
+    (lc, rc), (lb, rb) = dims
+    normal = ((_axes(lc, lhs), _axes(rc, rhs)), (_axes(lb, lhs), _axes(rb, rhs)))
+    return Reading(MatrixProduct(normal, None, *_options(arguments)), (lhs, rhs))
+
+
+def _dot(arguments: dict[str, Any]) -> Reading:
+    a, b = _promoted(arguments["a"], arguments["b"])
+    dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
+    return Reading(MatrixProduct(dims, None, *_options(arguments)), (a, b))
+
+
+def _matmul(arguments: dict[str, Any]) -> Reading:
+    a, b = _promoted(arguments["a"], arguments["b"])
+    if a.ndim <= 2 and b.ndim <= 2:
+        dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
+        return Reading(MatrixProduct(dims, None, *_options(arguments)), (a, b))
+    left = "j" if a.ndim == 1 else "...ij"
+    right = "j" if b.ndim == 1 else "...jk"
+    out = "..." + "i" * (a.ndim > 1) + "k" * (b.ndim > 1)
+    return _einsum_product(f"{left},{right}->{out}", a, b, arguments)
+
+
+def _einsum(arguments: dict[str, Any]) -> Reading:
+    spec, operands = arguments["subscripts"], arguments["operands"]
+    if not isinstance(spec, str):
+        raise StaysFloat("the interleaved form is seen in its parts", in_parts=True)
+    if len(operands) != 2:
+        raise StaysFloat(f"{len(operands)} operands are seen in their parts", in_parts=True)
+    if arguments["_dot_general"] is not lax.dot_general:
+        raise StaysFloat("it is computed by a dot_general of the program's own", in_parts=True)
+    return _einsum_product(spec, *_promoted(*operands), arguments)
+
+
+def _einsum_product(
+    spec: str, lhs: jax.Array, rhs: jax.Array, arguments: Mapping[str, Any]
+) -> Reading:
+    try:
+        dims = qn.einsum_dimension_numbers(spec, lhs.ndim, rhs.ndim)
+    except ValueError as error:  # a diagonal; what is wrong in itself fails in the float op
+        raise StaysFloat(str(error).partition(";")[0], in_parts=True) from error
+    inputs, output, _ = parser.parse_einsum_input((spec, lhs.shape, rhs.shape), shapes=True)
+    left, right = (set(labels) for labels in inputs.split(","))
+    if (left ^ right) - set(output):
+        raise StaysFloat("a label of one operand alone is summed first: in parts", in_parts=True)
+    return Reading(MatrixProduct(dims, spec, *_options(arguments)), (lhs, rhs))
+
+
+def _conv(arguments: dict[str, Any]) -> Reading:
+    lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
+    precision, preferred, out_sharding = _options(arguments)
+    if out_sharding is not None:
+        raise StaysFloat("out_sharding is given to a convolution")
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, arguments["dimension_numbers"])
+    names = (
+        "window_strides",
+        "padding",
+        "lhs_dilation",
+        "rhs_dilation",
+        "feature_group_count",
+        "batch_group_count",
+    )
+    given = tuple((name, _frozen(arguments[name])) for name in names)
+    options = (("precision", precision), ("preferred_element_type", preferred))
+    return Reading(Convolution(numbers, given + options), (lhs, rhs))
+
+
+_RAGGED_DOT = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+
+
+def _ragged_dot(arguments: dict[str, Any]) -> Reading:
+    return _ragged(arguments, _RAGGED_DOT)
+
+
+def _ragged_dot_general(arguments: dict[str, Any]) -> Reading:
+    return _ragged(arguments, arguments["ragged_dot_dimension_numbers"])
+
+
+def _ragged(arguments: dict[str, Any], numbers: lax.RaggedDotDimensionNumbers) -> Reading:
+    lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
+    precision, preferred, _ = _options(arguments)
+    if arguments["group_offset"] is not None:
+        raise StaysFloat("group_offset is given")
+    product = RaggedProduct(RaggedProduct.freeze(numbers), precision, preferred)
+    return Reading(product, (lhs, rhs), (arguments["group_sizes"],))
+
+
+def _frozen(value: Any) -> Any:
+    """Returns sequences and NumPy arrays as tuples, all the way down."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
+    for value in values:
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise StaysFloat(f"an operand is a {type(value).__name__}", is_common=True)
+        if jnp.result_type(value) not in qn.FLOAT_DTYPES:
+            raise StaysFloat(f"an operand is {value.dtype}", is_common=True)
+        if value.ndim == 0:
+            raise StaysFloat("an operand is a scalar", is_scaling=True)
+    lhs, rhs = values  # as they are: a weight is known by its identity
+    return lhs, rhs
+
+
+def _promoted(*values: Any) -> tuple[jax.Array, jax.Array]:
+    """As ``_operands``, but refuses what JAX's promotion mode refuses in ``jax.numpy``."""
+    lhs, rhs = _operands(*values)
+    jnp.result_type(lhs, rhs)
+    return lhs, rhs
+
+
+def _options(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Returns precision, preferred_element_type and out_sharding."""
+    preferred = arguments["preferred_element_type"]
+    if preferred is not None and jnp.dtype(preferred) not in qn.FLOAT_DTYPES:
+        raise StaysFloat(f"preferred_element_type is {jnp.dtype(preferred)}")
+    preferred = preferred if preferred is None else jnp.dtype(preferred)
+    return _frozen(arguments["precision"]), preferred, arguments.get("out_sharding")
+
+
+def _axes(axes: Any, x: jax.Array) -> tuple[int, ...]:
+    return tuple(axis % x.ndim for axis in ((axes,) if isinstance(axes, int) else axes))
+
+
+@dataclass(frozen=True)
+class TappedOp:
+    """A function that the providers tap.
+
+    Attributes:
+        name: what rules call it.
+        reader: reads the bound arguments, or raises StaysFloat.
+        signature: that of the function.
+    """
+
+    name: str
+    reader: Callable[[dict[str, Any]], Reading]
+    signature: inspect.Signature
+
+    def read(self, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
+        """Returns the call as a product. Raises StaysFloat with the reason if it is none."""
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:  # the function itself will say it best
+            raise StaysFloat(str(error)) from error
+        bound.apply_defaults()
+        return self.reader(bound.arguments)
+
+
+def _op(name: str, function: Callable, reader: Callable[..., Reading]) -> TappedOp:
+    return TappedOp(name, reader, inspect.signature(function))
+
+
+OPS = {
+    "jax.numpy.dot": _op("dot", jnp.dot, _dot),
+    "jax.numpy.matmul": _op("matmul", jnp.matmul, _matmul),
+    "jax.numpy.einsum": _op("einsum", jnp.einsum, _einsum),
+    "jax.lax.dot_general": _op("dot_general", lax.dot_general, _dot_general),
+    "jax.lax.dot": _op("dot_general", lax.dot, _dot_general),
+    "jax.lax.conv_general_dilated": _op("conv_general_dilated", lax.conv_general_dilated, _conv),
+    "jax.lax.ragged_dot": _op("ragged_dot", lax.ragged_dot, _ragged_dot),
+    "jax.lax.ragged_dot_general": _op(
+        "ragged_dot_general", lax.ragged_dot_general, _ragged_dot_general
+    ),
+}
+"""By target."""

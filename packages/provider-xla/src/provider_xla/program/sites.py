@@ -1,0 +1,398 @@
+"""Sites: the operations of a program that rules are about, found and read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import quant_numerics as qn
+from interception_core import (
+    Interceptor,
+    OpCall,
+    UnknownNameError,
+    select_kernel,
+    untapped,
+)
+
+from ..rules.paths import PathKeys
+from ..rules.rule import QuantizationRule
+from .arrays import is_array
+from .fused import FusedOp, fused_ops
+from .ops import OPS, StaysFloat, TappedOp
+from .products import Product, check_tile, fitted_tile
+from .record import OpRecord
+from .weights import Weight, Weights, weights_among
+
+SIDES = ("lhs", "rhs")
+PLATFORM = "cpu"
+"""What there are kernels for."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One operation that a rule quantizes.
+
+    Attributes:
+        call: the call.
+        product: what it computes.
+        operands: of what.
+        extras: its other arrays.
+        rule: the rule that decides.
+        index: the number of that rule.
+        weights: the weight that each operand is; None for activations.
+        hows: how each operand is quantized; None where it stays float.
+    """
+
+    call: OpCall
+    product: Product
+    operands: tuple[Any, Any]
+    extras: tuple[Any, ...]
+    rule: QuantizationRule
+    index: int
+    weights: tuple[Weight | None, Weight | None]
+    hows: tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
+
+    def key(self, side: int) -> str:
+        """Returns what the statistics of an operand are kept under."""
+        return f"{self.call.op_id}#{SIDES[side]}"
+
+
+@dataclass(frozen=True)
+class Under:
+    """Tells the parameters among the inputs of a program: their pytree paths begin alike."""
+
+    prefix: str
+
+    def __call__(self, path: str) -> bool:
+        """Return whether the path is that of a parameter."""
+        return path.startswith(self.prefix)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules in their order, and which argument holds the parameters.
+
+    Attributes:
+        rules: the first match counts.
+        params: begins the pytree path of every parameter.
+        adapted: paths of the parameters that have an adapter in this call.
+    """
+
+    rules: tuple[QuantizationRule, ...]
+    params: str
+    adapted: frozenset[str] = frozenset()
+
+    def __post_init__(self):
+        object.__setattr__(self, "find", functools.lru_cache(maxsize=None)(self._find))
+        object.__setattr__(self, "origin_key", functools.lru_cache(maxsize=None)(self._origin_key))
+        object.__setattr__(self, "is_parameter", Under(self.params))
+        by_weight = any(rule.weight_path is not None for rule in self.rules)
+        object.__setattr__(self, "_by_weight", by_weight)
+
+    find: Callable[..., int | None] = None  # type: ignore[assignment]
+    """Returns the number of the rule for an operation with these names, under a module path, of
+    the parameters that ``paths`` returned."""
+
+    is_parameter: Under = None  # type: ignore[assignment]
+    """Returns whether the input of that path is a parameter."""
+
+    origin_key: Callable[[str], Hashable] = None  # type: ignore[assignment]
+    """Maps the path of an input to a key; equal keys mean that no rule tells the inputs apart."""
+
+    def _find(
+        self,
+        names: tuple[str, ...],
+        module_path: str,
+        paths: tuple[str, ...] = (),
+        has_weight: bool = True,
+    ) -> int | None:
+        for i, rule in enumerate(self.rules):
+            if any(rule.matches(n, module_path, paths, has_weight=has_weight) for n in names):
+                return i
+        return None
+
+    def _origin_key(self, path: str) -> Hashable:
+        if not path.startswith(self.params):
+            return None
+        below = (path.removeprefix(self.params),)
+        # What is left of the rules for this parameter; equal ones of several paths are one.
+        left = (rule for rule in self.rules if rule.matches_weight(below))
+        same = dict.fromkeys(dataclasses.replace(rule, weight_path=None) for rule in left)
+        return path in self.adapted, tuple(same)
+
+    def weights(self, call: OpCall, operands: Sequence[Any]) -> Weights:
+        """Return which operands of an operation are weights."""
+        return weights_among(call, operands, self.is_parameter)
+
+    def paths(self, weights: Weights) -> tuple[str, ...]:
+        """Return the paths of parameters for ``find``, if any rule asks for them."""
+        if not self._by_weight:  # type: ignore[attr-defined]
+            return ()
+        return tuple(path.removeprefix(self.params) for path in weights.paths)
+
+    def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
+        """Returns how a rule quantizes an operand."""
+        qtype = rule.weight_qtype if is_weight else rule.act_qtype
+        if qtype is None:
+            return None
+        method = rule.weight_calibration_method if is_weight else rule.act_method
+        tile = rule.tile_size if rule.tile_size is not None else qn.get_qtype(qtype).block
+        channelwise = not getattr(rule, "disable_channelwise_axes", False)
+        return qn.HowToQuantize(qtype, tile, method, channelwise)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether any activation has a static range."""
+        return any(rule.act_static_scale for rule in self.rules)
+
+
+Record = Callable[[OpRecord, str | None], None]
+"""Takes an operation, and what is wrong with it, if a rule is about it and can't be followed."""
+
+
+Leave = Callable[[OpCall, Product, tuple[Any, Any], tuple[Any, ...]], None]
+"""Takes a product that stays float: the call, what it computes, of what, its other arrays."""
+
+PART_OF_A_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
+"""Why an operation stays float."""
+
+_WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
+"""Operations that consist of no other."""
+
+
+class Sites:
+    """The handlers of a provider: find the rule, read the call, and hand a Site on.
+
+    Args:
+        rules: the rules.
+        run: called with a Site; returns the result of the operation, or NotImplemented to let
+            it run as it is, with nothing in it tapped.
+        record: called for every operation seen.
+        lookup: the handler of lookups of parameters, or None.
+        leave: called for each product that stays float, or None. What consists of another
+            product that is looked at by itself is not one.
+        remark: called with a call, and what is done with it that its rule does not say.
+        keyed: whether operations in jitted functions are treated alike where no rule tells
+            their module paths, and whether their operands are parameters, apart; or each by
+            itself.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        run: Callable[[Site], Any],
+        record: Record,
+        *,
+        lookup: Callable[..., Any] | None = None,
+        leave: Leave | None = None,
+        remark: Callable[[OpCall, str], None] = lambda call, text: None,
+        keyed: bool = True,
+    ):
+        self._rules = rules
+        self._leave = leave
+        self._remark = remark
+        self._run = run
+        self._record = record
+        self._surveys = not keyed
+        handlers: dict[str, Callable[..., Any]] = {
+            target: functools.partial(self._handle, op) for target, op in OPS.items()
+        }
+        handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
+        if lookup is not None:
+            handlers["primitive:gather"] = lookup
+        # By the last part of the target, which is what operations inside of it are told.
+        self._fused: dict[str, str] = {}
+        if any(rule.kernel is not None for rule in rules.rules):
+            for target, (fused, function) in fused_ops().items():
+                handlers[target] = functools.partial(self._fuse, fused, function)
+                self._fused[target.rpartition(".")[2]] = fused.name
+            self._fused.pop("__call__", None)  # of many classes
+        keys: dict[str, Callable[[str], Hashable]] = {}
+        if keyed:
+            # What decides is the rule, so paths that no rule tells apart share JAX's traces.
+            keys["path_key"] = PathKeys(rule.module_path for rule in rules.rules)
+            keys["origin_key"] = rules.origin_key
+        self.interceptor = Interceptor(handlers, **keys)  # pyrefly: ignore[bad-argument-type]
+
+    def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
+        # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.
+        if op.name in call.within:
+            return NotImplemented
+        if self._is_fused_around(call):
+            return call.proceed(*args, **kwargs)
+        # What an einsum of several operands consists of is still an einsum to a rule.
+        names = (op.name, "einsum") if "einsum" in call.within else (op.name,)
+        reading, reason = None, None
+        try:
+            reading = op.read(args, kwargs)
+        except StaysFloat as error:
+            reason = error
+        values = (*args, *kwargs.values()) if reading is None else reading.operands
+        among = self._rules.weights(call, [value for value in values if is_array(value)])
+        paths, has_weight = self._rules.paths(among), any(among.found)
+        index = self._rules.find(names, call.module_path, paths, has_weight)
+        rule = None if index is None else self._rules.rules[index]
+        if reading is None:
+            assert reason is not None
+            wrong = rule is not None and not reason.in_parts and rule.is_acting
+            wrong = wrong and not reason.is_scaling and (has_weight or not reason.is_common)
+            # What is seen in parts uses its parameters there.
+            weights = () if reason.in_parts else among.found
+            self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
+            return NotImplemented
+        product, operands, extras = reading
+        if rule is None or index is None:
+            self._note(op, call, operands, None, reason="no rule matches")
+            if self._leave is not None and op.name in _WHOLE:
+                self._leave(call, product, operands, extras)
+            return NotImplemented
+        weights = among.found
+        if among.is_part:
+            self._note(op, call, operands, index, reason=PART_OF_A_WEIGHT)
+            return call.proceed(*args, **kwargs)
+        hows = tuple(self._rules.how(rule, weight is not None) for weight in weights)
+        hows = self._fitted(call, rule, product, operands, hows)
+        why, wrong = None, False
+        # A parameter that stays float may still have an adapter.
+        if any(hows) or rule.rank is None or not any(weights):
+            why, wrong = self._why_not(call, rule, product, operands, hows)
+        if why is not None:
+            self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
+            if self._leave is not None:
+                self._leave(call, product, operands, extras)
+            # The rule is about the whole operation: its parts are not looked at.
+            return call.proceed(*args, **kwargs)
+        self._note(op, call, operands, index, hows=hows, weights=weights)
+        site = Site(call, product, operands, extras, rule, index, weights, hows)  # type: ignore[arg-type]
+        try:
+            result = self._run(site)
+        except (TypeError, ValueError):
+            # A call that is wrong in itself gets the error that it always got.
+            call.proceed(*args, **kwargs)
+            raise
+        if result is not NotImplemented:
+            return result
+        result = call.proceed(*args, **kwargs)
+        # What was quantized is no weight, whatever it was computed from: it is another array here,
+        # as it is where the quantized program runs.
+        return jax.tree.map(jnp.copy, result) if self._surveys else result
+
+    def _fuse(
+        self, op: FusedOp, function: Callable[..., Any], call: OpCall, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Computes a named function by the op of a kernel, where its rule asks for it."""
+        index = self._rules.find((op.name,), call.module_path)
+        if index is None or self._is_fused_around(call):
+            return NotImplemented
+        shown = tuple(short(x) for x in jax.tree.leaves((args, kwargs)) if is_array(x))
+        record = OpRecord(call.op_id, op.name, shown, (None, None), index, None, None)
+        if self._rules.rules[index].kernel is None:
+            self._record(dataclasses.replace(record, reason="the rule leaves it to XLA"), None)
+            return NotImplemented
+        try:
+            arrays, run = op.read(function, args, kwargs)
+        except (StaysFloat, UnknownNameError) as reason:
+            self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
+            return NotImplemented
+        spec, why = select_kernel(op.op, PLATFORM, arrays)
+        kernel, why = (None, why) if spec is None else (spec.target, None)
+        shown = tuple(map(short, arrays))
+        record = dataclasses.replace(record, operands=shown, kernel=kernel, kernel_reason=why)
+        self._record(record, None)
+        try:
+            return run()
+        except (TypeError, ValueError):
+            # A call that is wrong in itself gets the error that it always got.
+            call.proceed(*args, **kwargs)
+            raise
+
+    def _is_fused_around(self, call: OpCall) -> bool:
+        """Returns whether a rule is about a function that this operation is a part of.
+
+        Then its parts are not looked at, fused or not.
+        """
+        names = [self._fused[name] for name in call.within if name in self._fused]
+        rules = [self._rules.find((name,), call.module_path) for name in names]
+        return any(i is not None and self._rules.rules[i].kernel is not None for i in rules)
+
+    def _fitted(
+        self,
+        call: OpCall,
+        rule: QuantizationRule,
+        product: Product,
+        operands: Sequence[Any],
+        hows: tuple[qn.HowToQuantize | None, ...],
+    ) -> tuple[qn.HowToQuantize | None, ...]:
+        """Return how operands are quantized, with tiles that their contracted axis has."""
+        tile, shapes = rule.tile_size, tuple(operand.shape for operand in operands)
+        if tile is None or rule.tile_fallback is None:
+            return hows
+        why = check_tile(product, shapes, tile)
+        if why is None:
+            return hows
+        fitted = fitted_tile(product, shapes, tile, rule.tile_fallback)
+        with_blocks = [how and qn.get_qtype(how.qtype).block is not None for how in hows]
+        if any(with_blocks):
+            return hows
+        got = "one scale per channel" if fitted is None else f"tiles of {fitted}"
+        self._remark(call, f"{why}: {got}")
+        return tuple(how and dataclasses.replace(how, tile_size=fitted) for how in hows)
+
+    def _why_not(
+        self,
+        call: OpCall,
+        rule: QuantizationRule,
+        product: Product,
+        operands: Sequence[Any],
+        hows: Sequence[Any],
+    ) -> tuple[str | None, bool]:
+        """Returns why an operation stays float, and whether that is against its rule."""
+        if not any(hows):
+            if rule.weight_qtype is None and rule.rank is None:
+                return "the rule leaves it float", False
+            return "the rule is for weights, and no operand is known as a parameter", False
+        shapes = tuple(operand.shape for operand in operands)
+        tiles = {how.tile_size for how in hows if how is not None}
+        for tile in sorted(tiles - {None}):
+            reason = check_tile(product, shapes, tile)
+            if reason is not None:
+                return reason, True
+        return None, False
+
+    def _note(
+        self,
+        op: TappedOp,
+        call: OpCall,
+        operands: Sequence[Any],
+        index: int | None,
+        hows: Sequence[qn.HowToQuantize | None] = (None, None),
+        weights: Sequence[Weight | None] = (),
+        reason: str | None = None,
+        wrong: bool = False,
+    ) -> None:
+        shapes = tuple(short(operand) for operand in operands if hasattr(operand, "shape"))
+        qtypes = tuple(None if how is None else how.qtype for how in hows)
+        weight = " and ".join(w.path for w in weights if w is not None) or None
+        record = OpRecord(call.op_id, op.name, shapes, qtypes, index, reason, weight)  # type: ignore[arg-type]
+        self._record(record, reason if wrong else None)
+
+
+def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
+    """A Pallas kernel computes on blocks in memory that it manages: it stays as it was written."""
+    return untapped(call.proceed(*args, **kwargs))
+
+
+def short(x: Any) -> str:
+    """Returns dtype and shape as ``f32[8,64]``."""
+    return f"{_SHORT.get(x.dtype.name, x.dtype.name)}{list(x.shape)}".replace(" ", "")
+
+
+_SHORT: Mapping[str, str] = {"float32": "f32", "float64": "f64", "float16": "f16"} | {
+    "bfloat16": "bf16"
+}

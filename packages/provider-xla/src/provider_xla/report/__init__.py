@@ -1,0 +1,1 @@
+"""Reports: what quantization costs a program, operation by operation, and what it saves."""

@@ -1,0 +1,127 @@
+"""The error of one operation: its quantized result beside its float one, as sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+
+from ..measure.probe import Largest
+from ..program.products import Convolution, MatrixProduct, Product, RaggedProduct
+from ..program.sites import Site
+from ..run.product import Hows, Operands, quantized_product
+
+Ranges = tuple[qn.Calibration | None, qn.Calibration | None]
+
+
+class Sums(NamedTuple):
+    """What two results have in common and apart, summed; a pytree for ``probe``.
+
+    Scalars, float32 (float64 of float64 results).
+
+    Attributes:
+        signal: sum of the squares of the float result.
+        noise: sum of the squares of the difference.
+        dot: sum of the products of both results.
+        quantized: sum of the squares of the quantized result.
+        largest: the largest magnitude of the difference.
+        visits: how many results, counting each example that the program maps over.
+    """
+
+    signal: Any
+    noise: Any
+    dot: Any
+    quantized: Any
+    largest: Largest
+    visits: Any
+
+
+def site_error(
+    site: Site,
+    hows: Hows | None = None,
+    ranges: Ranges = (None, None),
+    operands: Operands | None = None,
+) -> Sums:
+    """Returns the error that quantizing one operation makes, on its float operands.
+
+    Args:
+        site: the operation, with float operands.
+        hows: how each operand is quantized, None where it stays float; the rule's by default.
+        ranges: static ranges of the operands that have one.
+        operands: those to quantize instead, such as a parameter that is stored quantized.
+    """
+    expected = site.product.run(*site.operands, *site.extras)
+    hows = site.hows if hows is None else hows
+    given = site.operands if operands is None else operands
+    found = quantized_product(site.product, hows, *given, site.extras, ranges)
+    return difference(expected, found)
+
+
+def difference(expected: jax.Array, found: jax.Array) -> Sums:
+    """Returns how far ``found`` is from ``expected``, floats of one shape."""
+    dtype = jnp.promote_types(expected.dtype, jnp.float32)
+    x, y = expected.astype(dtype), found.astype(dtype)
+    apart = y - x
+    return Sums(
+        jnp.sum(x * x),
+        jnp.sum(apart * apart),
+        jnp.sum(x * y),
+        jnp.sum(y * y),
+        Largest(jnp.max(jnp.abs(apart), initial=0)),
+        visits(expected),
+    )
+
+
+def visits(*values: jax.Array) -> jax.Array:
+    """Returns 1, float32: mapped over where one of the values is, so that ``probe`` counts it."""
+    one = jnp.ones(1, bool)
+    for x in values:
+        first = jnp.ravel(x)[:1]
+        one = one & ((first == first) | True)
+    return jnp.sum(one.astype(jnp.float32))
+
+
+def decibels(signal: Any, noise: Any) -> float | None:
+    """Returns the signal-to-quantization-noise ratio in dB.
+
+    Returns:
+        ``10 log10(signal / noise)``; infinity where there is no noise, None where either is not
+        finite or there is noise and no signal.
+    """
+    signal, noise = float(signal), float(noise)
+    if not math.isfinite(signal) or not math.isfinite(noise):
+        return None
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else None
+
+
+def flops(product: Product, lhs: Any, rhs: Any, extras: tuple[Any, ...]) -> int:
+    """Returns the floating-point operations of a product: two per multiplication.
+
+    What a convolution multiplies with padding counts too.
+
+    Args:
+        product: the product.
+        lhs: the type of the left operand.
+        rhs: that of the right one.
+        extras: those of its other arrays.
+    """
+    out = jax.eval_shape(product.run, lhs, rhs, *extras)
+    size = int(np.prod(out.shape, dtype=np.int64))
+    if isinstance(product, Convolution):
+        return 2 * size * (int(np.prod(rhs.shape)) // rhs.shape[product.numbers.rhs_spec[0]])
+    dims = product.dims if isinstance(product, MatrixProduct) else product.numbers[0]  # type: ignore[attr-defined]
+    left, right = dims[0]
+    contracted = math.prod(
+        max(lhs.shape[a], rhs.shape[b]) for a, b in zip(left, right, strict=True)
+    )
+    if isinstance(product, RaggedProduct) and set(product.numbers[1]) & set(left):
+        # The contracted axis is cut in groups: each is in one of the results.
+        size //= extras[0].shape[-1]
+    return 2 * size * contracted

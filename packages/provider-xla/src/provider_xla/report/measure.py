@@ -1,0 +1,324 @@
+"""Measuring what a ``QualityReport`` says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+from hijax_trace import Carrier
+from interception_core import PatchEngine
+
+from ..errors import QuantizationError
+from ..measure.probe import Lookup, Probed, probe, stored_operand
+from ..plan.weight import is_stored
+from ..program.arrays import is_array, of_arrays
+from ..program.products import Product
+from ..program.sites import Site
+from ..run.ptq import run_operands
+from ..run.static import Statistics, calibrations
+from .errors_at import Sums, decibels, difference, flops, site_error, visits
+from .results import (
+    Error,
+    FloatOp,
+    OpQuality,
+    OutputQuality,
+    ParameterQuality,
+    QualityReport,
+)
+from .timing import time_both, time_ops
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+
+def make_report(
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Sequence[Any]],
+    statistics: Statistics | None,
+    stored: Any,
+    time: bool,
+) -> QualityReport:
+    """Makes a report: see ``Plan.report``."""
+    taken = [tuple(batch) for batch in batches]
+    if not taken:
+        raise QuantizationError("There is nothing to measure on: batches is empty.")
+    params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, params)
+    patches = isinstance(plan._engine, PatchEngine)
+    if stored is None:
+        # Fails where the parameters are not the plan's.
+        stored = plan.quantize(params, prepack=False)
+    elif patches:
+        raise QuantizationError(
+            "stored= is for plans of the trace engine: the patch engine quantizes parameters at "
+            "each call. Make the plan with PtqProvider(engine='trace')."
+        )
+    if statistics is not None:
+        statistics = {
+            key: one if isinstance(one, qn.Calibration) else one.calibration()
+            for key, one in statistics.items()
+        }
+    per_visit, found = _probe(plan, params, stored, taken, statistics)
+    packed = params if patches else plan.prepack(stored)
+    quantized = plan.apply(plan._fn, statistics)
+    outputs = _outputs(plan, quantized, params, packed, taken)
+    seconds: dict[str, tuple[float, float]] = {}
+    whole = (None, None)
+    if time:
+        whole = time_both(
+            _called(plan._fn, plan, params, taken[0]),
+            _called(quantized, plan, packed, taken[0]),
+        )
+        seconds = time_ops(plan, packed, taken[0], statistics, _mapped(found))
+    ops, float_ops = _ops(plan, found, per_visit, seconds, whole[1], len(taken))
+    return QualityReport(
+        ops,
+        float_ops,
+        _parameters(plan, params, stored, packed),
+        outputs,
+        plan.problems,
+        len(taken),
+        jax.default_backend(),
+        *whole,
+    )
+
+
+def _probe(
+    plan: Plan, params: Any, stored: Any, batches: Sequence[tuple], statistics: Statistics | None
+) -> tuple[dict[str, int], dict[str, Probed]]:
+    """Returns the floating-point operations of one visit of each product, and what was measured."""
+    per_visit: dict[str, int] = {}
+
+    def count(op_id: str, product: Product, operands: Any, extras: Any) -> None:
+        if op_id not in per_visit:
+            lhs, rhs, *others = map(_type_of, (*operands, *extras))
+            per_visit[op_id] = flops(product, lhs, rhs, tuple(others))
+
+    def visit(site: Site) -> Sums:
+        count(site.call.op_id, site.product, site.operands, site.extras)
+        held = [stored_operand(site, side) for side in (0, 1)]
+        operands, hows = run_operands(site, held)
+        # What can't be multiplied as codes is multiplied as what they stand for.
+        operands = tuple(
+            codes.restore().astype(x.dtype) if codes is not None and given is x else given
+            for given, x, codes in zip(operands, site.operands, held, strict=True)
+        )
+        return site_error(site, hows, calibrations(statistics, site), operands)  # type: ignore[arg-type]
+
+    def lookup(found: Lookup) -> Sums | None:
+        if found.stored is None:
+            return None
+        table = found.stored.restore().astype(found.table.dtype)
+        return difference(found.read(found.table), found.read(table))
+
+    def leave(op_id: str, product: Product, operands: Any, extras: Any) -> Any:
+        count(op_id, product, operands, extras)
+        return visits(*operands)
+
+    found = probe(plan, params, batches, visit, stored=stored, lookup=lookup, leave=leave)
+    return per_visit, found
+
+
+def _mapped(found: dict[str, Probed]) -> dict[str, int]:
+    """Returns, by operation, over how many examples the program maps it."""
+    mapped = {}
+    for op_id, one in found.items():
+        if isinstance(one.total, Sums):
+            visited, count = float(np.sum(one.total.visits)), int(np.sum(one.count))
+            mapped[op_id] = max(1, round(visited / count)) if count else 1
+    return mapped
+
+
+def _ops(
+    plan: Plan,
+    found: dict[str, Probed],
+    per_visit: dict[str, int],
+    seconds: dict[str, tuple[float, float]],
+    whole: float | None,
+    batches: int,
+) -> tuple[tuple[OpQuality, ...], tuple[FloatOp, ...]]:
+    ops, float_ops = {}, {}
+    mapped = _mapped(found)
+    for record in plan.ops:
+        op_id = record.op_id
+        one = found.get(op_id)
+        if record.quantized:
+            if op_id in ops:
+                continue
+            sums = None if one is None else jax.tree.map(np.asarray, one.total)
+            calls = 0.0 if sums is None else float(np.sum(sums.visits)) / batches
+            times = [None if op_id not in seconds else t * calls / mapped.get(op_id, 1)
+                     for t in seconds.get(op_id, (0.0, 0.0))]  # fmt: skip
+            ops[op_id] = OpQuality(
+                op_id,
+                record.op_name,
+                record.operands,
+                record.qtypes,
+                record.rule,
+                record.weight,
+                record.kernel,
+                record.kernel_reason,
+                calls,
+                _error(sums),
+                _steps(sums),
+                round(per_visit.get(op_id, 0) * calls),
+                *times,
+            )
+        elif not record.is_in_parts:
+            count = None
+            if one is not None:
+                # Never seen to run: a branch that is not taken, say. Then it is not known.
+                count = round(per_visit[op_id] * float(np.sum(one.total)) / batches) or None
+            float_ops.setdefault(
+                op_id,
+                FloatOp(
+                    op_id,
+                    record.op_name,
+                    record.operands,
+                    record.rule,
+                    record.reason or "computed in float by one kernel",
+                    record.weight,
+                    record.kernel,
+                    count,
+                ),
+            )
+    return _shared(tuple(ops.values()), whole), tuple(float_ops.values())
+
+
+def _shared(ops: tuple[OpQuality, ...], whole: float | None) -> tuple[OpQuality, ...]:
+    """Returns the operations with their share of the program's time."""
+    if whole is None:
+        return ops
+    # Alone, operations may take longer than in the program, where XLA fuses them.
+    total = max(whole, sum(op.seconds or 0 for op in ops))
+    return tuple(
+        op if op.seconds is None else dataclasses.replace(op, share=op.seconds / total)
+        for op in ops
+    )
+
+
+def _error(sums: Sums | None) -> Error:
+    if sums is None or not np.sum(sums.visits):
+        return Error(None, None)
+    signal, noise = (np.sum(x, dtype=np.float64) for x in (sums.signal, sums.noise))
+    largest = float(np.max(sums.largest.value))
+    return Error(decibels(signal, noise), largest if math.isfinite(largest) else None)
+
+
+def _steps(sums: Sums | None) -> tuple[Error, ...]:
+    if sums is None or not np.ndim(sums.signal):
+        return ()
+    flat = jax.tree.map(np.ravel, sums)
+    return tuple(_error(jax.tree.map(lambda x, i=i: x[i], flat)) for i in range(flat.signal.size))
+
+
+def _parameters(plan: Plan, params: Any, stored: Any, packed: Any) -> tuple[ParameterQuality, ...]:
+    found, _ = jax.tree_util.tree_flatten_with_path(params)
+    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    trees = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (stored, packed))
+    held = dict(zip(given, zip(*trees, strict=True), strict=True))
+    # Derived weights are rows of their own, and what is beside a parameter is none of it.
+    values = {path: leaf for path, leaf in given.items() if is_array(leaf)}
+    parts = {path: tuple(map(_own, pair)) for path, pair in held.items()}
+    for path, weight in plan.weights.items():
+        if weight.derived is not None:
+            key = weight.derived.expression.key
+            parts[path] = tuple(one.derived[key] for one in held[weight.derived.carrier])
+            values[path] = weight.derived.expression.evaluate(given)
+    parameters = []
+    for path, leaf in values.items():
+        (codes, run), weight = parts[path], plan.weights.get(path)
+        parameters.append(
+            ParameterQuality(
+                path,
+                tuple(leaf.shape),
+                leaf.dtype.name,
+                None if weight is None else weight.qtype,
+                None if weight is None else weight.rule,
+                leaf.size * leaf.dtype.itemsize if weight is None or not weight.derived else 0,
+                weight.bytes_after
+                if weight is not None and not is_stored(run)
+                else sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run)),
+                _error(jax.device_get(_stored_error(leaf, codes))) if is_stored(codes) else None,
+            )
+        )
+    return tuple(parameters)
+
+
+def _own(held: Any) -> Any:
+    """Return what is stored for a parameter itself."""
+    return held.own if isinstance(held, Carrier) else held
+
+
+@jax.jit
+def _stored_error(leaf: jax.Array, held: Any) -> Sums:
+    return difference(leaf, held.restore().astype(leaf.dtype))
+
+
+def _outputs(
+    plan: Plan, quantized: Callable[..., Any], params: Any, packed: Any, batches: Sequence[tuple]
+) -> tuple[OutputQuality, ...]:
+    totals: dict[str, Any] = {}
+    types: dict[str, Any] = {}
+    for batch in batches:
+        expected, names = _called(plan._fn, plan, params, batch)()
+        found, _ = _called(quantized, plan, packed, batch)()
+        for name, x, y in zip(names, expected, found, strict=True):
+            one = jax.device_get(_compared(x, y))
+            one = jax.tree.map(np.float64, one)
+            total = totals.setdefault(name, [])
+            total.append((one, max(x.size, 1)))
+            types[name] = x
+    return tuple(_output(name, types[name], totals[name]) for name in totals)
+
+
+@jax.jit
+def _compared(x: jax.Array, y: jax.Array) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x, y = (jnp.stack([z.real, z.imag]) for z in (x, y))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return difference(x, y)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    return jnp.mean((x == y).astype(jnp.float32))
+
+
+def _output(name: str, x: Any, parts: Sequence[tuple[Any, int]]) -> OutputQuality:
+    about = name, tuple(x.shape), x.dtype.name
+    if not isinstance(parts[0][0], Sums):
+        size = sum(count for _, count in parts)
+        return OutputQuality(*about, None, None, float(sum(e * n for e, n in parts) / size))
+    sums = [one for one, _ in parts]
+    total = jax.tree.map(lambda *xs: np.stack(xs), *sums)
+    dot, signal, quantized = (np.sum(x) for x in (total.dot, total.signal, total.quantized))
+    scale = math.sqrt(signal * quantized) if signal >= 0 and quantized >= 0 else math.nan
+    cosine = float(dot / scale) if math.isfinite(scale) and scale else None
+    return OutputQuality(*about, _error(total), cosine, None)
+
+
+def _called(fn: Callable[..., Any], plan: Plan, params: Any, batch: tuple) -> Callable[[], Any]:
+    """Returns a jitted call, which returns the arrays of the result and where they are in it."""
+    names: list[str] = []
+
+    def named(*args: Any) -> list[Any]:
+        found, _ = jax.tree_util.tree_flatten_with_path(fn(*args))
+        arrays = [(jax.tree_util.keystr(path), leaf) for path, leaf in found if is_array(leaf)]
+        names[:] = [name for name, _ in arrays]
+        return [leaf for _, leaf in arrays]
+
+    args = list(batch)
+    args.insert(plan._argnum, params)
+    call, arrays = of_arrays(named, args, {})
+    jitted = jax.jit(call)
+    return lambda: (jax.block_until_ready(jitted(arrays)), names)
+
+
+def _type_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,135 @@
+"""The report as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from .plots import FIRST, SECOND, WARN, Bar, Row, chart
+from .results import (
+    OpQuality,
+    QualityReport,
+    show_bytes,
+    show_error,
+    show_ms,
+    show_share,
+    show_sqnr,
+)
+
+SHOWN = 40
+"""Rows of a chart; the table has all."""
+LOW = 20.0
+"""Decibels below which the error is over a tenth of the signal."""
+_WIDTHS = {"wide": 1060, "narrow": 360}
+
+
+def page(report: QualityReport, title: str) -> str:
+    """Returns the page."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": show_bytes,
+        "error": show_error,
+        "ms": show_ms,
+        "share": show_share,
+        "sqnr": show_sqnr,
+    }
+    numbers = {op.op_id: i for i, op in enumerate(report.ops)}
+    sizes = {p.path: (p.bytes_before, p.bytes_after) for p in report.parameters}
+    reasons: dict[str, list[Any]] = {}
+    for op in report.float_ops:
+        reasons.setdefault(op.reason, []).append(op)
+    return environment.get_template("page.html.jinja").render(
+        title=title,
+        report=report,
+        worst=report.worst_output,
+        sizes=sizes,
+        reasons=sorted(reasons.items(), key=lambda one: -sum(op.flops or 0 for op in one[1])),
+        kept=sorted(
+            (p for p in report.parameters if p.qtype is None), key=lambda p: -p.bytes_before
+        ),
+        timed=report.seconds is not None,
+        errors=_charts("error", *_error_rows(report, numbers)),
+        weights=_charts("size", *_size_rows(report)),
+        times=_charts("time", *_time_rows(report, numbers)),
+        low=LOW,
+        sort_key=_sort_key,
+    )
+
+
+def _charts(key: str, rows: Sequence[Row], label: str) -> dict[str, Any] | None:
+    """Returns a chart for wide pages and one for narrow ones, and how many rows are left out."""
+    if not rows:
+        return None
+    drawn = {
+        name: Markup(chart(rows[:SHOWN], width, label, f"{key}-{name}"))
+        for name, width in _WIDTHS.items()
+    }
+    return {**drawn, "left": len(rows) - len(rows[:SHOWN]), "shown": len(rows[:SHOWN])}
+
+
+def _error_rows(report: QualityReport, numbers: dict[str, int]) -> tuple[list[Row], str]:
+    measured = [op for op in report.sorted_ops("sqnr") if op.error.sqnr_db is not None]
+    known = [op.error.sqnr_db for op in measured if not math.isinf(op.error.sqnr_db or 0)]
+    longest = max([*(value for value in known if value is not None), 1.0])
+    rows = []
+    for op in measured:
+        value = op.error.sqnr_db
+        assert value is not None
+        steps = [one.sqnr_db for one in op.steps if one.sqnr_db is not None]
+        marks = tuple(min(max(step, 0.0), longest) for step in steps if math.isfinite(step))
+        text = show_sqnr(value)
+        if marks:
+            text += f"  (steps {min(marks):.1f} to {max(marks):.1f})"
+        bar = Bar(max(0.0, min(value, longest)), WARN if value < LOW else FIRST, text)
+        tip = f"{op.op_id}\n{_runs_as(op)}\nSQNR {show_sqnr(value)} dB\n" + (
+            f"largest error {show_error(op.error.max_abs_error)}"
+        )
+        rows.append(Row(op.op_id, (bar,), tip, f"#op-{numbers[op.op_id]}", marks))
+    return rows, "Signal-to-noise ratio of each operation in decibels, the worst first"
+
+
+def _size_rows(report: QualityReport) -> tuple[list[Row], str]:
+    rows = []
+    for one in sorted(report.parameters, key=lambda p: -p.bytes_before):
+        if one.qtype is None:
+            continue
+        before = Bar(one.bytes_before, SECOND, show_bytes(one.bytes_before))
+        after = Bar(one.bytes_after, FIRST, f"{show_bytes(one.bytes_after)}, {one.qtype}")
+        tip = f"{one.path}\n{before.text} -> {after.text}"
+        rows.append(Row(one.path, (before, after), tip))
+    return rows, "Bytes of each parameter before and after, the largest first"
+
+
+def _time_rows(report: QualityReport, numbers: dict[str, int]) -> tuple[list[Row], str]:
+    rows = []
+    for op in report.sorted_ops("time"):
+        if op.seconds is None or op.float_seconds is None:
+            continue
+        before = Bar(op.float_seconds, SECOND, f"{show_ms(op.float_seconds)} ms")
+        text = f"{show_ms(op.seconds)} ms, {show_share(op.share)}"
+        tip = f"{op.op_id}\nfloat {before.text}\nquantized {text} of the program"
+        link = f"#op-{numbers[op.op_id]}"
+        rows.append(Row(op.op_id, (before, Bar(op.seconds, FIRST, text)), tip, link))
+    return rows, "Time of each operation in float and quantized, the longest first"
+
+
+def _runs_as(op: OpQuality) -> str:
+    return " x ".join(qtype or "float" for qtype in op.qtypes)
+
+
+def _sort_key(value: float | None) -> str:
+    """Returns a number as scripts read it. Infinity, what is not known, comes last."""
+    if value is None:
+        return "Infinity"
+    return repr(min(float(value), 1e300))  # exact is the best there is

@@ -1,0 +1,201 @@
+"""Timing operations by themselves, float and quantized, and whole programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics as stats
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+from hijax_trace import ArrayProxy
+from interception_core import PatchEngine
+
+from ..kernels.packed import Packing, PrepackedWeight, prepack
+from ..program.arrays import of_arrays
+from ..program.products import Product, RaggedProduct
+from ..program.sites import Site, Sites
+from ..run.product import quantized_product
+from ..run.ptq import prepared, run_operands
+from ..run.static import Statistics, calibrations
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+ROUNDS = 15
+BUDGET = 0.3
+"""Rounds of each measurement at most, and the seconds after which no more are begun."""
+LEAST = 3
+
+
+class _Call:
+    """An operation with the types of its operands."""
+
+    def __init__(self, site: Site, statistics: Statistics | None, mapped: int):
+        held = map(site.call.proxy, site.operands)
+        operands, self.hows = run_operands(site, held)
+        self.product = site.product
+        self.operands, self.floats, self.extras = map(
+            _types, (operands, site.operands, site.extras)
+        )
+        self.ranges = calibrations(statistics, site)
+        activations = [weight is None for weight in site.weights]
+        # Both are, where a program maps over its parameters.
+        self.axes = tuple(0 if is_one else None for is_one in activations)
+        if not any(activations):
+            self.axes = (0, 0)
+        # Where nothing is left to map over, it is timed once and counted as often.
+        is_mapped = any(axis == 0 and not isinstance(x, ArrayProxy)
+                        for axis, x in zip(self.axes, self.operands, strict=True))  # fmt: skip
+        self.mapped, self.repeats = (mapped, 1) if is_mapped else (1, mapped)
+        leaves, structure = jax.tree.flatten((self.operands, self.floats, self.extras))
+        shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+        static = tuple(range_ is None for range_ in self.ranges)
+        self.key = (self.product, self.hows, structure, shapes, static, self.axes, self.mapped)
+
+    def seconds(self) -> tuple[float, float]:
+        """Returns the median time in float and quantized, for what is mapped at once."""
+        rng = np.random.default_rng(0)
+        extras = tuple(map(functools.partial(_extra, self.product, self.floats), self.extras))
+        in_float = self._mapped(lambda x, y, e, c: self.product.run(x, y, *e), self.floats)
+        quantized = self._mapped(
+            lambda x, y, e, c: quantized_product(self.product, self.hows, x, y, e, c),
+            self.operands,
+        )
+        floats = [
+            self._filled(rng, x, axis) for x, axis in zip(self.floats, self.axes, strict=True)
+        ]
+        operands = [
+            self._filled(rng, x, axis) if isinstance(x, ArrayProxy) else given
+            for x, axis, given in zip(self.operands, self.axes, floats, strict=True)
+        ]
+        calls = (
+            functools.partial(in_float, *floats, extras, self.ranges),
+            functools.partial(quantized, *operands, extras, self.ranges),
+        )
+        return time_both(*(lambda call=call: jax.block_until_ready(call()) for call in calls))
+
+    def _mapped(self, fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
+        if self.mapped == 1:
+            return jax.jit(fn)
+        pairs = zip(operands, self.axes, strict=True)
+        axes = [None if isinstance(x, ArrayProxy) else a for x, a in pairs]
+        return jax.jit(jax.vmap(fn, in_axes=(*axes, None, None)))
+
+    def _filled(self, rng: np.random.Generator, types: Any, axis: int | None) -> Any:
+        is_whole = self.mapped == 1 or axis is None or isinstance(types, ArrayProxy)
+        lead = () if is_whole else (self.mapped,)
+
+        def fill(x: Any) -> Any:
+            if isinstance(x, PrepackedWeight):
+                return _packed(rng, x)
+            return _random(rng, (*lead, *x.shape), x.dtype, types)
+
+        return jax.tree.map(fill, types, is_leaf=lambda x: isinstance(x, PrepackedWeight))
+
+
+def time_ops(
+    plan: Plan,
+    packed: Any,
+    batch: Sequence[Any],
+    statistics: Statistics | None,
+    mapped: Mapping[str, int],
+) -> dict[str, tuple[float, float]]:
+    """Returns the seconds of each product, alone, in float and quantized, by operation id.
+
+    Each is compiled by itself for the types of its operands, which hold random numbers; products
+    that are alike are timed once.
+
+    Args:
+        plan: of the function.
+        packed: its parameters as ``plan.quantize`` returns them.
+        batch: the other arguments.
+        statistics: of activations with a static range.
+        mapped: by operation id, over how many examples the program maps it at once.
+    """
+    found: dict[str, _Call] = {}
+
+    def note(site: Site) -> Any:
+        op_id = site.call.op_id
+        if op_id in mapped:
+            found[op_id] = _Call(site, statistics, mapped[op_id])
+        return NotImplemented
+
+    sites = Sites(plan._rules, note, lambda record, problem: None, keyed=False)
+    args = list(batch)
+    args.insert(plan._argnum, packed)
+    stored = not isinstance(plan._engine, PatchEngine)
+    tapped = prepared(plan._engine.wrap(plan._fn, sites.interceptor), stored)
+    jax.eval_shape(*of_arrays(tapped, args, {}))
+    known: dict[Any, tuple[float, float]] = {}
+    for call in found.values():
+        if call.key not in known:
+            known[call.key] = call.seconds()
+    seconds = {}
+    for op_id, call in found.items():
+        in_float, quantized = known[call.key]
+        seconds[op_id] = in_float * call.repeats, quantized * call.repeats
+    return seconds
+
+
+def time_both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
+    """Returns the median seconds of two calls, taken in turn, after one that is not counted."""
+    calls = first, second
+    for call in calls:
+        call()
+    taken: tuple[list[float], list[float]] = [], []
+    begin = time.perf_counter()
+    while len(taken[0]) < ROUNDS:
+        if len(taken[0]) >= LEAST and time.perf_counter() - begin > BUDGET:
+            break
+        for call, seconds in zip(calls, taken, strict=True):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    return stats.median(taken[0]), stats.median(taken[1])
+
+
+def _types(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _extra(product: Product, operands: Sequence[Any], x: Any) -> np.ndarray:
+    """Returns the other array of a grouped product: groups of one size."""
+    assert isinstance(product, RaggedProduct)
+    rows = operands[0].shape[product.numbers[1][0]]
+    return np.full(x.shape, rows // x.shape[-1], x.dtype)
+
+
+def _packed(rng: np.random.Generator, weight: PrepackedWeight) -> PrepackedWeight:
+    """Returns a parameter as a kernel takes it, which knows what it has packed itself."""
+    lead, rank = len(weight.lead), len(weight.k_sizes)
+    places = {part: lead + axis for axis, part in enumerate(weight.order)}
+    k_axes = tuple(places[part] for part in range(rank))
+    n_axes = tuple(places[part] for part in range(rank, len(places)))
+    scale = [1 if axis in k_axes else n for axis, n in enumerate(weight.shape)]
+    if weight.group:
+        scale[k_axes[-1]] = weight.shape[k_axes[-1]] // weight.group
+    kind = qn.get_qtype(weight.qtype)
+    codes = _random(rng, weight.shape, kind.storage_dtype, weight)
+    q = qn.QArray(codes, jnp.ones(scale, kind.scale_dtype), qtype=weight.qtype, dtype=weight.dtype)
+    made = prepack(q, Packing(lead, k_axes, n_axes, weight.group, weight.bits))
+    return dataclasses.replace(weight, packed=made.packed)
+
+
+def _random(rng: np.random.Generator, shape: Sequence[int], dtype: Any, parent: Any) -> jax.Array:
+    """Returns numbers of any dtype; of an array that is stored, small ones above 0."""
+    stored = isinstance(parent, ArrayProxy)
+    # A short row over and over: what they are makes no difference.
+    if jnp.issubdtype(dtype, np.integer):
+        low = 0 if jnp.issubdtype(dtype, np.unsignedinteger) else -1
+        values = rng.integers(low, 2, 4099).astype(np.int8)
+    else:
+        values = rng.standard_normal(4099, np.float32)
+        values = np.abs(values) + np.float32(0.1) if stored else values
+    return jnp.asarray(np.resize(values, shape)).astype(dtype)

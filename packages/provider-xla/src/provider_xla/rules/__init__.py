@@ -1,0 +1,1 @@
+"""Rules: what to do with which operations."""

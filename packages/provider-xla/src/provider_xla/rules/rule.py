@@ -1,0 +1,316 @@
+"""Quantization rules: which operations are quantized, and how."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import quant_numerics as qn
+
+from .sparsity import parse_sparsity
+
+OP_NAMES = (
+    "conv_general_dilated",
+    "dot",
+    "dot_general",
+    "einsum",
+    "matmul",
+    "ragged_dot",
+    "ragged_dot_general",
+    "take",
+)
+"""The operations that rules can name."""
+
+NAMED_ONLY = frozenset({"take"})
+"""Those that only a rule which names them is about: a lookup multiplies nothing."""
+
+FUSED_NAMES = ("attention", "gelu", "layer_norm", "rms_norm", "silu", "softmax")
+"""The functions that a rule with ``kernel="fused"`` is about, too, and rules can name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationRule:
+    r"""What to do with the operations that it matches. Of several rules, the first match counts.
+
+    Field names and meaning are Qwix's; differences are listed in docs/quantization.md.
+
+    Attributes:
+        module_path: regular expression that must match the whole module path (the name scopes
+            around the operation, joined by ``/``; a Flax module's path). Character classes are
+            those of ASCII.
+        weight_path: regular expression that must match the whole pytree path of a parameter among
+            the operands, below the argument that holds the parameters: ``r"\['layers'\]\[3\].*"``
+            for what a plan shows as ``args[0]['layers'][3]['up']``. A rule with it is about
+            products and lookups of such a parameter alone; what is computed from parameters is
+            none. None is for all operations.
+        op_names: names out of ``OP_NAMES`` and ``FUSED_NAMES``; None or empty for all products,
+            and with a `kernel` for all of ``FUSED_NAMES``. A rule must name ``take``.
+        weight_qtype: qtype of an operand that is a parameter; None leaves it float. A name or a
+            dtype, such as ``"int4"`` or ``jnp.int4``.
+        act_qtype: qtype of every other operand; None leaves it float.
+        tile_size: elements that share a scale along the contracted axis (subchannel), or, as a
+            float, one over the number of tiles; None for one scale per channel. Convolutions have
+            one scale per channel.
+        tile_fallback: what an operation gets whose contracted axis tiles of `tile_size` do not
+            divide: ``"divisor"`` the largest tile below it that does, ``"channel"`` one scale per
+            channel; None makes it an error. ``plan.notes`` lists where it was needed.
+        weights_only: whether the rule is for operations with a weight alone. An operation of
+            activations (attention scores, the fixed coefficients of a solver) does not match.
+        act_static_scale: whether activations have scales that were measured before (static
+            range) instead of their own (dynamic range). None is False.
+        weight_calibration_method: how the range of a parameter is found: ``"absmax"``,
+            ``"minmax"``, ``"rms,7"``, ``"fixed,-1,1"``, ``"percentile,99.9"``, ``"mse"``; see
+            ``quant_numerics.calibrate``.
+        act_calibration_method: the same for activations. None is ``"absmax"``.
+        act_batch_axes: axes of which the mean of the static ranges is taken; the maximum is
+            taken over the others.
+        sparsity: ``"N:M"``, such as ``"2:4"``: of each M consecutive elements of a parameter along
+            its last contracted axis (of a convolution: its input channels) the N largest
+            magnitudes stay, and the others are zeros, before it is quantized; None keeps all.
+        kernel: ``"fused"`` to compute softmax, attention, norms and activations by the kernels of
+            an installed package such as te-ffi-kernels, in one pass each; they stay float. None
+            leaves them to XLA. It has no say in products: a rule without qtypes, rank and
+            `op_names` isn't about these.
+        rank: rank of the float adapters that parameters get (LoRA, arXiv:2106.09685; with
+            `weight_qtype` QLoRA, arXiv:2305.14314); None for no adapters. See docs/lora.md.
+        alpha: the product of the adapters is scaled by ``alpha / rank``. None is `rank`.
+        dropout: share of the activation's elements that its adapter doesn't see in training,
+            in [0, 1); the others are scaled by ``1 / (1 - dropout)``.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; names the field.
+    """
+
+    module_path: str = ".*"
+    op_names: Collection[str] | None = None
+    weight_qtype: Any = None
+    act_qtype: Any = None
+    tile_size: int | float | None = None
+    tile_fallback: Literal["divisor", "channel"] | None = "divisor"
+    weights_only: bool = False
+    act_static_scale: bool | None = None
+    weight_calibration_method: str = "absmax"
+    act_calibration_method: str | None = None
+    act_batch_axes: Collection[int] = (0,)
+    sparsity: str | None = None
+    kernel: Literal["fused"] | None = None
+    weight_path: str | None = None
+    rank: int | None = None
+    alpha: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        self._check_pattern("module_path", "a regular expression")
+        if self.weight_path is not None:
+            self._check_pattern("weight_path", "None or a regular expression")
+        names = self.op_names
+        if isinstance(names, str) or not set(names or ()) <= {*OP_NAMES, *FUSED_NAMES}:
+            allowed = f"None or a sequence of names out of {', '.join(OP_NAMES + FUSED_NAMES)}"
+            raise self._error("op_names", allowed)
+        self._set("op_names", tuple(sorted(names)) if names else None)
+        for field in self._qtypes():
+            self._set(field, self._qtype(field))
+        for field in self._methods():
+            self._check_method(field)
+        self._check_tile("tile_size")
+        if self.tile_fallback not in (None, "divisor", "channel"):
+            raise self._error("tile_fallback", "None, 'divisor' or 'channel'")
+        if not isinstance(self.weights_only, bool):
+            raise self._error("weights_only", "a bool")
+        if self.act_static_scale is not None and self.act_qtype is None:
+            raise self._error("act_static_scale", "None where act_qtype is None")
+        self._set("act_batch_axes", self._integers("act_batch_axes"))
+        self._check_sparsity()
+        if self.kernel not in (None, "fused"):
+            raise self._error("kernel", "None or 'fused'")
+        if self.kernel is not None and self.weight_path is not None:
+            raise self._error("kernel", "None where weight_path is given: it is for no parameter")
+        self._check_adapter()
+
+    def matches(
+        self,
+        op_name: str,
+        module_path: str,
+        weight_paths: Iterable[str] = (),
+        *,
+        has_weight: bool = True,
+    ) -> bool:
+        """Returns whether the rule is for this operation.
+
+        Args:
+            op_name: its name.
+            module_path: where it is.
+            weight_paths: the paths of the parameters among its operands, without the argument.
+            has_weight: whether one of its operands is a weight.
+        """
+        if not self.matches_weight(weight_paths) or (self.weights_only and not has_weight):
+            return False
+        if self.op_names is not None:
+            named = op_name in self.op_names
+        elif op_name in FUSED_NAMES:
+            named = self.kernel is not None
+        else:
+            named = op_name not in NAMED_ONLY and (self.kernel is None or self.is_acting)
+        # ASCII, as the automata that decide which paths share a trace have it (see _paths).
+        return named and re.fullmatch(self.module_path, module_path, re.ASCII) is not None
+
+    def matches_weight(self, weight_paths: Iterable[str]) -> bool:
+        """Returns whether the rule is for operations of parameters with these paths."""
+        pattern = self.weight_path
+        return pattern is None or any(re.fullmatch(pattern, p, re.ASCII) for p in weight_paths)
+
+    @property
+    def is_acting(self) -> bool:
+        """Whether it does something to products: quantizes operands, or gives them adapters."""
+        return any(x is not None for x in (self.weight_qtype, self.act_qtype, self.rank))
+
+    @property
+    def act_method(self) -> str:
+        """``act_calibration_method``, or its default."""
+        return self.act_calibration_method or "absmax"
+
+    def _qtypes(self) -> Sequence[str]:
+        """Returns the fields that hold a qtype."""
+        return ("weight_qtype", "act_qtype")
+
+    def _methods(self) -> Sequence[str]:
+        """Returns the fields that hold a calibration method."""
+        return ("weight_calibration_method", "act_calibration_method")
+
+    def _set(self, field: str, value: Any) -> None:
+        object.__setattr__(self, field, value)
+
+    def _qtype(self, field: str) -> str | None:
+        value = getattr(self, field)
+        if value is None:
+            return None
+        try:
+            return qn.get_qtype(value).name
+        except (TypeError, ValueError) as error:
+            raise self._error(field, f"None or a qtype. {error}") from error
+
+    def _check_pattern(self, field: str, allowed: str) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, str):
+            raise self._error(field, allowed)
+        try:
+            re.compile(value, re.ASCII)
+        except re.error as error:
+            raise self._error(field, f"{allowed} ({error})") from error
+
+    def _check_method(self, field: str) -> None:
+        value = getattr(self, field)
+        if value is None and field == "act_calibration_method":
+            return
+        try:
+            qn.parse_calibration_method(value)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self._error(field, f"a calibration method. {error}") from error
+
+    def _check_tile(self, field: str) -> None:
+        tile = getattr(self, field)
+        if tile is None:
+            return
+        if isinstance(tile, float) and 0 < tile <= 1 and abs(1 / tile - round(1 / tile)) < 1e-6:
+            return
+        if not isinstance(tile, int) or isinstance(tile, bool) or tile < 1:
+            allowed = "None, a positive number of elements, or one over a number of tiles"
+            raise self._error(field, allowed)
+
+    def _check_adapter(self) -> None:
+        rank, alpha, dropout = self.rank, self.alpha, self.dropout
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+            raise self._error("rank", "None or a positive integer")
+        if rank is None and alpha is not None:
+            raise self._error("alpha", "None where rank is None")
+        if alpha is not None and not (_is_number(alpha) and math.isfinite(alpha)):
+            raise self._error("alpha", "None or a finite number")
+        if not _is_number(dropout) or not 0 <= dropout < 1:
+            raise self._error("dropout", "a number in [0, 1)")
+        if rank is None and dropout:
+            raise self._error("dropout", "0 where rank is None")
+
+    def _check_sparsity(self) -> None:
+        if self.sparsity is None:
+            return
+        try:
+            parse_sparsity(self.sparsity)
+        except ValueError as error:
+            raise self._error("sparsity", f"None or {error}") from error
+        if self.weight_qtype is None:
+            raise self._error("sparsity", "None where weight_qtype is None")
+
+    def _integers(self, field: str) -> tuple[int, ...]:
+        value = getattr(self, field)
+        if isinstance(value, str) or not all(
+            isinstance(axis, int) and not isinstance(axis, bool) for axis in value
+        ):
+            raise self._error(field, "a sequence of axes")
+        return tuple(value)
+
+    def _error(self, field: str, allowed: str) -> ValueError:
+        given = getattr(self, field)
+        name = type(self).__name__
+        return ValueError(f"{name}.{field} must be {allowed.rstrip('.')}. Got {given!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QtRule(QuantizationRule):
+    """A rule for quantized training; a plain QuantizationRule is one with these defaults.
+
+    Attributes:
+        bwd_qtype: qtype of the incoming gradient in the two products of the backward pass; None
+            leaves the backward pass float, at the unquantized operands (straight through).
+        bwd_calibration_method: how the range of that gradient is found.
+        bwd_weight_grad_tile_size: elements that share a scale along the axis that is contracted
+            for the gradient of a parameter; as ``tile_size``.
+        disable_channelwise_axes: one scale for all of an operand (but for tiles), forward and
+            backward.
+        bwd_stochastic_rounding: ``"uniform"`` or ``"low_bit_uniform"`` noise when the gradient is
+            rounded; None rounds to nearest. Needs ``quant_key`` in the call.
+        channelwise_noise_axes: axes of the gradient along which the noise differs.
+    """
+
+    bwd_qtype: Any = None
+    bwd_calibration_method: str = "absmax"
+    bwd_weight_grad_tile_size: int | float | None = None
+    disable_channelwise_axes: bool = False
+    bwd_stochastic_rounding: Literal["uniform", "low_bit_uniform"] | None = None
+    channelwise_noise_axes: Sequence[int] = (0,)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rank is not None:
+            raise self._error(
+                "rank",
+                "None: adapters are trained beside parameters that stay as they are. Use a "
+                "QuantizationRule with PtqProvider(rules).plan(...)",
+            )
+        self._check_tile("bwd_weight_grad_tile_size")
+        if self.sparsity is not None:
+            raise self._error(
+                "sparsity", "None: training keeps parameters dense, PtqProvider makes them sparse"
+            )
+        if self.bwd_stochastic_rounding not in (None, "uniform", "low_bit_uniform"):
+            raise self._error("bwd_stochastic_rounding", "None, 'uniform' or 'low_bit_uniform'")
+        self._set("channelwise_noise_axes", self._integers("channelwise_noise_axes"))
+
+    def _qtypes(self) -> Sequence[str]:
+        return (*super()._qtypes(), "bwd_qtype")
+
+    def _methods(self) -> Sequence[str]:
+        return (*super()._methods(), "bwd_calibration_method")
+
+    @classmethod
+    def of(cls, rule: QuantizationRule) -> QtRule:
+        """Returns ``rule`` as a QtRule."""
+        if isinstance(rule, cls):
+            return rule
+        return cls(**{field.name: getattr(rule, field.name) for field in fields(rule)})

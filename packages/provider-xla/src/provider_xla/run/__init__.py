@@ -1,0 +1,1 @@
+"""Running: providers, and a program with stored parameters."""

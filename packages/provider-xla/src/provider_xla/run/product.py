@@ -1,0 +1,140 @@
+"""Running a quantized operation, for inference and for training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+import quant_numerics as qn
+
+from ..kernels.matmul import NoKernel, multiply
+from ..kernels.packed import PrepackedWeight
+from ..program.products import Product
+from ..program.products import fits as codes_fit
+from .transformed import TransformedWeight, stored_form, takes, transformed
+
+if TYPE_CHECKING:
+    from ..program.sites import Site
+
+Operands = tuple[Any, Any]
+Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
+Stored = qn.QArray | PrepackedWeight | TransformedWeight
+
+# Jitted once: each call of ``jax.eval_shape`` leaves an entry in a cache of JAX's.
+_unpacked = jax.jit(PrepackedWeight.unpacked)
+
+
+def fits(product: Product, side: int, held: Stored) -> bool:
+    """Returns whether the codes of a stored operand are those that ``quantized_product`` takes."""
+    codes: Any = stored_form(held)
+    if isinstance(codes, PrepackedWeight):
+        codes = _unpacked.eval_shape(codes)
+    return codes_fit(product, side, codes)
+
+
+def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
+    """Returns the operands of a site, quantized where they are stored, and how to quantize them.
+
+    Args:
+        site: the operation.
+        stored: what each operand is stored as; anything that is no codes for one that isn't.
+    """
+    operands, hows = list(site.operands), list(site.hows)
+    for side, held in enumerate(stored):
+        if isinstance(held, Stored):
+            fitting = held.shape == operands[side].shape and fits(site.product, side, held)
+            if hows[side] is not None and fitting and takes(site, side, held):
+                operands[side] = held
+            # What was quantized is not quantized once more, whatever the rule says.
+            hows[side] = None
+    return tuple(operands), tuple(hows)  # type: ignore[return-value]
+
+
+# Jitted so that a model with many equal layers traces it once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def quantized_product(
+    product: Product,
+    hows: Hows,
+    lhs: jax.Array | Stored,
+    rhs: jax.Array | Stored,
+    extras: tuple[Any, ...],
+    calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
+) -> jax.Array:
+    """Quantizes the operands that are still float and have to be; runs the product.
+
+    A product of a packed parameter runs in the kernel that it was packed for, if it is such a
+    product; of its codes otherwise.
+
+    Derivatives, with respect to the operands that are float, are the float operation's.
+    """
+
+    def unpacked(operands: Operands) -> list[Any]:
+        return [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in operands]
+
+    # All arrays are arguments: a derivative's rule can't close over those of a trace.
+    def quantized(
+        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
+    ) -> jax.Array:
+        for side, weight in enumerate(operands):
+            if isinstance(weight, PrepackedWeight):
+                other, static = operands[1 - side], calibrations[1 - side] is not None
+                try:
+                    return multiply(product, hows[1 - side], static, other, weight, side)
+                except NoKernel:
+                    continue
+        sides = []
+        for i, (x, how, range_) in enumerate(
+            zip(unpacked(operands), hows, calibrations, strict=True)
+        ):
+            if how is None or isinstance(x, qn.QArray):
+                sides.append(x)
+            elif range_ is None:
+                sides.append(product.quantize(i, x, how))
+            else:
+                sides.append(qn.quantize_with(x, how.qtype, *qn.scale_of(range_, how.qtype)))
+        return product.run(*sides, *extras)
+
+    def in_float(
+        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
+    ) -> jax.Array:
+        return product.run(*unpacked(operands), *extras)
+
+    # Before, not within: the activation is transformed exactly, and so are its derivatives.
+    lhs, rhs = transformed(product, (lhs, rhs))
+    stored = any(isinstance(x, qn.QArray | PrepackedWeight) for x in (lhs, rhs))
+    # The backward pass dequantizes again: kept for it would be a float array for each step of a
+    # scan, that is, the float model.
+    differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore
+    return qn.straight_through(quantized, differentiated)((lhs, rhs), extras, calibrations)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def trained_product(
+    product: Product,
+    hows: Hows,
+    backward: qn.Backward | None,
+    weight: int | None,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    extras: tuple[Any, ...],
+    calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
+    key: jax.Array | None,
+) -> jax.Array:
+    """Runs the product of quantized operands, with the gradients of quantized training."""
+    if not product.trains:
+        return quantized_product(product, hows, lhs, rhs, extras, calibrations)
+    return product.train(
+        lhs,
+        rhs,
+        *extras,
+        lhs_how=hows[0],
+        rhs_how=hows[1],
+        backward=backward,
+        lhs_calibration=calibrations[0],
+        rhs_calibration=calibrations[1],
+        key=key,
+        weight=weight,
+    )

@@ -1,0 +1,156 @@
+"""What the providers have in common: rules, an engine, and a report."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from jax.extend import source_info_util
+
+from interception_core import Interceptor, PatchEngine, get_engine
+
+from ..errors import QuantizationError, QuantizationWarning
+from ..plan.plan import Plan
+from ..plan.survey import make_plan
+from ..program.record import OpRecord, Report
+from ..program.sites import Rules, Site, Sites
+from ..rules.rule import QuantizationRule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Operations have the source line of the program, not that of the provider.
+source_info_util.register_exclusion(str(Path(__file__).parent))
+
+INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+
+
+class XlaProvider(abc.ABC):
+    """Base of the providers. JIT stays on.
+
+    Args:
+        rules: the first rule that matches an operation decides; an operation without a match
+            stays float, but the tapped operations that it consists of are looked at. Default:
+            int8 for everything.
+        params_argnum: index of the positional argument that holds the parameters: an operand
+            that is a leaf of it, moved or not, is a weight.
+        engine: the name of the engine that ``apply`` uses: "trace", which also finds weights
+            behind transposes, casts, scans and in nested jitted functions and is the default,
+            or "patch".
+        strict: whether what ``plan`` warns about is an error, and an operation that a rule is
+            about and that has no quantized form is one in ``apply``, too.
+
+    Raises:
+        TypeError: ``rules`` holds something else than rules.
+    """
+
+    disable_jit = False
+
+    def __init__(
+        self,
+        rules: QuantizationRule | Iterable[QuantizationRule] = (INT8,),
+        *,
+        params_argnum: int = 0,
+        engine: str | None = None,
+        strict: bool = False,
+    ):
+        self.engine = engine
+        self.strict = strict
+        self.rules = (rules,) if isinstance(rules, QuantizationRule) else tuple(rules)
+        for rule in self.rules:
+            if not isinstance(rule, QuantizationRule):
+                raise TypeError(
+                    f"{type(self).__name__} takes QuantizationRules, got {rule!r}. Write for "
+                    "example QuantizationRule(weight_qtype='int8', act_qtype='int8')."
+                )
+        self.rules = tuple(map(self._init_rule, self.rules))
+        self.params_argnum = params_argnum
+        self._rules = Rules(self.rules, f"args[{params_argnum}]")
+        self._records: dict[tuple, OpRecord] = {}
+        self._used: set[int] = set()
+        self._engine = get_engine(engine)
+
+    @functools.cached_property
+    def _interceptor(self) -> Interceptor:
+        return self._sites(self._run).interceptor
+
+    def interceptor(self) -> Interceptor:
+        """Returns the interceptor, the same each time: what it traces is cached under it."""
+        return self._interceptor
+
+    def plan(
+        self,
+        fn: Callable[..., Any],
+        params: Any,
+        *args: Any,
+        kernels: bool = True,
+        **kwargs: Any,
+    ) -> Plan:
+        """Finds what the rules do to ``fn``. Nothing is run, copied or changed.
+
+        Args:
+            fn: called as ``fn(params, *args, **kwargs)``, ``params`` at ``params_argnum``.
+            params: the parameters: arrays or ``jax.ShapeDtypeStruct``.
+            args: the other arguments: examples, or their types.
+            kernels: whether products may run in the kernels of installed packages, such as
+                te-ffi-kernels, for which their parameters are packed; or all in XLA.
+            kwargs: keyword arguments.
+
+        Returns:
+            The plan: a table of all operations and parameters.
+
+        Raises:
+            QuantizationError: a rule does not fit a parameter: it has another dtype, or an axis
+                that the tiles do not divide; or, with ``strict=True``, anything that it
+                warns about otherwise.
+
+        Warns:
+            QuantizationWarning: an unused rule, an operation that a rule is about and that has
+                no quantized form, a parameter that rules treat in several ways.
+        """
+        plan = make_plan(
+            self._rules, self._engine, self.params_argnum, fn, params, args, kwargs, kernels
+        )
+        if plan.problems:
+            text = "\n".join(f"- {problem}" for problem in plan.problems)
+            if self.strict:
+                raise QuantizationError(f"The rules can't be followed (strict=True):\n{text}")
+            message = f"Not all rules can be followed (errors with strict=True):\n{text}"
+            warnings.warn(message, QuantizationWarning, stacklevel=2)
+        return plan
+
+    def report(self) -> Report:
+        """Returns every operation seen so far, with its rule or the reason why it stays float."""
+        return Report(self._records.values())
+
+    def get_unused_rules(self) -> list[QuantizationRule]:
+        """Returns the rules that decided nothing so far: perhaps a misspelt path."""
+        return [rule for i, rule in enumerate(self.rules) if i not in self._used]
+
+    def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
+        return rule
+
+    def _sites(self, run: Callable[[Site], Any], *, keyed: bool = True) -> Sites:
+        # Lookups are seen as primitives: by the engine that taps them with JIT on.
+        lookup = None if isinstance(self._engine, PatchEngine) else self._lookup
+        keyed = keyed and not self._rules.is_static
+        return Sites(self._rules, run, self._record, lookup=lookup, keyed=keyed)
+
+    @abc.abstractmethod
+    def _run(self, site: Site) -> Any:
+        """Returns the result of an operation."""
+
+    def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+        """Handle a lookup in an array: of a stored one, the engine takes the rows."""
+        return NotImplemented
+
+    def _record(self, record: OpRecord, problem: str | None) -> None:
+        if record.rule is not None:
+            self._used.add(record.rule)
+        self._records.setdefault((record.op_id, record.operands), record)
+        if problem is not None and self.strict:
+            raise QuantizationError(f"{record.op_id} can't be quantized (strict=True): {problem}.")

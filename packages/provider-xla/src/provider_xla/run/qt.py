@@ -1,0 +1,126 @@
+"""QtProvider: quantized training and quantization-aware training."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import quant_numerics as qn
+from interception_core import JaxtapError
+
+from ..program.sites import Site
+from ..rules.rule import QtRule, QuantizationRule
+from .product import trained_product
+from .provider import XlaProvider
+from .static import Observation, Statistics, calibrations
+
+
+class QtProvider(XlaProvider):
+    """Trains with quantized products: forward, and with ``bwd_qtype`` backward as well.
+
+    The forward pass has the values that PtqProvider's has. Without ``bwd_qtype`` gradients are
+    those of the float operation (straight through; quantization-aware training). With it, the
+    incoming gradient is quantized for each of the two products of the backward pass, and
+    multiplied with the codes of the forward pass (quantized training). Arguments: see
+    ``XlaProvider``; rules are ``QtRule`` or ``QuantizationRule``.
+    """
+
+    def apply(
+        self,
+        fn: Callable[..., Any],
+        statistics: Statistics | None = None,
+        *,
+        update: bool = True,
+    ) -> Callable[..., Any]:
+        """Returns ``fn`` with its operations quantized by the rules, to be differentiated.
+
+        Args:
+            fn: the function: a model, or a whole loss.
+            statistics: of activations with ``act_static_scale``: what ``init_statistics``
+                returns.
+            update: whether running it adds to the statistics, as in training.
+
+        Returns:
+            A function of the same arguments and ``quant_key``, a random key that rules with
+            ``bwd_stochastic_rounding`` need: pass a new one at each step.
+        """
+
+        @functools.wraps(fn)
+        def call(*args: Any, quant_key: jax.Array | None = None, **kwargs: Any) -> Any:
+            if quant_key is None and statistics is None:
+                return plain(*args, **kwargs)
+            observation = Observation(statistics) if update and statistics is not None else None
+            run = functools.partial(
+                self._run, statistics=statistics, observation=observation, key=quant_key
+            )
+            tapping = self._sites(run).interceptor
+            result = self._engine.wrap(fn, tapping)(*args, **kwargs)
+            if observation is not None:
+                observation.finish()
+            return result
+
+        plain = self._engine.wrap(fn, self.interceptor())
+        return call
+
+    def init_statistics(
+        self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
+    ) -> Statistics:
+        """Returns empty statistics for the activations of ``fn`` that need them.
+
+        Arguments as for ``plan``. What is returned is a pytree of Boxes: save it with the
+        parameters.
+        """
+        return self.plan(fn, params, *args, **kwargs).empty_statistics()
+
+    def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
+        return QtRule.of(rule)
+
+    def _run(
+        self,
+        site: Site,
+        statistics: Statistics | None = None,
+        observation: Observation | None = None,
+        key: jax.Array | None = None,
+    ) -> Any:
+        if observation is None:
+            ranges = calibrations(statistics, site)
+        else:
+            observation.observe(site)
+            ranges = observation.calibrations(site)
+        rule = site.rule
+        assert isinstance(rule, QtRule)
+        backward = None
+        if rule.bwd_qtype is not None:
+            backward = qn.Backward(
+                rule.bwd_qtype,
+                rule.bwd_calibration_method,
+                rule.bwd_weight_grad_tile_size,
+                not rule.disable_channelwise_axes,
+                rule.bwd_stochastic_rounding,
+                tuple(rule.channelwise_noise_axes),
+            )
+        noise = None
+        if backward is not None and backward.stochastic_rounding is not None:
+            if key is None:
+                raise JaxtapError(
+                    f"The rule of {site.call.op_id} rounds gradients stochastically, and there "
+                    "is no random key. Pass one, new at each step: "
+                    "provider.apply(fn)(params, ..., quant_key=key)."
+                )
+            noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
+        weights = [side for side, weight in enumerate(site.weights) if weight is not None]
+        weight = weights[0] if len(weights) == 1 else None
+        return trained_product(
+            site.product,
+            site.hows,
+            backward,
+            weight,
+            *site.operands,
+            site.extras,
+            ranges,
+            noise,
+        )

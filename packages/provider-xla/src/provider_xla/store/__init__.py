@@ -1,0 +1,1 @@
+"""Saving and loading quantized parameters, through safetensors and orbax-checkpoint."""

@@ -1,0 +1,219 @@
+"""What differs between stored parameters and those of a plan or a template."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from hijax_trace import Carrier
+
+from .forms import CARRIER, QUANTIZED, take_apart
+from .manifest import Manifest, plan_json
+from .tree import Leaf, describe
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+Facts = Mapping[str, Any]
+"""What is known of a leaf: "shape", "dtype", "is" (a qtype or "float"), "scales", "method"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanDiff:
+    """What differs between stored parameters and a plan; false where nothing does.
+
+    Attributes:
+        changed: by the name of a leaf, each difference as (what, stored, planned).
+        missing: names of leaves that the plan has and the file has not, with what they are.
+        extra: names of leaves that the file has and the plan has not, with what they are.
+        rules: each difference of the rules, as a line. Where nothing else differs the parameters
+            fit nevertheless.
+    """
+
+    changed: Mapping[str, Sequence[tuple[str, str, str]]]
+    missing: Mapping[str, str]
+    extra: Mapping[str, str]
+    rules: Sequence[str] = ()
+
+    @property
+    def of_leaves(self) -> bool:
+        """Whether leaves differ, and not the rules alone."""
+        return bool(self.changed or self.missing or self.extra)
+
+    def __bool__(self) -> bool:
+        return self.of_leaves or bool(self.rules)
+
+    def __str__(self) -> str:
+        lines = []
+        if self.changed:
+            lines.append("leaves that differ (stored -> planned):")
+        for name, found in self.changed.items():
+            lines.append(f"  {name}: " + "; ".join(f"{what} {a} -> {b}" for what, a, b in found))
+        for title, names in (("missing in the file", self.missing), ("only there", self.extra)):
+            if names:
+                lines.append(f"{title}:")
+                lines.extend(f"  {name}: {what}" for name, what in names.items())
+        if self.rules:
+            lines.append("rules that differ (stored -> planned):")
+            lines.extend(f"  {line}" for line in self.rules)
+        return "\n".join(lines) or "no difference"
+
+
+def compare(manifest: Manifest, plan: Plan) -> PlanDiff:
+    """Returns what differs between the parameters of a file and a plan's."""
+    _, leaves = describe(plan._params)
+    planned = {leaf.name: of_plan(plan, leaf) for leaf in leaves}
+    stored = {leaf["name"]: leaf for leaf in of_manifest(manifest)}
+    rules = (
+        [] if manifest.plan is None else _rules(manifest.plan["rules"], plan_json(plan)["rules"])
+    )
+    return _diff(stored, planned, rules)
+
+
+def compare_template(manifest: Manifest, leaves: Sequence[Leaf]) -> PlanDiff:
+    """Returns what differs between the parameters of a file and a template of them.
+
+    A leaf of a template is the quantized one, or the array that it stands for.
+    """
+    wanted = {}
+    for leaf in leaves:
+        facts = _facts(leaf)
+        if facts["is"] == "float":
+            del facts["is"]
+        wanted[leaf.name] = facts
+    return _diff({leaf["name"]: leaf for leaf in of_manifest(manifest)}, wanted, ())
+
+
+def of_plan(plan: Plan, leaf: Leaf) -> dict[str, Any]:
+    """Returns what a plan makes of a leaf."""
+    facts, path = _facts(leaf), plan._prefix + leaf.path
+    weight = plan.weights.get(path)
+    beside = [w for w in plan.weights.values() if w.derived and w.derived.carrier == path]
+    if beside or path in plan.absorbed:
+        own = None if path in plan.absorbed else weight.qtype if weight else "float"
+        return {**facts, "is": _beside(own, [(w.qtype, w.shape) for w in beside])}
+    if weight is None:
+        return facts
+    scales = list(weight.granularity.scale_shape(weight.shape))
+    return {**facts, "is": weight.qtype, "scales": scales, "method": weight.method}
+
+
+def of_manifest(manifest: Manifest) -> list[dict[str, Any]]:
+    """Returns what the leaves of a file are, with their names."""
+    weights = {} if manifest.plan is None else manifest.plan["weights"]
+    found = []
+    for leaf in manifest.params.leaves:
+        about = leaf.about
+        facts: dict[str, Any] = {"name": leaf.name, "is": leaf.kind}
+        if "shape" in about:
+            facts |= {"shape": about["shape"], "dtype": about["dtype"], "is": "float"}
+        if leaf.kind == CARRIER:
+            own, *derived = (
+                one and (one["about"].get("qtype", "float"), one["about"]["shape"])
+                for one in about["held"]
+            )
+            facts["is"] = _beside(own and own[0], derived)
+        if leaf.kind in QUANTIZED:
+            scales = list(manifest.tensors[leaf.tensors["scale"]][1])
+            facts |= {"is": about["qtype"], "scales": scales}
+            if leaf.name in weights:
+                facts["method"] = weights[leaf.name]["method"]
+        found.append(facts)
+    return found
+
+
+def _beside(own: str | None, derived: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """Return what is stored for a parameter with derived weights beside it, as text."""
+    beside = ", ".join(f"{qtype}{list(shape)}" for qtype, shape in derived)
+    return f"{own or 'nothing'}, and derived weights: {beside or 'elsewhere'}"
+
+
+def _facts(leaf: Leaf) -> dict[str, Any]:
+    value = leaf.value
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        return {"is": take_apart(leaf.name, value).kind}
+    facts = {"shape": list(value.shape), "dtype": _dtype(value.dtype), "is": "float"}
+    if isinstance(value, Carrier):
+        found = [(one.qtype, one.shape) for one in value.derived.values()]  # type: ignore[attr-defined]
+        own = None if value.own is None else getattr(value.own, "qtype", "float")
+        return {**facts, "is": _beside(own, found)}
+    if hasattr(value, "qtype"):
+        facts["is"] = value.qtype
+        if hasattr(value, "scale"):
+            facts["scales"] = list(value.scale.shape)
+    return facts
+
+
+def _dtype(dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:  # of random keys
+        return str(dtype)
+
+
+def _diff(
+    stored: Mapping[str, Facts], planned: Mapping[str, Facts], rules: Sequence[str]
+) -> PlanDiff:
+    changed = {}
+    for name, facts in planned.items():
+        if name in stored and (found := _changes(stored[name], facts)):
+            changed[name] = found
+    missing = {n: _shown(f) for n, f in planned.items() if n not in stored}
+    extra = {n: _shown(f) for n, f in stored.items() if n not in planned}
+    return PlanDiff(changed, missing, extra, tuple(rules))
+
+
+def _changes(stored: Facts, planned: Facts) -> list[tuple[str, str, str]]:
+    found = []
+    for what, label in (("shape", "shape"), ("dtype", "dtype"), ("is", "format")):
+        if what in stored and what in planned and stored[what] != planned[what]:
+            found.append((label, str(stored[what]), str(planned[what])))
+    scaled = (
+        "scales" in stored and "scales" in planned and stored.get("shape") == planned.get("shape")
+    )
+    if scaled and stored["scales"] != planned["scales"]:
+        found.append(("granularity", _granularity(stored), _granularity(planned)))
+    if "method" in stored and "method" in planned and stored["method"] != planned["method"]:
+        found.append(("calibration method", stored["method"], planned["method"]))
+    return found
+
+
+def _granularity(facts: Facts) -> str:
+    words = []
+    for axis, (n, count) in enumerate(zip(facts["shape"], facts["scales"], strict=True)):
+        if count == n and n > 1:
+            words.append(f"per index of axis {axis}")
+        elif count > 1:
+            words.append(f"tiles of {n // count} along axis {axis}")
+    return " and ".join(words) or "per tensor"
+
+
+def _shown(facts: Facts) -> str:
+    if "shape" not in facts:
+        return f"a {facts['is']}"
+    if facts.get("is") in ("float", None):
+        return f"{facts['dtype']}{facts['shape']}"
+    return f"{facts['dtype']}{facts['shape']} quantized to {facts['is']}"
+
+
+def _rules(stored: Sequence[Facts], planned: Sequence[Facts]) -> list[str]:
+    lines = []
+    for i in range(max(len(stored), len(planned))):
+        if i >= len(planned):
+            lines.append(f"rule {i}, only in the file: {_rule(stored[i])}")
+        elif i >= len(stored):
+            lines.append(f"rule {i}, only in the plan: {_rule(planned[i])}")
+        elif stored[i] != planned[i]:
+            fields = sorted({*stored[i], *planned[i]})
+            both = [(f, stored[i].get(f, "default"), planned[i].get(f, "default")) for f in fields]
+            words = ", ".join(f"{f} {a} -> {b}" for f, a, b in both if a != b)
+            lines.append(f"rule {i}: {words}")
+    return lines
+
+
+def _rule(rule: Facts) -> str:
+    fields = ", ".join(f"{key}={value!r}" for key, value in rule.items() if key != "class")
+    return f"{rule['class']}({fields})"

@@ -1,0 +1,332 @@
+"""The kinds of leaves: what arrays each consists of, and how it is made of these again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+from hijax_trace import Carrier
+
+from ..kernels.packed import PrepackedWeight
+from ..plan.granularity import Granularity
+from ..program.sites import Under
+from ..run.transformed import Rotated, Scaled, TransformedWeight
+from .carriers import is_storable
+from .errors import StoreError
+
+QUANTIZED = ("qarray", "packed", "transformed")
+"""The kinds that are codes and scales."""
+
+CARRIER = "carrier"
+"""The kind of a parameter with derived weights beside it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A leaf, taken apart.
+
+    Attributes:
+        kind: "array", "numpy", "key", "qarray", "packed", "transformed", "carrier",
+            "calibration", "statistics", "value" or "static".
+        about: what else there is to know, as JSON: shape and dtype where it has them.
+        parts: by name, the dtype and shape of each array that it consists of.
+        arrays: makes these arrays; None of an abstract leaf.
+    """
+
+    kind: str
+    about: Mapping[str, Any]
+    parts: Mapping[str, tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    arrays: Callable[[], Mapping[str, Any]] | None = None
+
+
+def take_apart(
+    name: str,
+    leaf: Any,
+    granularity: Granularity | None = None,
+    derived: Mapping[str, Granularity] | None = None,
+) -> Form:
+    """Returns the form of a leaf, which may be abstract.
+
+    Args:
+        name: of the leaf, for errors.
+        leaf: any leaf.
+        granularity: that of a packed weight, as its plan has it; None leaves what it unpacks to.
+        derived: the same of derived weights, by the key of their expression.
+
+    Raises:
+        StoreError: a leaf that can't be stored.
+    """
+    if isinstance(leaf, Carrier):
+        return _carrier(name, leaf, granularity, derived or {})
+    if isinstance(leaf, TransformedWeight):
+        return _transformed(name, leaf, granularity)
+    if isinstance(leaf, PrepackedWeight):
+        return _unpacked(name, leaf, granularity)
+    if isinstance(leaf, qn.QArray):
+        about = {"shape": list(leaf.shape), "dtype": jnp.dtype(leaf.dtype).name}
+        return _of(name, "qarray", {**about, "qtype": leaf.qtype}, _fields(leaf))
+    if isinstance(leaf, qn.PackedQArray):
+        about = {"shape": list(leaf.shape), "dtype": jnp.dtype(leaf.dtype).name}
+        return _of(name, "packed", {**about, "qtype": leaf.qtype}, _fields(leaf))
+    if isinstance(leaf, qn.Calibration):
+        return _of(name, "calibration", {}, leaf._asdict())
+    if isinstance(leaf, qn.Statistics):
+        state = leaf.state
+        about = {"decay": leaf.average.decay, "symmetric": leaf.symmetric}
+        parts = {**state.total._asdict(), "count": state.count}
+        return _of(name, "statistics", about, parts)
+    if type(leaf) in (bool, int, float, str):
+        # repr of a float is exact, and has the numbers that JSON has not.
+        text = leaf if isinstance(leaf, str) else repr(leaf)
+        return Form("value", {"type": type(leaf).__name__, "value": text})
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return Form("static", {"type": getattr(leaf, "__qualname__", type(leaf).__qualname__)})
+    about = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        impl = str(jax.random.key_impl(leaf))
+        return _of(name, "key", {**about, "impl": impl}, {"data": jax.random.key_data(leaf)})
+    kind = "numpy" if isinstance(leaf, np.ndarray | np.generic) else "array"
+    return _of(name, kind, about, {"": leaf})
+
+
+def put_together(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """Returns the leaf that ``take_apart`` took apart.
+
+    Raises:
+        StoreError: the parts don't belong together.
+    """
+    try:
+        return _put_together(kind, about, parts)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StoreError(f"{name} can't be made of what is stored: {error}") from error
+
+
+def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    if kind in ("array", "numpy"):
+        return parts[""]
+    if kind == "qarray":
+        rest = {part: parts.get(part) for part in ("zero_point", "global_scale")}
+        values = parts["qvalue"], parts["scale"]
+        return qn.qarray(*values, about["qtype"], about["dtype"], **rest)
+    if kind == "packed":
+        last, bits = about["shape"][-1], qn.get_qtype(about["qtype"]).bits
+        # Checks scales and the like as those of any QArray.
+        shape = (*about["shape"][:-1], bits, -(-last // 8))
+        if parts["planes"].shape != shape:
+            raise ValueError(f"planes of shape {parts['planes'].shape} are not {shape}")
+        dtype = jnp.dtype(about["dtype"])
+        result = qn.PackedQArray(
+            parts["planes"],
+            parts["scale"],
+            parts.get("zero_point"),
+            last=last,
+            qtype=about["qtype"],
+            dtype=dtype,
+        )
+        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
+        jax.eval_shape(lambda p: _checked(qn.unpack(p)), types)
+        return result
+    if kind == "transformed":
+        inner = _put_together(about["inner"], about, parts)
+        made = [_step(found, parts[f"step{i}"]) for i, found in enumerate(about["steps"])]
+        return TransformedWeight(inner, tuple(made), tuple(about["k_axes"]))
+    if kind == CARRIER:
+        made: list[Any] = [
+            None if one is None else _put_together(one["kind"], one["about"], _below(parts, i))
+            for i, one in enumerate(about["held"])
+        ]
+        return Carrier(
+            made[0],
+            dict(zip(about["keys"], made[1:], strict=True)),
+            tuple(zip(about["keys"], about["loops"], strict=True)),
+            Under(about["params"]),
+            tuple(about["shape"]),
+            jnp.dtype(about["dtype"]),
+        )
+    if kind == "calibration":
+        return qn.Calibration(parts.get("lower"), parts["upper"])
+    if kind == "statistics":
+        average, symmetric = qn.MovingAverage(about["decay"]), about["symmetric"]
+        result = qn.Statistics(parts["upper"].shape, average, symmetric=symmetric)
+        total = qn.Calibration(parts.get("lower"), parts["upper"])
+        result.state = qn.AverageState(total, parts["count"])
+        return result
+    if kind == "key":
+        return jax.random.wrap_key_data(parts["data"], impl=about["impl"])
+    if kind == "value":
+        text = about["value"]
+        if about["type"] == "bool":
+            return {"True": True, "False": False}[text]
+        if about["type"] == "str":
+            return text
+        return {"int": int, "float": float}[about["type"]](text)
+    raise ValueError(f"there is no kind {kind!r}")
+
+
+def part_of(leaf: Any, part: str) -> Any:
+    """Returns what a leaf that is whole has as one of its parts; None if it has not."""
+    if isinstance(leaf, Carrier):
+        number, _, part = part.partition(".")
+        held = [leaf.own, *leaf.derived.values()][int(number)]
+        return part_of(held, part) if part else held
+    if isinstance(leaf, TransformedWeight):
+        if part.startswith("step"):
+            return jax.tree.leaves(leaf.steps[int(part.removeprefix("step"))])[0]
+        leaf = leaf.inner
+    return getattr(leaf, part, None)
+
+
+def _below(parts: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the parts of one of the things that a carrier holds, by their own names."""
+    found = {}
+    for name, value in parts.items():
+        first, _, rest = name.partition(".")
+        if int(first) == number:
+            found[rest] = value
+    return found
+
+
+def _carrier(
+    name: str,
+    leaf: Carrier,
+    granularity: Granularity | None,
+    derived: Mapping[str, Granularity],
+) -> Form:
+    """Take a parameter apart that has derived weights beside it."""
+    if not isinstance(leaf.is_parameter, Under):
+        raise StoreError(f"{name} was not made by a plan. Save what plan.quantize returned.")
+    held = [None if leaf.own is None else take_apart(name, leaf.own, granularity)]
+    held += [take_apart(name, one, derived.get(key)) for key, one in leaf.derived.items()]
+    about = {
+        "shape": list(leaf.shape),
+        "dtype": jnp.dtype(leaf.dtype).name,
+        "params": leaf.is_parameter.prefix,
+        "keys": list(leaf.derived),
+        "loops": [dict(leaf.loops)[key] for key in leaf.derived],
+        "held": [None if one is None else {"kind": one.kind, "about": one.about} for one in held],
+    }
+    forms = {i: one for i, one in enumerate(held) if one is not None}
+
+    def joined(number: int, part: str) -> str:
+        return f"{number}.{part}" if part else str(number)
+
+    parts = {joined(i, part): kind for i, one in forms.items() for part, kind in one.parts.items()}
+    if any(one.arrays is None for one in forms.values()):
+        return Form(CARRIER, about, parts)
+
+    def arrays() -> Mapping[str, Any]:
+        return {
+            joined(i, part): array
+            for i, one in forms.items()
+            for part, array in one.arrays().items()  # type: ignore[misc]
+        }
+
+    return Form(CARRIER, about, parts, arrays)
+
+
+def _transformed(name: str, leaf: TransformedWeight, granularity: Granularity | None) -> Form:
+    """Takes a weight apart whose activations are transformed: codes, scales, and an array each."""
+    inner = take_apart(name, leaf.inner, granularity)
+    steps, arrays = [], {}
+    for i, step in enumerate(leaf.steps):
+        if isinstance(step, Scaled):
+            steps.append({"kind": "scaled"})
+            arrays[f"step{i}"] = step.by
+        elif isinstance(step, Rotated):
+            steps.append({"kind": "rotated", "block": step.block})
+            arrays[f"step{i}"] = step.signs
+        else:
+            raise StoreError(
+                f"{name} has a {type(step).__name__} among its steps, and only SmoothQuant's, "
+                "AWQ's and Hadamard's can be saved."
+            )
+    own = _of(name, "transformed", {}, arrays)
+    about = {"inner": inner.kind, "steps": steps, "k_axes": list(leaf.k_axes), **inner.about}
+    found = inner.arrays
+    both = None if found is None or own.arrays is None else (lambda: {**found(), **arrays})
+    return Form("transformed", about, {**inner.parts, **own.parts}, both)
+
+
+def _step(about: Mapping[str, Any], array: jax.Array) -> Any:
+    if about["kind"] == "scaled":
+        return Scaled(array)
+    return {"rotated": Rotated}[about["kind"]](array, about["block"])
+
+
+def _checked(q: qn.QArray) -> qn.QArray:
+    return qn.qarray(q.qvalue, q.scale, q.qtype, q.dtype, zero_point=q.zero_point)
+
+
+def _fields(leaf: Any) -> dict[str, Any]:
+    """Returns the arrays of a dataclass of arrays and static fields."""
+    fields = dataclasses.fields(leaf)
+    return {f.name: getattr(leaf, f.name) for f in fields if not f.metadata.get("static")}
+
+
+def _of(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Form:
+    found = {part: array for part, array in parts.items() if array is not None}
+    for array in found.values():
+        _check(name, array)
+    types = {part: (array.dtype.name, tuple(array.shape)) for part, array in found.items()}
+    concrete = all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in found.values())
+    return Form(kind, about, types, (lambda: found) if concrete else None)
+
+
+def _check(name: str, array: Any) -> None:
+    if isinstance(array, jax.core.Tracer):
+        raise StoreError(f"{name} is {array}, inside of a transformation. Save outside of jit.")
+    known = isinstance(array, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    if not known or not is_storable(np.dtype(array.dtype).name):
+        raise StoreError(
+            f"{name} is a {type(array).__name__} of {getattr(array, 'dtype', 'no dtype')}, which "
+            "can't be saved: only arrays of numbers, and quantized ones, can be. Of a Box or a "
+            "Ref, save what it holds."
+        )
+    if isinstance(array, jax.Array):
+        if array.is_deleted():
+            raise StoreError(f"{name} was deleted or donated. Save it before.")
+        if not array.is_fully_addressable:
+            raise StoreError(
+                f"{name} is spread over several processes. Gather it first, with "
+                "jax.experimental.multihost_utils.process_allgather, and save in one process."
+            )
+
+
+def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | None) -> Form:
+    """Takes a weight apart that is packed for kernels, as codes and scales."""
+
+    def codes(weight: PrepackedWeight) -> qn.QArray | qn.PackedQArray:
+        q = weight.unpacked()
+        if granularity is not None:
+            scale = _coarser(q.scale, granularity.scale_shape(q.shape))
+            q = dataclasses.replace(q, scale=scale)
+        return qn.pack(q) if qn.get_qtype(q.qtype).packable else q
+
+    try:
+        abstract = jax.eval_shape(codes, weight)
+    except (AttributeError, NotImplementedError) as error:
+        raise StoreError(
+            f"{name} is packed for a kernel whose package can't unpack it ({error}). Save "
+            "plan.quantize(params, prepack=False)."
+        ) from error
+    form = take_apart(name, abstract)
+
+    def arrays() -> Mapping[str, Any]:
+        for leaf in jax.tree.leaves(weight):
+            _check(name, leaf)
+        found = _fields(jax.jit(codes)(weight))
+        return {part: found[part] for part in form.parts}
+
+    return dataclasses.replace(form, arrays=arrays)
+
+
+def _coarser(scale: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns scales without what was repeated for a kernel."""
+    strides = [n // m for n, m in zip(scale.shape, shape, strict=True)]
+    return jax.lax.slice(scale, [0] * scale.ndim, scale.shape, strides)

@@ -1,0 +1,169 @@
+"""load: parameters from a file or a checkpoint, onto devices."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import QuantizationWarning
+from ..plan.quantize import prepacked
+from . import orbax, safetensors
+from .diff import compare, compare_template
+from .errors import StoreError, StoreMismatchError
+from .forms import put_together
+from .manifest import Manifest, Tree
+from .placing import find_placements, shardings_of
+from .tree import Leaf, describe, fill, is_whole, rebuild
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    plan: Plan | None = None,
+    template: Any = None,
+    sharding: Any = None,
+    prepack: bool = True,
+) -> Any:
+    """Loads parameters that ``save`` or ``quantize_file`` wrote. Nothing in the file is executed.
+
+    All is checked before it is used: checksums of every tensor and of the header, or of every
+    file of a checkpoint. At its peak this needs, beside what is loaded, one tensor on the host.
+
+    Args:
+        path: of the file, or the folder of a checkpoint.
+        plan: what the parameters must have been quantized by, or by one that gives the same; and
+            the structure that they get.
+        template: a tree of the structure that they get, of arrays or their types; what can't be
+            saved, such as functions, is taken from it. Default: the plan's. Without both, dicts,
+            lists and tuples come back as such, and other nodes as dicts of their fields.
+        sharding: where they go: a ``jax.sharding.Sharding`` for all; a function that returns one,
+            or None, for a name such as ``"layers.0.up"``; or a tree of them, in the structure of
+            the parameters or the beginning of it. Scales are cut like the codes, where they can
+            be. Default: JAX's default device.
+        prepack: whether parameters are packed for kernels as the plan says; see ``Plan.prepack``.
+
+    Raises:
+        StoreMismatchError: the file holds something else than the plan or the template says; the
+            message has a diff.
+        StoreError: it was cut short or altered, was written by something else or a later version,
+            or can't be sharded so.
+        MissingExtraError: the library is not installed: ``provider-xla[safetensors]`` or
+            ``[orbax]``.
+
+    Warns:
+        QuantizationWarning: the rules of the plan are others than in the file, though they give
+            the same parameters.
+    """
+    path = Path(path)
+    with _open(path) as reader:
+        manifest = reader.manifest
+        if plan is not None:
+            _check_plan(path, manifest, plan)
+        if template is None and plan is not None:
+            template = plan._params
+        leaves = None if template is None else describe(template)[1]
+        if leaves is not None:
+            _check_template(path, manifest, leaves)
+        values = _read(path, reader, manifest.params, sharding, leaves)
+    if plan is not None and prepack:
+        paths = {leaf.name: plan._prefix + leaf.path for leaf in _planned(plan)}
+        for i, leaf in enumerate(manifest.params.leaves):
+            values[i] = prepacked(plan, paths[leaf.name], values[i])
+    if leaves is None:
+        return rebuild(manifest.params.structure, values)
+    by_name = {at.name: value for at, value in zip(manifest.params.leaves, values, strict=True)}
+    return fill(template, [by_name[leaf.name] for leaf in leaves])
+
+
+def load_extra(path: str | os.PathLike[str], *, template: Any = None, sharding: Any = None) -> Any:
+    """Loads the tree that was saved beside the parameters, as ``save(..., extra=...)``.
+
+    Arguments and errors: see ``load``. None where there is none.
+    """
+    path = Path(path)
+    with _open(path) as reader:
+        manifest = reader.manifest
+        if manifest.extra is None:
+            return None
+        leaves = None if template is None else describe(template, root="extra")[1]
+        names = {leaf.name for leaf in manifest.extra.leaves}
+        if leaves is not None and (wrong := names ^ {leaf.name for leaf in leaves}):
+            raise StoreError(
+                f"The tree beside the parameters of {path} and the template differ: one of them "
+                f"has not {', '.join(sorted(wrong))}."
+            )
+        values = _read(path, reader, manifest.extra, sharding, leaves)
+        if leaves is None:
+            return rebuild(manifest.extra.structure, values)
+        by_name = {at.name: value for at, value in zip(manifest.extra.leaves, values, strict=True)}
+        return fill(template, [by_name[leaf.name] for leaf in leaves])
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Returns what a file or a checkpoint holds, without its tensors.
+
+    Raises:
+        StoreError: as ``load``; of a safetensors file, where the header is damaged.
+    """
+    with _open(Path(path)) as reader:
+        return reader.manifest
+
+
+def _open(path: Path) -> Any:
+    if not path.exists():
+        raise StoreError(f"{path} is not there.")
+    return orbax.Reader(path) if path.is_dir() else safetensors.Reader(path)
+
+
+def _planned(plan: Plan) -> list[Leaf]:
+    return describe(plan._params)[1]
+
+
+def _check_plan(path: Path, manifest: Manifest, plan: Plan) -> None:
+    diff = compare(manifest, plan)
+    if diff.of_leaves:
+        raise StoreMismatchError(
+            f"{path} was saved with another plan than the one to load it with.\n{diff}\n"
+            "Load it with its own plan or with none, or quantize the parameters again.",
+            diff,
+        )
+    if diff:
+        warnings.warn(
+            f"The parameters of {path} fit the plan, whose rules are others:\n{diff}",
+            QuantizationWarning,
+            stacklevel=3,
+        )
+
+
+def _check_template(path: Path, manifest: Manifest, leaves: list[Leaf]) -> None:
+    diff = compare_template(manifest, leaves)
+    if diff:
+        raise StoreMismatchError(f"{path} holds another tree than the template.\n{diff}", diff)
+
+
+def _read(
+    path: Path, reader: Any, tree: Tree, sharding: Any, template: list[Leaf] | None
+) -> list[Any]:
+    """Reads the leaves of a tree, one after the other."""
+    shardings = shardings_of(sharding, [leaf.name for leaf in tree.leaves])
+    placements = find_placements(tree.leaves, reader.manifest.tensors, shardings)
+    given = {leaf.name: leaf.value for leaf in template or ()}
+    tensors = reader.read(placements)
+    values = []
+    for leaf in tree.leaves:
+        if leaf.kind == "static":
+            if leaf.name not in given or is_whole(given[leaf.name]):
+                raise StoreError(
+                    f"{leaf.name} of {path} was a {leaf.about['type']}, which can't be saved. Pass "
+                    "template=, a tree of the same structure that has it."
+                )
+            values.append(given[leaf.name])
+            continue
+        parts = {part: tensors.pop(tensor) for part, tensor in leaf.tensors.items()}
+        values.append(put_together(f"{path}: {leaf.name}", leaf.kind, leaf.about, parts))
+    return values

@@ -1,0 +1,224 @@
+"""The manifest: what a file holds, by which plan, written by what."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from tabulate import tabulate
+
+from ..rules.rule import QtRule, QuantizationRule
+from .carriers import is_storable
+from .errors import StoreError
+from .forms import CARRIER, QUANTIZED, Form
+from .tree import describe, indices, unique
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+    from .diff import PlanDiff
+
+VERSION = 1
+"""Of the format. A file of a later one is refused."""
+
+_PACKAGES = ("interception-core", "hijax-trace", "quant-numerics", "provider-xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """A leaf in a file.
+
+    Attributes:
+        name: its dotted path.
+        kind: see ``Form``.
+        about: what there is to know of it; its shape, dtype and qtype where it has them.
+        tensors: by part, the name of the tensor.
+    """
+
+    name: str
+    kind: str
+    about: Mapping[str, Any]
+    tensors: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A tree in a file: its structure (see ``describe``) and its leaves."""
+
+    structure: Any
+    leaves: tuple[StoredLeaf, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a file holds. ``print(manifest)`` shows it as a table.
+
+    Attributes:
+        params: the tree of parameters.
+        extra: the tree that was saved beside; None if there is none.
+        tensors: by name, the dtype and shape of each tensor, as it was before it was stored.
+        plan: what the parameters were quantized by, as JSON: ``rules``, of which only fields that
+            are not the default are kept, and ``weights``; None where no plan was given.
+        versions: of the packages that wrote it, and of JAX.
+    """
+
+    params: Tree
+    extra: Tree | None
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    plan: Mapping[str, Any] | None
+    versions: Mapping[str, str]
+
+    def rules(self) -> list[QuantizationRule]:
+        """Returns the rules that the parameters were quantized by, to make their plan again.
+
+        Raises:
+            StoreError: no plan was saved, or its rules are of a version with other fields.
+        """
+        if self.plan is None:
+            raise StoreError("There are no rules: the parameters were saved without their plan.")
+        known: tuple[type[QuantizationRule], ...] = (QuantizationRule, QtRule)
+        classes = {cls.__name__: cls for cls in known}
+        rules: list[QuantizationRule] = []
+        for found in self.plan["rules"]:
+            fields = {name: value for name, value in found.items() if name != "class"}
+            try:
+                rules.append(classes[found["class"]](**fields))
+            except (KeyError, TypeError, ValueError) as error:
+                raise StoreError(f"The rule {found} is none of this version: {error}") from error
+        return rules
+
+    def diff(self, plan: Plan) -> PlanDiff:
+        """Returns what differs between the parameters here and those of a plan."""
+        from .diff import compare
+
+        return compare(self, plan)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        found = dataclasses.asdict(self)
+        tensors = {name: [dtype, list(shape)] for name, (dtype, shape) in self.tensors.items()}
+        return {"format": VERSION, **found, "tensors": tensors}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Manifest:
+        """Returns what ``as_json`` returned.
+
+        Raises:
+            StoreError: a later version of the format, or no manifest.
+        """
+        try:
+            if found["format"] > VERSION:
+                raise StoreError(
+                    f"it has version {found['format']} of the format, and this provider-xla "
+                    f"reads versions up to {VERSION}. Install the version that wrote it "
+                    f"({dict(found['versions'])}), or a later one."
+                )
+            extra = found["extra"]
+            result = cls(
+                _tree(found["params"]),
+                None if extra is None else _tree(extra),
+                {name: (dtype, tuple(shape)) for name, (dtype, shape) in found["tensors"].items()},
+                found["plan"],
+                found["versions"],
+            )
+            result._check()
+            return result
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise StoreError(f"its manifest can't be read ({error!r})") from error
+
+    def _check(self) -> None:
+        """Raises ValueError unless trees, leaves and tensors belong together."""
+        for dtype, shape in self.tensors.values():
+            if not is_storable(dtype) or not all(type(n) is int and n >= 0 for n in shape):
+                raise ValueError(f"{dtype}{list(shape)} is no type of an array")
+        trees = [self.params] if self.extra is None else [self.params, self.extra]
+        leaves = [leaf for tree in trees for leaf in tree.leaves]
+        used = [tensor for leaf in leaves for tensor in leaf.tensors.values()]
+        if sorted(used) != sorted(self.tensors):
+            raise ValueError("its leaves are made of other tensors than it has")
+        for tree in trees:
+            if sorted(indices(tree.structure)) != list(range(len(tree.leaves))):
+                raise ValueError("its structure has other leaves than it lists")
+
+    def __str__(self) -> str:
+        rows = []
+        for leaf in self.params.leaves:
+            types = [self.tensors[tensor] for tensor in leaf.tensors.values()]
+            parts = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in types)
+            runs = leaf.about.get("qtype", leaf.about.get("dtype", leaf.kind))
+            rows.append([leaf.name, runs, str(leaf.about.get("shape", "")), parts])
+        table = tabulate(rows, ["name", "is", "shape", "stored as"], disable_numparse=True)
+        count = sum(leaf.kind in (*QUANTIZED, CARRIER) for leaf in self.params.leaves)
+        wrote = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
+        return f"{table}\n{count} of {len(rows)} leaves quantized; written by {wrote}"
+
+
+def build(
+    params: tuple[Any, Sequence[tuple[str, Form]]],
+    extra: tuple[Any, Sequence[tuple[str, Form]]] | None,
+    plan: Plan | None,
+) -> tuple[Manifest, dict[str, tuple[Form, str]]]:
+    """Returns a manifest, and by tensor the form and the part that it is.
+
+    Args:
+        params: the structure of the parameters, and their leaves by name.
+        extra: the same of the tree beside.
+        plan: what they were quantized by.
+    """
+    taken = {"__metadata__"}
+    tensors: dict[str, tuple[Form, str]] = {}
+
+    def tree(prefix: str, structure: Any, leaves: Sequence[tuple[str, Form]]) -> Tree:
+        stored = []
+        for name, form in leaves:
+            names = {}
+            for part in form.parts:
+                given = f"{prefix}{name}.{part}" if part else f"{prefix}{name}"
+                names[part] = unique(given, taken)
+                tensors[names[part]] = form, part
+            stored.append(StoredLeaf(name, form.kind, form.about, names))
+        return Tree(structure, tuple(stored))
+
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    manifest = Manifest(
+        tree("", *params),
+        None if extra is None else tree("extra.", *extra),
+        {name: form.parts[part] for name, (form, part) in tensors.items()},
+        None if plan is None else plan_json(plan),
+        {**versions, "jax": jax.__version__},
+    )
+    return manifest, tensors
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Returns the rules of a plan, and its weights by their names, as JSON."""
+    _, leaves = describe(plan._params)
+    names = {plan._prefix + leaf.path: leaf.name for leaf in leaves}
+    weights = {}
+    for path, weight in plan.weights.items():
+        found = weight.as_json()
+        kept = ("shape", "dtype", "rule", "qtype", "method", "channel_axes", "tile_axes")
+        if weight.derived is None:
+            weights[names[path]] = {key: found[key] for key in kept} | {"path": path}
+        else:
+            kept = (*kept, "derived_from")
+            weights[path] = {key: found[key] for key in kept} | {"path": path}
+    return {"rules": [rule_json(rule) for rule in plan._rules.rules], "weights": weights}
+
+
+def rule_json(rule: QuantizationRule) -> dict[str, Any]:
+    """Returns the class of a rule, and its fields that are not the default."""
+    given = {
+        field.name: getattr(rule, field.name)
+        for field in dataclasses.fields(rule)
+        if getattr(rule, field.name) != field.default
+    }
+    text = json.dumps({"class": type(rule).__name__, **given}, default=repr, sort_keys=True)
+    return json.loads(text)
+
+
+def _tree(found: Mapping[str, Any]) -> Tree:
+    return Tree(found["structure"], tuple(StoredLeaf(**leaf) for leaf in found["leaves"]))

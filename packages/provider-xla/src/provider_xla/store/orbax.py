@@ -1,0 +1,156 @@
+"""Checkpoints of orbax-checkpoint, with a file beside that has the manifest and the checksums.
+
+A checkpoint is a folder: orbax's item ``tensors``, one array per tensor under the name that a
+safetensors file would have it, and ``jaxtap.json``. Codes of dtypes that tensorstore has not are
+kept as int8 or uint8; it compresses what it writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .errors import StoreError, damaged, require
+from .manifest import Manifest
+from .placing import Placement
+from .seal import BLANK, FIELD, canonical, is_intact, seal
+
+BESIDE = "jaxtap.json"
+_ITEM = "tensors"
+_WIDER = {"int2": "int8", "uint2": "uint8", "int4": "int8", "uint4": "uint8"}
+
+
+def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
+    """Writes a checkpoint to a folder that is not there.
+
+    Args:
+        path: of the folder.
+        manifest: what it holds.
+        tensors: the arrays by name. Each keeps its sharding in what orbax notes of it.
+    """
+    ocp = require("orbax.checkpoint", "orbax")
+    # Orbax has no arrays of size 0: these are in the manifest alone.
+    arrays = {name: _widened(array) for name, array in tensors.items() if array.size}
+    if arrays:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            item = ocp.args.PyTreeSave(arrays)
+            checkpointer.save(path.absolute(), ocp.args.Composite(**{_ITEM: item}))
+    else:
+        path.mkdir()
+    digests = {str(file.relative_to(path).as_posix()): _digest(file) for file in _files(path)}
+    beside = {FIELD: BLANK, "files": digests, "manifest": manifest.as_json()}
+    (path / BESIDE).write_bytes(seal(canonical(beside).encode()))
+
+
+class Reader:
+    """Reads a checkpoint whose files all have their checksums. A context manager.
+
+    Raises:
+        StoreError: a file is missing, cut short or altered, or ``save`` did not write it.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            text = (path / BESIDE).read_bytes()
+        except FileNotFoundError:
+            raise StoreError(
+                f"{path} has no {BESIDE}: a file was removed, or it was not written by "
+                "provider_xla.save. Restore other checkpoints with orbax, and quantize them."
+            ) from None
+        if not is_intact(text):
+            raise damaged(path, f"the checksum of {BESIDE} is not its own")
+        try:
+            beside = json.loads(text)
+            digests = dict(beside["files"])
+            self.manifest = Manifest.from_json(beside["manifest"])
+        except StoreError as error:
+            raise StoreError(f"{path} can't be loaded: {error}") from error
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise damaged(path, f"its {BESIDE} can't be read ({error!r})") from error
+        self._check(digests)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, placements: Mapping[str, Placement]) -> _Tensors:
+        """Returns the tensors by name, on the devices that they go to."""
+        ocp = require("orbax.checkpoint", "orbax")
+        wanted, how, result = {}, {}, {}
+        for name, placement in placements.items():
+            dtype, shape = self.manifest.tensors[name]
+            if 0 in shape:
+                result[name] = np.zeros(shape, jnp.dtype(dtype))
+                continue
+            sharding = placement.sharding
+            kept = jnp.dtype(_WIDER.get(dtype, dtype))
+            wanted[name] = jax.ShapeDtypeStruct(shape, kept, sharding=sharding)
+            if sharding is None:
+                how[name] = ocp.RestoreArgs(restore_type=np.ndarray)
+            else:
+                how[name] = ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=kept)
+        if wanted:
+            restore = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+            try:
+                with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+                    item = ocp.args.Composite(**{_ITEM: restore})
+                    found = checkpointer.restore(self._path.absolute(), item)[_ITEM]
+            except (ValueError, KeyError, OSError) as error:
+                raise StoreError(f"{self._path} can't be restored by orbax: {error}") from error
+            result.update(found)
+        return _Tensors(result, self.manifest, placements)
+
+    def _check(self, digests: Mapping[str, str]) -> None:
+        """Raises StoreError unless the files are those that were written."""
+        there = {file.relative_to(self._path).as_posix(): file for file in _files(self._path)}
+        there.pop(BESIDE)
+        for name in sorted(digests.keys() | there.keys()):
+            if name not in there:
+                raise damaged(self._path, f"its file {name} is missing")
+            if name not in digests:
+                raise damaged(self._path, f"a file {name} was added")
+            if _digest(there[name]) != digests[name]:
+                raise damaged(self._path, f"the checksum of its file {name} is not its own")
+
+
+class _Tensors:
+    """Tensors that get their own dtype, and go where they should be, when they are popped."""
+
+    def __init__(
+        self, tensors: dict[str, Any], manifest: Manifest, placements: Mapping[str, Placement]
+    ):
+        self._tensors, self._manifest, self._placements = tensors, manifest, placements
+
+    def pop(self, name: str) -> Any:
+        array = self._tensors.pop(name)
+        dtype = jnp.dtype(self._manifest.tensors[name][0])
+        array = array if array.dtype == dtype else array.astype(dtype)
+        return array if isinstance(array, jax.Array) else self._placements[name].put(array)
+
+
+def _widened(array: Any) -> Any:
+    """Returns an array of a dtype that tensorstore has; on the devices that it is on."""
+    wider = _WIDER.get(array.dtype.name)
+    if isinstance(array, np.generic):
+        array = np.asarray(array)
+    return array if wider is None else array.astype(jnp.dtype(wider))
+
+
+def _files(path: Path) -> list[Path]:
+    """Returns the files of a folder, without hidden ones, which file systems put there."""
+    return [f for f in sorted(path.rglob("*")) if f.is_file() and not f.name.startswith(".")]
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

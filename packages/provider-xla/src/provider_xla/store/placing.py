@@ -1,0 +1,182 @@
+"""Where loaded arrays go: on which devices, cut in which way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from .errors import StoreError
+from .forms import CARRIER, part_of
+from .manifest import StoredLeaf
+from .tree import Leaf, describe, is_whole
+
+Shardings = Callable[[StoredLeaf, str, Sequence[int]], Sharding | None]
+"""Returns the sharding of a part of a leaf of this shape; None for JAX's default device, to
+which the part is not bound."""
+
+_WIDE = {"float64", "int64", "uint64", "complex128"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a tensor goes.
+
+    Attributes:
+        name: of the tensor, for errors.
+        sharding: on devices; None for JAX's default device.
+        on_host: whether it stays a NumPy array.
+    """
+
+    name: str
+    sharding: Sharding | None = None
+    on_host: bool = False
+
+    def put(self, array: np.ndarray) -> Any:
+        """Puts an array there: each device gets its part of it alone."""
+        if self.sharding is None:
+            return array if self.on_host else jax.device_put(array)
+        self.check(array.shape)
+        return jax.make_array_from_callback(array.shape, self.sharding, lambda part: array[part])
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raises StoreError where an array can't be cut so."""
+        if self.sharding is None:
+            return
+        try:
+            self.sharding.shard_shape(tuple(shape))
+        except ValueError as error:
+            raise StoreError(
+                f"{self.name} of shape {list(shape)} can't be sharded by {self.sharding}: {error}"
+            ) from error
+
+
+def find_placements(
+    leaves: Sequence[StoredLeaf],
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    shardings: Shardings,
+) -> dict[str, Placement]:
+    """Returns where each tensor of these leaves goes.
+
+    Raises:
+        StoreError: 64 bits where JAX has 32.
+    """
+    placements = {}
+    for leaf in leaves:
+        for part, tensor in leaf.tensors.items():
+            dtype, shape = tensors[tensor]
+            sharding = shardings(leaf, part, shape)
+            on_host = leaf.kind == "numpy" and sharding is None
+            logical = leaf.about.get("dtype", dtype)
+            for given in {dtype, logical} & _WIDE if not on_host else ():
+                if jax.dtypes.canonicalize_dtype(given) != np.dtype(given):
+                    raise StoreError(
+                        f"{leaf.name} is {given}, which JAX has only with "
+                        "jax.config.update('jax_enable_x64', True). Switch it on to load it."
+                    )
+            placement = Placement(tensor, sharding, on_host)
+            placement.check(shape)
+            placements[tensor] = placement
+    return placements
+
+
+def shardings_of(given: Any, names: Sequence[str]) -> Shardings:
+    """Returns the shardings that an argument ``sharding`` stands for; see ``load``.
+
+    Args:
+        given: the argument.
+        names: of all leaves.
+
+    Raises:
+        StoreError: the argument is none of what is allowed.
+    """
+    if given is None:
+        return lambda leaf, part, shape: None
+    if isinstance(given, Sharding):
+        return lambda leaf, part, shape: derived(given, leaf, part, shape)
+    if callable(given) and jax.tree_util.all_leaves([given]):
+
+        def called(leaf: StoredLeaf, part: str, shape: Sequence[int]) -> Sharding | None:
+            found = given(leaf.name)
+            if not isinstance(found, Sharding | None):
+                raise StoreError(
+                    f"sharding({leaf.name!r}) returned {found!r}. It must return a "
+                    "jax.sharding.Sharding, or None."
+                )
+            return None if found is None else derived(found, leaf, part, shape)
+
+        return called
+    _, found = describe(given, root="")
+    for at in found:
+        if not any(_is_within(name, at) for name in names):
+            raise StoreError(
+                f"sharding has a leaf {at.name!r}, and the file has none of that name: it has "
+                f"{', '.join(names)}."
+            )
+    return lambda leaf, part, shape: _of_tree(found, leaf, part, shape)
+
+
+def _is_within(name: str, at: Leaf) -> bool:
+    return at.name in ("", name) or name.startswith(f"{at.name}.")
+
+
+def _of_tree(
+    found: Sequence[Leaf], leaf: StoredLeaf, part: str, shape: Sequence[int]
+) -> Sharding | None:
+    """Returns what a tree of shardings, or the beginning of one, says about a leaf."""
+    fits = [at for at in found if _is_within(leaf.name, at)]
+    if not fits:
+        return None
+    value = max(fits, key=lambda at: len(at.name)).value
+    if is_whole(value):
+        return part_of(value, part)
+    if not isinstance(value, Sharding):
+        raise StoreError(
+            f"sharding has {value!r} for {leaf.name}. Its leaves must be jax.sharding.Shardings."
+        )
+    return derived(value, leaf, part, shape)
+
+
+def derived(sharding: Sharding, leaf: StoredLeaf, part: str, shape: Sequence[int]) -> Sharding:
+    """Returns the sharding of a part, for that of the array which the leaf stands for.
+
+    Codes are cut as the array is. Scales and zero points are where they have an index or a tile
+    for each cut, and are on every device otherwise.
+    """
+    if leaf.kind == CARRIER:
+        number, _, part = part.partition(".")
+        about = leaf.about["held"][int(number)]["about"]
+        if list(about["shape"]) != list(leaf.about["shape"]):
+            # A derived weight of another shape: what its axes are, the parameter's don't tell.
+            everywhere = isinstance(sharding, NamedSharding)
+            return NamedSharding(sharding.mesh, PartitionSpec()) if everywhere else sharding
+    if part in ("", "qvalue"):
+        return sharding
+    if not isinstance(sharding, NamedSharding):
+        if sharding.is_fully_replicated:
+            return sharding
+        raise StoreError(
+            f"{leaf.name} has codes and scales, whose shardings can't be derived from {sharding}. "
+            "Give a jax.sharding.NamedSharding, or a sharding for each of its arrays, as in "
+            "jax.tree.map(lambda x: x.sharding, stored)."
+        )
+    mesh = sharding.mesh
+    names = [*sharding.spec, *(None,) * (len(leaf.about.get("shape", ())) - len(sharding.spec))]
+    if part == "planes":
+        names.insert(-1, None)
+    if len(names) != len(shape):
+        return NamedSharding(mesh, PartitionSpec())
+
+    def cuts(along: Any) -> int:
+        along = (along,) if isinstance(along, str) else along or ()
+        return math.prod(mesh.shape[name] for name in along)
+
+    kept = [along if n % cuts(along) == 0 else None for n, along in zip(shape, names, strict=True)]
+    while kept and kept[-1] is None:  # for shardings, a spec that ends in None is another one
+        kept.pop()
+    return NamedSharding(mesh, PartitionSpec(*kept))

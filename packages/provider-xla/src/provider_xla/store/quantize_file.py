@@ -1,0 +1,162 @@
+"""quantize_file: from float files to quantized parameters, one parameter at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ..plan.quantize import carried, prepacked
+from ..plan.weight import WeightPlan, quantize_leaf
+from ..program.sites import is_array
+from .errors import StoreError
+from .files import appearing
+from .float_files import FloatFiles, Names, Source, source_of
+from .forms import Form, take_apart
+from .manifest import StoredLeaf, build
+from .placing import Placement, shardings_of
+from .safetensors import Writer
+from .save import format_of, save
+from .tree import Leaf, describe, fill
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+
+def quantize_file(
+    plan: Plan,
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    target: str | os.PathLike[str] | None = None,
+    *,
+    names: Names = None,
+    sharding: Any = None,
+    prepack: bool = True,
+    overwrite: bool = False,
+) -> Any:
+    """Quantizes parameters from float safetensors files, without ever holding them all.
+
+    Make the plan with abstract parameters (``jax.eval_shape`` of an ``init`` function, say). Each
+    parameter is read, quantized and let go before the next one. At its peak this needs, beside
+    what is returned, a few copies of one parameter in float: those that are read, put together,
+    moved to the device, and quantized. With a ``target`` that is a file nothing is kept: what is
+    quantized is written at once.
+
+    Args:
+        plan: how to quantize.
+        source: a safetensors file; the index of several (``model.safetensors.index.json``); a
+            folder with one of these; or a sequence of files.
+        target: where to save what is quantized, as ``save`` does; None to return it.
+        names: which tensors make each parameter: a mapping from the parameter's name, its path
+            joined by dots, such as ``"layers.0.up"``, or a function of it. It gives the name of a
+            tensor, or a ``Source`` of several or with a transform; None, or a name that a mapping
+            has not, stands for a tensor of the parameter's own name. Other tensors are left.
+        sharding: where parameters go; see ``load``.
+        prepack: whether what is returned is packed for kernels; see ``Plan.quantize``.
+        overwrite: whether to replace ``target``.
+
+    Returns:
+        The tree of the plan, quantized; None with a ``target``.
+
+    Raises:
+        StoreError: a tensor is missing, or has another shape or dtype than the plan's parameter;
+            or a file is damaged. Nothing is written then.
+        QuantizationError: values that are not finite.
+        MissingExtraError: safetensors is not installed: ``provider-xla[safetensors]``.
+    """
+    with FloatFiles(source) as files:
+        parameters = _Parameters(plan, files, names, sharding)
+        if target is None:
+            return fill(plan._params, [parameters.get(leaf, prepack) for leaf in parameters.leaves])
+        target = Path(target)
+        if format_of(target, None) == "orbax":
+            stored = [parameters.get(leaf, False) for leaf in parameters.leaves]
+            save(target, fill(plan._params, stored), plan, overwrite=overwrite)
+        else:
+            parameters.write(target, overwrite)
+    return None
+
+
+class _Parameters:
+    """The parameters of a plan, from files.
+
+    Raises:
+        StoreError: `names` or `sharding` says something about parameters that aren't there.
+    """
+
+    def __init__(self, plan: Plan, files: FloatFiles, names: Names, sharding: Any):
+        self._plan, self._files = plan, files
+        self.structure, self.leaves = describe(plan._params)
+        known = [leaf.name for leaf in self.leaves]
+        self._shardings = shardings_of(sharding, known)
+        if names is not None and not callable(names) and (wrong := names.keys() - set(known)):
+            raise StoreError(
+                f"names has {', '.join(sorted(wrong))}, and the plan has no such parameter: it has "
+                f"{', '.join(known)}."
+            )
+        self._sources: dict[str, Source] = {
+            leaf.name: source_of(names, leaf.name) for leaf in self.leaves if is_array(leaf.value)
+        }
+
+    def get(self, leaf: Leaf, prepack: bool) -> Any:
+        """Returns a parameter, quantized if it is to be; what is no array is the plan's."""
+        if leaf.name not in self._sources:
+            return leaf.value
+        plan, path = self._plan, self._plan._prefix + leaf.path
+        weight, stored = plan.weights.get(path), leaf.value
+        if path not in plan.absorbed:
+            stored = jax.block_until_ready(self._array(leaf))
+            if weight is not None:
+                value, stored = stored, quantize_leaf(weight, stored)
+                value.delete()
+        derived = {
+            one.path: quantize_leaf(one, one.derived.expression.evaluate(self._inputs(one)))
+            for one in plan.weights.values()
+            if one.derived is not None and one.derived.carrier == path
+        }
+        stored = carried(plan, path, leaf.value, stored, derived)
+        return prepacked(plan, path, stored) if prepack else stored
+
+    def _array(self, leaf: Leaf) -> jax.Array:
+        """Return a parameter as it is in the files."""
+        source = self._sources[leaf.name]
+        array = self._files.parameter(leaf.name, source, leaf.value.shape, leaf.value.dtype)
+        about = StoredLeaf(leaf.name, "array", {"shape": array.shape}, {})
+        sharding = self._shardings(about, "", array.shape)
+        return Placement(leaf.name, sharding).put(array)
+
+    def _inputs(self, weight: WeightPlan) -> dict[str, jax.Array]:
+        """Return the parameters that a derived weight is computed from."""
+        assert weight.derived is not None
+        by_path = {self._plan._prefix + leaf.path: leaf for leaf in self.leaves}
+        return {path: self._array(by_path[path]) for path in weight.derived.leaves}
+
+    def write(self, target: Path, overwrite: bool) -> None:
+        """Writes all to a safetensors file, one after the other."""
+        forms = [(leaf.name, self._form(leaf)) for leaf in self.leaves]
+        manifest, _ = build((self.structure, forms), None, self._plan)
+        with contextlib.ExitStack() as stack:
+            new = stack.enter_context(appearing(target, overwrite))
+            writer = stack.enter_context(Writer(new, manifest))
+            for leaf, stored in zip(self.leaves, manifest.params.leaves, strict=True):
+                if not stored.tensors:
+                    continue
+                form = take_apart(leaf.name, self.get(leaf, False))
+                assert form.arrays is not None
+                for part, array in form.arrays().items():
+                    writer.write(stored.tensors[part], array)
+                del form
+            writer.finish()
+
+    def _form(self, leaf: Leaf) -> Form:
+        """Returns the form that a parameter will have."""
+        plan, path = self._plan, self._plan._prefix + leaf.path
+        types = {one.path: jax.eval_shape(one._quantize, one.abstract())
+                 for one in plan.weights.values()}  # fmt: skip
+        stored = types.get(path, leaf.value)
+        if leaf.name in self._sources:
+            stored = carried(plan, path, leaf.value, stored, types)
+        return take_apart(leaf.name, stored)

@@ -1,0 +1,199 @@
+"""Files of the safetensors format, written as they come and read with their checksums.
+
+The format: 8 bytes with the length of a JSON header, the header, and the tensors. Here its
+``__metadata__`` holds the manifest, the SHA-256 of each tensor's bytes, and that of the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from .carriers import SAFETENSORS, carrier, decode, encode, nbytes
+from .errors import StoreError, damaged, require
+from .manifest import Manifest
+from .seal import BLANK, FIELD, canonical, is_intact, seal
+
+_LONGEST = 100_000_000
+"""Bytes of a header: the format's own limit."""
+_MANIFEST, _TENSORS = "jaxtap.manifest", "jaxtap.tensors"
+
+
+class Writer:
+    """Writes tensors in any order, each once, into a file whose layout is known before.
+
+    A context manager; ``finish`` writes the header, without which the file is none.
+
+    Args:
+        path: of the file, a new one.
+        manifest: what it holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self._manifest = manifest
+        self._digests: dict[str, str] = {}
+        self._offsets: dict[str, int] = {}
+        types = {name: carrier(*found) for name, found in manifest.tensors.items()}
+        end = 0
+        # As the format's own writer does: the largest elements first, so that all are aligned.
+        for name in sorted(types, key=lambda name: -types[name][0].itemsize):
+            self._offsets[name] = end
+            end += nbytes(*types[name])
+        self._types = types
+        self._start = 8 + len(self._header())
+        self._file = path.open("xb")
+        self._file.truncate(self._start + end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, name: str, array: Any) -> None:
+        """Writes a tensor."""
+        dtype, shape = self._manifest.tensors[name]
+        array = np.asarray(array)
+        assert (array.dtype.name, array.shape) == (dtype, shape), (name, array.dtype, array.shape)
+        data = _bytes(encode(array))
+        self._digests[name] = hashlib.sha256(data).hexdigest()
+        self._file.seek(self._start + self._offsets[name])
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Writes the header."""
+        missing = self._types.keys() - self._digests.keys()
+        assert not missing, missing
+        header = self._header()
+        length = struct.pack("<Q", len(header))
+        self._file.seek(0)
+        self._file.write(seal(length + header))
+        self._file.flush()
+
+    def _header(self) -> bytes:
+        """Returns the header, of the same length each time."""
+        digests = {name: self._digests.get(name, BLANK) for name in self._types}
+        metadata = {
+            FIELD: BLANK,
+            _MANIFEST: canonical(self._manifest.as_json()),
+            _TENSORS: canonical(digests),
+        }
+        header: dict[str, Any] = {"__metadata__": metadata}
+        for name in self._offsets:
+            dtype, shape = self._types[name]
+            begin = self._offsets[name]
+            header[name] = {
+                "dtype": SAFETENSORS[dtype.name],
+                "shape": list(shape),
+                "data_offsets": [begin, begin + nbytes(dtype, shape)],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > _LONGEST:
+            raise StoreError(
+                f"The header would have {len(text)} bytes, and the safetensors format allows "
+                f"{_LONGEST}. Save through orbax, or in several files."
+            )
+        return text + b" " * (-len(text) % 8)
+
+
+class Reader:
+    """Reads tensors, each of which is compared with its checksum.
+
+    A context manager. The file is opened by safetensors, which checks the header again.
+
+    Raises:
+        StoreError: the file is cut short, altered, or was not written by ``save``.
+    """
+
+    def __init__(self, path: Path):
+        safetensors = require("safetensors", "safetensors")
+        self._path = path
+        header = _read_header(path)
+        try:
+            metadata = json.loads(header)["__metadata__"]
+            manifest, digests = (json.loads(metadata[key]) for key in (_MANIFEST, _TENSORS))
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise damaged(path, f"its header can't be read ({error!r})") from error
+        try:
+            self.manifest = Manifest.from_json(manifest)
+        except StoreError as error:
+            raise StoreError(f"{path} can't be loaded: {error}") from error
+        self._digests = digests
+        try:
+            # pread: a file that is cut while it is read is an error, not a signal.
+            self._file = safetensors.safe_open(path, framework="np", backend="pread")
+            self._names = set(self._file.keys())
+        except safetensors.SafetensorError as error:
+            raise damaged(path, str(error)) from error
+        if not self._names == self.manifest.tensors.keys() == digests.keys():
+            raise damaged(path, "its manifest names other tensors than it has")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file = None
+
+    def read(self, placements: Mapping[str, Any]) -> _Tensors:
+        """Returns the tensors by name, each of which is read when it is popped."""
+        return _Tensors(self, placements)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Reads a tensor.
+
+        Raises:
+            StoreError: its bytes are others than those that were written.
+        """
+        safetensors = require("safetensors", "safetensors")
+        try:
+            array = self._file.get_tensor(name)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise damaged(self._path, f"{name} can't be read ({error})") from error
+        found = hashlib.sha256(_bytes(array)).hexdigest()
+        if found != self._digests[name]:
+            raise damaged(self._path, f"the checksum of {name} is {found[:16]}..., not its own")
+        dtype, shape = self.manifest.tensors[name]
+        try:
+            return decode(array, dtype, shape)
+        except ValueError as error:
+            raise damaged(self._path, f"{name}: {error}") from error
+
+
+class _Tensors:
+    """Tensors that are read and placed when they are popped."""
+
+    def __init__(self, reader: Reader, placements: Mapping[str, Any]):
+        self._reader, self._placements = reader, placements
+
+    def pop(self, name: str) -> Any:
+        return self._placements[name].put(self._reader.tensor(name))
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _read_header(path: Path) -> bytes:
+    """Returns the header of a file whose checksum is right."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if not 2 <= length <= min(size - 8, _LONGEST):
+            raise damaged(path, f"of {size} bytes the header would be {length}")
+        header = file.read(length)
+    intact = is_intact(start + header)
+    if intact is None:
+        raise StoreError(
+            f"{path} has no manifest: it was altered, or it was not written by provider_xla.save. "
+            "Quantize a file of float parameters by provider_xla.quantize_file."
+        )
+    if not intact:
+        raise damaged(path, "the checksum of its header is not its own")
+    return header

@@ -1,0 +1,136 @@
+"""save: quantized parameters to a file or a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..plan.granularity import Granularity
+from . import orbax
+from .diff import compare
+from .errors import StoreError, StoreMismatchError
+from .files import appearing
+from .forms import Form, take_apart
+from .manifest import Manifest, build
+from .safetensors import Writer
+from .tree import describe
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+Format = Literal["safetensors", "orbax"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    params: Any,
+    plan: Plan | None = None,
+    *,
+    extra: Any = None,
+    format: Format | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves parameters that a plan quantized, bit for bit.
+
+    Everything is written under another name first, so that ``path`` is there whole or not at all.
+    Tensors are written one after the other; orbax gets all at once, with a copy of those that have
+    to be converted.
+
+    Args:
+        path: of the file, or for orbax of the folder.
+        params: any tree: arrays of numbers and random keys, ``QArray``, ``PackedQArray``,
+            ``Calibration``, ``Statistics``, and Python's bool, int, float and str.
+            ``PrepackedWeight`` is saved as codes and scales, ``TransformedWeight`` with what its
+            activations are transformed by. Other leaves, such as functions, are
+            noted by name alone: give ``load`` a template with them.
+        plan: what quantized them. It is kept in the file, and ``params`` must be what it says.
+        extra: another tree, for example the ranges that ``plan.calibrate`` returned; see
+            ``load_extra``.
+        format: "safetensors" or "orbax"; None for "safetensors" where ``path`` ends in
+            ``.safetensors``, and "orbax" otherwise.
+        overwrite: whether to replace what is there. A file is replaced in one step; a folder is
+            moved away before.
+
+    Raises:
+        StoreMismatchError: ``params`` is something else than the plan says; the message has a
+            diff.
+        StoreError: a leaf that can't be saved, or ``path`` is there.
+        MissingExtraError: orbax-checkpoint is not installed: ``provider-xla[orbax]``.
+    """
+    path = Path(path)
+    kind = format_of(path, format)
+    structure, leaves = describe(params)
+    granularities, derived = ({}, {}) if plan is None else plan_granularities(plan)
+    forms = [
+        (at.name, take_apart(at.name, at.value, granularities.get(at.name), derived))
+        for at in leaves
+    ]
+    beside = None
+    if extra is not None:
+        extra_structure, extra_leaves = describe(extra, root="extra")
+        extras = [(at.name, take_apart(f"extra.{at.name}", at.value)) for at in extra_leaves]
+        beside = extra_structure, extras
+    manifest, tensors = build((structure, forms), beside, plan)
+    if plan is not None:
+        check_plan(manifest, plan, "The parameters are not what the plan quantizes them to")
+    for name, (form, _) in tensors.items():
+        if form.arrays is None:
+            raise StoreError(f"{name} is abstract, and only arrays can be saved.")
+    with appearing(path, overwrite) as new:
+        if kind == "orbax":
+            values: dict[int, Mapping[str, Any]] = {}
+            arrays = {}
+            for name, (form, part) in tensors.items():
+                if id(form) not in values:
+                    values[id(form)] = form.arrays()  # type: ignore[misc]
+                arrays[name] = values[id(form)][part]
+            orbax.write(new, manifest, arrays)
+        else:
+            with Writer(new, manifest) as writer:
+                write_forms(writer, manifest, tensors)
+                writer.finish()
+
+
+def format_of(path: Path, format: str | None) -> str:
+    """Returns the format of a path."""
+    if format not in (None, "safetensors", "orbax"):
+        raise StoreError(f"format is {format!r}. It must be 'safetensors', 'orbax' or None.")
+    return format or ("safetensors" if path.suffix == ".safetensors" else "orbax")
+
+
+def plan_granularities(plan: Plan) -> tuple[dict[str, Granularity], dict[str, Granularity]]:
+    """Return the granularity of each weight of a plan, by the name of the leaf.
+
+    Those of derived weights by the key of their expression.
+    """
+    _, leaves = describe(plan._params)
+    found = {at.name: plan.weights.get(plan._prefix + at.path) for at in leaves}
+    derived = {
+        weight.derived.expression.key: weight.granularity
+        for weight in plan.weights.values()
+        if weight.derived is not None
+    }
+    own = {name: weight.granularity for name, weight in found.items() if weight is not None}
+    return own, derived
+
+
+def check_plan(manifest: Manifest, plan: Plan, what: str) -> None:
+    """Raises StoreMismatchError unless what a manifest has is what a plan says."""
+    diff = compare(manifest, plan)
+    if diff.of_leaves:
+        raise StoreMismatchError(f"{what}.\n{diff}", diff)
+
+
+def write_forms(
+    writer: Writer, manifest: Manifest, tensors: Mapping[str, tuple[Form, str]]
+) -> None:
+    """Writes the arrays of forms, one form after the other."""
+    by_form: dict[int, tuple[Form, dict[str, str]]] = {}
+    for name, (form, part) in tensors.items():
+        by_form.setdefault(id(form), (form, {}))[1][part] = name
+    for form, names in by_form.values():
+        assert form.arrays is not None
+        for part, array in form.arrays().items():
+            writer.write(names[part], array)

@@ -1,0 +1,180 @@
+"""The HTML page: well formed, whole, and without the network."""
+
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxtap_testkit.quality_samples import NASTY, many, sample
+from provider_xla import QuantizationError
+from provider_xla.report import plots
+
+VOID = {"meta", "input", "link", "br", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """Reads a page, and fails where a tag is not closed or closed twice."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.ids, self.links, self.rows = [], [], [], []
+        self.texts, self.scripts, self.urls, self.titles = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.note(dict(attrs))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append(dict(attrs).get("id"))
+
+    def handle_startendtag(self, tag, attrs):
+        self.note(dict(attrs))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        place = self.open[-1] if self.open else None
+        kept = {"script": self.scripts, "title": self.titles}.get(place, self.texts)
+        kept.append(data)
+
+    def note(self, attrs):
+        if "id" in attrs:
+            self.ids.append(attrs["id"])
+        for name, value in attrs.items():
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                (self.links if value.startswith("#") else self.urls).append(value)
+            assert not name.startswith("on")
+            self.links += re.findall(r"url\((#[^)]*)\)", value or "")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    many().save_html(path, title="Report of <me> & $you$")
+    return path.read_text()
+
+
+@pytest.fixture(scope="module")
+def parsed(page):
+    return Page(page)
+
+
+def test_nothing_comes_from_elsewhere(page, parsed):
+    assert parsed.urls == []
+    assert not re.search(r"https?:|//[a-z]|@import", page.replace("// What is not known", ""))
+    assert "default-src 'none'" in page
+
+
+def test_ids_are_there_once_and_links_lead_to_them(parsed):
+    assert len(set(parsed.ids)) == len(parsed.ids)
+    links = {link[1:] for link in parsed.links}
+    assert links <= set(parsed.ids)
+    # Each bar of an operation leads to its row.
+    assert "op-0" in links
+
+
+def test_every_operation_is_there(parsed):
+    texts = [text.strip() for text in parsed.texts]
+    for one in many().ops:
+        assert one.op_id in texts
+    assert {f"op-{i}" for i in range(60)} <= set(parsed.rows)
+
+
+def test_what_stays_float_and_problems_are_there(parsed):
+    for expected in ("einsum:0", "because <i>", "args[0]['<b>']", "a & b", "['y']", "['i']"):
+        assert expected in parsed.texts
+    assert "87.5% of the elements are the same" in " ".join(parsed.texts)
+
+
+def test_nothing_is_markup_that_came_from_names(page, parsed):
+    assert len(parsed.scripts) == 1
+    assert "alert" not in parsed.scripts[0]
+    assert page.count("<script>") == 1
+    assert NASTY in [text.strip() for text in parsed.texts]
+    assert "Report of <me> & $you$" in parsed.texts
+    assert any(NASTY in title for title in parsed.titles)  # the tips of bars
+
+
+def test_charts_have_the_worst_and_say_what_they_leave_out(page):
+    error = page[page.index("Which operations lose") : page.index("How small the parameters")]
+    wide, narrow = re.findall(r"<svg.*?</svg>", error, re.DOTALL)
+    for svg in (wide, narrow):
+        names = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+        assert names[0] == "noise:0"
+        assert "not_run:0" not in names
+    assert "the other 19" in " ".join(error.split())
+    assert "(steps 10.0 to 10.0)" in wide
+
+
+def test_colours_are_the_pages(page):
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        assert not re.search(r"#[0-9a-f]{6}", svg)
+        assert "var(--ink)" in svg
+
+
+def test_bars_are_as_long_as_their_values():
+    rows = [
+        plots.Row(str(value), (plots.Bar(value, plots.FIRST, f"{value}"),), "tip")
+        for value in (10.0, 20.0, 40.0)
+    ]
+    svg = plots.chart(rows, 1000, "label", "key")
+    lengths = []
+    for path in re.findall(r'<path d="M ([^"]*)z[^"]*"[^>]*--first', svg):
+        xs = [float(x) for x in re.findall(r"([\d.]+) [\d.]+", path)]
+        lengths.append(max(xs) - min(xs))
+    assert [length / lengths[0] for length in lengths] == pytest.approx([1, 2, 4], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["层/матрица/行列:0", "control\x07:0", "half\ud800:0"], ids=range(3)
+)
+def test_names_in_any_letters(name):
+    row = plots.Row(name, (plots.Bar(1.0, plots.FIRST, "1"),), name)
+    svg = plots.chart([row], 360, "label", "key")
+    shown = name.replace("\x07", "\ufffd").replace("\ud800", "\ufffd")
+    assert svg.count(shown) == 2
+    svg.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "expected"),
+    [("abc", 3, "abc"), ("abcdefghij", 6, "ab…hij"), ("abcdef", 1, "a…f")],
+)
+def test_long_names_lose_their_middle(text, size, expected):
+    assert plots.shorten(text, size) == expected
+
+
+def test_a_report_without_anything(tmp_path):
+    report = sample([], timed=False)
+    report.save_html(tmp_path / "empty.html")
+    text = (tmp_path / "empty.html").read_text()
+    Page(text)
+    assert "Where the time goes" not in text
+    assert "Time of one call" not in text
+    assert str(report)
+
+
+def test_the_page_is_whole_or_not_there(tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text("before")
+    with pytest.raises(UnicodeEncodeError):
+        sample([]).save_html(path, title="\ud800")
+    assert path.read_text() == "before"
+    assert [found.name for found in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_the_error_without_a_library_names_the_extra(tmp_path, monkeypatch, missing):
+    for name in ("page", "plots"):
+        monkeypatch.delitem(sys.modules, f"provider_xla.report.{name}", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(QuantizationError, match=rf"needs {missing}.*provider-xla\[report\]"):
+        sample([]).save_html(tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
