@@ -1,7 +1,7 @@
 import pytest
 
-import provider_xla.kernels.choose
-import provider_xla.run.provider
+import provider_xla.plan.choose
+import provider_xla.providers.provider
 from interception_core import KernelChoice, get_engine
 from jaxtap_testkit.strict import strict_dtypes  # noqa: F401
 
@@ -13,7 +13,7 @@ def engine(request, monkeypatch):
     def get(name=None):
         return get_engine(name or request.param)
 
-    monkeypatch.setattr(provider_xla.run.provider, "get_engine", get)
+    monkeypatch.setattr(provider_xla.providers.provider, "get_engine", get)
     return request.param
 
 
@@ -28,4 +28,4 @@ def kernels(monkeypatch):
     def none(op, platform, operands=(), **params):
         return KernelChoice(None, f"no kernel for {op} on {platform}")
 
-    monkeypatch.setattr(provider_xla.kernels.choose, "select_kernel", none)
+    monkeypatch.setattr(provider_xla.plan.choose, "select_kernel", none)

@@ -2,14 +2,8 @@
 
 import math
 
-from provider_xla.report.results import (
-    Error,
-    FloatOp,
-    OpQuality,
-    OutputQuality,
-    ParameterQuality,
-    QualityReport,
-)
+from provider_xla.report.quality import QualityReport
+from provider_xla.report.results import Error, FloatOp, OpQuality, OutputQuality, ParameterQuality
 
 NASTY = "<script>alert('1')</script> & $x^2$ \"quoted\"/matmul:0"
 

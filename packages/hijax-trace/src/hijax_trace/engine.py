@@ -45,6 +45,8 @@ class TraceEngine:
     numbers, strings and other objects among its arguments are constants.
     """
 
+    follows_values = True
+
     def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
         """Return ``fn``, run with ``interceptor`` active.
 

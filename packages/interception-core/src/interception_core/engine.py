@@ -13,7 +13,12 @@ R = TypeVar("R")
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs functions with an interceptor active."""
+    """Runs functions with an interceptor active.
+
+    An engine that follows values through a program, so that ``OpCall.kind``, ``OpCall.proxy`` and
+    provenance behind moves are known under ``jit``, has an attribute ``follows_values`` that is
+    true. Without one providers treat it as ``PatchEngine``.
+    """
 
     def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
         """Returns ``fn``, run with ``interceptor`` active."""

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters.adapter import Adapter, Quantized
     from .adapters.model import calibrate_model, model_plan, quantize_model
-    from .allocate.allocation import AllocatedWeight, Allocation
     from .errors import QuantizationError, QuantizationWarning
     from .kernels.packed import PrepackedWeight
-    from .lora.plan import LoraPlan
     from .passes.awq import Awq
     from .passes.base import Pass
     from .passes.gptq import Gptq
@@ -21,19 +19,21 @@ if TYPE_CHECKING:
     from .passes.rotation import Hadamard
     from .passes.smoothquant import SmoothQuant
     from .passes.wanda import Wanda
-    from .plan.plan import Plan
+    from .plan.allocation import AllocatedWeight, Allocation
+    from .plan.lora import LoraPlan
     from .plan.weight import WeightPlan
     from .program.record import OpRecord, Report
-    from .report.results import QualityReport
+    from .providers.plan import Plan
+    from .providers.ptq import PtqProvider
+    from .providers.qt import QtProvider
+    from .report.quality import QualityReport
     from .rules.rule import QtRule, QuantizationRule
-    from .run.ptq import PtqProvider
-    from .run.qt import QtProvider
     from .run.transformed import TransformedWeight
-    from .store.diff import PlanDiff
     from .store.errors import StoreError, StoreMismatchError
     from .store.float_files import Source
     from .store.load import load, load_extra, read_manifest
     from .store.manifest import Manifest
+    from .store.plan_diff import PlanDiff
     from .store.quantize_file import quantize_file
     from .store.save import save
 
@@ -81,24 +81,24 @@ __all__ = [
 
 _LAZY = {
     "Adapter": "adapters.adapter",
-    "AllocatedWeight": "allocate.allocation",
-    "Allocation": "allocate.allocation",
+    "AllocatedWeight": "plan.allocation",
+    "Allocation": "plan.allocation",
     "Awq": "passes.awq",
     "Gptq": "passes.gptq",
     "Hadamard": "passes.rotation",
-    "LoraPlan": "lora.plan",
+    "LoraPlan": "plan.lora",
     "Manifest": "store.manifest",
     "OpRecord": "program.record",
     "Optimized": "passes.optimize",
     "Pass": "passes.base",
     "PassReport": "passes.report",
-    "Plan": "plan.plan",
-    "PlanDiff": "store.diff",
+    "Plan": "providers.plan",
+    "PlanDiff": "store.plan_diff",
     "PrepackedWeight": "kernels.packed",
-    "PtqProvider": "run.ptq",
-    "QtProvider": "run.qt",
+    "PtqProvider": "providers.ptq",
+    "QtProvider": "providers.qt",
     "QtRule": "rules.rule",
-    "QualityReport": "report.results",
+    "QualityReport": "report.quality",
     "QuantizationError": "errors",
     "QuantizationRule": "rules.rule",
     "QuantizationWarning": "errors",

@@ -57,14 +57,14 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="plan",
             summary="print what quantization rules do to a JAX function; nothing is run",
-            run="provider_xla.report.command:run_plan",
-            configure="provider_xla.report.command:configure_plan",
+            run="provider_xla.cli.command:run_plan",
+            configure="provider_xla.cli.command:configure_plan",
         ),
         CommandSpec(
             name="report",
             summary="measure what quantization costs a JAX function: error, bytes, time",
-            run="provider_xla.report.command:run_report",
-            configure="provider_xla.report.command:configure_report",
+            run="provider_xla.cli.command:run_report",
+            configure="provider_xla.cli.command:configure_report",
         ),
         CommandSpec(
             name="demo-xla",

@@ -223,13 +223,13 @@ def test_again_and_with_rules_for_single_parameters(model):
     plan = planned(params, x, rules)
     first = plan.allocate(params, x, budget_bits=9, qtypes=QTYPES)
     # The rule for two parameters has nothing left to decide, that for all might have.
-    assert sum(rule.weight_path is None for rule in first._rules.rules) == 1
+    assert sum(rule.weight_path is None for rule in first.rules.rules) == 1
     errors = first.allocation.errors
     again = first.allocate(params, x, budget_bits=6, qtypes=QTYPES, errors=errors)
     other = plan.allocate(params, x, budget_bits=6, qtypes=QTYPES, errors=errors)
     assert again.allocation == other.allocation
     assert again.problems == first.problems == ()
-    assert set(again._rules.rules) == set(other._rules.rules)
+    assert set(again.rules.rules) == set(other.rules.rules)
 
 
 def test_layers_with_the_same_qtype_share_a_trace():
@@ -245,7 +245,7 @@ def test_layers_with_the_same_qtype_share_a_trace():
 
     plan = planned(params, x, fn=fn).allocate(params, x, budget_bits=9.5, qtypes=("int4", "int6"))
     assert set(chosen(plan).values()) == {"int4", "int6"}
-    provider = PtqProvider(plan._rules.rules)
+    provider = PtqProvider(plan.rules.rules)
     jax.eval_shape(provider.apply(fn), params, x)
     assert len(provider.report()) == 2
 

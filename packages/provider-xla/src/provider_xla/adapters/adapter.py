@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from ..plan.plan import Plan
-from ..plan.weight import is_stored
-from ..run.ptq import PtqProvider
-from ..run.qt import QtProvider
+from ..providers.plan import Plan
+from ..providers.ptq import PtqProvider
+from ..providers.qt import QtProvider
+from ..run.stored import is_stored
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

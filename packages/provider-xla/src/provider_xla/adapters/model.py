@@ -12,10 +12,10 @@ import jax
 from interception_core import find_adapter
 
 from ..errors import QuantizationError, QuantizationWarning
-from ..plan.plan import Plan
 from ..program.sites import is_array, short
-from ..run.ptq import PtqProvider
-from ..run.qt import QtProvider
+from ..providers.plan import Plan
+from ..providers.ptq import PtqProvider
+from ..providers.qt import QtProvider
 from .adapter import Quantized, holds_stored, path_of
 
 

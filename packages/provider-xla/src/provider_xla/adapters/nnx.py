@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..plan.weight import is_stored
+from ..run.stored import is_stored
 from .adapter import Adapter, Quantized, path_of
 from .scopes import Subclasses, Tag, is_ours
 

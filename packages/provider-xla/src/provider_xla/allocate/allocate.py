@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..errors import QuantizationError
+from ..plan.allocation import AllocatedWeight, Allocation, Uniform
+from ..plan.check import check_parameters
 from ..plan.survey import make_plan
-from .allocation import AllocatedWeight, Allocation, Uniform
 from .candidates import Candidate, Option, make_candidates, options_of, rules_for
 from .knapsack import choose
 from .measure import Error, Measure
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 Options = Mapping[str, Sequence[Option]]
 Errors = Mapping[str, Mapping[str, float]]
 
 
 def allocate(
-    plan: Plan,
+    plan: PlanData,
     params: Any,
     batch: Sequence[Any],
     *,
@@ -34,7 +35,7 @@ def allocate(
     tile_size: Any,
     error: Error | None,
     errors: Errors | None,
-) -> Plan:
+) -> PlanData:
     """Makes a plan with the least error within a budget: see ``Plan.allocate``."""
     from tqdm import tqdm
 
@@ -51,8 +52,8 @@ def allocate(
             "weight_qtype; print(plan) says why each operation stays float."
         )
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
-    plan._check(leaves)
+    leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
+    check_parameters(plan, leaves)
     for path, weight in own.items():
         weight.check_finite(leaves[path])
     options = options_of(plan, params, batch, candidates)
@@ -88,7 +89,7 @@ def allocate(
     return _planned(plan, params, batch, picked, allocation)
 
 
-def _budget(plan: Plan, options: Options, bits: float | None, size: int | None) -> int:
+def _budget(plan: PlanData, options: Options, bits: float | None, size: int | None) -> int:
     """Returns the bytes of the quantized parameters, at most.
 
     Raises:
@@ -170,12 +171,12 @@ def _uniform(
 
 
 def _planned(
-    plan: Plan,
+    plan: PlanData,
     params: Any,
     batch: Sequence[Any],
     picked: Mapping[str, Option],
     allocation: Allocation,
-) -> Plan:
+) -> PlanData:
     """Returns the plan of what was chosen.
 
     Raises:
@@ -184,7 +185,7 @@ def _planned(
     chosen = {path: o.candidate for path, o in picked.items() if o.candidate is not None}
     rules, numbers = rules_for(plan, chosen)
     kernels = any(op.kernel or op.kernel_reason for op in plan.ops if op.quantized)
-    made = make_plan(rules, plan._engine, plan._argnum, plan._fn, params, tuple(batch), {}, kernels)
+    made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
     for path, option in picked.items():
         weight = made.weights.get(path)
         same = weight is not None and dataclasses.replace(
@@ -197,7 +198,7 @@ def _planned(
                 "weight_path and without qtypes."
             )
     # A rule whose parameters all have a rule of their own now is none that decides nothing.
-    before = {f"rule {i} decides nothing" for i in range(len(plan._rules.rules))}
+    before = {f"rule {i} decides nothing" for i in range(len(plan.rules.rules))}
     before -= {problem.partition(":")[0] for problem in plan.problems}
     known = {
         f"rule {numbers[i]} decides nothing"

@@ -16,7 +16,7 @@ from ..program.record import OpRecord
 from ..program.sites import Rules
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 OWN = "rule"
 """The tile size of the rule that decides a parameter."""
@@ -98,7 +98,7 @@ def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
 
 
 def options_of(
-    plan: Plan, params: Any, batch: Sequence[Any], candidates: Sequence[Candidate]
+    plan: PlanData, params: Any, batch: Sequence[Any], candidates: Sequence[Candidate]
 ) -> dict[str, list[Option]]:
     """Returns what each parameter of a plan can be, by path.
 
@@ -146,20 +146,20 @@ class _Trial(Survey):
 
 
 def _try(
-    plan: Plan, params: Any, batch: Sequence[Any], candidate: Candidate
+    plan: PlanData, params: Any, batch: Sequence[Any], candidate: Candidate
 ) -> dict[str, WeightPlan]:
     """Returns how parameters are quantized where all of them have the same format."""
     rules = tuple(
-        rule if rule.weight_qtype is None else candidate.rule(rule) for rule in plan._rules.rules
+        rule if rule.weight_qtype is None else candidate.rule(rule) for rule in plan.rules.rules
     )
-    survey = _Trial(Rules(rules, plan._rules.params), plan._leaves)
-    look(survey, plan._engine, plan._argnum, plan._fn, params, tuple(batch), {})
+    survey = _Trial(Rules(rules, plan.rules.params), plan.leaves)
+    look(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
     return {
         path: weight for path, weight in weights_of(survey).items() if path not in survey.refused
     }
 
 
-def rules_for(plan: Plan, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[int, int]]:
+def rules_for(plan: PlanData, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[int, int]]:
     """Returns rules that quantize parameters as chosen, and all else as those of the plan.
 
     Each is put before the rule of the plan that it narrows, so that those before that one still
@@ -173,16 +173,16 @@ def rules_for(plan: Plan, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[
     for record in plan.ops:
         if record.rule is None or not record.quantized:
             continue
-        if plan._rules.rules[record.rule].weight_qtype is None:
+        if plan.rules.rules[record.rule].weight_qtype is None:
             continue
         for path in (record.weight or "").split(" and "):
             if path in chosen:
                 paths = deciding.setdefault(record.rule, {}).setdefault(chosen[path], [])
-                paths.append(path.removeprefix(plan._rules.params))
-    every = [path.removeprefix(plan._rules.params) for path in plan._leaves]
+                paths.append(path.removeprefix(plan.rules.params))
+    every = [path.removeprefix(plan.rules.params) for path in plan.leaves]
     rules: list[Any] = []
     numbers = {}
-    for i, rule in enumerate(plan._rules.rules):
+    for i, rule in enumerate(plan.rules.rules):
         narrowed = set()
         for candidate, paths in deciding.get(i, {}).items():
             narrowed.update(paths)
@@ -192,4 +192,4 @@ def rules_for(plan: Plan, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[
         if rule.weight_path is None or not narrowed or about > narrowed:
             numbers[i] = len(rules)
             rules.append(rule)
-    return Rules(tuple(rules), plan._rules.params), numbers
+    return Rules(tuple(rules), plan.rules.params), numbers

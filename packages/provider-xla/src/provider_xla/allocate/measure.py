@@ -23,7 +23,7 @@ from ..plan.weight import WeightPlan, quantize_leaf
 from ..program.arrays import is_array, of_arrays
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 Error = Callable[[Any, Any], Any]
 """Takes what the function returns in float, and with quantized parameters; returns a scalar."""
@@ -63,12 +63,12 @@ class Measure:
         error: how outputs are compared; ``noise_to_signal`` by default.
     """
 
-    def __init__(self, plan: Plan, params: Any, batch: Sequence[Any], error: Error | None):
+    def __init__(self, plan: PlanData, params: Any, batch: Sequence[Any], error: Error | None):
         self._plan = plan
         self._params = params
         self._batch = batch
         self._leaves = {
-            plan._rules.params + jax.tree_util.keystr(path): leaf
+            plan.rules.params + jax.tree_util.keystr(path): leaf
             for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
         }
         self._tree = jax.tree.structure(params)
@@ -76,7 +76,7 @@ class Measure:
         built: list[Any] = []
 
         def outputs(*args: Any) -> Any:
-            returned = plan._fn(*args)
+            returned = plan.fn(*args)
             leaves, tree = jax.tree.flatten(returned)
             rest = [None if is_array(leaf) else leaf for leaf in leaves]
             built[:] = [tree, rest]
@@ -105,7 +105,7 @@ class Measure:
             QuantizationError: a parameter has values that are not finite, or the error is none.
         """
         values = {path: self.restored(weight) for path, weight in weights.items()}
-        _, arrays = of_arrays(self._plan._fn, self._arguments(values), {})
+        _, arrays = of_arrays(self._plan.fn, self._arguments(values), {})
         found = np.asarray(self._compared(arrays, self._expected))
         if found.shape != () or not np.isfinite(found) or found < 0:
             what = ", ".join(f"{w.qtype} for {path}" for path, w in list(weights.items())[:3])
@@ -128,7 +128,7 @@ class Measure:
     def _arguments(self, values: Mapping[str, jax.Array]) -> list[Any]:
         leaves = [values.get(path, leaf) for path, leaf in self._leaves.items()]
         args = list(self._batch)
-        args.insert(self._plan._argnum, jax.tree.unflatten(self._tree, leaves))
+        args.insert(self._plan.argnum, jax.tree.unflatten(self._tree, leaves))
         return args
 
 

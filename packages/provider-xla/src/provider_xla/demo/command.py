@@ -14,11 +14,11 @@ from tabulate import tabulate
 
 from interception_core import JaxtapError, get_provider
 
-from ..plan.weight import is_stored
 from ..rules.rule import QuantizationRule
+from ..run.stored import is_stored
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..providers.plan import Plan
     from .models import Model
     from .training import Digits
 

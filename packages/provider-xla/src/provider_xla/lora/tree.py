@@ -11,18 +11,22 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
+from hijax_trace import Carrier
 
 from ..errors import QuantizationError
-from ..plan.weight import is_stored
+from ..plan.lora import LoraPlan, check_adapters
 from ..program.sites import short
-from .plan import LoraPlan, check_adapters
+from ..run.stored import is_stored
+from .contract import delta_of
 from .weight import wide
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 
-def init_adapters(plan: Plan, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
+def init_adapters(
+    plan: PlanData, key: jax.Array, dtype: Any = None
+) -> dict[str, dict[str, jax.Array]]:
     """Makes adapters that change nothing yet: see ``Plan.init_adapters``."""
     if not plan.lora:
         check_adapters(plan.lora, {})
@@ -50,14 +54,21 @@ def salt(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def merge(plan: Plan, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
+def merge(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
     """Returns float parameters with the adapters added: see ``Plan.merge``."""
     check_adapters(plan.lora, adapters)
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
     check_params(plan, given)
     leaves = []
     for path, leaf in given.items():
+        if isinstance(leaf, Carrier):
+            if leaf.own is None:
+                raise QuantizationError(
+                    f"{path} is stored only as what is computed from it. Merge the adapters into "
+                    "the float parameters."
+                )
+            leaf = leaf.own
         if is_stored(leaf):
             leaf = _dequantized(leaf)
         if path in plan.lora:
@@ -67,7 +78,7 @@ def merge(plan: Plan, params: Any, adapters: Mapping[str, Mapping[str, jax.Array
     return jax.tree.unflatten(treedef, leaves)
 
 
-def check_params(plan: Plan, given: Mapping[str, Any]) -> None:
+def check_params(plan: PlanData, given: Mapping[str, Any]) -> None:
     """Raises QuantizationError unless the parameters that adapters are for are there."""
     for path, one in plan.lora.items():
         leaf = given.get(path)
@@ -90,4 +101,6 @@ def _dequantized(leaf: Any) -> jax.Array:
 def _merged(plan: LoraPlan, leaf: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     dtype = wide(leaf.dtype, a.dtype, b.dtype)
     a, b = a.astype(dtype), b.astype(dtype)
-    return (leaf.astype(dtype) + plan.delta(a, b)).astype(leaf.dtype)
+    return (leaf.astype(dtype) + delta_of(*plan.factors(a, b), plan.shape) * plan.scale).astype(
+        leaf.dtype
+    )

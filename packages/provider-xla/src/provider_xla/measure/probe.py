@@ -18,17 +18,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, Box, Carrier, MoveError
-from interception_core import OpCall, PatchEngine
+from interception_core import OpCall
 
 from ..errors import QuantizationError
-from ..plan.weight import WeightPlan, is_stored, unpacked_leaf
+from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
+from ..program.engine import follows_values
 from ..program.products import Product
 from ..program.record import OpRecord
 from ..program.sites import Site, Sites
+from ..run.stored import is_stored, unpacked_leaf
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 Visit = Callable[[Site], Any]
 """Takes an operation that a rule quantizes, with its float operands; returns a pytree of arrays."""
@@ -80,7 +82,7 @@ class Probed(NamedTuple):
 
 
 def probe(
-    plan: Plan,
+    plan: PlanData,
     params: Any,
     batches: Iterable[Sequence[Any]],
     visit: Visit,
@@ -115,7 +117,7 @@ def probe(
     first = next(batches, None)
     if first is None:
         raise QuantizationError("There is nothing to measure from: batches is empty.")
-    traces = not isinstance(plan._engine, PatchEngine)
+    traces = follows_values(plan.engine)
     moving = numbered(plan, params, stored) if traces else params
 
     def tapped(take: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +126,7 @@ def probe(
             return NotImplemented
 
         def run_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-            (weight,) = plan._rules.weights(call, (operand,)).found
+            (weight,) = plan.rules.weights(call, (operand,)).found
             if lookup is None or weight is None or weight.path not in plan.weights:
                 return NotImplemented
             found = Lookup(
@@ -143,12 +145,12 @@ def probe(
                 take(call.op_id, call, (), measured)
 
         handler = run_lookup if traces and lookup is not None else None
-        sites = Sites(plan._rules, run, _ignore, lookup=handler, leave=run_left, keyed=False)
-        return plan._engine.wrap(plan._fn, sites.interceptor)
+        sites = Sites(plan.rules, run, _ignore, lookup=handler, leave=run_left, keyed=False)
+        return plan.engine.wrap(plan.fn, sites.interceptor)
 
     def arguments(batch: Sequence[Any]) -> list[Any]:
         args = list(batch)
-        args.insert(plan._argnum, moving)
+        args.insert(plan.argnum, moving)
         return args
 
     zeros: dict[str, Probed] = {}
@@ -261,14 +263,14 @@ def _stored(held: Any) -> ArrayProxy | None:
     return held.stored if isinstance(held, _Numbered) else None
 
 
-def numbered(plan: Plan, params: Any, stored: Any = None) -> Any:
+def numbered(plan: PlanData, params: Any, stored: Any = None) -> Any:
     """Returns the parameters; those that loops take in steps or that are stored, with numbers."""
     held: dict[str, Any] = {}
     if stored is not None:
         found, _ = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_stored)
         for path, leaf in found:
             if is_stored(leaf):
-                held[plan._prefix + jax.tree_util.keystr(path)] = unpacked_leaf(leaf)
+                held[plan.prefix + jax.tree_util.keystr(path)] = unpacked_leaf(leaf)
     derived = {
         weight.derived.expression.key: weight
         for weight in plan.weights.values()
@@ -276,7 +278,7 @@ def numbered(plan: Plan, params: Any, stored: Any = None) -> Any:
     }
 
     def one(path: Any, leaf: Any) -> Any:
-        name = plan._prefix + jax.tree_util.keystr(path)
+        name = plan.prefix + jax.tree_util.keystr(path)
         found = held.get(name)
         if not isinstance(found, Carrier):
             return _with_numbers(plan.weights.get(name), leaf, found)
@@ -301,9 +303,9 @@ def _with_numbers(weight: WeightPlan | None, leaf: Any, held: Any) -> Any:
     return _Numbered(qn.QArray(leaf, numbers, qtype="int8", dtype=leaf.dtype), held, bool(axes))
 
 
-def _steps(plan: Plan, op_id: str) -> tuple[int, ...]:
+def _steps(plan: PlanData, op_id: str) -> tuple[int, ...]:
     """Return the sizes of the axes of an operation's first weight that loops step along."""
-    if isinstance(plan._engine, PatchEngine):
+    if not follows_values(plan.engine):
         return ()
     for weight in plan.weights.values():
         if op_id in weight.ops and weight.stepped:

@@ -19,7 +19,7 @@ from ..program.record import OpRecord
 from ..program.sites import Site, Sites
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 
 class NotMatrix(Exception):
@@ -68,7 +68,7 @@ class Layout:
         return moved.transpose([self.order.index(axis) for axis in range(len(self.shape))])
 
 
-def layouts(plan: Plan, params: Any, batch: Sequence[Any]) -> dict[str, Layout | str]:
+def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> dict[str, Layout | str]:
     """Returns by path how each quantized parameter is seen, or why it is left to rounding.
 
     Args:
@@ -89,15 +89,15 @@ def layouts(plan: Plan, params: Any, batch: Sequence[Any]) -> dict[str, Layout |
                 found[path][site.call.op_id] = one
         return NotImplemented
 
-    sites = Sites(plan._rules, run, _ignore, keyed=False)
+    sites = Sites(plan.rules, run, _ignore, keyed=False)
     args = list(batch)
-    args.insert(plan._argnum, numbered(plan, params))
-    jax.eval_shape(*of_arrays(plan._engine.wrap(plan._fn, sites.interceptor), args, {}))
+    args.insert(plan.argnum, numbered(plan, params))
+    jax.eval_shape(*of_arrays(plan.engine.wrap(plan.fn, sites.interceptor), args, {}))
     return {path: _settled(plan, path, plan.weights[path], uses) for path, uses in found.items()}
 
 
 def _settled(
-    plan: Plan, path: str, weight: WeightPlan, uses: Mapping[str, Layout | str]
+    plan: PlanData, path: str, weight: WeightPlan, uses: Mapping[str, Layout | str]
 ) -> Layout | str:
     """Returns how all uses of a parameter see it, or why they don't agree."""
     if weight.derived is not None:

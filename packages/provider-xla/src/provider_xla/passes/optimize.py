@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from interception_core import PatchEngine
-
 from ..errors import QuantizationError
 from ..measure.probe import Largest, probe
+from ..plan.check import check_parameters
 from ..plan.quantize import carried, prepacked
 from ..plan.weight import quantize_leaf
+from ..program.engine import follows_values
 from ..program.sites import Site
 from .base import Pass
 from .layout import Layout, as_matrices, layouts, rows_of
@@ -23,7 +23,7 @@ from .report import PassReport, WeightErrors
 from .state import Weight
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 GRAM_BYTES = 2**31
 """Gram matrices that are measured at once; for more, the batches are run again."""
@@ -42,7 +42,7 @@ class Optimized(NamedTuple):
 
 
 def optimize(
-    plan: Plan,
+    plan: PlanData,
     params: Any,
     batches: Iterable[Sequence[Any]],
     passes: Sequence[Pass],
@@ -54,7 +54,7 @@ def optimize(
     from tqdm import tqdm
 
     passes = _checked(passes)
-    if isinstance(plan._engine, PatchEngine):
+    if not follows_values(plan.engine):
         raise QuantizationError(
             "plan.optimize needs the trace engine, which hands stored parameters on: make the "
             "plan with PtqProvider(rules, engine='trace')."
@@ -63,8 +63,8 @@ def optimize(
     if not batches:
         raise QuantizationError("There is nothing to measure from: batches is empty.")
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
-    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
-    plan._check(given)
+    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    check_parameters(plan, given)
     names = [*given]
     given |= {
         path: weight.derived.expression.evaluate(given)
@@ -142,7 +142,7 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def _run(
-    plan: Plan,
+    plan: PlanData,
     params: Any,
     given: Mapping[str, Any],
     batches: Sequence[Sequence[Any]],
@@ -196,7 +196,7 @@ def gram(rows: jax.Array) -> jax.Array:
 
 
 def _measured(
-    plan: Plan,
+    plan: PlanData,
     params: Any,
     batches: Sequence[Sequence[Any]],
     part: Mapping[str, Layout],

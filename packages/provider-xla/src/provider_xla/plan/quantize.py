@@ -11,19 +11,21 @@ import numpy as np
 
 from hijax_trace import Carrier
 
-from .weight import WeightPlan, is_stored, prepack_leaf, quantize_leaf
+from ..run.stored import is_stored
+from .check import check_parameters
+from .weight import WeightPlan, prepack_leaf, quantize_leaf
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import PlanData
 
 
-def quantize(plan: Plan, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
+def quantize(plan: PlanData, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
     """Quantize the parameters: see ``Plan.quantize``."""
     from tqdm import tqdm
 
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
-    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
-    plan._check(given)
+    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    check_parameters(plan, given)
     if donate:
         for path, weight in plan.weights.items():
             if weight.derived is None:
@@ -49,7 +51,7 @@ def quantize(plan: Plan, params: Any, *, donate: bool = False, prepack: bool = T
 
 
 def _derived(
-    plan: Plan, given: Mapping[str, Any], prepack: bool
+    plan: PlanData, given: Mapping[str, Any], prepack: bool
 ) -> Iterator[tuple[WeightPlan, Any]]:
     """Yield the derived weights, with what is stored for each."""
     for weight in plan.weights.values():
@@ -59,7 +61,7 @@ def _derived(
             yield weight, prepack_leaf(weight, stored) if prepack else stored
 
 
-def carried(plan: Plan, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
+def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
     """Return what stands for a parameter: with the derived weights that are stored beside it.
 
     Args:
@@ -80,20 +82,20 @@ def carried(plan: Plan, path: str, leaf: Any, stored: Any, derived: Mapping[str,
         None if path in plan.absorbed else stored,
         {one.expression.key: derived[one.path] for one in beside},
         tuple((one.expression.key, one.expression.loops) for one in beside),
-        plan._rules.is_parameter,
+        plan.rules.is_parameter,
         tuple(leaf.shape),
         np.dtype(leaf.dtype),
     )
 
 
-def prepack(plan: Plan, params: Any) -> Any:
+def prepack(plan: PlanData, params: Any) -> Any:
     """Pack quantized parameters for kernels: see ``Plan.prepack``."""
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    leaves = [prepacked(plan, plan._prefix + jax.tree_util.keystr(path), x) for path, x in found]
+    leaves = [prepacked(plan, plan.prefix + jax.tree_util.keystr(path), x) for path, x in found]
     return jax.tree.unflatten(treedef, leaves)
 
 
-def prepacked(plan: Plan, path: str, leaf: Any) -> Any:
+def prepacked(plan: PlanData, path: str, leaf: Any) -> Any:
     """Return a leaf of stored parameters, packed for kernels where the plan says so.
 
     Args:

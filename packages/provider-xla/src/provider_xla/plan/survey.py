@@ -12,13 +12,13 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import Expression, Leaf, carriers_of, root_of, used_inputs
-from interception_core import Engine, OpCall, PatchEngine
+from interception_core import Engine, OpCall
 
 from ..errors import QuantizationError
-from ..kernels.choose import Choice, MatrixUse, choose, use_of
 from ..kernels.matmul import NoKernel
-from ..lora.plan import LoraPlan, LoraSurvey, check_engine
 from ..program.arrays import is_array, of_arrays
+from ..program.engine import follows_values
+from ..program.granularity import Axes, Granularity, of_operand
 from ..program.products import divides, tile_elements
 from ..program.record import OpRecord, Report
 from ..program.sites import Rules, Site, Sites, short
@@ -27,9 +27,10 @@ from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure
+from .choose import Choice, MatrixUse, choose, use_of
 from .derived import Derived
-from .granularity import Axes, Granularity, of_operand
-from .plan import Plan
+from .lora import LoraPlan, LoraSurvey, check_engine
+from .plan import PlanData
 from .quantize import carried
 from .views import axes_in, finest, stays_packed
 from .weight import WeightPlan
@@ -369,7 +370,7 @@ def make_plan(
     args: tuple,
     kwargs: Mapping[str, Any],
     kernels: bool = True,
-) -> Plan:
+) -> PlanData:
     """Makes a plan: see ``XlaProvider.plan``."""
     found, params_tree = jax.tree_util.tree_flatten_with_path(params)
     given = {
@@ -384,7 +385,7 @@ def make_plan(
     weights = weights_of(survey)
     records = [_settled(record, weights) for record in survey.records.values()]
     # The patch engine can't hand stored parameters on.
-    if kernels and not isinstance(engine, PatchEngine):
+    if kernels and follows_values(engine):
         weights, records = _with_kernels(survey, weights, records, given)
     lora = survey.lora.plans()
     check_engine(engine, [*lora])
@@ -396,13 +397,13 @@ def make_plan(
     problems = (*survey.problems, *unused)
     ops = Report(records)
     known = (survey.ranges, rules, engine, argnum, leaves, fn, abstract)
-    plan = Plan(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
+    plan = PlanData(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
     if not any(weight.derived for weight in weights.values()):
         return plan
     return dataclasses.replace(plan, absorbed=absorbed_by(plan, args, kwargs))
 
 
-def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
+def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters that a program doesn't use once derived weights are stored."""
     derived = {
         weight.path: jax.eval_shape(
@@ -420,24 +421,24 @@ def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset
         ]
         return site.product.run(*operands, *site.extras)
 
-    sites = Sites(plan._rules, run, lambda record, problem: None)
-    tapped = plan._engine.wrap(plan._fn, sites.interceptor)
+    sites = Sites(plan.rules, run, lambda record, problem: None)
+    tapped = plan.engine.wrap(plan.fn, sites.interceptor)
 
     def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
         stored = [
-            carried(plan, path, leaf, leaf, derived) if path in plan._leaves else leaf
+            carried(plan, path, leaf, leaf, derived) if path in plan.leaves else leaf
             for path, leaf in {**everything, **leaves}.items()
         ]
         given = list(args)
-        given.insert(plan._argnum, jax.tree.unflatten(treedef, stored))
+        given.insert(plan.argnum, jax.tree.unflatten(treedef, stored))
         return tapped(*given, **kwargs)
 
-    found, treedef = jax.tree_util.tree_flatten_with_path(plan._params)
-    everything = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
-    call, arrays = of_arrays(program, [dict(plan._leaves), derived, *args], {})
+    found, treedef = jax.tree_util.tree_flatten_with_path(plan.params)
+    everything = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    call, arrays = of_arrays(program, [dict(plan.leaves), derived, *args], {})
     used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
     # The first arguments are the parameters, in the order of their paths.
-    names = sorted(plan._leaves)
+    names = sorted(plan.leaves)
     return frozenset(path for path, one in zip(names, used, strict=False) if not one)
 
 
@@ -451,7 +452,7 @@ def look(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Runs a program abstractly, and shows its operations to a survey."""
-    lookup = None if isinstance(engine, PatchEngine) else survey.lookup
+    lookup = None if not follows_values(engine) else survey.lookup
     taken = {"lookup": lookup, "remark": survey.remark}
     sites = Sites(survey.rules, survey.run, survey.record, **taken, keyed=False)
     everything = list(args)

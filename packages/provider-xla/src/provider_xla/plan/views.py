@@ -20,7 +20,7 @@ import numpy as np
 from hijax_trace import ArrayProxy, Expression, MoveError, Part, replay
 
 from ..kernels.packed import PrepackedWeight
-from .granularity import Axes, Granularity
+from ..program.granularity import Axes, Granularity
 
 IsStored = Callable[[Expression], bool]
 """Whether a node of an expression is what is stored."""

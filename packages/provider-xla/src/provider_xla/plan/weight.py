@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import Carrier
 
 from ..errors import QuantizationError
 from ..kernels.packed import Packing, PrepackedWeight, abstract, prepack
+from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
 from ..run.transformed import TransformedWeight
 from .derived import Derived
-from .granularity import Granularity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,27 +110,6 @@ class WeightPlan:
         return _quantize(
             leaf, self.qtype, self.granularity.channel_axes, tiles, self.method, stepped
         )
-
-
-def is_stored(node: Any) -> bool:
-    """Returns whether a node of parameters is a quantized one, packed or not."""
-    kinds = qn.QArray | qn.PackedQArray | PrepackedWeight | TransformedWeight | Carrier
-    return isinstance(node, kinds)
-
-
-def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
-    """Return a parameter, and the derived weights beside it, each changed."""
-    derived = {key: change(one) for key, one in held.derived.items()}
-    return dataclasses.replace(held, own=change(held.own), derived=derived)
-
-
-def unpacked_leaf(leaf: Any) -> Any:
-    """Returns a stored parameter with codes that programs take: in no packed storage."""
-    if isinstance(leaf, Carrier):
-        return mapped(unpacked_leaf, leaf)
-    if isinstance(leaf, TransformedWeight | PrepackedWeight):
-        return leaf.unpacked()
-    return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 
 
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:

@@ -396,3 +396,7 @@ def short(x: Any) -> str:
 _SHORT: Mapping[str, str] = {"float32": "f32", "float64": "f64", "float16": "f16"} | {
     "bfloat16": "bf16"
 }
+
+
+def ignore(record: OpRecord, problem: str | None) -> None:
+    """Take an operation, and do nothing."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from interception_core import OpCall, ValueKind
 
-from ..plan.granularity import Axes
+from .granularity import Axes
 
 
 @dataclass(frozen=True)

@@ -13,33 +13,28 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import Carrier
-from interception_core import PatchEngine
 
 from ..errors import QuantizationError
 from ..measure.probe import Lookup, Probed, probe, stored_operand
-from ..plan.weight import is_stored
+from ..plan.quantize import prepack, quantize
 from ..program.arrays import is_array, of_arrays
+from ..program.engine import follows_values
 from ..program.products import Product
 from ..program.sites import Site
-from ..run.ptq import run_operands
+from ..run.infer import infer, run_operands
 from ..run.static import Statistics, calibrations
+from ..run.stored import is_stored
 from .errors_at import Sums, decibels, difference, flops, site_error, visits
-from .results import (
-    Error,
-    FloatOp,
-    OpQuality,
-    OutputQuality,
-    ParameterQuality,
-    QualityReport,
-)
+from .quality import QualityReport
+from .results import Error, FloatOp, OpQuality, OutputQuality, ParameterQuality
 from .timing import time_both, time_ops
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 
 def make_report(
-    plan: Plan,
+    plan: PlanData,
     params: Any,
     batches: Iterable[Sequence[Any]],
     statistics: Statistics | None,
@@ -51,10 +46,10 @@ def make_report(
     if not taken:
         raise QuantizationError("There is nothing to measure on: batches is empty.")
     params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, params)
-    patches = isinstance(plan._engine, PatchEngine)
+    patches = not follows_values(plan.engine)
     if stored is None:
         # Fails where the parameters are not the plan's.
-        stored = plan.quantize(params, prepack=False)
+        stored = quantize(plan, params, prepack=False)
     elif patches:
         raise QuantizationError(
             "stored= is for plans of the trace engine: the patch engine quantizes parameters at "
@@ -66,14 +61,14 @@ def make_report(
             for key, one in statistics.items()
         }
     per_visit, found = _probe(plan, params, stored, taken, statistics)
-    packed = params if patches else plan.prepack(stored)
-    quantized = plan.apply(plan._fn, statistics)
+    packed = params if patches else prepack(plan, stored)
+    quantized = infer(plan.engine, plan.rules, plan.fn, statistics)
     outputs = _outputs(plan, quantized, params, packed, taken)
     seconds: dict[str, tuple[float, float]] = {}
     whole = (None, None)
     if time:
         whole = time_both(
-            _called(plan._fn, plan, params, taken[0]),
+            _called(plan.fn, plan, params, taken[0]),
             _called(quantized, plan, packed, taken[0]),
         )
         seconds = time_ops(plan, packed, taken[0], statistics, _mapped(found))
@@ -91,7 +86,11 @@ def make_report(
 
 
 def _probe(
-    plan: Plan, params: Any, stored: Any, batches: Sequence[tuple], statistics: Statistics | None
+    plan: PlanData,
+    params: Any,
+    stored: Any,
+    batches: Sequence[tuple],
+    statistics: Statistics | None,
 ) -> tuple[dict[str, int], dict[str, Probed]]:
     """Returns the floating-point operations of one visit of each product, and what was measured."""
     per_visit: dict[str, int] = {}
@@ -137,7 +136,7 @@ def _mapped(found: dict[str, Probed]) -> dict[str, int]:
 
 
 def _ops(
-    plan: Plan,
+    plan: PlanData,
     found: dict[str, Probed],
     per_visit: dict[str, int],
     seconds: dict[str, tuple[float, float]],
@@ -219,9 +218,11 @@ def _steps(sums: Sums | None) -> tuple[Error, ...]:
     return tuple(_error(jax.tree.map(lambda x, i=i: x[i], flat)) for i in range(flat.signal.size))
 
 
-def _parameters(plan: Plan, params: Any, stored: Any, packed: Any) -> tuple[ParameterQuality, ...]:
+def _parameters(
+    plan: PlanData, params: Any, stored: Any, packed: Any
+) -> tuple[ParameterQuality, ...]:
     found, _ = jax.tree_util.tree_flatten_with_path(params)
-    given = {plan._prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
     trees = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (stored, packed))
     held = dict(zip(given, zip(*trees, strict=True), strict=True))
     # Derived weights are rows of their own, and what is beside a parameter is none of it.
@@ -263,12 +264,16 @@ def _stored_error(leaf: jax.Array, held: Any) -> Sums:
 
 
 def _outputs(
-    plan: Plan, quantized: Callable[..., Any], params: Any, packed: Any, batches: Sequence[tuple]
+    plan: PlanData,
+    quantized: Callable[..., Any],
+    params: Any,
+    packed: Any,
+    batches: Sequence[tuple],
 ) -> tuple[OutputQuality, ...]:
     totals: dict[str, Any] = {}
     types: dict[str, Any] = {}
     for batch in batches:
-        expected, names = _called(plan._fn, plan, params, batch)()
+        expected, names = _called(plan.fn, plan, params, batch)()
         found, _ = _called(quantized, plan, packed, batch)()
         for name, x, y in zip(names, expected, found, strict=True):
             one = jax.device_get(_compared(x, y))
@@ -303,7 +308,7 @@ def _output(name: str, x: Any, parts: Sequence[tuple[Any, int]]) -> OutputQualit
     return OutputQuality(*about, _error(total), cosine, None)
 
 
-def _called(fn: Callable[..., Any], plan: Plan, params: Any, batch: tuple) -> Callable[[], Any]:
+def _called(fn: Callable[..., Any], plan: PlanData, params: Any, batch: tuple) -> Callable[[], Any]:
     """Returns a jitted call, which returns the arrays of the result and where they are in it."""
     names: list[str] = []
 
@@ -314,7 +319,7 @@ def _called(fn: Callable[..., Any], plan: Plan, params: Any, batch: tuple) -> Ca
         return [leaf for _, leaf in arrays]
 
     args = list(batch)
-    args.insert(plan._argnum, params)
+    args.insert(plan.argnum, params)
     call, arrays = of_arrays(named, args, {})
     jitted = jax.jit(call)
     return lambda: (jax.block_until_ready(jitted(arrays)), names)

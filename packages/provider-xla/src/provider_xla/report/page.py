@@ -11,15 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from .plots import FIRST, SECOND, WARN, Bar, Row, chart
-from .results import (
-    OpQuality,
-    QualityReport,
-    show_bytes,
-    show_error,
-    show_ms,
-    show_share,
-    show_sqnr,
-)
+from .results import OpQuality, Results
+from .text import show_bytes, show_error, show_ms, show_share, show_sqnr
 
 SHOWN = 40
 """Rows of a chart; the table has all."""
@@ -28,7 +21,7 @@ LOW = 20.0
 _WIDTHS = {"wide": 1060, "narrow": 360}
 
 
-def page(report: QualityReport, title: str) -> str:
+def page(report: Results, title: str) -> str:
     """Returns the page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -78,7 +71,7 @@ def _charts(key: str, rows: Sequence[Row], label: str) -> dict[str, Any] | None:
     return {**drawn, "left": len(rows) - len(rows[:SHOWN]), "shown": len(rows[:SHOWN])}
 
 
-def _error_rows(report: QualityReport, numbers: dict[str, int]) -> tuple[list[Row], str]:
+def _error_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], str]:
     measured = [op for op in report.sorted_ops("sqnr") if op.error.sqnr_db is not None]
     known = [op.error.sqnr_db for op in measured if not math.isinf(op.error.sqnr_db or 0)]
     longest = max([*(value for value in known if value is not None), 1.0])
@@ -99,7 +92,7 @@ def _error_rows(report: QualityReport, numbers: dict[str, int]) -> tuple[list[Ro
     return rows, "Signal-to-noise ratio of each operation in decibels, the worst first"
 
 
-def _size_rows(report: QualityReport) -> tuple[list[Row], str]:
+def _size_rows(report: Results) -> tuple[list[Row], str]:
     rows = []
     for one in sorted(report.parameters, key=lambda p: -p.bytes_before):
         if one.qtype is None:
@@ -111,7 +104,7 @@ def _size_rows(report: QualityReport) -> tuple[list[Row], str]:
     return rows, "Bytes of each parameter before and after, the largest first"
 
 
-def _time_rows(report: QualityReport, numbers: dict[str, int]) -> tuple[list[Row], str]:
+def _time_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], str]:
     rows = []
     for op in report.sorted_ops("time"):
         if op.seconds is None or op.float_seconds is None:

@@ -15,18 +15,18 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy
-from interception_core import PatchEngine
 
 from ..kernels.packed import Packing, PrepackedWeight, prepack
 from ..program.arrays import of_arrays
+from ..program.engine import follows_values
 from ..program.products import Product, RaggedProduct
 from ..program.sites import Site, Sites
+from ..run.infer import prepared, run_operands
 from ..run.product import quantized_product
-from ..run.ptq import prepared, run_operands
 from ..run.static import Statistics, calibrations
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 ROUNDS = 15
 BUDGET = 0.3
@@ -101,7 +101,7 @@ class _Call:
 
 
 def time_ops(
-    plan: Plan,
+    plan: PlanData,
     packed: Any,
     batch: Sequence[Any],
     statistics: Statistics | None,
@@ -127,11 +127,11 @@ def time_ops(
             found[op_id] = _Call(site, statistics, mapped[op_id])
         return NotImplemented
 
-    sites = Sites(plan._rules, note, lambda record, problem: None, keyed=False)
+    sites = Sites(plan.rules, note, lambda record, problem: None, keyed=False)
     args = list(batch)
-    args.insert(plan._argnum, packed)
-    stored = not isinstance(plan._engine, PatchEngine)
-    tapped = prepared(plan._engine.wrap(plan._fn, sites.interceptor), stored)
+    args.insert(plan.argnum, packed)
+    stored = follows_values(plan.engine)
+    tapped = prepared(plan.engine.wrap(plan.fn, sites.interceptor), stored)
     jax.eval_shape(*of_arrays(tapped, args, {}))
     known: dict[Any, tuple[float, float]] = {}
     for call in found.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,70 +9,33 @@ import jax.numpy as jnp
 
 from hijax_trace import Carrier
 
-from .forms import CARRIER, QUANTIZED, take_apart
-from .manifest import Manifest, plan_json
+from .forms import take_apart
+from .plan_diff import PlanDiff
+from .rules import rule_json
 from .tree import Leaf, describe
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 Facts = Mapping[str, Any]
 """What is known of a leaf: "shape", "dtype", "is" (a qtype or "float"), "scales", "method"."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanDiff:
-    """What differs between stored parameters and a plan; false where nothing does.
+def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: PlanData) -> PlanDiff:
+    """Return what differs between the parameters of a file and a plan's.
 
-    Attributes:
-        changed: by the name of a leaf, each difference as (what, stored, planned).
-        missing: names of leaves that the plan has and the file has not, with what they are.
-        extra: names of leaves that the file has and the plan has not, with what they are.
-        rules: each difference of the rules, as a line. Where nothing else differs the parameters
-            fit nevertheless.
+    Args:
+        stored: what the leaves of the file are, with their names.
+        rules: those that they were quantized by; None where they are not known.
+        plan: the plan.
     """
-
-    changed: Mapping[str, Sequence[tuple[str, str, str]]]
-    missing: Mapping[str, str]
-    extra: Mapping[str, str]
-    rules: Sequence[str] = ()
-
-    @property
-    def of_leaves(self) -> bool:
-        """Whether leaves differ, and not the rules alone."""
-        return bool(self.changed or self.missing or self.extra)
-
-    def __bool__(self) -> bool:
-        return self.of_leaves or bool(self.rules)
-
-    def __str__(self) -> str:
-        lines = []
-        if self.changed:
-            lines.append("leaves that differ (stored -> planned):")
-        for name, found in self.changed.items():
-            lines.append(f"  {name}: " + "; ".join(f"{what} {a} -> {b}" for what, a, b in found))
-        for title, names in (("missing in the file", self.missing), ("only there", self.extra)):
-            if names:
-                lines.append(f"{title}:")
-                lines.extend(f"  {name}: {what}" for name, what in names.items())
-        if self.rules:
-            lines.append("rules that differ (stored -> planned):")
-            lines.extend(f"  {line}" for line in self.rules)
-        return "\n".join(lines) or "no difference"
-
-
-def compare(manifest: Manifest, plan: Plan) -> PlanDiff:
-    """Returns what differs between the parameters of a file and a plan's."""
-    _, leaves = describe(plan._params)
+    _, leaves = describe(plan.params)
     planned = {leaf.name: of_plan(plan, leaf) for leaf in leaves}
-    stored = {leaf["name"]: leaf for leaf in of_manifest(manifest)}
-    rules = (
-        [] if manifest.plan is None else _rules(manifest.plan["rules"], plan_json(plan)["rules"])
-    )
-    return _diff(stored, planned, rules)
+    differ = [] if rules is None else _rules(rules, [rule_json(rule) for rule in plan.rules.rules])
+    return _diff({leaf["name"]: leaf for leaf in stored}, planned, differ)
 
 
-def compare_template(manifest: Manifest, leaves: Sequence[Leaf]) -> PlanDiff:
+def compare_template(stored: Sequence[Facts], leaves: Sequence[Leaf]) -> PlanDiff:
     """Returns what differs between the parameters of a file and a template of them.
 
     A leaf of a template is the quantized one, or the array that it stands for.
@@ -84,48 +46,24 @@ def compare_template(manifest: Manifest, leaves: Sequence[Leaf]) -> PlanDiff:
         if facts["is"] == "float":
             del facts["is"]
         wanted[leaf.name] = facts
-    return _diff({leaf["name"]: leaf for leaf in of_manifest(manifest)}, wanted, ())
+    return _diff({leaf["name"]: leaf for leaf in stored}, wanted, ())
 
 
-def of_plan(plan: Plan, leaf: Leaf) -> dict[str, Any]:
+def of_plan(plan: PlanData, leaf: Leaf) -> dict[str, Any]:
     """Returns what a plan makes of a leaf."""
-    facts, path = _facts(leaf), plan._prefix + leaf.path
+    facts, path = _facts(leaf), plan.prefix + leaf.path
     weight = plan.weights.get(path)
-    beside = [w for w in plan.weights.values() if w.derived and w.derived.carrier == path]
-    if beside or path in plan.absorbed:
+    derived = [w for w in plan.weights.values() if w.derived and w.derived.carrier == path]
+    if derived or path in plan.absorbed:
         own = None if path in plan.absorbed else weight.qtype if weight else "float"
-        return {**facts, "is": _beside(own, [(w.qtype, w.shape) for w in beside])}
+        return {**facts, "is": beside(own, [(w.qtype, w.shape) for w in derived])}
     if weight is None:
         return facts
     scales = list(weight.granularity.scale_shape(weight.shape))
     return {**facts, "is": weight.qtype, "scales": scales, "method": weight.method}
 
 
-def of_manifest(manifest: Manifest) -> list[dict[str, Any]]:
-    """Returns what the leaves of a file are, with their names."""
-    weights = {} if manifest.plan is None else manifest.plan["weights"]
-    found = []
-    for leaf in manifest.params.leaves:
-        about = leaf.about
-        facts: dict[str, Any] = {"name": leaf.name, "is": leaf.kind}
-        if "shape" in about:
-            facts |= {"shape": about["shape"], "dtype": about["dtype"], "is": "float"}
-        if leaf.kind == CARRIER:
-            own, *derived = (
-                one and (one["about"].get("qtype", "float"), one["about"]["shape"])
-                for one in about["held"]
-            )
-            facts["is"] = _beside(own and own[0], derived)
-        if leaf.kind in QUANTIZED:
-            scales = list(manifest.tensors[leaf.tensors["scale"]][1])
-            facts |= {"is": about["qtype"], "scales": scales}
-            if leaf.name in weights:
-                facts["method"] = weights[leaf.name]["method"]
-        found.append(facts)
-    return found
-
-
-def _beside(own: str | None, derived: Sequence[tuple[str, Sequence[int]]]) -> str:
+def beside(own: str | None, derived: Sequence[tuple[str, Sequence[int]]]) -> str:
     """Return what is stored for a parameter with derived weights beside it, as text."""
     beside = ", ".join(f"{qtype}{list(shape)}" for qtype, shape in derived)
     return f"{own or 'nothing'}, and derived weights: {beside or 'elsewhere'}"
@@ -139,7 +77,7 @@ def _facts(leaf: Leaf) -> dict[str, Any]:
     if isinstance(value, Carrier):
         found = [(one.qtype, one.shape) for one in value.derived.values()]  # type: ignore[attr-defined]
         own = None if value.own is None else getattr(value.own, "qtype", "float")
-        return {**facts, "is": _beside(own, found)}
+        return {**facts, "is": beside(own, found)}
     if hasattr(value, "qtype"):
         facts["is"] = value.qtype
         if hasattr(value, "scale"):

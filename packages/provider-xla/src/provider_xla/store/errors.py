@@ -11,7 +11,7 @@ from interception_core import JaxtapError
 from ..errors import QuantizationError
 
 if TYPE_CHECKING:
-    from .diff import PlanDiff
+    from .plan_diff import PlanDiff
 
 
 class StoreError(QuantizationError):

@@ -14,7 +14,7 @@ import quant_numerics as qn
 from hijax_trace import Carrier
 
 from ..kernels.packed import PrepackedWeight
-from ..plan.granularity import Granularity
+from ..program.granularity import Granularity
 from ..program.sites import Under
 from ..run.transformed import Rotated, Scaled, TransformedWeight
 from .carriers import is_storable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import QuantizationWarning
 from ..plan.quantize import prepacked
 from . import orbax, safetensors
-from .diff import compare, compare_template
+from .diff import compare_template
 from .errors import StoreError, StoreMismatchError
 from .forms import put_together
 from .manifest import Manifest, Tree
@@ -18,13 +18,13 @@ from .placing import find_placements, shardings_of
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 
 def load(
     path: str | os.PathLike[str],
     *,
-    plan: Plan | None = None,
+    plan: PlanData | None = None,
     template: Any = None,
     sharding: Any = None,
     prepack: bool = True,
@@ -65,13 +65,13 @@ def load(
         if plan is not None:
             _check_plan(path, manifest, plan)
         if template is None and plan is not None:
-            template = plan._params
+            template = plan.params
         leaves = None if template is None else describe(template)[1]
         if leaves is not None:
             _check_template(path, manifest, leaves)
         values = _read(path, reader, manifest.params, sharding, leaves)
     if plan is not None and prepack:
-        paths = {leaf.name: plan._prefix + leaf.path for leaf in _planned(plan)}
+        paths = {leaf.name: plan.prefix + leaf.path for leaf in _planned(plan)}
         for i, leaf in enumerate(manifest.params.leaves):
             values[i] = prepacked(plan, paths[leaf.name], values[i])
     if leaves is None:
@@ -120,12 +120,12 @@ def _open(path: Path) -> Any:
     return orbax.Reader(path) if path.is_dir() else safetensors.Reader(path)
 
 
-def _planned(plan: Plan) -> list[Leaf]:
-    return describe(plan._params)[1]
+def _planned(plan: PlanData) -> list[Leaf]:
+    return describe(plan.params)[1]
 
 
-def _check_plan(path: Path, manifest: Manifest, plan: Plan) -> None:
-    diff = compare(manifest, plan)
+def _check_plan(path: Path, manifest: Manifest, plan: PlanData) -> None:
+    diff = manifest.diff(plan)
     if diff.of_leaves:
         raise StoreMismatchError(
             f"{path} was saved with another plan than the one to load it with.\n{diff}\n"
@@ -141,7 +141,7 @@ def _check_plan(path: Path, manifest: Manifest, plan: Plan) -> None:
 
 
 def _check_template(path: Path, manifest: Manifest, leaves: list[Leaf]) -> None:
-    diff = compare_template(manifest, leaves)
+    diff = compare_template(manifest.facts(), leaves)
     if diff:
         raise StoreMismatchError(f"{path} holds another tree than the template.\n{diff}", diff)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,15 @@ from tabulate import tabulate
 
 from ..rules.rule import QtRule, QuantizationRule
 from .carriers import is_storable
+from .diff import beside, compare
 from .errors import StoreError
 from .forms import CARRIER, QUANTIZED, Form
+from .plan_diff import PlanDiff
+from .rules import rule_json
 from .tree import describe, indices, unique
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
-    from .diff import PlanDiff
+    from ..plan.plan import PlanData
 
 VERSION = 1
 """Of the format. A file of a later one is refused."""
@@ -90,11 +91,33 @@ class Manifest:
                 raise StoreError(f"The rule {found} is none of this version: {error}") from error
         return rules
 
-    def diff(self, plan: Plan) -> PlanDiff:
+    def diff(self, plan: PlanData) -> PlanDiff:
         """Returns what differs between the parameters here and those of a plan."""
-        from .diff import compare
+        rules = None if self.plan is None else self.plan["rules"]
+        return compare(self.facts(), rules, plan)
 
-        return compare(self, plan)
+    def facts(self) -> list[dict[str, Any]]:
+        """Return what the leaves of the parameters are, with their names."""
+        weights = {} if self.plan is None else self.plan["weights"]
+        found = []
+        for leaf in self.params.leaves:
+            about = leaf.about
+            facts: dict[str, Any] = {"name": leaf.name, "is": leaf.kind}
+            if "shape" in about:
+                facts |= {"shape": about["shape"], "dtype": about["dtype"], "is": "float"}
+            if leaf.kind == CARRIER:
+                own, *derived = (
+                    one and (one["about"].get("qtype", "float"), one["about"]["shape"])
+                    for one in about["held"]
+                )
+                facts["is"] = beside(own and own[0], derived)
+            if leaf.kind in QUANTIZED:
+                scales = list(self.tensors[leaf.tensors["scale"]][1])
+                facts |= {"is": about["qtype"], "scales": scales}
+                if leaf.name in weights:
+                    facts["method"] = weights[leaf.name]["method"]
+            found.append(facts)
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """Returns it as JSON values."""
@@ -159,7 +182,7 @@ class Manifest:
 def build(
     params: tuple[Any, Sequence[tuple[str, Form]]],
     extra: tuple[Any, Sequence[tuple[str, Form]]] | None,
-    plan: Plan | None,
+    plan: PlanData | None,
 ) -> tuple[Manifest, dict[str, tuple[Form, str]]]:
     """Returns a manifest, and by tensor the form and the part that it is.
 
@@ -193,10 +216,10 @@ def build(
     return manifest, tensors
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: PlanData) -> dict[str, Any]:
     """Returns the rules of a plan, and its weights by their names, as JSON."""
-    _, leaves = describe(plan._params)
-    names = {plan._prefix + leaf.path: leaf.name for leaf in leaves}
+    _, leaves = describe(plan.params)
+    names = {plan.prefix + leaf.path: leaf.name for leaf in leaves}
     weights = {}
     for path, weight in plan.weights.items():
         found = weight.as_json()
@@ -206,18 +229,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         else:
             kept = (*kept, "derived_from")
             weights[path] = {key: found[key] for key in kept} | {"path": path}
-    return {"rules": [rule_json(rule) for rule in plan._rules.rules], "weights": weights}
-
-
-def rule_json(rule: QuantizationRule) -> dict[str, Any]:
-    """Returns the class of a rule, and its fields that are not the default."""
-    given = {
-        field.name: getattr(rule, field.name)
-        for field in dataclasses.fields(rule)
-        if getattr(rule, field.name) != field.default
-    }
-    text = json.dumps({"class": type(rule).__name__, **given}, default=repr, sort_keys=True)
-    return json.loads(text)
+    return {"rules": [rule_json(rule) for rule in plan.rules.rules], "weights": weights}
 
 
 def _tree(found: Mapping[str, Any]) -> Tree:

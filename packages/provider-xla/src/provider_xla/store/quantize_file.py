@@ -24,11 +24,11 @@ from .save import format_of, save
 from .tree import Leaf, describe, fill
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 
 def quantize_file(
-    plan: Plan,
+    plan: PlanData,
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     target: str | os.PathLike[str] | None = None,
     *,
@@ -70,11 +70,11 @@ def quantize_file(
     with FloatFiles(source) as files:
         parameters = _Parameters(plan, files, names, sharding)
         if target is None:
-            return fill(plan._params, [parameters.get(leaf, prepack) for leaf in parameters.leaves])
+            return fill(plan.params, [parameters.get(leaf, prepack) for leaf in parameters.leaves])
         target = Path(target)
         if format_of(target, None) == "orbax":
             stored = [parameters.get(leaf, False) for leaf in parameters.leaves]
-            save(target, fill(plan._params, stored), plan, overwrite=overwrite)
+            save(target, fill(plan.params, stored), plan, overwrite=overwrite)
         else:
             parameters.write(target, overwrite)
     return None
@@ -87,9 +87,9 @@ class _Parameters:
         StoreError: `names` or `sharding` says something about parameters that aren't there.
     """
 
-    def __init__(self, plan: Plan, files: FloatFiles, names: Names, sharding: Any):
+    def __init__(self, plan: PlanData, files: FloatFiles, names: Names, sharding: Any):
         self._plan, self._files = plan, files
-        self.structure, self.leaves = describe(plan._params)
+        self.structure, self.leaves = describe(plan.params)
         known = [leaf.name for leaf in self.leaves]
         self._shardings = shardings_of(sharding, known)
         if names is not None and not callable(names) and (wrong := names.keys() - set(known)):
@@ -105,7 +105,7 @@ class _Parameters:
         """Returns a parameter, quantized if it is to be; what is no array is the plan's."""
         if leaf.name not in self._sources:
             return leaf.value
-        plan, path = self._plan, self._plan._prefix + leaf.path
+        plan, path = self._plan, self._plan.prefix + leaf.path
         weight, stored = plan.weights.get(path), leaf.value
         if path not in plan.absorbed:
             stored = jax.block_until_ready(self._array(leaf))
@@ -131,7 +131,7 @@ class _Parameters:
     def _inputs(self, weight: WeightPlan) -> dict[str, jax.Array]:
         """Return the parameters that a derived weight is computed from."""
         assert weight.derived is not None
-        by_path = {self._plan._prefix + leaf.path: leaf for leaf in self.leaves}
+        by_path = {self._plan.prefix + leaf.path: leaf for leaf in self.leaves}
         return {path: self._array(by_path[path]) for path in weight.derived.leaves}
 
     def write(self, target: Path, overwrite: bool) -> None:
@@ -153,7 +153,7 @@ class _Parameters:
 
     def _form(self, leaf: Leaf) -> Form:
         """Returns the form that a parameter will have."""
-        plan, path = self._plan, self._plan._prefix + leaf.path
+        plan, path = self._plan, self._plan.prefix + leaf.path
         types = {one.path: jax.eval_shape(one._quantize, one.abstract())
                  for one in plan.weights.values()}  # fmt: skip
         stored = types.get(path, leaf.value)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..plan.granularity import Granularity
+from ..program.granularity import Granularity
 from . import orbax
-from .diff import compare
 from .errors import StoreError, StoreMismatchError
 from .files import appearing
 from .forms import Form, take_apart
@@ -18,7 +17,7 @@ from .safetensors import Writer
 from .tree import describe
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from ..plan.plan import PlanData
 
 Format = Literal["safetensors", "orbax"]
 
@@ -26,7 +25,7 @@ Format = Literal["safetensors", "orbax"]
 def save(
     path: str | os.PathLike[str],
     params: Any,
-    plan: Plan | None = None,
+    plan: PlanData | None = None,
     *,
     extra: Any = None,
     format: Format | None = None,
@@ -100,13 +99,13 @@ def format_of(path: Path, format: str | None) -> str:
     return format or ("safetensors" if path.suffix == ".safetensors" else "orbax")
 
 
-def plan_granularities(plan: Plan) -> tuple[dict[str, Granularity], dict[str, Granularity]]:
+def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str, Granularity]]:
     """Return the granularity of each weight of a plan, by the name of the leaf.
 
     Those of derived weights by the key of their expression.
     """
-    _, leaves = describe(plan._params)
-    found = {at.name: plan.weights.get(plan._prefix + at.path) for at in leaves}
+    _, leaves = describe(plan.params)
+    found = {at.name: plan.weights.get(plan.prefix + at.path) for at in leaves}
     derived = {
         weight.derived.expression.key: weight.granularity
         for weight in plan.weights.values()
@@ -116,9 +115,9 @@ def plan_granularities(plan: Plan) -> tuple[dict[str, Granularity], dict[str, Gr
     return own, derived
 
 
-def check_plan(manifest: Manifest, plan: Plan, what: str) -> None:
+def check_plan(manifest: Manifest, plan: PlanData, what: str) -> None:
     """Raises StoreMismatchError unless what a manifest has is what a plan says."""
-    diff = compare(manifest, plan)
+    diff = manifest.diff(plan)
     if diff.of_leaves:
         raise StoreMismatchError(f"{what}.\n{diff}", diff)
 

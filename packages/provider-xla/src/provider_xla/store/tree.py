@@ -10,7 +10,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 import quant_numerics as qn
 
-from ..plan.weight import is_stored
+from ..run.stored import is_stored
 from .errors import StoreError
 
 

@@ -14,9 +14,9 @@ from interception_core import JaxtapError
 
 from ..program.sites import Site
 from ..rules.rule import QtRule, QuantizationRule
-from .product import trained_product
+from ..run.product import trained_product
+from ..run.static import Observation, Statistics, calibrations
 from .provider import XlaProvider
-from .static import Observation, Statistics, calibrations
 
 
 class QtProvider(XlaProvider):

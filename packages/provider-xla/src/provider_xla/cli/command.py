@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from interception_core import JaxtapError
 from interception_core.cli import find_function, read_argument
 
-from .results import ORDERS, write
+from ..report.quality import write
+from ..report.results import ORDERS
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
-    from ..run.provider import XlaProvider
+    from ..providers.plan import Plan
+    from ..providers.provider import XlaProvider
 
 _DESCRIPTION = """
 FUNCTION is the function to quantize, and each ARG one of its arguments, the parameters first: an
@@ -106,7 +107,7 @@ def run_report(args: argparse.Namespace) -> int:
     """
     _check_folders(args.html, args.json)
     if args.html is not None:
-        from .results import load_page
+        from ..report.quality import load_page
 
         load_page()  # before anything is measured
     plan, params, batch = _plan(args)
@@ -118,7 +119,7 @@ def run_report(args: argparse.Namespace) -> int:
                 "A report runs the function: its arguments must have values. Write expressions on "
                 f"what the file defines, such as 'params', not types. Got {args.args}."
             )
-        statistics = plan.calibrate(plan._fn, params, [batch]) if plan.ranges else None
+        statistics = plan.calibrate(plan.fn, params, [batch]) if plan.ranges else None
         report = plan.report(params, *batch, statistics=statistics, time=not args.no_time)
     if args.json == "-":
         print(json.dumps(report.as_json(), indent=2, allow_nan=False))
@@ -180,9 +181,9 @@ def _returned(given: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _provider(args: argparse.Namespace, module: ModuleType) -> XlaProvider:
+    from ..providers.provider import XlaProvider
+    from ..providers.ptq import PtqProvider
     from ..rules.rule import QuantizationRule
-    from ..run.provider import XlaProvider
-    from ..run.ptq import PtqProvider
 
     simple = {"weight_qtype": args.weight, "act_qtype": args.act, "tile_size": args.tile}
     config = {"engine": args.engine, "strict": args.strict}

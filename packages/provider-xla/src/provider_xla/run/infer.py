@@ -1,4 +1,4 @@
-"""PtqProvider: post-training quantization for inference."""
+"""Inference: a program with stored parameters."""
 
 from __future__ import annotations
 
@@ -10,55 +10,66 @@ import jax
 
 import quant_numerics as qn
 from hijax_trace import Carrier
-from interception_core import Interceptor, PatchEngine
+from interception_core import Engine
 
 from ..errors import QuantizationError
-from ..plan.weight import is_stored, mapped
-from ..program.sites import Site
+from ..program.engine import follows_values
+from ..program.record import OpRecord
+from ..program.sites import Rules, Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .product import Hows, Operands, quantized_product, stored_operands
-from .provider import XlaProvider
 from .static import Statistics, calibrations
+from .stored import is_stored, mapped
 from .transformed import TransformedWeight
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class PtqProvider(XlaProvider):
-    """Runs matrix products and convolutions in integers or small floats, as rules say.
+def infer(
+    engine: Engine,
+    rules: Rules,
+    fn: Callable[P, R],
+    statistics: Statistics | None = None,
+    record: Callable[[OpRecord, str | None], None] = ignore,
+) -> Callable[P, R]:
+    """Return a function with its operations quantized, for stored parameters or arrays.
 
-    ``plan`` finds what there is to quantize, ``plan.quantize(params)`` stores the parameters as
-    codes and scales, and ``apply`` runs a function on those. Parameters that are still arrays are
-    quantized each time. Activations have their own range each time (dynamic), or one that was
-    measured (``act_static_scale``).
-
-    Two quantized integer operands are multiplied as integers with int32 sums and rescaled in
-    float32. Gradients are the float operation's (straight-through). Use one provider per model:
-    the report is the provider's. Arguments: see ``XlaProvider``.
+    Args:
+        engine: taps the operations.
+        rules: decide them.
+        fn: the function.
+        statistics: the static ranges that rules ask for.
+        record: called for every operation seen.
     """
+    run = functools.partial(run_site, statistics=statistics)
+    interceptor = sites_of(engine, rules, run, record).interceptor
+    return prepared(engine.wrap(fn, interceptor), follows_values(engine))
 
-    def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
-        """Returns ``fn`` with its operations quantized by the rules.
 
-        Args:
-            fn: takes parameters as the plan's ``quantize`` returns them, or as arrays.
-            statistics: the ranges that rules with ``act_static_scale`` need: what
-                ``plan.calibrate`` returns.
-        """
-        stored = not isinstance(self._engine, PatchEngine)
-        return prepared(self._engine.wrap(fn, self._tapping(statistics)), stored)
+def sites_of(
+    engine: Engine,
+    rules: Rules,
+    run: Callable[[Site], Any],
+    record: Callable[[OpRecord, str | None], None] = ignore,
+    lookup: Callable[..., Any] | None = None,
+) -> Sites:
+    """Return the handlers of a provider; programs that no rule tells apart share their traces."""
+    # Lookups are seen as primitives: by an engine that taps them with JIT on.
+    taps = (lookup or leave_lookup) if follows_values(engine) else None
+    return Sites(rules, run, record, lookup=taps, keyed=not rules.is_static)
 
-    def _tapping(self, statistics: Statistics | None) -> Interceptor:
-        if statistics is None:
-            return self.interceptor()
-        run = functools.partial(self._run, statistics=statistics)
-        return self._sites(run).interceptor
 
-    def _run(self, site: Site, statistics: Statistics | None = None) -> Any:
-        operands, hows = run_operands(site, map(site.call.proxy, site.operands))
-        ranges = calibrations(statistics, site)
-        return quantized_product(site.product, hows, *operands, site.extras, ranges)
+def leave_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+    """Leave a lookup to the engine, which takes the rows of a stored array."""
+    return NotImplemented
+
+
+def run_site(site: Site, statistics: Statistics | None = None) -> Any:
+    """Return the result of an operation that rules quantize."""
+    operands, hows = run_operands(site, map(site.call.proxy, site.operands))
+    ranges = calibrations(statistics, site)
+    return quantized_product(site.product, hows, *operands, site.extras, ranges)
 
 
 def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import quant_numerics as qn
 from interception_core import JaxtapError, get_op, select_kernel
 
-from ..plan.granularity import Axes
-from ..plan.weight import WeightPlan
+from ..kernels.matmul import NoKernel, check_dtypes, layout_of, op_of
+from ..kernels.packed import Packing, packed_bits
+from ..program.granularity import Axes
 from ..program.products import MatrixProduct
 from ..program.sites import PLATFORM, Site
 from ..run.static import is_static
-from .matmul import NoKernel, check_dtypes, layout_of, op_of
-from .packed import Packing, packed_bits
+from .weight import WeightPlan
 
 PAGE = 4096
 """Bytes."""

@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from interception_core import PatchEngine
-
 from ..errors import QuantizationError
+from ..program.engine import follows_values
 from ..program.products import MatrixProduct, RaggedProduct
 from ..program.sites import Rules, Site, short
 from ..rules.rule import QuantizationRule
-from .contract import delta_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +85,6 @@ class LoraPlan:
         """Returns A and B with all axes of the parameter, or 1, and then the rank."""
         b = jnp.moveaxis(b, len(self.lead), -1)
         return self._spread(a, self.contracted), self._spread(b, self.kept)
-
-    def delta(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns ``(alpha / rank) * A B``, of the parameter's shape."""
-        return delta_of(*self.factors(a, b), self.shape) * self.scale
 
     def as_json(self) -> dict[str, Any]:
         """Returns it as JSON values."""
@@ -253,7 +247,7 @@ def _check_rank(plan: LoraPlan, op_id: str) -> None:
 
 def check_engine(engine: Any, paths: Sequence[str]) -> None:
     """Raises QuantizationError where adapters can't travel with their parameters."""
-    if paths and isinstance(engine, PatchEngine):
+    if paths and not follows_values(engine):
         raise QuantizationError(
             f"Rules give {paths[0]} an adapter, which the patch engine can't hand to the "
             "operations that use it. Use PtqProvider(rules, engine='trace')."

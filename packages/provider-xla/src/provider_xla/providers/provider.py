@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -11,20 +12,21 @@ from typing import Any, ParamSpec, TypeVar
 
 from jax.extend import source_info_util
 
-from interception_core import Interceptor, PatchEngine, get_engine
+from interception_core import Interceptor, get_engine
 
 from ..errors import QuantizationError, QuantizationWarning
-from ..plan.plan import Plan
 from ..plan.survey import make_plan
 from ..program.record import OpRecord, Report
 from ..program.sites import Rules, Site, Sites
 from ..rules.rule import QuantizationRule
+from ..run.infer import sites_of
+from .plan import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # Operations have the source line of the program, not that of the provider.
-source_info_util.register_exclusion(str(Path(__file__).parent))
+source_info_util.register_exclusion(str(Path(__file__).parent.parent))
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
@@ -112,9 +114,9 @@ class XlaProvider(abc.ABC):
             QuantizationWarning: an unused rule, an operation that a rule is about and that has
                 no quantized form, a parameter that rules treat in several ways.
         """
-        plan = make_plan(
-            self._rules, self._engine, self.params_argnum, fn, params, args, kwargs, kernels
-        )
+        given = (fn, params, args, kwargs, kernels)
+        found = make_plan(self._rules, self._engine, self.params_argnum, *given)
+        plan = Plan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
             if self.strict:
@@ -134,19 +136,12 @@ class XlaProvider(abc.ABC):
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         return rule
 
-    def _sites(self, run: Callable[[Site], Any], *, keyed: bool = True) -> Sites:
-        # Lookups are seen as primitives: by the engine that taps them with JIT on.
-        lookup = None if isinstance(self._engine, PatchEngine) else self._lookup
-        keyed = keyed and not self._rules.is_static
-        return Sites(self._rules, run, self._record, lookup=lookup, keyed=keyed)
+    def _sites(self, run: Callable[[Site], Any]) -> Sites:
+        return sites_of(self._engine, self._rules, run, self._record)
 
     @abc.abstractmethod
     def _run(self, site: Site) -> Any:
         """Returns the result of an operation."""
-
-    def _lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        """Handle a lookup in an array: of a stored one, the engine takes the rows."""
-        return NotImplemented
 
     def _record(self, record: OpRecord, problem: str | None) -> None:
         if record.rule is not None:

@@ -1,0 +1,1 @@
+"""Commands: ``jaxtap plan`` and ``jaxtap report``."""

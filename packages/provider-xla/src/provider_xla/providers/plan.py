@@ -1,0 +1,290 @@
+"""Plan: what rules do to a program, with all that can be done with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+import jax
+
+import quant_numerics as qn
+
+from ..lora import tree
+from ..lora.apply import with_adapters
+from ..measure import ranges
+from ..plan import quantize
+from ..plan.plan import PlanData
+from ..run.infer import infer
+from ..run.static import Statistics
+
+if TYPE_CHECKING:
+    from ..passes.base import Pass
+    from ..passes.optimize import Optimized
+    from ..report.quality import QualityReport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(PlanData):
+    """What rules do to a program and its parameters. ``print(plan)`` shows it as a table.
+
+    Attributes: see ``PlanData``. Nothing is done yet: the methods are what can be done with it.
+    """
+
+    def quantize(self, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
+        """Quantizes the parameters, one after the other, with a progress bar on a terminal.
+
+        Each keeps its sharding. At its peak this needs, beside ``params``, what is quantized so
+        far and a copy of one parameter.
+
+        Args:
+            params: the same tree as the plan's, of arrays.
+            donate: whether each parameter is deleted as soon as its codes are made. All are
+                looked at first, so that nothing is deleted if one can't be quantized.
+            prepack: whether parameters whose products run in kernels are packed for these; False
+                for codes and scales alone, to be saved: see ``prepack``.
+
+        Returns:
+            The tree with a ``quant_numerics.QArray`` in place of each quantized parameter
+            (a ``PackedQArray`` for 3, 5, 6 and 7 bits, which JAX has no dtypes for), or a
+            ``PrepackedWeight``.
+
+        Raises:
+            QuantizationError: another tree, other shapes or dtypes, leaves that are no arrays,
+                values that are not finite. Names the parameter and its rule. Nothing is
+                changed then.
+        """
+        return quantize.quantize(self, params, donate=donate, prepack=prepack)
+
+    def prepack(self, params: Any) -> Any:
+        """Packs quantized parameters for the kernels that compute their products.
+
+        ``quantize`` does it by itself. This is for parameters that were stored without: a packed
+        one is for the packages that are installed here.
+
+        Args:
+            params: what ``quantize(..., prepack=False)`` returned, here or elsewhere.
+
+        Returns:
+            The tree with a ``PrepackedWeight`` in place of what the plan has a kernel for. One
+            that is sharded along an axis that is contracted, or within 16 columns, stays what it
+            is, and so does what is packed already.
+
+        Raises:
+            QuantizationError: a parameter was quantized in another way than the plan's.
+        """
+        return quantize.prepack(self, params)
+
+    def optimize(
+        self,
+        params: Any,
+        batches: Iterable[Sequence[Any]],
+        passes: Sequence[Pass],
+        *,
+        donate: bool = False,
+        prepack: bool = True,
+    ) -> Optimized:
+        """Quantizes the parameters as ``quantize`` does, after passes that look at data.
+
+        The function is run in float on the batches, and what is measured at its products decides
+        how parameters are transformed and rounded. The function stays what it is: what becomes of
+        an activation goes along with the parameter.
+
+        Args:
+            params: the same tree as the plan's, of arrays.
+            batches: each the other arguments of a call, as a tuple.
+            passes: such as ``[Hadamard(), Gptq()]``, one after the other; none rounds alone.
+            donate: whether the parameters are deleted at the end.
+            prepack: as for ``quantize``.
+
+        Returns:
+            The stored parameters, in which a ``TransformedWeight`` stands for each parameter that
+            was transformed, and a report. Parameters that passes can't change (of convolutions,
+            lookups, products with batch axes and such) are quantized as by ``quantize``; the
+            report says why.
+
+        Raises:
+            QuantizationError: as ``quantize``; there is no batch; activations are not finite; the
+                plan is for the patch engine.
+            TypeError, ValueError: what is no pass, or passes in an order without a meaning.
+        """
+        from ..passes.optimize import optimize
+
+        return optimize(self, params, batches, passes, donate=donate, prepack=prepack)
+
+    def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
+        """Returns ``fn`` for parameters that ``quantize`` returned.
+
+        Put a ``jax.jit`` around it, or around what calls it: eagerly, each parameter is also
+        dequantized at each call. Arguments: see ``PtqProvider.apply``.
+
+        Where rules have a rank it also takes ``adapters``, of ``init_adapters``, and in training
+        ``dropout_key``, a random key, new at each step; without one nothing is dropped.
+        """
+        plain = infer(self.engine, self.rules, fn, statistics)
+        return with_adapters(self, fn, plain, statistics)
+
+    def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
+        """Makes adapters for ``apply`` and ``merge``, which change nothing before training.
+
+        Args:
+            key: random key.
+            dtype: float dtype; None is float32.
+
+        Returns:
+            By the pytree path of each parameter in ``lora`` its ``"a"`` and ``"b"``, of
+            ``a_shape`` and ``b_shape``. A is uniform in ±1/sqrt(fan_in), as in the code of the
+            LoRA paper (arXiv:2106.09685), and B zero; of a parameter that is only looked up A is
+            zero and B normal.
+
+        Raises:
+            QuantizationError: no rule gives a parameter an adapter, or dtype is no float.
+        """
+        return tree.init_adapters(self, key, dtype)
+
+    def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
+        """Adds adapters to their parameters, ``W + (alpha / rank) * A B``, for good.
+
+        Args:
+            params: the plan's parameters, quantized or not.
+            adapters: as ``init_adapters`` makes them, trained.
+
+        Returns:
+            The tree of float arrays, those that were quantized dequantized: to be run as it is,
+            or ``quantize``d.
+
+        Raises:
+            QuantizationError: other paths or shapes than the plan's.
+        """
+        return tree.merge(self, params, adapters)
+
+    def calibrate(
+        self, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
+    ) -> Statistics:
+        """Measures the static ranges of activations, in float, with a progress bar.
+
+        Args:
+            fn: the function that the plan is for.
+            params: its parameters: arrays; or, where ``optimize`` has transformed some, what that
+                returned, since the ranges are those of the transformed activations.
+            batches: each the other arguments of a call, as a tuple.
+
+        Returns:
+            The mean range over the batches, by site: a pytree for ``apply``, to be saved with the
+            parameters. The steps of a loop share one range, in which all of them fit.
+
+        Raises:
+            QuantizationError: no rule has ``act_static_scale``, or there is no batch.
+        """
+        return ranges.calibrate(self, fn, params, batches)
+
+    def report(
+        self,
+        params: Any,
+        *batch: Any,
+        batches: Iterable[Sequence[Any]] | None = None,
+        statistics: Statistics | None = None,
+        stored: Any = None,
+        time: bool = True,
+    ) -> QualityReport:
+        """Measures what quantization costs on data, operation by operation and end to end.
+
+        The function runs in float; each operation that is quantized is computed from the same
+        float operands in both ways. Then the quantized program runs as a whole.
+
+        Args:
+            params: the function's parameters: arrays.
+            batch: its other arguments.
+            batches: several of those instead, each as a tuple; of the shapes of the first.
+            statistics: the ranges that rules with ``act_static_scale`` need: what ``calibrate``
+                returns.
+            stored: the parameters as ``optimize`` or ``load`` returned them; None for what
+                ``quantize`` makes of ``params``.
+            time: whether to time operations and programs, too, each compiled by itself.
+
+        Returns:
+            The report: ``print`` it, or ``save_html`` it.
+
+        Raises:
+            QuantizationError: the parameters are not the plan's; there is no batch.
+            JaxtapError: a static range is needed and there is none.
+        """
+        from ..report.measure import make_report
+
+        if batches is not None and batch:
+            raise TypeError("Give the arguments of one batch, or batches=, not both.")
+        batches = [batch] if batches is None else batches
+        return make_report(self, params, batches, statistics, stored, time)
+
+    def allocate(
+        self,
+        params: Any,
+        *batch: Any,
+        budget_bits: float | None = None,
+        budget_bytes: int | None = None,
+        qtypes: Iterable[Any] = ("int2", "int3", "int4", "int5", "int6", "int7", "int8"),
+        tile_size: int | float | Sequence[int | float | None] | None = None,
+        error: Callable[[Any, Any], Any] | None = None,
+        errors: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Self:
+        """Returns a plan that gives each parameter the qtype that its bits are best spent on.
+
+        Of all choices within the budget it is the one with the least error of the output, as far
+        as the errors of single parameters add up. Each is measured, with a progress bar: the
+        function is run in float once for every parameter and qtype.
+
+        Args:
+            params: the parameters: arrays.
+            batch: the other arguments of a call: real data, a few dozen examples.
+            budget_bits: average bits per element of the parameters that the plan quantizes,
+                scales included.
+            budget_bytes: instead, of all parameters, those that stay float included, as
+                ``bytes_after`` counts them where nothing is packed for kernels.
+            qtypes: the formats to choose from. A parameter that can't have one, because tiles do
+                not divide it, has no such choice.
+            tile_size: elements per scale, as in a rule, or a sequence of those to choose from, in
+                which None is one scale per channel. None leaves it to the rules.
+            error: a function of what ``fn`` returns in float and with quantized parameters, that
+                returns a scalar, 0 or more. None is the squared error over the squared norm,
+                the mean over the floating arrays.
+            errors: ``allocation.errors`` of a plan that was allocated for the same batch; what is
+                there isn't measured again.
+
+        Returns:
+            The plan. Its rules are these with one for each chosen format (``weight_path``) before
+            the rule that it narrows; ``plan.allocation`` shows the choice. A parameter that a
+            loop takes in steps is one.
+
+        Raises:
+            QuantizationError: the budget is too small, and says what is needed; nothing is
+                quantized; a parameter has no effect on the output for this batch; two parameters
+                are multiplied with each other.
+            ValueError: no budget, or two; a qtype that isn't one.
+        """
+        from ..allocate.allocate import allocate
+
+        found = allocate(
+            self,
+            params,
+            batch,
+            budget_bits=budget_bits,
+            budget_bytes=budget_bytes,
+            qtypes=qtypes,
+            tile_size=tile_size,
+            error=error,
+            errors=errors,
+        )
+        return dataclasses.replace(
+            self, **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+        )
+
+    def empty_statistics(self, params: Any = None) -> dict[str, qn.Statistics]:
+        """Returns statistics for each activation with a static range, with nothing in them.
+
+        Args:
+            params: what ``optimize`` returned, where the function is run with that.
+        """
+        return ranges.empty_statistics(self, params)

@@ -1,0 +1,45 @@
+"""PtqProvider: post-training quantization for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from ..program.engine import follows_values
+from ..program.sites import Site
+from ..run.infer import infer, prepared, run_site
+from ..run.static import Statistics
+from .provider import XlaProvider
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PtqProvider(XlaProvider):
+    """Runs matrix products and convolutions in integers or small floats, as rules say.
+
+    ``plan`` finds what there is to quantize, ``plan.quantize(params)`` stores the parameters as
+    codes and scales, and ``apply`` runs a function on those. Parameters that are still arrays are
+    quantized each time. Activations have their own range each time (dynamic), or one that was
+    measured (``act_static_scale``).
+
+    Two quantized integer operands are multiplied as integers with int32 sums and rescaled in
+    float32. Gradients are the float operation's (straight-through). Use one provider per model:
+    the report is the provider's. Arguments: see ``XlaProvider``.
+    """
+
+    def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
+        """Return ``fn`` with its operations quantized by the rules.
+
+        Args:
+            fn: takes parameters as the plan's ``quantize`` returns them, or as arrays.
+            statistics: the ranges that rules with ``act_static_scale`` need: what
+                ``plan.calibrate`` returns.
+        """
+        if statistics is not None:
+            return infer(self._engine, self._rules, fn, statistics, self._record)
+        stored = follows_values(self._engine)
+        return prepared(self._engine.wrap(fn, self.interceptor()), stored)
+
+    def _run(self, site: Site) -> Any:
+        return run_site(site)

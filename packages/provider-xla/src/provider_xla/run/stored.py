@@ -1,0 +1,34 @@
+"""Stored parameters: the kinds of nodes that stand for them in a tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import quant_numerics as qn
+from hijax_trace import Carrier
+
+from ..kernels.packed import PrepackedWeight
+from .transformed import TransformedWeight
+
+
+def is_stored(node: Any) -> bool:
+    """Returns whether a node of parameters is a quantized one, packed or not."""
+    kinds = qn.QArray | qn.PackedQArray | PrepackedWeight | TransformedWeight | Carrier
+    return isinstance(node, kinds)
+
+
+def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
+    """Return a parameter, and the derived weights beside it, each changed."""
+    derived = {key: change(one) for key, one in held.derived.items()}
+    return dataclasses.replace(held, own=change(held.own), derived=derived)
+
+
+def unpacked_leaf(leaf: Any) -> Any:
+    """Returns a stored parameter with codes that programs take: in no packed storage."""
+    if isinstance(leaf, Carrier):
+        return mapped(unpacked_leaf, leaf)
+    if isinstance(leaf, TransformedWeight | PrepackedWeight):
+        return leaf.unpacked()
+    return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
