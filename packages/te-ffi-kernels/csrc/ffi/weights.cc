@@ -8,6 +8,7 @@
 #include "ffi/product_call.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
+#include "matmul/take.h"
 
 namespace jaxtap::ffi {
 namespace {
@@ -98,6 +99,36 @@ void Pack(const Call& call) {
        static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], Parallel(scheduler));
 }
 
+ProductConfig TakeConfigOf(const Attributes& attributes) {
+  return ProductConfigOf(attributes, static_cast<int>(NeedAttribute<int64_t>(attributes, "bits")));
+}
+
+void WarmTake(const Attributes& attributes) {
+  TakeConfigOf(attributes).Check();
+  warm_panel_checks();
+}
+
+void TakeOf(const Call& call) {
+  call.NeedCounts(2, 1);
+  const ProductConfig config = TakeConfigOf(call.attributes);
+  const Array weight = call.Operand(0, "buffer"), indices = call.Operand(1, "indices");
+  const Array out = call.Result(0, "taken");
+  Take args;
+  args.columns = NeedAttribute<int64_t>(call.attributes, "axis") == 1;
+  weight.NeedRank(2).NeedDtype({DType::U8});
+  indices.NeedRank(1).NeedDtype({DType::S32});
+  out.NeedDtype({DType::F32, DType::BF16, DType::F16})
+      .NeedShape({indices.shape[0], args.columns ? config.k : config.n},
+                 "the indices and the other axis of the weight");
+  args.weights = {weight.data, weight.shape[0], weight.shape[1], config.n, config.Check()};
+  args.indices = static_cast<const int32_t*>(indices.data);
+  args.count = indices.shape[0];
+  args.out = out.data;
+  args.dtype = out.dtype;
+  XlaScheduler scheduler(call);
+  take(args, Parallel(scheduler));
+}
+
 constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
 constexpr char kGemmW8A16[] = "te_ffi_kernels.gemm_w8a16";
 constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
@@ -108,6 +139,7 @@ constexpr char kGemvW8Stack[] = "te_ffi_kernels.gemv_w8_stack";
 constexpr char kGemvW4Stack[] = "te_ffi_kernels.gemv_w4_stack";
 constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
 constexpr char kPackW4[] = "te_ffi_kernels.pack_w4";
+constexpr char kPackedTake[] = "te_ffi_kernels.packed_take";
 
 template <const char* kTarget, const char* kStackTarget, int kBits, int kPlanes>
 struct Product {
@@ -123,6 +155,7 @@ const Product<kGemvW8, kGemvW8Stack, 8, 0> kThree;
 const Product<kGemvW4, kGemvW4Stack, 4, 0> kFour;
 const Packing<kPackW8, 8> kFive;
 const Packing<kPackW4, 4> kSix;
+const Handlers<kPackedTake, WarmTake, TakeOf> kSeven;
 
 }  // namespace
 }  // namespace jaxtap::ffi

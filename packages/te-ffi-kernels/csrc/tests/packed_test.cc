@@ -1,8 +1,10 @@
 // The packed format: known bytes, the way there and back, and what corrupted weights are told.
+#include <array>
 #include <cstdlib>
 
 #include "common/error.h"
 #include "common/isa.h"
+#include "matmul/take.h"
 #include "tests/check.h"
 #include "tests/weights.h"
 
@@ -181,6 +183,43 @@ TEST(packed_checks_once_per_weight) {
       multiplies();
     }
   }
+}
+
+TEST(packed_take_gives_the_values) {
+  std::mt19937 random(6);
+  Threads pool(2);
+  for (const auto& [bits, version, scale_bits] : kKinds) {
+    for (const auto& [k, n, group] : {std::array<int64_t, 3>{1, 1, 0}, {70, 40, 0}, {96, 130, 24}}) {
+      const Weights w = random_weights(n, panel_layout(k, group, bits, version, scale_bits), random,
+                                       1);
+      for (bool columns : {false, true}) {
+        const int32_t size = static_cast<int32_t>(columns ? n : k);
+        const int64_t width = columns ? k : n;
+        const std::vector<int32_t> indices{0, size - 1, -1, -size - 5, size + 5, size / 2};
+        const std::vector<int64_t> places{0, size - 1, size - 1, 0, size - 1, size / 2};
+        const int64_t count = static_cast<int64_t>(indices.size());
+        for (DType type : {DType::F32, DType::BF16, DType::F16}) {
+          Buffer out(count * width * static_cast<int64_t>(byte_size(type)), 1);
+          take({w.packed(), indices.data(), count, columns, out.get(), type}, Parallel(pool));
+          for (int64_t i = 0; i < count; ++i) {
+            for (int64_t j = 0; j < width; ++j) {
+              const int64_t place = places[static_cast<size_t>(i)];
+              const int64_t row = columns ? j : place, column = columns ? place : j;
+              uint8_t bytes[4];
+              set_element(bytes, type, 0,
+                          static_cast<float>(w.code(row, column)) * w.scale(row, column));
+              CHECK(element(out.get(), type, i * width + j) == element(bytes, type, 0));
+            }
+          }
+        }
+      }
+    }
+  }
+  std::vector<int32_t> index{0};
+  float out = 0;
+  const Weights none = random_weights(0, panel_layout(4, 0, 8), random);
+  CHECK(throws<Error>([&] { take({none.packed(), index.data(), 1, true, &out}, Parallel()); },
+                      "nothing to take from"));
 }
 
 TEST(packed_refusals) {

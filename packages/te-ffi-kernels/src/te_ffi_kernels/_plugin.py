@@ -18,9 +18,10 @@ _WEIGHTS = {
     "gemm_w8a16": "int8 weights, float activations",
     "gemv_w8": "int8 weights, float activations of a few rows",
     "gemv_w4": "int4 weights, float activations",
+    "packed_take": "rows or columns of packed weights, dequantized",
 }
 
-_SUPPORTS = {"pack_w8": "packing", "pack_w4": "packing"}
+_SUPPORTS = {"pack_w8": "packing", "pack_w4": "packing", "packed_take": "taking"}
 _STACKS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
 
 

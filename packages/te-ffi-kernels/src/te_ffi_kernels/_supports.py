@@ -34,6 +34,11 @@ def packing(call: KernelCall) -> bool | str:
     return packing_of(call.operands[0].shape[0], call.param("group", 0))
 
 
+def taking(call: KernelCall) -> bool | str:
+    """Tell whether rows or columns of a packed weight have a kernel."""
+    return packing_of(call.param("k", 0), call.param("group", 0))
+
+
 def packing_of(k: int, group: int) -> bool | str:
     """Tells whether k rows can have scales for every `group` of them, 0 for one."""
     if group and (group % GROUP_ALIGNMENT or k % group):

@@ -96,7 +96,7 @@ class Layout:
         return HEADER + self.groups * self.scale_bytes + self.columns * self.rows * self.bits // 8
 
     @property
-    def attributes(self) -> dict[str, int]:
+    def attributes(self) -> dict[str, Any]:
         """What kernels are told beside k and n; of version 1 its group alone."""
         if self.version == 1:
             return {"group": self.group}

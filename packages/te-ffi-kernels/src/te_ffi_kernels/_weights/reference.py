@@ -80,6 +80,24 @@ def _like(x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.expand_dims(x, range(y.ndim - x.ndim))
 
 
+def packed_take(
+    weight: PackedWeight, indices: jax.Array, *, axis: int = 1, out_dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """Take columns or rows, dequantized; see ``te_ffi_kernels.packed_take``."""
+    codes, scale = weight.unpack()
+    size = weight.shape[axis]
+    at = jnp.clip(jnp.where(indices < 0, indices + size, indices), 0, size - 1)
+    codes = jnp.take(codes, at, axis=axis, mode="clip").astype(jnp.float32)
+    scale = scale.astype(jnp.float32)
+    rows = weight.group or weight.k
+    if axis == 0:
+        values = codes * jnp.take(scale, at // rows, axis=0, mode="clip")
+    else:
+        scale = jnp.take(scale, at, axis=1, mode="clip")
+        values = jnp.moveaxis(codes * jnp.repeat(scale, rows, axis=0), 0, -1)
+    return values.astype(out_dtype)
+
+
 gemm_w8a16 = gemv_w8 = gemv_w4 = weight_only
 
 
