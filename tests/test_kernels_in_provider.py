@@ -334,7 +334,7 @@ def check_sharded(rule):
     assert isinstance(stored, PrepackedWeight)
     (buffer,) = jax.tree.leaves(stored)
     assert buffer.sharding == NamedSharding(mesh, P("d")), buffer.sharding
-    assert buffer.addressable_shards[0].data.shape[0] == 2
+    assert buffer.addressable_shards[0].data.shape[0] == buffer.shape[0] // 8
     result = run(stored, put(mesh, x))
     assert result.sharding.spec == P(None, "d"), result.sharding
     close(result)
@@ -343,7 +343,7 @@ def check_sharded(rule):
     # What can't be shared out in panels stays codes, and the plan of such parameters says so.
     for stays, why in (
         (put(mesh, w, "d"), "an axis that is contracted"),
-        (put(mesh, w[:, :64], None, "d"), "cut within a panel of 16"),
+        (put(mesh, w[:, :64], None, "d"), "cut within a panel of"),
     ):
         sharded = PtqProvider(rule).plan(relu_of_product, stays, x)
         assert why in sharded.ops[0].kernel_reason, sharded.ops[0].kernel_reason

@@ -29,12 +29,13 @@ OPS = (
 
 
 # What of _supports decides about an op, where that isn't `anything`, and of _workspace.
-_SUPPORTS = {
+_SIZED = {
     "gemm_v2": "gemm_v2",
     "fused_attn_forward": "attention",
     "fused_attn_backward": "attention",
 } | dict.fromkeys(_PRODUCTS, "packed_product")
-_WORKSPACES = _SUPPORTS | {
+_SUPPORTS = _SIZED | dict.fromkeys(("pack_w8", "pack_w4"), "packing")
+_WORKSPACES = _SIZED | {
     "grouped_quantize": "grouped_quantize",
     "fused_moe_aux_loss_forward": "moe_aux_loss",
 }

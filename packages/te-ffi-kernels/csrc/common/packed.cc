@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "common/error.h"
+#include "common/parallel.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the packed format is read as it lies");
 
@@ -11,7 +12,6 @@ namespace jaxtap {
 namespace {
 
 constexpr char kMagic[4] = {'J', 'T', 'W', 'P'};
-constexpr uint8_t kVersion = 1;
 constexpr int64_t kMostK = int64_t{1} << 31;
 constexpr int64_t kMostGroup = int64_t{1} << 16;  // integer sums over a group stay in int32
 
@@ -64,17 +64,23 @@ Sums payload_sums(const uint8_t* panel, const PanelLayout& layout) {
   return sums;
 }
 
-// Panels that passed: a set of hashes, four to a bucket. A hash that is pushed out only costs
-// another check. No locks: each entry is one word.
+uint64_t mix(uint64_t h) {
+  h = (h ^ (h >> 32)) * 0xD6E8FEB86659FD93u;
+  h = (h ^ (h >> 32)) * 0xD6E8FEB86659FD93u;
+  return h ^ (h >> 32);
+}
+
+// A payload at an address.
+uint64_t key_of(const uint8_t* panel) {
+  uint64_t h = reinterpret_cast<uintptr_t>(panel);
+  h = mix(h ^ (static_cast<uint64_t>(word_at(panel, 4)) << 32 | word_at(panel, 5)));
+  return mix(h ^ (static_cast<uint64_t>(word_at(panel, 6)) << 32 | word_at(panel, 2)));
+}
+
+// Weights that passed: a set of keys, four to a bucket. A key that is pushed out only costs another
+// check. No locks: each entry is one word.
 class Passed {
  public:
-  static uint64_t key(const uint8_t* panel) {
-    uint64_t h = reinterpret_cast<uintptr_t>(panel);
-    h = mix(h ^ (static_cast<uint64_t>(word_at(panel, 4)) << 32 | word_at(panel, 5)));
-    h = mix(h ^ (static_cast<uint64_t>(word_at(panel, 6)) << 32 | word_at(panel, 2)));
-    return h == 0 ? 1 : h;
-  }
-
   bool has(uint64_t key) const {
     const std::atomic<uint64_t>* bucket = entries_ + start(key);
     for (int i = 0; i < kWays; ++i) {
@@ -99,13 +105,7 @@ class Passed {
 
  private:
   static constexpr int kWays = 4;
-  static constexpr uint64_t kEntries = uint64_t{1} << 18;  // 2 MiB
-
-  static uint64_t mix(uint64_t h) {
-    h = (h ^ (h >> 32)) * 0xD6E8FEB86659FD93u;
-    h = (h ^ (h >> 32)) * 0xD6E8FEB86659FD93u;
-    return h ^ (h >> 32);
-  }
+  static constexpr uint64_t kEntries = uint64_t{1} << 16;  // 512 KiB
 
   static uint64_t start(uint64_t key) { return key % (kEntries / kWays) * kWays; }
 
@@ -126,7 +126,7 @@ std::string differs(const char* field, T found, T expected) {
 
 }  // namespace
 
-PanelLayout panel_layout(int64_t k, int64_t group, int bits) {
+PanelLayout panel_layout(int64_t k, int64_t group, int bits, int version, int scale_bits) {
   if (bits != 4 && bits != 8) {
     throw invalid_argument("packed weight: bits must be 4 or 8, got ", bits);
   }
@@ -141,19 +141,30 @@ PanelLayout panel_layout(int64_t k, int64_t group, int bits) {
     throw invalid_argument("packed weight: group ", group, " does not divide k = ", k,
                            "; choose one that does, or 0 for one scale per column");
   }
+  if (version != 1 && (version != 2 || bits != 4)) {
+    throw invalid_argument("packed weight: version must be 1, or 2 for 4 bits, got ", version,
+                           " for ", bits, " bits");
+  }
+  if (scale_bits != 32 && (scale_bits != 16 || version != 2)) {
+    throw invalid_argument("packed weight: scales must have 32 bits, or 16 in version 2, got ",
+                           scale_bits, " in version ", version);
+  }
   PanelLayout layout;
   layout.k = k;
   layout.group = group;
   layout.bits = bits;
+  layout.version = version;
+  layout.scale_bits = scale_bits;
   return layout;
 }
 
 void write_panel_header(uint8_t* panel, const PanelLayout& layout, int columns) {
   std::memset(panel, 0, kPanelHeader);
   std::memcpy(panel, kMagic, 4);
-  panel[4] = kVersion;
+  panel[4] = static_cast<uint8_t>(layout.version);
   panel[5] = static_cast<uint8_t>(layout.bits);
   panel[6] = static_cast<uint8_t>(columns);
+  panel[7] = layout.version == 1 ? 0 : static_cast<uint8_t>(layout.scale_bits);
   put_word(panel, 2, static_cast<uint32_t>(layout.k));
   put_word(panel, 3, static_cast<uint32_t>(layout.group));
   const Sums sums = payload_sums(panel, layout);
@@ -162,12 +173,13 @@ void write_panel_header(uint8_t* panel, const PanelLayout& layout, int columns) 
   put_word(panel, 6, header_sum(panel));
 }
 
-PanelView open_panel(const uint8_t* panel, const PanelLayout& layout, int columns, int64_t index) {
+uint64_t check_header(const uint8_t* panel, const PanelLayout& layout, int columns,
+                      int64_t index) {
   if (std::memcmp(panel, kMagic, 4) != 0) {
     throw bad_panel(index, "does not begin with \"JTWP\", so this is no packed weight");
   }
-  if (panel[4] != kVersion) {
-    throw bad_panel(index, differs<int>("format version", panel[4], kVersion));
+  if (panel[4] != layout.version) {
+    throw bad_panel(index, differs<int>("format version", panel[4], layout.version));
   }
   if (word_at(panel, 6) != header_sum(panel)) {
     throw bad_panel(index, "has a corrupted header: its checksum is wrong");
@@ -180,18 +192,29 @@ PanelView open_panel(const uint8_t* panel, const PanelLayout& layout, int column
     throw bad_panel(index, differs<int64_t>("group", word_at(panel, 3), layout.group));
   }
   if (panel[6] != columns) throw bad_panel(index, differs<int>("columns", panel[6], columns));
-  return PanelView{panel + kPanelHeader, panel + layout.codes_offset(), columns};
+  const int scale_bits = layout.version == 1 ? 0 : layout.scale_bits;
+  if (panel[7] != scale_bits) {
+    throw bad_panel(index, differs<int>("bits of a scale", panel[7], scale_bits));
+  }
+  return key_of(panel);
 }
 
 void warm_panel_checks() { passed.touch(); }
 
-void check_panel_payload(const uint8_t* panel, const PanelLayout& layout, int64_t index) {
-  const uint64_t key = Passed::key(panel);
-  if (passed.has(key)) return;
-  const Sums sums = payload_sums(panel, layout);
-  if (sums.plain != word_at(panel, 4) || sums.weighted != word_at(panel, 5)) {
-    throw bad_panel(index, "has corrupted codes or scales: their checksum is wrong");
-  }
+void check_payloads(const uint8_t* panels, const PanelLayout& layout, int64_t first, int64_t count,
+                    uint64_t key, const Parallel& parallel) {
+  if (key == 0) key = 1;  // 0 is an empty entry
+  if (count == 0 || passed.has(key)) return;
+  const int64_t bytes = layout.panel_bytes();
+  parallel.ranges(count, (int64_t{1} << 18) / bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const uint8_t* panel = panels + i * bytes;
+      const Sums sums = payload_sums(panel, layout);
+      if (sums.plain != word_at(panel, 4) || sums.weighted != word_at(panel, 5)) {
+        throw bad_panel(first + i, "has corrupted codes or scales: their checksum is wrong");
+      }
+    }
+  });
   passed.add(key);
 }
 

@@ -16,4 +16,9 @@ T NeedAttribute(const Attributes& attributes, const char* name) {
   throw invalid_argument("attribute ", name, " is missing, or of another type than it must have");
 }
 
+template <typename T, class Attributes>
+T AttributeOr(const Attributes& attributes, const char* name, T otherwise) {
+  return attributes.contains(name) ? NeedAttribute<T>(attributes, name) : otherwise;
+}
+
 }  // namespace jaxtap::ffi

@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "common/packed.h"
 #include "ffi/attributes.h"
 #include "ffi/buffers.h"
@@ -14,10 +17,13 @@ struct ProductConfig {
   int64_t n;
   int64_t group;
   int bits;
+  int64_t version;     // of the format
+  int64_t scale_bits;
 
   // Throws for a weight that there can't be.
   PanelLayout Check() const {
-    const PanelLayout layout = panel_layout(k, group, bits);
+    const PanelLayout layout = panel_layout(k, group, bits, static_cast<int>(version),
+                                            static_cast<int>(scale_bits));
     if (n < 0) throw invalid_argument("n is ", n, ", and must be at least 0");
     return layout;
   }
@@ -26,7 +32,9 @@ struct ProductConfig {
 template <class Attributes>
 ProductConfig ProductConfigOf(const Attributes& attributes, int bits) {
   return {NeedAttribute<int64_t>(attributes, "k"), NeedAttribute<int64_t>(attributes, "n"),
-          NeedAttribute<int64_t>(attributes, "group"), bits};
+          NeedAttribute<int64_t>(attributes, "group"), bits,
+          AttributeOr<int64_t>(attributes, "version", 1),
+          AttributeOr<int64_t>(attributes, "scale_bits", 32)};
 }
 
 struct ProductCall {
@@ -36,10 +44,23 @@ struct ProductCall {
   void Check(const ProductConfig& config) const {
     x.NeedRank(2).NeedDtype({DType::F32, DType::BF16, DType::F16});
     x.NeedShape({x.shape[0], config.k}, "rows and the attribute k");
-    buffer.NeedRank(2).NeedDtype({DType::U8});
+    buffer.NeedDtype({DType::U8});
     y.NeedDtype({DType::F32, DType::BF16, DType::F16})
         .NeedShape({x.shape[0], config.n}, "the rows of x and the attribute n");
   }
 };
+
+// The buffer of one weight of a stack [weights, panels, panel_bytes]. A negative index counts from
+// the end, and one beyond the ends is the end, as XLA's slices have it.
+inline const uint8_t* OneOfStack(const Array& stack, const Array& index) {
+  index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
+  const int64_t count = stack.shape[0];
+  if (count == 0) throw invalid_argument("buffer is ", stack.Text(), ", and must have a weight");
+  int32_t given;
+  std::memcpy(&given, index.data, 4);
+  const int64_t wrapped = given < 0 ? given + count : given;
+  const int64_t place = std::clamp<int64_t>(wrapped, 0, count - 1);
+  return static_cast<const uint8_t*>(stack.data) + place * stack.Product(1, 3);
+}
 
 }  // namespace jaxtap::ffi

@@ -8,55 +8,78 @@
 #include "ffi/product_call.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
+#include "matmul/take.h"
 
 namespace jaxtap::ffi {
 namespace {
 
+// Runs the kernel once on next to nothing, so that its code is in memory.
+void MultiplyOnce(const PanelLayout& layout, int planes, Isa isa) {
+  const int64_t k = layout.k, n = layout.columns();
+  std::vector<int8_t> codes(k * n, 1);
+  std::vector<uint8_t> scales(layout.scale_bytes(), 0), buffer(layout.panel_bytes());
+  std::vector<float> x(k, 1.0f), y(n);
+  const Parallel serial;
+  pack(codes.data(), scales.data(), n, layout, buffer.data(), 1, layout.panel_bytes(), serial);
+  Matmul args;
+  args.x = x.data();
+  args.m = 1;
+  args.weights = {buffer.data(), 1, layout.panel_bytes(), n, layout};
+  args.y = y.data();
+  args.planes = planes;
+  matmul(args, serial, isa);
+}
+
 // `kPlanes`: of activations; 0 chooses by dtype.
 //
-// Picks the instruction set (for AMX, this asks the system for permission), checks the
-// attributes, and runs the kernel once on next to nothing, so that its code is in memory.
+// Picks the instruction set (for AMX, this asks the system for permission), and checks the
+// attributes.
 template <int kBits, int kPlanes>
 void WarmProduct(const Attributes& attributes) {
   const ProductConfig config = ProductConfigOf(attributes, kBits);
   const Isa isa = selected_isa();
   warm_panel_checks();
-  config.Check();
-  const int64_t k = 64, n = kPanelColumns;
-  const PanelLayout layout = panel_layout(k, 0, config.bits);
-  std::vector<int8_t> codes(k * n, 1);
-  std::vector<float> scales(n, 1.0f), x(k, 1.0f), y(n);
-  std::vector<uint8_t> buffer(layout.panel_bytes());
-  const Parallel serial;
-  pack(codes.data(), scales.data(), k, n, 0, config.bits, buffer.data(), 1, layout.panel_bytes(),
-       serial);
-  Matmul args;
-  args.x = x.data();
-  args.m = 1;
-  args.weights = {buffer.data(), 1, layout.panel_bytes(), k, n, 0, config.bits};
-  args.y = y.data();
-  args.planes = kPlanes;
-  matmul(args, serial, isa);
+  PanelLayout layout = config.Check();
+  layout.k = 64;
+  layout.group = 0;
+  MultiplyOnce(layout, kPlanes, isa);
 }
 
 template <int kBits, int kPlanes>
-void Multiply(const Call& call) {
-  call.NeedCounts(2, 1);
-  const ProductConfig config = ProductConfigOf(call.attributes, kBits);
-  const Array in = call.Operand(0, "x"), weight = call.Operand(1, "buffer");
-  const Array out = call.Result(0, "y");
+void MultiplyWith(const Call& call, const Array& weight, const uint8_t* buffer,
+                  const ProductConfig& config) {
+  const Array in = call.Operand(0, "x"), out = call.Result(0, "y");
   ProductCall{in, weight, out}.Check(config);
   XlaScheduler scheduler(call);
   Matmul args;
   args.x = in.data;
   args.x_dtype = in.dtype;
   args.m = in.shape[0];
-  args.weights = {weight.data,  weight.shape[0], weight.shape[1], config.k,
-                  config.n,     config.group,    config.bits};
+  const int64_t axis = weight.rank() - 2;
+  args.weights = {buffer, weight.shape[axis], weight.shape[axis + 1], config.n, config.Check()};
   args.y = out.data;
   args.y_dtype = out.dtype;
   args.planes = kPlanes;
   matmul(args, Parallel(scheduler), selected_isa());
+}
+
+template <int kBits, int kPlanes>
+void Multiply(const Call& call) {
+  call.NeedCounts(2, 1);
+  const Array weight = call.Operand(1, "buffer");
+  weight.NeedRank(2);
+  MultiplyWith<kBits, kPlanes>(call, weight, static_cast<const uint8_t*>(weight.data),
+                               ProductConfigOf(call.attributes, kBits));
+}
+
+// With one weight of a stack, read where it lies.
+template <int kBits, int kPlanes>
+void MultiplyStack(const Call& call) {
+  call.NeedCounts(3, 1);
+  const Array stack = call.Operand(1, "buffer"), index = call.Operand(2, "index");
+  stack.NeedRank(3);
+  MultiplyWith<kBits, kPlanes>(call, stack, OneOfStack(stack, index),
+                               ProductConfigOf(call.attributes, kBits));
 }
 
 template <int kBits>
@@ -70,31 +93,69 @@ void Pack(const Call& call) {
   const PackConfig config = PackConfigOf(call.attributes, kBits);
   const Array in = call.Operand(0, "codes"), scales = call.Operand(1, "scale");
   const Array out = call.Result(0, "buffer");
-  PackCall{in, scales, out}.Check(config);
+  const PanelLayout layout = PackCall{in, scales, out}.Check(config);
   XlaScheduler scheduler(call);
-  pack(static_cast<const int8_t*>(in.data), static_cast<const float*>(scales.data), in.shape[0],
-       in.shape[1], config.group, config.bits, static_cast<uint8_t*>(out.data), out.shape[0],
-       out.shape[1], Parallel(scheduler));
+  pack(static_cast<const int8_t*>(in.data), scales.data, in.shape[1], layout,
+       static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], Parallel(scheduler));
+}
+
+ProductConfig TakeConfigOf(const Attributes& attributes) {
+  return ProductConfigOf(attributes, static_cast<int>(NeedAttribute<int64_t>(attributes, "bits")));
+}
+
+void WarmTake(const Attributes& attributes) {
+  TakeConfigOf(attributes).Check();
+  warm_panel_checks();
+}
+
+void TakeOf(const Call& call) {
+  call.NeedCounts(2, 1);
+  const ProductConfig config = TakeConfigOf(call.attributes);
+  const Array weight = call.Operand(0, "buffer"), indices = call.Operand(1, "indices");
+  const Array out = call.Result(0, "taken");
+  Take args;
+  args.columns = NeedAttribute<int64_t>(call.attributes, "axis") == 1;
+  weight.NeedRank(2).NeedDtype({DType::U8});
+  indices.NeedRank(1).NeedDtype({DType::S32});
+  out.NeedDtype({DType::F32, DType::BF16, DType::F16})
+      .NeedShape({indices.shape[0], args.columns ? config.k : config.n},
+                 "the indices and the other axis of the weight");
+  args.weights = {weight.data, weight.shape[0], weight.shape[1], config.n, config.Check()};
+  args.indices = static_cast<const int32_t*>(indices.data);
+  args.count = indices.shape[0];
+  args.out = out.data;
+  args.dtype = out.dtype;
+  XlaScheduler scheduler(call);
+  take(args, Parallel(scheduler));
 }
 
 constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
 constexpr char kGemmW8A16[] = "te_ffi_kernels.gemm_w8a16";
 constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
 constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
+constexpr char kGemmW8A8Stack[] = "te_ffi_kernels.gemm_w8a8_stack";
+constexpr char kGemmW8A16Stack[] = "te_ffi_kernels.gemm_w8a16_stack";
+constexpr char kGemvW8Stack[] = "te_ffi_kernels.gemv_w8_stack";
+constexpr char kGemvW4Stack[] = "te_ffi_kernels.gemv_w4_stack";
 constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
 constexpr char kPackW4[] = "te_ffi_kernels.pack_w4";
+constexpr char kPackedTake[] = "te_ffi_kernels.packed_take";
 
-template <const char* kTarget, int kBits, int kPlanes>
-using Product = Handlers<kTarget, WarmProduct<kBits, kPlanes>, Multiply<kBits, kPlanes>>;
+template <const char* kTarget, const char* kStackTarget, int kBits, int kPlanes>
+struct Product {
+  Handlers<kTarget, WarmProduct<kBits, kPlanes>, Multiply<kBits, kPlanes>> one;
+  Handlers<kStackTarget, WarmProduct<kBits, kPlanes>, MultiplyStack<kBits, kPlanes>> stack;
+};
 template <const char* kTarget, int kBits>
 using Packing = Handlers<kTarget, CheckPack<kBits>, Pack<kBits>>;
 
-const Product<kGemmW8A8, 8, 1> kOne;
-const Product<kGemmW8A16, 8, 0> kTwo;
-const Product<kGemvW8, 8, 0> kThree;
-const Product<kGemvW4, 4, 0> kFour;
+const Product<kGemmW8A8, kGemmW8A8Stack, 8, 1> kOne;
+const Product<kGemmW8A16, kGemmW8A16Stack, 8, 0> kTwo;
+const Product<kGemvW8, kGemvW8Stack, 8, 0> kThree;
+const Product<kGemvW4, kGemvW4Stack, 4, 0> kFour;
 const Packing<kPackW8, 8> kFive;
 const Packing<kPackW4, 4> kSix;
+const Handlers<kPackedTake, WarmTake, TakeOf> kSeven;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -57,6 +57,34 @@ struct Quantize {
   float* scale;  // of the row
 };
 
+// Products of a few rows with one panel of version 2, to rows of y. The planes of a row are put
+// together before they are rescaled:
+//   total += (sum of plane 2 * 65536 + sum of plane 1 * 256 + sum of plane 0) [* scale of x] * scale
+//   y = total [* scale of the row]
+struct Stream {
+  const int8_t* x;  // plane rows [rows * planes, x_stride]
+  int64_t x_stride;
+  int64_t rows;
+  int planes;
+  const int32_t* offsets;  // [rows * planes, offsets_stride], as those of a tile
+  int64_t offsets_stride;
+  const float* x_scales;  // null, or [rows, x_scales_stride]
+  int64_t x_scales_stride;
+  int64_t x_scales_step;  // from segment to segment
+  const float* row_scales;  // [rows], or null
+
+  const uint8_t* payload;  // of the panel, unaligned
+  int scale_bits;
+  bool grouped;  // scales precede each segment, and not the first alone
+  int64_t k;
+  int64_t segment_k;
+
+  uint8_t* y;  // of the first row and the panel's first column, unaligned
+  DType y_dtype;
+  int64_t y_stride;  // bytes
+  int64_t columns;
+};
+
 // Sums of plane rows to rows of y.
 struct Finish {
   const int32_t* sums;  // [rows * planes, stride], or null
@@ -73,6 +101,19 @@ struct Finish {
   int64_t columns;
 };
 
+// A panel of version 2 to what two of version 1 with 8 bits hold, with zero point 8.
+struct Expand {
+  const uint8_t* payload;  // of the panel, unaligned
+  int scale_bits;
+  int64_t groups;
+  int64_t group;     // rows of each
+  uint8_t* codes;    // [2, groups * group / 4, 16, 4]
+  float* scales;     // [2, groups, 16]
+};
+
+// Plane rows up to which panels of version 2 are multiplied as they lie.
+constexpr int64_t kStreamRows = 12;
+
 struct Kernels {
   int64_t block_panels;  // panels that are multiplied by all rows before the next ones are
   int64_t block_k;       // rows of K too, for exact sums; a multiple of 64
@@ -82,8 +123,11 @@ struct Kernels {
   void (*scaled8)(const Tile&);
   void (*exact4)(const Tile&);   // null where most_rows4 is 0
   void (*scaled4)(const Tile&);
-  // Codes of 4 bits to the order of 8 bits, with zero point 8: `bytes` bytes to twice as many.
-  void (*expand)(const uint8_t* nibbles, int64_t bytes, uint8_t* out);
+  // Codes of 4 bits to the order of 8 bits, with zero point 8: `lines` of 64 bytes, `stride` bytes
+  // apart, to twice as many that follow each other.
+  void (*expand)(const uint8_t* nibbles, int64_t stride, int64_t lines, uint8_t* out);
+  void (*expand_panel)(const Expand&);
+  void (*stream)(const Stream&);  // null where least_rows is beyond kStreamRows
   void (*quantize)(const Quantize&);
   void (*finish)(const Finish&);
   void (*release)();  // at the end of a task, or null

@@ -1,12 +1,13 @@
 #include "matmul/matmul.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "common/arena.h"
 #include "common/error.h"
-#include "common/packed.h"
 #include "matmul/kernels.h"
+#include "matmul/pack.h"
 
 namespace jaxtap {
 namespace {
@@ -27,6 +28,7 @@ struct ScalesTag {};
 struct GroupScalesTag {};
 struct SumsTag {};
 struct CodesTag {};
+struct PanelScalesTag {};
 
 const Kernels& kernels_of(Isa isa) {
   switch (isa) {
@@ -47,7 +49,7 @@ bool is_float(DType type) {
   return type == DType::F32 || type == DType::BF16 || type == DType::F16;
 }
 
-void check(const Matmul& a, const PanelLayout& layout) {
+void check(const Matmul& a) {
   const PackedWeights& w = a.weights;
   for (const auto& [what, type] : {std::pair{"x", a.x_dtype}, std::pair{"y", a.y_dtype}}) {
     if (!is_float(type)) {
@@ -61,12 +63,7 @@ void check(const Matmul& a, const PanelLayout& layout) {
   if (a.planes < 0 || a.planes > 3) {
     throw invalid_argument("matmul: planes must be 0, 1, 2 or 3, got ", a.planes);
   }
-  if (w.panels != panel_count(w.n) || w.panel_bytes != layout.panel_bytes()) {
-    throw invalid_argument("packed weight: k = ", w.k, ", n = ", w.n, ", group = ", w.group,
-                           " and ", w.bits, " bits are a buffer of [", panel_count(w.n), ", ",
-                           layout.panel_bytes(), "] bytes, got [", w.panels, ", ", w.panel_bytes,
-                           "]; pack the weight again, or pass its own k, n and group");
-  }
+  check_size(w.layout, w.n, w.panels, w.panel_bytes);
 }
 
 // Gives the kernels' registers back, also when a panel turns out to be corrupted.
@@ -80,8 +77,10 @@ struct Release {
 // A product of one slab of rows: what all tasks need to know.
 class Product {
  public:
-  Product(const Matmul& args, const PanelLayout& layout, int planes, const Kernels& kernels)
-      : args_(args), layout_(layout), planes_(planes), kernels_(kernels) {
+  Product(const Matmul& args, int planes, const Kernels& kernels)
+      : args_(args), layout_(args.weights.layout), planes_(planes), kernels_(kernels) {
+    const PanelLayout& layout = layout_;
+    streamed_ = layout.version == 2 && args.m * planes <= kStreamRows;
     k_ = layout.padded_k();
     exact_ = layout.group == 0 && k_ <= kExactK;
     segment_k_ = exact_ ? k_ : layout.group == 0 ? kLongSegment : layout.group;
@@ -138,42 +137,89 @@ class Product {
 
   // Splits the panels, and the rows too where there are many.
   void multiply(int64_t plane_rows, const Parallel& parallel) {
-    const int64_t panels = args_.weights.panels;
+    const int64_t panels = args_.weights.panels, wide = layout_.columns() / kPanelColumns;
     const int64_t task_rows = plane_rows <= 2 * kTaskRows ? plane_rows : kTaskRows;
     const int64_t row_tasks = (plane_rows + task_rows - 1) / task_rows;
     // Reading a panel from memory takes as long as multiplying 8 rows.
-    const int64_t steps = std::max<int64_t>(task_rows, 8) * (k_ / 4);
+    const int64_t steps = std::max<int64_t>(task_rows, 8) * (k_ / 4) * wide;
     int64_t task_panels = (kTaskSteps + steps - 1) / steps;
     if (parallel.threads() == 1) task_panels = panels;
     const int64_t wanted = std::max<int64_t>(1, 16 * parallel.threads() / row_tasks);
     task_panels = std::max(task_panels, (panels + wanted - 1) / wanted);
-    const int64_t block = kernels_.block_panels;
+    const int64_t block = std::max<int64_t>(1, kernels_.block_panels / wide);
     task_panels = (task_panels + block - 1) / block * block;
     const int64_t panel_tasks = (panels + task_panels - 1) / task_panels;
+    std::atomic<uint64_t> key{0};
     parallel.run(row_tasks * panel_tasks, [&](int64_t task) {
       const int64_t r = task / panel_tasks * task_rows, p = task % panel_tasks * task_panels;
+      const int64_t rows = std::min(plane_rows - r, task_rows);
+      const int64_t end = std::min(panels, p + task_panels);
       const Release release{kernels_.release};
-      multiply_task(r, std::min(plane_rows - r, task_rows), p, std::min(panels, p + task_panels));
+      uint64_t keys = 0;
+      for (int64_t i = p; i < end; i += block) {
+        const int64_t count = std::min(block, end - i);
+        // Each header once, where its panel is about to be read.
+        if (begin_ == 0 && r == 0) keys += check_headers(i, count);
+        if (streamed_) {
+          multiply_stream(i, count);
+        } else {
+          multiply_block(r, rows, i, count);
+        }
+      }
+      key.fetch_add(keys, std::memory_order_relaxed);
     });
-  }
-
-  void multiply_task(int64_t r, int64_t rows, int64_t panel, int64_t end) {
-    const int64_t block = kernels_.block_panels;
-    int32_t* sums = Arena<SumsTag>::get_array<int32_t>(rows * 16 * block);
-    for (; panel < end; panel += block) {
-      multiply_block(r, rows, panel, std::min(block, end - panel), sums);
+    // What was made of codes that turn out to be damaged is not returned.
+    if (begin_ == 0) {
+      check_payloads(panel_at(0), layout_, 0, panels, key.load(), parallel);
     }
   }
 
-  void multiply_block(int64_t r, int64_t rows, int64_t panel, int64_t panels, int32_t* sums) {
+  const uint8_t* panel_at(int64_t index) const {
+    return static_cast<const uint8_t*>(args_.weights.buffer) + index * args_.weights.panel_bytes;
+  }
+
+  uint64_t check_headers(int64_t panel, int64_t count) const {
+    uint64_t keys = 0;
+    for (int64_t i = panel; i < panel + count; ++i) {
+      const int columns = panel_columns(args_.weights.n, i, layout_.columns());
+      keys += check_header(panel_at(i), layout_, columns, i);
+    }
+    return keys;
+  }
+
+  void multiply_stream(int64_t panel, int64_t count) {
+    const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
+    Stream s;
+    s.x = planes_of_x_;
+    s.x_stride = stride_;
+    s.rows = rows_;
+    s.planes = planes_;
+    s.offsets = offsets_;
+    s.offsets_stride = segments_;
+    // Codes of x are rescaled before the scales of the weight, planes after.
+    s.x_scales = grouped_x_ ? group_scales_ : planes_ == 1 ? row_scales_ : nullptr;
+    s.x_scales_stride = grouped_x_ ? segments_ : 1;
+    s.x_scales_step = grouped_x_ ? 1 : 0;
+    s.row_scales = planes_ == 1 ? nullptr : row_scales_;
+    s.scale_bits = layout_.scale_bits;
+    s.grouped = layout_.group != 0;
+    s.k = k_;
+    s.segment_k = segment_k_;
+    s.y_dtype = args_.y_dtype;
+    s.y_stride = n * size;
+    for (int64_t i = panel; i < panel + count; ++i) {
+      s.payload = panel_at(i) + kPanelHeader;
+      s.y = static_cast<uint8_t*>(args_.y) + (begin_ * n + i * layout_.columns()) * size;
+      s.columns = panel_columns(n, i, layout_.columns());
+      kernels_.stream(s);
+    }
+  }
+
+  // `count` panels, which are twice as many of 16 columns in version 2.
+  void multiply_block(int64_t r, int64_t rows, int64_t panel, int64_t count) {
+    const int64_t panels = count * layout_.columns() / kPanelColumns;
     const int64_t panel_bytes = args_.weights.panel_bytes;
-    const uint8_t* first =
-        static_cast<const uint8_t*>(args_.weights.buffer) + panel * panel_bytes;
-    for (int64_t i = 0; i < panels; ++i) {
-      const int columns = panel_columns(args_.weights.n, panel + i);
-      open_panel(first + i * panel_bytes, layout_, columns, panel + i);
-      check_panel_payload(first + i * panel_bytes, layout_, panel + i);
-    }
+    const uint8_t* first = panel_at(panel);
     Tile t{};
     t.x = planes_of_x_ + r * stride_;
     t.x_stride = stride_;
@@ -183,20 +229,32 @@ class Product {
     t.codes = first + layout_.codes_offset();
     t.codes_stride = panel_bytes;
     t.panels = panels;
-    t.sums = sums;
-    t.sums_stride = 16 * kernels_.block_panels;
+    t.sums_stride = 16 * std::max(panels, kernels_.block_panels);
+    t.sums = Arena<SumsTag>::get_array<int32_t>(rows * t.sums_stride);
     t.k = k_;
     t.segment_k = segment_k_;
     t.scales = first + kPanelHeader;
     t.scales_stride = panel_bytes;
     t.scales_step = layout_.group == 0 ? 0 : 64;
     if (grouped_x_) t.x_scales = group_scales_ + r * segments_;
-    t.totals = reinterpret_cast<float*>(sums);
-    const bool packed4 = layout_.bits == 4 && rows <= kernels_.most_rows4;
+    t.totals = reinterpret_cast<float*>(t.sums);
+    const bool packed4 =
+        layout_.bits == 4 && layout_.version == 1 && rows <= kernels_.most_rows4;
     if (layout_.bits == 4 && !packed4) {
       uint8_t* codes = Arena<CodesTag>::get_array<uint8_t>(panels * 16 * k_);
-      for (int64_t i = 0; i < panels; ++i) {
-        kernels_.expand(t.codes + i * panel_bytes, 8 * k_, codes + i * 16 * k_);
+      if (layout_.version == 1) {
+        for (int64_t i = 0; i < panels; ++i) {
+          kernels_.expand(t.codes + i * panel_bytes, 64, k_ / 8, codes + i * 16 * k_);
+        }
+      } else {
+        const int64_t groups = layout_.scales();
+        float* scales = Arena<PanelScalesTag>::get_array<float>(panels * 16 * groups);
+        for (int64_t i = 0; i < count; ++i) {
+          kernels_.expand_panel({first + i * panel_bytes + kPanelHeader, layout_.scale_bits, groups,
+                                 k_ / groups, codes + i * 32 * k_, scales + i * 32 * groups});
+        }
+        t.scales = reinterpret_cast<const uint8_t*>(scales);
+        t.scales_stride = 64 * groups;
       }
       t.codes = codes;
       t.codes_stride = 16 * k_;
@@ -218,7 +276,7 @@ class Product {
 
   void finish(const Tile& t, int64_t row, int64_t rows, int64_t panel) {
     const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
-    const int64_t column = panel * kPanelColumns;
+    const int64_t column = panel * layout_.columns();
     Finish f;
     f.sums = exact_ ? t.sums : nullptr;
     f.totals = t.totals;
@@ -236,11 +294,12 @@ class Product {
   }
 
   const Matmul& args_;
-  const PanelLayout& layout_;
+  const PanelLayout layout_;
   const int planes_;
   const Kernels& kernels_;
   int64_t k_, segment_k_, segments_, stride_;
   bool exact_;
+  bool streamed_;   // few rows of a weight of version 2
   bool grouped_x_;  // int8 with a scale for each group of a row, as the weights have
   int64_t begin_ = 0, rows_ = 0;
   int8_t* planes_of_x_ = nullptr;
@@ -258,10 +317,10 @@ int default_planes(DType x_dtype, int64_t m) {
 
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   const PackedWeights& w = args.weights;
-  const PanelLayout layout = panel_layout(w.k, w.group, w.bits);
-  check(args, layout);
+  const PanelLayout& layout = w.layout;
+  check(args);
   if (args.m == 0 || w.n == 0) return;
-  if (w.k == 0) {
+  if (layout.k == 0) {
     const size_t bytes = byte_size(args.y_dtype) * static_cast<size_t>(args.m * w.n);
     std::memset(args.y, 0, bytes);
     return;
@@ -271,7 +330,7 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   if (args.m * planes < kernels->least_rows) {
     kernels = &kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);
   }
-  Product product(args, layout, planes, *kernels);
+  Product product(args, planes, *kernels);
   const int64_t fit = kSlabBytes / (layout.padded_k() * planes) / kTaskRows * kTaskRows;
   const int64_t slab = std::max(fit, kTaskRows);
   for (int64_t row = 0; row < args.m; row += slab) {

@@ -5,19 +5,18 @@
 
 #include "common/dtype.h"
 #include "common/isa.h"
+#include "common/packed.h"
 #include "common/parallel.h"
 
 namespace jaxtap {
 
-// A packed weight (common/packed.h) and what it is claimed to be, which is checked.
+// A packed weight and what it is claimed to be, which is checked.
 struct PackedWeights {
   const void* buffer = nullptr;  // uint8[panels, panel_bytes], of any alignment
   int64_t panels = 0;
   int64_t panel_bytes = 0;
-  int64_t k = 0;
   int64_t n = 0;
-  int64_t group = 0;
-  int bits = 8;
+  PanelLayout layout;
 };
 
 struct Matmul {

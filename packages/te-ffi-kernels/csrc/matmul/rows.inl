@@ -239,11 +239,27 @@ inline void finish(const Finish& f) {
   }
 }
 
-inline void expand_nibbles(const uint8_t* nibbles, int64_t bytes, uint8_t* out) {
-  for (int64_t i = 0; i < bytes; i += 64, out += 128) {
+inline void expand_nibbles(const uint8_t* nibbles, int64_t stride, int64_t lines, uint8_t* out) {
+  for (int64_t i = 0; i < lines; ++i, nibbles += stride, out += 128) {
     for (int j = 0; j < 64; ++j) {
-      out[j] = nibbles[i + j] & 0x0f;
-      out[64 + j] = static_cast<uint8_t>(nibbles[i + j] >> 4);
+      out[j] = nibbles[j] & 0x0f;
+      out[64 + j] = static_cast<uint8_t>(nibbles[j] >> 4);
     }
+  }
+}
+
+inline void expand_panel(const Expand& e) {
+  const uint8_t* at = e.payload;
+  uint8_t* codes[2] = {e.codes, e.codes + 16 * e.groups * e.group};
+  for (int64_t g = 0; g < e.groups; ++g) {
+    float scales[32];
+    load_scales(at, e.scale_bits, scales);
+    at += 4 * e.scale_bits;
+    for (int half = 0; half < 2; ++half) {
+      __builtin_memcpy(e.scales + 16 * (half * e.groups + g), scales + 16 * half, 64);
+      expand_nibbles(at + 64 * half, 128, e.group / 8, codes[half]);
+      codes[half] += 16 * e.group;
+    }
+    at += 16 * e.group;
   }
 }

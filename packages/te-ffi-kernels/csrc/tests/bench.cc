@@ -89,6 +89,7 @@ struct Shape {
   int bits, planes;
   DType type;
   bool cold;
+  int scale_bits = 32;  // 4 bits are packed in version 2
 };
 
 void run(const Shape& s, Isa isa, int threads, const std::vector<Weights>& copies, double best) {
@@ -154,6 +155,8 @@ int main(int argc, char** argv) {
        {"w8a8", 1024, 4096, 4096, 0, 8, 1, f32, false},
        {"weight-only f32", 512, 4096, 4096, 0, 8, 0, f32, false},
        {"weight-only bf16", 512, 4096, 4096, 0, 8, 0, bf16, false}},
+      {{"int4 gemv, float16, cold", 1, 4096, 4096, 32, 4, 0, bf16, true, 16},
+       {"int4 gemv, float16, hot", 1, 4096, 4096, 32, 4, 0, bf16, false, 16}},
       {{"int4 gemv, cold", 1, 4096, 4096, 32, 4, 0, bf16, true},
        {"int4 gemv, hot", 1, 4096, 4096, 32, 4, 0, bf16, false},
        {"w4a8, cold", 1, 4096, 4096, 32, 4, 1, bf16, true},
@@ -175,7 +178,9 @@ int main(int argc, char** argv) {
     const int count = s.cold ? (s.bits == 8 ? 5 : 9) : 1;
     std::vector<Weights> copies;
     for (int i = 0; i < count; ++i) {
-      copies.push_back(random_weights(s.k, s.n, s.group, s.bits, random));
+      const PanelLayout layout =
+          panel_layout(s.k, s.group, s.bits, s.bits == 4 ? 2 : 1, s.scale_bits);
+      copies.push_back(random_weights(s.n, layout, random));
     }
     for (const Shape& shape : set) {
       if (argc > 2 && std::string(shape.label).find(argv[2]) == std::string::npos) continue;

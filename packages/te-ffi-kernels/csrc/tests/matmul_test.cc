@@ -27,11 +27,15 @@ struct Case {
   int64_t m, k, n, group;
   int bits, planes;
   DType x_dtype, y_dtype;
+  int version = 1, scale_bits = 32;  // of the packed weight
+
+  PanelLayout layout() const { return panel_layout(k, group, bits, version, scale_bits); }
 
   std::string text() const {
     return "m=" + std::to_string(m) + " k=" + std::to_string(k) + " n=" + std::to_string(n) +
            " group=" + std::to_string(group) + " bits=" + std::to_string(bits) +
-           " planes=" + std::to_string(planes) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
+           " planes=" + std::to_string(planes) + " version=" + std::to_string(version) +
+           " scale_bits=" + std::to_string(scale_bits) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
   }
 };
 
@@ -149,7 +153,7 @@ void check_values(const Case& c, const Buffer& x, const Weights& w, const Buffer
 }
 
 void check_case(const Case& c, std::mt19937& random, const Parallel& parallel, int64_t offset) {
-  const Weights w = random_weights(c.k, c.n, c.group, c.bits, random, offset);
+  const Weights w = random_weights(c.n, c.layout(), random, offset);
   const Buffer x = random_rows(c, random, offset);
   const Buffer first = multiplied(c, x, w, Isa::kGeneric, Parallel(), offset);
   check_values(c, x, w, first);
@@ -169,7 +173,7 @@ TEST(matmul_edge_sizes) {
     for (int64_t k : {0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130}) {
       for (int64_t n : {0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 130}) {
         ++turn;
-        const Case c{m,
+        Case c{m,
                      k,
                      n,
                      0,
@@ -177,6 +181,10 @@ TEST(matmul_edge_sizes) {
                      1 + turn % 3,
                      kFloats[turn / 3 % 3],
                      kFloats[turn / 9 % 3]};
+        check_case(c, random, parallel, turn % 4);
+        if (c.bits == 8) continue;
+        c.version = 2;
+        c.scale_bits = turn % 4 == 1 ? 16 : 32;
         check_case(c, random, parallel, turn % 4);
       }
     }
@@ -195,7 +203,11 @@ TEST(matmul_groups) {
           for (int bits : {4, 8}) {
             ++turn;
             const DType x_dtype = kFloats[turn % 3], y_dtype = kFloats[turn / 3 % 3];
-            const Case c{m, group * count, n, group, bits, 1 + turn % 3, x_dtype, y_dtype};
+            Case c{m, group * count, n, group, bits, 1 + turn % 3, x_dtype, y_dtype};
+            check_case(c, random, parallel, turn % 4);
+            if (bits == 8) continue;
+            c.version = 2;
+            c.scale_bits = turn % 4 < 2 ? 16 : 32;
             check_case(c, random, parallel, turn % 4);
           }
         }
@@ -208,13 +220,18 @@ TEST(matmul_large) {
   std::mt19937 random(13);
   Threads pool(3);
   const Parallel parallel(pool);
-  for (int bits : {4, 8}) {
+  for (const auto& [bits, version] : {std::pair{4, 1}, std::pair{4, 2}, std::pair{8, 1}}) {
+    const auto check = [&](Case c, int64_t offset) {
+      c.version = version;
+      check_case(c, random, parallel, offset);
+    };
     // Several tasks of rows and panels, several blocks of K, and more than one slab of rows.
-    check_case({450, 96, 70, 0, bits, 1, DType::F32, DType::F32}, random, parallel, 1);
-    check_case({450, 96, 70, 32, bits, 3, DType::F32, DType::BF16}, random, parallel, 1);
-    check_case({7, 4500, 40, 0, bits, 1, DType::BF16, DType::F32}, random, parallel, 2);
-    check_case({40, 4500, 20, 0, bits, 2, DType::BF16, DType::BF16}, random, parallel, 3);
-    check_case({201, 40000, 3, 0, bits, 2, DType::F16, DType::F32}, random, parallel, 0);
+    check({450, 96, 70, 0, bits, 1, DType::F32, DType::F32}, 1);
+    check({450, 96, 70, 32, bits, 3, DType::F32, DType::BF16}, 1);
+    check({7, 4500, 40, 0, bits, 1, DType::BF16, DType::F32}, 2);
+    check({40, 4500, 20, 0, bits, 2, DType::BF16, DType::BF16}, 3);
+    check({2, 4480, 300, 64, bits, 3, DType::F32, DType::F32}, 3);
+    check({201, 40000, 3, 0, bits, 2, DType::F16, DType::F32}, 0);
   }
 }
 
@@ -223,9 +240,13 @@ TEST(matmul_never_overflows) {
   std::mt19937 random(14);
   for (int64_t k : {65536, 131008, 131072, 140000}) {
     for (int sign : {-1, 1}) {
-      for (int planes : {1, 3}) {
-        const Weights w = random_weights(k, 1, 0, 8, random, 0, sign < 0 ? -128 : 127);
-        const Case c{1, k, 1, 0, 8, planes, DType::F32, DType::F32};
+      for (const auto& [bits, planes] :
+           {std::pair{8, 1}, std::pair{8, 3}, std::pair{4, 1}, std::pair{4, 3}}) {
+        Case c{1, k, 1, 0, bits, planes, DType::F32, DType::F32};
+        c.version = bits == 4 ? 2 : 1;
+        const int most = bits == 4 ? 8 : 128;
+        const Weights w =
+            random_weights(1, c.layout(), random, 0, sign < 0 ? -most : most - 1);
         Buffer x(4 * k, 0);
         for (int64_t i = 0; i < k; ++i) set_element(x.get(), DType::F32, i, 127.0f);
         double expected = 0;
@@ -267,8 +288,7 @@ TEST(matmul_integers_are_exact) {
   std::uniform_int_distribution<int> small(-100, 100);
   Weights w = random_weights(96, 19, 0, 8, random);
   for (float& s : w.scales) s = 0.25f;
-  pack(w.codes.data(), w.scales.data(), 96, 19, 0, 8, w.buffer.get(), 2, w.packed().panel_bytes,
-       Parallel());
+  w.pack_again();
   for (int planes : {2, 3}) {
     const Case c{3, 96, 19, 0, 8, planes, DType::F32, DType::F32};
     Buffer x(3 * 96 * 4, 0);

@@ -1,8 +1,10 @@
 // The packed format: known bytes, the way there and back, and what corrupted weights are told.
+#include <array>
 #include <cstdlib>
 
 #include "common/error.h"
 #include "common/isa.h"
+#include "matmul/take.h"
 #include "tests/check.h"
 #include "tests/weights.h"
 
@@ -11,24 +13,56 @@ namespace {
 using namespace jaxtap;
 using namespace jaxtap::testing;
 
+struct Kind {
+  int bits, version, scale_bits;
+};
+
+constexpr Kind kKinds[] = {{8, 1, 32}, {4, 1, 32}, {4, 2, 32}, {4, 2, 16}};
+
 TEST(packed_round_trip) {
   std::mt19937 random(1);
   Threads pool(2);
   const int64_t ks[] = {0, 1, 3, 4, 7, 8, 63, 64, 65, 130, 192};
-  for (int bits : {4, 8}) {
+  for (const auto& [bits, version, scale_bits] : kKinds) {
     for (int64_t k : ks) {
-      for (int64_t n : {0, 1, 15, 16, 17, 130}) {
+      for (int64_t n : {0, 1, 15, 16, 17, 31, 32, 33, 130}) {
         for (int64_t group : {0, 8, 32, 64, 96}) {
           if (group != 0 && (k == 0 || k % group != 0)) continue;
-          const Weights w = random_weights(k, n, group, bits, random, 1 + k % 3);
+          const PanelLayout layout = panel_layout(k, group, bits, version, scale_bits);
+          const Weights w = random_weights(n, layout, random, 1 + k % 3);
           std::vector<int8_t> codes(w.codes.size());
-          std::vector<float> scales(w.scales.size());
+          const std::vector<uint8_t> expected = w.scale_bytes();
+          std::vector<uint8_t> scales(expected.size());
           const PackedWeights p = w.packed();
-          unpack(w.buffer.get(), p.panels, p.panel_bytes, k, n, group, bits, codes.data(),
-                 scales.data(), Parallel(pool));
+          unpack(w.buffer.get(), p.panels, p.panel_bytes, n, layout, codes.data(), scales.data(),
+                 Parallel(pool));
           CHECK(codes == w.codes);
-          CHECK(scales == w.scales);
+          CHECK(scales == expected);
         }
+      }
+    }
+  }
+}
+
+// Two groups of 8 rows and 3 columns: scales, then codes, then those of the next group.
+TEST(packed_stream_bytes) {
+  for (int scale_bits : {16, 32}) {
+    std::mt19937 random(4);
+    const PanelLayout layout = panel_layout(16, 8, 4, 2, scale_bits);
+    const Weights w = random_weights(3, layout, random);
+    const uint8_t* b = w.buffer.get();
+    const int64_t size = scale_bits / 8, group = 32 * size + 128;
+    CHECK(w.buffer.size() == 64 + 2 * group);
+    CHECK(b[4] == 2 && b[5] == 4 && b[6] == 3 && b[7] == scale_bits);
+    const DType type = scale_bits == 16 ? DType::F16 : DType::F32;
+    for (int64_t row = 0; row < 16; ++row) {
+      const uint8_t* at = b + 64 + row / 8 * group;
+      for (int64_t column = 0; column < 32; ++column) {
+        const int code = column < 3 ? w.code(row, column) : 0;
+        const float scale = column < 3 ? w.scale(row, column) : 0.0f;
+        CHECK(element(at, type, column) == static_cast<double>(scale));
+        const int byte = at[32 * size + column * 4 + row % 4];
+        CHECK((row % 8 < 4 ? byte & 15 : byte >> 4) == code + 8);
       }
     }
   }
@@ -100,7 +134,7 @@ TEST(packed_corruption_is_named) {
     CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "panel 1"));
     CHECK(throws<Error>(
         [&] {
-          unpack(w.buffer.get(), p.panels, p.panel_bytes, 64, 20, 0, 8, w.codes.data(),
+          unpack(w.buffer.get(), p.panels, p.panel_bytes, 20, p.layout, w.codes.data(),
                  w.scales.data(), Parallel());
         },
         message));
@@ -117,10 +151,86 @@ TEST(packed_corruption_is_named) {
   fails([](uint8_t* b) { b[64] ^= 1; }, "corrupted codes or scales");
 }
 
+// A weight that passed is not read again; any other at its address is.
+TEST(packed_checks_once_per_weight) {
+  std::mt19937 random(5);
+  Threads pool(2);
+  for (const auto& [bits, version, scale_bits] : kKinds) {
+    for (int64_t m : {1, 40}) {
+      const PanelLayout layout = panel_layout(96, 32, bits, version, scale_bits);
+      Weights w = random_weights(200, layout, random);
+      std::vector<float> x(static_cast<size_t>(m * 96), 1.0f), y(static_cast<size_t>(m * 200));
+      Matmul args;
+      args.x = x.data();
+      args.m = m;
+      args.weights = w.packed();
+      args.y = y.data();
+      const auto multiplies = [&] { matmul(args, Parallel(pool), Isa::kGeneric); };
+      multiplies();
+      const int64_t last = (args.weights.panels - 1) * args.weights.panel_bytes;
+      uint8_t* const panel = w.buffer.get() + last;
+      // The header of the last panel is looked at in each call.
+      panel[7] ^= 1;
+      CHECK(throws<Error>(multiplies, "corrupted header"));
+      panel[7] ^= 1;
+      multiplies();
+      // New codes at the same address are new sums in one header.
+      w.codes.back() = static_cast<int8_t>(w.codes.back() == 0 ? 1 : 0);
+      w.pack_again();
+      panel[args.weights.panel_bytes - 1] ^= 16;
+      CHECK(throws<Error>(multiplies, "corrupted codes or scales"));
+      panel[args.weights.panel_bytes - 1] ^= 16;
+      multiplies();
+    }
+  }
+}
+
+TEST(packed_take_gives_the_values) {
+  std::mt19937 random(6);
+  Threads pool(2);
+  for (const auto& [bits, version, scale_bits] : kKinds) {
+    for (const auto& [k, n, group] : {std::array<int64_t, 3>{1, 1, 0}, {70, 40, 0}, {96, 130, 24}}) {
+      const Weights w = random_weights(n, panel_layout(k, group, bits, version, scale_bits), random,
+                                       1);
+      for (bool columns : {false, true}) {
+        const int32_t size = static_cast<int32_t>(columns ? n : k);
+        const int64_t width = columns ? k : n;
+        const std::vector<int32_t> indices{0, size - 1, -1, -size - 5, size + 5, size / 2};
+        const std::vector<int64_t> places{0, size - 1, size - 1, 0, size - 1, size / 2};
+        const int64_t count = static_cast<int64_t>(indices.size());
+        for (DType type : {DType::F32, DType::BF16, DType::F16}) {
+          Buffer out(count * width * static_cast<int64_t>(byte_size(type)), 1);
+          take({w.packed(), indices.data(), count, columns, out.get(), type}, Parallel(pool));
+          for (int64_t i = 0; i < count; ++i) {
+            for (int64_t j = 0; j < width; ++j) {
+              const int64_t place = places[static_cast<size_t>(i)];
+              const int64_t row = columns ? j : place, column = columns ? place : j;
+              uint8_t bytes[4];
+              set_element(bytes, type, 0,
+                          static_cast<float>(w.code(row, column)) * w.scale(row, column));
+              CHECK(element(out.get(), type, i * width + j) == element(bytes, type, 0));
+            }
+          }
+        }
+      }
+    }
+  }
+  std::vector<int32_t> index{0};
+  float out = 0;
+  const Weights none = random_weights(0, panel_layout(4, 0, 8), random);
+  CHECK(throws<Error>([&] { take({none.packed(), index.data(), 1, true, &out}, Parallel()); },
+                      "nothing to take from"));
+}
+
 TEST(packed_refusals) {
-  const auto refused = [](int64_t k, int64_t group, int bits, const std::string& message) {
-    CHECK(throws<Error>([&] { panel_layout(k, group, bits); }, message));
+  const auto refused = [](int64_t k, int64_t group, int bits, const std::string& message,
+                          int version = 1, int scale_bits = 32) {
+    CHECK(throws<Error>([&] { panel_layout(k, group, bits, version, scale_bits); }, message));
   };
+  refused(64, 0, 8, "version must be 1, or 2 for 4 bits, got 2 for 8 bits", 2);
+  refused(64, 0, 4, "version must be 1, or 2 for 4 bits, got 3", 3);
+  refused(64, 0, 4, "or 16 in version 2, got 16 in version 1", 1, 16);
+  refused(64, 0, 4, "or 16 in version 2, got 8 in version 2", 2, 8);
   refused(64, 0, 5, "bits must be 4 or 8, got 5");
   refused(64, 12, 8, "multiple of 8 up to 65536, got 12");
   refused(64, -8, 8, "multiple of 8 up to 65536, got -8");
@@ -133,7 +243,8 @@ TEST(packed_refusals) {
   std::vector<uint8_t> out(static_cast<size_t>(panel_layout(64, 0, 4).panel_bytes()));
   const int64_t bytes = static_cast<int64_t>(out.size());
   const auto packing = [&](int64_t panel_bytes) {
-    pack(codes.data(), scales.data(), 64, 1, 0, 4, out.data(), 1, panel_bytes, Parallel());
+    pack(codes.data(), scales.data(), 1, panel_layout(64, 0, 4), out.data(), 1, panel_bytes,
+         Parallel());
   };
   CHECK(throws<Error>([&] { packing(bytes); }, "code 8 at row 17, column 0"));
   codes[17] = 0;
@@ -144,9 +255,9 @@ TEST(packed_refusals) {
   args.x = &x;
   args.y = &y;
   args.m = 1;
-  args.weights = PackedWeights{out.data(), 1, bytes, 64, 1, 0, 8};
+  args.weights = PackedWeights{out.data(), 1, bytes, 1, panel_layout(64, 0, 8)};
   CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "are a buffer of [1, "));
-  args.weights.bits = 4;
+  args.weights.layout.bits = 4;
   args.x_dtype = DType::S8;
   CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "x must be float32"));
   args.x_dtype = DType::F32;

@@ -54,8 +54,9 @@ inline void set_element(uint8_t* data, DType type, int64_t index, float value) {
 struct Weights {
   int64_t k, n, group;
   int bits;
+  PanelLayout layout;
   std::vector<int8_t> codes;
-  std::vector<float> scales;
+  std::vector<float> scales;  // numbers of float16 where the layout's have 16 bits
   Buffer buffer;
 
   int64_t scale_rows() const { return group == 0 ? 1 : k / group; }
@@ -66,32 +67,47 @@ struct Weights {
     return scales[static_cast<size_t>((group == 0 ? 0 : row / group) * n + column)];
   }
   PackedWeights packed() const {
-    PackedWeights w;
-    w.buffer = buffer.get();
-    w.panels = panel_count(n);
-    w.panel_bytes = panel_layout(k, group, bits).panel_bytes();
-    w.k = k;
-    w.n = n;
-    w.group = group;
-    w.bits = bits;
-    return w;
+    return {buffer.get(), panel_count(n, layout.columns()), layout.panel_bytes(), n, layout};
+  }
+  // The scales as they are packed.
+  std::vector<uint8_t> scale_bytes() const {
+    std::vector<uint8_t> bytes(scales.size() * static_cast<size_t>(layout.scale_bits / 8));
+    for (size_t i = 0; i < scales.size(); ++i) {
+      set_element(bytes.data(), layout.scale_bits == 16 ? DType::F16 : DType::F32,
+                  static_cast<int64_t>(i), scales[i]);
+    }
+    return bytes;
+  }
+  void pack_again() {
+    const PackedWeights p = packed();
+    pack(codes.data(), scale_bytes().data(), n, layout, buffer.get(), p.panels, p.panel_bytes,
+         Parallel());
   }
 };
 
-inline Weights random_weights(int64_t k, int64_t n, int64_t group, int bits, std::mt19937& random,
+inline Weights random_weights(int64_t n, const PanelLayout& layout, std::mt19937& random,
                               int64_t offset = 0, int constant = 1000) {
-  const int64_t panel_bytes = panel_layout(k, group, bits).panel_bytes();
-  Weights w{k, n, group, bits, {}, {}, Buffer(panel_count(n) * panel_bytes, offset)};
-  w.codes.resize(static_cast<size_t>(k * n));
+  const int bits = layout.bits;
+  const int64_t count = panel_count(n, layout.columns());
+  Weights w{layout.k, n,  layout.group, bits,
+            layout,   {}, {},           Buffer(count * layout.panel_bytes(), offset)};
+  w.codes.resize(static_cast<size_t>(w.k * n));
   const int low = bits == 8 ? -128 : -8, high = bits == 8 ? 127 : 7;
   std::uniform_int_distribution<int> code(low, high);
   for (int8_t& c : w.codes) c = static_cast<int8_t>(constant == 1000 ? code(random) : constant);
   std::uniform_real_distribution<float> scale(0.001f, 0.01f);
   w.scales.resize(static_cast<size_t>(w.scale_rows() * n));
-  for (float& s : w.scales) s = scale(random);
-  pack(w.codes.data(), w.scales.data(), k, n, group, bits, w.buffer.get(), panel_count(n),
-       panel_bytes, Parallel());
+  for (float& s : w.scales) {
+    s = scale(random);
+    if (layout.scale_bits == 16) s = f16_to_f32(f32_to_f16(s));
+  }
+  w.pack_again();
   return w;
+}
+
+inline Weights random_weights(int64_t k, int64_t n, int64_t group, int bits, std::mt19937& random,
+                              int64_t offset = 0, int constant = 1000) {
+  return random_weights(n, panel_layout(k, group, bits), random, offset, constant);
 }
 
 }  // namespace jaxtap::testing

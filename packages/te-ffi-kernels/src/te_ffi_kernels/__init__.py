@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ._weights.pack import pack_w4, pack_w8
     from ._weights.packed import PackedWeight
     from ._weights.products import gemm_w8a8, gemm_w8a16, gemv_w4, gemv_w8
+    from ._weights.take import packed_take
 
 __all__ = [
     "ActivationEnum",
@@ -102,6 +103,7 @@ __all__ = [
     "normalization_fwd",
     "pack_w4",
     "pack_w8",
+    "packed_take",
     "quantize_dact_dbias",
     "reference",
     "register",
@@ -165,6 +167,7 @@ _LAZY = {
     "normalization_fwd": "_norms.ops",
     "pack_w4": "_weights.pack",
     "pack_w8": "_weights.pack",
+    "packed_take": "_weights.take",
     "quantize_dact_dbias": "_activations.ops",
     "register": "_warmup",
     "scaled_masked_softmax_bwd": "_softmax.ops",

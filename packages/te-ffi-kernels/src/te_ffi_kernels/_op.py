@@ -71,6 +71,13 @@ def call(
     return lax.platform_dependent(*operands, default=cast(reference), **branches)
 
 
+def has_kernel(op: str, platform: str, operands: Sequence[Any], **params: Any) -> bool:
+    """Return whether this process can run an op's kernel on a platform."""
+    if not _has_backend(platform):
+        return False
+    return select_kernel(op, platform, operands, **params).spec is not None
+
+
 @functools.cache
 def _has_backend(platform: str) -> bool:
     """Whether this process can run on a platform: ``JAX_PLATFORMS`` may leave the CPU out."""

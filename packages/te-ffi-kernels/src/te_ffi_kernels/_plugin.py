@@ -18,26 +18,38 @@ _WEIGHTS = {
     "gemm_w8a16": "int8 weights, float activations",
     "gemv_w8": "int8 weights, float activations of a few rows",
     "gemv_w4": "int4 weights, float activations",
+    "packed_take": "rows or columns of packed weights, dequantized",
 }
 
-_KINDS = {"pack_w8": "packing", "pack_w4": "packing"}
+_SUPPORTS = {"pack_w8": "packing", "pack_w4": "packing", "packed_take": "taking"}
+_STACKS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
 
 
 @hookimpl
 def jaxtap_register_kernels():
     """Returns the kernels."""
-    return [
-        KernelSpec(
-            target=f"te_ffi_kernels.{op}",
-            platform="cpu",
-            handlers="te_ffi_kernels._ffi:registrations",
-            op=op,
-            supports=f"te_ffi_kernels._supports:{_KINDS.get(op, 'product')}",
-            summary=summary,
-            apply=f"te_ffi_kernels:{op}",
-        )
+    weights = [
+        _spec(op, summary, _SUPPORTS.get(op, "product"), apply=f"te_ffi_kernels:{op}")
         for op, summary in _WEIGHTS.items()
-    ] + [*TE, *ATTENTION, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
+    ]
+    # What these ops call with an index, so without an apply.
+    stacks = [
+        _spec(f"{op}_stack", f"{_WEIGHTS[op]}; one weight of a stack", "product_of_stack")
+        for op in _STACKS
+    ]
+    return [*weights, *stacks, *TE, *ATTENTION, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
+
+
+def _spec(op: str, summary: str, supports: str, apply: str | None = None) -> KernelSpec:
+    return KernelSpec(
+        target=f"te_ffi_kernels.{op}",
+        platform="cpu",
+        handlers="te_ffi_kernels._ffi:registrations",
+        op=op,
+        supports=f"te_ffi_kernels._supports:{supports}",
+        summary=summary,
+        apply=apply,
+    )
 
 
 @hookimpl

@@ -1,6 +1,6 @@
 """Which calls the kernels take."""
 
-from interception_core import KernelCall
+from interception_core import KernelCall, select_kernel
 
 from ._te.supports import anything
 from ._weights.layout import GROUP_ALIGNMENT
@@ -19,9 +19,24 @@ def product(call: KernelCall) -> bool | str:
     return anything(call) if fits is True else fits
 
 
+def product_of_stack(call: KernelCall) -> bool | str:
+    """Tell whether a product of x[m, k] with one weight of a stack reads the stack."""
+    op = call.op.removesuffix("_stack")
+    found = select_kernel(op, call.platform, call.operands, **dict(call.params))
+    if found.spec is None:
+        return found.reason
+    # One of another package takes a weight alone.
+    return found.spec.target == f"te_ffi_kernels.{op}" or f"{found.spec.target} runs {op}"
+
+
 def packing(call: KernelCall) -> bool | str:
     """Tells whether codes[k, n] have a packed form."""
     return packing_of(call.operands[0].shape[0], call.param("group", 0))
+
+
+def taking(call: KernelCall) -> bool | str:
+    """Tell whether rows or columns of a packed weight have a kernel."""
+    return packing_of(call.param("k", 0), call.param("group", 0))
 
 
 def packing_of(k: int, group: int) -> bool | str:

@@ -28,9 +28,9 @@ def problems(draw, bits=8):
     return x, *weight(rng, k, draw(SIZES), bits, groups)
 
 
-def packed(codes, scale, bits=8):
+def packed(codes, scale, bits=8, **version):
     pack = te.pack_w8 if bits == 8 else te.pack_w4
-    return pack(jnp.asarray(codes), jnp.asarray(scale))
+    return pack(jnp.asarray(codes), jnp.asarray(scale), **version)
 
 
 @pytest.mark.slow
@@ -58,7 +58,10 @@ def test_weight_only_beside_float64(data, dtype):
     bits = WEIGHT_ONLY[op]
     x, codes, scale = data.draw(problems(bits))
     x = jnp.asarray(x).astype(dtype)
-    y = op(x, packed(codes, scale, bits), out_dtype=jnp.float32)
+    version = {"version": data.draw(st.sampled_from([1, 2]))} if bits == 4 else {}
+    if version.get("version") == 2:
+        scale = scale.astype(data.draw(st.sampled_from([np.float16, np.float32])))
+    y = op(x, packed(codes, scale, bits, **version), out_dtype=jnp.float32)
     full, wide = matrix(codes, scale), np.asarray(x, np.float64)
     error = np.abs(np.asarray(y, np.float64) - wide @ full)
     # Fixed point of the row's largest magnitude: 23 bits for float32, 15 for the 16-bit floats.
@@ -176,12 +179,13 @@ ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-@pytest.mark.parametrize("op", [te.gemm_w8a8, te.gemv_w8])
+@pytest.mark.parametrize("op", [te.gemm_w8a8, te.gemv_w8, te.gemv_w4])
 def test_damaged_weights_are_refused(what, op):
     place, message = DAMAGE[what]
     # Another weight each time: what was checked at an address once is not checked again.
-    seed = [list(DAMAGE).index(what), op is te.gemv_w8]
-    w = packed(*weight(np.random.default_rng(seed), 64, 40))
+    bits = WEIGHT_ONLY.get(op, 8)
+    seed = [list(DAMAGE).index(what), list(WEIGHT_ONLY).index(op) if op in WEIGHT_ONLY else 9]
+    w = packed(*weight(np.random.default_rng(seed), 64, 40, bits), bits)
     x = jnp.ones((2, 64))
     good = op(x, w)
     damaged = jax.tree.map(lambda b: b.at[1, place].set(b[1, place] ^ np.uint8(3)), w)

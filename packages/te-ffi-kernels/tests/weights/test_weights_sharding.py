@@ -19,10 +19,10 @@ OPS = [
 
 # columns, shardings of the rows and of the panels, and the block that each device computes
 BLOCKS = [
-    (128, "data", "model", "f32[8,32]"),
-    (128, None, ("data", "model"), "f32[16,16]"),
-    (128, ("data", "model"), None, "f32[2,128]"),
-    (128, None, None, "f32[16,128]"),
+    (256, "data", "model", "f32[8,64]"),
+    (256, None, ("data", "model"), "f32[16,32]"),
+    (256, ("data", "model"), None, "f32[2,256]"),
+    (256, None, None, "f32[16,256]"),
     # The last panel is not full: rows can be shared out alone.
     (120, "data", None, "f32[8,120]"),
 ]
@@ -50,6 +50,19 @@ def test_blocks(mesh):
             compiled = jax.jit(op).lower(xs, ws).compile()
             assert_block(compiled, "", block, case)
             np.testing.assert_array_equal(compiled(xs, ws), op(x, w), err_msg=str(case))
+
+
+def test_one_weight_of_a_stack_in_blocks(mesh):
+    rng = np.random.default_rng(0)
+    x = activation(rng)
+    for op, pack in OPS[2:]:
+        codes = jnp.asarray(rng.integers(-7, 8, (3, 64, 256)), jnp.int8)
+        stack = pack(codes, jnp.full((3, 1, 256), 0.1))
+        xs = put(mesh, x, "data", None)
+        ws = jax.tree.map(lambda b: put(mesh, b, None, "model", None), stack)
+        compiled = jax.jit(lambda x, w, i, op=op: op(x, w, index=i)).lower(xs, ws, 1).compile()
+        assert_block(compiled, "", "f32[8,64]", op.__name__)
+        np.testing.assert_array_equal(compiled(xs, ws, 1), op(x, stack, index=1))
 
 
 def test_in_shard_map_the_block_is_the_whole(mesh):

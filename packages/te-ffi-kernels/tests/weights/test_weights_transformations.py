@@ -1,3 +1,6 @@
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,7 +119,7 @@ def test_a_process_without_the_platform_gets_the_reference(op, monkeypatch):
 def test_export_for_several_platforms(op):
     w, x = layer(stack(op), 0), rows(5, 48)
     exported = jax.export.export(
-        jax.jit(lambda x, b: op(x, te.PackedWeight(b, w.k, w.n, w.bits, w.group))),
+        jax.jit(lambda x, b: op(x, dataclasses.replace(w, buffer=b))),
         platforms=("cpu", "cuda"),
         disabled_checks=te.export_checks(),
     )(x, w.buffer)
@@ -132,3 +135,79 @@ def test_no_rows_and_one_column(op):
     assert op(rows(3, 48), w).shape == (3, 1)
     none = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.ones((48, 0), jnp.int8), jnp.ones((1, 0)))
     assert op(rows(3, 48), none).shape == (3, 0)
+
+
+def test_one_weight_of_a_stack(op):
+    w, x = stack(op), rows(5, 48)
+    indexed = jax.jit(lambda x, w, i: op(x, w, index=i))
+    # As lax.dynamic_index_in_dim: from the end, and clamped.
+    for i in (0, 1, 2, -1, -3, 3, 100, -4, -100, 2**31 - 1, -(2**31)):
+        one = jax.lax.dynamic_index_in_dim(w.buffer, i, keepdims=False)
+        np.testing.assert_array_equal(
+            indexed(x, w, i), op(x, dataclasses.replace(w, buffer=one)), err_msg=str(i)
+        )
+
+
+@pytest.mark.slow
+def test_transformations_of_an_index(op, leaks):
+    w, x = stack(op), rows(3, 5, 48)
+    each = jnp.stack([op(x[i], layer(w, i)) for i in range(3)])
+    np.testing.assert_array_equal(jax.vmap(lambda x, i: op(x, w, index=i))(x, jnp.arange(3)), each)
+    np.testing.assert_array_equal(jax.vmap(lambda x: op(x, w, index=1))(x), op(x, layer(w, 1)))
+    mapped = jax.vmap(lambda w: op(x[0], w, index=2))(jax.tree.map(lambda b: b[None], w))
+    np.testing.assert_array_equal(mapped[0], op(x[0], layer(w, 2)))
+    loss = lambda x, i: (op(x, w, index=i) ** 2).sum()  # noqa: E731
+    expected = jax.grad(lambda x: (op(x, layer(w, 2)) ** 2).sum())(x[0])
+    np.testing.assert_allclose(leaks(jax.grad(loss))(x[0], 2), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.optimized
+def test_a_scan_reads_weights_where_they_lie_in_the_stack(op):
+    """Nothing in the compiled program makes the bytes of one weight, or of the stack, again."""
+    w, x = stack(op), rows(5, 48)
+
+    def run(x, w):
+        step = lambda x, i: (jnp.tanh(op(x, w, index=i)), None)  # noqa: E731
+        return jax.lax.scan(step, x, jnp.arange(3))[0]
+
+    def sliced(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(op(x, w)), None), x, w)[0]
+
+    np.testing.assert_array_equal(jax.jit(run)(x, w), jax.jit(sliced)(x, w))
+    made = r"= u8\[[\d,]*\]\S* (?!parameter|get-tuple-element|bitcast)"
+    text = jax.jit(run).lower(x, w).compile().as_text()
+    assert f'custom_call_target="te_ffi_kernels.{op.__name__}_stack"' in text
+    assert not re.findall(made, text)
+    # What a scan over the weights themselves does copy.
+    assert re.findall(made, jax.jit(sliced).lower(x, w).compile().as_text())
+
+
+@pytest.mark.slow
+def test_a_stack_on_other_platforms(op):
+    w, x = stack(op), rows(5, 48)
+    exported = jax.export.export(
+        jax.jit(lambda x, b, i: op(x, dataclasses.replace(w, buffer=b), index=i)),
+        platforms=("cpu", "cuda"),
+        disabled_checks=te.export_checks(),
+    )(x, w.buffer, 1)
+    np.testing.assert_array_equal(exported.call(x, w.buffer, 1), op(x, layer(w, 1)))
+    text = jax.jit(lambda x, w, i: op(x, w, index=i)).trace(x, w, 1)
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    assert "te_ffi_kernels" not in text
+    assert "dot_general" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: (w, jnp.ones(2, jnp.int32)), "index must be a scalar integer"),
+        (lambda w: (w, 1.0), "index must be a scalar integer"),
+        (lambda w: (layer(w, 0), 1), "must be a stack along one axis"),
+        (lambda w: (jax.tree.map(lambda b: b[None], w), 1), "must be a stack along one axis"),
+        (lambda w: (jax.tree.map(lambda b: b[:0], w), 1), "must be a stack along one axis"),
+    ],
+)
+def test_indices_that_are_none(change, message):
+    w, index = change(stack(te.gemv_w8))
+    with pytest.raises((TypeError, ValueError), match=rf"gemv_w8: .*{message}"):
+        te.gemv_w8(rows(2, 48), w, index=index)

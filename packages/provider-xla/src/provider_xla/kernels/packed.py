@@ -19,8 +19,8 @@ from interception_core import get_op
 
 from ..errors import QuantizationError
 
-PANEL = 16
-"""Columns that are packed together: what is sharded along columns is cut between them."""
+PANELS = {8: 16, 4: 32}
+"""Columns that are packed together, by bits: shards along columns are cut between them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,9 @@ class Packing:
         if first is not None and parts[first]:
             count = math.prod(sharding.mesh.shape[name] for name in parts[first])
             columns = self.matrix(shape)[1]
-            if columns % (count * PANEL):
-                return f"{columns} columns on {count} devices are cut within a panel of {PANEL}"
+            panel = PANELS[self.bits]
+            if columns % (count * panel):
+                return f"{columns} columns on {count} devices are cut within a panel of {panel}"
         return None
 
 

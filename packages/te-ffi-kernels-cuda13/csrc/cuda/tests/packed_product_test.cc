@@ -24,8 +24,7 @@ TEST(cuda_pack_writes_the_bytes_of_the_cpu) {
         if (n > 1) {
           weights.scales[1] = kNan;
           weights.scales[0] = -0.0f;
-          pack(weights.codes.data(), weights.scales.data(), k, n, group, bits,
-               weights.buffer.get(), panel_count(n), weights.packed().panel_bytes, Parallel());
+          weights.pack_again();
         }
         Buffer found(weights.buffer.size(), 0);
         cuda::packed_pack({weights.codes.data(), weights.scales.data(), k, n, group, bits,
@@ -45,7 +44,7 @@ TEST(cuda_pack_wraps_around_beyond_4_bits) {
   const PanelLayout layout = panel_layout(8, 0, 4);
   Buffer found(layout.panel_bytes(), 0), wanted(layout.panel_bytes(), 0);
   cuda::packed_pack({codes, &scale, 8, 1, 0, 4, found.get()}, nullptr);
-  pack(wrapped, &scale, 8, 1, 0, 4, wanted.get(), 1, layout.panel_bytes(), Parallel());
+  pack(wrapped, &scale, 1, layout, wanted.get(), 1, layout.panel_bytes(), Parallel());
   CHECK(same(found, wanted));
 }
 
@@ -202,8 +201,7 @@ TEST(cuda_products_of_floats_with_scales_of_many_sizes) {
         w.scales[i] *= size * (i % 7 == 0 ? 1e-4f : i % 5 == 0 ? -1.0f : 1.0f);
       }
       for (size_t g = 0; g < 3; ++g) w.scales[g * 20 + 3] = 0.0f;
-      pack(w.codes.data(), w.scales.data(), w.k, w.n, w.group, w.bits, w.buffer.get(),
-           panel_count(w.n), w.packed().panel_bytes, Parallel());
+      w.pack_again();
       check_floats(run);
     }
   }

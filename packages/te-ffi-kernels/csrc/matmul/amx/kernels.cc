@@ -8,6 +8,7 @@
 
 #include "common/convert.h"
 #include "common/amx_tile.h"
+#include "matmul/halves.h"
 
 namespace jaxtap {
 namespace {
@@ -184,8 +185,8 @@ void scaled8(const Tile& t) { all_blocks(t, chunk_of(t.segment_k), scaled_block)
 
 const Kernels& amx_kernels() {
   static constexpr Kernels kKernels = {
-      2, 1024, 16, 0, exact8, scaled8, nullptr, nullptr, expand_nibbles, quantize_row, finish,
-      release};
+      2, 1024, 16, 0, exact8, scaled8, nullptr, nullptr, expand_nibbles, expand_panel, nullptr, quantize_row,
+      finish, release};
   return kKernels;
 }
 

@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "common/convert.h"
+#include "matmul/halves.h"
 
 namespace jaxtap {
 namespace {
@@ -23,6 +24,36 @@ JAXTAP_INLINE __m256i broadcast4(const int8_t* x) {
   int32_t word;
   __builtin_memcpy(&word, x, 4);
   return _mm256_set1_epi32(word);
+}
+
+// Adds products with codes of 4 bits over `k` rows of K to the sums of R plane rows and the two
+// halves of 16 columns, whose lines are kStride bytes apart.
+template <int R, int kStride>
+JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+                               __m256i (&acc)[R][2]) {
+  const __m256i mask = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
+  for (int64_t i = 0; i < k; i += 8, codes += kStride) {
+    _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+    __m256i low[2], high[2];
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m256i both = load(codes + 32 * h);
+      low[h] = _mm256_and_si256(both, mask);
+      high[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const int8_t* row = x + r * x_stride + i;
+      const __m256i b_low = broadcast4(row), b_high = broadcast4(row + 4);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        // Four products of at most 15 * 128: far from the ends of int16.
+        const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[h], b_low),
+                                               _mm256_maddubs_epi16(high[h], b_high));
+        acc[r][h] = _mm256_add_epi32(acc[r][h], _mm256_madd_epi16(pairs, ones));
+      }
+    }
+  }
 }
 
 // Adds products over `k` rows of K to the sums of R plane rows and the two halves of a panel.
@@ -54,29 +85,7 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
       }
     }
   } else {
-    const __m256i mask = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
-    for (int64_t i = 0; i < k; i += 8, codes += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
-      __m256i low[2], high[2];
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        const __m256i both = load(codes + 32 * h);
-        low[h] = _mm256_and_si256(both, mask);
-        high[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const int8_t* row = x + r * x_stride + i;
-        const __m256i b_low = broadcast4(row), b_high = broadcast4(row + 4);
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) {
-          // Four products of at most 15 * 128: far from the ends of int16.
-          const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[h], b_low),
-                                                 _mm256_maddubs_epi16(high[h], b_high));
-          acc[r][h] = _mm256_add_epi32(acc[r][h], _mm256_madd_epi16(pairs, ones));
-        }
-      }
-    }
+    add_nibbles<R, 64>(x, x_stride, codes, k, acc);
   }
 }
 
@@ -170,6 +179,29 @@ void all_blocks(const Tile& t) {
   }
 }
 
+// 16 columns at a time: the sums of 32 would leave no registers.
+template <int kRows>
+JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+                               const int32_t* offsets, int64_t offsets_stride,
+                               int32_t (*sums)[32]) {
+  for (int half = 0; half < 2; ++half) {
+    __m256i acc[kRows][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * offsets_stride]);
+    }
+    add_nibbles<kRows, 128>(x, x_stride, codes + 64 * half, k, acc);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      __m256i* to = reinterpret_cast<__m256i*>(sums[r] + 16 * half);
+      _mm256_storeu_si256(to, acc[r][0]);
+      _mm256_storeu_si256(to + 1, acc[r][1]);
+    }
+  }
+}
+
+#include "matmul/stream.inl"
+
 }  // namespace
 
 const Kernels& avx2_kernels() {
@@ -182,6 +214,8 @@ const Kernels& avx2_kernels() {
                                        all_blocks<4, false>,
                                        all_blocks<4, true>,
                                        expand_nibbles,
+                                       expand_panel,
+                                       stream,
                                        quantize_row,
                                        finish,
                                        nullptr};

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "common/convert.h"
+#include "matmul/halves.h"
 
 namespace jaxtap {
 namespace {
@@ -15,6 +16,7 @@ namespace {
 constexpr int64_t kRows = 6;  // 6 rows by 4 panels of sums leave 8 registers for the operands
 constexpr int64_t kFewRows = 4;  // up to here memory is the limit: prefetch
 constexpr int64_t kAhead = 2048;  // bytes
+constexpr int64_t kStreamAhead = 4 * 576;  // bytes: four groups of 32 rows in a panel of 32 columns
 
 JAXTAP_INLINE __m512i broadcast4(const int8_t* x) {
   int32_t word;
@@ -192,12 +194,60 @@ void scaled4(const Tile& t) {
   }
 }
 
+// Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
+// register wait for each other.
+template <int kRows>
+JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+                               const int32_t* offsets, int64_t offsets_stride,
+                               int32_t (*sums)[32]) {
+  constexpr int kParts = kRows <= 3 ? 2 : 1;
+  const __m512i mask = _mm512_set1_epi8(0x0f);
+  __m512i acc[kParts][kRows][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+    if (kParts == 2) acc[kParts - 1][r][0] = acc[kParts - 1][r][1] = _mm512_setzero_si512();
+    acc[0][r][0] = acc[0][r][1] = _mm512_set1_epi32(-offsets[r * offsets_stride]);
+  }
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < k; i += 8, codes += 128) {
+    __m512i low[2], high[2];
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m512i both = _mm512_loadu_si512(codes + 64 * h);
+      _mm_prefetch(reinterpret_cast<const char*>(codes + 64 * h + kStreamAhead), _MM_HINT_T0);
+      low[h] = _mm512_and_si512(both, mask);
+      high[h] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const int8_t* row = x + r * x_stride + i;
+      const __m512i b_low = broadcast4(row), b_high = broadcast4(row + 4);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        acc[0][r][h] = _mm512_dpbusd_epi32(acc[0][r][h], low[h], b_low);
+        acc[kParts - 1][r][h] = _mm512_dpbusd_epi32(acc[kParts - 1][r][h], high[h], b_high);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      __m512i sum = acc[0][r][h];
+      if (kParts == 2) sum = _mm512_add_epi32(sum, acc[kParts - 1][r][h]);
+      _mm512_storeu_si512(sums[r] + 16 * h, sum);
+    }
+  }
+}
+
+#include "matmul/stream.inl"
+
 }  // namespace
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
-      4, 4096, 1, 12, exact8, scaled8, exact4, scaled4, expand_nibbles, quantize_row, finish,
-      nullptr};
+      4, 4096, 1, 12, exact8, scaled8, exact4, scaled4, expand_nibbles, expand_panel, stream, quantize_row,
+      finish, nullptr};
   return kKernels;
 }
 

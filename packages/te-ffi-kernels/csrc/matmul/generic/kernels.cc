@@ -2,6 +2,7 @@
 #include "matmul/kernels.h"
 
 #include "common/convert.h"
+#include "matmul/halves.h"
 
 namespace jaxtap {
 namespace {
@@ -60,12 +61,35 @@ void scaled8(const Tile& t) {
   }
 }
 
+template <int kRows>
+JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+                               const int32_t* offsets, int64_t offsets_stride,
+                               int32_t (*sums)[32]) {
+  for (int r = 0; r < kRows; ++r, x += x_stride) {
+    uint32_t acc[32];
+    for (int c = 0; c < 32; ++c) acc[c] = 0u - static_cast<uint32_t>(offsets[r * offsets_stride]);
+    const uint8_t* line = codes;
+    for (int64_t i = 0; i < k; i += 8, line += 128) {
+      for (int j = 0; j < 4; ++j) {
+        const int32_t low = x[i + j], high = x[i + 4 + j];
+        for (int c = 0; c < 32; ++c) {
+          const int32_t byte = line[4 * c + j];
+          acc[c] += static_cast<uint32_t>(low * (byte & 15) + high * (byte >> 4));
+        }
+      }
+    }
+    __builtin_memcpy(sums[r], acc, sizeof(acc));
+  }
+}
+
+#include "matmul/stream.inl"
+
 }  // namespace
 
 const Kernels& generic_kernels() {
   static constexpr Kernels kKernels = {
-      1, 4096, 1, 0, exact8, scaled8, nullptr, nullptr, expand_nibbles, quantize_row, finish,
-      nullptr};
+      1, 4096, 1, 0, exact8, scaled8, nullptr, nullptr, expand_nibbles, expand_panel, stream, quantize_row,
+      finish, nullptr};
   return kKernels;
 }
 

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import _op
-from . import reference
-from .layout import COLUMNS, GROUP_ALIGNMENT, group_count, panel_bytes
+from .layout import GROUP_ALIGNMENT, Layout
 from .packed import PackedWeight
 
 
 def pack_w8(codes: jax.Array, scale: jax.Array) -> PackedWeight:
-    """Packs a weight in 8 bits, for ``gemm_w8a8``, ``gemm_w8a16`` and ``gemv_w8``.
+    """Pack a weight in 8 bits, for ``gemm_w8a8``, ``gemm_w8a16`` and ``gemv_w8``.
 
     Args:
         codes: int8[*lead, k, n], what a product sums over first.
@@ -31,32 +30,42 @@ def pack_w8(codes: jax.Array, scale: jax.Array) -> PackedWeight:
     return _pack("pack_w8", codes, scale, 8)
 
 
-def pack_w4(codes: jax.Array, scale: jax.Array) -> PackedWeight:
-    """Packs a weight in 4 bits, for ``gemv_w4``.
+def pack_w4(codes: jax.Array, scale: jax.Array, *, version: int | None = None) -> PackedWeight:
+    """Pack a weight in 4 bits, for ``gemv_w4``.
 
-    As ``pack_w8``; codes are int4, or int8 between -8 and 7 (those beyond are an error of the
-    kernel on CPU, and wrap around elsewhere).
+    Args:
+        codes: int4[*lead, k, n], or int8 between -8 and 7 (those beyond are an error of the kernel
+            on CPU, and wrap around elsewhere).
+        scale: float32 or float16 [*lead, groups, n], as for ``pack_w8``. Scales are stored as they
+            are: float16 makes 4.5 bits a weight of 5 in groups of 32. Round scales to float16
+            before the codes are chosen, not after; only where all of them fit.
+        version: of the format. 2 is what CPUs read fastest, and has float16 scales; 1 is what GPUs
+            read. None: 1 where this process has a GPU with a kernel that packs so and scales are
+            float32, else 2.
+
+    Returns:
+        The packed weight.
+
+    Raises:
+        TypeError: another dtype, or float16 scales in version 1.
+        ValueError: another version, or shapes that ``pack_w8`` would refuse.
     """
-    return _pack("pack_w4", codes, scale, 4)
+    return _pack("pack_w4", codes, scale, 4, version)
 
 
-def _pack(op: str, codes: jax.Array, scale: jax.Array, bits: int) -> PackedWeight:
-    group = _check(op, codes, scale, bits)
-    buffer = _packed(codes, scale, op=op, bits=bits, group=group)
-    k, n = codes.shape[-2:]
-    return PackedWeight(buffer, k, n, bits, group)
+def _pack(
+    op: str, codes: jax.Array, scale: jax.Array, bits: int, version: int | None = None
+) -> PackedWeight:
+    layout = layout_of(op, codes, scale, bits, version)
+    buffer = _packed(codes, scale, op=op, layout=layout)
+    return PackedWeight.of(buffer, codes.shape[-1], layout)
 
 
-@functools.partial(jax.jit, static_argnames=("op", "bits", "group"))
-def _packed(codes: jax.Array, scale: jax.Array, *, op: str, bits: int, group: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("op", "layout"))
+def _packed(codes: jax.Array, scale: jax.Array, *, op: str, layout: Layout) -> jax.Array:
     def kernel(codes: jax.Array, scale: jax.Array) -> jax.Array:
-        k, n = codes.shape
-        results = jax.ShapeDtypeStruct((-(-n // COLUMNS), panel_bytes(k, bits, group)), jnp.uint8)
-
-        def in_jax(codes: jax.Array, scale: jax.Array) -> jax.Array:
-            return getattr(reference, op)(codes, scale).buffer
-
-        return _op.call(op, in_jax, (codes, scale), results, group=group)
+        results = layout.buffer(codes.shape[1])
+        return _op.call(op, layout.pack, (codes, scale), results, **layout.attributes)
 
     one = _op.batched(kernel)
     for _ in codes.shape[:-2]:
@@ -64,13 +73,22 @@ def _packed(codes: jax.Array, scale: jax.Array, *, op: str, bits: int, group: in
     return one(codes.astype(jnp.int8), scale)
 
 
-def _check(op: str, codes: jax.Array, scale: jax.Array, bits: int) -> int:
-    """Returns the group size, 0 for one scale per column."""
+def layout_of(
+    op: str, codes: jax.Array, scale: jax.Array, bits: int, version: int | None
+) -> Layout:
+    """Return how codes and scales are packed; raise as ``pack_w8`` and ``pack_w4`` do."""
+    if version is None:
+        # CUDA's kernels read version 1.
+        on_gpu = _op.has_kernel(op, "cuda", (codes, scale)) and scale.dtype == jnp.float32
+        version = 1 if bits == 8 or on_gpu else 2
+    if version not in (1, 2):
+        raise ValueError(f"{op}: version must be 1 or 2, got {version}")
     allowed = ("int8", "int4") if bits == 4 else ("int8",)
     if codes.dtype.name not in allowed:
         raise TypeError(f"{op}: codes is {codes.dtype.name}, and must be {' or '.join(allowed)}")
-    if scale.dtype != jnp.float32:
-        raise TypeError(f"{op}: scale is {scale.dtype.name}, and must be float32")
+    floats = ("float32", "float16") if version == 2 else ("float32",)
+    if scale.dtype.name not in floats:
+        raise TypeError(f"{op}: scale is {scale.dtype.name}, and must be {' or '.join(floats)}")
     if codes.ndim < 2 or scale.ndim != codes.ndim:
         raise ValueError(
             f"{op}: codes has shape {codes.shape} and scale {scale.shape}; they must be "
@@ -85,13 +103,10 @@ def _check(op: str, codes: jax.Array, scale: jax.Array, bits: int) -> int:
             f"{op}: scale has shape {scale.shape}, and must be [*{lead}, groups, {n}], with a "
             f"number of groups that divides the {k} rows of codes"
         )
-    if groups == 1:
-        return 0
-    group = k // groups
+    group = 0 if groups == 1 else k // groups
     if group % GROUP_ALIGNMENT:
         raise ValueError(
             f"{op}: scale has {groups} groups of {group} rows; the rows of a group must be a "
             f"multiple of {GROUP_ALIGNMENT}. Quantize with another tile size"
         )
-    assert group_count(k, group) == groups
-    return group
+    return Layout(k, bits, group, version, scale.dtype.name)

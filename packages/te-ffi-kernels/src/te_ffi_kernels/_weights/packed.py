@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .layout import panel_bytes, unpack_panels
+from .layout import Layout
 
 
 @jax.tree_util.register_dataclass
@@ -19,12 +19,15 @@ class PackedWeight:
     layers, which ``scan`` and ``vmap`` go through.
 
     Attributes:
-        buffer: uint8[*lead, panels, bytes of a panel]: see ``te_ffi_kernels.layout``. A panel is
-            16 columns and has a header of its own, so the axis of panels can be sharded.
+        buffer: uint8[*lead, panels, bytes of a panel]: see ``te_ffi_kernels._weights.layout``. A
+            panel is 16 columns (32 in version 2) and has a header, so the axis of panels can be
+            sharded.
         k: rows, those that a product contracts (static).
         n: columns (static).
         bits: 8 or 4 (static).
         group: rows that share a scale, 0 for all (static).
+        version: of the format, 1, or 2 for 4 bits (static).
+        scale_dtype: of the scales, "float32", or "float16" in version 2 (static).
     """
 
     buffer: jax.Array
@@ -32,6 +35,14 @@ class PackedWeight:
     n: int = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})
+    version: int = dataclasses.field(default=1, metadata={"static": True})
+    scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+
+    @classmethod
+    def of(cls, buffer: jax.Array, n: int, layout: Layout) -> PackedWeight:
+        """Return the weight of n columns that a buffer of a layout holds."""
+        fixed = layout.bits, layout.group, layout.version, layout.scale_dtype
+        return cls(buffer, layout.k, n, *fixed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,14 +54,19 @@ class PackedWeight:
         """Bytes of the buffer."""
         return self.buffer.size
 
+    @property
+    def layout(self) -> Layout:
+        """How it is packed."""
+        return Layout(self.k, self.bits, self.group, self.version, self.scale_dtype)
+
     def unpack(self) -> tuple[jax.Array, jax.Array]:
-        """Returns codes, int8[*lead, k, n], and scales, float32[*lead, groups, n], in plain JAX."""
+        """Return codes, int8[*lead, k, n], and scales [*lead, groups, n], in plain JAX."""
         self.check()
-        return unpack_panels(self.buffer, self.k, self.n, self.bits, self.group)
+        return self.layout.unpack(self.buffer, self.n)
 
     def check(self) -> None:
-        """Raises a ValueError where the buffer's shape or dtype can't be that of such a weight."""
-        wanted = (-(-self.n // 16), panel_bytes(self.k, self.bits, self.group))
+        """Raise a ValueError where the buffer's shape or dtype can't be that of such a weight."""
+        wanted = self.layout.buffer(self.n).shape
         found: Any = self.buffer
         if found.dtype != "uint8" or found.shape[-2:] != wanted:
             raise ValueError(

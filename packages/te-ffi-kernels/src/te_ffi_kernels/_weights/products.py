@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,16 +11,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from .. import _op
 from . import reference
+from .layout import Layout
 from .packed import PackedWeight
 from .sharding import partition_product
 
 
 def gemm_w8a8(
-    x: jax.Array, weight: PackedWeight, *, out_dtype: DTypeLike | None = None
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
 ) -> jax.Array:
     """Matrix product of activations that are quantized to int8 on the way, row by row.
 
@@ -32,6 +39,9 @@ def gemm_w8a8(
         x: [*rows, k], float32, bfloat16 or float16.
         weight: of k rows and n columns, packed by ``pack_w8``.
         out_dtype: float32, bfloat16 or float16; by default that of x.
+        index: int32[], which weight of a stack [weights, k, n] to multiply with. A kernel reads it
+            where it lies in the stack; what ``lax.dynamic_index_in_dim`` cuts out is copied. Beyond
+            the ends it is the end.
 
     Returns:
         [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
@@ -39,15 +49,19 @@ def gemm_w8a8(
 
     Raises:
         TypeError: another dtype, or a weight that isn't a PackedWeight.
-        ValueError: another number of columns, or a weight of 4 bits or a stack of several.
+        ValueError: another number of columns, or a weight of 4 bits, or a stack without an index.
         jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged. On a GPU
             the columns of a panel with a damaged header are NaN.
     """
-    return _product("gemm_w8a8", 8, x, weight, out_dtype)
+    return _product("gemm_w8a8", 8, x, weight, out_dtype, index)
 
 
 def gemm_w8a16(
-    x: jax.Array, weight: PackedWeight, *, out_dtype: DTypeLike | None = None
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
 ) -> jax.Array:
     """Matrix product of float activations with a weight in 8 bits.
 
@@ -55,107 +69,130 @@ def gemm_w8a16(
     bfloat16 or float16 and 23 bits where they are float32, so that integer units sum the products
     exactly. Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN.
     """
-    return _product("gemm_w8a16", 8, x, weight, out_dtype)
+    return _product("gemm_w8a16", 8, x, weight, out_dtype, index)
 
 
-def gemv_w8(x: jax.Array, weight: PackedWeight, *, out_dtype: DTypeLike | None = None) -> jax.Array:
+def gemv_w8(
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
+) -> jax.Array:
     """``gemm_w8a16`` for one row or a few: it takes as long as reading the weight."""
-    return _product("gemv_w8", 8, x, weight, out_dtype)
+    return _product("gemv_w8", 8, x, weight, out_dtype, index)
 
 
-def gemv_w4(x: jax.Array, weight: PackedWeight, *, out_dtype: DTypeLike | None = None) -> jax.Array:
+def gemv_w4(
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
+) -> jax.Array:
     """``gemm_w8a16`` with a weight in 4 bits, packed by ``pack_w4``; for any number of rows."""
-    return _product("gemv_w4", 4, x, weight, out_dtype)
+    return _product("gemv_w4", 4, x, weight, out_dtype, index)
 
 
 def _product(
-    op: str, bits: int, x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike | None
-) -> jax.Array:
-    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    _check(op, bits, x, weight, dtype)
-    shape = (weight.k, weight.n, weight.group)
-    return _run(op, bits, shape, dtype, x, weight.buffer)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _differentiable(
-    op: str, bits: int, shape: tuple[int, int, int], dtype: Any, x: jax.Array, buffer: jax.Array
-) -> jax.Array:
-    return _batched(op, bits, shape, dtype)(x, buffer)
-
-
-def _forward(
-    op: str, bits: int, shape: tuple[int, int, int], dtype: Any, x: jax.Array, buffer: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _batched(op, bits, shape, dtype)(x, buffer), (jnp.zeros((), x.dtype), buffer)
-
-
-def _backward(
     op: str,
     bits: int,
-    shape: tuple[int, int, int],
-    dtype: Any,
-    saved: tuple[jax.Array, jax.Array],
-    ct: jax.Array,
-) -> tuple[jax.Array, Any]:
-    like, buffer = saved
-    k, n, group = shape
-    codes, scale = PackedWeight(buffer, k, n, bits, group).unpack()
-    weight = codes.astype(jnp.float32) * jnp.repeat(scale, k // scale.shape[0], axis=0)
-    grad = jnp.einsum("...n,kn->...k", ct.astype(jnp.float32), weight)
-    return grad.astype(like.dtype), np.zeros(buffer.shape, jax.dtypes.float0)
+    x: jax.Array,
+    weight: PackedWeight,
+    out_dtype: DTypeLike | None,
+    index: ArrayLike | None,
+) -> jax.Array:
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    _check(op, bits, x, weight, dtype, index)
+    form = Form(op, weight.layout, weight.n, dtype)
+    if index is None:
+        return _run(form, x, weight.buffer)
+    return _run(form, x, weight.buffer, jnp.asarray(index, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a product knows of its weight and its result at compile time. Hashable."""
+
+    op: str
+    layout: Layout
+    n: int
+    dtype: Any
+
+    def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
+        """Return the weight of a buffer, or that of an index of a stack."""
+        for i in index:
+            buffer = lax.dynamic_index_in_dim(buffer, i, keepdims=False)
+        return PackedWeight.of(buffer, self.n, self.layout)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(form: Form, x: jax.Array, buffer: jax.Array, *index: jax.Array) -> jax.Array:
+    return _batched(form)(x, buffer, *index)
+
+
+def _forward(form: Form, x: jax.Array, *weight: jax.Array) -> tuple[jax.Array, Any]:
+    return _batched(form)(x, *weight), (jnp.zeros((), x.dtype), *weight)
+
+
+def _backward(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any, ...]:
+    like, *weight = saved
+    codes, scale = form.weight(*weight).unpack()
+    floats = codes.astype(jnp.float32) * jnp.repeat(scale, form.layout.k // scale.shape[0], axis=0)
+    grad = jnp.einsum("...n,kn->...k", ct.astype(jnp.float32), floats)
+    nothing = (np.zeros(operand.shape, jax.dtypes.float0) for operand in weight)
+    return grad.astype(like.dtype), *nothing
 
 
 _differentiable.defvjp(_forward, _backward)
 
 # Jitted so that a model with many equal layers traces it once.
-_run = jax.jit(_differentiable, static_argnums=(0, 1, 2, 3))
+_run = jax.jit(_differentiable, static_argnums=0)
 
 
-def _batched(
-    op: str, bits: int, shape: tuple[int, int, int], dtype: Any
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The product for one weight, with the rule that rows of a batch are rows."""
+def _batched(form: Form) -> Callable[..., jax.Array]:
+    """Return the product for one weight, with the rule that rows of a batch are rows."""
 
-    def product(x: jax.Array, buffer: jax.Array) -> jax.Array:
-        return _kernel(op, bits, shape, dtype, x, buffer)
+    def rule(axis_size: int, in_batched: Sequence[bool], *operands: jax.Array) -> Any:
+        return NotImplemented if any(in_batched[1:]) else (wrapped(*operands), True)
 
-    def rule(axis_size: int, in_batched: Sequence[bool], x: jax.Array, buffer: jax.Array) -> Any:
-        return NotImplemented if in_batched[1] else (wrapped(x, buffer), True)
-
-    wrapped = _op.batched(product, rule)
+    wrapped = _op.batched(functools.partial(_kernel, form), rule)
     return wrapped
 
 
-def _kernel(
-    op: str, bits: int, shape: tuple[int, int, int], dtype: Any, x: jax.Array, buffer: jax.Array
-) -> jax.Array:
-    k, n, group = shape
-    rows = x.reshape(math.prod(x.shape[:-1]), k)
+def _kernel(form: Form, x: jax.Array, *weight: jax.Array) -> jax.Array:
+    op, layout, stacked = form.op, form.layout, len(weight) == 2
+    rows = x.reshape(math.prod(x.shape[:-1]), layout.k)
+    asked = rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)
+    # As provider-xla asks, so that a plan shows what will run.
+    question: dict[str, Any] = {"group": layout.group, "bits": layout.bits}
+    if layout.version != 1:
+        question["version"] = layout.version
 
-    def in_jax(rows: jax.Array, buffer: jax.Array) -> jax.Array:
-        weight = PackedWeight(buffer, k, n, bits, group)
-        return getattr(reference, op)(rows, weight, out_dtype=dtype)
+    def in_jax(rows: jax.Array, *weight: jax.Array) -> jax.Array:
+        one = form.weight(*weight)
+        if stacked:  # cut out, and multiplied by whatever multiplies one weight here
+            return _kernel(form, rows, one.buffer)
+        return getattr(reference, op)(rows, one, out_dtype=form.dtype)
 
-    results = jax.ShapeDtypeStruct((rows.shape[0], n), dtype)
-    weight = jax.ShapeDtypeStruct((k, n), jnp.int8)
     y = _op.call(
-        op,
+        f"{op}_stack" if stacked else op,
         in_jax,
-        (rows, buffer),
-        results,
-        asked=(rows, weight),
-        # As provider-xla asks, so that a plan shows what will run.
-        question={"group": group, "bits": bits},
-        partition=functools.partial(partition_product, shape, dtype),
-        k=k,
-        n=n,
-        group=group,
+        (rows, *weight),
+        jax.ShapeDtypeStruct((rows.shape[0], form.n), form.dtype),
+        asked=asked,
+        question=question,
+        partition=functools.partial(partition_product, layout, form.n, form.dtype, stacked),
+        k=layout.k,
+        n=form.n,
+        **layout.attributes,
     )
-    return y.reshape(*x.shape[:-1], n)
+    return y.reshape(*x.shape[:-1], form.n)
 
 
-def _check(op: str, bits: int, x: jax.Array, weight: PackedWeight, dtype: Any) -> None:
+def _check(
+    op: str, bits: int, x: jax.Array, weight: PackedWeight, dtype: Any, index: ArrayLike | None
+) -> None:
     if not isinstance(weight, PackedWeight):
         raise TypeError(
             f"{op}: weight is a {type(weight).__name__}, and must be a PackedWeight: pack it once "
@@ -166,11 +203,20 @@ def _check(op: str, bits: int, x: jax.Array, weight: PackedWeight, dtype: Any) -
             f"{op}: weight is packed in {weight.bits} bits, and must be in {bits}: pack it with "
             f"pack_w{bits}"
         )
-    if len(weight.buffer.shape) != 2:
+    lead = weight.shape[:-2]
+    if index is None and lead:
         raise ValueError(
-            f"{op}: weight is a stack of shape {weight.shape}; use one of its weights, or vmap or "
-            "scan over it"
+            f"{op}: weight is a stack of shape {weight.shape}; give the index of one of its "
+            "weights, or vmap or scan over it"
         )
+    if index is not None:
+        if len(lead) != 1 or lead[0] == 0:
+            raise ValueError(
+                f"{op}: weight must be a stack along one axis where there is an index, got shape "
+                f"{weight.shape}"
+            )
+        if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+            raise TypeError(f"{op}: index must be a scalar integer, got {jnp.asarray(index).aval}")
     try:
         weight.check()
     except ValueError as error:

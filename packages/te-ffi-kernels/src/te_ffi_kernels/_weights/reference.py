@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .layout import group_count, pack_panels
+from .layout import group_count
+from .pack import layout_of
 from .packed import PackedWeight
 
 _LEAST_SCALE = float(np.finfo(np.float32).tiny)
@@ -61,6 +62,7 @@ def weight_only(
 ) -> jax.Array:
     """Multiplies floats with codes and sums in float32; see ``te_ffi_kernels.gemv_w8``."""
     codes, scale = weight.unpack()
+    scale = scale.astype(jnp.float32)
     groups = group_count(weight.k, weight.group)
     # Codes are exact in every float dtype.
     sums = jnp.einsum(
@@ -78,27 +80,42 @@ def _like(x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.expand_dims(x, range(y.ndim - x.ndim))
 
 
+def packed_take(
+    weight: PackedWeight, indices: jax.Array, *, axis: int = 1, out_dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """Take columns or rows, dequantized; see ``te_ffi_kernels.packed_take``."""
+    codes, scale = weight.unpack()
+    size = weight.shape[axis]
+    at = jnp.clip(jnp.where(indices < 0, indices + size, indices), 0, size - 1)
+    codes = jnp.take(codes, at, axis=axis, mode="clip").astype(jnp.float32)
+    scale = scale.astype(jnp.float32)
+    rows = weight.group or weight.k
+    if axis == 0:
+        values = codes * jnp.take(scale, at // rows, axis=0, mode="clip")
+    else:
+        scale = jnp.take(scale, at, axis=1, mode="clip")
+        values = jnp.moveaxis(codes * jnp.repeat(scale, rows, axis=0), 0, -1)
+    return values.astype(out_dtype)
+
+
 gemm_w8a16 = gemv_w8 = gemv_w4 = weight_only
 
 
 def pack_w8(codes: jax.Array, scale: jax.Array) -> PackedWeight:
-    """Packs a weight in 8 bits; see ``te_ffi_kernels.pack_w8``."""
-    return _pack(codes, scale, 8)
+    """Pack a weight in 8 bits; see ``te_ffi_kernels.pack_w8``."""
+    return _pack("pack_w8", codes, scale, 8)
 
 
-def pack_w4(codes: jax.Array, scale: jax.Array) -> PackedWeight:
-    """Packs a weight in 4 bits; see ``te_ffi_kernels.pack_w4``."""
-    return _pack(codes, scale, 4)
+def pack_w4(codes: jax.Array, scale: jax.Array, *, version: int | None = None) -> PackedWeight:
+    """Pack a weight in 4 bits; see ``te_ffi_kernels.pack_w4``."""
+    return _pack("pack_w4", codes, scale, 4, version)
 
 
-def _pack(codes: jax.Array, scale: jax.Array, bits: int) -> PackedWeight:
-    k, n = codes.shape[-2:]
-    groups = scale.shape[-2]
-    group = 0 if groups == 1 else k // groups
-
-    def one(codes: jax.Array, scale: jax.Array) -> jax.Array:
-        return pack_panels(codes, scale, bits, group)
-
+def _pack(
+    op: str, codes: jax.Array, scale: jax.Array, bits: int, version: int | None = None
+) -> PackedWeight:
+    layout = layout_of(op, codes, scale, bits, version)
+    one = layout.pack
     for _ in codes.shape[:-2]:
         one = jax.vmap(one)
-    return PackedWeight(one(codes.astype(jnp.int8), scale), k, n, bits, group)
+    return PackedWeight.of(one(codes.astype(jnp.int8), scale), codes.shape[-1], layout)

@@ -10,50 +10,50 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._specs import axes_in, spec_of
-from .layout import COLUMNS
+from .layout import Layout
 
 
 def partition_product(
-    shape: tuple[int, int, int], dtype: Any, kernel: Callable[..., jax.Array]
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Makes a product partitionable along the rows of x and along panels.
+    layout: Layout, n: int, dtype: Any, stacked: bool, kernel: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """Make a product partitionable along the rows of x and along panels.
 
-    Panels can be shared out where all of them are full, since a device computes 16 columns for
-    each. What is contracted is gathered.
+    Panels can be shared out where all of them are full, since a device computes whole panels. What
+    is contracted is gathered, and so are the weights of a stack.
 
     Args:
-        shape: k, n and group of the weight.
+        layout: of the weight.
+        n: its columns.
         dtype: of the result.
-        kernel: called as ``kernel(results, attributes, x, buffer)``.
+        stacked: whether the operands are x, a stack and an index, or x and a buffer.
+        kernel: called as ``kernel(results, attributes, *operands)``.
 
     Returns:
-        The product of ``x[m, k]`` and ``buffer[panels, bytes]``.
+        The product of ``x[m, k]`` and ``buffer[panels, bytes]``, or of ``x``, ``stack[weights,
+        panels, bytes]`` and ``index[]``.
     """
-    k, n, group = shape
-    by_panels = n % COLUMNS == 0
+    by_panels = n % layout.columns == 0
+    axis = 1 if stacked else 0  # of panels
 
-    @custom_partitioning
-    def product(x: jax.Array, buffer: jax.Array) -> jax.Array:
-        return block(n, x, buffer)
+    def block(columns: int, *operands: jax.Array) -> jax.Array:
+        results = jax.ShapeDtypeStruct((operands[0].shape[0], columns), dtype)
+        attributes = {"k": layout.k, "n": columns, **layout.attributes}
+        return kernel(results, attributes, *operands)
 
-    def block(columns: int, x: jax.Array, buffer: jax.Array) -> jax.Array:
-        results = jax.ShapeDtypeStruct((x.shape[0], columns), dtype)
-        return kernel(results, {"k": k, "n": columns, "group": group}, x, buffer)
+    product = custom_partitioning(lambda *operands: block(n, *operands))
 
     def specs(arguments: Any) -> tuple[Any, Any]:
-        """The mesh axes that rows and panels are shared out over."""
-        (rows,), (panels,) = (spec_of(argument, (0,)) for argument in arguments)
+        """Return the mesh axes that rows and panels are shared out over."""
+        (rows,), (panels,) = spec_of(arguments[0], (0,)), spec_of(arguments[1], (axis,))
         if not by_panels or axes_in([rows]) & axes_in([panels]):
             panels = None
         return rows, panels
 
-    def shardings(mesh: Any, arguments: Any) -> tuple[Any, tuple[Any, Any]]:
+    def shardings(mesh: Any, arguments: Any) -> tuple[Any, tuple[Any, ...]]:
         rows, panels = specs(arguments)
+        given = [(rows, None), (None, panels, None), ()] if stacked else [(rows, None), (panels,)]
         out = NamedSharding(mesh, PartitionSpec(rows, panels))
-        return out, (
-            NamedSharding(mesh, PartitionSpec(rows, None)),
-            NamedSharding(mesh, PartitionSpec(panels, None)),
-        )
+        return out, tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in given)
 
     def infer(mesh: Any, arguments: Any, result: Any) -> Any:
         return shardings(mesh, arguments)[0]
@@ -61,19 +61,22 @@ def partition_product(
     def partition(mesh: Any, arguments: Any, result: Any) -> Any:
         out, given = shardings(mesh, arguments)
 
-        def on_block(x: jax.Array, buffer: jax.Array) -> jax.Array:
-            shared_out = given[1].spec[0] is not None
-            return block(COLUMNS * buffer.shape[0] if shared_out else n, x, buffer)
+        def on_block(*operands: jax.Array) -> jax.Array:
+            shared_out = out.spec[1] is not None
+            columns = layout.columns * operands[1].shape[axis] if shared_out else n
+            return block(columns, *operands)
 
         return mesh, on_block, out, given
 
+    # One factor for the panels, and one for the columns of a panel.
+    buffer, columns = ("l p b, " if stacked else "p b"), ("(p c)" if by_panels else "n")
+    whole = ("k", *(["l"] if stacked else []), *(["b", "c"] if by_panels else ["p", "b", "n"]))
     product.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
-        # One factor for the panels, and one for the columns of a panel.
-        sharding_rule="m k, p b -> m (p c)" if by_panels else "m k, p b -> m n",
+        sharding_rule=f"m k, {buffer} -> m {columns}",
         # In the order in which the rule names them.
-        need_replication_factors=("k", "b", "c") if by_panels else ("k", "p", "b", "n"),
-        **({"c": COLUMNS} if by_panels else {}),
+        need_replication_factors=whole,
+        **({"c": layout.columns} if by_panels else {}),
     )
     return product

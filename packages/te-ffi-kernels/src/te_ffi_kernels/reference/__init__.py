@@ -38,6 +38,7 @@ from te_ffi_kernels._weights.reference import (
     gemv_w8,
     pack_w4,
     pack_w8,
+    packed_take,
 )
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "normalization_fwd",
     "pack_w4",
     "pack_w8",
+    "packed_take",
     "quantize_dact_dbias",
     "scaled_masked_softmax_bwd",
     "scaled_masked_softmax_fwd",

@@ -1,0 +1,77 @@
+// A few rows times a panel of version 2, which is read once, from its first byte to its last.
+//
+// Included by the kernels of each instruction set after rows.inl and after
+//
+//   // Sums of products over `k` rows of K, less the offsets, of kRows plane rows.
+//   template <int kRows>
+//   void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+//                    const int32_t* offsets, int64_t offsets_stride, int32_t (*sums)[32]);
+
+constexpr int kStreamColumns = 32;
+
+template <int kRows, int kPlanes>
+inline void stream_rows(const Stream& s, int64_t row) {
+  float totals[kRows][kStreamColumns] = {}, scales[kStreamColumns];
+  const int8_t* x = s.x + row * kPlanes * s.x_stride;
+  const int32_t* offsets = s.offsets + row * kPlanes * s.offsets_stride;
+  const float* x_scales = s.x_scales == nullptr ? nullptr : s.x_scales + row * s.x_scales_stride;
+  const uint8_t* at = s.payload;
+  for (int64_t i = 0; i < s.k; i += s.segment_k, ++offsets) {
+    if (i == 0 || s.grouped) {
+      load_scales(at, s.scale_bits, scales);
+      at += kStreamColumns * s.scale_bits / 8;
+    }
+    const int64_t count = s.k - i < s.segment_k ? s.k - i : s.segment_k;
+    alignas(64) int32_t sums[kRows * kPlanes][kStreamColumns];
+    if (count == 32) {  // a loop whose end is known
+      nibble_sums<kRows * kPlanes>(x + i, s.x_stride, at, 32, offsets, s.offsets_stride, sums);
+    } else {
+      nibble_sums<kRows * kPlanes>(x + i, s.x_stride, at, count, offsets, s.offsets_stride, sums);
+    }
+    at += kStreamColumns / 2 * count;
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t(*plane)[kStreamColumns] = sums + r * kPlanes;
+      const float x_scale = x_scales == nullptr ? 1.0f : x_scales[r * s.x_scales_stride];
+      for (int c = 0; c < kStreamColumns; ++c) {
+        float value = static_cast<float>(plane[0][c]);
+        if (kPlanes == 2) {
+          value = static_cast<float>(plane[1][c]) * 256.0f + value;
+        } else if (kPlanes == 3) {
+          value = (static_cast<float>(plane[2][c]) * 65536.0f +
+                   static_cast<float>(plane[1][c]) * 256.0f) +
+                  value;
+        }
+        if (kPlanes == 1) value *= x_scale;
+        totals[r][c] += value * scales[c];
+      }
+    }
+    if (x_scales != nullptr) x_scales += s.x_scales_step;
+  }
+  const int64_t size = s.y_dtype == DType::F32 ? 4 : 2;
+  for (int r = 0; r < kRows; ++r) {
+    const float row_scale = s.row_scales == nullptr ? 1.0f : s.row_scales[row + r];
+    for (int c = 0; c < kStreamColumns; ++c) totals[r][c] *= row_scale;
+    uint8_t* y = s.y + (row + r) * s.y_stride;
+    for (int64_t c = 0; c < s.columns; c += 16) {
+      const int64_t count = s.columns - c < 16 ? s.columns - c : 16;
+      store_16(totals[r] + c, s.y_dtype, y + c * size, count);
+    }
+  }
+}
+
+template <int kPlanes>
+inline void stream_planes(const Stream& s) {
+  int64_t row = 0;
+  for (; row + 2 <= s.rows; row += 2) stream_rows<2, kPlanes>(s, row);
+  if (row < s.rows) stream_rows<1, kPlanes>(s, row);
+}
+
+inline void stream(const Stream& s) {
+  if (s.planes == 1) {
+    stream_planes<1>(s);
+  } else if (s.planes == 2) {
+    stream_planes<2>(s);
+  } else {
+    stream_planes<3>(s);
+  }
+}
