@@ -443,3 +443,36 @@ def test_adapters_beside_packed_parameters(rule):
     assert error < (1e-5 if rule.act_qtype is None else 0.03)
     changed = jnp.linalg.norm(model(plan.merge(packed, jax.tree.map(jnp.zeros_like, adapters)), x))
     assert abs(changed - jnp.linalg.norm(expected)) > 0.01 * changed
+
+
+@pytest.mark.parametrize("shape", [(100, 48), (100, 4, 12)])
+@pytest.mark.parametrize(("qtype", "tile"), [("int8", None), ("int4", 16)])
+@pytest.mark.parametrize("mode", ["clip", "fill", "wrap"])
+def test_a_tied_table_is_packed_and_looked_up(mode, qtype, tile, shape):
+    """The head keeps its kernel, and rows come out of the same packed form, bit for bit."""
+    (table,) = draw(shape)
+    rule = QuantizationRule(weight_qtype=qtype, tile_size=tile, tile_fallback="channel")
+
+    def rows(p, ids):
+        return jnp.take(p["table"], ids, axis=0, mode=mode)
+
+    def model(p, ids):
+        return jnp.einsum("...kh,vkh->...v" if p["table"].ndim == 3 else "...k,vk->...v",
+                          jnp.tanh(rows(p, ids)), p["table"])  # fmt: skip
+
+    ids = jnp.asarray([[1, 5, 7], [0, 99, 103]])
+    plan = PtqProvider([rule], strict=True).plan(model, {"table": table}, ids)
+    assert [op.kernel.rpartition(".")[2][:4] for op in plan.ops] == [
+        "pack",
+        "gemm" if qtype == "int8" else "gemv",
+    ]  # noqa: E501
+    packed = plan.quantize({"table": table})
+    assert isinstance(packed["table"], PrepackedWeight)
+    codes = plan.quantize({"table": table}, prepack=False)
+    run = jax.jit(plan.apply(rows))
+    np.testing.assert_array_equal(run(packed, ids), run(codes, ids))
+    assert np.isnan(np.asarray(run(packed, ids))[1, 2]).all() == (mode == "fill")
+    mapped = jax.jit(jax.vmap(plan.apply(rows), (None, 0)))
+    np.testing.assert_array_equal(mapped(packed, ids), run(codes, ids))
+    whole = jax.jit(plan.apply(model))
+    np.testing.assert_allclose(whole(packed, ids), whole(codes, ids), rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ import quant_numerics as qn
 from interception_core import JaxtapError, get_op, select_kernel
 
 from ..kernels.matmul import NoKernel, check_dtypes, layout_of, op_of
-from ..kernels.packed import Packing, packed_bits
+from ..kernels.packed import TAKE, Packing, packed_bits
 from ..program.granularity import Axes
 from ..program.products import MatrixProduct
 from ..program.sites import PLATFORM, Site
@@ -51,6 +51,19 @@ class MatrixUse:
     is_static: bool
     rows: Any
     dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsUse:
+    """A lookup of whole rows of a parameter.
+
+    Attributes:
+        axis: of the parameter, along which the rows are.
+        count: how many are looked up.
+    """
+
+    axis: int
+    count: int
 
 
 def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> MatrixUse:
@@ -98,7 +111,7 @@ def _places(
 
 def choose(
     weight: WeightPlan,
-    uses: Mapping[str, MatrixUse | NoKernel],
+    uses: Mapping[str, MatrixUse | RowsUse | NoKernel],
     sharding: Any = None,
 ) -> tuple[Packing | None, dict[str, Choice]]:
     """Returns how a parameter is packed, or None, and what computes each of its operations.
@@ -113,10 +126,14 @@ def choose(
     reasons: dict[str, str] = {}
     choices: dict[str, Choice] = {}
     packing = None
-    for op_id, use in uses.items():
+    # Lookups last: they read what the others have packed.
+    for op_id, use in sorted(uses.items(), key=lambda pair: isinstance(pair[1], RowsUse)):
         try:
             if isinstance(use, NoKernel):
                 raise use
+            if isinstance(use, RowsUse):
+                choices[op_id] = Choice(_rows(weight, packing, use, sharding), None)
+                continue
             found = _packing(weight, use, sharding)
             choices[op_id] = Choice(_select(weight, found, use), None)
             if packing not in (None, found):
@@ -136,6 +153,23 @@ def choose(
     first, why = next(iter(reasons.items()))
     other = f"{weight.path} is not packed: {first}: {why}"
     return None, {op_id: Choice(None, reasons.get(op_id, other)) for op_id in uses}
+
+
+def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: Any) -> str:
+    """Return the FFI target that looks rows up in a packed parameter."""
+    if packing is None:
+        raise NoKernel("a lookup")
+    own = packing.n_axes if use.axis in packing.n_axes else packing.k_axes
+    if packing.lead or own != (use.axis,):
+        raise NoKernel("a lookup along one of several axes")
+    if sharding is not None and not sharding.is_fully_replicated:
+        raise NoKernel("a lookup in a sharded parameter")
+    rows = jax.ShapeDtypeStruct((use.count,), jnp.int32)
+    operands = (jax.ShapeDtypeStruct(packing.matrix(weight.shape), jnp.int8), rows)
+    chosen, why = select_kernel(TAKE, PLATFORM, operands, bits=packing.bits, group=packing.group)
+    if chosen is None:
+        raise NoKernel(f"a lookup, and {why}")
+    return chosen.target
 
 
 def _packing(weight: WeightPlan, use: MatrixUse, sharding: Any) -> Packing:

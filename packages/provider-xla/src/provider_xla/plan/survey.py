@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from interception_core import Engine, OpCall
 
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
+from ..kernels.packed import looked_up_axis
 from ..program.arrays import is_array, of_arrays
 from ..program.engine import follows_values
 from ..program.granularity import Axes, Granularity, of_operand
@@ -27,7 +29,7 @@ from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure
-from .choose import Choice, MatrixUse, choose, use_of
+from .choose import Choice, MatrixUse, RowsUse, choose, use_of
 from .derived import Derived
 from .lora import LoraPlan, LoraSurvey, check_engine
 from .plan import PlanData
@@ -111,7 +113,7 @@ class Survey:
         self.uses: list[Use] = []
         self.ranges: dict[str, StaticRange] = {}
         # By parameter and operation: what a kernel is asked to do.
-        self.products: dict[str, dict[str, MatrixUse | NoKernel]] = {}
+        self.products: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
         self.notes: dict[str, None] = {}
         # By the key of their expressions.
         self.derived: dict[str, Derived] = {}
@@ -198,13 +200,18 @@ class Survey:
         )
         self.record(record, None)
         asked = _Asked(record.op_id, index, how, shared, None, is_lookup=True)
+        axis = looked_up_axis(params, operand.shape)
         for stored in self._stored(call, operand, weight, asked):
             self._use(stored, asked, weight)
-            self._product(stored.path, record.op_id, NoKernel("a lookup"))
+            use: RowsUse | NoKernel = NoKernel("a lookup")
+            if axis is not None and stored.axes is not None and axis in stored.axes:
+                count = math.prod(indices.shape[:-1])
+                use = RowsUse(stored.axes.index(axis), count)
+            self._product(stored.path, record.op_id, use)
         self.lora.lookup(record.op_id, index, weight, along)
         return NotImplemented
 
-    def _product(self, path: str, op_id: str, use: MatrixUse | NoKernel) -> None:
+    def _product(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:
         """Takes what a kernel is asked to do with a parameter."""
         self.products.setdefault(path, {})[op_id] = use
 
