@@ -465,7 +465,7 @@ def test_a_tied_table_is_packed_and_looked_up(mode, qtype, tile, shape):
     assert [op.kernel.rpartition(".")[2][:4] for op in plan.ops] == [
         "pack",
         "gemm" if qtype == "int8" else "gemv",
-    ]  # noqa: E501
+    ]
     packed = plan.quantize({"table": table})
     assert isinstance(packed["table"], PrepackedWeight)
     codes = plan.quantize({"table": table}, prepack=False)

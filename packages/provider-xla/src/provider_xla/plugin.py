@@ -69,7 +69,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="demo-xla",
             summary="train two small models on handwritten digits and run them in int8 and int4",
-            run="provider_xla.demo:run",
-            configure="provider_xla.demo:configure",
+            run="provider_xla.demo.command:run",
+            configure="provider_xla.demo.command:configure",
         ),
     ]

@@ -258,7 +258,7 @@ ODD = {
         (8, 6),
     ),
     "mapped over": (lambda w, x: jax.vmap(lambda m: x @ m)(w).sum(0), (3, 8, 6)),
-    "twice in one product": (lambda w, x: x @ (w @ w.T), (8, 6)),
+    "twice in a row": (lambda w, x: (x @ w) @ w.T, (8, 6)),
     "broadcast": (
         lambda w, x: jnp.einsum("nbd,nde->nbe", jnp.stack([x, x]), jnp.broadcast_to(w, (2, 8, 6))),
         (8, 6),

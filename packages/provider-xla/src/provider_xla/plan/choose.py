@@ -21,8 +21,8 @@ from ..program.sites import PLATFORM, Site
 from ..run.static import is_static
 from .weight import WeightPlan
 
-PAGE = 4096
-"""Bytes."""
+SMALL = 2**16
+"""Bytes of a weight up to which its packed form may be larger than the float one."""
 
 
 class Choice(NamedTuple):
@@ -145,8 +145,8 @@ def choose(
         bare = dataclasses.replace(weight, packing=None).bytes_after
         packed = dataclasses.replace(weight, packing=packing).bytes_after
         # Packed columns are filled up: few of them, or many small matrices, may take more than
-        # floats. Below a page it makes no difference.
-        if packed > max(bare, weight.bytes_before, PAGE):
+        # floats. It makes no difference where the weight is small.
+        if packed > max(bare, weight.bytes_before, SMALL):
             reasons[next(iter(uses))] = f"packed it takes {packed:,} bytes, {bare:,} as it is"
     if not reasons:
         return packing, choices

@@ -17,6 +17,7 @@ from hijax_trace import Carrier
 from ..errors import QuantizationError
 from ..measure.probe import Lookup, Probed, probe, stored_operand
 from ..plan.quantize import prepack, quantize
+from ..plan.weight import WeightPlan
 from ..program.arrays import is_array, of_arrays
 from ..program.engine import follows_values
 from ..program.products import Product
@@ -244,13 +245,20 @@ def _parameters(
                 None if weight is None else weight.qtype,
                 None if weight is None else weight.rule,
                 leaf.size * leaf.dtype.itemsize if weight is None or not weight.derived else 0,
-                weight.bytes_after
-                if weight is not None and not is_stored(run)
-                else sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run)),
+                _bytes_run(run, leaf, weight),
                 _error(jax.device_get(_stored_error(leaf, codes))) if is_stored(codes) else None,
             )
         )
     return tuple(parameters)
+
+
+def _bytes_run(run: Any, leaf: Any, weight: WeightPlan | None) -> int:
+    """Return the bytes of what the quantized program has for a parameter."""
+    if is_stored(run):
+        return run.nbytes
+    if run is None:
+        return 0
+    return leaf.size * leaf.dtype.itemsize if weight is None else weight.bytes_after
 
 
 def _own(held: Any) -> Any:
