@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..proxy.array_proxy import SAME, ArrayProxy, Lost, stepped
+from ..proxy.array_proxy import SAME, ArrayProxy, Lost
 from ..proxy.moves import MoveError
 from .expression import Constant, Expression, Leaf, Operation, Part, is_zero
 
@@ -86,12 +86,12 @@ def _data(node: Expression) -> list[Expression]:
 
 def _moved(node: Expression, data: list[ArrayProxy], results: dict[tuple, Any]) -> ArrayProxy:
     if isinstance(node, Part):
-        steps = stepped(data[0], node.axis)
+        steps = data[0].step(node.axis)
         if isinstance(steps, Lost):
             raise MoveError(steps.why)
         return jax.tree.map(lambda x: x[0], steps)
     if not isinstance(node, Operation) or node.moved is None:
-        raise MoveError(f"{node} is no view")
+        raise MoveError(f"{node} is not a view")
     name = node.primitive.name
     if name in SAME:
         return data[0]

@@ -10,7 +10,7 @@ import jax
 
 from .. import compat
 from ..dataflow.holders import SAME, SLICE, Body
-from ..proxy.array_proxy import ArrayProxy, Lost, stepped
+from ..proxy.array_proxy import ArrayProxy, Lost
 
 
 def leaves_of(proxies: Sequence[ArrayProxy]) -> list[Any]:
@@ -81,7 +81,7 @@ def taken(body: Body, proxies: Mapping[int, ArrayProxy]) -> Taken:
             continue
         shape = invars[i].aval.shape
         if kind == SLICE:
-            proxy = stepped(proxy, 0)
+            proxy = proxy.step(0)
         elif proxy.shape != shape:
             proxy = Lost(shape, proxy.dtype, "a device has a part of it")
         found[kind].append((i, proxy))

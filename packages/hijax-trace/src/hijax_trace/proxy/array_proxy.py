@@ -142,6 +142,24 @@ class ArrayProxy(abc.ABC):
         shapes = [tuple(operands[i].shape) for i in data]
         return Move(primitive, params, operands, data, shapes)
 
+    def step(self, axis: int) -> ArrayProxy:
+        """Return a proxy of which each step, along the first axis, has a part.
+
+        Args:
+            axis: of the array, along which the steps are.
+        """
+        rest = [i for i in range(len(self.shape)) if i != axis]
+        shape = tuple(self.shape[i] for i in rest)
+        moved: ArrayProxy = self
+        try:
+            if axis:
+                (moved,) = self.moved("transpose", {"permutation": (axis, *rest)}, [self])
+        except MoveError as error:
+            return Lost(shape, self.dtype, str(error))
+        if all(np.shape(leaf)[:1] == moved.shape[:1] for leaf in jax.tree.leaves(moved)):
+            return moved
+        return Lost(shape, self.dtype, f"steps along axis {axis}, which has one scale or tiles")
+
     def replace_parts(self, values: Mapping[str, Any]) -> Self:
         """Return this proxy with other parts."""
         return dataclasses.replace(self, **values)  # type: ignore[type-var]
@@ -187,6 +205,10 @@ class Lost(ArrayProxy):
         """Raise: nothing asks for it."""
         raise AssertionError("the program has the array itself")
 
+    def step(self, axis: int) -> Lost:
+        """Return what is left of it in a step."""
+        return Lost((*self.shape[:axis], *self.shape[axis + 1 :]), self.dtype, self.why)
+
 
 def follow(
     primitive: str,
@@ -227,26 +249,3 @@ def follow(
     else:
         why = lost.why
     return [Lost(aval.shape, aval.dtype, why) for aval in avals]
-
-
-def stepped(proxy: ArrayProxy, axis: int) -> ArrayProxy:
-    """Return a proxy of which each step, along the first axis, has a part.
-
-    Args:
-        proxy: the whole.
-        axis: along which the steps are.
-    """
-    if (step := getattr(proxy, "step", None)) is not None:
-        return step(axis)
-    rest = [i for i in range(len(proxy.shape)) if i != axis]
-    shape = tuple(proxy.shape[i] for i in rest)
-    if isinstance(proxy, Lost):
-        return Lost(shape, proxy.dtype, proxy.why)
-    try:
-        if axis:
-            (proxy,) = proxy.moved("transpose", {"permutation": (axis, *rest)}, [proxy])
-    except MoveError as error:
-        return Lost(shape, proxy.dtype, str(error))
-    if all(np.shape(leaf)[:1] == proxy.shape[:1] for leaf in jax.tree.leaves(proxy)):
-        return proxy
-    return Lost(shape, proxy.dtype, f"steps along axis {axis}, which has one scale or tiles")

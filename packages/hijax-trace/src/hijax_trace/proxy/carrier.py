@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .array_proxy import ArrayProxy, Lost, stepped
+from .array_proxy import ArrayProxy, Lost
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +86,7 @@ class Carrier(ArrayProxy):
             axis: of the input.
         """
         count = self.shape[axis]
-        own = stepped(self.own, axis) if isinstance(self.own, ArrayProxy) else None
+        own = self.own.step(axis) if isinstance(self.own, ArrayProxy) else None
         left = {
             key: n - 1
             for key, n in self.loops

@@ -20,7 +20,7 @@ from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Express
 from ..dataflow.expression import Expression, Part
 from ..dataflow.flow import Origin, Resolve
-from ..proxy.array_proxy import ArrayProxy, stepped
+from ..proxy.array_proxy import ArrayProxy
 from .marker import hoisted
 
 
@@ -123,7 +123,7 @@ def _run(
     level = levels[0]
     same = {i: held for i, held in proxies.items() if level.ins[i] is None}
     parts = {
-        i: stepped(held, axis) for i, held in proxies.items() if (axis := level.ins[i]) is not None
+        i: held.step(axis) for i, held in proxies.items() if (axis := level.ins[i]) is not None
     }
     leaves, treedef = jax.tree.flatten(parts)
 

@@ -12,7 +12,7 @@ import jax
 from ..errors import QuantizationError
 from ..plan.allocation import AllocatedWeight, Allocation, Uniform
 from ..plan.check import check_parameters
-from ..plan.survey import make_plan
+from ..plan.make import make_plan
 from .candidates import Candidate, Option, make_candidates, options_of, rules_for
 from .knapsack import choose
 from .measure import Error, Measure

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import quant_numerics as qn
 
 from ..errors import QuantizationError
-from ..plan.survey import Survey, look, weights_of
+from ..plan.make import look, weights_of
+from ..plan.survey import Survey
 from ..plan.weight import WeightPlan
 from ..program.record import OpRecord
 from ..program.sites import Rules

@@ -25,8 +25,7 @@ from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.engine import follows_values
 from ..program.products import Product
-from ..program.record import OpRecord
-from ..program.sites import Site, Sites
+from ..program.sites import Site, Sites, ignore
 from ..run.stored import is_stored, unpacked_leaf
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def probe(
                 take(call.op_id, call, (), measured)
 
         handler = run_lookup if traces and lookup is not None else None
-        sites = Sites(plan.rules, run, _ignore, lookup=handler, leave=run_left, keyed=False)
+        sites = Sites(plan.rules, run, ignore, lookup=handler, leave=run_left, keyed=False)
         return plan.engine.wrap(plan.fn, sites.interceptor)
 
     def arguments(batch: Sequence[Any]) -> list[Any]:
@@ -271,11 +270,7 @@ def numbered(plan: PlanData, params: Any, stored: Any = None) -> Any:
         for path, leaf in found:
             if is_stored(leaf):
                 held[plan.prefix + jax.tree_util.keystr(path)] = unpacked_leaf(leaf)
-    derived = {
-        weight.derived.expression.key: weight
-        for weight in plan.weights.values()
-        if weight.derived is not None
-    }
+    derived = plan.derived
 
     def one(path: Any, leaf: Any) -> Any:
         name = plan.prefix + jax.tree_util.keystr(path)
@@ -376,7 +371,3 @@ def _of_examples(
     found = found if of_found else jnp.broadcast_to(found, (size, *found.shape))
     step = step if of_step else jnp.broadcast_to(step, (size, *step.shape))
     return kept, found, step
-
-
-def _ignore(record: OpRecord, problem: str | None) -> None:
-    return None

@@ -15,8 +15,7 @@ from ..measure.probe import numbered
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.products import MatrixProduct
-from ..program.record import OpRecord
-from ..program.sites import Site, Sites
+from ..program.sites import Site, Sites, ignore
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -89,7 +88,7 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> dict[str, Layo
                 found[path][site.call.op_id] = one
         return NotImplemented
 
-    sites = Sites(plan.rules, run, _ignore, keyed=False)
+    sites = Sites(plan.rules, run, ignore, keyed=False)
     args = list(batch)
     args.insert(plan.argnum, numbered(plan, params))
     jax.eval_shape(*of_arrays(plan.engine.wrap(plan.fn, sites.interceptor), args, {}))
@@ -186,7 +185,3 @@ def _matrices(x: jax.Array, layout: Layout) -> jax.Array:
 def as_matrices(x: Any, layout: Layout) -> jax.Array:
     """Returns a parameter as float32 [S, K, N]."""
     return _matrices(x, layout)
-
-
-def _ignore(record: OpRecord, problem: str | None) -> None:
-    return None

@@ -55,6 +55,23 @@ class PlanData:
     notes: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
 
     @property
+    def derived(self) -> dict[str, WeightPlan]:
+        """The derived weights, by the key of their expression."""
+        return {
+            weight.derived.expression.key: weight
+            for weight in self.weights.values()
+            if weight.derived is not None
+        }
+
+    def beside(self, path: str) -> dict[str, WeightPlan]:
+        """Return the derived weights that are stored beside a parameter, by key."""
+        return {
+            key: weight
+            for key, weight in self.derived.items()
+            if weight.derived is not None and weight.derived.carrier == path
+        }
+
+    @property
     def bytes_before(self) -> int:
         """Bytes of all parameters as they are."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves.values())
@@ -106,7 +123,7 @@ class PlanData:
         shown = [f"{path} {size / 2**20:.2f} MiB ({why})" for path, size, why in floats[:3]]
         shown += [f"{len(floats) - 3} more"] * (len(floats) > 3)
         lines.append(": ".join(filter(None, [line, ", ".join(shown)])))
-        derived = [weight.derived for weight in self.weights.values() if weight.derived]
+        derived = [weight.derived for weight in self.derived.values() if weight.derived]
         lines += [f"derived: {one.path}, of {', '.join(one.leaves)}" for one in derived]
         if self.lora:
             numbers = sum(adapter.size for adapter in self.lora.values())

@@ -71,17 +71,17 @@ def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[
         stored: what is stored for it.
         derived: what is stored for the derived weights, by name.
     """
-    beside = [
-        weight.derived
-        for weight in plan.weights.values()
-        if weight.derived is not None and weight.derived.carrier == path
-    ]
+    beside = plan.beside(path)
     if not beside and path not in plan.absorbed:
         return stored
     return Carrier(
         None if path in plan.absorbed else stored,
-        {one.expression.key: derived[one.path] for one in beside},
-        tuple((one.expression.key, one.expression.loops) for one in beside),
+        {key: derived[weight.path] for key, weight in beside.items()},
+        tuple(
+            (key, weight.derived.expression.loops)
+            for key, weight in beside.items()
+            if weight.derived
+        ),
         plan.rules.is_parameter,
         tuple(leaf.shape),
         np.dtype(leaf.dtype),
@@ -109,11 +109,9 @@ def prepacked(plan: PlanData, path: str, leaf: Any) -> Any:
     weight = plan.weights.get(path)
     if not isinstance(leaf, Carrier):
         return prepack_leaf(weight, leaf) if weight is not None and is_stored(leaf) else leaf
-    by_key = {
-        one.derived.expression.key: one for one in plan.weights.values() if one.derived is not None
-    }
+    beside = plan.derived
     derived = {
-        key: prepack_leaf(by_key[key], one) if key in by_key else one
+        key: prepack_leaf(beside[key], one) if key in beside else one
         for key, one in leaf.derived.items()
     }
     own = leaf.own

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import Expression, Leaf, carriers_of, root_of, used_inputs
-from interception_core import Engine, OpCall
+from hijax_trace import Expression, Leaf, carriers_of, root_of
+from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
 from ..kernels.packed import looked_up_axis
-from ..program.arrays import is_array, of_arrays
-from ..program.engine import follows_values
 from ..program.granularity import Axes, Granularity, of_operand
 from ..program.products import divides, tile_elements
-from ..program.record import OpRecord, Report
-from ..program.sites import Rules, Site, Sites, short
+from ..program.record import OpRecord
+from ..program.sites import Rules, Site, short
 from ..program.weights import Weight
-from ..rules.rule import FUSED_NAMES
-from ..rules.sparsity import Sparsity, parse_sparsity
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure
-from .choose import Choice, MatrixUse, RowsUse, choose, use_of
+from .choose import MatrixUse, RowsUse, use_of
 from .derived import Derived
-from .lora import LoraPlan, LoraSurvey, check_engine
-from .plan import PlanData
-from .quantize import carried
+from .lora import LoraSurvey
 from .views import axes_in, finest, stays_packed
-from .weight import WeightPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,212 +358,3 @@ class Survey:
 def _gone(axes: Axes) -> tuple[int, ...]:
     """Return the axes of a stored array that are gone in the operand: steps, or indices."""
     return tuple(axis for axis, became in enumerate(axes) if became is None)
-
-
-def make_plan(
-    rules: Rules,
-    engine: Engine,
-    argnum: int,
-    fn: Callable[..., Any],
-    params: Any,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    kernels: bool = True,
-) -> PlanData:
-    """Makes a plan: see ``XlaProvider.plan``."""
-    found, params_tree = jax.tree_util.tree_flatten_with_path(params)
-    given = {
-        rules.params + jax.tree_util.keystr(path): leaf for path, leaf in found if is_array(leaf)
-    }
-    leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
-    kept = [leaves.get(rules.params + jax.tree_util.keystr(path), leaf) for path, leaf in found]
-    abstract = jax.tree.unflatten(params_tree, kept)
-    survey = Survey(rules, leaves)
-    look(survey, engine, argnum, fn, params, args, kwargs)
-
-    weights = weights_of(survey)
-    records = [_settled(record, weights) for record in survey.records.values()]
-    # The patch engine can't hand stored parameters on.
-    if kernels and follows_values(engine):
-        weights, records = _with_kernels(survey, weights, records, given)
-    lora = survey.lora.plans()
-    check_engine(engine, [*lora])
-    records = [_adapted(record, lora) for record in records]
-    used = {record.rule for record in records}
-    unused = [
-        f"rule {i} decides nothing: {rule}" for i, rule in enumerate(rules.rules) if i not in used
-    ]
-    problems = (*survey.problems, *unused)
-    ops = Report(records)
-    known = (survey.ranges, rules, engine, argnum, leaves, fn, abstract)
-    plan = PlanData(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
-    if not any(weight.derived for weight in weights.values()):
-        return plan
-    return dataclasses.replace(plan, absorbed=absorbed_by(plan, args, kwargs))
-
-
-def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters that a program doesn't use once derived weights are stored."""
-    derived = {
-        weight.path: jax.eval_shape(
-            weight._quantize, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
-        )
-        for weight in plan.weights.values()
-        if weight.derived is not None
-    }
-
-    def run(site: Site) -> Any:
-        held = [site.call.proxy(operand) for operand in site.operands]
-        operands = [
-            x if one is None else one.restore().astype(x.dtype)
-            for x, one in zip(site.operands, held, strict=True)
-        ]
-        return site.product.run(*operands, *site.extras)
-
-    sites = Sites(plan.rules, run, lambda record, problem: None)
-    tapped = plan.engine.wrap(plan.fn, sites.interceptor)
-
-    def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
-        stored = [
-            carried(plan, path, leaf, leaf, derived) if path in plan.leaves else leaf
-            for path, leaf in {**everything, **leaves}.items()
-        ]
-        given = list(args)
-        given.insert(plan.argnum, jax.tree.unflatten(treedef, stored))
-        return tapped(*given, **kwargs)
-
-    found, treedef = jax.tree_util.tree_flatten_with_path(plan.params)
-    everything = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
-    call, arrays = of_arrays(program, [dict(plan.leaves), derived, *args], {})
-    used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
-    # The first arguments are the parameters, in the order of their paths.
-    names = sorted(plan.leaves)
-    return frozenset(path for path, one in zip(names, used, strict=False) if not one)
-
-
-def look(
-    survey: Survey,
-    engine: Engine,
-    argnum: int,
-    fn: Callable[..., Any],
-    params: Any,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Runs a program abstractly, and shows its operations to a survey."""
-    lookup = None if not follows_values(engine) else survey.lookup
-    taken = {"lookup": lookup, "remark": survey.remark}
-    sites = Sites(survey.rules, survey.run, survey.record, **taken, keyed=False)
-    everything = list(args)
-    everything.insert(argnum, params)
-    jax.eval_shape(*of_arrays(engine.wrap(fn, sites.interceptor), everything, kwargs))
-
-
-def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:
-    """Returns the record of an operation with the rank of its parameter's adapter."""
-    paths = (record.weight or "").split(" and ")
-    rank = next((lora[path].rank for path in paths if path in lora), None)
-    return dataclasses.replace(record, rank=rank)
-
-
-def _settled(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
-    """Returns the record of a lookup with what is done with its parameter."""
-    weight = weights.get(record.weight or "")
-    if record.op_name != "take" or weight is None:
-        return record
-    return dataclasses.replace(record, qtypes=(weight.qtype, None), reason=None)
-
-
-def _with_kernels(
-    survey: Survey,
-    weights: Mapping[str, WeightPlan],
-    records: Sequence[OpRecord],
-    params: Mapping[str, Any],
-) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
-    """Returns parameters and operations with what computes them."""
-    packed, choices = {}, {}
-    for path, weight in weights.items():
-        sharding = getattr(params.get(path), "sharding", None)
-        packing, found = choose(weight, survey.products.get(path, {}), sharding)
-        packed[path] = dataclasses.replace(weight, packing=packing)
-        choices.update(found)
-    none = Choice(None, "no parameter that is stored")
-    settled = []
-    for record in records:
-        if record.op_name in FUSED_NAMES:
-            settled.append(record)
-            continue
-        choice = choices.get(record.op_id, none) if record.quantized else Choice(None, None)
-        kernel, reason = choice
-        settled.append(dataclasses.replace(record, kernel=kernel, kernel_reason=reason))
-    return packed, settled
-
-
-def weights_of(survey: Survey) -> dict[str, WeightPlan]:
-    """Returns how each parameter is quantized, so that all of its operations can use it."""
-    by_path: dict[str, list[Use]] = {}
-    for use in survey.uses:
-        by_path.setdefault(use.path, []).append(use)
-    plans = {}
-    derived = {one.path: one for one in survey.derived.values()}
-    for path, leaf in {**survey.leaves, **derived}.items():
-        uses = by_path.get(path, [])
-        deciding = [use for use in uses if use.how is not None]
-        if not deciding:
-            continue
-        first = deciding[0]
-        assert first.how is not None
-        assert first.rule is not None
-        for other in deciding[1:]:
-            if (other.how.qtype, other.how.method) != (first.how.qtype, first.how.method):  # type: ignore[union-attr]
-                survey.problems.append(
-                    f"{path} is ambiguous: rule {first.rule} quantizes it to {first.how.qtype} "
-                    f"for {first.op_id}, rule {other.rule} to {other.how.qtype} for "  # type: ignore[union-attr]
-                    f"{other.op_id}; the first counts"
-                )
-        products = [use for use in uses if not use.is_lookup] or deciding
-        granularity = functools.reduce(Granularity.join, (use.granularity for use in products))
-        block = qn.get_qtype(first.how.qtype).block
-        if block is not None and list(granularity.tile_axes.values()) != [block]:
-            survey.problems.append(
-                f"{path} stays an array: {first.how.qtype} needs tiles of {block} along one axis "
-                f"that all of its products contract ({', '.join(u.op_id for u in products)})"
-            )
-            continue
-        stepped = set(products[0].stepped).intersection(*(use.stepped for use in products[1:]))
-        plans[path] = WeightPlan(
-            path,
-            leaf.shape,
-            leaf.dtype,
-            first.rule,
-            first.how.qtype,
-            first.how.method,
-            granularity,
-            tuple(sorted(stepped)),
-            tuple(dict.fromkeys(use.op_id for use in uses)),
-            sparsity=_sparsity(survey, leaf, products),
-            derived=derived.get(path),
-        )
-    return plans
-
-
-def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:
-    """Returns which elements of a parameter are zeros, by the first rule that decides."""
-    first = next(use for use in uses if use.rule is not None)
-    assert first.rule is not None
-    text = survey.rules.rules[first.rule].sparsity
-    if text is None:
-        return None
-    about = f"{first.path} stays dense, against sparsity={text!r} of rule {first.rule}"
-    axes = {use.sparse_axis for use in uses}
-    if first.is_lookup or len(axes) > 1 or None in axes:
-        ops = ", ".join(use.op_id for use in uses)
-        survey.problems.append(f"{about}: there is no one axis that its uses contract ({ops})")
-        return None
-    (axis,) = axes
-    assert axis is not None
-    pattern = parse_sparsity(text)
-    if leaf.shape[axis] % pattern.m:
-        survey.problems.append(f"{about}: {pattern.m} does not divide {leaf.shape[axis]}")
-        return None
-    return Sparsity(pattern, axis)

@@ -34,6 +34,11 @@ class Plan(PlanData):
     Attributes: see ``PlanData``. Nothing is done yet: the methods are what can be done with it.
     """
 
+    @classmethod
+    def of(cls, data: PlanData) -> Self:
+        """Return a plan with this data."""
+        return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
+
     def quantize(self, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
         """Quantizes the parameters, one after the other, with a progress bar on a terminal.
 
@@ -277,9 +282,7 @@ class Plan(PlanData):
             error=error,
             errors=errors,
         )
-        return dataclasses.replace(
-            self, **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
-        )
+        return self.of(found)
 
     def empty_statistics(self, params: Any = None) -> dict[str, qn.Statistics]:
         """Returns statistics for each activation with a static range, with nothing in them.

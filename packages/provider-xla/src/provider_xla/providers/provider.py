@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from jax.extend import source_info_util
 from interception_core import Interceptor, get_engine
 
 from ..errors import QuantizationError, QuantizationWarning
-from ..plan.survey import make_plan
+from ..plan.make import make_plan
 from ..program.record import OpRecord, Report
 from ..program.sites import Rules, Site, Sites
 from ..rules.rule import QuantizationRule
@@ -116,7 +115,7 @@ class XlaProvider(abc.ABC):
         """
         given = (fn, params, args, kwargs, kernels)
         found = make_plan(self._rules, self._engine, self.params_argnum, *given)
-        plan = Plan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
+        plan = Plan.of(found)
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
             if self.strict:

@@ -53,7 +53,7 @@ def of_plan(plan: PlanData, leaf: Leaf) -> dict[str, Any]:
     """Returns what a plan makes of a leaf."""
     facts, path = _facts(leaf), plan.prefix + leaf.path
     weight = plan.weights.get(path)
-    derived = [w for w in plan.weights.values() if w.derived and w.derived.carrier == path]
+    derived = plan.beside(path).values()
     if derived or path in plan.absorbed:
         own = None if path in plan.absorbed else weight.qtype if weight else "float"
         return {**facts, "is": beside(own, [(w.qtype, w.shape) for w in derived])}

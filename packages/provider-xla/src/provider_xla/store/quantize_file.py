@@ -114,8 +114,8 @@ class _Parameters:
                 value.delete()
         derived = {
             one.path: quantize_leaf(one, one.derived.expression.evaluate(self._inputs(one)))
-            for one in plan.weights.values()
-            if one.derived is not None and one.derived.carrier == path
+            for one in plan.beside(path).values()
+            if one.derived is not None
         }
         stored = carried(plan, path, leaf.value, stored, derived)
         return prepacked(plan, path, stored) if prepack else stored

@@ -106,11 +106,7 @@ def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str
     """
     _, leaves = describe(plan.params)
     found = {at.name: plan.weights.get(plan.prefix + at.path) for at in leaves}
-    derived = {
-        weight.derived.expression.key: weight.granularity
-        for weight in plan.weights.values()
-        if weight.derived is not None
-    }
+    derived = {key: weight.granularity for key, weight in plan.derived.items()}
     own = {name: weight.granularity for name, weight in found.items() if weight is not None}
     return own, derived
 
