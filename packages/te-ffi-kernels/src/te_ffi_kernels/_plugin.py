@@ -22,7 +22,11 @@ _WEIGHTS = {
 }
 
 _SUPPORTS = {"pack_w8": "packing", "pack_w4": "packing", "packed_take": "taking"}
-_STACKS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
+_PRODUCTS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
+_STACKS = {
+    "stack": "one weight of a stack",
+    "groups": "each group of rows with its weight of a stack",
+}
 
 
 @hookimpl
@@ -32,10 +36,11 @@ def jaxtap_register_kernels():
         _spec(op, summary, _SUPPORTS.get(op, "product"), apply=f"te_ffi_kernels:{op}")
         for op, summary in _WEIGHTS.items()
     ]
-    # What these ops call with an index, so without an apply.
+    # What these ops call with an index or with sizes of groups, so without an apply.
     stacks = [
-        _spec(f"{op}_stack", f"{_WEIGHTS[op]}; one weight of a stack", "product_of_stack")
-        for op in _STACKS
+        _spec(f"{op}_{kind}", f"{_WEIGHTS[op]}; {summary}", "product_of_stack")
+        for op in _PRODUCTS
+        for kind, summary in _STACKS.items()
     ]
     return [*weights, *stacks, *TE, *ATTENTION, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
 
