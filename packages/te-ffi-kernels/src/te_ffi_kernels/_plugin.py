@@ -4,6 +4,7 @@ from interception_core import DoctorCheck, KernelSpec, hookimpl
 
 from ._activations.specs import SPECS as ACTIVATIONS
 from ._attention.specs import SPECS as ATTENTION
+from ._decode.specs import SPECS as DECODE
 from ._norms.specs import SPECS as NORMS
 from ._router.specs import SPECS as ROUTER
 from ._softmax.specs import SPECS as SOFTMAX
@@ -42,7 +43,7 @@ def jaxtap_register_kernels():
         for op in _PRODUCTS
         for kind, summary in _STACKS.items()
     ]
-    return [*weights, *stacks, *TE, *ATTENTION, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
+    return [*weights, *stacks, *TE, *ATTENTION, *DECODE, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
 
 
 def _spec(op: str, summary: str, supports: str, apply: str | None = None) -> KernelSpec:

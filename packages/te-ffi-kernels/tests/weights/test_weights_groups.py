@@ -135,7 +135,10 @@ def test_a_negative_size_is_an_error():
     ("change", "message"),
     [
         (lambda g: {"group_sizes": g["group_sizes"][:3]}, "group_sizes must be integers of shape"),
-        (lambda g: {"group_sizes": g["group_sizes"].astype(jnp.float32)}, "group_sizes must be integers"),
+        (
+            lambda g: {"group_sizes": g["group_sizes"].astype(jnp.float32)},
+            "group_sizes must be integers",
+        ),
         (lambda g: {"index": 1}, "an index or group_sizes, not both"),
         (lambda g: {"x": g["x"][None]}, r"x must be \[rows, k\]"),
         (lambda g: {"weight": jax.tree.map(lambda b: b[0], g["weight"])}, "must be a stack"),
