@@ -114,7 +114,10 @@ class Heads {
                                                 args_.scale, args_.size, memory + r * width_);
       }
     }
-    const int64_t before = head * args_.positions;
+    // In rows of keys.
+    const int64_t before = args_.heads_first
+                               ? head * args_.positions
+                               : batch * args_.positions * args_.kv_heads + head % args_.kv_heads;
     const int64_t bytes = before * args_.size * bytes_of(args_.cache_dtype);
     s.q = memory;
     s.rows = rows_;
@@ -126,6 +129,7 @@ class Heads {
     s.first = first.data();
     s.last = last.data();
     s.masks = args_.mask == nullptr ? nullptr : masks.data();
+    s.step = args_.heads_first ? 1 : args_.kv_heads;
     s.softcap = args_.softcap;
     s.scratch = memory + row_floats;
     s.out = partial(head, stretch);

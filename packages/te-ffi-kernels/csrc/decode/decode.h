@@ -16,10 +16,12 @@ struct Attention {
 
   const void* q = nullptr;  // [batch, queries, kv_heads, group, size]
   DType q_dtype = DType::F32;
-  const void* keys = nullptr;    // [batch, kv_heads, positions, size]
-  const void* values = nullptr;  // the same
+  // [batch, kv_heads, positions, size], or [batch, positions, kv_heads, size].
+  bool heads_first = true;
+  const void* keys = nullptr;
+  const void* values = nullptr;
   DType cache_dtype = DType::F32;  // float32, bfloat16, float16 or int8
-  const float* key_scales = nullptr;    // [batch, kv_heads, positions], or null
+  const float* key_scales = nullptr;    // as keys, without the last axis; or null
   const float* value_scales = nullptr;  // the same
   // Query i of n sees positions before lengths[b] - n + 1 + i: those up to its own.
   const int32_t* lengths = nullptr;  // [batch]

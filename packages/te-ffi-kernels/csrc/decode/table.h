@@ -27,6 +27,7 @@ struct Stretch {
   const void* values;  // the same
   const float* key_scales;    // [positions], or null
   const float* value_scales;  // the same
+  int64_t step;  // from position to position, in rows of keys and in scales
   int64_t begin, end;         // the positions
   const int64_t* first;       // [rows]: the first position that is seen
   const int64_t* last;        // [rows]: the one after the last
@@ -37,7 +38,7 @@ struct Stretch {
 };
 
 constexpr int64_t scratch_of(int64_t rows, int64_t size) {
-  return kBlock * padded(size) + rows * kBlock;
+  return kBlock * padded(size) + rows * kBlock + kBlock;
 }
 
 struct Table {

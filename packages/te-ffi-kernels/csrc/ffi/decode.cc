@@ -16,7 +16,8 @@ struct DecodeConfig {
         softcap(static_cast<float>(NeedAttribute<double>(attributes, "softcap"))),
         window(NeedAttribute<int64_t>(attributes, "window")),
         scaled(NeedAttribute<bool>(attributes, "scaled")),
-        masked(NeedAttribute<bool>(attributes, "masked")) {
+        masked(NeedAttribute<bool>(attributes, "masked")),
+        heads_first(NeedAttribute<bool>(attributes, "heads_first")) {
     if (window < 0) throw invalid_argument("window is ", window, ", and must be at least 0");
     if (!(softcap >= 0)) throw invalid_argument("softcap is ", softcap, ", and must be at least 0");
   }
@@ -25,12 +26,14 @@ struct DecodeConfig {
     args.scale = scale;
     args.softcap = softcap;
     args.window = window;
+    args.heads_first = heads_first;
   }
 
   float scale, softcap;
   int64_t window;
   bool scaled;  // the cache has scales
   bool masked;
+  bool heads_first;
 };
 
 void Warm(const Attributes& attributes) {
@@ -59,16 +62,19 @@ void Run(const Call& call) {
   q.NeedRank(5).NeedDtype({DType::F32, DType::BF16, DType::F16});
   keys.NeedRank(4).NeedDtype({DType::F32, DType::BF16, DType::F16, DType::S8});
   Attention args;
+  config.Set(args);
   args.batch = q.shape[0];
   args.queries = q.shape[1];
   args.kv_heads = q.shape[2];
   args.group = q.shape[3];
   args.size = q.shape[4];
-  args.positions = keys.shape[2];
-  keys.NeedShape({args.batch, args.kv_heads, args.positions, args.size},
+  args.positions = keys.shape[config.heads_first ? 2 : 1];
+  // The second and third axis of the cache.
+  const int64_t first = config.heads_first ? args.kv_heads : args.positions;
+  const int64_t second = config.heads_first ? args.positions : args.kv_heads;
+  keys.NeedShape({args.batch, first, second, args.size},
                  "the batch, the heads of keys, any positions and the size of a head of q");
-  values.NeedDtype({keys.dtype})
-      .NeedShape({args.batch, args.kv_heads, args.positions, args.size}, "that of keys");
+  values.NeedDtype({keys.dtype}).NeedShape({args.batch, first, second, args.size}, "that of keys");
   lengths.NeedDtype({DType::S32}).NeedShape({args.batch}, "the batch");
   out.NeedDtype({DType::F32, DType::BF16, DType::F16})
       .NeedShape({args.batch, args.queries, args.kv_heads, args.group, args.size}, "that of q");
@@ -87,7 +93,7 @@ void Run(const Call& call) {
     const Array of_keys = call.Operand(4, "key_scale"), of_values = call.Operand(5, "value_scale");
     for (const Array& scale : {of_keys, of_values}) {
       scale.NeedDtype({DType::F32})
-          .NeedShape({args.batch, args.kv_heads, args.positions}, "that of keys but for the last");
+          .NeedShape({args.batch, first, second}, "that of keys but for the last");
     }
     args.key_scales = static_cast<const float*>(of_keys.data);
     args.value_scales = static_cast<const float*>(of_values.data);
@@ -105,7 +111,6 @@ void Run(const Call& call) {
     }
     args.mask = static_cast<const uint8_t*>(mask.data);
   }
-  config.Set(args);
   XlaScheduler scheduler(call);
   decode::attend(args, Parallel(scheduler));
 }

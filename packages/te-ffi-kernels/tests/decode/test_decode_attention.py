@@ -120,6 +120,18 @@ def test_masks():
         check(q, keys, values, 90, mask=mask)
 
 
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+def test_positions_first(cache):
+    q, keys, values, scales = made(s=90, t=2, cache=cache)
+    wanted = te.decode_attention(q, keys, values, 80, **scales)
+    turned = [x.swapaxes(1, 2) for x in (keys, values)]
+    scales = {name: x.swapaxes(1, 2) for name, x in scales.items()}
+    found = te.decode_attention(q, *turned, 80, **scales, heads_first=False)
+    np.testing.assert_array_equal(found, wanted)
+    reference = te.reference.decode_attention(q, *turned, 80, **scales, heads_first=False)
+    np.testing.assert_allclose(reference, wanted, rtol=0, atol=1e-5)
+
+
 def test_what_nobody_sees_is_not_read():
     q, keys, values, _ = made(s=200, t=2)
     wanted = te.decode_attention(q, keys, values, 100, window=20)

@@ -58,16 +58,18 @@ struct Rows {
 };
 
 template <class Format>
-inline Rows rows_of(const void* cache, int64_t begin, int64_t count, int64_t size, float* scratch) {
-  const auto* from = static_cast<const typename Format::Type*>(cache) + begin * size;
+inline Rows rows_of(const Stretch& s, const void* cache, int64_t begin, int64_t count) {
+  const int64_t size = s.size, step = s.step * size;
+  float* scratch = s.scratch;
+  const auto* from = static_cast<const typename Format::Type*>(cache) + begin * step;
   if constexpr (sizeof(typename Format::Type) == sizeof(float)) {
-    if (size % kLanes == 0 && count % kLanes == 0) return {from, size};
+    if (size % kLanes == 0 && count % kLanes == 0) return {from, step};
   }
   const int64_t stride = padded(size);
   const int64_t copied = (count + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = 0; i < copied; ++i) {
     float* to = scratch + i * stride;
-    const auto* row = from + i * size;
+    const auto* row = from + i * step;
     int64_t j = 0;
     if (i < count) {
       for (; j + kLanes <= size; j += kLanes) write(to + j, load<Format>(row + j));
@@ -79,6 +81,14 @@ inline Rows rows_of(const void* cache, int64_t begin, int64_t count, int64_t siz
     for (; j < stride; j += kLanes) write(to + j, all(0.0f));
   }
   return {scratch, stride};
+}
+
+// `count` scales, 1 where there are none, and 0 up to whole vectors.
+inline void scales_of(const Stretch& s, const float* scales, int64_t begin, int64_t count,
+                      float* out) {
+  for (int64_t p = 0; p < kBlock; ++p) {
+    out[p] = p >= count ? 0.0f : scales == nullptr ? 1.0f : scales[(begin + p) * s.step];
+  }
 }
 
 // Products of a row of q with `count` rows of keys.
@@ -101,11 +111,11 @@ inline void logits_of(const float* q, Rows keys, int64_t count, int64_t size, fl
 
 // What a row's logits from `begin` on, `count` of them, become: capped, and -infinity where they
 // are not seen. Those beyond `count`, up to whole vectors, are not seen.
-inline void limit(const Stretch& s, int64_t row, int64_t begin, int64_t count, float* logits) {
+inline void limit(const Stretch& s, int64_t row, int64_t begin, int64_t count, const float* scales,
+                  float* logits) {
   for (int64_t p = 0; p < count; p += kLanes) {
-    Floats x = read<Floats>(logits + p);
+    Floats x = read<Floats>(logits + p) * read<Floats>(scales + p);
     const int64_t rest = count - p < kLanes ? count - p : kLanes;
-    if (s.key_scales != nullptr) x *= read_part<Floats>(s.key_scales + begin + p, rest);
     if (s.softcap != 0.0f) {
       // tanh(x) = 1 - 2 / (e^2x + 1)
       const Floats e = exp(x * (2.0f / s.softcap));
@@ -161,8 +171,8 @@ inline void add_rows(const float* weights, Rows values, int64_t count, int64_t s
 template <class Format>
 void attend(const Stretch& s) {
   const int64_t stride = padded(s.size);
-  float* floats = s.scratch;
   float* logits = s.scratch + kBlock * stride;  // [rows, kBlock]
+  float* scales = logits + s.rows * kBlock;
   for (int64_t r = 0; r < s.rows; ++r) {
     s.out.most[r] = kNone;
     s.out.sums[r] = 0.0f;
@@ -170,12 +180,13 @@ void attend(const Stretch& s) {
   }
   for (int64_t begin = s.begin; begin < s.end; begin += kBlock) {
     const int64_t count = s.end - begin < kBlock ? s.end - begin : kBlock;
-    const Rows keys = rows_of<Format>(s.keys, begin, count, s.size, floats);
+    const Rows keys = rows_of<Format>(s, s.keys, begin, count);
+    scales_of(s, s.key_scales, begin, count, scales);
     bool any = false;
     for (int64_t r = 0; r < s.rows; ++r) {
       float* row = logits + r * kBlock;
       logits_of(s.q + r * stride, keys, count, s.size, row);
-      limit(s, r, begin, count, row);
+      limit(s, r, begin, count, scales, row);
       // `larger` leaves NaN out here: what it makes of the sums is NaN anyway.
       Floats found = all(kNone);
       for (int64_t p = 0; p < count; p += kLanes) found = larger(read<Floats>(row + p), found);
@@ -188,10 +199,6 @@ void attend(const Stretch& s) {
         Floats e = exp(x - from);
         e = x == kNone ? all(0.0f) : e;
         sums += e;
-        if (s.value_scales != nullptr) {
-          const int64_t rest = count - p < kLanes ? count - p : kLanes;
-          e *= read_part<Floats>(s.value_scales + begin + p, rest);
-        }
         write(row + p, e);
       }
       const float sum = sum_of(sums);
@@ -208,7 +215,16 @@ void attend(const Stretch& s) {
       s.out.sums[r] += sum;
     }
     if (!any) continue;  // nobody sees this block
-    const Rows values = rows_of<Format>(s.values, begin, count, s.size, floats);
+    const Rows values = rows_of<Format>(s, s.values, begin, count);
+    if (s.value_scales != nullptr) {
+      scales_of(s, s.value_scales, begin, count, scales);
+      for (int64_t r = 0; r < s.rows; ++r) {
+        for (int64_t p = 0; p < count; p += kLanes) {
+          float* at = logits + r * kBlock + p;
+          write(at, read<Floats>(at) * read<Floats>(scales + p));
+        }
+      }
+    }
     int64_t r = 0;
     for (; r + 4 <= s.rows; r += 4) {
       add_rows<4>(logits + r * kBlock, values, count, s.size, s.out.totals + r * stride, stride);

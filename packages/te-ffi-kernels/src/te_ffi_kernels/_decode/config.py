@@ -22,6 +22,7 @@ class Config:
         window: positions that a query sees, 0 for all.
         scaled: whether the cache has scales.
         masked: whether there is a mask.
+        heads_first: whether the cache is [b, k, s, d], and not [b, s, k, d].
     """
 
     scale: float
@@ -29,6 +30,7 @@ class Config:
     window: int
     scaled: bool
     masked: bool
+    heads_first: bool
 
 
 def prepared(
@@ -43,13 +45,14 @@ def prepared(
     scale: float | None,
     window: int | None,
     softcap: float | None,
+    heads_first: bool,
 ) -> tuple[Config, tuple[jax.Array, ...]]:
     """Check the arguments of ``decode_attention``.
 
     Returns:
         What is known at compile time, and the operands of the kernel: q [b, t, k, g, d], keys and
-        values [b, k, s, d], lengths int32[b]; where the cache has scales, those of keys and values
-        float32[b, k, s]; where there is one, the mask bool[b or 1, t or 1, s].
+        values [b, k, s, d] or [b, s, k, d], lengths int32[b]; where the cache has scales, those of
+        keys and values, float32; where there is one, the mask bool[b or 1, t or 1, s].
     """
     for name, given, rank in (("q", q, 4), ("keys", keys, 4), ("values", values, 4)):
         if given.ndim != rank:
@@ -62,11 +65,12 @@ def prepared(
             f"got {keys.dtype} and {values.dtype}"
         )
     batch, queries, heads, size = q.shape
-    kv_heads, positions = keys.shape[1:3]
-    if keys.shape != (batch, kv_heads, positions, size) or values.shape != keys.shape:
+    kv_heads, positions = keys.shape[1:3] if heads_first else keys.shape[2:0:-1]
+    if (keys.shape[0], keys.shape[3]) != (batch, size) or values.shape != keys.shape:
+        axes = "kv_heads, positions" if heads_first else "positions, kv_heads"
         raise ValueError(
-            "decode_attention: keys and values must be [batch, kv_heads, positions, size] with the "
-            f"batch and size of q {q.shape}, got {keys.shape} and {values.shape}"
+            f"decode_attention: keys and values must be [batch, {axes}, size] with the batch and "
+            f"size of q {q.shape}, got {keys.shape} and {values.shape}"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
@@ -80,6 +84,7 @@ def prepared(
         window=int(_at_least_0("window", window)),
         scaled=bool(scales),
         masked=mask is not None,
+        heads_first=bool(heads_first),
     )
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, size)
     rest = () if mask is None else (_mask(mask, batch, queries, positions),)

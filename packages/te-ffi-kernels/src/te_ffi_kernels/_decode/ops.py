@@ -29,6 +29,7 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    heads_first: bool = True,
 ) -> jax.Array:
     """Attend with a few queries over a cache of keys and values.
 
@@ -52,6 +53,8 @@ def decode_attention(
         window: the last positions that a query sees, its own among them; None or 0 for all.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118); None or
             0 for none.
+        heads_first: False for a cache [batch, positions, kv_heads, size], as ``jax.nn`` has it, and
+            its scales alike. Heads first reads memory in order.
 
     Returns:
         As q; zeros for a query that sees nothing. Differentiable with respect to q, and to keys,
@@ -61,7 +64,8 @@ def decode_attention(
         TypeError, ValueError: an argument has another dtype, shape or value than above.
     """
     given = q, keys, values, length, key_scale, value_scale, mask
-    config, operands = prepared(*given, scale=scale, window=window, softcap=softcap)
+    options = {"scale": scale, "window": window, "softcap": softcap, "heads_first": heads_first}
+    config, operands = prepared(*given, **options)
     return _run(config, *_op.alike(*operands)).reshape(q.shape)
 
 
@@ -97,7 +101,8 @@ _run = jax.jit(_attention, static_argnums=0)
 def _batched(config: Config) -> Any:
     def rule(axis_size: int, in_batched: Sequence[bool], *operands: jax.Array) -> Any:
         """Mapped sequences are sequences of one batch."""
-        if not all(in_batched[: 3 + 2 * config.scaled + 1]):
+        mapped = in_batched[:3], in_batched[4 : 4 + 2 * config.scaled]
+        if not all((*mapped[0], *mapped[1])):
             return NotImplemented
         batch = operands[0].shape[1]
 
@@ -116,9 +121,10 @@ def _batched(config: Config) -> Any:
 
 
 def _kernel(config: Config, *operands: jax.Array) -> jax.Array:
-    names = [[*"btkgd"], [*"bksd"], [*"bksd"], ["b"]]
+    cache = "bks" if config.heads_first else "bsk"
+    names = [[*"btkgd"], [*cache, "d"], [*cache, "d"], ["b"]]
     if config.scaled:
-        names += [[*"bks"], [*"bks"]]
+        names += [[*cache], [*cache]]
     if config.masked:
         mask = operands[-1]
         names += [["b" if mask.shape[0] > 1 else "m", "t" if mask.shape[1] > 1 else "n", "s"]]

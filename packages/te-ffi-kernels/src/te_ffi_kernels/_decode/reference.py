@@ -22,10 +22,12 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    heads_first: bool = True,
 ) -> jax.Array:
     """Attend over a cache; see ``te_ffi_kernels.decode_attention``."""
     given = q, keys, values, length, key_scale, value_scale, mask
-    config, operands = prepared(*given, scale=scale, window=window, softcap=softcap)
+    options = {"scale": scale, "window": window, "softcap": softcap, "heads_first": heads_first}
+    config, operands = prepared(*given, **options)
     return attend(config, *operands).reshape(q.shape)
 
 
@@ -39,6 +41,8 @@ def attend(
 ) -> jax.Array:
     """Attend with the operands of the kernel; as its result, [b, t, k, g, d]."""
     scales, mask = rest[: 2 * config.scaled], rest[2 * config.scaled :]
+    if not config.heads_first:
+        keys, values, *scales = (x.swapaxes(1, 2) for x in (keys, values, *scales))
     queries, positions = q.shape[1], keys.shape[2]
     logits = config.scale * jnp.einsum(
         "btkgd,bksd->bkgts", q.astype(jnp.float32), keys.astype(jnp.float32)
