@@ -133,7 +133,7 @@ def _kernel(config: Config, *operands: jax.Array) -> jax.Array:
     def result(q: jax.Array, *_: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(q.shape, q.dtype)
 
-    attributes = {
+    attributes: dict[str, Any] = {
         name: np.float64(value) if isinstance(value, float) else value
         for name, value in dataclasses.asdict(config).items()
     }

@@ -267,10 +267,11 @@ def _check_stack(
         if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
             raise TypeError(f"{op}: index must be a scalar integer, got {jnp.asarray(index).aval}")
         return
-    if group_sizes.shape != lead or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+    sizes = jnp.asarray(group_sizes)
+    if sizes.shape != lead or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(
             f"{op}: group_sizes must be integers of shape {lead}, one for each weight of the "
-            f"stack, got {jax.typeof(group_sizes)}"
+            f"stack, got {jax.typeof(sizes)}"
         )
     if x.ndim != 2:
         raise ValueError(f"{op}: x must be [rows, k] where there are group_sizes, got {x.shape}")
