@@ -32,13 +32,14 @@ int64_t bytes_of(DType dtype) { return static_cast<int64_t>(byte_size(dtype)); }
 
 // What one sequence sees: query i the positions from `first(i)` to before `last(i)`.
 struct Sight {
-  int64_t length, queries, positions, window;
+  const Attention& args;
+  int64_t length;
 
-  int64_t last(int64_t query) const {
-    return std::clamp<int64_t>(length - queries + 1 + query, 0, positions);
-  }
+  int64_t end(int64_t query) const { return args.causal ? length - args.queries + 1 + query : length; }
+  int64_t last(int64_t query) const { return std::clamp<int64_t>(end(query), 0, args.positions); }
   int64_t first(int64_t query) const {
-    return window == 0 ? 0 : std::clamp<int64_t>(length - queries + 1 + query - window, 0, positions);
+    if (args.window == 0) return 0;
+    return std::clamp<int64_t>(end(query) - args.window, 0, args.positions);
   }
 };
 
@@ -77,8 +78,7 @@ class Heads {
   }
 
   Sight sight(int64_t head) const {
-    const int64_t length = args_.lengths[head / args_.kv_heads];
-    return {length, args_.queries, args_.positions, args_.window};
+    return {args_, args_.lengths[head / args_.kv_heads]};
   }
 
   Partial partial(int64_t head, int64_t stretch) const {

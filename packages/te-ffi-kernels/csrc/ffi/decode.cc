@@ -17,6 +17,7 @@ struct DecodeConfig {
         window(NeedAttribute<int64_t>(attributes, "window")),
         scaled(NeedAttribute<bool>(attributes, "scaled")),
         masked(NeedAttribute<bool>(attributes, "masked")),
+        causal(NeedAttribute<bool>(attributes, "causal")),
         heads_first(NeedAttribute<bool>(attributes, "heads_first")) {
     if (window < 0) throw invalid_argument("window is ", window, ", and must be at least 0");
     if (!(softcap >= 0)) throw invalid_argument("softcap is ", softcap, ", and must be at least 0");
@@ -26,6 +27,7 @@ struct DecodeConfig {
     args.scale = scale;
     args.softcap = softcap;
     args.window = window;
+    args.causal = causal;
     args.heads_first = heads_first;
   }
 
@@ -33,6 +35,7 @@ struct DecodeConfig {
   int64_t window;
   bool scaled;  // the cache has scales
   bool masked;
+  bool causal;
   bool heads_first;
 };
 

@@ -34,6 +34,7 @@ def expected(
     scale=None,
     window=0,
     softcap=0.0,
+    causal=True,
 ):
     q, keys, values = (np.asarray(x).astype(np.float64) for x in (q, keys, values))
     if key_scale is not None:
@@ -43,7 +44,7 @@ def expected(
     group, positions = heads // keys.shape[1], keys.shape[2]
     out = np.zeros(q.shape)
     for i in np.ndindex(b, t, heads):
-        last = int(np.broadcast_to(length, b)[i[0]]) - t + 1 + i[1]
+        last = int(np.broadcast_to(length, b)[i[0]]) + (i[1] - t + 1 if causal else 0)
         first = max(0, last - window) if window else 0
         seen = list(range(first, max(0, min(last, positions))))
         if mask is not None:
@@ -104,6 +105,8 @@ def test_sizes(sizes, length):
         {"window": 600},
         {"softcap": 2.0},
         {"scale": 0.5},
+        {"causal": False},
+        {"causal": False, "window": 33},
         {"window": 30, "softcap": 5.0, "scale": 1.0},
     ],
 )

@@ -22,6 +22,7 @@ class Config:
         window: positions that a query sees, 0 for all.
         scaled: whether the cache has scales.
         masked: whether there is a mask.
+        causal: whether a query sees no later one's position.
         heads_first: whether the cache is [b, k, s, d], and not [b, s, k, d].
     """
 
@@ -30,6 +31,7 @@ class Config:
     window: int
     scaled: bool
     masked: bool
+    causal: bool
     heads_first: bool
 
 
@@ -45,6 +47,7 @@ def prepared(
     scale: float | None,
     window: int | None,
     softcap: float | None,
+    causal: bool,
     heads_first: bool,
 ) -> tuple[Config, tuple[jax.Array, ...]]:
     """Check the arguments of ``decode_attention``.
@@ -84,6 +87,7 @@ def prepared(
         window=int(_at_least_0("window", window)),
         scaled=bool(scales),
         masked=mask is not None,
+        causal=bool(causal),
         heads_first=bool(heads_first),
     )
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, size)

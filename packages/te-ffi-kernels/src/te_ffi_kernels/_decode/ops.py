@@ -29,6 +29,7 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
     heads_first: bool = True,
 ) -> jax.Array:
     """Attend with a few queries over a cache of keys and values.
@@ -44,7 +45,7 @@ def decode_attention(
             ``heads`` is a multiple of ``kv_heads``.
         values: of the shape and dtype of keys.
         length: int32[] or int32[batch], the positions that are filled, those of the queries among
-            them: the last query sees the positions before it, the one before it one less.
+            them.
         key_scale: float32[batch, kv_heads, positions], of an int8 cache.
         value_scale: likewise.
         mask: bool[batch or 1, queries or 1, positions], true where a position is seen, if its
@@ -53,6 +54,8 @@ def decode_attention(
         window: the last positions that a query sees, its own among them; None or 0 for all.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118); None or
             0 for none.
+        causal: whether the last query sees the positions before the length, the one before it one
+            less, and so on; else all of them see those before the length.
         heads_first: False for a cache [batch, positions, kv_heads, size], as ``jax.nn`` has it, and
             its scales alike. Heads first reads memory in order.
 
@@ -64,7 +67,8 @@ def decode_attention(
         TypeError, ValueError: an argument has another dtype, shape or value than above.
     """
     given = q, keys, values, length, key_scale, value_scale, mask
-    options = {"scale": scale, "window": window, "softcap": softcap, "heads_first": heads_first}
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    options |= {"causal": causal, "heads_first": heads_first}
     config, operands = prepared(*given, **options)
     return _run(config, *_op.alike(*operands)).reshape(q.shape)
 

@@ -22,11 +22,13 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
     heads_first: bool = True,
 ) -> jax.Array:
     """Attend over a cache; see ``te_ffi_kernels.decode_attention``."""
     given = q, keys, values, length, key_scale, value_scale, mask
-    options = {"scale": scale, "window": window, "softcap": softcap, "heads_first": heads_first}
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    options |= {"causal": causal, "heads_first": heads_first}
     config, operands = prepared(*given, **options)
     return attend(config, *operands).reshape(q.shape)
 
@@ -53,7 +55,7 @@ def attend(
         logits = config.softcap * jnp.tanh(logits / config.softcap)
     # [b, t, s]
     query = jnp.arange(queries, dtype=jnp.int32)[None, :, None]
-    last = lengths[:, None, None] - queries + 1 + query
+    last = lengths[:, None, None] + (query - queries + 1 if config.causal else 0 * query)
     at = jnp.arange(positions, dtype=jnp.int32)[None, None]
     seen = at < last
     if config.window:
