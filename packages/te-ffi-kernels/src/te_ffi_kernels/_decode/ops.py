@@ -67,7 +67,7 @@ def decode_attention(
         TypeError, ValueError: an argument has another dtype, shape or value than above.
     """
     given = q, keys, values, length, key_scale, value_scale, mask
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     options |= {"causal": causal, "heads_first": heads_first}
     config, operands = prepared(*given, **options)
     return _run(config, *_op.alike(*operands)).reshape(q.shape)

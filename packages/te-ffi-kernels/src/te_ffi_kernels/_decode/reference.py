@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def decode_attention(
 ) -> jax.Array:
     """Attend over a cache; see ``te_ffi_kernels.decode_attention``."""
     given = q, keys, values, length, key_scale, value_scale, mask
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     options |= {"causal": causal, "heads_first": heads_first}
     config, operands = prepared(*given, **options)
     return attend(config, *operands).reshape(q.shape)
