@@ -7,7 +7,7 @@ import pytest
 
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
-from te_ffi_kernels._te.gemm_config import Attributes
+from te_ffi_kernels.matmul.config import Attributes
 
 pytestmark = pytest.mark.sample(2)
 
@@ -161,6 +161,7 @@ def test_gemm_v2(op, given, error, message):
         product(op, **given)
 
 
+@pytest.mark.filterwarnings("ignore:te_ffi_kernels.gemm is deprecated")
 def test_gemm():
     args = (X, NONE, X, NONE, NONE, NONE, ONE, ZERO, jnp.float32, ((1,), (1,)), 0)
     for given, message in (

@@ -110,7 +110,7 @@ def test_other_platforms_get_the_reference(op):
 
 
 def test_a_process_without_the_platform_gets_the_reference(op, monkeypatch):
-    monkeypatch.setattr(te._op, "_has_backend", lambda platform: False)
+    monkeypatch.setattr(te.op, "_has_backend", lambda platform: False)
     w, x = layer(stack(op), 0), rows(6, 48)
     text = jax.jit(lambda x, w: op(x, w) + 1).lower(x, w).as_text()
     assert "te_ffi_kernels" not in text
