@@ -74,7 +74,6 @@ _KERNELS = [
         "product of floats, or of codes with scales; bias, gelu",
         workspace="of_gemm_v2",
     ),
-    _kernel("gemm", "deprecated: gemm_v2 with epilogues for gradients"),
     _kernel(
         "fused_attn_forward",
         "attention, block by block, and the log-sum-exp of its scores",

@@ -358,20 +358,6 @@ def test_gemm_v2_target_refuses(message, given):
     raw_gemm(message, **given)
 
 
-def test_gemm_target_refuses():
-    options = {"fuse_bias": False, "fuse_gelu": True, "grad": True}
-    results = [((32, 32), jnp.float32), ((0,), jnp.float32), ((32, 32), jnp.float32)]
-    results += [((1,), jnp.uint8)]
-    operands = [X, NONE, X, NONE, NONE, jnp.ones((32, 31)), ONE, ZERO]
-    head = "te_ffi_kernels.gemm: "
-    fails(head + "gelu_input is", "gemm", results, operands, **GEMM, **options)
-    options |= {"grad": False, "fuse_bias": True}
-    fails(head + "bias is", "gemm", results, operands, **GEMM, **options)
-    options |= {"fuse_bias": False}
-    results[2] = ((31, 32), jnp.float32)
-    fails(head + "pre_gelu_out is", "gemm", results, operands, **GEMM, **options)
-
-
 def test_the_process_goes_on():
     raw_quantize("scaling_mode is 0", scaling_mode=0)
     np.testing.assert_array_equal(raw_quantize()[5], np.full(64, 32))
