@@ -16,7 +16,7 @@ def anything(call: KernelCall) -> bool | str:
 
 
 def product(call: KernelCall) -> bool | str:
-    """Tells whether a product of x[m, k] with a weight[k, n] has a kernel."""
+    """Tell whether a product of x[m, k] with a weight[k, n] has a kernel."""
     x, weight = call.operands
     if x.dtype not in _FLOATS:
         return f"x is {x.dtype}"
@@ -37,7 +37,7 @@ def product_of_stack(call: KernelCall) -> bool | str:
 
 
 def packing(call: KernelCall) -> bool | str:
-    """Tells whether codes[k, n] have a packed form."""
+    """Tell whether codes[k, n] have a packed form."""
     return packing_of(call.operands[0].shape[0], call.param("group", 0))
 
 
@@ -47,7 +47,7 @@ def taking(call: KernelCall) -> bool | str:
 
 
 def packing_of(k: int, group: int) -> bool | str:
-    """Tells whether k rows can have scales for every `group` of them, 0 for one."""
+    """Tell whether k rows can have scales for every `group` of them, 0 for one."""
     if group and (group % GROUP_ALIGNMENT or k % group):
         return f"groups of {group} rows, and not a multiple of {GROUP_ALIGNMENT} that divides {k}"
     return True

@@ -4,10 +4,10 @@ from interception_core import Aval, KernelCall
 
 
 def of_gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
-    """Bytes: one."""
+    """Return one byte."""
     return 1
 
 
 def of_grouped_quantize(call: KernelCall, results: tuple[Aval, ...]) -> int:
-    """Bytes: none, of a result that there is."""
+    """Return no bytes, of a result that there is."""
     return 0

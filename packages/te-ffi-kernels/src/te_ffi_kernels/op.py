@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from interception_core import KernelSpec, kernel_workspace, register_kernel, select_kernel
+
+from .batching import with_rule
 
 PLATFORMS = ("cpu", "cuda")
 """What there are kernels for: in this package, and in te-ffi-kernels-cuda13."""
@@ -40,8 +41,8 @@ class Op:
     All functions that make up an op take the config and the operands, unless said otherwise.
 
     Args:
-        name: of the kernels' op, or a function of the config that returns it. Not of a kernel, and
-            for messages alone, where there is ``forward``.
+        name: of the kernels' op, or a function of the config that returns it. Where there is
+            ``forward``, in jaxprs alone.
         reference: the results in plain JAX.
         results: ``jax.ShapeDtypeStruct`` of the result, or a tuple of them.
         attributes: of the FFI call, a dictionary: ints, floats, bools, strings, NumPy scalars.
@@ -87,6 +88,7 @@ class Op:
         def traced(config: Any, *operands: jax.Array) -> Any:
             return run(config, *_alike(*operands))
 
+        traced.__name__ = name if isinstance(name, str) else "op"
         # Jitted so that a model with many equal layers traces it once.
         self._jitted = jax.jit(traced, static_argnums=0)
 
@@ -100,7 +102,7 @@ class Op:
         rule = None
         if self._batch is not None:
             rule = functools.partial(self._batch, self._batched, config)
-        return _with_rule(functools.partial(self._call, config), rule)(*operands)
+        return with_rule(functools.partial(self._call, config), rule)(*operands)
 
     def _call(self, config: Any, *operands: jax.Array) -> Any:
         """Call a kernel, or the reference."""
@@ -171,20 +173,6 @@ def has_kernel(op: str, platform: str, operands: Sequence[Any], **params: Any) -
     return select_kernel(op, platform, operands, **params).spec is not None
 
 
-def more_rows(run: Any, config: Any, size: int, in_batched: Sequence[bool], *operands: Any) -> Any:
-    """Run an op with the mapped axis as one more in front of all operands: a rule for ``batch``."""
-    found = run(config, *widened(size, in_batched, *operands))
-    return found, jax.tree.map(lambda _: True, found)
-
-
-def widened(size: int, in_batched: Sequence[bool], *operands: jax.Array) -> list[jax.Array]:
-    """Return the operands, those that have no mapped axis repeated along one."""
-    return [
-        one if flag else jnp.broadcast_to(one, (size, *one.shape))
-        for one, flag in zip(operands, in_batched, strict=True)
-    ]
-
-
 @functools.cache
 def _has_backend(platform: str) -> bool:
     """Return whether this process can run on a platform; ``JAX_PLATFORMS`` may leave the CPU out.
@@ -219,32 +207,6 @@ def _differentiable(
 
     op.defvjp(with_saved, backward)
     return op
-
-
-def _with_rule(
-    fn: Callable[..., Any], rule: Callable[..., tuple[Any, Any]] | None
-) -> Callable[..., Any]:
-    """Return a function with a rule for ``vmap``; where it has none, it runs once per index."""
-    wrapped = custom_vmap(fn)
-
-    def one_by_one(in_batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
-        mapped = [x for x, flag in zip(operands, in_batched, strict=True) if flag]
-
-        def body(given: list[jax.Array]) -> Any:
-            rest = iter(given)
-            return wrapped(
-                *(next(rest) if flag else x for x, flag in zip(operands, in_batched, strict=True))
-            )
-
-        out = lax.map(body, mapped)
-        return out, jax.tree.map(lambda _: True, out)
-
-    def batch(size: int, in_batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
-        found = NotImplemented if rule is None else rule(size, tuple(in_batched), *operands)
-        return one_by_one(in_batched, *operands) if found is NotImplemented else found
-
-    wrapped.def_vmap(batch)
-    return wrapped
 
 
 def _alike(*operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -46,7 +46,7 @@ class ClampedSwigluParams:
     glu_linear_offset: float = 1.0
 
     def to_ffi_lowering_dict(self) -> dict[str, Any]:
-        """As an attribute of the FFI call."""
+        """Return it as an attribute of the FFI call."""
         return Attributes({name: np.float32(v) for name, v in dataclasses.asdict(self).items()})
 
 
@@ -58,14 +58,14 @@ class ActivationParams:
 
     @staticmethod
     def create(activation_type: Any, **kwargs: float) -> ActivationParams:
-        """Parameters for an activation, from those of ``ClampedSwigluParams`` where it has some."""
+        """Return parameters for an activation, of those of ``ClampedSwigluParams``."""
         names = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
         if any(name in ("clamped_silu", "clamped_linear") for name in names):
             return ActivationParams(ClampedSwigluParams(**kwargs))
         return ActivationParams()
 
     def to_ffi_lowering_dict(self) -> dict[str, Any]:
-        """As an attribute of the FFI call."""
+        """Return it as an attribute of the FFI call."""
         return Attributes({"clamped_swiglu": self.clamped_swiglu.to_ffi_lowering_dict()})
 
 
@@ -80,23 +80,23 @@ class ActivationConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether there are two parts."""
+        """Return whether there are two parts."""
         return len(self.activation_type) == 2
 
     def attributes(self) -> dict[str, Any]:
-        """Of the FFI call of act_lu."""
+        """Return the attributes of act_lu's FFI call."""
         return {
             "act_enum": ActivationEnum[self.activation_type],
             "act_params": self.params.to_ffi_lowering_dict(),
         } | self.outputs.attributes()
 
     def dbias_result(self, x: Any) -> jax.ShapeDtypeStruct:
-        """The sums over rows; of shape (1,) where they aren't wanted."""
+        """Return the sums over rows; of shape (1,) where they aren't wanted."""
         return jax.ShapeDtypeStruct(x.shape[-2:] if self.is_dbias else (1,), x.dtype)
 
 
 def activation_type(op: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of an activation, which there must be."""
+    """Return the names of an activation, which there must be."""
     names = (given,) if isinstance(given, str) else tuple(given)
     if names not in ActivationEnum:
         raise ValueError(
@@ -107,7 +107,7 @@ def activation_type(op: str, given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def params(op: str, given: ActivationParams | None) -> ActivationParams:
-    """The parameters; those of Transformer Engine where none are given."""
+    """Return the parameters; those of Transformer Engine where none are given."""
     if given is None:
         return ActivationParams()
     if not isinstance(given, ActivationParams):
@@ -122,7 +122,7 @@ def params(op: str, given: ActivationParams | None) -> ActivationParams:
 
 
 def check_x(op: str, names: tuple[str, ...], x: jax.Array) -> tuple[int, ...]:
-    """Checks x, and returns the shape of the result."""
+    """Check x, and returns the shape of the result."""
     checks.dtype(op, "x", x.dtype, checks.FLOATS)
     if x.ndim < 2 or x.shape[-2] != len(names):
         raise ValueError(
@@ -133,7 +133,7 @@ def check_x(op: str, names: tuple[str, ...], x: jax.Array) -> tuple[int, ...]:
 
 
 def check_dz(op: str, names: tuple[str, ...], dz: jax.Array, x: jax.Array) -> None:
-    """Checks the cotangent against x."""
+    """Check the cotangent against x."""
     wanted = check_x(op, names, x)
     checks.dtype(op, "dz", dz.dtype, (jnp.dtype(x.dtype),))
     checks.shape(op, "dz", dz, wanted, "that of x less its last axis but one")

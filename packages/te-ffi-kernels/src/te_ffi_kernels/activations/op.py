@@ -42,7 +42,7 @@ def act_lu(
     scale_dtype: DTypeLike | None = None,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """An activation, plain or gated, whose result may be quantized in the same pass.
+    """Return an activation, plain or gated, whose result may be quantized in the same pass.
 
     With two names, such as ``("silu", "linear")``, the result is the first function of ``x[..., 0,
     :]`` times the second of ``x[..., 1, :]``. In float32; gelu is in its form with tanh. The name
@@ -101,25 +101,16 @@ def quantize_dact_dbias(
     scale_dtype: DTypeLike | None = None,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """The gradient of an activation, quantized where it's wanted, and its sums for a bias.
+    """Return the gradient of an activation, quantized where it's wanted, and its sums for a bias.
 
     Where a clamped part is at its limit its derivative is that of the inside, as in Transformer
     Engine. Sums go with every activation and mode here.
 
     Args:
         dz: cotangent of the result of ``act_lu``: of its shape (..., n) and of x's dtype.
-        x: as for ``act_lu``.
-        activation_type: as for ``act_lu``.
         is_dbias: whether to sum dx over rows, in float32: as it's computed, or with
             CURRENT_TENSOR_SCALING rounded to x's dtype.
-        act_params: as for ``act_lu``.
-        out_dtype: as for ``act_lu``.
-        scaling_mode: as for ``act_lu``.
-        q_layout: as for ``act_lu``.
-        scale: as for ``act_lu``.
-        amax: as for ``act_lu``.
-        scale_dtype: as for ``act_lu``.
-        output_amax_when_no_scaling: as for ``act_lu``.
+        ...: as for ``act_lu``.
 
     Returns:
         ``(output, colwise_output, scale_inv, colwise_scale_inv, updated_amax, dbias)`` of dx, in
@@ -155,20 +146,9 @@ def dact_lu(
     scale_dtype: DTypeLike | None = None,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """The gradient of an activation: ``quantize_dact_dbias`` without the sums.
+    """Return the gradient of an activation: ``quantize_dact_dbias`` without the sums.
 
-    Args:
-        dz: as for ``quantize_dact_dbias``, like what follows.
-        x: as there.
-        activation_type: as there.
-        act_params: as there.
-        out_dtype: as there.
-        scaling_mode: as there.
-        q_layout: as there.
-        scale: as there.
-        amax: as there.
-        scale_dtype: as there.
-        output_amax_when_no_scaling: as there.
+    Args: as those of ``quantize_dact_dbias``.
 
     Returns:
         ``(output, colwise_output, scale_inv, colwise_scale_inv, updated_amax)`` of dx.
@@ -190,7 +170,7 @@ def plain_gradient(config: ActivationConfig, dz: jax.Array, x: jax.Array) -> jax
 
 
 def _partition(config: ActivationConfig, block: Any, *operands: jax.Array) -> Any:
-    """Elements are shared out where nothing is of several, but for the parts of a gate."""
+    """Share out elements where nothing is of several, but for the parts of a gate."""
     *dz, x, _, _ = operands
     run = functools.partial(block, config)
     names = [f"axis{i}" for i in range(x.ndim - 1)]
@@ -205,7 +185,7 @@ def _partition(config: ActivationConfig, block: Any, *operands: jax.Array) -> An
 
 
 def _batch(run: Any, config: ActivationConfig, size: int, batched: Any, *operands: Any) -> Any:
-    """Rows of a batch are rows, unless something is of all rows of one element."""
+    """Make rows of a batch rows, unless something is of all rows of one element."""
     rows = all(batched[:-2]) and not any(batched[-2:])
     if not rows or config.is_dbias or not config.outputs.follows_rows:
         return NotImplemented

@@ -11,7 +11,7 @@ from .config import ActivationConfig, ClampedSwigluParams
 def forward(
     config: ActivationConfig, x: jax.Array, scale: jax.Array, amax: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The results for checked arguments."""
+    """Return the results for checked arguments."""
     wide = x.astype(jnp.float32)
     found, _ = _point(config, wide[..., 0, :])
     if config.is_gated:
@@ -22,7 +22,7 @@ def forward(
 def backward(
     config: ActivationConfig, dz: jax.Array, x: jax.Array, scale: jax.Array, amax: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The results for checked arguments."""
+    """Return the results for checked arguments."""
     found = config.outputs.rounded(derivative(config, dz, x))
     results = config.outputs.in_jax(found, scale, amax)
     sums = found.sum(tuple(range(x.ndim - 2))) if config.is_dbias else jnp.zeros((1,), jnp.float32)
@@ -30,7 +30,7 @@ def backward(
 
 
 def derivative(config: ActivationConfig, dz: jax.Array, x: jax.Array) -> jax.Array:
-    """dx in float32."""
+    """Return dx in float32."""
     wide, dz = x.astype(jnp.float32), dz.astype(jnp.float32)
     value, slope = _point(config, wide[..., 0, :])
     if not config.is_gated:
@@ -44,7 +44,7 @@ def _clamped(config: ActivationConfig) -> ClampedSwigluParams:
 
 
 def _swish(x: jax.Array, u: jax.Array, slope: jax.Array | float) -> tuple[jax.Array, jax.Array]:
-    """x * sigmoid(u) and its derivative, where u' is slope; 0 where the sigmoid is."""
+    """Return x * sigmoid(u) and its derivative, where u' is slope; 0 where the sigmoid is."""
     gate = jax.nn.sigmoid(u)
     change = gate * jax.nn.sigmoid(-u)
     rest = jnp.where(change == 0, 0, x * slope * change)
@@ -52,7 +52,7 @@ def _swish(x: jax.Array, u: jax.Array, slope: jax.Array | float) -> tuple[jax.Ar
 
 
 def _point(config: ActivationConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The function of the first part, and its derivative."""
+    """Return the function of the first part, and its derivative."""
     name = config.activation_type[0]
     if name == "gelu":
         square = x * x
@@ -77,7 +77,7 @@ def _point(config: ActivationConfig, x: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _gate(config: ActivationConfig, x: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-    """What the function is multiplied with, and its derivative."""
+    """Return what the function is multiplied with, and its derivative."""
     if config.activation_type[1] == "linear":
         return x, 1.0
     given = _clamped(config)

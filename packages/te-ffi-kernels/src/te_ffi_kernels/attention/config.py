@@ -33,12 +33,12 @@ class Config:
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is a bias."""
+        """Return whether there is a bias."""
         return self.bias_type is not AttnBiasType.NO_BIAS
 
     @property
     def dropout(self) -> float:
-        """The probability that is in effect."""
+        """Return the probability that is in effect."""
         return self.dropout_probability if self.is_training else 0.0
 
 
@@ -56,11 +56,11 @@ class Sizes:
 
     @property
     def out(self) -> tuple[int, ...]:
-        """Shape of the result."""
+        """Return the shape of the result."""
         return self.batch, self.q_length, self.heads, self.v_size
 
     def aux(self, layout: QKVLayout) -> tuple[int, ...]:
-        """Shape of the log-sum-exp."""
+        """Return the shape of the log-sum-exp."""
         if layout.is_thd():
             return self.batch, self.q_length, self.heads, 1
         return self.batch, self.heads, self.q_length, 1
@@ -78,7 +78,7 @@ def make_config(
     max_segments_per_seq: int,
     window_size: Sequence[int] | None,
 ) -> Config:
-    """Of the arguments of an op, which its errors name."""
+    """Return the config for the arguments of an op, which its errors name."""
     layout = _member(op, "qkv_layout", QKVLayout, qkv_layout)
     mask = _member(op, "attn_mask_type", AttnMaskType, attn_mask_type)
     bias = _member(op, "attn_bias_type", AttnBiasType, attn_bias_type)
@@ -121,7 +121,7 @@ def make_config(
 
 
 def sizes_of(op: str, qkv: Sequence[jax.Array], layout: QKVLayout) -> Sizes:
-    """Of the arrays, after their checks."""
+    """Check arrays, and return their sizes."""
     count = layout.arrays
     if len(qkv) != count:
         raise ValueError(
@@ -175,7 +175,7 @@ def _parsed(shapes: Sequence[tuple[int, ...]], layout: QKVLayout) -> Sizes | Non
 
 
 def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any) -> None:
-    """Raises where there is none but should be, or one of another shape or dtype."""
+    """Raise where there is none but should be, or one of another shape or dtype."""
     if config.bias_type is AttnBiasType.NO_BIAS:
         if bias is not None:
             raise ValueError(f"{op}: bias is given, and attn_bias_type is NO_BIAS: pass None")
@@ -199,7 +199,7 @@ def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any) -> 
 def check_array(
     op: str, name: str, array: jax.Array, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """The array, which must have this shape and dtype."""
+    """Return the array, which must have this shape and dtype."""
     if array.dtype != dtype:
         raise TypeError(f"{op}: {name} is {array.dtype.name}, and must be {jnp.dtype(dtype).name}")
     if array.shape != shape:

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..op import Op, widened
+from ..batching import widened
+from ..op import Op
 from ..partition import Names, partition_rows
 from . import operands, reference
 from .config import Config, Sizes, sizes_of
@@ -72,7 +73,7 @@ def _attributes(config: Config, *given: jax.Array) -> dict[str, Any]:
 
 
 def _lowered(config: Config, *given: jax.Array) -> Arrays:
-    """Kernels are given the cumulative sums of lengths."""
+    """Return the operands with the cumulative sums of lengths, as kernels have them."""
     *first, q_lengths, kv_lengths, q_starts, kv_starts = given
     lengths = map(operands.cumulative, (q_lengths, kv_lengths))
     return *first, *lengths, q_starts, kv_starts
@@ -99,7 +100,7 @@ def _partition(
     found: Names | None,
     sums: Any = (),
 ) -> Any:
-    """Batches and heads are shared out, unless something depends on the whole batch.
+    """Share out batches and heads, unless something depends on the whole batch.
 
     Args:
         config: of the call.
@@ -136,7 +137,7 @@ def _partition(
 
 
 def _batch_forward(run: Any, config: Config, size: int, in_batched: Any, *given: jax.Array) -> Any:
-    """The mapped axis becomes one with the batch, where the rest allows it."""
+    """Return the mapped axis becomes one with the batch, where the rest allows it."""
     random = in_batched[5] or config.dropout > 0  # random numbers depend on the batch
     folded = None if random or in_batched[4] else _folded_bias(config, size, given, in_batched)
     if folded is None:

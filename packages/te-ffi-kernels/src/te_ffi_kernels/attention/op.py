@@ -36,7 +36,7 @@ def fused_attn_fwd(
     max_segments_per_seq: int = 1,
     window_size: Sequence[int] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention, and what its gradient needs. Not differentiable: see ``fused_attn``.
+    """Return attention, and what its gradient needs. Not differentiable: see ``fused_attn``.
 
     Args: as those of ``fused_attn``.
 
@@ -77,7 +77,7 @@ def fused_attn_bwd(
     max_segments_per_seq: int = 1,
     window_size: Sequence[int] | None = None,
 ) -> tuple[Qkv, jax.Array | None, jax.Array | None]:
-    """The gradients of attention. Probabilities are computed anew, block by block.
+    """Return the gradients of attention. Probabilities are computed anew, block by block.
 
     Args:
         qkv, bias, softmax_offset, sequence_descriptor, ...: as given to ``fused_attn_fwd``.
@@ -129,7 +129,7 @@ def fused_attn(
     context_checkpoint_name: str = "context",
     softmax_offset: jax.Array | None = None,
 ) -> jax.Array:
-    """Scaled dot-product attention: ``dropout(softmax(scale * q k^T, masked)) v`` for each head.
+    """Attend: ``dropout(softmax(scale * q k^T, masked)) v`` for each head.
 
     Neither direction keeps an array of (queries x keys): blocks of scores are computed as they are
     needed (Dao et al. 2022, "FlashAttention"; https://arxiv.org/abs/2205.14135). Numbers are read

@@ -19,7 +19,7 @@ int32[0]."""
 
 
 def softmax_offset(op: str, config: Config, heads: int, given: jax.Array | None) -> jax.Array:
-    """float32[1, heads, 1, 1]; of size 0 where there is none."""
+    """Return float32[1, heads, 1, 1]; of size 0 where there is none."""
     if config.softmax_type is AttnSoftmaxType.VANILLA_SOFTMAX:
         if given is not None and given.size:
             raise ValueError(
@@ -34,7 +34,7 @@ def softmax_offset(op: str, config: Config, heads: int, given: jax.Array | None)
 
 
 def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
-    """uint32[...] of two numbers at least."""
+    """Return uint32[...] of two numbers at least."""
     if given is None:
         if config.dropout > 0:
             raise ValueError(f"{op}: seed is None, and dropout_probability {config.dropout}")
@@ -51,7 +51,7 @@ def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
 def sequences(
     op: str, config: Config, sizes: Sizes, descriptor: SequenceDescriptor | None
 ) -> Sequences:
-    """Where the sequences are."""
+    """Return where the sequences are."""
     if config.layout.is_thd():
         return _segments(op, config, sizes, descriptor)
     none = jnp.zeros((0,), jnp.int32)
@@ -131,12 +131,12 @@ def _integers(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> N
 
 
 def cumulative(lengths: jax.Array) -> jax.Array:
-    """Of lengths [n], the sums before each and after the last, int32[n + 1]."""
+    """Return of lengths [n] the sums before each and after the last, int32[n + 1]."""
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
 
 
 def attributes(config: Config, sizes: Sizes, bias_shape: tuple[int, ...]) -> dict[str, Any]:
-    """The attributes of the FFI call, as Transformer Engine has them."""
+    """Return the attributes of the FFI call, as Transformer Engine has them."""
     bias_batch, bias_heads = bias_shape[:2] if len(bias_shape) == 4 else (0, 0)
     return {
         "input_batch": sizes.batch,
@@ -164,14 +164,16 @@ def attributes(config: Config, sizes: Sizes, bias_shape: tuple[int, ...]) -> dic
 
 
 def _deterministic() -> bool:
-    """Whether kernels that can be faster otherwise must give the same bits at each call: those for
-    CPU give them in any case, others as XLA's own attention does."""
+    """Return whether kernels must give the same bits at each call, where that makes them slower.
+
+    Those for CPU do in any case, others as XLA's own attention does.
+    """
     flags = os.environ.get("XLA_FLAGS", "").split()
     names = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
     return any(flag in (name, f"{name}=true", f"{name}=1") for name in names for flag in flags)
 
 
 def arrays(qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Three arrays: those that there aren't are of size 0."""
+    """Return three arrays: those that there aren't are of size 0."""
     none = jnp.zeros((0,), qkv[0].dtype)
     return (*qkv, *(none,) * (3 - len(qkv)))

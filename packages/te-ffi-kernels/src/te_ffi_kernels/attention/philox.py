@@ -9,7 +9,7 @@ Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def philox(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
-    """Four random words uint32 for a counter of four, of one shape."""
+    """Return four random words uint32 for a counter of four, of one shape."""
     c0, c1, c2, c3 = counter
     key0, key1 = key
     for _ in range(10):
@@ -22,7 +22,7 @@ def philox(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
 
 
 def _product(factor: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The upper and the lower half of a product of 64 bits, by halves of 16."""
+    """Return the upper and the lower half of a product of 64 bits, by halves of 16."""
     high, low = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
     x_high, x_low = x >> 16, x & jnp.uint32(0xFFFF)
     middle = low * x_high + ((low * x_low) >> 16)

@@ -30,7 +30,7 @@ class Places:
 
 
 def separate(qkv: Arrays) -> Arrays:
-    """Queries, keys and values, in float32."""
+    """Return queries, keys and values, in float32."""
     if len(qkv) == 1:
         qkv = tuple(qkv[0][:, :, i] for i in range(3))
     elif len(qkv) == 2:
@@ -39,14 +39,14 @@ def separate(qkv: Arrays) -> Arrays:
 
 
 def together(grads: Arrays, count: int) -> Arrays:
-    """Gradients of queries, keys and values as those of `count` arrays."""
+    """Return gradients of queries, keys and values as those of `count` arrays."""
     if count == 1:
         return (jnp.stack(grads, axis=2),)
     return (grads[0], jnp.stack(grads[1:], axis=2)) if count == 2 else grads
 
 
 def places(config: Config, sizes: Sizes, sequences: Sequences) -> Places:
-    """Where tokens are."""
+    """Return where tokens are."""
     q_lengths, kv_lengths, q_starts, kv_starts = sequences
     found = []
     for lengths, starts, length in (
@@ -69,7 +69,7 @@ def places(config: Config, sizes: Sizes, sequences: Sequences) -> Places:
 
 
 def visible(config: Config, at: Places) -> jax.Array:
-    """Which keys each query sees, [b, 1, sq, skv]."""
+    """Return which keys each query sees, [b, 1, sq, skv]."""
     same = (at.q_segment[:, :, None] == at.kv_segment[:, None, :]) & (at.q_segment >= 0)[..., None]
     distance = at.kv_place[:, None, :] - at.q_place[:, :, None]
     if config.mask_type.is_bottom_right():
@@ -85,7 +85,7 @@ def visible(config: Config, at: Places) -> jax.Array:
 
 
 def kept(config: Config, at: Places, heads: int, random: jax.Array) -> jax.Array:
-    """The factors of dropout, [b, heads, sq, skv]; `random` is seed and offset, uint32[4]."""
+    """Return factors of dropout, [b, heads, sq, skv]; `random` is seed and offset, uint32[4]."""
     shape = (at.q_place.shape[0], heads, at.q_place.shape[1], at.kv_place.shape[1])
     place = at.kv_place[:, None, None, :]
     head = jnp.arange(heads, dtype=jnp.int32)[None, :, None, None]
@@ -106,7 +106,7 @@ def kept(config: Config, at: Places, heads: int, random: jax.Array) -> jax.Array
 
 
 def scores(config: Config, q: jax.Array, k: jax.Array, bias: jax.Array) -> jax.Array:
-    """[b, h, sq, skv], scaled."""
+    """Return scaled scores [b, h, sq, skv]."""
     found = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest")
     scale = jnp.float32(config.scaling_factor)
     if config.bias_type is AttnBiasType.PRE_SCALE_BIAS:
@@ -117,7 +117,7 @@ def scores(config: Config, q: jax.Array, k: jax.Array, bias: jax.Array) -> jax.A
 
 
 def spread(x: jax.Array, heads: int) -> jax.Array:
-    """Each head of keys [b, s, g, d] for all heads of queries that have it."""
+    """Return each head of keys [b, s, g, d] for all heads of queries that have it."""
     return jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
@@ -130,7 +130,7 @@ def forward(
     random: jax.Array,
     sequences: Sequences,
 ) -> tuple[jax.Array, jax.Array]:
-    """The result, and the log-sum-exp."""
+    """Return the result, and the log-sum-exp."""
     q, k, v = separate(qkv)
     at = places(config, sizes, sequences)
     sees = visible(config, at)
@@ -166,7 +166,7 @@ def backward(
     out_grad: jax.Array,
     sequences: Sequences,
 ) -> tuple[Arrays, jax.Array, jax.Array]:
-    """Gradients of the arrays, of the bias and of the offset."""
+    """Return gradients of the arrays, of the bias and of the offset."""
     q, k, v = separate(qkv)
     dtype, heads, groups = qkv[0].dtype, sizes.heads, sizes.kv_heads
     at = places(config, sizes, sequences)

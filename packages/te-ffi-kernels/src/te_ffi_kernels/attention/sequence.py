@@ -27,26 +27,26 @@ class SequenceDescriptor:
         self.segment_pos = _or_empty(segment_pos)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
-        """As a pytree."""
+        """Return it as a pytree."""
         return (self.seqlens, self.seq_offsets, self.segment_ids, self.segment_pos), None
 
     @classmethod
     def tree_unflatten(cls, aux_data: None, children: tuple[Any, ...]) -> SequenceDescriptor:
-        """From a pytree."""
+        """Return the descriptor of a pytree."""
         made = object.__new__(cls)
         made.seqlens, made.seq_offsets, made.segment_ids, made.segment_pos = children
         return made
 
     @classmethod
     def from_seqlens(cls, seqlens: jax.Array | _Pair) -> SequenceDescriptor:
-        """One sequence per batch entry: integers [b] of queries and keys, or of both at once."""
+        """Describe one sequence per batch entry: integers [b] of queries and keys, or of both."""
         return cls(seqlens=_pair("seqlens", seqlens))
 
     @classmethod
     def from_seqlens_and_offsets(
         cls, seqlens: jax.Array | _Pair, seq_offsets: jax.Array | _Pair
     ) -> SequenceDescriptor:
-        """Several segments per batch entry, for THD layouts.
+        """Describe several segments per batch entry, for THD layouts.
 
         Args:
             seqlens: integers [b, n]; what is not used is -1 or 0.
@@ -59,7 +59,7 @@ class SequenceDescriptor:
     def from_segment_ids_and_pos(
         cls, segment_ids: jax.Array | _Pair, segment_pos: jax.Array | _Pair
     ) -> SequenceDescriptor:
-        """By the segment of each token.
+        """Describe segments by that of each token.
 
         Args:
             segment_ids: integers [b, s], from 1 on for tokens and 0 for padding. A segment's tokens

@@ -33,11 +33,11 @@ class AttnMaskType(enum.IntEnum):
     PADDING_CAUSAL_BOTTOM_RIGHT_MASK = 5
 
     def is_causal(self) -> bool:
-        """Whether later keys are not seen."""
+        """Return whether later keys are not seen."""
         return self >= AttnMaskType.CAUSAL_MASK
 
     def is_padding(self) -> bool:
-        """Whether sequences have lengths of their own."""
+        """Return whether sequences have lengths of their own."""
         return self in (
             AttnMaskType.PADDING_MASK,
             AttnMaskType.PADDING_CAUSAL_MASK,
@@ -45,7 +45,7 @@ class AttnMaskType(enum.IntEnum):
         )
 
     def is_bottom_right(self) -> bool:
-        """Whether the last query is beside the last key."""
+        """Return whether the last query is beside the last key."""
         return self >= AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK
 
 
@@ -63,7 +63,7 @@ class AttnSoftmaxType(enum.IntEnum):
 
     @classmethod
     def from_str(cls, softmax_type: str) -> AttnSoftmaxType:
-        """Of "vanilla", "off_by_one" or "learnable"."""
+        """Return the type of "vanilla", "off_by_one" or "learnable"."""
         for member in cls:
             if member.name == f"{softmax_type.upper()}_SOFTMAX":
                 return member
@@ -97,38 +97,38 @@ class QKVLayout(enum.IntEnum):
     THD_THD_THD = 14
 
     def get_qkv_format(self) -> QKVFormat:
-        """BSHD or THD."""
+        """Return BSHD or THD."""
         return QKVFormat.THD if self.is_thd() else QKVFormat.BSHD
 
     @property
     def arrays(self) -> int:
-        """How many arrays there are."""
+        """Return the number of arrays."""
         return 1 if self.is_qkvpacked() else 2 if self.is_kvpacked() else 3
 
     def is_qkvpacked(self) -> bool:
-        """Whether there is one array."""
+        """Return whether there is one array."""
         return self in (QKVLayout.BS3HD, QKVLayout.T3HD)
 
     def is_kvpacked(self) -> bool:
-        """Whether there is one array of keys and values."""
+        """Return whether there is one array of keys and values."""
         return self in (QKVLayout.BSHD_BS2HD, QKVLayout.THD_T2HD)
 
     def is_separate(self) -> bool:
-        """Whether there are three arrays."""
+        """Return whether there are three arrays."""
         return self in (QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD)
 
     def is_thd(self) -> bool:
-        """Whether segments are packed."""
+        """Return whether segments are packed."""
         return self >= QKVLayout.T3HD
 
     def to_qkvpacked(self) -> QKVLayout:
-        """The one with one array."""
+        """Return the one with one array."""
         return QKVLayout.T3HD if self.is_thd() else QKVLayout.BS3HD
 
     def to_kvpacked(self) -> QKVLayout:
-        """The one with two arrays."""
+        """Return the one with two arrays."""
         return QKVLayout.THD_T2HD if self.is_thd() else QKVLayout.BSHD_BS2HD
 
     def to_separate(self) -> QKVLayout:
-        """The one with three arrays."""
+        """Return the one with three arrays."""
         return QKVLayout.THD_THD_THD if self.is_thd() else QKVLayout.BSHD_BSHD_BSHD

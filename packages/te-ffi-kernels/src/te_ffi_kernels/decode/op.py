@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..op import Op, widened
+from ..batching import widened
+from ..op import Op
 from ..partition import partition_rows
 from .config import Config, prepared
 from .reference import attend
@@ -87,7 +88,7 @@ def _attributes(config: Config, *_: jax.Array) -> dict[str, Any]:
 def _partition(
     config: Config, block: Callable[..., Any], *operands: jax.Array
 ) -> Callable[..., Any]:
-    """Sequences and heads of keys are shared out."""
+    """Share out sequences and heads of keys."""
     cache = "bks" if config.heads_first else "bsk"
     names = [[*"btkgd"], [*cache, "d"], [*cache, "d"], ["b"]]
     if config.scaled:
@@ -101,7 +102,7 @@ def _partition(
 
 
 def _batch(run: Any, config: Config, size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    """Mapped sequences are sequences of one batch."""
+    """Make mapped sequences sequences of one batch."""
     if not all((*in_batched[:3], *in_batched[4 : 4 + 2 * config.scaled])):
         return NotImplemented
     batch = operands[0].shape[1]

@@ -28,16 +28,16 @@ class GemmConfig:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result."""
+        """Return the shape of the result."""
         return (*self.left.kept_shape, *self.right.kept_shape)
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        """The result."""
+        """Return the result."""
         return jax.ShapeDtypeStruct(self.shape, self.out_dtype)
 
     def block(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> GemmConfig:
-        """Of the product of blocks of the factors, of these shapes."""
+        """Return the config for blocks of the factors, of these shapes."""
         return dataclasses.replace(
             self,
             left=dataclasses.replace(self.left, shape=lhs),
@@ -45,7 +45,7 @@ class GemmConfig:
         )
 
     def attributes(self) -> dict[str, Any]:
-        """Of the FFI call."""
+        """Return the attributes of the FFI call."""
         return {
             "scaling_mode": int(self.mode),
             "collective_op": 0,
@@ -61,7 +61,7 @@ class Attributes(dict):
     """A dictionary attribute that can be a key of caches; it isn't changed once made."""
 
     def __hash__(self) -> int:  # pyrefly: ignore
-        """Of the entries."""
+        """Return the hash of the entries."""
         return hash(tuple(sorted(self.items())))
 
 
@@ -83,7 +83,7 @@ def gemm_config(
     fuse_gelu: bool,
     needs_bias: bool = False,
 ) -> GemmConfig:
-    """Checks arguments against each other.
+    """Check arguments against each other.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``te_ffi_kernels.gemm_v2``.

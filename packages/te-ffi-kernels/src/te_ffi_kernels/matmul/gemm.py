@@ -38,7 +38,7 @@ def gemm(
     is_outer: bool = True,
     collective_op: Any = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Deprecated: ``gemm_v2``, whose arguments these are, with more epilogues.
+    """Call ``gemm_v2``, whose arguments these are, with more epilogues. Deprecated.
 
     - Forward (`grad` False): a bias that isn't empty is added; with `fuse_gelu` the result is
       passed through gelu, and what it was before is a result too.
@@ -48,25 +48,11 @@ def gemm(
       is the gradient of the bias where rhs is that of the output.
 
     Args:
-        lhs: as of ``gemm_v2``, like those that aren't named here.
-        lhs_scale_inv: as of ``gemm_v2``.
-        rhs: as of ``gemm_v2``.
-        rhs_scale_inv: as of ``gemm_v2``.
         bias: as of ``gemm_v2``. With `grad` its shape and dtype alone count.
         gelu_input: with `fuse_gelu` and `grad`: of the result's shape and dtype; else not used.
-        alpha: as of ``gemm_v2``.
-        beta: as of ``gemm_v2``.
-        out_dtype: as of ``gemm_v2``.
-        contracting_dims: as of ``gemm_v2``.
-        scaling_mode: as of ``gemm_v2``.
         fuse_bias: forward, whether `bias` must be there; backward, whether to compute bias_grad.
-        fuse_gelu: see above.
-        grad: see above.
-        use_split_accumulator: as of ``gemm_v2``.
-        transpose_batch_sequence: not used.
-        sequence_dim: not used.
-        is_outer: not used.
-        collective_op: must be 0.
+        fuse_gelu, grad: see above.
+        ...: as of ``gemm_v2``.
 
     Returns:
         ``(output, bias_grad, pre_gelu_out)``; bias_grad of bias's shape with `grad`, else empty;
@@ -116,7 +102,7 @@ def _gemm(
     alpha: jax.Array,
     beta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The product in float32, and results that are rounded once."""
+    """Return the product in float32, and results that are rounded once."""
     dtype = config.out_dtype
     wide = dataclasses.replace(config, out_dtype=jnp.dtype(jnp.float32))
     used = jnp.zeros((0,), jnp.float32) if of.grad else bias.astype(jnp.float32)

@@ -38,7 +38,7 @@ def gemm_v2(
     collective_op: Any = 0,
     fuse_gelu: bool = False,
 ) -> jax.Array:
-    """``gelu(alpha * product(lhs, rhs) + bias)``, where bias and gelu may be left out.
+    """Return ``gelu(alpha * product(lhs, rhs) + bias)``; bias and gelu may be left out.
 
     The arguments are those of Transformer Engine's primitive, and `fuse_gelu`. Sums are in
     float32 (of float8 on GPUs, in what their tensor cores have), and the result is rounded once.
@@ -134,12 +134,12 @@ def _gradient(config: GemmConfig, saved: Any, ct: jax.Array) -> Any:
 
 
 def _other(side: Side) -> Side:
-    """The same factor with its other axes contracted."""
+    """Return the same factor with its other axes contracted."""
     return Side(side.shape, side.boundary, not side.leading)
 
 
 def _product(lhs: jax.Array, left: Side, rhs: jax.Array, right: Side) -> jax.Array:
-    """Of floats, in float32."""
+    """Return the product of floats, in float32."""
     config = GemmConfig(jnp.dtype(jnp.float32), ScalingMode.NO_SCALING, left, right)
     none = jnp.zeros((0,), jnp.float32)
     one = jnp.ones((1,), jnp.float32)
@@ -159,7 +159,7 @@ def numbers_of(
 def _of_factor(
     mode: ScalingMode, side: Side, x: jax.Array, scales: jax.Array, grad: jax.Array
 ) -> tuple[Any, Any]:
-    """Cotangents of a factor and of its scales, from that of its numbers."""
+    """Return cotangents of a factor and of its scales, from that of its numbers."""
     if mode is ScalingMode.NO_SCALING:
         return cotangent_of(x, grad), None
     wide = numbers.spread(scales, x.shape, mode, side.boundary, by_column=side.leading)

@@ -22,7 +22,7 @@ def product(
     alpha: jax.Array,
     beta: jax.Array,
 ) -> jax.Array:
-    """The result for checked arguments; NaN where `beta` isn't 0."""
+    """Return the result for checked arguments; NaN where `beta` isn't 0."""
     mode = config.mode
     left = _factor(config.left, mode, lhs, lhs_scale_inv)
     right = _factor(config.right, mode, rhs, rhs_scale_inv)
@@ -47,7 +47,7 @@ def product(
 
 
 def _factor(side: Side, mode: ScalingMode, x: jax.Array, scales: jax.Array) -> jax.Array:
-    """[kept, contracted], MX scales multiplied in; float32 but for int8."""
+    """Return [kept, contracted], MX scales multiplied in; float32 but for int8."""
     if mode.is_mx:
         x = numbers.decode(x, scales, mode, side.boundary, by_column=side.leading)
     return side.matrix(x if x.dtype == jnp.int8 else x.astype(jnp.float32))

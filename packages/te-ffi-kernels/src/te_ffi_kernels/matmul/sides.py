@@ -30,40 +30,40 @@ class Side:
 
     @property
     def contracted(self) -> tuple[int, ...]:
-        """The axes that are summed over."""
+        """Return the axes that are summed over."""
         if self.leading:
             return tuple(range(self.boundary))
         return tuple(range(self.boundary, len(self.shape)))
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The other axes."""
+        """Return the other axes."""
         return tuple(i for i in range(len(self.shape)) if i not in self.contracted)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Their sizes, which the result has."""
+        """Return their sizes, which the result has."""
         return tuple(self.shape[i] for i in self.kept)
 
     @property
     def k(self) -> int:
-        """Numbers that are summed up."""
+        """Return how many numbers are summed up."""
         return math.prod(self.shape[i] for i in self.contracted)
 
     def matrix(self, x: jax.Array) -> jax.Array:
-        """[kept, contracted]."""
+        """Return the matrix [kept, contracted]."""
         kept = math.prod(self.kept_shape)
         return x.reshape(self.k, kept).T if self.leading else x.reshape(kept, self.k)
 
     def scale_shape(self, mode: ScalingMode) -> tuple[int, ...]:
-        """Of its scales."""
+        """Return the shape of its scales."""
         if mode is ScalingMode.NO_SCALING:
             return (0,)
         return scale_shape(self.shape, mode, self.boundary, by_column=self.leading)
 
 
 def side(op: str, name: str, x: Any, contracting: Sequence[int] | int) -> Side:
-    """Describes a factor.
+    """Describe a factor.
 
     Raises:
         ValueError: contracted axes that aren't the first ones, or the last ones, or that are all.
@@ -81,7 +81,7 @@ def side(op: str, name: str, x: Any, contracting: Sequence[int] | int) -> Side:
 
 
 def check_side(op: str, name: str, x: Any, scales: Any, found: Side, mode: ScalingMode) -> None:
-    """Raises where dtype, blocks or scales aren't what the mode needs."""
+    """Raise where dtype, blocks or scales aren't what the mode needs."""
     if mode is ScalingMode.NO_SCALING:
         checks.dtype(op, name, x.dtype, checks.FLOATS)
         return
@@ -92,7 +92,7 @@ def check_side(op: str, name: str, x: Any, scales: Any, found: Side, mode: Scali
 
 
 def check_pair(op: str, lhs: Any, rhs: Any, left: Side, right: Side, mode: ScalingMode) -> None:
-    """Raises where two factors don't go together."""
+    """Raise where two factors don't go together."""
     same = mode is ScalingMode.NO_SCALING or jnp.int8 in (lhs.dtype, rhs.dtype)
     if same and lhs.dtype != rhs.dtype:
         raise TypeError(

@@ -32,11 +32,11 @@ class NormConfig:
 
     @property
     def is_layer(self) -> bool:
-        """Whether means are subtracted."""
+        """Return whether means are subtracted."""
         return self.norm_type is NormType.LAYERNORM
 
     def attributes(self) -> dict[str, Any]:
-        """Of both FFI calls; sm_margin is not used on CPU."""
+        """Return the attributes of both FFI calls; sm_margin is not used on CPU."""
         found = {
             "norm_type": int(self.norm_type),
             "zero_centered_gamma": self.zero_centered_gamma,
@@ -51,7 +51,7 @@ class NormConfig:
 
     @property
     def has_workspace(self) -> bool:
-        """Whether norm_forward gets a number for each row, to pass on from kernel to kernel.
+        """Return whether norm_forward gets a number for each row, to pass on from kernel to kernel.
 
         There are several on CUDA, where a quantized layer norm keeps there what rounding takes
         from means.
@@ -59,21 +59,21 @@ class NormConfig:
         return self.is_layer and self.outputs is not None and self.outputs.quantizes
 
     def forward_results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of norm_forward but for its workspace."""
+        """Return the results of norm_forward but for its workspace."""
         assert self.outputs is not None
         of_rows = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
         mu = of_rows if self.is_layer else jax.ShapeDtypeStruct((1,), jnp.float32)
         return *self.outputs.results(x.shape), mu, of_rows
 
     def backward_results(self, x: Any, gamma: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of norm_backward but for its workspace."""
+        """Return the results of norm_backward but for its workspace."""
         weights = jax.ShapeDtypeStruct(gamma.shape, gamma.dtype)
         dbeta = weights if self.is_layer else jax.ShapeDtypeStruct((1,), gamma.dtype)
         return jax.ShapeDtypeStruct(x.shape, x.dtype), weights, dbeta
 
 
 def norm_type(op: str, given: Any) -> NormType:
-    """The norm of a name, member or number."""
+    """Return the norm of a name, member or number."""
     if isinstance(given, str):
         name = given.strip().upper().replace("-", "").replace("_", "")
         if name in NormType.__members__:
@@ -89,7 +89,7 @@ def norm_type(op: str, given: Any) -> NormType:
 def check_weights(
     op: str, kind: NormType, x: jax.Array, gamma: jax.Array, beta: jax.Array | None
 ) -> jax.Array:
-    """Checks x, gamma and beta, which is returned: some array where the norm has none."""
+    """Check x, gamma and beta, which is returned: some array where the norm has none."""
     dtype = checks.dtype(op, "x", x.dtype, checks.FLOATS)
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (), and must have an axis to norm along")
@@ -106,7 +106,7 @@ def check_weights(
 
 
 def check_epsilon(op: str, epsilon: float) -> float:
-    """The number, 0 or more."""
+    """Return the number, 0 or more."""
     found = float(epsilon)
     if not found >= 0:
         raise ValueError(f"{op}: epsilon is {epsilon}, and must be 0 or more")
@@ -116,7 +116,7 @@ def check_epsilon(op: str, epsilon: float) -> float:
 def check_backward(
     op: str, kind: NormType, dz: jax.Array, x: jax.Array, mu: jax.Array | None, rsigma: jax.Array
 ) -> jax.Array:
-    """Checks the operands of the gradient but for the weights; returns mu, or some array."""
+    """Check the operands of the gradient but for the weights; returns mu, or some array."""
     checks.dtype(op, "dz", dz.dtype, (x.dtype,))
     checks.shape(op, "dz", dz, x.shape, "that of x")
     checks.dtype(op, "rsigma", rsigma.dtype, (jnp.float32,))

@@ -33,7 +33,7 @@ def normalization_fwd(
     scale_dtype: DTypeLike | None = None,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Norms the rows of an array, and may quantize the result in the same pass.
+    """Norm the rows of an array, and may quantize the result in the same pass.
 
     ``(x - mu) * rsigma * gamma + beta`` along the last axis, in float32; for "rmsnorm" without mu
     and beta. The name and the first arguments are Transformer Engine's; the others, which stand
@@ -95,7 +95,7 @@ def normalization_bwd(
     epsilon: float,
     norm_type: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The gradient of a norm. Arguments as Transformer Engine's.
+    """Return the gradient of a norm. Arguments as Transformer Engine's.
 
     Args:
         dz: cotangent of the result, of x's shape and dtype.
@@ -132,7 +132,7 @@ def _forward_workspace(config: NormConfig, x: jax.Array, *_: jax.Array) -> jax.S
 
 
 def _forward_partition(config: NormConfig, block: Any, x: jax.Array, *_: jax.Array) -> Any:
-    """Rows are shared out where nothing is of all of them."""
+    """Share out rows where nothing is of all of them."""
     assert config.outputs is not None
     run = functools.partial(block, config)
     rows = [f"row{i}" for i in range(x.ndim - 1)]
@@ -152,7 +152,7 @@ def _whole(given: list[list[str]], found: list[list[str]]) -> set[str]:
 
 
 def _forward_batch(run: Any, config: NormConfig, size: int, batched: Any, *operands: Any) -> Any:
-    """Rows of a batch are rows, unless something is of all rows of one element."""
+    """Make rows of a batch rows, unless something is of all rows of one element."""
     assert config.outputs is not None
     if batched != (True, False, False, False, False) or not config.outputs.follows_rows:
         return NotImplemented
@@ -188,7 +188,7 @@ FORWARD = Op(
 
 
 def _backward_partition(config: NormConfig, block: Any, dz: jax.Array, *operands: jax.Array) -> Any:
-    """Rows are shared out; the gradients of the weights are sums over them."""
+    """Share out rows; the gradients of the weights are sums over them."""
     run = functools.partial(block, config)
     rows = [f"row{i}" for i in range(dz.ndim - 1)]
     if not rows:

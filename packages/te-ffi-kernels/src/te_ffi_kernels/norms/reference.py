@@ -17,7 +17,7 @@ def forward(
     gamma: jax.Array,
     beta: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """The results for checked arguments."""
+    """Return the results for checked arguments."""
     assert config.outputs is not None
     wide = x.astype(jnp.float32)
     factor = gamma.astype(jnp.float32)
@@ -40,7 +40,7 @@ def backward(
     rsigma: jax.Array,
     gamma: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The results for checked arguments."""
+    """Return the results for checked arguments."""
     wide, factor = x.astype(jnp.float32), gamma.astype(jnp.float32)
     factor = factor + 1 if config.zero_centered_gamma else factor
     dz = dz.astype(jnp.float32)

@@ -72,32 +72,32 @@ class Layout:
 
     @property
     def columns(self) -> int:
-        """Columns of a panel."""
+        """Return the columns of a panel."""
         return 16 if self.version == 1 else 32
 
     @property
     def groups(self) -> int:
-        """Scales per column."""
+        """Return scales per column."""
         return group_count(self.k, self.group)
 
     @property
     def rows(self) -> int:
-        """Rows that are stored."""
+        """Return how many rows are stored."""
         return self.k if self.group else -(-self.k // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of a group."""
+        """Return the bytes of the scales of a group."""
         return self.columns * np.dtype(self.scale_dtype).itemsize
 
     @property
     def panel_bytes(self) -> int:
-        """Bytes of a panel."""
+        """Return the bytes of a panel."""
         return HEADER + self.groups * self.scale_bytes + self.columns * self.rows * self.bits // 8
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What kernels are told beside k and n; of version 1 its group alone."""
+        """Return what kernels are told beside k and n; of version 1 its group alone."""
         if self.version == 1:
             return {"group": self.group}
         scale_bits = 8 * np.dtype(self.scale_dtype).itemsize

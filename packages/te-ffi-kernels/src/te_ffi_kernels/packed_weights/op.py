@@ -26,7 +26,7 @@ def gemm_w8a8(
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """Matrix product of activations that are quantized to int8 on the way, row by row.
+    """Multiply activations that are quantized to int8 on the way, row by row.
 
     Products of codes are summed in int32, exactly, and rescaled in float32: times the scale of the
     row, then times that of the column (section 2.2 of Jacob et al. 2018, arXiv:1712.05877; dynamic
@@ -66,7 +66,7 @@ def gemm_w8a16(
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """Matrix product of float activations with a weight in 8 bits.
+    """Multiply float activations with a weight in 8 bits.
 
     Activations are taken in fixed point, with 15 bits of the row's largest magnitude where they are
     bfloat16 or float16 and 23 bits where they are float32, so that integer units sum the products
@@ -83,7 +83,7 @@ def gemv_w8(
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """``gemm_w8a16`` for one row or a few: it takes as long as reading the weight."""
+    """Multiply as ``gemm_w8a16`` one row or a few: it takes as long as reading the weight."""
     return _product("gemv_w8", 8, x, weight, out_dtype, index, group_sizes)
 
 
@@ -95,7 +95,7 @@ def gemv_w4(
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """``gemm_w8a16`` with a weight in 4 bits, packed by ``pack_w4``; for any number of rows."""
+    """Multiply as ``gemm_w8a16`` any number of rows, with a weight packed by ``pack_w4``."""
     return _product("gemv_w4", 4, x, weight, out_dtype, index, group_sizes)
 
 
@@ -155,7 +155,7 @@ def _results(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.ShapeDtypeS
 
 
 def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
-    """As provider-xla asks, so that a plan shows what will run."""
+    """Ask as provider-xla does, so that a plan shows what will run."""
     layout = form.layout
     question: dict[str, Any] = {"group": layout.group, "bits": layout.bits}
     if layout.version != 1:
@@ -164,7 +164,7 @@ def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
 
 
 def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weight: Any) -> Any:
-    """Rows of a batch are rows."""
+    """Make rows of a batch rows."""
     if any(in_batched[1:]) or form.picks == "groups":
         return NotImplemented
     y = run(form, x.reshape(size * x.shape[1], x.shape[2]), *weight)

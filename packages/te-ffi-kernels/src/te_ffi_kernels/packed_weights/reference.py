@@ -70,7 +70,7 @@ def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax
 
 
 def _like(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x` with as many axes as `y`."""
+    """Return `x` with as many axes as `y`."""
     return lax.expand_dims(x, range(y.ndim - x.ndim))
 
 

@@ -27,7 +27,7 @@ class _Lookup:
 
     @property
     def width(self) -> int:
-        """Numbers that each index takes."""
+        """Return how many numbers each index takes."""
         return (self.n, self.layout.k)[self.axis]
 
 
@@ -93,7 +93,7 @@ def _attributes(config: _Lookup, *_: jax.Array) -> dict[str, Any]:
 
 
 def _batch(run: Any, config: _Lookup, size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    """Indices of a batch are indices."""
+    """Return indices of a batch are indices."""
     if in_batched[0]:
         return NotImplemented
     buffer, indices = operands

@@ -45,17 +45,17 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what it stands for."""
+        """Return the shape of what it stands for."""
         return (*self.buffer.shape[:-2], self.k, self.n)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Return the bytes of the buffer."""
         return self.buffer.size
 
     @property
     def layout(self) -> Layout:
-        """How it is packed."""
+        """Return how it is packed."""
         return Layout(self.k, self.bits, self.group, self.version, self.scale_dtype)
 
     def unpack(self) -> tuple[jax.Array, jax.Array]:

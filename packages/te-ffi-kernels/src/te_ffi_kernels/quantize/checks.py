@@ -18,7 +18,7 @@ _NVFP4 = (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING)
 
 
 def scaling_mode(op: str, given: Any, *, quantized: bool) -> ScalingMode:
-    """The mode of a number or member.
+    """Return the mode of a number or member.
 
     Args:
         op: for errors.
@@ -45,7 +45,7 @@ def scaling_mode(op: str, given: Any, *, quantized: bool) -> ScalingMode:
 
 
 def layout(op: str, given: Any) -> QuantizeLayout:
-    """The layout of a number or member."""
+    """Return the layout of a number or member."""
     try:
         return QuantizeLayout(getattr(given, "value", given))
     except ValueError:
@@ -56,7 +56,7 @@ def layout(op: str, given: Any) -> QuantizeLayout:
 
 
 def dtype(op: str, name: str, given: DTypeLike, allowed: Sequence[Any]) -> Any:
-    """The dtype, which must be one of `allowed`."""
+    """Return the dtype, which must be one of `allowed`."""
     found = jnp.dtype(given)
     if found not in allowed:
         raise TypeError(
@@ -67,32 +67,32 @@ def dtype(op: str, name: str, given: DTypeLike, allowed: Sequence[Any]) -> Any:
 
 
 def code_dtype(op: str, name: str, given: DTypeLike, mode: ScalingMode) -> Any:
-    """The dtype of codes, which with MX can't be int8."""
+    """Return the dtype of codes, which with MX can't be int8."""
     return dtype(op, name, given, _CODES[:2] if mode.is_mx else _CODES)
 
 
 def scales_dtype(op: str, name: str, given: DTypeLike | None, mode: ScalingMode) -> Any:
-    """The dtype of scales; the mode's where it isn't given."""
+    """Return the dtype of scales; the mode's where it isn't given."""
     if given is None:
         return mode.scale_dtype
     return dtype(op, name, given, (jnp.float8_e8m0fnu, jnp.uint8) if mode.is_mx else (jnp.float32,))
 
 
 def number(op: str, name: str, array: jax.Array) -> None:
-    """Raises where an array isn't a float32 of size 1."""
+    """Raise where an array isn't a float32 of size 1."""
     dtype(op, name, array.dtype, (jnp.float32,))
     if array.size != 1:
         raise ValueError(f"{op}: {name} has shape {array.shape}, and must be one number: (1,)")
 
 
 def shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: str) -> None:
-    """Raises where an array has another shape."""
+    """Raise where an array has another shape."""
     if array.shape != wanted:
         raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {wanted}: {why}")
 
 
 def axis(op: str, name: str, given: int, array_name: str, array_shape: tuple[int, ...]) -> int:
-    """The axis counted from the front, with axes on both of its sides."""
+    """Return the axis counted from the front, with axes on both of its sides."""
     found = positive_axis(given, len(array_shape))
     if not 0 < found < len(array_shape):
         raise ValueError(
@@ -103,7 +103,7 @@ def axis(op: str, name: str, given: int, array_name: str, array_shape: tuple[int
 
 
 def blocks(op: str, name: str, array_shape: tuple[int, ...], at: int) -> None:
-    """Raises where an axis isn't whole MX blocks."""
+    """Raise where an axis isn't whole MX blocks."""
     if array_shape[at] % BLOCK:
         raise ValueError(
             f"{op}: {name} has shape {array_shape}, and its axis {at} must be a multiple of "
@@ -118,7 +118,7 @@ def scales(
     mode: ScalingMode,
     wanted: tuple[int, ...],
 ) -> None:
-    """Raises where scales have another dtype or number than their codes need."""
+    """Raise where scales have another dtype or number than their codes need."""
     scales_dtype(op, name, array.dtype, mode)
     if mode.is_tensor and array.size == 1:
         return
@@ -129,7 +129,7 @@ def scales(
 
 
 def no_nvfp4_options(op: str, stochastic_rounding: bool, use_rht: bool) -> None:
-    """Raises for what Transformer Engine has for NVFP4 alone."""
+    """Raise for what Transformer Engine has for NVFP4 alone."""
     for name, given in (("stochastic_rounding", stochastic_rounding), ("use_rht", use_rht)):
         if given:
             raise NotImplementedError(
@@ -139,5 +139,5 @@ def no_nvfp4_options(op: str, stochastic_rounding: bool, use_rht: bool) -> None:
 
 
 def size(array_shape: Sequence[int]) -> int:
-    """Number of elements."""
+    """Return the number of elements."""
     return math.prod(array_shape)

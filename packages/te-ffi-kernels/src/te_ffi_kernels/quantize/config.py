@@ -31,7 +31,7 @@ class QuantizeConfig:
     is_dbias: bool = False
 
     def results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of dbias_quantize but for its workspace; those that aren't wanted have shape (1,)."""
+        """Return those of dbias_quantize but for its workspace; of shape (1,) if not wanted."""
         mode, axis = self.scaling_mode, self.axis
         rowwise, colwise = self.q_layout.has_rowwise, self.q_layout.has_colwise
         by_column = x.shape if mode.is_mx else turned(x.shape, axis)
@@ -49,7 +49,7 @@ class QuantizeConfig:
         )
 
     def grouped_results(self, x: Any, groups: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of grouped_quantize but for its workspace."""
+        """Return those of grouped_quantize but for its workspace."""
         rowwise, colwise = self.q_layout.has_rowwise, self.q_layout.has_colwise
         count = checks.size(x.shape)
         scales = [
@@ -78,7 +78,7 @@ class DequantizeConfig:
 
     @property
     def by_column(self) -> bool:
-        """Whether scales are for parts of columns."""
+        """Return whether scales are for parts of columns."""
         return self.is_colwise and self.mode.is_mx
 
 
@@ -95,7 +95,7 @@ def quantize_config(
     grouped: bool = False,
     name: str = "x",
 ) -> QuantizeConfig:
-    """Checks the static arguments against x, which errors call `name`.
+    """Check the static arguments against x, which errors call `name`.
 
     Raises:
         TypeError: a dtype that the mode doesn't have.

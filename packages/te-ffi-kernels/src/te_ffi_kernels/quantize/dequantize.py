@@ -25,7 +25,7 @@ def dequantize(
     is_colwise: bool = False,
     flatten_axis: int = -1,
 ) -> jax.Array:
-    """Multiplies codes with their scales, in float32.
+    """Multiply codes with their scales, in float32.
 
     The arrays are those of Transformer Engine's target, which takes float8 with one scale for all;
     the other modes are ours.

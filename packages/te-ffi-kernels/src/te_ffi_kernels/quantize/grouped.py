@@ -23,7 +23,7 @@ def grouped_quantize(
     flatten_axis: int = -1,
     scale_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantizes groups of x one by one, as ``dbias_quantize`` does with one array.
+    """Quantize groups of x one by one, as ``dbias_quantize`` does with one array.
 
     The arguments are those of Transformer Engine's primitive. Groups are of x's first axis, one
     after the other; the axes from there to `flatten_axis` are rows of theirs.

@@ -37,17 +37,17 @@ class ScalingMode(enum.IntEnum):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether one scale is for the whole array."""
+        """Return whether one scale is for the whole array."""
         return self in (self.DELAYED_TENSOR_SCALING, self.CURRENT_TENSOR_SCALING)
 
     @property
     def is_mx(self) -> bool:
-        """Whether scales are powers of two for blocks of 32."""
+        """Return whether scales are powers of two for blocks of 32."""
         return self is self.MXFP8_1D_SCALING
 
     @property
     def scale_dtype(self) -> Any:
-        """Of the scales."""
+        """Return the dtype of the scales."""
         return jnp.dtype(jnp.float8_e8m0fnu if self.is_mx else jnp.float32)
 
 
@@ -60,40 +60,40 @@ class QuantizeLayout(enum.IntEnum):
 
     @property
     def has_rowwise(self) -> bool:
-        """Whether codes have scales along rows."""
+        """Return whether codes have scales along rows."""
         return self is not self.COLWISE
 
     @property
     def has_colwise(self) -> bool:
-        """Whether codes have scales along columns."""
+        """Return whether codes have scales along columns."""
         return self is not self.ROWWISE
 
 
 def qmax(dtype: DTypeLike) -> float:
-    """Largest code: 448 and 57344 of float8, 127 of int8."""
+    """Return the largest code: 448 and 57344 of float8, 127 of int8."""
     found = jnp.dtype(dtype)
     return 127.0 if found == jnp.int8 else float(jnp.finfo(found).max)
 
 
 def positive_axis(axis: int, ndim: int) -> int:
-    """The axis counted from the front."""
+    """Return the axis counted from the front."""
     return axis + ndim if axis < 0 else axis
 
 
 def turned(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """Shape of the transposed matrix of an array that is flattened at `axis`."""
+    """Return the shape of the transposed matrix of an array that is flattened at `axis`."""
     return (*shape[axis:], *shape[:axis])
 
 
 def turn(x: jax.Array, axis: int) -> jax.Array:
-    """Transposes the matrix of an array that is flattened at `axis`."""
+    """Transpose the matrix of an array that is flattened at `axis`."""
     return jnp.transpose(x, turned(tuple(range(x.ndim)), axis))
 
 
 def scale_shape(
     shape: tuple[int, ...], mode: ScalingMode, axis: int, *, by_column: bool
 ) -> tuple[int, ...]:
-    """Shape of the scales of an array that is flattened at `axis` (counted from the front).
+    """Return the shape of scales of an array that is flattened at `axis` (from the front).
 
     MX scales have the shape of the array, with 32 along the last axis made one (by column: along
     the axis before `axis`). Scales of channels have the axes before `axis` (by column: from it).
@@ -109,7 +109,7 @@ def scale_shape(
 def grouped_scale_size(
     shape: tuple[int, ...], groups: int, mode: ScalingMode, axis: int, *, by_column: bool
 ) -> int:
-    """Number of scales of all groups together."""
+    """Return the number of scales of all groups together."""
     if mode.is_mx:
         return math.prod(shape) // BLOCK
     if mode is ScalingMode.CHANNEL_SCALING:
@@ -120,7 +120,7 @@ def grouped_scale_size(
 def compute_scale_from_amax(
     amax: jax.Array, q_dtype: DTypeLike, margin: float = 0.0, scale: jax.Array | None = None
 ) -> jax.Array:
-    """What to multiply an array with so that its largest magnitude becomes the largest code.
+    """Return what to multiply an array with so that its largest magnitude becomes the largest code.
 
     Args:
         amax: float32, the largest magnitude.

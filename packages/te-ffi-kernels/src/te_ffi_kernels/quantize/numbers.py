@@ -15,23 +15,23 @@ _LEAST_NORMAL = 0x00800000
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
-    """Bits of |x| as int32, which have its order; 0 for NaN and for subnormal numbers."""
+    """Return the bits of |x| as int32, in its order; 0 for NaN and for subnormal numbers."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & np.int32(0x7FFFFFFF)
     return jnp.where((bits > _INF) | (bits < _LEAST_NORMAL), 0, bits)
 
 
 def absmax_bits(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
-    """The maximum of ``magnitudes``; 0 of nothing."""
+    """Return the maximum of ``magnitudes``; 0 of nothing."""
     return jnp.max(magnitudes(x), axis=axis, initial=0)
 
 
 def of_bits(bits: jax.Array) -> jax.Array:
-    """float32 of bits."""
+    """Return the float32 of bits."""
     return lax.bitcast_convert_type(bits.astype(jnp.int32), jnp.float32)
 
 
 def encode(ratio: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds float32 to codes, half to even; saturates. NaN is NaN (0x7f) in float8, 0 in int8."""
+    """Round float32 to codes, half to even; saturates. NaN is NaN (0x7f) in float8, 0 in int8."""
     dtype = jnp.dtype(dtype)
     most = np.float32(qmax(dtype))
     nan = ratio != ratio
@@ -43,7 +43,7 @@ def encode(ratio: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def channel_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """What a slice is multiplied with: largest code over largest magnitude, given as its bits.
+    """Return the factor of a slice: largest code over largest magnitude, given as its bits.
 
     1 where that magnitude is 0 or infinite; at most 2**126, so that the inverse isn't subnormal.
     """
@@ -54,7 +54,7 @@ def channel_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def block_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Biased exponent of the least power of two with which no code saturates, as uint8.
+    """Return the biased exponent of the least scale with which no code saturates, uint8.
 
     254 for an infinity, 0 for zeros. Both float8 formats end at 1.75 times a power of two.
     """
@@ -65,7 +65,7 @@ def block_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def divide_by_power(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / 2**(scale - 127), for uint8; by way of factors that aren't subnormal."""
+    """Return x / 2**(scale - 127), for uint8; by way of factors that aren't subnormal."""
     scale = scale.astype(jnp.int32)
     low = scale >= 254
     return (
@@ -76,21 +76,21 @@ def divide_by_power(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def multiply_by_power(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x * 2**(scale - 127), for uint8; 255 gives NaN."""
+    """Return x * 2**(scale - 127), for uint8; 255 gives NaN."""
     scale = scale.astype(jnp.int32)
     bits = jnp.where(scale == 255, 0x7FC00000, jnp.maximum(scale, 1) << 23)
     return x * of_bits(bits) * jnp.where(scale == 0, 0.5, 1.0).astype(jnp.float32)
 
 
 def as_bytes(scales: jax.Array) -> jax.Array:
-    """MX scales, in float8_e8m0fnu or uint8, as uint8."""
+    """Return MX scales, in float8_e8m0fnu or uint8, as uint8."""
     return scales if scales.dtype == jnp.uint8 else lax.bitcast_convert_type(scales, jnp.uint8)
 
 
 def spread(
     scales: jax.Array, shape: tuple[int, ...], mode: ScalingMode, axis: int, *, by_column: bool
 ) -> jax.Array:
-    """Scales in a shape that broadcasts against an array of `shape` that is flattened at `axis`."""
+    """Return scales that broadcast against an array of `shape` that is flattened at `axis`."""
     if mode.is_tensor:
         return scales.reshape(())
     if mode.is_mx:
@@ -104,7 +104,7 @@ def spread(
 def decode(
     codes: jax.Array, scales: jax.Array, mode: ScalingMode, axis: int, *, by_column: bool
 ) -> jax.Array:
-    """Codes times their scales, in float32."""
+    """Return codes times their scales, in float32."""
     numbers = codes.astype(jnp.float32)
     wide = spread(scales, codes.shape, mode, axis, by_column=by_column)
     return multiply_by_power(numbers, wide) if mode.is_mx else numbers * wide

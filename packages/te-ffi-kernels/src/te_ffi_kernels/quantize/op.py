@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..op import Op
-from . import checks, numbers, reference
+from . import checks, reference
 from .config import QuantizeConfig, quantize_config
-from .cotangents import undo
-from .modes import turn, turned
+from .cotangents import straight_through
+from .modes import turned
 from .sharding import partition_quantize
 
 
@@ -33,7 +33,7 @@ def dbias_quantize(
     stochastic_rounding: bool = False,
     use_rht: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantizes an array, by row, by column or both, and sums its columns.
+    """Quantize an array, by row, by column or both, and sums its columns.
 
     The arguments are those of Transformer Engine's primitive. x is taken as a matrix whose rows
     are the axes before `flatten_axis`. Codes round half to even and saturate, infinities too; NaN
@@ -110,21 +110,12 @@ def _attributes(config: QuantizeConfig, *_: jax.Array) -> dict[str, Any]:
 
 
 def _gradient(config: QuantizeConfig, saved: Any, cts: Any) -> Any:
-    like, scale_inv, colwise_scale_inv = saved
-    rowwise, colwise, _, _, _, dbias = cts
+    like, *scales = saved
+    rowwise, colwise, *_, dbias = cts
     mode, axis = config.scaling_mode, config.axis
     by_column = colwise.shape if mode.is_mx else turned(colwise.shape, colwise.ndim - axis)
     shape = rowwise.shape if config.q_layout.has_rowwise else by_column
-    grad = jnp.zeros(shape, jnp.float32)
-    floats = config.out_dtype != jnp.int8
-    if floats and config.q_layout.has_rowwise:
-        wide = numbers.spread(scale_inv, shape, mode, axis, by_column=False)
-        grad = grad + undo(rowwise, wide, mode)
-    if floats and config.q_layout.has_colwise:
-        if not mode.is_mx:
-            colwise = turn(colwise, len(shape) - axis)
-        wide = numbers.spread(colwise_scale_inv, shape, mode, axis, by_column=True)
-        grad = grad + undo(colwise, wide, mode)
+    grad = straight_through(config, shape, scales, (rowwise, colwise))
     if config.is_dbias:
         grad = grad + jnp.broadcast_to(dbias.astype(jnp.float32), shape)
     return grad.astype(like.dtype), *(None,) * 5

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 
 from . import checks, numbers, reference
 from .config import DequantizeConfig, QuantizeConfig, quantize_config
-from .cotangents import undo
+from .cotangents import straight_through
 from .dequantize import DEQUANTIZE
-from .modes import QuantizeLayout, ScalingMode, compute_scale_from_amax, turn
+from .modes import QuantizeLayout, ScalingMode, compute_scale_from_amax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Outputs:
     output_amax: bool = False
 
     def attributes(self) -> dict[str, Any]:
-        """Of the FFI call."""
+        """Return the attributes of the FFI call."""
         return {
             "scaling_mode": int(self.mode),
             "quantize_layout": int(self.layout),
@@ -42,7 +42,7 @@ class Outputs:
         }
 
     def results(self, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """output, colwise_output, scale_inv, colwise_scale_inv, updated_amax."""
+        """Return output, colwise_output, scale_inv, colwise_scale_inv, updated_amax."""
         if self.mode is not ScalingMode.NO_SCALING:
             return self._config(len(shape)).results(jax.ShapeDtypeStruct(shape, self.dtype))[:5]
         one = jax.ShapeDtypeStruct((1,), jnp.float32)
@@ -50,7 +50,7 @@ class Outputs:
         return jax.ShapeDtypeStruct(shape, self.dtype), nothing, one, one, one
 
     def in_jax(self, found: jax.Array, scale: jax.Array, amax: jax.Array) -> tuple[jax.Array, ...]:
-        """The results for float32 numbers."""
+        """Return the results for float32 numbers."""
         before = amax.reshape(1)
         if self.mode is ScalingMode.NO_SCALING:
             if self.output_amax:
@@ -66,14 +66,14 @@ class Outputs:
         return reference.quantized(config, found, scale, before)[:5]
 
     def as_floats(self, found: Sequence[jax.Array]) -> jax.Array:
-        """The first of all results; codes by row dequantized."""
+        """Return the first of all results; codes by row dequantized."""
         if not self.quantizes:
             return found[0]
         out, _, scale_inv, _, amax = found[:5]
         return DEQUANTIZE(self._dequantize(out), out, amax, amax, scale_inv)
 
     def straight(self, make: Callable[[Outputs], Sequence[jax.Array]]) -> jax.Array:
-        """As ``as_floats`` in plain JAX, with the gradient of what isn't quantized.
+        """Return ``as_floats`` in plain JAX, with the gradient of what isn't quantized.
 
         Args:
             make: gives all results for the outputs that it is called with.
@@ -90,30 +90,30 @@ class Outputs:
         return DequantizeConfig(self.mode, self.dtype, axis)
 
     def rounded(self, found: jax.Array) -> jax.Array:
-        """The numbers that current scaling sees, which are of `dtype`; others as they are."""
+        """Return the numbers that current scaling sees, of `dtype`; others as they are."""
         if self.mode is not ScalingMode.CURRENT_TENSOR_SCALING:
             return found
         return found.astype(self.dtype).astype(jnp.float32)
 
     @property
     def quantizes(self) -> bool:
-        """Whether there are codes."""
+        """Return whether there are codes."""
         return self.mode is not ScalingMode.NO_SCALING
 
     @property
     def follows_rows(self) -> bool:
-        """Whether rows of a batch can be rows of one call: nothing is of all rows together."""
+        """Return whether rows of a batch can be rows of one call: none is of all rows."""
         if self.mode is ScalingMode.NO_SCALING:
             return not self.output_amax
         return not self.mode.is_tensor and self.layout is QuantizeLayout.ROWWISE
 
     @property
     def of_rows(self) -> tuple[bool, bool, bool, bool, bool]:
-        """Which results are of rows where `follows_rows`."""
+        """Return which results are of rows where `follows_rows`."""
         return (True, False, self.mode is not ScalingMode.NO_SCALING, False, False)
 
     def axes(self, names: Sequence[str]) -> list[list[str]] | None:
-        """Names of the results' axes, for partitioning by elements; None where that can't be.
+        """Return names of the results' axes, to partition by elements; None where that can't be.
 
         Args:
             names: of the axes of what is quantized.
@@ -129,21 +129,11 @@ class Outputs:
         colwise_scale_inv: jax.Array,
         cts: Sequence[Any],
     ) -> jax.Array:
-        """Of the numbers, straight through the codes, from the results' cotangents and scales."""
+        """Return that of the numbers, straight through the codes, from those of the results."""
         if self.mode is ScalingMode.NO_SCALING:
             return cts[0]
-        grad = jnp.zeros(shape, jnp.float32)
-        mode, axis = self.mode, len(shape) - self.trailing
-        if self.out_dtype == jnp.int8:
-            return grad
-        if self.layout.has_rowwise:
-            wide = numbers.spread(scale_inv, shape, mode, axis, by_column=False)
-            grad = grad + undo(cts[0], wide, mode)
-        if self.layout.has_colwise:
-            colwise = cts[1] if mode.is_mx else turn(cts[1], len(shape) - axis)
-            wide = numbers.spread(colwise_scale_inv, shape, mode, axis, by_column=True)
-            grad = grad + undo(colwise, wide, mode)
-        return grad
+        scales = (scale_inv, colwise_scale_inv)
+        return straight_through(self._config(len(shape)), shape, scales, cts[:2])
 
     def _config(self, ndim: int) -> QuantizeConfig:
         axis = ndim - self.trailing
@@ -161,7 +151,7 @@ def outputs_config(
     scale_dtype: DTypeLike | None,
     output_amax_when_no_scaling: bool,
 ) -> Outputs:
-    """Checks the static arguments for a result of `shape`, made of x.
+    """Check the static arguments for a result of `shape`, made of x.
 
     Raises:
         TypeError: a dtype that the mode doesn't have.
@@ -195,7 +185,7 @@ def outputs_config(
 def given_numbers(
     op: str, outputs: Outputs, scale: jax.Array | None, amax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """scale and amax as arrays, checked where they are used; ones and zeros where not given."""
+    """Return scale and amax, checked where they are used; ones and zeros where not given."""
     scale = jnp.ones((1,), jnp.float32) if scale is None else jnp.asarray(scale)
     amax = jnp.zeros((1,), jnp.float32) if amax is None else jnp.asarray(amax)
     if outputs.mode is ScalingMode.DELAYED_TENSOR_SCALING:

@@ -15,14 +15,14 @@ from .modes import BLOCK, turn
 
 
 def dequantized(config: DequantizeConfig, x: jax.Array, scale_inv: jax.Array) -> jax.Array:
-    """The numbers of codes, for checked arguments."""
+    """Return the numbers of codes, for checked arguments."""
     found = numbers.decode(x, scale_inv, config.mode, config.axis, by_column=config.by_column)
     return found.astype(config.dtype)
 
 
 @jax.custom_jvp
 def straight(x: jax.Array, quantized: jax.Array) -> jax.Array:
-    """The second, with the derivative of the first."""
+    """Return the second, with the derivative of the first."""
     del x
     return quantized
 
@@ -35,7 +35,7 @@ def _straight_jvp(primals: Any, tangents: Any) -> Any:
 def quantized(
     config: QuantizeConfig, x: jax.Array, scale: jax.Array, amax: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The results for checked arguments; those that aren't wanted are zeros."""
+    """Return the results for checked arguments; those that aren't wanted are zeros."""
     results = config.results(x)
     mode, axis = config.scaling_mode, config.axis
     matrix = _matrix(x, axis)
@@ -109,7 +109,7 @@ def _nothing(result: jax.ShapeDtypeStruct) -> jax.Array:
 def grouped(
     config: QuantizeConfig, x: jax.Array, scale: jax.Array, group_sizes: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The results for checked arguments."""
+    """Return the results for checked arguments."""
     groups = group_sizes.shape[0]
     results = config.grouped_results(x, groups)
     mode, layout = config.scaling_mode, config.q_layout
@@ -151,7 +151,7 @@ def grouped(
 def _turned_groups(
     codes: jax.Array, group: jax.Array, ends: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """The matrices of the groups one after the other, each transposed, as one vector."""
+    """Return the matrices of the groups one after the other, each transposed, as one vector."""
     rows, cols = codes.shape
     if rows == 0:
         return codes.reshape(-1)

@@ -49,12 +49,12 @@ class Options:
 
     @property
     def in_groups(self) -> bool:
-        """Whether experts are chosen group by group."""
+        """Return whether experts are chosen group by group."""
         return self.group_topk > 0
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Those of both targets."""
+        """Return those of both targets."""
         return {
             "topk": self.topk,
             "use_pre_softmax": int(self.pre_softmax),
@@ -66,11 +66,11 @@ class Options:
 
     @property
     def group_attributes(self) -> dict[str, Any]:
-        """Those of the forward pass alone."""
+        """Return those of the forward pass alone."""
         return {"num_groups": self.groups, "group_topk": self.group_topk}
 
     def map_of(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """The routing map for logits of a shape."""
+        """Return the routing map for logits of a shape."""
         if self.format is RoutingMapFormat.BITMAP_U8:
             return jax.ShapeDtypeStruct((*shape[:-1], -(-shape[-1] // 8)), jnp.uint8)
         return jax.ShapeDtypeStruct(shape, jnp.bool_)
@@ -87,7 +87,7 @@ def options(
     compute_aux_scores: Any,
     routing_map_format: Any,
 ) -> Options:
-    """The options of a call.
+    """Return the options of a call.
 
     Raises:
         TypeError, ValueError: as ``te_ffi_kernels.fused_topk_with_score_function``.
@@ -112,7 +112,7 @@ def options(
 
 
 def experts(op: str, name: str, array: jax.Array, given: Options) -> None:
-    """Raises where an array isn't [..., experts] of floats with enough experts."""
+    """Raise where an array isn't [..., experts] of floats with enough experts."""
     dtype(op, name, array.dtype, FLOATS)
     if array.ndim < 1:
         raise ValueError(f"{op}: {name} has shape (), and must be [tokens, experts]")
@@ -136,7 +136,7 @@ def experts(op: str, name: str, array: jax.Array, given: Options) -> None:
 
 
 def bias(op: str, given: jax.Array | None, logits: jax.Array, of: Options) -> jax.Array:
-    """The bias; an empty array where there is none, or where it isn't used."""
+    """Return the bias; an empty array where there is none, or where it isn't used."""
     if given is None or of.dense or given.size == 0:
         return jnp.zeros((0,), logits.dtype)
     if of.score is ScoreFunction.SOFTMAX:
@@ -156,7 +156,7 @@ def bias(op: str, given: jax.Array | None, logits: jax.Array, of: Options) -> ja
 def gradient(
     op: str, routing_map: jax.Array, saved: jax.Array, grad: jax.Array, of: Options
 ) -> None:
-    """Raises where arrays aren't what the forward pass gave, and a cotangent."""
+    """Raise where arrays aren't what the forward pass gave, and a cotangent."""
     experts(op, "grad_probs", grad, of)
     dtype(op, "saved_scores", saved.dtype, (jnp.float32,))
     same_shape(op, "saved_scores", saved, grad.shape, "that of grad_probs")
@@ -169,7 +169,7 @@ def gradient(
 
 
 def loss(op: str, probs: jax.Array, tokens_per_expert: jax.Array) -> None:
-    """Raises where arrays aren't probabilities and counts."""
+    """Raise where arrays aren't probabilities and counts."""
     dtype(op, "probs", probs.dtype, FLOATS)
     if probs.ndim != 2:
         raise ValueError(f"{op}: probs has shape {probs.shape}, and must be [tokens, experts]")
@@ -180,7 +180,7 @@ def loss(op: str, probs: jax.Array, tokens_per_expert: jax.Array) -> None:
 def loss_gradient(
     op: str, const_buf: jax.Array, tokens_per_expert: jax.Array, grad: jax.Array
 ) -> None:
-    """Raises where arrays aren't what the forward pass gave, and a cotangent."""
+    """Raise where arrays aren't what the forward pass gave, and a cotangent."""
     dtype(op, "const_buf", const_buf.dtype, (jnp.float32,))
     same_shape(op, "const_buf", const_buf, (2,), "as the forward pass gives it")
     counts(op, tokens_per_expert)
@@ -193,7 +193,7 @@ def loss_gradient(
 
 
 def loss_options(op: str, topk: Any, coeff: Any) -> tuple[int, float]:
-    """The options of the loss."""
+    """Return the options of the loss."""
     count = whole(op, "topk", topk)
     if count < 1:
         raise ValueError(f"{op}: topk is {count}, and must be positive")
@@ -201,7 +201,7 @@ def loss_options(op: str, topk: Any, coeff: Any) -> tuple[int, float]:
 
 
 def tokens(op: str, given: Any) -> int:
-    """A number of tokens."""
+    """Return a number of tokens."""
     found = whole(op, "num_tokens", given)
     if found < 0:
         raise ValueError(f"{op}: num_tokens is {found}, and must not be negative")
@@ -209,19 +209,19 @@ def tokens(op: str, given: Any) -> int:
 
 
 def counts(op: str, given: jax.Array) -> None:
-    """Raises where an array isn't of a dtype that counts can have."""
+    """Raise where an array isn't of a dtype that counts can have."""
     allowed = (jnp.int32, jnp.int64, jnp.int16, jnp.float32, jnp.bfloat16)
     dtype(op, "tokens_per_expert", given.dtype, allowed)
 
 
 def same_shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: str) -> None:
-    """Raises where an array has another shape."""
+    """Raise where an array has another shape."""
     if array.shape != wanted:
         raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {wanted}: {why}")
 
 
 def whole(op: str, name: str, given: Any) -> int:
-    """An integer."""
+    """Return an integer."""
     try:
         return operator.index(given)
     except TypeError:
@@ -231,7 +231,7 @@ def whole(op: str, name: str, given: Any) -> int:
 
 
 def number(op: str, name: str, given: Any) -> float:
-    """A real number, finite or not."""
+    """Return a real number, finite or not."""
     if isinstance(given, numbers.Real):
         return float(given)
     raise TypeError(
@@ -241,7 +241,7 @@ def number(op: str, name: str, given: Any) -> float:
 
 
 def member(op: str, name: str, given: Any, kind: Any) -> Any:
-    """The member of an enumeration that is given: itself, its name or its number."""
+    """Return the member of an enumeration that is given: itself, its name or its number."""
     try:
         if isinstance(given, str):
             return kind[given.upper()]
@@ -254,5 +254,5 @@ def member(op: str, name: str, given: Any, kind: Any) -> Any:
 
 
 def coefficient(tokens: int, count: int, topk: int, coeff: float) -> float:
-    """What the loss is multiplied with; 0 without tokens."""
+    """Return what the loss is multiplied with; 0 without tokens."""
     return count * coeff / topk / tokens / tokens if tokens else math.copysign(0.0, coeff)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..op import Op, more_rows
+from ..batching import more_rows
+from ..op import Op
 from . import config as checks
 from . import reference
 
@@ -17,7 +18,7 @@ from . import reference
 def fused_moe_aux_loss(
     probs: jax.Array, tokens_per_expert: jax.Array, topk: int, coeff: float
 ) -> jax.Array:
-    """The load-balancing loss of a mixture of experts, in float32.
+    """Return the load-balancing loss of a mixture of experts, in float32.
 
     ``E * coeff / (topk * T**2) * sum_e(sum_t(probs[t, e]) * tokens_per_expert[e])`` for T tokens
     and E experts, and 0 without tokens. As ``fused_moe_aux_loss`` of
@@ -45,13 +46,9 @@ def fused_moe_aux_loss(
 def fused_moe_aux_loss_fwd(
     probs: jax.Array, tokens_per_expert: jax.Array, topk: int, coeff: float
 ) -> tuple[jax.Array, jax.Array]:
-    """As ``fused_moe_aux_loss``, with what its gradient needs.
+    """Return ``fused_moe_aux_loss``, with what its gradient needs.
 
-    Args:
-        probs: see there, as for all others.
-        tokens_per_expert: see there.
-        topk: see there.
-        coeff: see there.
+    Args: as those of ``fused_moe_aux_loss``.
 
     Returns:
         The loss, and float32[2]: what the sum is multiplied with, and the loss in float32.
@@ -68,7 +65,7 @@ def fused_moe_aux_loss_fwd(
 def fused_moe_aux_loss_bwd(
     const_buf: jax.Array, tokens_per_expert: jax.Array, grad_aux_loss: jax.Array, num_tokens: int
 ) -> jax.Array:
-    """The gradient of the probs of ``fused_moe_aux_loss_fwd``.
+    """Return the gradient of the probs of ``fused_moe_aux_loss_fwd``.
 
     Args:
         const_buf: float32[2], what the forward pass gave.

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..op import Op, more_rows
+from ..batching import more_rows
+from ..op import Op
 from ..partition import partition_rows
 from . import config as checks
 from . import reference
@@ -27,7 +28,7 @@ def fused_topk_with_score_function(
     compute_aux_scores: bool = False,
     routing_map_format: Any = RoutingMapFormat.BYTEMAP,
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses experts for tokens by score, in float32.
+    """Choose experts for tokens by score, in float32.
 
     As ``fused_topk_with_score_function`` of ``transformer_engine.jax.router``. All but the arrays
     is part of the compiled program.
@@ -78,19 +79,9 @@ def fused_topk_with_score_function_fwd(
     compute_aux_scores: bool = False,
     routing_map_format: Any = RoutingMapFormat.BYTEMAP,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``fused_topk_with_score_function``, with what its gradient needs.
+    """Choose experts as ``fused_topk_with_score_function``, with what its gradient needs.
 
-    Args:
-        logits: see there, as for all others.
-        topk: see there.
-        use_pre_softmax: see there.
-        num_groups: see there.
-        group_topk: see there.
-        scaling_factor: see there.
-        score_function: see there.
-        expert_bias: see there; an empty array, too, for none.
-        compute_aux_scores: see there.
-        routing_map_format: see there.
+    Args: as those of ``fused_topk_with_score_function``; ``expert_bias`` may be empty, too.
 
     Returns:
         The weights or scores, the routing map, and float32 as logits for
@@ -118,18 +109,13 @@ def fused_topk_with_score_function_bwd(
     compute_aux_scores: bool = False,
     routing_map_format: Any = RoutingMapFormat.BYTEMAP,
 ) -> jax.Array:
-    """The gradient of the logits of ``fused_topk_with_score_function_fwd``.
+    """Return the gradient of the logits of ``fused_topk_with_score_function_fwd``.
 
     Args:
         routing_map: what the forward pass gave; not used with `compute_aux_scores`.
         saved_scores: likewise, float32.
         grad_probs: the cotangent of the weights or scores: float32, bfloat16 or float16.
-        topk: as in the forward pass, as all others.
-        use_pre_softmax: as in the forward pass.
-        scaling_factor: as in the forward pass.
-        score_function: as in the forward pass.
-        compute_aux_scores: as in the forward pass.
-        routing_map_format: as in the forward pass.
+        ...: as in the forward pass.
 
     Returns:
         An array as grad_probs.
@@ -160,7 +146,7 @@ def _axes(of: Options, x: jax.Array) -> tuple[list[str], list[str]]:
 
 
 def _partition(of: Options, block: Any, logits: jax.Array, bias: jax.Array) -> Any:
-    """Tokens are shared out."""
+    """Share out tokens."""
     tokens, routing_map = _axes(of, logits)
     return partition_rows(
         functools.partial(block, of),
@@ -171,7 +157,7 @@ def _partition(of: Options, block: Any, logits: jax.Array, bias: jax.Array) -> A
 
 
 def _batch(run: Any, of: Options, size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    """vmap: one more axis of tokens."""
+    """Make the mapped axis one more of tokens."""
     if in_batched[1]:
         return NotImplemented  # a bias for each: one by one
     return run(of, *operands), (True,) * 3
@@ -190,7 +176,7 @@ _ROUTE = Op(
 
 
 def _gradient_partition(of: Options, block: Any, *operands: jax.Array) -> Any:
-    """Tokens are shared out."""
+    """Share out tokens."""
     tokens, routing_map = _axes(of, operands[2])
     given, whole = operands[0], {"experts", "bytes"}
     if of.dense and given.ndim != len(routing_map):

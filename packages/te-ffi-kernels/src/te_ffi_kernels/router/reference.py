@@ -19,7 +19,7 @@ _EPSILON = np.float32(1e-20)
 def forward(
     of: Options, logits: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights or scores, the routing map and what is saved, for checked arguments."""
+    """Return weights or scores, the routing map and what is saved, for checked arguments."""
     x = logits.astype(jnp.float32)
     of_all = of.pre_softmax or of.dense
     if of.score is ScoreFunction.SOFTMAX:
@@ -52,7 +52,7 @@ def forward(
 def backward(
     of: Options, routing_map: jax.Array, saved: jax.Array, grad_probs: jax.Array
 ) -> jax.Array:
-    """The gradient of logits, for checked arguments."""
+    """Return the gradient of logits, for checked arguments."""
     grad = grad_probs.astype(jnp.float32) * np.float32(of.scaling)
     if of.dense:
         routed = jnp.ones(grad.shape, bool)
@@ -82,7 +82,7 @@ def backward(
 def loss(
     topk: int, coeff: float, probs: jax.Array, tokens_per_expert: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss and what is saved, for [..., tokens, experts]."""
+    """Return the loss and what is saved, for [..., tokens, experts]."""
     tokens, count = probs.shape[-2:]
     scale = checks.coefficient(tokens, count, topk, coeff)
     sums = jnp.sum(probs.astype(jnp.float32), -2)
@@ -94,7 +94,7 @@ def loss(
 def loss_gradient(
     tokens: int, const_buf: jax.Array, tokens_per_expert: jax.Array, grad: jax.Array
 ) -> jax.Array:
-    """The gradient of probs, for one loss, or several along leading axes."""
+    """Return the gradient of probs, for one loss, or several along leading axes."""
     counts = tokens_per_expert.astype(jnp.float32)
     row = const_buf[..., :1] * counts * grad.astype(jnp.float32)[..., None]
     shape = (*counts.shape[:-1], tokens, counts.shape[-1])
@@ -102,7 +102,7 @@ def loss_gradient(
 
 
 def _best(of: Options, scores: jax.Array) -> jax.Array:
-    """Indices of the experts chosen."""
+    """Return indices of the experts chosen."""
     if not of.in_groups:
         return lax.top_k(scores, of.topk)[1]
     size = scores.shape[-1] // of.groups
@@ -118,7 +118,7 @@ def _best(of: Options, scores: jax.Array) -> jax.Array:
 
 
 def _scatter(values: jax.Array, at: jax.Array, shape: Any, otherwise: Any) -> jax.Array:
-    """Rows with values at some of their places."""
+    """Return rows with values at some of their places."""
     rows = jax.vmap(lambda row, i, value: row.at[i].set(value, unique_indices=True))
     out = jnp.full((math.prod(shape[:-1]), shape[-1]), otherwise, values.dtype)
     flat = (one.reshape(-1, one.shape[-1]) for one in (at, values))

@@ -34,17 +34,17 @@ class Config:
 
     @property
     def op(self) -> str:
-        """Name of the kernels, less their direction."""
+        """Return the name of the kernels, less their direction."""
         return f"{self.fusion.value}_softmax"
 
     @property
     def causal(self) -> bool:
-        """Whether the number of a row counts."""
+        """Return whether the number of a row counts."""
         return self.fusion is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED
 
 
 def config(op: str, given: Any, scale_factor: Any) -> Config:
-    """The fusion and the scale.
+    """Return the fusion and the scale.
 
     Raises:
         TypeError, ValueError: as ``te_ffi_kernels.softmax``.
@@ -65,7 +65,7 @@ def config(op: str, given: Any, scale_factor: Any) -> Config:
 
 
 def logits(op: str, name: str, given: jax.Array, axes: int) -> None:
-    """Raises where an array isn't float, or has fewer than so many axes."""
+    """Raise where an array isn't float, or has fewer than so many axes."""
     dtype(op, name, given.dtype, FLOATS)
     if given.ndim < axes:
         wanted = "[..., heads, q, k]" if axes == 3 else "[..., q, k]"
@@ -73,7 +73,7 @@ def logits(op: str, name: str, given: jax.Array, axes: int) -> None:
 
 
 def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
-    """The mask, for logits x.
+    """Return the mask, for logits x.
 
     Raises:
         TypeError, ValueError: it isn't one.
@@ -92,7 +92,7 @@ def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
 
 
 def gradient(op: str, dz: jax.Array, softmax_out: jax.Array) -> None:
-    """Raises where two arrays aren't a softmax and its cotangent."""
+    """Raise where two arrays aren't a softmax and its cotangent."""
     logits(op, "dz", dz, 2)
     dtype(op, "softmax_out", softmax_out.dtype, (dz.dtype,))
     if softmax_out.shape != dz.shape:

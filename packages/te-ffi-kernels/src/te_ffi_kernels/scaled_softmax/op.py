@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..op import Op, more_rows, widened
+from ..batching import more_rows, widened
+from ..op import Op
 from ..partition import partition_rows
 from . import config as checks
 from . import reference
@@ -27,7 +28,7 @@ def softmax(
     scale_factor: float = 1.0,
     softmax_fusion_type: SoftmaxFusionType = _SCALED,
 ) -> jax.Array:
-    """Softmax along the last axis of logits times a number, in float32.
+    """Return the softmax along the last axis of logits times a number, in float32.
 
     As ``softmax`` of ``transformer_engine.jax.softmax``, without its limits: of sizes, of batches
     that are multiples of 4, and of float16 and bfloat16.
@@ -54,7 +55,7 @@ def softmax(
 
 
 def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
-    """Softmax along the last axis of logits times a number: ``softmax`` with SCALED.
+    """Return the softmax along the last axis of logits times a number: ``softmax`` with SCALED.
 
     Args:
         logits: float32, bfloat16 or float16 [..., q, k].
@@ -71,7 +72,7 @@ def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
 
 
 def scaled_masked_softmax_fwd(logits: jax.Array, mask: jax.Array, scale_factor: float) -> jax.Array:
-    """Softmax of the logits that a mask leaves: ``softmax`` with SCALED_MASKED.
+    """Return the softmax of the logits that a mask leaves: ``softmax`` with SCALED_MASKED.
 
     Args:
         logits: float32, bfloat16 or float16 [b, heads, q, k].
@@ -89,7 +90,7 @@ def scaled_masked_softmax_fwd(logits: jax.Array, mask: jax.Array, scale_factor: 
 
 
 def scaled_upper_triang_masked_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
-    """Softmax up to the diagonal: ``softmax`` with SCALED_UPPER_TRIANG_MASKED.
+    """Return the softmax up to the diagonal: ``softmax`` with SCALED_UPPER_TRIANG_MASKED.
 
     Args:
         logits: float32, bfloat16 or float16 [..., q, k]. Row i has the columns 0 to i, also where
@@ -109,7 +110,7 @@ def scaled_upper_triang_masked_softmax_fwd(logits: jax.Array, scale_factor: floa
 def scaled_softmax_bwd(
     dz: jax.Array, softmax_out: jax.Array, logits: Any, scale_factor: float
 ) -> jax.Array:
-    """The gradient of the logits of ``scaled_softmax_fwd``.
+    """Return the gradient of the logits of ``scaled_softmax_fwd``.
 
     Args:
         dz: cotangent of the result: float32, bfloat16 or float16 [..., q, k].
@@ -130,7 +131,7 @@ def scaled_softmax_bwd(
 def scaled_masked_softmax_bwd(
     dz: jax.Array, softmax_out: jax.Array, logits: Any, mask: Any, scale_factor: float
 ) -> jax.Array:
-    """The gradient of the logits of ``scaled_masked_softmax_fwd``.
+    """Return the gradient of the logits of ``scaled_masked_softmax_fwd``.
 
     Args:
         dz: cotangent of the result: float32, bfloat16 or float16 [..., q, k].
@@ -152,7 +153,7 @@ def scaled_masked_softmax_bwd(
 def scaled_upper_triang_masked_softmax_bwd(
     dz: jax.Array, softmax_out: jax.Array, logits: Any, scale_factor: float
 ) -> jax.Array:
-    """The gradient of the logits of ``scaled_upper_triang_masked_softmax_fwd``.
+    """Return the gradient of the logits of ``scaled_upper_triang_masked_softmax_fwd``.
 
     Args:
         dz: cotangent of the result: float32, bfloat16 or float16 [..., q, k]. What is beyond the
@@ -194,7 +195,7 @@ def _attributes(config: Config, *_: jax.Array) -> dict[str, Any]:
 
 
 def _partition(config: Config, block: Any, x: jax.Array, *mask: jax.Array) -> Any:
-    """Rows are shared out, but where the number of a row counts: up to a diagonal."""
+    """Share out rows, but where the number of a row counts: up to a diagonal."""
     names, whole = _axes(config, x)
     given = [names]
     for one in mask:
@@ -222,7 +223,7 @@ def _axes(config: Config, x: jax.Array) -> tuple[list[str], set[str]]:
 
 
 def _batch(run: Any, config: Config, size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    """vmap: one more axis of the batch."""
+    """Make the mapped axis one more of the batch."""
     if in_batched[1:] != (True,):
         return run(config, *operands), True  # masks repeat
     x, mask = widened(size, in_batched, *operands)

@@ -12,7 +12,7 @@ from .config import Config
 
 
 def forward(config: Config, logits: jax.Array, *mask: jax.Array) -> jax.Array:
-    """The softmax of checked arguments. Batches are b * n where masks are n: masks repeat."""
+    """Return the softmax. Batches are b * n where masks are n: masks repeat."""
     scaled = logits.astype(jnp.float32) * np.float32(config.scale)
     if mask:
         (given,) = mask
@@ -29,7 +29,7 @@ def forward(config: Config, logits: jax.Array, *mask: jax.Array) -> jax.Array:
 
 
 def backward(config: Config, dz: jax.Array, softmax_out: jax.Array) -> jax.Array:
-    """The gradient of the logits for checked arguments."""
+    """Return the gradient of the logits for checked arguments."""
     grad, out = dz.astype(jnp.float32), softmax_out.astype(jnp.float32)
     if config.causal:
         # What is beyond the diagonal isn't looked at.
