@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import checks
 from ..matmul.config import Attributes
-from ..quantize import checks
 from ..quantize.outputs import Outputs
 
 ActivationEnum: dict[tuple[str, ...], int] = {

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from .. import checks
 from .types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
-
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-_Member = TypeVar("_Member", bound=enum.IntEnum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +75,9 @@ def make_config(
     window_size: Sequence[int] | None,
 ) -> Config:
     """Return the config for the arguments of an op, which its errors name."""
-    layout = _member(op, "qkv_layout", QKVLayout, qkv_layout)
-    mask = _member(op, "attn_mask_type", AttnMaskType, attn_mask_type)
-    bias = _member(op, "attn_bias_type", AttnBiasType, attn_bias_type)
+    layout = checks.member(op, "qkv_layout", qkv_layout, QKVLayout)
+    mask = checks.member(op, "attn_mask_type", attn_mask_type, AttnMaskType)
+    bias = checks.member(op, "attn_bias_type", attn_bias_type, AttnBiasType)
     if layout.is_thd() and not mask.is_padding():
         raise ValueError(
             f"{op}: attn_mask_type is {mask.name} and qkv_layout {layout.name}, whose segments "
@@ -110,7 +106,7 @@ def make_config(
     return Config(
         bias,
         mask,
-        _member(op, "softmax_type", AttnSoftmaxType, softmax_type),
+        checks.member(op, "softmax_type", softmax_type, AttnSoftmaxType),
         layout,
         float(scaling_factor),
         float(dropout_probability),
@@ -129,7 +125,7 @@ def sizes_of(op: str, qkv: Sequence[jax.Array], layout: QKVLayout) -> Sizes:
             f"have {count}"
         )
     for array in qkv:
-        if array.dtype not in FLOATS or array.dtype != qkv[0].dtype:
+        if array.dtype not in checks.FLOATS or array.dtype != qkv[0].dtype:
             raise TypeError(
                 f"{op}: qkv is of {', '.join(one.dtype.name for one in qkv)}; all must be of one "
                 "dtype: float32, bfloat16 or float16"
@@ -200,18 +196,6 @@ def check_array(
     op: str, name: str, array: jax.Array, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
     """Return the array, which must have this shape and dtype."""
-    if array.dtype != dtype:
-        raise TypeError(f"{op}: {name} is {array.dtype.name}, and must be {jnp.dtype(dtype).name}")
-    if array.shape != shape:
-        raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {shape}")
+    checks.dtype(op, name, array.dtype, (dtype,))
+    checks.shape(op, name, array, shape)
     return array
-
-
-def _member(op: str, name: str, kind: type[_Member], given: Any) -> _Member:
-    try:
-        return kind(getattr(given, "value", given))
-    except ValueError:
-        raise ValueError(
-            f"{op}: {name} is {given!r}, and must be one of: "
-            f"{', '.join(f'{member.name} ({member.value})' for member in kind)}"
-        ) from None

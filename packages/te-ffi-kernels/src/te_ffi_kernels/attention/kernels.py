@@ -122,13 +122,9 @@ def _partition(
         axes = ["b", f"s{i}", *inner, "g" if i and grouped else "h", f"d{i}"]
         first.append(axes if i < config.layout.arrays else [f"none{i}"])
     first.append([f"bias{i}" for i in range(bias.ndim)])
-    if bias.ndim == 4:
-        first[-1][:2] = [
-            name if size == whole else f"bias{i}"
-            for i, (name, size, whole) in enumerate(
-                (("b", bias.shape[0], sizes.batch), ("h", bias.shape[1], sizes.heads))
-            )
-        ]
+    for i, (name, size) in enumerate((("b", sizes.batch), ("h", sizes.heads))):
+        if bias.ndim == 4 and bias.shape[i] == size:
+            first[-1][i] = name
     first.append(["offset0", "h", "offset2", "offset3"] if offset.ndim == 4 else ["offset0"])
     names = [*first, *middle, ["b"], ["b"], ["starts0"], ["starts1"]]
     found = first if found is None else found
@@ -137,7 +133,7 @@ def _partition(
 
 
 def _batch_forward(run: Any, config: Config, size: int, in_batched: Any, *given: jax.Array) -> Any:
-    """Return the mapped axis becomes one with the batch, where the rest allows it."""
+    """Make the mapped axis one with the batch, where the rest allows it."""
     random = in_batched[5] or config.dropout > 0  # random numbers depend on the batch
     folded = None if random or in_batched[4] else _folded_bias(config, size, given, in_batched)
     if folded is None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import checks
 from . import config as configs
 from .config import Config, Sizes
 from .sequence import SequenceDescriptor
@@ -126,8 +127,7 @@ def _segments(
 def _integers(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{op}: {name} is {array.dtype.name}, and must be int32")
-    if array.shape != shape:
-        raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {shape}")
+    checks.shape(op, name, array, shape)
 
 
 def cumulative(lengths: jax.Array) -> jax.Array:

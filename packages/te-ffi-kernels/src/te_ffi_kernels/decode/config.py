@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+from ..checks import FLOATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +60,9 @@ def prepared(
     for name, given, rank in (("q", q, 4), ("keys", keys, 4), ("values", values, 4)):
         if given.ndim != rank:
             raise ValueError(f"decode_attention: {name} must have {rank} axes, got {given.shape}")
-    if q.dtype not in _FLOATS:
+    if q.dtype not in FLOATS:
         raise TypeError(f"decode_attention: q must be float32, bfloat16 or float16, got {q.dtype}")
-    if keys.dtype not in (*_FLOATS, jnp.int8) or values.dtype != keys.dtype:
+    if keys.dtype not in (*FLOATS, jnp.int8) or values.dtype != keys.dtype:
         raise TypeError(
             "decode_attention: keys and values must both be float32, bfloat16, float16 or int8, "
             f"got {keys.dtype} and {values.dtype}"

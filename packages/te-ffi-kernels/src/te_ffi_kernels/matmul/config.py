@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from ..quantize import checks
+from .. import checks
+from ..quantize import arguments
 from ..quantize.modes import ScalingMode
 from .sides import Side, check_pair, check_side, side
 
@@ -88,7 +89,7 @@ def gemm_config(
     Raises:
         TypeError, ValueError, NotImplementedError: as ``te_ffi_kernels.gemm_v2``.
     """
-    mode = checks.scaling_mode(op, scaling_mode, quantized=False)
+    mode = arguments.scaling_mode(op, scaling_mode, quantized=False)
     collective = getattr(collective_op, "value", collective_op)
     if collective != 0:
         raise NotImplementedError(
@@ -104,8 +105,8 @@ def gemm_config(
     if bias.size > 0 or needs_bias:
         checks.shape(op, "bias", bias, right.kept_shape, "the axes of rhs that are kept, or (0,)")
         checks.dtype(op, "bias", bias.dtype, (dtype,))
-    checks.number(op, "alpha", alpha)
-    checks.number(op, "beta", beta)
+    arguments.number(op, "alpha", alpha)
+    arguments.number(op, "beta", beta)
     return GemmConfig(
         dtype, mode, left, right, use_split_accumulator, fuse_gelu, has_bias=bias.size > 0
     )

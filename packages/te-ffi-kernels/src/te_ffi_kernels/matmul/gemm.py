@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..quantize import checks
+from .. import checks
 from .config import GemmConfig, gemm_config
 from .op import PRODUCT, numbers_of
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..quantize import checks
+from .. import checks
+from ..quantize import arguments
 from ..quantize.modes import ScalingMode, positive_axis, scale_shape
 
 
@@ -85,10 +86,10 @@ def check_side(op: str, name: str, x: Any, scales: Any, found: Side, mode: Scali
     if mode is ScalingMode.NO_SCALING:
         checks.dtype(op, name, x.dtype, checks.FLOATS)
         return
-    checks.code_dtype(op, name, x.dtype, mode)
+    arguments.code_dtype(op, name, x.dtype, mode)
     if mode.is_mx:
-        checks.blocks(op, name, x.shape, found.boundary - 1 if found.leading else x.ndim - 1)
-    checks.scales(op, f"{name}_scale_inv", scales, mode, found.scale_shape(mode))
+        arguments.blocks(op, name, x.shape, found.boundary - 1 if found.leading else x.ndim - 1)
+    arguments.scales(op, f"{name}_scale_inv", scales, mode, found.scale_shape(mode))
 
 
 def check_pair(op: str, lhs: Any, rhs: Any, left: Side, right: Side, mode: ScalingMode) -> None:

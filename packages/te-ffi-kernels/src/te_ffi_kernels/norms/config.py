@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..quantize import checks
+from .. import checks
 from ..quantize.outputs import Outputs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -116,9 +117,13 @@ def _product(
         picks, given = "groups", (group_sizes.astype(jnp.int32),)
     else:
         picks, given = "", ()
-    rows = x.reshape(math.prod(x.shape[:-1]), weight.k)
-    y = _PRODUCT(Form(op, weight.layout, weight.n, dtype, picks), rows, weight.buffer, *given)
-    return y.reshape(*x.shape[:-1], weight.n)
+    return _run(Form(op, weight.layout, weight.n, dtype, picks), x, weight.buffer, *given)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(form: Form, x: jax.Array, *weight: jax.Array) -> jax.Array:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return _PRODUCT(form, rows, *weight).reshape(*x.shape[:-1], form.n)
 
 
 def _name(form: Form) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -74,7 +75,12 @@ def packed_take(
         )
     weight.check()
     config = _Lookup(weight.layout, weight.n, axis, dtype)
-    taken = _TAKE(config, weight.buffer, indices.reshape(math.prod(indices.shape)))
+    return _run(config, weight.buffer, indices)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(config: _Lookup, buffer: jax.Array, indices: jax.Array) -> jax.Array:
+    taken = _TAKE(config, buffer, indices.reshape(math.prod(indices.shape)))
     return taken.reshape(*indices.shape, config.width)
 
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from . import checks
+from .. import checks
+from . import arguments
 from .modes import (
     QuantizeLayout,
     ScalingMode,
@@ -51,7 +52,7 @@ class QuantizeConfig:
     def grouped_results(self, x: Any, groups: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return those of grouped_quantize but for its workspace."""
         rowwise, colwise = self.q_layout.has_rowwise, self.q_layout.has_colwise
-        count = checks.size(x.shape)
+        count = arguments.size(x.shape)
         scales = [
             grouped_scale_size(x.shape, groups, self.scaling_mode, self.axis, by_column=by)
             if wanted
@@ -102,18 +103,18 @@ def quantize_config(
         ValueError: an unknown mode or layout, an axis out of range, MX blocks that aren't whole.
         NotImplementedError: NVFP4.
     """
-    mode = checks.scaling_mode(op, scaling_mode, quantized=True)
-    layout = checks.layout(op, q_layout)
+    mode = arguments.scaling_mode(op, scaling_mode, quantized=True)
+    layout = arguments.layout(op, q_layout)
     checks.dtype(op, name, x.dtype, checks.FLOATS)
-    codes = checks.code_dtype(op, "out_dtype", out_dtype, mode)
-    scales = checks.scales_dtype(op, "scale_dtype", scale_dtype, mode)
-    axis = checks.axis(op, "flatten_axis", flatten_axis, name, x.shape)
+    codes = arguments.code_dtype(op, "out_dtype", out_dtype, mode)
+    scales = arguments.scales_dtype(op, "scale_dtype", scale_dtype, mode)
+    axis = arguments.axis(op, "flatten_axis", flatten_axis, name, x.shape)
     if mode.is_mx:
         if layout.has_rowwise:
-            checks.blocks(op, name, x.shape, x.ndim - 1)
+            arguments.blocks(op, name, x.shape, x.ndim - 1)
         # Groups of rows are known when the op runs; the kernel checks them.
         if layout.has_colwise and not grouped:
-            checks.blocks(op, name, x.shape, axis - 1)
-        if layout.has_colwise and grouped and checks.size(x.shape[:axis]) % 32:
-            checks.blocks(op, name, x.shape, axis - 1)
+            arguments.blocks(op, name, x.shape, axis - 1)
+        if layout.has_colwise and grouped and arguments.size(x.shape[:axis]) % 32:
+            arguments.blocks(op, name, x.shape, axis - 1)
     return QuantizeConfig(codes, mode, layout, axis, scales, is_dbias)

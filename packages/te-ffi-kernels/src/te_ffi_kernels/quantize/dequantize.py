@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .. import checks
 from ..op import Op
-from . import checks, numbers, reference
+from . import arguments, numbers, reference
 from .config import DequantizeConfig
 from .cotangents import cotangent_of
 from .modes import ScalingMode, scale_shape
@@ -62,18 +63,18 @@ def _checked(
     flatten_axis: int,
 ) -> DequantizeConfig:
     op = "dequantize"
-    mode = checks.scaling_mode(op, scaling_mode, quantized=True)
-    checks.code_dtype(op, "x", x.dtype, mode)
+    mode = arguments.scaling_mode(op, scaling_mode, quantized=True)
+    arguments.code_dtype(op, "x", x.dtype, mode)
     dtype = checks.dtype(op, "out_dtype", out_dtype, checks.FLOATS)
     if mode.is_tensor:
-        checks.scales(op, "scale_inv", scale_inv, mode, (1,))
+        arguments.scales(op, "scale_inv", scale_inv, mode, (1,))
         return DequantizeConfig(mode, dtype, 0, is_colwise)
-    axis = checks.axis(op, "flatten_axis", flatten_axis, "x", x.shape)
+    axis = arguments.axis(op, "flatten_axis", flatten_axis, "x", x.shape)
     by_column = is_colwise and mode.is_mx
     if mode.is_mx:
-        checks.blocks(op, "x", x.shape, axis - 1 if by_column else x.ndim - 1)
+        arguments.blocks(op, "x", x.shape, axis - 1 if by_column else x.ndim - 1)
     wanted = scale_shape(x.shape, mode, axis, by_column=by_column)
-    checks.scales(op, "scale_inv", scale_inv, mode, wanted)
+    arguments.scales(op, "scale_inv", scale_inv, mode, wanted)
     return DequantizeConfig(mode, dtype, axis, is_colwise)
 
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .. import checks
 from ..op import Op
-from . import checks, reference
+from . import reference
 from .config import QuantizeConfig, quantize_config
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..op import Op
-from . import checks, reference
+from . import arguments, reference
 from .config import QuantizeConfig, quantize_config
 from .cotangents import straight_through
 from .modes import turned
@@ -81,13 +81,13 @@ def dbias_quantize(
     """
     del is_outer
     op = "dbias_quantize"
-    checks.no_nvfp4_options(op, stochastic_rounding, use_rht)
+    arguments.no_nvfp4_options(op, stochastic_rounding, use_rht)
     config = quantize_config(
         op, x, out_dtype, scaling_mode, q_layout, flatten_axis, scale_dtype, is_dbias=is_dbias
     )
     if config.scaling_mode.is_tensor:
-        checks.number(op, "scale", scale)
-    checks.number(op, "amax", amax)
+        arguments.number(op, "scale", scale)
+    arguments.number(op, "amax", amax)
     extra = (sr_rng_state, post_rht_amax, rht_matrix)
     return _QUANTIZE(config, *map(jnp.asarray, (x, scale, amax, *extra)))
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from . import checks, numbers, reference
+from .. import checks
+from . import arguments, numbers, reference
 from .config import DequantizeConfig, QuantizeConfig, quantize_config
 from .cotangents import straight_through
 from .dequantize import DEQUANTIZE
@@ -159,9 +160,9 @@ def outputs_config(
         NotImplementedError: NVFP4.
     """
     dtype = checks.dtype(op, "x", x.dtype, checks.FLOATS)
-    mode = checks.scaling_mode(op, scaling_mode, quantized=False)
+    mode = arguments.scaling_mode(op, scaling_mode, quantized=False)
     if mode is ScalingMode.NO_SCALING:
-        checks.layout(op, q_layout)
+        arguments.layout(op, q_layout)
         checks.dtype(op, "out_dtype", dtype if out_dtype is None else out_dtype, (dtype,))
         return Outputs(dtype, trailing, dtype, output_amax=output_amax_when_no_scaling)
     if output_amax_when_no_scaling:
@@ -189,6 +190,6 @@ def given_numbers(
     scale = jnp.ones((1,), jnp.float32) if scale is None else jnp.asarray(scale)
     amax = jnp.zeros((1,), jnp.float32) if amax is None else jnp.asarray(amax)
     if outputs.mode is ScalingMode.DELAYED_TENSOR_SCALING:
-        checks.number(op, "scale", scale)
-    checks.number(op, "amax", amax)
+        arguments.number(op, "scale", scale)
+    arguments.number(op, "amax", amax)
     return scale, amax

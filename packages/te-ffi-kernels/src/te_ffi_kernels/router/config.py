@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import numbers
 import operator
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..quantize.checks import FLOATS, dtype
+from .. import checks
 
 
 class ScoreFunction(enum.IntEnum):
@@ -97,7 +96,7 @@ def options(
         raise ValueError(f"{op}: topk is {count}, and must be positive")
     score = member(op, "score_function", score_function, ScoreFunction)
     layout = member(op, "routing_map_format", routing_map_format, RoutingMapFormat)
-    scaling = number(op, "scaling_factor", scaling_factor)
+    scaling = checks.number(op, "scaling_factor", scaling_factor)
     if compute_aux_scores:
         return Options(count, score, layout, True)
     groups = whole(op, "num_groups", num_groups)
@@ -113,7 +112,7 @@ def options(
 
 def experts(op: str, name: str, array: jax.Array, given: Options) -> None:
     """Raise where an array isn't [..., experts] of floats with enough experts."""
-    dtype(op, name, array.dtype, FLOATS)
+    checks.dtype(op, name, array.dtype, checks.FLOATS)
     if array.ndim < 1:
         raise ValueError(f"{op}: {name} has shape (), and must be [tokens, experts]")
     count = array.shape[-1]
@@ -144,7 +143,7 @@ def bias(op: str, given: jax.Array | None, logits: jax.Array, of: Options) -> ja
             f"{op}: expert_bias is given, and score_function is SOFTMAX, which has none; it is "
             "for SIGMOID and SQRTSOFTPLUS"
         )
-    dtype(op, "expert_bias", given.dtype, FLOATS)
+    checks.dtype(op, "expert_bias", given.dtype, checks.FLOATS)
     if given.shape != logits.shape[-1:]:
         raise ValueError(
             f"{op}: expert_bias has shape {given.shape}, and must have {logits.shape[-1:]}: one "
@@ -158,38 +157,38 @@ def gradient(
 ) -> None:
     """Raise where arrays aren't what the forward pass gave, and a cotangent."""
     experts(op, "grad_probs", grad, of)
-    dtype(op, "saved_scores", saved.dtype, (jnp.float32,))
-    same_shape(op, "saved_scores", saved, grad.shape, "that of grad_probs")
+    checks.dtype(op, "saved_scores", saved.dtype, (jnp.float32,))
+    checks.shape(op, "saved_scores", saved, grad.shape, "that of grad_probs")
     if of.dense:
         return
     wanted = of.map_of(grad.shape)
     allowed = (jnp.uint8,) if wanted.dtype == jnp.uint8 else (jnp.bool_, jnp.uint8)
-    dtype(op, "routing_map", routing_map.dtype, allowed)
-    same_shape(op, "routing_map", routing_map, wanted.shape, f"as {of.format.name} has it")
+    checks.dtype(op, "routing_map", routing_map.dtype, allowed)
+    checks.shape(op, "routing_map", routing_map, wanted.shape, f"as {of.format.name} has it")
 
 
 def loss(op: str, probs: jax.Array, tokens_per_expert: jax.Array) -> None:
     """Raise where arrays aren't probabilities and counts."""
-    dtype(op, "probs", probs.dtype, FLOATS)
+    checks.dtype(op, "probs", probs.dtype, checks.FLOATS)
     if probs.ndim != 2:
         raise ValueError(f"{op}: probs has shape {probs.shape}, and must be [tokens, experts]")
     counts(op, tokens_per_expert)
-    same_shape(op, "tokens_per_expert", tokens_per_expert, probs.shape[1:], "one for each expert")
+    checks.shape(op, "tokens_per_expert", tokens_per_expert, probs.shape[1:], "one for each expert")
 
 
 def loss_gradient(
     op: str, const_buf: jax.Array, tokens_per_expert: jax.Array, grad: jax.Array
 ) -> None:
     """Raise where arrays aren't what the forward pass gave, and a cotangent."""
-    dtype(op, "const_buf", const_buf.dtype, (jnp.float32,))
-    same_shape(op, "const_buf", const_buf, (2,), "as the forward pass gives it")
+    checks.dtype(op, "const_buf", const_buf.dtype, (jnp.float32,))
+    checks.shape(op, "const_buf", const_buf, (2,), "as the forward pass gives it")
     counts(op, tokens_per_expert)
     if tokens_per_expert.ndim != 1:
         raise ValueError(
             f"{op}: tokens_per_expert has shape {tokens_per_expert.shape}, and must be [experts]"
         )
-    dtype(op, "grad_aux_loss", grad.dtype, FLOATS)
-    same_shape(op, "grad_aux_loss", grad, (), "one number")
+    checks.dtype(op, "grad_aux_loss", grad.dtype, checks.FLOATS)
+    checks.shape(op, "grad_aux_loss", grad, (), "one number")
 
 
 def loss_options(op: str, topk: Any, coeff: Any) -> tuple[int, float]:
@@ -197,7 +196,7 @@ def loss_options(op: str, topk: Any, coeff: Any) -> tuple[int, float]:
     count = whole(op, "topk", topk)
     if count < 1:
         raise ValueError(f"{op}: topk is {count}, and must be positive")
-    return count, number(op, "coeff", coeff)
+    return count, checks.number(op, "coeff", coeff)
 
 
 def tokens(op: str, given: Any) -> int:
@@ -211,13 +210,7 @@ def tokens(op: str, given: Any) -> int:
 def counts(op: str, given: jax.Array) -> None:
     """Raise where an array isn't of a dtype that counts can have."""
     allowed = (jnp.int32, jnp.int64, jnp.int16, jnp.float32, jnp.bfloat16)
-    dtype(op, "tokens_per_expert", given.dtype, allowed)
-
-
-def same_shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: str) -> None:
-    """Raise where an array has another shape."""
-    if array.shape != wanted:
-        raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {wanted}: {why}")
+    checks.dtype(op, "tokens_per_expert", given.dtype, allowed)
 
 
 def whole(op: str, name: str, given: Any) -> int:
@@ -230,27 +223,11 @@ def whole(op: str, name: str, given: Any) -> int:
         ) from None
 
 
-def number(op: str, name: str, given: Any) -> float:
-    """Return a real number, finite or not."""
-    if isinstance(given, numbers.Real):
-        return float(given)
-    raise TypeError(
-        f"{op}: {name} is of type {type(given).__name__}, and must be a number of Python or NumPy: "
-        "it is part of the compiled program"
-    )
-
-
 def member(op: str, name: str, given: Any, kind: Any) -> Any:
     """Return the member of an enumeration that is given: itself, its name or its number."""
-    try:
-        if isinstance(given, str):
-            return kind[given.upper()]
-        return kind(operator.index(given))
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{op}: {name} is {given!r}, and must be one of: "
-            f"{', '.join(one.name for one in kind)}; in lower case as text"
-        ) from None
+    if isinstance(given, str):
+        given = getattr(kind, given.upper(), given)
+    return checks.member(op, name, given, kind)
 
 
 def coefficient(tokens: int, count: int, topk: int, coeff: float) -> float:

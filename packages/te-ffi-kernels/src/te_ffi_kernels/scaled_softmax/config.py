@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..quantize.checks import FLOATS, dtype
+from .. import checks
 
 
 class SoftmaxFusionType(enum.Enum):
@@ -49,24 +48,13 @@ def config(op: str, given: Any, scale_factor: Any) -> Config:
     Raises:
         TypeError, ValueError: as ``te_ffi_kernels.softmax``.
     """
-    if not isinstance(scale_factor, numbers.Real):
-        raise TypeError(
-            f"{op}: scale_factor is of type {type(scale_factor).__name__}, and must be a number of "
-            "Python or NumPy: it is part of the compiled program"
-        )
-    try:
-        fusion = SoftmaxFusionType(getattr(given, "value", given))
-    except ValueError:
-        raise ValueError(
-            f"{op}: softmax_fusion_type is {given!r}, and must be one of: "
-            f"{', '.join(one.name for one in SoftmaxFusionType)}"
-        ) from None
-    return Config(fusion, float(scale_factor))
+    scale = checks.number(op, "scale_factor", scale_factor)
+    return Config(checks.member(op, "softmax_fusion_type", given, SoftmaxFusionType), scale)
 
 
 def logits(op: str, name: str, given: jax.Array, axes: int) -> None:
     """Raise where an array isn't float, or has fewer than so many axes."""
-    dtype(op, name, given.dtype, FLOATS)
+    checks.dtype(op, name, given.dtype, checks.FLOATS)
     if given.ndim < axes:
         wanted = "[..., heads, q, k]" if axes == 3 else "[..., q, k]"
         raise ValueError(f"{op}: {name} has shape {given.shape}, and must be {wanted}")
@@ -80,7 +68,7 @@ def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
     """
     if given is None:
         raise ValueError(f"{op}: mask is None, and must be given: uint8 or bool, 1 for masked")
-    dtype(op, "mask", given.dtype, (jnp.uint8, jnp.bool_))
+    checks.dtype(op, "mask", given.dtype, (jnp.uint8, jnp.bool_))
     batch = math.prod(x.shape[:-3])
     fits = given.ndim >= 3 and given.shape[-3:] == (1, *x.shape[-2:])
     if not fits or math.prod(given.shape[:-3]) not in (1, batch):
@@ -94,7 +82,7 @@ def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
 def gradient(op: str, dz: jax.Array, softmax_out: jax.Array) -> None:
     """Raise where two arrays aren't a softmax and its cotangent."""
     logits(op, "dz", dz, 2)
-    dtype(op, "softmax_out", softmax_out.dtype, (dz.dtype,))
+    checks.dtype(op, "softmax_out", softmax_out.dtype, (dz.dtype,))
     if softmax_out.shape != dz.shape:
         raise ValueError(
             f"{op}: softmax_out has shape {softmax_out.shape}, and must have that of dz: {dz.shape}"

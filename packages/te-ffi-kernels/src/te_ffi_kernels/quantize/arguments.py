@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ..checks import dtype, member
 from .modes import BLOCK, QuantizeLayout, ScalingMode, positive_axis
 
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _CODES = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 _NVFP4 = (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING)
 
@@ -25,13 +25,7 @@ def scaling_mode(op: str, given: Any, *, quantized: bool) -> ScalingMode:
         given: a ScalingMode, or its number.
         quantized: whether no scaling is refused.
     """
-    try:
-        mode = ScalingMode(getattr(given, "value", given))
-    except ValueError:
-        raise ValueError(
-            f"{op}: scaling_mode is {given!r}, and must be one of: "
-            f"{', '.join(m.name for m in ScalingMode if m not in _NVFP4)}"
-        ) from None
+    mode = member(op, "scaling_mode", given, ScalingMode, _NVFP4)
     if mode in _NVFP4:
         raise NotImplementedError(
             f"{op}: scaling_mode is {mode.name}; NVFP4 is for GPUs of Transformer Engine alone. "
@@ -46,24 +40,7 @@ def scaling_mode(op: str, given: Any, *, quantized: bool) -> ScalingMode:
 
 def layout(op: str, given: Any) -> QuantizeLayout:
     """Return the layout of a number or member."""
-    try:
-        return QuantizeLayout(getattr(given, "value", given))
-    except ValueError:
-        raise ValueError(
-            f"{op}: q_layout is {given!r}, and must be one of: "
-            f"{', '.join(member.name for member in QuantizeLayout)}"
-        ) from None
-
-
-def dtype(op: str, name: str, given: DTypeLike, allowed: Sequence[Any]) -> Any:
-    """Return the dtype, which must be one of `allowed`."""
-    found = jnp.dtype(given)
-    if found not in allowed:
-        raise TypeError(
-            f"{op}: {name} is {found.name}, and must be "
-            f"{' or '.join(jnp.dtype(one).name for one in allowed)}"
-        )
-    return found
+    return member(op, "q_layout", given, QuantizeLayout)
 
 
 def code_dtype(op: str, name: str, given: DTypeLike, mode: ScalingMode) -> Any:
@@ -83,12 +60,6 @@ def number(op: str, name: str, array: jax.Array) -> None:
     dtype(op, name, array.dtype, (jnp.float32,))
     if array.size != 1:
         raise ValueError(f"{op}: {name} has shape {array.shape}, and must be one number: (1,)")
-
-
-def shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: str) -> None:
-    """Raise where an array has another shape."""
-    if array.shape != wanted:
-        raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {wanted}: {why}")
 
 
 def axis(op: str, name: str, given: int, array_name: str, array_shape: tuple[int, ...]) -> int:

@@ -1,0 +1,57 @@
+"""What ops refuse, with errors that name the op and the argument."""
+
+from __future__ import annotations
+
+import enum
+import numbers
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
+def dtype(op: str, name: str, given: DTypeLike, allowed: Sequence[Any]) -> Any:
+    """Return the dtype, which must be one of `allowed`."""
+    found = jnp.dtype(given)
+    if found not in allowed:
+        raise TypeError(
+            f"{op}: {name} is {found.name}, and must be "
+            f"{' or '.join(jnp.dtype(one).name for one in allowed)}"
+        )
+    return found
+
+
+def shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: str = "") -> None:
+    """Raise where an array has another shape."""
+    if array.shape != wanted:
+        why = why and f": {why}"
+        raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {wanted}{why}")
+
+
+def member(
+    op: str, name: str, given: Any, kind: type[_Member], refused: Sequence[Any] = ()
+) -> _Member:
+    """Return the member of an enumeration, given itself, one of its value, or its value.
+
+    What the caller refuses isn't listed in the error.
+    """
+    try:
+        return kind(getattr(given, "value", given))
+    except ValueError:
+        names = ", ".join(one.name for one in kind if one not in refused)
+        raise ValueError(f"{op}: {name} is {given!r}, and must be one of: {names}") from None
+
+
+def number(op: str, name: str, given: Any) -> float:
+    """Return a real number, finite or not."""
+    if isinstance(given, numbers.Real):
+        return float(given)
+    raise TypeError(
+        f"{op}: {name} is of type {type(given).__name__}, and must be a number of Python or NumPy: "
+        "it is part of the compiled program"
+    )
