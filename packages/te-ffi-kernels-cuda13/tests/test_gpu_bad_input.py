@@ -1,6 +1,6 @@
 """Bad input to quantization on a GPU: the tests of the CPU."""
 
-from jaxtap_testkit.te.cpu_tests.te.test_bad_input import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.quantize.test_bad_input import (  # noqa: F401
     test_dequantize,
     test_only_the_blocks_that_are_wanted,
     test_quantize,

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
-from jaxtap_testkit.te.cpu_tests.te import test_bad_input
-from jaxtap_testkit.te.cpu_tests.te.test_bad_input import test_gemm_v2, test_gemm_v2_target_refuses  # noqa: F401
-from jaxtap_testkit.te.cpu_tests.te.test_gemm import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.matmul.test_gemm import (  # noqa: F401
     NONE,
     ONE,
     ZERO,
@@ -24,6 +22,11 @@ from jaxtap_testkit.te.cpu_tests.te.test_gemm import (  # noqa: F401
     test_int8_has_the_bits_of_exact_sums,
     test_int8_sums_beyond_float32,
     test_it_is_the_kernel_that_runs,
+)
+from jaxtap_testkit.te.cpu_tests.quantize import test_bad_input
+from jaxtap_testkit.te.cpu_tests.quantize.test_bad_input import (  # noqa: F401
+    test_gemm_v2,
+    test_gemm_v2_target_refuses,
 )
 
 import te_ffi_kernels as te

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtap_testkit.te.cpu_tests.te.test_bad_input import test_grouped  # noqa: F401
-from jaxtap_testkit.te.cpu_tests.te.test_grouped import (  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.quantize.test_bad_input import test_grouped  # noqa: F401
+from jaxtap_testkit.te.cpu_tests.quantize.test_grouped import (  # noqa: F401
     grouped,
     test_each_group_by_itself,
     test_no_gradient_and_vmap,
