@@ -19,6 +19,7 @@ from .errors import (
     UnknownNameError,
 )
 from .kernels.ops import get_op
+from .kernels.platforms import kernel_platforms, platform_of
 from .kernels.register import register_kernel
 from .kernels.select import KernelChoice, select_kernel
 from .kernels.target import FfiTarget
@@ -91,10 +92,12 @@ __all__ = [
     "get_op",
     "get_provider",
     "hookimpl",
+    "kernel_platforms",
     "kernel_workspace",
     "kernels",
     "loaded",
     "make_qtype",
+    "platform_of",
     "plugins",
     "primitive_names",
     "providers",

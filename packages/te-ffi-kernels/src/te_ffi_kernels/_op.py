@@ -12,10 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from interception_core import KernelSpec, kernel_workspace, register_kernel, select_kernel
-
-PLATFORMS = ("cpu", "cuda")
-"""What there are kernels for: in this package, and in te-ffi-kernels-cuda13."""
+from interception_core import (
+    KernelSpec,
+    kernel_platforms,
+    kernel_workspace,
+    register_kernel,
+    select_kernel,
+)
 
 
 def call(
@@ -31,8 +34,9 @@ def call(
 ) -> Any:
     """Runs an op on its operands.
 
-    The kernel is selected while the op is traced, and called where the program is lowered for the
-    kernel's platform. Elsewhere, and where no kernel supports the call, the reference runs.
+    The kernel of each platform is selected while the op is traced, and called where the program is
+    lowered for that platform. Elsewhere, and where no kernel supports the call, the reference runs.
+    A program can be lowered for a platform that this process has not.
 
     Args:
         op: the name of the op.
@@ -47,16 +51,16 @@ def call(
         attributes: of the FFI call: ints, floats, bools, strings and NumPy scalars.
     """
     branches: dict[str, Callable[..., Any]] = {}
-    for platform in PLATFORMS:
+    for platform in kernel_platforms():
         # First, since kernels for GPUs ask these what they are.
-        if not _has_backend(platform):
-            continue
+        runs_here = has_backend(platform)
         params = attributes if question is None else question
         choice = select_kernel(op, platform, operands if asked is None else asked, **params)
         if choice.spec is None:
             continue
-        target = register_kernel(choice.spec)
-        kernel = functools.partial(_ffi, choice.spec, target)
+        if runs_here:
+            register_kernel(choice.spec)
+        kernel = functools.partial(_ffi, choice.spec)
         branches[platform] = (
             functools.partial(kernel, results, attributes)
             if partition is None
@@ -71,15 +75,8 @@ def call(
     return lax.platform_dependent(*operands, default=cast(reference), **branches)
 
 
-def has_kernel(op: str, platform: str, operands: Sequence[Any], **params: Any) -> bool:
-    """Return whether this process can run an op's kernel on a platform."""
-    if not _has_backend(platform):
-        return False
-    return select_kernel(op, platform, operands, **params).spec is not None
-
-
 @functools.cache
-def _has_backend(platform: str) -> bool:
+def has_backend(platform: str) -> bool:
     """Whether this process can run on a platform: ``JAX_PLATFORMS`` may leave the CPU out."""
     try:
         return bool(jax.devices(platform))
@@ -144,7 +141,6 @@ def _axes(x: jax.Array) -> frozenset[str]:
 
 def _ffi(
     spec: KernelSpec,
-    target: str,
     results: Any,
     attributes: dict[str, Any],
     *operands: jax.Array,
@@ -153,9 +149,9 @@ def _ffi(
     wanted, treedef = jax.tree.flatten(results)
     size = kernel_workspace(spec, operands, wanted, **attributes)
     if size is None:
-        return jax.ffi.ffi_call(target, results)(*operands, **attributes)
+        return jax.ffi.ffi_call(spec.target, results)(*operands, **attributes)
     memory = jax.ShapeDtypeStruct((size,), jnp.uint8)
-    *found, _ = jax.ffi.ffi_call(target, (*wanted, memory))(*operands, **attributes)
+    *found, _ = jax.ffi.ffi_call(spec.target, (*wanted, memory))(*operands, **attributes)
     return jax.tree.unflatten(treedef, found)
 
 

@@ -23,12 +23,6 @@ from interception_core import get_op, loaded
 from .ops import StaysFloat
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-# Transformer Engine's numbers: a bias after the scaling, no mask or a causal one, three arrays of
-# [batch, sequence, heads, size], the plain softmax.
-_NO_BIAS, _POST_SCALE_BIAS = 0, 2
-_NO_MASK, _CAUSAL = 0, 2
-_BSHD_BSHD_BSHD = 9
-_VANILLA = 0
 
 
 @dataclass(frozen=True)
@@ -244,12 +238,11 @@ def _attention(
 
     def run(op: Callable[..., Any]) -> jax.Array:
         qkv = tuple(x.reshape(math.prod(batch), *x.shape[-3:]) for x in arrays)
-        kind = _NO_BIAS if added is None else _POST_SCALE_BIAS
-        mask_type = _CAUSAL if causal else _NO_MASK
-        out = op(
-            qkv, added, None, None, kind, mask_type, _BSHD_BSHD_BSHD, _VANILLA, scale, 0.0, False,
-            window_size=window,
-        )  # fmt: skip
+        # By Transformer Engine's names: three arrays of [batch, sequence, heads, size].
+        kind = "NO_BIAS" if added is None else "POST_SCALE_BIAS"
+        mask_type = "CAUSAL_MASK" if causal else "NO_MASK"
+        names = (kind, mask_type, "BSHD_BSHD_BSHD", "VANILLA_SOFTMAX")
+        out = op(qkv, added, None, None, *names, scale, 0.0, False, window_size=window)
         return out.reshape(*batch, length, heads, value.shape[-1])
 
     return arrays, run

@@ -203,8 +203,8 @@ def check_array(
 
 def _member(op: str, name: str, kind: type[_Member], given: Any) -> _Member:
     try:
-        return kind(getattr(given, "value", given))
-    except ValueError:
+        return kind[given] if isinstance(given, str) else kind(getattr(given, "value", given))
+    except (KeyError, ValueError):
         raise ValueError(
             f"{op}: {name} is {given!r}, and must be one of: "
             f"{', '.join(f'{member.name} ({member.value})' for member in kind)}"

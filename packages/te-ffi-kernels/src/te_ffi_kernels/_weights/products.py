@@ -164,10 +164,6 @@ def _kernel(form: Form, x: jax.Array, *weight: jax.Array) -> jax.Array:
     op, layout, stacked = form.op, form.layout, len(weight) == 2
     rows = x.reshape(math.prod(x.shape[:-1]), layout.k)
     asked = rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)
-    # As provider-xla asks, so that a plan shows what will run.
-    question: dict[str, Any] = {"group": layout.group, "bits": layout.bits}
-    if layout.version != 1:
-        question["version"] = layout.version
 
     def in_jax(rows: jax.Array, *weight: jax.Array) -> jax.Array:
         one = form.weight(*weight)
@@ -181,7 +177,7 @@ def _kernel(form: Form, x: jax.Array, *weight: jax.Array) -> jax.Array:
         (rows, *weight),
         jax.ShapeDtypeStruct((rows.shape[0], form.n), form.dtype),
         asked=asked,
-        question=question,
+        question=layout.question,
         partition=functools.partial(partition_product, layout, form.n, form.dtype, stacked),
         k=layout.k,
         n=form.n,
