@@ -164,9 +164,8 @@ def test_the_kernel_is_shown():
     plan = PtqProvider(W8A8).plan(lambda w, x: x @ w, w, x)
     assert "fake.gemm_w8a8" in str(plan)
     values = json.loads(json.dumps(plan.as_json()))
-    assert values["ops"][0]["kernel"] == "fake.gemm_w8a8"
-    assert values["ops"][0]["kernel_reason"] is None
-    assert values["weights"][0]["packed"] is True
+    assert values["ops"][0]["kernels"] == {"cpu": {"kernel": "fake.gemm_w8a8", "reason": None}}
+    assert values["weights"][0]["packed"] == ["cpu"]
     assert plan.bytes_after == plan.quantize(w).nbytes
 
 
@@ -479,11 +478,11 @@ def test_shardings_that_panels_allow():
 
     (weight,) = PtqProvider(W8).plan(fn, draw(shape)[0], x).weights.values()
     one = NamedSharding(mesh, PartitionSpec(None, "d"))
-    assert weight.packing.unshardable(shape, one) is None
+    assert weight.packings["cpu"].unshardable(shape, one) is None
     stored = (
         PtqProvider(W8).plan(fn, draw(shape)[0], x).quantize(jax.device_put(draw(shape)[0], one))
     )
     assert is_packed(stored)
     explicit = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
-    why = weight.packing.unshardable(shape, NamedSharding(explicit, PartitionSpec()))
+    why = weight.packings["cpu"].unshardable(shape, NamedSharding(explicit, PartitionSpec()))
     assert "explicit" in why

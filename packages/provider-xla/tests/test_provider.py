@@ -503,8 +503,7 @@ def test_report_as_table_and_json():
         "rule": 0,
         "reason": None,
         "weight": "args[0]['w']",
-        "kernel": None,
-        "kernel_reason": None,
+        "kernels": {},
         "rank": None,
     }
     provider.apply(two_layers)(*layer_inputs())

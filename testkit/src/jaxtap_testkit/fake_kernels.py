@@ -48,6 +48,17 @@ class Packed:
     scale: jax.Array
     n: int = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
+    panel = 16
+
+    @property
+    def question(self):
+        return {"group": self.codes.shape[-2] // self.scale.shape[-2] % self.codes.shape[-2]}
+
+    def product_op(self, rows, *, quantizes):
+        if self.bits == 4:
+            return None if quantizes else "gemv_w4"
+        few = isinstance(rows, int) and rows <= 4
+        return "gemm_w8a8" if quantizes else "gemv_w8" if few else "gemm_w8a16"
 
     def unpack(self):
         def columns(x):
@@ -71,11 +82,11 @@ def _pack(codes, scale, bits):
     return Packed(panels(codes), panels(scale), codes.shape[-1], bits)
 
 
-def pack_w8(codes, scale):
+def pack_w8(codes, scale, platform=None):
     return _pack(codes, scale, 8)
 
 
-def pack_w4(codes, scale):
+def pack_w4(codes, scale, platform=None):
     return _pack(codes, scale, 4)
 
 

@@ -184,13 +184,13 @@ def _planned(
     """
     chosen = {path: o.candidate for path, o in picked.items() if o.candidate is not None}
     rules, numbers = rules_for(plan, chosen)
-    kernels = any(op.kernel or op.kernel_reason for op in plan.ops if op.quantized)
+    kernels = any(op.kernels for op in plan.ops if op.quantized)
     made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
     for path, option in picked.items():
         weight = made.weights.get(path)
         same = weight is not None and dataclasses.replace(
-            weight, rule=option.weight.rule, packing=None
-        ) == dataclasses.replace(option.weight, packing=None)
+            weight, rule=option.weight.rule, packings={}, platform=""
+        ) == dataclasses.replace(option.weight, packings={}, platform="")
         if not same:
             raise QuantizationError(
                 f"{path} can't have {option.weight.qtype} by a rule of its own: an operation of "

@@ -121,7 +121,7 @@ def options_of(
                 options[path].append(Option(candidate, own))
     for path, found in options.items():
         if not found:
-            found.append(Option(None, dataclasses.replace(plan.weights[path], packing=None)))
+            found.append(Option(None, dataclasses.replace(plan.weights[path], packings={})))
     return options
 
 

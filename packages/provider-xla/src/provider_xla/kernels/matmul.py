@@ -18,8 +18,6 @@ from interception_core import get_op
 from ..program.products import MatrixProduct, Product, tile_elements
 from .packed import PrepackedWeight
 
-FEW_ROWS = 4
-"""Rows up to which a product is bound by reading the weight."""
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
@@ -85,17 +83,17 @@ def layout_of(
 def op_of(
     how: qn.HowToQuantize | None,
     is_static: bool,
-    bits: int,
+    packed: Any,
     group: int,
     k_sizes: Sequence[int],
     rows: Any,
 ) -> str:
-    """Returns the op for a product with a packed weight.
+    """Return the op for a product with a packed weight.
 
     Args:
         how: how the activation is quantized.
         is_static: whether it has a range that was measured before.
-        bits: of a packed code.
+        packed: the weight as its package has packed it, or the type of that.
         group: rows that share a scale, 0 for all.
         k_sizes: of the contracted axes.
         rows: of the activation.
@@ -104,23 +102,22 @@ def op_of(
         NoKernel: there is no such op.
     """
     if how is None:
-        if bits == 4:
-            return "gemv_w4"
-        return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
+        return packed.product_op(rows, quantizes=False)
     if how.qtype != "int8":
         raise NoKernel(f"activations in {how.qtype}")
     if is_static:
         raise NoKernel("activations with a static range")
     if how.method != "absmax" or not how.channelwise:
         raise NoKernel("activations with another range than the largest of each row")
-    if bits != 8:
-        raise NoKernel("int8 activations with weights of 4 bits")
+    op = packed.product_op(rows, quantizes=True)
+    if op is None:
+        raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
     tile = 0 if how.tile_size is None else tile_elements(how.tile_size, k_sizes[-1])
     if (0 if tile == k_sizes[-1] else tile) != group:
         raise NoKernel("activations and weights in different tiles")
     if group and math.prod(k_sizes) != k_sizes[-1]:
         raise NoKernel("tiles along one of several contracted axes")
-    return "gemm_w8a8"
+    return op
 
 
 def check_dtypes(product: MatrixProduct, x: Any, dtype: Any) -> np.dtype:
@@ -173,7 +170,7 @@ def multiply(
     if {axis for axis, _ in layout.pairs} != {places[part] for part in range(rank)}:
         raise NoKernel("other axes are contracted than it was packed for")
     kept = [x.shape[axis] for axis in layout.kept]
-    op = op_of(how, is_static, weight.bits, weight.group, weight.k_sizes, math.prod(kept))
+    op = op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, math.prod(kept))
     pairs = dict(layout.pairs)
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))

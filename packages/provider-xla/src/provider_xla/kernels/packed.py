@@ -19,9 +19,6 @@ from interception_core import JaxtapError, get_op
 
 from ..errors import QuantizationError
 
-PANELS = {8: 16, 4: 32}
-"""Columns that are packed together, by bits: shards along columns are cut between them."""
-
 TAKE = "packed_take"
 """The op that reads rows out of a packed parameter."""
 
@@ -36,6 +33,7 @@ class Packing:
         n_axes: the others.
         group: rows that share a scale, 0 for all.
         bits: 8 or 4, those of a packed code.
+        platform: whose kernels read it.
     """
 
     lead: int
@@ -43,6 +41,7 @@ class Packing:
     n_axes: tuple[int, ...]
     group: int
     bits: int
+    platform: str
 
     @property
     def op(self) -> str:
@@ -57,6 +56,14 @@ class Packing:
         """Returns K and N."""
         k_sizes, n_sizes = self.sizes(shape)
         return math.prod(k_sizes), math.prod(n_sizes)
+
+    def form(self, shape: Sequence[int]) -> Any:
+        """Return the type of what the op packs a parameter of this shape in, without steps.
+
+        Raises:
+            JaxtapError: no installed package has the op.
+        """
+        return _form(self.op, *self.matrix(shape), self.group, self.platform)
 
     def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
         """Returns why a parameter that is sharded so can't be packed, or None."""
@@ -75,7 +82,7 @@ class Packing:
         if first is not None and parts[first]:
             count = math.prod(sharding.mesh.shape[name] for name in parts[first])
             columns = self.matrix(shape)[1]
-            panel = PANELS[self.bits]
+            panel = self.form(shape).panel
             if columns % (count * panel):
                 return f"{columns} columns on {count} devices are cut within a panel of {panel}"
         return None
@@ -86,15 +93,16 @@ class Packing:
 class PrepackedWeight(ArrayProxy):
     """A quantized parameter in the order in which a kernel reads it; a pytree of its arrays.
 
-    ``plan.quantize`` makes it of parameters all of whose products run in a kernel. It is for the
-    kernels of this machine's packages: store and send ``plan.quantize(params, prepack=False)``,
-    and ``plan.prepack`` that where it is loaded. Under ``scan`` and ``vmap`` the leading axes may
-    be mapped, those of the steps.
+    ``plan.quantize`` makes it of parameters all of whose products run in a kernel. It is what the
+    kernels of one platform read; on others it is unpacked at each use. ``plan.convert`` changes the
+    form. Under ``scan`` and ``vmap`` the leading axes may be mapped, those of the steps.
 
     Attributes:
         packed: what the package's op ``pack_w8`` or ``pack_w4`` returned: a pytree of arrays
-            that begin with the leading axes, with ``unpack() -> (codes, scale)``, int8
-            [*lead, K, N] and float32 [*lead, K / group, N].
+            that begin with the leading axes. ``unpack()`` gives quantized values, int8
+            [*lead, K, N], and scales, float32 [*lead, K / group, N]; ``panel`` is the columns that
+            are packed together, ``question`` what kernels are asked about it, and
+            ``product_op(rows, quantizes=)`` the op that multiplies with it.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).
         k_sizes: of the contracted axes, in the order in which they make K (static).
@@ -103,6 +111,7 @@ class PrepackedWeight(ArrayProxy):
         order: for each axis after the leading ones, which of ``(*k_sizes, *n_sizes)`` it is
             (static).
         inner: axes of the first packed array that are not leading (static).
+        platform: whose kernels read it (static).
     """
 
     packed: Any
@@ -114,6 +123,7 @@ class PrepackedWeight(ArrayProxy):
     group: int = dataclasses.field(metadata={"static": True})
     order: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     inner: int = dataclasses.field(metadata={"static": True})
+    platform: str = dataclasses.field(metadata={"static": True})
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -153,6 +163,19 @@ class PrepackedWeight(ArrayProxy):
     def unpacked(self) -> qn.QArray:
         """Returns its codes and scales, in the order of its axes."""
         return _unpacked(self)
+
+    def codes(self, scale_shape: Sequence[int] | None = None) -> qn.QArray | qn.PackedQArray:
+        """Return quantized values and scales, as they were before they were packed.
+
+        Args:
+            scale_shape: that of the scales, where they were repeated to be packed.
+        """
+        q = self.unpacked()
+        if scale_shape is not None:
+            strides = [n // m for n, m in zip(q.scale.shape, scale_shape, strict=True)]
+            scale = jax.lax.slice(q.scale, [0] * q.ndim, q.scale.shape, strides)
+            q = dataclasses.replace(q, scale=scale)
+        return qn.pack(q) if qn.get_qtype(q.qtype).packable else q
 
     def restore(self) -> jax.Array:
         """Returns the dequantized array."""
@@ -295,6 +318,17 @@ def _restored(weight: PrepackedWeight) -> jax.Array:
     return qn.dequantize(weight.unpacked())
 
 
+@functools.cache
+def _form_of(op: Any, k: int, n: int, group: int, platform: str) -> Any:
+    codes = jax.ShapeDtypeStruct((k, n), jnp.int8)
+    scale = jax.ShapeDtypeStruct((k // group if group else 1, n), jnp.float32)
+    return jax.eval_shape(functools.partial(op, platform=platform), codes, scale)
+
+
+def _form(op: str, k: int, n: int, group: int, platform: str) -> Any:
+    return _form_of(get_op(op), k, n, group, platform)
+
+
 @jax.jit
 def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     codes, scale = weight.packed.unpack()
@@ -346,7 +380,7 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     for axis, size in enumerate(sizes):
         if scale.shape[axis] != size:
             scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
-    packed = get_op(packing.op)(codes, scale.reshape(*lead, -1, n))
+    packed = get_op(packing.op)(codes, scale.reshape(*lead, -1, n), platform=packing.platform)
     places = (*packing.k_axes, *packing.n_axes)
     return PrepackedWeight(
         packed,
@@ -357,6 +391,7 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
         packing.group,
         tuple(places.index(axis) for axis in range(count, q.ndim)),
         np.ndim(jax.tree.leaves(packed)[0]) - count,
+        packing.platform,
     )
 
 

@@ -5,31 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from interception_core import JaxtapError, get_op, select_kernel
+from interception_core import JaxtapError, get_op
 
 from ..kernels.matmul import NoKernel, check_dtypes, layout_of, op_of
 from ..kernels.packed import TAKE, Packing, packed_bits
+from ..program.candidates import Choice, choice
 from ..program.granularity import Axes
 from ..program.products import MatrixProduct
-from ..program.sites import PLATFORM, Site
+from ..program.sites import Site
 from ..run.static import is_static
 from .weight import WeightPlan
 
 SMALL = 2**16
 """Bytes of a weight up to which its packed form may be larger than the float one."""
-
-
-class Choice(NamedTuple):
-    """What computes an operation: the FFI target, or None and why XLA does."""
-
-    kernel: str | None
-    reason: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +106,10 @@ def _places(
 def choose(
     weight: WeightPlan,
     uses: Mapping[str, MatrixUse | RowsUse | NoKernel],
-    sharding: Any = None,
-) -> tuple[Packing | None, dict[str, Choice]]:
-    """Returns how a parameter is packed, or None, and what computes each of its operations.
+    sharding: Any,
+    platforms: Sequence[str],
+) -> tuple[dict[str, Packing], dict[str, dict[str, Choice]]]:
+    """Return how a parameter is packed on each platform, and what computes each operation there.
 
     It is packed where all of them run in a kernel: for the others it would be unpacked each time.
 
@@ -122,7 +117,26 @@ def choose(
         weight: the parameter.
         uses: by operation.
         sharding: of the parameter, where it has one.
+        platforms: where the program may run.
     """
+    packings: dict[str, Packing] = {}
+    choices: dict[str, dict[str, Choice]] = {op_id: {} for op_id in uses}
+    for platform in platforms:
+        packing, found = _choose_on(platform, weight, uses, sharding)
+        if packing is not None:
+            packings[platform] = packing
+        for op_id, one in found.items():
+            choices[op_id][platform] = one
+    return packings, choices
+
+
+def _choose_on(
+    platform: str,
+    weight: WeightPlan,
+    uses: Mapping[str, MatrixUse | RowsUse | NoKernel],
+    sharding: Any,
+) -> tuple[Packing | None, dict[str, Choice]]:
+    """Return how a parameter is packed on a platform, or None, and what computes each operation."""
     reasons: dict[str, str] = {}
     choices: dict[str, Choice] = {}
     packing = None
@@ -134,7 +148,7 @@ def choose(
             if isinstance(use, RowsUse):
                 choices[op_id] = Choice(_rows(weight, packing, use, sharding), None)
                 continue
-            found = _packing(weight, use, sharding)
+            found = _packing(platform, weight, use, sharding)
             choices[op_id] = Choice(_select(weight, found, use), None)
             if packing not in (None, found):
                 raise NoKernel("its products contract different axes")
@@ -142,8 +156,7 @@ def choose(
         except NoKernel as why:
             reasons[op_id] = str(why)
     if packing is not None and not reasons:
-        bare = dataclasses.replace(weight, packing=None).bytes_after
-        packed = dataclasses.replace(weight, packing=packing).bytes_after
+        bare, packed = weight.bytes_on(None), weight.bytes_on(packing)
         # Packed columns are filled up: few of them, or many small matrices, may take more than
         # floats. It makes no difference where the weight is small.
         if packed > max(bare, weight.bytes_before, SMALL):
@@ -166,13 +179,15 @@ def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: A
         raise NoKernel("a lookup in a sharded parameter")
     rows = jax.ShapeDtypeStruct((use.count,), jnp.int32)
     operands = (jax.ShapeDtypeStruct(packing.matrix(weight.shape), jnp.int8), rows)
-    chosen, why = select_kernel(TAKE, PLATFORM, operands, bits=packing.bits, group=packing.group)
-    if chosen is None:
+    question = packing.form(weight.shape).question
+    kernel, why = choice(TAKE, packing.platform, operands, **question)
+    if kernel is None:
         raise NoKernel(f"a lookup, and {why}")
-    return chosen.target
+    return kernel
 
 
-def _packing(weight: WeightPlan, use: MatrixUse, sharding: Any) -> Packing:
+def _packing(platform: str, weight: WeightPlan, use: MatrixUse, sharding: Any) -> Packing:
+    """Return how a parameter is packed for a product."""
     kind = qn.get_qtype(weight.qtype)
     if kind.kind != "int" or kind.bits > 8:
         raise NoKernel(f"weights in {weight.qtype}")
@@ -189,6 +204,7 @@ def _packing(weight: WeightPlan, use: MatrixUse, sharding: Any) -> Packing:
         tuple(n_axes),
         weight.shape[tiled[0]] // counts[tiled[0]] if tiled else 0,
         packed_bits(weight.qtype),
+        platform,
     )
     if 0 in weight.shape:
         raise NoKernel("nothing is in it")
@@ -201,21 +217,20 @@ def _packing(weight: WeightPlan, use: MatrixUse, sharding: Any) -> Packing:
 def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
     """Returns the FFI target for a product."""
     k_sizes, _ = packing.sizes(weight.shape)
-    op = op_of(use.how, use.is_static, packing.bits, packing.group, k_sizes, use.rows)
-    platform = jax.default_backend()
-    if platform != PLATFORM:
-        raise NoKernel(f"programs run on {platform} by default")
+    try:
+        form = packing.form(weight.shape)
+        op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
+        get_op(op)
+    except JaxtapError as error:
+        raise NoKernel(f"no kernel for {packing.op} on {packing.platform}") from error
+    except ValueError as error:
+        raise NoKernel(str(error)) from error
     k, n = packing.matrix(weight.shape)
     operands = (
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    chosen, why = select_kernel(op, PLATFORM, operands, group=packing.group, bits=packing.bits)
-    if chosen is None:
-        raise NoKernel(why)
-    try:
-        for needed in (op, packing.op):
-            get_op(needed)
-    except JaxtapError as error:
-        raise NoKernel(str(error)) from error
-    return chosen.target
+    kernel, why = choice(op, packing.platform, operands, **form.question)
+    if kernel is None:
+        raise NoKernel(str(why))
+    return kernel

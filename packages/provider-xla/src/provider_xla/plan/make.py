@@ -11,16 +11,17 @@ import jax
 
 import quant_numerics as qn
 from hijax_trace import used_inputs
-from interception_core import Engine
+from interception_core import Engine, platform_of
 
 from ..program.arrays import is_array, of_arrays
+from ..program.candidates import Choice, platforms
 from ..program.engine import follows_values
 from ..program.granularity import Granularity
 from ..program.record import OpRecord, Report
 from ..program.sites import Rules, Site, Sites
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
-from .choose import Choice, choose
+from .choose import choose
 from .lora import LoraPlan, check_engine
 from .plan import PlanData
 from .quantize import carried
@@ -53,7 +54,9 @@ def make_plan(
     records = [_settled(record, weights) for record in survey.records.values()]
     # The patch engine can't hand stored parameters on.
     if kernels and follows_values(engine):
-        weights, records = _with_kernels(survey, weights, records, given)
+        placed = next((leaf for leaf in given.values() if isinstance(leaf, jax.Array)), None)
+        platform = platform_of(placed)
+        weights, records = _with_kernels(survey, weights, records, given, platform)
     lora = survey.lora.plans()
     check_engine(engine, [*lora])
     records = [_adapted(record, lora) for record in records]
@@ -147,23 +150,24 @@ def _with_kernels(
     weights: Mapping[str, WeightPlan],
     records: Sequence[OpRecord],
     params: Mapping[str, Any],
+    platform: str,
 ) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
-    """Returns parameters and operations with what computes them."""
+    """Return parameters and operations with what computes them on each platform."""
     packed, choices = {}, {}
+    names = platforms(platform)
     for path, weight in weights.items():
         sharding = getattr(params.get(path), "sharding", None)
-        packing, found = choose(weight, survey.products.get(path, {}), sharding)
-        packed[path] = dataclasses.replace(weight, packing=packing)
+        packings, found = choose(weight, survey.products.get(path, {}), sharding, names)
+        packed[path] = dataclasses.replace(weight, packings=packings, platform=platform)
         choices.update(found)
-    none = Choice(None, "no parameter that is stored")
+    none = dict.fromkeys(names, Choice(None, "no parameter that is stored"))
     settled = []
     for record in records:
         if record.op_name in FUSED_NAMES:
-            settled.append(record)
-            continue
-        choice = choices.get(record.op_id, none) if record.quantized else Choice(None, None)
-        kernel, reason = choice
-        settled.append(dataclasses.replace(record, kernel=kernel, kernel_reason=reason))
+            kernels = {name: record.kernels[name] for name in names if name in record.kernels}
+        else:
+            kernels = choices.get(record.op_id, none) if record.quantized else {}
+        settled.append(dataclasses.replace(record, kernels=kernels))
     return packed, settled
 
 

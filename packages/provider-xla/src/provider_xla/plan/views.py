@@ -137,7 +137,7 @@ def stays_packed(
             return None
         packed = jax.numpy.zeros((*shape[loops:lead], 1))
         places = tuple(range(len(own)))
-        return _Packed(packed, "int8", np.dtype("float32"), tuple(own), (), 0, places, 1)
+        return _Packed(packed, "int8", np.dtype("float32"), tuple(own), (), 0, places, 1, "")
 
     try:
         jax.eval_shape(lambda: replay(view, stands_for))

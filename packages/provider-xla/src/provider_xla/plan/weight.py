@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from interception_core import platform_of
 
 from ..errors import QuantizationError
 from ..kernels.packed import Packing, PrepackedWeight, abstract, prepack
@@ -34,7 +36,9 @@ class WeightPlan:
         granularity: which axes have scales.
         stepped: axes along which each index is an array of its own (the layers of a scan).
         ops: the ids of the operations that use it.
-        packing: how it is packed for the kernels that compute these; None if XLA does.
+        packings: by platform, how it is packed for the kernels that compute these; no entry where
+            XLA does.
+        platform: where the parameters of the plan are: its bytes are counted for that.
         sparsity: which of its elements are zeros; None if none have to be.
         derived: how it is computed from parameters; None for a parameter.
     """
@@ -48,7 +52,8 @@ class WeightPlan:
     granularity: Granularity
     stepped: tuple[int, ...]
     ops: tuple[str, ...]
-    packing: Packing | None = None
+    packings: Mapping[str, Packing] = dataclasses.field(default_factory=dict)
+    platform: str = ""
     sparsity: Sparsity | None = None
     derived: Derived | None = None
 
@@ -60,8 +65,12 @@ class WeightPlan:
     @functools.cached_property
     def bytes_after(self) -> int:
         """Bytes of its codes and scales, packed for a kernel where it is."""
+        return self.bytes_on(self.packings.get(self.platform))
+
+    def bytes_on(self, packing: Packing | None) -> int:
+        """Return bytes of its codes and scales, or of what is packed so."""
         stored = jax.eval_shape(self._quantize, self.abstract())
-        return (stored if self.packing is None else abstract(stored, self.packing)).nbytes
+        return (stored if packing is None else abstract(stored, packing)).nbytes
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -85,7 +94,7 @@ class WeightPlan:
             "tile_axes": {str(a): n for a, n in self.granularity.tile_axes.items()},
             "ops": list(self.ops),
             "derived_from": [] if self.derived is None else list(self.derived.leaves),
-            "packed": self.packing is not None,
+            "packed": list(self.packings),
             "sparsity": None
             if self.sparsity is None
             else [str(self.sparsity[0]), self.sparsity[1]],
@@ -123,18 +132,32 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     return jax.block_until_ready(plan._quantize(leaf))
 
 
-def prepack_leaf(plan: WeightPlan, q: Any) -> Any:
-    """Packs a quantized parameter for kernels, if the plan says so and its sharding allows it.
+def portable_leaf(plan: WeightPlan | None, held: Any) -> Any:
+    """Return a stored parameter as quantized values and scales, which run on every platform."""
+    if isinstance(held, TransformedWeight):
+        return dataclasses.replace(held, inner=portable_leaf(plan, held.inner))
+    if not isinstance(held, PrepackedWeight):
+        return held
+    shape = None if plan is None else plan.granularity.scale_shape(plan.shape)
+    return jax.jit(PrepackedWeight.codes, static_argnums=1)(held, shape)
+
+
+def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
+    """Pack a quantized parameter for kernels, if the plan says so and its sharding allows it.
+
+    Args:
+        plan: of the parameter.
+        q: what is stored; packed already, it stays what it is.
+        platform: whose kernels; None for where it is.
 
     Raises:
         QuantizationError: it is another than the plan's.
     """
-    packing = plan.packing
-    if packing is None:
-        return q
     if isinstance(q, TransformedWeight):
-        return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner))
-    if isinstance(q, PrepackedWeight):
+        return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner, platform))
+    first = jax.tree.leaves(q)[0]
+    packing = plan.packings.get(platform_of(first) if platform is None else platform)
+    if packing is None or isinstance(q, PrepackedWeight):
         return q
     counts = plan.granularity.scale_shape(plan.shape)
     if (q.shape, q.qtype, q.scale.shape, q.zero_point) != (plan.shape, plan.qtype, counts, None):
@@ -143,7 +166,7 @@ def prepack_leaf(plan: WeightPlan, q: Any) -> Any:
             f"{list(q.scale.shape)}, but the plan has {plan.qtype}{list(plan.shape)} with scales "
             f"of shape {list(counts)}. Pack what this plan, or one like it, has quantized."
         )
-    sharding = getattr(jax.tree.leaves(q)[0], "sharding", None)
+    sharding = getattr(first, "sharding", None)
     return q if packing.unshardable(q.shape, sharding) else prepack(q, packing)
 
 

@@ -12,17 +12,12 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from interception_core import (
-    Interceptor,
-    OpCall,
-    UnknownNameError,
-    select_kernel,
-    untapped,
-)
+from interception_core import Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
 from ..rules.rule import QuantizationRule
 from .arrays import is_array
+from .candidates import choices
 from .fused import FusedOp, fused_ops
 from .ops import OPS, StaysFloat, TappedOp
 from .products import Product, check_tile, fitted_tile
@@ -30,8 +25,6 @@ from .record import OpRecord
 from .weights import Weight, Weights, weights_among
 
 SIDES = ("lhs", "rhs")
-PLATFORM = "cpu"
-"""What there are kernels for."""
 
 
 @dataclass(frozen=True)
@@ -300,11 +293,9 @@ class Sites:
         except (StaysFloat, UnknownNameError) as reason:
             self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
             return NotImplemented
-        spec, why = select_kernel(op.op, PLATFORM, arrays)
-        kernel, why = (None, why) if spec is None else (spec.target, None)
         shown = tuple(map(short, arrays))
-        record = dataclasses.replace(record, operands=shown, kernel=kernel, kernel_reason=why)
-        self._record(record, None)
+        found = choices(op.op, arrays)
+        self._record(dataclasses.replace(record, operands=shown, kernels=found), None)
         try:
             return run()
         except (TypeError, ValueError):

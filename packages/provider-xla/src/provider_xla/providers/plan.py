@@ -83,6 +83,22 @@ class Plan(PlanData):
         """
         return quantize.prepack(self, params)
 
+    def convert(self, params: Any, platform: str | None = None) -> Any:
+        """Change the form of stored parameters to what the kernels of a platform read.
+
+        Quantized values and scales are the same in every form, bit for bit. Nothing is moved to
+        other devices.
+
+        Args:
+            params: what ``quantize``, ``optimize`` or ``load`` returned, here or elsewhere.
+            platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ...; None for quantized values and scales,
+                which run everywhere.
+
+        Returns:
+            The tree. What the plan has no kernel for on that platform is a ``QArray``.
+        """
+        return quantize.convert(self, params, platform)
+
     def optimize(
         self,
         params: Any,

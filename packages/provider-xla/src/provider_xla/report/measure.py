@@ -13,6 +13,7 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import Carrier
+from interception_core import platform_of
 
 from ..errors import QuantizationError
 from ..measure.probe import Lookup, Probed, probe, stored_operand
@@ -81,7 +82,7 @@ def make_report(
         outputs,
         plan.problems,
         len(taken),
-        jax.default_backend(),
+        platform_of(next((x for x in jax.tree.leaves(packed) if isinstance(x, jax.Array)), None)),
         *whole,
     )
 

@@ -184,7 +184,8 @@ def _packed(rng: np.random.Generator, weight: PrepackedWeight) -> PrepackedWeigh
     kind = qn.get_qtype(weight.qtype)
     codes = _random(rng, weight.shape, kind.storage_dtype, weight)
     q = qn.QArray(codes, jnp.ones(scale, kind.scale_dtype), qtype=weight.qtype, dtype=weight.dtype)
-    made = prepack(q, Packing(lead, k_axes, n_axes, weight.group, weight.bits))
+    sizes = weight.group, weight.bits, weight.platform
+    made = prepack(q, Packing(lead, k_axes, n_axes, *sizes))
     return dataclasses.replace(weight, packed=made.packed)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -302,11 +302,7 @@ def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | Non
     """Takes a weight apart that is packed for kernels, as codes and scales."""
 
     def codes(weight: PrepackedWeight) -> qn.QArray | qn.PackedQArray:
-        q = weight.unpacked()
-        if granularity is not None:
-            scale = _coarser(q.scale, granularity.scale_shape(q.shape))
-            q = dataclasses.replace(q, scale=scale)
-        return qn.pack(q) if qn.get_qtype(q.qtype).packable else q
+        return weight.codes(None if granularity is None else granularity.scale_shape(weight.shape))
 
     try:
         abstract = jax.eval_shape(codes, weight)
@@ -324,9 +320,3 @@ def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | Non
         return {part: found[part] for part in form.parts}
 
     return dataclasses.replace(form, arrays=arrays)
-
-
-def _coarser(scale: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns scales without what was repeated for a kernel."""
-    strides = [n // m for n, m in zip(scale.shape, shape, strict=True)]
-    return jax.lax.slice(scale, [0] * scale.ndim, scale.shape, strides)
