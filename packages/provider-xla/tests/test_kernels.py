@@ -22,6 +22,7 @@ from provider_xla import (
     QuantizationError,
     QuantizationRule,
 )
+from provider_xla.program.products import MatrixProduct
 from provider_xla.run.product import quantized_product
 
 pytestmark = pytest.mark.sample(2)
@@ -344,6 +345,25 @@ def test_an_expert_of_packed_weights_stays_packed():
         actual, expected = followed(fn, packed), followed(fn, codes)
         assert is_packed(actual)
         np.testing.assert_array_equal(actual.restore(), expected.restore())
+
+
+def test_what_is_looked_up_out_of_bounds_is_nan():
+    _, packed, codes, x = stored_matrix((3, 8, 8))
+
+    def fn(w, i):
+        return w.at[i].get(mode="fill", fill_value=np.nan)
+
+    for i in (2, 3, -1, np.array([0, 7])):
+        actual, expected = (followed(lambda w, i=i: fn(w, i), one) for one in (packed, codes))
+        assert is_packed(actual)
+        np.testing.assert_array_equal(actual.restore(), expected.restore())
+        if np.ndim(i) == 0:
+            found = quantized_product(product_of(x), (None, None), x, actual, (), (None, None))
+            np.testing.assert_allclose(found, x @ expected.restore(), rtol=1e-5)
+
+
+def product_of(x):
+    return MatrixProduct(((((x.ndim - 1,), (0,)), ((), ()))), None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,11 @@ def pack_w4(codes, scale, platform=None):
     return _pack(codes, scale, 4)
 
 
+def _one(weight, index):
+    """The weight, or that of an index of a stack."""
+    return weight if index is None else jax.tree.map(lambda x: x[index], weight)
+
+
 def _weight_only(op, bits, x, weight, out_dtype):
     assert weight.bits == bits
     codes, scale = weight.unpack()
@@ -98,20 +103,20 @@ def _weight_only(op, bits, x, weight, out_dtype):
     return (x.astype(jnp.float32) @ values).astype(out_dtype)
 
 
-def gemv_w8(x, weight, *, out_dtype=None):
-    return _weight_only("gemv_w8", 8, x, weight, out_dtype)
+def gemv_w8(x, weight, *, out_dtype=None, index=None):
+    return _weight_only("gemv_w8", 8, x, _one(weight, index), out_dtype)
 
 
-def gemm_w8a16(x, weight, *, out_dtype=None):
-    return _weight_only("gemm_w8a16", 8, x, weight, out_dtype)
+def gemm_w8a16(x, weight, *, out_dtype=None, index=None):
+    return _weight_only("gemm_w8a16", 8, x, _one(weight, index), out_dtype)
 
 
-def gemv_w4(x, weight, *, out_dtype=None):
-    return _weight_only("gemv_w4", 4, x, weight, out_dtype)
+def gemv_w4(x, weight, *, out_dtype=None, index=None):
+    return _weight_only("gemv_w4", 4, x, _one(weight, index), out_dtype)
 
 
-def gemm_w8a8(x, weight, *, out_dtype=None):
-    codes, scale = weight.unpack()
+def gemm_w8a8(x, weight, *, out_dtype=None, index=None):
+    codes, scale = _one(weight, index).unpack()
     CALLS.append(("gemm_w8a8", x.shape, codes.shape))
     groups = scale.shape[0]
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)

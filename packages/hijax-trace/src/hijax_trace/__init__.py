@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
-    from .proxy.array_proxy import ArrayProxy, Part
+    from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
     from .proxy.moves import Move, MoveError
 
@@ -50,6 +50,7 @@ __all__ = [
     "Move",
     "MoveError",
     "Part",
+    "Shared",
     "TraceEngine",
     "Zero",
     "bdims_at_front",
@@ -88,6 +89,7 @@ _LAZY = {
     "Move": "proxy.moves",
     "MoveError": "proxy.moves",
     "Part": "proxy.array_proxy",
+    "Shared": "proxy.array_proxy",
     "TraceEngine": "engine",
     "Zero": "hi.hiprim",
     "bdims_at_front": "hi.hiprim",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..proxy.array_proxy import SAME, ArrayProxy, Lost
+from ..proxy.array_proxy import SAME, ArrayProxy, Lost, is_shared
 from ..proxy.moves import MoveError
 from .expression import Constant, Expression, Leaf, Operation, Part, is_zero
 
@@ -89,7 +89,7 @@ def _moved(node: Expression, data: list[ArrayProxy], results: dict[tuple, Any]) 
         steps = data[0].step(node.axis)
         if isinstance(steps, Lost):
             raise MoveError(steps.why)
-        return jax.tree.map(lambda x: x[0], steps)
+        return jax.tree.map(lambda x: x.value if is_shared(x) else x[0], steps, is_leaf=is_shared)
     if not isinstance(node, Operation) or node.moved is None:
         raise MoveError(f"{node} is not a view")
     name = node.primitive.name

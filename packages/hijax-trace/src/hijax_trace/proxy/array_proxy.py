@@ -52,6 +52,23 @@ class Part(NamedTuple):
     axes: int | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """An array in a proxy of steps that every step has whole: see ``ArrayProxy.step``.
+
+    Attributes:
+        value: the array.
+    """
+
+    value: Any
+
+
+def is_shared(value: Any) -> bool:
+    """Return whether a value is an array that every step has whole."""
+    return isinstance(value, Shared)
+
+
 class ArrayProxy(abc.ABC):
     """Base of pytrees that stand for one array, such as its quantized values and scales.
 
@@ -145,6 +162,9 @@ class ArrayProxy(abc.ABC):
     def step(self, axis: int) -> ArrayProxy:
         """Return a proxy of which each step, along the first axis, has a part.
 
+        An array in it that is wrapped in ``Shared`` is not cut: every step has it whole, such as
+        a stack that an index per step goes with. XLA copies what it cuts for a kernel.
+
         Args:
             axis: of the array, along which the steps are.
         """
@@ -156,7 +176,18 @@ class ArrayProxy(abc.ABC):
                 (moved,) = self.moved("transpose", {"permutation": (axis, *rest)}, [self])
         except MoveError as error:
             return Lost(shape, self.dtype, str(error))
-        if all(np.shape(leaf)[:1] == moved.shape[:1] for leaf in jax.tree.leaves(moved)):
+        count = moved.shape[:1]
+        inner = {
+            name: part.value.step(0)
+            for name, part in moved.parts().items()
+            if isinstance(part.value, ArrayProxy)
+        }
+        lost = next((one for one in inner.values() if isinstance(one, Lost)), None)
+        if lost is not None:
+            return Lost(shape, self.dtype, lost.why)
+        moved = moved.replace_parts(inner) if inner else moved
+        leaves = jax.tree.leaves(moved, is_leaf=is_shared)
+        if all(is_shared(leaf) or np.shape(leaf)[:1] == count for leaf in leaves):
             return moved
         return Lost(shape, self.dtype, f"steps along axis {axis}, which has one scale or tiles")
 

@@ -20,7 +20,7 @@ from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Express
 from ..dataflow.expression import Expression, Part
 from ..dataflow.flow import Origin, Resolve
-from ..proxy.array_proxy import ArrayProxy
+from ..proxy.array_proxy import ArrayProxy, is_shared
 from .marker import hoisted
 
 
@@ -125,12 +125,14 @@ def _run(
     parts = {
         i: held.step(axis) for i, held in proxies.items() if (axis := level.ins[i]) is not None
     }
-    leaves, treedef = jax.tree.flatten(parts)
+    leaves, treedef = jax.tree.flatten(parts, is_leaf=is_shared)
+    axes = [None if is_shared(leaf) else 0 for leaf in leaves]
+    leaves = [leaf.value if is_shared(leaf) else leaf for leaf in leaves]
 
     def one(values: list[Any], leaves: list[Any]) -> list[Any]:
         return _run(levels[1:], fn, values, {**same, **jax.tree.unflatten(treedef, leaves)})
 
-    ins = (list(level.ins), [0] * len(leaves))
+    ins = (list(level.ins), axes)
     return compat.mapped(one, level.axis, ins, list(level.outs))(values, leaves)
 
 

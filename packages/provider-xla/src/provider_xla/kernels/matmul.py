@@ -174,7 +174,9 @@ def multiply(
     pairs = dict(layout.pairs)
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
-    y = get_op(op)(rows, weight.packed, out_dtype=dtype)
+    y = get_op(op)(rows, weight.packed, out_dtype=dtype, index=weight.index)
+    if weight.misses:
+        y = jnp.where(weight.index < 0, jnp.asarray(jnp.nan, y.dtype), y)
     y = y.reshape(*kept, *weight.n_sizes)
     columns = sorted(range(rank, len(weight.order)), key=lambda part: places[part])
     order = [*range(len(kept)), *(len(kept) + part - rank for part in columns)]

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import GatherScatterMode
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import quant_numerics as qn
-from hijax_trace import ArrayProxy, MoveError, Part
+from hijax_trace import ArrayProxy, MoveError, Part, Shared
 from interception_core import JaxtapError, get_op
 
 from ..errors import QuantizationError
@@ -97,6 +98,9 @@ class PrepackedWeight(ArrayProxy):
     kernels of one platform read; on others it is unpacked at each use. ``plan.convert`` changes the
     form. Under ``scan`` and ``vmap`` the leading axes may be mapped, those of the steps.
 
+    A program that takes one weight of a stack, by a loop or an index, keeps the stack and the
+    index: a kernel reads the weight where it lies, and XLA would copy what is cut out for it.
+
     Attributes:
         packed: what the package's op ``pack_w8`` or ``pack_w4`` returned: a pytree of arrays
             that begin with the leading axes. ``unpack()`` gives quantized values, int8
@@ -112,6 +116,9 @@ class PrepackedWeight(ArrayProxy):
             (static).
         inner: axes of the first packed array that are not leading (static).
         platform: whose kernels read it (static).
+        index: where there is one, int32 of the leading axes: which of a stack along one axis,
+            ``packed``, each weight is; -1 for one that is NaN, looked up out of bounds.
+        misses: whether any may be (static).
     """
 
     packed: Any
@@ -124,10 +131,14 @@ class PrepackedWeight(ArrayProxy):
     order: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     inner: int = dataclasses.field(metadata={"static": True})
     platform: str = dataclasses.field(metadata={"static": True})
+    index: Any = None
+    misses: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def lead(self) -> tuple[int, ...]:
         """Sizes of the leading axes."""
+        if self.index is not None:
+            return np.shape(self.index)
         shape = np.shape(jax.tree.leaves(self.packed)[0])
         if len(shape) < self.inner:
             raise QuantizationError(
@@ -181,9 +192,41 @@ class PrepackedWeight(ArrayProxy):
         """Returns the dequantized array."""
         return _restored(self)
 
+    def stacked(self) -> PrepackedWeight:
+        """Return it as a stack along one axis, and the index of each weight in it."""
+        if self.index is not None:
+            return self
+        lead = self.lead
+        count, axes = math.prod(lead), len(lead)
+        packed = jax.tree.map(lambda x: x.reshape(count, *x.shape[axes:]), self.packed)
+        return dataclasses.replace(
+            self, packed=packed, index=jnp.arange(count, dtype=jnp.int32).reshape(lead)
+        )
+
+    def gathered(self) -> PrepackedWeight:
+        """Return it without an index: what that takes of the stack is copied.
+
+        A weight that was looked up out of bounds is another one then.
+        """
+        if self.index is None:
+            return self
+        take = functools.partial(jnp.take, indices=self.index, axis=0, mode="clip")
+        return dataclasses.replace(
+            self, packed=jax.tree.map(take, self.packed), index=None, misses=False
+        )
+
+    def step(self, axis: int) -> ArrayProxy:
+        """Return it with an index per step along an axis, if that is a leading one."""
+        if axis >= len(self.lead):
+            return super().step(axis)
+        stack = self.stacked()
+        packed = jax.tree.map(Shared, stack.packed)
+        return dataclasses.replace(stack, packed=packed, index=jnp.moveaxis(stack.index, axis, 0))
+
     def parts(self) -> dict[str, Part]:
-        """Return the packed arrays, which have the leading axes."""
-        return {"packed": Part(self.packed, True, axes=len(self.lead))}
+        """Return what has the leading axes: the index, or the packed arrays."""
+        name, value = ("packed", self.packed) if self.index is None else ("index", self.index)
+        return {name: Part(value, True, axes=len(self.lead))}
 
     def astype(self, dtype: Any) -> PrepackedWeight:
         """Return it as the weight of another float dtype."""
@@ -209,11 +252,33 @@ class PrepackedWeight(ArrayProxy):
             rows = rows_of(self, jnp.asarray(operands[1]), params)
             if rows is not None:
                 return [Rows(rows)]
+        # Joined with others, weights are in one stack no longer.
+        is_joined = sum(isinstance(x, PrepackedWeight) for x in operands) > 1
+        fills = primitive == "gather" and params["mode"] == GatherScatterMode.FILL_OR_DROP
+        misses = self.misses or any(getattr(x, "misses", False) for x in operands)
         try:
-            return super().moved(primitive, params, operands)
+            if lead and not is_joined:
+                stack = self.stacked()
+                # As floats, out of bounds there is a NaN.
+                index = stack.index.astype(jnp.float32) if fills else stack.index
+                stack = dataclasses.replace(stack, index=index, misses=misses or fills)
+                held = [stack if x is self else x for x in operands]
+                moved = super(PrepackedWeight, stack).moved(primitive, params, held)
+                return [_indexed(one) for one in moved] if fills else moved
+            if misses:
+                raise MoveError(f"{primitive} of weights that may be out of bounds")
+            held = [x.gathered() if isinstance(x, PrepackedWeight) else x for x in operands]
+            first = next(x for x in held if isinstance(x, PrepackedWeight))
+            return super(PrepackedWeight, first).moved(primitive, params, held)
         except MoveError:
             unpacked = [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in operands]
             return self.unpacked().moved(primitive, params, unpacked)
+
+
+def _indexed(weight: Any) -> Any:
+    """Return a weight whose index has a NaN for what is out of bounds, with -1 for that."""
+    index = jnp.where(jnp.isnan(weight.index), -1.0, weight.index)
+    return dataclasses.replace(weight, index=index.astype(jnp.int32))
 
 
 @jax.tree_util.register_dataclass
@@ -262,7 +327,7 @@ def rows_of(
     """Return what ``lax.gather_p`` gives of a packed parameter, without unpacking all of it.
 
     Args:
-        weight: the parameter, not a stack.
+        weight: the parameter, one, but maybe of a stack.
         indices: integer array [*batch, 1].
         params: those of the primitive.
 
@@ -281,6 +346,7 @@ def rows_of(
         take = get_op(TAKE)
     except JaxtapError:
         return None
+    weight = weight.gathered()
     places, last = indices[..., 0], own[0] - 1
     found = take(
         weight.packed,
@@ -288,8 +354,8 @@ def rows_of(
         axis=int(is_column),
         out_dtype=weight.dtype,
     )
-    mode = jax.lax.GatherScatterMode.from_any(params["mode"])
-    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
+    mode = GatherScatterMode.from_any(params["mode"])
+    if mode == GatherScatterMode.FILL_OR_DROP:
         inside = (places >= 0) & (places <= last)
         found = jnp.where(inside[..., None], found, jnp.asarray(jnp.nan, found.dtype))
     batch = places.ndim
@@ -331,9 +397,14 @@ def _form(op: str, k: int, n: int, group: int, platform: str) -> Any:
 
 @jax.jit
 def _unpacked(weight: PrepackedWeight) -> qn.QArray:
+    index, misses = weight.index, weight.misses
+    weight = weight.gathered()
     codes, scale = weight.packed.unpack()
     lead, k_sizes, n_sizes = weight.lead, weight.k_sizes, weight.n_sizes
     count = len(lead)
+    if misses:
+        missed = jnp.expand_dims(index < 0, (count, count + 1))
+        scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)
     codes = codes.reshape(*lead, *k_sizes, *n_sizes)
     scale = scale.reshape(*lead, *_scale_sizes(k_sizes, weight.group), *n_sizes)
     # All indices of a contracted axis without tiles have the same scale.
