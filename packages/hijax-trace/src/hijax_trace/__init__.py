@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .box.types import BoxType, mut_types
     from .compat.jaxpr import used_inputs
     from .dataflow.expression import Expression, Leaf
-    from .dataflow.replay import carriers_of, replay, root_of
+    from .dataflow.replay import carriers_of, mapped_axes, mapped_rows, replay, root_of
     from .engine import TraceEngine
     from .hi.hiprim import (
         HiPrim,
@@ -61,6 +61,8 @@ __all__ = [
     "jvp_from_lin",
     "linearize_from_jvp",
     "lower",
+    "mapped_axes",
+    "mapped_rows",
     "mut_types",
     "register_hitype",
     "replay",
@@ -100,6 +102,8 @@ _LAZY = {
     "jvp_from_lin": "hi.hiprim",
     "linearize_from_jvp": "hi.hiprim",
     "lower": "hi.inspect",
+    "mapped_axes": "dataflow.replay",
+    "mapped_rows": "dataflow.replay",
     "mut_types": "box.types",
     "register_hitype": "hi.hitype",
     "replay": "dataflow.replay",

@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import compat
-from .expression import VIEWS, Constant, Expression, Operation, Part, Shard, Unknown, united
+from .expression import (
+    VIEWS,
+    Constant,
+    Expression,
+    Operation,
+    Part,
+    Shard,
+    Unknown,
+    maps_of,
+    united,
+)
 from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
 
 Express = Callable[[], Expression]
@@ -107,7 +117,7 @@ def constant(value: Any) -> Expression:
 
 def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
     """Return the expression of a value that only the running program knows."""
-    return Unknown(aval, why, united(operands))
+    return Unknown(aval, why, united(operands), maps_of(operands))
 
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:

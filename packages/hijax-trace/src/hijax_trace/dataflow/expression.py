@@ -31,15 +31,26 @@ class Expression:
         inputs: the numbers of the inputs that it is computed from, as the bits of an integer;
             None where they are not known.
         is_constant: whether it is computed from constants alone.
+        maps: the depths of the ``vmap``s that it may vary over, as the bits of an integer.
         operands: what it is computed from.
     """
 
-    __slots__ = ("__weakref__", "_judged", "_key", "aval", "inputs", "is_constant", "operands")
+    __slots__ = (
+        "__weakref__",
+        "_judged",
+        "_key",
+        "aval",
+        "inputs",
+        "is_constant",
+        "maps",
+        "operands",
+    )
 
     def __init__(self, aval: Any, operands: Sequence[Expression] = ()):
         self.aval = aval
         self.operands = tuple(operands)
         self.inputs: int | None = united(self.operands)
+        self.maps = maps_of(self.operands)
         self.is_constant = bool(operands) and all(x.is_constant for x in operands)
         self._key: str | None = None
         # By whom and what for: programs have many operands, each computed from those before.
@@ -215,10 +226,11 @@ class Unknown(Expression):
 
     __slots__ = ("why",)
 
-    def __init__(self, aval: Any, why: str, inputs: int | None):
+    def __init__(self, aval: Any, why: str, inputs: int | None, maps: int = 0):
         super().__init__(aval)
         self.why = why
         self.inputs = inputs
+        self.maps = maps if inputs is not None else -1
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return ValueKind("activation")
@@ -233,14 +245,19 @@ class Part(Expression):
     Attributes:
         axis: which axis is gone.
         depth: how many loops and maps there are around that loop.
+        is_mapped: whether it is an example of a ``vmap``.
     """
 
-    __slots__ = ("axis", "depth")
+    __slots__ = ("axis", "depth", "is_mapped")
 
-    def __init__(self, aval: Any, whole: Expression, axis: int, depth: int):
+    def __init__(
+        self, aval: Any, whole: Expression, axis: int, depth: int, is_mapped: bool = False
+    ):
         super().__init__(aval, [whole])
         self.axis = axis
         self.depth = depth
+        self.is_mapped = is_mapped
+        self.maps |= int(is_mapped) << depth
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return found[0]
@@ -350,6 +367,14 @@ def _stable(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
+
+
+def maps_of(operands: Sequence[Expression]) -> int:
+    """Return the maps that any of them varies over, as ``Expression.maps``."""
+    found = 0
+    for operand in operands:
+        found |= operand.maps
+    return found
 
 
 def united(operands: Sequence[Expression]) -> int | None:

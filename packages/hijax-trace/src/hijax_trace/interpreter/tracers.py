@@ -106,7 +106,7 @@ class Tracers:
         found = self._unmapped(value)
         for depth, axis in enumerate(reversed(axes)):
             if axis is not None:
-                found = Part(compat.step_type(found.aval, axis), found, axis, depth)
+                found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
 
     def depth(self, values: Sequence[Any]) -> int:

@@ -159,7 +159,7 @@ class ArrayProxy(abc.ABC):
         shapes = [tuple(operands[i].shape) for i in data]
         return Move(primitive, params, operands, data, shapes)
 
-    def step(self, axis: int) -> ArrayProxy:
+    def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
         """Return a proxy of which each step, along the first axis, has a part.
 
         An array in it that is wrapped in ``Shared`` is not cut: every step has it whole, such as
@@ -167,6 +167,7 @@ class ArrayProxy(abc.ABC):
 
         Args:
             axis: of the array, along which the steps are.
+            is_mapped: whether ``vmap`` runs the steps at once.
         """
         rest = [i for i in range(len(self.shape)) if i != axis]
         shape = tuple(self.shape[i] for i in rest)
@@ -178,7 +179,7 @@ class ArrayProxy(abc.ABC):
             return Lost(shape, self.dtype, str(error))
         count = moved.shape[:1]
         inner = {
-            name: part.value.step(0)
+            name: part.value.step(0, is_mapped)
             for name, part in moved.parts().items()
             if isinstance(part.value, ArrayProxy)
         }
@@ -236,7 +237,7 @@ class Lost(ArrayProxy):
         """Raise: nothing asks for it."""
         raise AssertionError("the program has the array itself")
 
-    def step(self, axis: int) -> Lost:
+    def step(self, axis: int, is_mapped: bool = False) -> Lost:
         """Return what is left of it in a step."""
         return Lost((*self.shape[:axis], *self.shape[axis + 1 :]), self.dtype, self.why)
 

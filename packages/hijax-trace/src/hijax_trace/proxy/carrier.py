@@ -79,16 +79,17 @@ class Carrier(ArrayProxy):
             dtype=value.dtype,
         )
 
-    def step(self, axis: int) -> ArrayProxy:
+    def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
         """Return what travels into a loop along an axis; its arrays are stepped along their first.
 
         Args:
             axis: of the input.
+            is_mapped: whether ``vmap`` runs the steps at once.
         """
         count = self.shape[axis]
-        own = self.own.step(axis) if isinstance(self.own, ArrayProxy) else None
+        own = self.own.step(axis, is_mapped) if isinstance(self.own, ArrayProxy) else None
         stepped = {
-            key: self.derived[key].step(0)
+            key: self.derived[key].step(0, is_mapped)
             for key, n in self.loops
             if n and self.derived[key].shape[0] == count
         }

@@ -89,7 +89,7 @@ class Mapped:
                     axis = level.ins[index]
                     if axis is not None:
                         aval = compat.step_type(found.aval, axis)
-                        found = Part(aval, found, axis, depth + inner)
+                        found = Part(aval, found, axis, depth + inner, True)
                 return found
 
             return find
@@ -123,7 +123,9 @@ def _run(
     level = levels[0]
     same = {i: held for i, held in proxies.items() if level.ins[i] is None}
     parts = {
-        i: held.step(axis) for i, held in proxies.items() if (axis := level.ins[i]) is not None
+        i: held.step(axis, is_mapped=True)
+        for i, held in proxies.items()
+        if (axis := level.ins[i]) is not None
     }
     leaves, treedef = jax.tree.flatten(parts, is_leaf=is_shared)
     axes = [None if is_shared(leaf) else 0 for leaf in leaves]

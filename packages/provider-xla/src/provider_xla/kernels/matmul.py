@@ -16,6 +16,7 @@ import quant_numerics as qn
 from interception_core import get_op
 
 from ..program.products import MatrixProduct, Product, tile_elements
+from .mapped import mapped_product
 from .packed import PrepackedWeight
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -170,16 +171,27 @@ def multiply(
     if {axis for axis, _ in layout.pairs} != {places[part] for part in range(rank)}:
         raise NoKernel("other axes are contracted than it was packed for")
     kept = [x.shape[axis] for axis in layout.kept]
-    op = op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, math.prod(kept))
+
+    def op(rows: Any) -> str:
+        return op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, rows)
+
+    op(math.prod(kept))  # raises where there is none, whatever the rows
     pairs = dict(layout.pairs)
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
-    y = get_op(op)(rows, weight.packed, out_dtype=dtype, index=weight.index)
+
+    def run(rows: jax.Array, stored: Any) -> jax.Array:
+        packed, index = stored
+        found = op(math.prod(rows.shape[:-1]))
+        return get_op(found)(rows, packed, out_dtype=dtype, index=index)
+
+    stored = weight.packed, weight.index
+    y = mapped_product(run, weight.n_sizes, weight.gone)(rows, stored, weight.places)
     if weight.misses:
         y = jnp.where(weight.index < 0, jnp.asarray(jnp.nan, y.dtype), y)
-    y = y.reshape(*kept, *weight.n_sizes)
-    columns = sorted(range(rank, len(weight.order)), key=lambda part: places[part])
-    order = [*range(len(kept)), *(len(kept) + part - rank for part in columns)]
+    left = [part for part in range(rank, rank + len(weight.n_sizes)) if part in places]
+    columns = sorted(left, key=lambda part: places[part])
+    order = [*range(len(kept)), *(len(kept) + left.index(part) for part in columns)]
     return y.transpose([order[place] for place in layout.result])
 
 

@@ -119,6 +119,9 @@ class PrepackedWeight(ArrayProxy):
         index: where there is one, int32 of the leading axes: which of a stack along one axis,
             ``packed``, each weight is; -1 for one that is NaN, looked up out of bounds.
         misses: whether any may be (static).
+        places: int32[] each: a program that maps the weight over an axis of columns has one index
+            of it, and still a kernel multiplies with all.
+        gone: which of ``n_sizes`` these are indices of (static).
     """
 
     packed: Any
@@ -133,6 +136,8 @@ class PrepackedWeight(ArrayProxy):
     platform: str = dataclasses.field(metadata={"static": True})
     index: Any = None
     misses: bool = dataclasses.field(default=False, metadata={"static": True})
+    places: tuple[Any, ...] = ()
+    gone: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -215,13 +220,24 @@ class PrepackedWeight(ArrayProxy):
             self, packed=jax.tree.map(take, self.packed), index=None, misses=False
         )
 
-    def step(self, axis: int) -> ArrayProxy:
-        """Return it with an index per step along an axis, if that is a leading one."""
-        if axis >= len(self.lead):
-            return super().step(axis)
-        stack = self.stacked()
-        packed = jax.tree.map(Shared, stack.packed)
-        return dataclasses.replace(stack, packed=packed, index=jnp.moveaxis(stack.index, axis, 0))
+    def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
+        """Return it with an index per step along an axis: a leading one, or one of columns."""
+        lead, rank = len(self.lead), len(self.k_sizes)
+        if axis < lead:
+            stack = self.stacked()
+            shared = jax.tree.map(Shared, (stack.packed, stack.places))
+            index = jnp.moveaxis(stack.index, axis, 0)
+        elif is_mapped and (part := self.order[axis - lead]) >= rank:
+            place = jnp.arange(self.n_sizes[part - rank], dtype=jnp.int32)
+            order = tuple(other for other in self.order if other != part)
+            gone = (*self.gone, part - rank)
+            stack = dataclasses.replace(self, order=order, gone=gone)
+            shared = jax.tree.map(Shared, (self.packed, self.places))
+            index = jax.tree.map(Shared, self.index)
+            shared = (shared[0], (*shared[1], place))
+        else:
+            return super().step(axis, is_mapped)
+        return dataclasses.replace(stack, packed=shared[0], places=shared[1], index=index)
 
     def parts(self) -> dict[str, Part]:
         """Return what has the leading axes: the index, or the packed arrays."""
@@ -248,10 +264,12 @@ class PrepackedWeight(ArrayProxy):
             if permutation[:lead] == tuple(range(lead)):
                 order = tuple(self.order[axis - lead] for axis in permutation[lead:])
                 return [dataclasses.replace(self, order=order)]
-        if primitive == "gather" and not lead:
+        if primitive == "gather" and not lead and not self.gone:
             rows = rows_of(self, jnp.asarray(operands[1]), params)
             if rows is not None:
                 return [Rows(rows)]
+        if self.gone and primitive != "convert_element_type":
+            return self.unpacked().moved(primitive, params, operands)
         # Joined with others, weights are in one stack no longer.
         is_joined = sum(isinstance(x, PrepackedWeight) for x in operands) > 1
         fills = primitive == "gather" and params["mode"] == GatherScatterMode.FILL_OR_DROP
@@ -410,10 +428,15 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     # All indices of a contracted axis without tiles have the same scale.
     for axis in range(count, count + len(k_sizes) - 1):
         scale = jax.lax.slice_in_dim(scale, 0, 1, axis=axis)
-    order = (*range(count), *(count + part for part in weight.order))
+    gone = [len(k_sizes) + part for part in weight.gone]
+    order = (*range(count), *(count + part for part in (*weight.order, *gone)))
+    codes, scale = codes.transpose(order), scale.transpose(order)
+    for place in reversed(weight.places):
+        one = functools.partial(jax.lax.dynamic_index_in_dim, index=place, axis=-1, keepdims=False)
+        codes, scale = one(codes), one(scale)
     return qn.QArray(
-        codes.astype(qn.get_qtype(weight.qtype).storage_dtype).transpose(order),
-        scale.transpose(order),
+        codes.astype(qn.get_qtype(weight.qtype).storage_dtype),
+        scale,
         qtype=weight.qtype,
         dtype=weight.dtype,
     )

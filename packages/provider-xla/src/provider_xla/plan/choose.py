@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
+from hijax_trace import mapped_axes, mapped_rows
 from interception_core import JaxtapError, get_op
 
 from ..kernels.matmul import NoKernel, check_dtypes, layout_of, op_of
@@ -31,7 +32,8 @@ class MatrixUse:
     """A product of a parameter, as one of matrices.
 
     Attributes:
-        lead: the first axes of the parameter, gone in the operand.
+        gone: the axes of the parameter that the operand has not: steps, and what is mapped.
+        columns: which of these a ``vmap`` goes along for the parameter alone.
         k_axes: its axes that are contracted.
         how: how the activation is quantized.
         is_static: whether that has a static range.
@@ -39,7 +41,8 @@ class MatrixUse:
         dtype: of the activation.
     """
 
-    lead: int
+    gone: frozenset[int]
+    columns: frozenset[int]
     k_axes: tuple[int, ...]
     how: qn.HowToQuantize | None
     is_static: bool
@@ -81,26 +84,30 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
     layout = layout_of(site.product, side, x.shape, weight.shape)
     assert isinstance(site.product, MatrixProduct)
     check_dtypes(site.product, x, weight.dtype)
-    lead, places = _places(axes, shape, weight.shape)
+    gone, places = _places(axes, shape, weight.shape)
     k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
     rows = math.prod(x.shape[axis] for axis in layout.kept)
-    return MatrixUse(lead, k_axes, site.hows[1 - side], is_static(site, 1 - side), rows, x.dtype)
+    mapped, columns = 1, frozenset[int]()
+    view, other = map(site.call.expression, (site.operands[side], x))
+    if view is not None and other is not None:
+        columns = mapped_axes(view, other) & gone
+        mapped = mapped_rows(other, view)
+    static = is_static(site, 1 - side)
+    return MatrixUse(gone, columns, k_axes, site.hows[1 - side], static, mapped * rows, x.dtype)
 
 
 def _places(
     axes: Axes, shape: Sequence[int], operand_shape: Sequence[int]
-) -> tuple[int, dict[int, int]]:
-    """Returns how many first axes of a parameter are gone, and which the operand's are."""
+) -> tuple[frozenset[int], dict[int, int]]:
+    """Return which axes of a parameter are gone, and which the operand's are."""
     places = {became: axis for axis, became in enumerate(axes) if isinstance(became, int)}
-    lead = [axis for axis, became in enumerate(axes) if became is None]
+    gone = frozenset(axis for axis, became in enumerate(axes) if became is None)
     same = {became: shape[axis] for became, axis in places.items()} == dict(
         enumerate(operand_shape)
     )
-    if not same or len(places) + len(lead) != len(shape):
+    if not same or len(places) + len(gone) != len(shape):
         raise NoKernel("its axes are cut, merged or split on the way")
-    if lead != list(range(len(lead))):
-        raise NoKernel("the steps of a loop are not its first axes")
-    return len(lead), places
+    return gone, places
 
 
 def choose(
@@ -140,6 +147,9 @@ def _choose_on(
     reasons: dict[str, str] = {}
     choices: dict[str, Choice] = {}
     packing = None
+    products = [use for use in uses.values() if isinstance(use, MatrixUse)]
+    # What is a step for one of them is not a column for another.
+    stacked = frozenset[int]().union(*(use.gone - use.columns for use in products))
     # Lookups last: they read what the others have packed.
     for op_id, use in sorted(uses.items(), key=lambda pair: isinstance(pair[1], RowsUse)):
         try:
@@ -148,7 +158,7 @@ def _choose_on(
             if isinstance(use, RowsUse):
                 choices[op_id] = Choice(_rows(weight, packing, use, sharding), None)
                 continue
-            found = _packing(platform, weight, use, sharding)
+            found = _packing(platform, weight, use, sharding, stacked)
             choices[op_id] = Choice(_select(weight, found, use), None)
             if packing not in (None, found):
                 raise NoKernel("its products contract different axes")
@@ -186,8 +196,21 @@ def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: A
     return kernel
 
 
-def _packing(platform: str, weight: WeightPlan, use: MatrixUse, sharding: Any) -> Packing:
-    """Return how a parameter is packed for a product."""
+def _packing(
+    platform: str, weight: WeightPlan, use: MatrixUse, sharding: Any, stacked: frozenset[int]
+) -> Packing:
+    """Return how a parameter is packed for a product.
+
+    Args:
+        platform: where it runs.
+        weight: the parameter.
+        use: the product.
+        sharding: of the parameter, where it has one.
+        stacked: the axes that are a stack of matrices for any of its products.
+    """
+    lead = len(use.gone & stacked)
+    if use.gone & stacked != frozenset(range(lead)):
+        raise NoKernel("the steps of a loop are not its first axes")
     kind = qn.get_qtype(weight.qtype)
     if kind.kind != "int" or kind.bits > 8:
         raise NoKernel(f"weights in {weight.qtype}")
@@ -197,9 +220,9 @@ def _packing(platform: str, weight: WeightPlan, use: MatrixUse, sharding: Any) -
     tiled = [axis for axis in use.k_axes if counts[axis] > 1]
     if len(tiled) > 1 or any(counts[axis] == weight.shape[axis] for axis in tiled):
         raise NoKernel("its scales differ along contracted axes")
-    n_axes = [a for a in range(use.lead, len(weight.shape)) if a not in use.k_axes]
+    n_axes = [a for a in range(lead, len(weight.shape)) if a not in use.k_axes]
     packing = Packing(
-        use.lead,
+        lead,
         (*(axis for axis in use.k_axes if axis not in tiled), *tiled),
         tuple(n_axes),
         weight.shape[tiled[0]] // counts[tiled[0]] if tiled else 0,
