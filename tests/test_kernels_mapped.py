@@ -98,6 +98,17 @@ def test_a_mapped_weight_is_one_matmul(program, rule):
     close(gradient(x, packed), gradient(x, codes))
 
 
+@pytest.mark.parametrize("program", [columns, named, blocks])
+def test_a_report_of_mapped_weights(program):
+    w, x = arguments(PROGRAMS[program])
+    plan = PtqProvider(RULES["w8"]).plan(program, w, x)
+    report = plan.report(w, x)
+    (op,) = report.ops
+    assert op.kernel is not None
+    assert op.seconds > 0
+    assert op.error.sqnr_db > 30
+
+
 def ensemble(w, x):
     """The first layer maps the weight alone, the second the activation as well."""
     return jax.vmap(lambda w: jnp.tanh(x @ w) @ w)(w)
