@@ -125,7 +125,18 @@ def layers_of_columns(w, x):
     return lax.scan(step, x, w)[0]
 
 
-@pytest.mark.parametrize("program", [ensemble, ensemble_in_jit, layers_of_columns])
+def both_mapped(w, x):
+    """A matrix for each row: the axis of these is not the first."""
+    return jax.vmap(lambda w, x: x @ w, in_axes=(1, 0))(w.transpose(1, 0, 2), x[:3])
+
+
+def moved_axis(w, x):
+    return jax.vmap(lambda w, x: x @ w, in_axes=(1, 0))(jnp.moveaxis(w, 1, 0), x[:3])
+
+
+@pytest.mark.parametrize(
+    "program", [ensemble, ensemble_in_jit, layers_of_columns, both_mapped, moved_axis]
+)
 def test_a_stack_that_is_mapped(program, rule):
     w, x = arguments((3, 64, 64))
     plan = PtqProvider(rule).plan(program, w, x)
@@ -134,6 +145,33 @@ def test_a_stack_that_is_mapped(program, rule):
     assert packed.lead == (3,)
     run = jax.jit(plan.apply(program))
     close(run(packed, x), run(codes, x))
+
+
+def a_later_axis(w, x):
+    return jax.vmap(lambda w, x: x @ w, in_axes=(1, 0))(w, x[:3])
+
+
+def steps_of_a_later_axis(w, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w.transpose(1, 0, 2))[0]
+
+
+def the_last_axis(w, x):
+    return jax.vmap(lambda w, x: x @ w, in_axes=(2, 0))(w.transpose(0, 2, 1), x[:3])
+
+
+@pytest.mark.parametrize("program", [a_later_axis, steps_of_a_later_axis, the_last_axis])
+def test_a_stack_along_a_later_axis(program, rule):
+    w, x = arguments((64, 3, 64))
+    plan = PtqProvider(rule).plan(program, w, x)
+    assert all(op.kernel for op in plan.ops if op.quantized), plan
+    packed, codes = plan.quantize(w), plan.quantize(w, prepack=False)
+    assert isinstance(packed, PrepackedWeight)
+    assert (packed.lead, packed.shape) == ((3,), w.shape)
+    np.testing.assert_array_equal(packed.restore(), codes.restore())
+    jax.tree.map(np.testing.assert_array_equal, plan.convert(packed), codes)
+    for fn in (program, lambda w, x: x @ w[:, 1], lambda w, x: jnp.einsum("bk,kne->be", x, w)):
+        run = jax.jit(plan.apply(fn))
+        close(run(packed, x), run(codes, x))
 
 
 def test_other_functions_of_mapped_columns():

@@ -12,81 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, MoveError, Part, Shared
-from interception_core import JaxtapError, get_op
 
 from ..errors import QuantizationError
-
-TAKE = "packed_take"
-"""The op that reads rows out of a packed parameter."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """How a parameter is the matrix [K, N] that kernels take, or a stack of those. Hashable.
-
-    Attributes:
-        lead: how many of its axes, the first, are stacks: steps of loops.
-        k_axes: those that its products contract; the tiled one is the last.
-        n_axes: the others.
-        group: rows that share a scale, 0 for all.
-        bits: 8 or 4, those of a packed code.
-        platform: whose kernels read it.
-    """
-
-    lead: int
-    k_axes: tuple[int, ...]
-    n_axes: tuple[int, ...]
-    group: int
-    bits: int
-    platform: str
-
-    @property
-    def op(self) -> str:
-        """The op that packs it."""
-        return f"pack_w{self.bits}"
-
-    def sizes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the sizes of the axes of K and of N."""
-        return tuple(shape[a] for a in self.k_axes), tuple(shape[a] for a in self.n_axes)
-
-    def matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Returns K and N."""
-        k_sizes, n_sizes = self.sizes(shape)
-        return math.prod(k_sizes), math.prod(n_sizes)
-
-    def form(self, shape: Sequence[int]) -> Any:
-        """Return the type of what the op packs a parameter of this shape in, without steps.
-
-        Raises:
-            JaxtapError: no installed package has the op.
-        """
-        return _form(self.op, *self.matrix(shape), self.group, self.platform)
-
-    def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
-        """Returns why a parameter that is sharded so can't be packed, or None."""
-        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
-            return "it is on a mesh with explicit axes"
-        if sharding is None or sharding.is_fully_replicated:
-            return None
-        if not isinstance(sharding, NamedSharding):
-            return f"it is sharded by a {type(sharding).__name__}"
-        parts = _parts(sharding, len(shape))
-        if any(parts[axis] for axis in self.k_axes):
-            return "it is sharded along an axis that is contracted"
-        first, *others = self.n_axes or (None,)
-        if any(parts[axis] for axis in others):
-            return "it is sharded along another than the first of its axes that are kept"
-        if first is not None and parts[first]:
-            count = math.prod(sharding.mesh.shape[name] for name in parts[first])
-            columns = self.matrix(shape)[1]
-            panel = self.form(shape).panel
-            if columns % (count * panel):
-                return f"{columns} columns on {count} devices are cut within a panel of {panel}"
-        return None
+from .rows import Rows, rows_of
 
 
 @jax.tree_util.register_dataclass
@@ -122,6 +53,7 @@ class PrepackedWeight(ArrayProxy):
         places: int32[] each: a program that maps the weight over an axis of columns has one index
             of it, and still a kernel multiplies with all.
         gone: which of ``n_sizes`` these are indices of (static).
+        lead_at: which axes the leading ones are, in their order; None for the first (static).
     """
 
     packed: Any
@@ -138,6 +70,7 @@ class PrepackedWeight(ArrayProxy):
     misses: bool = dataclasses.field(default=False, metadata={"static": True})
     places: tuple[Any, ...] = ()
     gone: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    lead_at: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -159,12 +92,31 @@ class PrepackedWeight(ArrayProxy):
     def shape(self) -> tuple[int, ...]:
         """Shape of the array that this stands for."""
         sizes = (*self.k_sizes, *self.n_sizes)
-        return (*self.lead, *(sizes[part] for part in self.order))
+        first = (*self.lead, *(sizes[part] for part in self.order))
+        return tuple(first[axis] for axis in self.axes())
 
     @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.lead) + len(self.order)
+
+    def axes(self) -> list[int]:
+        """Return which each axis is, if the leading ones are counted first."""
+        lead = len(self.lead)
+        places = {axis: i for i, axis in enumerate(self.lead_at or range(lead))}
+        rest = iter(range(lead, self.ndim))
+        return [places[axis] if axis in places else next(rest) for axis in range(self.ndim)]
+
+    def transposed(self, permutation: Sequence[int]) -> PrepackedWeight:
+        """Return it with its axes in another order: what is packed stays as it is."""
+        lead, old = len(self.lead), self.axes()
+        axes = [old[axis] for axis in permutation]
+        order = tuple(self.order[axis - lead] for axis in axes if axis >= lead)
+        first, stack = [axis for axis in axes if axis < lead], self
+        if first != sorted(first):
+            stack = self.stacked()
+            stack = dataclasses.replace(stack, index=stack.index.transpose(first))
+        return dataclasses.replace(stack, order=order, lead_at=_lead_at(axes, lead))
 
     @property
     def nbytes(self) -> int:
@@ -222,12 +174,14 @@ class PrepackedWeight(ArrayProxy):
 
     def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
         """Return it with an index per step along an axis: a leading one, or one of columns."""
-        lead, rank = len(self.lead), len(self.k_sizes)
-        if axis < lead:
+        lead, rank, axes = len(self.lead), len(self.k_sizes), self.axes()
+        which = axes.pop(axis)
+        lead_at = _lead_at(axes, lead)
+        if which < lead:
             stack = self.stacked()
             shared = jax.tree.map(Shared, (stack.packed, stack.places))
-            index = jnp.moveaxis(stack.index, axis, 0)
-        elif is_mapped and (part := self.order[axis - lead]) >= rank:
+            index = jnp.moveaxis(stack.index, which, 0)
+        elif is_mapped and (part := self.order[which - lead]) >= rank:
             place = jnp.arange(self.n_sizes[part - rank], dtype=jnp.int32)
             order = tuple(other for other in self.order if other != part)
             gone = (*self.gone, part - rank)
@@ -237,7 +191,9 @@ class PrepackedWeight(ArrayProxy):
             shared = (shared[0], (*shared[1], place))
         else:
             return super().step(axis, is_mapped)
-        return dataclasses.replace(stack, packed=shared[0], places=shared[1], index=index)
+        return dataclasses.replace(
+            stack, packed=shared[0], places=shared[1], index=index, lead_at=lead_at
+        )
 
     def parts(self) -> dict[str, Part]:
         """Return what has the leading axes: the index, or the packed arrays."""
@@ -260,21 +216,20 @@ class PrepackedWeight(ArrayProxy):
         """
         lead = len(self.lead)
         if primitive == "transpose":
-            permutation = tuple(params["permutation"])
-            if permutation[:lead] == tuple(range(lead)):
-                order = tuple(self.order[axis - lead] for axis in permutation[lead:])
-                return [dataclasses.replace(self, order=order)]
+            return [self.transposed(params["permutation"])]
         if primitive == "gather" and not lead and not self.gone:
             rows = rows_of(self, jnp.asarray(operands[1]), params)
             if rows is not None:
                 return [Rows(rows)]
-        if self.gone and primitive != "convert_element_type":
-            return self.unpacked().moved(primitive, params, operands)
+        weights = [x for x in operands if isinstance(x, PrepackedWeight)]
         # Joined with others, weights are in one stack no longer.
-        is_joined = sum(isinstance(x, PrepackedWeight) for x in operands) > 1
+        is_joined = len(weights) > 1
         fills = primitive == "gather" and params["mode"] == GatherScatterMode.FILL_OR_DROP
         misses = self.misses or any(getattr(x, "misses", False) for x in operands)
         try:
+            in_order = not any(one.gone or one.lead_at for one in weights)
+            if not in_order and primitive != "convert_element_type":
+                raise MoveError(f"{primitive} of columns, or of a stack along a later axis")
             if lead and not is_joined:
                 stack = self.stacked()
                 # As floats, out of bounds there is a NaN.
@@ -286,109 +241,22 @@ class PrepackedWeight(ArrayProxy):
             if misses:
                 raise MoveError(f"{primitive} of weights that may be out of bounds")
             held = [x.gathered() if isinstance(x, PrepackedWeight) else x for x in operands]
-            first = next(x for x in held if isinstance(x, PrepackedWeight))
-            return super(PrepackedWeight, first).moved(primitive, params, held)
+            return super(PrepackedWeight, self.gathered()).moved(primitive, params, held)
         except MoveError:
             unpacked = [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in operands]
             return self.unpacked().moved(primitive, params, unpacked)
+
+
+def _lead_at(axes: Sequence[int], lead: int) -> tuple[int, ...] | None:
+    """Return where the leading axes are; None where they are the first."""
+    found = tuple(i for i, axis in enumerate(axes) if axis < lead)
+    return None if found == tuple(range(len(found))) else found
 
 
 def _indexed(weight: Any) -> Any:
     """Return a weight whose index has a NaN for what is out of bounds, with -1 for that."""
     index = jnp.where(jnp.isnan(weight.index), -1.0, weight.index)
     return dataclasses.replace(weight, index=index.astype(jnp.int32))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rows(ArrayProxy):
-    """What was looked up in a packed parameter: an array already.
-
-    Attributes:
-        values: the array.
-    """
-
-    values: jax.Array
-
-    @property
-    # pyrefly: ignore [bad-override]
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return self.values.shape
-
-    @property
-    # pyrefly: ignore [bad-override]
-    def dtype(self) -> np.dtype:
-        """Dtype of the array."""
-        return self.values.dtype
-
-    def restore(self) -> jax.Array:
-        """Return the array."""
-        return self.values
-
-
-def looked_up_axis(params: Mapping[str, Any], shape: Sequence[int]) -> int | None:
-    """Return the axis of which a ``lax.gather_p`` takes whole rows; None if it is another one."""
-    numbers = params["dimension_numbers"]
-    along = tuple(map(int, numbers.start_index_map))
-    if len(along) != 1 or tuple(map(int, numbers.collapsed_slice_dims)) != along:
-        return None
-    if numbers.operand_batching_dims:
-        return None
-    sizes = [1 if axis in along else n for axis, n in enumerate(shape)]
-    return along[0] if list(map(int, params["slice_sizes"])) == sizes else None
-
-
-def rows_of(
-    weight: PrepackedWeight, indices: jax.Array, params: Mapping[str, Any]
-) -> jax.Array | None:
-    """Return what ``lax.gather_p`` gives of a packed parameter, without unpacking all of it.
-
-    Args:
-        weight: the parameter, one, but maybe of a stack.
-        indices: integer array [*batch, 1].
-        params: those of the primitive.
-
-    Returns:
-        The rows, dequantized; None where the packages of kernels can't take them.
-    """
-    axis, rank = looked_up_axis(params, weight.shape), len(weight.k_sizes)
-    fill = params["fill_value"]
-    if axis is None or (fill is not None and not np.isnan(fill)):
-        return None
-    is_column = weight.order[axis] >= rank
-    own, other = (weight.n_sizes, weight.k_sizes) if is_column else (weight.k_sizes, weight.n_sizes)
-    if len(own) != 1 or jnp.dtype(weight.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return None
-    try:
-        take = get_op(TAKE)
-    except JaxtapError:
-        return None
-    weight = weight.gathered()
-    places, last = indices[..., 0], own[0] - 1
-    found = take(
-        weight.packed,
-        jnp.clip(places, 0, last).astype(jnp.int32),
-        axis=int(is_column),
-        out_dtype=weight.dtype,
-    )
-    mode = GatherScatterMode.from_any(params["mode"])
-    if mode == GatherScatterMode.FILL_OR_DROP:
-        inside = (places >= 0) & (places <= last)
-        found = jnp.where(inside[..., None], found, jnp.asarray(jnp.nan, found.dtype))
-    batch = places.ndim
-    found = found.reshape(*places.shape, *other)
-    # The other axes in their order in the parameter, at the places that the program has them.
-    parts = [part for at, part in enumerate(weight.order) if at != axis]
-    first = 0 if is_column else rank
-    offsets = tuple(map(int, params["dimension_numbers"].offset_dims))
-    order = [0] * found.ndim
-    for place, part in zip(offsets, parts, strict=True):
-        order[place] = batch + part - first
-    rest = [place for place in range(found.ndim) if place not in offsets]
-    for at, place in enumerate(rest):
-        order[place] = at
-    return found.transpose(order)
 
 
 def packed_bits(qtype: str) -> int:
@@ -402,17 +270,6 @@ def _restored(weight: PrepackedWeight) -> jax.Array:
     return qn.dequantize(weight.unpacked())
 
 
-@functools.cache
-def _form_of(op: Any, k: int, n: int, group: int, platform: str) -> Any:
-    codes = jax.ShapeDtypeStruct((k, n), jnp.int8)
-    scale = jax.ShapeDtypeStruct((k // group if group else 1, n), jnp.float32)
-    return jax.eval_shape(functools.partial(op, platform=platform), codes, scale)
-
-
-def _form(op: str, k: int, n: int, group: int, platform: str) -> Any:
-    return _form_of(get_op(op), k, n, group, platform)
-
-
 @jax.jit
 def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     index, misses = weight.index, weight.misses
@@ -424,7 +281,7 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
         missed = jnp.expand_dims(index < 0, (count, count + 1))
         scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)
     codes = codes.reshape(*lead, *k_sizes, *n_sizes)
-    scale = scale.reshape(*lead, *_scale_sizes(k_sizes, weight.group), *n_sizes)
+    scale = scale.reshape(*lead, *scale_sizes(k_sizes, weight.group), *n_sizes)
     # All indices of a contracted axis without tiles have the same scale.
     for axis in range(count, count + len(k_sizes) - 1):
         scale = jax.lax.slice_in_dim(scale, 0, 1, axis=axis)
@@ -434,6 +291,8 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     for place in reversed(weight.places):
         one = functools.partial(jax.lax.dynamic_index_in_dim, index=place, axis=-1, keepdims=False)
         codes, scale = one(codes), one(scale)
+    axes = weight.axes()
+    codes, scale = codes.transpose(axes), scale.transpose(axes)
     return qn.QArray(
         codes.astype(qn.get_qtype(weight.qtype).storage_dtype),
         scale,
@@ -442,69 +301,6 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     )
 
 
-def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
-    """Packs a parameter, on the devices that it is on; waits until that is done."""
-    arrays = jax.tree.leaves(q)
-    sharding = getattr(arrays[0], "sharding", None)
-    return jax.block_until_ready(_prepack(q, packing, _of_panels(packing, q.ndim, sharding)))
-
-
-def abstract(q: Any, packing: Packing) -> Any:
-    """Returns the type of what ``prepack`` gives for an array of this type."""
-    return jax.eval_shape(lambda q: _packed(q, packing), q)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _prepack(q: Any, packing: Packing, sharding: Any) -> PrepackedWeight:
-    result = _packed(q, packing)
-    if sharding is None:
-        return result
-    return jax.lax.with_sharding_constraint(result, sharding)
-
-
-def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
-    q = qn.unpack(q) if isinstance(q, qn.PackedQArray) else q
-    count = packing.lead
-    order = (*range(count), *packing.k_axes, *packing.n_axes)
-    k_sizes, n_sizes = packing.sizes(q.shape)
-    lead, (k, n) = q.shape[:count], packing.matrix(q.shape)
-    codes = q.qvalue.astype(jnp.int8).transpose(order).reshape(*lead, k, n)
-    scale = q.scale.transpose(order)
-    sizes = (*lead, *_scale_sizes(k_sizes, packing.group), *n_sizes)
-    for axis, size in enumerate(sizes):
-        if scale.shape[axis] != size:
-            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
-    packed = get_op(packing.op)(codes, scale.reshape(*lead, -1, n), platform=packing.platform)
-    places = (*packing.k_axes, *packing.n_axes)
-    return PrepackedWeight(
-        packed,
-        q.qtype,
-        jnp.dtype(q.dtype),
-        k_sizes,
-        n_sizes,
-        packing.group,
-        tuple(places.index(axis) for axis in range(count, q.ndim)),
-        np.ndim(jax.tree.leaves(packed)[0]) - count,
-        packing.platform,
-    )
-
-
-def _scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
+def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
     """Returns the sizes of the contracted axes of scales."""
     return (*k_sizes[:-1], k_sizes[-1] // group) if group else (1,) * len(k_sizes)
-
-
-def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """Returns the names of the mesh axes that each axis is sharded along."""
-    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
-    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
-
-
-def _of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
-    """Returns the sharding of what is packed, for that of the codes."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    parts = _parts(sharding, ndim)
-    columns = parts[packing.n_axes[0]] if packing.n_axes else ()
-    spec = [*parts[: packing.lead], columns]
-    return NamedSharding(sharding.mesh, PartitionSpec(*(part or None for part in spec)))

@@ -15,7 +15,9 @@ from hijax_trace import mapped_axes, mapped_rows
 from interception_core import JaxtapError, get_op
 
 from ..kernels.matmul import NoKernel, check_dtypes, layout_of, op_of
-from ..kernels.packed import TAKE, Packing, packed_bits
+from ..kernels.packed import packed_bits
+from ..kernels.packing import Packing
+from ..kernels.rows import TAKE
 from ..program.candidates import Choice, choice
 from ..program.granularity import Axes
 from ..program.products import MatrixProduct
@@ -208,9 +210,7 @@ def _packing(
         sharding: of the parameter, where it has one.
         stacked: the axes that are a stack of matrices for any of its products.
     """
-    lead = len(use.gone & stacked)
-    if use.gone & stacked != frozenset(range(lead)):
-        raise NoKernel("the steps of a loop are not its first axes")
+    lead = tuple(sorted(use.gone & stacked))
     kind = qn.get_qtype(weight.qtype)
     if kind.kind != "int" or kind.bits > 8:
         raise NoKernel(f"weights in {weight.qtype}")
@@ -220,7 +220,7 @@ def _packing(
     tiled = [axis for axis in use.k_axes if counts[axis] > 1]
     if len(tiled) > 1 or any(counts[axis] == weight.shape[axis] for axis in tiled):
         raise NoKernel("its scales differ along contracted axes")
-    n_axes = [a for a in range(lead, len(weight.shape)) if a not in use.k_axes]
+    n_axes = [a for a in range(len(weight.shape)) if a not in (*lead, *use.k_axes)]
     packing = Packing(
         lead,
         (*(axis for axis in use.k_axes if axis not in tiled), *tiled),

@@ -16,7 +16,7 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
-from ..kernels.packed import looked_up_axis
+from ..kernels.rows import looked_up_axis
 from ..program.granularity import Axes, Granularity, of_operand
 from ..program.products import divides, tile_elements
 from ..program.record import OpRecord
@@ -250,7 +250,7 @@ class Survey:
         axes = axes_in(view, is_stored, shape) if isinstance(root_of(view), Leaf) else None
         if axes is not None:
             known = of_operand(axes, shape, view.aval.shape, asked.shared, tile)
-            packs = stays_packed(view, is_stored, shape, 0, len(_gone(axes)))
+            packs = stays_packed(view, is_stored, shape, 0, _gone(axes))
             return _Stored(path, shape, axes, self._channelwise(known, axes, asked), packs)
         found = finest(view, is_stored, shape, asked.shared, tile)
         return None if found is None else _Stored(path, shape, None, found)
@@ -288,7 +288,7 @@ class Survey:
             if axes is None:
                 return _Stored(path, shape, None, found)
             whole_axes = (*(None for _ in lead), *axes)
-            packs = stays_packed(view, is_stored, shape, count, len(_gone(whole_axes)))
+            packs = stays_packed(view, is_stored, shape, count, _gone(whole_axes))
             return _Stored(path, shape, whole_axes, found, packs)
         return None
 

@@ -119,7 +119,7 @@ class _Packed(PrepackedWeight):
 
 
 def stays_packed(
-    view: Expression, is_stored: IsStored, shape: Sequence[int], loops: int, lead: int
+    view: Expression, is_stored: IsStored, shape: Sequence[int], loops: int, gone: Sequence[int]
 ) -> bool:
     """Return whether a stored array that is packed for a kernel is still packed in a view.
 
@@ -128,16 +128,20 @@ def stays_packed(
         is_stored: tells the node that is stored.
         shape: its shape, with those of the loops that it is in.
         loops: how many axes, the first, are of these loops.
-        lead: how many axes, the first, are a stack of packed matrices.
+        gone: which axes are a stack of packed matrices.
     """
-    own = shape[lead:]
+    own = tuple(n for axis, n in enumerate(shape) if axis not in gone and axis >= loops)
+    at = tuple(axis - loops for axis in gone if axis >= loops)
 
     def stands_for(node: Expression) -> ArrayProxy | None:
         if not is_stored(node):
             return None
-        packed = jax.numpy.zeros((*shape[loops:lead], 1))
+        packed = jax.numpy.zeros((*(shape[loops + axis] for axis in at), 1))
         places = tuple(range(len(own)))
-        return _Packed(packed, "int8", np.dtype("float32"), tuple(own), (), 0, places, 1, "")
+        lead_at = None if at == tuple(range(len(at))) else at
+        return _Packed(
+            packed, "int8", np.dtype("float32"), own, (), 0, places, 1, "", lead_at=lead_at
+        )
 
     try:
         jax.eval_shape(lambda: replay(view, stands_for))

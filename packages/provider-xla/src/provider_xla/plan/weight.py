@@ -15,7 +15,8 @@ import quant_numerics as qn
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..kernels.packed import Packing, PrepackedWeight, abstract, prepack
+from ..kernels.packed import PrepackedWeight
+from ..kernels.packing import Packing, abstract, prepack
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
 from ..run.transformed import TransformedWeight

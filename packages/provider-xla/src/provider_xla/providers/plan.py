@@ -67,15 +67,15 @@ class Plan(PlanData):
     def prepack(self, params: Any) -> Any:
         """Packs quantized parameters for the kernels that compute their products.
 
-        ``quantize`` does it by itself. This is for parameters that were stored without: a packed
-        one is for the packages that are installed here.
+        ``quantize`` does it for the platform that they are on. This is for parameters that were
+        stored without; ``convert`` packs for other platforms.
 
         Args:
             params: what ``quantize(..., prepack=False)`` returned, here or elsewhere.
 
         Returns:
             The tree with a ``PrepackedWeight`` in place of what the plan has a kernel for. One
-            that is sharded along an axis that is contracted, or within 16 columns, stays what it
+            that is sharded along an axis that is contracted, or within a panel, stays what it
             is, and so does what is packed already.
 
         Raises:

@@ -17,7 +17,8 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy
 
-from ..kernels.packed import Packing, PrepackedWeight, prepack
+from ..kernels.packed import PrepackedWeight
+from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
 from ..program.engine import follows_values
 from ..program.products import Product, RaggedProduct
@@ -218,7 +219,7 @@ def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight
     codes = _random(rng, weight.shape, kind.storage_dtype, weight)
     q = qn.QArray(codes, jnp.ones(scale, kind.scale_dtype), qtype=weight.qtype, dtype=weight.dtype)
     sizes = weight.group, weight.bits, weight.platform
-    made = prepack(q, Packing(lead, k_axes, n_axes, *sizes))
+    made = prepack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes))
     places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)
     return dataclasses.replace(
         weight, packed=made.packed, order=given.order, gone=given.gone, places=places
