@@ -18,18 +18,15 @@ from ..program.sites import Rules, Site, short
 from ..rules.rule import QuantizationRule
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraPlan:
-    """The adapter of one parameter: ``W + (alpha / rank) * A B``, wherever the program uses it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraForm:
+    """The form of an adapter: ``W + (alpha / rank) * A B``. Equal parameters have equal forms.
 
     A is [*lead, *contracted, rank] and B [*lead, rank, *kept], each with the parameter's axes in
     their order.
 
     Attributes:
-        path: pytree path of the parameter.
-        shape: its shape.
-        dtype: its dtype.
-        rule: the number of the rule.
+        shape: of the parameter.
         rank: of the adapter.
         alpha: its product is scaled by ``alpha / rank``.
         dropout: share of the activation that it doesn't see in training.
@@ -39,13 +36,9 @@ class LoraPlan:
         kept: those that B has.
         stepped: those of `lead` that loops go along.
         is_lookup: whether the parameter is only looked up.
-        ops: the ids of the operations whose rule asked for it.
     """
 
-    path: str
     shape: tuple[int, ...]
-    dtype: np.dtype
-    rule: int
     rank: int
     alpha: float
     dropout: float
@@ -54,7 +47,6 @@ class LoraPlan:
     kept: tuple[int, ...]
     stepped: tuple[int, ...]
     is_lookup: bool
-    ops: tuple[str, ...]
 
     @property
     def scale(self) -> float:
@@ -82,15 +74,9 @@ class LoraPlan:
         return math.prod(self._sizes(self.contracted))
 
     def factors(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns A and B with all axes of the parameter, or 1, and then the rank."""
+        """Return A and B with all axes of the parameter, or 1, and then the rank."""
         b = jnp.moveaxis(b, len(self.lead), -1)
         return self._spread(a, self.contracted), self._spread(b, self.kept)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        values = dataclasses.asdict(self)
-        values |= {"dtype": self.dtype.name, "a_shape": self.a_shape, "b_shape": self.b_shape}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def _sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.shape[axis] for axis in axes)
@@ -100,6 +86,35 @@ class LoraPlan:
         order = sorted(range(len(axes)), key=axes.__getitem__)
         sizes = [n if axis in axes else 1 for axis, n in enumerate(self.shape)]
         return factor.transpose(*order, len(axes)).reshape(*sizes, self.rank)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraPlan(LoraForm):
+    """The adapter of one parameter, wherever the program uses it.
+
+    Attributes:
+        path: pytree path of the parameter.
+        dtype: its dtype.
+        rule: the number of the rule.
+        ops: the ids of the operations whose rule asked for it.
+    """
+
+    path: str
+    dtype: np.dtype
+    rule: int
+    ops: tuple[str, ...]
+
+    @property
+    def form(self) -> LoraForm:
+        """Its form alone, which parameters at other paths may have as well."""
+        fields = dataclasses.fields(LoraForm)
+        return LoraForm(**{field.name: getattr(self, field.name) for field in fields})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values = dataclasses.asdict(self)
+        values |= {"dtype": self.dtype.name, "a_shape": self.a_shape, "b_shape": self.b_shape}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,19 +177,19 @@ class LoraSurvey:
             self._check_same(path, first, rule, uses)
             leaf = self._leaves[path]
             plan = LoraPlan(
-                path,
-                tuple(leaf.shape),
-                np.dtype(leaf.dtype),
-                first.rule,
-                int(rule.rank or 0),
-                float(rule.rank or 0) if rule.alpha is None else float(rule.alpha),
-                float(rule.dropout),
-                first.lead,
-                first.contracted,
-                first.kept,
-                first.stepped,
-                first.is_lookup,
-                tuple(dict.fromkeys(use.op_id for use in uses)),
+                path=path,
+                shape=tuple(leaf.shape),
+                dtype=np.dtype(leaf.dtype),
+                rule=first.rule,
+                rank=int(rule.rank or 0),
+                alpha=float(rule.rank or 0) if rule.alpha is None else float(rule.alpha),
+                dropout=float(rule.dropout),
+                lead=first.lead,
+                contracted=first.contracted,
+                kept=first.kept,
+                stepped=first.stepped,
+                is_lookup=first.is_lookup,
+                ops=tuple(dict.fromkeys(use.op_id for use in uses)),
             )
             _check_rank(plan, first.op_id)
             found[path] = plan
