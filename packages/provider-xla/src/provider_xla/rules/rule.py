@@ -291,7 +291,7 @@ class QtRule(QuantizationRule):
             raise self._error(
                 "rank",
                 "None: adapters are trained beside parameters that stay as they are. Use a "
-                "QuantizationRule with PtqProvider(rules).plan(...)",
+                "QuantizationRule with PtqProvider(rules), for plan(...) or quantize_model(...)",
             )
         self._check_tile("bwd_weight_grad_tile_size")
         if self.sparsity is not None:
