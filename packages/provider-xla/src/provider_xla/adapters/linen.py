@@ -89,7 +89,9 @@ def _joined(variables: Any) -> dict[str, Any]:
         own = _collection(name)
         if own not in variables:
             continue
-        flat = flax.traverse_util.flatten_dict(variables[name], keep_empty_nodes=True)
+        flat: dict[Any, Any] = flax.traverse_util.flatten_dict(
+            variables[name], keep_empty_nodes=True
+        )
         for path, leaf in flax.traverse_util.flatten_dict(variables.pop(own)).items():
             if path in flat and isinstance(leaf, AdaptedWeight):
                 flat[path] = dataclasses.replace(leaf, base=flat[path])
