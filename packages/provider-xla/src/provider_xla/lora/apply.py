@@ -172,7 +172,7 @@ def _run_site(adapted_paths: frozenset[str], statistics: Statistics | None, site
         if side in among:
             if operands[side] is site.operands[side]:
                 operands[side] = among[side].base_array()
-        elif weight is not None and weight.path in adapted_paths:
+        elif weight is not None and not adapted_paths.isdisjoint(weight.paths):
             # It got here as an array, with the adapter added: what is quantized is not that.
             hows[side] = None
         if weight is not None and hows[side] is not None:

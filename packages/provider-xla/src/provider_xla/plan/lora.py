@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hijax_trace import Expression
+from interception_core import OpCall
+
 from ..errors import QuantizationError
 from ..program.engine import follows_values
 from ..program.products import MatrixProduct, RaggedProduct
 from ..program.sites import Rules, Site, short
+from ..program.weights import Weight
 from ..rules.rule import QuantizationRule
+from .views import places_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +135,31 @@ class _Use:
     is_lookup: bool
 
 
+class _Asked(NamedTuple):
+    """An operation that is to give a weight an adapter.
+
+    Attributes:
+        op_id: the operation.
+        rule: the number of its rule.
+        contracted: the axes of the operand that it sums, or a lookup goes along.
+        batch: those that the other operand and the result have.
+        is_lookup: whether it is a lookup.
+    """
+
+    op_id: str
+    rule: int
+    contracted: Sequence[int]
+    batch: Sequence[int]
+    is_lookup: bool
+
+
+def _all(became: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the axes that an axis became, as a tuple."""
+    if became is None:
+        return ()
+    return became if isinstance(became, tuple) else (became,)
+
+
 class LoraSurvey:
     """Collects which parameters get an adapter in one abstract run of a program.
 
@@ -146,6 +176,8 @@ class LoraSurvey:
         self._leaves = leaves
         self._problem = problem
         self._uses: dict[str, list[_Use]] = {}
+        # By operation and rule: the parameters that its weight is computed from, and how.
+        self._computed: dict[tuple[str, int], tuple[tuple[str, ...], Expression | None]] = {}
 
     def product(self, site: Site) -> None:
         """Takes a product that a rule is about."""
@@ -154,14 +186,18 @@ class LoraSurvey:
         for side, weight in enumerate(site.weights):
             if weight is None:
                 continue
-            ndim = site.operands[side].ndim
-            contracted = site.product.shared(side, ndim)
-            self._use(site.call.op_id, site.index, weight, contracted, _batch(site, side), False)
+            operand = site.operands[side]
+            contracted = site.product.shared(side, operand.ndim)
+            asked = _Asked(site.call.op_id, site.index, contracted, _batch(site, side), False)
+            self._use(asked, weight, site.call, operand)
 
-    def lookup(self, op_id: str, index: int | None, weight: Any, along: Sequence[int]) -> None:
+    def lookup(
+        self, call: OpCall, operand: Any, index: int | None, weight: Weight, along: Sequence[int]
+    ) -> None:
         """Takes a lookup in a parameter, along these axes of the operand."""
         if index is not None and self._rules.rules[index].rank is not None:
-            self._use(op_id, index, weight, along, (), True)
+            op_id = call.op_id.replace("gather:", "take:")
+            self._use(_Asked(op_id, index, along, (), True), weight, call, operand)
 
     def plans(self) -> dict[str, LoraPlan]:
         """Returns the adapters, by the path of their parameter.
@@ -193,35 +229,62 @@ class LoraSurvey:
             )
             _check_rank(plan, first.op_id)
             found[path] = plan
+        for (op_id, index), (paths, expression) in self._computed.items():
+            left = [path for path in paths if path not in found]
+            if left:
+                self._problem(
+                    f"{' and '.join(left)} {'get' if len(left) > 1 else 'gets'} no adapter from "
+                    f"{op_id} (rule {index}): its weight {expression or ''} is computed from it, "
+                    "and an adapter is for a parameter, a part of one, or an arrangement of it"
+                )
         return found
 
-    def _use(
-        self,
-        op_id: str,
-        index: int,
-        weight: Any,
-        contracted: Sequence[int],
-        batch: Sequence[int],
-        is_lookup: bool,
-    ) -> None:
-        path = weight.path
-        if weight.axes is None:
-            self._problem(
-                f"{path} gets no adapter from {op_id} (rule {index}): the operation takes a part "
-                "of it, or a weight that is computed from it"
-            )
+    def _use(self, asked: _Asked, weight: Weight, call: OpCall, operand: Any) -> None:
+        if weight.axes is not None:
+            places = [_all(became) for became in weight.axes]
+            stepped = [axis for axis, became in enumerate(weight.axes) if became is None]
+            self._add(weight.path, asked, places, stepped)
             return
+        expression = call.expression(operand)
+        if expression is None or expression.kind(self._rules.is_parameter) != "view":
+            self._computed.setdefault((asked.op_id, asked.rule), (weight.paths, expression))
+            return
+        for path in weight.paths:
+            found = places_in(expression, path, self._leaves[path].shape)
+            if found is None:
+                self._problem(
+                    f"{path} gets no adapter from {asked.op_id} (rule {asked.rule}): its axes "
+                    f"can't be followed to the operand {expression}"
+                )
+            else:
+                self._add(path, asked, found, ())
+
+    def _add(
+        self,
+        path: str,
+        asked: _Asked,
+        places: Sequence[Collection[int]],
+        stepped: Sequence[int],
+    ) -> None:
+        """Take a use of a parameter, whose axes went along these axes of the operand."""
         lead, summed, kept = [], [], []
-        for axis, became in enumerate(weight.axes):
-            parts = became if isinstance(became, tuple) else (became,)
-            if became is None or set(parts) <= set(batch):
+        for axis, place in enumerate(places):
+            is_cut = not place and self._leaves[path].shape[axis] > 1
+            if axis in stepped or is_cut or (place and set(place) <= set(asked.batch)):
                 lead.append(axis)
-            elif set(parts) & set(contracted):
+            elif set(place) & set(asked.contracted):
                 summed.append(axis)
             else:
                 kept.append(axis)
-        stepped = tuple(axis for axis in lead if weight.axes[axis] is None)
-        use = _Use(op_id, index, tuple(lead), tuple(summed), tuple(kept), stepped, is_lookup)
+        use = _Use(
+            asked.op_id,
+            asked.rule,
+            tuple(lead),
+            tuple(summed),
+            tuple(kept),
+            tuple(stepped),
+            asked.is_lookup,
+        )
         self._uses.setdefault(path, []).append(use)
 
     def _check_same(

@@ -67,7 +67,15 @@ def make_plan(
     plan = PlanData(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
     if not any(weight.derived for weight in weights.values()):
         return plan
-    return dataclasses.replace(plan, absorbed=absorbed_by(plan, args, kwargs))
+    absorbed = absorbed_by(plan, args, kwargs) - _kept_for_adapters(plan)
+    return dataclasses.replace(plan, absorbed=absorbed)
+
+
+def _kept_for_adapters(plan: PlanData) -> set[str]:
+    """Return the parameters of derived weights that depend on adapters: see ``adapted``."""
+    derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
+    changing = [one for one in derived if not plan.lora.keys().isdisjoint(one.leaves)]
+    return {path for one in changing for path in one.leaves}
 
 
 def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:

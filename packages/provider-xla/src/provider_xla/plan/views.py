@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hijax_trace import ArrayProxy, Expression, MoveError, Part, replay
+from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, Part, replay
 
 from ..kernels.packed import PrepackedWeight
 from ..program.granularity import Axes, Granularity
@@ -107,6 +107,42 @@ def axes_in(view: Expression, is_stored: IsStored, shape: Sequence[int]) -> Axes
     full: Any = view.aval
     kept = sorted(place for place in found if place is not None)
     return tuple(found) if kept == list(range(len(full.shape))) else None
+
+
+def places_in(
+    view: Expression, path: str, shape: Sequence[int]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return along which axes of a view each axis of a parameter goes; None if one can't be told.
+
+    It may be cut, joined with others, or merged with other axes of the parameter on the way.
+
+    Args:
+        view: the expression of the operand.
+        path: of the parameter.
+        shape: its shape.
+    """
+    found = []
+    for axis in range(len(shape)):
+
+        def stands_for(node: Expression, axis: int = axis) -> ArrayProxy | None:
+            if not isinstance(node, Leaf):
+                return None
+            aval: Any = node.aval
+            alike = node.path == path or len(aval.shape) == len(shape)
+            counts = [n if alike and i == axis else min(n, 1) for i, n in enumerate(aval.shape)]
+            return _Scaled(jax.numpy.zeros(aval.shape), jax.numpy.zeros(counts), aval.dtype)
+
+        def moved(stands_for: Callable[[Expression], ArrayProxy | None] = stands_for) -> Any:
+            scaled = replay(view, stands_for)
+            assert isinstance(scaled, _Scaled)
+            return scaled.scales
+
+        try:
+            counts = jax.eval_shape(moved).shape
+        except MoveError:
+            return None
+        found.append(tuple(place for place, count in enumerate(counts) if count > 1))
+    return tuple(found)
 
 
 @jax.tree_util.register_dataclass
