@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import Expression
+from hijax_trace import Expression, Leaf
 from interception_core import OpCall
 
 from ..errors import QuantizationError
@@ -250,7 +250,11 @@ class LoraSurvey:
             self._computed.setdefault((asked.op_id, asked.rule), (weight.paths, expression))
             return
         for path in weight.paths:
-            found = places_in(expression, path, self._leaves[path].shape)
+
+            def is_it(node: Expression, path: str = path) -> bool:
+                return isinstance(node, Leaf) and node.path == path
+
+            found = places_in(expression, is_it, self._leaves[path].shape)
             if found is None:
                 self._problem(
                     f"{path} gets no adapter from {asked.op_id} (rule {asked.rule}): its axes "
