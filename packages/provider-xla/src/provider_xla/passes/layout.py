@@ -113,6 +113,7 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
         for side, weight in enumerate(site.weights):
             for path in () if weight is None else _stored_for(plan, op_id, weight.paths):
                 try:
+                    _check_product(site, side)
                     view = _view(plan.weights[path], site, side)
                     operand = Operand(path, _axes(plan.weights[path], weight, view))
                     if operands.setdefault((op_id, side), operand) != operand:
@@ -223,6 +224,18 @@ def _settled(
     return dataclasses.replace(first, quantized=quantized)
 
 
+def _check_product(site: Site, side: int) -> None:
+    """Raise NotMatrix for products that passes can't change."""
+    if not isinstance(site.product, MatrixProduct):
+        raise NotMatrix("no plain matrix product")
+    if site.product.dims[1][0]:
+        raise NotMatrix("it has batch axes")
+    if site.weights[1 - side] is not None:
+        raise NotMatrix("both operands are parameters")
+    if site.hows[side] is None:
+        raise NotMatrix("the parameter stays float")
+
+
 def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None]) -> Layout:
     """Return how a site sees what is stored for an operand.
 
@@ -237,15 +250,8 @@ def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None
     """
     weight, x = site.weights[side], site.operands[1 - side]
     assert weight is not None
-    if not isinstance(site.product, MatrixProduct):
-        raise NotMatrix("no plain matrix product")
-    contracted, batch = site.product.dims
-    if batch[0]:
-        raise NotMatrix("it has batch axes")
-    if site.weights[1 - side] is not None:
-        raise NotMatrix("both operands are parameters")
-    if site.hows[side] is None:
-        raise NotMatrix("the parameter stays float")
+    assert isinstance(site.product, MatrixProduct)
+    contracted = site.product.dims[0]
     lead = [axis for axis, became in enumerate(axes) if became is None]
     places = {became: axis for axis, became in enumerate(axes) if became is not None}
     # What is kept may be a part; what is contracted is whole.
