@@ -307,9 +307,79 @@ def test_the_backward_products_are_integer():
 
 
 def test_training_refuses_tiles_in_the_backward_pass():
-    for backward in (Backward("int8", weight_grad_tile_size=4), Backward("mxfp8")):
+    for backward in (
+        Backward("int8", tile_size=4),
+        Backward("mxfp8"),
+        (None, Backward("int8", residual=HowToQuantize("int8", tile_size=4))),
+    ):
         with pytest.raises(ValueError, match="which can't be tiled"):
-            train_ragged_dot(X, W, ROWS, lhs_how=INT8, rhs_how=INT8, backward=backward, weight=1)
+            train_ragged_dot(X, W, ROWS, lhs_how=INT8, rhs_how=INT8, backward=backward)
+
+
+def float_gradients():
+    groups = np.repeat(np.arange(4), ROWS)
+    want_x, want_w = np.zeros(X.shape), np.zeros(W.shape)
+    want_x[:23] = np.einsum("mn,mkn->mk", G[:23], W[groups].astype("d"))
+    np.add.at(want_w, groups, np.einsum("mk,mn->mkn", X[:23].astype("d"), G[:23]))
+    return want_x, want_w
+
+
+@pytest.mark.parametrize(
+    ("how", "backward", "near"),
+    [
+        (HowToQuantize("fp8", 4), (Backward("fp8_e5m2", tile_size=4), Backward("fp8")), 0.12),
+        (HowToQuantize("int4", 8), (Backward("int8", tile_size=2), Backward("int8")), 0.03),
+        (
+            HowToQuantize("int4"),
+            (Backward("int8", residual="original"), Backward("int8", residual="original")),
+            0.03,
+        ),
+        (INT8, (Backward("int4", tile_size=4, residual=HowToQuantize("int8", 4)), None), 0.15),
+    ],
+    ids=str,
+)
+def test_training_in_small_formats(how, backward, near):
+    f = functools.partial(
+        train_ragged_dot, group_sizes=ROWS, lhs_how=how, rhs_how=how, backward=backward
+    )
+    out, gx, gw = grads(f)
+    lhs = quantize_for_dot(X, (1,), how.qtype, how.tile_size)
+    rhs = quantize_for_dot(W, (1,), how.qtype, how.tile_size)
+    np.testing.assert_allclose(out, ragged_dot(lhs, rhs, ROWS), rtol=1e-5, atol=1e-5)
+    want_x, want_w = float_gradients()
+    assert relative(gx, want_x) < near
+    assert relative(gw, want_w) < near
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_training_some_of_the_groups(offset):
+    """Value and gradients are those of the rows of these groups."""
+    backward = Backward("int8")
+    options = {"lhs_how": INT8, "rhs_how": INT8, "backward": backward}
+    start, stop = np.cumsum([0, *ROWS])[[offset, offset + 2]]
+    own = slice(start, stop)
+
+    def some(x, w, g):
+        f = functools.partial(
+            train_ragged_dot, group_sizes=ROWS, group_offset=jnp.int32(offset), **options
+        )
+        out, pull = jax.vjp(f, x, w[offset : offset + 2])
+        return out, *pull(g)
+
+    def alone(x, w, g):
+        f = functools.partial(train_ragged_dot, group_sizes=ROWS[offset : offset + 2], **options)
+        out, pull = jax.vjp(f, x[own], w[offset : offset + 2])
+        return out, *pull(g[own])
+
+    inside = np.zeros((24, 1), np.float32)
+    inside[own] = 1
+    # The scale of a column of the cotangent is that of all rows: outside they are zero.
+    out, gx, gw = jax.jit(some)(X, W, G * inside)
+    out2, gx2, gw2 = jax.jit(alone)(X, W, G)
+    for whole, part in ((out, out2), (gx, gx2)):
+        np.testing.assert_allclose(whole[own], part, rtol=1e-5, atol=1e-5)
+        assert not np.delete(np.asarray(whole), np.r_[own], 0).any()
+    np.testing.assert_allclose(gw, gw2, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_what_is_refused():
         {"lhs_how": HowToQuantize("int8", 4)},
         {"rhs_how": HowToQuantize("mxfp8")},
         {"backward": Backward("nvfp4")},
-        {"backward": Backward("int8", weight_grad_tile_size=2), "weight": 1},
+        {"backward": (None, Backward("int8", tile_size=2))},
     ):
         with pytest.raises(ValueError, match="takes no tiles and no formats with blocks"):
             train(x, w, **options)

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 from .adapter import Adapter, Quantized, path_of
-from .scopes import Subclasses, Tag, is_ours
+from .scopes import MARK, Subclasses, Tag, is_ours
 
 _TAG = "jaxtap_tag"
 
@@ -37,6 +37,22 @@ class EquinoxAdapter(Adapter):
     def quantized(self, model: eqx.Module) -> Quantized | None:
         """Returns how a model is quantized."""
         return _tag_of(model).quantized if is_ours(type(model)) else None
+
+    def restore(self, model: eqx.Module, parameters: Any) -> eqx.Module:
+        """Return a model of the classes that it had."""
+        return _mapped(parameters, lambda module, path: _original(module))
+
+
+def _original(module: eqx.Module) -> Any:
+    """Return a copy of a module, of the class of which its class is a subclass."""
+    cls = type(module)
+    if not is_ours(cls):
+        return module
+    copy = object.__new__(vars(cls)[MARK])
+    for name, value in vars(module).items():
+        if name != _TAG:
+            object.__setattr__(copy, name, value)
+    return copy
 
 
 def _tag_of(module: eqx.Module) -> Tag:

@@ -18,7 +18,7 @@ from ..program.candidates import Choice, platforms
 from ..program.engine import follows_values
 from ..program.granularity import Granularity
 from ..program.record import OpRecord, Report
-from ..program.sites import Rules, Site, Sites
+from ..program.sites import Rules, Site, Sites, ignore
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
 from .choose import choose
@@ -70,7 +70,15 @@ def make_plan(
     plan = PlanData(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
     if not any(weight.derived for weight in weights.values()):
         return plan
-    return dataclasses.replace(plan, absorbed=absorbed_by(plan, args, kwargs))
+    absorbed = absorbed_by(plan, args, kwargs) - _kept_for_adapters(plan)
+    return dataclasses.replace(plan, absorbed=absorbed)
+
+
+def _kept_for_adapters(plan: PlanData) -> set[str]:
+    """Return the parameters of derived weights that depend on adapters: see ``adapted``."""
+    derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
+    changing = [one for one in derived if not plan.lora.keys().isdisjoint(one.leaves)]
+    return {path for one in changing for path in one.leaves}
 
 
 def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
@@ -83,15 +91,7 @@ def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> froze
         if weight.derived is not None
     }
 
-    def run(site: Site) -> Any:
-        held = [site.call.proxy(operand) for operand in site.operands]
-        operands = [
-            x if one is None else one.restore().astype(x.dtype)
-            for x, one in zip(site.operands, held, strict=True)
-        ]
-        return site.product.run(*operands, *site.extras)
-
-    sites = Sites(plan.rules, run, lambda record, problem: None)
+    sites = Sites(plan.rules, in_float, ignore)
     tapped = plan.engine.wrap(plan.fn, sites.interceptor)
 
     def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
@@ -110,6 +110,16 @@ def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> froze
     # The first arguments are the parameters, in the order of their paths.
     names = sorted(plan.leaves)
     return frozenset(path for path, one in zip(names, used, strict=False) if not one)
+
+
+def in_float(site: Site) -> Any:
+    """Return the result of an operation with the arrays that proxies stand for."""
+    held = [site.call.proxy(operand) for operand in site.operands]
+    operands = [
+        x if one is None else one.restore().astype(x.dtype)
+        for x, one in zip(site.operands, held, strict=True)
+    ]
+    return site.product.run(*operands, *site.extras)
 
 
 def look(

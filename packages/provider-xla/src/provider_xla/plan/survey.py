@@ -200,7 +200,7 @@ class Survey:
                 count = math.prod(indices.shape[:-1])
                 use = RowsUse(stored.axes.index(axis), count)
             self._product(stored.path, record.op_id, use)
-        self.lora.lookup(record.op_id, index, weight, along)
+        self.lora.lookup(call, operand, index, weight, along)
         return NotImplemented
 
     def _product(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:

@@ -9,6 +9,7 @@ program moves the real scales by the same code, so that a plan can't promise any
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hijax_trace import ArrayProxy, Expression, MoveError, Part, replay
+from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, Part, replay
 
 from ..kernels.packed import PrepackedWeight
 from ..program.granularity import Axes, Granularity
@@ -107,6 +108,64 @@ def axes_in(view: Expression, is_stored: IsStored, shape: Sequence[int]) -> Axes
     full: Any = view.aval
     kept = sorted(place for place in found if place is not None)
     return tuple(found) if kept == list(range(len(full.shape))) else None
+
+
+def places_in(
+    view: Expression, is_stored: IsStored, shape: Sequence[int]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return along which axes of a view each axis of an array goes; None if one can't be told.
+
+    It may be cut, joined with others, or merged with other axes of the array on the way.
+
+    Args:
+        view: the expression of the operand.
+        is_stored: tells the nodes that are the array.
+        shape: its shape.
+    """
+    found = []
+    for axis in range(len(shape)):
+        moved = functools.partial(_numbers, view, is_stored, len(shape), axis)
+        try:
+            counts = jax.eval_shape(moved).shape
+        except MoveError:
+            return None
+        found.append(tuple(place for place, count in enumerate(counts) if count > 1))
+    return tuple(found)
+
+
+def is_in_order(view: Expression, is_stored: IsStored, shape: Sequence[int], axis: int) -> bool:
+    """Return whether a view has all indices of one axis of an array, in their order.
+
+    It is computed: not to be asked while a program is traced.
+
+    Args:
+        view: the expression of the operand.
+        is_stored: tells the nodes that are the array.
+        shape: its shape.
+        axis: of the array; ``places_in`` finds one axis of the view for it.
+    """
+    # Jitted: of what is moved, the numbers alone are computed.
+    moved = jax.jit(functools.partial(_numbers, view, is_stored, len(shape), axis))
+    return np.array_equal(np.asarray(moved()).reshape(-1), np.arange(shape[axis]))
+
+
+def _numbers(view: Expression, is_stored: IsStored, ndim: int, axis: int) -> jax.Array:
+    """Return the indices along one axis of an array, moved as a view of it."""
+
+    def stands_for(node: Expression) -> ArrayProxy | None:
+        is_it = is_stored(node)
+        if not is_it and not isinstance(node, Leaf):
+            return None
+        aval: Any = node.aval
+        # What is joined with it is moved alike.
+        alike = is_it or len(aval.shape) == ndim
+        counts = [n if alike and i == axis else min(n, 1) for i, n in enumerate(aval.shape)]
+        numbers = jax.numpy.arange(math.prod(counts), dtype=np.float32).reshape(counts)
+        return _Scaled(jax.numpy.zeros(aval.shape), numbers, aval.dtype)
+
+    moved = replay(view, stands_for)
+    assert isinstance(moved, _Scaled)
+    return moved.scales
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-import quant_numerics as qn
 from interception_core import JaxtapError
 
 from ..program.sites import Site
@@ -93,18 +92,9 @@ class QtProvider(XlaProvider):
             ranges = observation.calibrations(site)
         rule = site.rule
         assert isinstance(rule, QtRule)
-        backward = None
-        if rule.bwd_qtype is not None:
-            backward = qn.Backward(
-                rule.bwd_qtype,
-                rule.bwd_calibration_method,
-                rule.bwd_weight_grad_tile_size,
-                not rule.disable_channelwise_axes,
-                rule.bwd_stochastic_rounding,
-                tuple(rule.channelwise_noise_axes),
-            )
+        backward = tuple(rule.backward(weight is not None) for weight in site.weights)
         noise = None
-        if backward is not None and backward.stochastic_rounding is not None:
+        if any(one is not None and one.stochastic_rounding is not None for one in backward):
             if key is None:
                 raise JaxtapError(
                     f"The rule of {site.call.op_id} rounds gradients stochastically, and there "
@@ -112,13 +102,10 @@ class QtProvider(XlaProvider):
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
-        weights = [side for side, weight in enumerate(site.weights) if weight is not None]
-        weight = weights[0] if len(weights) == 1 else None
         return trained_product(
             site.product,
             site.hows,
-            backward,
-            weight,
+            None if backward == (None, None) else backward,
             *site.operands,
             site.extras,
             ranges,

@@ -68,7 +68,7 @@ def ragged_dot(
     start = None
     if group_offset is not None:
         lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
-        start, group_sizes = _window(jnp.asarray(group_sizes), group_offset, rhs.shape[0])
+        start, group_sizes = window(jnp.asarray(group_sizes), group_offset, rhs.shape[0])
         # lax begins with the first row: the rows before the first group go behind all others.
         order = lax.rem(lax.iota(jnp.int32, lhs.shape[0]) + start, jnp.int32(max(lhs.shape[0], 1)))
         lhs = take(lhs, order, 0, mode="clip", dequantize=False)
@@ -83,7 +83,7 @@ def ragged_dot(
     return out if start is None else jnp.roll(out, start, 0)
 
 
-def _window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array, jax.Array]:
+def window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array, jax.Array]:
     """Return the first row of `count` groups from `offset` on, and their sizes, int32."""
     offset = jnp.asarray(offset)
     if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +18,9 @@ from quant_numerics.ops.dot import DotDimensionNumbers, dot_general
 from quant_numerics.train.cotangent import Cotangent, can_shift, shifted, unit_scaled
 from quant_numerics.train.options import (
     Backward,
+    Backwards,
     HowToQuantize,
-    check_backward,
+    both_gradients,
     check_operands,
     hashable,
     result_dtype,
@@ -35,11 +35,10 @@ def train_dot_general(
     *,
     lhs_how: HowToQuantize | None,
     rhs_how: HowToQuantize | None,
-    backward: Backward | None = None,
+    backward: Backward | Backwards | None = None,
     lhs_calibration: Calibration | None = None,
     rhs_calibration: Calibration | None = None,
     key: jax.Array | None = None,
-    weight: int | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
@@ -55,7 +54,8 @@ def train_dot_general(
     - the other operand's quantized values from the forward pass. Its scales lie along axes that
       this contraction sums over, so they are multiplied into the cotangent before that is
       quantized, and the sum is over integers. An operand with tiles or zero points is quantized
-      again, to the cotangent's format; a float one stays float.
+      again, to the cotangent's format; a float one stays float. ``Backward.residual`` says
+      otherwise.
 
     A gradient is zero where its operand lies outside of the range that it was clipped to: with
     calibration methods that cut off, and with a given calibration.
@@ -69,12 +69,12 @@ def train_dot_general(
       dimension_numbers: as in ``lax.dot_general``.
       lhs_how: how `lhs` is quantized; None: it stays float.
       rhs_how: the same for `rhs`.
-      backward: how the backward contractions are quantized; None: they are float.
+      backward: how the backward contractions are quantized; a pair for the gradients of `lhs` and
+        of `rhs`; None: float.
       lhs_calibration: a range to use instead of measuring `lhs`, shaped like its scale.
       rhs_calibration: the same for `rhs`.
       key: random key, for `backward` with stochastic rounding. The bits of the cotangent and the
         operand's side are mixed in, so that one key does for all steps of a loop.
-      weight: 0 or 1, the operand whose gradient ``Backward.weight_grad_tile_size`` is for.
       precision: for contractions of float arrays.
       preferred_element_type: dtype of the result, as in ``dot_general``.
       out_sharding: sharding of the result, as in ``dot_general``.
@@ -84,12 +84,11 @@ def train_dot_general(
 
     Raises:
       TypeError: an operand that is no float array.
-      ValueError: as ``quantize_for_dot`` and ``dot_general``; stochastic rounding without a key; a
-        tile size for a weight's gradient without `weight`.
+      ValueError: as ``quantize_for_dot`` and ``dot_general``; stochastic rounding without a key.
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
-    check_backward(backward, key, weight)
+    gradients = both_gradients(backward, key)
     dims = _canonical(dimension_numbers, operands)
     op = DotOp(
         dims,
@@ -98,15 +97,9 @@ def train_dot_general(
         result_dtype(preferred_element_type),
         out_sharding,
     )
-    if hows == (None, None) and backward is None:
+    if hows == (None, None) and gradients is None:
         return op.run(*operands, None)
-    return _train_dot(op, hows, backward, weight, operands, calibrations, key)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _train_dot(op, hows, backward, weight, operands, calibrations, key):
-    """Run ``train``, jitted so that a model with many equal layers traces it once."""
-    return train(op, hows, backward, weight, operands, calibrations, key)
+    return train(op, hows, gradients, operands, calibrations, key)
 
 
 def _canonical(dims: DotDimensionNumbers, operands: Sequence[jax.Array]) -> DotDimensionNumbers:
@@ -205,12 +198,11 @@ class DotOp:
 
         `axes` of `y` correspond to `g_axes` of `g`.
         """
-        q = y.quantized
+        q, free = y.quantized, axes[len(self.dims[1][0]) :]
+        kept = [a for a in range(y.value.ndim) if a not in free]
         if q is None:
-            return y.value, g
+            return to.residual(y.value, kept, free), g
         if not can_shift(q, axes):
-            free = axes[len(self.dims[1][0]) :]
-            kept = [a for a in range(q.ndim) if a not in free]
             return to.requantize(y.value, kept, free), g
         return unit_scaled(q), shifted(g, q, axes, g_axes)
 

@@ -40,24 +40,27 @@ class HowToQuantize:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Say how the contractions of the backward pass are quantized. Hashable.
+    """Say how a contraction of the backward pass is quantized. Hashable.
 
     Attributes:
-      qtype: the format of cotangents; kept as the name.
-      method: calibration method for cotangents.
-      weight_grad_tile_size: tile size along the contracted axis of the weight's gradient;
-       |        contractions only, not convolutions.
+      qtype: the format of the cotangent; kept as the name.
+      method: calibration method for the cotangent.
+      tile_size: elements (a float: one over the number of tiles) per scale along the last axis
+        that is contracted; contractions only, not convolutions.
       channelwise: False for one scale per cotangent, tiles aside.
-      stochastic_rounding: None, or the method of a ``StochasticRounding`` of the cotangents.
+      stochastic_rounding: None, or the method of a ``StochasticRounding`` of the cotangent.
       channelwise_noise_axes: the cotangent's axes along which that noise differs.
+      residual: the other operand: None for its quantized values of the forward pass,
+        ``"original"`` for the operand itself, or how that is quantized for this contraction.
     """
 
     qtype: str
     method: str = "absmax"
-    weight_grad_tile_size: int | float | None = None
+    tile_size: int | float | None = None
     channelwise: bool = True
     stochastic_rounding: Literal["uniform", "low_bit_uniform"] | None = None
     channelwise_noise_axes: tuple[int, ...] = (0,)
+    residual: HowToQuantize | Literal["original"] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "qtype", get_qtype(self.qtype).name)
@@ -72,6 +75,25 @@ class Backward:
                 "stochastic_rounding must be None, 'uniform' or 'low_bit_uniform', got "
                 f"{self.stochastic_rounding!r}"
             )
+        if not isinstance(self.residual, HowToQuantize) and self.residual not in (None, "original"):
+            raise ValueError(
+                "residual must be None, 'original' or a HowToQuantize, got "
+                f"{self.residual!r}; None uses the quantized values of the forward pass"
+            )
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether scales differ along the contracted axis."""
+        residual = self.residual if isinstance(self.residual, HowToQuantize) else None
+        formats = [self.qtype] if residual is None else [self.qtype, residual.qtype]
+        sizes = (self.tile_size, None if residual is None else residual.tile_size)
+        return any(size is not None for size in sizes) or any(
+            get_qtype(qtype).block is not None for qtype in formats
+        )
+
+
+Backwards = tuple[Backward | None, Backward | None]
+"""How the gradient of either operand is quantized; None: it is that of the float op."""
 
 
 def check_operands(
@@ -101,22 +123,27 @@ def check_operands(
     return arrays[0], arrays[1]
 
 
-def check_backward(backward: Backward | None, key: Any, weight: int | None) -> None:
-    """Raise a ValueError for what `backward` asks for and is not given."""
-    if weight not in (None, 0, 1):
-        raise ValueError(f"weight must be None, 0 (lhs) or 1 (rhs), got {weight!r}")
-    if backward is None:
-        return
-    if backward.stochastic_rounding is not None and key is None:
+def both_gradients(backward: Backward | Backwards | None, key: Any) -> Backwards | None:
+    """Return how both gradients are quantized; None if neither is.
+
+    Raises:
+      ValueError: stochastic rounding without a key, or something other than two gradients.
+    """
+    if backward is None or isinstance(backward, Backward):
+        backward = (backward, backward)
+    pair = tuple(backward)
+    if len(pair) != 2 or not all(one is None or isinstance(one, Backward) for one in pair):
         raise ValueError(
-            f"backward has stochastic_rounding={backward.stochastic_rounding!r}, which needs a "
-            "random key: pass key=jax.random.key(...), another one for each training step"
+            "backward must be a Backward for both gradients, or a pair of Backward or None for "
+            f"those of lhs and rhs, got {backward!r}"
         )
-    if backward.weight_grad_tile_size is not None and weight is None:
-        raise ValueError(
-            "backward has a weight_grad_tile_size, so it must be known which operand is the "
-            "weight: pass weight=0 (lhs) or weight=1 (rhs)"
-        )
+    for one in pair:
+        if one is not None and one.stochastic_rounding is not None and key is None:
+            raise ValueError(
+                f"backward has stochastic_rounding={one.stochastic_rounding!r}, which needs a "
+                "random key: pass key=jax.random.key(...), another one for each training step"
+            )
+    return None if pair == (None, None) else (pair[0], pair[1])
 
 
 def hashable(value: Any) -> Any:
