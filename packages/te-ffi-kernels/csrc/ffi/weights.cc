@@ -99,6 +99,42 @@ void Pack(const Call& call) {
        static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], Parallel(scheduler));
 }
 
+// Rows in groups, each with its own weight of a stack. Rows beyond the last group give zeros.
+template <int kBits, int kPlanes>
+void MultiplyGroups(const Call& call) {
+  call.NeedCounts(3, 1);
+  const ProductConfig config = ProductConfigOf(call.attributes, kBits);
+  const Array in = call.Operand(0, "x"), stack = call.Operand(1, "buffer");
+  const Array out = call.Result(0, "y");
+  ProductCall{in, stack, out}.Check(config);
+  const std::vector<int64_t> ends =
+      EndsOfGroups(stack, call.Operand(2, "group_sizes"), in.shape[0]);
+  const int64_t x_row = config.k * static_cast<int64_t>(byte_size(in.dtype));
+  const int64_t y_row = config.n * static_cast<int64_t>(byte_size(out.dtype));
+  XlaScheduler scheduler(call);
+  const Parallel parallel(scheduler);
+  const Isa isa = selected_isa();
+  const uint8_t* x = static_cast<const uint8_t*>(in.data);
+  uint8_t* y = static_cast<uint8_t*>(out.data);
+  Matmul args;
+  args.x_dtype = in.dtype;
+  args.y_dtype = out.dtype;
+  args.planes = kPlanes;
+  int64_t begin = 0;
+  for (size_t group = 0; group < ends.size(); ++group) {
+    args.m = ends[group] - begin;
+    if (args.m > 0) {
+      args.x = x + begin * x_row;
+      args.y = y + begin * y_row;
+      args.weights = {WeightOfStack(stack, static_cast<int64_t>(group)), stack.shape[1],
+                      stack.shape[2], config.n, config.Check()};
+      matmul(args, parallel, isa);
+    }
+    begin = ends[group];
+  }
+  std::memset(y + begin * y_row, 0, static_cast<size_t>((in.shape[0] - begin) * y_row));
+}
+
 ProductConfig TakeConfigOf(const Attributes& attributes) {
   return ProductConfigOf(attributes, static_cast<int>(NeedAttribute<int64_t>(attributes, "bits")));
 }
@@ -137,22 +173,28 @@ constexpr char kGemmW8A8Stack[] = "te_ffi_kernels.gemm_w8a8_stack";
 constexpr char kGemmW8A16Stack[] = "te_ffi_kernels.gemm_w8a16_stack";
 constexpr char kGemvW8Stack[] = "te_ffi_kernels.gemv_w8_stack";
 constexpr char kGemvW4Stack[] = "te_ffi_kernels.gemv_w4_stack";
+constexpr char kGemmW8A8Groups[] = "te_ffi_kernels.gemm_w8a8_groups";
+constexpr char kGemmW8A16Groups[] = "te_ffi_kernels.gemm_w8a16_groups";
+constexpr char kGemvW8Groups[] = "te_ffi_kernels.gemv_w8_groups";
+constexpr char kGemvW4Groups[] = "te_ffi_kernels.gemv_w4_groups";
 constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
 constexpr char kPackW4[] = "te_ffi_kernels.pack_w4";
 constexpr char kPackedTake[] = "te_ffi_kernels.packed_take";
 
-template <const char* kTarget, const char* kStackTarget, int kBits, int kPlanes>
+template <const char* kTarget, const char* kStackTarget, const char* kGroupsTarget, int kBits,
+          int kPlanes>
 struct Product {
   Handlers<kTarget, WarmProduct<kBits, kPlanes>, Multiply<kBits, kPlanes>> one;
   Handlers<kStackTarget, WarmProduct<kBits, kPlanes>, MultiplyStack<kBits, kPlanes>> stack;
+  Handlers<kGroupsTarget, WarmProduct<kBits, kPlanes>, MultiplyGroups<kBits, kPlanes>> groups;
 };
 template <const char* kTarget, int kBits>
 using Packing = Handlers<kTarget, CheckPack<kBits>, Pack<kBits>>;
 
-const Product<kGemmW8A8, kGemmW8A8Stack, 8, 1> kOne;
-const Product<kGemmW8A16, kGemmW8A16Stack, 8, 0> kTwo;
-const Product<kGemvW8, kGemvW8Stack, 8, 0> kThree;
-const Product<kGemvW4, kGemvW4Stack, 4, 0> kFour;
+const Product<kGemmW8A8, kGemmW8A8Stack, kGemmW8A8Groups, 8, 1> kOne;
+const Product<kGemmW8A16, kGemmW8A16Stack, kGemmW8A16Groups, 8, 0> kTwo;
+const Product<kGemvW8, kGemvW8Stack, kGemvW8Groups, 8, 0> kThree;
+const Product<kGemvW4, kGemvW4Stack, kGemvW4Groups, 4, 0> kFour;
 const Packing<kPackW8, 8> kFive;
 const Packing<kPackW4, 4> kSix;
 const Handlers<kPackedTake, WarmTake, TakeOf> kSeven;

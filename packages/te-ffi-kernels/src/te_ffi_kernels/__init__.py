@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         QKVFormat,
         QKVLayout,
     )
+    from ._decode.ops import decode_attention
     from ._norms.layernorm import layernorm
     from ._norms.ops import normalization_bwd, normalization_fwd
     from ._router.ops import (
@@ -78,6 +79,7 @@ __all__ = [
     "compute_scale_from_amax",
     "dact_lu",
     "dbias_quantize",
+    "decode_attention",
     "dequantize",
     "export_checks",
     "fused_attn",
@@ -145,6 +147,7 @@ _LAZY = {
     "compute_scale_from_amax": "_te.modes",
     "dact_lu": "_activations.ops",
     "dbias_quantize": "_te.ops_quantize",
+    "decode_attention": "_decode.ops",
     "dequantize": "_te.ops_dequantize",
     "export_checks": "_warmup",
     "fused_moe_aux_loss": "_router.ops_loss",

@@ -4,6 +4,7 @@ from interception_core import DoctorCheck, KernelSpec, hookimpl
 
 from ._activations.specs import SPECS as ACTIVATIONS
 from ._attention.specs import SPECS as ATTENTION
+from ._decode.specs import SPECS as DECODE
 from ._norms.specs import SPECS as NORMS
 from ._router.specs import SPECS as ROUTER
 from ._softmax.specs import SPECS as SOFTMAX
@@ -22,7 +23,11 @@ _WEIGHTS = {
 }
 
 _SUPPORTS = {"pack_w8": "packing", "pack_w4": "packing", "packed_take": "taking"}
-_STACKS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
+_PRODUCTS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
+_STACKS = {
+    "stack": "one weight of a stack",
+    "groups": "each group of rows with its weight of a stack",
+}
 
 
 @hookimpl
@@ -32,12 +37,13 @@ def jaxtap_register_kernels():
         _spec(op, summary, _SUPPORTS.get(op, "product"), apply=f"te_ffi_kernels:{op}")
         for op, summary in _WEIGHTS.items()
     ]
-    # What these ops call with an index, so without an apply.
+    # What these ops call with an index or with sizes of groups, so without an apply.
     stacks = [
-        _spec(f"{op}_stack", f"{_WEIGHTS[op]}; one weight of a stack", "product_of_stack")
-        for op in _STACKS
+        _spec(f"{op}_{kind}", f"{_WEIGHTS[op]}; {summary}", "product_of_stack")
+        for op in _PRODUCTS
+        for kind, summary in _STACKS.items()
     ]
-    return [*weights, *stacks, *TE, *ATTENTION, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
+    return [*weights, *stacks, *TE, *ATTENTION, *DECODE, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
 
 
 def _spec(op: str, summary: str, supports: str, apply: str | None = None) -> KernelSpec:

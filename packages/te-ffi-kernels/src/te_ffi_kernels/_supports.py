@@ -20,8 +20,8 @@ def product(call: KernelCall) -> bool | str:
 
 
 def product_of_stack(call: KernelCall) -> bool | str:
-    """Tell whether a product of x[m, k] with one weight of a stack reads the stack."""
-    op = call.op.removesuffix("_stack")
+    """Tell whether a product of x[m, k] with weights of a stack reads the stack."""
+    op = call.op.rpartition("_")[0]
     found = select_kernel(op, call.platform, call.operands, **dict(call.params))
     if found.spec is None:
         return found.reason

@@ -65,6 +65,20 @@ def test_one_weight_of_a_stack_in_blocks(mesh):
         np.testing.assert_array_equal(compiled(xs, ws, 1), op(x, stack, index=1))
 
 
+def test_groups_of_rows_in_blocks_of_columns(mesh):
+    rng = np.random.default_rng(0)
+    x, sizes = activation(rng), jnp.array([3, 0, 9], jnp.int32)
+    for op, pack in OPS[2:]:
+        codes = jnp.asarray(rng.integers(-7, 8, (3, 64, 256)), jnp.int8)
+        stack = pack(codes, jnp.full((3, 1, 256), 0.1))
+        xs = put(mesh, x, "data", None)
+        ws = jax.tree.map(lambda b: put(mesh, b, None, "model", None), stack)
+        run = jax.jit(lambda x, w, s, op=op: op(x, w, group_sizes=s))
+        compiled = run.lower(xs, ws, sizes).compile()
+        assert_block(compiled, "", f"f32[{x.shape[0]},64]", op.__name__)
+        np.testing.assert_array_equal(compiled(xs, ws, sizes), op(x, stack, group_sizes=sizes))
+
+
 def test_in_shard_map_the_block_is_the_whole(mesh):
     rng = np.random.default_rng(0)
     (_, w), x = weight_of_8_bits(rng), activation(rng)

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import _op
 from . import reference
-from .layout import Layout
+from .form import Form
 from .packed import PackedWeight
 from .sharding import partition_product
 
@@ -27,6 +27,7 @@ def gemm_w8a8(
     *,
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
 ) -> jax.Array:
     """Matrix product of activations that are quantized to int8 on the way, row by row.
 
@@ -42,6 +43,9 @@ def gemm_w8a8(
         index: int32[], which weight of a stack [weights, k, n] to multiply with. A kernel reads it
             where it lies in the stack; what ``lax.dynamic_index_in_dim`` cuts out is copied. Beyond
             the ends it is the end.
+        group_sizes: int32[weights], for a stack [weights, k, n]: how many rows of x [m, k] each of
+            its weights is multiplied with, in order, as in ``lax.ragged_dot``. Rows beyond the last
+            group give zeros. On CPU a weight without rows is not read.
 
     Returns:
         [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
@@ -49,11 +53,12 @@ def gemm_w8a8(
 
     Raises:
         TypeError: another dtype, or a weight that isn't a PackedWeight.
-        ValueError: another number of columns, or a weight of 4 bits, or a stack without an index.
-        jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged. On a GPU
-            the columns of a panel with a damaged header are NaN.
+        ValueError: another number of columns, or a weight of 4 bits, or a stack with neither index
+            nor group_sizes, or with both.
+        jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged, or a
+            negative size of a group. On a GPU the columns of a panel with a damaged header are NaN.
     """
-    return _product("gemm_w8a8", 8, x, weight, out_dtype, index)
+    return _product("gemm_w8a8", 8, x, weight, out_dtype, index, group_sizes)
 
 
 def gemm_w8a16(
@@ -62,6 +67,7 @@ def gemm_w8a16(
     *,
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
 ) -> jax.Array:
     """Matrix product of float activations with a weight in 8 bits.
 
@@ -69,7 +75,7 @@ def gemm_w8a16(
     bfloat16 or float16 and 23 bits where they are float32, so that integer units sum the products
     exactly. Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN.
     """
-    return _product("gemm_w8a16", 8, x, weight, out_dtype, index)
+    return _product("gemm_w8a16", 8, x, weight, out_dtype, index, group_sizes)
 
 
 def gemv_w8(
@@ -78,9 +84,10 @@ def gemv_w8(
     *,
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
 ) -> jax.Array:
     """``gemm_w8a16`` for one row or a few: it takes as long as reading the weight."""
-    return _product("gemv_w8", 8, x, weight, out_dtype, index)
+    return _product("gemv_w8", 8, x, weight, out_dtype, index, group_sizes)
 
 
 def gemv_w4(
@@ -89,9 +96,10 @@ def gemv_w4(
     *,
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
 ) -> jax.Array:
     """``gemm_w8a16`` with a weight in 4 bits, packed by ``pack_w4``; for any number of rows."""
-    return _product("gemv_w4", 4, x, weight, out_dtype, index)
+    return _product("gemv_w4", 4, x, weight, out_dtype, index, group_sizes)
 
 
 def _product(
@@ -101,29 +109,17 @@ def _product(
     weight: PackedWeight,
     out_dtype: DTypeLike | None,
     index: ArrayLike | None,
+    group_sizes: jax.Array | None,
 ) -> jax.Array:
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    _check(op, bits, x, weight, dtype, index)
-    form = Form(op, weight.layout, weight.n, dtype)
-    if index is None:
-        return _run(form, x, weight.buffer)
-    return _run(form, x, weight.buffer, jnp.asarray(index, jnp.int32))
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """What a product knows of its weight and its result at compile time. Hashable."""
-
-    op: str
-    layout: Layout
-    n: int
-    dtype: Any
-
-    def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
-        """Return the weight of a buffer, or that of an index of a stack."""
-        for i in index:
-            buffer = lax.dynamic_index_in_dim(buffer, i, keepdims=False)
-        return PackedWeight.of(buffer, self.n, self.layout)
+    _check(op, bits, x, weight, dtype, index, group_sizes)
+    if index is not None:
+        picks, given = "stack", (jnp.asarray(index, jnp.int32),)
+    elif group_sizes is not None:
+        picks, given = "groups", (group_sizes.astype(jnp.int32),)
+    else:
+        picks, given = "", ()
+    return _run(Form(op, weight.layout, weight.n, dtype, picks), x, weight.buffer, *given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,9 +133,14 @@ def _forward(form: Form, x: jax.Array, *weight: jax.Array) -> tuple[jax.Array, A
 
 def _backward(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any, ...]:
     like, *weight = saved
-    codes, scale = form.weight(*weight).unpack()
-    floats = codes.astype(jnp.float32) * jnp.repeat(scale, form.layout.k // scale.shape[0], axis=0)
-    grad = jnp.einsum("...n,kn->...k", ct.astype(jnp.float32), floats)
+    ct = ct.astype(jnp.float32)
+    grouped = form.picks == "groups"
+    codes, scale = form.weight(*weight[: 1 if grouped else 2]).unpack()
+    floats = codes.astype(jnp.float32) * jnp.repeat(scale, form.layout.k // scale.shape[-2], -2)
+    if grouped:
+        grad = lax.ragged_dot(ct, floats.swapaxes(1, 2), weight[1])
+    else:
+        grad = jnp.einsum("...n,kn->...k", ct, floats)
     nothing = (np.zeros(operand.shape, jax.dtypes.float0) for operand in weight)
     return grad.astype(like.dtype), *nothing
 
@@ -161,24 +162,26 @@ def _batched(form: Form) -> Callable[..., jax.Array]:
 
 
 def _kernel(form: Form, x: jax.Array, *weight: jax.Array) -> jax.Array:
-    op, layout, stacked = form.op, form.layout, len(weight) == 2
+    op, layout = form.op, form.layout
     rows = x.reshape(math.prod(x.shape[:-1]), layout.k)
     asked = rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)
+    one = dataclasses.replace(form, picks="")
 
     def in_jax(rows: jax.Array, *weight: jax.Array) -> jax.Array:
-        one = form.weight(*weight)
-        if stacked:  # cut out, and multiplied by whatever multiplies one weight here
-            return _kernel(form, rows, one.buffer)
-        return getattr(reference, op)(rows, one, out_dtype=form.dtype)
+        if form.picks == "groups":
+            return _group_by_group(one, rows, *weight)
+        if form.picks == "stack":  # cut out, and multiplied by whatever multiplies one weight here
+            return _kernel(one, rows, form.weight(*weight).buffer)
+        return getattr(reference, op)(rows, form.weight(*weight), out_dtype=form.dtype)
 
     y = _op.call(
-        f"{op}_stack" if stacked else op,
+        f"{op}_{form.picks}" if form.picks else op,
         in_jax,
         (rows, *weight),
         jax.ShapeDtypeStruct((rows.shape[0], form.n), form.dtype),
         asked=asked,
         question=layout.question,
-        partition=functools.partial(partition_product, layout, form.n, form.dtype, stacked),
+        partition=functools.partial(partition_product, form),
         k=layout.k,
         n=form.n,
         **layout.attributes,
@@ -186,8 +189,29 @@ def _kernel(form: Form, x: jax.Array, *weight: jax.Array) -> jax.Array:
     return y.reshape(*x.shape[:-1], form.n)
 
 
+def _group_by_group(
+    one: Form, rows: jax.Array, stack: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """Multiply all rows with each weight of a stack, and keep those of its group."""
+    ends = jnp.cumsum(group_sizes)
+    at = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
+
+    def step(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
+        buffer, begin, end = group
+        return jnp.where((begin <= at) & (at < end), _kernel(one, rows, buffer), y), None
+
+    nothing = jnp.zeros((rows.shape[0], one.n), one.dtype)
+    return lax.scan(step, nothing, (stack, ends - group_sizes, ends))[0]
+
+
 def _check(
-    op: str, bits: int, x: jax.Array, weight: PackedWeight, dtype: Any, index: ArrayLike | None
+    op: str,
+    bits: int,
+    x: jax.Array,
+    weight: PackedWeight,
+    dtype: Any,
+    index: ArrayLike | None,
+    group_sizes: jax.Array | None,
 ) -> None:
     if not isinstance(weight, PackedWeight):
         raise TypeError(
@@ -199,24 +223,11 @@ def _check(
             f"{op}: weight is packed in {weight.bits} bits, and must be in {bits}: pack it with "
             f"pack_w{bits}"
         )
-    lead = weight.shape[:-2]
-    if index is None and lead:
-        raise ValueError(
-            f"{op}: weight is a stack of shape {weight.shape}; give the index of one of its "
-            "weights, or vmap or scan over it"
-        )
-    if index is not None:
-        if len(lead) != 1 or lead[0] == 0:
-            raise ValueError(
-                f"{op}: weight must be a stack along one axis where there is an index, got shape "
-                f"{weight.shape}"
-            )
-        if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
-            raise TypeError(f"{op}: index must be a scalar integer, got {jnp.asarray(index).aval}")
     try:
         weight.check()
     except ValueError as error:
         raise ValueError(f"{op}: weight: {error}") from None
+    _check_stack(op, x, weight.shape[:-2], index, group_sizes)
     for name, given in (("x", x.dtype), ("out_dtype", dtype)):
         if given not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise TypeError(f"{op}: {name} is {given}, and must be float32, bfloat16 or float16")
@@ -225,3 +236,38 @@ def _check(
             f"{op}: x has shape {x.shape}, and its last axis must have the {weight.k} rows of the "
             "weight"
         )
+
+
+def _check_stack(
+    op: str,
+    x: jax.Array,
+    lead: tuple[int, ...],
+    index: ArrayLike | None,
+    group_sizes: jax.Array | None,
+) -> None:
+    if index is None and group_sizes is None:
+        if lead:
+            raise ValueError(
+                f"{op}: weight is a stack of shape {lead}; give the index of one of its weights, "
+                "or group_sizes, or vmap or scan over it"
+            )
+        return
+    if index is not None and group_sizes is not None:
+        raise ValueError(f"{op}: give an index or group_sizes, not both")
+    if len(lead) != 1 or lead[0] == 0:
+        raise ValueError(
+            f"{op}: weight must be a stack along one axis where there is an index or group_sizes, "
+            f"got a stack of shape {lead}"
+        )
+    if index is not None:
+        if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+            raise TypeError(f"{op}: index must be a scalar integer, got {jnp.asarray(index).aval}")
+        return
+    sizes = jnp.asarray(group_sizes)
+    if sizes.shape != lead or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: group_sizes must be integers of shape {lead}, one for each weight of the "
+            f"stack, got {jax.typeof(sizes)}"
+        )
+    if x.ndim != 2:
+        raise ValueError(f"{op}: x must be [rows, k] where there are group_sizes, got {x.shape}")

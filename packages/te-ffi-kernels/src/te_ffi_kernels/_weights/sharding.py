@@ -10,28 +10,25 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._specs import axes_in, spec_of
-from .layout import Layout
+from .form import Form
 
 
-def partition_product(
-    layout: Layout, n: int, dtype: Any, stacked: bool, kernel: Callable[..., jax.Array]
-) -> Callable[..., jax.Array]:
+def partition_product(form: Form, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make a product partitionable along the rows of x and along panels.
 
     Panels can be shared out where all of them are full, since a device computes whole panels. What
-    is contracted is gathered, and so are the weights of a stack.
+    is contracted is gathered, and so are the weights of a stack, and rows that come in groups.
 
     Args:
-        layout: of the weight.
-        n: its columns.
-        dtype: of the result.
-        stacked: whether the operands are x, a stack and an index, or x and a buffer.
+        form: of the product.
         kernel: called as ``kernel(results, attributes, *operands)``.
 
     Returns:
-        The product of ``x[m, k]`` and ``buffer[panels, bytes]``, or of ``x``, ``stack[weights,
-        panels, bytes]`` and ``index[]``.
+        The product of ``x[m, k]`` and ``buffer[panels, bytes]``; or of ``x``, ``stack[weights,
+        panels, bytes]``, and ``index[]`` or ``group_sizes[weights]``.
     """
+    layout, n, dtype = form.layout, form.n, form.dtype
+    stacked, grouped = bool(form.picks), form.picks == "groups"
     by_panels = n % layout.columns == 0
     axis = 1 if stacked else 0  # of panels
 
@@ -47,11 +44,12 @@ def partition_product(
         (rows,), (panels,) = spec_of(arguments[0], (0,)), spec_of(arguments[1], (axis,))
         if not by_panels or axes_in([rows]) & axes_in([panels]):
             panels = None
-        return rows, panels
+        return None if grouped else rows, panels
 
     def shardings(mesh: Any, arguments: Any) -> tuple[Any, tuple[Any, ...]]:
         rows, panels = specs(arguments)
-        given = [(rows, None), (None, panels, None), ()] if stacked else [(rows, None), (panels,)]
+        last = (None,) if grouped else ()
+        given = [(rows, None), (None, panels, None), last] if stacked else [(rows, None), (panels,)]
         out = NamedSharding(mesh, PartitionSpec(rows, panels))
         return out, tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in given)
 
@@ -69,8 +67,14 @@ def partition_product(
         return mesh, on_block, out, given
 
     # One factor for the panels, and one for the columns of a panel.
-    buffer, columns = ("l p b, " if stacked else "p b"), ("(p c)" if by_panels else "n")
-    whole = ("k", *(["l"] if stacked else []), *(["b", "c"] if by_panels else ["p", "b", "n"]))
+    buffer = "l p b, l" if grouped else "l p b, " if stacked else "p b"
+    columns = "(p c)" if by_panels else "n"
+    whole = (
+        *(["m"] if grouped else []),
+        "k",
+        *(["l"] if stacked else []),
+        *(["b", "c"] if by_panels else ["p", "b", "n"]),
+    )
     product.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,

@@ -10,6 +10,7 @@ from te_ffi_kernels._activations.reference import (
     quantize_dact_dbias,
 )
 from te_ffi_kernels._attention.reference import fused_attn, fused_attn_bwd, fused_attn_fwd
+from te_ffi_kernels._decode.reference import decode_attention
 from te_ffi_kernels._norms.reference import layernorm, normalization_bwd, normalization_fwd
 from te_ffi_kernels._router.reference import (
     fused_moe_aux_loss,
@@ -46,6 +47,7 @@ __all__ = [
     "activation",
     "dact_lu",
     "dbias_quantize",
+    "decode_attention",
     "dequantize",
     "fused_attn",
     "fused_attn_bwd",

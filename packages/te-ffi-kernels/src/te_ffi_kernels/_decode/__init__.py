@@ -1,0 +1,1 @@
+"""Attention over a cache, as in decoding."""

@@ -1,0 +1,83 @@
+"""Attention over a cache in compiled programs: shared out, exported, and without copies."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import te_ffi_kernels as te
+from jaxtap_testkit.meshes import put
+from jaxtap_testkit.processes import run_python
+from jaxtap_testkit.te.calls import assert_block
+
+CODE = """
+import jax.numpy as jnp, numpy as np
+import te_ffi_kernels as te
+
+rng = np.random.default_rng(0)
+for cache in ("float32", "bfloat16", "float16", "int8"):
+    q = jnp.asarray(rng.normal(size=(2, 2, 8, 40)), jnp.float32)
+    kv = [jnp.asarray(rng.integers(-100, 100, (2, 2, 150, 40)), cache) for _ in range(2)]
+    scales = {}
+    if cache == "int8":
+        scales = dict.fromkeys(("key_scale", "value_scale"), jnp.full((2, 2, 150), 0.01))
+    else:
+        kv = [x * 0.01 for x in kv]
+    options = {"window": 90, "softcap": 4.0, **scales}
+    lengths = jnp.array([150, 77])
+    found = te.decode_attention(q, *kv, lengths, **options)
+    wanted = te.reference.decode_attention(q, *kv, lengths, **options)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
+print(te.isa())
+"""
+
+
+def made(b=2, t=1, heads=8, kv=4, s=32, d=16):
+    rng = np.random.default_rng(0)
+    shapes = (b, t, heads, d), (b, kv, s, d), (b, kv, s, d)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def test_each_device_has_its_sequences_and_heads(mesh):
+    given, lengths = made(b=4), jnp.array([32, 5, 17, 1], jnp.int32)
+    wanted = te.decode_attention(*given, lengths)
+    specs = ("data", None, "model", None), ("data", "model"), ("data", "model")
+    placed = [put(mesh, x, *spec) for x, spec in zip(given, specs, strict=True)]
+    compiled = jax.jit(te.decode_attention).lower(*placed, lengths).compile()
+    assert_block(compiled, "decode_attention", "f32[2,1,1,2,16]")
+    assert "all-gather" not in compiled.as_text()
+    np.testing.assert_allclose(compiled(*placed, lengths), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.optimized
+def test_a_scan_over_tokens_copies_nothing_of_the_cache():
+    q, keys, values = made(b=1)
+
+    def step(cache, i):
+        new = jnp.full((1, 4, 1, 16), i, jnp.float32)
+        cache = [jax.lax.dynamic_update_slice(one, new, (0, 0, i, 0)) for one in cache]
+        return cache, te.decode_attention(q, *cache, i + 1)
+
+    def run(cache):
+        return jax.lax.scan(step, cache, jnp.arange(20, dtype=jnp.int32))
+
+    text = jax.jit(run, donate_argnums=0).lower([keys, values]).compile().as_text()
+    assert 'custom_call_target="te_ffi_kernels.decode_attention"' in text
+    assert not re.findall(r"f32\[1,4,32,16\]\S* (?:copy|transpose)\(", text)
+
+
+@pytest.mark.slow
+def test_on_other_platforms():
+    given = made()
+    text = jax.jit(te.decode_attention).trace(*given, 9)
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    assert "te_ffi_kernels" not in text
+    assert "dot_general" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", te.isas())
+def test_instruction_sets(isa):
+    assert run_python("-c", CODE, JAXTAP_ISA=isa).stdout.split() == [isa]
