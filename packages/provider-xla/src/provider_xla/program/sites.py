@@ -289,12 +289,12 @@ class Sites:
             self._record(dataclasses.replace(record, reason="the rule leaves it to XLA"), None)
             return NotImplemented
         try:
-            arrays, run = op.read(function, args, kwargs)
+            name, arrays, run = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as reason:
             self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
             return NotImplemented
         shown = tuple(map(short, arrays))
-        found = choices(op.op, arrays)
+        found = choices(name, arrays)
         self._record(dataclasses.replace(record, operands=shown, kernels=found), None)
         try:
             return run()
