@@ -175,13 +175,16 @@ def _view(plan: WeightPlan, site: Site, side: int) -> _View | None:
     return _View(site.call.expression(site.operands[side]), lambda node: node.key == key)
 
 
-def _axes(plan: WeightPlan, weight: ProgramWeight, view: _View | None) -> tuple[int | None, ...]:
+def _axes(
+    plan: WeightPlan, weight: ProgramWeight | None, view: _View | None
+) -> tuple[int | None, ...]:
     """Return the axis of an operand that each axis of what is stored became.
 
     Raises:
         NotMatrix: they are not kept apart.
     """
     if view is None:
+        assert weight is not None
         assert weight.axes is not None
         places = [(x,) if isinstance(x, int) else x or () for x in weight.axes]
     else:
