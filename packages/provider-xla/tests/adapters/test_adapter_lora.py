@@ -163,7 +163,7 @@ def test_lists_of_parameters_and_stacks_of_modules():
 
 @pytest.mark.slow
 def test_a_decoder_with_einsum_projections_is_trained_by_a_trainer_of_adapters():
-    """As libraries of language models build and tune them: einsums, grouped heads, tied rows."""
+    """Train einsums, grouped heads and a tied table."""
     heads, groups, width = 4, 2, 4
 
     class Einsum(nnx.Module):

@@ -44,7 +44,7 @@ class EquinoxAdapter(Adapter):
 
 
 def _original(module: eqx.Module) -> Any:
-    """Return a copy of a module, of the class of which its class is a subclass."""
+    """Return a copy of a module, of its original class."""
     cls = type(module)
     if not is_ours(cls):
         return module

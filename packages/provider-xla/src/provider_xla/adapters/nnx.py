@@ -50,7 +50,7 @@ class NnxAdapter(Adapter):
         return copy
 
     def restore(self, model: nnx.Module, parameters: Any) -> nnx.Module:
-        """Return a copy of the model of the classes that it had, without adapters."""
+        """Return a copy of the original classes, without adapters."""
         copy = nnx.clone(model)
         for _, module in nnx.iter_modules(copy):
             for name, value in [*vars(module).items()]:
@@ -265,7 +265,7 @@ def _is_base(path: tuple, value: Any) -> bool:
 
 
 def _is_parameter(path: tuple, value: Any) -> bool:
-    """Select the parameters of the model itself, the first of what is split."""
+    """Select the parameters of the model, the first that is split."""
     return bool(path) and path[0] == 0 and _is_base(path, value)
 
 

@@ -102,7 +102,7 @@ def by_tag(
     scoped: Callable[..., Any],
     quantized: Callable[..., Any],
 ) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
-    """Return a ``wrap`` for ``Subclasses``: a method runs as the tag of its module says.
+    """Return a ``wrap`` for ``Subclasses`` that asks the module's tag.
 
     Args:
         tag_of: returns the tag of a module; None for one that is being built.
