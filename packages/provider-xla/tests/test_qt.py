@@ -327,7 +327,7 @@ def gradients_of(fn, w, x, g):
 
 
 def test_either_product_of_the_backward_pass_has_a_format_of_its_own():
-    """The rule gives what the operation gives with a Backward for each gradient."""
+    """A rule is a Backward for each gradient."""
     w, x, g = draw((16, 8), (6, 16), (6, 8))
     how = qn.HowToQuantize("int8")
     int4 = qn.HowToQuantize("int4", tile_size=4)
@@ -423,7 +423,7 @@ RAGGED_RULES = {
 
 @pytest.mark.parametrize("kind", RAGGED_RULES)
 def test_grouped_products_in_small_formats(kind):
-    """Inference and training have the value that float64 sums of the dequantized operands have."""
+    """Values are float64 sums of the dequantized operands."""
     (w,), (x,), (g,) = draw((3, 32, 8)), draw((7, 32), seed=1), draw((7, 8), seed=2)
     sizes = jnp.array([3, 0, 4], jnp.int32)
 

@@ -1,4 +1,4 @@
-"""Programs that take parts of parameters, arrange them, or compute weights from them."""
+"""Programs that take parameters apart or compute weights from them."""
 
 import jax
 import jax.numpy as jnp

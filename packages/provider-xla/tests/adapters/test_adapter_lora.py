@@ -121,6 +121,132 @@ def test_a_tied_table_has_one_adapter():
     close(model(TOKENS), merge_model(model)(TOKENS), 1e-4)
 
 
+def test_lists_of_parameters_and_stacks_of_modules():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + nnx.relu(self.up(x))
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.list = nnx.List([nnx.Param(rngs.params.normal((8, 8))) for _ in range(2)])
+            make = nnx.split_rngs(splits=3)(nnx.vmap(Block))
+            self.blocks = make(rngs)
+
+        def __call__(self, x):
+            for weight in self.list:
+                x = jnp.tanh(x @ weight[...])
+            axes = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
+            return nnx.scan(lambda block, x: block(x), **axes)(self.blocks, x)
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    rule = QuantizationRule(weight_qtype="int8", rank=2)
+    model = quantize_model(Net(nnx.Rngs(0)), ptq(rule), x)
+    variables = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+    assert {"/".join(path): variable.shape for path, variable in variables} == {
+        "blocks/up/kernel_lora_a": (3, 8, 2),
+        "blocks/up/kernel_lora_b": (3, 2, 8),
+        "list_0_lora_a": (8, 2),
+        "list_0_lora_b": (2, 8),
+        "list_1_lora_a": (8, 2),
+        "list_1_lora_b": (2, 8),
+    }
+    before = model(x)
+    for _, variable in variables:
+        variable[...] = variable[...] + 0.1
+    differ = np.abs(np.asarray(model(x) - before)).max()
+    assert differ > 0.05
+    close(model(x), merge_model(model)(x), 1e-4)
+
+
+@pytest.mark.slow
+def test_a_decoder_with_einsum_projections_is_trained_by_a_trainer_of_adapters():
+    """Train einsums, grouped heads and a tied table."""
+    heads, groups, width = 4, 2, 4
+
+    class Einsum(nnx.Module):
+        def __init__(self, spec, shape, rngs):
+            self.spec = spec
+            self.w = nnx.Param(rngs.params.normal(shape) * shape[0] ** -0.5)
+
+        def __call__(self, x):
+            return jnp.einsum(self.spec, x, self.w[...])
+
+    class Norm(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(16))
+
+        def __call__(self, x):
+            return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * self.w[...]
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.before, self.after = Norm(), Norm()
+            self.q = Einsum("BTD,DNH->BTNH", (16, heads, width), rngs)
+            self.kv = Einsum("BSD,CDKH->CBSKH", (2, 16, groups, width), rngs)
+            self.o = Einsum("BTNH,NHD->BTD", (heads, width, 16), rngs)
+            self.gate = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
+
+        def __call__(self, x, mask):
+            h = self.before(x)
+            q, (k, v) = self.q(h), self.kv(h)
+            q = q.reshape(*q.shape[:2], groups, heads // groups, width)
+            scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k) / width**0.5
+            weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=-1)
+            attended = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v)
+            x = x + self.o(attended.reshape(*x.shape[:2], heads, width))
+            return x + self.down(nnx.silu(self.gate(self.after(x))))
+
+    class Decoder(nnx.Module):
+        def __init__(self, rngs):
+            self.table = nnx.Param(rngs.params.normal((32, 16)) * 0.5)
+            self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+            self.norm = Norm()
+
+        def __call__(self, tokens, positions, cache, mask):
+            x = self.table[...][tokens] + jnp.sin(positions[..., None] / jnp.arange(1.0, 17.0))
+            for layer in self.layers:
+                x = layer(x, mask)
+            return self.norm(x) @ self.table[...].T, cache
+
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (4, 9)))
+    positions = jnp.broadcast_to(jnp.arange(9.0), (4, 9))
+    mask = jnp.tril(jnp.ones((9, 9), bool))
+    rules = [
+        QuantizationRule(module_path="layers/.*", weight_qtype="nf4", rank=4, weights_only=True),
+        QuantizationRule(weight_qtype="int8", weights_only=True),
+    ]
+    net = Decoder(nnx.Rngs(0))
+    model = quantize_model(net, PtqProvider(rules), tokens, positions, None, mask)
+    assert len(model_plan(model).lora) == 10
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0, momentum=0.9), wrt=nnx.LoRAParam)
+    frozen = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.LoRAParam)))
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            logits, _ = model(tokens, positions, None, mask)
+            picked = optax.softmax_cross_entropy_with_integer_labels
+            return picked(logits[:, :-1], tokens[:, 1:]).mean(), logits
+
+        state = nnx.DiffState(0, nnx.LoRAParam)
+        (value, _), grads = nnx.value_and_grad(loss, argnums=state, has_aux=True)(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(30)]
+    assert losses[-1] < 0.6 * losses[0]
+    left = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.LoRAParam)))
+    for one, other in zip(frozen, left, strict=True):
+        np.testing.assert_array_equal(one, other)
+    found, _ = model(tokens, positions, None, mask)
+    expected, _ = merge_model(model)(tokens, positions, None, mask)
+    close(found, expected, 1e-4)
+
+
 def test_linen_keeps_adapters_in_a_collection():
     net, variables = linen_net()
     bound = quantize_model(net.bind(variables), ptq(), TOKENS)
@@ -147,6 +273,8 @@ def test_linen_keeps_adapters_in_a_collection():
     assert losses[-1] < 0.3 * losses[0]
     trained = module.bind({**stored, "lora": lora})
     close(trained(TOKENS), module.apply({**stored, "lora": lora}, TOKENS))
+    unbound = quantize_model(net, ptq())  # holds no variables: those of a call have adapters
+    close(unbound.apply({**stored, "lora": lora}, TOKENS), trained(TOKENS))
     merged = merge_model(trained)
     assert type(merged) is type(net)
     close(merged(TOKENS), trained(TOKENS), 2e-5)

@@ -1,4 +1,4 @@
-"""Allocation of parts of parameters, and of weights that are computed from them."""
+"""Allocation of parts of parameters and of computed weights."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def allocated(fn, params, bits, **options):
 
 
 def measured(plan, fn, params):
-    """The squared error over the squared norm of what the stored program returns."""
+    """Return the stored program's squared error over the squared norm."""
     found = np.asarray(jax.jit(plan.apply(fn))(plan.quantize(params), X), np.float64)
     expected = np.asarray(fn(params, X), np.float64)
     return ((found - expected) ** 2).sum() / (expected**2).sum()

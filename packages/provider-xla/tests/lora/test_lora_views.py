@@ -1,4 +1,4 @@
-"""Adapters of parameters that a program takes parts of, arranges, or computes weights from."""
+"""Adapters of parameters that a program takes apart or computes with."""
 
 import warnings
 
@@ -47,7 +47,7 @@ def trained(plan):
 
 
 def check(plan, fn, params, x=X):
-    """It runs as what was merged does, and as the float program with A B added by NumPy."""
+    """Compare with the merged parameters, quantized and float."""
     adapters, stored = trained(plan), plan.quantize(params)
     found = jax.jit(lambda a, x: plan.apply(fn)(stored, x, adapters=a))(adapters, x)
     merged = plan.merge(stored, adapters)

@@ -1,4 +1,4 @@
-"""Passes on parts of parameters, and on weights that are computed from them."""
+"""Passes on parts of parameters and on computed weights."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def relative(actual, expected):
 
 
 def errors_of(fn, params, passes, x=X):
-    """The report, and the error of the output after passes and after rounding alone."""
+    """Return the report, and errors after passes and after rounding."""
     params = jax.tree.map(jnp.asarray, params)
     plan = PtqProvider(RULE).plan(fn, params, x, kernels=False)
     stored, report = plan.optimize(params, [(x,)], passes)
@@ -63,7 +63,7 @@ def test_every_idiom(name):
 
 @pytest.mark.parametrize("step", [SmoothQuant(), Awq(), Hadamard()], ids=lambda p: p.name)
 def test_the_parts_of_a_transformed_parameter(step):
-    """Each part is multiplied with the transformed activation, and gives what the whole gives."""
+    """Each part gives what the whole gives."""
 
     def split(p, x):
         return jnp.concatenate([x @ part for part in jnp.split(p, 2, axis=1)], axis=1)
@@ -89,7 +89,7 @@ def test_a_computed_weight_is_transformed_as_it_is_computed():
 
 
 def test_static_ranges_of_a_computed_weight():
-    """They are those of the transformed activation, as of a parameter with the same values."""
+    """They are those of a parameter with the same values."""
     rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
 
     def result(fn, w):

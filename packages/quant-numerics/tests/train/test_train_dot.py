@@ -202,7 +202,7 @@ def test_all_formats_are_near_the_float_gradient(lhs, rhs, qtype):
 
 
 def test_either_gradient_has_a_format_and_tiles_of_its_own():
-    """Each pair gives the gradients that two calls with one of its members each give."""
+    """Each gradient is that of a call with one Backward."""
     kinds = (
         None,
         Backward("int8"),
@@ -232,7 +232,7 @@ def test_tiles_of_a_gradient_are_finer():
 
 
 def test_original_residuals_are_not_those_of_the_forward_pass():
-    """The cotangent alone is rounded, or the operand is rounded for this contraction."""
+    """The operand is not rounded, or rounded for this contraction."""
     int4 = HowToQuantize("int4")
     g = rounded(G, (1,))
 

@@ -49,7 +49,7 @@ class Quantized:
         return self
 
     def key_of(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Take the random key of training out of the keyword arguments of a call."""
+        """Take the random key of training out of keyword arguments."""
         name = "dropout_key" if self.has_adapters else "quant_key"
         if name in kwargs and (self.has_adapters or isinstance(self.provider, QtProvider)):
             return {name: kwargs.pop(name)}
@@ -104,7 +104,7 @@ class Adapter(abc.ABC):
         return None
 
     def restore(self, model: Any, parameters: Any) -> Any:
-        """Return a float model of the class that a model had before it was quantized.
+        """Return a float model of the class that was quantized.
 
         Args:
             model: one that ``rebuild`` returned. ``parameters`` of it returns what ``rebuild``

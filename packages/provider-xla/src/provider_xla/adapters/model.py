@@ -176,7 +176,7 @@ def model_plan(model: Any) -> Plan | None:
 
 
 def merge_model(model: Any) -> Any:
-    """Return a float model with the adapters of a quantized one added, for good.
+    """Return a float model with the adapters of a quantized one added.
 
     Args:
         model: what ``quantize_model`` returned, with adapters, which stays as it is.

@@ -12,7 +12,7 @@ from flax import nnx
 from ..lora.weight import AdaptedWeight, is_adapted
 from ..run.stored import is_stored
 from .adapter import Adapter, Quantized, is_kept, path_of
-from .scopes import MARK, Subclasses, Tag, is_ours
+from .scopes import MARK, Subclasses, Tag, by_tag, is_ours
 
 _TAG = "jaxtap_tag"
 _CONTEXT = "jaxtap"
@@ -50,7 +50,7 @@ class NnxAdapter(Adapter):
         return copy
 
     def restore(self, model: nnx.Module, parameters: Any) -> nnx.Module:
-        """Return a copy of the model of the classes that it had, without adapters."""
+        """Return a copy of the original classes, without adapters."""
         copy = nnx.clone(model)
         for _, module in nnx.iter_modules(copy):
             for name, value in [*vars(module).items()]:
@@ -70,18 +70,18 @@ class NnxAdapter(Adapter):
 def _add_adapters(model: nnx.Module, parameters: Any) -> None:
     """Put the adapters of parameters into a model, beside the parameters."""
     nodes = dict(nnx.iter_graph(model))
-    modules = [node for node in nodes.values() if isinstance(node, nnx.Module)]
+    modules = {where: node for where, node in nodes.items() if _is_plain_module(node)}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(parameters, is_leaf=is_kept):
         if not is_adapted(leaf):
             continue
         path = tuple(key.key for key in keys)
         # A list of parameters takes no other attributes: what holds the list does.
-        depth = max(i for i in range(len(path)) if isinstance(nodes.get(path[:i]), nnx.Module))
+        depth = max(i for i in range(len(path)) if path[:i] in modules)
         places = [(nodes[path[:depth]], _stem(path[depth:]))]
         # A parameter that several modules share is trained for all of them.
         places += [
             (module, name)
-            for module in modules
+            for module in modules.values()
             for name, value in vars(module).items()
             if value is nodes[path] and (module, name) != places[0]
         ]
@@ -89,6 +89,11 @@ def _add_adapters(model: nnx.Module, parameters: Any) -> None:
             variable = nnx.LoRAParam(value, **{_FORM: leaf.form})
             for module, stem in places:
                 setattr(module, f"{stem}_lora_{factor}", variable)
+
+
+def _is_plain_module(node: Any) -> bool:
+    """Return whether a node takes attributes of any name."""
+    return isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict)
 
 
 def _joined(parameters: Any, adapters: nnx.State) -> Any:
@@ -174,24 +179,8 @@ def _set_tag(module: nnx.Module, tag: Tag) -> None:
     object.__setattr__(module, _TAG, tag)
 
 
-def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tag = vars(self).get(_TAG)
-        if tag is None:
-            return run(self, *args, **kwargs)
-        if tag.quantized is None:
-            return _scoped(tag.path, run, self, args, kwargs)
-        if name in tag.quantized.methods:
-            return _quantized(tag, name, self, args, kwargs)
-        return run(self, *args, **kwargs)
-
-    return method
-
-
 def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: dict) -> Any:
     """Runs a method under its module's name scope."""
-    if not path:
-        return run(self, *args, **kwargs)
     before = _tag(self, None)
     try:
         with jax.named_scope(path):
@@ -276,7 +265,7 @@ def _is_base(path: tuple, value: Any) -> bool:
 
 
 def _is_parameter(path: tuple, value: Any) -> bool:
-    """Select the parameters of the model itself, the first of what is split."""
+    """Select the parameters of the model, the first that is split."""
     return bool(path) and path[0] == 0 and _is_base(path, value)
 
 
@@ -299,4 +288,8 @@ def _values(state: nnx.State) -> dict[tuple, Any]:
     return {where: _value(variable) for where, variable in nnx.to_flat_state(state)}
 
 
-_subclasses = Subclasses(_wrap, nnx.Module, options=lambda cls: {"pytree": cls._pytree__is_pytree})
+_subclasses = Subclasses(
+    by_tag(lambda self: vars(self).get(_TAG), _scoped, _quantized),
+    nnx.Module,
+    options=lambda cls: {"pytree": cls._pytree__is_pytree},
+)

@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What one parameter can be, with the weights that are computed from it.
+    """What one parameter and the weights computed from it can be.
 
     Attributes:
         candidate: the format; None for what the plan had, where no candidate is possible.
@@ -82,7 +82,7 @@ class Option:
 
 
 def groups_of(plan: PlanData) -> dict[str, tuple[str, ...]]:
-    """Return the weights that have one format together, by a name of the group.
+    """Return the groups of weights that have one format, by name.
 
     A rule decides by the paths of parameters: weights of the same parameters are decided alike.
     """
@@ -97,7 +97,7 @@ def groups_of(plan: PlanData) -> dict[str, tuple[str, ...]]:
 
 
 def parameters_of(weight: WeightPlan) -> tuple[str, ...]:
-    """Return the paths of the parameters that a weight is, or is computed from."""
+    """Return the paths of the parameters behind a weight."""
     return (weight.path,) if weight.derived is None else weight.derived.leaves
 
 
@@ -128,7 +128,7 @@ def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
 def options_of(
     plan: PlanData, params: Any, batch: Sequence[Any], candidates: Sequence[Candidate]
 ) -> dict[str, list[Option]]:
-    """Return what the weights of a plan can be, by group: see ``groups_of``.
+    """Return what weights can be, by group: see ``groups_of``.
 
     A candidate that an operation of a weight has no quantized form for is none of it.
     """

@@ -181,7 +181,7 @@ class _Value(ArrayProxy):
 
 
 def _with_computed(plan: PlanData) -> Callable[..., Any]:
-    """Return the function of a plan, in float, of the values of its computed weights as well."""
+    """Return a plan's function, which takes computed weights as well."""
     tapped = plan.engine.wrap(plan.fn, Sites(plan.rules, in_float, ignore).interceptor)
 
     def fn(computed: Mapping[str, jax.Array], *args: Any) -> Any:

@@ -132,7 +132,7 @@ def with_adapters(
 
 
 def _loaded(params: Any, prefix: str, key: Any) -> tuple[Any, frozenset[str]]:
-    """Return parameters with a LoraWeight for each that has an adapter, and the paths of these."""
+    """Return parameters with LoraWeights, and the paths of these."""
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_adapted)
     given = {prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
     paths = frozenset(path for path, leaf in given.items() if is_adapted(leaf))

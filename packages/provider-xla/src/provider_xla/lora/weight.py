@@ -1,4 +1,4 @@
-"""A parameter with its adapter: as a leaf of parameters, and as it travels through a program."""
+"""A parameter with its adapter: as a leaf, and within a program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .contract import delta_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedWeight:
-    """A leaf of parameters that has an adapter. A pytree of its arrays.
+    """A parameter that has an adapter. A pytree of its arrays.
 
     Attributes:
         base: the parameter, an array or stored; None where another leaf holds it.

@@ -140,7 +140,7 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
 
 
 def _stored_for(plan: PlanData, op_id: str, paths: Sequence[str]) -> list[str]:
-    """Return what of a plan is stored for an operation with a weight of these parameters."""
+    """Return the stored weights that an operation may use."""
     return [
         path
         for path, weight in plan.weights.items()
@@ -158,7 +158,7 @@ class _View(NamedTuple):
 
 
 def _view(plan: WeightPlan, site: Site, side: int) -> _View | None:
-    """Return an operand as a view of what is stored; None for a parameter that isn't cut.
+    """Return an operand as a view; None for a whole parameter.
 
     Raises:
         NotMatrix: each step of a loop has another.
@@ -175,13 +175,16 @@ def _view(plan: WeightPlan, site: Site, side: int) -> _View | None:
     return _View(site.call.expression(site.operands[side]), lambda node: node.key == key)
 
 
-def _axes(plan: WeightPlan, weight: ProgramWeight, view: _View | None) -> tuple[int | None, ...]:
-    """Return the axis of an operand that each axis of what is stored became.
+def _axes(
+    plan: WeightPlan, weight: ProgramWeight | None, view: _View | None
+) -> tuple[int | None, ...]:
+    """Return the axis of an operand that each stored axis became.
 
     Raises:
         NotMatrix: they are not kept apart.
     """
     if view is None:
+        assert weight is not None
         assert weight.axes is not None
         places = [(x,) if isinstance(x, int) else x or () for x in weight.axes]
     else:
@@ -274,7 +277,7 @@ def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None
 
 
 def rows_of(site: Site, side: int, axes: Sequence[int | None]) -> jax.Array:
-    """Return the activation of a product with a weight as float32 [rows, K].
+    """Return the activation of a product as float32 [rows, K].
 
     Args:
         site: the operation.

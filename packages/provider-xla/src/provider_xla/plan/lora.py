@@ -25,10 +25,10 @@ from .views import places_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraForm:
-    """The form of an adapter: ``W + (alpha / rank) * A B``. Equal parameters have equal forms.
+    """The form of an adapter: ``W + (alpha / rank) * A B``.
 
-    A is [*lead, *contracted, rank] and B [*lead, rank, *kept], each with the parameter's axes in
-    their order.
+    Equal parameters have equal forms, wherever they are. A is [*lead, *contracted, rank] and B
+    [*lead, rank, *kept], each with the parameter's axes in their order.
 
     Attributes:
         shape: of the parameter.
@@ -79,7 +79,7 @@ class LoraForm:
         return math.prod(self._sizes(self.contracted))
 
     def factors(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return A and B with all axes of the parameter, or 1, and then the rank."""
+        """Return A and B with the parameter's axes, then the rank."""
         b = jnp.moveaxis(b, len(self.lead), -1)
         return self._spread(a, self.contracted), self._spread(b, self.kept)
 
@@ -270,7 +270,7 @@ class LoraSurvey:
         places: Sequence[Collection[int]],
         stepped: Sequence[int],
     ) -> None:
-        """Take a use of a parameter, whose axes went along these axes of the operand."""
+        """Take a use of a parameter, and where its axes went."""
         lead, summed, kept = [], [], []
         for axis, place in enumerate(places):
             is_cut = not place and self._leaves[path].shape[axis] > 1

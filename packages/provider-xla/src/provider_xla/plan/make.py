@@ -113,7 +113,7 @@ def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> froze
 
 
 def in_float(site: Site) -> Any:
-    """Return the result of an operation with the arrays that proxies stand for."""
+    """Return an operation's result with the arrays of its proxies."""
     held = [site.call.proxy(operand) for operand in site.operands]
     operands = [
         x if one is None else one.restore().astype(x.dtype)

@@ -113,9 +113,10 @@ def axes_in(view: Expression, is_stored: IsStored, shape: Sequence[int]) -> Axes
 def places_in(
     view: Expression, is_stored: IsStored, shape: Sequence[int]
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return along which axes of a view each axis of an array goes; None if one can't be told.
+    """Return where each axis of an array goes in a view.
 
-    It may be cut, joined with others, or merged with other axes of the array on the way.
+    None if an axis can't be followed. It may be cut, joined with others, or merged with other
+    axes of the array on the way.
 
     Args:
         view: the expression of the operand.
@@ -134,7 +135,7 @@ def places_in(
 
 
 def is_in_order(view: Expression, is_stored: IsStored, shape: Sequence[int], axis: int) -> bool:
-    """Return whether a view has all indices of one axis of an array, in their order.
+    """Return whether a view has one axis of an array in order.
 
     It is computed: not to be asked while a program is traced.
 
@@ -150,7 +151,7 @@ def is_in_order(view: Expression, is_stored: IsStored, shape: Sequence[int], axi
 
 
 def _numbers(view: Expression, is_stored: IsStored, ndim: int, axis: int) -> jax.Array:
-    """Return the indices along one axis of an array, moved as a view of it."""
+    """Return the indices along an axis of an array, moved."""
 
     def stands_for(node: Expression) -> ArrayProxy | None:
         is_it = is_stored(node)

@@ -331,7 +331,7 @@ class QtRule(QuantizationRule):
         self._check_backward()
 
     def backward(self, of_weight: bool) -> qn.Backward | None:
-        """Return how the product that gives a gradient is quantized; None if it is not.
+        """Return how the product that gives a gradient is quantized.
 
         Args:
             of_weight: whether it is the gradient of a parameter.
@@ -386,7 +386,7 @@ class QtRule(QuantizationRule):
                 raise self._error(name, "a symmetric method, such as 'absmax' or 'rms,7'")
 
     def backward_qtype(self, of_weight: bool) -> str | None:
-        """Return the qtype of the incoming gradient in the product that gives a gradient."""
+        """Return the incoming gradient's qtype in one of both products."""
         own = self.bwd_weight_grad_qtype if of_weight else self.bwd_act_grad_qtype
         return own or self.bwd_qtype
 

@@ -70,7 +70,7 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
 
 
 def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
-    """Return ``fn`` for arguments that may hold quantized values, in packed storage or not."""
+    """Return ``fn`` for arguments that may hold stored parameters."""
 
     def one(leaf: Any) -> Any:
         if is_stored(leaf) and not stored:

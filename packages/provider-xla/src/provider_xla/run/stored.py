@@ -26,7 +26,7 @@ def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
 
 
 def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
-    """Return a stored parameter in a form that programs take: in no packed storage.
+    """Return a stored parameter in a form that programs take.
 
     Args:
         leaf: a leaf of parameters.

@@ -93,7 +93,7 @@ class Backward:
 
 
 Backwards = tuple[Backward | None, Backward | None]
-"""How the gradient of either operand is quantized; None: it is that of the float op."""
+"""How the gradient of either operand is quantized; None: float."""
 
 
 def check_operands(

@@ -92,9 +92,9 @@ def train_ragged_dot(
     of_rhs = None if gradients is None else gradients[1]
     if of_rhs is not None and of_rhs.has_tiles:
         raise ValueError(
-            "the gradient of rhs of a ragged dot sums over the rows of each group, which can't be "
-            f"tiled, but {of_rhs} asks for it; use a qtype without blocks and no tile size, or "
-            "give backward a pair with another one for rhs"
+            "the gradient of rhs of a ragged dot, a sum over the rows of each group, must have no "
+            f"tiles, got {of_rhs}. Use a qtype without blocks and no tile size, or give backward "
+            "a pair with another one for rhs."
         )
     op = RaggedOp(hashable(precision), result_dtype(preferred_element_type))
     group_sizes = jnp.asarray(group_sizes)

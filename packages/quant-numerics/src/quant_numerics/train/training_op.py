@@ -122,7 +122,7 @@ class TrainingPair(LinearPair):
 
 
 def _mapped_noise(backward: Backward, axis: int) -> Backward:
-    """Return how a gradient is quantized whose cotangent has a batch axis more."""
+    """Return how a gradient with one more batch axis is quantized."""
     axes = backward.channelwise_noise_axes
     if not axes:
         return backward
