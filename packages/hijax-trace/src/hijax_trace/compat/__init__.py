@@ -72,6 +72,7 @@ from .jaxpr import (
     used_inputs,
     with_consts,
     with_shared,
+    without_last_input,
 )
 from .pjit import (
     UNSPECIFIED,
