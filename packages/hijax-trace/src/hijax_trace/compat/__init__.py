@@ -102,6 +102,7 @@ from .trace import (
     constants_of,
     current_trace,
     debug_info,
+    eval_trace,
     inner_value,
     is_batched,
     is_eval,

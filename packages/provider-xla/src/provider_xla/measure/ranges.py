@@ -69,7 +69,7 @@ def empty_statistics(plan: PlanData, params: Any = None) -> dict[str, qn.Statist
     ops = {record.op_id for record in plan.ops if record.weight in turned}
     return {
         key_of(key, key.rpartition("#")[0] in ops): qn.Statistics(
-            (1,) * one.ndim, symmetric=one.symmetric
+            one.shape, symmetric=one.symmetric
         )
         for key, one in plan.ranges.items()
     }
