@@ -74,7 +74,7 @@ def enter(
     # Only a scan's body, the one that it has, takes any.
     trailing = held[0].trailing
     if tapped[0].is_numbered:
-        trailing = [*trailing, np.arange(bodies[0].length, dtype=np.int32)]
+        trailing = [*trailing, np.arange(bodies[0].length or 0, dtype=np.int32)]
     places = holder.places(params)
     if holder.results == "branches" and any(extra):
         jaxprs, united_extra = _share(jaxprs, extra)
@@ -324,7 +324,7 @@ def stage_again(
 
     def flat(*args: Any) -> list[Any]:
         if number:
-            *args, frame.index = args
+            frame.index, args = args[-1], args[:-1]
         for i, proxy in held.inside(args[:start], args[end:]).items():
             frame.proxies[jaxpr.invars[i]] = proxy
         return reinterpret(session, frame, jaxpr, [*consts, *args[start:end]])

@@ -133,8 +133,8 @@ def _ranges(
         found = known.get(key, known.get(key_of(key, True)))
         if found is None or key not in plan.ranges:
             return None
-        lower, upper = (None if x is None else np.asarray(x) for x in found)
-        flat = None if lower is None else tuple(lower.ravel().tolist())
+        upper = np.asarray(found.upper)
+        flat = None if found.lower is None else tuple(np.ravel(found.lower).tolist())
         steps = upper.shape[: upper.ndim - plan.ranges[key].ndim]
         return Range(tuple(upper.ravel().tolist()), flat, steps)
 
@@ -169,8 +169,9 @@ def _ops(
                 continue
             sums = None if one is None else jax.tree.map(np.asarray, one.total)
             calls = 0.0 if sums is None else float(np.sum(sums.visits)) / batches
-            times = [None if op_id not in seconds else t * calls / mapped.get(op_id, 1)
-                     for t in seconds.get(op_id, (0.0, 0.0))]  # fmt: skip
+            share = calls / mapped.get(op_id, 1)
+            in_float, quantized = (t * share for t in seconds.get(op_id, (math.nan, math.nan)))
+            is_timed = op_id in seconds
             ops[op_id] = OpQuality(
                 op_id,
                 record.op_name,
@@ -184,7 +185,8 @@ def _ops(
                 _error(sums),
                 _steps(sums),
                 round(per_visit.get(op_id, 0) * calls),
-                *times,
+                in_float if is_timed else None,
+                quantized if is_timed else None,
             )
         elif not record.is_in_parts:
             count = None

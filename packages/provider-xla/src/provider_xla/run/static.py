@@ -107,8 +107,8 @@ class Observation:
         for key, one in statistics.items():
             shape = one.state.total.upper.shape
             # Of what is never seen, a branch that is not taken, bounds are not finite.
-            lower = None if one.symmetric else np.full(shape, np.inf, np.float32)
-            nothing = qn.Calibration(lower, np.full(shape, -np.inf, np.float32))
+            nothing: Any = [np.full(shape, bound, np.float32) for bound in (np.inf, -np.inf)]
+            nothing = qn.Calibration(None if one.symmetric else nothing[0], nothing[1])
             (box,) = jax.tree.leaves(one, is_leaf=lambda x: isinstance(x, Box))
             self._seen[key] = seen = box.beside(nothing)
             # A compiled program has the same Box each time.
@@ -122,7 +122,7 @@ class Observation:
                 before, found = seen.get(), measure(site, side)
                 place = _Place.of(site, side, before)
                 old, lower = place.take(before), None
-                if found.lower is not None:
+                if found.lower is not None and old.lower is not None:
                     lower = jnp.minimum(old.lower, found.lower)
                 new = qn.Calibration(lower, jnp.maximum(old.upper, found.upper))
                 seen.set(place.put(before, new))
