@@ -51,7 +51,7 @@ from .plugins.specs import (
 )
 
 if TYPE_CHECKING:
-    from .call import OpCall, Operand, ValueKind
+    from .call import OpCall, Operand, Step, ValueKind
     from .engine import Engine
     from .interceptor import Interceptor
     from .patch.engine import PatchEngine, untapped
@@ -82,6 +82,7 @@ __all__ = [
     "PluginWarning",
     "ProviderSpec",
     "QTypeSpec",
+    "Step",
     "TargetError",
     "UnknownNameError",
     "ValueKind",
@@ -112,6 +113,7 @@ _LAZY = {
     "Interceptor": "interceptor",
     "OpCall": "call",
     "Operand": "call",
+    "Step": "call",
     "ValueKind": "call",
     "PatchEngine": "patch.engine",
     "loaded": "patch.targets",

@@ -72,6 +72,7 @@ from .jaxpr import (
     used_inputs,
     with_consts,
     with_shared,
+    without_last_input,
 )
 from .pjit import (
     UNSPECIFIED,
@@ -101,6 +102,7 @@ from .trace import (
     constants_of,
     current_trace,
     debug_info,
+    eval_trace,
     inner_value,
     is_batched,
     is_eval,

@@ -176,6 +176,18 @@ def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
     return wide if is_open(jaxpr) else with_consts(wide, consts_of(jaxpr))
 
 
+def without_last_input(jaxpr: Any, names: Any) -> Any:
+    """Return an open jaxpr without its last argument, which it does not use (0.10.2 - 0.12).
+
+    Args:
+        jaxpr: the jaxpr.
+        names: those of the other arguments, if they are as many.
+    """
+    fits = names is not None and len(names) == len(jaxpr.invars) - 1
+    info = jaxpr.debug_info._replace(arg_names=names if fits else None)
+    return jaxpr.replace(invars=jaxpr.invars[:-1], debug_info=info)
+
+
 def label(jaxpr: Any) -> str:
     """Return what a body was traced for, as ``scan(body)``."""
     return _label(open_of(jaxpr).debug_info)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from interception_core import JaxtapError
 
@@ -72,6 +73,8 @@ def enter(
     extra = [(*one.extra, *part.leading) for one, part in zip(tapped, held, strict=True)]
     # Only a scan's body, the one that it has, takes any.
     trailing = held[0].trailing
+    if tapped[0].is_numbered:
+        trailing = [*trailing, np.arange(bodies[0].length or 0, dtype=np.int32)]
     places = holder.places(params)
     if holder.results == "branches" and any(extra):
         jaxprs, united_extra = _share(jaxprs, extra)
@@ -205,7 +208,8 @@ def tap_body(
     if operands.expressions is not None:
         expressions = entering(body, operands.expressions, frame.depth)
     memo = session.tapping.memo
-    found = memo.find(jaxpr, key, origin, resolve_path, count, expressions) if shared else None
+    asked = (origin, resolve_path, count, expressions, frame.lengths)
+    found = memo.find(jaxpr, key, *asked) if shared else None
     if found is not None:
         if found.is_parameter is not None:
             frame.ask_kinds(found.is_parameter)
@@ -225,11 +229,15 @@ def tap_body(
         expressions=expressions,
         consts=compat.consts_of(body.jaxpr),
         depth=frame.depth + (SLICE in body.kinds or len(body.carry) > 0),
+        length=body.length,
     )
     before = session.numbers.copy()
     new, consts = stage_again(
         reinterpret, session, inner, body.jaxpr, compat.consts_of(body.jaxpr), held
     )
+    is_numbered = bool(body.length) and inner.steps_were_read and compat.used_inputs(new)[-1]
+    if body.length and not is_numbered:
+        new = compat.without_last_input(new, jaxpr.debug_info.arg_names)
     new, extra = hoisted(new, consts, hoists, compat.is_open(body.jaxpr))
     counted = {
         (key[0].removeprefix(path).lstrip("/"), *key[1:]): n
@@ -251,10 +259,13 @@ def tap_body(
         {key: before.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0) for key in counted}
         if inner.numbers_were_read and session.interceptor.tells_ids
         else None,
-        _unused_in(new, len(jaxpr.invars), held),
+        _unused_in(new, len(jaxpr.invars), held, is_numbered),
         bool(inner.foreign),
         inner.is_parameter,
         () if inner.is_parameter is None else memo.kinds_of(expressions, inner.is_parameter),
+        inner.steps_were_read,
+        frame.lengths() if inner.steps_were_read else None,
+        is_numbered,
     )
     if _of_a_trace(extra) or inner.expressions_were_read:
         return tapped
@@ -266,17 +277,22 @@ def tap_body(
             reinterpret, session, around._replace(untapped=True), body, operands, NONE_TAKEN
         )
         return dataclasses.replace(
-            tapped, jaxpr=untapped.jaxpr, extra=untapped.extra, taken=False, unused=()
+            tapped,
+            jaxpr=untapped.jaxpr,
+            extra=untapped.extra,
+            taken=False,
+            unused=(),
+            is_numbered=untapped.is_numbered,
         )
     return tapped
 
 
-def _unused_in(jaxpr: Any, count: int, held: Taken) -> tuple[int, ...]:
+def _unused_in(jaxpr: Any, count: int, held: Taken, is_numbered: bool) -> tuple[int, ...]:
     """Return which of a body's inputs that have array proxies it does not use, once made again."""
     if held is NONE_TAKEN:
         return ()
     used = compat.used_inputs(compat.open_of(jaxpr))
-    own = len(used) - len(held.trailing) - count
+    own = len(used) - len(held.trailing) - is_numbered - count
     return tuple(i for i in held.inputs if not used[own + i])
 
 
@@ -296,18 +312,24 @@ def stage_again(
     consts: Sequence[Any],
     held: Taken = NONE_TAKEN,
 ) -> tuple[Any, list[Any]]:
-    """Return a jaxpr made of another one and its handlers, and its constants."""
+    """Return a jaxpr made of another one and its handlers, and its constants.
+
+    The body of a loop of known length gets one more input, the last: the number of the step.
+    """
     jaxpr = compat.open_of(jaxpr)
     own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
     before, after = held.avals()
     start, end = len(before), len(before) + len(own)
+    number = [compat.typeof(np.int32(0))] if frame.length else []
 
     def flat(*args: Any) -> list[Any]:
+        if number:
+            frame.index, args = args[-1], args[:-1]
         for i, proxy in held.inside(args[:start], args[end:]).items():
             frame.proxies[jaxpr.invars[i]] = proxy
         return reinterpret(session, frame, jaxpr, [*consts, *args[start:end]])
 
-    return compat.stage(flat, [*before, *own, *after], jaxpr.debug_info)
+    return compat.stage(flat, [*before, *own, *after, *number], jaxpr.debug_info)
 
 
 def custom(
@@ -371,6 +393,7 @@ def _tapped_rule(
             around.within,
             around.untapped,
             frame,
+            is_rule=True,
         )
         return (
             *stage_again(reinterpret, session.counting(numbers.copy()), inner, jaxpr, consts),
@@ -406,6 +429,7 @@ def _prim_rule(
             around.within,
             around.untapped,
             frame,
+            is_rule=True,
         )
         counting = session.counting(numbers.copy())
         return result.build(reinterpret(counting, inner, jaxpr, [*consts, *packed.arrays]))

@@ -73,7 +73,7 @@ def empty_statistics(plan: PlanData, params: Any = None) -> dict[str, qn.Statist
                 ops.update(plan.weights[name].ops)
     return {
         key_of(key, key.rpartition("#")[0] in ops): qn.Statistics(
-            (1,) * one.ndim, symmetric=one.symmetric
+            one.shape, symmetric=one.symmetric
         )
         for key, one in plan.ranges.items()
     }

@@ -23,7 +23,7 @@ from ..program.record import OpRecord
 from ..program.sites import Rules, Site, short
 from ..program.weights import Weight
 from ..run.lookup import looked_up
-from ..run.static import StaticRange, is_static, measure
+from ..run.static import StaticRange, is_static, measure, steps_of
 from .choose import MatrixUse, RowsUse, use_of
 from .derived import Derived
 from .lora import LoraSurvey
@@ -154,7 +154,9 @@ class Survey:
             if weight is None:
                 if is_static(site, side):
                     found = measure(site, side)
-                    self.ranges[site.key(side)] = StaticRange(found.upper.ndim, found.lower is None)
+                    steps = tuple(step.length or 0 for step in steps_of(site))
+                    of = StaticRange(found.upper.ndim, found.lower is None, steps)
+                    self.ranges[site.key(side)] = of
                 continue
             ndim = site.operands[side].ndim
             shared = site.product.shared(side, ndim)

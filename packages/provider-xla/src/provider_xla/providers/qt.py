@@ -14,7 +14,7 @@ from interception_core import JaxtapError
 from ..program.sites import Site
 from ..rules.rule import QtRule, QuantizationRule
 from ..run.product import trained_product
-from ..run.static import Observation, Statistics, calibrations
+from ..run.static import Observation, Statistics, calibrations, read
 from .provider import XlaProvider
 
 
@@ -41,7 +41,8 @@ class QtProvider(XlaProvider):
             fn: the function: a model, or a whole loss.
             statistics: of activations with ``act_static_scale``: what ``init_statistics``
                 returns.
-            update: whether running it adds to the statistics, as in training.
+            update: whether running it adds to the statistics, as in training. JAX has no
+                derivative of a ``lax.cond`` that does: measure first, then train without.
 
         Returns:
             A function of the same arguments and ``quant_key``, a random key that rules with
@@ -53,8 +54,9 @@ class QtProvider(XlaProvider):
             if quant_key is None and statistics is None:
                 return plain(*args, **kwargs)
             observation = Observation(statistics) if update and statistics is not None else None
+            ranges = None if observation or statistics is None else read(statistics)
             run = functools.partial(
-                self._run, statistics=statistics, observation=observation, key=quant_key
+                self._run, statistics=ranges, observation=observation, key=quant_key
             )
             tapping = self._sites(run).interceptor
             result = self._engine.wrap(fn, tapping)(*args, **kwargs)

@@ -46,7 +46,10 @@ class _Call:
         self.operands, self.floats, self.extras = map(
             _types, (operands, site.operands, site.extras)
         )
-        self.ranges = calibrations(statistics, site)
+        # Those of a step are values of the trace, and what they are makes no difference.
+        self.ranges = jax.tree.map(
+            lambda bound: np.ones(bound.shape, bound.dtype), calibrations(statistics, site)
+        )
         activations = [weight is None for weight in site.weights]
         # Both are, where a program maps over its parameters.
         self.axes = tuple(0 if is_one else None for is_one in activations)

@@ -30,6 +30,9 @@ NAMED_ONLY = frozenset({"take"})
 FUSED_NAMES = ("attention", "gelu", "layer_norm", "rms_norm", "silu", "softmax")
 """The functions that a rule with ``kernel="fused"`` is about, too, and rules can name."""
 
+MOST_STEPS = 128
+"""Loops of more steps have one static range for all of them, unless their rule says otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationRule:
@@ -61,6 +64,9 @@ class QuantizationRule:
             activations (attention scores, the fixed coefficients of a solver) does not match.
         act_static_scale: whether activations have scales that were measured before (static
             range) instead of their own (dynamic range). None is False.
+        static_range: whether the steps of a loop have a static range each (``"step"``), or one
+            that holds those of all (``"joined"``). None is a range for each step of at most
+            ``MOST_STEPS``. Loops whose number of steps only a run can tell have joined ranges.
         weight_calibration_method: how the range of a parameter is found: ``"absmax"``,
             ``"minmax"``, ``"rms,7"``, ``"fixed,-1,1"``, ``"percentile,99.9"``, ``"mse"``; see
             ``quant_numerics.calibrate``.
@@ -92,6 +98,7 @@ class QuantizationRule:
     tile_fallback: Literal["divisor", "channel"] | None = "divisor"
     weights_only: bool = False
     act_static_scale: bool | None = None
+    static_range: Literal["step", "joined"] | None = None
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
@@ -122,6 +129,10 @@ class QuantizationRule:
             raise self._error("weights_only", "a bool")
         if self.act_static_scale is not None and self.act_qtype is None:
             raise self._error("act_static_scale", "None where act_qtype is None")
+        if self.static_range not in (None, "step", "joined"):
+            raise self._error("static_range", "None, 'step' or 'joined'")
+        if self.static_range is not None and not self.act_static_scale:
+            raise self._error("static_range", "None where act_static_scale is not True")
         self._set("act_batch_axes", self._integers("act_batch_axes"))
         self._check_sparsity()
         if self.kernel not in (None, "fused"):
