@@ -21,7 +21,7 @@ from quant_numerics.calibration.quantize import (
     quantize_for_dot,
     quantize_with,
 )
-from quant_numerics.calibration.scale import Calibration, scale_of
+from quant_numerics.calibration.scale import Calibration, has_normal_scales, scale_of
 from quant_numerics.formats.dtypes import FLOAT_DTYPES
 from quant_numerics.formats.qtypes import QTYPES, QType, get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
@@ -70,6 +70,7 @@ __all__ = [
     "fake_quant",
     "from_hi",
     "get_qtype",
+    "has_normal_scales",
     "linear_with_transpose",
     "matmul",
     "pack",

@@ -332,7 +332,7 @@ def test_a_float_tile_is_one_over_the_number_of_tiles():
     assert quantize(x, "int8", tile_axes={1: 1 / 3}).scale.shape == (1, 3)
     assert quantize(x, "int8", tile_axes={1: 1.0}).scale.shape == (1, 1)
     assert quantize(x, "int8", tile_axes={1: 1}).scale.shape == (1, 12)
-    with pytest.raises(ValueError, match=r"tile size 0\.2 \(2 elements\)|does not fit"):
+    with pytest.raises(ValueError, match=r"tile size must be .* got 0\.2 \(2 elements\)"):
         quantize(jnp.ones((4, 13)), "int8", tile_axes={1: 0.2})
 
 
@@ -357,7 +357,7 @@ def test_quantize_with_saturates():
     q = quantize_with(x, "int4", jnp.ones(1), jnp.array([-3], jnp.int4))
     assert q.qvalue.astype(jnp.int8).tolist() == [7, -8, 0, 0]
     assert math.isnan(quantize_with(x, "fp8", jnp.ones(1)).qvalue.astype(jnp.float32)[2])
-    with pytest.raises(ValueError, match=r"scale of shape \(3,\) does not fit"):
+    with pytest.raises(ValueError, match=r"scale must have the axes .* got shape \(3,\)"):
         quantize_with(x, "int8", jnp.ones(3))
     with pytest.raises(TypeError, match="scale must be float8_e8m0fnu"):
         quantize_with(jnp.ones(32), "mxfp4", jnp.ones(1))

@@ -409,7 +409,9 @@ def test_jit_and_eager_agree():
 def test_differing_tiles_are_refused():
     lhs = quantized(normal(2, 8), (1,), "int8", 2)
     rhs = quantized(normal(8, 2), (0,), "int8", 4)
-    with pytest.raises(ValueError, match=r"lhs axis 1 and rhs axis 0.*tiles of 2 and 4 elements"):
+    with pytest.raises(
+        ValueError, match=r"lhs axis 1 and rhs axis 0.*tiles of one size, got 2 and 4"
+    ):
         dot_general(lhs, rhs, MATMUL)
 
 

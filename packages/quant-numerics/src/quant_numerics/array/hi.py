@@ -17,9 +17,15 @@ import numpy as np
 import hijax_trace as ht
 from quant_numerics.array.operand import dequantize, register_operand
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.dtypes import FLOAT_DTYPES
 
 _NAMES = ("qvalue", "scale", "zero_point", "global_scale")
+
+
+def _static_of(q: Any) -> dict[str, Any]:
+    """Return what a QArray, a hi value or its type says of its arrays."""
+    return {"qtype": q.qtype, "dtype": q.dtype, "ragged_tiles": q.ragged_tiles}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +47,7 @@ class QArrayTy(ht.HiType):
       global_scale: type of the global scale, or None.
       qtype: name of the quantized type.
       dtype: logical dtype.
+      ragged_tiles: as in ``QArray``.
     """
 
     qvalue: Any
@@ -49,6 +56,7 @@ class QArrayTy(ht.HiType):
     global_scale: Any
     qtype: str
     dtype: np.dtype
+    ragged_tiles: RaggedTiles = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +81,7 @@ class QArrayTy(ht.HiType):
         return [x for x in map(hi_val.__getattribute__, _NAMES) if x is not None]
 
     def raise_val(self, *lo_vals: Any) -> HiQArray:
-        return HiQArray(*self._filled(lo_vals), qtype=self.qtype, dtype=self.dtype)
+        return HiQArray(*self._filled(lo_vals), **_static_of(self))
 
     def _filled(self, values: Any) -> list[Any]:
         """Return `values`, one for each array, with None where a type has no array."""
@@ -119,6 +127,7 @@ class HiQArray:
     global_scale: Any
     qtype: str
     dtype: np.dtype
+    ragged_tiles: RaggedTiles = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -134,7 +143,7 @@ class HiQArray:
 def _type_of(q: Any) -> QArrayTy:
     leaves = {name: getattr(q, name) for name in _NAMES}
     parts = {name: None if x is None else jax.typeof(x) for name, x in leaves.items()}
-    return QArrayTy(**parts, qtype=q.qtype, dtype=q.dtype)
+    return QArrayTy(**parts, **_static_of(q))
 
 
 ht.register_hitype(HiQArray, _type_of)
@@ -159,7 +168,7 @@ def as_lo(h: Any) -> QArray:
     """Return the QArray of a hi value. It has no derivative: see ``from_hi``."""
     leaves = _AsLo(jax.typeof(h))(h)
     ty = jax.typeof(h)
-    return QArray(*ty._filled(leaves), qtype=ty.qtype, dtype=ty.dtype)
+    return QArray(*ty._filled(leaves), **_static_of(ty))
 
 
 def from_hi(h: Any) -> jax.Array:
@@ -197,7 +206,7 @@ class _AsHi(ht.HiPrim):
             parts = list(leaves)
             for i, value in zip(floats, values, strict=True):
                 parts[i] = value
-            return dequantize(QArray(*ty._filled(parts), qtype=ty.qtype, dtype=ty.dtype))
+            return dequantize(QArray(*ty._filled(parts), **_static_of(ty)))
 
         return restore, floats
 
@@ -263,7 +272,7 @@ class _FromHi(ht.HiPrim):
     def expand(self, h: HiQArray) -> jax.Array:
         ty = self.in_avals[0]
         leaves = ty._filled(ty.lower_val(h))
-        return dequantize(QArray(*leaves, qtype=ty.qtype, dtype=ty.dtype))
+        return dequantize(QArray(*leaves, **_static_of(ty)))
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         return _FromHi(*self.in_avals)(*primals), tangents[0]

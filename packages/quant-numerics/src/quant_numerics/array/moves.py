@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from hijax_trace import MoveError
+from hijax_trace import Move, MoveError
+from quant_numerics.array.tiles import ragged_tiles
 
 Shape = tuple[int, ...]
+
+
+def with_tiles(how: Move, q: Any) -> Move:
+    """Return a move of a QArray, with the tile sizes that its shapes don't tell."""
+    return how._replace(tiles={q.ndim + axis: tile for axis, tile in q.ragged_tiles})
+
+
+def retiled(
+    results: Sequence[Any],
+    q: Any,
+    primitive: str,
+    params: Mapping[str, Any],
+    operands: Sequence[Any],
+) -> Sequence[Any]:
+    """Return what became of a QArray, with the tile sizes that the new shapes don't tell."""
+    if not q.ragged_tiles:
+        return results
+    how = q.move(primitive, params, operands)
+    tiles = {place: how.tiles[axis] for axis, place in how.kept_axes().items()}
+    return [dataclasses.replace(x, ragged_tiles=ragged_tiles(x.shape, tiles)) for x in results]
 
 
 def view(q: Any, primitive: str, **params: Any) -> Any:
@@ -95,9 +117,9 @@ def index(q: Any, key: Any) -> Any:
         result = view(
             q, "slice", start_indices=starts, limit_indices=limits, strides=tuple(strides)
         )
+        result = view(result, "rev", dimensions=reverse) if reverse else result
     except MoveError as error:
         raise refused(q, f"[{key!r}]") from error
-    result = view(result, "rev", dimensions=reverse) if reverse else result
     result = view(result, "squeeze", dimensions=dropped) if dropped else result
     if not new:
         return result

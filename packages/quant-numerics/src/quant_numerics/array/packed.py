@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import ArrayProxy, MoveError, Part
+from hijax_trace import ArrayProxy, Move, MoveError, Part
+from quant_numerics.array import moves
 from quant_numerics.array.operand import register_operand
 from quant_numerics.array.qarray import QArray, qtype_of, stored_bytes
+from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.dtypes import float_dtype
 from quant_numerics.formats.qtypes import QType, get_qtype
 
@@ -32,6 +34,7 @@ class PackedQArray(ArrayProxy):
       last: size of the last axis (static).
       qtype: name of the quantized type (static).
       dtype: float dtype that the array stands for (static).
+      ragged_tiles: as in ``QArray`` (static).
     """
 
     planes: jax.Array
@@ -42,6 +45,9 @@ class PackedQArray(ArrayProxy):
     qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
+    ragged_tiles: RaggedTiles = dataclasses.field(
+        default=(), kw_only=True, metadata={"static": True}
+    )
 
     @property
     # pyrefly: ignore [bad-override]
@@ -74,12 +80,17 @@ class PackedQArray(ArrayProxy):
         dtype = float_dtype(dtype, "the logical dtype of a PackedQArray")
         return dataclasses.replace(self, dtype=dtype)
 
+    def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
+        """Return a primitive as a move of these; see ``ArrayProxy.move``."""
+        return moves.with_tiles(super().move(primitive, params, operands), self)
+
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
         """Return what a primitive makes of it: a QArray if the last axis moves."""
         try:
-            return super().moved(primitive, params, operands)
+            results = super().moved(primitive, params, operands)
+            return moves.retiled(results, self, primitive, params, operands)
         except MoveError:
             unpacked = [unpack(x) if isinstance(x, PackedQArray) else x for x in operands]
             return unpack(self).moved(primitive, params, unpacked)
@@ -112,7 +123,14 @@ def pack(q: QArray) -> PackedQArray:
     places = bits << _counting(8, 1, values.ndim)
     planes = places.sum(-1, dtype=jnp.uint8)
     return PackedQArray(
-        planes, q.scale, q.zero_point, q.global_scale, last=last, qtype=q.qtype, dtype=q.dtype
+        planes,
+        q.scale,
+        q.zero_point,
+        q.global_scale,
+        last=last,
+        qtype=q.qtype,
+        dtype=q.dtype,
+        ragged_tiles=q.ragged_tiles,
     )
 
 
@@ -135,6 +153,7 @@ def unpack(p: PackedQArray) -> QArray:
         p.global_scale,
         qtype=p.qtype,
         dtype=p.dtype,
+        ragged_tiles=p.ragged_tiles,
     )
 
 

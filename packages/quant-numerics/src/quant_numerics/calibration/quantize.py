@@ -9,7 +9,13 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray, qarray
-from quant_numerics.array.tiles import canonical_axes, check_block, slices, slices_of
+from quant_numerics.array.tiles import (
+    canonical_axes,
+    check_block,
+    ragged_tiles,
+    slices,
+    slices_of,
+)
 from quant_numerics.calibration.calibrate import bounds
 from quant_numerics.calibration.method import parse_calibration_method
 from quant_numerics.calibration.scale import Calibration, scale_of
@@ -27,6 +33,7 @@ def quantize(
     tile_axes: Mapping[int, int | float] | None = None,
     method: str = "absmax",
     rounding: StochasticRounding | None = None,
+    scale_dtype: DTypeLike | None = None,
 ) -> QArray:
     """Quantize an array, with the range of each slice set by its data.
 
@@ -57,22 +64,25 @@ def quantize(
         before values are divided by it (a scale beyond float32 counts as infinite).
       qtype: a name in ``QTYPES``, an alias, or a dtype.
       channel_axes: axes that have one scale per index.
-      tile_axes: axis -> tile size, for axes that have one scale per tile of consecutive elements;
-        a float is one over the number of tiles.
+      tile_axes: axis -> tile size, for axes that have one scale per tile of consecutive elements,
+        the last of which may be shorter; a float is one over the number of tiles.
       method: see ``parse_calibration_method``.
       rounding: None (to nearest) or a ``StochasticRounding``.
+      scale_dtype: None for that of the format; for those with float32 scales also bfloat16 or
+        float16. Values are divided by the rounded scales. In float16, scales below 6.1e-5 become
+        that, and those beyond 65504 infinite: see ``has_normal_scales``.
 
     Returns:
       QArray of ``x.shape`` and logical dtype ``x.dtype``. Its scale has size 1, the full size
-      (channel axes) or size / tile (tiled axes) along each axis.
+      (channel axes) or the number of tiles (tiled axes) along each axis.
 
     Raises:
       ValueError: an unknown qtype or method; an axis that is out of range or named twice; a tile
-        that is not positive or does not divide its axis; other tiles than one tiled axis with the
-        format's own tile size for mxfp8, mxfp4 (32) and nvfp4 (16).
+        that is not positive; other tiles than one tiled axis with the format's own tile size for
+        mxfp8, mxfp4 (32) and nvfp4 (16); a `scale_dtype` that the format can't have.
       TypeError: `x` is not of a supported float dtype.
     """
-    kind = get_qtype(qtype)
+    kind = get_qtype(qtype).with_scales(scale_dtype)
     how = parse_calibration_method(method)
     x = jnp.asarray(x)
     dtype = float_dtype(x.dtype, "the array to quantize")
@@ -80,19 +90,20 @@ def quantize(
     check_block(kind, cut)
 
     values = cut.split(x.astype(compute_dtype(dtype)))
-    lower, upper = bounds(values, cut.reduced, how, kind)
+    lower, upper = bounds(values, cut, how, kind)
     scale, zero_point, outer = scale_of(Calibration(lower, upper), kind)
     whole = scale.astype(jnp.float32)
     whole = whole if outer is None else whole * outer
     noise = None if rounding is None else cut.split(rounding.noise(x.shape))
     qvalue = encode(values, whole, kind, zero_point, noise)
     return QArray(
-        qvalue.reshape(x.shape),
+        cut.join(qvalue),
         scale.reshape(cut.scale_shape),
         None if zero_point is None else zero_point.reshape(cut.scale_shape),
         None if outer is None else outer.reshape((1,) * x.ndim),
         qtype=kind.name,
         dtype=dtype,
+        ragged_tiles=cut.ragged,
     )
 
 
@@ -103,8 +114,12 @@ def quantize_with(
     zero_point: jax.Array | None = None,
     global_scale: jax.Array | None = None,
     rounding: StochasticRounding | None = None,
+    *,
+    tile_axes: Mapping[int, int] | None = None,
 ) -> QArray:
     """Quantize with a given scale, as from ``scale_of``. Its shape tells the slices.
+
+    Only where the last tile of an axis is shorter than others, `tile_axes` must tell their size.
 
     What is outside the range saturates, infinities too. A NaN becomes the number nearest to zero,
     or stays NaN in the float8 formats.
@@ -115,14 +130,22 @@ def quantize_with(
     kind = get_qtype(qtype)
     x = jnp.asarray(x)
     dtype = float_dtype(x.dtype, "the array to quantize")
-    cut = slices_of(x.shape, scale.shape)
+    cut = slices_of(x.shape, scale.shape, ragged_tiles(x.shape, tile_axes or {}))
     values = cut.split(x.astype(compute_dtype(dtype)))
     whole = scale.astype(jnp.float32)
     whole = cut.split(whole if global_scale is None else whole * global_scale)
     point = None if zero_point is None else cut.split(zero_point)
     noise = None if rounding is None else cut.split(rounding.noise(x.shape))
-    qvalue = encode(values, whole, kind, point, noise).reshape(x.shape)
-    return qarray(qvalue, scale, kind.name, dtype, zero_point=zero_point, global_scale=global_scale)
+    qvalue = cut.join(encode(values, whole, kind, point, noise))
+    return qarray(
+        qvalue,
+        scale,
+        kind.name,
+        dtype,
+        zero_point=zero_point,
+        global_scale=global_scale,
+        tile_axes=tile_axes,
+    )
 
 
 def quantize_for_dot(

@@ -116,6 +116,29 @@ class QType:
         return self.kind != "float" and self.bits < self.storage_bits
 
     @property
+    def scale_dtypes(self) -> tuple[np.dtype, ...]:
+        """Return the dtypes that ``QArray.scale`` may have, that of the format first."""
+        wide = self.scale_dtype.itemsize > 1
+        others = [jnp.dtype(d) for d in _SCALE_DTYPES[:3] if wide and d != self.scale_dtype]
+        return (self.scale_dtype, *others)
+
+    def with_scales(self, dtype: DTypeLike | None) -> "QType":
+        """Return the format with scales of another dtype; None for its own.
+
+        Raises:
+          ValueError: a dtype that the format's scales can't have.
+        """
+        if dtype is None:
+            return self
+        if jnp.dtype(dtype) not in self.scale_dtypes:
+            raise ValueError(
+                f"scale_dtype must be {' or '.join(d.name for d in self.scale_dtypes)} for the "
+                f"format {self.name!r}, got {jnp.dtype(dtype).name}. Leave it out for "
+                f"{self.scale_dtype.name}."
+            )
+        return dataclasses.replace(self, scale_dtype=jnp.dtype(dtype))
+
+    @property
     def two_level(self) -> bool:
         """Return whether block scales are themselves scaled, by a ``QArray.global_scale``."""
         return self.scale_dtype == jnp.float8_e4m3fn

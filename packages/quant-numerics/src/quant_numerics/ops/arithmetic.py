@@ -90,7 +90,7 @@ def numbers(q: QArray, dtype: np.dtype) -> jax.Array:
     if q.zero_point is None or has_zero_point_left(q, dtype):
         return values
     cut = q.slices
-    return (cut.split(values) - cut.split(q.zero_point.astype(dtype))).reshape(q.shape)
+    return cut.join(cut.split(values) - cut.split(q.zero_point.astype(dtype)))
 
 
 def output_dtype(lhs: QArray | jax.Array, rhs: QArray | jax.Array, preferred: Any) -> np.dtype:

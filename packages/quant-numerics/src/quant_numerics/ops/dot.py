@@ -1,5 +1,6 @@
 """Quantized dot_general: integer accumulation and float rescaling."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from quant_numerics.ops.dot_sides import (
     Side,
     chunked,
     contracted_tiles,
+    evenly_tiled,
     in_output,
     side_of,
     value_sums,
@@ -99,7 +101,9 @@ def dot_general(
         ).astype(dtype)
     how = arithmetic(lhs, rhs, precision)
     try:
-        return _scaled_dot(lhs, rhs, dims, how, out_sharding).astype(dtype)
+        parts = evenly_tiled(lhs, rhs, contracted_tiles(lhs, rhs, *dims[0]))
+        sums = [_scaled_dot(left, right, dims, how, out_sharding) for left, right in parts]
+        return functools.reduce(lax.add, sums).astype(dtype)
     except (TypeError, ValueError, IndexError):
         # What is wrong with the shapes or dimension numbers, lax says in the caller's terms.
         _output_shape(lhs, rhs, dims)

@@ -3,10 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from quant_numerics.array.qarray import QArray, effective_scale
 from quant_numerics.array.tiles import split_axes
@@ -43,18 +45,44 @@ def contracted_tiles(
     """Return the tile size for each pair of contracting axes along which a scale changes."""
     tiles = {}
     for a, b in zip(lc, rc, strict=True):
-        size = lhs.shape[a]
-        left = lhs.scale.shape[a] if isinstance(lhs, QArray) else 1
-        right = rhs.scale.shape[b] if isinstance(rhs, QArray) else 1
-        if 1 not in (left, right) and left != right:
+        found = {tile for tile in (_tile(lhs, a), _tile(rhs, b)) if tile is not None}
+        if len(found) > 1:
             raise ValueError(
-                f"lhs axis {a} and rhs axis {b}, which are contracted, have tiles of "
-                f"{size // left} and {size // right} elements; give both sides one tile size, or "
-                "one of them a single scale along this axis"
+                f"lhs axis {a} and rhs axis {b}, which are contracted, must have tiles of one "
+                f"size, got {_tile(lhs, a)} and {_tile(rhs, b)}. Give both sides one tile size, or "
+                "one of them a single scale along this axis."
             )
-        if max(left, right) > 1:
-            tiles[a, b] = size // max(left, right)
+        if found:
+            tiles[a, b] = found.pop()
     return tiles
+
+
+def _tile(x: QArray | jax.Array, axis: int) -> int | None:
+    """Return how many elements along an axis share a scale; None if all do."""
+    if not isinstance(x, QArray) or x.scale.shape[axis] == 1:
+        return None
+    return x.slices.tiles.get(axis, 1)
+
+
+def evenly_tiled(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, tiles: Mapping[tuple[int, int], int]
+) -> list[tuple[Any, Any]]:
+    """Return parts of two sides whose contractions sum up to theirs, without shorter tiles."""
+    for (a, b), tile in tiles.items():
+        size = lhs.shape[a]
+        if size % tile and size > tile:
+            # The shorter tile is contracted alone: padded, the whole side would be copied.
+            bounds = (0, size - size % tile), (size - size % tile, size)
+            parts = [(part_of(lhs, a, *bound), part_of(rhs, b, *bound)) for bound in bounds]
+            return [pair for left, right in parts for pair in evenly_tiled(left, right, tiles)]
+    return [(lhs, rhs)]
+
+
+def part_of(x: Any, axis: int, start: int, limit: int) -> Any:
+    """Return a slice of a side along an axis."""
+    if not isinstance(x, QArray):
+        return lax.slice_in_dim(x, start, limit, axis=axis)
+    return x[(slice(None),) * axis + (slice(start, limit),)]
 
 
 def side_of(
@@ -75,12 +103,12 @@ def side_of(
         order = [*batch, *tiled, *free]
         # Tiles along a free or batch axis: one scale per index.
         repeats = {a: size for a, size in x.slices.tiles.items() if a not in tiles}
-        scale = repeated(effective_scale(x), repeats)
+        scale = repeated(effective_scale(x), repeats, x.shape)
         scale_shape = tuple(scale.shape[a] for a in order)
         scale = _arrange(scale, order)
         if has_zero_point_left(x, dtype):
             assert x.zero_point is not None
-            zero_point = _arrange(repeated(x.zero_point.astype(jnp.int32), repeats), order)
+            zero_point = _arrange(repeated(x.zero_point.astype(jnp.int32), repeats, x.shape), order)
     return Side(
         values,
         scale,
@@ -93,10 +121,11 @@ def side_of(
     )
 
 
-def repeated(x: jax.Array, repeats: Mapping[int, int]) -> jax.Array:
-    """Return `x` with the elements along each axis in `repeats` that many times."""
+def repeated(x: jax.Array, repeats: Mapping[int, int], shape: Sequence[int]) -> jax.Array:
+    """Return `x` with the elements along each axis in `repeats` that many times, up to `shape`."""
     for axis, size in repeats.items():
-        x = jnp.repeat(x, size, axis=axis)
+        if x.shape[axis] > 1:
+            x = lax.slice_in_dim(jnp.repeat(x, size, axis=axis), 0, shape[axis], axis=axis)
     return x
 
 

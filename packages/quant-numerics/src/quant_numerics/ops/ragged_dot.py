@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from quant_numerics.ops.arithmetic import (
     numbers,
     output_dtype,
 )
-from quant_numerics.ops.dot_sides import repeated
+from quant_numerics.ops.dot_sides import contracted_tiles, repeated
 from quant_numerics.ops.take import take
 
 RAGGED_DOT = lax.RaggedDotDimensionNumbers(
@@ -284,36 +285,16 @@ class _Layout:
         self, lhs: QArray | jax.Array, rhs: QArray | jax.Array, how: Arithmetic
     ) -> Sequence[_Piece]:
         """Return the contraction cut by tiles, or so that no sum can overflow."""
-        found = None
-        for a, b in zip(*self.contract, strict=True):
-            left = lhs.scale.shape[a] if isinstance(lhs, QArray) else 1
-            right = rhs.scale.shape[b] if isinstance(rhs, QArray) else 1
-            if max(left, right) == 1:
-                continue
-            if (
-                found
-                or a == self.ragged
-                or (
-                    1
-                    not in (
-                        left,
-                        right,
-                    )
-                    and left != right
-                )
-            ):
-                raise ValueError(
-                    f"lhs axis {a} and rhs axis {b}, which are contracted, have {left} and {right} "
-                    "scales: a ragged dot takes tiles along one contracted axis that is not "
-                    "ragged, equal on both sides, or on one side only; choose other tiles"
-                )
-            found = (a, b), max(left, right)
-        size = 1
-        for a in self.contract[0]:
-            size *= lhs.shape[a]
+        tiles = contracted_tiles(lhs, rhs, *self.contract)
+        if len(tiles) > 1 or any(a == self.ragged for a, _ in tiles):
+            raise ValueError(
+                "tiles of a ragged dot must be along one contracted axis that is not ragged, got "
+                f"{tiles} ((lhs axis, rhs axis): size). Choose other tiles."
+            )
+        size = math.prod(lhs.shape[a] for a in self.contract[0])
         axes = (self.contract[0][0], self.contract[1][0])
         whole = _Piece(axes, 0, 0, 0, True)
-        if found is None:
+        if not tiles:
             if how.limit is None or size <= how.limit:
                 return [whole]
             length = lhs.shape[axes[0]]
@@ -323,21 +304,20 @@ class _Layout:
             return [
                 _Piece(axes, i, min(i + step, length), 0, False) for i in range(0, length, step)
             ]
-        axes, count = found
-        tile = lhs.shape[axes[0]] // count
-        per_tile = size // count
-        cuts = 1 if how.limit is None else -(-per_tile // how.limit)
+        ((axes, tile),) = tiles.items()
+        length = lhs.shape[axes[0]]
+        cuts = 1 if how.limit is None else -(-size // length * tile // how.limit)
         step = -(-tile // cuts)
         return [
-            _Piece(axes, start, min(start + step, (i + 1) * tile), i, False)
-            for i in range(count)
-            for start in range(i * tile, (i + 1) * tile, step)
+            _Piece(axes, start, min(start + step, end, length), i, False)
+            for i, end in enumerate(range(tile, length + tile, tile))
+            for start in range(end - tile, min(end, length), step)
         ]
 
     def scale(self, q: QArray, side: int) -> jax.Array:
         """Return the scales of a side, one per index of a kept axis that has tiles."""
         kept = {a: t for a, t in q.slices.tiles.items() if a not in self.contract[side]}
-        return repeated(effective_scale(q), kept)
+        return repeated(effective_scale(q), kept, q.shape)
 
     def in_output(self, scale: jax.Array, side: int, ndim: int) -> jax.Array:
         """Return the scale with the axes of the output."""

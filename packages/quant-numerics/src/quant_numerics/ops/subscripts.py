@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_einsum import parser
 
+from quant_numerics.array import moves
 from quant_numerics.array.operand import dequantize
 from quant_numerics.array.qarray import QArray
 
@@ -119,8 +120,9 @@ def squeeze(
 ) -> tuple[QArray | jax.Array, str]:
     """Drop axes of size 1 whose label is larger in the other operand."""
     axes = [a for a, c in enumerate(labels) if c in differing and x.shape[a] == 1]
-    # A QArray's leaves have equal ndims, and size 1 in `qvalue` is size 1 in the scale.
-    x = jax.tree.map(lambda leaf: jnp.squeeze(leaf, tuple(axes)), x)
+    if axes:
+        quantized = isinstance(x, QArray)
+        x = moves.view(x, "squeeze", dimensions=axes) if quantized else jnp.squeeze(x, tuple(axes))
     return x, "".join(c for a, c in enumerate(labels) if a not in axes)
 
 

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.packed import PackedQArray, unpack
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import slices_of
 
 
 def take(
@@ -62,15 +63,26 @@ def take(
         rows = _gathered(q, places, axis)
         return rows if mode == "clip" else _filled(rows, inside, axis)
 
+    tiles = (
+        q.slices.tiles
+        if isinstance(q, QArray)
+        else slices_of(q.shape, q.scale.shape, q.ragged_tiles).tiles
+    )
+
     def scales(x: Any, fill: bool = False) -> Any:
         if x is None:
             return None
         if x.shape[axis] == 1 and size != 1:
             return x.reshape(*x.shape[:axis], *(1,) * indices.ndim, *x.shape[axis + 1 :])
-        rows = _gathered(x, places // (size // x.shape[axis]), axis)
+        rows = _gathered(x, places // tiles.get(axis, size // x.shape[axis]), axis)
         return _filled(rows, inside, axis) if fill else rows
 
     fill = mode == "fill" and not dequantize
+    # Axes before the one that is gone are now farther from the last.
+    last = axis - ndim
+    ragged = tuple(
+        (a if a > last else a - indices.ndim + 1, t) for a, t in q.ragged_tiles if a != last
+    )
     if isinstance(q, PackedQArray):
         packed = PackedQArray(
             _gathered(q.planes, places, axis),
@@ -80,6 +92,7 @@ def take(
             last=q.last,
             qtype=q.qtype,
             dtype=q.dtype,
+            ragged_tiles=ragged,
         )
         rows = unpack(packed)
     else:
@@ -90,6 +103,7 @@ def take(
             scales(q.global_scale),
             qtype=q.qtype,
             dtype=q.dtype,
+            ragged_tiles=ragged,
         )
     if not dequantize:
         return rows

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from quant_numerics.array.qarray import QArray
-from quant_numerics.array.tiles import slices_of
+from quant_numerics.array.tiles import Slices, slices
 from quant_numerics.autodiff.pairs import Axis, LinearPair
 from quant_numerics.autodiff.with_tangent import with_tangent
 from quant_numerics.calibration.calibrate import calibrate
@@ -189,6 +189,7 @@ def _quantized(
         return Residual(x, None, None)
     fixed = lax.stop_gradient(x)
     channel_axes, tiles = op.slices(side, x, how)
+    cut = slices(x.shape, channel_axes, tiles)
     if calibration is None and not parse_calibration_method(how.method).clips:
         quantized = quantize(
             fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
@@ -199,15 +200,15 @@ def _quantized(
             fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
         )
     calibration = jax.tree.map(lax.stop_gradient, calibration)
-    quantized = quantize_with(fixed, how.qtype, *scale_of(calibration, how.qtype))
-    return Residual(x, quantized, _inside(fixed, calibration))
+    parts = scale_of(calibration, how.qtype)
+    quantized = quantize_with(fixed, how.qtype, *parts, tile_axes=dict(cut.ragged))
+    return Residual(x, quantized, _inside(fixed, calibration, cut))
 
 
-def _inside(x: jax.Array, calibration: Calibration) -> jax.Array:
+def _inside(x: jax.Array, calibration: Calibration, cut: Slices) -> jax.Array:
     """Return which elements lie in the calibrated range."""
     lower, upper = calibration
     lower = lax.neg(upper) if lower is None else lower
-    cut = slices_of(x.shape, upper.shape)
     values = cut.split(x.astype(compute_dtype(x.dtype)))
     lower, upper = (cut.split(bound.astype(values.dtype)) for bound in (lower, upper))
-    return lax.bitwise_and(values >= lower, values <= upper).reshape(x.shape)
+    return cut.join(lax.bitwise_and(values >= lower, values <= upper))
