@@ -9,6 +9,7 @@ from quant_numerics.array.moves import concatenate
 from quant_numerics.array.operand import dequantize
 from quant_numerics.array.packed import PackedQArray, pack, unpack
 from quant_numerics.array.qarray import QArray, qarray
+from quant_numerics.array.tiles import contraction_tiles
 from quant_numerics.autodiff.linear import linear_with_transpose
 from quant_numerics.autodiff.straight_through import straight_through
 from quant_numerics.calibration.average import AverageState, MovingAverage, Statistics
@@ -61,6 +62,7 @@ __all__ = [
     "as_lo",
     "calibrate",
     "concatenate",
+    "contraction_tiles",
     "conv_general_dilated",
     "dequantize",
     "dot",

@@ -32,7 +32,8 @@ class Packing:
 
     Attributes:
         lead: how many of its axes, the first, are stacks: steps of loops.
-        k_axes: those that its products contract; the tiled one is the last.
+        k_axes: those that its products contract, in an order in which the rows of a group follow
+            one another.
         n_axes: the others.
         group: rows that share a scale, 0 for all.
         bits: 8 or 4, those of a packed code.
@@ -103,6 +104,7 @@ class PrepackedWeight(ArrayProxy):
         order: for each axis after the leading ones, which of ``(*k_sizes, *n_sizes)`` it is
             (static).
         inner: axes of the first packed array that are not leading (static).
+        scale_dtype: name of the dtype of the scales that were packed (static).
     """
 
     packed: Any
@@ -114,6 +116,7 @@ class PrepackedWeight(ArrayProxy):
     group: int = dataclasses.field(metadata={"static": True})
     order: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     inner: int = dataclasses.field(metadata={"static": True})
+    scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -301,14 +304,11 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     lead, k_sizes, n_sizes = weight.lead, weight.k_sizes, weight.n_sizes
     count = len(lead)
     codes = codes.reshape(*lead, *k_sizes, *n_sizes)
-    scale = scale.reshape(*lead, *_scale_sizes(k_sizes, weight.group), *n_sizes)
-    # All indices of a contracted axis without tiles have the same scale.
-    for axis in range(count, count + len(k_sizes) - 1):
-        scale = jax.lax.slice_in_dim(scale, 0, 1, axis=axis)
+    scale = scale.reshape(*lead, *scale_sizes(k_sizes, weight.group), *n_sizes)
     order = (*range(count), *(count + part for part in weight.order))
     return qn.QArray(
         codes.astype(qn.get_qtype(weight.qtype).storage_dtype).transpose(order),
-        scale.transpose(order),
+        scale.transpose(order).astype(weight.scale_dtype),
         qtype=weight.qtype,
         dtype=weight.dtype,
     )
@@ -342,11 +342,14 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     lead, (k, n) = q.shape[:count], packing.matrix(q.shape)
     codes = q.qvalue.astype(jnp.int8).transpose(order).reshape(*lead, k, n)
     scale = q.scale.transpose(order)
-    sizes = (*lead, *_scale_sizes(k_sizes, packing.group), *n_sizes)
+    sizes = (*lead, *scale_sizes(k_sizes, packing.group), *n_sizes)
     for axis, size in enumerate(sizes):
         if scale.shape[axis] != size:
             scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
-    packed = get_op(packing.op)(codes, scale.reshape(*lead, -1, n))
+    # Weights in 4 bits keep scales in float16; float32 holds all others exactly.
+    keeps = packing.bits == 4 and scale.dtype == jnp.float16
+    given = scale if keeps else scale.astype(jnp.float32)
+    packed = get_op(packing.op)(codes, given.reshape(*lead, -1, n))
     places = (*packing.k_axes, *packing.n_axes)
     return PrepackedWeight(
         packed,
@@ -357,12 +360,18 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
         packing.group,
         tuple(places.index(axis) for axis in range(count, q.ndim)),
         np.ndim(jax.tree.leaves(packed)[0]) - count,
+        scale.dtype.name,
     )
 
 
-def _scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
-    """Returns the sizes of the contracted axes of scales."""
-    return (*k_sizes[:-1], k_sizes[-1] // group) if group else (1,) * len(k_sizes)
+def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
+    """Return the sizes of the contracted axes of scales, for groups of rows; 0 for one group."""
+    left, sizes = group or math.prod(k_sizes), []
+    for size in reversed(k_sizes):
+        within = math.gcd(left, size)
+        sizes.append(size // max(within, 1))
+        left //= max(within, 1)
+    return tuple(reversed(sizes))
 
 
 def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:

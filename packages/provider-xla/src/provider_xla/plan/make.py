@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import used_inputs
@@ -49,7 +50,8 @@ def make_plan(
     survey = Survey(rules, leaves)
     look(survey, engine, argnum, fn, params, args, kwargs)
 
-    weights = weights_of(survey)
+    weights = {path: _with_scales(weight, given.get(path), survey)
+               for path, weight in weights_of(survey).items()}  # fmt: skip
     records = [_settled(record, weights) for record in survey.records.values()]
     # The patch engine can't hand stored parameters on.
     if kernels and follows_values(engine):
@@ -211,8 +213,18 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             tuple(dict.fromkeys(use.op_id for use in uses)),
             sparsity=_sparsity(survey, leaf, products),
             derived=derived.get(path),
+            scale_dtype=first.how.scale_dtype,
         )
     return plans
+
+
+def _with_scales(weight: WeightPlan, leaf: Any, survey: Survey) -> WeightPlan:
+    """Return how a parameter is quantized, with float32 scales where float16 does not hold them."""
+    concrete = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
+    if not concrete or not weight.has_wide_scales(leaf):
+        return weight
+    survey.notes[f"{weight.path}: scales beyond normal float16: float32 scales"] = None
+    return dataclasses.replace(weight, scale_dtype=None)
 
 
 def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:

@@ -37,6 +37,7 @@ class WeightPlan:
         packing: how it is packed for the kernels that compute these; None if XLA does.
         sparsity: which of its elements are zeros; None if none have to be.
         derived: how it is computed from parameters; None for a parameter.
+        scale_dtype: name of the dtype of its scales; None for that of the format.
     """
 
     path: str
@@ -51,6 +52,7 @@ class WeightPlan:
     packing: Packing | None = None
     sparsity: Sparsity | None = None
     derived: Derived | None = None
+    scale_dtype: str | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -83,6 +85,7 @@ class WeightPlan:
             "method": self.method,
             "channel_axes": list(self.granularity.channel_axes),
             "tile_axes": {str(a): n for a, n in self.granularity.tile_axes.items()},
+            "scale_dtype": self.scale_dtype,
             "ops": list(self.ops),
             "derived_from": [] if self.derived is None else list(self.derived.leaves),
             "packed": self.packing is not None,
@@ -102,13 +105,36 @@ class WeightPlan:
                 "float by a rule without weight_qtype."
             )
 
+    def has_wide_scales(self, leaf: Any) -> bool:
+        """Return whether scales of a value would leave the range of normal float16."""
+        if self.scale_dtype != "float16":
+            return False
+        where = self.granularity.channel_axes, tuple(self.granularity.tile_axes.items())
+        return not bool(_fits_float16(leaf, self.qtype, *where, self.method))
+
+    def check_scales(self, leaf: Any) -> None:
+        """Raise QuantizationError where scales of a value would leave the range of the plan's."""
+        if self.has_wide_scales(leaf):
+            raise QuantizationError(
+                f"The scales of {self.path} (rule {self.rule}) must be normal numbers of float16, "
+                "from 6.1e-5 to 65504, got others. Make the plan with these parameters, not with "
+                "their types: it then has float32 scales here. Or give the rule "
+                "scale_dtype='bfloat16'."
+            )
+
     def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
         tiles = tuple(self.granularity.tile_axes.items())
         stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
         return _quantize(
-            leaf, self.qtype, self.granularity.channel_axes, tiles, self.method, stepped
+            leaf,
+            self.qtype,
+            self.granularity.channel_axes,
+            tiles,
+            self.method,
+            stepped,
+            self.scale_dtype,
         )
 
 
@@ -116,10 +142,12 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     """Quantizes one parameter, and waits until that is done.
 
     Raises:
-        QuantizationError: it has values that are not finite.
+        QuantizationError: it has values that are not finite, or scales that the plan's dtype of
+            scales does not hold.
     """
     if check:
         plan.check_finite(leaf)
+    plan.check_scales(leaf)
     return jax.block_until_ready(plan._quantize(leaf))
 
 
@@ -150,7 +178,7 @@ def prepack_leaf(plan: WeightPlan, q: Any) -> Any:
 _sparsified = jax.jit(sparsified, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
 def _quantize(
     leaf: jax.Array,
     qtype: str,
@@ -158,6 +186,7 @@ def _quantize(
     tile_axes: tuple[tuple[int, int], ...],
     method: str,
     stepped: tuple[int, ...],
+    scale_dtype: str | None,
 ) -> qn.QArray | qn.PackedQArray:
     """Quantizes; along ``stepped`` axes each index by itself, with a global scale of its own."""
     if stepped:
@@ -171,12 +200,31 @@ def _quantize(
             tile_axes=tiles,
             method=method,
             stepped=tuple(a - 1 for a in rest),
+            scale_dtype=scale_dtype,
         )
         return jax.vmap(inner, in_axes=axis, out_axes=axis)(leaf)
     q = qn.quantize(
-        leaf, qtype, channel_axes=channel_axes, tile_axes=dict(tile_axes), method=method
+        leaf,
+        qtype,
+        channel_axes=channel_axes,
+        tile_axes=dict(tile_axes),
+        method=method,
+        scale_dtype=scale_dtype,
     )
     return qn.pack(q) if qn.get_qtype(qtype).packable else q
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _fits_float16(
+    leaf: jax.Array,
+    qtype: str,
+    channel_axes: tuple[int, ...],
+    tile_axes: tuple[tuple[int, int], ...],
+    method: str,
+) -> jax.Array:
+    tiles = dict(tile_axes)
+    found = qn.calibrate(leaf, qtype, channel_axes=channel_axes, tile_axes=tiles, method=method)
+    return qn.has_normal_scales(found, qtype, "float16")
 
 
 @jax.jit

@@ -16,7 +16,7 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy
 
-from ..kernels.packed import Packing, PrepackedWeight, prepack
+from ..kernels.packed import Packing, PrepackedWeight, prepack, scale_sizes
 from ..program.arrays import of_arrays
 from ..program.engine import follows_values
 from ..program.products import Product, RaggedProduct
@@ -178,12 +178,13 @@ def _packed(rng: np.random.Generator, weight: PrepackedWeight) -> PrepackedWeigh
     places = {part: lead + axis for axis, part in enumerate(weight.order)}
     k_axes = tuple(places[part] for part in range(rank))
     n_axes = tuple(places[part] for part in range(rank, len(places)))
-    scale = [1 if axis in k_axes else n for axis, n in enumerate(weight.shape)]
-    if weight.group:
-        scale[k_axes[-1]] = weight.shape[k_axes[-1]] // weight.group
+    scale = list(weight.shape)
+    for axis, count in zip(k_axes, scale_sizes(weight.k_sizes, weight.group), strict=True):
+        scale[axis] = count
     kind = qn.get_qtype(weight.qtype)
     codes = _random(rng, weight.shape, kind.storage_dtype, weight)
-    q = qn.QArray(codes, jnp.ones(scale, kind.scale_dtype), qtype=weight.qtype, dtype=weight.dtype)
+    ones = jnp.ones(scale, weight.scale_dtype)
+    q = qn.QArray(codes, ones, qtype=weight.qtype, dtype=weight.dtype)
     made = prepack(q, Packing(lead, k_axes, n_axes, weight.group, weight.bits))
     return dataclasses.replace(weight, packed=made.packed)
 

@@ -142,7 +142,7 @@ class HiQArray:
 
 def _type_of(q: Any) -> QArrayTy:
     leaves = {name: getattr(q, name) for name in _NAMES}
-    parts = {name: None if x is None else jax.typeof(x) for name, x in leaves.items()}
+    parts: dict[str, Any] = {n: None if x is None else jax.typeof(x) for n, x in leaves.items()}
     return QArrayTy(**parts, **_static_of(q))
 
 

@@ -141,6 +141,64 @@ def ragged_tiles(shape: tuple[int, ...], tiles: Mapping[int, int]) -> RaggedTile
     return tuple((a - len(shape), t) for a, t in sorted(pairs) if shape[a] > t and shape[a] % t)
 
 
+def contraction_tiles(
+    shape: Sequence[int], contracting: Sequence[int], tile: int
+) -> dict[int, int] | None:
+    """Return how the contracting axes are tiled, as if they were one, flattened in their order.
+
+    Args:
+      shape: of one side.
+      contracting: its contracting axes; the last one changes fastest.
+      tile: elements that share a scale.
+
+    Returns:
+      Axis -> elements of it that share a scale, 1 for a scale per index; axes within a tile have
+      none. The last tile of an axis may be shorter. None where tiles would begin within an axis
+      and end in another index of one before it.
+    """
+    tiles: dict[int, int] = {}
+    for place, axis in reversed(list(enumerate(contracting))):
+        size = shape[axis]
+        if tile == 1 and tiles:
+            tiles[axis] = 1
+        elif place and size and tile % size == 0:
+            tile //= size
+        elif not place or not size or size >= tile:
+            tiles[axis], tile = tile, 1
+        else:
+            return None
+    return tiles
+
+
+def dot_granularity(
+    shape: tuple[int, ...],
+    contracting: Sequence[int],
+    tile: int | float | None,
+    channelwise: bool,
+) -> tuple[list[int], dict[int, int]]:
+    """Return channel and tile axes of one side of a contraction; see ``quantize_for_dot``."""
+    contracting = canonical_axes(shape, contracting)
+    channels = [a for a in range(len(shape)) if a not in contracting] if channelwise else []
+    if tile is None:
+        return channels, {}
+    if not contracting:
+        raise ValueError(
+            f"tile_size must be None where no axis is contracted, got {tile}. Choose a qtype "
+            "without blocks."
+        )
+    sizes = [shape[a] for a in contracting]
+    total = math.prod(sizes)
+    each = _tile_size((total,), 0, tile)
+    tiles = contraction_tiles(shape, contracting, each)
+    if tiles is None:
+        raise ValueError(
+            f"tile_size must be a divisor or a multiple of contracted sizes, the last first, got "
+            f"{tile} for {sizes}. Choose another."
+        )
+    alone = [a for a, each in tiles.items() if each == 1 and len(tiles) > 1]
+    return channels + alone, {a: each for a, each in tiles.items() if a not in alone}
+
+
 def check_block(kind: QType, cut: Slices) -> None:
     """Raise a ValueError for other tiles than those of a block format."""
     if kind.block is None or list(cut.tiles.values()) == [kind.block]:

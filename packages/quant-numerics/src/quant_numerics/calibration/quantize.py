@@ -10,8 +10,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray, qarray
 from quant_numerics.array.tiles import (
-    canonical_axes,
     check_block,
+    dot_granularity,
     ragged_tiles,
     slices,
     slices_of,
@@ -157,6 +157,7 @@ def quantize_for_dot(
     method: str = "absmax",
     rounding: StochasticRounding | None = None,
     channelwise: bool = True,
+    scale_dtype: DTypeLike | None = None,
 ) -> QArray:
     """Quantize one side of a contraction, with scales per index of its other axes.
 
@@ -164,29 +165,30 @@ def quantize_for_dot(
       x: float array.
       contracting: the contracting axes of `x`, in the order of ``dimension_numbers``.
       qtype: as in ``quantize``.
-      tile_size: if given, also one scale per tile of this size along the last axis named in
-        `contracting` (so that both sides, given the same `tile_size`, are tiled alike). A float
-        is one over the number of tiles. Formats with blocks have their own without it.
+      tile_size: if given, also one scale per tile of this size along the contracting axes, as if
+        they were one axis, flattened in the order of `contracting` (so that both sides, given the
+        same `tile_size`, are tiled alike). A float is one over the number of tiles. Formats with
+        blocks have their own without it.
       method: as in ``quantize``.
       rounding: as in ``quantize``.
       channelwise: False for one scale in all, tiles aside.
+      scale_dtype: as in ``quantize``.
 
     Raises:
-      ValueError: as ``quantize``; or a tile size without a contracting axis.
+      ValueError: as ``quantize``; a tile size without a contracting axis, or one that is cut by
+        the end of an axis.
     """
     x = jnp.asarray(x)
-    contracting = canonical_axes(x.shape, contracting)
-    if tile_size is None:
-        tile_size = get_qtype(qtype).block
-    if tile_size is not None and not contracting:
-        raise ValueError(
-            f"tile_size={tile_size} needs a contracting axis to tile, but there is none; "
-            "leave tile_size out, and choose a qtype without blocks"
-        )
-    tiles = {} if tile_size is None else {contracting[-1]: tile_size}
-    channels = [a for a in range(x.ndim) if a not in contracting] if channelwise else []
+    tile = get_qtype(qtype).block if tile_size is None else tile_size
+    channels, tiles = dot_granularity(x.shape, contracting, tile, channelwise)
     return quantize(
-        x, qtype, channel_axes=channels, tile_axes=tiles, method=method, rounding=rounding
+        x,
+        qtype,
+        channel_axes=channels,
+        tile_axes=tiles,
+        method=method,
+        rounding=rounding,
+        scale_dtype=scale_dtype,
     )
 
 
@@ -199,6 +201,7 @@ def quantize_for_conv(
     method: str = "absmax",
     rounding: StochasticRounding | None = None,
     channelwise: bool = True,
+    scale_dtype: DTypeLike | None = None,
 ) -> QArray:
     """Quantize one side of a convolution as finely as ``conv_general_dilated`` takes it.
 
@@ -212,6 +215,7 @@ def quantize_for_conv(
       method: as in ``quantize``.
       rounding: as in ``quantize``.
       channelwise: False for one scale in all.
+      scale_dtype: as in ``quantize``.
 
     Raises:
       ValueError: another `side`, a qtype that is unknown or has blocks, or an axis out of range.
@@ -234,4 +238,11 @@ def quantize_for_conv(
             "which a convolution cannot take; choose a qtype without blocks"
         )
     channels = (spec[0],) if channelwise else ()
-    return quantize(x, qtype, channel_axes=channels, method=method, rounding=rounding)
+    return quantize(
+        x,
+        qtype,
+        channel_axes=channels,
+        method=method,
+        rounding=rounding,
+        scale_dtype=scale_dtype,
+    )

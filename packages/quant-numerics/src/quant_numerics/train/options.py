@@ -22,19 +22,24 @@ class HowToQuantize:
 
     Attributes:
       qtype: a name in ``QTYPES``, an alias or a dtype; kept as the name.
-      tile_size: elements (a float: one over the number of tiles) per scale along the last
-        contracted axis; contractions only, not convolutions.
+      tile_size: elements (a float: one over the number of tiles) per scale along the contracted
+        axes, as if they were one; contractions only, not convolutions.
       method: calibration method, see ``parse_calibration_method``.
       channelwise: False for one scale in all, tiles aside.
+      scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; kept as the name.
     """
 
     qtype: str
     tile_size: int | float | None = None
     method: str = "absmax"
     channelwise: bool = True
+    scale_dtype: str | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "qtype", get_qtype(self.qtype).name)
+        kind = get_qtype(self.qtype).with_scales(self.scale_dtype)
+        object.__setattr__(self, "qtype", kind.name)
+        if self.scale_dtype is not None:
+            object.__setattr__(self, "scale_dtype", kind.scale_dtype.name)
         parse_calibration_method(self.method)
 
 
@@ -46,7 +51,7 @@ class Backward:
       qtype: the format of cotangents; kept as the name.
       method: calibration method for cotangents.
       weight_grad_tile_size: tile size along the contracted axis of the weight's gradient;
-       |        contractions only, not convolutions.
+        contractions only, not convolutions.
       channelwise: False for one scale per cotangent, tiles aside.
       stochastic_rounding: None, or the method of a ``StochasticRounding`` of the cotangents.
       channelwise_noise_axes: the cotangent's axes along which that noise differs.

@@ -192,7 +192,12 @@ def _quantized(
     cut = slices(x.shape, channel_axes, tiles)
     if calibration is None and not parse_calibration_method(how.method).clips:
         quantized = quantize(
-            fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
+            fixed,
+            how.qtype,
+            channel_axes=channel_axes,
+            tile_axes=tiles,
+            method=how.method,
+            scale_dtype=how.scale_dtype,
         )
         return Residual(x, quantized, None)
     if calibration is None:
@@ -200,7 +205,7 @@ def _quantized(
             fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
         )
     calibration = jax.tree.map(lax.stop_gradient, calibration)
-    parts = scale_of(calibration, how.qtype)
+    parts = scale_of(calibration, how.qtype, how.scale_dtype)
     quantized = quantize_with(fixed, how.qtype, *parts, tile_axes=dict(cut.ragged))
     return Residual(x, quantized, _inside(fixed, calibration, cut))
 
