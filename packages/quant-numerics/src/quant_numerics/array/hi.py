@@ -101,9 +101,9 @@ class QArrayTy(ht.HiType):
             ty = getattr(self, name)
             if ty is not None and ty.shape[:1] != self.shape[:1]:
                 raise ValueError(
-                    f"vmap and scan map axis 0 of a QArray of shape {self.shape}, which must be a "
-                    f"channel axis, but its {name} has shape {ty.shape}; quantize with "
-                    "channel_axes=(0, ...), or example by example under vmap"
+                    "axis 0 of a QArray must be a channel axis where vmap and scan map it, got "
+                    f"{name} of shape {ty.shape} for shape {self.shape}. Quantize with "
+                    "channel_axes=(0, ...), or example by example under vmap."
                 )
         return self._each(lambda ty: ty.dec_rank(size, 0))
 

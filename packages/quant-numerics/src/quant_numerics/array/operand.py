@@ -54,7 +54,9 @@ def dequantize(q: Operand) -> jax.Array:
         return restore(q)
     if (to_qarray := _FORMS.get(_form(q))) is not None:
         return to_qarray(q).restore()
-    raise TypeError(f"dequantize takes a QArray, got {type(q).__name__}")
+    raise TypeError(
+        f"what dequantize takes must be a QArray, got {type(q).__name__}. Use arrays as they are."
+    )
 
 
 def as_operand(x: Any, what: str) -> QArray | jax.Array:

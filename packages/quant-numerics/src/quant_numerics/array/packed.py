@@ -107,12 +107,13 @@ def pack(q: QArray) -> PackedQArray:
     kind = qtype_of(q)
     if not kind.packable:
         raise ValueError(
-            f"qtype {kind.name!r} is stored in {kind.bits} bits already; pack is for int3, int5, "
-            "int6 and int7, and other formats with fewer bits than their storage dtype: use the "
-            "QArray as it is"
+            "the qtype of what pack takes must have fewer bits than its storage dtype, such as "
+            f"int3, int5, int6 and int7, got {kind.name!r}. Use the QArray as it is."
         )
     if q.ndim == 0:
-        raise ValueError("an array without axes cannot be packed: there is no axis to pack along")
+        raise ValueError(
+            "what pack takes must have an axis to pack along, got a scalar. Use it as it is."
+        )
     last = q.shape[-1]
     # The low bits: of two's complement, or of an index.
     values = q.qvalue.astype(_byte(kind))

@@ -208,8 +208,8 @@ def qarray(
     qvalue, scale = jnp.asarray(qvalue), jnp.asarray(scale)
     if qvalue.dtype != kind.storage_dtype:
         raise TypeError(
-            f"qtype {kind.name!r} stores quantized values as {kind.storage_dtype.name}, got qvalue "
-            f"of dtype {qvalue.dtype.name}; convert it with .astype(jnp.{kind.storage_dtype.name})"
+            f"qvalue must be {kind.storage_dtype.name} for qtype {kind.name!r}, got "
+            f"{qvalue.dtype.name}. Convert it with .astype(jnp.{kind.storage_dtype.name})."
         )
     if scale.dtype not in kind.scale_dtypes:
         allowed = " or ".join(dtype.name for dtype in kind.scale_dtypes)
@@ -224,8 +224,9 @@ def qarray(
         _check_zero_point(zero_point, scale, kind)
     if (global_scale is not None) != kind.two_level:
         raise ValueError(
-            f"qtype {kind.name!r} has {'a' if kind.two_level else 'no'} global_scale: "
-            f"{'give one' if kind.two_level else 'leave it out'}"
+            f"global_scale must be {'given' if kind.two_level else 'None'} for qtype "
+            f"{kind.name!r}, got {'None' if kind.two_level else 'one'}. "
+            f"{'Give one' if kind.two_level else 'Leave it out'}."
         )
     if global_scale is not None:
         global_scale = jnp.asarray(global_scale)
@@ -244,30 +245,32 @@ def qarray(
 def _check_zero_point(zero_point: jax.Array, scale: jax.Array, kind: QType) -> None:
     if kind.asymmetric is None:
         raise ValueError(
-            f"qtype {kind.name!r} has no zero points, only the integer qtypes have; leave it out"
+            f"zero_point must be None for qtype {kind.name!r}: only integer qtypes have one, got "
+            f"{zero_point.dtype.name}. Leave it out."
         )
     if zero_point.dtype != kind.storage_dtype:
         raise TypeError(
             f"zero_point must have the dtype of qvalue, {kind.storage_dtype.name}, got "
-            f"{zero_point.dtype.name}; convert it with .astype"
+            f"{zero_point.dtype.name}. Convert it with .astype."
         )
     if zero_point.shape != scale.shape:
         raise ValueError(
-            f"zero_point must have the scale's shape {scale.shape}, got {zero_point.shape}"
+            f"zero_point must have the scale's shape {scale.shape}, got {zero_point.shape}. "
+            "Reshape it."
         )
 
 
 def _check_global_scale(global_scale: jax.Array, scale: jax.Array) -> None:
     if global_scale.dtype != jnp.float32:
         raise TypeError(
-            f"global_scale must be float32, got {global_scale.dtype.name}; convert it with .astype"
+            f"global_scale must be float32, got {global_scale.dtype.name}. Convert it with .astype."
         )
     if global_scale.ndim != scale.ndim or any(
         g not in (1, s) for g, s in zip(global_scale.shape, scale.shape, strict=True)
     ):
         raise ValueError(
-            f"global_scale of shape {global_scale.shape} does not fit scale of shape "
-            f"{scale.shape}: it needs the same number of axes, each of size 1 or of the scale's"
+            f"global_scale must have the axes of a scale of shape {scale.shape}, each of size 1 "
+            f"or of the scale's, got shape {global_scale.shape}. Reshape it."
         )
 
 

@@ -89,8 +89,8 @@ def slices(
     tiled = canonical_axes(shape, list(tile_axes))
     if len({*channels, *tiled}) < len(channels) + len(tiled):
         raise ValueError(
-            f"an axis is named twice: axes {channels} and tiled axes {tiled} of shape {shape} "
-            "must all be different"
+            "channel and tile axes must all be different, got "
+            f"axes {channels} and tiled axes {tiled} of shape {shape}. Name each once."
         )
     tiles = {
         axis: _tile_size(shape, axis, tile)
@@ -204,10 +204,9 @@ def check_block(kind: QType, cut: Slices) -> None:
     if kind.block is None or list(cut.tiles.values()) == [kind.block]:
         return
     raise ValueError(
-        f"qtype {kind.name!r} has a scale per block of {kind.block} elements: it needs exactly one "
-        f"tiled axis, with tile size {kind.block}, got tiles {dict(cut.tiles)} (axis: size) for "
-        f"shape {cut.shape}; pass e.g. tile_axes={{-1: {kind.block}}}, or choose a qtype without "
-        "blocks"
+        f"the tiles of qtype {kind.name!r} must be one tiled axis, of tile size {kind.block}, got "
+        f"{dict(cut.tiles)} (axis: size) for shape {cut.shape}. Pass e.g. tile_axes={{-1: "
+        f"{kind.block}}}, or choose a qtype without blocks."
     )
 
 
@@ -217,7 +216,8 @@ def canonical_axes(shape: tuple[int, ...], axes: Sequence[int]) -> list[int]:
     for axis in axes:
         if not -ndim <= operator.index(axis) < ndim:
             raise ValueError(
-                f"axis {axis} is out of range for shape {shape}: axes go from {-ndim} to {ndim - 1}"
+                f"an axis of shape {shape} must be from {-ndim} to {ndim - 1}, got {axis}. Choose "
+                "another."
             )
     return [operator.index(a) % ndim for a in axes]
 

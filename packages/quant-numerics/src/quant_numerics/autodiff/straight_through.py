@@ -40,9 +40,9 @@ def straight_through(
         ours, theirs = _signature(out), _signature(float_out)
         if ours != theirs:
             raise ValueError(
-                "straight_through needs two functions with outputs alike, but quantized_fn "
-                f"returns {ours} and float_fn {theirs}; give both the same "
-                "preferred_element_type, or convert the result of one"
+                "the outputs of the two functions of straight_through must be alike, got "
+                f"{ours} of quantized_fn and {theirs} of float_fn. Give both the same "
+                "preferred_element_type, or convert the result of one."
             )
         return out, tangent
 

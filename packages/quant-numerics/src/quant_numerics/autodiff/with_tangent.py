@@ -53,8 +53,8 @@ class _WithTangent(HiPrimitive):
             )
             if type_text(tangent) != type_text(out):
                 raise TypeError(
-                    f"a value {type_text(out)} can't have the tangent {type_text(tangent)}: the "
-                    "forward map must return what the value is like; convert the result of one"
+                    f"the tangent of {type_text(out)} must be like it, got {type_text(tangent)}. "
+                    "Convert what the forward map returns."
                 )
             parts.append(tangent)
         if not parts:

@@ -41,8 +41,8 @@ class MovingAverage:
     def __post_init__(self):
         if self.decay is not None and not 0 < self.decay < 1:
             raise ValueError(
-                f"decay must be None (the mean of all) or between 0 and 1, got {self.decay!r}; "
-                "0.99 averages about 100 steps"
+                "decay must be None (the mean of all) or between 0 and 1, got "
+                f"{self.decay!r}. Choose 0.99 to average about 100 steps."
             )
 
     def init(self, calibration: Calibration) -> AverageState:
@@ -136,15 +136,16 @@ class Statistics:
         state = self.state
         if (calibration.lower is None) != self._symmetric:
             raise ValueError(
-                f"Statistics(..., symmetric={self._symmetric}) got a calibration "
-                f"{'with' if self._symmetric else 'without'} a lower bound; make them with "
-                f"symmetric={not self._symmetric}, or calibrate with another method"
+                f"a calibration must be {'without' if self._symmetric else 'with'} a lower bound "
+                f"for Statistics(..., symmetric={self._symmetric}), got one "
+                f"{'with' if self._symmetric else 'without'} it. Make them with "
+                f"symmetric={not self._symmetric}, or calibrate with another method."
             )
         own, given = jnp.shape(state.total.upper), jnp.shape(calibration.upper)
         if own != given:
             raise ValueError(
-                f"Statistics for bounds of shape {own} got a calibration of shape {given}; "
-                "calibrate with the same channel and tile axes in each step"
+                f"a calibration must have bounds of shape {own}, as those before, got shape "
+                f"{given}. Calibrate with the same channel and tile axes in each step."
             )
         self._box.set(self._average.update(state, calibration))
 

@@ -63,8 +63,8 @@ def bounds(
     reduced = cut.reduced
     if not method.is_symmetric and kind.asymmetric is None:
         raise ValueError(
-            f"calibration method {method.name!r} gives a zero point, which only integer qtypes "
-            f"have, and {kind.name!r} is none; use a symmetric method such as 'absmax'"
+            f"the calibration method must be symmetric for {kind.name!r}, as only integer qtypes "
+            f"have zero points, got {method.name!r}. Use one such as 'absmax'."
         )
     # lax, not jnp, here: jnp's own jits would double the time to trace a quantized model.
     if method.name == "minmax":

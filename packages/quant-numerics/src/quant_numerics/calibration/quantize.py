@@ -222,20 +222,23 @@ def quantize_for_conv(
       TypeError: a spec that does not hold axis numbers.
     """
     if side not in ("lhs", "rhs"):
-        raise ValueError(f"side must be 'lhs' (the input) or 'rhs' (the kernel), got {side!r}")
+        raise ValueError(
+            f"side must be 'lhs' (the input) or 'rhs' (the kernel), got {side!r}. Choose one of "
+            "them."
+        )
     spec = dimension_numbers_spec
     if isinstance(spec, lax.ConvDimensionNumbers):
         spec = spec.lhs_spec if side == "lhs" else spec.rhs_spec
     if isinstance(spec, str) or not all(hasattr(a, "__index__") for a in spec):
         raise TypeError(
             "dimension_numbers_spec must be a ConvDimensionNumbers or a sequence of axis "
-            f"numbers, got {spec!r}; make one with jax.lax.conv_dimension_numbers(lhs.shape, "
-            "rhs.shape, dimension_numbers)"
+            f"numbers, got {spec!r}. Make one with jax.lax.conv_dimension_numbers(lhs.shape, "
+            "rhs.shape, dimension_numbers)."
         )
     if get_qtype(qtype).block is not None:
         raise ValueError(
-            f"qtype {get_qtype(qtype).name!r} has a scale per block of elements that are summed, "
-            "which a convolution cannot take; choose a qtype without blocks"
+            "the qtype of a convolution must have no blocks of elements that are summed, got "
+            f"{get_qtype(qtype).name!r}. Choose one without blocks."
         )
     channels = (spec[0],) if channelwise else ()
     return quantize(

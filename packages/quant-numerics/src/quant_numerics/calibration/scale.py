@@ -64,8 +64,9 @@ def scale_of(
         return _normal(upper / kind.qmax, kind), None, None
     if kind.asymmetric is None:
         raise ValueError(
-            f"a calibration with a lower bound gives a zero point, which only integer qtypes have, "
-            f"and {kind.name!r} is none; calibrate with a symmetric method such as 'absmax'"
+            f"a calibration must be without a lower bound for {kind.name!r}, as only integer "
+            "qtypes have zero points, got one with it. Calibrate with a symmetric method such as "
+            "'absmax'."
         )
     low, high = kind.asymmetric
     zero = lax.full_like(upper, 0)

@@ -95,8 +95,8 @@ def _round_at_random(ratio: jax.Array, noise: jax.Array, kind: QType) -> jax.Arr
     """Round `ratio`, plus noise in units of the last place, to what a float format has."""
     if kind.codebook is not None:
         raise ValueError(
-            f"qtype {kind.name!r} has no even steps to round between at random; use rounding=None, "
-            "or an integer or float qtype"
+            f"a qtype must have even steps to round between at random, got {kind.name!r}. Use "
+            "rounding=None, or an integer or float qtype."
         )
     # Rounded here, on the grid of the ratio's own binade: after the noise it could be in the
     # binade below, whose finer grid would make the rounding biased.

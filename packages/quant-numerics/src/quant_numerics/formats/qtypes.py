@@ -81,7 +81,7 @@ class QType:
         if wrong is not None:
             raise ValueError(
                 f"QType.{wrong} must be {_ALLOWED[wrong]}, got {getattr(self, wrong)!r} in the "
-                f"format {self.name!r} of kind {self.kind!r}"
+                f"format {self.name!r} of kind {self.kind!r}. Change it."
             )
 
     def _checks(self) -> Iterator[tuple[str, bool]]:
@@ -251,6 +251,6 @@ def _unknown(given: object, text: str, names: Iterable[str]) -> ValueError:
     known = [*sorted(names), *_ALIASES]
     nearest = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
     return ValueError(
-        f"unknown qtype {given!r}: known qtypes are {', '.join(known)}; did you mean {nearest!r}? "
-        "A plugin can declare another with jaxtap_register_qtypes"
+        f"a qtype must be one of {', '.join(known)}, got {given!r}. Did you mean {nearest!r}? A "
+        "plugin can declare another with jaxtap_register_qtypes."
     )

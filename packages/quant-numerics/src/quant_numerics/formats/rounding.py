@@ -43,8 +43,8 @@ class StochasticRounding:
         for axis in self.channelwise_noise_axes:
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
-                    f"noise axis {axis} is out of range for shape {tuple(shape)}; "
-                    "channelwise_noise_axes may name its axes, or be () for one number for all"
+                    f"channelwise_noise_axes must be axes of shape {tuple(shape)}, got {axis}. "
+                    "Choose others, or () for one number for all."
                 )
             axes.add(axis % len(shape))
         drawn = tuple(n if a in axes else 1 for a, n in enumerate(shape))
@@ -56,5 +56,6 @@ class StochasticRounding:
             bits = jax.random.bits(self.key, drawn, jnp.uint8).astype(jnp.float32)
             return (bits + 0.5) / 256.0 - 0.5
         raise ValueError(
-            f"unknown rounding method {self.method!r}: known are 'uniform' and 'low_bit_uniform'"
+            "the method of rounding must be 'uniform' or 'low_bit_uniform', got "
+            f"{self.method!r}. Choose one of them."
         )

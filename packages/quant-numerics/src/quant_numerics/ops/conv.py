@@ -174,10 +174,10 @@ def _too_long(
     assert isinstance(lhs, QArray)
     assert isinstance(rhs, QArray)
     return ValueError(
-        f"a convolution of {lhs.qtype} by {rhs.qtype} with kernel shape {rhs.shape} sums {terms} "
-        "products per output (window elements times input features), and int32 is safe only up to "
-        f"{limit}, with numbers up to {largest_number(lhs)} and {largest_number(rhs)}; keep one "
-        "side float, or split the input features over several convolutions and add their results"
+        f"the products summed for an output must be at most {limit}, with numbers up to "
+        f"{largest_number(lhs)} and {largest_number(rhs)} in int32, got {terms} (window elements "
+        f"times input features) for {lhs.qtype} by {rhs.qtype} of shape {rhs.shape}. Keep one side "
+        "float, or split the input features over several convolutions and add their results."
     )
 
 
@@ -188,9 +188,9 @@ def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
     expected[axis] = q.shape[axis]
     if q.scale.shape not in (whole, tuple(expected)):
         raise ValueError(
-            f"the {side} of a convolution may have one scale (shape {whole}) or one per {channel} "
+            f"the {side} of a convolution must have one scale (shape {whole}) or one per {channel} "
             f"(shape {tuple(expected)}), got scale of shape {q.scale.shape} for values of shape "
-            f"{q.shape}; quantize it with quantize_for_conv(x, qtype, {side!r}, ...)"
+            f"{q.shape}. Quantize it with quantize_for_conv(x, qtype, {side!r}, ...)."
         )
     return effective_scale(q).reshape(-1)
 

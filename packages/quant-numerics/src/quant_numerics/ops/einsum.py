@@ -180,7 +180,7 @@ def einsum_dimension_numbers(spec: str, lhs_ndim: int, rhs_ndim: int) -> Dimensi
     terms, out = parse(spec, (lhs_ndim, rhs_ndim))
     if any(len(set(term)) != len(term) for term in terms):
         raise ValueError(
-            f"einsum {spec!r} repeats a label within one operand, of which einsum takes the "
-            "diagonal in float: it has no dimension numbers; leave the operands unquantized"
+            f"the operands of einsum {spec!r} must have no label twice, got {terms}. Leave them "
+            "unquantized: einsum takes the diagonal in float."
         )
     return dimension_numbers(terms[0], terms[1], out)

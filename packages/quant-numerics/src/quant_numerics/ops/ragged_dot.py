@@ -89,13 +89,13 @@ def _window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array,
     offset = jnp.asarray(offset)
     if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(
-            f"group_offset must be one integer, got {offset.dtype} of shape {offset.shape}; give "
-            "the number of the group that rhs[0] belongs to"
+            f"group_offset must be one integer, got {offset.dtype} of shape {offset.shape}. Give "
+            "the number of the group that rhs[0] belongs to."
         )
     if group_sizes.ndim != 1 or group_sizes.shape[0] < count:
         raise ValueError(
             f"group_sizes must have one axis of at least {count} groups, as rhs has matrices, got "
-            f"shape {group_sizes.shape}; give the sizes of all groups with a group_offset"
+            f"shape {group_sizes.shape}. Give the sizes of all groups with a group_offset."
         )
     offset, sizes = offset.reshape(()).astype(jnp.int32), group_sizes.astype(jnp.int32)
     before = lax.iota(jnp.int32, sizes.shape[0]) < offset
@@ -142,8 +142,9 @@ def ragged_dot_general(
     """
     if group_offset is not None:
         raise NotImplementedError(
-            "group_offset of ragged_dot_general must be None, as in jax.lax; use ragged_dot "
-            "with a group_offset, or slice the rows and matrices of the groups"
+            "group_offset of ragged_dot_general must be None, as in jax.lax, got "
+            f"{group_offset!r}. Use ragged_dot with a group_offset, or slice the rows and "
+            "matrices of the groups."
         )
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     group_sizes = jnp.asarray(group_sizes)
@@ -201,8 +202,8 @@ def group_of_rows(group_sizes: jax.Array, count: int) -> jax.Array:
     """Return the group of each of `count` rows, int32, the last for rows of none."""
     if group_sizes.ndim != 1:
         raise ValueError(
-            f"scales that differ between groups need group_sizes of one axis, got shape "
-            f"{group_sizes.shape}; use one scale for all groups, or vmap"
+            "group_sizes must have one axis where scales differ between groups, got shape "
+            f"{group_sizes.shape}. Use one scale for all groups, or vmap."
         )
     ends = lax.cumsum(group_sizes.astype(jnp.int32))
     past = lax.iota(jnp.int32, count)[:, None] >= ends[None, :]

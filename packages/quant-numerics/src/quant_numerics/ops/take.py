@@ -45,12 +45,14 @@ def take(
     """
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"indices must be integers, got {indices.dtype}; convert them with .astype")
+        raise TypeError(
+            f"indices must be integers, got {indices.dtype}. Convert them with .astype."
+        )
     if mode not in ("fill", "clip"):
-        raise ValueError(f"mode must be 'fill' or 'clip', got {mode!r}")
+        raise ValueError(f"mode must be 'fill' or 'clip', got {mode!r}. Choose one of them.")
     ndim = jnp.ndim(q) if not hasattr(q, "ndim") else q.ndim
     if not -ndim <= operator.index(axis) < ndim:
-        raise ValueError(f"axis {axis} is out of range for an array of {ndim} axes")
+        raise ValueError(f"axis must be from {-ndim} to {ndim - 1}, got {axis}. Choose another.")
     axis = operator.index(axis) % ndim
     if not (isinstance(q, PackedQArray) and axis < ndim - 1):
         q = as_operand(q, "the array to take from")

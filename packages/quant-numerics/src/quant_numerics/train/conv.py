@@ -73,8 +73,8 @@ def train_conv_general_dilated(
         qtypes.append(backward.qtype)
     if any(size is not None for size in sizes) or any(get_qtype(q).block for q in qtypes):
         raise ValueError(
-            f"a convolution takes no tiles and no formats with blocks, got {hows} and {backward}; "
-            "use a qtype without blocks and no tile sizes"
+            "the formats of a convolution must have no tiles or blocks, got "
+            f"{hows} and {backward}. Use a qtype without blocks and no tile sizes."
         )
     if not isinstance(padding, str):
         padding = tuple((int(low), int(high)) for low, high in padding)

@@ -62,8 +62,8 @@ def train_einsum(
     ):
         if given is not None and changed[0] != changed[1]:
             raise ValueError(
-                f"einsum {spec!r} sums or drops axes of {name} before it is quantized, so that a "
-                f"{name}_calibration does not fit; sum them before, and measure the range of that"
+                f"axes of {name} must be contracted or kept where {name}_calibration is given, got "
+                f"einsum {spec!r}. Sum them before, and measure the range of that."
             )
 
     dims = dimension_numbers(in_l, in_r, out)

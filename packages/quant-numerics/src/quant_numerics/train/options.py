@@ -69,13 +69,13 @@ class Backward:
         object.__setattr__(self, "channelwise_noise_axes", tuple(self.channelwise_noise_axes))
         if not parse_calibration_method(self.method).is_symmetric:
             raise ValueError(
-                f"Backward needs a symmetric calibration method, got {self.method!r}; use "
-                "'absmax', 'rms,factor' or another one without zero points"
+                f"the method of Backward must be symmetric, got {self.method!r}. Use "
+                "'absmax', 'rms,factor' or another one without zero points."
             )
         if self.stochastic_rounding not in (None, "uniform", "low_bit_uniform"):
             raise ValueError(
                 "stochastic_rounding must be None, 'uniform' or 'low_bit_uniform', got "
-                f"{self.stochastic_rounding!r}"
+                f"{self.stochastic_rounding!r}. Choose one of them."
             )
 
 
@@ -93,14 +93,14 @@ def check_operands(
         if isinstance(x, QArray):
             raise TypeError(
                 f"{name} of a training op must be a float array, which is quantized in each step, "
-                f"got a QArray of {x.qtype}; give the float parameter and {name}_how, or use the "
-                "op without train_ where it is not trained"
+                f"got a QArray of {x.qtype}. Give the float parameter and {name}_how, or use the "
+                "op without train_ where it is not trained."
             )
         x = jnp.asarray(x)
         float_dtype(x.dtype, f"{name} of a training op")
         if how is None and calibration is not None:
             raise ValueError(
-                f"{name}_calibration needs {name}_how, which says what to quantize to; give both"
+                f"{name}_how must be given with {name}_calibration, got None. Give both."
             )
         arrays.append(x)
     return arrays[0], arrays[1]
@@ -109,18 +109,21 @@ def check_operands(
 def check_backward(backward: Backward | None, key: Any, weight: int | None) -> None:
     """Raise a ValueError for what `backward` asks for and is not given."""
     if weight not in (None, 0, 1):
-        raise ValueError(f"weight must be None, 0 (lhs) or 1 (rhs), got {weight!r}")
+        raise ValueError(
+            f"weight must be None, 0 (lhs) or 1 (rhs), got {weight!r}. Choose one of them."
+        )
     if backward is None:
         return
     if backward.stochastic_rounding is not None and key is None:
         raise ValueError(
-            f"backward has stochastic_rounding={backward.stochastic_rounding!r}, which needs a "
-            "random key: pass key=jax.random.key(...), another one for each training step"
+            "key must be a random key where backward has "
+            f"stochastic_rounding={backward.stochastic_rounding!r}, got None. Pass "
+            "key=jax.random.key(...), another one for each training step."
         )
     if backward.weight_grad_tile_size is not None and weight is None:
         raise ValueError(
-            "backward has a weight_grad_tile_size, so it must be known which operand is the "
-            "weight: pass weight=0 (lhs) or weight=1 (rhs)"
+            "weight must be given where backward has a weight_grad_tile_size, got None. Pass "
+            "weight=0 (lhs) or weight=1 (rhs)."
         )
 
 

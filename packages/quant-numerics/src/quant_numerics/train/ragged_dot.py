@@ -72,14 +72,13 @@ def train_ragged_dot(
         backward.weight_grad_tile_size is not None or get_qtype(backward.qtype).block is not None
     ):
         raise ValueError(
-            "the backward pass of a ragged dot sums over the rows of each group, which can't be "
-            f"tiled, but {backward} asks for it; use a qtype without blocks and "
-            "weight_grad_tile_size=None"
+            "what the backward pass of a ragged dot sums over, the rows of each group, must have "
+            f"no tiles, got {backward}. Use a qtype without blocks and weight_grad_tile_size=None."
         )
     if group_offset is not None:
         raise NotImplementedError(
-            "group_offset is not supported, as it isn't by jax.lax.ragged_dot; slice the rows and "
-            "matrices of the groups instead"
+            f"group_offset of a training op must be None, got {group_offset!r}. Slice the rows and "
+            "matrices of the groups instead."
         )
     op = RaggedOp(hashable(precision), result_dtype(preferred_element_type))
     group_sizes = jnp.asarray(group_sizes)
