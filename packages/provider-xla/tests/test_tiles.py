@@ -141,6 +141,43 @@ def test_tiles_of_flattened_axes(shape, tile, scales):
     close(jax.jit(again.apply(split))(held, x), left @ rows)
 
 
+@pytest.mark.parametrize(
+    ("fallback", "shape", "scales"),
+    [("divisor", (3, 3, 64, 8), (3, 3, 2, 8)), ("divisor", (3, 3, 4, 8), (3, 1, 1, 8)),
+     ("padded", (3, 3, 40, 8), (3, 3, 2, 8)), ("channel", (3, 3, 4, 8), (1, 1, 1, 8))],
+)  # fmt: skip
+def test_kernels_of_convolutions(fallback, shape, scales):
+    """A kernel is tiled along its window and input features, where the input stays float."""
+
+    def model(p, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, p["w"], (2, 1), "SAME", None, None, numbers)
+
+    rule = QuantizationRule(weight_qtype="int8", tile_size=32, tile_fallback=fallback)
+    params, x = {"w": draw(shape)[0]}, draw((2, 7, 6, shape[2]))[0]
+    plan = PtqProvider([rule], strict=True).plan(model, params, x)
+    stored = plan.quantize(params)
+    assert stored["w"].scale.shape == scales
+    sizes = [-(-n // count) for n, count in zip(shape, scales, strict=True)]
+    sizes[2] = 32 if fallback == "padded" else sizes[2]
+    rounded = np.zeros(shape)
+    for at in np.ndindex(*scales):
+        where = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, sizes, strict=True))
+        part = np.asarray(params["w"], np.float64)[where]
+        scale = np.abs(part).max() / 127
+        rounded[where] = np.round(part / scale) * scale
+    close(stored["w"].restore(), rounded)
+    close(jax.jit(plan.apply(model))(stored, x), model({"w": jnp.float32(rounded)}, x))
+
+    def loss(p, x):
+        return jnp.sum(model(p, x) ** 2)
+
+    # The same in training, straight through: at the float kernel, where the backward is float.
+    found = jax.grad(QtProvider([rule]).apply(loss))(params, x)["w"]
+    _, pull = jax.vjp(lambda w: model({"w": w}, x), params["w"])
+    close(found, pull(2 * model({"w": jnp.float32(rounded)}, x))[0])
+
+
 def test_scales_in_float16(tmp_path):
     def model(p, x):
         return jnp.tanh(x @ p["a"]) @ p["b"]

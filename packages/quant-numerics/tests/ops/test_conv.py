@@ -392,3 +392,20 @@ def test_on_cpu_floats_are_used_where_they_are_exact(features, window, in_floats
     assert all(("xf32>" in line) == in_floats for line in lines)
     exact = (features * window) * 127 * 127 - 127
     np.testing.assert_array_equal(lowered.compile()(lhs, rhs), np.float32([[[exact]]]))
+
+
+def test_a_kernel_with_tiles_is_dequantized():
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 7, 40), (3, 40, 5)))
+    layout = ("NHC", "HIO", "NHC")
+    for tile, scales in ((32, (3, 2, 5)), (40, (3, 1, 5))):
+        q = quantize_for_conv(w, "int4", "rhs", (2, 1, 0), tile_size=tile)
+        assert q.scale.shape == scales
+        got = run(x, q, (1,), "SAME", dimension_numbers=layout)
+        want = reference(x, dequantize(q), (1,), "SAME", dimension_numbers=layout)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+        with pytest.raises(ValueError, match="quantize_for_conv"):
+            run(quantize(x, "int8"), q, (1,), "SAME", dimension_numbers=layout)
+    assert quantize_for_conv(w, "mxfp4", "rhs", (2, 1, 0)).scale.shape == (3, 2, 5)
+    with pytest.raises(ValueError, match="input of a convolution must have no blocks or tiles"):
+        quantize_for_conv(x, "int8", "lhs", (0, 2, 1), tile_size=8)

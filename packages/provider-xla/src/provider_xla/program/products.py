@@ -35,8 +35,15 @@ class Product(abc.ABC):
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         """Returns the axes of operand 0 or 1, of ``ndim`` axes, that a scale is shared along."""
 
-    def tiled_sizes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the sizes of the contracted axes, in order; none where they can't be tiled."""
+    def tiled_sizes(
+        self, shapes: Sequence[tuple[int, ...]], hows: Sequence[qn.HowToQuantize | None]
+    ) -> tuple[int, ...]:
+        """Return the sizes of the contracted axes, in order; none where they can't be tiled.
+
+        Args:
+            shapes: of both operands.
+            hows: how they are quantized.
+        """
         sizes = {
             tuple(shape[axis] for axis in self.shared(side, len(shape)))
             for side, shape in enumerate(shapes)
@@ -132,6 +139,14 @@ class Convolution(Product):
         channel = (self.numbers.lhs_spec, self.numbers.rhs_spec)[side][0]
         return tuple(axis for axis in range(ndim) if axis != channel)
 
+    def tiled_sizes(
+        self, shapes: Sequence[tuple[int, ...]], hows: Sequence[qn.HowToQuantize | None]
+    ) -> tuple[int, ...]:
+        """Return those of the kernel, if the input is float: see ``Product.tiled_sizes``."""
+        kernel = shapes[1]
+        axes = self.shared(1, len(kernel)) if hows[0] is None else ()
+        return tuple(kernel[axis] for axis in axes)
+
     def sparse_axis(self, side: int, ndim: int) -> int | None:
         """Return the axis of N:M sparsity: see ``Product.sparse_axis``."""
         return (self.numbers.lhs_spec, self.numbers.rhs_spec)[side][1]
@@ -146,6 +161,7 @@ class Convolution(Product):
             method=how.method,
             channelwise=how.channelwise,
             scale_dtype=how.scale_dtype,
+            tile_size=how.tile_size,
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:

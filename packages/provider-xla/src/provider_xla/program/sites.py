@@ -332,7 +332,7 @@ class Sites:
         hows: tuple[qn.HowToQuantize | None, ...],
     ) -> tuple[qn.HowToQuantize | None, ...]:
         """Return how operands are quantized, with tiles that their contracted axis has."""
-        sizes = product.tiled_sizes([operand.shape for operand in operands])
+        sizes = product.tiled_sizes([operand.shape for operand in operands], hows)
         tiled = [how for how in hows if how]
         found = {how: fitted(how, sizes, rule.tile_fallback) for how in tiled}
         # Both sides have the same tiles, those of a format with blocks.
@@ -356,7 +356,7 @@ class Sites:
             if rule.weight_qtype is None and rule.rank is None:
                 return "the rule leaves it float", False
             return "the rule is for weights, and no operand is known as a parameter", False
-        sizes = product.tiled_sizes([operand.shape for operand in operands])
+        sizes = product.tiled_sizes([operand.shape for operand in operands], hows)
         tiles = {how.tile_size for how in hows if how is not None}
         for tile in sorted(tiles - {None}):
             reason = misfit(sizes, tile, rule.tile_fallback)

@@ -53,7 +53,7 @@ class QuantizationRule:
         act_qtype: qtype of every other operand; None leaves it float.
         tile_size: elements that share a scale along the contracted axes (subchannel), as if they
             were one, or, as a float, one over the number of tiles; None for one scale per channel.
-            Convolutions have one scale per channel.
+            Convolutions of quantized activations have one scale per channel.
         tile_fallback: what an operation gets whose contracted axes tiles of `tile_size` do not
             divide: ``"divisor"`` the largest tile below it that does, ``"channel"`` one scale per
             channel, ``"padded"`` a last tile that is shorter (XLA computes it); None makes it an

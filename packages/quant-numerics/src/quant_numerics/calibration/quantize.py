@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray, qarray
 from quant_numerics.array.tiles import (
+    canonical_axes,
     check_block,
     dot_granularity,
     ragged_tiles,
@@ -202,13 +203,14 @@ def quantize_for_conv(
     rounding: StochasticRounding | None = None,
     channelwise: bool = True,
     scale_dtype: DTypeLike | None = None,
+    tile_size: int | float | None = None,
 ) -> QArray:
     """Quantize one side of a convolution as finely as ``conv_general_dilated`` takes it.
 
     Args:
       x: float array, the input (``side="lhs"``: one scale per batch element) or the kernel
         (``side="rhs"``: one scale per output feature).
-      qtype: as in ``quantize``, but none with blocks.
+      qtype: as in ``quantize``; one with blocks for the kernel of a float input only.
       side: "lhs" or "rhs".
       dimension_numbers_spec: what ``jax.lax.conv_dimension_numbers`` returns, or its `lhs_spec`
         or `rhs_spec` alone (the batch or output feature axis first).
@@ -216,6 +218,8 @@ def quantize_for_conv(
       rounding: as in ``quantize``.
       channelwise: False for one scale in all.
       scale_dtype: as in ``quantize``.
+      tile_size: as in ``quantize_for_dot``, along all other axes of a kernel, in their order; for
+        the kernel of a float input only.
 
     Raises:
       ValueError: another `side`, a qtype that is unknown or has blocks, or an axis out of range.
@@ -235,16 +239,21 @@ def quantize_for_conv(
             f"numbers, got {spec!r}. Make one with jax.lax.conv_dimension_numbers(lhs.shape, "
             "rhs.shape, dimension_numbers)."
         )
-    if get_qtype(qtype).block is not None:
+    tile = get_qtype(qtype).block if tile_size is None else tile_size
+    if side == "lhs" and tile is not None:
         raise ValueError(
-            "the qtype of a convolution must have no blocks of elements that are summed, got "
-            f"{get_qtype(qtype).name!r}. Choose one without blocks."
+            "the input of a convolution must have no blocks or tiles of elements that are summed, "
+            f"got {get_qtype(qtype).name!r} in tiles of {tile}. Choose a qtype without blocks."
         )
-    channels = (spec[0],) if channelwise else ()
+    x = jnp.asarray(x)
+    (channel,) = canonical_axes(x.shape, spec[:1])
+    summed = [a for a in range(x.ndim) if a != channel]
+    channels, tiles = dot_granularity(x.shape, summed, tile, channelwise)
     return quantize(
         x,
         qtype,
         channel_axes=channels,
+        tile_axes=tiles,
         method=method,
         rounding=rounding,
         scale_dtype=scale_dtype,

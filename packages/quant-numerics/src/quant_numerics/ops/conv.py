@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from quant_numerics.array.operand import Operand, as_operand
+from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray, effective_scale
 from quant_numerics.formats.dtypes import promote_floats
 from quant_numerics.ops.arithmetic import (
@@ -51,7 +51,8 @@ def conv_general_dilated(
     - None: plain ``lax`` in the wider of the two dtypes.
 
     The lhs may have one scale, or one per batch element; the rhs one scale, or one per output
-    feature: these factor out of every sum. A non-finite value makes its slice non-finite, so
+    feature: these factor out of every sum. A rhs with other scales, such as tiles, is dequantized;
+    the lhs must then be a float array. A non-finite value makes its slice non-finite, so
     with one in a batch element (or kernel feature), all outputs of that batch element (feature)
     are non-finite, also those whose window does not touch it.
 
@@ -86,6 +87,10 @@ def conv_general_dilated(
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     dn = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    if isinstance(rhs, QArray) and not isinstance(lhs, QArray):
+        # Scales that differ within a sum don't factor out of it.
+        summed = [n for a, n in enumerate(rhs.scale.shape) if a != dn.rhs_spec[0]]
+        rhs = dequantize(rhs) if math.prod(summed) > 1 else rhs
     dtype = output_dtype(lhs, rhs, preferred_element_type)
     how, values_l, values_r = _values(lhs, rhs, precision, dtype)
 
