@@ -64,7 +64,8 @@ def per_element(part, shape):
     """Return scales or zero points, one per element, in float64."""
     part = np.asarray(part).astype(np.float64)
     for axis, size in enumerate(shape):
-        part = np.repeat(part, size // part.shape[axis], axis=axis)
+        if part.shape[axis] != size:
+            part = np.repeat(part, size // part.shape[axis], axis=axis)
     return part
 
 

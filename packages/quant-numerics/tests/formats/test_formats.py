@@ -310,7 +310,7 @@ def test_a_float_tile_is_one_over_the_number_of_tiles():
     assert quantize(x, "int8", tile_axes={1: 1 / 3}).scale.shape == (1, 3)
     assert quantize(x, "int8", tile_axes={1: 1.0}).scale.shape == (1, 1)
     assert quantize(x, "int8", tile_axes={1: 1}).scale.shape == (1, 12)
-    with pytest.raises(ValueError, match=r"tile size must be .* got 0\.2 \(2 elements\)"):
+    with pytest.raises(ValueError, match=r"tile size must be .* got 0\.2 \(3 elements\)"):
         quantize(jnp.ones((4, 13)), "int8", tile_axes={1: 0.2})
 
 

@@ -24,13 +24,15 @@ _NAMES = ("qvalue", "scale", "zero_point", "global_scale")
 
 
 def _static_of(q: Any) -> dict[str, Any]:
-    """Return what a QArray, a hi value or its type says of its arrays."""
+    """Return the static fields of a QArray, a hi value or its type."""
     return {"qtype": q.qtype, "dtype": q.dtype, "ragged_tiles": q.ragged_tiles}
 
 
 @dataclasses.dataclass(frozen=True)
 class LeadingAxis(ht.MappingSpec):
-    """Map a hi value along axis 0, in ``in_axes`` and ``out_axes`` of ``vmap``.
+    """Map a hi value along axis 0 in ``vmap``.
+
+    It goes into ``in_axes`` and ``out_axes``.
 
     Pass ``axis_size`` to ``vmap``, too. ``scan`` uses it by itself, and needs ``length``.
     """
@@ -84,7 +86,7 @@ class QArrayTy(ht.HiType):
         return HiQArray(*self._filled(lo_vals), **_static_of(self))
 
     def _filled(self, values: Any) -> list[Any]:
-        """Return `values`, one for each array, with None where a type has no array."""
+        """Return one value per field, None where there is no array."""
         rest = iter(values)
         return [None if getattr(self, name) is None else next(rest) for name in _NAMES]
 
@@ -116,7 +118,9 @@ class QArrayTy(ht.HiType):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HiQArray:
-    """Hold a value of a ``QArrayTy`` outside of transformations. Not a pytree; see ``as_lo``.
+    """Hold a value of a ``QArrayTy`` outside of transformations.
+
+    Not a pytree; see ``as_lo``.
 
     Attributes are those of a ``QArray``.
     """
@@ -165,7 +169,10 @@ def as_hi(q: QArray) -> Any:
 
 
 def as_lo(h: Any) -> QArray:
-    """Return the QArray of a hi value. It has no derivative: see ``from_hi``."""
+    """Return the QArray of a hi value, without derivative.
+
+    See ``from_hi`` for one that has it.
+    """
     leaves = _AsLo(jax.typeof(h))(h)
     ty = jax.typeof(h)
     return QArray(*ty._filled(leaves), **_static_of(ty))
@@ -198,7 +205,7 @@ class _AsHi(ht.HiPrim):
         return self.out_aval.raise_val(*leaves)
 
     def _restored(self, leaves: Any) -> Any:
-        """Return dequantization as a function of the float leaves, and which those are."""
+        """Return dequantization as a function of float leaves, and their numbers."""
         ty = self.out_aval
         floats = [i for i, x in enumerate(self.in_avals) if x.dtype in FLOAT_DTYPES]
 

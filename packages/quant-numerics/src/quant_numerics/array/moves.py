@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 def with_tiles(how: Move, q: Any) -> Move:
-    """Return a move of a QArray, with the tile sizes that its shapes don't tell."""
+    """Return a move of a QArray with its ragged tile sizes."""
     return how._replace(tiles={q.ndim + axis: tile for axis, tile in q.ragged_tiles})
 
 
@@ -28,7 +28,7 @@ def retiled(
     params: Mapping[str, Any],
     operands: Sequence[Any],
 ) -> Sequence[Any]:
-    """Return what became of a QArray, with the tile sizes that the new shapes don't tell."""
+    """Return moved QArrays with the tile sizes of their ragged axes."""
     if not q.ragged_tiles:
         return results
     how = q.move(primitive, params, operands)

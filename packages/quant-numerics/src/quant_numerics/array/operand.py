@@ -60,7 +60,11 @@ def dequantize(q: Operand) -> jax.Array:
 
 
 def as_operand(x: Any, what: str) -> QArray | jax.Array:
-    """Return `x` as a QArray or a float array; a TypeError names `what` otherwise."""
+    """Return `x` as a QArray or a float array.
+
+    Raises:
+      TypeError: it is neither; the message names `what`.
+    """
     if isinstance(x, QArray):
         return x
     if (to_qarray := _FORMS.get(_form(x))) is not None:

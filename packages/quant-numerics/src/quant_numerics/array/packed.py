@@ -20,7 +20,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedQArray(ArrayProxy):
-    """Store a QArray's quantized values as bit planes. A pytree of its arrays.
+    """Store a QArray's quantized values as bit planes. A pytree.
 
     Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
     last may be mapped.
@@ -62,7 +62,7 @@ class PackedQArray(ArrayProxy):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all its arrays. Zero points under a byte count in bits."""
+        """Return the bytes of all its arrays, part bytes in bits."""
         return stored_bytes(self)
 
     def restore(self) -> jax.Array:
@@ -70,7 +70,7 @@ class PackedQArray(ArrayProxy):
         return unpack(self).restore()
 
     def parts(self) -> dict[str, Part]:
-        """Return planes, which have all axes but the last, and scales and zero points."""
+        """Return planes (all axes but the last), scales and zero points."""
         planes = Part(self.planes, True, axes=self.ndim - 1)
         scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
         return {"planes": planes, **scales, "zero_point": Part(self.zero_point)}
@@ -87,7 +87,10 @@ class PackedQArray(ArrayProxy):
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what a primitive makes of it: a QArray if the last axis moves."""
+        """Return what a primitive makes of it.
+
+        A QArray if the last axis moves.
+        """
         try:
             results = super().moved(primitive, params, operands)
             return moves.retiled(results, self, primitive, params, operands)
@@ -97,7 +100,7 @@ class PackedQArray(ArrayProxy):
 
 
 def pack(q: QArray) -> PackedQArray:
-    """Pack a QArray whose quantized values are stored in more bits than they have.
+    """Pack quantized values that are stored in too many bits.
 
     Of our formats these are int3, int5, int6 and int7; ``QType.packable`` tells.
 
@@ -164,7 +167,7 @@ def _byte(kind: QType) -> np.dtype:
 
 
 def _counting(n: int, axis_from_end: int, ndim: int) -> jax.Array:
-    """Return 0, 1, ..., n - 1 as uint8 along one of `ndim` axes."""
+    """Return 0 to n - 1 as uint8 along one of `ndim` axes."""
     shape = [1] * ndim
     shape[-axis_from_end] = n
     return jnp.arange(n, dtype=jnp.uint8).reshape(shape)

@@ -70,7 +70,7 @@ class QArray(ArrayProxy):
     @property
     # pyrefly: ignore [bad-override]
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the array that this stands for, that of `qvalue`."""
+        """Return the shape of the array that this stands for."""
         return self.qvalue.shape
 
     @property
@@ -98,7 +98,7 @@ class QArray(ArrayProxy):
         return slices_of(self.shape, self.scale.shape, self.ragged_tiles)
 
     def parts(self) -> dict[str, Part]:
-        """Return quantized values, one per element, and scales and zero points, one per slice."""
+        """Return quantized values (per element), scales and zero points (per slice)."""
         book = qtype_of(self).codebook
         zero = 0 if book is None else book.index(0.0)
         scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
@@ -122,7 +122,7 @@ class QArray(ArrayProxy):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all its arrays. Dtypes under a byte count in bits."""
+        """Return the bytes of all its arrays, part bytes in bits."""
         return stored_bytes(self)
 
     @property
@@ -167,7 +167,7 @@ class QArray(ArrayProxy):
 
 
 def stored_bytes(tree: Any) -> int:
-    """Return the bytes of a pytree of arrays. Dtypes under a byte count in bits."""
+    """Return the bytes of a pytree of arrays, part bytes in bits."""
     return sum(-(-x.size * _BITS.get(x.dtype.name, 8 * x.dtype.itemsize) // 8)
                for x in jax.tree.leaves(tree))  # fmt: skip
 

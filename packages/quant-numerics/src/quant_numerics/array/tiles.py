@@ -33,7 +33,7 @@ class Slices:
     reduced: tuple[int, ...]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Split the tiled axes of `x`, each of the array's size or the scale's or 1.
+        """Split the tiled axes of an array or its scale.
 
         Tiles that are shorter than others are filled with zeros.
         """
@@ -46,7 +46,7 @@ class Slices:
         return split_axes(x, tiles)[0]
 
     def join(self, x: jax.Array) -> jax.Array:
-        """Return what ``split`` made of an array of this shape, as it was."""
+        """Undo ``split`` for an array of this shape."""
         whole = tuple(-(-n // self.tiles.get(a, 1)) * self.tiles.get(a, 1)
                       for a, n in enumerate(self.shape))  # fmt: skip
         x = x.reshape(whole)
@@ -59,7 +59,7 @@ class Slices:
 
     @property
     def counts(self) -> int | np.ndarray:
-        """Return how many elements of the array each slice has, as ``split`` lays slices out."""
+        """Return the elements of each slice, laid out as by ``split``."""
         if not self.ragged:
             return math.prod(self.shape) // max(math.prod(self.scale_shape), 1)
         counts = np.ones((), np.int32)
@@ -136,7 +136,7 @@ def slices_of(
 
 
 def ragged_tiles(shape: tuple[int, ...], tiles: Mapping[int, int]) -> RaggedTiles:
-    """Return which of the tiled axes have more than one tile, the last of them shorter."""
+    """Return the tiled axes whose last tile is shorter than others."""
     pairs = zip(canonical_axes(shape, list(tiles)), tiles.values(), strict=True)
     return tuple((a - len(shape), t) for a, t in sorted(pairs) if shape[a] > t and shape[a] % t)
 
@@ -144,7 +144,9 @@ def ragged_tiles(shape: tuple[int, ...], tiles: Mapping[int, int]) -> RaggedTile
 def contraction_tiles(
     shape: Sequence[int], contracting: Sequence[int], tile: int
 ) -> dict[int, int] | None:
-    """Return how the contracting axes are tiled, as if they were one, flattened in their order.
+    """Return tiles of contracting axes, as if these were one.
+
+    The one axis is these, flattened in their order.
 
     Args:
       shape: of one side.
@@ -176,7 +178,10 @@ def dot_granularity(
     tile: int | float | None,
     channelwise: bool,
 ) -> tuple[list[int], dict[int, int]]:
-    """Return channel and tile axes of one side of a contraction; see ``quantize_for_dot``."""
+    """Return channel and tile axes of one side of a contraction.
+
+    See ``quantize_for_dot``.
+    """
     contracting = canonical_axes(shape, contracting)
     channels = [a for a in range(len(shape)) if a not in contracting] if channelwise else []
     if tile is None:
@@ -249,7 +254,9 @@ def _cut(
 
 
 def split_axes(x: jax.Array, tiles: Mapping[int, int]) -> tuple[jax.Array, list[int]]:
-    """Split each axis in `tiles` in two, (number of tiles, tile size), the last filled with 0.
+    """Split each axis in `tiles` into (number of tiles, tile size).
+
+    A shorter last tile is filled with zeros.
 
     Returns:
       The reshaped array and, for each old axis, its new position. For a split axis this is the

@@ -126,7 +126,7 @@ def _types(
 
 
 class _Linear(HiPrimitive):
-    """Take as operands the leaves of the residuals, then those of the tangent."""
+    """Take the leaves of the residuals, then of the tangent."""
 
     multiple_results = True
 
@@ -210,7 +210,7 @@ def _residual_tangent(
     in_tree: Any,
     out_tree: Any,
 ) -> list[jax.Array]:
-    """Return the tangent that residuals cause, of the forward map in either direction."""
+    """Return the tangent of a linear map that its residuals cause."""
     n = res_tree.num_leaves
 
     def of_residuals(*values: jax.Array) -> list[jax.Array]:
@@ -232,7 +232,7 @@ def _residual_tangent(
 
 
 def is_nonzero(tangent: Any) -> bool:
-    """Return whether there is a tangent that is not known to be zero."""
+    """Return whether a tangent is not known to be zero."""
     if isinstance(tangent, Zero):
         return False
     return jnp.result_type(tangent) != jax.dtypes.float0

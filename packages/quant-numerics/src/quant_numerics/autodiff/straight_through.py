@@ -10,7 +10,7 @@ import jax.numpy as jnp
 def straight_through(
     quantized_fn: Callable[..., Any], float_fn: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function with the value of one and the derivative of another.
+    """Return one function with the derivative of another.
 
     ``f(*args)`` equals ``quantized_fn(*args)``; its JVP, and so its gradients of any order and
     mode, is that of ``float_fn`` at the same arguments. Rounding has derivative zero almost

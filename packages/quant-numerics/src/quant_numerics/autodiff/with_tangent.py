@@ -28,7 +28,7 @@ def with_tangent(value: jax.Array, pair: LinearPair, residuals: Any, primals: An
 
 
 class _WithTangent(HiPrimitive):
-    """Take as operands the value, the leaves of the residuals, and those of the primals."""
+    """Take the value, then leaves of residuals, then of primals."""
 
     def is_high(self, *avals: Any, **params: Any) -> bool:
         return False

@@ -46,12 +46,12 @@ class MovingAverage:
             )
 
     def init(self, calibration: Calibration) -> AverageState:
-        """Return an average of nothing, for calibrations with the shapes of this one."""
+        """Return an average of nothing, for calibrations like this one."""
         zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), calibration)
         return AverageState(zeros, jnp.zeros((), jnp.int32))
 
     def update(self, state: AverageState, calibration: Calibration) -> AverageState:
-        """Return the average with one more calibration, unless that has an inf or a NaN."""
+        """Return the average with one more calibration, if that is finite."""
         values = jax.tree.map(
             lambda x: lax.stop_gradient(jnp.asarray(x).astype(jnp.float32)), calibration
         )
@@ -128,7 +128,7 @@ class Statistics:
         return self.state.count
 
     def observe(self, calibration: Calibration) -> None:
-        """Add a calibration, without derivative, unless that has an inf or a NaN.
+        """Add a calibration, without derivative, if it is finite.
 
         Raises:
           ValueError: bounds of another shape; a lower bound although `symmetric`, or none.

@@ -59,7 +59,7 @@ def calibrate(
 def bounds(
     values: jax.Array, cut: Slices, method: CalibrationMethod, kind: QType
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Return lower (None: symmetric) and upper bound of split values, slices of size 1."""
+    """Return lower (None: symmetric) and upper bound of split values."""
     reduced = cut.reduced
     if not method.is_symmetric and kind.asymmetric is None:
         raise ValueError(
@@ -119,7 +119,7 @@ def _percentile(magnitudes: jax.Array, cut: Slices, p: float) -> jax.Array:
 def _best_factor(
     values: jax.Array, absmax: jax.Array, reduced: tuple[int, ...], kind: QType, steps: int
 ) -> jax.Array:
-    """Return the factor of absmax with the least squared error, the greatest of equals."""
+    """Return the factor of absmax with the least squared error."""
 
     def error(factor: jax.Array) -> jax.Array:
         scale, _, outer = scale_of(Calibration(None, absmax * factor), kind)

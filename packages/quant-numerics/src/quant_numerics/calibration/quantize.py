@@ -36,7 +36,7 @@ def quantize(
     rounding: StochasticRounding | None = None,
     scale_dtype: DTypeLike | None = None,
 ) -> QArray:
-    """Quantize an array, with the range of each slice set by its data.
+    """Quantize an array, the range of each slice from its data.
 
     Its steps are ``calibrate``, ``scale_of`` and ``quantize_with``. A *slice* is the set of
     elements that share a scale: everything, without options. With the method "absmax" and an
@@ -118,7 +118,7 @@ def quantize_with(
     *,
     tile_axes: Mapping[int, int] | None = None,
 ) -> QArray:
-    """Quantize with a given scale, as from ``scale_of``. Its shape tells the slices.
+    """Quantize with a given scale, whose shape tells the slices.
 
     Only where the last tile of an axis is shorter than others, `tile_axes` must tell their size.
 
@@ -160,7 +160,7 @@ def quantize_for_dot(
     channelwise: bool = True,
     scale_dtype: DTypeLike | None = None,
 ) -> QArray:
-    """Quantize one side of a contraction, with scales per index of its other axes.
+    """Quantize one side of a contraction, by index of other axes.
 
     Args:
       x: float array.

@@ -17,7 +17,7 @@ _LEAST_BLOCK_SCALE = 2.0**-9
 
 
 class Calibration(NamedTuple):
-    """Hold the range that the quantized values of each slice cover. A pytree.
+    """Hold the range that each slice covers. A pytree.
 
     Attributes:
       lower: an array like `upper`, at most 0; or None for a symmetric range, from -upper.
@@ -84,7 +84,9 @@ def scale_of(
 def has_normal_scales(
     calibration: Calibration, qtype: str | DTypeLike, scale_dtype: DTypeLike
 ) -> jax.Array:
-    """Return whether scales of a dtype are normal numbers, for all ranges but empty ones.
+    """Return whether the scales of a range are normal numbers.
+
+    Empty ranges do not count.
 
     Where they are not, quantized values saturate at a scale that is too small (or is infinite), or
     are coarser than those with a float32 scale: float16 reaches from 6.1e-5 to 65504.

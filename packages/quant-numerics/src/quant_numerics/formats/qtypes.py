@@ -85,7 +85,7 @@ class QType:
             )
 
     def _checks(self) -> Iterator[tuple[str, bool]]:
-        """Yield the name of each attribute, and whether it fits those before it."""
+        """Yield each attribute, and whether it fits those before it."""
         yield "kind", self.kind in _STORAGE
         yield "storage_dtype", jnp.issubdtype(self.storage_dtype, _STORAGE[self.kind])
         yield "bits", 1 <= self.bits <= self.storage_bits

@@ -12,7 +12,7 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class StochasticRounding:
-    """Round up or down at random, unbiased in the mean inside the range.
+    """Round up or down at random, unbiased inside the range.
 
     See Gupta et al. 2015, "Deep Learning with Limited Numerical Precision" (arXiv:1502.02551),
     section 2.2. A pytree whose leaf is the key: draw a new key for every use.
@@ -34,7 +34,10 @@ class StochasticRounding:
     )
 
     def noise(self, shape: Sequence[int]) -> jax.Array:
-        """Return float32 noise between -1/2 and 1/2, of full size or 1 along each axis.
+        """Return float32 noise between -1/2 and 1/2.
+
+        Along each axis it has the full size, or 1.
+
 
         Raises:
           ValueError: an unknown method, or a noise axis that `shape` has not.

@@ -23,7 +23,9 @@ _LEAST_CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """Say in which dtypes two operands, at least one a QArray, are multiplied and summed.
+    """Say in which dtypes two operands are multiplied and summed.
+
+    At least one of them is a QArray.
 
     Attributes:
       dtype: what both sides' numbers are converted to.

@@ -187,7 +187,7 @@ def _too_long(
 
 
 def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
-    """Return the scale as a vector along `axis`, of size 1 or the full size."""
+    """Return the scale as a vector along `axis`."""
     expected = [1] * q.ndim
     whole = tuple(expected)
     expected[axis] = q.shape[axis]

@@ -150,7 +150,9 @@ def _scaled_dot(
 def _dot(
     lhs: Side, rhs: Side, how: Arithmetic, terms: int | np.ndarray, out_sharding: Any
 ) -> jax.Array:
-    """Return sums less zero points, as floats, of axes (batch, tiles, lhs free, rhs free).
+    """Return sums less zero points, as floats.
+
+    Their axes are (batch, tiles, lhs free, rhs free).
 
     `terms` is how many products each sum has.
     """
@@ -180,7 +182,7 @@ def _dot(
 
 
 def _rescale(acc: jax.Array, lhs: Side, rhs: Side) -> jax.Array:
-    """Rescale `acc`, of axes (batch, tiles, lhs free, rhs free), and sum over tiles."""
+    """Rescale the sums of ``_dot``, and add those of tiles."""
     n, tiles = len(lhs.batch), len(lhs.tiles)
     sides = [(side, side.scale) for side in (lhs, rhs) if side.scale is not None]
     for side, scale in sides:
@@ -198,7 +200,7 @@ def _rescale(acc: jax.Array, lhs: Side, rhs: Side) -> jax.Array:
 
 
 def _with_axes(sharding: Any, position: int, count: int) -> Any:
-    """Return the sharding with `count` more axes at `position`, which are not sharded."""
+    """Return the sharding with more, unsharded axes at a position."""
     if sharding is None or count == 0:
         return sharding
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

@@ -17,7 +17,9 @@ from quant_numerics.ops.arithmetic import has_zero_point_left, numbers
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Hold an operand with its tiled contracting axes split. Axis numbers are those of `values`.
+    """Hold an operand with its tiled contracting axes split.
+
+    Axis numbers are those of `values`.
 
     `scale` and `zero_point` (None: none, or none left) have the elements of an array with axes
     (batch, tiles, free), whose shape is `scale_shape`, in the same order.
@@ -42,7 +44,7 @@ class Side:
 def contracted_tiles(
     lhs: QArray | jax.Array, rhs: QArray | jax.Array, lc: Sequence[int], rc: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """Return the tile size for each pair of contracting axes along which a scale changes."""
+    """Return the tile size of each tiled pair of contracting axes."""
     tiles = {}
     for a, b in zip(lc, rc, strict=True):
         found = {tile for tile in (_tile(lhs, a), _tile(rhs, b)) if tile is not None}
@@ -58,7 +60,7 @@ def contracted_tiles(
 
 
 def _tile(x: QArray | jax.Array, axis: int) -> int | None:
-    """Return how many elements along an axis share a scale; None if all do."""
+    """Return the elements of an axis that share a scale; None: all."""
     if not isinstance(x, QArray) or x.scale.shape[axis] == 1:
         return None
     return x.slices.tiles.get(axis, 1)
@@ -67,7 +69,7 @@ def _tile(x: QArray | jax.Array, axis: int) -> int | None:
 def evenly_tiled(
     lhs: QArray | jax.Array, rhs: QArray | jax.Array, tiles: Mapping[tuple[int, int], int]
 ) -> list[tuple[Any, Any]]:
-    """Return parts of two sides whose contractions sum up to theirs, without shorter tiles."""
+    """Return parts with even tiles, whose contractions sum up to the whole."""
     for (a, b), tile in tiles.items():
         size = lhs.shape[a]
         if size % tile and size > tile:
@@ -122,7 +124,7 @@ def side_of(
 
 
 def repeated(x: jax.Array, repeats: Mapping[int, int], shape: Sequence[int]) -> jax.Array:
-    """Return `x` with the elements along each axis in `repeats` that many times, up to `shape`."""
+    """Return `x` with elements repeated along axes, up to a shape."""
     for axis, size in repeats.items():
         if x.shape[axis] > 1:
             x = lax.slice_in_dim(jnp.repeat(x, size, axis=axis), 0, shape[axis], axis=axis)
@@ -130,7 +132,10 @@ def repeated(x: jax.Array, repeats: Mapping[int, int], shape: Sequence[int]) -> 
 
 
 def _arrange(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """Return `x` with its elements in the order of the axes `order`; others have size 1."""
+    """Return `x` with its elements in the order of some axes.
+
+    Others have size 1.
+    """
     long = [a for a in order if x.shape[a] != 1]
     if long == sorted(long):
         return x  # a reshape is enough, and is left to the caller
@@ -146,7 +151,10 @@ def value_sums(side: Side, lhs: Side, rhs: Side) -> jax.Array:
 
 
 def chunked(side: Side, chunks: int, size: int) -> Side:
-    """Return a side with its contraction in chunks, one more tiled axis, zero-padded."""
+    """Return a side with its contraction in chunks, zero-padded.
+
+    They are one more tiled axis.
+    """
     n, free = len(side.batch) + len(side.tiles), len(side.free)
     outer = side.batch + side.tiles + side.free
     values = side.values.transpose(*outer, *side.contract)
@@ -166,7 +174,7 @@ def chunked(side: Side, chunks: int, size: int) -> Side:
 
 
 def in_output(shape: tuple[int, ...], side: Side, lhs: Side, rhs: Side) -> tuple[int, ...]:
-    """Return `shape`, of (batch, tiles, free), among (batch, tiles, lhs free, rhs free)."""
+    """Return a shape of (batch, tiles, free) in that of the output."""
     outer = len(side.batch) + len(side.tiles)
     if side is lhs:
         return shape + (1,) * len(rhs.free)

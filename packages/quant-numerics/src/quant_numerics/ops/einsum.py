@@ -143,7 +143,10 @@ def _alone(x: QArray | jax.Array, labels: str, out: str, dtype: np.dtype) -> jax
 def _path(
     arrays: Sequence[QArray | jax.Array], terms: Sequence[str], out: str, optimize: Any
 ) -> list[tuple[int, ...]]:
-    """Return the operands to contract in each step; results go to the end of the list."""
+    """Return the operands to contract in each step.
+
+    Results go to the end of the list.
+    """
     if optimize is False:
         return [(0, 1), *((0, len(arrays) - 2 - i) for i in range(len(arrays) - 2))]
     sizes: dict[str, int] = {}

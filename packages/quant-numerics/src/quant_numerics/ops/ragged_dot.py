@@ -80,7 +80,7 @@ def ragged_dot(
 
 
 def _window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first row of `count` groups from `offset` on, and their sizes, int32."""
+    """Return the first row of `count` groups, and their sizes, int32."""
     offset = jnp.asarray(offset)
     if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(
@@ -194,7 +194,7 @@ def ragged_dot_general(
 
 
 def group_of_rows(group_sizes: jax.Array, count: int) -> jax.Array:
-    """Return the group of each of `count` rows, int32, the last for rows of none."""
+    """Return the group of each row, int32; the last for others."""
     if group_sizes.ndim != 1:
         raise ValueError(
             "group_sizes must have one axis where scales differ between groups, got shape "

@@ -20,7 +20,7 @@ MOST_PIECES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Cut out a part of a contraction: of each side the axis, its elements and its scale."""
+    """Cut out a part of a contraction: elements and scales of an axis."""
 
     axes: tuple[int, int]
     start: int
@@ -82,7 +82,7 @@ class Layout:
     def pieces(
         self, lhs: QArray | jax.Array, rhs: QArray | jax.Array, how: Arithmetic
     ) -> Sequence[Piece]:
-        """Return the contraction cut by tiles, or so that no sum can overflow."""
+        """Return the parts of a contraction, by tiles or against overflow."""
         tiles = contracted_tiles(lhs, rhs, *self.contract)
         if len(tiles) > 1 or any(a == self.ragged for a, _ in tiles):
             raise ValueError(
@@ -111,7 +111,7 @@ class Layout:
         ]
 
     def scale(self, q: QArray, side: int) -> jax.Array:
-        """Return the scales of a side, one per index of a kept axis that has tiles."""
+        """Return the scales of a side, one per index of kept axes."""
         kept = {a: t for a, t in q.slices.tiles.items() if a not in self.contract[side]}
         return repeated(effective_scale(q), kept, q.shape)
 

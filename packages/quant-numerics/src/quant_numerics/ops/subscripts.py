@@ -22,7 +22,7 @@ _ALLOWED = (
 
 
 def from_interleaved(operands: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
-    """Return subscripts and operands of ``(x, [0, 1], w, [1, 2], [0, 2])``."""
+    """Return subscripts and operands of the interleaved form."""
     if len(operands) < 2:
         raise ValueError(
             "einsum must be given subscripts and operands, or operands and lists of labels by "
@@ -44,7 +44,7 @@ def from_interleaved(operands: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
 
 
 def parse(spec: str, ndims: Sequence[int]) -> tuple[list[str], str]:
-    """Return the labels of each operand, one per axis, and of the output."""
+    """Return the labels of each operand and of the output."""
     spec = spec.replace(" ", "")
     if not ndims:
         raise ValueError(f"einsum {spec!r} must be given operands, got none. {_ALLOWED}")
@@ -73,7 +73,7 @@ def parse(spec: str, ndims: Sequence[int]) -> tuple[list[str], str]:
 
 
 def check_sizes(spec: str, arrays: Sequence[QArray | jax.Array], terms: Sequence[str]) -> None:
-    """Raise a ValueError if a label has two sizes, neither of them 1."""
+    """Raise a ValueError if sizes of a label differ, 1 aside."""
     first: dict[str, tuple[int, int]] = {}
     for i, (x, term) in enumerate(zip(arrays, terms, strict=True)):
         for c, n in zip(term, x.shape, strict=True):
@@ -120,7 +120,7 @@ def diagonals(x: QArray | jax.Array, labels: str) -> tuple[QArray | jax.Array, s
 def squeeze(
     x: QArray | jax.Array, labels: str, differing: set[str]
 ) -> tuple[QArray | jax.Array, str]:
-    """Drop axes of size 1 whose label is larger in the other operand."""
+    """Drop axes of size 1 that the other operand broadcasts."""
     axes = [a for a, c in enumerate(labels) if c in differing and x.shape[a] == 1]
     if axes:
         quantized = isinstance(x, QArray)

@@ -106,7 +106,7 @@ def train_dot_general(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _train_dot(op, hows, backward, weight, operands, calibrations, key):
-    """Run ``train``, jitted so that a model with many equal layers traces it once."""
+    """Run ``train``, jitted: equal layers are traced once."""
     return train(op, hows, backward, weight, operands, calibrations, key)
 
 
@@ -194,7 +194,7 @@ class DotOp:
         g_axes: tuple[int, ...],
         to: Cotangent,
     ) -> tuple[jax.Array | QArray, jax.Array]:
-        """Return the residual `y` to contract over its free axes, and `g` with its scales.
+        """Return the residual to contract, and `g` with its scales.
 
         `axes` of `y` correspond to `g_axes` of `g`.
         """
@@ -222,7 +222,7 @@ class DotOp:
 
 
 def _explicit_sharding(x: jax.Array, axes: Sequence[int]) -> PartitionSpec | None:
-    """Return how the gradient of `x`, its axes in order `axes`, is sharded over explicit axes."""
+    """Return the explicit sharding of a gradient with transposed axes."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None

@@ -32,7 +32,7 @@ def train_einsum(
     out_sharding: Any = None,
     **options: Any,
 ) -> jax.Array:
-    """Compute an einsum of two operands that are quantized on the way, with derivatives.
+    """Compute an einsum of two operands that it quantizes, with derivatives.
 
     It is one ``train_dot_general`` and a transpose; arguments are those of that function, which
     says what the derivatives are. A label that only one operand has and the output has not is

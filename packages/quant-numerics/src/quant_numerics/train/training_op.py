@@ -41,7 +41,7 @@ class TrainingOp(Protocol):
     """Describe a contraction or convolution without its operands. Hashable by value."""
 
     def slices(self, side: int, x: jax.Array, how: HowToQuantize) -> tuple[Sequence[int], dict]:
-        """Return the channel axes and tiles to quantize operand 0 or 1 with."""
+        """Return channel axes and tiles for operand 0 or 1."""
 
     def run(self, lhs: Any, rhs: Any, aux: Any) -> jax.Array:
         """Run it; operands may be QArrays."""
@@ -50,7 +50,7 @@ class TrainingOp(Protocol):
         """Return the quantized gradient of operand 0 or 1, without mask."""
 
     def batched(self, lhs: bool, rhs: bool) -> tuple[TrainingOp, int] | None:
-        """Return the op on operands with a leading batch axis, and where that comes out."""
+        """Return the batched op, and where the batch axis comes out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _masked(x: jax.Array, side: Residual) -> jax.Array:
 
 
 def _with_all_axes(side: Residual) -> Residual:
-    """Return the residual with axes of size 1 in front of scales that lack them."""
+    """Return the residual with all axes in its scales."""
     if side.quantized is None:
         return side
     ndim = side.quantized.ndim
@@ -142,7 +142,10 @@ def _with_all_axes(side: Residual) -> Residual:
 
 
 def _key_for(key: jax.Array, impl: Any, g: jax.Array) -> jax.Array:
-    """Return a key that depends on the cotangent, so that steps of a loop differ."""
+    """Return a key that depends on the cotangent.
+
+    Steps of a loop then differ.
+    """
     if impl is not None:
         key = jax.random.wrap_key_data(key, impl=impl)
     width = jnp.uint16 if g.dtype.itemsize == 2 else jnp.uint32
