@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from hijax_trace import MoveError
 from quant_numerics import (
+    QArray,
     as_hi,
     as_lo,
     concatenate,
@@ -48,6 +50,7 @@ def value(q):
     return np.asarray(q.qvalue, np.float64) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", ["int4", "int8", "nf4", "mxfp4", "float8_e4m3fn"])
 def test_each_tile_is_as_if_it_were_quantized_alone(qtype):
     x = weight()
@@ -146,6 +149,86 @@ def test_moves():
             bad()
     with pytest.raises(MoveError, match="axis whose last tile is shorter"):
         concatenate([q, q], 0)
+
+
+def followed(q, fn):
+    """Return what the equations of a function, of one array, make of a QArray."""
+    with jax.disable_jit():
+        closed = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | {
+        closed.jaxpr.invars[0]: q
+    }
+
+    def read(x):
+        return jnp.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else env[x]
+
+    for eqn in closed.jaxpr.eqns:
+        values = list(map(read, eqn.invars))
+        held = next((x for x in values if isinstance(x, QArray)), None)
+        if held is None:
+            out = eqn.primitive.bind(*values, **eqn.params)
+            found = out if eqn.primitive.multiple_results else [out]
+        else:
+            found = held.moved(eqn.primitive.name, eqn.params, values)
+        env |= dict(zip(eqn.outvars, found, strict=True))
+    return [read(x) for x in closed.jaxpr.outvars]
+
+
+FOLLOWED = {
+    "transpose": lambda x: x.T,
+    "reshape": lambda x: lax.reshape(x, (1, 72, 2, 3)),
+    "broadcast": lambda x: lax.broadcast_in_dim(x, (4, 72, 6), (1, 2)),
+    "squeeze": lambda x: lax.squeeze(lax.reshape(x, (1, 72, 6)), [0]),
+    "rows by index": lambda x: x[jnp.array([0, 71, 33])],
+    "columns by index": lambda x: x[:, jnp.array([[4, 0]])],
+    "row by index": lambda x: lax.dynamic_slice(x, (jnp.int32(70), 0), (1, 6)),
+    "columns from an index on": lambda x: lax.dynamic_slice(x, (0, jnp.int32(2)), (72, 3)),
+    "split": lambda x: lax.split(x, (32, 32, 8)),
+    "split in two": lambda x: lax.split(x, (32, 40)),
+    "stack": lambda x: lax.concatenate([x[:, None], x[:, None]], 1),
+    "concatenate": lambda x: lax.concatenate([x, x], 1),
+    "pad": lambda x: lax.pad(x, jnp.float32(0), [(0, 0, 0), (1, 2, 1)]),
+    "mask": lambda x: lax.select_n(
+        np.arange(432).reshape(72, 6) % 3 > 0, x, np.zeros((72, 6), np.float32)
+    ),
+    "reverse": lambda x: lax.rev(x, [1]),
+    "tile": lambda x: jnp.tile(x, (1, 2)),
+}
+REFUSED = {
+    "reshape": lambda x: lax.reshape(x, (8, 9, 6)),
+    "across tiles": lambda x: x[8:40],
+    "split within tiles": lambda x: lax.split(x, (36, 36)),
+    "concatenate": lambda x: lax.concatenate([x, x], 0),
+    "pad": lambda x: lax.pad(x, jnp.float32(0), [(0, 24, 0), (0, 0, 0)]),
+    "reverse": lambda x: lax.rev(x, [0]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_primitives_are_followed(name):
+    q, fn = tiled(weight(72, 6)), FOLLOWED[name]
+    expected = jax.tree.leaves(fn(jnp.float32(value(q))))
+    for found, want in zip(followed(q, fn), expected, strict=True):
+        np.testing.assert_allclose(dequantize(found), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_primitives_are_refused(name):
+    q, fn = tiled(weight(72, 6)), REFUSED[name]
+    with pytest.raises(MoveError, match=r"shorter|tiles of 32"):
+        followed(q, fn)
+
+
+def test_a_slice_that_may_begin_anywhere_is_refused():
+    q = tiled(weight(72, 6))
+
+    def refused(start):
+        with pytest.raises(MoveError, match="anywhere in tiles of 32"):
+            q.moved("dynamic_slice", {"slice_sizes": (8, 6)}, [q, start, jnp.int32(0)])
+        return start
+
+    jax.eval_shape(refused, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def test_transformations():
