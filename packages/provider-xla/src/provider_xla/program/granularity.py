@@ -39,6 +39,14 @@ class Granularity:
             for a, n in enumerate(shape)
         )
 
+    def ragged_tiles(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Return the tiles that do not divide their axis: see ``QArray.ragged_tiles``."""
+        return tuple(
+            (axis - len(shape), tile)
+            for axis, tile in sorted(self.tile_axes.items())
+            if shape[axis] > tile and shape[axis] % tile
+        )
+
 
 def of_operand(
     axes: Axes,
