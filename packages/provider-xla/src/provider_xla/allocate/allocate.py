@@ -55,7 +55,7 @@ def allocate(
     leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
     check_parameters(plan, leaves)
     for path, weight in own.items():
-        weight.check_finite(leaves[path])
+        weight.check(leaves[path])
     options = options_of(plan, params, batch, candidates)
     budget = _budget(plan, options, budget_bits, budget_bytes)
 

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
+
 import quant_numerics as qn
 
 from ..errors import QuantizationError
@@ -38,7 +41,10 @@ class Candidate:
     def rule(self, rule: Any, **fields: Any) -> Any:
         """Returns a rule with this format for parameters."""
         fields["weight_qtype"] = self.qtype
-        if qn.get_qtype(self.qtype).block is not None:
+        kind = qn.get_qtype(self.qtype)
+        if rule.scale_dtype is not None and jnp.dtype(rule.scale_dtype) not in kind.scale_dtypes:
+            fields["scale_dtype"] = None
+        if kind.block is not None:
             fields["tile_size"] = None
         elif self.tile_size != OWN:
             fields["tile_size"] = self.tile_size
@@ -109,6 +115,8 @@ def options_of(
     options: dict[str, list[Option]] = {
         path: [] for path, weight in plan.weights.items() if weight.derived is None
     }
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
     for candidate in candidates:
         # All without blocks of their own have scales at the same places.
         block = qn.get_qtype(candidate.qtype).block
@@ -118,7 +126,7 @@ def options_of(
         for path, weight in trials[key].items():
             if path in options:
                 own = dataclasses.replace(weight, qtype=candidate.qtype)
-                options[path].append(Option(candidate, own))
+                options[path].append(Option(candidate, own.of_values(leaves[path])))
     for path, found in options.items():
         if not found:
             found.append(Option(None, dataclasses.replace(plan.weights[path], packing=None)))

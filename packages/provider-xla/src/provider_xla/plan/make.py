@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import used_inputs
@@ -219,12 +218,11 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
 
 
 def _with_scales(weight: WeightPlan, leaf: Any, survey: Survey) -> WeightPlan:
-    """Return how a parameter is quantized, with float32 scales where float16 does not hold them."""
-    concrete = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
-    if not concrete or not weight.has_wide_scales(leaf):
-        return weight
-    survey.notes[f"{weight.path}: scales beyond normal float16: float32 scales"] = None
-    return dataclasses.replace(weight, scale_dtype=None)
+    """Return how a parameter is quantized, noting where its scales are not the rule's."""
+    found = weight.of_values(leaf)
+    if found is not weight:
+        survey.notes[f"{weight.path}: scales beyond normal float16: float32 scales"] = None
+    return found
 
 
 def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:

@@ -96,15 +96,6 @@ class WeightPlan:
             "bytes_after": self.bytes_after,
         }
 
-    def check_finite(self, leaf: Any) -> None:
-        """Raises QuantizationError where a value is no finite number."""
-        if not bool(_all_finite(leaf)):
-            raise QuantizationError(
-                f"{self.path} has values that are not finite, and can't be quantized to "
-                f"{self.qtype} (rule {self.rule}). Find out where they come from, or leave it "
-                "float by a rule without weight_qtype."
-            )
-
     def has_wide_scales(self, leaf: Any) -> bool:
         """Return whether scales of a value would leave the range of normal float16."""
         if self.scale_dtype != "float16":
@@ -112,8 +103,26 @@ class WeightPlan:
         where = self.granularity.channel_axes, tuple(self.granularity.tile_axes.items())
         return not bool(_fits_float16(leaf, self.qtype, *where, self.method))
 
-    def check_scales(self, leaf: Any) -> None:
-        """Raise QuantizationError where scales of a value would leave the range of the plan's."""
+    def of_values(self, leaf: Any) -> WeightPlan:
+        """Return this, with float32 scales where float16 does not hold those of a value.
+
+        Args:
+            leaf: the value; of a type or tracer nothing is known.
+        """
+        concrete = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(
+            leaf, jax.core.Tracer
+        )
+        wide = concrete and self.has_wide_scales(leaf)
+        return dataclasses.replace(self, scale_dtype=None) if wide else self
+
+    def check(self, leaf: Any) -> None:
+        """Raise QuantizationError for a value that can't be quantized as the plan says."""
+        if not bool(_all_finite(leaf)):
+            raise QuantizationError(
+                f"{self.path} has values that are not finite, and can't be quantized to "
+                f"{self.qtype} (rule {self.rule}). Find out where they come from, or leave it "
+                "float by a rule without weight_qtype."
+            )
         if self.has_wide_scales(leaf):
             raise QuantizationError(
                 f"The scales of {self.path} (rule {self.rule}) must be normal numbers of float16, "
@@ -146,8 +155,7 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
             scales does not hold.
     """
     if check:
-        plan.check_finite(leaf)
-    plan.check_scales(leaf)
+        plan.check(leaf)
     return jax.block_until_ready(plan._quantize(leaf))
 
 
