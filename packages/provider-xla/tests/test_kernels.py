@@ -1,5 +1,6 @@
 """Kernels in plans and programs, with a package of kernels in plain JAX: see ``fake_kernels``."""
 
+import dataclasses
 import functools
 import json
 
@@ -10,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import provider_xla as xla
 import quant_numerics as qn
 from hijax_trace import MoveError
 from jaxtap_testkit import fake_kernels
@@ -506,3 +508,49 @@ def test_shardings_that_panels_allow():
     explicit = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
     why = weight.packings["cpu"].unshardable(shape, NamedSharding(explicit, PartitionSpec()))
     assert "explicit" in why
+
+
+@pytest.mark.parametrize("rule", [W4, W8, W8A8], ids=["w4", "w8", "w8a8"])
+@pytest.mark.parametrize(("shape", "tile", "groups"), [((4, 16), 32, 2), ((4, 16), 8, 8)])
+def test_tiles_of_flattened_axes_are_groups_of_rows(kernels, rule, shape, tile, groups):  # noqa: F811
+    def model(p, x):
+        return jnp.einsum("bhd,hdo->bo", x, p["w"])
+
+    rule = dataclasses.replace(rule, tile_size=tile)
+    params, x = {"w": draw((*shape, 20))[0]}, draw((5, *shape))[0]
+    plan, packed, codes = both_ways(model, [rule], params, x)
+    (weight,) = plan.weights.values()
+    assert weight.packing.group == 64 // groups
+    assert fake_kernels.CALLS
+    same(packed, codes)
+    stored = plan.quantize(params)["w"]
+    same(stored.restore(), plan.quantize(params, prepack=False)["w"].restore(), exact=True)
+
+
+def test_a_shorter_last_tile_is_left_to_xla(kernels):  # noqa: F811
+    rule = dataclasses.replace(W4, tile_size=32, tile_fallback="padded")
+    plan, packed, codes = both_ways(
+        lambda p, x: x @ p["w"], [rule], {"w": draw((72, 20))[0]}, draw((5, 72))[0]
+    )
+    assert plan.ops[0].kernel_reason == "its last tile is shorter"
+    assert not fake_kernels.CALLS
+    same(packed, codes, exact=True)
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales_in_16_bits_are_packed(kernels, qtype, dtype, tmp_path):  # noqa: F811
+    rule = QuantizationRule(weight_qtype=qtype, tile_size=32, scale_dtype=dtype)
+    params = {"w": draw((64, 32))[0]}
+    plan, packed, codes = both_ways(lambda p, x: x @ p["w"], [rule], params, draw((5, 64))[0])
+    same(packed, codes)
+    stored = plan.quantize(params)["w"]
+    assert fake_kernels.CALLS
+    keeps = (qtype, dtype) == ("int4", "float16")
+    assert stored.packed.scale.dtype == ("float16" if keeps else "float32")
+    assert stored.nbytes == plan.weights["args[0]['w']"].bytes_after
+    assert stored.unpacked().scale.dtype == dtype
+    xla.save(tmp_path / "file.safetensors", {"w": stored})
+    loaded = xla.load(tmp_path / "file.safetensors")["w"]
+    assert loaded.scale.dtype == dtype
+    same(loaded.restore(), stored.restore(), exact=True)

@@ -484,7 +484,7 @@ def test_tiles_that_do_not_divide():
 
 @pytest.mark.parametrize(
     ("fallback", "tiles", "said"),
-    [("divisor", {0: 6}, "tiles of 6"), ("channel", {}, "one scale per channel")],
+    [("divisor", {0: 6}, "tiles of"), ("channel", {}, "one scale per channel")],
 )
 def test_tiles_as_a_catch_all(fallback, tiles, said):
     """A convolution stem, heads that tiles don't divide, and a matmul that they do, by one rule."""
@@ -501,7 +501,7 @@ def test_tiles_as_a_catch_all(fallback, tiles, said):
     found = {path: dict(one.granularity.tile_axes) for path, one in plan.weights.items()}
     assert found == {"args[0]['stem']": {}, "args[0]['odd']": tiles, "args[0]['even']": {0: 8}}
     assert [note.partition(" does")[0] for note in plan.notes][1] == "matmul:0: tile_size 8"
-    assert "one scale per channel" in plan.notes[0]
+    assert said in plan.notes[0]
     assert said in plan.notes[1]
     assert "note: matmul:0" in str(plan)
     stored = plan.quantize(params)

@@ -70,7 +70,7 @@ class Packed:
 
 def _pack(codes, scale, bits):
     assert codes.dtype == jnp.int8
-    assert scale.dtype == jnp.float32
+    assert scale.dtype == jnp.float32 or (bits == 4 and scale.dtype == jnp.float16)
     assert codes.shape[:-2] == scale.shape[:-2]
     assert codes.shape[-1] == scale.shape[-1]
     assert codes.shape[-2] % scale.shape[-2] == 0
@@ -99,7 +99,8 @@ def _weight_only(op, bits, x, weight, out_dtype):
     assert weight.bits == bits
     codes, scale = weight.unpack()
     CALLS.append((op, x.shape, codes.shape))
-    values = codes.astype(jnp.float32) * jnp.repeat(scale, codes.shape[0] // scale.shape[0], axis=0)
+    scale = jnp.repeat(scale.astype(jnp.float32), codes.shape[0] // scale.shape[0], axis=0)
+    values = codes.astype(jnp.float32) * scale
     return (x.astype(jnp.float32) @ values).astype(out_dtype)
 
 

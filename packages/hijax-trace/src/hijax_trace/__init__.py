@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .hi.primitive import HiPrimitive
     from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
-    from .proxy.moves import Move, MoveError
+    from .proxy.move import Move, MoveError
 
     __version__: str
 
@@ -88,8 +88,8 @@ _LAZY = {
     "HiType": "hi.hitype",
     "Leaf": "dataflow.expression",
     "MappingSpec": "hi.hitype",
-    "Move": "proxy.moves",
-    "MoveError": "proxy.moves",
+    "Move": "proxy.move",
+    "MoveError": "proxy.move",
     "Part": "proxy.array_proxy",
     "Shared": "proxy.array_proxy",
     "TraceEngine": "engine",

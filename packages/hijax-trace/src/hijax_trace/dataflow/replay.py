@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..proxy.array_proxy import SAME, ArrayProxy, Lost, is_shared
-from ..proxy.moves import MoveError
+from ..proxy.move import MoveError
 from .expression import Constant, Expression, Leaf, Operation, Part, is_zero
 
 

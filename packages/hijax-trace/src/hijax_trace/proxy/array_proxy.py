@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .front import leading
-from .moves import MOVES, Move, MoveError, data_of, move
+from .move import Move, MoveError
+from .moves import MOVES, data_of, move
 
 SAME = frozenset(
     {
@@ -38,8 +39,8 @@ class Part(NamedTuple):
 
     Attributes:
         value: the array, a pytree of such arrays, or another proxy. Each of its first axes is one
-            of the array that the proxy stands for, and has its size, or 1, or a divisor of it.
-            Others may follow.
+            of the array that the proxy stands for, and has its size, or 1, or a divisor of it, or
+            as many as there are tiles in ``Move.tiles``. Others may follow.
         is_whole: whether it has the size of that array along all these axes, and must keep it.
         zero: what a new element is where the program has a zero, such as padding.
         axes: how many axes of that array it has, the first; None for all. A primitive that

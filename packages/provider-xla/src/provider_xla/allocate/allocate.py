@@ -51,7 +51,7 @@ def allocate(
     check_parameters(plan, leaves)
     for path, weight in plan.weights.items():
         if weight.derived is None:
-            weight.check_finite(leaves[path])
+            weight.check(leaves[path])
     options = options_of(plan, params, batch, candidates)
     budget = _budget(plan, options, budget_bits, budget_bytes)
 

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
+
 import quant_numerics as qn
 
 from ..errors import QuantizationError
@@ -38,7 +41,10 @@ class Candidate:
     def rule(self, rule: Any, **fields: Any) -> Any:
         """Returns a rule with this format for parameters."""
         fields["weight_qtype"] = self.qtype
-        if qn.get_qtype(self.qtype).block is not None:
+        kind = qn.get_qtype(self.qtype)
+        if rule.scale_dtype is not None and jnp.dtype(rule.scale_dtype) not in kind.scale_dtypes:
+            fields["scale_dtype"] = None
+        if kind.block is not None:
             fields["tile_size"] = None
         elif self.tile_size != OWN:
             fields["tile_size"] = self.tile_size
@@ -135,6 +141,8 @@ def options_of(
     trials: dict[Any, dict[str, WeightPlan]] = {}
     groups = groups_of(plan)
     options: dict[str, list[Option]] = {name: [] for name in groups}
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
     for candidate in candidates:
         # All without blocks of their own have scales at the same places.
         block = qn.get_qtype(candidate.qtype).block
@@ -145,6 +153,8 @@ def options_of(
         for name, paths in groups.items():
             if all(path in found for path in paths):
                 own = (dataclasses.replace(found[p], qtype=candidate.qtype) for p in paths)
+                # Of computed weights the values are known once they are computed.
+                own = (one.of_values(leaves.get(one.path)) for one in own)
                 options[name].append(Option(candidate, tuple(own)))
     for name, some in options.items():
         if not some:

@@ -15,7 +15,8 @@ from opt_einsum import parser
 import quant_numerics as qn
 from interception_core import get_op
 
-from ..program.products import MatrixProduct, Product, tile_elements
+from ..program.products import MatrixProduct, Product
+from ..program.tiles import tile_elements
 from .mapped import mapped_product
 from .packed import PrepackedWeight
 
@@ -113,11 +114,10 @@ def op_of(
     op = packed.product_op(rows, quantizes=True)
     if op is None:
         raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
-    tile = 0 if how.tile_size is None else tile_elements(how.tile_size, k_sizes[-1])
-    if (0 if tile == k_sizes[-1] else tile) != group:
+    k = math.prod(k_sizes)
+    tile = 0 if how.tile_size is None else tile_elements(how.tile_size, k)
+    if (0 if tile == k else tile) != group:
         raise NoKernel("activations and weights in different tiles")
-    if group and math.prod(k_sizes) != k_sizes[-1]:
-        raise NoKernel("tiles along one of several contracted axes")
     return op
 
 

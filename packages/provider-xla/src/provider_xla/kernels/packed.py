@@ -54,6 +54,7 @@ class PrepackedWeight(ArrayProxy):
             of it, and still a kernel multiplies with all.
         gone: which of ``n_sizes`` these are indices of (static).
         lead_at: which axes the leading ones are, in their order; None for the first (static).
+        scale_dtype: name of the dtype of the scales that were packed (static).
     """
 
     packed: Any
@@ -71,6 +72,7 @@ class PrepackedWeight(ArrayProxy):
     places: tuple[Any, ...] = ()
     gone: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     lead_at: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -282,9 +284,6 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
         scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)
     codes = codes.reshape(*lead, *k_sizes, *n_sizes)
     scale = scale.reshape(*lead, *scale_sizes(k_sizes, weight.group), *n_sizes)
-    # All indices of a contracted axis without tiles have the same scale.
-    for axis in range(count, count + len(k_sizes) - 1):
-        scale = jax.lax.slice_in_dim(scale, 0, 1, axis=axis)
     gone = [len(k_sizes) + part for part in weight.gone]
     order = (*range(count), *(count + part for part in (*weight.order, *gone)))
     codes, scale = codes.transpose(order), scale.transpose(order)
@@ -295,12 +294,17 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     codes, scale = codes.transpose(axes), scale.transpose(axes)
     return qn.QArray(
         codes.astype(qn.get_qtype(weight.qtype).storage_dtype),
-        scale,
+        scale.astype(weight.scale_dtype),
         qtype=weight.qtype,
         dtype=weight.dtype,
     )
 
 
 def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
-    """Returns the sizes of the contracted axes of scales."""
-    return (*k_sizes[:-1], k_sizes[-1] // group) if group else (1,) * len(k_sizes)
+    """Return the sizes of the contracted axes of scales, for groups of rows; 0 for one group."""
+    left, sizes = group or math.prod(k_sizes), []
+    for size in reversed(k_sizes):
+        within = math.gcd(left, size)
+        sizes.append(size // max(within, 1))
+        left //= max(within, 1)
+    return tuple(reversed(sizes))

@@ -25,7 +25,8 @@ class Packing:
 
     Attributes:
         lead: those of its axes that are stacks: steps of loops, and examples.
-        k_axes: those that its products contract; the tiled one is the last.
+        k_axes: those that its products contract, in an order in which the rows of a group follow
+            one another.
         n_axes: the others.
         group: rows that share a scale, 0 for all.
         bits: 8 or 4, those of a packed code.
@@ -127,7 +128,10 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     for axis, size in enumerate(sizes):
         if scale.shape[axis] != size:
             scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
-    packed = get_op(packing.op)(codes, scale.reshape(*lead, -1, n), platform=packing.platform)
+    # Weights in 4 bits keep scales in float16; float32 holds all others exactly.
+    keeps = packing.bits == 4 and scale.dtype == jnp.float16
+    given = scale if keeps else scale.astype(jnp.float32)
+    packed = get_op(packing.op)(codes, given.reshape(*lead, -1, n), platform=packing.platform)
     places = (*packing.k_axes, *packing.n_axes)
     return PrepackedWeight(
         packed,
@@ -140,6 +144,7 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
         np.ndim(jax.tree.leaves(packed)[0]) - count,
         packing.platform,
         lead_at=None if first == tuple(range(count)) else first,
+        scale_dtype=scale.dtype.name,
     )
 
 

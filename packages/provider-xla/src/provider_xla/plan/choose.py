@@ -216,25 +216,34 @@ def _packing(
         raise NoKernel(f"weights in {weight.qtype}")
     if not qn.parse_calibration_method(weight.method).is_symmetric:
         raise NoKernel("weights with zero points")
-    counts = weight.granularity.scale_shape(weight.shape)
-    tiled = [axis for axis in use.k_axes if counts[axis] > 1]
-    if len(tiled) > 1 or any(counts[axis] == weight.shape[axis] for axis in tiled):
-        raise NoKernel("its scales differ along contracted axes")
-    n_axes = [a for a in range(len(weight.shape)) if a not in (*lead, *use.k_axes)]
-    packing = Packing(
-        lead,
-        (*(axis for axis in use.k_axes if axis not in tiled), *tiled),
-        tuple(n_axes),
-        weight.shape[tiled[0]] // counts[tiled[0]] if tiled else 0,
-        packed_bits(weight.qtype),
-        platform,
-    )
+    k_axes, group = _groups(weight, use.k_axes)
+    n_axes = [a for a in range(len(weight.shape)) if a not in (*lead, *k_axes)]
+    bits = packed_bits(weight.qtype)
+    packing = Packing(lead, k_axes, tuple(n_axes), group, bits, platform)
     if 0 in weight.shape:
         raise NoKernel("nothing is in it")
     why = packing.unshardable(weight.shape, sharding)
     if why is not None:
         raise NoKernel(why)
     return packing
+
+
+def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return contracted axes in an order in which rows that share a scale follow one another.
+
+    And how many of these rows there are, 0 if all rows share a scale.
+    """
+    shape, counts = weight.shape, weight.granularity.scale_shape(weight.shape)
+    alone = [axis for axis in k_axes if counts[axis] == shape[axis] > 1]
+    tiled = [axis for axis in k_axes if 1 < counts[axis] < shape[axis]]
+    if any(shape[axis] % counts[axis] or weight.granularity.tile_axes.get(axis, 0) * counts[axis]
+           > shape[axis] for axis in tiled):  # fmt: skip
+        raise NoKernel("its last tile is shorter")
+    within = [axis for axis in k_axes if counts[axis] == 1]
+    group = math.prod(shape[axis] // counts[axis] for axis in (*tiled, *within))
+    if len(tiled) > 1 or (alone and group == 1):
+        raise NoKernel("its scales differ along contracted axes")
+    return (*alone, *tiled, *within), group if alone or tiled else 0
 
 
 def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:

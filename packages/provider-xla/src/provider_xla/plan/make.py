@@ -50,7 +50,8 @@ def make_plan(
     survey = Survey(rules, leaves)
     look(survey, engine, argnum, fn, params, args, kwargs)
 
-    weights = weights_of(survey)
+    weights = {path: _with_scales(weight, given.get(path), survey)
+               for path, weight in weights_of(survey).items()}  # fmt: skip
     records = [_settled(record, weights) for record in survey.records.values()]
     # The patch engine can't hand stored parameters on.
     if kernels and follows_values(engine):
@@ -225,8 +226,17 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             tuple(dict.fromkeys(use.op_id for use in uses)),
             sparsity=_sparsity(survey, leaf, products),
             derived=derived.get(path),
+            scale_dtype=first.how.scale_dtype,
         )
     return plans
+
+
+def _with_scales(weight: WeightPlan, leaf: Any, survey: Survey) -> WeightPlan:
+    """Return how a parameter is quantized, noting where its scales are not the rule's."""
+    found = weight.of_values(leaf)
+    if found is not weight:
+        survey.notes[f"{weight.path}: scales beyond normal float16: float32 scales"] = None
+    return found
 
 
 def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:

@@ -30,7 +30,7 @@ def quantize(plan: PlanData, params: Any, *, donate: bool = False, prepack: bool
     if donate:
         for path, weight in plan.weights.items():
             if weight.derived is None:
-                weight.check_finite(given[path])
+                weight.check(given[path])
     # Derived weights first: a parameter that is donated is gone once it is quantized.
     derived = {one.path: stored for one, stored in _derived(plan, given, prepack)}
     leaves = []

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -215,7 +215,7 @@ def finest(
     is_stored: IsStored,
     shape: Sequence[int],
     shared: Sequence[int],
-    tile: int | None,
+    tile_sizes: Mapping[int, int],
 ) -> Granularity | None:
     """Return the finest scales with which an operation can use a view, or None without any.
 
@@ -223,30 +223,33 @@ def finest(
         view: the expression of the operand.
         is_stored: tells the nodes that are stored.
         shape: theirs.
-        shared: the axes of the view along which a scale is shared; tiles go along the last.
-        tile: how many elements along that share a scale; None for all.
+        shared: the axes of the view along which a scale is shared.
+        tile_sizes: how many elements of these share a scale, where not all of them do.
     """
     full: Any = view.aval
     last = full.shape[shared[-1]] if shared else 0
-    sizes = [
-        [each for each in (EACH, tile or EACH, ONE) if each != EACH or n > 1] if n else [ONE]
-        for n in shape
-    ]
+    # An axis of what is stored may have become several of the view, all of them within a tile.
+    total = math.prod(tile_sizes.get(axis, full.shape[axis]) for axis in shared)
+    each_size = dict.fromkeys((EACH, *tile_sizes.values(), *([total] if tile_sizes else ()), ONE))
+    sizes = [[each for each in each_size if each != EACH or n > 1] if n else [ONE] for n in shape]
+    wanted = [{1, -(-full.shape[axis] // tile_sizes.get(axis, max(full.shape[axis], 1)))}
+              for axis in shared]  # fmt: skip
 
     def scales(tiles: Sequence[int]) -> int:
         return math.prod(n // each if each else 1 for n, each in zip(shape, tiles, strict=True))
 
     every = sorted(itertools.product(*map(dict.fromkeys, sizes)), key=scales, reverse=True)
     # What is joined along a contracted axis has a scale for each piece, if there is no other way.
-    for allowed in ({1, last // tile if tile else 1}, set(range(1, last))):
+    joined = [{1}] * (len(wanted) - 1) + [set(range(1, last))]
+    for allowed in (wanted, joined):
         for tiles in every:
             if any(each and n % each for n, each in zip(shape, tiles, strict=True)):
                 continue
             counts = scales_in(view, is_stored, tiles)
             along = [] if counts is None else [counts[axis] for axis in shared]
-            if counts is None or any(count > 1 for count in along[:-1]):
+            if counts is None:
                 continue
-            if not along or along[-1] in allowed:
+            if all(count in some for count, some in zip(along, allowed, strict=False)):
                 channels = tuple(axis for axis, each in enumerate(tiles) if each == EACH)
                 cut = {axis: each for axis, each in enumerate(tiles) if each > 1}
                 return Granularity(channels, cut)

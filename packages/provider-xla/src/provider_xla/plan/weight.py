@@ -42,6 +42,7 @@ class WeightPlan:
         platform: where the parameters of the plan are: its bytes are counted for that.
         sparsity: which of its elements are zeros; None if none have to be.
         derived: how it is computed from parameters; None for a parameter.
+        scale_dtype: name of the dtype of its scales; None for that of the format.
     """
 
     path: str
@@ -57,6 +58,7 @@ class WeightPlan:
     platform: str = ""
     sparsity: Sparsity | None = None
     derived: Derived | None = None
+    scale_dtype: str | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -93,6 +95,7 @@ class WeightPlan:
             "method": self.method,
             "channel_axes": list(self.granularity.channel_axes),
             "tile_axes": {str(a): n for a, n in self.granularity.tile_axes.items()},
+            "scale_dtype": self.scale_dtype,
             "ops": list(self.ops),
             "derived_from": [] if self.derived is None else list(self.derived.leaves),
             "packed": list(self.packings),
@@ -103,13 +106,39 @@ class WeightPlan:
             "bytes_after": self.bytes_after,
         }
 
-    def check_finite(self, leaf: Any) -> None:
-        """Raises QuantizationError where a value is no finite number."""
+    def has_wide_scales(self, leaf: Any) -> bool:
+        """Return whether scales of a value would leave the range of normal float16."""
+        if self.scale_dtype != "float16":
+            return False
+        where = self.granularity.channel_axes, tuple(self.granularity.tile_axes.items())
+        return not bool(_fits_float16(leaf, self.qtype, *where, self.method))
+
+    def of_values(self, leaf: Any) -> WeightPlan:
+        """Return this, with float32 scales where float16 does not hold those of a value.
+
+        Args:
+            leaf: the value; of a type or tracer nothing is known.
+        """
+        concrete = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(
+            leaf, jax.core.Tracer
+        )
+        wide = concrete and self.has_wide_scales(leaf)
+        return dataclasses.replace(self, scale_dtype=None) if wide else self
+
+    def check(self, leaf: Any) -> None:
+        """Raise QuantizationError for a value that can't be quantized as the plan says."""
         if not bool(_all_finite(leaf)):
             raise QuantizationError(
                 f"{self.path} has values that are not finite, and can't be quantized to "
                 f"{self.qtype} (rule {self.rule}). Find out where they come from, or leave it "
                 "float by a rule without weight_qtype."
+            )
+        if self.has_wide_scales(leaf):
+            raise QuantizationError(
+                f"The scales of {self.path} (rule {self.rule}) must be normal numbers of float16, "
+                "from 6.1e-5 to 65504, got others. Make the plan with these parameters, not with "
+                "their types: it then has float32 scales here. Or give the rule "
+                "scale_dtype='bfloat16'."
             )
 
     def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
@@ -118,7 +147,13 @@ class WeightPlan:
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
         return _quantize(
-            leaf, self.qtype, self.granularity.channel_axes, tiles, self.method, stepped
+            leaf,
+            self.qtype,
+            self.granularity.channel_axes,
+            tiles,
+            self.method,
+            stepped,
+            self.scale_dtype,
         )
 
 
@@ -126,10 +161,11 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     """Quantizes one parameter, and waits until that is done.
 
     Raises:
-        QuantizationError: it has values that are not finite.
+        QuantizationError: it has values that are not finite, or scales that the plan's dtype of
+            scales does not hold.
     """
     if check:
-        plan.check_finite(leaf)
+        plan.check(leaf)
     return jax.block_until_ready(plan._quantize(leaf))
 
 
@@ -174,7 +210,7 @@ def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
 _sparsified = jax.jit(sparsified, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
 def _quantize(
     leaf: jax.Array,
     qtype: str,
@@ -182,6 +218,7 @@ def _quantize(
     tile_axes: tuple[tuple[int, int], ...],
     method: str,
     stepped: tuple[int, ...],
+    scale_dtype: str | None,
 ) -> qn.QArray | qn.PackedQArray:
     """Quantizes; along ``stepped`` axes each index by itself, with a global scale of its own."""
     if stepped:
@@ -195,12 +232,31 @@ def _quantize(
             tile_axes=tiles,
             method=method,
             stepped=tuple(a - 1 for a in rest),
+            scale_dtype=scale_dtype,
         )
         return jax.vmap(inner, in_axes=axis, out_axes=axis)(leaf)
     q = qn.quantize(
-        leaf, qtype, channel_axes=channel_axes, tile_axes=dict(tile_axes), method=method
+        leaf,
+        qtype,
+        channel_axes=channel_axes,
+        tile_axes=dict(tile_axes),
+        method=method,
+        scale_dtype=scale_dtype,
     )
     return qn.pack(q) if qn.get_qtype(qtype).packable else q
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _fits_float16(
+    leaf: jax.Array,
+    qtype: str,
+    channel_axes: tuple[int, ...],
+    tile_axes: tuple[tuple[int, int], ...],
+    method: str,
+) -> jax.Array:
+    tiles = dict(tile_axes)
+    found = qn.calibrate(leaf, qtype, channel_axes=channel_axes, tile_axes=tiles, method=method)
+    return qn.has_normal_scales(found, qtype, "float16")
 
 
 @jax.jit

@@ -17,7 +17,7 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy
 
-from ..kernels.packed import PrepackedWeight
+from ..kernels.packed import PrepackedWeight, scale_sizes
 from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
 from ..program.engine import follows_values
@@ -215,12 +215,13 @@ def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight
     places = {part: lead + axis for axis, part in enumerate(weight.order)}
     k_axes = tuple(places[part] for part in range(rank))
     n_axes = tuple(places[part] for part in range(rank, len(places)))
-    scale = [1 if axis in k_axes else n for axis, n in enumerate(weight.shape)]
-    if weight.group:
-        scale[k_axes[-1]] = weight.shape[k_axes[-1]] // weight.group
+    scale = list(weight.shape)
+    for axis, count in zip(k_axes, scale_sizes(weight.k_sizes, weight.group), strict=True):
+        scale[axis] = count
     kind = qn.get_qtype(weight.qtype)
     codes = _random(rng, weight.shape, kind.storage_dtype, weight)
-    q = qn.QArray(codes, jnp.ones(scale, kind.scale_dtype), qtype=weight.qtype, dtype=weight.dtype)
+    ones = jnp.ones(scale, weight.scale_dtype)
+    q = qn.QArray(codes, ones, qtype=weight.qtype, dtype=weight.dtype)
     sizes = weight.group, weight.bits, weight.platform
     made = prepack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes))
     places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)

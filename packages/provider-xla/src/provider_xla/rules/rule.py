@@ -54,12 +54,16 @@ class QuantizationRule:
         weight_qtype: qtype of an operand that is a parameter; None leaves it float. A name or a
             dtype, such as ``"int4"`` or ``jnp.int4``.
         act_qtype: qtype of every other operand; None leaves it float.
-        tile_size: elements that share a scale along the contracted axis (subchannel), or, as a
-            float, one over the number of tiles; None for one scale per channel. Convolutions have
-            one scale per channel.
-        tile_fallback: what an operation gets whose contracted axis tiles of `tile_size` do not
+        tile_size: elements that share a scale along the contracted axes (subchannel), as if they
+            were one, or, as a float, one over the number of tiles; None for one scale per channel.
+            Convolutions of quantized activations have one scale per channel.
+        tile_fallback: what an operation gets whose contracted axes tiles of `tile_size` do not
             divide: ``"divisor"`` the largest tile below it that does, ``"channel"`` one scale per
-            channel; None makes it an error. ``plan.notes`` lists where it was needed.
+            channel, ``"padded"`` a last tile that is shorter (XLA computes it); None makes it an
+            error. ``plan.notes`` lists where it was needed.
+        scale_dtype: dtype of a parameter's scales, ``"float16"`` or ``"bfloat16"``; None for that
+            of the format. A parameter with scales out of the range of normal float16 gets float32,
+            which ``plan.notes`` tells.
         weights_only: whether the rule is for operations with a weight alone. An operation of
             activations (attention scores, the fixed coefficients of a solver) does not match.
         act_static_scale: whether activations have scales that were measured before (static
@@ -95,7 +99,8 @@ class QuantizationRule:
     weight_qtype: Any = None
     act_qtype: Any = None
     tile_size: int | float | None = None
-    tile_fallback: Literal["divisor", "channel"] | None = "divisor"
+    tile_fallback: Literal["divisor", "channel", "padded"] | None = "divisor"
+    scale_dtype: Any = None
     weights_only: bool = False
     act_static_scale: bool | None = None
     static_range: Literal["step", "joined"] | None = None
@@ -123,8 +128,9 @@ class QuantizationRule:
         for field in self._methods():
             self._check_method(field)
         self._check_tile("tile_size")
-        if self.tile_fallback not in (None, "divisor", "channel"):
-            raise self._error("tile_fallback", "None, 'divisor' or 'channel'")
+        if self.tile_fallback not in (None, "divisor", "channel", "padded"):
+            raise self._error("tile_fallback", "None, 'divisor', 'channel' or 'padded'")
+        self._check_scales()
         if not isinstance(self.weights_only, bool):
             raise self._error("weights_only", "a bool")
         if self.act_static_scale is not None and self.act_qtype is None:
@@ -230,6 +236,17 @@ class QuantizationRule:
         if not isinstance(tile, int) or isinstance(tile, bool) or tile < 1:
             allowed = "None, a positive number of elements, or one over a number of tiles"
             raise self._error(field, allowed)
+
+    def _check_scales(self) -> None:
+        if self.scale_dtype is None:
+            return
+        if self.weight_qtype is None:
+            raise self._error("scale_dtype", "None where weight_qtype is None")
+        try:
+            kind = qn.get_qtype(self.weight_qtype).with_scales(self.scale_dtype)
+        except (TypeError, ValueError) as error:
+            raise self._error("scale_dtype", f"None or the dtype of scales. {error}") from error
+        self._set("scale_dtype", kind.scale_dtype.name)
 
     def _check_adapter(self) -> None:
         rank, alpha, dropout = self.rank, self.alpha, self.dropout

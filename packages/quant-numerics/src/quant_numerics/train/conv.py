@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import dot_granularity
 from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
@@ -65,14 +66,17 @@ def train_conv_general_dilated(
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
     gradients = both_gradients(backward, key)
-    sizes = [how.tile_size for how in hows if how is not None]
-    qtypes = [how.qtype for how in hows if how is not None]
+    # A float input takes any scales of the kernel, which is dequantized for it.
+    strict = hows if lhs_how is not None else ()
+    sizes = [how.tile_size for how in strict if how is not None]
+    qtypes = [how.qtype for how in strict if how is not None]
     has_tiles = any(one is not None and one.has_tiles for one in gradients or ())
     has_tiles = has_tiles or any(size is not None for size in sizes)
     if has_tiles or any(get_qtype(q).block for q in qtypes):
         raise ValueError(
-            f"a convolution takes no tiles and no formats with blocks, got {hows} and {backward}; "
-            "use a qtype without blocks and no tile sizes"
+            "the formats of a convolution must have no tiles or blocks, but for the kernel of a "
+            "float input, got "
+            f"{hows} and {backward}. Use a qtype without blocks and no tile sizes."
         )
     if not isinstance(padding, str):
         padding = tuple((int(low), int(high)) for low, high in padding)
@@ -108,8 +112,10 @@ class ConvOp:
 
     def slices(
         self, side: int, x: jax.Array, how: HowToQuantize
-    ) -> tuple[Sequence[int], dict[int, int | float]]:
-        return ((self._specs[side][0],) if how.channelwise else ()), {}
+    ) -> tuple[Sequence[int], dict[int, int]]:
+        tile = get_qtype(how.qtype).block if how.tile_size is None else how.tile_size
+        summed = [a for a in range(x.ndim) if a != self._specs[side][0]]
+        return dot_granularity(x.shape, summed, tile, how.channelwise)
 
     @property
     def _specs(self) -> tuple[Sequence[int], Sequence[int]]:

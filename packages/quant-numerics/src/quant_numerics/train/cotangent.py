@@ -75,13 +75,13 @@ class Cotangent:
 
 
 def unit_scaled(q: QArray) -> QArray:
-    """Return `q` with scale 1, for a contraction whose other side has its scale."""
+    """Return `q` with scale 1; the other side has its scale."""
     one = jnp.ones((1,) * q.ndim, jnp.float32)
     return QArray(q.qvalue, one, qtype=q.qtype, dtype=q.dtype)
 
 
 def can_shift(q: QArray, axes: Sequence[int]) -> bool:
-    """Return whether the scales of `q` lie along `axes` alone, and are all that it has."""
+    """Return whether `q` has scales alone, and along `axes` alone."""
     if q.zero_point is not None or qtype_of(q).block is not None:
         return False
     return all(s == 1 or (a in axes and s == q.shape[a]) for a, s in enumerate(q.scale.shape))

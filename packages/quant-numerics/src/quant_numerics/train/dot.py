@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import dot_granularity
 from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.ops.dot import DotDimensionNumbers, dot_general
@@ -128,17 +129,9 @@ class DotOp:
 
     def slices(
         self, side: int, x: jax.Array, how: HowToQuantize
-    ) -> tuple[Sequence[int], dict[int, int | float]]:
-        contracting = self.dims[0][side]
+    ) -> tuple[Sequence[int], dict[int, int]]:
         tile = get_qtype(how.qtype).block if how.tile_size is None else how.tile_size
-        if tile is not None and not contracting:
-            raise ValueError(
-                f"tile_size={tile} needs a contracting axis to tile, but there is none; leave "
-                "tile_size out, and choose a qtype without blocks"
-            )
-        tiles = {} if tile is None else {contracting[-1]: tile}
-        channels = [a for a in range(x.ndim) if a not in contracting] if how.channelwise else []
-        return channels, tiles
+        return dot_granularity(x.shape, self.dims[0][side], tile, how.channelwise)
 
     def run(self, lhs: Any, rhs: Any, aux: Any) -> jax.Array:
         return dot_general(
@@ -194,7 +187,7 @@ class DotOp:
         g_axes: tuple[int, ...],
         to: Cotangent,
     ) -> tuple[jax.Array | QArray, jax.Array]:
-        """Return the residual `y` to contract over its free axes, and `g` with its scales.
+        """Return the residual to contract, and `g` with its scales.
 
         `axes` of `y` correspond to `g_axes` of `g`.
         """
@@ -221,7 +214,7 @@ class DotOp:
 
 
 def _explicit_sharding(x: jax.Array, axes: Sequence[int]) -> PartitionSpec | None:
-    """Return how the gradient of `x`, its axes in order `axes`, is sharded over explicit axes."""
+    """Return the explicit sharding of a gradient with transposed axes."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None

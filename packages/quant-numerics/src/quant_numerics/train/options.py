@@ -22,19 +22,24 @@ class HowToQuantize:
 
     Attributes:
       qtype: a name in ``QTYPES``, an alias or a dtype; kept as the name.
-      tile_size: elements (a float: one over the number of tiles) per scale along the last
-        contracted axis; contractions only, not convolutions.
+      tile_size: elements (a float: one over the number of tiles) per scale along the contracted
+        axes, as if they were one; contractions only, not convolutions.
       method: calibration method, see ``parse_calibration_method``.
       channelwise: False for one scale in all, tiles aside.
+      scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; kept as the name.
     """
 
     qtype: str
     tile_size: int | float | None = None
     method: str = "absmax"
     channelwise: bool = True
+    scale_dtype: str | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "qtype", get_qtype(self.qtype).name)
+        kind = get_qtype(self.qtype).with_scales(self.scale_dtype)
+        object.__setattr__(self, "qtype", kind.name)
+        if self.scale_dtype is not None:
+            object.__setattr__(self, "scale_dtype", kind.scale_dtype.name)
         parse_calibration_method(self.method)
 
 
@@ -67,18 +72,18 @@ class Backward:
         object.__setattr__(self, "channelwise_noise_axes", tuple(self.channelwise_noise_axes))
         if not parse_calibration_method(self.method).is_symmetric:
             raise ValueError(
-                f"Backward needs a symmetric calibration method, got {self.method!r}; use "
-                "'absmax', 'rms,factor' or another one without zero points"
+                f"the method of Backward must be symmetric, got {self.method!r}. Use "
+                "'absmax', 'rms,factor' or another one without zero points."
             )
         if self.stochastic_rounding not in (None, "uniform", "low_bit_uniform"):
             raise ValueError(
                 "stochastic_rounding must be None, 'uniform' or 'low_bit_uniform', got "
-                f"{self.stochastic_rounding!r}"
+                f"{self.stochastic_rounding!r}. Choose one of them."
             )
         if not isinstance(self.residual, HowToQuantize) and self.residual not in (None, "original"):
             raise ValueError(
                 "residual must be None, 'original' or a HowToQuantize, got "
-                f"{self.residual!r}; None uses the quantized values of the forward pass"
+                f"{self.residual!r}. None uses the quantized values of the forward pass."
             )
 
     @property
@@ -110,14 +115,14 @@ def check_operands(
         if isinstance(x, QArray):
             raise TypeError(
                 f"{name} of a training op must be a float array, which is quantized in each step, "
-                f"got a QArray of {x.qtype}; give the float parameter and {name}_how, or use the "
-                "op without train_ where it is not trained"
+                f"got a QArray of {x.qtype}. Give the float parameter and {name}_how, or use the "
+                "op without train_ where it is not trained."
             )
         x = jnp.asarray(x)
         float_dtype(x.dtype, f"{name} of a training op")
         if how is None and calibration is not None:
             raise ValueError(
-                f"{name}_calibration needs {name}_how, which says what to quantize to; give both"
+                f"{name}_how must be given with {name}_calibration, got None. Give both."
             )
         arrays.append(x)
     return arrays[0], arrays[1]
@@ -140,8 +145,9 @@ def both_gradients(backward: Backward | Backwards | None, key: Any) -> Backwards
     for one in pair:
         if one is not None and one.stochastic_rounding is not None and key is None:
             raise ValueError(
-                f"backward has stochastic_rounding={one.stochastic_rounding!r}, which needs a "
-                "random key: pass key=jax.random.key(...), another one for each training step"
+                "key must be a random key where backward has "
+                f"stochastic_rounding={one.stochastic_rounding!r}, got None. Pass "
+                "key=jax.random.key(...), another one for each training step."
             )
     return None if pair == (None, None) else (pair[0], pair[1])
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from quant_numerics.array.qarray import QArray
-from quant_numerics.array.tiles import slices_of
+from quant_numerics.array.tiles import Slices, slices
 from quant_numerics.autodiff.pairs import Axis, LinearPair
 from quant_numerics.autodiff.with_tangent import with_tangent
 from quant_numerics.calibration.calibrate import calibrate
@@ -42,7 +42,7 @@ class TrainingOp(Protocol):
     """Describe a contraction or convolution without its operands. Hashable by value."""
 
     def slices(self, side: int, x: jax.Array, how: HowToQuantize) -> tuple[Sequence[int], dict]:
-        """Return the channel axes and tiles to quantize operand 0 or 1 with."""
+        """Return channel axes and tiles for operand 0 or 1."""
 
     def run(self, lhs: Any, rhs: Any, aux: Any) -> jax.Array:
         """Run it; operands may be QArrays."""
@@ -51,7 +51,7 @@ class TrainingOp(Protocol):
         """Return the quantized gradient of operand 0 or 1, without mask."""
 
     def batched(self, lhs: bool, rhs: bool) -> tuple[TrainingOp, int] | None:
-        """Return the op on operands with a leading batch axis, and where that comes out."""
+        """Return the batched op, and where the batch axis comes out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _masked(x: jax.Array, side: Residual) -> jax.Array:
 
 
 def _with_all_axes(side: Residual) -> Residual:
-    """Return the residual with axes of size 1 in front of scales that lack them."""
+    """Return the residual with all axes in its scales."""
     if side.quantized is None:
         return side
     ndim = side.quantized.ndim
@@ -149,7 +149,10 @@ def _with_all_axes(side: Residual) -> Residual:
 
 
 def _key_for(key: jax.Array, impl: Any, g: jax.Array) -> jax.Array:
-    """Return a key that depends on the cotangent, so that steps of a loop differ."""
+    """Return a key that depends on the cotangent.
+
+    Steps of a loop then differ.
+    """
     if impl is not None:
         key = jax.random.wrap_key_data(key, impl=impl)
     width = jnp.uint16 if g.dtype.itemsize == 2 else jnp.uint32
@@ -201,9 +204,15 @@ def _quantized(
         return Residual(x, None, None)
     fixed = lax.stop_gradient(x)
     channel_axes, tiles = op.slices(side, x, how)
+    cut = slices(x.shape, channel_axes, tiles)
     if calibration is None and not parse_calibration_method(how.method).clips:
         quantized = quantize(
-            fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
+            fixed,
+            how.qtype,
+            channel_axes=channel_axes,
+            tile_axes=tiles,
+            method=how.method,
+            scale_dtype=how.scale_dtype,
         )
         return Residual(x, quantized, None)
     if calibration is None:
@@ -211,15 +220,15 @@ def _quantized(
             fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
         )
     calibration = jax.tree.map(lax.stop_gradient, calibration)
-    quantized = quantize_with(fixed, how.qtype, *scale_of(calibration, how.qtype))
-    return Residual(x, quantized, _inside(fixed, calibration))
+    parts = scale_of(calibration, how.qtype, how.scale_dtype)
+    quantized = quantize_with(fixed, how.qtype, *parts, tile_axes=dict(cut.ragged))
+    return Residual(x, quantized, _inside(fixed, calibration, cut))
 
 
-def _inside(x: jax.Array, calibration: Calibration) -> jax.Array:
+def _inside(x: jax.Array, calibration: Calibration, cut: Slices) -> jax.Array:
     """Return which elements lie in the calibrated range."""
     lower, upper = calibration
     lower = lax.neg(upper) if lower is None else lower
-    cut = slices_of(x.shape, upper.shape)
     values = cut.split(x.astype(compute_dtype(x.dtype)))
     lower, upper = (cut.split(bound.astype(values.dtype)) for bound in (lower, upper))
-    return lax.bitwise_and(values >= lower, values <= upper).reshape(x.shape)
+    return cut.join(lax.bitwise_and(values >= lower, values <= upper))

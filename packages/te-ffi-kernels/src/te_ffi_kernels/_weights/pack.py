@@ -52,14 +52,14 @@ def pack_w4(
         platform: what it is packed for, as kernels spell it: ``"cpu"``, ``"cuda"``. None: the one
             of this process that has kernels, a GPU before the CPU.
         version: of the format. 2 is what CPUs read fastest, and has float16 scales; 1 is what GPUs
-            read. None: the last one that the platform's kernels write, 2 if it has none; 2 for
-            float16 scales.
+            read. None: the last one that the platform's kernels write, 2 if it has none; in
+            version 1 float16 scales become float32, which has them all.
 
     Returns:
         The packed weight.
 
     Raises:
-        TypeError: another dtype, or float16 scales in version 1.
+        TypeError: another dtype, or float16 scales where version=1 is given.
         ValueError: another version, or shapes that ``pack_w8`` would refuse.
     """
     return _pack("pack_w4", codes, scale, 4, platform, version)
@@ -74,8 +74,10 @@ def _pack(
     version: int | None = None,
 ) -> PackedWeight:
     layout = layout_of(op, codes, scale, bits, version)
-    if version is None and bits == 4 and scale.dtype == jnp.float32:
-        layout = dataclasses.replace(layout, version=_version(op, codes, scale, platform))
+    if version is None and bits == 4:
+        written = _version(op, codes, scale, platform)
+        scale = scale.astype(jnp.float32) if written == 1 else scale
+        layout = dataclasses.replace(layout, version=written, scale_dtype=scale.dtype.name)
     buffer = _packed(codes, scale, op=op, layout=layout)
     return PackedWeight.of(buffer, codes.shape[-1], layout)
 
