@@ -78,7 +78,7 @@ class Dataflow:
 
     def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
         avals = [var.aval for var in eqn.outvars]
-        opaque = f"a result of {eqn.primitive.name}" if _is_opaque(eqn) else None
+        opaque = f"a result of {eqn.primitive.name}" if eqn.effects else None
         results: list[Expression] = [
             Operation(aval, eqn.primitive, eqn.params, operands, i)
             if opaque is None
@@ -91,10 +91,6 @@ class Dataflow:
             if var in self._foreign:
                 results[i] = unknown(avals[i], "a handler's result", operands)
         return results
-
-
-def _is_opaque(eqn: Any) -> bool:
-    return bool(eqn.effects) or eqn.primitive is compat.shard_map_p
 
 
 def constant(value: Any) -> Expression:

@@ -347,6 +347,8 @@ def _stable(value: Any) -> str:
     """Return the text of a parameter without what differs from process to process."""
     if isinstance(value, compat.JAXPRS):
         return str(value)
+    if isinstance(value, frozenset):
+        return str(sorted(map(_stable, value)))
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
@@ -414,7 +416,7 @@ def _value(
         if key not in results:
             params = node.primitive.get_bind_params(dict(node.params))
             found = node.primitive.bind(*operands, **params)
-            results[key] = found if node.primitive.multiple_results else [found]
+            results[key] = list(found) if node.primitive.multiple_results else [found]
         return results[key][node.result]
     what = node.why if isinstance(node, Unknown) else "a device's part of a value"
     raise ValueError(f"{what} is not known before the program runs.")

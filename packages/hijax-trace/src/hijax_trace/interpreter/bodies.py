@@ -12,7 +12,8 @@ import jax
 from interception_core import JaxtapError
 
 from .. import compat
-from ..dataflow.dataflow import entering
+from ..dataflow.dataflow import Express, entering
+from ..dataflow.expression import Unknown
 from ..dataflow.flow import Origin, Resolve, entered
 from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
@@ -333,10 +334,10 @@ def custom(
     extra = len(leading)
     new["call_jaxpr"] = tapped.jaxpr
     new["num_consts"] = params["num_consts"] + extra
-    own = operands.origins[params["num_consts"] :]
+    first = params["num_consts"]
     for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
         if name in params:
-            rule = _tapped_rule(reinterpret, session, around, params[name], own, before)
+            rule = _tapped_rule(reinterpret, session, around, params[name], operands, first, before)
             new[name] = compat.wrap_fun(rule, params[name].debug_info)
     if extra and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], extra)
@@ -348,36 +349,57 @@ def _tapped_rule(
     session: Session,
     around: Around,
     rule: Any,
-    origins: Sequence[Resolve],
+    operands: Operands,
+    first: int,
     numbers: Numbers,
 ) -> Callable[..., tuple]:
+    """Return a rule of a function, tapped, whose first arguments are its operands from `first`."""
+
     @functools.cache
     def tapped(*zeros: Any) -> tuple:
         jaxpr, consts, *rest = rule.call_wrapped(*zeros)
         if not session.tapping.tasks.wants(jaxpr):
             return (jaxpr, consts, *rest)
-        frame = around.frame
-        count = len(compat.open_of(jaxpr).invars)
-        first = len(compat.inputs_of(compat.open_of(jaxpr))) - count
-        first = len(consts) - first
-        inputs = [*([None] * first), *origins, *([None] * (count - first - len(origins)))]
-        path = frame.own_path(around.scopes)
-        inner = Frame(
-            compat.open_of(jaxpr),
-            inputs,
-            {},
-            path,
-            frame.label,
-            around.within,
-            around.untapped,
-            frame,
-        )
-        return (
-            *stage_again(reinterpret, session.counting(numbers.copy()), inner, jaxpr, consts),
-            *rest,
-        )
+        opened = compat.open_of(jaxpr)
+        # Since 0.11 constants without values are the first arguments.
+        before = len(consts) - (len(compat.inputs_of(opened)) - len(opened.invars))
+        places = [i - before + first for i in range(len(opened.invars))]
+        known = [k if first <= k < len(operands.avals) else None for k in places]
+        inner = _rule_frame(opened, around, operands, known, consts)
+        counting = session.counting(numbers.copy())
+        return (*stage_again(reinterpret, counting, inner, jaxpr, consts), *rest)
 
     return tapped
+
+
+def _rule_frame(
+    jaxpr: Any,
+    around: Around,
+    operands: Operands,
+    places: Sequence[int | None],
+    consts: Sequence[Any],
+) -> Frame:
+    """Return the frame of a derivative's rule, whose inputs are the operands in these places."""
+
+    def express(var: Any, place: int | None) -> Express:
+        if place is None or operands.expressions is None:
+            return functools.partial(Unknown, var.aval, "a value of a derivative", None)
+        return operands.expressions[place]
+
+    frame = around.frame
+    return Frame(
+        jaxpr,
+        [None if k is None else operands.origins[k] for k in places],
+        {},
+        frame.own_path(around.scopes),
+        frame.label,
+        around.within,
+        around.untapped,
+        frame,
+        expressions=list(map(express, jaxpr.invars, places)),
+        consts=consts,
+        depth=frame.depth,
+    )
 
 
 def _prim_rule(
@@ -393,20 +415,10 @@ def _prim_rule(
         packed, result, jaxpr, consts = staged_rule(fn, args, session.tapping.run)
         if not session.tapping.tasks.wants(jaxpr):
             return fn(*args)
-        frame = around.frame
         leaves = [packed.leaf_of(i) - first for i in range(len(packed.arrays))]
         known = [k if first >= 0 and 0 <= k < len(operands.avals) else None for k in leaves]
         places = [*[None] * (len(jaxpr.invars) - len(known)), *known]
-        inner = Frame(
-            jaxpr,
-            [None if k is None else operands.origins[k] for k in places],
-            {},
-            frame.own_path(around.scopes),
-            frame.label,
-            around.within,
-            around.untapped,
-            frame,
-        )
+        inner = _rule_frame(jaxpr, around, operands, places, consts)
         counting = session.counting(numbers.copy())
         return result.build(reinterpret(counting, inner, jaxpr, [*consts, *packed.arrays]))
 
