@@ -410,10 +410,22 @@ WEIGHTS = {
 }
 
 
+NESTED = {
+    "program": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda p, x: lax.scan(lambda c, _: (c, f(p, x)), 0, None, length=2)[1][1],
+    "cond": lambda f: lambda p, x: lax.cond(x[0, 0] < 9, f, lambda p, x: 2 * f(p, x), p, x),
+    "vmap of jit": lambda f: lambda p, x: jax.vmap(jax.jit(f), (None, 0))(p, x[None])[0],
+    "jit of jit": lambda f: jax.jit(lambda p, x: jax.jit(f)(p, x)),
+}
+
+
+@pytest.mark.parametrize("around", NESTED)
 @pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_what_the_program_differentiates(name):
+def test_what_the_program_differentiates(name, around):
     fn, params, kind = DIFFERENTIATED[name]
-    found = expressions(fn, params, X)[0]
+    found = expressions(NESTED[around](fn), params, X)[0]
     assert found.kind(is_parameter) == kind
     if kind != "activation":
         actual = found.evaluate({"args[0]": params})

@@ -73,6 +73,13 @@ from .jaxpr import (
     with_consts,
     with_shared,
 )
+from .kept import (
+    batch_type,
+    cotangent_type,
+    derivative_above_staging,
+    kept_p,
+    tangent_type,
+)
 from .pjit import (
     UNSPECIFIED,
     PjitFunction,

@@ -14,8 +14,9 @@ from ..dataflow.expression import VIEWS, Expression, is_zero
 from ..dataflow.flow import Origin, handed_on
 from ..proxy.array_proxy import ArrayProxy, Lost, follow
 from ..proxy.carrier import Carrier, proxy_of
-from ..staging.mapped import mapped_in
+from ..staging.mapped import Level, mapped_in
 from ..staging.marker import Marker, MarkerName, Packed, check_result, check_value
+from .apart import Apart, Derivatives, Linear, Once
 from .bodies import Entered, custom, enter
 from .call import Place, TraceCall
 from .frames import Around, Frame, Metadata, Operands
@@ -63,6 +64,7 @@ class Interpreter:
         self._caller = caller
         self._outer = compat.current_stack() if caller is None else caller.name_stack
         self._appends = compat.is_staging(self._trace) and not jaxpr.is_high
+        self._derivatives: Derivatives | None = None
         self._changed: set[Any] = set()
         self._env: dict[Any, Any] = {}
         self._write(compat.inputs_of(jaxpr), values)
@@ -386,41 +388,72 @@ class Interpreter:
 
     def _mapped(self, task: Task, values: list[Any], info: Any) -> None:
         """Map what an equation was before JAX has mapped it, with that tapped."""
-        eqn, frame = task.eqn, self.frame
-        mapped, operands = mapped_in(eqn.primitive, eqn.params), self._operands(eqn)
+        eqn, operands = task.eqn, self._operands(task.eqn)
+        mapped = mapped_in(eqn.primitive, eqn.params)
         assert mapped is not None
-        jaxpr, consts = compat.open_of(mapped.jaxpr), compat.consts_of(mapped.jaxpr)
-        origins = [
-            functools.partial(mapped.origin, i, resolve, aval)
-            for i, (resolve, aval) in enumerate(zip(operands.origins, operands.avals, strict=True))
-        ]
-        inner: Frame | None = None
-
-        def one(values: list[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
-            nonlocal inner
-            inner = Frame(
-                jaxpr,
-                origins,
-                operands.metadata,
-                frame.own_path(task.scopes),
-                frame.label,
-                frame.within | task.within,
-                frame.untapped,
-                frame,
-                proxies,
-                mapped.expressions(operands.expressions, jaxpr, frame.depth),
-                consts,
-                frame.depth + len(mapped.levels),
-            )
-            return reinterpret(self.session, inner, jaxpr, [*consts, *values], info)
-
+        apart = self._apart(task, mapped.jaxpr, mapped.levels, operands, info)
         with compat.at(info), eqn.ctx.manager:
-            results = mapped.run(one, values, operands.proxies)
+            results = mapped.run(apart.run, values, operands.proxies)
+        self._finish(eqn, apart.frame, results, mapped.jaxpr)
+
+    def _kept(self, task: Task, values: list[Any], info: Any) -> None:
+        """Make an equation of the program that JAX has derived it from, with that tapped."""
+        eqn, operands = task.eqn, self._operands(task.eqn)
+        function, program = eqn.params["function"], eqn.params["function"].program
+        if self._derivatives is None:
+            self._derivatives = Derivatives(self._jaxpr)
+        derivatives = self._derivatives
+        if function is program and derivatives.is_alone(program):
+            within = self.frame.within | task.within
+            self._inline(task, program.jaxpr, values, info, within)
+            return
+        made, derivative = derivatives.linear(eqn), derivatives.of(eqn)
+        # A derivative does again what was made of the function: its handlers were asked for that.
+        kept = derivatives.program(eqn) or self.session.kept.get(program)
+        once = kept if made is None else made.once
+        if once is None or not function.is_derived:
+            is_known = function.places == list(range(len(function.places)))
+            levels, closed = function.levels, program.jaxpr
+            once = Once(self._apart(task, closed, levels, operands, info, is_known))
+            self.session.kept[program] = once
+            derivatives.keep_program(eqn, once)
+        with compat.at(info), eqn.ctx.manager:
+            if made is not None:
+                results = made.call(values[made.count :])
+            elif derivative is None:
+                results = function.run(once.run, values, operands.proxies)
+            else:
+                results, call = derivative.split(once.run, values, operands.proxies)
+                derivatives.keep(derivative, eqn, Linear(len(values), call, once))
+        self._finish(eqn, once.frame, results, None if function.is_derived else program.jaxpr)
+
+    def _apart(
+        self,
+        task: Task,
+        closed: Any,
+        levels: Sequence[Level],
+        operands: Operands,
+        info: Any,
+        is_known: bool = True,
+    ) -> Apart:
+        """Return what an equation was before JAX has transformed it."""
+
+        def run(frame: Frame, jaxpr: Any, values: list[Any]) -> list[Any]:
+            return reinterpret(self.session, frame, jaxpr, values, info)
+
+        around = self._around(task, self.frame.within, self.frame.untapped)
+        return Apart(run, around, closed, levels, operands, is_known)
+
+    def _finish(
+        self, eqn: Any, inner: Frame | None, results: list[Any], closed: Any = None
+    ) -> None:
+        """Go on with what an equation was, made again; with its results, if they are this one's."""
         assert inner is not None
-        for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
+        atoms = [] if closed is None else compat.open_of(closed).outvars
+        for var, atom in zip(eqn.outvars, atoms, strict=False):
             if metadata := _metadata(inner, atom):
-                frame.metadata[var] = metadata
-        _join(frame, eqn, inner)
+                self.frame.metadata[var] = metadata
+        _join(self.frame, eqn, inner)
         self._write(eqn.outvars, results)
 
     def _emit(self, task: Task, eqn: Any, new: Any, info: Any) -> None:
@@ -468,12 +501,6 @@ class Interpreter:
         place = Place(frame, task.scopes, frame.within | task.within, number)
         known = KnownAtoms(values, frame, atoms)
         return TraceCall(name, level, args, params, place, known, proceed, self.session)
-
-    def _entered(
-        self, around: Around, eqn: Any, params: dict[str, Any], values: Sequence[Any]
-    ) -> Entered:
-        operands = self._operands(eqn)
-        return enter(reinterpret, self.session, around, eqn.primitive, params, values, operands)
 
     def _around(self, task: Task, within: frozenset[str], untapped: bool) -> Around:
         return Around(self.frame, task.scopes, within | task.within, untapped)
@@ -543,4 +570,5 @@ _ACTIONS: dict[Do, Callable[[Interpreter, Task, list[Any], Any], None]] = {
     Do.ENTER: Interpreter._enter,
     Do.CUSTOM: Interpreter._custom,
     Do.MAPPED: Interpreter._mapped,
+    Do.KEPT: Interpreter._kept,
 }
