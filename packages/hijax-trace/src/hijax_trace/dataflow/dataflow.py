@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import compat
-from .expression import VIEWS, Constant, Expression, Operation, Part, Shard, Unknown, united
+from .expression import Expression, united
 from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
+from .nodes import VIEWS, Constant, Operation, Part, Shard, Unknown
 
 Express = Callable[[], Expression]
 """Finds how an input of a jaxpr is computed."""

@@ -12,8 +12,9 @@ import jax
 from .. import compat
 from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Express
-from ..dataflow.expression import Expression, Part
+from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, Resolve
+from ..dataflow.nodes import Part
 from ..proxy.array_proxy import ArrayProxy
 from ..staging.functions import Call, Function, Program
 from ..staging.mapped import Level

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dataflow.dataflow import Express
-from ..dataflow.expression import is_zero
 from ..dataflow.flow import Origin
+from ..dataflow.nodes import is_zero
 from .frames import Key, Metadata
 
 
