@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .. import compat
@@ -32,7 +32,7 @@ class Dataflow:
         jaxpr: Any,
         inputs: Sequence[Express],
         consts: Sequence[Any] = (),
-        foreign: Any = frozenset(),
+        foreign: Set[Any] = frozenset(),
     ):
         self._eqns = jaxpr.eqns
         self._foreign = foreign
@@ -78,20 +78,21 @@ class Dataflow:
         return [self._eqns[place] for place in sorted(found)]
 
     def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
-        avals = [var.aval for var in eqn.outvars]
+        # What handlers have replaced isn't looked into: there may be many of these.
+        if self._foreign and all(var in self._foreign for var in eqn.outvars):
+            return [unknown(var.aval, "a handler's result", operands) for var in eqn.outvars]
         opaque = f"a result of {eqn.primitive.name}" if eqn.effects else None
-        results: list[Expression] = [
-            Operation(aval, eqn.primitive, eqn.params, operands, i)
-            if opaque is None
-            else unknown(aval, opaque, operands)
-            for i, aval in enumerate(avals)
+        inside = _through(eqn, operands)
+        return [
+            unknown(var.aval, "a handler's result", operands)
+            if var in self._foreign
+            else inside[i]
+            if i in inside
+            else unknown(var.aval, opaque, operands)
+            if opaque is not None
+            else Operation(var.aval, eqn.primitive, eqn.params, operands, i)
+            for i, var in enumerate(eqn.outvars)
         ]
-        for i, inside in _through(eqn, operands).items():
-            results[i] = inside
-        for i, var in enumerate(eqn.outvars):
-            if var in self._foreign:
-                results[i] = unknown(avals[i], "a handler's result", operands)
-        return results
 
 
 def constant(value: Any) -> Expression:

@@ -12,8 +12,8 @@ import jax
 from interception_core import JaxtapError
 
 from .. import compat
-from ..dataflow.dataflow import entering
-from ..dataflow.flow import Origin, Resolve, entered
+from ..dataflow.dataflow import Express, entering
+from ..dataflow.flow import Origin, entered
 from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
 from .frames import Around, Frame, Key, Metadata, Operands
@@ -137,24 +137,22 @@ def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], 
     return shared, tuple(values)
 
 
-def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], dict[int, Metadata]]:
-    """Return the origins and the metadata of a body's inputs."""
+def origin_inside(body: Body, operands: Operands, index: int) -> Origin | None:
+    """Return the origin of an input of a body."""
+    operand, kind = body.inputs[index], body.kinds[index]
+    if operand is None or kind == CHANGES:
+        return None
+    found = operands.origins[operand]()
+    return None if found is None else found.moved(entered(kind, operands.avals[operand]))
 
-    def resolve(operand: int, kind: str) -> Resolve:
-        def origin() -> Origin | None:
-            found = operands.origins[operand]()
-            return None if found is None else found.moved(entered(kind, operands.avals[operand]))
 
-        return origin
-
-    origins: list[Resolve | None] = []
-    metadata: dict[int, Metadata] = {}
-    for i, (operand, kind) in enumerate(zip(body.inputs, body.kinds, strict=True)):
-        known = operand is not None and kind != CHANGES
-        origins.append(resolve(operand, kind) if known else None)
-        if known and kind == SAME and operand in operands.metadata:
-            metadata[i] = operands.metadata[operand]
-    return origins, metadata
+def metadata_inside(body: Body, operands: Operands) -> dict[int, Metadata]:
+    """Return the metadata of a body's inputs, by number."""
+    given = operands.metadata
+    if not given:
+        return {}
+    pairs = enumerate(zip(body.inputs, body.kinds, strict=True))
+    return {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
 
 
 def tap_body(
@@ -183,15 +181,13 @@ def tap_body(
     if not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr, (), {}, False, {}, {}, None, False, False)
     frame, scopes = around.frame, around.scopes
-    origins, metadata = body_inputs(body, operands)
+    metadata = metadata_inside(body, operands)
     path, label = frame.own_path(scopes), body.label or frame.label
 
     def resolve_path() -> Any:
         return session.interceptor.resolve_path(frame.path(scopes))
 
-    def origin(index: int) -> Origin | None:
-        resolve = origins[index]
-        return None if resolve is None else resolve()
+    origin = functools.partial(origin_inside, body, operands)
 
     with_metadata = tuple((i, tuple(note.items())) for i, note in metadata.items())
     key = (label, around.within, around.untapped, with_metadata, held.key(), session.context)
@@ -199,9 +195,12 @@ def tap_body(
     def count(key: Key) -> int:
         return session.numbers.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0)
 
-    expressions = None
-    if operands.expressions is not None:
-        expressions = entering(body, operands.expressions, frame.depth)
+    @functools.cache
+    def expressions() -> list[Express] | None:
+        if operands.expressions is None:
+            return None
+        return entering(body, operands.expressions, frame.depth)
+
     memo = session.tapping.memo
     found = memo.find(jaxpr, key, origin, resolve_path, count, expressions) if shared else None
     if found is not None:
@@ -213,14 +212,14 @@ def tap_body(
         return found
     inner = Frame(
         jaxpr,
-        origins,
+        [functools.partial(origin, i) for i in range(len(body.inputs))],
         metadata,
         path,
         label,
         around.within,
         around.untapped,
         frame,
-        expressions=expressions,
+        expressions=expressions(),
         consts=compat.consts_of(body.jaxpr),
         depth=frame.depth + (SLICE in body.kinds or len(body.carry) > 0),
     )
@@ -252,7 +251,7 @@ def tap_body(
         _unused_in(new, len(jaxpr.invars), held),
         bool(inner.foreign),
         inner.is_parameter,
-        () if inner.is_parameter is None else memo.kinds_of(expressions, inner.is_parameter),
+        () if inner.is_parameter is None else memo.kinds_of(expressions(), inner.is_parameter),
     )
     if _of_a_trace(extra) or inner.expressions_were_read:
         return tapped

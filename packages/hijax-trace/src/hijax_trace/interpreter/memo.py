@@ -71,7 +71,7 @@ class Memo:
         origin: Callable[[int], Origin | None],
         path: Callable[[], Hashable],
         count: Callable[[Key], int],
-        expressions: Sequence[Express] | None,
+        expressions: Callable[[], Sequence[Express] | None],
     ) -> Tapped | None:
         """Return what was made of ``jaxpr`` where all that its handlers looked at was the same.
 
@@ -81,13 +81,13 @@ class Memo:
             origin: tells the origin of an input now.
             path: tells what stands for the module path now.
             count: tells how many such operations there were before.
-            expressions: find how its inputs are computed.
+            expressions: returns what finds how its inputs are computed.
         """
         for tapped in self._kept.get(jaxpr, {}).get(key, ()):
             if tapped.path_was_read and tapped.path != path():
                 continue
             if tapped.is_parameter is not None and tapped.kinds != self.kinds_of(
-                expressions, tapped.is_parameter
+                expressions(), tapped.is_parameter
             ):
                 continue
             before = tapped.before or {}

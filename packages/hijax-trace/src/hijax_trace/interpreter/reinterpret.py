@@ -148,7 +148,8 @@ class Interpreter:
         make = None
         if self._appends:
             make = compat.append if task.simple else compat.inline if task.inlined else None
-        if make is None or not self._changed.isdisjoint(map(variable, eqn.invars)):
+        changed = self._changed
+        if make is None or (changed and not changed.isdisjoint(map(variable, eqn.invars))):
             self._write(eqn.outvars, compat.rebind(eqn, values, info))
         else:
             self._env.update(zip(eqn.outvars, make(self._trace, eqn, values, info), strict=True))
@@ -471,9 +472,10 @@ class Interpreter:
 
     def _operands(self, eqn: Any) -> Operands:
         frame = self.frame
-        metadata = {
-            i: note for i, atom in enumerate(eqn.invars) if (note := metadata_of(frame, atom))
-        }
+        metadata = {}
+        if frame.metadata:
+            found = [metadata_of(frame, atom) for atom in eqn.invars]
+            metadata = {i: note for i, note in enumerate(found) if note}
         origins = [functools.partial(frame.origin, atom) for atom in eqn.invars]
         proxies = {}
         if frame.proxies:
