@@ -33,14 +33,19 @@ def batch_type(axis: Any, place: int, aval: Any) -> Any:
     return core.unmapped_aval(axis.size, place, aval, axis.explicit_mesh_axis)
 
 
-def derivative_above_staging(trace: Any) -> Any:
-    """Return the trace that builds a jaxpr below ``grad``, ``jvp`` and ``vmap``.
+_DERIVATIVES = (ad.JVPTrace, ad.LinearizeTrace)
+_OTHERS = (batching.BatchTrace, pe.JaxprTrace)
 
-    None where something else lies between, or no derivative (0.10.2 - 0.12).
+
+def derivative_above_staging(trace: Any) -> Any:
+    """Return the trace that builds a jaxpr below a derivative.
+
+    None where there is none, or something else lies between than derivatives, maps and partial
+    evaluation (0.10.2 - 0.12).
     """
     is_derived = False
-    while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
-        is_derived |= not isinstance(trace, batching.BatchTrace)
+    while isinstance(trace, _DERIVATIVES + _OTHERS):
+        is_derived |= isinstance(trace, _DERIVATIVES)
         trace = trace.parent_trace
     return trace if is_derived and isinstance(trace, pe.DynamicJaxprTrace) else None
 

@@ -50,6 +50,8 @@ class Watcher:
                 args, kwargs = packed.build(known)
                 with compat.set_current_trace(compat.parent_trace(trace)), settled(AHEAD):
                     return self.on_call(handler, call, args, kwargs)
+            if any(map(unknown_ahead, packed.arrays)):
+                return NotImplemented
             if keeps(trace, self.early.tracers.base()):
                 found = self._staged(call, packed)
                 if can_keep(found):
