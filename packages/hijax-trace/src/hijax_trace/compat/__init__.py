@@ -74,6 +74,13 @@ from .jaxpr import (
     with_shared,
     without_last_input,
 )
+from .kept import (
+    batch_type,
+    cotangent_type,
+    derivative_above_staging,
+    kept_p,
+    tangent_type,
+)
 from .pjit import (
     UNSPECIFIED,
     PjitFunction,

@@ -175,6 +175,12 @@ HOLDERS: dict[Any, Holder] = {
     ),
 }
 
+_KEPT = Holder(
+    lambda params, n: [_all_same(params["function"].jaxpr, 0)],
+    lambda params, jaxprs, extra: params,  # it is never made again as it is
+    lambda params: [-1],
+)
+
 CUSTOM_CALLS = (compat.custom_jvp_call_p, compat.custom_vjp_call_p)
 """Hold a program in ``call_jaxpr``, and rules; see ``custom``."""
 
@@ -247,6 +253,9 @@ def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
     holder = HOLDERS.get(primitive)
     if holder is not None:
         return holder
+    if primitive is compat.kept_p:
+        # What was made of a program by derivatives and maps is no part of the program.
+        return _KEPT if hasattr(params["function"], "jaxpr") else None
     if primitive in CUSTOM_CALLS or primitive.name in _KERNELS or "scatter" in primitive.name:
         return None
     slots = _slots(params)

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..proxy.array_proxy import SAME, ArrayProxy, Lost, is_shared
 from ..proxy.move import MoveError
-from .expression import Constant, Expression, Leaf, Operation, Part, is_zero
+from .expression import Expression, Leaf
+from .nodes import Constant, Operation, Part, is_zero
 
 
 def replay(

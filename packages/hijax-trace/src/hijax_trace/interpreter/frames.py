@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from interception_core import Step, ValueKind
 
 from ..dataflow.dataflow import Dataflow, Express
-from ..dataflow.expression import Expression, Unknown
+from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, Resolve, flow_of
+from ..dataflow.nodes import Unknown
 from ..proxy.array_proxy import ArrayProxy
 
 Metadata = Mapping[str, Any]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dataflow.dataflow import Express
-from ..dataflow.expression import is_zero
 from ..dataflow.flow import Origin
+from ..dataflow.nodes import is_zero
 from .frames import Key, Metadata
 
 
@@ -77,7 +77,7 @@ class Memo:
         origin: Callable[[int], Origin | None],
         path: Callable[[], Hashable],
         count: Callable[[Key], int],
-        expressions: Sequence[Express] | None,
+        expressions: Callable[[], Sequence[Express] | None],
         lengths: Callable[[], tuple[int | None, ...] | None],
     ) -> Tapped | None:
         """Return what was made of ``jaxpr`` where all that its handlers looked at was the same.
@@ -88,14 +88,14 @@ class Memo:
             origin: tells the origin of an input now.
             path: tells what stands for the module path now.
             count: tells how many such operations there were before.
-            expressions: find how its inputs are computed.
+            expressions: returns what finds how its inputs are computed.
             lengths: tells how many steps the loops around have.
         """
         for tapped in self._kept.get(jaxpr, {}).get(key, ()):
             if tapped.path_was_read and tapped.path != path():
                 continue
             if tapped.is_parameter is not None and tapped.kinds != self.kinds_of(
-                expressions, tapped.is_parameter
+                expressions(), tapped.is_parameter
             ):
                 continue
             if tapped.steps_were_read and tapped.lengths != lengths():

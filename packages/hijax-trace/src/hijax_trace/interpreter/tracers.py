@@ -11,8 +11,9 @@ from interception_core import ValueKind
 from .. import compat
 from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, Express, constant
-from ..dataflow.expression import Expression, Leaf, Part, Unknown
+from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
+from ..dataflow.nodes import Part, Unknown
 from ..proxy.array_proxy import ArrayProxy, follow
 from .frames import Metadata
 

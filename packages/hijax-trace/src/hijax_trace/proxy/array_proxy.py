@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -216,7 +217,13 @@ def _move(how: Move, parts: Sequence[Part]) -> Sequence[Any]:
 
 def is_proxy(value: Any) -> bool:
     """Return whether a value is an ArrayProxy."""
-    return isinstance(value, ArrayProxy)
+    return _is_proxy_type(type(value))
+
+
+@functools.lru_cache(maxsize=256)
+def _is_proxy_type(kind: type) -> bool:
+    # An abstract class looks through all that is registered with it.
+    return issubclass(kind, ArrayProxy)
 
 
 @jax.tree_util.register_dataclass
