@@ -164,8 +164,8 @@ def test_lengths_of_loops():
     ]
 
 
-def test_rules_and_early_calls_know_no_number():
-    """A rule is run when the loop's body is staged; what is differentiated in a body, before."""
+def test_rules_know_no_number():
+    """A rule is run when the loops are over."""
     seen = []
 
     def handler(call, x, y):
@@ -184,13 +184,29 @@ def test_rules_and_early_calls_know_no_number():
     np.testing.assert_array_equal(jax.grad(tap)(X), 3 * X)
     assert seen == [((False, 3),), ((True, 3),)]
 
-    seen.clear()
-    tap = TraceEngine().wrap(
-        lambda x: lax.scan(lambda c, _: (c, jax.grad(lambda c: zero(c).sum())(c)), x, None, 3)[1],
-        Interceptor({"jax.numpy.dot": handler}),
+
+def test_what_a_body_differentiates_knows_the_number():
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
+
+    def scaled(call, x, y):
+        return call.proceed(x, y) * (1 + call.steps[-1].index.astype(jnp.float32))
+
+    def inner(c):
+        return jnp.sum(jnp.dot(c, weight) ** 2)
+
+    def program(x):
+        return lax.scan(lambda c, _: (c + 1, jax.grad(inner)(c)), x, None, length=3)[1]
+
+    def written_out(x):
+        slope = jax.grad(lambda c, i: jnp.sum((c @ weight * (1 + i)) ** 2))
+        return jnp.stack([slope(x + i, float(i)) for i in range(3)])
+
+    tap = TraceEngine().wrap(program, Interceptor({"jax.numpy.dot": scaled}))
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(jax.jit(tap)(x), written_out(x), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(jax.jacrev(tap))(x), jax.jacrev(written_out)(x), rtol=1e-5, atol=1e-4
     )
-    tap(X)
-    assert seen == [None]
 
 
 def test_a_loop_whose_number_is_not_asked_for_is_as_it_was():
