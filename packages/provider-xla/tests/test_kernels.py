@@ -520,7 +520,7 @@ def test_tiles_of_flattened_axes_are_groups_of_rows(kernels, rule, shape, tile, 
     params, x = {"w": draw((*shape, 20))[0]}, draw((5, *shape))[0]
     plan, packed, codes = both_ways(model, [rule], params, x)
     (weight,) = plan.weights.values()
-    assert weight.packing.group == 64 // groups
+    assert weight.packings["cpu"].group == 64 // groups
     assert fake_kernels.CALLS
     same(packed, codes)
     stored = plan.quantize(params)["w"]
