@@ -9,7 +9,8 @@ import pytest
 
 import te_ffi_kernels as te
 from interception_core.testing import installed_plugins
-from te_ffi_kernels import AttnBiasType, QKVLayout, _op
+from te_ffi_kernels import AttnBiasType, QKVLayout
+from te_ffi_kernels import op as ops
 from te_ffi_kernels_cuda13 import _attention, _cudnn, _supports
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
@@ -82,8 +83,8 @@ def on_gpu(monkeypatch):
         asked.append((op, dtype, dict(attributes)))
         return 1000, ""
 
-    monkeypatch.setattr(_op, "has_backend", lambda platform: True)
-    monkeypatch.setattr(_op, "register_kernel", lambda spec: spec.target)
+    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
+    monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
     monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
     monkeypatch.setattr(_cudnn, "loaded", lambda: (92800, ""))
     monkeypatch.setattr(_attention, "planned", planned)

@@ -10,8 +10,8 @@ import pytest
 
 import te_ffi_kernels as te
 from interception_core import Aval, KernelCall
-from te_ffi_kernels import _op
-from te_ffi_kernels._te.gemm_config import Attributes
+from te_ffi_kernels import op as ops
+from te_ffi_kernels.matmul.config import Attributes
 from te_ffi_kernels_cuda13 import _cublas, _cudnn, _library, _supports, _workspace
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
@@ -93,8 +93,8 @@ def test_it_asks_for_the_memory_of_a_product(mode):
 @pytest.fixture
 def lowers_for_hopper(monkeypatch):
     """As if there were a GPU of compute capability 9.0, for programs that are only lowered."""
-    monkeypatch.setattr(_op, "has_backend", lambda platform: True)
-    monkeypatch.setattr(_op, "register_kernel", lambda spec: spec.target)
+    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
+    monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
     monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
     monkeypatch.setattr(_cublas, "missing", lambda: None)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import te_ffi_kernels as te
-from te_ffi_kernels import _op
+from te_ffi_kernels import op as ops
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 pytestmark = pytest.mark.skipif(not BUILT, reason="built without nvcc")
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not BUILT, reason="built without nvcc")
 
 def lowered(monkeypatch, fn, *shapes):
     """The program's text for each platform."""
-    monkeypatch.setattr(_op, "has_backend", lambda platform: True)
-    monkeypatch.setattr(_op, "register_kernel", lambda spec: spec.target)
+    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
+    monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
     traced = jax.jit(fn).trace(*shapes)
     return [traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")]
 

@@ -11,7 +11,7 @@ import pytest
 
 import te_ffi_kernels as te
 from interception_core import Aval, KernelCall
-from te_ffi_kernels import _op
+from te_ffi_kernels import op as ops
 from te_ffi_kernels_cuda13 import _cublas, _supports, _workspace
 from te_ffi_kernels_cuda13._workspace import CUBLASLT, PART
 
@@ -113,8 +113,8 @@ def test_it_asks_for_the_memory_of_a_product(op):
     ],
 )
 def test_a_program_for_gpus_gives_it_memory(monkeypatch, op, rows, bytes_):
-    monkeypatch.setattr(_op, "has_backend", lambda platform: True)
-    monkeypatch.setattr(_op, "register_kernel", lambda spec: spec.target)
+    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
+    monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
     monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
     monkeypatch.setattr(_cublas, "missing", lambda: None)
     weight = te.PackedWeight(jax.ShapeDtypeStruct((3, 64 + 64 + 16 * 64), jnp.uint8), 64, 40, 8, 0)

@@ -1,8 +1,5 @@
-// Handlers of gemm_v2 and of the deprecated gemm, with Transformer Engine's arguments, results and
-// attributes.
+// Handlers of gemm_v2, with Transformer Engine's arguments, results and attributes.
 
-#include <cstring>
-#include <optional>
 #include <vector>
 
 #include "ffi/call.h"
@@ -14,10 +11,10 @@ namespace {
 
 using te::Scaling;
 
-constexpr char kV2[] = "te_ffi_kernels.gemm_v2";
-constexpr char kV1[] = "te_ffi_kernels.gemm";
+constexpr char kTarget[] = "te_ffi_kernels.gemm_v2";
 
-void WarmProduct(const GemmConfig& config) {
+void Warm(const Attributes& attributes) {
+  const auto config = GemmConfig::V2(attributes);
   constexpr int64_t kSide = te::kTile;
   std::vector<float> numbers(kSide * kSide, 1.0f), out(kSide * kSide), scales(kSide, 1.0f);
   te::Gemm args;
@@ -32,73 +29,29 @@ void WarmProduct(const GemmConfig& config) {
   args.lhs.lanes_first = !config.lhs_transposed;
   args.rhs.lanes_first = config.rhs_transposed;
   args.out = out.data();
-  args.gelu = config.gelu && !config.grad;
+  args.gelu = config.gelu;
   te::gemm(args, Parallel());
 }
 
 float Number(const Array& array) { return *static_cast<const float*>(array.data); }
 
-// What the deprecated gemm has besides.
-struct Epilogue {
-  Array gelu_input, bias_grad, pre_gelu_out;
-};
-
-void Multiply(const GemmConfig& config, const Call& call, const GemmCall& given,
-              const std::optional<Epilogue>& epilogue) {
-  te::Gemm args = given.Check(config);
+void Multiply(const Call& call) {
+  call.NeedCounts(7, 2);  // the last result is a workspace, which isn't used
+  const GemmCall given{call.Operand(0, "lhs"),  call.Operand(1, "lhs_scale_inv"),
+                       call.Operand(2, "rhs"),  call.Operand(3, "rhs_scale_inv"),
+                       call.Operand(4, "bias"), call.Operand(5, "alpha"),
+                       call.Operand(6, "beta"), call.Result(0, "output")};
+  te::Gemm args = given.Check(GemmConfig::V2(call.attributes));
   const float beta = Number(given.beta);
   if (beta != 0.0f) {
     throw invalid_argument("beta is ", beta, ", and must be 0: the result has no value before");
   }
   args.alpha = Number(given.alpha);
-  if (epilogue.has_value()) {
-    const auto& [gelu_input, bias_grad, pre_gelu_out] = *epilogue;
-    if (config.gelu && config.grad) {
-      args.gelu_input = given.OfResult(gelu_input, args.m * args.n, "as the result");
-    } else if (config.gelu) {
-      args.before_gelu = given.OfResult(pre_gelu_out, args.m * args.n, "as the result");
-    }
-    if (config.bias && config.grad) {
-      args.bias_grad = given.OfResult(bias_grad, args.n, "one for each column of the result");
-    } else {
-      Clear({bias_grad});
-    }
-  }
   XlaScheduler scheduler(call);
   te::gemm(args, Parallel(scheduler));
-  // The gradient passes on what it was given.
-  if (args.gelu_input != nullptr && epilogue->pre_gelu_out.data != args.gelu_input) {
-    void* passed_on = given.OfResult(epilogue->pre_gelu_out, args.m * args.n, "as the result");
-    std::memcpy(passed_on, args.gelu_input,
-                static_cast<size_t>(args.m * args.n) * byte_size(given.out.dtype));
-  }
 }
 
-GemmCall Given(const Call& call, int64_t alpha) {
-  return {call.Operand(0, "lhs"),         call.Operand(1, "lhs_scale_inv"),
-          call.Operand(2, "rhs"),         call.Operand(3, "rhs_scale_inv"),
-          call.Operand(4, "bias"),        call.Operand(alpha, "alpha"),
-          call.Operand(alpha + 1, "beta"), call.Result(0, "output")};
-}
-
-void WarmV2(const Attributes& attributes) { WarmProduct(GemmConfig::V2(attributes)); }
-
-void V2(const Call& call) {
-  call.NeedCounts(7, 2);  // the last result is a workspace, which isn't used
-  Multiply(GemmConfig::V2(call.attributes), call, Given(call, 5), {});
-}
-
-void WarmV1(const Attributes& attributes) { WarmProduct(GemmConfig::V1(attributes)); }
-
-void V1(const Call& call) {
-  call.NeedCounts(8, 4);  // the last result is a workspace, which isn't used
-  Multiply(GemmConfig::V1(call.attributes), call, Given(call, 6),
-           Epilogue{call.Operand(5, "gelu_input"), call.Result(1, "bias_grad"),
-                    call.Result(2, "pre_gelu_out")});
-}
-
-const Handlers<kV2, WarmV2, V2> kOne;
-const Handlers<kV1, WarmV1, V1> kTwo;
+const Handlers<kTarget, Warm, Multiply> kGemm;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -1,5 +1,5 @@
-// What a call of gemm_v2 or of the deprecated gemm is given, checked, whatever platform it runs on.
-// gemm_v2's config may have one member more than Transformer Engine's: fuse_gelu.
+// What a call of gemm_v2 is given, checked, whatever platform it runs on. Its config may have one
+// member more than Transformer Engine's: fuse_gelu.
 
 #pragma once
 
@@ -34,20 +34,11 @@ struct GemmConfig {
     return config;
   }
 
-  template <class Attributes>
-  static GemmConfig V1(const Attributes& attributes) {
-    GemmConfig config(attributes);
-    config.bias = NeedAttribute<bool>(attributes, "fuse_bias");
-    config.gelu = NeedAttribute<bool>(attributes, "fuse_gelu");
-    config.grad = NeedAttribute<bool>(attributes, "grad");
-    return config;
-  }
-
   te::Scaling scaling;
   int64_t lhs_axis, rhs_axis;
   bool lhs_transposed, rhs_transposed;
   bool split_accumulator;  // for kernels whose sums aren't in float32 in any case
-  bool bias = false, gelu = false, grad = false;
+  bool gelu = false;
 };
 
 // One factor: its lanes and k, and its scales checked.
@@ -121,19 +112,12 @@ struct GemmCall {
     args.rhs = right.factor;
     args.out = out.data;
     args.out_dtype = te::float_of(out.dtype);
-    if (bias.size() > 0 && !config.grad) {
-      args.bias = OfResult(bias, args.n, "one for each column of the result, or none");
-    } else if (config.bias && !config.grad && args.n > 0) {
-      throw invalid_argument("bias is ", bias.Text(), ", and fuse_bias needs ", args.n, " numbers");
+    if (bias.size() > 0) {
+      NeedSize(bias.NeedDtype({out.dtype}), args.n, "one for each column of the result, or none");
+      args.bias = bias.data;
     }
-    args.gelu = config.gelu && !config.grad;
+    args.gelu = config.gelu;
     return args;
-  }
-
-  // An array of the result's dtype.
-  void* OfResult(const Array& array, int64_t size, const char* meaning) const {
-    NeedSize(array.NeedDtype({out.dtype}), size, meaning);
-    return array.data;
   }
 };
 

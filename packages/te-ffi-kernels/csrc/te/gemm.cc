@@ -26,7 +26,6 @@ struct LhsPanel {};
 struct RhsPanel {};
 struct Result {};
 struct Exact {};
-struct Sums {};
 
 int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -115,23 +114,15 @@ class Product {
       bias_.resize(static_cast<size_t>(args.n));
       table_.load[static_cast<int>(args.out_dtype)](args.bias, bias_.data(), args.n);
     }
-    if (args.bias_grad != nullptr) {
-      blocks_ = ceil_of(std::max<int64_t>(args.m, 1), rows_);
-      const int64_t count = args.gelu_input != nullptr ? blocks_ * args.n : padded_n();
-      sums_ = Arena<Sums>::get_array<float>(count);
-      std::memset(sums_, 0, static_cast<size_t>(count) * sizeof(float));
-    }
   }
 
   void run() {
     for (int64_t begin = 0; begin < args_.n; begin += cols_) {
       strip(begin, std::min(args_.n, begin + cols_));
     }
-    if (args_.bias_grad != nullptr) finish_bias_grad();
   }
 
  private:
-  int64_t padded_n() const { return ceil_of(args_.n, cols_) * cols_; }
   float tensor_scale(const Factor& factor) const {
     return *static_cast<const float*>(factor.scales);
   }
@@ -151,7 +142,6 @@ class Product {
           .pack(begin + first * width, count * width, at, depth, width,
                 packed + at * panels * width + first * width * depth);
     });
-    if (sums_ != nullptr && args_.gelu_input == nullptr) sum_lanes(begin, panels, packed);
 
     const int64_t blocks = ceil_of(args_.m, rows_);
     // More tasks than threads, if need be by parts of the strip.
@@ -192,7 +182,7 @@ class Product {
     }
     const int64_t col = strip.begin + first * width;
     const int64_t cols = std::min(strip.end, col + stride) - col;
-    for (int64_t i = 0; i < rows; ++i) finish(index, row + i, col, cols, c + i * stride);
+    for (int64_t i = 0; i < rows; ++i) finish(row + i, col, cols, c + i * stride);
   }
 
   static void add_exact(int32_t* sums, float* c, int64_t count, bool first, bool last) {
@@ -203,7 +193,7 @@ class Product {
   }
 
   // From sums of products to a part of a row of the result.
-  void finish(int64_t block, int64_t row, int64_t col, int64_t cols, float* line) {
+  void finish(int64_t row, int64_t col, int64_t cols, float* line) {
     if (args_.scaling == Scaling::kChannel) {
       table_.multiply(line, cols, static_cast<const float*>(args_.lhs.scales)[row]);
       table_.multiply_each(line, cols, static_cast<const float*>(args_.rhs.scales) + col);
@@ -214,50 +204,16 @@ class Product {
     if (!bias_.empty()) table_.add(bias_.data() + col, line, cols);
     const int dtype = static_cast<int>(args_.out_dtype);
     const int64_t at = (row * args_.n + col) * byte_size_of(args_.out_dtype);
-    if (args_.before_gelu != nullptr) {
-      table_.store[dtype](line, static_cast<char*>(args_.before_gelu) + at, cols);
-    }
     if (args_.gelu) table_.gelu(line, cols);
-    if (args_.gelu_input != nullptr) {
-      float* x = Arena<Line>::get_array<float>(cols);
-      table_.load[dtype](static_cast<const char*>(args_.gelu_input) + at, x, cols);
-      table_.gelu_backward(line, x, cols);
-      if (sums_ != nullptr) table_.add(line, sums_ + block * args_.n + col, cols);
-    }
     table_.store[dtype](line, static_cast<char*>(args_.out) + at, cols);
-  }
-
-  void sum_lanes(int64_t begin, int64_t panels, const float* packed) {
-    const int64_t width = table_.tile_cols;
-    parallel_.run(panels, [&](int64_t p) {
-      for (int64_t at = 0; at < args_.k; at += kDepth) {
-        const int64_t depth = std::min(kDepth, args_.k - at);
-        const float* panel = packed + at * panels * width + p * width * depth;
-        for (int64_t j = 0; j < depth; ++j) {
-          table_.add(panel + j * width, sums_ + begin + p * width, width);
-        }
-      }
-    });
-  }
-
-  void finish_bias_grad() {
-    if (args_.gelu_input != nullptr) {
-      for (int64_t i = 1; i < blocks_; ++i) table_.add(sums_ + i * args_.n, sums_, args_.n);
-    } else if (args_.scaling == Scaling::kChannel) {
-      table_.multiply_each(sums_, args_.n, static_cast<const float*>(args_.rhs.scales));
-    } else if (is_tensor(args_.scaling)) {
-      table_.multiply(sums_, args_.n, tensor_scale(args_.rhs));
-    }
-    table_.store[static_cast<int>(args_.out_dtype)](sums_, args_.bias_grad, args_.n);
   }
 
   const Gemm& args_;
   const Parallel& parallel_;
   const Table& table_;
   const bool exact_;
-  int64_t rows_ = 0, cols_ = 0, blocks_ = 0;
+  int64_t rows_ = 0, cols_ = 0;
   std::vector<float> bias_;
-  float* sums_ = nullptr;
 };
 
 }  // namespace

@@ -29,12 +29,6 @@ struct Gemm {
   // out = activation(alpha * product + bias), summed in float32, rounded once.
   const void* bias = nullptr;  // of out_dtype [n]
   bool gelu = false;
-  void* before_gelu = nullptr;  // of out_dtype [m, n]: alpha * product + bias
-
-  // out = alpha * product * gelu'(x), of out_dtype [m, n].
-  const void* gelu_input = nullptr;
-  // Of out_dtype [n]: the sums of out's columns with gelu_input; else those of rhs's lanes.
-  void* bias_grad = nullptr;
 };
 
 void gemm(const Gemm& args, const Parallel& parallel);

@@ -54,9 +54,8 @@ struct Table {
                     int64_t rows, int64_t cols, bool past_caches);
   void (*fence)();
 
-  // The activation x * Phi(x) in the form with tanh, and grad *= its derivative at x.
+  // The activation x * Phi(x) in the form with tanh.
   void (*gelu)(float* row, int64_t count);
-  void (*gelu_backward)(float* grad, const float* x, int64_t count);
 
   // c[tile_rows][tile_cols] += a b, with a as [k][tile_rows] and b as [k][tile_cols]. With `first`
   // c is overwritten.

@@ -8,7 +8,7 @@ from . import _native
 
 
 def registrations() -> dict[str, FfiTarget]:
-    """Returns every target of this package with its stages, by name."""
+    """Return every target of this package with its stages, by name."""
     return {
         name: FfiTarget(stages=stages, api_version=_native.API_VERSION)
         for name, (stages, _) in _native.targets().items()

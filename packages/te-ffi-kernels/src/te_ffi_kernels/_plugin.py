@@ -1,52 +1,30 @@
-"""What te-ffi-kernels declares."""
+"""What te-ffi-kernels declares: one list of all kernels. Imports no JAX."""
+
+from collections.abc import Iterator
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
-from ._activations.specs import SPECS as ACTIVATIONS
-from ._attention.specs import SPECS as ATTENTION
-from ._decode.specs import SPECS as DECODE
-from ._norms.specs import SPECS as NORMS
-from ._router.specs import SPECS as ROUTER
-from ._softmax.specs import SPECS as SOFTMAX
-from ._te.specs import SPECS as TE
-
 API = (1, 3)
 
-_WEIGHTS = {
-    "pack_w8": "packs a weight in 8 bits",
-    "pack_w4": "packs a weight in 4 bits",
-    "gemm_w8a8": "int8 weights, activations quantized to int8 by row",
-    "gemm_w8a16": "int8 weights, float activations",
-    "gemv_w8": "int8 weights, float activations of a few rows",
-    "gemv_w4": "int4 weights, float activations",
-    "packed_take": "rows or columns of packed weights, dequantized",
-}
 
-_SUPPORTS = {"pack_w8": "packing", "pack_w4": "packing", "packed_take": "taking"}
-_PRODUCTS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
-_STACKS = {
-    "stack": "one weight of a stack",
-    "groups": "each group of rows with its weight of a stack",
-}
+def _kernel(
+    op: str,
+    summary: str,
+    function: str | None = None,
+    *,
+    supports: str = "anything",
+    workspace: str | None = None,
+) -> KernelSpec:
+    """Return a kernel.
 
-
-@hookimpl
-def jaxtap_register_kernels():
-    """Returns the kernels."""
-    weights = [
-        _spec(op, summary, _SUPPORTS.get(op, "product"), apply=f"te_ffi_kernels:{op}")
-        for op, summary in _WEIGHTS.items()
-    ]
-    # What these ops call with an index or with sizes of groups, so without an apply.
-    stacks = [
-        _spec(f"{op}_{kind}", f"{_WEIGHTS[op]}; {summary}", "product_of_stack")
-        for op in _PRODUCTS
-        for kind, summary in _STACKS.items()
-    ]
-    return [*weights, *stacks, *TE, *ATTENTION, *DECODE, *SOFTMAX, *ROUTER, *NORMS, *ACTIVATIONS]
-
-
-def _spec(op: str, summary: str, supports: str, apply: str | None = None) -> KernelSpec:
+    Args:
+        op: its name.
+        summary: for lists of kernels.
+        function: the public function that calls it; by default that of the op's name, "" for none.
+        supports: a function of ``_supports``.
+        workspace: a function of ``_workspace``.
+    """
+    function = op if function is None else function
     return KernelSpec(
         target=f"te_ffi_kernels.{op}",
         platform="cpu",
@@ -54,13 +32,94 @@ def _spec(op: str, summary: str, supports: str, apply: str | None = None) -> Ker
         op=op,
         supports=f"te_ffi_kernels._supports:{supports}",
         summary=summary,
-        apply=apply,
+        apply=f"te_ffi_kernels:{function}" if function else None,
+        workspace=f"te_ffi_kernels._workspace:{workspace}" if workspace else None,
     )
+
+
+def _both(op: str, summary: str, gradient: str) -> list[KernelSpec]:
+    """Return the kernels of an op and of its gradient."""
+    forward = _kernel(f"{op}_forward", summary, f"{op}_fwd")
+    return [forward, _kernel(f"{op}_backward", f"{gradient} {summary}", f"{op}_bwd")]
+
+
+def _product(op: str, summary: str) -> Iterator[KernelSpec]:
+    """Return the kernels of a matmul with a packed weight."""
+    yield _kernel(op, summary, supports="product")
+    # What the op calls with an index or with sizes of groups, so without a function.
+    for kind, what in (
+        ("stack", "one weight of a stack"),
+        ("groups", "each group of rows with its weight of a stack"),
+    ):
+        yield _kernel(f"{op}_{kind}", f"{summary}; {what}", "", supports="product_of_stack")
+
+
+_KERNELS = [
+    _kernel("pack_w8", "packs a weight in 8 bits", supports="packing"),
+    _kernel("pack_w4", "packs a weight in 4 bits", supports="packing"),
+    *_product("gemm_w8a8", "int8 weights, activations quantized to int8 by row"),
+    *_product("gemm_w8a16", "int8 weights, float activations"),
+    *_product("gemv_w8", "int8 weights, float activations of a few rows"),
+    *_product("gemv_w4", "int4 weights, float activations"),
+    _kernel("packed_take", "rows or columns of packed weights, dequantized", supports="taking"),
+    _kernel("dbias_quantize", "quantizes by row, by column or both, and sums columns"),
+    _kernel("dequantize", "codes times their scales"),
+    _kernel(
+        "grouped_quantize",
+        "quantizes groups of rows, each with scales of its own",
+        workspace="of_grouped_quantize",
+    ),
+    _kernel(
+        "gemm_v2",
+        "product of floats, or of codes with scales; bias, gelu",
+        workspace="of_gemm_v2",
+    ),
+    _kernel(
+        "fused_attn_forward",
+        "attention, block by block, and the log-sum-exp of its scores",
+        "fused_attn",
+    ),
+    _kernel(
+        "fused_attn_backward", "gradients of attention, from the log-sum-exp", "fused_attn_bwd"
+    ),
+    _kernel("decode_attention", "attention of a few queries over a cache of keys and values"),
+    *_both("scaled_softmax", "softmax of scaled logits", "gradient of the"),
+    *_both(
+        "scaled_masked_softmax",
+        "softmax of the scaled logits that a mask leaves",
+        "gradient of the",
+    ),
+    *_both(
+        "scaled_upper_triang_masked_softmax",
+        "softmax of scaled logits up to the diagonal",
+        "gradient of the",
+    ),
+    *_both(
+        "fused_topk_with_score_function",
+        "experts of tokens, by score, and their weights",
+        "gradient of:",
+    ),
+    *_both("fused_moe_aux_loss", "the loss that evens experts out", "gradient of:"),
+    _kernel("norm_forward", "layer norm or RMS norm of rows, as floats or codes", "layernorm"),
+    _kernel("norm_backward", "gradient of a layer norm or RMS norm", "normalization_bwd"),
+    _kernel("act_lu", "activation, plain or gated, as floats or codes", "activation"),
+    _kernel(
+        "dact_dbias_quantize",
+        "gradient of an activation, as floats or codes, and its sums over rows",
+        "quantize_dact_dbias",
+    ),
+]
+
+
+@hookimpl
+def jaxtap_register_kernels():
+    """Return the kernels."""
+    return _KERNELS
 
 
 @hookimpl
 def jaxtap_doctor_checks():
-    """Returns the checks for ``jaxtap doctor``."""
+    """Return the checks for ``jaxtap doctor``."""
     return [
         DoctorCheck("isa", "which instruction sets the kernels use", "te_ffi_kernels._doctor:isa")
     ]

@@ -25,7 +25,7 @@ class Stages:
 
 
 def stages(target: str) -> Stages:
-    """Returns the stages of a target of this package.
+    """Return the stages of a target of this package.
 
     Args:
         target: such as ``"te_ffi_kernels.gemm_w8a8"``; the part before the dot may be left out.
@@ -42,17 +42,17 @@ def stages(target: str) -> Stages:
 
 
 def targets() -> tuple[str, ...]:
-    """Returns the names of all targets of this package."""
+    """Return the names of all targets of this package."""
     return tuple(sorted(_native.targets()))
 
 
 def warm_counts() -> dict[str, int]:
-    """Returns how often each target was warmed up in this process, by name."""
+    """Return how often each target was warmed up in this process, by name."""
     return dict(_native.warm_counts())
 
 
 def isa() -> str:
-    """Returns the instruction set in use: the best that this machine has, or ``JAXTAP_ISA``.
+    """Return the instruction set in use: the best that this machine has, or ``JAXTAP_ISA``.
 
     Raises:
         RuntimeError: ``JAXTAP_ISA`` names one that is unknown or that this machine hasn't; the
@@ -62,5 +62,5 @@ def isa() -> str:
 
 
 def isas() -> tuple[str, ...]:
-    """Returns the instruction sets that there are kernels for on this machine, best last."""
+    """Return the instruction sets that there are kernels for on this machine, best last."""
     return tuple(_native.isas())

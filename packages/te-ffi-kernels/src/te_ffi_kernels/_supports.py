@@ -2,14 +2,21 @@
 
 from interception_core import KernelCall, select_kernel
 
-from ._te.supports import anything
-from ._weights.layout import GROUP_ALIGNMENT
+from .packed_weights.layout import GROUP_ALIGNMENT
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
+def anything(call: KernelCall) -> bool | str:
+    """Tell that a kernel takes whatever its op lets through, but for symbolic sizes."""
+    for operand in call.operands:
+        if not all(isinstance(size, int) for size in operand.shape):
+            return f"an operand has the symbolic shape {operand}"
+    return True
+
+
 def product(call: KernelCall) -> bool | str:
-    """Tells whether a product of x[m, k] with a weight[k, n] has a kernel."""
+    """Tell whether a product of x[m, k] with a weight[k, n] has a kernel."""
     x, weight = call.operands
     if x.dtype not in _FLOATS:
         return f"x is {x.dtype}"
@@ -30,7 +37,7 @@ def product_of_stack(call: KernelCall) -> bool | str:
 
 
 def packing(call: KernelCall) -> bool | str:
-    """Tells whether codes[k, n] have a packed form."""
+    """Tell whether codes[k, n] have a packed form."""
     return packing_of(call.operands[0].shape[0], call.param("group", 0))
 
 
@@ -40,7 +47,7 @@ def taking(call: KernelCall) -> bool | str:
 
 
 def packing_of(k: int, group: int) -> bool | str:
-    """Tells whether k rows can have scales for every `group` of them, 0 for one."""
+    """Tell whether k rows can have scales for every `group` of them, 0 for one."""
     if group and (group % GROUP_ALIGNMENT or k % group):
         return f"groups of {group} rows, and not a multiple of {GROUP_ALIGNMENT} that divides {k}"
     return True

@@ -11,7 +11,7 @@ from interception_core import kernels, register_kernel
 
 
 def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Compiled:
-    """Compiles a program, which warms up every kernel in it, without running it.
+    """Compile a program, which warms up every kernel in it, without running it.
 
     Args:
         fn: a function, jitted or not.
@@ -27,7 +27,7 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Comp
 
 
 def register() -> tuple[str, ...]:
-    """Registers all kernels of the installed plugins for the platforms at hand.
+    """Register all kernels of the installed plugins for the platforms at hand.
 
     A program that was traced in this process needs none of this. One that ``jax.export`` reloads
     does.
@@ -44,7 +44,7 @@ def register() -> tuple[str, ...]:
 
 
 def export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
-    """Returns what ``jax.export.export(..., disabled_checks=...)`` needs for programs with kernels.
+    """Return what ``jax.export.export(..., disabled_checks=...)`` needs for programs with kernels.
 
     JAX gives no promise for custom calls in saved programs; for those of the installed plugins,
     their versions decide.

@@ -7,7 +7,7 @@ import pytest
 
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
-from te_ffi_kernels._te.gemm_config import Attributes
+from te_ffi_kernels.matmul.config import Attributes
 
 pytestmark = pytest.mark.sample(2)
 
@@ -161,6 +161,7 @@ def test_gemm_v2(op, given, error, message):
         product(op, **given)
 
 
+@pytest.mark.filterwarnings("ignore:te_ffi_kernels.gemm is deprecated")
 def test_gemm():
     args = (X, NONE, X, NONE, NONE, NONE, ONE, ZERO, jnp.float32, ((1,), (1,)), 0)
     for given, message in (
@@ -355,20 +356,6 @@ def test_gemm_v2_target():
 )
 def test_gemm_v2_target_refuses(message, given):
     raw_gemm(message, **given)
-
-
-def test_gemm_target_refuses():
-    options = {"fuse_bias": False, "fuse_gelu": True, "grad": True}
-    results = [((32, 32), jnp.float32), ((0,), jnp.float32), ((32, 32), jnp.float32)]
-    results += [((1,), jnp.uint8)]
-    operands = [X, NONE, X, NONE, NONE, jnp.ones((32, 31)), ONE, ZERO]
-    head = "te_ffi_kernels.gemm: "
-    fails(head + "gelu_input is", "gemm", results, operands, **GEMM, **options)
-    options |= {"grad": False, "fuse_bias": True}
-    fails(head + "bias is", "gemm", results, operands, **GEMM, **options)
-    options |= {"fuse_bias": False}
-    results[2] = ((31, 32), jnp.float32)
-    fails(head + "pre_gelu_out is", "gemm", results, operands, **GEMM, **options)
 
 
 def test_the_process_goes_on():

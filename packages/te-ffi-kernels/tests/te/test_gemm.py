@@ -169,6 +169,7 @@ def test_beta_must_be_zero(beta):
     assert np.isnan(reference.gemm_v2(*args)).all()
 
 
+@pytest.mark.filterwarnings("ignore:te_ffi_kernels.gemm is deprecated")
 class TestDeprecated:
     """gemm."""
 

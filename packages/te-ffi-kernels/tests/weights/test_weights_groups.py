@@ -9,8 +9,8 @@ import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.te.weights import weight
-from te_ffi_kernels._weights import products
-from te_ffi_kernels._weights.form import Form
+from te_ffi_kernels.packed_weights import op as products
+from te_ffi_kernels.packed_weights.config import Form
 
 OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4}
 # Of 11 rows in all: in the middle, none at all, all in one, and more than there are.
@@ -97,6 +97,9 @@ def test_vmap(op):
     found = jax.vmap(lambda x, s: op(x, w, group_sizes=s))(x, sizes)
     for i in range(2):
         np.testing.assert_array_equal(found[i], op(x[i], w, group_sizes=sizes[i]))
+    found = jax.vmap(lambda x: op(x, w, group_sizes=sizes[0]))(x)
+    for i in range(2):
+        np.testing.assert_array_equal(found[i], op(x[i], w, group_sizes=sizes[0]))
 
 
 @pytest.mark.optimized

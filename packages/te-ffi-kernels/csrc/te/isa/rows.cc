@@ -88,16 +88,6 @@ void gelu(float* row, int64_t count) {
   }
 }
 
-void gelu_backward(float* __restrict grad, const float* __restrict x, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float at = x[i];
-    const float g = gate(at);
-    const float slope = 2.0f * kRoot * (1.0f + 3.0f * 0.044715f * at * at);
-    const float rest = g * (1.0f - g);
-    grad[i] *= g + (rest == 0.0f ? 0.0f : at * rest * slope);
-  }
-}
-
 }  // namespace
 
 void set_rows(Table& table) {
@@ -109,7 +99,6 @@ void set_rows(Table& table) {
   table.scale_blocks = scale_blocks;
   table.scale_columns = scale_columns;
   table.gelu = gelu;
-  table.gelu_backward = gelu_backward;
 }
 
 }  // namespace jaxtap::te::JAXTAP_ISA_NAMESPACE

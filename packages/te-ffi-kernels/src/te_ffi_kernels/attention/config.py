@@ -1,0 +1,217 @@
+"""What of a call is static, and its checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .types import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+_Member = TypeVar("_Member", bound=enum.IntEnum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The static arguments of attention."""
+
+    bias_type: AttnBiasType
+    mask_type: AttnMaskType
+    softmax_type: AttnSoftmaxType
+    layout: QKVLayout
+    scaling_factor: float
+    dropout_probability: float
+    is_training: bool
+    max_segments_per_seq: int
+    window_size: tuple[int, int]
+    checkpoint_name: str = "context"
+
+    @property
+    def has_bias(self) -> bool:
+        """Return whether there is a bias."""
+        return self.bias_type is not AttnBiasType.NO_BIAS
+
+    @property
+    def dropout(self) -> float:
+        """Return the probability that is in effect."""
+        return self.dropout_probability if self.is_training else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the arrays of a call."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    qk_size: int
+    v_size: int
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """Return the shape of the result."""
+        return self.batch, self.q_length, self.heads, self.v_size
+
+    def aux(self, layout: QKVLayout) -> tuple[int, ...]:
+        """Return the shape of the log-sum-exp."""
+        if layout.is_thd():
+            return self.batch, self.q_length, self.heads, 1
+        return self.batch, self.heads, self.q_length, 1
+
+
+def make_config(
+    op: str,
+    attn_bias_type: Any,
+    attn_mask_type: Any,
+    qkv_layout: Any,
+    softmax_type: Any,
+    scaling_factor: float,
+    dropout_probability: float,
+    is_training: bool,
+    max_segments_per_seq: int,
+    window_size: Sequence[int] | None,
+) -> Config:
+    """Return the config for the arguments of an op, which its errors name."""
+    layout = _member(op, "qkv_layout", QKVLayout, qkv_layout)
+    mask = _member(op, "attn_mask_type", AttnMaskType, attn_mask_type)
+    bias = _member(op, "attn_bias_type", AttnBiasType, attn_bias_type)
+    if layout.is_thd() and not mask.is_padding():
+        raise ValueError(
+            f"{op}: attn_mask_type is {mask.name} and qkv_layout {layout.name}, whose segments "
+            "have lengths: use a mask with padding"
+        )
+    if layout.is_thd() and bias is not AttnBiasType.NO_BIAS:
+        raise NotImplementedError(
+            f"{op}: attn_bias_type is {bias.name} and qkv_layout {layout.name}; packed segments "
+            "have no bias"
+        )
+    if not layout.is_thd() and max_segments_per_seq != 1:
+        raise ValueError(
+            f"{op}: max_segments_per_seq is {max_segments_per_seq} and qkv_layout {layout.name}, "
+            "with which it must be 1; several segments need a THD layout"
+        )
+    if max_segments_per_seq < 1:
+        raise ValueError(f"{op}: max_segments_per_seq is {max_segments_per_seq}, must be 1 or more")
+    if not 0 <= dropout_probability < 1:
+        raise ValueError(f"{op}: dropout_probability is {dropout_probability}, must be in [0, 1)")
+    window = (-1, -1) if window_size is None else tuple(window_size)
+    if len(window) != 2 or not all(isinstance(size, int) and size >= -1 for size in window):
+        raise ValueError(
+            f"{op}: window_size is {window_size}, and must be two ints, left and right, of which "
+            "-1 is without end; or None"
+        )
+    return Config(
+        bias,
+        mask,
+        _member(op, "softmax_type", AttnSoftmaxType, softmax_type),
+        layout,
+        float(scaling_factor),
+        float(dropout_probability),
+        bool(is_training),
+        int(max_segments_per_seq),
+        (window[0], window[1]),
+    )
+
+
+def sizes_of(op: str, qkv: Sequence[jax.Array], layout: QKVLayout) -> Sizes:
+    """Check arrays, and return their sizes."""
+    count = layout.arrays
+    if len(qkv) != count:
+        raise ValueError(
+            f"{op}: qkv has {len(qkv)} arrays, and qkv_layout is {layout.name}, with which it must "
+            f"have {count}"
+        )
+    for array in qkv:
+        if array.dtype not in FLOATS or array.dtype != qkv[0].dtype:
+            raise TypeError(
+                f"{op}: qkv is of {', '.join(one.dtype.name for one in qkv)}; all must be of one "
+                "dtype: float32, bfloat16 or float16"
+            )
+    shapes = [array.shape for array in qkv]
+    found = _parsed(shapes, layout)
+    if found is None:
+        wanted = {
+            1: "[b, s, 3, h, d]",
+            2: "[b, sq, h, d] and [b, skv, 2, g, d]",
+            3: "[b, sq, h, d], [b, skv, g, d] and [b, skv, g, dv]",
+        }
+        raise ValueError(
+            f"{op}: qkv has shapes {', '.join(map(str, shapes))}, and qkv_layout is {layout.name}, "
+            f"with which they must be {wanted[count]}, of no size 0 but b and s"
+        )
+    if found.heads % found.kv_heads:
+        raise ValueError(
+            f"{op}: qkv has {found.heads} heads of queries and {found.kv_heads} of keys, of which "
+            "the first must be a multiple"
+        )
+    return found
+
+
+def _parsed(shapes: Sequence[tuple[int, ...]], layout: QKVLayout) -> Sizes | None:
+    if layout.is_qkvpacked():
+        if len(shapes[0]) != 5 or shapes[0][2] != 3:
+            return None
+        b, s, _, h, d = shapes[0]
+        q, k, v = (b, s, h, d), (b, s, h, d), (b, s, h, d)
+    elif layout.is_kvpacked():
+        if len(shapes[0]) != 4 or len(shapes[1]) != 5 or shapes[1][2] != 2:
+            return None
+        q = shapes[0]
+        k = v = (*shapes[1][:2], *shapes[1][3:])
+    else:
+        if any(len(shape) != 4 for shape in shapes):
+            return None
+        q, k, v = shapes
+    if q[0] != k[0] or k[:3] != v[:3] or q[3] != k[3] or 0 in (*q[2:], *k[2:], *v[2:]):
+        return None
+    return Sizes(q[0], q[1], k[1], q[2], k[2], q[3], v[3])
+
+
+def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any) -> None:
+    """Raise where there is none but should be, or one of another shape or dtype."""
+    if config.bias_type is AttnBiasType.NO_BIAS:
+        if bias is not None:
+            raise ValueError(f"{op}: bias is given, and attn_bias_type is NO_BIAS: pass None")
+        return
+    if bias is None:
+        raise ValueError(f"{op}: bias is None, and attn_bias_type is {config.bias_type.name}")
+    if bias.dtype != dtype:
+        raise TypeError(f"{op}: bias is {bias.dtype.name}, and must be {dtype.name}, as qkv")
+    rest = (sizes.q_length, sizes.kv_length)
+    if (
+        bias.ndim != 4
+        or bias.shape[2:] != rest
+        or (bias.shape[0] not in (1, sizes.batch) or bias.shape[1] not in (1, sizes.heads))
+    ):
+        raise ValueError(
+            f"{op}: bias has shape {bias.shape}, and must have (1 or {sizes.batch}, 1 or "
+            f"{sizes.heads}, {sizes.q_length}, {sizes.kv_length})"
+        )
+
+
+def check_array(
+    op: str, name: str, array: jax.Array, shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """Return the array, which must have this shape and dtype."""
+    if array.dtype != dtype:
+        raise TypeError(f"{op}: {name} is {array.dtype.name}, and must be {jnp.dtype(dtype).name}")
+    if array.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {shape}")
+    return array
+
+
+def _member(op: str, name: str, kind: type[_Member], given: Any) -> _Member:
+    try:
+        return kind[given] if isinstance(given, str) else kind(getattr(given, "value", given))
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{op}: {name} is {given!r}, and must be one of: "
+            f"{', '.join(f'{member.name} ({member.value})' for member in kind)}"
+        ) from None

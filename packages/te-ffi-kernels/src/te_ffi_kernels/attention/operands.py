@@ -1,0 +1,179 @@
+"""The operands of the targets, from the arguments of the ops."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import config as configs
+from .config import Config, Sizes
+from .sequence import SequenceDescriptor
+from .types import AttnSoftmaxType
+
+Sequences = tuple[jax.Array, ...]
+"""Lengths of queries and of keys, int32[n]; where they begin, counted over all tokens (THD), or
+int32[0]."""
+
+
+def softmax_offset(op: str, config: Config, heads: int, given: jax.Array | None) -> jax.Array:
+    """Return float32[1, heads, 1, 1]; of size 0 where there is none."""
+    if config.softmax_type is AttnSoftmaxType.VANILLA_SOFTMAX:
+        if given is not None and given.size:
+            raise ValueError(
+                f"{op}: softmax_offset is given, and softmax_type is VANILLA_SOFTMAX: pass None"
+            )
+        return jnp.zeros((0,), jnp.float32)
+    if given is None:
+        if config.softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX:
+            raise ValueError(f"{op}: softmax_offset is None, and softmax_type LEARNABLE_SOFTMAX")
+        return jnp.zeros((1, heads, 1, 1), jnp.float32)
+    return configs.check_array(op, "softmax_offset", given, (1, heads, 1, 1), jnp.float32)
+
+
+def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
+    """Return uint32[...] of two numbers at least."""
+    if given is None:
+        if config.dropout > 0:
+            raise ValueError(f"{op}: seed is None, and dropout_probability {config.dropout}")
+        return jnp.zeros((2,), jnp.uint32)
+    if jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
+        given = jax.random.key_data(given)
+    if given.dtype != jnp.uint32:
+        raise TypeError(f"{op}: seed is {given.dtype.name}, and must be uint32, or a key")
+    if given.ndim == 0 or given.size < 2:
+        raise ValueError(f"{op}: seed has shape {given.shape}, and must have two numbers: (2,)")
+    return given
+
+
+def sequences(
+    op: str, config: Config, sizes: Sizes, descriptor: SequenceDescriptor | None
+) -> Sequences:
+    """Return where the sequences are."""
+    if config.layout.is_thd():
+        return _segments(op, config, sizes, descriptor)
+    none = jnp.zeros((0,), jnp.int32)
+    if not config.mask_type.is_padding():
+        full = [jnp.full((sizes.batch,), n, jnp.int32) for n in (sizes.q_length, sizes.kv_length)]
+        return full[0], full[1], none, none
+    if descriptor is None:
+        raise ValueError(
+            f"{op}: sequence_descriptor is None, and attn_mask_type {config.mask_type.name}, which "
+            "needs lengths"
+        )
+    found = []
+    for name, at, length in (("q", 0, sizes.q_length), ("kv", 1, sizes.kv_length)):
+        ids = descriptor.segment_ids[at]
+        if ids.size or not descriptor.seqlens[at].size:
+            wanted = (sizes.batch, length)
+            if ids.shape != wanted and sizes.batch:
+                raise ValueError(
+                    f"{op}: sequence_descriptor has {name} segment_ids of shape {ids.shape}, and "
+                    f"{name} seqlens of {descriptor.seqlens[at].shape}; it must have seqlens of "
+                    f"{wanted[:1]} or segment_ids of {wanted}"
+                )
+            found.append(jnp.sum(ids.reshape(wanted) != 0, axis=1, dtype=jnp.int32))
+            continue
+        lengths = descriptor.seqlens[at]
+        _integers(op, f"sequence_descriptor's {name} seqlens", lengths, (sizes.batch,))
+        found.append(jnp.clip(lengths.astype(jnp.int32), 0, length))
+    return found[0], found[1], none, none
+
+
+def _segments(
+    op: str, config: Config, sizes: Sizes, descriptor: SequenceDescriptor | None
+) -> Sequences:
+    if descriptor is None:
+        raise ValueError(
+            f"{op}: sequence_descriptor is None, and qkv_layout {config.layout.name}, which needs "
+            "segments"
+        )
+    lengths, starts = [], []
+    most = config.max_segments_per_seq
+    for name, at, length in (("q", 0, sizes.q_length), ("kv", 1, sizes.kv_length)):
+        ids = descriptor.segment_ids[at]
+        if ids.size:
+            what = f"sequence_descriptor's {name} segment_ids"
+            _integers(op, what, ids, (sizes.batch, length))
+            numbers = jnp.arange(1, most + 1, dtype=ids.dtype)
+            belongs = ids[:, None, :] == numbers[None, :, None]
+            count = jnp.sum(belongs, axis=2, dtype=jnp.int32)
+            begin = jnp.argmax(belongs, axis=2).astype(jnp.int32)
+        else:
+            count, begin = descriptor.seqlens[at], descriptor.seq_offsets[at]
+            for what, array in (("seqlens", count), ("seq_offsets", begin)):
+                if array.ndim != 2 or array.shape[0] != sizes.batch:
+                    raise ValueError(
+                        f"{op}: sequence_descriptor has {name} {what} of shape {array.shape}, and "
+                        f"must have ({sizes.batch}, segments)"
+                    )
+                _integers(op, f"sequence_descriptor's {name} {what}", array, array.shape)
+            columns = min(most, count.shape[1], begin.shape[1])
+            padding = ((0, 0), (0, most - columns))
+            count = jnp.pad(count[:, :columns].astype(jnp.int32), padding)
+            begin = jnp.pad(begin[:, :columns].astype(jnp.int32), padding)
+            count = jnp.where(begin < 0, 0, count)
+            begin = jnp.clip(begin, 0, length)
+            count = jnp.clip(count, 0, length - begin)
+        rows = jnp.arange(sizes.batch, dtype=jnp.int32)[:, None] * length
+        lengths.append(count.reshape(-1))
+        starts.append((begin + rows).reshape(-1))
+    return lengths[0], lengths[1], starts[0], starts[1]
+
+
+def _integers(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{op}: {name} is {array.dtype.name}, and must be int32")
+    if array.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {shape}")
+
+
+def cumulative(lengths: jax.Array) -> jax.Array:
+    """Return of lengths [n] the sums before each and after the last, int32[n + 1]."""
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+
+
+def attributes(config: Config, sizes: Sizes, bias_shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the attributes of the FFI call, as Transformer Engine has them."""
+    bias_batch, bias_heads = bias_shape[:2] if len(bias_shape) == 4 else (0, 0)
+    return {
+        "input_batch": sizes.batch,
+        "bias_batch": bias_batch,
+        "q_max_seqlen": sizes.q_length,
+        "kv_max_seqlen": sizes.kv_length,
+        "attn_heads": sizes.heads,
+        "num_gqa_groups": sizes.kv_heads,
+        "bias_heads": bias_heads,
+        "qk_head_dim": sizes.qk_size,
+        "v_head_dim": sizes.v_size,
+        "max_segments_per_seq": config.max_segments_per_seq,
+        "scaling_factor": config.scaling_factor,
+        "dropout_probability": config.dropout_probability,
+        "bias_type": int(config.bias_type),
+        "mask_type": int(config.mask_type),
+        "qkv_layout": int(config.layout),
+        "is_training": config.is_training,
+        "deterministic": _deterministic(),
+        "window_size_left": config.window_size[0],
+        "window_size_right": config.window_size[1],
+        "bottom_right_diagonal": config.mask_type.is_bottom_right(),
+        "softmax_type": int(config.softmax_type),
+    }
+
+
+def _deterministic() -> bool:
+    """Return whether kernels must give the same bits at each call, where that makes them slower.
+
+    Those for CPU do in any case, others as XLA's own attention does.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    names = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+    return any(flag in (name, f"{name}=true", f"{name}=1") for name in names for flag in flags)
+
+
+def arrays(qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return three arrays: those that there aren't are of size 0."""
+    none = jnp.zeros((0,), qkv[0].dtype)
+    return (*qkv, *(none,) * (3 - len(qkv)))

@@ -1,0 +1,1 @@
+"""Products of floats, or of codes with scales, after Transformer Engine."""

@@ -1,0 +1,180 @@
+"""gemm_v2: a product of two matrices, in floats or in codes with scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ..op import Op
+from ..quantize import numbers
+from ..quantize.cotangents import cotangent_of
+from ..quantize.modes import ScalingMode
+from . import reference
+from .config import Attributes, GemmConfig, gemm_config
+from .sharding import partition_gemm
+from .sides import Side
+
+
+def gemm_v2(
+    lhs: jax.Array,
+    lhs_scale_inv: jax.Array,
+    rhs: jax.Array,
+    rhs_scale_inv: jax.Array,
+    bias: jax.Array,
+    alpha: jax.Array,
+    beta: jax.Array,
+    out_dtype: DTypeLike,
+    contracting_dims: tuple[Sequence[int], Sequence[int]],
+    scaling_mode: Any,
+    use_split_accumulator: bool = False,
+    transpose_batch_sequence: bool = False,
+    sequence_dim: int = -1,
+    is_outer: bool = True,
+    collective_op: Any = 0,
+    fuse_gelu: bool = False,
+) -> jax.Array:
+    """Return ``gelu(alpha * product(lhs, rhs) + bias)``; bias and gelu may be left out.
+
+    The arguments are those of Transformer Engine's primitive, and `fuse_gelu`. Sums are in
+    float32 (of float8 on GPUs, in what their tensor cores have), and the result is rounded once.
+    Sums of int8 codes are exact.
+
+    Args:
+        lhs: float32, bfloat16 or float16 without scaling; codes otherwise.
+        lhs_scale_inv: what its codes are multiplied with: float32[1]; per channel float32 in the
+            shape of the axes that are kept; MXFP8 float8_e8m0fnu or uint8 in lhs's shape, with 32
+            made one along the last axis (where the last axes are contracted) or the last of the
+            first axes (where these are). Empty without scaling.
+        rhs: as lhs. float8_e5m2 for both is refused, as on GPUs.
+        rhs_scale_inv: as `lhs_scale_inv`.
+        bias: of `out_dtype`, in the shape of the axes of rhs that are kept; empty for none.
+        alpha: float32[1]. (Transformer Engine uses it with NVFP4 alone.)
+        beta: float32[1], zero: the result has no value before.
+        out_dtype: float32, bfloat16 or float16.
+        contracting_dims: axes of lhs and of rhs that are summed over, the first ones or the last
+            ones.
+        scaling_mode: a ``ScalingMode`` or its number, for both factors.
+        use_split_accumulator: for GPUs, whose sums of float8 have fewer digits without it.
+        transpose_batch_sequence: not used (collective products).
+        sequence_dim: not used (collective products).
+        is_outer: not used.
+        collective_op: must be 0.
+        fuse_gelu: whether the result is passed through gelu, in its form with tanh (ours; the
+            primitive has no such argument, its predecessor had).
+
+    Returns:
+        An array with the axes of lhs that are kept, and those of rhs.
+
+    Differentiable with respect to floats, float8 codes, float32 scales, bias and alpha; the
+    products of the gradient are in floats. Int8 codes and MXFP8 scales count as constant.
+
+    Raises:
+        TypeError: a dtype that the mode doesn't have, or two that don't go together.
+        ValueError: shapes that don't go together.
+        NotImplementedError: NVFP4, or collective products.
+        jax.errors.JaxRuntimeError: when it runs: a `beta` that isn't 0. (On GPUs the result is NaN
+            then.)
+    """
+    del transpose_batch_sequence, sequence_dim, is_outer
+    operands = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, alpha, beta)
+    config = gemm_config(
+        "gemm_v2", *operands, out_dtype, contracting_dims, scaling_mode, use_split_accumulator,
+        collective_op, fuse_gelu=fuse_gelu,
+    )  # fmt: skip
+    return PRODUCT(config, *map(jnp.asarray, operands))
+
+
+def _attributes(config: GemmConfig, *_: jax.Array) -> dict[str, Any]:
+    return {"config": Attributes(config.attributes())}
+
+
+def _gradient(config: GemmConfig, saved: Any, ct: jax.Array) -> Any:
+    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, alpha, beta = saved
+    factor = alpha.reshape(())
+    if config.fuse_gelu:
+        linear = dataclasses.replace(config, fuse_gelu=False, out_dtype=jnp.dtype(jnp.float32))
+        before = PRODUCT(linear, *saved[:4], bias.astype(jnp.float32), alpha, beta)
+        _, pull = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), before)
+        ct = pull(ct.astype(jnp.float32))[0].astype(ct.dtype)
+    left, right = config.left, config.right
+    floats = config.mode is ScalingMode.NO_SCALING
+    dtype = jnp.promote_types(config.out_dtype, lhs.dtype) if floats else config.out_dtype
+    left_numbers = numbers_of(config.mode, left, lhs, lhs_scale_inv, dtype)
+    right_numbers = numbers_of(config.mode, right, rhs, rhs_scale_inv, dtype)
+    # As a matrix whose axes are those of lhs and rhs that are kept.
+    ct = ct.astype(dtype)
+    m, n = len(left.kept), len(right.kept)
+    by_left = Side(ct.shape, m, True)
+    by_right = Side(ct.shape, m, False)
+    assert ct.ndim == m + n
+    turned_right, turned_left = _other(right), _other(left)
+    if left.leading:
+        left_grad = _product(right_numbers, turned_right, ct, by_right)
+    else:
+        left_grad = _product(ct, by_right, right_numbers, turned_right)
+    if right.leading:
+        right_grad = _product(left_numbers, turned_left, ct, by_left)
+    else:
+        right_grad = _product(ct, by_left, left_numbers, turned_left)
+    left_grad, right_grad = left_grad.reshape(lhs.shape), right_grad.reshape(rhs.shape)
+    bias_ct = ct.astype(jnp.float32).sum(tuple(range(m))) if bias.size else None
+    alpha_ct = (left_grad * left_numbers.astype(jnp.float32)).sum().reshape(alpha.shape)
+    return (
+        *_of_factor(config.mode, left, lhs, lhs_scale_inv, left_grad * factor),
+        *_of_factor(config.mode, right, rhs, rhs_scale_inv, right_grad * factor),
+        cotangent_of(bias, bias_ct),
+        alpha_ct,
+        None,
+    )
+
+
+def _other(side: Side) -> Side:
+    """Return the same factor with its other axes contracted."""
+    return Side(side.shape, side.boundary, not side.leading)
+
+
+def _product(lhs: jax.Array, left: Side, rhs: jax.Array, right: Side) -> jax.Array:
+    """Return the product of floats, in float32."""
+    config = GemmConfig(jnp.dtype(jnp.float32), ScalingMode.NO_SCALING, left, right)
+    none = jnp.zeros((0,), jnp.float32)
+    one = jnp.ones((1,), jnp.float32)
+    return PRODUCT(config, lhs, none, rhs, none, none, one, 0 * one)
+
+
+def numbers_of(
+    mode: ScalingMode, side: Side, x: jax.Array, scales: jax.Array, dtype: Any
+) -> jax.Array:
+    """Return the numbers of a factor."""
+    if mode is ScalingMode.NO_SCALING:
+        return x.astype(dtype)
+    wide = numbers.decode(x, scales, mode, side.boundary, by_column=side.leading)
+    return wide.astype(dtype)
+
+
+def _of_factor(
+    mode: ScalingMode, side: Side, x: jax.Array, scales: jax.Array, grad: jax.Array
+) -> tuple[Any, Any]:
+    """Return cotangents of a factor and of its scales, from that of its numbers."""
+    if mode is ScalingMode.NO_SCALING:
+        return cotangent_of(x, grad), None
+    wide = numbers.spread(scales, x.shape, mode, side.boundary, by_column=side.leading)
+    if mode.is_mx:
+        return cotangent_of(x, numbers.multiply_by_power(grad, wide)), None
+    over = tuple(range(x.ndim)) if mode.is_tensor else side.contracted
+    scales_ct = (grad * x.astype(jnp.float32)).sum(over).reshape(scales.shape)
+    return cotangent_of(x, grad * wide), cotangent_of(scales, scales_ct)
+
+
+PRODUCT = Op(
+    "gemm_v2",
+    reference.product,
+    results=lambda config, *_: config.result,
+    attributes=_attributes,
+    partition=partition_gemm,
+    gradient=_gradient,
+)

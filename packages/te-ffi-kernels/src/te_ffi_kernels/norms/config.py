@@ -1,0 +1,130 @@
+"""The static arguments of the norms, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..quantize import checks
+from ..quantize.outputs import Outputs
+
+
+class NormType(enum.IntEnum):
+    """Which norm, with Transformer Engine's numbers."""
+
+    LAYERNORM = 0
+    RMSNORM = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """What tracing is keyed by. The gradient needs no more than the first two."""
+
+    norm_type: NormType
+    zero_centered_gamma: bool
+    epsilon: float = 0.0
+    outputs: Outputs | None = None
+
+    @property
+    def is_layer(self) -> bool:
+        """Return whether means are subtracted."""
+        return self.norm_type is NormType.LAYERNORM
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of both FFI calls; sm_margin is not used on CPU."""
+        found = {
+            "norm_type": int(self.norm_type),
+            "zero_centered_gamma": self.zero_centered_gamma,
+        }
+        if self.outputs is None:
+            return found | {"sm_margin": 0}
+        return (
+            found
+            | {"epsilon": np.float64(self.epsilon), "sm_margin": 0}
+            | self.outputs.attributes()
+        )
+
+    @property
+    def has_workspace(self) -> bool:
+        """Return whether norm_forward gets a number for each row, to pass on from kernel to kernel.
+
+        There are several on CUDA, where a quantized layer norm keeps there what rounding takes
+        from means.
+        """
+        return self.is_layer and self.outputs is not None and self.outputs.quantizes
+
+    def forward_results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the results of norm_forward but for its workspace."""
+        assert self.outputs is not None
+        of_rows = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+        mu = of_rows if self.is_layer else jax.ShapeDtypeStruct((1,), jnp.float32)
+        return *self.outputs.results(x.shape), mu, of_rows
+
+    def backward_results(self, x: Any, gamma: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the results of norm_backward but for its workspace."""
+        weights = jax.ShapeDtypeStruct(gamma.shape, gamma.dtype)
+        dbeta = weights if self.is_layer else jax.ShapeDtypeStruct((1,), gamma.dtype)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype), weights, dbeta
+
+
+def norm_type(op: str, given: Any) -> NormType:
+    """Return the norm of a name, member or number."""
+    if isinstance(given, str):
+        name = given.strip().upper().replace("-", "").replace("_", "")
+        if name in NormType.__members__:
+            return NormType[name]
+    elif not isinstance(given, bool):
+        try:
+            return NormType(given)
+        except ValueError:
+            pass
+    raise ValueError(f"{op}: norm_type is {given!r}, and must be 'layernorm' or 'rmsnorm'")
+
+
+def check_weights(
+    op: str, kind: NormType, x: jax.Array, gamma: jax.Array, beta: jax.Array | None
+) -> jax.Array:
+    """Check x, gamma and beta, which is returned: some array where the norm has none."""
+    dtype = checks.dtype(op, "x", x.dtype, checks.FLOATS)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x has shape (), and must have an axis to norm along")
+    allowed = (dtype,) if dtype == jnp.float32 else (dtype, jnp.dtype(jnp.float32))
+    checks.dtype(op, "gamma", gamma.dtype, allowed)
+    checks.shape(op, "gamma", gamma, x.shape[-1:], "one for each of x's last axis")
+    if kind is NormType.RMSNORM:
+        return jnp.ones((1,), gamma.dtype)
+    if beta is None:
+        raise ValueError(f"{op}: beta is None, and a layernorm needs one: give zeros")
+    checks.dtype(op, "beta", beta.dtype, (gamma.dtype,))
+    checks.shape(op, "beta", beta, gamma.shape, "that of gamma")
+    return jnp.asarray(beta)
+
+
+def check_epsilon(op: str, epsilon: float) -> float:
+    """Return the number, 0 or more."""
+    found = float(epsilon)
+    if not found >= 0:
+        raise ValueError(f"{op}: epsilon is {epsilon}, and must be 0 or more")
+    return found
+
+
+def check_backward(
+    op: str, kind: NormType, dz: jax.Array, x: jax.Array, mu: jax.Array | None, rsigma: jax.Array
+) -> jax.Array:
+    """Check the operands of the gradient but for the weights; returns mu, or some array."""
+    checks.dtype(op, "dz", dz.dtype, (x.dtype,))
+    checks.shape(op, "dz", dz, x.shape, "that of x")
+    checks.dtype(op, "rsigma", rsigma.dtype, (jnp.float32,))
+    checks.shape(op, "rsigma", rsigma, x.shape[:-1], "one for each row of x")
+    if kind is NormType.RMSNORM:
+        return jnp.zeros((1,), jnp.float32)
+    if mu is None:
+        raise ValueError(f"{op}: mu is None, and the gradient of a layernorm needs it")
+    checks.dtype(op, "mu", mu.dtype, (jnp.float32,))
+    checks.shape(op, "mu", mu, x.shape[:-1], "one for each row of x")
+    return jnp.asarray(mu)

@@ -1,0 +1,263 @@
+"""Op: an operation of this package, said once: kernel, reference, batching, sharding, gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from interception_core import (
+    KernelSpec,
+    kernel_platforms,
+    kernel_workspace,
+    register_kernel,
+    select_kernel,
+)
+
+from .batching import with_rule
+
+# A part of the keys of JAX's caches, so that jitted functions are traced again where it changes.
+_plain = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def reference_ops() -> Iterator[None]:
+    """Run ops as plain JAX, with JAX's own gradients, wherever they are called or traced inside."""
+    with _plain(True):
+        yield
+
+
+class Op:
+    """An operation on arrays, called as ``op(config, *operands)``.
+
+    The config is hashable and holds what is known at compile time. Callers check arguments first.
+    The kernel of each platform is selected while the op is traced, and called where the program is
+    lowered for that platform, whether this process has it or not. Elsewhere, where no kernel
+    supports the call, and inside ``reference_ops``, the reference runs.
+
+    All functions that make up an op take the config and the operands, unless said otherwise.
+
+    Args:
+        name: of the kernels' op, or a function of the config that returns it. Where there is
+            ``forward``, in jaxprs alone.
+        reference: the results in plain JAX.
+        results: ``jax.ShapeDtypeStruct`` of the result, or a tuple of them.
+        attributes: of the FFI call, a dictionary: ints, floats, bools, strings, NumPy scalars.
+        lowered: the operands of the FFI call, where these are made of the op's.
+        asked: the operands and parameters that kernels are asked about, where these are not the
+            operands and attributes of the FFI call.
+        workspace: a ``jax.ShapeDtypeStruct`` that a kernel has as its last result, and nobody sees.
+        partition: called as ``partition(config, block, *operands)``; returns a partitionable
+            function of the operands. ``block(config, *operands)`` calls the kernel on a device's
+            block. Without it XLA gathers operands.
+        batch: called as ``batch(run, config, size, in_batched, *operands)`` as a rule of
+            ``custom_vmap``, with ``run(config, *operands)`` for the op; NotImplemented: one by one.
+        forward: in place of a kernel, the result by other ops, and what the gradient needs.
+        save: called as ``save(config, operands, result)``: what the gradient needs. By default the
+            operands.
+        gradient: called as ``gradient(config, saved, cotangent)``: cotangents of the operands, with
+            None for zero. Without it an op has no gradient.
+    """
+
+    def __init__(
+        self,
+        name: str | Callable[[Any], str],
+        reference: Callable[..., Any],
+        *,
+        results: Callable[..., Any] | None = None,
+        attributes: Callable[..., dict[str, Any]] | None = None,
+        lowered: Callable[..., tuple[jax.Array, ...]] | None = None,
+        asked: Callable[..., tuple[Sequence[Any], dict[str, Any]]] | None = None,
+        workspace: Callable[..., Any] | None = None,
+        partition: Callable[..., Callable[..., Any]] | None = None,
+        batch: Callable[..., Any] | None = None,
+        forward: Callable[..., tuple[Any, Any]] | None = None,
+        save: Callable[..., Any] | None = None,
+        gradient: Callable[..., Any] | None = None,
+    ) -> None:
+        self._name, self._reference, self._results = name, reference, results
+        self._attributes, self._lowered, self._asked = attributes, lowered, asked
+        self._workspace, self._partition, self._batch = workspace, partition, batch
+        run = self._batched if forward is None else lambda *args: forward(*args)[0]
+        if gradient is not None:
+            run = _differentiable(run, forward, save, gradient)
+
+        def traced(config: Any, *operands: jax.Array) -> Any:
+            return run(config, *_alike(*operands))
+
+        traced.__name__ = name if isinstance(name, str) else "op"
+        # Jitted so that a model with many equal layers traces it once.
+        self._jitted = jax.jit(traced, static_argnums=0)
+
+    def __call__(self, config: Any, *operands: Any) -> Any:
+        """Return the result."""
+        if _plain.value:
+            return self._reference(config, *map(jnp.asarray, operands))
+        return self._jitted(config, *operands)
+
+    def _batched(self, config: Any, *operands: jax.Array) -> Any:
+        rule = None
+        if self._batch is not None:
+            rule = functools.partial(self._batch, self._batched, config)
+        return with_rule(functools.partial(self._call, config), rule)(*operands)
+
+    def _call(self, config: Any, *operands: jax.Array) -> Any:
+        """Call a kernel, or the reference."""
+        name = self._name if isinstance(self._name, str) else self._name(config)
+        if self._asked is not None:
+            asked, params = self._asked(config, *operands)
+        else:
+            asked = jax.eval_shape(functools.partial(self._operands, config), *operands)
+            params = self._attributes_of(config, operands)
+        branches: dict[str, Callable[..., Any]] = {}
+        for platform in kernel_platforms():
+            # First, since kernels for GPUs ask these what they are.
+            runs_here = has_backend(platform)
+            spec = select_kernel(name, platform, asked, **params).spec
+            if spec is None:
+                continue
+            if runs_here:
+                register_kernel(spec)
+            block = functools.partial(self._block, spec)
+            branches[platform] = (
+                functools.partial(block, config)
+                if self._partition is None
+                else self._partition(config, block, *operands)
+            )
+        if not branches:
+            return self._reference(config, *operands)
+        # In shard_map, branches must agree on the mesh axes that a result varies over.
+        cast = functools.partial(functools.partial, _varying, _all_axes(*operands))
+        branches = {platform: cast(branch) for platform, branch in branches.items()}
+        default = cast(functools.partial(self._in_jax, config))
+        found = lax.platform_dependent(*operands, default=default, **branches)
+        return found if self._workspace is None else found[:-1]
+
+    def _in_jax(self, config: Any, *operands: jax.Array) -> Any:
+        """Return the results as a kernel has them."""
+        found = self._reference(config, *operands)
+        if self._workspace is None:
+            return found
+        memory = self._workspace(config, *operands)
+        return *found, jnp.zeros(memory.shape, memory.dtype)
+
+    def _block(self, spec: KernelSpec, config: Any, *operands: jax.Array) -> Any:
+        """Call a kernel."""
+        assert self._results is not None
+        results = self._results(config, *operands)
+        if self._workspace is not None:
+            results = *results, self._workspace(config, *operands)
+        attributes = self._attributes_of(config, operands)
+        operands = self._operands(config, *operands)
+        wanted, treedef = jax.tree.flatten(results)
+        size = kernel_workspace(spec, operands, wanted, **attributes)
+        if size is None:
+            return jax.ffi.ffi_call(spec.target, results)(*operands, **attributes)
+        memory = jax.ShapeDtypeStruct((size,), jnp.uint8)
+        *found, _ = jax.ffi.ffi_call(spec.target, (*wanted, memory))(*operands, **attributes)
+        return jax.tree.unflatten(treedef, found)
+
+    def _operands(self, config: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return operands if self._lowered is None else self._lowered(config, *operands)
+
+    def _attributes_of(self, config: Any, operands: tuple[jax.Array, ...]) -> dict[str, Any]:
+        return {} if self._attributes is None else self._attributes(config, *operands)
+
+
+@functools.cache
+def has_backend(platform: str) -> bool:
+    """Return whether this process can run on a platform; ``JAX_PLATFORMS`` may leave the CPU out.
+
+    ``jax.devices`` raises where it can't.
+    """
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:
+        return False
+
+
+def _differentiable(
+    run: Callable[..., Any],
+    forward: Callable[..., tuple[Any, Any]] | None,
+    save: Callable[..., Any] | None,
+    gradient: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return an op with its gradient."""
+    op = jax.custom_vjp(run, nondiff_argnums=(0,))
+
+    def with_saved(config: Any, *operands: jax.Array) -> tuple[Any, Any]:
+        if forward is not None:
+            found, saved = forward(config, *operands)
+        else:
+            found = op(config, *operands)  # itself, so that gradients have gradients
+            saved = operands if save is None else save(config, operands, found)
+        return found, _without_empty(saved)
+
+    def backward(config: Any, saved: Any, cotangent: Any) -> Any:
+        return gradient(config, _with_empty(saved), cotangent)
+
+    op.defvjp(with_saved, backward)
+    return op
+
+
+def _alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the operands, all varying over the mesh axes of a shard_map that any varies over.
+
+    Where a function with a custom gradient gets these, the gradient of an operand that was the same
+    on all devices is summed over them.
+    """
+    return _varying(_all_axes(*operands), lambda *given: given, *operands)
+
+
+def _varying(axes: frozenset[str], fn: Callable[..., Any], *operands: jax.Array) -> Any:
+    """Call a function, and make its results vary over some axes of a shard_map."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - _axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, fn(*operands))
+
+
+def _axes(x: jax.Array) -> frozenset[str]:
+    """Return the mesh axes of a surrounding shard_map that an array varies over."""
+    return jax.typeof(x).manual_axis_type.varying  # pyrefly: ignore[missing-attribute]
+
+
+def _all_axes(*operands: jax.Array) -> frozenset[str]:
+    return frozenset().union(*map(_axes, operands))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Empty:
+    """Stands for an array without elements, that varies over some mesh axes of a shard_map."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: frozenset[str]
+
+
+def _without_empty(tree: Any) -> Any:
+    """Return what a gradient needs without arrays that have no elements; see ``_with_empty``.
+
+    Such an array must not leave the body of a shard_map: XLA of jaxlib 0.11.2 crashes on it.
+    """
+    return jax.tree.map(lambda x: _Empty(x.shape, x.dtype, _axes(x)) if 0 in x.shape else x, tree)
+
+
+def _with_empty(tree: Any) -> Any:
+    """Return the pytree that ``_without_empty`` was given."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, _Empty):
+            return x
+        return _varying(x.axes, lambda: jnp.zeros(x.shape, x.dtype))
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, _Empty))

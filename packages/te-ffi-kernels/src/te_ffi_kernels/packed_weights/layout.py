@@ -1,0 +1,197 @@
+"""The packed format, and packing in plain JAX.
+
+A panel holds 16 columns of a weight in version 1, and 32 in version 2, all rows, and what a kernel
+needs to know of them::
+
+    bytes 0-3    "JTWP"
+    4            version
+    5            bits, 8 or 4
+    6            columns in use, at least 1
+    7            bits of a scale in version 2, 0 in version 1
+    8-11         rows K
+    12-15        group: rows that share a scale, 0 for all
+    16-19        sum of the payload's words w[i] modulo 2**32
+    20-23        sum of (i + 1) * w[i] modulo 2**32 (Fletcher's position-dependent sum)
+    24-27        (sum of the six words above) ^ 0x9E3779B9
+    28-63        0
+    64-          the payload
+
+All words are of 32 bits, little-endian. The payload is, with C columns:
+
+- version 1: scales float32[groups][C], then the codes of all rows;
+- version 2, for 4 bits: for each group scales[C], float32 or float16, then the codes of its rows.
+  So a panel is read from its first byte to its last: with float16 scales in groups of 32, nine
+  cache lines for each 32 rows, 4.5 bits a weight.
+
+In 8 bits, codes are ``[K / 4][C][4]`` bytes of code + 128, so that 64 bytes are what a dot-product
+instruction takes: four rows of 16 columns. In 4 bits, the low half of byte ``[i][column][j]`` is
+row ``8 * i + j``, the high half row ``8 * i + 4 + j``, both code + 8. Rows are padded to a multiple
+of 64 with code 0; groups are multiples of 8 rows that divide K, which is not padded then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+HEADER = 64
+ROW_ALIGNMENT = 64
+GROUP_ALIGNMENT = 8
+FEW_ROWS = 4
+"""Rows of an activation up to which a product takes as long as reading the weight."""
+_MAGIC = int.from_bytes(b"JTWP", "little")
+_SALT = 0x9E3779B9
+
+
+def group_count(k: int, group: int) -> int:
+    """Return the number of scales per column."""
+    return k // group if group else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a weight of k rows is packed. Hashable.
+
+    Attributes:
+        k: rows.
+        bits: of a code, 8 or 4.
+        group: rows that share a scale, 0 for all.
+        version: of the format: 1, or 2 for 4 bits.
+        scale_dtype: "float32", or "float16" in version 2.
+    """
+
+    k: int
+    bits: int
+    group: int
+    version: int = 1
+    scale_dtype: str = "float32"
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of a panel."""
+        return 16 if self.version == 1 else 32
+
+    @property
+    def groups(self) -> int:
+        """Return scales per column."""
+        return group_count(self.k, self.group)
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows are stored."""
+        return self.k if self.group else -(-self.k // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def scale_bytes(self) -> int:
+        """Return the bytes of the scales of a group."""
+        return self.columns * np.dtype(self.scale_dtype).itemsize
+
+    @property
+    def panel_bytes(self) -> int:
+        """Return the bytes of a panel."""
+        return HEADER + self.groups * self.scale_bytes + self.columns * self.rows * self.bits // 8
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Return what kernels are told beside k and n; of version 1 its group alone."""
+        if self.version == 1:
+            return {"group": self.group}
+        scale_bits = 8 * np.dtype(self.scale_dtype).itemsize
+        return {"group": self.group, "version": self.version, "scale_bits": scale_bits}
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What kernels are asked about beside shapes and dtypes."""
+        version = {} if self.version == 1 else {"version": self.version}
+        return {"group": self.group, "bits": self.bits, **version}
+
+    def panels(self, n: int) -> int:
+        """Return the number of panels of n columns."""
+        return -(-n // self.columns)
+
+    def buffer(self, n: int) -> jax.ShapeDtypeStruct:
+        """Return the type of n packed columns."""
+        return jax.ShapeDtypeStruct((self.panels(n), self.panel_bytes), jnp.uint8)
+
+    def pack(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
+        """Pack int8[k, n] with scale_dtype[groups, n] to uint8[panels, panel_bytes]."""
+        k, n = codes.shape
+        panels = self.panels(n)
+        wide = panels * self.columns
+        codes = jnp.pad(codes, ((0, self.rows - k), (0, wide - n)))
+        # [panel, row, column]
+        codes = codes.reshape(self.rows, panels, self.columns).transpose(1, 0, 2)
+        per_line = 32 // self.bits
+        lines = codes.reshape(panels, self.rows // per_line, per_line, self.columns).swapaxes(2, 3)
+        values = lax.bitcast_convert_type(lines, jnp.uint8) + np.uint8(1 << (self.bits - 1))
+        if self.bits == 4:
+            values = values & np.uint8(15)
+            values = values.reshape(panels, self.rows // 8, self.columns, 2, 4)
+            values = values[:, :, :, 0] | (values[:, :, :, 1] << np.uint8(4))
+        scale = jnp.pad(scale, ((0, 0), (0, wide - n)))
+        scale = scale.reshape(self.groups, panels, self.columns).transpose(1, 0, 2)
+        # Of a panel, or of each of its groups. No -1: a weight may have no columns.
+        parts = 1 if self.version == 1 else self.groups
+        flat = [
+            part.reshape(panels, parts, math.prod(part.shape[1:]) // parts)
+            for part in (lax.bitcast_convert_type(scale, jnp.uint8), values)
+        ]
+        payload = jnp.concatenate(flat, axis=2).reshape(panels, self.panel_bytes - HEADER)
+        return jnp.concatenate([self._headers(payload, n), payload], axis=1)
+
+    def unpack(self, buffer: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+        """Unpack uint8[*lead, panels, panel_bytes] to codes and scales.
+
+        The header is not looked at, which only values could tell.
+
+        Returns:
+            int8[*lead, k, n] and scale_dtype[*lead, groups, n].
+        """
+        lead, panels = buffer.shape[:-2], buffer.shape[-2]
+        parts = 1 if self.version == 1 else self.groups
+        payload = buffer[..., HEADER:]
+        payload = payload.reshape(*lead, panels, parts, payload.shape[-1] // parts)
+        start = self.groups // parts * self.scale_bytes
+        size = np.dtype(self.scale_dtype).itemsize
+        scale = payload[..., :start].reshape(*lead, panels, self.groups, self.columns, size)
+        scale = lax.bitcast_convert_type(scale, jnp.dtype(self.scale_dtype))
+        values = payload[..., start:]
+        if self.bits == 4:
+            values = values.reshape(*lead, panels, self.rows // 8, self.columns, 4)
+            halves = jnp.stack([values & np.uint8(15), values >> np.uint8(4)], axis=-2)
+            lines = halves.reshape(*lead, panels, self.rows // 8, self.columns, 8)
+            codes = lax.bitcast_convert_type(lines, jnp.int8) - np.int8(8)
+        else:
+            lines = values.reshape(*lead, panels, self.rows // 4, self.columns, 4)
+            codes = lax.bitcast_convert_type(lines ^ np.uint8(128), jnp.int8)
+        codes = codes.swapaxes(-2, -1).reshape(*lead, panels, self.rows, self.columns)
+        return _columns(codes, n)[..., : self.k, :], _columns(scale, n)
+
+    def _headers(self, payload: jax.Array, n: int) -> jax.Array:
+        """Return uint8[panels, 64] for uint8[panels, bytes]."""
+        panels, size = payload.shape
+        words = lax.bitcast_convert_type(payload.reshape(panels, size // 4, 4), jnp.uint32)
+        places = jnp.arange(1, words.shape[1] + 1, dtype=jnp.uint32)
+        columns = np.minimum(n - self.columns * np.arange(panels), self.columns).astype(np.uint32)
+        scale_bits = self.attributes.get("scale_bits", 0)
+        kinds = np.uint32(self.version | self.bits << 8 | scale_bits << 24)
+        fixed: list[Any] = [_MAGIC, kinds | columns << np.uint32(16), self.k, self.group]
+        fixed = [np.broadcast_to(np.asarray(word, np.uint32), panels) for word in fixed]
+        sums = [words.sum(1, dtype=jnp.uint32), (words * places[None]).sum(1, dtype=jnp.uint32)]
+        head = jnp.stack([*map(jnp.asarray, fixed), *sums], axis=1)
+        check = head.sum(1, dtype=jnp.uint32) ^ np.uint32(_SALT)
+        head = jnp.concatenate([head, check[:, None]], axis=1)
+        head = lax.bitcast_convert_type(head, jnp.uint8).reshape(panels, 4 * head.shape[1])
+        return jnp.pad(head, ((0, 0), (0, HEADER - head.shape[1])))
+
+
+def _columns(x: jax.Array, n: int) -> jax.Array:
+    """Return [*lead, panels, rows, columns] as [*lead, rows, n]."""
+    x = jnp.moveaxis(x, -3, -2)
+    return x.reshape(*x.shape[:-2], math.prod(x.shape[-2:]))[..., :n]

@@ -1,0 +1,197 @@
+"""Products of activations with packed weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..op import Op
+from . import reference
+from .config import Form, check
+from .sharding import partition_product
+from .weight import PackedWeight
+
+
+def gemm_w8a8(
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+    """Multiply activations that are quantized to int8 on the way, row by row.
+
+    Products of codes are summed in int32, exactly, and rescaled in float32: times the scale of the
+    row, then times that of the column (section 2.2 of Jacob et al. 2018, arXiv:1712.05877; dynamic
+    scales per row as in ZeroQuant, arXiv:2206.01861). With groups, the sums of each are rescaled
+    and then added up.
+
+    Args:
+        x: [*rows, k], float32, bfloat16 or float16.
+        weight: of k rows and n columns, packed by ``pack_w8``.
+        out_dtype: float32, bfloat16 or float16; by default that of x.
+        index: int32[], which weight of a stack [weights, k, n] to multiply with. A kernel reads it
+            where it lies in the stack; what ``lax.dynamic_index_in_dim`` cuts out is copied. Beyond
+            the ends it is the end.
+        group_sizes: int32[weights], for a stack [weights, k, n]: how many rows of x [m, k] each of
+            its weights is multiplied with, in order, as in ``lax.ragged_dot``. Rows beyond the last
+            group give zeros. On CPU a weight without rows is not read.
+
+    Returns:
+        [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
+        columns that are all zero. The gradient with respect to x is that of the product of floats.
+
+    Raises:
+        TypeError: another dtype, or a weight that isn't a PackedWeight.
+        ValueError: another number of columns, or a weight of 4 bits, or a stack with neither index
+            nor group_sizes, or with both.
+        jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged, or a
+            negative size of a group. On a GPU the columns of a panel with a damaged header are NaN.
+    """
+    return _product("gemm_w8a8", 8, x, weight, out_dtype, index, group_sizes)
+
+
+def gemm_w8a16(
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+    """Multiply float activations with a weight in 8 bits.
+
+    Activations are taken in fixed point, with 15 bits of the row's largest magnitude where they are
+    bfloat16 or float16 and 23 bits where they are float32, so that integer units sum the products
+    exactly. Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN.
+    """
+    return _product("gemm_w8a16", 8, x, weight, out_dtype, index, group_sizes)
+
+
+def gemv_w8(
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+    """Multiply as ``gemm_w8a16`` one row or a few: it takes as long as reading the weight."""
+    return _product("gemv_w8", 8, x, weight, out_dtype, index, group_sizes)
+
+
+def gemv_w4(
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+    """Multiply as ``gemm_w8a16`` any number of rows, with a weight packed by ``pack_w4``."""
+    return _product("gemv_w4", 4, x, weight, out_dtype, index, group_sizes)
+
+
+def _product(
+    op: str,
+    bits: int,
+    x: jax.Array,
+    weight: PackedWeight,
+    out_dtype: DTypeLike | None,
+    index: ArrayLike | None,
+    group_sizes: jax.Array | None,
+) -> jax.Array:
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    check(op, bits, x, weight, dtype, index, group_sizes)
+    if index is not None:
+        picks, given = "stack", (jnp.asarray(index, jnp.int32),)
+    elif group_sizes is not None:
+        picks, given = "groups", (group_sizes.astype(jnp.int32),)
+    else:
+        picks, given = "", ()
+    rows = x.reshape(math.prod(x.shape[:-1]), weight.k)
+    y = _PRODUCT(Form(op, weight.layout, weight.n, dtype, picks), rows, weight.buffer, *given)
+    return y.reshape(*x.shape[:-1], weight.n)
+
+
+def _name(form: Form) -> str:
+    return f"{form.op}_{form.picks}" if form.picks else form.op
+
+
+def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
+    one = dataclasses.replace(form, picks="")
+    if form.picks == "groups":
+        return _group_by_group(one, rows, *weight)
+    if form.picks == "stack":  # cut out, and multiplied by whatever multiplies one weight here
+        return _PRODUCT(one, rows, form.weight(*weight).buffer)
+    product = reference.gemm_w8a8 if form.op == "gemm_w8a8" else reference.weight_only
+    return product(rows, form.weight(*weight), form.dtype)
+
+
+def _group_by_group(
+    one: Form, rows: jax.Array, stack: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """Multiply all rows with each weight of a stack, and keep those of its group."""
+    ends = jnp.cumsum(group_sizes)
+    at = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
+
+    def step(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
+        buffer, begin, end = group
+        return jnp.where((begin <= at) & (at < end), _PRODUCT(one, rows, buffer), y), None
+
+    nothing = jnp.zeros((rows.shape[0], one.n), one.dtype)
+    return lax.scan(step, nothing, (stack, ends - group_sizes, ends))[0]
+
+
+def _results(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows.shape[0], form.n), form.dtype)
+
+
+def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
+    """Ask as provider-xla does, so that a plan shows what will run."""
+    layout = form.layout
+    return (rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)), layout.question
+
+
+def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weight: Any) -> Any:
+    """Make rows of a batch rows."""
+    if any(in_batched[1:]) or form.picks == "groups":
+        return NotImplemented
+    y = run(form, x.reshape(size * x.shape[1], x.shape[2]), *weight)
+    return y.reshape(size, x.shape[1], form.n), True
+
+
+def _save(form: Form, operands: tuple[jax.Array, ...], y: jax.Array) -> Any:
+    x, *weight = operands
+    return jnp.zeros((), x.dtype), *weight
+
+
+def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any, ...]:
+    like, *weight = saved
+    ct = ct.astype(jnp.float32)
+    grouped = form.picks == "groups"
+    codes, scale = form.weight(*weight[: 1 if grouped else 2]).unpack()
+    floats = codes.astype(jnp.float32) * jnp.repeat(scale, form.layout.k // scale.shape[-2], -2)
+    turned = floats.swapaxes(-2, -1)
+    grad = lax.ragged_dot(ct, turned, weight[1]) if grouped else ct @ turned
+    return grad.astype(like.dtype), *(None for _ in weight)
+
+
+_PRODUCT = Op(
+    _name,
+    _reference,
+    results=_results,
+    attributes=lambda form, *_: {"k": form.layout.k, "n": form.n, **form.layout.attributes},
+    asked=_asked,
+    partition=partition_product,
+    batch=_batch,
+    save=_save,
+    gradient=_gradient,
+)

@@ -1,0 +1,90 @@
+"""Matmuls with packed weights and look-ups in them, in plain JAX: what the kernels compute."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from .layout import group_count
+from .weight import PackedWeight
+
+_LEAST_SCALE = float(np.finfo(np.float32).tiny)
+
+
+def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantize each row to int8, symmetrically and narrow-range.
+
+    Args:
+        x: [*rows, k], any float.
+
+    Returns:
+        Codes, int8[*rows, k], and scales, float32[*rows, 1]: the largest magnitude of the row times
+        1 / 127 (what XLA makes of a division by 127), and at least the smallest normal float32.
+        Ratios are rounded half to even. A row with an infinity or NaN has a scale that is one; NaN
+        gets code 0.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) * np.float32(1 / 127)
+    scale = lax.select(scale < _LEAST_SCALE, jnp.full_like(scale, _LEAST_SCALE), scale)
+    # An infinite scale would make NaN of the infinities; divided by this, they go to ±127.
+    divisor = jnp.where(scale > 2.0**126, np.float32(2.0**126), scale)
+    codes = lax.round(x / divisor, lax.RoundingMethod.TO_NEAREST_EVEN)
+    codes = jnp.clip(jnp.where(jnp.isnan(codes), np.float32(0), codes), -127, 127)
+    return codes.astype(jnp.int8), scale
+
+
+def gemm_w8a8(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
+    """Multiply int8 codes and sum in int32; see ``te_ffi_kernels.gemm_w8a8``."""
+    codes, scale = weight.unpack()
+    groups = group_count(weight.k, weight.group)
+    size = weight.k // groups
+    # [*rows, groups, size] and [*rows, groups, 1]
+    rows, row_scale = quantize_rows(x.reshape(*x.shape[:-1], groups, size))
+    sums = jnp.einsum(
+        "...gk,gkn->...gn",
+        rows,
+        codes.reshape(groups, size, weight.n),
+        preferred_element_type=jnp.int32,
+    )
+    # In this order, each product rounded, as a kernel has to.
+    parts = (sums.astype(jnp.float32) * row_scale) * _like(scale, sums)
+    return parts.sum(-2).astype(out_dtype)
+
+
+def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
+    """Multiply floats with codes and sum in float32; see ``te_ffi_kernels.gemv_w8``."""
+    codes, scale = weight.unpack()
+    scale = scale.astype(jnp.float32)
+    groups = group_count(weight.k, weight.group)
+    # Codes are exact in every float dtype.
+    sums = jnp.einsum(
+        "...gk,gkn->...gn",
+        x.astype(jnp.float32).reshape(*x.shape[:-1], groups, weight.k // groups),
+        codes.astype(jnp.float32).reshape(groups, weight.k // groups, weight.n),
+        precision=lax.Precision.HIGHEST,
+    )
+    return (sums * _like(scale, sums)).sum(-2).astype(out_dtype)
+
+
+def _like(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return `x` with as many axes as `y`."""
+    return lax.expand_dims(x, range(y.ndim - x.ndim))
+
+
+def take(weight: PackedWeight, indices: jax.Array, axis: int, out_dtype: DTypeLike) -> jax.Array:
+    """Take columns or rows, dequantized; see ``te_ffi_kernels.packed_take``."""
+    codes, scale = weight.unpack()
+    size = weight.shape[axis]
+    at = jnp.clip(jnp.where(indices < 0, indices + size, indices), 0, size - 1)
+    codes = jnp.take(codes, at, axis=axis, mode="clip").astype(jnp.float32)
+    scale = scale.astype(jnp.float32)
+    rows = weight.group or weight.k
+    if axis == 0:
+        values = codes * jnp.take(scale, at // rows, axis=0, mode="clip")
+    else:
+        scale = jnp.take(scale, at, axis=1, mode="clip")
+        values = jnp.moveaxis(codes * jnp.repeat(scale, rows, axis=0), 0, -1)
+    return values.astype(out_dtype)

@@ -1,0 +1,62 @@
+"""How a matmul with a packed weight is partitioned: each device calls the kernel on its block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..partition import axes_in, partitioned, spec_of
+from .config import Form
+
+
+def partition_product(
+    form: Form, block: Callable[..., jax.Array], *operands: jax.Array
+) -> Callable[..., jax.Array]:
+    """Return a matmul that can be partitioned along the rows of x and along panels.
+
+    Panels can be shared out where all of them are full, since a device computes whole panels. What
+    is contracted is gathered, and so are the weights of a stack, and rows that come in groups.
+
+    Args:
+        form: of the matmul.
+        block: called as ``block(form, *operands)``.
+        operands: ``x[m, k]`` and ``buffer[panels, bytes]``; or ``x``, ``stack[weights, panels,
+            bytes]``, and ``index[]`` or ``group_sizes[weights]``.
+    """
+    panel = form.layout.columns
+    stacked, grouped = bool(form.picks), form.picks == "groups"
+    by_panels = form.n % panel == 0
+    axis = 1 if stacked else 0  # of panels
+
+    def specs(arguments: Any) -> Any:
+        (rows,), (panels,) = spec_of(arguments[0], (0,)), spec_of(arguments[1], (axis,))
+        if not by_panels or axes_in([rows]) & axes_in([panels]):
+            panels = None
+        rows = None if grouped else rows
+        weight = [(None, panels, None), (None,) if grouped else ()] if stacked else [(panels,)]
+        return [(rows, None), *weight], [(rows, panels)]
+
+    def on_device(given: Any, found: Any) -> Callable[..., jax.Array]:
+        shared_out = found[0][1] is not None
+
+        def run(*operands: jax.Array) -> jax.Array:
+            columns = panel * operands[1].shape[axis] if shared_out else form.n
+            return block(dataclasses.replace(form, n=columns), *operands)
+
+        return run
+
+    # One factor for the panels, and one for the columns of a panel.
+    weight = [["l", "p", "b"], ["l"] if grouped else []] if stacked else [["p", "b"]]
+    columns, whole = ("(p c)", {"k", "l", "b", "c"}) if by_panels else ("n", {*"klpbn"})
+    return partitioned(
+        lambda *operands: block(form, *operands),
+        specs,
+        [["m", "k"], *weight],
+        [["m", columns]],
+        whole | ({"m"} if grouped else set()),
+        sizes={"c": panel} if by_panels else None,
+        on_device=on_device,
+    )

@@ -1,0 +1,98 @@
+"""PackedWeight: a weight in the order in which the kernels read it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from .layout import FEW_ROWS, Layout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A quantized weight, packed by ``pack_w8`` or ``pack_w4``; a pytree of its buffer.
+
+    It stands for a matrix of shape ``(k, n)``, or for several: ``lead`` are the axes of a stack of
+    layers, which ``scan`` and ``vmap`` go through.
+
+    Attributes:
+        buffer: uint8[*lead, panels, bytes of a panel]: see ``packed_weights.layout``. A panel is 16
+            columns (32 in version 2) and has a header, so the axis of panels can be sharded.
+        k: rows, those that a product contracts (static).
+        n: columns (static).
+        bits: 8 or 4 (static).
+        group: rows that share a scale, 0 for all (static).
+        version: of the format, 1, or 2 for 4 bits (static).
+        scale_dtype: of the scales, "float32", or "float16" in version 2 (static).
+    """
+
+    buffer: jax.Array
+    k: int = dataclasses.field(metadata={"static": True})
+    n: int = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
+    version: int = dataclasses.field(default=1, metadata={"static": True})
+    scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+
+    @classmethod
+    def of(cls, buffer: jax.Array, n: int, layout: Layout) -> PackedWeight:
+        """Return the weight of n columns that a buffer of a layout holds."""
+        fixed = layout.bits, layout.group, layout.version, layout.scale_dtype
+        return cls(buffer, layout.k, n, *fixed)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of what it stands for."""
+        return (*self.buffer.shape[:-2], self.k, self.n)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the buffer."""
+        return self.buffer.size
+
+    @property
+    def layout(self) -> Layout:
+        """Return how it is packed."""
+        return Layout(self.k, self.bits, self.group, self.version, self.scale_dtype)
+
+    @property
+    def panel(self) -> int:
+        """Columns that are packed together: shards along columns are cut between panels."""
+        return self.layout.columns
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What kernels are asked about, beside shapes and dtypes of activation and weight."""
+        return self.layout.question
+
+    def product_op(self, rows: Any, *, quantizes: bool) -> str | None:
+        """Return the op that multiplies with it the fastest, or None where there is none.
+
+        Args:
+            rows: of the activation; maybe symbolic.
+            quantizes: whether activations are quantized to int8 on the way.
+        """
+        if self.bits == 4:
+            return None if quantizes else "gemv_w4"
+        if quantizes:
+            return "gemm_w8a8"
+        return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
+
+    def unpack(self) -> tuple[jax.Array, jax.Array]:
+        """Return codes, int8[*lead, k, n], and scales [*lead, groups, n], in plain JAX."""
+        self.check()
+        return self.layout.unpack(self.buffer, self.n)
+
+    def check(self) -> None:
+        """Raise a ValueError where the buffer's shape or dtype can't be that of such a weight."""
+        wanted = self.layout.buffer(self.n).shape
+        found: Any = self.buffer
+        if found.dtype != "uint8" or found.shape[-2:] != wanted:
+            raise ValueError(
+                f"buffer is {found.dtype}{list(found.shape)}, but a weight of k={self.k} and "
+                f"n={self.n} in {self.bits} bits with group={self.group} is packed in uint8"
+                f"[..., {wanted[0]}, {wanted[1]}]. Pack it with pack_w{self.bits}."
+            )

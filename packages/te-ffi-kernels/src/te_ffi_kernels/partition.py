@@ -1,0 +1,132 @@
+"""How ops are partitioned: each device calls the kernel on its block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+Names = Sequence[Sequence[str]]
+Spec = tuple[Any, ...]
+
+
+def partitioned(
+    fn: Callable[..., Any],
+    specs: Callable[[Any], tuple[Sequence[Spec], Sequence[Spec]]],
+    axes_given: Names,
+    axes_found: Names,
+    whole: set[str],
+    *,
+    sizes: dict[str, int] | None = None,
+    on_device: Callable[..., Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """Return an op with a rule for partitioning.
+
+    Args:
+        fn: the op, a function of its operands.
+        specs: the specs of operands and of results, for what is known of the operands.
+        axes_given: names of the operands' axes.
+        axes_found: names of the results' axes; for one result the op returns it, else a tuple.
+        whole: names of axes that each device has all of.
+        sizes: of parts of axes.
+        on_device: what runs on a device, made of the specs of operands and results; else `fn`.
+    """
+    op = custom_partitioning(lambda *operands: fn(*operands))
+
+    def shardings(mesh: Any, found: Sequence[Spec]) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in found)
+
+    def results(mesh: Any, found: Sequence[Spec]) -> Any:
+        out = shardings(mesh, found)
+        return out[0] if len(axes_found) == 1 else out
+
+    def infer(mesh: Any, arguments: Any, result: Any) -> Any:
+        return results(mesh, specs(arguments)[1])
+
+    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
+        given, found = specs(arguments)
+        run = fn if on_device is None else on_device(given, found)
+        return mesh, run, results(mesh, found), shardings(mesh, given)
+
+    sides = [", ".join(" ".join(axes) for axes in side) for side in (axes_given, axes_found)]
+    # In the order in which they appear, which Shardy wants.
+    names = " ".join(sides).replace(",", " ").replace("(", " ").replace(")", " ").split()
+    op.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=" -> ".join(sides),
+        need_replication_factors=tuple(name for name in dict.fromkeys(names) if name in whole),
+        **(sizes or {}),
+    )
+    return op
+
+
+def partition_rows(
+    fn: Callable[..., Any],
+    axes_given: Names,
+    axes_found: Names,
+    whole: set[str],
+    sums: Sequence[int] = (),
+) -> Callable[..., Any]:
+    """Return an op that can be partitioned along all axes but some.
+
+    Args:
+        fn: the op, a function of its operands.
+        axes_given: names of the operands' axes. Axes of one name are shared out alike.
+        axes_found: of the results' axes.
+        whole: names of axes that each device has all of.
+        sums: the numbers of those results that are sums over the axes that they haven't.
+    """
+
+    def specs(arguments: Any) -> tuple[list[Spec], list[Spec]]:
+        found: dict[str, Any] = {}
+        for names, argument in zip(axes_given, arguments, strict=True):
+            given = spec_of(argument, range(len(names)))
+            for name, axes in zip(names, given, strict=True):
+                taken = axes_in(tuple(found.values()))
+                if name not in whole and name not in found and not axes_in((axes,)) & taken:
+                    found |= {} if axes is None else {name: axes}
+        given, out = (
+            [tuple(found.get(name) for name in names) for names in side]
+            for side in (axes_given, axes_found)
+        )
+        return given, out
+
+    on_device = functools.partial(_summed, fn, sums)
+    return partitioned(fn, specs, axes_given, axes_found, whole, on_device=on_device)
+
+
+def _summed(
+    fn: Callable[..., Any], sums: Sequence[int], given: Sequence[Spec], found: Sequence[Spec]
+) -> Callable[..., Any]:
+    """Sum some of the results of a device over the mesh axes that only operands are shared by."""
+    shared = axes_in(tuple(axes for spec in given for axes in spec))
+    over = {i: tuple(sorted(shared - axes_in(found[i]))) for i in sums}
+    if not any(over.values()):
+        return fn
+
+    def summed(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(
+            jax.lax.psum(x, over[i]) if over.get(i) else x for i, x in enumerate(fn(*operands))
+        )
+
+    return summed
+
+
+def spec_of(argument: Any, axes: Sequence[int]) -> Spec:
+    """Return the mesh axes of some axes of an array."""
+    spec = tuple(getattr(argument.sharding, "spec", ()))
+    spec += (None,) * (len(argument.shape) - len(spec))
+    return tuple(spec[i] for i in axes)
+
+
+def axes_in(spec: Sequence[Any]) -> set[str]:
+    """Return all mesh axes in a spec."""
+    found: set[str] = set()
+    for axes in spec:
+        found |= set() if axes is None else {axes} if isinstance(axes, str) else set(axes)
+    return found

@@ -1,0 +1,83 @@
+"""grouped_quantize: groups of rows, each with scales of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ..op import Op
+from . import checks, reference
+from .config import QuantizeConfig, quantize_config
+
+
+def grouped_quantize(
+    x: jax.Array,
+    scale: jax.Array,
+    group_sizes: jax.Array,
+    out_dtype: DTypeLike,
+    scaling_mode: Any,
+    q_layout: Any,
+    flatten_axis: int = -1,
+    scale_dtype: DTypeLike | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Quantize groups of x one by one, as ``dbias_quantize`` does with one array.
+
+    The arguments are those of Transformer Engine's primitive. Groups are of x's first axis, one
+    after the other; the axes from there to `flatten_axis` are rows of theirs.
+
+    Args:
+        x: float32, bfloat16 or float16, of 2 or more axes.
+        scale: float32[groups]; used per tensor.
+        group_sizes: int32[groups], with the sum ``x.shape[0]``.
+        out_dtype: float8_e4m3fn, float8_e5m2, or (ours) int8, which MXFP8 hasn't.
+        scaling_mode: a ``ScalingMode`` or its number.
+        q_layout: a ``QuantizeLayout`` or its number.
+        flatten_axis: the first axis that is columns.
+        scale_dtype: float32; for MXFP8 float8_e8m0fnu, or uint8 with the same bits.
+
+    Returns:
+        ``(out, colwise_out, scale_inv, colwise_scale_inv, updated_amax)``, all flat: the results of
+        the groups one after the other, codes by column transposed within each group (not with
+        MXFP8). There is a scale for each group, empty ones too. `updated_amax` is float32[groups]:
+        per tensor the largest magnitude of each group, else 0. What isn't wanted has shape (1,).
+
+    There is no gradient.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as ``dbias_quantize``.
+        jax.errors.JaxRuntimeError: when it runs: negative groups, another sum, or MXFP8 by column
+            with groups that aren't multiples of 32 rows. On CUDA, where nobody waits for what the
+            sizes are, all scales and magnitudes are NaN then. (The reference can't tell.)
+    """
+    op = "grouped_quantize"
+    config = quantize_config(
+        op, x, out_dtype, scaling_mode, q_layout, flatten_axis, scale_dtype, grouped=True
+    )
+    checks.dtype(op, "group_sizes", group_sizes.dtype, (jnp.int32,))
+    if group_sizes.ndim != 1:
+        raise ValueError(f"{op}: group_sizes has shape {group_sizes.shape}, and must have one axis")
+    if config.scaling_mode.is_tensor:
+        checks.dtype(op, "scale", scale.dtype, (jnp.float32,))
+        checks.shape(op, "scale", scale, group_sizes.shape, "one for each of group_sizes")
+    return _GROUPED(config, x, jnp.asarray(scale), group_sizes)
+
+
+def _attributes(config: QuantizeConfig, *_: jax.Array) -> dict[str, Any]:
+    return {
+        "scaling_mode": int(config.scaling_mode),
+        "q_layout": int(config.q_layout),
+        "flatten_axis": config.axis,
+    }
+
+
+_GROUPED = Op(
+    "grouped_quantize",
+    reference.grouped,
+    results=lambda config, x, scale, sizes: config.grouped_results(x, sizes.shape[0]),
+    attributes=_attributes,
+    save=lambda *_: (),
+    gradient=lambda *_: (None, None, None),
+)

@@ -1,0 +1,101 @@
+"""What the ops of this folder refuse, and what they make of their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..quantize.checks import FLOATS, dtype
+
+
+class SoftmaxFusionType(enum.Enum):
+    """Which logits a softmax takes."""
+
+    SCALED = "scaled"
+    """All."""
+    SCALED_MASKED = "scaled_masked"
+    """Those where a mask isn't 1."""
+    SCALED_UPPER_TRIANG_MASKED = "scaled_upper_triang_masked"
+    """Those up to the diagonal: row i has the columns 0 to i."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is fixed while a program is traced."""
+
+    fusion: SoftmaxFusionType
+    scale: float
+
+    @property
+    def op(self) -> str:
+        """Return the name of the kernels, less their direction."""
+        return f"{self.fusion.value}_softmax"
+
+    @property
+    def causal(self) -> bool:
+        """Return whether the number of a row counts."""
+        return self.fusion is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED
+
+
+def config(op: str, given: Any, scale_factor: Any) -> Config:
+    """Return the fusion and the scale.
+
+    Raises:
+        TypeError, ValueError: as ``te_ffi_kernels.softmax``.
+    """
+    if not isinstance(scale_factor, numbers.Real):
+        raise TypeError(
+            f"{op}: scale_factor is of type {type(scale_factor).__name__}, and must be a number of "
+            "Python or NumPy: it is part of the compiled program"
+        )
+    try:
+        fusion = SoftmaxFusionType(getattr(given, "value", given))
+    except ValueError:
+        raise ValueError(
+            f"{op}: softmax_fusion_type is {given!r}, and must be one of: "
+            f"{', '.join(one.name for one in SoftmaxFusionType)}"
+        ) from None
+    return Config(fusion, float(scale_factor))
+
+
+def logits(op: str, name: str, given: jax.Array, axes: int) -> None:
+    """Raise where an array isn't float, or has fewer than so many axes."""
+    dtype(op, name, given.dtype, FLOATS)
+    if given.ndim < axes:
+        wanted = "[..., heads, q, k]" if axes == 3 else "[..., q, k]"
+        raise ValueError(f"{op}: {name} has shape {given.shape}, and must be {wanted}")
+
+
+def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Return the mask, for logits x.
+
+    Raises:
+        TypeError, ValueError: it isn't one.
+    """
+    if given is None:
+        raise ValueError(f"{op}: mask is None, and must be given: uint8 or bool, 1 for masked")
+    dtype(op, "mask", given.dtype, (jnp.uint8, jnp.bool_))
+    batch = math.prod(x.shape[:-3])
+    fits = given.ndim >= 3 and given.shape[-3:] == (1, *x.shape[-2:])
+    if not fits or math.prod(given.shape[:-3]) not in (1, batch):
+        raise ValueError(
+            f"{op}: mask has shape {given.shape}, and must have {(batch, 1, *x.shape[-2:])}, or 1 "
+            f"in place of the first: logits have shape {x.shape}, and their heads share a mask"
+        )
+    return given
+
+
+def gradient(op: str, dz: jax.Array, softmax_out: jax.Array) -> None:
+    """Raise where two arrays aren't a softmax and its cotangent."""
+    logits(op, "dz", dz, 2)
+    dtype(op, "softmax_out", softmax_out.dtype, (dz.dtype,))
+    if softmax_out.shape != dz.shape:
+        raise ValueError(
+            f"{op}: softmax_out has shape {softmax_out.shape}, and must have that of dz: {dz.shape}"
+        )
