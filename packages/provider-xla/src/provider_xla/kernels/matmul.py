@@ -15,12 +15,16 @@ from opt_einsum import parser
 import quant_numerics as qn
 from interception_core import get_op
 
-from ..program.products import MatrixProduct, Product
+from ..program.products import MatrixProduct, Product, RaggedProduct
 from ..program.tiles import tile_elements
 from .mapped import mapped_product
 from .packed import PrepackedWeight
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+GROUPS = "_groups"
+"""The end of the name of an op's kernel for rows in groups, each with its own weight."""
 
 
 class NoKernel(Exception):
@@ -121,7 +125,13 @@ def op_of(
     return op
 
 
-def check_dtypes(product: MatrixProduct, x: Any, dtype: Any) -> np.dtype:
+def check_groups(product: RaggedProduct, side: int) -> None:
+    """Raise NoKernel for a ragged product that is not ``lax.ragged_dot`` with a weight."""
+    if side != 1 or not product.trains:
+        raise NoKernel("a ragged product of other axes than those of ragged_dot")
+
+
+def check_dtypes(product: MatrixProduct | RaggedProduct, x: Any, dtype: Any) -> np.dtype:
     """Returns the dtype of the result, for an activation and a weight of that dtype.
 
     Raises:
@@ -143,8 +153,9 @@ def multiply(
     x: jax.Array,
     weight: PrepackedWeight,
     side: int,
+    extras: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Returns a product with a packed weight, by a kernel's op.
+    """Return a product with a packed weight, by a kernel's op.
 
     Args:
         product: the product.
@@ -153,12 +164,15 @@ def multiply(
         x: the activation.
         weight: the other operand.
         side: which operand the weight is.
+        extras: of a ragged product, the sizes of groups.
 
     Raises:
         NoKernel: the op doesn't compute this.
     """
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")
+    if isinstance(product, RaggedProduct):
+        return _multiply_groups(product, how, is_static, x, weight, side, *extras)
     layout = layout_of(product, side, x.shape, weight.shape)
     assert isinstance(product, MatrixProduct)
     dtype = check_dtypes(product, x, weight.dtype)
@@ -193,6 +207,28 @@ def multiply(
     columns = sorted(left, key=lambda part: places[part])
     order = [*range(len(kept)), *(len(kept) + left.index(part) for part in columns)]
     return y.transpose([order[place] for place in layout.result])
+
+
+def _multiply_groups(
+    product: RaggedProduct,
+    how: qn.HowToQuantize | None,
+    is_static: bool,
+    x: jax.Array,
+    weight: PrepackedWeight,
+    side: int,
+    sizes: jax.Array,
+) -> jax.Array:
+    """Return ``lax.ragged_dot`` with a stack of packed weights, one for each group of rows."""
+    check_groups(product, side)
+    dtype = check_dtypes(product, x, weight.dtype)
+    if len(weight.lead) != 1 or weight.axes() != [0, 1, 2] or weight.order != (0, 1):
+        raise NoKernel("groups along another axis than the first")
+    if weight.misses or weight.gone:
+        raise NoKernel("groups that a program looks up or maps")
+    if _is_explicit(x):
+        raise NoKernel("explicit sharding")
+    op = op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, x.shape[0])
+    return get_op(op)(x, weight.packed, out_dtype=dtype, index=weight.index, group_sizes=sizes)
 
 
 def _is_explicit(x: jax.Array) -> bool:

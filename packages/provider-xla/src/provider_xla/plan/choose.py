@@ -14,13 +14,13 @@ import quant_numerics as qn
 from hijax_trace import mapped_axes, mapped_rows
 from interception_core import JaxtapError, get_op
 
-from ..kernels.matmul import NoKernel, check_dtypes, layout_of, op_of
+from ..kernels.matmul import GROUPS, NoKernel, check_dtypes, check_groups, layout_of, op_of
 from ..kernels.packed import packed_bits
 from ..kernels.packing import Packing
 from ..kernels.rows import TAKE
 from ..program.candidates import Choice, choice
 from ..program.granularity import Axes
-from ..program.products import MatrixProduct
+from ..program.products import MatrixProduct, RaggedProduct
 from ..program.sites import Site
 from ..run.static import is_static
 from .weight import WeightPlan
@@ -34,13 +34,14 @@ class MatrixUse:
     """A product of a parameter, as one of matrices.
 
     Attributes:
-        gone: the axes of the parameter that the operand has not: steps, and what is mapped.
+        gone: the axes of the parameter that the matrix has not: steps, groups, and what is mapped.
         columns: which of these a ``vmap`` goes along for the parameter alone.
         k_axes: its axes that are contracted.
         how: how the activation is quantized.
         is_static: whether that has a static range.
         rows: of the activation.
         dtype: of the activation.
+        suffix: of the op that kernels are asked about.
     """
 
     gone: frozenset[int]
@@ -50,6 +51,7 @@ class MatrixUse:
     is_static: bool
     rows: Any
     dtype: Any
+    suffix: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +85,18 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         raise NoKernel("its axes are cut, merged or split on the way")
     if site.weights[1 - side] is not None:
         raise NoKernel("both operands are parameters")
+    gone, places = _places(axes, shape, weight.shape)
+    static = is_static(site, 1 - side)
+    if isinstance(site.product, RaggedProduct):
+        check_groups(site.product, side)
+        check_dtypes(site.product, x, weight.dtype)
+        gone |= {places[0]}
+        how = site.hows[1 - side]
+        k_axes, rows = (places[1],), x.shape[0]
+        return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS)
     layout = layout_of(site.product, side, x.shape, weight.shape)
     assert isinstance(site.product, MatrixProduct)
     check_dtypes(site.product, x, weight.dtype)
-    gone, places = _places(axes, shape, weight.shape)
     k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
     rows = math.prod(x.shape[axis] for axis in layout.kept)
     mapped, columns = 1, frozenset[int]()
@@ -94,7 +104,6 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
     if view is not None and other is not None:
         columns = mapped_axes(view, other) & gone
         mapped = mapped_rows(other, view)
-    static = is_static(site, 1 - side)
     return MatrixUse(gone, columns, k_axes, site.hows[1 - side], static, mapped * rows, x.dtype)
 
 
@@ -262,7 +271,7 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    kernel, why = choice(op, packing.platform, operands, **form.question)
+    kernel, why = choice(op + use.suffix, packing.platform, operands, **form.question)
     if kernel is None:
         raise NoKernel(str(why))
     return kernel

@@ -82,7 +82,7 @@ def quantized_product(
             if isinstance(weight, PrepackedWeight):
                 other, static = operands[1 - side], calibrations[1 - side] is not None
                 try:
-                    return multiply(product, hows[1 - side], static, other, weight, side)
+                    return multiply(product, hows[1 - side], static, other, weight, side, extras)
                 except NoKernel:
                     continue
         sides = []
