@@ -15,7 +15,7 @@ import provider_xla as xla
 pytestmark = pytest.mark.sample(2)
 
 FUSED = xla.QuantizationRule(kernel="fused")
-RNG = np.random.default_rng()
+RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(2, 7, 12)), jnp.float32)
 MASK = jnp.asarray(RNG.random((2, 1, 7, 7)) < 0.7).at[..., 0].set(True)
 W = jnp.asarray(RNG.normal(size=12), jnp.float32)
@@ -48,6 +48,13 @@ CALLS = {
     ),
     "attention without a batch": lambda w, x: jax.nn.dot_product_attention(
         heads(x * w)[0], heads(x)[0], heads(x)[0], mask=MASK[0]
+    ),
+    "attention over a cache": lambda w, x: jax.nn.dot_product_attention(
+        heads(x * w)[:, :1],
+        heads(x),
+        heads(x),
+        mask=MASK[:, :, :1],
+        key_value_seq_lengths=jnp.array([7, 3]),
     ),
     "flax's attention": lambda w, x: nn.dot_product_attention(
         heads(x * w), heads(x), heads(x), mask=MASK
@@ -88,6 +95,7 @@ def test_functions_and_their_gradients(name):
     [
         *itertools.product(["softmax", "gelu", "silu", "standardize"], [jnp.bfloat16, jnp.float16]),
         ("masked attention", jnp.bfloat16),
+        ("attention over a cache", jnp.bfloat16),
     ],
 )
 def test_narrow_floats_are_no_worse_than_in_jax(name, dtype):
@@ -222,9 +230,9 @@ def test_training_with_kernels():
         (lambda w, x: jax.nn.silu(x.astype(jnp.float8_e5m2)), "float8_e5m2"),
         (
             lambda w, x: jax.nn.dot_product_attention(
-                heads(x), heads(x), heads(x), key_value_seq_lengths=jnp.array([3, 7])
+                heads(x), heads(x), heads(x), query_seq_lengths=jnp.array([3, 7])
             ),
-            "key_value_seq_lengths",
+            "query_seq_lengths",
         ),
     ],
 )

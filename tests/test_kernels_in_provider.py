@@ -411,7 +411,7 @@ assert plan.ops[0].kernel is None
 print(plan.ops[0].kernel_reason, isinstance(plan.quantize(w), qn.QArray))
 """
     found = run_python("-c", program, JAXTAP_DISABLE_PLUGINS="te-ffi-kernels")
-    assert found.stdout.strip() == "no kernel for gemm_w8a8 on cpu True"
+    assert found.stdout.strip() == "no kernel for pack_w8 on cpu True"
 
 
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit, jax.checkpoint])

@@ -51,7 +51,7 @@ np.testing.assert_allclose(jax.grad(train)(w), np.tile(x.sum(0)[:, None], 24), r
 try:
     qn.get_qtype("nf33")
 except ValueError as error:
-    assert "nf3, nf4" in str(error) and "did you mean 'nf3'" in str(error), error
+    assert "nf3, nf4" in str(error) and "Did you mean 'nf3'" in str(error), error
 else:
     raise AssertionError("nf33 is no format")
 """

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider_xla.program.granularity import Granularity, of_operand
+from quant_numerics import contraction_tiles
 
 
 @pytest.mark.parametrize(
@@ -27,10 +28,18 @@ from provider_xla.program.granularity import Granularity, of_operand
         ((0, 0, 1), (2, 4, 6), (8, 6), (0,), 4, (0, 2), {1: 4}),
         ((0, 0, 1), (4, 4, 6), (16, 6), (0,), 8, (2,), {0: 2, 1: 4}),
         ((0, 0, 1), (2, 4, 6), (8, 6), (1,), None, (0, 1), {}),
+        ((0, 1), (72, 6), (72, 6), (0,), 32, (1,), {0: 32}),
+        ((0, 1, 2), (4, 8, 6), (4, 8, 6), (0, 1), 16, (2,), {0: 2}),
+        ((0, 1, 2), (4, 8, 6), (4, 8, 6), (0, 1), 4, (0, 2), {1: 4}),
+        ((0, 1, 2), (4, 8, 6), (4, 8, 6), (1, 0), 8, (2,), {1: 2}),
+        (((0, 1), 2), (32, 6), (4, 8, 6), (0, 1), 16, (1,), {0: 16}),
+        (((0, 1), 2), (32, 6), (4, 8, 6), (0, 1), 4, (1,), {0: 4}),
+        (((0, 1), 2), (32, 6), (4, 8, 6), (1, 0), 8, (1,), {}),
     ],
 )
 def test_moves(axes, shape, operand, contracted, tile, channels, tiles):
-    found = of_operand(axes, shape, operand, contracted, tile)
+    tiles_of = {} if tile is None else contraction_tiles(operand, contracted, tile)
+    found = of_operand(axes, shape, operand, contracted, tiles_of)
     assert found == Granularity(channels, tiles)
 
 
@@ -70,7 +79,7 @@ def operands(draw):
 def test_no_two_scales_in_what_is_summed(case):
     """Along contracted axes a scale never changes, but where tiles say so."""
     shape, moved, order, axes, operand, contracted = case
-    found = of_operand(axes, shape, operand, contracted, None)
+    found = of_operand(axes, shape, operand, contracted, {})
     number = slices(found, shape).reshape(moved).transpose(order)
     assert number.shape == operand
     first = number[
@@ -84,7 +93,7 @@ def test_no_two_scales_in_what_is_summed(case):
 @given(operands(), operands())
 def test_join_is_coarser_than_both(one, other):
     shape = one[0]
-    first = of_operand(one[3], shape, one[4], one[5], None)
+    first = of_operand(one[3], shape, one[4], one[5], {})
     second = Granularity(tuple(range(len(shape)))[: len(other[5])])
     both = first.join(second)
     for finer in (first, second):

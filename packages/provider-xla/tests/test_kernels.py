@@ -1,5 +1,6 @@
 """Kernels in plans and programs, with a package of kernels in plain JAX: see ``fake_kernels``."""
 
+import dataclasses
 import functools
 import json
 
@@ -10,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import provider_xla as xla
 import quant_numerics as qn
 from hijax_trace import MoveError
 from jaxtap_testkit import fake_kernels
@@ -22,6 +24,7 @@ from provider_xla import (
     QuantizationError,
     QuantizationRule,
 )
+from provider_xla.program.products import MatrixProduct
 from provider_xla.run.product import quantized_product
 
 pytestmark = pytest.mark.sample(2)
@@ -164,9 +167,8 @@ def test_the_kernel_is_shown():
     plan = PtqProvider(W8A8).plan(lambda w, x: x @ w, w, x)
     assert "fake.gemm_w8a8" in str(plan)
     values = json.loads(json.dumps(plan.as_json()))
-    assert values["ops"][0]["kernel"] == "fake.gemm_w8a8"
-    assert values["ops"][0]["kernel_reason"] is None
-    assert values["weights"][0]["packed"] is True
+    assert values["ops"][0]["kernels"] == {"cpu": {"kernel": "fake.gemm_w8a8", "reason": None}}
+    assert values["weights"][0]["packed"] == ["cpu"]
     assert plan.bytes_after == plan.quantize(w).nbytes
 
 
@@ -301,7 +303,7 @@ def test_moves_are_those_of_the_codes():
     _, packed, codes, _ = stored_matrix((3, 8, 8))
     for primitive, params, stays in (
         ("transpose", {"permutation": (0, 2, 1)}, True),
-        ("transpose", {"permutation": (2, 0, 1)}, False),
+        ("transpose", {"permutation": (2, 0, 1)}, True),
         ("convert_element_type", {"new_dtype": jnp.bfloat16}, True),
         ("reshape", {"new_sizes": (3, 64), "dimensions": None}, False),
         ("squeeze", {"dimensions": ()}, True),
@@ -345,6 +347,25 @@ def test_an_expert_of_packed_weights_stays_packed():
         actual, expected = followed(fn, packed), followed(fn, codes)
         assert is_packed(actual)
         np.testing.assert_array_equal(actual.restore(), expected.restore())
+
+
+def test_what_is_looked_up_out_of_bounds_is_nan():
+    _, packed, codes, x = stored_matrix((3, 8, 8))
+
+    def fn(w, i):
+        return w.at[i].get(mode="fill", fill_value=np.nan)
+
+    for i in (2, 3, -1, np.array([0, 7])):
+        actual, expected = (followed(lambda w, i=i: fn(w, i), one) for one in (packed, codes))
+        assert is_packed(actual)
+        np.testing.assert_array_equal(actual.restore(), expected.restore())
+        if np.ndim(i) == 0:
+            found = quantized_product(product_of(x), (None, None), x, actual, (), (None, None))
+            np.testing.assert_allclose(found, x @ expected.restore(), rtol=1e-5)
+
+
+def product_of(x):
+    return MatrixProduct(((((x.ndim - 1,), (0,)), ((), ()))), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -479,11 +500,57 @@ def test_shardings_that_panels_allow():
 
     (weight,) = PtqProvider(W8).plan(fn, draw(shape)[0], x).weights.values()
     one = NamedSharding(mesh, PartitionSpec(None, "d"))
-    assert weight.packing.unshardable(shape, one) is None
+    assert weight.packings["cpu"].unshardable(shape, one) is None
     stored = (
         PtqProvider(W8).plan(fn, draw(shape)[0], x).quantize(jax.device_put(draw(shape)[0], one))
     )
     assert is_packed(stored)
     explicit = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
-    why = weight.packing.unshardable(shape, NamedSharding(explicit, PartitionSpec()))
+    why = weight.packings["cpu"].unshardable(shape, NamedSharding(explicit, PartitionSpec()))
     assert "explicit" in why
+
+
+@pytest.mark.parametrize("rule", [W4, W8, W8A8], ids=["w4", "w8", "w8a8"])
+@pytest.mark.parametrize(("shape", "tile", "groups"), [((4, 16), 32, 2), ((4, 16), 8, 8)])
+def test_tiles_of_flattened_axes_are_groups_of_rows(kernels, rule, shape, tile, groups):  # noqa: F811
+    def model(p, x):
+        return jnp.einsum("bhd,hdo->bo", x, p["w"])
+
+    rule = dataclasses.replace(rule, tile_size=tile)
+    params, x = {"w": draw((*shape, 20))[0]}, draw((5, *shape))[0]
+    plan, packed, codes = both_ways(model, [rule], params, x)
+    (weight,) = plan.weights.values()
+    assert weight.packings["cpu"].group == 64 // groups
+    assert fake_kernels.CALLS
+    same(packed, codes)
+    stored = plan.quantize(params)["w"]
+    same(stored.restore(), plan.quantize(params, prepack=False)["w"].restore(), exact=True)
+
+
+def test_a_shorter_last_tile_is_left_to_xla(kernels):  # noqa: F811
+    rule = dataclasses.replace(W4, tile_size=32, tile_fallback="padded")
+    plan, packed, codes = both_ways(
+        lambda p, x: x @ p["w"], [rule], {"w": draw((72, 20))[0]}, draw((5, 72))[0]
+    )
+    assert plan.ops[0].kernel_reason == "its last tile is shorter"
+    assert not fake_kernels.CALLS
+    same(packed, codes, exact=True)
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales_in_16_bits_are_packed(kernels, qtype, dtype, tmp_path):  # noqa: F811
+    rule = QuantizationRule(weight_qtype=qtype, tile_size=32, scale_dtype=dtype)
+    params = {"w": draw((64, 32))[0]}
+    plan, packed, codes = both_ways(lambda p, x: x @ p["w"], [rule], params, draw((5, 64))[0])
+    same(packed, codes)
+    stored = plan.quantize(params)["w"]
+    assert fake_kernels.CALLS
+    keeps = (qtype, dtype) == ("int4", "float16")
+    assert stored.packed.scale.dtype == ("float16" if keeps else "float32")
+    assert stored.nbytes == plan.weights["args[0]['w']"].bytes_after
+    assert stored.unpacked().scale.dtype == dtype
+    xla.save(tmp_path / "file.safetensors", {"w": stored})
+    loaded = xla.load(tmp_path / "file.safetensors")["w"]
+    assert loaded.scale.dtype == dtype
+    same(loaded.restore(), stored.restore(), exact=True)

@@ -367,15 +367,14 @@ def test_static_ranges_in_programs(program):
     assert set(ranges) == set(plan.ranges)
     stored = plan.quantize(params)
     actual, expected = jax.jit(plan.apply(fn, ranges))(stored, x), fn(params, x)
-    # The steps of a scan share one range: that of the largest.
-    assert np.linalg.norm(actual - expected) < 0.15 * np.linalg.norm(expected)
+    assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
     assert products(plan.apply(fn, ranges), stored, x) == [("int8", "int8")] * PROGRAMS[program][3]
 
 
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("loop", ["scan", "fori_loop"])
 def test_no_step_of_a_loop_is_cut_off(loop, train):
-    """The range of a loop is that of its largest step; the mean is taken over calls."""
+    """A joined range is that of the largest step; the mean is taken over calls."""
 
     def model(w, x):
         if loop == "scan":
@@ -383,7 +382,7 @@ def test_no_step_of_a_loop_is_cut_off(loop, train):
         return lax.fori_loop(0, len(w), lambda i, c: jnp.tanh(c @ w[i]), 10 * x)
 
     w, batches = draw((4, 8, 8))[0], [draw((16, 8), seed=s)[0] for s in range(3)]
-    rule = dataclasses.replace(STATIC, act_batch_axes=())
+    rule = dataclasses.replace(STATIC, act_batch_axes=(), static_range="joined")
     if train:
         provider = QtProvider([rule], strict=True)
         ranges = provider.init_statistics(model, w, batches[0])
@@ -485,7 +484,7 @@ def test_tiles_that_do_not_divide():
 
 @pytest.mark.parametrize(
     ("fallback", "tiles", "said"),
-    [("divisor", {0: 6}, "tiles of 6"), ("channel", {}, "one scale per channel")],
+    [("divisor", {0: 6}, "tiles of"), ("channel", {}, "one scale per channel")],
 )
 def test_tiles_as_a_catch_all(fallback, tiles, said):
     """A convolution stem, heads that tiles don't divide, and a matmul that they do, by one rule."""
@@ -502,7 +501,7 @@ def test_tiles_as_a_catch_all(fallback, tiles, said):
     found = {path: dict(one.granularity.tile_axes) for path, one in plan.weights.items()}
     assert found == {"args[0]['stem']": {}, "args[0]['odd']": tiles, "args[0]['even']": {0: 8}}
     assert [note.partition(" does")[0] for note in plan.notes][1] == "matmul:0: tile_size 8"
-    assert "one scale per channel" in plan.notes[0]
+    assert said in plan.notes[0]
     assert said in plan.notes[1]
     assert "note: matmul:0" in str(plan)
     stored = plan.quantize(params)

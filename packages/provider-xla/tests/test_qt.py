@@ -320,3 +320,141 @@ def test_rarer_forms(fn, shapes):
     assert 0 < distance(actual, fn(w, x)) < 0.02
     ours = gradients(QtProvider([QT]).apply(fn), w, x)
     assert distance(ours, gradients(fn, w, x)) < 0.05
+
+
+def gradients_of(fn, w, x, g):
+    return jax.vjp(fn, w, x)[1](g)
+
+
+def test_either_product_of_the_backward_pass_has_a_format_of_its_own():
+    """A rule is a Backward for each gradient."""
+    w, x, g = draw((16, 8), (6, 16), (6, 8))
+    how = qn.HowToQuantize("int8")
+    int4 = qn.HowToQuantize("int4", tile_size=4)
+    cases = {
+        "act alone": ({"bwd_act_grad_qtype": "int8"}, qn.Backward("int8"), None),
+        "weight alone": ({"bwd_weight_grad_qtype": "fp8"}, None, qn.Backward("fp8")),
+        "both, with tiles": (
+            {
+                "bwd_qtype": "int8",
+                "bwd_weight_grad_qtype": "int4",
+                "bwd_act_grad_tile_size": 4,
+                "bwd_weight_grad_tile_size": 2,
+                "bwd_weight_grad_calibration_method": "absmax,0.9",
+            },
+            qn.Backward("int8", tile_size=4),
+            qn.Backward("int4", "absmax,0.9", tile_size=2),
+        ),
+        "original residuals": (
+            {"bwd_qtype": "int8", "bwd_original_residuals": True},
+            qn.Backward("int8", residual="original"),
+            qn.Backward("int8", residual="original"),
+        ),
+        "residuals of their own": (
+            {
+                "bwd_qtype": "int8",
+                "bwd_act_grad_tile_size": 4,
+                "bwd_weight_residual_qtype": "int4",
+                "bwd_act_residual_qtype": "int8",
+            },
+            qn.Backward("int8", tile_size=4, residual=int4),
+            qn.Backward("int8", residual=qn.HowToQuantize("int8")),
+        ),
+    }
+    for name, (fields, of_x, of_w) in cases.items():
+        rule = QtRule(weight_qtype="int8", act_qtype="int8", **fields)
+        for swapped in (False, True):  # the parameter may be either operand
+            dims = (((0,), (1,)), ((), ())) if swapped else (((1,), (0,)), ((), ()))
+
+            def product(w, x, swapped=swapped, dims=dims):
+                return lax.dot_general(w, x, dims) if swapped else lax.dot_general(x, w, dims)
+
+            def expected(w, x, swapped=swapped, dims=dims, pair=(of_x, of_w)):
+                operands, pair = ((w, x), pair[::-1]) if swapped else ((x, w), pair)
+                return qn.train_dot_general(
+                    *operands, dims, lhs_how=how, rhs_how=how, backward=pair
+                )
+
+            cotangent = g.T if swapped else g
+            found = gradients_of(QtProvider(rule).apply(product), w, x, cotangent)
+            wanted = gradients_of(expected, w, x, cotangent)
+            for one, other in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bwd_weight_grad_tile_size": 4}, "neither bwd_qtype nor bwd_weight_grad_qtype"),
+        (
+            {"bwd_weight_grad_qtype": "int8", "bwd_act_grad_tile_size": 4},
+            "neither bwd_qtype nor bwd_act_grad_qtype",
+        ),
+        (
+            {"bwd_act_grad_qtype": "int8", "bwd_act_residual_qtype": "int8"},
+            "bwd_act_residual_qtype must be None where neither bwd_qtype nor bwd_weight_grad",
+        ),
+        ({"bwd_original_residuals": True}, "a float backward pass has them"),
+        ({"bwd_original_residuals": 1, "bwd_qtype": "int8"}, "must be a bool"),
+        ({"bwd_qtype": "int8", "bwd_act_grad_calibration_method": "minmax"}, "symmetric"),
+        ({"bwd_act_grad_qtype": "int9"}, "bwd_act_grad_qtype must be None or a qtype"),
+        ({"bwd_qtype": "int8", "bwd_act_grad_tile_size": 0}, "positive number of elements"),
+    ],
+)
+def test_backward_fields_that_mean_nothing_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        QtRule(weight_qtype="int8", **fields)
+
+
+RAGGED_RULES = {
+    "fp8": {"weight_qtype": "fp8", "act_qtype": "fp8", "bwd_qtype": "fp8_e5m2"},
+    "fp8 in tiles": {"weight_qtype": "fp8", "act_qtype": "fp8", "tile_size": 8},
+    "int4 in tiles": {
+        "weight_qtype": "int4",
+        "act_qtype": "int8",
+        "tile_size": 8,
+        "bwd_qtype": "int8",
+        "bwd_act_grad_tile_size": 4,
+    },
+    "int4 weights": {"weight_qtype": "int4", "tile_size": 4},
+    "mxfp4": {"weight_qtype": "mxfp4", "act_qtype": "mxfp8"},
+}
+
+
+@pytest.mark.parametrize("kind", RAGGED_RULES)
+def test_grouped_products_in_small_formats(kind):
+    """Values are float64 sums of the dequantized operands."""
+    (w,), (x,), (g,) = draw((3, 32, 8)), draw((7, 32), seed=1), draw((7, 8), seed=2)
+    sizes = jnp.array([3, 0, 4], jnp.int32)
+
+    def fn(w, x):
+        return lax.ragged_dot(x, w, sizes)
+
+    rule = QtRule(**RAGGED_RULES[kind])
+    inference = {k: v for k, v in RAGGED_RULES[kind].items() if not k.startswith("bwd")}
+    plan = PtqProvider(QuantizationRule(**inference), strict=True).plan(fn, w, x)
+    stored = plan.quantize(w)
+    assert plan.weights["args[0]"].qtype == qn.get_qtype(rule.weight_qtype).name
+    weight = (
+        stored.restore() if not isinstance(stored, qn.PackedQArray) else qn.unpack(stored).restore()
+    )
+    tile = None if rule.tile_size is None else rule.tile_size
+    left = (
+        x
+        if rule.act_qtype is None
+        else qn.dequantize(qn.quantize_for_dot(x, (1,), rule.act_qtype, tile))
+    )
+    groups = np.repeat(np.arange(3), np.asarray(sizes))
+    weight, left = np.asarray(weight, np.float64), np.asarray(left, np.float64)
+    expected = np.einsum("mk,mkn->mn", left, weight[groups])
+    for found in (
+        jax.jit(plan.apply(fn))(stored, x),
+        jax.jit(QtProvider(rule).apply(fn))(w, x),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    gw, gx = gradients_of(QtProvider(rule).apply(fn), w, x, g)
+    wanted = np.zeros(w.shape)
+    np.add.at(wanted, groups, np.einsum("mk,mn->mkn", np.asarray(x, np.float64), g))
+    assert distance(gw, wanted) < 0.15
+    exact = np.asarray(w, np.float64)[groups]
+    assert distance(gx, np.einsum("mn,mkn->mk", g, exact)) < 0.15

@@ -23,6 +23,11 @@ from provider_xla import PtqProvider, QuantizationRule
         ({"weight_calibration_method": None}, "weight_calibration_method.*Got None"),
         ({"act_calibration_method": "rms"}, "act_calibration_method.*Got 'rms'"),
         ({"act_static_scale": True}, "act_static_scale must be None where act_qtype is None"),
+        ({"static_range": "step"}, "static_range must be None where act_static_scale is not True"),
+        (
+            {"act_qtype": "int8", "act_static_scale": True, "static_range": "mean"},
+            "static_range must be None, 'step' or 'joined'. Got 'mean'",
+        ),
         ({"act_batch_axes": "0"}, "act_batch_axes must be a sequence of axes.*Got '0'"),
         ({"tile_size": 0.3}, "tile_size.*one over a number of tiles.*Got 0.3"),
     ],

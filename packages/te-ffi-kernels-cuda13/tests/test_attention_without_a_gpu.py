@@ -83,7 +83,7 @@ def on_gpu(monkeypatch):
         asked.append((op, dtype, dict(attributes)))
         return 1000, ""
 
-    monkeypatch.setattr(ops, "_has_backend", lambda platform: True)
+    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
     monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
     monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
     monkeypatch.setattr(_cudnn, "loaded", lambda: (92800, ""))

@@ -93,7 +93,7 @@ def test_it_asks_for_the_memory_of_a_product(mode):
 @pytest.fixture
 def lowers_for_hopper(monkeypatch):
     """As if there were a GPU of compute capability 9.0, for programs that are only lowered."""
-    monkeypatch.setattr(ops, "_has_backend", lambda platform: True)
+    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
     monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
     monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
     monkeypatch.setattr(_cublas, "missing", lambda: None)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not BUILT, reason="built without nvcc")
 
 def lowered(monkeypatch, fn, *shapes):
     """The program's text for each platform."""
-    monkeypatch.setattr(ops, "_has_backend", lambda platform: True)
+    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
     monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
     traced = jax.jit(fn).trace(*shapes)
     return [traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")]

@@ -113,7 +113,7 @@ def test_it_asks_for_the_memory_of_a_product(op):
     ],
 )
 def test_a_program_for_gpus_gives_it_memory(monkeypatch, op, rows, bytes_):
-    monkeypatch.setattr(ops, "_has_backend", lambda platform: True)
+    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
     monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
     monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
     monkeypatch.setattr(_cublas, "missing", lambda: None)

@@ -48,6 +48,17 @@ class Packed:
     scale: jax.Array
     n: int = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
+    panel = 16
+
+    @property
+    def question(self):
+        return {"group": self.codes.shape[-2] // self.scale.shape[-2] % self.codes.shape[-2]}
+
+    def product_op(self, rows, *, quantizes):
+        if self.bits == 4:
+            return None if quantizes else "gemv_w4"
+        few = isinstance(rows, int) and rows <= 4
+        return "gemm_w8a8" if quantizes else "gemv_w8" if few else "gemm_w8a16"
 
     def unpack(self):
         def columns(x):
@@ -59,7 +70,7 @@ class Packed:
 
 def _pack(codes, scale, bits):
     assert codes.dtype == jnp.int8
-    assert scale.dtype == jnp.float32
+    assert scale.dtype == jnp.float32 or (bits == 4 and scale.dtype == jnp.float16)
     assert codes.shape[:-2] == scale.shape[:-2]
     assert codes.shape[-1] == scale.shape[-1]
     assert codes.shape[-2] % scale.shape[-2] == 0
@@ -71,36 +82,42 @@ def _pack(codes, scale, bits):
     return Packed(panels(codes), panels(scale), codes.shape[-1], bits)
 
 
-def pack_w8(codes, scale):
+def pack_w8(codes, scale, platform=None):
     return _pack(codes, scale, 8)
 
 
-def pack_w4(codes, scale):
+def pack_w4(codes, scale, platform=None):
     return _pack(codes, scale, 4)
+
+
+def _one(weight, index):
+    """The weight, or that of an index of a stack."""
+    return weight if index is None else jax.tree.map(lambda x: x[index], weight)
 
 
 def _weight_only(op, bits, x, weight, out_dtype):
     assert weight.bits == bits
     codes, scale = weight.unpack()
     CALLS.append((op, x.shape, codes.shape))
-    values = codes.astype(jnp.float32) * jnp.repeat(scale, codes.shape[0] // scale.shape[0], axis=0)
+    scale = jnp.repeat(scale.astype(jnp.float32), codes.shape[0] // scale.shape[0], axis=0)
+    values = codes.astype(jnp.float32) * scale
     return (x.astype(jnp.float32) @ values).astype(out_dtype)
 
 
-def gemv_w8(x, weight, *, out_dtype=None):
-    return _weight_only("gemv_w8", 8, x, weight, out_dtype)
+def gemv_w8(x, weight, *, out_dtype=None, index=None):
+    return _weight_only("gemv_w8", 8, x, _one(weight, index), out_dtype)
 
 
-def gemm_w8a16(x, weight, *, out_dtype=None):
-    return _weight_only("gemm_w8a16", 8, x, weight, out_dtype)
+def gemm_w8a16(x, weight, *, out_dtype=None, index=None):
+    return _weight_only("gemm_w8a16", 8, x, _one(weight, index), out_dtype)
 
 
-def gemv_w4(x, weight, *, out_dtype=None):
-    return _weight_only("gemv_w4", 4, x, weight, out_dtype)
+def gemv_w4(x, weight, *, out_dtype=None, index=None):
+    return _weight_only("gemv_w4", 4, x, _one(weight, index), out_dtype)
 
 
-def gemm_w8a8(x, weight, *, out_dtype=None):
-    codes, scale = weight.unpack()
+def gemm_w8a8(x, weight, *, out_dtype=None, index=None):
+    codes, scale = _one(weight, index).unpack()
     CALLS.append(("gemm_w8a8", x.shape, codes.shape))
     groups = scale.shape[0]
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .box.types import BoxType, mut_types
     from .compat.jaxpr import used_inputs
     from .dataflow.expression import Expression, Leaf
-    from .dataflow.replay import carriers_of, replay, root_of
+    from .dataflow.replay import carriers_of, mapped_axes, mapped_rows, replay, root_of
     from .engine import TraceEngine
     from .hi.hiprim import (
         HiPrim,
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
-    from .proxy.array_proxy import ArrayProxy, Part
+    from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
-    from .proxy.moves import Move, MoveError
+    from .proxy.move import Move, MoveError
 
     __version__: str
 
@@ -50,6 +50,7 @@ __all__ = [
     "Move",
     "MoveError",
     "Part",
+    "Shared",
     "TraceEngine",
     "Zero",
     "bdims_at_front",
@@ -60,6 +61,8 @@ __all__ = [
     "jvp_from_lin",
     "linearize_from_jvp",
     "lower",
+    "mapped_axes",
+    "mapped_rows",
     "mut_types",
     "register_hitype",
     "replay",
@@ -85,9 +88,10 @@ _LAZY = {
     "HiType": "hi.hitype",
     "Leaf": "dataflow.expression",
     "MappingSpec": "hi.hitype",
-    "Move": "proxy.moves",
-    "MoveError": "proxy.moves",
+    "Move": "proxy.move",
+    "MoveError": "proxy.move",
     "Part": "proxy.array_proxy",
+    "Shared": "proxy.array_proxy",
     "TraceEngine": "engine",
     "Zero": "hi.hiprim",
     "bdims_at_front": "hi.hiprim",
@@ -98,6 +102,8 @@ _LAZY = {
     "jvp_from_lin": "hi.hiprim",
     "linearize_from_jvp": "hi.hiprim",
     "lower": "hi.inspect",
+    "mapped_axes": "dataflow.replay",
+    "mapped_rows": "dataflow.replay",
     "mut_types": "box.types",
     "register_hitype": "hi.hitype",
     "replay": "dataflow.replay",

@@ -129,7 +129,7 @@ class _Tapped:
                 reinterpret(session, frame, jaxpr, [*consts, *packed.arrays, *leaves])
             )
         finally:
-            session.finished = True
+            session.finish()
 
     def _current(self) -> Tapping:
         mode, tapping = mode_of(self._interceptor), self._tapping

@@ -621,3 +621,34 @@ def test_what_differs_is_still_refused():
     with pytest.raises(TypeError, match="shared by all examples"):
         jax.vmap(lambda x: box.set(x.sum()))(MATRIX)
     holds(box, np.float32(0))
+
+
+@ALL
+def test_a_box_beside_another_is_not_differentiated(jit):
+    """One made in the function would be, and JAX 0.10.2 can't transpose a remat that writes it."""
+    outer = Box(0.0)
+
+    def largest(x, w, box):
+        def body(c, w):
+            seen.set(jnp.maximum(seen.get(), lax.stop_gradient(jnp.abs(c).max())))
+            return jnp.tanh(c * w), None
+
+        seen = box.beside(np.float32(0))
+        seen.set(np.float32(0))
+        y = lax.scan(jax.checkpoint(body), x, w)[0]
+        box.set(seen.get())
+        return y.sum()
+
+    step = jit(lambda x, w, box: jax.grad(largest)(x, w, box))
+    expected = jax.grad(lambda x: jnp.tanh(jnp.tanh(x * X) * (X + 1)).sum())
+    for scale in (2, 1):
+        actual = step(scale * X, MATRIX, outer)
+        np.testing.assert_allclose(actual, expected(scale * X), rtol=1e-5, atol=1e-6)
+        holds(outer, 3.0 * scale)
+
+
+def test_a_box_beside_one_that_escaped():
+    kept = []
+    jax.jit(lambda: kept.append(Box(1.0)))()
+    with pytest.raises(RuntimeError, match="escaped its trace"):
+        kept[0].beside(1.0)

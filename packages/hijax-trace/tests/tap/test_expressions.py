@@ -18,6 +18,7 @@ def numbers(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+DOT = "primitive:dot_general"
 X, W, STACK = numbers(4, 8), numbers(8, 6), numbers(3, 8, 8, seed=1)
 MASK = (numbers(8, 6, seed=2) > 0).astype(np.float32)
 
@@ -409,10 +410,22 @@ WEIGHTS = {
 }
 
 
+NESTED = {
+    "program": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda p, x: lax.scan(lambda c, _: (c, f(p, x)), 0, None, length=2)[1][1],
+    "cond": lambda f: lambda p, x: lax.cond(x[0, 0] < 9, f, lambda p, x: 2 * f(p, x), p, x),
+    "vmap of jit": lambda f: lambda p, x: jax.vmap(jax.jit(f), (None, 0))(p, x[None])[0],
+    "jit of jit": lambda f: jax.jit(lambda p, x: jax.jit(f)(p, x)),
+}
+
+
+@pytest.mark.parametrize("around", NESTED)
 @pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_what_the_program_differentiates(name):
+def test_what_the_program_differentiates(name, around):
     fn, params, kind = DIFFERENTIATED[name]
-    found = expressions(fn, params, X)[0]
+    found = expressions(NESTED[around](fn), params, X)[0]
     assert found.kind(is_parameter) == kind
     if kind != "activation":
         actual = found.evaluate({"args[0]": params})
@@ -589,3 +602,55 @@ def test_asking_for_kinds_shares_traces():
     keyed = Interceptor({"jax.numpy.dot": handler}, origin_key=is_parameter)
     jax.make_jaxpr(TraceEngine().wrap(f, keyed))({"a": x, "b": x}, x)
     assert len(asked) == 3
+
+
+@jax.custom_vjp
+def doubled_forward(x, w):
+    return x @ w
+
+
+def _doubled_residuals(x, w):
+    return 2 * (x @ w), (x, w)
+
+
+doubled_forward.defvjp(_doubled_residuals, lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+@jax.custom_jvp
+def doubled_tangent(x, w):
+    return x @ w
+
+
+@doubled_tangent.defjvp
+def _doubled_tangent(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return x @ w, 2 * (dx @ w) + x @ dw
+
+
+@pytest.mark.parametrize("fn", [doubled_forward, doubled_tangent])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_operands_of_derivative_rules(fn, around):
+    found = []
+
+    def look(call, x, w, **params):
+        found.append(call.expression(w))
+        return NotImplemented
+
+    tapped = TraceEngine().wrap(around(lambda p, x: fn(x, 3 * p)), Interceptor({DOT: look}))
+    gradient = jax.grad(lambda x: tapped(jnp.asarray(W), x).sum())(jnp.asarray(X))
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: fn(x, 3 * W).sum())(X), rtol=1e-5)
+    # The function's product, and the rule's of x and its tangent with w.
+    known = [one for one in found if one.kind(is_parameter) == "derived"]
+    assert len(known) == (2 if fn is doubled_forward else 3)
+    for one in known:
+        np.testing.assert_allclose(one.evaluate({"args[0]": W}), 3 * W, rtol=1e-6)
+
+
+def test_results_of_shard_map_are_derived():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+    scaled = jax.shard_map(lambda w: w * 2 + 1, mesh=mesh, in_specs=spec, out_specs=spec)
+    one, again = (expressions(lambda p, x: x @ scaled(p), W, X)[0] for _ in range(2))
+    assert one.kind(is_parameter) == "derived"
+    assert one.key == again.key
+    np.testing.assert_allclose(one.evaluate({"args[0]": W}), 2 * W + 1, rtol=1e-6)

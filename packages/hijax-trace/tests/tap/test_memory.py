@@ -50,6 +50,7 @@ PROGRAMS = {
     "vmap": lambda w, x: jax.vmap(lambda x: model(w, x))(x),
     "vmap of jit": jax.vmap(jitted, (None, 0)),
     "grad": jax.grad(lambda w, x: jnp.sum(model(w, x))),
+    "jit of grad": jax.jit(jax.grad(lambda w, x: jnp.sum(model(w, x)))),
     "grad of jit": jax.grad(lambda w, x: jnp.sum(jitted(w, x))),
     "raises": raising,
 }

@@ -1124,3 +1124,14 @@ def test_products_on_eight_devices_are_replaced():
         tapped = tap(fn, times(2), "primitive:dot_general")
         with named(fn):
             assert_same(2 * jax.jit(tapped)(*BIG), 4 * jax.jit(fn)(*BIG))
+
+
+def test_numpy_arrays_are_constants_of_a_program():
+    """Views of them fold where the program is traced, as in JAX."""
+    x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+
+    def fn(x):
+        return x[jnp.argmax(x[:, 0])]
+
+    tapped = tap(fn, look, *TARGETS)
+    np.testing.assert_array_equal(jax.jit(lambda: tapped(x))(), x[3])

@@ -19,6 +19,7 @@ from .errors import (
     UnknownNameError,
 )
 from .kernels.ops import get_op
+from .kernels.platforms import kernel_platforms, platform_of
 from .kernels.register import register_kernel
 from .kernels.select import KernelChoice, select_kernel
 from .kernels.target import FfiTarget
@@ -50,7 +51,7 @@ from .plugins.specs import (
 )
 
 if TYPE_CHECKING:
-    from .call import OpCall, Operand, ValueKind
+    from .call import OpCall, Operand, Step, ValueKind
     from .engine import Engine
     from .interceptor import Interceptor
     from .patch.engine import PatchEngine, untapped
@@ -81,6 +82,7 @@ __all__ = [
     "PluginWarning",
     "ProviderSpec",
     "QTypeSpec",
+    "Step",
     "TargetError",
     "UnknownNameError",
     "ValueKind",
@@ -91,10 +93,12 @@ __all__ = [
     "get_op",
     "get_provider",
     "hookimpl",
+    "kernel_platforms",
     "kernel_workspace",
     "kernels",
     "loaded",
     "make_qtype",
+    "platform_of",
     "plugins",
     "primitive_names",
     "providers",
@@ -109,6 +113,7 @@ _LAZY = {
     "Interceptor": "interceptor",
     "OpCall": "call",
     "Operand": "call",
+    "Step": "call",
     "ValueKind": "call",
     "PatchEngine": "patch.engine",
     "loaded": "patch.targets",

@@ -56,13 +56,26 @@ class ValueKind(NamedTuple):
     closes_over: bool = False
 
 
+class Step(NamedTuple):
+    """A loop around a call, and the step that it is in.
+
+    Attributes:
+        index: the number of the step, an int32 scalar: of a scan that goes backwards, the place
+            in what it goes along. None where the engine can't tell.
+        length: how many steps the loop has; None if only a run can tell.
+    """
+
+    index: Any
+    length: int | None
+
+
 class OpCall(abc.ABC):
     """One call of a target.
 
     Engines subclass it: they set the attributes and ``_args``, the positional arguments, and
     define the abstract members. Engines that follow values through a program also define
-    ``proxy``, ``why_no_proxy``, ``expression``, ``kind`` and ``roots``; the others leave them as
-    they are.
+    ``proxy``, ``why_no_proxy``, ``expression``, ``kind``, ``roots`` and ``steps``; the others
+    leave them as they are.
 
     Attributes:
         op_name: the target's last name: ``dot``, ``Dense.__call__``, ``dot_general``.
@@ -191,6 +204,11 @@ class OpCall(abc.ABC):
 
         None means that the engine can't tell.
         """
+        return None
+
+    @property
+    def steps(self) -> tuple[Step, ...] | None:
+        """The loops around this call, the outermost first. None if the engine can't tell."""
         return None
 
     @property

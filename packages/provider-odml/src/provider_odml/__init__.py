@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         MismatchError,
         MissingExtraError,
         OdmlError,
+        OdmlWarning,
     )
     from ._export._aeq_options import AeqOptions
     from ._export._artifact import Artifact
@@ -39,6 +40,7 @@ __all__ = [
     "OdmlError",
     "OdmlQatProvider",
     "OdmlRule",
+    "OdmlWarning",
     "Plan",
     "QatModel",
     "QuantStats",
@@ -60,6 +62,7 @@ _LAZY = {
     "OdmlError": "._errors",
     "OdmlQatProvider": "._provider",
     "OdmlRule": "._rules",
+    "OdmlWarning": "._errors",
     "Plan": "._plan",
     "QatModel": "._provider",
     "QuantStats": "._statistics",

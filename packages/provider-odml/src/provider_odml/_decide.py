@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ from ._plan import (
     SiteUse,
     WeightUse,
 )
-from ._rules import OdmlRule
+from ._rules import MOST_STEPS, OdmlRule
 from ._traits import fingerprint, is_relu, per_channel
 
 
@@ -402,8 +403,26 @@ class _Decider:
             bound = 32767 / 32768 if fixed == node.op.fixed else max(map(abs, fixed))
             fixed = (-bound, bound)
         batch_axes = None if rule.act_batch_axes is None else tuple(rule.act_batch_axes)
+        steps, is_joined = self._steps(tensor or key, node, rule)
         self.sites[key] = Site(
             key, tensor or key, qtype, rule.act_method, batch_axes, fixed, shape,
-            fingerprint(node),
+            fingerprint(node), steps, is_joined,
         )  # fmt: skip
         return key
+
+    def _steps(self, tensor: str, node: Node, rule: OdmlRule) -> tuple[tuple[int, ...], bool]:
+        """Return the loops whose steps have a range each, and whether other steps are joined.
+
+        A tensor that is made outside of a loop is one for all of its steps.
+        """
+        is_own = tensor == node.op_id or tensor.startswith(f"{node.op_id}#")
+        maker = node if is_own else self.graph.nodes.get(tensor)
+        steps: list[int] = []
+        for length, around in zip(() if maker is None else maker.loops, node.loops, strict=False):
+            if length is None or length != around:
+                break
+            steps.append(length)
+        asked = rule.static_range
+        if asked == "joined" or (asked is None and math.prod(steps) > MOST_STEPS):
+            steps = []
+        return tuple(steps), len(steps) < len(node.loops)

@@ -48,5 +48,9 @@ class MismatchError(OdmlError):
     """What the device computes is not what was trained."""
 
 
+class OdmlWarning(UserWarning):
+    """An exported file computes what was trained, and that is far from the float program."""
+
+
 class ManifestError(OdmlError):
     """A manifest that cannot be read, or does not belong to its .tflite."""

@@ -70,6 +70,8 @@ class Node:
         params: what else is known, see ``channels_of``.
         begin: the id of the mark that it begins with, if it is marked.
         channels: those of its output, see ``Fact``.
+        loops: how many steps the loops around it have, the outermost first; None for one of which
+            only a run can tell.
     """
 
     op_id: str
@@ -82,6 +84,7 @@ class Node:
     params: Mapping[str, Any] = field(default_factory=dict)
     begin: str | None = None
     channels: tuple[int, ...] = ()
+    loops: tuple[int | None, ...] = ()
 
     @property
     def activations(self) -> tuple[Use, ...]:
@@ -131,5 +134,12 @@ def rolled(key: str) -> str:
     return "/".join([*others, _STEP.sub("", steps[-1]), name])
 
 
-_STEP = re.compile(r"(?<=\))\[\d+\]$")
+def steps_in(key: str) -> tuple[int, ...]:
+    """Return the numbers of the steps that an operation is in, where loops are written out."""
+    found = (_STEP.search(scope) for scope in key.split("/"))
+    numbers = (one.group()[1:-1] for one in found if one is not None)
+    return tuple(int(number) for number in numbers if number != "if")
+
+
+_STEP = re.compile(r"(?<=\))\[(\d+|if)\]$")
 _LABEL = re.compile(r"(cond|switch|while|scan|map|fori_loop)\(.*\)")

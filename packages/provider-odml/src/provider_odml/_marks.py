@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from interception_core import Interceptor, OpCall, PatchEngine
 
@@ -23,6 +24,14 @@ def model_output(x: Any) -> Any:
 def loop_value(x: Any) -> Any:
     """Returns what goes from one step of a loop to the next, where the loop is written out."""
     return x
+
+
+def branch_value(index: Any, *results: Any) -> Any:
+    """Returns the result of the branch that is taken, where all are computed."""
+    found = results[0]
+    for i, one in enumerate(results[1:], 1):
+        found = jnp.where(index == i, one, found)
+    return found
 
 
 def norm_op_begin(x: Any) -> Any:

@@ -54,7 +54,7 @@ class Kind(enum.Enum):
     BEGIN = enum.auto()
     """The begin of a marked one."""
     LOOP = enum.auto()
-    """What goes from one step of a loop to the next."""
+    """What goes from one step of a loop to the next, or out of a branch."""
     OUTPUT = enum.auto()
     """An output of the model."""
 
@@ -197,6 +197,7 @@ def _marked(name: str, kind: Kind) -> list[Op]:
 
 _MARKED = [
     Op("loop_value", Kind.LOOP, f"{MARKS}loop_value"),
+    Op("branch_value", Kind.LOOP, f"{MARKS}branch_value"),
     *_marked("norm_op", Kind.QUANT),
     *_marked("batch_norm_op", Kind.NORM),
     *_marked("dropout", Kind.VIEW),

@@ -23,6 +23,8 @@ class Site:
         fixed: its range, where that is given.
         shape: of the tensor where it is observed.
         fingerprint: of the operation that it is observed at.
+        steps: how many steps the loops have whose steps have a range each, the outermost first.
+        is_joined: whether several steps of one call are joined by their extremes.
     """
 
     key: str
@@ -33,6 +35,8 @@ class Site:
     fixed: tuple[float, float] | None
     shape: tuple[int, ...]
     fingerprint: str
+    steps: tuple[int, ...] = ()
+    is_joined: bool = False
 
     @property
     def is_symmetric(self) -> bool:

@@ -238,6 +238,7 @@ class QatModel:
 
     def _run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
         plan = self.plan(*args, **kwargs)
+        runtime.begin(plan)
         try:
             return replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
         finally:

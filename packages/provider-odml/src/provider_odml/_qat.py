@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import quant_numerics as qn
+from hijax_trace import Box
 from interception_core import OpCall
 
 from ._errors import OdmlError
-from ._plan import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
-from ._ranges import How, at_site, fake_quant_constant, fake_quant_dynamic, fake_quant_weight
+from ._plan import ConstantUse, Decision, DynamicUse, Plan, Quantize, Site, SiteUse, WeightUse
+from ._ranges import (
+    How,
+    at_site,
+    fake_quant_constant,
+    fake_quant_dynamic,
+    fake_quant_weight,
+    joined_row,
+)
 from ._replay import Runtime, inverted
 from ._statistics import QuantStats
 
@@ -31,12 +41,31 @@ class Training(Runtime):
         self._stats = stats
         self._update = update
         self._calibrating = calibrating
+        self._joined: dict[str, int] = {}
+        self._before: jax.Array | None = None
+        self._seen: Box | None = None
+
+    def begin(self, plan: Plan) -> None:
+        """Note what the statistics are before a call of the program."""
+        if self._stats is None:
+            return
+        self._before = self._stats.state
+        joined = [key for key, site in plan.sites.items() if site.is_joined and site.fixed is None]
+        if not joined or not self._update:
+            return
+        self._joined = {key: row for row, key in enumerate(joined)}
+        nothing = np.tile(np.array([np.inf, -np.inf], np.float32), (len(joined), 1))
+        self._seen = self._stats.box.beside(nothing)
+        # A compiled program has the same Box each time.
+        self._seen.set(nothing)
 
     def forget(self) -> None:
         """Forgets the statistics: the model has been run."""
-        self._stats = None
+        self._stats = self._before = self._seen = None
 
-    def activation(self, x: jax.Array, use: SiteUse, site: Site, where: str) -> jax.Array:
+    def activation(
+        self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
+    ) -> jax.Array:
         """Returns a tensor on the grid of its site."""
         if use.device_only:
             return x
@@ -48,17 +77,33 @@ class Training(Runtime):
             nothing = jnp.zeros(3, jnp.float32)
             how = How.of(site, symmetric and site.fixed is None, None, (0,))
             return at_site(x, nothing, how, False, True)[0]
-        row = self._row(stats, site)
+        row = self._row(stats, site, call)
         # Few batches are to say what is an outlier; many steps tell.
         batch = () if self._calibrating else (0,)
         how = How.of(site, stats.is_symmetric(site.key), stats.average.decay, batch)
-        update = self._update and use.observe
+        update = self._update and use.observe and row is not None
         if self._calibrating and not update:
             return x
-        state = stats.state
-        out, new = at_site(x, state[row], how, update, not self._calibrating)
+        assert self._before is not None
+        # What is read in a branch is state of it, of which JAX has no derivative.
+        state = stats.state if self._update else self._before
+        # Added to what they were before the call: a rematerialized body is run twice.
+        base, quantize = self._before if update else state, not self._calibrating
+        if row is None:
+            first = stats.row(site.key)
+            rows = state[first : first + math.prod(site.steps)]
+            return at_site(x, joined_row(rows, how.decay), how, False, quantize)[0]
+        own = jax.lax.dynamic_index_in_dim(base, row, keepdims=False)
+        if not (update and site.is_joined):
+            out, new, _ = at_site(x, own, how, update, quantize)
+        else:
+            assert self._seen is not None
+            place, seen = self._joined[site.key], self._seen.get()
+            out, new, bounds = at_site(x, own, how, True, quantize, seen[place])
+            self._seen.set(seen.at[place].set(bounds))
         if update:
-            stats.box.set(jax.lax.dynamic_update_slice(state, new[None], (row, 0)))
+            zero = np.int32(0)
+            stats.box.set(jax.lax.dynamic_update_slice(state, new[None], (row, zero)))
         return out
 
     def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
@@ -80,12 +125,22 @@ class Training(Runtime):
             return args[0] * args[1]
         return call.proceed(*args, **kwargs)
 
-    def _row(self, stats: QuantStats, site: Site) -> int:
+    def _row(self, stats: QuantStats, site: Site, call: OpCall) -> Any:
+        """Return the row of a site, of this step; None where the step is not known."""
         try:
-            return stats.row(site.key)
+            row, steps = stats.row(site.key), stats.steps(site.key)
         except KeyError:
             raise OdmlError(
                 f"There are no statistics for {site.key}, only for {len(stats)} other "
                 "sites: they were made for another program, or for other rules. Make them with "
                 "init(params, ...) of this model."
             ) from None
+        if not steps:
+            return np.int32(row)
+        around = call.steps or ()
+        if steps != site.steps or any(step.index is None for step in around[: len(steps)]):
+            return None
+        inner = np.int32(0)
+        for step, length in zip(around, steps, strict=False):
+            inner = inner * np.int32(length) + step.index
+        return inner + np.int32(row)

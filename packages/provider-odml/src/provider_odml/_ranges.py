@@ -49,16 +49,34 @@ class How:
 
 
 def calibration_of(row: jax.Array, decay: float | None, symmetric: bool) -> qn.Calibration:
-    """Returns the average that a row of statistics stands for."""
+    """Returns the average that a row of statistics, or each of several, stands for."""
     lower, upper = _average(row, decay)
     return qn.Calibration(None if symmetric else lower, upper)
 
 
 def _average(row: jax.Array, decay: float | None) -> tuple[jax.Array, jax.Array]:
     """Returns the average bounds, float32."""
-    weight = row[2] if decay is None else 1.0 - jnp.float32(decay) ** row[2]
-    weight = lax.max(weight, jnp.float32(1.0 if decay is None else 1.0 - decay))
-    return row[0] / weight, row[1] / weight
+    total_lower, total_upper, count = (row[..., i] for i in range(3))
+    weight = count if decay is None else 1.0 - jnp.float32(decay) ** count
+    weight = jnp.maximum(weight, jnp.float32(1.0 if decay is None else 1.0 - decay))
+    return total_lower / weight, total_upper / weight
+
+
+def joined_row(rows: jax.Array, decay: float | None) -> jax.Array:
+    """Return a row of statistics whose average holds those of all rows that have seen anything.
+
+    Args:
+        rows: float32[..., 3].
+        decay: of the moving average.
+    """
+    rows = rows.reshape(-1, 3)
+    seen = rows[:, 2] > 0
+    lower, upper = _average(rows, decay)
+    lower = jnp.min(jnp.where(seen, lower, jnp.inf))
+    upper = jnp.max(jnp.where(seen, upper, -jnp.inf))
+    weight = np.float32(1.0 if decay is None else 1.0 - decay)
+    one = jnp.stack([lower * weight, upper * weight, jnp.float32(1)])
+    return jnp.where(seen.any(), one, jnp.float32(0))
 
 
 def _observed(x: jax.Array, how: How) -> jax.Array:
@@ -98,8 +116,13 @@ def _mean(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def at_site(
-    x: jax.Array, row: jax.Array, how: How, update: bool, quantize: bool
-) -> tuple[jax.Array, jax.Array]:
+    x: jax.Array,
+    row: jax.Array,
+    how: How,
+    update: bool,
+    quantize: bool,
+    before: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Rounds a tensor to the codes of its range, and back.
 
     The derivative is that of clipping to the range (Bengio et al. 2013, arXiv:1308.3432, and
@@ -111,9 +134,11 @@ def at_site(
         how: how it is quantized.
         update: whether its own range is added to them, before it is rounded.
         quantize: whether it is rounded.
+        before: the bounds that this call has seen at the site already, float32[2]: its own range
+            is joined with those, and ``row`` is what the statistics were before the call.
 
     Returns:
-        The tensor, and the statistics.
+        The tensor, the statistics, and the bounds seen so far.
     """
     # The barriers are for XLA on CPU, whose compile time is a few milliseconds for each kernel,
     # however small. This one: else it computes what made the tensor again for each of the minimum,
@@ -121,9 +146,12 @@ def at_site(
     x = lax.optimization_barrier(x)
     if how.fixed is not None:
         lower, upper = map(jnp.float32, how.fixed)
-        return (_rounded(x, _grid(lower, upper, how), how) if quantize else x), row
+        return (_rounded(x, _grid(lower, upper, how), how) if quantize else x), row, before
     row = lax.stop_gradient(row)
-    seen = lax.pad(_observed(x, how), jnp.float32(1.0), [(0, 1, 0)])
+    bounds = _observed(x, how)
+    if before is not None:
+        bounds = jnp.stack([lax.min(before[0], bounds[0]), lax.max(before[1], bounds[1])])
+    seen = lax.pad(bounds, jnp.float32(1.0), [(0, 1, 0)])
     keep, add = (1.0, 1.0) if how.decay is None else (how.decay, 1.0 - how.decay)
     keeps, adds = np.array([[keep, keep, 1.0], [add, add, 1.0]], np.float32)
     added = keeps * row + adds * seen
@@ -137,7 +165,7 @@ def at_site(
     used = lax.optimization_barrier(used)
     if quantize:
         x = _rounded(x, lax.optimization_barrier(_grid(used[3], used[4], how)), how)
-    return x, used[:3] if update else row
+    return x, used[:3] if update else row, None if before is None else bounds
 
 
 def _grid(lower: jax.Array, upper: jax.Array, how: How) -> jax.Array:

@@ -24,7 +24,9 @@ class Runtime(abc.ABC):
     """Whether what is computed in float is kept apart from what is in integers."""
 
     @abc.abstractmethod
-    def activation(self, x: jax.Array, use: SiteUse, site: Site, where: str) -> jax.Array:
+    def activation(
+        self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
+    ) -> jax.Array:
         """Returns a tensor quantized with the range of its site.
 
         Args:
@@ -32,6 +34,7 @@ class Runtime(abc.ABC):
             use: how.
             site: the site.
             where: names it: the op id; with ``#`` and the slot for an operand.
+            call: of the operation.
         """
 
     @abc.abstractmethod
@@ -47,6 +50,10 @@ class Runtime(abc.ABC):
     def enter(self, decision: Decision, x: jax.Array) -> jax.Array:
         """Returns the input of a marked operation, as what is between the marks gets it."""
         return x
+
+    def taken(self, call: OpCall, args: tuple) -> jax.Array:
+        """Return the result of the branch that is taken: its number and all results are given."""
+        return call.proceed(*args)
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Runs an operation on what was made of its operands."""
@@ -89,42 +96,42 @@ class _Handler:
 
     def __call__(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         if op.kind is Kind.LOOP:
-            return args[0]
+            return args[0] if len(args) == 1 else self._runtime.taken(call, args)
         if op.kind is Kind.BEGIN:
             decision = self._begins.get(call.op_id)
             if decision is None:
                 return args[0]
             use, x = decision.inputs.get(0), args[0]
-            x = x if use is None else self._quantized(x, use, f"{decision.node.op_id}#0")
+            x = x if use is None else self._quantized(x, use, f"{decision.node.op_id}#0", call)
             return self._runtime.enter(decision, x)
         decision = self._plan.decisions.get(call.op_id)
         if decision is None or not self.acts(decision):
             return NotImplemented if op.is_primitive else call.proceed(*args, **kwargs)
         if decision.node.begin is None:
-            args, kwargs = self._with_inputs(decision, args, kwargs)
+            args, kwargs = self._with_inputs(decision, call, args, kwargs)
         out = self._runtime.run(decision, call, args, kwargs)
         use = decision.output
         if use is None or isinstance(out, tuple | list):
             return out
         site = self._plan.sites[use.site]
-        return self._runtime.activation(out, use, site, decision.node.op_id)
+        return self._runtime.activation(out, use, site, decision.node.op_id, call)
 
     def _with_inputs(
-        self, decision: Decision, args: tuple, kwargs: dict[str, Any]
+        self, decision: Decision, call: OpCall, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         changed, named = list(args), dict(kwargs)
         for slot, use in decision.inputs.items():
             where = f"{decision.node.op_id}#{slot}"
             if isinstance(slot, int):
-                changed[slot] = self._quantized(args[slot], use, where)
+                changed[slot] = self._quantized(args[slot], use, where, call)
             else:
-                named[slot] = self._quantized(kwargs[slot], use, where)
+                named[slot] = self._quantized(kwargs[slot], use, where, call)
         return tuple(changed), named
 
-    def _quantized(self, x: Any, use: Quantize, where: str) -> jax.Array:
+    def _quantized(self, x: Any, use: Quantize, where: str, call: OpCall) -> jax.Array:
         x = jnp.asarray(x)
         if isinstance(use, SiteUse):
-            return self._runtime.activation(x, use, self._plan.sites[use.site], where)
+            return self._runtime.activation(x, use, self._plan.sites[use.site], where, call)
         return self._runtime.parameter(x, use, where)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import quant_numerics as qn
 
 WEIGHT_QTYPES = ("int8", "int4", "int2")
 ACT_QTYPES = ("int8", "int16")
+MOST_STEPS = 128
+"""Loops of more steps have one static range for all of them, unless their rule says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,10 @@ class OdmlRule:
         act_batch_axes: axes of which the mean of the ranges is taken; the extremes are taken
             over the others. None is the first axis in training, as Qwix's, and none in
             calibration: of few batches, the mean of each example's extremes cuts off too much.
+        static_range: whether the steps of a loop have a range each (``"step"``), as in the file,
+            where scans are written out; or one that holds those of all (``"joined"``). None is a
+            range for each step of at most ``MOST_STEPS``. Loops whose number of steps only a run
+            can tell have joined ranges.
 
     Raises:
         ValueError: a field has a value that is not allowed; names the field.
@@ -52,6 +58,7 @@ class OdmlRule:
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] | None = None
+    static_range: Literal["step", "joined"] | None = None
 
     def __post_init__(self):
         from ._ops import OP_NAMES
@@ -75,6 +82,10 @@ class OdmlRule:
             raise self._error("act_static_scale", "None where act_qtype is None")
         if self.act_qtype is not None and self.act_static_scale is None:
             self._set("act_static_scale", True)
+        if self.static_range not in (None, "step", "joined"):
+            raise self._error("static_range", "None, 'step' or 'joined'")
+        if self.static_range is not None and not self.is_static:
+            raise self._error("static_range", "None where outputs have no static range")
         if self.act_static_scale is False and (self.act_qtype, self.weight_qtype) == (
             "int16", self.weight_qtype,
         ):  # fmt: skip

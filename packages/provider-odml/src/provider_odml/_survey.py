@@ -37,7 +37,7 @@ def survey(engine: Engine, fn: Callable[..., Any], params: str, args: Any, kwarg
         kwargs: keyword arguments.
     """
     graph = Graph()
-    visitor = _Visitor(graph, params)
+    visitor = _Visitor(graph, params, getattr(engine, "follows_values", False))
     handlers = {target: functools.partial(visitor.visit, op) for target, op in ops().items()}
     wrapped = engine.wrap(prepared(fn), Interceptor(handlers))
     arrays, rebuild = split((args, kwargs))
@@ -66,8 +66,9 @@ def prepared(fn: Callable[..., Any]) -> Callable[..., Any]:
 class _Visitor:
     """Sees every operation once, and attaches facts to what it returns."""
 
-    def __init__(self, graph: Graph, params: str):
+    def __init__(self, graph: Graph, params: str, knows_loops: bool):
         self._graph = graph
+        self._knows_loops = knows_loops
         self._params = params
 
     def visit(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +174,15 @@ class _Visitor:
                 channels_of(op, call.params),
                 begin,
                 channels,
+                self._loops(call),
             )
         )
+
+    def _loops(self, call: OpCall) -> tuple[int | None, ...]:
+        if not self._knows_loops:
+            return ()  # they run with JIT off: each step is a call of its own
+        steps = call.steps
+        return (None,) if steps is None else tuple(step.length for step in steps)
 
     def _is_unknown(self, call: OpCall, value: Any) -> bool:
         """Returns whether a traced value is one that the engine has lost."""

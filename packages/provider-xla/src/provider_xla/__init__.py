@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters.adapter import Adapter, Quantized
-    from .adapters.model import calibrate_model, model_plan, quantize_model
+    from .adapters.model import calibrate_model, merge_model, model_plan, quantize_model
     from .errors import QuantizationError, QuantizationWarning
     from .kernels.packed import PrepackedWeight
+    from .lora.weight import AdaptedWeight, adapter_mask
     from .passes.awq import Awq
     from .passes.base import Pass
     from .passes.gptq import Gptq
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .store.save import save
 
 __all__ = [
+    "AdaptedWeight",
     "Adapter",
     "AllocatedWeight",
     "Allocation",
@@ -69,9 +71,11 @@ __all__ = [
     "TransformedWeight",
     "Wanda",
     "WeightPlan",
+    "adapter_mask",
     "calibrate_model",
     "load",
     "load_extra",
+    "merge_model",
     "model_plan",
     "quantize_file",
     "quantize_model",
@@ -80,6 +84,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AdaptedWeight": "lora.weight",
     "Adapter": "adapters.adapter",
     "AllocatedWeight": "plan.allocation",
     "Allocation": "plan.allocation",
@@ -111,9 +116,11 @@ _LAZY = {
     "TransformedWeight": "run.transformed",
     "Wanda": "passes.wanda",
     "WeightPlan": "plan.weight",
+    "adapter_mask": "lora.weight",
     "calibrate_model": "adapters.model",
     "load": "store.load",
     "load_extra": "store.load",
+    "merge_model": "adapters.model",
     "model_plan": "adapters.model",
     "quantize_file": "store.quantize_file",
     "quantize_model": "adapters.model",

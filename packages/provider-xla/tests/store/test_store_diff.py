@@ -74,6 +74,25 @@ def test_another_tile(path, params):
     ]
 
 
+def test_other_ends_of_tiles_and_dtypes_of_scales(path):
+    def plan(rule):
+        return xla.PtqProvider([rule]).plan(lambda p, x: x @ p["w"], params, jnp.ones((2, 72)))
+
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(72, 5)), jnp.float32)}
+    rule = dataclasses.replace(W4, tile_size=32, tile_fallback="padded")
+    saved(path, plan(rule), params)
+    # Three tiles in both cases: 32 + 32 + 8, and 24 each.
+    lines = refusal(path, plan(dataclasses.replace(rule, tile_size=24)))
+    end = "along axis 0 and per index of axis 1"
+    assert f"  w: granularity tiles of 32 {end} -> tiles of 24 {end}" in lines
+    half = dataclasses.replace(rule, scale_dtype="float16")
+    # The float32 scales may be what float16 does not hold.
+    with pytest.warns(xla.QuantizationWarning, match="scale_dtype default -> float16"):
+        xla.load(path, plan=plan(half))
+    xla.save(path, plan(half).quantize(params), plan(half), overwrite=True)
+    assert "  w: dtype of scales float16 -> float32" in refusal(path, plan(rule))
+
+
 def test_another_method(path, params):
     saved(
         path,

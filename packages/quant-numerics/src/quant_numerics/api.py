@@ -9,6 +9,7 @@ from quant_numerics.array.moves import concatenate
 from quant_numerics.array.operand import dequantize
 from quant_numerics.array.packed import PackedQArray, pack, unpack
 from quant_numerics.array.qarray import QArray, qarray
+from quant_numerics.array.tiles import contraction_tiles
 from quant_numerics.autodiff.linear import linear_with_transpose
 from quant_numerics.autodiff.straight_through import straight_through
 from quant_numerics.calibration.average import AverageState, MovingAverage, Statistics
@@ -21,7 +22,7 @@ from quant_numerics.calibration.quantize import (
     quantize_for_dot,
     quantize_with,
 )
-from quant_numerics.calibration.scale import Calibration, scale_of
+from quant_numerics.calibration.scale import Calibration, has_normal_scales, scale_of
 from quant_numerics.formats.dtypes import FLOAT_DTYPES
 from quant_numerics.formats.qtypes import QTYPES, QType, get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
@@ -61,6 +62,7 @@ __all__ = [
     "as_lo",
     "calibrate",
     "concatenate",
+    "contraction_tiles",
     "conv_general_dilated",
     "dequantize",
     "dot",
@@ -70,6 +72,7 @@ __all__ = [
     "fake_quant",
     "from_hi",
     "get_qtype",
+    "has_normal_scales",
     "linear_with_transpose",
     "matmul",
     "pack",

@@ -74,20 +74,18 @@ def test_qarray_takes_scales_that_fit(shape):
 
 @pytest.mark.parametrize("shape", [(), (6,), (3, 1), (1, 12), (1, 0), (4, 6, 1)])
 def test_qarray_refuses_scales_that_do_not(shape):
-    with pytest.raises(ValueError, match="does not fit qvalue of shape"):
+    with pytest.raises(ValueError, match=r"scale must have the axes of .* got shape"):
         qarray(CODES, jnp.ones(shape), "int8", jnp.float32)
 
 
 def test_qarray_refuses_wrong_dtypes():
-    with pytest.raises(
-        TypeError, match="stores quantized values as int4, got qvalue of dtype int8"
-    ):
+    with pytest.raises(TypeError, match="qvalue must be int4 for qtype 'int4', got int8"):
         qarray(CODES, jnp.ones((1, 1)), "int4", jnp.float32)
-    with pytest.raises(TypeError, match="scale must be float32, got bfloat16"):
-        qarray(CODES, jnp.ones((1, 1), jnp.bfloat16), "int8", jnp.float32)
+    with pytest.raises(TypeError, match="scale must be float32 or bfloat16 or float16, got int8"):
+        qarray(CODES, jnp.ones((1, 1), jnp.int8), "int8", jnp.float32)
     with pytest.raises(TypeError, match="logical dtype of a QArray"):
         qarray(CODES, jnp.ones((1, 1)), "int8", jnp.int32)
-    with pytest.raises(ValueError, match="unknown qtype"):
+    with pytest.raises(ValueError, match="a qtype must be one of"):
         qarray(CODES, jnp.ones((1, 1)), "int9", jnp.float32)
 
 
@@ -109,7 +107,7 @@ def test_qarray_checks_zero_points():
         qarray(CODES, scale, "int8", jnp.float32, zero_point=point[:1])
     with pytest.raises(TypeError, match="the dtype of qvalue, int8, got float32"):
         qarray(CODES, scale, "int8", jnp.float32, zero_point=scale)
-    with pytest.raises(ValueError, match="no zero points, only the integer qtypes have"):
+    with pytest.raises(ValueError, match="only integer qtypes have one"):
         qarray(CODES.astype(jnp.uint4), scale, "nf4", jnp.float32, zero_point=point)
 
 
@@ -119,11 +117,11 @@ def test_qarray_checks_global_scales():
     outer = jnp.full((4, 1), 2.0)
     q = qarray(codes, scale, "nvfp4", jnp.float32, global_scale=outer)
     assert jnp.array_equal(dequantize(q), jnp.full((4, 32), 2.0))
-    with pytest.raises(ValueError, match="'nvfp4' has a global_scale: give one"):
+    with pytest.raises(ValueError, match="must be given for qtype 'nvfp4', got None"):
         qarray(codes, scale, "nvfp4", jnp.float32)
-    with pytest.raises(ValueError, match="'int8' has no global_scale: leave it out"):
+    with pytest.raises(ValueError, match="must be None for qtype 'int8', got one"):
         qarray(CODES, jnp.ones((1, 1)), "int8", jnp.float32, global_scale=outer)
-    with pytest.raises(ValueError, match="global_scale of shape"):
+    with pytest.raises(ValueError, match="global_scale must have the axes of a scale"):
         qarray(codes, scale, "nvfp4", jnp.float32, global_scale=jnp.ones((2, 1)))
     with pytest.raises(TypeError, match="global_scale must be float32"):
         qarray(codes, scale, "nvfp4", jnp.float32, global_scale=scale[:, :1])

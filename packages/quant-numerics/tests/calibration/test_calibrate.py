@@ -121,7 +121,7 @@ def test_scales_and_zero_points():
     np.testing.assert_allclose(scale, [0.2], rtol=1e-6)
     assert zero_point.dtype == jnp.int4
     assert zero_point.astype(jnp.int32).tolist() == [-3]
-    with pytest.raises(ValueError, match="gives a zero point, which only integer"):
+    with pytest.raises(ValueError, match="only integer qtypes have zero points"):
         scale_of(Calibration(jnp.array([-1.0]), jnp.array([2.0])), "nf4")
 
 

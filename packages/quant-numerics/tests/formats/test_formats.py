@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtap_testkit import examples
+from jaxtap_testkit.qarray_samples import per_element, value
 from quant_numerics import (
     QTYPES,
     calibrate,
@@ -50,29 +51,6 @@ def rows(kind):
 
 def compiled(x, qtype, **options):
     return jax.jit(lambda x: quantize(x, qtype, **options))(x)
-
-
-def per_element(part, shape):
-    part = np.asarray(part).astype(np.float64)
-    for axis, size in enumerate(shape):
-        part = np.repeat(part, size // part.shape[axis], axis=axis)
-    return part
-
-
-def value(q):
-    """What a QArray stands for, in float64, by NumPy alone."""
-    kind = get_qtype(q.qtype)
-    codes = np.asarray(q.qvalue)
-    if kind.codebook is None:
-        numbers = codes.astype(np.float64)
-    else:
-        numbers = np.array(kind.codebook)[codes.astype(int)]
-    if q.zero_point is not None:
-        numbers = numbers - per_element(q.zero_point, q.shape)
-    scale = per_element(q.scale, q.shape)
-    if q.global_scale is not None:
-        scale = scale * per_element(q.global_scale, q.shape)
-    return numbers * scale
 
 
 def sample(seed=0, shape=(4, 64)):
@@ -321,7 +299,7 @@ def test_float64(qtype):
 def test_block_formats_need_their_tiles():
     x = jnp.ones((4, 64))
     for options in ({}, {"tile_axes": {1: 16}}, {"tile_axes": {0: 4, 1: 32}}):
-        with pytest.raises(ValueError, match=r"'mxfp8' has a scale per block of 32 elements"):
+        with pytest.raises(ValueError, match=r"'mxfp8' must be one tiled axis, of tile size 32"):
             quantize(x, "mxfp8", **options)
     assert quantize(x, "nvfp4", tile_axes={1: 16}).scale.shape == (1, 4)
 
@@ -332,7 +310,7 @@ def test_a_float_tile_is_one_over_the_number_of_tiles():
     assert quantize(x, "int8", tile_axes={1: 1 / 3}).scale.shape == (1, 3)
     assert quantize(x, "int8", tile_axes={1: 1.0}).scale.shape == (1, 1)
     assert quantize(x, "int8", tile_axes={1: 1}).scale.shape == (1, 12)
-    with pytest.raises(ValueError, match=r"tile size 0\.2 \(2 elements\)|does not fit"):
+    with pytest.raises(ValueError, match=r"tile size must be .* got 0\.2 \(3 elements\)"):
         quantize(jnp.ones((4, 13)), "int8", tile_axes={1: 0.2})
 
 
@@ -344,7 +322,7 @@ def test_granularity_for_dots_and_convolutions():
     assert quantize_for_dot(x, (1,), "mxfp4").scale.shape == (2, 2)
     assert quantize_for_dot(x, (1,), "int8", method="minmax").zero_point.shape == (2, 1)
     assert quantize_for_conv(x, "int8", "lhs", (0, 1), channelwise=False).scale.shape == (1, 1)
-    with pytest.raises(ValueError, match="a convolution cannot take"):
+    with pytest.raises(ValueError, match="must have no blocks"):
         quantize_for_conv(x, "nvfp4", "lhs", (0, 1))
 
 
@@ -357,7 +335,7 @@ def test_quantize_with_saturates():
     q = quantize_with(x, "int4", jnp.ones(1), jnp.array([-3], jnp.int4))
     assert q.qvalue.astype(jnp.int8).tolist() == [7, -8, 0, 0]
     assert math.isnan(quantize_with(x, "fp8", jnp.ones(1)).qvalue.astype(jnp.float32)[2])
-    with pytest.raises(ValueError, match=r"scale of shape \(3,\) does not fit"):
+    with pytest.raises(ValueError, match=r"scale must have the axes .* got shape \(3,\)"):
         quantize_with(x, "int8", jnp.ones(3))
     with pytest.raises(TypeError, match="scale must be float8_e8m0fnu"):
         quantize_with(jnp.ones(32), "mxfp4", jnp.ones(1))
@@ -365,5 +343,5 @@ def test_quantize_with_saturates():
 
 @pytest.mark.parametrize("method", ["minmax", "fixed,-1,2"])
 def test_only_integers_have_zero_points(method):
-    with pytest.raises(ValueError, match="gives a zero point, which only integer qtypes have"):
+    with pytest.raises(ValueError, match="only integer qtypes have zero points"):
         quantize(jnp.ones(4), "fp8", method=method)

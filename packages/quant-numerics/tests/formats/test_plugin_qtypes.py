@@ -76,7 +76,7 @@ def test_a_codebook_with_blocks_packs_and_moves(plugin):
         np.testing.assert_allclose(qn.dequantize(q.T[8:16]), expected.T[8:16], rtol=1e-6)
         rows = qn.take(packed, jnp.array([4, 0]))
         np.testing.assert_allclose(rows, expected[[4, 0]], rtol=1e-6)
-        with pytest.raises(ValueError, match="scale per block of 8 elements"):
+        with pytest.raises(ValueError, match="one tiled axis, of tile size 8"):
             qn.quantize(x, "halves", channel_axes=(0,))
 
 
@@ -149,7 +149,7 @@ def test_a_newer_plugin_is_told(plugin):
     with (
         installed_plugins(plugin(api=(1, 99), tern=ternary)),
         pytest.warns(core.PluginWarning, match="upgrade interception-core"),
-        pytest.raises(ValueError, match="unknown qtype 'tern'") as caught,
+        pytest.raises(ValueError, match=r"a qtype must be .* got 'tern'") as caught,
     ):
         qn.get_qtype("tern")
     assert "upgrade interception-core" in str(caught.value.__cause__)
@@ -158,7 +158,7 @@ def test_a_newer_plugin_is_told(plugin):
 def test_an_unknown_name_lists_those_of_plugins(plugin):
     with (
         installed_plugins(plugin(tern=ternary)),
-        pytest.raises(ValueError, match=r"nvfp4, tern, .*did you mean 'tern'.*jaxtap_register"),
+        pytest.raises(ValueError, match=r"nvfp4, tern, .*Did you mean 'tern'.*jaxtap_register"),
     ):
         qn.get_qtype("terns")
 

@@ -93,7 +93,7 @@ def test_the_table_and_its_entries_are_frozen():
     ],
 )
 def test_an_unknown_name_is_told_the_known_and_the_nearest(name, nearest):
-    known = r"known qtypes are float4_e2m1fn, float8_e4m3fn, .*, fp4; did you mean "
+    known = r"must be one of float4_e2m1fn, float8_e4m3fn, .*, fp4, got .* Did you mean "
     with pytest.raises(ValueError, match=rf"{known}'{nearest}'"):
         get_qtype(name)
 

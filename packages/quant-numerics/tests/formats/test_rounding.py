@@ -104,9 +104,9 @@ def test_noise_is_within_half_a_step(method):
 
 def test_errors():
     x = jnp.ones((2, 3))
-    with pytest.raises(ValueError, match="known are 'uniform' and 'low_bit_uniform'"):
+    with pytest.raises(ValueError, match="must be 'uniform' or 'low_bit_uniform'"):
         quantize(x, "int8", rounding=StochasticRounding(jax.random.key(0), "normal"))
-    with pytest.raises(ValueError, match="noise axis 2 is out of range"):
+    with pytest.raises(ValueError, match=r"channelwise_noise_axes must be axes .* got 2"):
         quantize(x, "int8", rounding=StochasticRounding(jax.random.key(0), "uniform", (2,)))
-    with pytest.raises(ValueError, match="'nf4' has no even steps"):
+    with pytest.raises(ValueError, match=r"must have even steps .* got 'nf4'"):
         quantize(x, "nf4", rounding=StochasticRounding(jax.random.key(0)))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxtap_testkit import examples
+from jaxtap_testkit.qarray_samples import CONVOLUTIONS, value
 from quant_numerics import (
     QArray,
     conv_general_dilated,
@@ -22,7 +23,6 @@ from quant_numerics import (
 pytestmark = pytest.mark.sample(2)
 
 INF, NAN = float("inf"), float("nan")
-NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 def run(lhs, rhs, *args, **options):
@@ -36,12 +36,6 @@ def reference(lhs, rhs, *args, **options):
         return np.asarray(conv(value(lhs), value(rhs)))
 
 
-def value(x):
-    if not isinstance(x, QArray):
-        return np.asarray(x).astype(np.float64)
-    return np.asarray(x.qvalue).astype(np.float64) * np.asarray(x.scale)
-
-
 def coarse(shape, channel_axis, seed, qtype="int8"):
     """A QArray with scales 0.5, 1 and 2 and few bits, so that float32 sums are exact."""
     rng = np.random.default_rng(seed)
@@ -51,56 +45,14 @@ def coarse(shape, channel_axis, seed, qtype="int8"):
     return qarray(codes, scale, qtype, jnp.float32)
 
 
-CONFIGS = {
-    "default layout": ((2, 3, 6, 5), (4, 3, 3, 2), ((1, 1), "VALID"), {}),
-    "nhwc same": ((2, 6, 5, 3), (3, 2, 3, 4), ((2, 1), "SAME"), {"dimension_numbers": NHWC}),
-    "mixed layouts": (
-        (6, 3, 5, 2),
-        (2, 4, 3, 3),
-        ((1, 2), [(1, 0), (2, 1)]),
-        {"dimension_numbers": ("HCWN", "WOHI", "CNWH")},
-    ),
-    "explicit numbers": (
-        (2, 6, 3),
-        (3, 3, 4),
-        ((1,), "SAME"),
-        {"dimension_numbers": lax.ConvDimensionNumbers((0, 2, 1), (2, 1, 0), (0, 2, 1))},
-    ),
-    "rhs dilation": ((2, 3, 9, 9), (4, 3, 3, 3), ((1, 1), "VALID", None, (2, 3)), {}),
-    "transposed": ((2, 3, 4, 4), (4, 3, 3, 3), ((1, 1), [(2, 2), (1, 3)], (2, 3)), {}),
-    "feature groups": (
-        (2, 5, 5, 6),
-        (3, 3, 2, 9),
-        ((1, 1), "SAME"),
-        {"dimension_numbers": NHWC, "feature_group_count": 3},
-    ),
-    "depthwise": (
-        (2, 5, 5, 4),
-        (3, 3, 1, 8),
-        ((2, 2), "SAME"),
-        {"dimension_numbers": NHWC, "feature_group_count": 4},
-    ),
-    "batch groups": (
-        (6, 5, 5, 3),
-        (2, 2, 3, 6),
-        ((1, 1), "VALID"),
-        {"dimension_numbers": NHWC, "batch_group_count": 3},
-    ),
-    "batch groups, features first": ((4, 3, 5), (6, 3, 2), ((1,), "SAME"), {"batch_group_count": 2,
-        "dimension_numbers": ("NCH", "OIH", "CNH")}),
-    "no spatial axes": ((2, 3), (4, 3), ((), ()), {}),
-    "three spatial axes": ((1, 2, 3, 4, 3), (3, 2, 2, 2, 2), ((1, 1, 1), "SAME"), {}),
-}  # fmt: skip
-
-
 def channel_axes(shape_l, shape_r, options):
     dn = lax.conv_dimension_numbers(shape_l, shape_r, options.get("dimension_numbers"))
     return dn.lhs_spec[0], dn.rhs_spec[0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_integer_convolutions_are_exact(name):
-    shape_l, shape_r, args, options = CONFIGS[name]
+    shape_l, shape_r, args, options = CONVOLUTIONS[name]
     axis_l, axis_r = channel_axes(shape_l, shape_r, options)
     lhs, rhs = coarse(shape_l, axis_l, 0), coarse(shape_r, axis_r, 1, "int4")
     out = run(lhs, rhs, *args, **options)
@@ -111,7 +63,7 @@ def test_integer_convolutions_are_exact(name):
 @pytest.mark.parametrize("which", ["lhs", "rhs"])
 @pytest.mark.parametrize("name", ["mixed layouts", "transposed", "feature groups", "batch groups"])
 def test_weight_only_convolutions_are_exact(name, which):
-    shape_l, shape_r, args, options = CONFIGS[name]
+    shape_l, shape_r, args, options = CONVOLUTIONS[name]
     axis_l, axis_r = channel_axes(shape_l, shape_r, options)
     lhs, rhs = coarse(shape_l, axis_l, 0), coarse(shape_r, axis_r, 1)
     if which == "lhs":
@@ -152,7 +104,7 @@ def test_any_convolution_is_exact(problem):
 
 
 def test_int8_reaches_the_convolution_and_int32_leaves_it(primitives):
-    shape_l, shape_r, args, options = CONFIGS["nhwc same"]
+    shape_l, shape_r, args, options = CONVOLUTIONS["nhwc same"]
     for qtype in ("int8", "int4"):
         lhs, rhs = coarse(shape_l, 0, 0), coarse(shape_r, 3, 1, qtype)
         fn = functools.partial(
@@ -346,7 +298,7 @@ def test_sums_that_cannot_be_cut_are_refused():
         ).shape
 
     assert conv(1, 133144, ("int8", "int8")) == (1, 1, 1)
-    message = "sums 133145 products per output .* safe only up to 133144, with numbers up to 127"
+    message = "must be at most 133144, with numbers up to 127 .* got 133145"
     with pytest.raises(ValueError, match=message):
         conv(1, 133145, ("int8", "int8"))
     assert conv(1, 133145, ("int8", "int4")) == (1, 1, 1)
@@ -376,10 +328,10 @@ def pointed_value(q):
     return (np.asarray(q.qvalue).astype(np.float64) - points) * np.asarray(q.scale)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize(("left", "right"), [("int8", "int8"), ("int4", "int8"), ("int4", "int4")])
 def test_zero_points_are_exact_also_at_the_padding(name, left, right):
-    shape_l, shape_r, args, options = CONFIGS[name]
+    shape_l, shape_r, args, options = CONVOLUTIONS[name]
     axis_l, axis_r = channel_axes(shape_l, shape_r, options)
     lhs, rhs = pointed(shape_l, axis_l, 0, left), coarse(shape_r, axis_r, 1, right)
     for a, b in ((lhs, rhs), (lhs, pointed(shape_r, axis_r, 2, right))):
@@ -440,3 +392,20 @@ def test_on_cpu_floats_are_used_where_they_are_exact(features, window, in_floats
     assert all(("xf32>" in line) == in_floats for line in lines)
     exact = (features * window) * 127 * 127 - 127
     np.testing.assert_array_equal(lowered.compile()(lhs, rhs), np.float32([[[exact]]]))
+
+
+def test_a_kernel_with_tiles_is_dequantized():
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 7, 40), (3, 40, 5)))
+    layout = ("NHC", "HIO", "NHC")
+    for tile, scales in ((32, (3, 2, 5)), (40, (3, 1, 5))):
+        q = quantize_for_conv(w, "int4", "rhs", (2, 1, 0), tile_size=tile)
+        assert q.scale.shape == scales
+        got = run(x, q, (1,), "SAME", dimension_numbers=layout)
+        want = reference(x, dequantize(q), (1,), "SAME", dimension_numbers=layout)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+        with pytest.raises(ValueError, match="quantize_for_conv"):
+            run(quantize(x, "int8"), q, (1,), "SAME", dimension_numbers=layout)
+    assert quantize_for_conv(w, "mxfp4", "rhs", (2, 1, 0)).scale.shape == (3, 2, 5)
+    with pytest.raises(ValueError, match="input of a convolution must have no blocks or tiles"):
+        quantize_for_conv(x, "int8", "lhs", (0, 2, 1), tile_size=8)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtap_testkit import examples
+from jaxtap_testkit.qarray_samples import normal, value
 from quant_numerics import (
     QTYPES,
     QArray,
@@ -32,33 +33,6 @@ SMALL_INTS = [n for n in INTS if n != "int16"]
 
 def run(lhs, rhs, dims=MATMUL, **options):
     return jax.jit(lambda a, b: dot_general(a, b, dims, **options))(lhs, rhs)
-
-
-def per_element(part, shape):
-    part = np.asarray(part).astype(np.float64)
-    for axis, size in enumerate(shape):
-        part = np.repeat(part, size // part.shape[axis], axis=axis)
-    return part
-
-
-def value(q):
-    """What a QArray stands for, in float64, by NumPy alone."""
-    kind = get_qtype(q.qtype)
-    codes = np.asarray(q.qvalue)
-    if kind.codebook is None:
-        numbers = codes.astype(np.float64)
-    else:
-        numbers = np.array(kind.codebook)[codes.astype(int)]
-    if q.zero_point is not None:
-        numbers = numbers - per_element(q.zero_point, q.shape)
-    scale = per_element(q.scale, q.shape)
-    if q.global_scale is not None:
-        scale = scale * per_element(q.global_scale, q.shape)
-    return numbers * scale
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @functools.cache
@@ -339,5 +313,5 @@ def test_matmul_errors():
     with pytest.raises(ValueError, match="at least one axis"):
         matmul(quantize(jnp.ones(3), "int8"), jnp.float32(2))
     for a, b in itertools.product(((2, 3), (3,)), ((1, 4), (4,), (2, 2, 4))):
-        with pytest.raises(ValueError, match="their sizes must be equal"):
+        with pytest.raises(ValueError, match="must have equal sizes"):
             matmul(quantize(jnp.ones(a), "int8"), jnp.ones(b))

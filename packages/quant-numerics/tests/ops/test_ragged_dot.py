@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxtap_testkit import examples
+from jaxtap_testkit.qarray_samples import value
 from quant_numerics import (
     Backward,
     HowToQuantize,
-    QArray,
     dequantize,
     get_qtype,
     qarray,
@@ -41,18 +41,6 @@ def coarse(shape, groups, seed=0, qtype="int8", zero_point=False):
         low, high = kind.asymmetric
         points = rng.integers(low, high + 1, groups).astype(kind.storage_dtype)
     return qarray(codes, scale, qtype, jnp.float32, zero_point=points)
-
-
-def value(x):
-    if not isinstance(x, QArray):
-        return np.asarray(x).astype(np.float64)
-    parts = [x.scale, np.zeros(x.scale.shape) if x.zero_point is None else x.zero_point]
-    for i, part in enumerate(parts):
-        part = np.asarray(part).astype(np.float64)
-        for axis, n in enumerate(x.shape):
-            part = np.repeat(part, n // part.shape[axis], axis)
-        parts[i] = part
-    return (np.asarray(x.qvalue).astype(np.float64) - parts[1]) * parts[0]
 
 
 def reference(lhs, rhs, sizes):
@@ -220,7 +208,7 @@ def test_what_is_refused():
     numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
     with pytest.raises(NotImplementedError, match="slice the rows"):
         ragged_dot_general(x, w, SIZES, numbers, group_offset=jnp.zeros(1, jnp.int32))
-    with pytest.raises(ValueError, match=r"have 4 and 2 scales.*choose other tiles"):
+    with pytest.raises(ValueError, match=r"tiles of one size, got 1 and 2"):
         ragged_dot(coarse((6, 4), (6, 4)), w, SIZES)
     with pytest.raises(TypeError, match="lhs, where not a QArray"):
         ragged_dot(jnp.ones((6, 4), jnp.int32), w, SIZES)
@@ -307,9 +295,79 @@ def test_the_backward_products_are_integer():
 
 
 def test_training_refuses_tiles_in_the_backward_pass():
-    for backward in (Backward("int8", weight_grad_tile_size=4), Backward("mxfp8")):
-        with pytest.raises(ValueError, match="which can't be tiled"):
-            train_ragged_dot(X, W, ROWS, lhs_how=INT8, rhs_how=INT8, backward=backward, weight=1)
+    for backward in (
+        Backward("int8", tile_size=4),
+        Backward("mxfp8"),
+        (None, Backward("int8", residual=HowToQuantize("int8", tile_size=4))),
+    ):
+        with pytest.raises(ValueError, match=r"gradient of rhs .* tiles, got"):
+            train_ragged_dot(X, W, ROWS, lhs_how=INT8, rhs_how=INT8, backward=backward)
+
+
+def float_gradients():
+    groups = np.repeat(np.arange(4), ROWS)
+    want_x, want_w = np.zeros(X.shape), np.zeros(W.shape)
+    want_x[:23] = np.einsum("mn,mkn->mk", G[:23], W[groups].astype("d"))
+    np.add.at(want_w, groups, np.einsum("mk,mn->mkn", X[:23].astype("d"), G[:23]))
+    return want_x, want_w
+
+
+@pytest.mark.parametrize(
+    ("how", "backward", "near"),
+    [
+        (HowToQuantize("fp8", 4), (Backward("fp8_e5m2", tile_size=4), Backward("fp8")), 0.12),
+        (HowToQuantize("int4", 8), (Backward("int8", tile_size=2), Backward("int8")), 0.03),
+        (
+            HowToQuantize("int4"),
+            (Backward("int8", residual="original"), Backward("int8", residual="original")),
+            0.03,
+        ),
+        (INT8, (Backward("int4", tile_size=4, residual=HowToQuantize("int8", 4)), None), 0.15),
+    ],
+    ids=str,
+)
+def test_training_in_small_formats(how, backward, near):
+    f = functools.partial(
+        train_ragged_dot, group_sizes=ROWS, lhs_how=how, rhs_how=how, backward=backward
+    )
+    out, gx, gw = grads(f)
+    lhs = quantize_for_dot(X, (1,), how.qtype, how.tile_size)
+    rhs = quantize_for_dot(W, (1,), how.qtype, how.tile_size)
+    np.testing.assert_allclose(out, ragged_dot(lhs, rhs, ROWS), rtol=1e-5, atol=1e-5)
+    want_x, want_w = float_gradients()
+    assert relative(gx, want_x) < near
+    assert relative(gw, want_w) < near
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_training_some_of_the_groups(offset):
+    """Value and gradients are those of the rows of these groups."""
+    backward = Backward("int8")
+    options = {"lhs_how": INT8, "rhs_how": INT8, "backward": backward}
+    start, stop = np.cumsum([0, *ROWS])[[offset, offset + 2]]
+    own = slice(start, stop)
+
+    def some(x, w, g):
+        f = functools.partial(
+            train_ragged_dot, group_sizes=ROWS, group_offset=jnp.int32(offset), **options
+        )
+        out, pull = jax.vjp(f, x, w[offset : offset + 2])
+        return out, *pull(g)
+
+    def alone(x, w, g):
+        f = functools.partial(train_ragged_dot, group_sizes=ROWS[offset : offset + 2], **options)
+        out, pull = jax.vjp(f, x[own], w[offset : offset + 2])
+        return out, *pull(g[own])
+
+    inside = np.zeros((24, 1), np.float32)
+    inside[own] = 1
+    # The scale of a column of the cotangent is that of all rows: outside they are zero.
+    out, gx, gw = jax.jit(some)(X, W, G * inside)
+    out2, gx2, gw2 = jax.jit(alone)(X, W, G)
+    for whole, part in ((out, out2), (gx, gx2)):
+        np.testing.assert_allclose(whole[own], part, rtol=1e-5, atol=1e-5)
+        assert not np.delete(np.asarray(whole), np.r_[own], 0).any()
+    np.testing.assert_allclose(gw, gw2, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

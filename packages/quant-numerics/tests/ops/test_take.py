@@ -97,7 +97,7 @@ def test_what_is_refused():
     q = table()
     with pytest.raises(TypeError, match="indices must be integers, got float32"):
         take(q, jnp.ones(3))
-    with pytest.raises(ValueError, match="axis 2 is out of range"):
+    with pytest.raises(ValueError, match="axis must be from -2 to 1, got 2"):
         take(q, IDS, 2)
     with pytest.raises(ValueError, match="'fill' or 'clip', got 'wrap'"):
         take(q, IDS, mode="wrap")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxtap_testkit.qarray_samples import CONVOLUTIONS, normal
 from quant_numerics import (
     Backward,
     Calibration,
@@ -20,56 +21,10 @@ from quant_numerics import (
 pytestmark = pytest.mark.sample(2)
 
 INT8 = HowToQuantize("int8")
-NHWC = ("NHWC", "HWIO", "NHWC")
-
-CONFIGS = {
-    "default layout": ((2, 3, 6, 5), (4, 3, 3, 2), ((1, 1), "VALID"), {}),
-    "nhwc same": ((2, 6, 5, 3), (3, 2, 3, 4), ((2, 1), "SAME"), {"dimension_numbers": NHWC}),
-    "mixed layouts": (
-        (6, 3, 5, 2),
-        (2, 4, 3, 3),
-        ((1, 2), [(1, 0), (2, 1)]),
-        {"dimension_numbers": ("HCWN", "WOHI", "CNWH")},
-    ),
-    "explicit numbers": (
-        (2, 6, 3),
-        (3, 3, 4),
-        ((1,), "SAME"),
-        {"dimension_numbers": lax.ConvDimensionNumbers((0, 2, 1), (2, 1, 0), (0, 2, 1))},
-    ),
-    "rhs dilation": ((2, 3, 9, 9), (4, 3, 3, 3), ((1, 1), "VALID", None, (2, 3)), {}),
-    "transposed": ((2, 3, 4, 4), (4, 3, 3, 3), ((1, 1), [(2, 2), (1, 3)], (2, 3)), {}),
-    "feature groups": (
-        (2, 5, 5, 6),
-        (3, 3, 2, 9),
-        ((1, 1), "SAME"),
-        {"dimension_numbers": NHWC, "feature_group_count": 3},
-    ),
-    "depthwise": (
-        (2, 5, 5, 4),
-        (3, 3, 1, 8),
-        ((2, 2), "SAME"),
-        {"dimension_numbers": NHWC, "feature_group_count": 4},
-    ),
-    "batch groups": (
-        (6, 5, 5, 3),
-        (2, 2, 3, 6),
-        ((1, 1), "VALID"),
-        {"dimension_numbers": NHWC, "batch_group_count": 3},
-    ),
-    "batch groups, features first": ((4, 3, 5), (6, 3, 2), ((1,), "SAME"), {"batch_group_count": 2,
-        "dimension_numbers": ("NCH", "OIH", "CNH")}),
-    "no spatial axes": ((2, 3), (4, 3), ((), ()), {}),
-    "three spatial axes": ((1, 2, 3, 4, 3), (3, 2, 2, 2, 2), ((1, 1, 1), "SAME"), {}),
-}  # fmt: skip
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def problem(name):
-    shape_l, shape_r, args, options = CONFIGS[name]
+    shape_l, shape_r, args, options = CONVOLUTIONS[name]
     x, w = normal(*shape_l), normal(*shape_r, seed=1)
     exact = functools.partial(lax.conv_general_dilated, window_strides=args[0], padding=args[1],
                               **dict(zip(("lhs_dilation", "rhs_dilation"), args[2:], strict=False)),
@@ -101,7 +56,7 @@ def relative(ours, want):
 
 
 @pytest.mark.parametrize("backward", [None, Backward("int8")], ids=["float", "int8"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_gradients_of_all_kinds_of_convolutions(name, backward):
     x, w, g, exact, train = problem(name)
     out, gx, gw = grads(functools.partial(train, backward=backward), x, w, g)
@@ -243,7 +198,7 @@ def test_what_is_refused():
         {"lhs_how": HowToQuantize("int8", 4)},
         {"rhs_how": HowToQuantize("mxfp8")},
         {"backward": Backward("nvfp4")},
-        {"backward": Backward("int8", weight_grad_tile_size=2), "weight": 1},
+        {"backward": (None, Backward("int8", tile_size=2))},
     ):
-        with pytest.raises(ValueError, match="takes no tiles and no formats with blocks"):
+        with pytest.raises(ValueError, match="must have no tiles or blocks"):
             train(x, w, **options)

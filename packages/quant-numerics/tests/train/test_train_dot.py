@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtap_testkit import examples
 from jaxtap_testkit.meshes import line, put
+from jaxtap_testkit.qarray_samples import normal
 from quant_numerics import (
     Backward,
     Calibration,
@@ -31,10 +32,6 @@ pytestmark = pytest.mark.sample(2)
 
 MATMUL = (((1,), (0,)), ((), ()))
 INT8 = HowToQuantize("int8")
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 X, W, G = normal(6, 16), normal(16, 8, seed=1), normal(6, 8, seed=2)
@@ -201,19 +198,51 @@ def test_all_formats_are_near_the_float_gradient(lhs, rhs, qtype):
     assert relative(gw, x.T @ g) < (0.2 if lhs and lhs.qtype == "int4" else near)
 
 
-def test_tiles_of_the_weights_gradient_are_finer():
+def test_either_gradient_has_a_format_and_tiles_of_its_own():
+    """Each gradient is that of a call with one Backward."""
+    kinds = (
+        None,
+        Backward("int8"),
+        Backward("int4", tile_size=2),
+        Backward("fp8", residual="original"),
+        Backward("int8", residual=HowToQuantize("int4", tile_size=2)),
+    )
+    alone = {kind: grads(functools.partial(train, backward=kind), X, W)[1:] for kind in kinds}
+    for left, right in ((0, 1), (1, 0), (2, 1), (3, 4), (4, 2)):
+        f = functools.partial(train, backward=(kinds[left], kinds[right]))
+        _, gx, gw = grads(f, X, W)
+        np.testing.assert_array_equal(gx, alone[kinds[left]][0])
+        np.testing.assert_array_equal(gw, alone[kinds[right]][1])
+    np.testing.assert_allclose(alone[None][0], G @ W.T, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_of_a_gradient_are_finer():
     x, w, g = normal(64, 8), normal(8, 8), normal(64, 8)
     g[::8] *= 100  # outliers in some rows
-    errors = {}
-    for tile in (None, 8):
-        for weight in (0, 1):
-            backward = Backward("int8", weight_grad_tile_size=tile)
-            _, _, gw = grads(
-                functools.partial(train, backward=backward, weight=weight), x, w, cotangent=g
-            )
-            errors[tile, weight] = np.abs(gw - x.T.astype(np.float64) @ g).mean()
-    assert errors[8, 1] != errors[None, 1]
-    assert errors[8, 0] == errors[None, 0]
+
+    def error(backward):
+        f = functools.partial(train, backward=(None, backward))
+        _, _, gw = grads(f, x, w, cotangent=g)
+        return np.abs(gw - x.T.astype(np.float64) @ g).mean()
+
+    assert error(Backward("int4", tile_size=8)) < 0.8 * error(Backward("int4"))
+
+
+def test_original_residuals_are_not_those_of_the_forward_pass():
+    """The operand is not rounded, or rounded for this contraction."""
+    int4 = HowToQuantize("int4")
+    g = rounded(G, (1,))
+
+    def gradient(residual):
+        backward = Backward("int8", residual=residual)
+        return np.asarray(grads(functools.partial(train, how=int4, backward=backward), X, W)[1])
+
+    assert relative(gradient("original"), g @ W.astype(np.float64).T) < 1e-6
+    # One scale for each index of what the contraction keeps: a row of W.
+    assert relative(gradient(HowToQuantize("int8")), g @ rounded(W, (1,)).T) < 1e-6
+    whole = gradient(HowToQuantize("int8", channelwise=False))
+    assert relative(whole, g @ rounded(W, (0, 1)).T) < 1e-6
+    assert relative(gradient(None), G @ W.T) > 0.03  # the int4 of the forward pass
 
 
 @pytest.mark.parametrize("backward", [None, Backward("int8")], ids=["float", "int8"])
@@ -450,19 +479,19 @@ def test_what_is_refused():
         train(q, W)
     with pytest.raises(TypeError, match=r"rhs of a training op.*int32"):
         train(X, jnp.ones((16, 8), jnp.int32))
-    with pytest.raises(ValueError, match=r"needs a random key: pass key=jax.random.key"):
+    with pytest.raises(ValueError, match=r"key must be a random key .* Pass key=jax.random.key"):
         train(X, W, backward=Backward("int8", stochastic_rounding="uniform"))
-    with pytest.raises(ValueError, match=r"pass weight=0 .* or weight=1"):
-        train(X, W, backward=Backward("int8", weight_grad_tile_size=4))
-    with pytest.raises(ValueError, match=r"weight must be None, 0 .* got 2"):
-        train(X, W, weight=2)
-    with pytest.raises(ValueError, match="lhs_calibration needs lhs_how"):
+    with pytest.raises(ValueError, match=r"a pair of Backward or None .* got \('int8', None\)"):
+        train(X, W, backward=("int8", None))
+    with pytest.raises(ValueError, match=r"residual must be None, 'original' or a HowToQuantize"):
+        Backward("int8", residual="float")
+    with pytest.raises(ValueError, match="lhs_how must be given with lhs_calibration"):
         train(X, W, lhs_how=None, lhs_calibration=Calibration(None, jnp.ones((6, 1))))
-    with pytest.raises(ValueError, match="symmetric calibration method, got 'minmax'"):
+    with pytest.raises(ValueError, match="Backward must be symmetric, got 'minmax'"):
         Backward("int8", method="minmax")
     with pytest.raises(ValueError, match="got 'gaussian'"):
         Backward("int8", stochastic_rounding="gaussian")
-    with pytest.raises(ValueError, match="unknown qtype 'int9'"):
+    with pytest.raises(ValueError, match=r"a qtype must be .* got 'int9'"):
         HowToQuantize("int9")
     with pytest.raises(ValueError, match="there is no method 'max'"):
         HowToQuantize("int8", method="max")

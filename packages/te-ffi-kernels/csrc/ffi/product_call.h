@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "common/packed.h"
@@ -51,32 +50,22 @@ struct ProductCall {
   }
 };
 
-// The buffer of one weight of a stack.
-inline const uint8_t* WeightOfStack(const Array& stack, int64_t place) {
-  return static_cast<const uint8_t*>(stack.data) + place * stack.Product(1, 3);
-}
-
 // The buffer of one weight of a stack [weights, panels, panel_bytes]. A negative index counts from
 // the end, and one beyond the ends is the end, as XLA's slices have it.
-inline const uint8_t* OneOfStack(const Array& stack, const Array& index) {
-  index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
+inline const uint8_t* OneOfStack(const Array& stack, int32_t index) {
   const int64_t count = stack.shape[0];
   if (count == 0) throw invalid_argument("buffer is ", stack.Text(), ", and must have a weight");
-  int32_t given;
-  std::memcpy(&given, index.data, 4);
-  const int64_t wrapped = given < 0 ? given + count : given;
+  const int64_t wrapped = index < 0 ? index + count : index;
   const int64_t place = std::clamp<int64_t>(wrapped, 0, count - 1);
-  return WeightOfStack(stack, place);
+  return static_cast<const uint8_t*>(stack.data) + place * stack.Product(1, 3);
 }
 
 // Where the rows of each group end, of `rows` rows of x in all. Throws for sizes that are negative.
 // Rows that there are not are left out of the last groups.
-inline std::vector<int64_t> EndsOfGroups(const Array& stack, const Array& sizes, int64_t rows) {
-  stack.NeedRank(3);
-  sizes.NeedDtype({DType::S32}).NeedShape({stack.shape[0]}, "one for each weight of the stack");
+inline std::vector<int64_t> EndsOfGroups(const Array& sizes, int64_t rows) {
   std::vector<int64_t> ends;
   int64_t end = 0;
-  for (int64_t group = 0; group < stack.shape[0]; ++group) {
+  for (int64_t group = 0; group < sizes.shape[0]; ++group) {
     const int32_t size = static_cast<const int32_t*>(sizes.data)[group];
     if (size < 0) {
       throw invalid_argument("group_sizes[", group, "] is ", size, ", and must be at least 0");

@@ -78,7 +78,9 @@ void MultiplyStack(const Call& call) {
   call.NeedCounts(3, 1);
   const Array stack = call.Operand(1, "buffer"), index = call.Operand(2, "index");
   stack.NeedRank(3);
-  MultiplyWith<kBits, kPlanes>(call, stack, OneOfStack(stack, index),
+  index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
+  const int32_t place = *static_cast<const int32_t*>(index.data);
+  MultiplyWith<kBits, kPlanes>(call, stack, OneOfStack(stack, place),
                                ProductConfigOf(call.attributes, kBits));
 }
 
@@ -99,16 +101,19 @@ void Pack(const Call& call) {
        static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], Parallel(scheduler));
 }
 
-// Rows in groups, each with its own weight of a stack. Rows beyond the last group give zeros.
+// Rows in groups, each with the weight of its index. Rows beyond the last group give zeros.
 template <int kBits, int kPlanes>
 void MultiplyGroups(const Call& call) {
-  call.NeedCounts(3, 1);
+  call.NeedCounts(4, 1);
   const ProductConfig config = ProductConfigOf(call.attributes, kBits);
   const Array in = call.Operand(0, "x"), stack = call.Operand(1, "buffer");
+  const Array index = call.Operand(2, "index"), sizes = call.Operand(3, "group_sizes");
   const Array out = call.Result(0, "y");
   ProductCall{in, stack, out}.Check(config);
-  const std::vector<int64_t> ends =
-      EndsOfGroups(stack, call.Operand(2, "group_sizes"), in.shape[0]);
+  stack.NeedRank(3);
+  sizes.NeedRank(1).NeedDtype({DType::S32});
+  index.NeedDtype({DType::S32}).NeedShape({sizes.shape[0]}, "that of group_sizes");
+  const std::vector<int64_t> ends = EndsOfGroups(sizes, in.shape[0]);
   const int64_t x_row = config.k * static_cast<int64_t>(byte_size(in.dtype));
   const int64_t y_row = config.n * static_cast<int64_t>(byte_size(out.dtype));
   XlaScheduler scheduler(call);
@@ -126,8 +131,9 @@ void MultiplyGroups(const Call& call) {
     if (args.m > 0) {
       args.x = x + begin * x_row;
       args.y = y + begin * y_row;
-      args.weights = {WeightOfStack(stack, static_cast<int64_t>(group)), stack.shape[1],
-                      stack.shape[2], config.n, config.Check()};
+      const int32_t place = static_cast<const int32_t*>(index.data)[group];
+      args.weights = {OneOfStack(stack, place), stack.shape[1], stack.shape[2], config.n,
+                      config.Check()};
       matmul(args, parallel, isa);
     }
     begin = ends[group];

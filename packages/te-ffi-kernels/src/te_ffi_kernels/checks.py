@@ -36,10 +36,12 @@ def shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: st
 def member(
     op: str, name: str, given: Any, kind: type[_Member], refused: Sequence[Any] = ()
 ) -> _Member:
-    """Return the member of an enumeration, given itself, one of its value, or its value.
+    """Return the member of an enumeration, given itself, one of its value, its value or its name.
 
     What the caller refuses isn't listed in the error.
     """
+    if isinstance(given, str) and given.upper() in kind.__members__:
+        return kind[given.upper()]
     try:
         return kind(getattr(given, "value", given))
     except ValueError:

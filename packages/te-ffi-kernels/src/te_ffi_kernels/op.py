@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from interception_core import KernelSpec, kernel_workspace, register_kernel, select_kernel
+from interception_core import (
+    KernelSpec,
+    kernel_platforms,
+    kernel_workspace,
+    register_kernel,
+    select_kernel,
+)
 
 from .batching import with_rule
-
-PLATFORMS = ("cpu", "cuda")
-"""What there are kernels for: in this package, and in te-ffi-kernels-cuda13."""
 
 # A part of the keys of JAX's caches, so that jitted functions are traced again where it changes.
 _plain = jax.make_user_context(False)
@@ -34,9 +37,9 @@ class Op:
     """An operation on arrays, called as ``op(config, *operands)``.
 
     The config is hashable and holds what is known at compile time. Callers check arguments first.
-    A kernel is selected while the op is traced, and called where the program is lowered for the
-    kernel's platform. Elsewhere, where no kernel supports the call, and inside ``reference_ops``,
-    the reference runs.
+    The kernel of each platform is selected while the op is traced, and called where the program is
+    lowered for that platform, whether this process has it or not. Elsewhere, where no kernel
+    supports the call, and inside ``reference_ops``, the reference runs.
 
     All functions that make up an op take the config and the operands, unless said otherwise.
 
@@ -113,14 +116,15 @@ class Op:
             asked = jax.eval_shape(functools.partial(self._operands, config), *operands)
             params = self._attributes_of(config, operands)
         branches: dict[str, Callable[..., Any]] = {}
-        for platform in PLATFORMS:
+        for platform in kernel_platforms():
             # First, since kernels for GPUs ask these what they are.
-            if not _has_backend(platform):
-                continue
+            runs_here = has_backend(platform)
             spec = select_kernel(name, platform, asked, **params).spec
             if spec is None:
                 continue
-            block = functools.partial(self._block, spec, register_kernel(spec))
+            if runs_here:
+                register_kernel(spec)
+            block = functools.partial(self._block, spec)
             branches[platform] = (
                 functools.partial(block, config)
                 if self._partition is None
@@ -143,7 +147,7 @@ class Op:
         memory = self._workspace(config, *operands)
         return *found, jnp.zeros(memory.shape, memory.dtype)
 
-    def _block(self, spec: KernelSpec, target: str, config: Any, *operands: jax.Array) -> Any:
+    def _block(self, spec: KernelSpec, config: Any, *operands: jax.Array) -> Any:
         """Call a kernel."""
         assert self._results is not None
         results = self._results(config, *operands)
@@ -154,9 +158,9 @@ class Op:
         wanted, treedef = jax.tree.flatten(results)
         size = kernel_workspace(spec, operands, wanted, **attributes)
         if size is None:
-            return jax.ffi.ffi_call(target, results)(*operands, **attributes)
+            return jax.ffi.ffi_call(spec.target, results)(*operands, **attributes)
         memory = jax.ShapeDtypeStruct((size,), jnp.uint8)
-        *found, _ = jax.ffi.ffi_call(target, (*wanted, memory))(*operands, **attributes)
+        *found, _ = jax.ffi.ffi_call(spec.target, (*wanted, memory))(*operands, **attributes)
         return jax.tree.unflatten(treedef, found)
 
     def _operands(self, config: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -166,15 +170,8 @@ class Op:
         return {} if self._attributes is None else self._attributes(config, *operands)
 
 
-def has_kernel(op: str, platform: str, operands: Sequence[Any], **params: Any) -> bool:
-    """Return whether this process can run an op's kernel on a platform."""
-    if not _has_backend(platform):
-        return False
-    return select_kernel(op, platform, operands, **params).spec is not None
-
-
 @functools.cache
-def _has_backend(platform: str) -> bool:
+def has_backend(platform: str) -> bool:
     """Return whether this process can run on a platform; ``JAX_PLATFORMS`` may leave the CPU out.
 
     ``jax.devices`` raises where it can't.

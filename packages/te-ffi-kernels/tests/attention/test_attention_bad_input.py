@@ -39,6 +39,7 @@ BAD = [
     ({"qkv": (Q[:, :, :3], KV, KV)}, ValueError, "qkv has 3 heads of queries and 2"),
     ({"qkv_layout": 5}, ValueError, "qkv has 3 arrays, and qkv_layout is BS3HD"),
     ({"qkv_layout": 4}, ValueError, "qkv_layout is 4, and must be one of: BS3HD"),
+    ({"qkv_layout": "BSHD"}, ValueError, "qkv_layout is 'BSHD', and must be one of: BS3HD"),
     ({"attn_mask_type": 6}, ValueError, "attn_mask_type is 6"),
     ({"attn_bias_type": 3}, ValueError, "attn_bias_type is 3"),
     ({"softmax_type": "vanilla"}, ValueError, "softmax_type is 'vanilla'"),

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from interception_core.testing import installed_plugins
+from jaxtap_testkit import fake_cuda
 from jaxtap_testkit.te.weights import weight
 
 pytestmark = pytest.mark.sample(2)
@@ -109,11 +111,12 @@ def test_other_platforms_get_the_reference(op):
     assert "dot_general" in text
 
 
-def test_a_process_without_the_platform_gets_the_reference(op, monkeypatch):
-    monkeypatch.setattr(te.op, "_has_backend", lambda platform: False)
+def test_a_process_without_the_platform_registers_nothing(op, monkeypatch):
+    monkeypatch.setattr(te.op, "has_backend", lambda platform: False)
+    monkeypatch.setattr(te.op, "register_kernel", lambda spec: pytest.fail(spec.target))
     w, x = layer(stack(op), 0), rows(6, 48)
     text = jax.jit(lambda x, w: op(x, w) + 1).lower(x, w).as_text()
-    assert "te_ffi_kernels" not in text
+    assert "te_ffi_kernels" in text
 
 
 def test_export_for_several_platforms(op):
@@ -211,3 +214,36 @@ def test_indices_that_are_none(change, message):
     w, index = change(stack(te.gemv_w8))
     with pytest.raises((TypeError, ValueError), match=rf"gemv_w8: .*{message}"):
         te.gemv_w8(rows(2, 48), w, index=index)
+
+
+def test_programs_for_platforms_that_a_process_has_not(op):
+    """A weight that is packed for CUDA runs in its kernels there, and in the CPU's here."""
+    with installed_plugins("jaxtap_testkit.fake_cuda", without=fake_cuda.WITHOUT):
+        made = weight(np.random.default_rng(0), 48, 48, OPS[op])
+        pack = te.pack_w8 if OPS[op] == 8 else te.pack_w4
+        on = {name: pack(*map(jnp.asarray, made), platform=name) for name in ("cpu", "cuda")}
+        assert on["cuda"].panel == 16
+        assert on["cpu"].panel == (16 if OPS[op] == 8 else 32)
+        x = rows(5, 48)
+        program = jax.jit(lambda x, w: op(x, w) + 1)
+        for name, w in on.items():
+            traced = program.trace(x, w)
+            text = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")}
+            assert "te_ffi_kernels." in text["cpu"]
+            assert "fake_cuda" not in text["cpu"]
+            runs = name == "cuda" or OPS[op] == 8
+            assert (f"@fake_cuda.{op.__name__}" in text["cuda"]) == runs
+            assert ("dot_general" in text["cuda"]) != runs
+        np.testing.assert_allclose(program(x, on["cuda"]), program(x, on["cpu"]), rtol=2e-6)
+
+
+def test_the_op_for_a_number_of_rows():
+    w8, w4 = layer(stack(te.gemv_w8), 0), layer(stack(te.gemv_w4), 0)
+    assert [w8.product_op(n, quantizes=False) for n in (1, 4, 5, "n")] == [
+        "gemv_w8", "gemv_w8", "gemm_w8a16", "gemm_w8a16"
+    ]  # fmt: skip
+    assert w8.product_op(1, quantizes=True) == "gemm_w8a8"
+    assert (w4.product_op(9, quantizes=False), w4.product_op(9, quantizes=True)) == (
+        "gemv_w4",
+        None,
+    )

@@ -50,6 +50,23 @@ class Box:
         """Return a Box that holds ``value``."""
         return cls(value)
 
+    def beside(self, value: Any) -> Box:
+        """Return a new Box that lives where this one does.
+
+        A Box that is made in a function which is differentiated or mapped counts as that, with
+        what it holds: one beside a Box from outside is as constant as that.
+
+        Args:
+            value: no value of a trace.
+
+        Raises:
+            RuntimeError: this Box escaped its trace.
+        """
+        home = self._resolved()._home_trace()
+        scope.traces_up_to(home)  # else it escaped
+        with compat.set_current_trace(compat.eval_trace if home is None else home):
+            return Box(value)
+
     def get(self) -> Any:
         """Return the value.
 

@@ -72,6 +72,14 @@ from .jaxpr import (
     used_inputs,
     with_consts,
     with_shared,
+    without_last_input,
+)
+from .kept import (
+    batch_type,
+    cotangent_type,
+    derivative_above_staging,
+    kept_p,
+    tangent_type,
 )
 from .pjit import (
     UNSPECIFIED,
@@ -101,6 +109,7 @@ from .trace import (
     constants_of,
     current_trace,
     debug_info,
+    eval_trace,
     inner_value,
     is_batched,
     is_eval,

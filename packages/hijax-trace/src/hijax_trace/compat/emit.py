@@ -7,6 +7,7 @@ from typing import Any
 
 from jax._src import api_util as _api_util  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
+from jax._src import dtypes as _dtypes  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
@@ -77,10 +78,14 @@ def can_append(eqn: Any) -> bool:
     return eqn.params["inline"] not in _EARLY and not any(isinstance(c, core.Ref) for c in consts)
 
 
+def _tracers(trace: Any, values: Sequence[Any], info: Any) -> list[Any]:
+    """Return values as a trace has them; numbers and NumPy arrays as JAX's, as ``bind`` does."""
+    return [trace.to_jaxpr_tracer(_dtypes.canonicalize_value(value), info) for value in values]
+
+
 def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     """Append an equation for which ``can_append`` holds, on values of equal types."""
-    to_tracer = trace.to_jaxpr_tracer
-    tracers = [to_tracer(value, info) for value in values]
+    tracers = _tracers(trace, values, info)
     avals = [var.aval for var in eqn.outvars]
     if eqn.primitive in pe.const_fold_rules:
         folded = pe.try_constant_folding(eqn.primitive, tracers, eqn.params, avals)
@@ -92,7 +97,7 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
 
 def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     """Put the body of a call for which ``is_inlined`` holds in its place, as JAX does."""
-    tracers = [trace.to_jaxpr_tracer(value, info) for value in values]
+    tracers = _tracers(trace, values, info)
     jaxpr = eqn.params["jaxpr"]
     consts = consts_of(jaxpr)
     results = pe.inline_jaxpr_into_trace(trace, info, open_of(jaxpr), consts, *tracers)

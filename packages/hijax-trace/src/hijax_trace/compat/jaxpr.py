@@ -10,6 +10,8 @@ from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
+from .kept import kept_p
+
 Jaxpr: type = core.Jaxpr
 """0.10.2 - 0.12."""
 ClosedJaxpr: type = getattr(core, "ClosedJaxpr", core.Jaxpr)
@@ -134,8 +136,8 @@ def holds_jaxprs(eqn: Any) -> bool:
     It is looked at once for each primitive, of which some thousand equations may come along.
     """
     held = _HOLDING.get(eqn.primitive)
-    if held is None and eqn.primitive is _hijax.call_hi_primitive_p:
-        held = _HOLDING[eqn.primitive] = True  # as a Python function
+    if held is None and eqn.primitive in (_hijax.call_hi_primitive_p, kept_p):
+        held = _HOLDING[eqn.primitive] = True  # as a Python object
     elif held is None:
         parts = [
             part
@@ -174,6 +176,18 @@ def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
     info = opened.debug_info._replace(arg_names=None)
     wide = opened.replace(invars=invars, debug_info=info)
     return wide if is_open(jaxpr) else with_consts(wide, consts_of(jaxpr))
+
+
+def without_last_input(jaxpr: Any, names: Any) -> Any:
+    """Return an open jaxpr without its last argument, which it does not use (0.10.2 - 0.12).
+
+    Args:
+        jaxpr: the jaxpr.
+        names: those of the other arguments, if they are as many.
+    """
+    fits = names is not None and len(names) == len(jaxpr.invars) - 1
+    info = jaxpr.debug_info._replace(arg_names=names if fits else None)
+    return jaxpr.replace(invars=jaxpr.invars[:-1], debug_info=info)
 
 
 def label(jaxpr: Any) -> str:

@@ -190,6 +190,10 @@ def loop_label(trace: Any, base: Any) -> str:
     return ""
 
 
+eval_trace: Any = core.eval_trace
+"""0.10.2 - 0.12."""
+
+
 def is_eval(trace: Any) -> bool:
     """Return whether a trace is none: operations are computed at once."""
     return trace is None or isinstance(trace, core.EvalTrace)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .. import compat
-from .expression import VIEWS, Constant, Expression, Operation, Part, Shard, Unknown, united
+from .expression import Expression, maps_of, united
 from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
+from .nodes import VIEWS, Constant, Operation, Part, Shard, Unknown
 
 Express = Callable[[], Expression]
 """Finds how an input of a jaxpr is computed."""
@@ -31,7 +32,7 @@ class Dataflow:
         jaxpr: Any,
         inputs: Sequence[Express],
         consts: Sequence[Any] = (),
-        foreign: Any = frozenset(),
+        foreign: Set[Any] = frozenset(),
     ):
         self._eqns = jaxpr.eqns
         self._foreign = foreign
@@ -77,24 +78,21 @@ class Dataflow:
         return [self._eqns[place] for place in sorted(found)]
 
     def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
-        avals = [var.aval for var in eqn.outvars]
-        opaque = f"a result of {eqn.primitive.name}" if _is_opaque(eqn) else None
-        results: list[Expression] = [
-            Operation(aval, eqn.primitive, eqn.params, operands, i)
-            if opaque is None
-            else unknown(aval, opaque, operands)
-            for i, aval in enumerate(avals)
+        # What handlers have replaced isn't looked into: there may be many of these.
+        if self._foreign and all(var in self._foreign for var in eqn.outvars):
+            return [unknown(var.aval, "a handler's result", operands) for var in eqn.outvars]
+        opaque = f"a result of {eqn.primitive.name}" if eqn.effects else None
+        inside = _through(eqn, operands)
+        return [
+            unknown(var.aval, "a handler's result", operands)
+            if var in self._foreign
+            else inside[i]
+            if i in inside
+            else unknown(var.aval, opaque, operands)
+            if opaque is not None
+            else Operation(var.aval, eqn.primitive, eqn.params, operands, i)
+            for i, var in enumerate(eqn.outvars)
         ]
-        for i, inside in _through(eqn, operands).items():
-            results[i] = inside
-        for i, var in enumerate(eqn.outvars):
-            if var in self._foreign:
-                results[i] = unknown(avals[i], "a handler's result", operands)
-        return results
-
-
-def _is_opaque(eqn: Any) -> bool:
-    return bool(eqn.effects) or eqn.primitive is compat.shard_map_p
 
 
 def constant(value: Any) -> Expression:
@@ -107,7 +105,7 @@ def constant(value: Any) -> Expression:
 
 def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
     """Return the expression of a value that only the running program knows."""
-    return Unknown(aval, why, united(operands))
+    return Unknown(aval, why, united(operands), maps_of(operands))
 
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:

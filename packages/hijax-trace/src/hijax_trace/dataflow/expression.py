@@ -7,20 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from interception_core import ValueKind
 
-from .. import compat
-from ..proxy.array_proxy import SAME
-from ..proxy.moves import MOVES
+from .evaluate import evaluated
 
 Kind = Literal["view", "derived", "activation", "constant"]
 """What an operand is: see ``Expression.kind``."""
-
-VIEWS = SAME | MOVES
-"""Primitives that move values and compute none: scales can be moved in the same way."""
 
 
 class Expression:
@@ -31,15 +24,33 @@ class Expression:
         inputs: the numbers of the inputs that it is computed from, as the bits of an integer;
             None where they are not known.
         is_constant: whether it is computed from constants alone.
+        maps: the depths of the ``vmap``s that it may vary over, as the bits of an integer.
         operands: what it is computed from.
+        axis: the axis of its operand that it is one step of a loop along, or one example of a map;
+            None for other values.
+        depth: how many loops and maps there are around that loop.
     """
 
-    __slots__ = ("__weakref__", "_judged", "_key", "aval", "inputs", "is_constant", "operands")
+    __slots__ = (
+        "__weakref__",
+        "_judged",
+        "_key",
+        "aval",
+        "axis",
+        "depth",
+        "inputs",
+        "is_constant",
+        "maps",
+        "operands",
+    )
 
     def __init__(self, aval: Any, operands: Sequence[Expression] = ()):
         self.aval = aval
         self.operands = tuple(operands)
+        self.axis: Any = None
+        self.depth: Any = None
         self.inputs: int | None = united(self.operands)
+        self.maps = maps_of(self.operands)
         self.is_constant = bool(operands) and all(x.is_constant for x in operands)
         self._key: str | None = None
         # By whom and what for: programs have many operands, each computed from those before.
@@ -121,12 +132,12 @@ class Expression:
         Raises:
             ValueError: a part of it is not known before the program runs, or is not given.
         """
-        return _evaluated(self, inputs)
+        return evaluated(self, inputs)
 
     @property
     def loops(self) -> int:
         """How many leading axes ``evaluate`` adds: the loops and maps that the value is in."""
-        return len({node.depth for node in self.nodes() if isinstance(node, Part)})
+        return len({node.depth for node in self.nodes() if node.depth is not None})
 
     def base(self, is_parameter: Callable[[str], bool]) -> Expression | None:
         """Return what of a view or a derived value is known before the program runs.
@@ -138,11 +149,29 @@ class Expression:
             return None
         node = self
         while node.is_dynamic(is_parameter):
-            moved = node.moved if isinstance(node, Operation) else [0]
-            if moved is None or len(moved) != 1:
+            if node.moved is None or len(node.moved) != 1:
                 return None
-            node = node.operands[moved[0]]
+            node = node.operands[node.moved[0]]
         return node
+
+    @property
+    def moved(self) -> list[int] | None:
+        """Which operands' values it consists of; None where it computes new ones."""
+        return None
+
+    def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
+        """Compute the value.
+
+        Args:
+            operands: the values of its operands.
+            inputs: the values of leaves, by pytree path.
+            results: what was computed for all results of an equation.
+        """
+        raise ValueError(f"{self} is not known before the program runs.")
+
+    def text(self, operands: Sequence[str]) -> str:
+        """Return it in words, from its operands in words."""
+        raise NotImplementedError
 
     def __str__(self) -> str:
         return _text(self)
@@ -178,178 +207,23 @@ class Leaf(Expression):
     def _described(self) -> tuple:
         return "leaf", self.path
 
+    def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
+        """Return the value of the input."""
+        if self.path not in inputs:
+            raise ValueError(f"{self.path} is needed to evaluate the expression. Add it to inputs.")
+        return inputs[self.path]
 
-class Constant(Expression):
-    """A literal, or an array that the program closes over.
-
-    Attributes:
-        value: the array.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, aval: Any, value: Any):
-        super().__init__(aval)
-        self.is_constant = True
-        self.value = value
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether all of it is zero."""
-        return not np.any(np.asarray(self.value))
-
-    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        return ValueKind("constant", closes_over=np.size(self.value) > 1)
-
-    def _described(self) -> tuple:
-        value = np.asarray(self.value)
-        return "constant", str(value.dtype), value.shape, hashlib.blake2b(value.tobytes()).digest()
+    def text(self, operands: Sequence[str]) -> str:
+        """Return its path."""
+        return self.path
 
 
-class Unknown(Expression):
-    """A value that only the running program knows: a loop's carry, what a handler returned.
-
-    Attributes:
-        why: what it is.
-    """
-
-    __slots__ = ("why",)
-
-    def __init__(self, aval: Any, why: str, inputs: int | None):
-        super().__init__(aval)
-        self.why = why
-        self.inputs = inputs
-
-    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        return ValueKind("activation")
-
-    def _described(self) -> tuple:
-        return "unknown", self.why
-
-
-class Part(Expression):
-    """One step of a loop along an axis of a value, or one example of a ``vmap``.
-
-    Attributes:
-        axis: which axis is gone.
-        depth: how many loops and maps there are around that loop.
-    """
-
-    __slots__ = ("axis", "depth")
-
-    def __init__(self, aval: Any, whole: Expression, axis: int, depth: int):
-        super().__init__(aval, [whole])
-        self.axis = axis
-        self.depth = depth
-
-    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        return found[0]
-
-    def _described(self) -> tuple:
-        return "part", self.axis, self.depth
-
-
-class Shard(Expression):
-    """What a device has of a value, inside of ``shard_map``."""
-
-    __slots__ = ()
-
-    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        return found[0]
-
-    def _described(self) -> tuple:
-        return ("shard",)
-
-
-class Operation(Expression):
-    """A result of a primitive.
-
-    Attributes:
-        primitive: the primitive.
-        params: its parameters.
-        result: which of its results.
-    """
-
-    __slots__ = ("params", "primitive", "result")
-
-    def __init__(
-        self,
-        aval: Any,
-        primitive: Any,
-        params: Mapping[str, Any],
-        operands: Sequence[Expression],
-        result: int = 0,
-    ):
-        super().__init__(aval, operands)
-        self.primitive = primitive
-        self.params = params
-        self.result = result
-
-    @property
-    def moved(self) -> list[int] | None:
-        """Which operands' values the result consists of; None where it computes new ones."""
-        name = self.primitive.name
-        if name not in VIEWS:
-            return None
-        if name in ("concatenate", "stack"):
-            return list(range(len(self.operands)))
-        if name == "select_n":
-            which, *cases = self.operands
-            zeros = [i for i, case in enumerate(cases, 1) if is_zero(case)]
-            moved = [i for i in range(1, len(self.operands)) if i not in zeros]
-            return moved if which.is_constant and len(moved) == 1 else None
-        if name == "pad" and not is_zero(self.operands[1]):
-            return None
-        if name == "optimization_barrier":
-            return [self.result]
-        return [0]
-
-    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        moved, kinds = self.moved, {one.kind for one in found}
-        closes_over = any(one.closes_over for one in found)
-        if moved is None:
-            if "activation" in kinds or any(one.is_dynamic for one in found):
-                return ValueKind("activation")
-            if kinds <= {"constant"}:
-                return ValueKind("constant", closes_over=closes_over)
-            paths = frozenset[str]().union(*(one.paths for one in found))
-            return ValueKind("derived", False, paths, closes_over)
-        data = [found[i] for i in moved]
-        indices = [one for i, one in enumerate(found) if i not in moved]
-        moved_kinds = {one.kind for one in data}
-        by_program = any(one.kind == "activation" or one.is_dynamic for one in indices)
-        if "activation" in moved_kinds or (by_program and moved_kinds == {"constant"}):
-            return ValueKind("activation")
-        if kinds <= {"constant"}:
-            return ValueKind("constant", closes_over=closes_over)
-        is_dynamic = by_program or any(one.is_dynamic for one in data)
-        paths = frozenset[str]().union(*(one.paths for one in data))
-        closes_over = any(one.closes_over for one in data)
-        kind = "view" if moved_kinds == {"view"} else "derived"
-        return ValueKind(kind, is_dynamic, paths, closes_over)
-
-    def _described(self) -> tuple:
-        params = sorted(self.params.items())
-        return "operation", self.primitive.name, self.result, [(k, _stable(v)) for k, v in params]
-
-
-def is_zero(expression: Expression) -> bool:
-    """Return whether all of a value is zero wherever the program runs."""
-    while isinstance(expression, Operation) and expression.primitive.name in (
-        "broadcast_in_dim",
-        "convert_element_type",
-    ):
-        (expression,) = expression.operands
-    return isinstance(expression, Constant) and expression.is_zero
-
-
-def _stable(value: Any) -> str:
-    """Return the text of a parameter without what differs from process to process."""
-    if isinstance(value, compat.JAXPRS):
-        return str(value)
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return repr(value)
+def maps_of(operands: Sequence[Expression]) -> int:
+    """Return the maps that any of them varies over, as ``Expression.maps``."""
+    found = 0
+    for operand in operands:
+        found |= operand.maps
+    return found
 
 
 def united(operands: Sequence[Expression]) -> int | None:
@@ -362,83 +236,12 @@ def united(operands: Sequence[Expression]) -> int | None:
     return found
 
 
-def _evaluated(expression: Expression, inputs: Mapping[str, jax.Array]) -> jax.Array:
-    nodes = list(expression.nodes())
-    depths = sorted({node.depth for node in nodes if isinstance(node, Part)})
-
-    def run(known: dict[int, Any], level: int) -> Any:
-        if level == len(depths):
-            return _computed(expression, known, inputs)
-        parts = [x for x in nodes if isinstance(x, Part) and x.depth == depths[level]]
-        wholes = [_computed(part.operands[0], known, inputs) for part in parts]
-
-        def one(values: list[Any]) -> Any:
-            found = {id(part): value for part, value in zip(parts, values, strict=True)}
-            return run({**known, **found}, level + 1)
-
-        return jax.vmap(one, ([part.axis for part in parts],))(wholes)
-
-    return run({}, 0)
-
-
-def _computed(expression: Expression, known: Mapping[int, Any], inputs: Mapping[str, Any]) -> Any:
-    """Compute a value of one step of the loops whose parts are known."""
-    values = dict(known)
-    results: dict[tuple, Any] = {}
-    stack = [expression]
-    while stack:
-        node = stack[-1]
-        missing = [x for x in node.operands if id(x) not in values]
-        if id(node) in values:
-            stack.pop()
-        elif missing:
-            stack += missing
-        else:
-            values[id(node)] = _value(node, [values[id(x)] for x in node.operands], inputs, results)
-            stack.pop()
-    return values[id(expression)]
-
-
-def _value(
-    node: Expression, operands: list[Any], inputs: Mapping[str, Any], results: dict[tuple, Any]
-) -> Any:
-    if isinstance(node, Leaf):
-        if node.path not in inputs:
-            raise ValueError(f"{node.path} is needed to evaluate the expression. Add it to inputs.")
-        return inputs[node.path]
-    if isinstance(node, Constant):
-        return jnp.asarray(node.value)
-    if isinstance(node, Operation):
-        # All results of one equation have the same operands and parameters.
-        key = (id(node.params), *map(id, node.operands))
-        if key not in results:
-            params = node.primitive.get_bind_params(dict(node.params))
-            found = node.primitive.bind(*operands, **params)
-            results[key] = found if node.primitive.multiple_results else [found]
-        return results[key][node.result]
-    what = node.why if isinstance(node, Unknown) else "a device's part of a value"
-    raise ValueError(f"{what} is not known before the program runs.")
-
-
 def _text(expression: Expression) -> str:
     """Write an expression down; what would be long, as three dots."""
 
     def write(node: Expression, depth: int) -> str:
-        if isinstance(node, Leaf):
-            return node.path
-        if isinstance(node, Constant):
-            shape = getattr(node.aval, "shape", ())
-            return str(np.asarray(node.value)) if shape == () else "constant"
-        if isinstance(node, Unknown):
-            return node.why
-        if depth == 4:
+        if depth == 4 and node.operands:
             return "..."
-        inside = [write(operand, depth + 1) for operand in node.operands]
-        if isinstance(node, Part):
-            return f"{inside[0]}[{', '.join(':' * node.axis)}{', ' if node.axis else ''}step]"
-        if isinstance(node, Shard):
-            return f"shard({inside[0]})"
-        assert isinstance(node, Operation)
-        return f"{node.primitive.name}({', '.join(inside)})"
+        return node.text([write(operand, depth + 1) for operand in node.operands])
 
     return write(expression, 0)

@@ -25,6 +25,8 @@ class Body:
             step of a loop only).
         carry: which inputs a loop carries from step to step.
         label: what stands for it in op ids, or "" where its operations count as the caller's.
+        length: how many steps it is run for: 0 if it is in no loop of the primitive, None if only
+            a run can tell.
     """
 
     jaxpr: Any
@@ -32,6 +34,7 @@ class Body:
     kinds: tuple[str, ...]
     carry: range = range(0)
     label: str = ""
+    length: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ def _scan_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     stepped = consts + carry
     kinds = (SAME,) * consts + _carried(jaxpr, consts, carry) + (SLICE,) * (operands - stepped)
     carried = range(consts, stepped)
-    return [Body(jaxpr, tuple(range(operands)), kinds, carried, compat.label(jaxpr))]
+    label, length = compat.label(jaxpr), params["length"]
+    return [Body(jaxpr, tuple(range(operands)), kinds, carried, label, length)]
 
 
 def _scan_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
@@ -106,7 +110,7 @@ def _while_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     def part(name: str, consts: range) -> Body:
         jaxpr, count = params[name], len(consts)
         inputs, carried = (*consts, *carry), range(count, count + len(carry))
-        return Body(jaxpr, inputs, (SAME,) * count + kinds, carried, compat.label(jaxpr))
+        return Body(jaxpr, inputs, (SAME,) * count + kinds, carried, compat.label(jaxpr), None)
 
     return [part("cond_jaxpr", range(cond)), part("body_jaxpr", range(cond, cond + body))]
 
@@ -170,6 +174,12 @@ HOLDERS: dict[Any, Holder] = {
         lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]
     ),
 }
+
+_KEPT = Holder(
+    lambda params, n: [_all_same(params["function"].jaxpr, 0)],
+    lambda params, jaxprs, extra: params,  # it is never made again as it is
+    lambda params: [-1],
+)
 
 CUSTOM_CALLS = (compat.custom_jvp_call_p, compat.custom_vjp_call_p)
 """Hold a program in ``call_jaxpr``, and rules; see ``custom``."""
@@ -243,6 +253,9 @@ def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
     holder = HOLDERS.get(primitive)
     if holder is not None:
         return holder
+    if primitive is compat.kept_p:
+        # What was made of a program by derivatives and maps is no part of the program.
+        return _KEPT if hasattr(params["function"], "jaxpr") else None
     if primitive in CUSTOM_CALLS or primitive.name in _KERNELS or "scatter" in primitive.name:
         return None
     slots = _slots(params)

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..proxy.array_proxy import SAME, ArrayProxy, Lost
-from ..proxy.moves import MoveError
-from .expression import Constant, Expression, Leaf, Operation, Part, is_zero
+from ..proxy.array_proxy import SAME, ArrayProxy, Lost, is_shared
+from ..proxy.move import MoveError
+from .expression import Expression, Leaf
+from .nodes import Constant, Operation, Part, is_zero
 
 
 def replay(
@@ -54,6 +55,47 @@ def root_of(expression: Expression) -> Expression:
     return node
 
 
+def mapped_axes(view: Expression, beside: Expression) -> frozenset[int]:
+    """Return the axes of an input along which a ``vmap`` takes the view alone.
+
+    A matmul of an activation and such a view is a column of that with the whole input.
+
+    Args:
+        view: one input, transposed, or a step or an example of it; another view has none.
+        beside: what it is multiplied with. A map of both is not one of the view alone.
+    """
+    node, chain = view, []
+    while not isinstance(node, Leaf):
+        chain.append(node)
+        data = _data(node)
+        name = node.primitive.name if isinstance(node, Operation) else ""
+        if len(data) != 1 or name not in ("", "transpose", "convert_element_type", *SAME):
+            return frozenset()
+        (node,) = data
+    full: Any = node.aval
+    axes, found = list(range(len(full.shape))), set()
+    for node in reversed(chain):
+        if isinstance(node, Part):
+            axis = axes.pop(node.axis)
+            if node.is_mapped and not beside.maps >> node.depth & 1:
+                found.add(axis)
+        elif isinstance(node, Operation) and node.primitive.name == "transpose":
+            axes = [axes[i] for i in node.params["permutation"]]
+    return frozenset(found)
+
+
+def mapped_rows(value: Expression, beside: Expression) -> int:
+    """Return over how many examples a ``vmap`` takes a value alone, and not what is beside it."""
+    count, node = 1, value
+    while isinstance(node, Part) or (isinstance(node, Operation) and len(_data(node)) == 1):
+        (whole,) = _data(node)
+        if isinstance(node, Part) and node.is_mapped and not beside.maps >> node.depth & 1:
+            full: Any = whole.aval
+            count *= full.shape[node.axis]
+        node = whole
+    return count
+
+
 def carriers_of(expression: Expression) -> list[str]:
     """Return the inputs that go through all loops and maps that a value is computed in.
 
@@ -86,10 +128,10 @@ def _data(node: Expression) -> list[Expression]:
 
 def _moved(node: Expression, data: list[ArrayProxy], results: dict[tuple, Any]) -> ArrayProxy:
     if isinstance(node, Part):
-        steps = data[0].step(node.axis)
+        steps = data[0].step(node.axis, node.is_mapped)
         if isinstance(steps, Lost):
             raise MoveError(steps.why)
-        return jax.tree.map(lambda x: x[0], steps)
+        return jax.tree.map(lambda x: x.value if is_shared(x) else x[0], steps, is_leaf=is_shared)
     if not isinstance(node, Operation) or node.moved is None:
         raise MoveError(f"{node} is not a view")
     name = node.primitive.name

@@ -8,22 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from interception_core import JaxtapError
 
 from .. import compat
-from ..dataflow.dataflow import entering
-from ..dataflow.flow import Origin, Resolve, entered
+from ..dataflow.dataflow import Express, entering
+from ..dataflow.flow import Origin, entered
 from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
-from .frames import Around, Frame, Key, Metadata, Numbers, Operands
-from .hi_prims import Rule, TappedPrim, staged_rule
+from .frames import Around, Frame, Key, Metadata, Operands
+from .hi_prims import TappedPrim
 from .memo import Tapped
+from .rules import Reinterpret, prim_rule, stage_again, tapped_rule
 from .session import Session
 from .taken import NONE_TAKEN, Taken, taken
-
-Reinterpret = Callable[[Session, Frame, Any, Sequence[Any]], list[Any]]
-"""``reinterpret(session, frame, jaxpr, values)``: it needs this module, and so is passed in."""
 
 
 class Entered(NamedTuple):
@@ -72,6 +71,8 @@ def enter(
     extra = [(*one.extra, *part.leading) for one, part in zip(tapped, held, strict=True)]
     # Only a scan's body, the one that it has, takes any.
     trailing = held[0].trailing
+    if tapped[0].is_numbered:
+        trailing = [*trailing, np.arange(bodies[0].length or 0, dtype=np.int32)]
     places = holder.places(params)
     if holder.results == "branches" and any(extra):
         jaxprs, united_extra = _share(jaxprs, extra)
@@ -95,7 +96,7 @@ def enter(
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
     if primitive is compat.call_hi_primitive_p:
-        rule = _prim_rule(reinterpret, session, around, operands, before)
+        rule = prim_rule(reinterpret, session, around, operands, before)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)
     return Entered(new, all_values, _joined(holder.results, tapped), replaced, foreign)
@@ -139,24 +140,22 @@ def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], 
     return shared, tuple(values)
 
 
-def body_inputs(body: Body, operands: Operands) -> tuple[list[Resolve | None], dict[int, Metadata]]:
-    """Return the origins and the metadata of a body's inputs."""
+def origin_inside(body: Body, operands: Operands, index: int) -> Origin | None:
+    """Return the origin of an input of a body."""
+    operand, kind = body.inputs[index], body.kinds[index]
+    if operand is None or kind == CHANGES:
+        return None
+    found = operands.origins[operand]()
+    return None if found is None else found.moved(entered(kind, operands.avals[operand]))
 
-    def resolve(operand: int, kind: str) -> Resolve:
-        def origin() -> Origin | None:
-            found = operands.origins[operand]()
-            return None if found is None else found.moved(entered(kind, operands.avals[operand]))
 
-        return origin
-
-    origins: list[Resolve | None] = []
-    metadata: dict[int, Metadata] = {}
-    for i, (operand, kind) in enumerate(zip(body.inputs, body.kinds, strict=True)):
-        known = operand is not None and kind != CHANGES
-        origins.append(resolve(operand, kind) if known else None)
-        if known and kind == SAME and operand in operands.metadata:
-            metadata[i] = operands.metadata[operand]
-    return origins, metadata
+def metadata_inside(body: Body, operands: Operands) -> dict[int, Metadata]:
+    """Return the metadata of a body's inputs, by number."""
+    given = operands.metadata
+    if not given:
+        return {}
+    pairs = enumerate(zip(body.inputs, body.kinds, strict=True))
+    return {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
 
 
 def tap_body(
@@ -185,15 +184,13 @@ def tap_body(
     if not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr, (), {}, False, {}, {}, None, False, False)
     frame, scopes = around.frame, around.scopes
-    origins, metadata = body_inputs(body, operands)
+    metadata = metadata_inside(body, operands)
     path, label = frame.own_path(scopes), body.label or frame.label
 
     def resolve_path() -> Any:
         return session.interceptor.resolve_path(frame.path(scopes))
 
-    def origin(index: int) -> Origin | None:
-        resolve = origins[index]
-        return None if resolve is None else resolve()
+    origin = functools.partial(origin_inside, body, operands)
 
     with_metadata = tuple((i, tuple(note.items())) for i, note in metadata.items())
     key = (label, around.within, around.untapped, with_metadata, held.key(), session.context)
@@ -201,11 +198,15 @@ def tap_body(
     def count(key: Key) -> int:
         return session.numbers.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0)
 
-    expressions = None
-    if operands.expressions is not None:
-        expressions = entering(body, operands.expressions, frame.depth)
+    @functools.cache
+    def expressions() -> list[Express] | None:
+        if operands.expressions is None:
+            return None
+        return entering(body, operands.expressions, frame.depth)
+
     memo = session.tapping.memo
-    found = memo.find(jaxpr, key, origin, resolve_path, count, expressions) if shared else None
+    asked = (origin, resolve_path, count, expressions, frame.lengths)
+    found = memo.find(jaxpr, key, *asked) if shared else None
     if found is not None:
         if found.is_parameter is not None:
             frame.ask_kinds(found.is_parameter)
@@ -215,21 +216,25 @@ def tap_body(
         return found
     inner = Frame(
         jaxpr,
-        origins,
+        [functools.partial(origin, i) for i in range(len(body.inputs))],
         metadata,
         path,
         label,
         around.within,
         around.untapped,
         frame,
-        expressions=expressions,
+        expressions=expressions(),
         consts=compat.consts_of(body.jaxpr),
         depth=frame.depth + (SLICE in body.kinds or len(body.carry) > 0),
+        length=body.length,
     )
     before = session.numbers.copy()
     new, consts = stage_again(
         reinterpret, session, inner, body.jaxpr, compat.consts_of(body.jaxpr), held
     )
+    is_numbered = bool(body.length) and inner.steps_were_read and compat.used_inputs(new)[-1]
+    if body.length and not is_numbered:
+        new = compat.without_last_input(new, jaxpr.debug_info.arg_names)
     new, extra = hoisted(new, consts, hoists, compat.is_open(body.jaxpr))
     counted = {
         (key[0].removeprefix(path).lstrip("/"), *key[1:]): n
@@ -251,10 +256,13 @@ def tap_body(
         {key: before.get(("/".join(filter(None, (path, key[0]))), *key[1:]), 0) for key in counted}
         if inner.numbers_were_read and session.interceptor.tells_ids
         else None,
-        _unused_in(new, len(jaxpr.invars), held),
+        _unused_in(new, len(jaxpr.invars), held, is_numbered),
         bool(inner.foreign),
         inner.is_parameter,
-        () if inner.is_parameter is None else memo.kinds_of(expressions, inner.is_parameter),
+        () if inner.is_parameter is None else memo.kinds_of(expressions(), inner.is_parameter),
+        inner.steps_were_read,
+        frame.lengths() if inner.steps_were_read else None,
+        is_numbered,
     )
     if _of_a_trace(extra) or inner.expressions_were_read:
         return tapped
@@ -266,17 +274,22 @@ def tap_body(
             reinterpret, session, around._replace(untapped=True), body, operands, NONE_TAKEN
         )
         return dataclasses.replace(
-            tapped, jaxpr=untapped.jaxpr, extra=untapped.extra, taken=False, unused=()
+            tapped,
+            jaxpr=untapped.jaxpr,
+            extra=untapped.extra,
+            taken=False,
+            unused=(),
+            is_numbered=untapped.is_numbered,
         )
     return tapped
 
 
-def _unused_in(jaxpr: Any, count: int, held: Taken) -> tuple[int, ...]:
+def _unused_in(jaxpr: Any, count: int, held: Taken, is_numbered: bool) -> tuple[int, ...]:
     """Return which of a body's inputs that have array proxies it does not use, once made again."""
     if held is NONE_TAKEN:
         return ()
     used = compat.used_inputs(compat.open_of(jaxpr))
-    own = len(used) - len(held.trailing) - count
+    own = len(used) - len(held.trailing) - is_numbered - count
     return tuple(i for i in held.inputs if not used[own + i])
 
 
@@ -286,28 +299,6 @@ def _of_a_trace(values: Sequence[Any]) -> bool:
 
 def _has_metadata(frame: Frame, atom: Any) -> bool:
     return type(atom) is not compat.Literal and atom in frame.metadata
-
-
-def stage_again(
-    reinterpret: Reinterpret,
-    session: Session,
-    frame: Frame,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    held: Taken = NONE_TAKEN,
-) -> tuple[Any, list[Any]]:
-    """Return a jaxpr made of another one and its handlers, and its constants."""
-    jaxpr = compat.open_of(jaxpr)
-    own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
-    before, after = held.avals()
-    start, end = len(before), len(before) + len(own)
-
-    def flat(*args: Any) -> list[Any]:
-        for i, proxy in held.inside(args[:start], args[end:]).items():
-            frame.proxies[jaxpr.invars[i]] = proxy
-        return reinterpret(session, frame, jaxpr, [*consts, *args[start:end]])
-
-    return compat.stage(flat, [*before, *own, *after], jaxpr.debug_info)
 
 
 def custom(
@@ -333,84 +324,14 @@ def custom(
     extra = len(leading)
     new["call_jaxpr"] = tapped.jaxpr
     new["num_consts"] = params["num_consts"] + extra
-    own = operands.origins[params["num_consts"] :]
+    first = params["num_consts"]
     for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
         if name in params:
-            rule = _tapped_rule(reinterpret, session, around, params[name], own, before)
+            rule = tapped_rule(reinterpret, session, around, params[name], operands, first, before)
             new[name] = compat.wrap_fun(rule, params[name].debug_info)
     if extra and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], extra)
     return Entered(new, [*leading, *values], tapped.metadata, tapped.replaced, tapped.foreign)
-
-
-def _tapped_rule(
-    reinterpret: Reinterpret,
-    session: Session,
-    around: Around,
-    rule: Any,
-    origins: Sequence[Resolve],
-    numbers: Numbers,
-) -> Callable[..., tuple]:
-    @functools.cache
-    def tapped(*zeros: Any) -> tuple:
-        jaxpr, consts, *rest = rule.call_wrapped(*zeros)
-        if not session.tapping.tasks.wants(jaxpr):
-            return (jaxpr, consts, *rest)
-        frame = around.frame
-        count = len(compat.open_of(jaxpr).invars)
-        first = len(compat.inputs_of(compat.open_of(jaxpr))) - count
-        first = len(consts) - first
-        inputs = [*([None] * first), *origins, *([None] * (count - first - len(origins)))]
-        path = frame.own_path(around.scopes)
-        inner = Frame(
-            compat.open_of(jaxpr),
-            inputs,
-            {},
-            path,
-            frame.label,
-            around.within,
-            around.untapped,
-            frame,
-        )
-        return (
-            *stage_again(reinterpret, session.counting(numbers.copy()), inner, jaxpr, consts),
-            *rest,
-        )
-
-    return tapped
-
-
-def _prim_rule(
-    reinterpret: Reinterpret,
-    session: Session,
-    around: Around,
-    operands: Operands,
-    numbers: Numbers,
-) -> Rule:
-    """Return how to call a derivative rule of a HiPrim with its operations tapped."""
-
-    def rule(fn: Callable[..., Any], first: int, args: tuple) -> Any:
-        packed, result, jaxpr, consts = staged_rule(fn, args, session.tapping.run)
-        if not session.tapping.tasks.wants(jaxpr):
-            return fn(*args)
-        frame = around.frame
-        leaves = [packed.leaf_of(i) - first for i in range(len(packed.arrays))]
-        known = [k if first >= 0 and 0 <= k < len(operands.avals) else None for k in leaves]
-        places = [*[None] * (len(jaxpr.invars) - len(known)), *known]
-        inner = Frame(
-            jaxpr,
-            [None if k is None else operands.origins[k] for k in places],
-            {},
-            frame.own_path(around.scopes),
-            frame.label,
-            around.within,
-            around.untapped,
-            frame,
-        )
-        counting = session.counting(numbers.copy())
-        return result.build(reinterpret(counting, inner, jaxpr, [*consts, *packed.arrays]))
-
-    return rule
 
 
 def _shifted(out_trees: Callable[[], tuple], extra: int) -> tuple:

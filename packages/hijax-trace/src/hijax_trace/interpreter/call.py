@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from interception_core import OpCall, Operand, ValueKind
+from interception_core import OpCall, Operand, Step, ValueKind
 
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
@@ -152,6 +152,10 @@ class TraceCall(OpCall):
             return None
         numbers = (i for i in range(expression.inputs.bit_length()) if expression.inputs >> i & 1)
         return frozenset(self._session.origin(i).path for i in numbers)
+
+    @property
+    def steps(self) -> tuple[Step, ...] | None:
+        return self._place.frame.steps()
 
     def operand(self, value: Any) -> Operand:
         origin = self._origin(value)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from interception_core import ValueKind
+from interception_core import Step, ValueKind
 
 from ..dataflow.dataflow import Dataflow, Express
-from ..dataflow.expression import Expression, Unknown
+from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, Resolve, flow_of
+from ..dataflow.nodes import Unknown
 from ..proxy.array_proxy import ArrayProxy
 
 Metadata = Mapping[str, Any]
@@ -35,6 +36,11 @@ class Frame:
         expressions: how those of its inputs are found; None where they are not known.
         consts: the values of the jaxpr's constants.
         depth: how many loops and maps there are around it.
+        length: how many steps of a loop it is run for; see ``Body``.
+        is_rule: whether it is a derivative's, and so run when the loops around it are over.
+
+    Attributes:
+        index: the number of its step, while it is staged as the body of a loop.
     """
 
     __slots__ = (
@@ -49,14 +55,18 @@ class Frame:
         "depth",
         "expressions_were_read",
         "foreign",
+        "index",
         "is_parameter",
+        "is_rule",
         "label",
+        "length",
         "metadata",
         "numbers_were_read",
         "path_was_read",
         "proxies",
         "read",
         "replaced",
+        "steps_were_read",
         "untapped",
         "within",
     )
@@ -75,12 +85,17 @@ class Frame:
         expressions: Sequence[Express] | None = None,
         consts: Sequence[Any] = (),
         depth: int = 0,
+        length: int | None = 0,
+        is_rule: bool = False,
     ):
         self._jaxpr = jaxpr
         self._expressions = expressions
         self._consts = consts
         self._dataflow: Dataflow | None = None
         self.depth = depth
+        self.length = length
+        self.is_rule = is_rule
+        self.index: Any = None
         self._flow = None if jaxpr is None else flow_of(jaxpr)
         self._inputs = inputs
         self._parent = parent
@@ -97,6 +112,7 @@ class Frame:
         self.foreign: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
         self.path_was_read = self.expressions_were_read = self.numbers_were_read = False
+        self.steps_were_read = False
         # By which handlers have asked for the kinds of values.
         self.is_parameter: Callable[[str], bool] | None = None
 
@@ -155,6 +171,24 @@ class Frame:
         while frame is not None:
             frame.numbers_were_read = True
             frame = frame._parent
+
+    def steps(self) -> tuple[Step, ...] | None:
+        """Return the loops around, for a handler to see; None if they are not known."""
+        found, frame, are_over, is_known = [], self, False, True
+        while frame is not None:
+            frame.steps_were_read = True
+            if frame.length != 0:
+                found.append(Step(None if are_over else frame.index, frame.length))
+            are_over |= frame.is_rule
+            # What is asked early, in a program that JAX still stages, knows the label alone.
+            is_known = frame._parent is not None or not frame.label
+            frame = frame._parent
+        return tuple(reversed(found)) if is_known else None
+
+    def lengths(self) -> tuple[int | None, ...] | None:
+        """Return how many steps the loops around have, for a handler to see."""
+        steps = self.steps()
+        return None if steps is None else tuple(step.length for step in steps)
 
     def path(self, scopes: Sequence[str]) -> str:
         """Return the module path within ``scopes``, for a handler to see."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dataflow.dataflow import Express
-from ..dataflow.expression import is_zero
 from ..dataflow.flow import Origin
+from ..dataflow.nodes import is_zero
 from .frames import Key, Metadata
 
 
@@ -33,6 +33,9 @@ class Tapped:
             their numbers.
         is_parameter: by which handlers have asked for the kinds of values; None if they have not.
         kinds: those of its inputs then; see ``kinds_of``.
+        steps_were_read: whether handlers looked at the loops around.
+        lengths: how many steps those have, then.
+        is_numbered: whether the number of the step is its last input.
     """
 
     jaxpr: Any
@@ -49,6 +52,9 @@ class Tapped:
     foreign: bool = False
     is_parameter: Callable[[str], bool] | None = None
     kinds: tuple[Hashable, ...] = ()
+    steps_were_read: bool = False
+    lengths: tuple[int | None, ...] | None = None
+    is_numbered: bool = False
 
 
 class Memo:
@@ -71,7 +77,8 @@ class Memo:
         origin: Callable[[int], Origin | None],
         path: Callable[[], Hashable],
         count: Callable[[Key], int],
-        expressions: Sequence[Express] | None,
+        expressions: Callable[[], Sequence[Express] | None],
+        lengths: Callable[[], tuple[int | None, ...] | None],
     ) -> Tapped | None:
         """Return what was made of ``jaxpr`` where all that its handlers looked at was the same.
 
@@ -81,14 +88,17 @@ class Memo:
             origin: tells the origin of an input now.
             path: tells what stands for the module path now.
             count: tells how many such operations there were before.
-            expressions: find how its inputs are computed.
+            expressions: returns what finds how its inputs are computed.
+            lengths: tells how many steps the loops around have.
         """
         for tapped in self._kept.get(jaxpr, {}).get(key, ()):
             if tapped.path_was_read and tapped.path != path():
                 continue
             if tapped.is_parameter is not None and tapped.kinds != self.kinds_of(
-                expressions, tapped.is_parameter
+                expressions(), tapped.is_parameter
             ):
+                continue
+            if tapped.steps_were_read and tapped.lengths != lengths():
                 continue
             before = tapped.before or {}
             if any(count(key) != number for key, number in before.items()):

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from interception_core import TargetError, ValueKind
+from interception_core import TargetError
 
 from .. import compat
 from ..dataflow.dataflow import returned_views
-from ..dataflow.expression import VIEWS, Expression, is_zero
-from ..dataflow.flow import Origin, handed_on
-from ..proxy.array_proxy import ArrayProxy, Lost, follow
-from ..proxy.carrier import Carrier, proxy_of
-from ..staging.mapped import mapped_in
+from ..proxy.array_proxy import Lost
+from ..staging.mapped import Level, mapped_in
 from ..staging.marker import Marker, MarkerName, Packed, check_result, check_value
+from .apart import Apart, Derivatives, Linear, Once
+from .atoms import KnownAtoms, carry, followed, hand_on, metadata_of, variable
 from .bodies import Entered, custom, enter
 from .call import Place, TraceCall
-from .frames import Around, Frame, Metadata, Operands
+from .frames import Around, Frame, Operands
 from .session import Session
 from .tasks import Do, Task
-
-_NOTHING: Metadata = {}
 
 
 def reinterpret(
@@ -63,6 +60,7 @@ class Interpreter:
         self._caller = caller
         self._outer = compat.current_stack() if caller is None else caller.name_stack
         self._appends = compat.is_staging(self._trace) and not jaxpr.is_high
+        self._derivatives: Derivatives | None = None
         self._changed: set[Any] = set()
         self._env: dict[Any, Any] = {}
         self._write(compat.inputs_of(jaxpr), values)
@@ -92,9 +90,9 @@ class Interpreter:
                 _ACTIONS[task.do](self, task, values, info)
                 frame.untapped = untapped
             if (frame.metadata or frame.proxies) and compat.holds_jaxprs(eqn):
-                self._hand_on(eqn)
+                hand_on(frame, eqn)
             if frame.proxies:
-                self._carry(eqn)
+                carry(frame, eqn)
             for var in forget.get(eqn, ()):
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self._jaxpr.outvars]
@@ -112,7 +110,7 @@ class Interpreter:
         eqn, proxies = task.eqn, self.frame.proxies
         if task.do is not Do.PASS or not eqn.invars:
             return False
-        held = [proxies.get(_variable(atom)) for atom in eqn.invars]
+        held = [proxies.get(variable(atom)) for atom in eqn.invars]
         if not any(held):
             return False
         if task.inlined or self._is_view(eqn, held):
@@ -123,53 +121,21 @@ class Interpreter:
 
     def _follows(self, task: Task, values: list[Any], info: Any) -> bool:
         """Make an equation that moves elements, with the array proxies of its operands."""
-        eqn, proxies = task.eqn, self.frame.proxies
-        held = [proxy_of(proxies.get(_variable(atom))) for atom in eqn.invars]
-        if eqn.primitive.name not in VIEWS or not any(held):
-            return False
-        avals = [var.aval for var in eqn.outvars]
-
-        def is_known_zero(i: int) -> bool:
-            return is_zero(self.frame.expression(eqn.invars[i]))
-
+        eqn, frame = task.eqn, self.frame
         with compat.at(info), eqn.ctx.manager:
-            found = follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero)
+            found = followed(frame, eqn, values)
+            if found is None:
+                return False
             looked_up = found[0] if eqn.primitive.name == "gather" else None
-            if looked_up is not None and not isinstance(looked_up, Lost):
+            is_array = looked_up is not None and not isinstance(looked_up, Lost)
+            if is_array:
                 # Rows of a table: those that are needed alone, not the table, become an array.
-                self._write(eqn.outvars, [looked_up.restore().astype(avals[0].dtype)])
-        if looked_up is None or isinstance(looked_up, Lost):
+                self._write(eqn.outvars, [looked_up.restore().astype(eqn.outvars[0].aval.dtype)])
+        if not is_array:
             self._again(task, eqn, values, info)
-        proxies.update((v, proxy) for v, proxy in zip(eqn.outvars, found, strict=True) if proxy)
+        pairs = zip(eqn.outvars, found, strict=True)
+        frame.proxies.update((var, proxy) for var, proxy in pairs if proxy)
         return True
-
-    def _carry(self, eqn: Any) -> None:
-        """Keep what travels with an equation's operands beside its results."""
-        frame = self.frame
-        held = [frame.proxies.get(_variable(atom)) for atom in eqn.invars]
-        carriers = [one for one in held if isinstance(one, Carrier)]
-        for var in eqn.outvars if carriers else ():
-            expression = frame.expression(var)
-            key, own = expression.key, proxy_of(frame.proxies.pop(var, None))
-            kind = expression.judged(carriers[0].is_parameter)
-            if kind.kind in ("view", "derived") and not kind.is_dynamic:
-                frame.proxies[var] = carriers[0].at(carriers[1:], key, var.aval, own)
-            elif own is not None:
-                frame.proxies[var] = own
-
-    def _hand_on(self, eqn: Any) -> None:
-        """Keep what is known of operands that a call, branch or loop returns."""
-        frame = self.frame
-        for i, operand in handed_on(eqn):
-            if metadata := _metadata(frame, eqn.invars[operand]):
-                frame.metadata.setdefault(eqn.outvars[i], metadata)
-            if proxy := frame.proxies.get(_variable(eqn.invars[operand])):
-                frame.proxies.setdefault(eqn.outvars[i], proxy)
-        held = [_variable(atom) in frame.proxies for atom in eqn.invars]
-        for i in returned_views(eqn, held) if any(held) else ():
-            aval = eqn.outvars[i].aval
-            why = f"{eqn.primitive.name} returns it. Use it where it is moved."
-            frame.proxies.setdefault(eqn.outvars[i], Lost(aval.shape, aval.dtype, why))
 
     def _is_view(self, eqn: Any, held: Sequence[Any]) -> bool:
         """Return whether an equation is the call of a function that moves what has a proxy."""
@@ -182,7 +148,8 @@ class Interpreter:
         make = None
         if self._appends:
             make = compat.append if task.simple else compat.inline if task.inlined else None
-        if make is None or not self._changed.isdisjoint(map(_variable, eqn.invars)):
+        changed = self._changed
+        if make is None or (changed and not changed.isdisjoint(map(variable, eqn.invars))):
             self._write(eqn.outvars, compat.rebind(eqn, values, info))
         else:
             self._env.update(zip(eqn.outvars, make(self._trace, eqn, values, info), strict=True))
@@ -386,41 +353,72 @@ class Interpreter:
 
     def _mapped(self, task: Task, values: list[Any], info: Any) -> None:
         """Map what an equation was before JAX has mapped it, with that tapped."""
-        eqn, frame = task.eqn, self.frame
-        mapped, operands = mapped_in(eqn.primitive, eqn.params), self._operands(eqn)
+        eqn, operands = task.eqn, self._operands(task.eqn)
+        mapped = mapped_in(eqn.primitive, eqn.params)
         assert mapped is not None
-        jaxpr, consts = compat.open_of(mapped.jaxpr), compat.consts_of(mapped.jaxpr)
-        origins = [
-            functools.partial(mapped.origin, i, resolve, aval)
-            for i, (resolve, aval) in enumerate(zip(operands.origins, operands.avals, strict=True))
-        ]
-        inner: Frame | None = None
-
-        def one(values: list[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
-            nonlocal inner
-            inner = Frame(
-                jaxpr,
-                origins,
-                operands.metadata,
-                frame.own_path(task.scopes),
-                frame.label,
-                frame.within | task.within,
-                frame.untapped,
-                frame,
-                proxies,
-                mapped.expressions(operands.expressions, jaxpr, frame.depth),
-                consts,
-                frame.depth + len(mapped.levels),
-            )
-            return reinterpret(self.session, inner, jaxpr, [*consts, *values], info)
-
+        apart = self._apart(task, mapped.jaxpr, mapped.levels, operands, info)
         with compat.at(info), eqn.ctx.manager:
-            results = mapped.run(one, values, operands.proxies)
+            results = mapped.run(apart.run, values, operands.proxies)
+        self._finish(eqn, apart.frame, results, mapped.jaxpr)
+
+    def _kept(self, task: Task, values: list[Any], info: Any) -> None:
+        """Make an equation of the program that JAX has derived it from, with that tapped."""
+        eqn, operands = task.eqn, self._operands(task.eqn)
+        function, program = eqn.params["function"], eqn.params["function"].program
+        if self._derivatives is None:
+            self._derivatives = Derivatives(self._jaxpr)
+        derivatives = self._derivatives
+        if function is program and derivatives.is_alone(program):
+            within = self.frame.within | task.within
+            self._inline(task, program.jaxpr, values, info, within)
+            return
+        made, derivative = derivatives.linear(eqn), derivatives.of(eqn)
+        # A derivative does again what was made of the function: its handlers were asked for that.
+        kept = derivatives.program(eqn) or self.session.kept.get(program)
+        once = kept if made is None else made.once
+        if once is None or not function.is_derived:
+            is_known = function.places == list(range(len(function.places)))
+            levels, closed = function.levels, program.jaxpr
+            once = Once(self._apart(task, closed, levels, operands, info, is_known))
+            self.session.kept[program] = once
+            derivatives.keep_program(eqn, once)
+        with compat.at(info), eqn.ctx.manager:
+            if made is not None:
+                results = made.call(values[made.count :])
+            elif derivative is None:
+                results = function.run(once.run, values, operands.proxies)
+            else:
+                results, call = derivative.split(once.run, values, operands.proxies)
+                derivatives.keep(derivative, eqn, Linear(len(values), call, once))
+        self._finish(eqn, once.frame, results, None if function.is_derived else program.jaxpr)
+
+    def _apart(
+        self,
+        task: Task,
+        closed: Any,
+        levels: Sequence[Level],
+        operands: Operands,
+        info: Any,
+        is_known: bool = True,
+    ) -> Apart:
+        """Return what an equation was before JAX has transformed it."""
+
+        def run(frame: Frame, jaxpr: Any, values: list[Any]) -> list[Any]:
+            return reinterpret(self.session, frame, jaxpr, values, info)
+
+        around = self._around(task, self.frame.within, self.frame.untapped)
+        return Apart(run, around, closed, levels, operands, is_known)
+
+    def _finish(
+        self, eqn: Any, inner: Frame | None, results: list[Any], closed: Any = None
+    ) -> None:
+        """Go on with what an equation was, made again; with its results, if they are this one's."""
         assert inner is not None
-        for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
-            if metadata := _metadata(inner, atom):
-                frame.metadata[var] = metadata
-        _join(frame, eqn, inner)
+        atoms = [] if closed is None else compat.open_of(closed).outvars
+        for var, atom in zip(eqn.outvars, atoms, strict=False):
+            if metadata := metadata_of(inner, atom):
+                self.frame.metadata[var] = metadata
+        _join(self.frame, eqn, inner)
         self._write(eqn.outvars, results)
 
     def _emit(self, task: Task, eqn: Any, new: Any, info: Any) -> None:
@@ -469,24 +467,19 @@ class Interpreter:
         known = KnownAtoms(values, frame, atoms)
         return TraceCall(name, level, args, params, place, known, proceed, self.session)
 
-    def _entered(
-        self, around: Around, eqn: Any, params: dict[str, Any], values: Sequence[Any]
-    ) -> Entered:
-        operands = self._operands(eqn)
-        return enter(reinterpret, self.session, around, eqn.primitive, params, values, operands)
-
     def _around(self, task: Task, within: frozenset[str], untapped: bool) -> Around:
         return Around(self.frame, task.scopes, within | task.within, untapped)
 
     def _operands(self, eqn: Any) -> Operands:
         frame = self.frame
-        metadata = {
-            i: note for i, atom in enumerate(eqn.invars) if (note := _metadata(frame, atom))
-        }
+        metadata = {}
+        if frame.metadata:
+            found = [metadata_of(frame, atom) for atom in eqn.invars]
+            metadata = {i: note for i, note in enumerate(found) if note}
         origins = [functools.partial(frame.origin, atom) for atom in eqn.invars]
         proxies = {}
         if frame.proxies:
-            found = [frame.proxies.get(_variable(atom)) for atom in eqn.invars]
+            found = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
             proxies = {i: held for i, held in enumerate(found) if held is not None}
         expressions = [functools.partial(frame.own_expression, atom) for atom in eqn.invars]
         return Operands([atom.aval for atom in eqn.invars], origins, metadata, proxies, expressions)
@@ -500,42 +493,6 @@ def _join(frame: Frame, eqn: Any, inner: Frame | Entered) -> None:
         frame.foreign.update(eqn.outvars)
 
 
-class KnownAtoms(NamedTuple):
-    """What is known of arrays that are atoms of a jaxpr; see ``Known``."""
-
-    values: Sequence[Any]
-    frame: Frame
-    atoms: Sequence[Any]
-
-    def origin(self, index: int) -> Origin | None:
-        """Return which input of the wrapped function it is."""
-        return self.frame.origin(self.atoms[index])
-
-    def metadata(self, index: int) -> Metadata:
-        """Return what handlers attached to it."""
-        return _metadata(self.frame, self.atoms[index])
-
-    def proxy(self, index: int) -> ArrayProxy | None:
-        """Return what it is kept as."""
-        return self.frame.proxies.get(_variable(self.atoms[index]))
-
-    def expression(self, index: int) -> Expression:
-        """Return how it is computed."""
-        return self.frame.expression(self.atoms[index])
-
-    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return what it is to somebody who stores parameters in another form."""
-        return self.frame.kind(self.atoms[index], is_parameter)
-
-
-def _variable(atom: Any) -> Any:
-    return None if type(atom) is compat.Literal else atom
-
-
-def _metadata(frame: Frame, atom: Any) -> Metadata:
-    return _NOTHING if type(atom) is compat.Literal else frame.metadata.get(atom, _NOTHING)
-
-
 _ACTIONS: dict[Do, Callable[[Interpreter, Task, list[Any], Any], None]] = {
     Do.ASK: Interpreter._ask,
     Do.MARKER: Interpreter._marker,
@@ -543,4 +500,5 @@ _ACTIONS: dict[Do, Callable[[Interpreter, Task, list[Any], Any], None]] = {
     Do.ENTER: Interpreter._enter,
     Do.CUSTOM: Interpreter._custom,
     Do.MAPPED: Interpreter._mapped,
+    Do.KEPT: Interpreter._kept,
 }

@@ -121,6 +121,7 @@ class Session:
         origin: tells the origin of an input of the wrapped function.
         asked: the operations whose handlers were asked while the program was staged: how many
             equations it had, and the operation's key and number.
+        kept: what was made of each program that meets a derivative; see ``staging.kept``.
     """
 
     def __init__(self, tapping: Tapping, numbers: Numbers | None = None):
@@ -131,6 +132,7 @@ class Session:
         self.finished = False
         self.origin: Callable[[int], Origin] = _no_origin
         self.asked: list[tuple[int, Key, int]] = []
+        self.kept: dict[Any, Any] = {}
 
     @property
     def interceptor(self) -> Interceptor:
@@ -149,4 +151,11 @@ class Session:
 
     def counting(self, numbers: Numbers) -> Session:
         """Return a session for what happens later, or instead."""
-        return Session(self.tapping, numbers)
+        session = Session(self.tapping, numbers)
+        session.kept = self.kept
+        return session
+
+    def finish(self) -> None:
+        """Say that the call is over."""
+        self.finished = True
+        self.kept.clear()

@@ -10,7 +10,7 @@ import jax
 
 from .. import compat
 from ..dataflow.holders import SAME, SLICE, Body
-from ..proxy.array_proxy import ArrayProxy, Lost
+from ..proxy.array_proxy import ArrayProxy, Lost, is_shared
 
 
 def leaves_of(proxies: Sequence[ArrayProxy]) -> list[Any]:
@@ -36,12 +36,17 @@ class Taken:
     @property
     def leading(self) -> list[Any]:
         """The operands to put before the body's."""
-        return leaves_of(self.proxies[: self.whole])
+        shared = [leaf.value for leaf in self._of_steps if is_shared(leaf)]
+        return [*leaves_of(self.proxies[: self.whole]), *shared]
 
     @property
     def trailing(self) -> list[Any]:
-        """The operands to put after them."""
-        return leaves_of(self.proxies[self.whole :])
+        """The operands to put after them, that step."""
+        return [leaf for leaf in self._of_steps if not is_shared(leaf)]
+
+    @property
+    def _of_steps(self) -> list[Any]:
+        return jax.tree.leaves(self.proxies[self.whole :], is_leaf=is_shared)
 
     def avals(self) -> tuple[list[Any], list[Any]]:
         """Return the types of the body's new inputs, before and after its own."""
@@ -56,9 +61,12 @@ class Taken:
 
     def inside(self, leading: Sequence[Any], trailing: Sequence[Any]) -> dict[int, ArrayProxy]:
         """Return the array proxies in the body, by input, from the values of its new inputs."""
-        structure = jax.tree.structure(self.proxies)
-        found = jax.tree.unflatten(structure, [*leading, *trailing])
-        return dict(zip(self.inputs, found, strict=True))
+        whole = jax.tree.structure(self.proxies[: self.whole])
+        steps = jax.tree.structure(self.proxies[self.whole :], is_leaf=is_shared)
+        shared, cut = iter(leading[whole.num_leaves :]), iter(trailing)
+        leaves = [next(shared if is_shared(leaf) else cut) for leaf in self._of_steps]
+        found = jax.tree.unflatten(whole, leading[: whole.num_leaves])
+        return dict(zip(self.inputs, (*found, *jax.tree.unflatten(steps, leaves)), strict=True))
 
 
 NONE_TAKEN = Taken()

@@ -40,6 +40,8 @@ class Do(enum.Enum):
     """The same, for the call of a function with rules of its own."""
     MAPPED = enum.auto()
     """Map what it was before it met vmap, with that tapped."""
+    KEPT = enum.auto()
+    """Make it of what it was before it met a derivative, with that tapped."""
 
 
 class Task(NamedTuple):
@@ -177,6 +179,9 @@ class Tasks:
         where = (stack, scopes, within, settled)
         simple = compat.can_append(eqn)
         inlined = compat.is_inlined(primitive, eqn.params)
+        if primitive is compat.kept_p:
+            # JAX's rules, which settle what they leave, have made it of the program.
+            return Task(eqn, Do.KEPT, False, False, None, stack, scopes, within, False)
         if settled:
             return Task(eqn, Do.PASS, simple, inlined, None, *where)
         if primitive not in self._asked and not compat.holds_jaxprs(eqn):

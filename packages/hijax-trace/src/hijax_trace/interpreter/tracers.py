@@ -11,8 +11,9 @@ from interception_core import ValueKind
 from .. import compat
 from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, Express, constant
-from ..dataflow.expression import Expression, Leaf, Part, Unknown
+from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
+from ..dataflow.nodes import Part, Unknown
 from ..proxy.array_proxy import ArrayProxy, follow
 from .frames import Metadata
 
@@ -106,7 +107,7 @@ class Tracers:
         found = self._unmapped(value)
         for depth, axis in enumerate(reversed(axes)):
             if axis is not None:
-                found = Part(compat.step_type(found.aval, axis), found, axis, depth)
+                found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
 
     def depth(self, values: Sequence[Any]) -> int:

@@ -11,7 +11,8 @@ import jax
 from interception_core.engine_api import AHEAD, known_ahead, settled, unknown_ahead
 
 from .. import compat
-from ..staging.mapped import can_map, is_being_mapped, map_call, staged
+from ..staging.kept import can_keep, keep, keeps
+from ..staging.mapped import Staged, can_map, is_being_mapped, map_call, staged
 from ..staging.marker import NUMBERS, NUMPY, Packed, is_plain, key_of
 from .early import Early
 from .session import Session
@@ -42,12 +43,19 @@ class Watcher:
                 return self._stage(call, args, kwargs)
             packed = Packed((args, kwargs), ())
             if can_map(trace, packed.arrays):
-                return self._map(call, packed)
+                found = self._staged(call, packed)
+                return found.results.build(map_call(call.op_name, found, packed.arrays))
             known = known_ahead(trace, packed.arrays)
             if known is not None:
                 args, kwargs = packed.build(known)
                 with compat.set_current_trace(compat.parent_trace(trace)), settled(AHEAD):
                     return self.on_call(handler, call, args, kwargs)
+            if any(map(unknown_ahead, packed.arrays)):
+                return NotImplemented
+            if keeps(trace, self.early.tracers.base()):
+                found = self._staged(call, packed)
+                if can_keep(found):
+                    return found.results.build(keep(found, packed.arrays))
         if any(map(unknown_ahead, jax.tree.leaves((args, kwargs)))):
             return NotImplemented
         return self.early.call(handler, call, args, kwargs)
@@ -63,8 +71,8 @@ class Watcher:
             kwargs,
         )
 
-    def _map(self, call: Any, packed: Packed) -> Any:
-        """Stage the call of a function under the program's own vmap."""
+    def _staged(self, call: Any, packed: Packed) -> Staged:
+        """Stage the call of a function apart, under the program's own vmap or derivative."""
         values, key = packed.arrays, key_of(self.session.context, call.site, packed)
         found = None if key is None else self.session.tapping.mapped.get(key)
         if found is None:
@@ -79,7 +87,7 @@ class Watcher:
             found = staged(call.op_name, flat, values)._replace(results=results)
             if key is not None and not found.more:
                 self.session.tapping.mapped[key] = found
-        return found.results.build(map_call(call.op_name, found, values))
+        return found
 
     def _kept(self, call: Any) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> Any:
@@ -104,14 +112,15 @@ class Watcher:
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
         """Called with what meets a transformation while the program is staged."""
-        if is_being_mapped(primitive, params):
+        if primitive is compat.kept_p or is_being_mapped(primitive, params):
             return NotImplemented
         values = list(values)
         if not self.session.tapping.tasks.wants_call(primitive, params, len(values)):
             return NotImplemented
         if any(map(unknown_ahead, values)):
             return NotImplemented
-        if not can_map(trace, values):
+        is_mapped = can_map(trace, values)
+        if not is_mapped and not keeps(trace, self.early.tracers.base()):
             return self.early.bind(path, trace, primitive, values, params)
 
         def again(*values: Any) -> Any:
@@ -120,7 +129,10 @@ class Watcher:
 
         with compat.set_current_trace(trace):
             call = staged(primitive.name, again, values)
-            results = map_call(primitive.name, call, values)
+            if not is_mapped and not can_keep(call):
+                return self.early.bind(path, trace, primitive, values, params)
+            name = primitive.name
+            results = map_call(name, call, values) if is_mapped else keep(call, values)
         return results if primitive.multiple_results else results[0]
 
     def meet_tapped(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .front import leading
-from .moves import MOVES, Move, MoveError, data_of, move
+from .move import Move, MoveError
+from .moves import MOVES, data_of, move
 
 SAME = frozenset(
     {
@@ -38,8 +40,8 @@ class Part(NamedTuple):
 
     Attributes:
         value: the array, a pytree of such arrays, or another proxy. Each of its first axes is one
-            of the array that the proxy stands for, and has its size, or 1, or a divisor of it.
-            Others may follow.
+            of the array that the proxy stands for, and has its size, or 1, or a divisor of it, or
+            as many as there are tiles in ``Move.tiles``. Others may follow.
         is_whole: whether it has the size of that array along all these axes, and must keep it.
         zero: what a new element is where the program has a zero, such as padding.
         axes: how many axes of that array it has, the first; None for all. A primitive that
@@ -50,6 +52,23 @@ class Part(NamedTuple):
     is_whole: bool = False
     zero: Any = 0
     axes: int | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """An array in a proxy of steps that every step has whole: see ``ArrayProxy.step``.
+
+    Attributes:
+        value: the array.
+    """
+
+    value: Any
+
+
+def is_shared(value: Any) -> bool:
+    """Return whether a value is an array that every step has whole."""
+    return isinstance(value, Shared)
 
 
 class ArrayProxy(abc.ABC):
@@ -142,11 +161,15 @@ class ArrayProxy(abc.ABC):
         shapes = [tuple(operands[i].shape) for i in data]
         return Move(primitive, params, operands, data, shapes)
 
-    def step(self, axis: int) -> ArrayProxy:
+    def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
         """Return a proxy of which each step, along the first axis, has a part.
+
+        An array in it that is wrapped in ``Shared`` is not cut: every step has it whole, such as
+        a stack that an index per step goes with. XLA copies what it cuts for a kernel.
 
         Args:
             axis: of the array, along which the steps are.
+            is_mapped: whether ``vmap`` runs the steps at once.
         """
         rest = [i for i in range(len(self.shape)) if i != axis]
         shape = tuple(self.shape[i] for i in rest)
@@ -156,7 +179,18 @@ class ArrayProxy(abc.ABC):
                 (moved,) = self.moved("transpose", {"permutation": (axis, *rest)}, [self])
         except MoveError as error:
             return Lost(shape, self.dtype, str(error))
-        if all(np.shape(leaf)[:1] == moved.shape[:1] for leaf in jax.tree.leaves(moved)):
+        count = moved.shape[:1]
+        inner = {
+            name: part.value.step(0, is_mapped)
+            for name, part in moved.parts().items()
+            if isinstance(part.value, ArrayProxy)
+        }
+        lost = next((one for one in inner.values() if isinstance(one, Lost)), None)
+        if lost is not None:
+            return Lost(shape, self.dtype, lost.why)
+        moved = moved.replace_parts(inner) if inner else moved
+        leaves = jax.tree.leaves(moved, is_leaf=is_shared)
+        if all(is_shared(leaf) or np.shape(leaf)[:1] == count for leaf in leaves):
             return moved
         return Lost(shape, self.dtype, f"steps along axis {axis}, which has one scale or tiles")
 
@@ -183,7 +217,13 @@ def _move(how: Move, parts: Sequence[Part]) -> Sequence[Any]:
 
 def is_proxy(value: Any) -> bool:
     """Return whether a value is an ArrayProxy."""
-    return isinstance(value, ArrayProxy)
+    return _is_proxy_type(type(value))
+
+
+@functools.lru_cache(maxsize=256)
+def _is_proxy_type(kind: type) -> bool:
+    # An abstract class looks through all that is registered with it.
+    return issubclass(kind, ArrayProxy)
 
 
 @jax.tree_util.register_dataclass
@@ -205,7 +245,7 @@ class Lost(ArrayProxy):
         """Raise: nothing asks for it."""
         raise AssertionError("the program has the array itself")
 
-    def step(self, axis: int) -> Lost:
+    def step(self, axis: int, is_mapped: bool = False) -> Lost:
         """Return what is left of it in a step."""
         return Lost((*self.shape[:axis], *self.shape[axis + 1 :]), self.dtype, self.why)
 

@@ -79,26 +79,29 @@ class Carrier(ArrayProxy):
             dtype=value.dtype,
         )
 
-    def step(self, axis: int) -> ArrayProxy:
+    def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
         """Return what travels into a loop along an axis; its arrays are stepped along their first.
 
         Args:
             axis: of the input.
+            is_mapped: whether ``vmap`` runs the steps at once.
         """
         count = self.shape[axis]
-        own = self.own.step(axis) if isinstance(self.own, ArrayProxy) else None
-        left = {
-            key: n - 1
+        own = self.own.step(axis, is_mapped) if isinstance(self.own, ArrayProxy) else None
+        stepped = {
+            key: self.derived[key].step(0, is_mapped)
             for key, n in self.loops
-            if n and all(np.shape(x)[0] == count for x in jax.tree.leaves(self.derived[key]))
+            if n and self.derived[key].shape[0] == count
         }
+        stepped = {key: one for key, one in stepped.items() if not isinstance(one, Lost)}
+        left = {key: n - 1 for key, n in self.loops if key in stepped}
         shape = (*self.shape[:axis], *self.shape[axis + 1 :])
         if not left:
             return own or Lost(shape, self.dtype, "nothing is derived from a step of it")
         return dataclasses.replace(
             self,
             own=own,
-            derived={key: self.derived[key] for key in left},
+            derived=stepped,
             loops=tuple(left.items()),
             shape=shape,
         )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .moves import Move, MoveError, numbers_of
+from .move import Move, MoveError, numbers_of
 
 
 def leading(how: Move, count: int) -> Move:
@@ -26,7 +26,9 @@ def leading(how: Move, count: int) -> Move:
     if how.primitive == "dynamic_slice":
         operands = operands[: 1 + count]
     shapes = [shape[:count] for shape in how.shapes]
-    return how._replace(params={**how.params, **params}, operands=operands, shapes=shapes)
+    tiles = {axis: tile for axis, tile in how.tiles.items() if axis < count}
+    params = {**how.params, **params}
+    return how._replace(params=params, operands=operands, shapes=shapes, tiles=tiles)
 
 
 def _first(name: str) -> Callable[[Move, int], dict[str, Any] | None]:

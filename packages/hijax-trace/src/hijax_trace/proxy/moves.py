@@ -1,51 +1,23 @@
 """Moves: what a primitive that only moves elements does to the arrays that stand for another one.
 
 An array and its scales, say, are moved alike: each axis of the scales has the size of the array's,
-or 1, or a divisor of it, a scale for each tile. Axes after those of the array, such as the rank of
-a factor, ride along.
+or 1, or a divisor of it, a scale for each tile. Where the last tile is shorter than the others,
+``Move.tiles`` says how long these are. Axes after those of the array, such as the rank of a factor,
+ride along.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from interception_core import JaxtapError
-
-Shape = tuple[int, ...]
-
-
-class MoveError(JaxtapError, ValueError):
-    """An array proxy can't follow a primitive. The message says why."""
-
-
-class Move(NamedTuple):
-    """One equation.
-
-    Attributes:
-        primitive: the name of its primitive.
-        params: its parameters.
-        operands: its operands; as NumPy arrays, those known to be zero.
-        data: which of them are moved. The others are indices, masks and padding.
-        shapes: of those that are moved.
-    """
-
-    primitive: str
-    params: Mapping[str, Any]
-    operands: Sequence[Any]
-    data: Sequence[int]
-    shapes: Sequence[Shape]
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the only operand that is moved."""
-        return self.shapes[0]
+from .move import Move, MoveError, Shape, numbers_of
+from .tiles import rearranged, regrouped
 
 
 def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
@@ -63,6 +35,8 @@ def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> l
     Raises:
         MoveError: the tiles of the arrays, or what they are, do not follow this move.
     """
+    if any(axis in how.tiles for axis in rearranged(how)):
+        raise MoveError(f"{how.primitive} along an axis whose last tile is shorter")
     return _RULES[how.primitive](how, arrays, is_whole, zero)
 
 
@@ -80,7 +54,8 @@ def _rest(how: Move, x: jax.Array) -> range:
 
 
 def _tile(how: Move, x: jax.Array, axis: int) -> int:
-    return how.shape[axis] // max(x.shape[axis], 1)
+    size, groups = how.shape[axis], max(x.shape[axis], 1)
+    return how.tiles.get(axis, 0) if axis in how.tiles and 1 < groups < size else size // groups
 
 
 def _cast(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
@@ -123,42 +98,19 @@ def _reshape(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) 
     if how.params.get("dimensions") is not None:
         raise MoveError("reshape with its argument dimensions")
     rest = [x.shape[axis] for axis in _rest(how, x)]
-    groups = new if is_whole else regrouped(old, x.shape[: len(old)], new)
-    if groups is None:
-        raise MoveError(f"reshape from {old} to {new}, of scales of shape {x.shape[: len(old)]}")
+    if is_whole:
+        return [lax.reshape(x, (*new, *rest))]
+    # Axes with a shorter tile stay as they are; what is between them is regrouped.
+    groups: list[int] = []
+    from_old = from_new = 0
+    for axis, place in (*sorted(how.kept_axes().items()), (len(old), len(new))):
+        run = regrouped(old[from_old:axis], x.shape[from_old:axis], new[from_new:place])
+        if run is None:
+            scales = x.shape[: len(old)]
+            raise MoveError(f"reshape from {old} to {new}, of scales of shape {scales}")
+        groups += [*run, *x.shape[axis : min(axis + 1, len(old))]]
+        from_old, from_new = axis + 1, place + 1
     return [lax.reshape(x, (*groups, *rest))]
-
-
-def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
-    """Return the numbers of scales along the axes of a new shape, None where they don't follow.
-
-    In row-major order an axis is ``groups`` indices, along which the scale varies, over a tile
-    along which it doesn't. The new axes cut this sequence of factors in other places, and each may
-    have at most a varying factor over a constant one.
-    """
-    if 0 in old or math.prod(old) != math.prod(new):
-        return None
-    factors: list[tuple[int, bool]] = []
-    for n, g in zip(old, groups, strict=True):
-        for factor, varies in ((g, True), (n // g, False)):
-            if factor > 1 and factors and factors[-1][1] == varies:
-                factors[-1] = (factors[-1][0] * factor, varies)
-            elif factor > 1:
-                factors.append((factor, varies))
-    result = []
-    for size in new:
-        varying, constant = 1, 1
-        while size > 1:
-            factor, varies = factors.pop(0)
-            step = math.gcd(factor, size)
-            if step != min(factor, size) or (varies and constant > 1):
-                return None
-            if step < factor:
-                factors.insert(0, (factor // step, varies))
-            varying, constant = (varying * step, constant) if varies else (varying, constant * step)
-            size //= step
-        result.append(varying)
-    return tuple(result)
 
 
 def _slice(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
@@ -183,11 +135,11 @@ def _bounds(
         return bound
     if groups == 1 or limit <= start:
         return (0, min(groups, 1), 1)
-    tile = size // groups
+    tile = _tile(how, x, axis)
     if start // tile == (limit - 1) // tile:
         return (start // tile, start // tile + 1, 1)
-    if step == 1 and start % tile == 0 and limit % tile == 0:
-        return (start // tile, limit // tile, 1)
+    if step == 1 and start % tile == 0 and (limit % tile == 0 or limit == size):
+        return (start // tile, -(-limit // tile), 1)
     raise MoveError(
         f"{how.primitive} from {start} to {limit} of axis {axis}, across tiles of {tile}"
     )
@@ -240,7 +192,7 @@ def _gather(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -
     for axis, size in enumerate(params["slice_sizes"]):
         size = int(size)
         if axis in batched:
-            x = _spread(x, axis, how.shape[axis])
+            x = _spread(how, x, axis)
         elif axis in mapped:
             start, size = _window(how, x, axis, columns[mapped[axis]], size)
             columns[mapped[axis]] = jnp.broadcast_to(
@@ -260,16 +212,12 @@ def _gather(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -
     return [_filled(how, found, indices, offsets, is_whole)]
 
 
-def numbers_of(how: Move) -> lax.GatherDimensionNumbers:
-    """Return the axes of a gather, as ints."""
-    # vmap's rule computes them with NumPy.
-    numbers = how.params["dimension_numbers"]
-    return type(numbers)(*(tuple(map(int, axes)) for axes in numbers))
-
-
-def _spread(x: jax.Array, axis: int, size: int) -> jax.Array:
+def _spread(how: Move, x: jax.Array, axis: int) -> jax.Array:
     """Give each element of an axis a scale of its own."""
-    return x if x.shape[axis] == size else jnp.repeat(x, size // x.shape[axis], axis=axis)
+    size = how.shape[axis]
+    if x.shape[axis] == size:
+        return x
+    return lax.slice_in_dim(jnp.repeat(x, _tile(how, x, axis), axis=axis), 0, size, axis=axis)
 
 
 def _filled(

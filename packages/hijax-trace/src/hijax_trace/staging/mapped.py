@@ -16,11 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import compat
-from ..dataflow.axes import dropped
-from ..dataflow.dataflow import Express
-from ..dataflow.expression import Expression, Part
-from ..dataflow.flow import Origin, Resolve
-from ..proxy.array_proxy import ArrayProxy
+from ..proxy.array_proxy import ArrayProxy, is_shared
 from .marker import hoisted
 
 
@@ -54,48 +50,6 @@ class Mapped:
     whole: Any
     stack: Any
 
-    def origin(self, index: int, resolve: Resolve, aval: Any) -> Origin | None:
-        """Return which input of the program an operand is inside of the maps.
-
-        Args:
-            index: of the operand.
-            resolve: finds its origin outside.
-            aval: its type outside.
-        """
-        found, rank = resolve(), len(getattr(aval, "shape", ()))
-        for level in self.levels:
-            axis = level.ins[index]
-            if found is not None and axis is not None:
-                found, rank = found.moved(dropped(axis, rank)), rank - 1
-        return found
-
-    def expressions(
-        self, outside: Sequence[Express] | None, jaxpr: Any, depth: int
-    ) -> list[Express] | None:
-        """Return how the operands are computed inside of the maps.
-
-        Args:
-            outside: how they are outside.
-            jaxpr: the jaxpr, open.
-            depth: how many loops and maps there are around the call.
-        """
-        if outside is None:
-            return None
-
-        def resolve(index: int) -> Express:
-            def find() -> Expression:
-                found = outside[index]()
-                for inner, level in enumerate(self.levels):
-                    axis = level.ins[index]
-                    if axis is not None:
-                        aval = compat.step_type(found.aval, axis)
-                        found = Part(aval, found, axis, depth + inner)
-                return found
-
-            return find
-
-        return [resolve(i) for i in range(len(jaxpr.invars))]
-
     def run(
         self,
         fn: Callable[[list[Any], Mapping[int, ArrayProxy]], list[Any]],
@@ -109,29 +63,42 @@ class Mapped:
             values: the operands of the whole.
             proxies: what they are kept as, by number.
         """
-        return _run(self.levels, fn, list(values), proxies)
+        return mapped_over(self.levels, fn, list(values), proxies)
 
 
-def _run(
+def mapped_over(
     levels: Sequence[Level],
     fn: Callable[[list[Any], Mapping[int, ArrayProxy]], list[Any]],
     values: list[Any],
     proxies: Mapping[int, ArrayProxy],
 ) -> list[Any]:
+    """Run a function in maps, outermost first, with the array proxies of one example."""
     if not levels:
         return fn(values, proxies)
     level = levels[0]
-    same = {i: held for i, held in proxies.items() if level.ins[i] is None}
-    parts = {
-        i: held.step(axis) for i, held in proxies.items() if (axis := level.ins[i]) is not None
-    }
-    leaves, treedef = jax.tree.flatten(parts)
+    leaves, axes, inside = stepped(level, proxies)
 
     def one(values: list[Any], leaves: list[Any]) -> list[Any]:
-        return _run(levels[1:], fn, values, {**same, **jax.tree.unflatten(treedef, leaves)})
+        return mapped_over(levels[1:], fn, values, inside(leaves))
 
-    ins = (list(level.ins), [0] * len(leaves))
+    ins = (list(level.ins), axes)
     return compat.mapped(one, level.axis, ins, list(level.outs))(values, leaves)
+
+
+def stepped(
+    level: Level, proxies: Mapping[int, ArrayProxy]
+) -> tuple[list[Any], list[int | None], Callable[[list[Any]], dict[int, ArrayProxy]]]:
+    """Return arrays, the axes to map them along, and what makes the proxies of one example."""
+    same = {i: held for i, held in proxies.items() if level.ins[i] is None}
+    parts = {
+        i: held.step(axis, is_mapped=True)
+        for i, held in proxies.items()
+        if (axis := level.ins[i]) is not None
+    }
+    leaves, treedef = jax.tree.flatten(parts, is_leaf=is_shared)
+    axes = [None if is_shared(leaf) else 0 for leaf in leaves]
+    leaves = [leaf.value if is_shared(leaf) else leaf for leaf in leaves]
+    return leaves, axes, lambda leaves: {**same, **jax.tree.unflatten(treedef, leaves)}
 
 
 class MappedName(str):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -93,13 +94,20 @@ def is_plain(tree: Any) -> bool:
 
 def _is_object(node: Any) -> bool:
     """Whether a node of a pytree may be more than its parts: it isn't known to be unchangeable."""
-    if isinstance(node, tuple | list | dict | jax.core.Tracer | jax.Array):
+    if isinstance(node, jax.core.Tracer):
         return False
-    return not (dataclasses.is_dataclass(node) and _is_frozen(node))
+    return _is_object_type(type(node))
 
 
-def _is_frozen(node: Any) -> bool:
-    return type(node).__dataclass_params__.frozen  # pyrefly: ignore[missing-attribute]
+@functools.lru_cache(maxsize=256)
+def _is_object_type(kind: type) -> bool:
+    if issubclass(kind, tuple | list | dict | jax.Array):
+        return False
+    return not (dataclasses.is_dataclass(kind) and _is_frozen(kind))
+
+
+def _is_frozen(kind: type) -> bool:
+    return kind.__dataclass_params__.frozen  # pyrefly: ignore[missing-attribute]
 
 
 _CONSTANTS = (

@@ -123,7 +123,9 @@ class _Keep(Runtime):
         self._at = at
         self._heads = heads
 
-    def activation(self, x: jax.Array, use: SiteUse, site: Site, where: str) -> jax.Array:
+    def activation(
+        self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
+    ) -> jax.Array:
         return x
 
     def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:

@@ -42,7 +42,9 @@ class Device(Runtime):
         self._constants = constants
         self._held: dict[str, jax.Array] = {}
 
-    def activation(self, x: jax.Array, use: SiteUse, site: Site, where: str) -> jax.Array:
+    def activation(
+        self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
+    ) -> jax.Array:
         """Returns a tensor with the scale of its site."""
         is_operand = "#" in where.rpartition("/")[2]
         if is_operand and not site.tensor.startswith(("args[", "kwargs[")):
@@ -65,6 +67,10 @@ class Device(Runtime):
         """Returns the input of what is between two marks."""
         self._held[decision.node.op_id] = x
         return walled(x) if decision.is_float else x
+
+    def taken(self, call: OpCall, args: tuple) -> jax.Array:
+        """Emits the choice of a branch in float: results have scales of their own."""
+        return walled(call.proceed(args[0], *map(walled, args[1:])))
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Emits one operation."""

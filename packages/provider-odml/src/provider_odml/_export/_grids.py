@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import quant_numerics as qn
 
 from .._errors import ManifestError
-from .._graph import rolled
+from .._graph import rolled, steps_in
 from .._manifest import Manifest
 from .._plan import Plan
 from .._statistics import QuantStats
@@ -54,7 +54,8 @@ def grids_of(plans: Sequence[Plan], stats: QuantStats | None) -> dict[str, Grid]
             bounds = qn.Calibration(None if site.is_symmetric else lower, upper)
             grids[key] = grid_of(site, bounds)
         else:
-            grids[key] = grid_of(site, jax.device_get(stats[rolled(key)].calibration()))
+            own = stats[rolled(key)].at(steps_in(key))
+            grids[key] = grid_of(site, jax.device_get(own.calibration()))
     return grids
 
 

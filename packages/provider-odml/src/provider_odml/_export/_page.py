@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ._report import Report
-    from ._verify import SiteResult
+from ._results import Results
+from ._verify import SiteResult
 
 _TOP = 60.0
 """Decibels at which a bar is full."""
@@ -79,7 +77,7 @@ _COLORS = {"int8": "#2f6db5", "int4": "#1d8a6b", "int2": "#7a9c1e", "int16": "#6
            "bfloat16": "#b98a3c"}  # fmt: skip
 
 
-def page(report: Report) -> str:
+def page(report: Results) -> str:
     """Returns a report as one page that needs nothing else."""
     body = "".join(
         (_summary(report), _bytes(report), _signatures(report), _outputs(report), _sites(report),
@@ -93,7 +91,7 @@ def page(report: Report) -> str:
     )
 
 
-def _summary(report: Report) -> str:
+def _summary(report: Results) -> str:
     total, worst = sum(report.ops.values()), min((o.sqnr for o in report.outputs), default=None)
     facts = [("File", _size(report.file_bytes or sum(report.bytes_by_dtype.values()))),
              ("Operations", str(total)), ("of them in float", str(report.float_ops)),
@@ -110,10 +108,12 @@ def _summary(report: Report) -> str:
     else:
         how = "Exported as it was trained; LiteRT is compared with JAX's fake quantization."
     items = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
-    return f"<h1>Export report</h1>\n<p>{escape(how)}</p>\n<dl>{items}</dl>\n"
+    listed = "".join(f"<li>{escape(one)}</li>" for one in report.warnings)
+    bad = f"<h2>Ranges to look at</h2>\n<ul>{listed}</ul>\n" if listed else ""
+    return f"<h1>Export report</h1>\n<p>{escape(how)}</p>\n<dl>{items}</dl>\n{bad}"
 
 
-def _bytes(report: Report) -> str:
+def _bytes(report: Results) -> str:
     total = sum(report.bytes_by_dtype.values())
     if not total:
         return ""
@@ -133,12 +133,12 @@ def _bytes(report: Report) -> str:
     )
 
 
-def _signatures(report: Report) -> str:
+def _signatures(report: Results) -> str:
     rows = [(_code(one.name), _names(one.inputs), _names(one.outputs)) for one in report.signatures]
     return _section("Signatures", "", ("signature", "inputs", "outputs"), rows)
 
 
-def _outputs(report: Report) -> str:
+def _outputs(report: Results) -> str:
     note = "Error: the greatest difference from JAX over the greatest magnitude."
     rows = [
         (_code(o.signature), _code(o.name), _text(f"{o.error:.3%}"), _sqnr(o.sqnr))
@@ -147,13 +147,14 @@ def _outputs(report: Report) -> str:
     return _section("Outputs", note, ("signature", "output", "#error", "SQNR, dB"), rows)
 
 
-def _sites(report: Report) -> str:
+def _sites(report: Results) -> str:
     note = (
         "LSB: the greatest difference between LiteRT and JAX where both get the same codes, in "
         "steps of the scale; the bar is full at what is allowed. SQNR: of both programs run by "
-        f"themselves; the bar is full at {_TOP:.0f} dB."
+        f"themselves, and of LiteRT and the float program; the bar is full at {_TOP:.0f} dB."
     )
-    head = ("place", "operation", "type", "#scale", "#zero point", "LSB", "SQNR, dB")
+    head = ("place", "operation", "type", "#scale", "#zero point", "LSB", "SQNR, dB",
+            "SQNR to float, dB")  # fmt: skip
     rows = [_site(one, len(report.signatures) > 1) for one in report.sites]
     return _section(f"Quantized places: {len(rows)}", note, head, rows)
 
@@ -166,11 +167,11 @@ def _site(one: SiteResult, named: bool) -> tuple[str, ...]:
     lsb = _bar(f"{one.lsb:.2f} of {one.tolerance:.2f}", share, not one.lsb <= one.tolerance)
     return (
         f"<div>{place}</div>", _text(one.op_name), _text(one.qtype), _text(f"{one.scale:.4g}"),
-        _text(str(one.zero_point)), lsb, _sqnr(one.sqnr),
+        _text(str(one.zero_point)), lsb, _sqnr(one.sqnr), _sqnr(one.float_sqnr),
     )  # fmt: skip
 
 
-def _weights(report: Report) -> str:
+def _weights(report: Results) -> str:
     most = max((one.nbytes for one in report.weights), default=0)
     rows = [
         (
@@ -186,7 +187,7 @@ def _weights(report: Report) -> str:
     return _section(f"Quantized parameters: {len(rows)}", note, head, rows)
 
 
-def _floats(report: Report) -> str:
+def _floats(report: Results) -> str:
     reasons: dict[str, list[str]] = {}
     for one in report.floats:
         reasons.setdefault(one.reason, []).append(one.operation)
@@ -203,7 +204,7 @@ def _floats(report: Report) -> str:
     return f"<h2>In float: {count} operation{'s' if count > 1 else ''} of the program</h2>\n{found}"
 
 
-def _operations(report: Report) -> str:
+def _operations(report: Results) -> str:
     most = max(report.ops.values(), default=0)
     counts = sorted(report.ops.items(), key=lambda item: (-item[1], item[0]))
     rows = [(_code(name), _bar(str(count), count / most)) for name, count in counts]

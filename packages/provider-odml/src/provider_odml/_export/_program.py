@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from hijax_trace import Box
-from interception_core import Engine
+from interception_core import Engine, OpCall
 
+from .._graph import Node
 from .._litert import Program
-from .._plan import Plan, Site, SiteUse
-from .._replay import replay
+from .._plan import Plan, Quantize, Site, SiteUse
+from .._replay import Runtime, replay
 from .._trees import is_array
 from ._collect import Collected
 from ._composite import Grid
@@ -73,14 +74,17 @@ class Exported:
                 found[op_id] = self.plan.sites[decision.output.site]
         return found
 
+    def node_of(self, place: str) -> Node:
+        """Return the operation of a place."""
+        op_id = place if place in self.plan.decisions else place.rpartition("#")[0]
+        return self.plan.decisions[op_id].node
+
     def shape_of(self, place: str) -> tuple[tuple[int, ...], str]:
         """Returns shape and dtype of the tensor at a place."""
-        op_id, _, slot = (
-            place.rpartition("#") if place not in self.plan.decisions else (place, "", "")
-        )
-        node = self.plan.decisions[op_id or place].node
-        if not slot:
+        node = self.node_of(place)
+        if place in self.plan.decisions:
             return node.shape, node.dtype
+        slot = place.rpartition("#")[2]
         use = next(use for use in node.uses if str(use.slot) == slot)
         return use.shape, use.dtype
 
@@ -134,6 +138,19 @@ class Exported:
         return [np.asarray(leaf) for leaf in jax.tree.leaves(out)], places
 
     @functools.cached_property
+    def in_float(self) -> dict[str, np.ndarray]:
+        """What the float program computes, by place. Of a loop that stays one, the first step."""
+
+        def on_arrays(*inputs: Any) -> Any:
+            probes = _Probes.of(self)
+            runtime = _Float(probes)
+            replay(self.engine, self.fn, self.plan, runtime)(*self.filled(inputs))
+            return probes.values()
+
+        run = jax.jit(lambda inputs: in_float32(on_arrays, self._types, inputs))
+        return dict(zip(self.probes, map(np.asarray, run(self.samples)), strict=True))
+
+    @functools.cached_property
     def _compiled(self) -> Any:
         def run(inputs: tuple, given: Any, force: Any) -> Any:
             places = list(given)
@@ -155,14 +172,67 @@ class Exported:
         return [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in self.places]
 
     def _run(self, inputs: tuple, probing: bool, forced: tuple[Any, Any] | None) -> Any:
-        boxes = {}
-        if probing:
-            for place in self.probes:
-                shape, _ = self.shape_of(place)
-                boxes[place] = Box(jnp.zeros(shape, jnp.float32))
-        runtime = _Probed(self.grids, self.constants, boxes, forced)
+        probes = _Probes.of(self) if probing else _Probes({}, {})
+        runtime = _Probed(self.grids, self.constants, probes, forced)
         out = replay(self.engine, self.fn, self.plan, runtime)(*self.filled(inputs))
-        return out, tuple(box.get() for box in boxes.values())
+        return out, probes.values()
+
+
+class _Probes:
+    """What is computed at each place: in a loop that stays one, in its first step.
+
+    Args:
+        boxes: by place.
+        firsts: of places in loops, whether they have not been reached yet, as a float.
+    """
+
+    def __init__(self, boxes: Mapping[str, Box], firsts: Mapping[str, Box]):
+        self._boxes = boxes
+        self._firsts = firsts
+
+    @classmethod
+    def of(cls, one: Exported) -> _Probes:
+        """Return empty ones."""
+        boxes, firsts = {}, {}
+        for place in one.probes:
+            boxes[place] = Box(jnp.zeros(one.shape_of(place)[0], jnp.float32))
+            if one.node_of(place).loops:
+                firsts[place] = Box(jnp.float32(1))
+        return cls(boxes, firsts)
+
+    def keep(self, where: str, x: jax.Array) -> Any:
+        """Keep what is computed at a place. Return whether it was, as a bool or an array."""
+        box, first = self._boxes.get(where), self._firsts.get(where)
+        if box is None:
+            return False
+        x = x.astype(jnp.float32)
+        if first is None:
+            box.set(x)
+            return True
+        is_first = first.get() > 0.5
+        box.set(jnp.where(is_first, x, box.get()))
+        first.set(jnp.float32(0))
+        return is_first
+
+    def values(self) -> tuple[jax.Array, ...]:
+        """Return what was kept, in the order of the places."""
+        return tuple(box.get() for box in self._boxes.values())
+
+
+class _Float(Runtime):
+    """Runs a program in float, and keeps what is computed where others quantize."""
+
+    def __init__(self, probes: _Probes):
+        self._probes = probes
+
+    def activation(
+        self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
+    ) -> jax.Array:
+        self._probes.keep(where, x)
+        return x
+
+    def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
+        return x
 
 
 class _Probed(Device):
@@ -172,21 +242,22 @@ class _Probed(Device):
         self,
         grids: Mapping[str, Grid],
         constants: Collected,
-        boxes: Mapping[str, Box],
+        probes: _Probes,
         forced: tuple[Mapping[str, Any], Any] | None,
     ):
         super().__init__(grids, constants, converting=forced is None)
-        self._boxes = boxes
+        self._probes = probes
         self._forced = forced
 
-    def activation(self, x: jax.Array, use: SiteUse, site: Site, where: str) -> jax.Array:
-        out = super().activation(x, use, site, where)
-        if where in self._boxes:
-            self._boxes[where].set(out.astype(jnp.float32))
-        if self._forced is None or where not in self._boxes:
+    def activation(
+        self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
+    ) -> jax.Array:
+        out = super().activation(x, use, site, where, call)
+        kept = self._probes.keep(where, out)
+        if self._forced is None or kept is False:
             return out
         given, force = self._forced
-        return jnp.where(force, given[where].astype(out.dtype).reshape(out.shape), out)
+        return jnp.where(force & kept, given[where].astype(out.dtype).reshape(out.shape), out)
 
 
 def filled(args: tuple, places: Sequence[int], inputs: Sequence[Any]) -> Any:

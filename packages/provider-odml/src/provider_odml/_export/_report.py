@@ -14,88 +14,19 @@ from .._errors import OdmlError
 from .._litert import Model, Tensor, save
 from .._ops import Kind
 from .._plan import ConstantUse, Decision, Plan, WeightUse
-from ._verify import OutputResult, SiteResult
+from ._page import page
+from ._results import FloatOp, Interface, Results, Weight
+from ._verify import OutputResult, SiteResult, bad_ranges
 
 _BITS = {"int2": 2, "int4": 4, "int8": 8, "int16": 16}
 
 
 @dataclass(frozen=True)
-class FloatOp:
-    """An operation of the program that LiteRT computes in float.
-
-    Attributes:
-        operation: its op id.
-        reason: why.
-    """
-
-    operation: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter that is stored quantized.
-
-    Attributes:
-        operation: the op id of what reads it.
-        dtype: as it is stored.
-        shape: its shape.
-        nbytes: its bytes, without its scales.
-        block_size: how many values share a scale; 0 for one per channel or for all.
-    """
-
-    operation: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    block_size: int = 0
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A signature of the file.
-
-    Attributes:
-        name: its name.
-        inputs: by name, the types.
-        outputs: by name, the types.
-    """
-
-    name: str
-    inputs: dict[str, str]
-    outputs: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Report:
+class Report(Results):
     """What is in an exported file, and how it compares with JAX.
 
-    Attributes:
-        sites: every place where a tensor is quantized.
-        outputs: every output.
-        floats: what stayed float, and why.
-        bytes_by_dtype: bytes of the constants.
-        ops: the operations of the file, counted.
-        float_ops: how many of them compute in floats.
-        file_bytes: those of the file.
-        signatures: its signatures.
-        weights: the parameters that are quantized.
-        backend: that of ``export``. The outputs are compared with JAX's fake quantization for
-            "converter", with JAX in float for "aeq".
-        sqnr_floor: the signal to noise that outputs were held to, in decibels; None for none.
+    Attributes: see ``Results``.
     """
-
-    sites: tuple[SiteResult, ...]
-    outputs: tuple[OutputResult, ...]
-    floats: tuple[FloatOp, ...]
-    bytes_by_dtype: dict[str, int]
-    ops: dict[str, int]
-    float_ops: int
-    file_bytes: int = 0
-    signatures: tuple[Interface, ...] = ()
-    weights: tuple[Weight, ...] = ()
-    backend: str = "converter"
-    sqnr_floor: float | None = None
 
     @classmethod
     def of(
@@ -140,6 +71,7 @@ class Report:
             tuple(_planned(plans) if weights is None else weights),
             backend,
             sqnr_floor,
+            tuple(bad_ranges(sites)),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -149,8 +81,6 @@ class Report:
 
     def to_html(self) -> str:
         """Returns the report as one page that needs nothing else: no network, no script."""
-        from ._page import page
-
         return page(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -183,13 +113,24 @@ class Report:
 
         rows = [
             (s.place, s.op_name, s.qtype, f"{s.scale:.4g}", s.zero_point, f"{s.lsb:.2f}",
-             f"{s.sqnr:.1f}", s.reason or "")
+             f"{s.sqnr:.1f}", f"{s.float_sqnr:.1f}", s.reason or "")
             for s in self.sites
         ]  # fmt: skip
-        head = ("site", "op", "type", "scale", "zero", "LSB", "SQNR dB", "float because")
+        head = (
+            "site",
+            "op",
+            "type",
+            "scale",
+            "zero",
+            "LSB",
+            "SQNR dB",
+            "to float",
+            "float because",
+        )
         parts = [tabulate(rows, headers=head)] if rows else []
         rows = [(o.signature, o.name, f"{o.error:.2%}", f"{o.sqnr:.1f}") for o in self.outputs]
         parts.append(tabulate(rows, headers=("signature", "output", "error", "SQNR dB")))
+        parts += [f"warning: {one}" for one in self.warnings]
         sizes = ", ".join(f"{k} {v}" for k, v in sorted(self.bytes_by_dtype.items()))
         count = sum(self.ops.values())
         parts.append(f"bytes: {sizes}\n{count} operations, {self.float_ops} of them in float")

@@ -1,14 +1,16 @@
-"""Loops at export: LiteRT has no quantized loop of rolled layers, so that they are written out."""
+"""Loops and branches at export: LiteRT has no quantized loop of rolled layers, so that they are
+written out; and its IF computes something else than was converted, so that all branches of a cond
+are computed, and one result is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from interception_core import Interceptor, OpCall, PatchEngine
+from interception_core import Interceptor, OpCall, PatchEngine, untapped
 
 from .. import _marks
 from .._ops import is_float
@@ -18,11 +20,21 @@ def unrolled(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``fn`` with the steps of its scans, and of its loops of known length, written out.
 
     Step i of ``scan(body)`` is under the name scope ``scan(body)[i]``: its operations have the
-    ids that they had in the rolled scan, but for that.
+    ids that they had in the rolled scan, but for that. So it is with branches, which are all
+    computed, and ``cond(branch)[if]``: see ``BRANCH``.
     """
-    handlers = {"jax.lax.scan": _scan, "jax.lax.fori_loop": _fori_loop}
+    handlers = {
+        "jax.lax.scan": _scan,
+        "jax.lax.fori_loop": _fori_loop,
+        "jax.lax.cond": _cond,
+        "jax.lax.switch": _switch,
+    }
     interceptor = Interceptor(handlers, key="odml unroll", path_key=_marks.anywhere)
     return PatchEngine().wrap(fn, interceptor)
+
+
+BRANCH = "[if]"
+"""Ends the name scope of a branch."""
 
 
 def _scan(
@@ -61,10 +73,55 @@ def _fori_loop(
     except (TypeError, jax.errors.ConcretizationTypeError):
         return NotImplemented
     value, step = init_val, unrolled(body_fun)
-    for i in steps:
-        with jax.named_scope(f"fori_loop({_name(body_fun)})[{i}]"):
+    for place, i in enumerate(steps):
+        with jax.named_scope(f"fori_loop({_name(body_fun)})[{place}]"):
             value = step(i, _between(value))
     return _between(value)
+
+
+def _cond(
+    call: OpCall,
+    pred: Any,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *operands: Any,
+    **options: Any,
+) -> Any:
+    if options:
+        return NotImplemented
+    # In the order that JAX has them in.
+    index = jnp.asarray(pred).astype(bool).astype(jnp.int32)
+    return _taken("cond", index, (false_fun, true_fun), operands)
+
+
+def _switch(
+    call: OpCall,
+    index: Any,
+    branches: Sequence[Callable[..., Any]],
+    *operands: Any,
+    **options: Any,
+) -> Any:
+    if options:
+        return NotImplemented
+    index = jnp.clip(jnp.asarray(index), 0, len(branches) - 1).astype(jnp.int32)
+    return _taken("switch", index, branches, operands)
+
+
+def _taken(kind: str, index: jax.Array, branches: Sequence[Any], operands: Any) -> Any:
+    """Return the result of one of several branches, all of which are computed."""
+    found = []
+    for branch in branches:
+        with jax.named_scope(f"{kind}({_name(branch)}){BRANCH}"):
+            found.append(unrolled(branch)(*operands))
+    return jax.tree.map(lambda *results: _one_of(index, results), *found)
+
+
+def _one_of(index: jax.Array, results: Sequence[Any]) -> jax.Array:
+    results = [jnp.asarray(one) for one in results]
+    if is_float(results[0]):
+        return _marks.branch_value(index, *results)
+    # Integers are no tensors with a range.
+    return untapped(_marks.branch_value)(index, *results)
 
 
 def _name(f: Callable[..., Any]) -> str:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._litert import Runner, Tensor
 from ._program import PROBE, Exported
+from ._unroll import BRANCH
 
 LOOSER = {
     "int16": {"tanh": 4.0, "softmax": 32.0, "logistic": 4.0, "mean": 2.0, "sum": 2.0},
     "int8": {"log_softmax": 2.0},
 }
 """Operations whose kernels read tables or round more than once: how many LSB they may be off."""
+
+
+WORST = {"int8": 7.0, "int16": 20.0}
+"""Decibels below which a range is worth a warning. Training takes means of the extremes of
+examples, which cut off outliers on purpose: of few logits that costs some 10 dB."""
+FAR = 10.0
+"""Decibels by which a range is worse than its neighbours before it is warned of."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,9 @@ class SiteResult:
         sqnr: signal to noise between the two programs run by themselves, in decibels.
         is_float: whether LiteRT computes it in float.
         reason: why.
+        float_sqnr: signal to noise between LiteRT and the float program, in decibels.
+        range_sqnr: the same of the float program's values rounded to this scale alone: what the
+            range costs. None where LiteRT prescribes it, and in branches.
     """
 
     signature: str
@@ -47,6 +60,8 @@ class SiteResult:
     sqnr: float
     is_float: bool
     reason: str | None
+    float_sqnr: float = float("inf")
+    range_sqnr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -133,8 +148,11 @@ def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[s
     _, local = one.replay(device)
     results = []
     for place, site in one.probes.items():
-        op_id = place if place in one.plan.decisions else place.rpartition("#")[0]
+        op_id = one.node_of(place).op_id
         decision = one.plan.decisions[op_id]
+        exact = one.in_float[place]
+        # LiteRT's own ranges, and branches that may not be taken, whose values are not used then.
+        is_judged = not site.fixed and BRANCH not in op_id
         grid = one.grids[site.key]
         scale = float(np.asarray(grid.scale))
         steps = np.abs(device[place].astype(np.float64) - local[place]) / scale
@@ -153,9 +171,36 @@ def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[s
                 sqnr(alone[place], device[place]),
                 decision.is_float,
                 decision.reason,
+                sqnr(exact, device[place]),
+                sqnr(exact, np.asarray(grid.round(jnp.asarray(exact)))) if is_judged else None,
             )
         )
     return results, found
+
+
+def bad_ranges(sites: Sequence[SiteResult]) -> list[str]:
+    """Return what to warn of: ranges that cost far more than those of their neighbours.
+
+    Verification compares the file with fake quantization in JAX, which has the same ranges: one
+    that cuts values off is the same in both.
+    """
+    found = []
+    for one in sites:
+        own, worst = one.range_sqnr, WORST[one.qtype]
+        others = [
+            other.range_sqnr
+            for other in sites
+            if other is not one and other.qtype == one.qtype and other.range_sqnr is not None
+        ]
+        usual = float(np.percentile(np.clip(others, 0, 99), 75)) if others else worst + FAR
+        if own is not None and own < min(worst, usual - FAR):
+            found.append(
+                f"{one.place} ({one.op_name}, {one.qtype}) of {one.signature!r}: SQNR "
+                f"{own:.1f} dB from its range alone, where others have {usual:.1f} dB. Its scale "
+                f"is {one.scale:.3g}: calibrate on data like this, or give the operation a rule "
+                "without qtypes, act_qtype='int16' or another act_calibration_method."
+            )
+    return found
 
 
 def compare_outputs(

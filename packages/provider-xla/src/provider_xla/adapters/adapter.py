@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from ..errors import QuantizationError
+from ..lora.weight import is_adapted
 from ..providers.plan import Plan
 from ..providers.ptq import PtqProvider
 from ..providers.qt import QtProvider
@@ -34,6 +36,11 @@ class Quantized:
     def __repr__(self) -> str:
         return f"Quantized({type(self.provider).__name__})"
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether a rule gives parameters an adapter."""
+        return any(rule.rank is not None for rule in self.provider.rules)
+
     # Frameworks copy a model with what it carries; this is the same for all copies.
     def __copy__(self) -> Quantized:
         return self
@@ -42,9 +49,10 @@ class Quantized:
         return self
 
     def key_of(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Takes ``quant_key`` out of the keyword arguments of a call, where it is for training."""
-        if isinstance(self.provider, QtProvider) and "quant_key" in kwargs:
-            return {"quant_key": kwargs.pop("quant_key")}
+        """Take the random key of training out of keyword arguments."""
+        name = "dropout_key" if self.has_adapters else "quant_key"
+        if name in kwargs and (self.has_adapters or isinstance(self.provider, QtProvider)):
+            return {name: kwargs.pop(name)}
         return {}
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +92,8 @@ class Adapter(abc.ABC):
         Args:
             model: the model, which stays as it is.
             parameters: the tree of ``parameters``, of which leaves may be stored as codes and
-                scales (``quant_numerics.QArray``, ``PrepackedWeight``).
+                scales (``quant_numerics.QArray``, ``PrepackedWeight``), and with an adapter
+                (``AdaptedWeight``).
             quantized: the methods ``quantized.methods`` of the new model are to run
                 ``quantized.apply(fn)(parameters, *args, **kwargs)``, with an ``fn`` as that of
                 ``function``. It is hashable by identity.
@@ -94,10 +103,28 @@ class Adapter(abc.ABC):
         """Returns what ``rebuild`` was given for a model; None for a float one."""
         return None
 
+    def restore(self, model: Any, parameters: Any) -> Any:
+        """Return a float model of the class that was quantized.
 
-def holds_stored(tree: Any) -> bool:
-    """Returns whether parameters are stored as codes anywhere in a tree."""
-    return any(map(is_stored, jax.tree.leaves(tree, is_leaf=is_stored)))
+        Args:
+            model: one that ``rebuild`` returned. ``parameters`` of it returns what ``rebuild``
+                was given.
+            parameters: its parameters, float arrays.
+        """
+        raise QuantizationError(
+            f"The adapter of {type(model).__name__} makes no float models. Merge its parameters: "
+            "plan.merge(params, adapters)."
+        )
+
+
+def is_kept(node: Any) -> bool:
+    """Return whether a node of parameters is stored, or has an adapter."""
+    return is_stored(node) or is_adapted(node)
+
+
+def holds_kept(tree: Any) -> bool:
+    """Return whether parameters are stored, or have adapters, anywhere in a tree."""
+    return any(map(is_kept, jax.tree.leaves(tree, is_leaf=is_kept)))
 
 
 def path_of(keys: tuple[Any, ...]) -> str:

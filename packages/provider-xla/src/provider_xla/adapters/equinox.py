@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 from .adapter import Adapter, Quantized, path_of
-from .scopes import Subclasses, Tag, is_ours
+from .scopes import MARK, Subclasses, Tag, by_tag, is_ours
 
 _TAG = "jaxtap_tag"
 
@@ -37,6 +37,22 @@ class EquinoxAdapter(Adapter):
     def quantized(self, model: eqx.Module) -> Quantized | None:
         """Returns how a model is quantized."""
         return _tag_of(model).quantized if is_ours(type(model)) else None
+
+    def restore(self, model: eqx.Module, parameters: Any) -> eqx.Module:
+        """Return a model of the classes that it had."""
+        return _mapped(parameters, lambda module, path: _original(module))
+
+
+def _original(module: eqx.Module) -> Any:
+    """Return a copy of a module, of its original class."""
+    cls = type(module)
+    if not is_ours(cls):
+        return module
+    copy = object.__new__(vars(cls)[MARK])
+    for name, value in vars(module).items():
+        if name != _TAG:
+            object.__setattr__(copy, name, value)
+    return copy
 
 
 def _tag_of(module: eqx.Module) -> Tag:
@@ -111,22 +127,8 @@ def _handed_out(tree: Any, quantized: Quantized | None, path: str) -> Any:
     return tree
 
 
-def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tag = _tag_of(self)
-        if tag.quantized is None:
-            return _scoped(tag.path, run, self, args, kwargs)
-        if name in tag.quantized.methods:
-            return _quantized(tag, name, self, args, kwargs)
-        return run(self, *args, **kwargs)
-
-    return method
-
-
 def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: dict) -> Any:
     """Runs a method under its module's name scope."""
-    if not path:
-        return run(self, *args, **kwargs)
     with jax.named_scope(path):
         result = run(_tagged(self, None), *args, **kwargs)
     return _handed_out(result, None, path)
@@ -170,5 +172,9 @@ def _plain(cls: type, method: Any) -> Any:
 
 _NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm)
 _subclasses = Subclasses(
-    _wrap, eqx.Module, unchanged=_UNCHANGED, namespace=_namespace, unwrap=_plain
+    by_tag(_tag_of, _scoped, _quantized),
+    eqx.Module,
+    unchanged=_UNCHANGED,
+    namespace=_namespace,
+    unwrap=_plain,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,8 @@ import quant_numerics as qn
 
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
-from .adapter import Adapter, Quantized, holds_stored, path_of
+from ..lora.weight import AdaptedWeight, is_adapted
+from .adapter import Adapter, Quantized, holds_kept, is_kept, path_of
 from .scopes import MARK, Subclasses, is_ours
 
 _FIELD = "jaxtap_quantized"
@@ -32,7 +34,7 @@ class LinenAdapter(Adapter):
 
     def parameters(self, model: linen.Module) -> Any:
         """Returns the variables of a bound module; None for an unbound one."""
-        return None if model.scope is None else flax.core.unfreeze(dict(model.variables))
+        return None if model.scope is None else _joined(dict(model.variables))
 
     def function(self, model: linen.Module, method: str) -> Callable[..., Any]:
         """Returns a method as a function of the variables, without what it changes in them."""
@@ -54,11 +56,52 @@ class LinenAdapter(Adapter):
         object.__setattr__(module, _FIELD, quantized)
         if model.scope is None:
             return module
-        return module.bind(parameters, rngs=_rngs(model), mutable=model.scope.mutable)
+        return module.bind(_apart(parameters), rngs=_rngs(model), mutable=model.scope.mutable)
+
+    def restore(self, model: linen.Module, parameters: Any) -> linen.Module:
+        """Return a bound module of the class that it had."""
+        module = _original(model.unbind()[0])
+        return module.bind(parameters, rngs=_rngs(model), mutable=_scope(model).mutable)
 
     def quantized(self, model: linen.Module) -> Quantized | None:
         """Returns how a module is quantized."""
         return getattr(model, _FIELD) if is_ours(type(model)) else None
+
+
+def _apart(variables: Any) -> dict[str, Any]:
+    """Return variables with adapters in collections of their own, such as ``"lora"``."""
+    found: dict[str, Any] = {}
+    for name, group in variables.items():
+        found[name] = jax.tree.map(lambda x: x.base if is_adapted(x) else x, group, is_leaf=is_kept)
+        for path, leaf in flax.traverse_util.flatten_dict(group).items():
+            if isinstance(leaf, AdaptedWeight):
+                held = found.setdefault(_collection(name), {})
+                for key in path[:-1]:
+                    held = held.setdefault(key, {})
+                held[path[-1]] = dataclasses.replace(leaf, base=None)
+    return found
+
+
+def _joined(variables: Any) -> dict[str, Any]:
+    """Return variables with each adapter at its parameter: undo ``_apart``."""
+    variables = flax.core.unfreeze(variables)
+    for name in [*variables]:
+        own = _collection(name)
+        if own not in variables:
+            continue
+        flat: dict[Any, Any] = flax.traverse_util.flatten_dict(
+            variables[name], keep_empty_nodes=True
+        )
+        for path, leaf in flax.traverse_util.flatten_dict(variables.pop(own)).items():
+            if path in flat and isinstance(leaf, AdaptedWeight):
+                flat[path] = dataclasses.replace(leaf, base=flat[path])
+        variables[name] = flax.traverse_util.unflatten_dict(flat)
+    return variables
+
+
+def _collection(name: str) -> str:
+    """Return the collection of the adapters of the parameters in a collection."""
+    return "lora" if name == "params" else f"lora_{name}"
 
 
 def _scope(model: linen.Module) -> Any:
@@ -124,9 +167,10 @@ def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dic
                 return run(scope, *args, **kwargs), repack(scope)
 
             held = groups[0] if single else groups
+            held = _joined(held) if single and quantized.has_adapters else held
             return quantized.apply(fn)(held, rngs, args, kwargs, **keyed)
 
-        stored = tuple(name for name, group in self.variables.items() if holds_stored(group))
+        stored = tuple(name for name, group in self.variables.items() if holds_kept(group))
         writable = DenyList(stored) if stored else True
         packed = lift.pack(inner, (True,), (writable,), (True,), "quantized", enable_kwargs=True)
         return packed(scopes, *args, **kwargs)
@@ -144,6 +188,8 @@ def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
     method = kwargs.get("method")
     if callable(method):
         kwargs["method"] = getattr(method, "__func__", method)
+    if quantized.has_adapters:
+        variables = _joined(variables)
     return quantized.apply(plain.apply)(variables, *args, **kwargs)
 
 
@@ -158,9 +204,12 @@ def _subclasses(methods: tuple[str, ...]) -> Subclasses:
 
 
 def _to_state(value: Any) -> dict[str, Any]:
-    """Returns a quantized parameter as flax.serialization writes it."""
+    """Return a stored parameter, or an adapter, as flax.serialization writes it."""
     found, _ = jax.tree_util.tree_flatten_with_path(value)
-    return {"qtype": value.qtype, **{path_of(keys): leaf for keys, leaf in found}}
+    return {
+        "qtype": getattr(value, "qtype", "adapter"),
+        **{path_of(keys): leaf for keys, leaf in found},
+    }
 
 
 def _from_state(target: Any, state: dict[str, Any]) -> Any:
@@ -176,5 +225,5 @@ def _from_state(target: Any, state: dict[str, Any]) -> Any:
     return jax.tree.unflatten(treedef, [state[path_of(keys)] for keys, _ in found])
 
 
-for _stored in (qn.QArray, qn.PackedQArray, PrepackedWeight):
+for _stored in (qn.QArray, qn.PackedQArray, PrepackedWeight, AdaptedWeight):
     flax.serialization.register_serialization_state(_stored, _to_state, _from_state, override=True)

@@ -12,11 +12,12 @@ import jax
 from interception_core import find_adapter
 
 from ..errors import QuantizationError, QuantizationWarning
+from ..lora.tree import adapted, merged
 from ..program.sites import is_array, short
 from ..providers.plan import Plan
 from ..providers.ptq import PtqProvider
 from ..providers.qt import QtProvider
-from .adapter import Quantized, holds_stored, path_of
+from .adapter import Quantized, holds_kept, path_of
 
 
 def quantize_model(
@@ -26,6 +27,7 @@ def quantize_model(
     methods: Collection[str] = ("__call__",),
     prepack: bool = True,
     statistics: Mapping[str, Any] | None = None,
+    adapter_key: jax.Array | None = None,
     **kwargs: Any,
 ) -> Any:
     """Returns a quantized model of the same kind; the given one stays as it is.
@@ -33,6 +35,12 @@ def quantize_model(
     With a ``PtqProvider`` parameters are stored as codes and scales, in the model's own places,
     and the methods run on those. With a ``QtProvider`` they stay float arrays, those of the given
     model (which are not copied), and the methods run quantized and are differentiated so.
+
+    Where a rule of a ``PtqProvider`` has a rank, parameters get adapters, which are what is to be
+    trained: ``nnx.LoRAParam`` variables beside the ``nnx.Param`` of an NNX module, the collection
+    ``"lora"`` of a Linen module, and an ``AdaptedWeight`` in the place of the parameter of an
+    Equinox module, of which ``adapter_mask`` tells what to train. Methods also take
+    ``dropout_key=``, a random key, where a rule has a dropout; without one nothing is dropped.
 
     Args:
         model: an NNX module, a Linen module (bound to its variables where they are to be stored:
@@ -51,6 +59,7 @@ def quantize_model(
             these; False for codes and scales, to be saved and used anywhere.
         statistics: the ranges of activations whose rules have ``act_static_scale``: what
             ``calibrate_model`` returns.
+        adapter_key: random key that adapters begin with; None is ``jax.random.key(0)``.
         kwargs: more of the example inputs.
 
     Returns:
@@ -78,6 +87,9 @@ def quantize_model(
                 "quantize_model(model, provider, x). Types are enough (jax.ShapeDtypeStruct)."
             )
         stored = plan.quantize(parameters, prepack=prepack)
+        if plan.lora:
+            key = jax.random.key(0) if adapter_key is None else adapter_key
+            stored = adapted(plan, stored, plan.init_adapters(key))
     else:
         stored = parameters
     if plan is not None and plan.ranges and statistics is None:
@@ -163,6 +175,32 @@ def model_plan(model: Any) -> Plan | None:
     return quantized.plan
 
 
+def merge_model(model: Any) -> Any:
+    """Return a float model with the adapters of a quantized one added.
+
+    Args:
+        model: what ``quantize_model`` returned, with adapters, which stays as it is.
+
+    Returns:
+        A model of the class that was quantized, of float parameters: to be run, or quantized
+        again.
+
+    Raises:
+        QuantizationError: the model is not quantized, holds no parameters, or holds one only as
+            what is computed from it.
+    """
+    adapter = find_adapter(model)
+    quantized = adapter.quantized(model)
+    parameters = adapter.parameters(model)
+    if quantized is None or parameters is None:
+        what = "is not quantized" if quantized is None else "holds no parameters"
+        raise QuantizationError(
+            f"This {type(model).__name__} {what}, so that there is nothing to merge. Pass what "
+            "quantize_model returned."
+        )
+    return adapter.restore(model, merged(parameters, "args[0]"))
+
+
 def _planned(
     model: Any,
     provider: PtqProvider | QtProvider,
@@ -194,10 +232,10 @@ def _planned(
         if not callable(getattr(model, name, None)):
             raise QuantizationError(f"{type(model).__name__} has no method {name!r} to quantize.")
     parameters = adapter.parameters(model)
-    if holds_stored(parameters):
+    if holds_kept(parameters):
         raise QuantizationError(
-            f"The parameters of this {type(model).__name__} are stored as codes already. "
-            "Quantize the float model."
+            f"The parameters of this {type(model).__name__} are stored as codes already, or have "
+            "adapters. Quantize the float model, or what merge_model returns."
         )
     if parameters is None and (args or kwargs):
         raise QuantizationError(

@@ -9,23 +9,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..lora.weight import AdaptedWeight, is_adapted
 from ..run.stored import is_stored
-from .adapter import Adapter, Quantized, path_of
-from .scopes import Subclasses, Tag, is_ours
+from .adapter import Adapter, Quantized, is_kept, path_of
+from .scopes import MARK, Subclasses, Tag, by_tag, is_ours
 
 _TAG = "jaxtap_tag"
 _CONTEXT = "jaxtap"
+_FORM = "jaxtap_form"
 
 
 class NnxAdapter(Adapter):
     """Takes ``nnx.Module`` objects. Parameters are the ``nnx.Param`` variables.
 
-    Parameters are a nested dictionary by attribute, as ``nnx.to_pure_dict`` has it.
+    Parameters are a nested dictionary by attribute, as ``nnx.to_pure_dict`` has it. Adapters are
+    ``nnx.LoRAParam`` variables beside them: ``kernel_lora_a`` and ``kernel_lora_b``.
     """
 
     def parameters(self, model: nnx.Module) -> Any:
         """Returns the values of the model's ``nnx.Param``."""
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        params, adapters = nnx.state(model, _is_base, _is_adapter)
+        return _joined(nnx.to_pure_dict(params), adapters)
 
     def function(self, model: nnx.Module, method: str) -> Callable[..., Any]:
         """Returns a method that changes a copy of the model only."""
@@ -39,8 +43,23 @@ class NnxAdapter(Adapter):
 
     def rebuild(self, model: nnx.Module, parameters: Any, quantized: Quantized) -> nnx.Module:
         """Returns a copy of the model, with Variables of its own that hold the parameters."""
-        copy = _copy(model, parameters)
+        bases = jax.tree.map(lambda x: x.base if is_adapted(x) else x, parameters, is_leaf=is_kept)
+        copy = _copy(model, bases)
+        _add_adapters(copy, parameters)
         _tag(copy, quantized)
+        return copy
+
+    def restore(self, model: nnx.Module, parameters: Any) -> nnx.Module:
+        """Return a copy of the original classes, without adapters."""
+        copy = nnx.clone(model)
+        for _, module in nnx.iter_modules(copy):
+            for name, value in [*vars(module).items()]:
+                if isinstance(value, nnx.Variable) and _is_adapter((), value):
+                    delattr(module, name)
+            if is_ours(type(module)):
+                delattr(module, _TAG)
+                module.__class__ = vars(type(module))[MARK]
+        nnx.update(copy, _replaced(nnx.state(copy, _is_base), parameters))
         return copy
 
     def quantized(self, model: nnx.Module) -> Quantized | None:
@@ -48,11 +67,73 @@ class NnxAdapter(Adapter):
         return _tag_of(model).quantized if is_ours(type(model)) else None
 
 
+def _add_adapters(model: nnx.Module, parameters: Any) -> None:
+    """Put the adapters of parameters into a model, beside the parameters."""
+    nodes = dict(nnx.iter_graph(model))
+    modules = {where: node for where, node in nodes.items() if _is_plain_module(node)}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(parameters, is_leaf=is_kept):
+        if not is_adapted(leaf):
+            continue
+        path = tuple(key.key for key in keys)
+        # A list of parameters takes no other attributes: what holds the list does.
+        depth = max(i for i in range(len(path)) if path[:i] in modules)
+        places = [(nodes[path[:depth]], _stem(path[depth:]))]
+        # A parameter that several modules share is trained for all of them.
+        places += [
+            (module, name)
+            for module in modules.values()
+            for name, value in vars(module).items()
+            if value is nodes[path] and (module, name) != places[0]
+        ]
+        for factor, value in (("a", leaf.a), ("b", leaf.b)):
+            variable = nnx.LoRAParam(value, **{_FORM: leaf.form})
+            for module, stem in places:
+                setattr(module, f"{stem}_lora_{factor}", variable)
+
+
+def _is_plain_module(node: Any) -> bool:
+    """Return whether a node takes attributes of any name."""
+    return isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict)
+
+
+def _joined(parameters: Any, adapters: nnx.State) -> Any:
+    """Return parameters with an AdaptedWeight for each that has an adapter.
+
+    Args:
+        parameters: a nested dictionary, which is changed.
+        adapters: the variables of adapters.
+    """
+    flat = nnx.to_flat_state(adapters)
+    if not flat:
+        return parameters
+    # Where an adapter is put: its module, and the rest of the path of its parameter.
+    found = jax.tree_util.tree_leaves_with_path(parameters, is_leaf=is_kept)
+    paths = [tuple(key.key for key in keys) for keys, _ in found]
+    bases = {(path[:i], _stem(path[i:])): path for path in paths for i in range(len(path))}
+    pairs: dict[tuple, dict[str, Any]] = {}
+    for (*owner, name), variable in flat:
+        stem, _, factor = str(name).rpartition("_lora_")
+        path = bases.get((tuple(owner), stem))
+        if path is not None:
+            pairs.setdefault(path, {})[factor] = variable
+    for path, pair in pairs.items():
+        held = parameters
+        for key in path[:-1]:
+            held = held[key]
+        a, b = _value(pair["a"]), _value(pair["b"])
+        held[path[-1]] = AdaptedWeight(held[path[-1]], a, b, pair["a"].get_metadata()[_FORM])
+    return parameters
+
+
+def _stem(path: tuple) -> str:
+    return "_".join(map(str, path))
+
+
 def _copy(
     model: nnx.Module, parameters: Any, of_rest: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
     """Returns a model of our classes, with other parameters and nothing else copied."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, rest = nnx.split(model, _is_base, ...)
     rest = jax.tree.map(of_rest, rest)
     copy = nnx.merge(graph, _replaced(params, parameters), rest, copy=True)
     for _, module in nnx.iter_modules(copy):
@@ -98,24 +179,8 @@ def _set_tag(module: nnx.Module, tag: Tag) -> None:
     object.__setattr__(module, _TAG, tag)
 
 
-def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tag = vars(self).get(_TAG)
-        if tag is None:
-            return run(self, *args, **kwargs)
-        if tag.quantized is None:
-            return _scoped(tag.path, run, self, args, kwargs)
-        if name in tag.quantized.methods:
-            return _quantized(tag, name, self, args, kwargs)
-        return run(self, *args, **kwargs)
-
-    return method
-
-
 def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: dict) -> Any:
     """Runs a method under its module's name scope."""
-    if not path:
-        return run(self, *args, **kwargs)
     before = _tag(self, None)
     try:
         with jax.named_scope(path):
@@ -172,6 +237,8 @@ def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any
         originals = dict(nnx.to_flat_state(theirs)) | dict(nnx.to_flat_state(rest))
         stored = {where for where, variable in originals.items() if is_stored(_value(variable))}
         held: Any = nnx.to_pure_dict(theirs)
+        if quantized.has_adapters:
+            held = _joined(held, nnx.filter_state(rest, _is_own_adapter))
         parameters = held.get(0, {})
         run = quantized.apply(fn)
         result, changed = run(parameters, rest, others, **keyed)
@@ -187,12 +254,26 @@ def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any
     return result
 
 
+def _is_adapter(path: tuple, value: Any) -> bool:
+    """Select the factors of adapters."""
+    return isinstance(value, nnx.LoRAParam) and _FORM in value.get_metadata()
+
+
+def _is_base(path: tuple, value: Any) -> bool:
+    """Select the parameters, without adapters."""
+    return _ANY_PARAM(path, value) and not _is_adapter(path, value)
+
+
 def _is_parameter(path: tuple, value: Any) -> bool:
-    """Selects the parameters of the model itself, the first of what is split."""
-    return bool(path) and path[0] == 0 and _PARAM(path, value)
+    """Select the parameters of the model, the first that is split."""
+    return bool(path) and path[0] == 0 and _is_base(path, value)
 
 
-_PARAM = nnx.filterlib.to_predicate(nnx.Param)
+def _is_own_adapter(path: tuple, value: Any) -> bool:
+    return bool(path) and path[0] == 0 and _is_adapter(path, value)
+
+
+_ANY_PARAM = nnx.filterlib.to_predicate(nnx.Param)
 
 
 def _is_node(leaf: Any) -> bool:
@@ -207,4 +288,8 @@ def _values(state: nnx.State) -> dict[tuple, Any]:
     return {where: _value(variable) for where, variable in nnx.to_flat_state(state)}
 
 
-_subclasses = Subclasses(_wrap, nnx.Module, options=lambda cls: {"pytree": cls._pytree__is_pytree})
+_subclasses = Subclasses(
+    by_tag(lambda self: vars(self).get(_TAG), _scoped, _quantized),
+    nnx.Module,
+    options=lambda cls: {"pytree": cls._pytree__is_pytree},
+)

@@ -97,6 +97,35 @@ class Subclasses:
         return type(cls)(cls.__name__, (cls,), namespace, **self._options(cls))
 
 
+def by_tag(
+    tag_of: Callable[[Any], Tag | None],
+    scoped: Callable[..., Any],
+    quantized: Callable[..., Any],
+) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
+    """Return a ``wrap`` for ``Subclasses`` that asks the module's tag.
+
+    Args:
+        tag_of: returns the tag of a module; None for one that is being built.
+        scoped: runs a method under a name scope: of the path, the method's function, the module,
+            and the arguments as a tuple and a dict.
+        quantized: runs one by itself, quantized: of the tag, the method's name, the module, and
+            the arguments.
+    """
+
+    def wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tag = tag_of(self)
+            if tag is not None and tag.quantized is None and tag.path:
+                return scoped(tag.path, run, self, args, kwargs)
+            if tag is not None and tag.quantized is not None and name in tag.quantized.methods:
+                return quantized(tag, name, self, args, kwargs)
+            return run(self, *args, **kwargs)
+
+        return method
+
+    return wrap
+
+
 def is_ours(cls: type) -> bool:
     """Returns whether a class is one that a ``Subclasses`` has made."""
     return MARK in vars(cls)

@@ -13,7 +13,8 @@ from ..errors import QuantizationError
 from ..plan.allocation import AllocatedWeight, Allocation, Uniform
 from ..plan.check import check_parameters
 from ..plan.make import make_plan
-from .candidates import Candidate, Option, make_candidates, options_of, rules_for
+from ..plan.weight import WeightPlan
+from .candidates import Candidate, Option, make_candidates, options_of, parameters_of, rules_for
 from .knapsack import choose
 from .measure import Error, Measure
 
@@ -40,13 +41,7 @@ def allocate(
     from tqdm import tqdm
 
     candidates = make_candidates(qtypes, tile_size)
-    own = {path: weight for path, weight in plan.weights.items() if weight.derived is None}
-    if plan.weights and not own:
-        raise QuantizationError(
-            "There is nothing to allocate: every weight of the plan is derived from parameters "
-            f"({', '.join(plan.weights)}), and these keep the format of their rule."
-        )
-    if not own:
+    if not plan.weights:
         raise QuantizationError(
             "There is nothing to allocate: the plan quantizes no parameter. Its rules need a "
             "weight_qtype; print(plan) says why each operation stays float."
@@ -54,8 +49,9 @@ def allocate(
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
     check_parameters(plan, leaves)
-    for path, weight in own.items():
-        weight.check_finite(leaves[path])
+    for path, weight in plan.weights.items():
+        if weight.derived is None:
+            weight.check(leaves[path])
     options = options_of(plan, params, batch, candidates)
     budget = _budget(plan, options, budget_bits, budget_bytes)
 
@@ -67,7 +63,7 @@ def allocate(
         for path, some in options.items():
             for option in some:
                 found = known.get(path, {}).get(option.name)
-                found = measure({path: option.weight}) if found is None else float(found)
+                found = measure(option.by_path) if found is None else float(found)
                 table[path][option.name] = found
                 bar.update()
     costs = {path: list(row.values()) for path, row in table.items()}
@@ -79,14 +75,27 @@ def allocate(
     chosen = dict(zip(options, numbers, strict=True))
     picked = {path: options[path][j] for path, j in chosen.items()}
     allocation = Allocation(
-        tuple(_row(picked[path], costs[path][j]) for path, j in chosen.items()),
+        tuple(
+            _row(weight, costs[path][j])
+            for path, j in chosen.items()
+            for weight in picked[path].weights
+        ),
         budget,
         math.fsum(costs[path][j] for path, j in chosen.items()),
-        measure({path: option.weight for path, option in picked.items()}),
+        measure(_weights(picked)),
         tuple(_uniform(options, costs, measure, candidates)),
         table,
     )
     return _planned(plan, params, batch, picked, allocation)
+
+
+def _weights(picked: Mapping[str, Option]) -> dict[str, WeightPlan]:
+    """Return how all weights are quantized, by path."""
+    return {path: weight for option in picked.values() for path, weight in option.by_path.items()}
+
+
+def _elements(options: Options) -> int:
+    return sum(math.prod(weight.shape) for some in options.values() for weight in some[0].weights)
 
 
 def _budget(plan: PlanData, options: Options, bits: float | None, size: int | None) -> int:
@@ -101,8 +110,8 @@ def _budget(plan: PlanData, options: Options, bits: float | None, size: int | No
             f"Give one of budget_bits and budget_bytes. Got budget_bits={bits!r} and "
             f"budget_bytes={size!r}."
         )
-    elements = sum(math.prod(plan.weights[path].shape) for path in options)
-    rest = plan.bytes_after - sum(plan.weights[path].bytes_after for path in options)
+    elements = _elements(options)
+    rest = plan.bytes_after - sum(weight.bytes_after for weight in plan.weights.values())
     least = sum(min(option.bytes for option in some) for some in options.values())
     if bits is not None:
         budget = math.floor(bits * elements / 8)
@@ -126,7 +135,8 @@ def _check_used(measure: Measure, options: Options, errors: Mapping[str, Sequenc
     unused = [
         path
         for path, some in options.items()
-        if not any(errors[path]) and any(measure.is_changed(option.weight) for option in some)
+        if not any(errors[path])
+        and any(measure.is_changed(weight) for option in some for weight in option.weights)
     ]
     if unused:
         raise QuantizationError(
@@ -136,11 +146,10 @@ def _check_used(measure: Measure, options: Options, errors: Mapping[str, Sequenc
         )
 
 
-def _row(option: Option, error: float) -> AllocatedWeight:
-    weight = option.weight
+def _row(weight: WeightPlan, error: float) -> AllocatedWeight:
     tiles = [*weight.granularity.tile_axes.values(), None]
     elements = math.prod(weight.shape)
-    return AllocatedWeight(weight.path, elements, weight.qtype, tiles[0], option.bytes, error)
+    return AllocatedWeight(weight.path, elements, weight.qtype, tiles[0], weight.bytes_after, error)
 
 
 def _uniform(
@@ -150,7 +159,7 @@ def _uniform(
     candidates: Sequence[Candidate],
 ) -> Iterable[Uniform]:
     """Yields what each candidate would be by itself, where all parameters can have it."""
-    elements = sum(math.prod(some[0].weight.shape) for some in options.values())
+    elements = _elements(options)
     for candidate in candidates:
         places = {}
         for path, some in options.items():
@@ -166,7 +175,7 @@ def _uniform(
             size,
             8 * size / max(elements, 1),
             math.fsum(errors[path][j] for path, j in places.items()),
-            measure({path: option.weight for path, option in picked.items()}),
+            measure(_weights(picked)),
         )
 
 
@@ -182,18 +191,25 @@ def _planned(
     Raises:
         QuantizationError: an operation has two parameters, which can't have a format each.
     """
-    chosen = {path: o.candidate for path, o in picked.items() if o.candidate is not None}
+    chosen = {
+        path: option.candidate
+        for option in picked.values()
+        if option.candidate is not None
+        for one in option.weights
+        for path in parameters_of(one)
+    }
     rules, numbers = rules_for(plan, chosen)
-    kernels = any(op.kernel or op.kernel_reason for op in plan.ops if op.quantized)
+    kernels = any(op.kernels for op in plan.ops if op.quantized)
     made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
-    for path, option in picked.items():
+    for path, asked in _weights(picked).items():
         weight = made.weights.get(path)
+        # What is derived is known by its path: each plan has an expression of its own.
         same = weight is not None and dataclasses.replace(
-            weight, rule=option.weight.rule, packing=None
-        ) == dataclasses.replace(option.weight, packing=None)
+            weight, rule=asked.rule, packings={}, platform="", derived=None
+        ) == dataclasses.replace(asked, packings={}, platform="", derived=None)
         if not same:
             raise QuantizationError(
-                f"{path} can't have {option.weight.qtype} by a rule of its own: an operation of "
+                f"{path} can't have {asked.qtype} by a rule of its own: an operation of "
                 "it has another parameter, too. Leave one of them as it is, by a rule with "
                 "weight_path and without qtypes."
             )

@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
+
 import quant_numerics as qn
 
 from ..errors import QuantizationError
@@ -38,7 +41,10 @@ class Candidate:
     def rule(self, rule: Any, **fields: Any) -> Any:
         """Returns a rule with this format for parameters."""
         fields["weight_qtype"] = self.qtype
-        if qn.get_qtype(self.qtype).block is not None:
+        kind = qn.get_qtype(self.qtype)
+        if rule.scale_dtype is not None and jnp.dtype(rule.scale_dtype) not in kind.scale_dtypes:
+            fields["scale_dtype"] = None
+        if kind.block is not None:
             fields["tile_size"] = None
         elif self.tile_size != OWN:
             fields["tile_size"] = self.tile_size
@@ -53,25 +59,52 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What one parameter can be.
+    """What one parameter and the weights computed from it can be.
 
     Attributes:
         candidate: the format; None for what the plan had, where no candidate is possible.
-        weight: how it is quantized then, in codes and scales as they are saved.
+        weights: how they are quantized then, in codes and scales as they are saved.
     """
 
     candidate: Candidate | None
-    weight: WeightPlan
+    weights: tuple[WeightPlan, ...]
 
     @property
     def name(self) -> str:
         """What it is called among the options of its parameter."""
-        return self.weight.qtype if self.candidate is None else str(self.candidate)
+        if self.candidate is not None:
+            return str(self.candidate)
+        return " and ".join(dict.fromkeys(weight.qtype for weight in self.weights))
 
     @property
     def bytes(self) -> int:
         """Of codes and scales."""
-        return self.weight.bytes_after
+        return sum(weight.bytes_after for weight in self.weights)
+
+    @property
+    def by_path(self) -> dict[str, WeightPlan]:
+        """The weights, by path."""
+        return {weight.path: weight for weight in self.weights}
+
+
+def groups_of(plan: PlanData) -> dict[str, tuple[str, ...]]:
+    """Return the groups of weights that have one format, by name.
+
+    A rule decides by the paths of parameters: weights of the same parameters are decided alike.
+    """
+    groups: list[tuple[list[str], set[str]]] = []
+    for path, weight in plan.weights.items():
+        leaves = {path} if weight.derived is None else set(weight.derived.leaves)
+        joined = [group for group in groups if not group[1].isdisjoint(leaves)]
+        groups = [group for group in groups if group[1].isdisjoint(leaves)]
+        paths = [one for group in joined for one in group[0]]
+        groups.append(([*paths, path], leaves.union(*(group[1] for group in joined))))
+    return {" and ".join(paths): tuple(paths) for paths, _ in groups}
+
+
+def parameters_of(weight: WeightPlan) -> tuple[str, ...]:
+    """Return the paths of the parameters behind a weight."""
+    return (weight.path,) if weight.derived is None else weight.derived.leaves
 
 
 def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
@@ -101,27 +134,32 @@ def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
 def options_of(
     plan: PlanData, params: Any, batch: Sequence[Any], candidates: Sequence[Candidate]
 ) -> dict[str, list[Option]]:
-    """Returns what each parameter of a plan can be, by path.
+    """Return what weights can be, by group: see ``groups_of``.
 
-    A candidate that an operation of a parameter has no quantized form for is none of it.
+    A candidate that an operation of a weight has no quantized form for is none of it.
     """
     trials: dict[Any, dict[str, WeightPlan]] = {}
-    options: dict[str, list[Option]] = {
-        path: [] for path, weight in plan.weights.items() if weight.derived is None
-    }
+    groups = groups_of(plan)
+    options: dict[str, list[Option]] = {name: [] for name in groups}
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
     for candidate in candidates:
         # All without blocks of their own have scales at the same places.
         block = qn.get_qtype(candidate.qtype).block
         key = (candidate.tile_size, block and candidate.qtype)
         if key not in trials:
             trials[key] = _try(plan, params, batch, candidate)
-        for path, weight in trials[key].items():
-            if path in options:
-                own = dataclasses.replace(weight, qtype=candidate.qtype)
-                options[path].append(Option(candidate, own))
-    for path, found in options.items():
-        if not found:
-            found.append(Option(None, dataclasses.replace(plan.weights[path], packing=None)))
+        found = trials[key]
+        for name, paths in groups.items():
+            if all(path in found for path in paths):
+                own = (dataclasses.replace(found[p], qtype=candidate.qtype) for p in paths)
+                # Of computed weights the values are known once they are computed.
+                own = (one.of_values(leaves.get(one.path)) for one in own)
+                options[name].append(Option(candidate, tuple(own)))
+    for name, some in options.items():
+        if not some:
+            own = (dataclasses.replace(plan.weights[p], packings={}) for p in groups[name])
+            some.append(Option(None, tuple(own)))
     return options
 
 
@@ -156,7 +194,9 @@ def _try(
     survey = _Trial(Rules(rules, plan.rules.params), plan.leaves)
     look(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
     return {
-        path: weight for path, weight in weights_of(survey).items() if path not in survey.refused
+        path: weight
+        for path, weight in weights_of(survey).items()
+        if survey.refused.isdisjoint(parameters_of(weight))
     }
 
 

@@ -8,6 +8,7 @@ errors of several parameters add up, as squares of small independent ones do.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from hijax_trace import ArrayProxy, Part
 
 from ..errors import QuantizationError
+from ..plan.make import in_float
+from ..plan.quantize import carried
 from ..plan.weight import WeightPlan, quantize_leaf
 from ..program.arrays import is_array, of_arrays
+from ..program.sites import Sites, ignore
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -75,8 +80,19 @@ class Measure:
         compare = noise_to_signal if error is None else error
         built: list[Any] = []
 
+        computed = {
+            one.path: (one.derived.expression, one.dtype)
+            for one in plan.derived.values()
+            if one.derived is not None
+        }
+        self._computed = {
+            path: expression.evaluate(self._leaves).astype(dtype)
+            for path, (expression, dtype) in computed.items()
+        }
+        fn = self._fn = _with_computed(plan) if computed else plan.fn
+
         def outputs(*args: Any) -> Any:
-            returned = plan.fn(*args)
+            returned = fn(*args)
             leaves, tree = jax.tree.flatten(returned)
             rest = [None if is_array(leaf) else leaf for leaf in leaves]
             built[:] = [tree, rest]
@@ -105,7 +121,7 @@ class Measure:
             QuantizationError: a parameter has values that are not finite, or the error is none.
         """
         values = {path: self.restored(weight) for path, weight in weights.items()}
-        _, arrays = of_arrays(self._plan.fn, self._arguments(values), {})
+        _, arrays = of_arrays(self._fn, self._arguments(values), {})
         found = np.asarray(self._compared(arrays, self._expected))
         if found.shape != () or not np.isfinite(found) or found < 0:
             what = ", ".join(f"{w.qtype} for {path}" for path, w in list(weights.items())[:3])
@@ -117,19 +133,69 @@ class Measure:
         return float(found)
 
     def restored(self, weight: WeightPlan) -> jax.Array:
-        """Returns the values that the codes of a parameter stand for."""
-        leaf = self._leaves[weight.path]
-        return _restored(quantize_leaf(weight, leaf), np.dtype(leaf.dtype))
+        """Return the values that the quantized values of a weight stand for."""
+        value = self._value(weight)
+        return _restored(quantize_leaf(weight, value), np.dtype(value.dtype))
 
     def is_changed(self, weight: WeightPlan) -> bool:
-        """Returns whether a parameter loses anything in its codes."""
-        return bool(jnp.any(self.restored(weight) != self._leaves[weight.path]))
+        """Return whether a weight loses anything when it is quantized."""
+        return bool(jnp.any(self.restored(weight) != self._value(weight)))
+
+    def _value(self, weight: WeightPlan) -> Any:
+        return (self._leaves if weight.derived is None else self._computed)[weight.path]
 
     def _arguments(self, values: Mapping[str, jax.Array]) -> list[Any]:
         leaves = [values.get(path, leaf) for path, leaf in self._leaves.items()]
         args = list(self._batch)
         args.insert(self._plan.argnum, jax.tree.unflatten(self._tree, leaves))
+        if self._computed:
+            args.insert(0, {path: values.get(path, one) for path, one in self._computed.items()})
         return args
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Value(ArrayProxy):
+    """What a computed weight is taken to be."""
+
+    value: jax.Array
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def dtype(self) -> np.dtype:
+        return self.value.dtype
+
+    def restore(self) -> jax.Array:
+        return self.value
+
+    def parts(self) -> dict[str, Part]:
+        return {"value": Part(self.value, True)}
+
+    def astype(self, dtype: Any) -> _Value:
+        return _Value(self.value.astype(dtype))
+
+
+def _with_computed(plan: PlanData) -> Callable[..., Any]:
+    """Return a plan's function, which takes computed weights as well."""
+    tapped = plan.engine.wrap(plan.fn, Sites(plan.rules, in_float, ignore).interceptor)
+
+    def fn(computed: Mapping[str, jax.Array], *args: Any) -> Any:
+        values = {path: _Value(value) for path, value in computed.items()}
+        found, treedef = jax.tree_util.tree_flatten_with_path(args[plan.argnum])
+        leaves = []
+        for keys, leaf in found:
+            path = plan.prefix + jax.tree_util.keystr(keys)
+            leaves.append(carried(plan, path, leaf, leaf, values) if path in plan.leaves else leaf)
+        given = list(args)
+        given[plan.argnum] = jax.tree.unflatten(treedef, leaves)
+        return tapped(*given)
+
+    return fn
 
 
 @functools.partial(jax.jit, static_argnums=1)

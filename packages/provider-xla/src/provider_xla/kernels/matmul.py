@@ -15,12 +15,16 @@ from opt_einsum import parser
 import quant_numerics as qn
 from interception_core import get_op
 
-from ..program.products import MatrixProduct, Product, tile_elements
+from ..program.products import MatrixProduct, Product, RaggedProduct
+from ..program.tiles import tile_elements
+from .mapped import mapped_product
 from .packed import PrepackedWeight
 
-FEW_ROWS = 4
-"""Rows up to which a product is bound by reading the weight."""
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+GROUPS = "_groups"
+"""The end of the name of an op's kernel for rows in groups, each with its own weight."""
 
 
 class NoKernel(Exception):
@@ -85,17 +89,17 @@ def layout_of(
 def op_of(
     how: qn.HowToQuantize | None,
     is_static: bool,
-    bits: int,
+    packed: Any,
     group: int,
     k_sizes: Sequence[int],
     rows: Any,
 ) -> str:
-    """Returns the op for a product with a packed weight.
+    """Return the op for a product with a packed weight.
 
     Args:
         how: how the activation is quantized.
         is_static: whether it has a range that was measured before.
-        bits: of a packed code.
+        packed: the weight as its package has packed it, or the type of that.
         group: rows that share a scale, 0 for all.
         k_sizes: of the contracted axes.
         rows: of the activation.
@@ -104,26 +108,30 @@ def op_of(
         NoKernel: there is no such op.
     """
     if how is None:
-        if bits == 4:
-            return "gemv_w4"
-        return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
+        return packed.product_op(rows, quantizes=False)
     if how.qtype != "int8":
         raise NoKernel(f"activations in {how.qtype}")
     if is_static:
         raise NoKernel("activations with a static range")
     if how.method != "absmax" or not how.channelwise:
         raise NoKernel("activations with another range than the largest of each row")
-    if bits != 8:
-        raise NoKernel("int8 activations with weights of 4 bits")
-    tile = 0 if how.tile_size is None else tile_elements(how.tile_size, k_sizes[-1])
-    if (0 if tile == k_sizes[-1] else tile) != group:
+    op = packed.product_op(rows, quantizes=True)
+    if op is None:
+        raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
+    k = math.prod(k_sizes)
+    tile = 0 if how.tile_size is None else tile_elements(how.tile_size, k)
+    if (0 if tile == k else tile) != group:
         raise NoKernel("activations and weights in different tiles")
-    if group and math.prod(k_sizes) != k_sizes[-1]:
-        raise NoKernel("tiles along one of several contracted axes")
-    return "gemm_w8a8"
+    return op
 
 
-def check_dtypes(product: MatrixProduct, x: Any, dtype: Any) -> np.dtype:
+def check_groups(product: RaggedProduct, side: int) -> None:
+    """Raise NoKernel for a ragged product that is not ``lax.ragged_dot`` with a weight."""
+    if side != 1 or not product.trains:
+        raise NoKernel("a ragged product of other axes than those of ragged_dot")
+
+
+def check_dtypes(product: MatrixProduct | RaggedProduct, x: Any, dtype: Any) -> np.dtype:
     """Returns the dtype of the result, for an activation and a weight of that dtype.
 
     Raises:
@@ -145,8 +153,9 @@ def multiply(
     x: jax.Array,
     weight: PrepackedWeight,
     side: int,
+    extras: Sequence[jax.Array] = (),
 ) -> jax.Array:
-    """Returns a product with a packed weight, by a kernel's op.
+    """Return a product with a packed weight, by a kernel's op.
 
     Args:
         product: the product.
@@ -155,12 +164,15 @@ def multiply(
         x: the activation.
         weight: the other operand.
         side: which operand the weight is.
+        extras: of a ragged product, the sizes of groups.
 
     Raises:
         NoKernel: the op doesn't compute this.
     """
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")
+    if isinstance(product, RaggedProduct):
+        return _multiply_groups(product, how, is_static, x, weight, side, *extras)
     layout = layout_of(product, side, x.shape, weight.shape)
     assert isinstance(product, MatrixProduct)
     dtype = check_dtypes(product, x, weight.dtype)
@@ -173,15 +185,50 @@ def multiply(
     if {axis for axis, _ in layout.pairs} != {places[part] for part in range(rank)}:
         raise NoKernel("other axes are contracted than it was packed for")
     kept = [x.shape[axis] for axis in layout.kept]
-    op = op_of(how, is_static, weight.bits, weight.group, weight.k_sizes, math.prod(kept))
+
+    def op(rows: Any) -> str:
+        return op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, rows)
+
+    op(math.prod(kept))  # raises where there is none, whatever the rows
     pairs = dict(layout.pairs)
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
-    y = get_op(op)(rows, weight.packed, out_dtype=dtype)
-    y = y.reshape(*kept, *weight.n_sizes)
-    columns = sorted(range(rank, len(weight.order)), key=lambda part: places[part])
-    order = [*range(len(kept)), *(len(kept) + part - rank for part in columns)]
+
+    def run(rows: jax.Array, stored: Any) -> jax.Array:
+        packed, index = stored
+        found = op(math.prod(rows.shape[:-1]))
+        return get_op(found)(rows, packed, out_dtype=dtype, index=index)
+
+    stored = weight.packed, weight.index
+    y = mapped_product(run, weight.n_sizes, weight.gone)(rows, stored, weight.places)
+    if weight.misses:
+        y = jnp.where(weight.index < 0, jnp.asarray(jnp.nan, y.dtype), y)
+    left = [part for part in range(rank, rank + len(weight.n_sizes)) if part in places]
+    columns = sorted(left, key=lambda part: places[part])
+    order = [*range(len(kept)), *(len(kept) + left.index(part) for part in columns)]
     return y.transpose([order[place] for place in layout.result])
+
+
+def _multiply_groups(
+    product: RaggedProduct,
+    how: qn.HowToQuantize | None,
+    is_static: bool,
+    x: jax.Array,
+    weight: PrepackedWeight,
+    side: int,
+    sizes: jax.Array,
+) -> jax.Array:
+    """Return ``lax.ragged_dot`` with a stack of packed weights, one for each group of rows."""
+    check_groups(product, side)
+    dtype = check_dtypes(product, x, weight.dtype)
+    if len(weight.lead) != 1 or weight.axes() != [0, 1, 2] or weight.order != (0, 1):
+        raise NoKernel("groups along another axis than the first")
+    if weight.misses or weight.gone:
+        raise NoKernel("groups that a program looks up or maps")
+    if _is_explicit(x):
+        raise NoKernel("explicit sharding")
+    op = op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, x.shape[0])
+    return get_op(op)(x, weight.packed, out_dtype=dtype, index=weight.index, group_sizes=sizes)
 
 
 def _is_explicit(x: jax.Array) -> bool:

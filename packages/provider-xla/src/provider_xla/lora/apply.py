@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,31 +14,101 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import Carrier
+from interception_core import Engine, Interceptor
 
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
-from ..plan.lora import check_adapters
 from ..program.products import Product
-from ..program.sites import Site
+from ..program.record import OpRecord
+from ..program.sites import Rules, Site, ignore
 from ..run.infer import prepared, sites_of, sparse
 from ..run.lookup import gather
 from ..run.product import quantized_product, stored_operands
 from ..run.static import Statistics, calibrations
-from ..run.stored import is_stored
-from ..run.transformed import TransformedWeight
+from ..run.stored import is_stored, unpacked_leaf
 from .contract import adapter_product
 from .lookup import adapter_rows
-from .tree import check_params, salt
-from .weight import LoraWeight, dropped_out
+from .tree import adapted, salt
+from .weight import AdaptedWeight, LoraWeight, dropped_out, is_adapted
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
 
+class AdaptedRun:
+    """Runs functions whose parameters may have adapters.
+
+    Args:
+        engine: taps the operations.
+        rules: decide them.
+        statistics: the static ranges of activations.
+        record: called for every operation seen.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rules: Rules,
+        statistics: Statistics | None = None,
+        record: Callable[[OpRecord, str | None], None] = ignore,
+    ):
+        self._engine = engine
+        self._rules = rules
+        self._statistics = statistics
+        self._record = record
+        # By the paths of parameters with an adapter: what is traced is cached under interceptors.
+        self._interceptors: dict[frozenset[str], Interceptor] = {}
+
+    def wrap(self, fn: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``fn`` for parameters of which some are an ``AdaptedWeight``.
+
+        It also takes ``dropout_key``, a random key.
+
+        Args:
+            fn: the function.
+            plain: what runs it where no parameter has an adapter.
+        """
+        if _takes_ours(fn):
+            raise QuantizationError(
+                f"{fn!r} has an argument named adapters or dropout_key, which are those of a plan "
+                "with adapters. Give it another name."
+            )
+        prefix = self._rules.params
+        argnum = int(prefix.removeprefix("args[").removesuffix("]"))
+
+        @functools.wraps(fn)
+        def call(*args: Any, dropout_key: Any = None, **kwargs: Any) -> Any:
+            given = list(args)
+            if len(given) <= argnum:
+                raise QuantizationError(
+                    f"The parameters are argument {argnum} of {fn!r}: pass them by position."
+                )
+            given[argnum], paths = _loaded(given[argnum], prefix, dropout_key)
+            if not paths:
+                if dropout_key is not None:
+                    raise QuantizationError(
+                        "dropout_key is for adapters, and there are none in this call. Pass "
+                        "parameters with adapters, or no dropout_key."
+                    )
+                return plain(*args, **kwargs)
+            tapped = self._engine.wrap(fn, self._interceptor(paths))
+            return prepared(tapped, stored=True)(*given, **kwargs)
+
+        return call
+
+    def _interceptor(self, paths: frozenset[str]) -> Interceptor:
+        if paths not in self._interceptors:
+            rules = dataclasses.replace(self._rules, adapted=paths)
+            run = functools.partial(_run_site, paths, self._statistics)
+            sites = sites_of(self._engine, rules, run, self._record, lookup=_lookup)
+            self._interceptors[paths] = sites.interceptor
+        return self._interceptors[paths]
+
+
 def with_adapters(
     plan: PlanData, fn: Callable[..., Any], plain: Callable[..., Any], statistics: Statistics | None
 ) -> Callable[..., Any]:
-    """Returns ``fn`` for a call with adapters, or without.
+    """Return ``fn`` for a call with adapters, or without.
 
     Args:
         plan: the plan.
@@ -46,102 +116,79 @@ def with_adapters(
         plain: what runs it without adapters.
         statistics: the static ranges of activations.
     """
-    if _takes(fn, "adapters") or _takes(fn, "dropout_key"):
-        if not plan.lora:
-            return plain
-        raise QuantizationError(
-            f"{fn!r} has an argument named adapters or dropout_key, which are those of a plan "
-            "with adapters. Give it another name."
-        )
-    rules = dataclasses.replace(plan.rules, adapted=frozenset(plan.lora))
-    adapted: Callable[..., Any] | None = None
+    if not plan.lora and _takes_ours(fn):
+        return plain
+    run = AdaptedRun(plan.engine, plan.rules, statistics).wrap(fn, plain)
 
     @functools.wraps(fn)
-    def call(*args: Any, adapters: Any = None, dropout_key: Any = None, **kwargs: Any) -> Any:
-        nonlocal adapted
-        if adapters is None:
-            if dropout_key is not None:
-                raise QuantizationError(
-                    "dropout_key is for adapters, and there are none in this call. Pass "
-                    "adapters=, or no dropout_key."
-                )
-            return plain(*args, **kwargs)
-        check_adapters(plan.lora, adapters)
-        if adapted is None:
-            run = functools.partial(_run_site, rules.adapted, statistics)
-            sites = sites_of(plan.engine, rules, run, lookup=_lookup)
-            adapted = prepared(plan.engine.wrap(fn, sites.interceptor), stored=True)
+    def call(*args: Any, adapters: Any = None, **kwargs: Any) -> Any:
+        if adapters is None or len(args) <= plan.argnum:
+            return run(*args, **kwargs)
         given = list(args)
-        if len(given) <= plan.argnum:
-            raise QuantizationError(
-                f"The parameters are argument {plan.argnum} of {fn!r}: pass them by position."
-            )
-        given[plan.argnum] = attached(plan, given[plan.argnum], adapters, dropout_key)
-        return adapted(*given, **kwargs)
+        given[plan.argnum] = adapted(plan, given[plan.argnum], adapters)
+        return run(*given, **kwargs)
 
     return call
 
 
-def attached(
-    plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]], key: Any
-) -> Any:
-    """Returns the parameters with a LoraWeight for each that has an adapter."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
-    check_params(plan, given)
-    key = None if key is None else _typed(key)
-    leaves = []
-    for path, leaf in given.items():
-        one, held = plan.lora.get(path), leaf
-        if one is not None:
-            leaf = leaf.own if isinstance(leaf, Carrier) else leaf
-            leaf = qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
-            leaf = leaf.unpacked() if isinstance(leaf, TransformedWeight) else leaf
-            leaf = leaf if is_stored(leaf) else jnp.asarray(leaf)
-            a, b = one.factors(adapters[path]["a"], adapters[path]["b"])
-            data, impl = None, None
-            if key is not None and one.dropout:
-                sizes = [n if axis in one.stepped else 1 for axis, n in enumerate(one.shape)]
-                keys = jax.random.split(jax.random.fold_in(key, salt(path)), tuple(sizes))
-                data, impl = jax.random.key_data(keys), jax.random.key_impl(key)
-            leaf = LoraWeight(leaf, a, b, data, one.scale, one.dropout, impl)
-            leaf = dataclasses.replace(held, own=leaf) if isinstance(held, Carrier) else leaf
-        leaves.append(leaf)
-    return jax.tree.unflatten(treedef, leaves)
+def _loaded(params: Any, prefix: str, key: Any) -> tuple[Any, frozenset[str]]:
+    """Return parameters with LoraWeights, and the paths of these."""
+    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_adapted)
+    given = {prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    paths = frozenset(path for path, leaf in given.items() if is_adapted(leaf))
+    key = None if key is None or not paths else _typed(key)
+    leaves = [_travelling(path, leaf, key) if path in paths else leaf
+              for path, leaf in given.items()]  # fmt: skip
+    return jax.tree.unflatten(treedef, leaves), paths
+
+
+def _travelling(path: str, weight: AdaptedWeight, key: jax.Array | None) -> Any:
+    """Return a parameter with an adapter as it travels through a program."""
+    held, form = weight.base, weight.form
+    leaf = unpacked_leaf(held.own if isinstance(held, Carrier) else held, kernels=True)
+    leaf = leaf if is_stored(leaf) else jnp.asarray(leaf)
+    a, b = form.factors(weight.a, weight.b)
+    data, impl = None, None
+    if key is not None and form.dropout:
+        sizes = [n if axis in form.stepped else 1 for axis, n in enumerate(form.shape)]
+        keys = jax.random.split(jax.random.fold_in(key, salt(path)), tuple(sizes))
+        data, impl = jax.random.key_data(keys), jax.random.key_impl(key)
+    found = LoraWeight(leaf, a, b, data, form.scale, form.dropout, impl)
+    return dataclasses.replace(held, own=found) if isinstance(held, Carrier) else found
 
 
 def _run_site(adapted_paths: frozenset[str], statistics: Statistics | None, site: Site) -> Any:
     """Return the result of an operation whose parameters may be LoraWeights."""
     stored = [site.call.proxy(operand) for operand in site.operands]
-    adapted: dict[int, LoraWeight] = {}
+    among: dict[int, LoraWeight] = {}
     for side, (held, operand) in enumerate(zip(stored, site.operands, strict=True)):
         if isinstance(held, LoraWeight):
             stored[side] = held.base
             if held.shape == operand.shape:
-                adapted[side] = held
+                among[side] = held
     found, how = stored_operands(site, stored)
     operands, hows = list(found), list(how)
     for side, weight in enumerate(site.weights):
-        if side in adapted:
+        if side in among:
             if operands[side] is site.operands[side]:
-                operands[side] = adapted[side].base_array()
-        elif weight is not None and weight.path in adapted_paths:
+                operands[side] = among[side].base_array()
+        elif weight is not None and not adapted_paths.isdisjoint(weight.paths):
             # It got here as an array, with the adapter added: what is quantized is not that.
             hows[side] = None
         if weight is not None and hows[side] is not None:
             operands[side] = sparse(site, side, operands[side])
-    if not adapted and not any(hows) and not any(map(is_stored, operands)):
+    if not among and not any(hows) and not any(map(is_stored, operands)):
         return NotImplemented
     ranges = calibrations(statistics, site)
     if any(hows) or any(map(is_stored, operands)):
         y = quantized_product(site.product, tuple(hows), *operands, site.extras, ranges)  # type: ignore[arg-type]
     else:
         y = site.product.run(*operands, *site.extras)
-    for side, weight in adapted.items():
+    for side, weight in among.items():
         # Of two adapted operands the second is multiplied with all of the first.
         other = site.operands[1 - side]
-        if side == 0 and 1 in adapted:
-            other = adapted[1].base_array()
+        if side == 0 and 1 in among:
+            other = among[1].base_array()
         number = None if weight.key is None else np.uint32(salt(site.call.op_id))
         delta = _adapter(site.product, side, other, weight, site.extras, number)
         y = y + delta.astype(y.dtype)
@@ -192,8 +239,8 @@ def _typed(key: Any) -> jax.Array:
     )
 
 
-def _takes(fn: Callable[..., Any], name: str) -> bool:
+def _takes_ours(fn: Callable[..., Any]) -> bool:
     try:
-        return name in inspect.signature(fn).parameters
+        return not {"adapters", "dropout_key"}.isdisjoint(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
         return False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,11 +15,11 @@ import quant_numerics as qn
 from hijax_trace import Carrier
 
 from ..errors import QuantizationError
-from ..plan.lora import LoraPlan, check_adapters
+from ..plan.lora import LoraForm, LoraPlan, check_adapters
 from ..program.sites import short
 from ..run.stored import is_stored
 from .contract import delta_of
-from .weight import wide
+from .weight import AdaptedWeight, is_adapted, wide
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -55,27 +56,72 @@ def salt(name: str) -> int:
 
 
 def merge(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
-    """Returns float parameters with the adapters added: see ``Plan.merge``."""
+    """Return float parameters with the adapters added: see ``Plan.merge``."""
+    return merged(adapted(plan, params, adapters), plan.prefix)
+
+
+def merged(params: Any, prefix: str) -> Any:
+    """Return float parameters: without adapters, which are added, and without stored values.
+
+    Args:
+        params: parameters, with an ``AdaptedWeight`` for each that has an adapter.
+        prefix: begins the pytree path of each.
+    """
+    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_kept)
+    return jax.tree.unflatten(
+        treedef, [_merged_leaf(prefix + jax.tree_util.keystr(path), leaf) for path, leaf in found]
+    )
+
+
+def _merged_leaf(path: str, leaf: Any) -> Any:
+    base = leaf.base if is_adapted(leaf) else leaf
+    if isinstance(base, Carrier):
+        if base.own is None:
+            raise QuantizationError(
+                f"{path} is stored only as what is computed from it. Merge the adapters into "
+                "the float parameters."
+            )
+        base = base.own
+    base = _dequantized(base) if is_stored(base) else base
+    return _merged(leaf.form, base, leaf.a, leaf.b) if is_adapted(leaf) else base
+
+
+def adapted(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
+    """Return parameters with an ``AdaptedWeight`` for each that has an adapter.
+
+    What is derived from such a parameter is not stored beside it any more: it depends on the
+    adapter.
+    """
     check_adapters(plan.lora, adapters)
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
     given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
     check_params(plan, given)
+    changing = {
+        key
+        for key, weight in plan.derived.items()
+        if weight.derived is not None and not plan.lora.keys().isdisjoint(weight.derived.leaves)
+    }
     leaves = []
     for path, leaf in given.items():
-        if isinstance(leaf, Carrier):
-            if leaf.own is None:
-                raise QuantizationError(
-                    f"{path} is stored only as what is computed from it. Merge the adapters into "
-                    "the float parameters."
-                )
-            leaf = leaf.own
-        if is_stored(leaf):
-            leaf = _dequantized(leaf)
-        if path in plan.lora:
-            pair = adapters[path]
-            leaf = _merged(plan.lora[path], leaf, pair["a"], pair["b"])
-        leaves.append(leaf)
+        one, held = plan.lora.get(path), _without(leaf, changing)
+        pair = adapters[path] if one is not None else {}
+        leaves.append(held if one is None else AdaptedWeight(held, pair["a"], pair["b"], one.form))
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _without(leaf: Any, keys: Set[str]) -> Any:
+    """Return a leaf without what is derived from it by these keys."""
+    if not isinstance(leaf, Carrier) or keys.isdisjoint(leaf.derived):
+        return leaf
+    derived = {key: one for key, one in leaf.derived.items() if key not in keys}
+    if not derived and leaf.own is not None:
+        return leaf.own
+    loops = tuple(pair for pair in leaf.loops if pair[0] in derived)
+    return dataclasses.replace(leaf, derived=derived, loops=loops)
+
+
+def _is_kept(node: Any) -> bool:
+    return is_adapted(node) or is_stored(node)
 
 
 def check_params(plan: PlanData, given: Mapping[str, Any]) -> None:
@@ -98,9 +144,9 @@ def _dequantized(leaf: Any) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _merged(plan: LoraPlan, leaf: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+def _merged(form: LoraForm, leaf: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     dtype = wide(leaf.dtype, a.dtype, b.dtype)
     a, b = a.astype(dtype), b.astype(dtype)
-    return (leaf.astype(dtype) + delta_of(*plan.factors(a, b), plan.shape) * plan.scale).astype(
+    return (leaf.astype(dtype) + delta_of(*form.factors(a, b), form.shape) * form.scale).astype(
         leaf.dtype
     )

@@ -1,4 +1,4 @@
-"""LoraWeight: a parameter with its adapter, as one value that travels through a program."""
+"""A parameter with its adapter: as a leaf, and within a program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,61 @@ import numpy as np
 
 from hijax_trace import ArrayProxy, Move, MoveError, Part
 
+from ..plan.lora import LoraForm
 from .contract import delta_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdaptedWeight:
+    """A parameter that has an adapter. A pytree of its arrays.
+
+    Attributes:
+        base: the parameter, an array or stored; None where another leaf holds it.
+        a: first factor, float ``form.a_shape``.
+        b: second factor, float ``form.b_shape``.
+        form: how both are a part of the parameter (static).
+    """
+
+    base: Any
+    a: Any
+    b: Any
+    form: LoraForm = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.form.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of its axes."""
+        return len(self.form.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        return self.base.dtype
+
+
+def is_adapted(node: Any) -> bool:
+    """Return whether a node of parameters is one with an adapter."""
+    return isinstance(node, AdaptedWeight)
+
+
+def adapter_mask(tree: Any) -> Any:
+    """Return a tree of bools: True for the arrays of adapters.
+
+    It is a filter for ``equinox.partition`` and a mask for ``optax.masked``.
+
+    Args:
+        tree: parameters, such as an Equinox model or the variables of a Linen module.
+    """
+
+    def one(leaf: Any) -> Any:
+        return dataclasses.replace(leaf, base=False, a=True, b=True) if is_adapted(leaf) else False
+
+    return jax.tree.map(one, tree, is_leaf=is_adapted)
 
 
 @jax.tree_util.register_dataclass

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 import quant_numerics as qn
+from hijax_trace import Carrier
 
 from ..errors import QuantizationError
 from ..plan.plan import PlanData
@@ -61,15 +62,18 @@ def calibrate(
 def empty_statistics(plan: PlanData, params: Any = None) -> dict[str, qn.Statistics]:
     """Return statistics of nothing: see ``Plan.empty_statistics``."""
     found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    turned = {
-        plan.prefix + jax.tree_util.keystr(path)
-        for path, leaf in found
-        if isinstance(leaf, TransformedWeight)
-    }
-    ops = {record.op_id for record in plan.ops if record.weight in turned}
+    ops: set[str] = set()
+    for path, leaf in found:
+        held = {plan.prefix + jax.tree_util.keystr(path): leaf}
+        if isinstance(leaf, Carrier):
+            held = dict.fromkeys(held, leaf.own)
+            held |= {plan.derived[key].path: one for key, one in leaf.derived.items()}
+        for name, one in held.items():
+            if isinstance(one, TransformedWeight):
+                ops.update(plan.weights[name].ops)
     return {
         key_of(key, key.rpartition("#")[0] in ops): qn.Statistics(
-            (1,) * one.ndim, symmetric=one.symmetric
+            one.shape, symmetric=one.symmetric
         )
         for key, one in plan.ranges.items()
     }

@@ -117,6 +117,8 @@ def _tile(weight: Weight) -> int | None:
         return None
     if tiles and any(layout.shape[a] > 1 for a in layout.k_axes[:-1]):
         return None
+    if tiles and layout.k % tiles:
+        return None
     return tiles or layout.k
 
 

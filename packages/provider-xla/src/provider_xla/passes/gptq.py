@@ -100,9 +100,13 @@ def spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
     if q.global_scale is not None:
         scale = scale * q.global_scale
 
+    tiles = q.slices.tiles
+
     def full(x: jax.Array) -> jax.Array:
         for axis, (have, want) in enumerate(zip(x.shape, q.shape, strict=True)):
-            x = jnp.repeat(x, want // have, axis=axis) if have != want else x
+            if have != want:
+                x = jnp.repeat(x, tiles.get(axis, want), axis=axis)
+                x = lax.slice_in_dim(x, 0, want, axis=axis)  # the last tile may be shorter
         return x
 
     return full(scale), None if q.zero_point is None else full(q.zero_point)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from hijax_trace import Expression, Leaf
+
 from ..measure.probe import numbered
+from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.products import MatrixProduct
 from ..program.sites import Site, Sites, ignore
+from ..program.weights import Weight as ProgramWeight
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -67,8 +71,33 @@ class Layout:
         return moved.transpose([self.order.index(axis) for axis in range(len(self.shape))])
 
 
-def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> dict[str, Layout | str]:
-    """Returns by path how each quantized parameter is seen, or why it is left to rounding.
+class Operand(NamedTuple):
+    """A weight as an operand.
+
+    Attributes:
+        path: of the parameter, or the name of the derived weight.
+        axes: for each axis of what is stored, the axis of the operand that it became; None for
+            one of which the operand has one index.
+    """
+
+    path: str
+    axes: tuple[int | None, ...]
+
+
+class Seen(NamedTuple):
+    """What one abstract run tells of the weights of a plan.
+
+    Attributes:
+        layouts: by path how each is a stack of matrices, or why it is left to rounding.
+        operands: by operation id and side, the weight that is the operand.
+    """
+
+    layouts: dict[str, Layout | str]
+    operands: dict[tuple[str, int], Operand]
+
+
+def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
+    """Return how each stored weight is seen by its operations.
 
     Args:
         plan: of the function.
@@ -76,35 +105,111 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> dict[str, Layo
         batch: the other arguments of a call.
     """
     found: dict[str, dict[str, Layout | str]] = {path: {} for path in plan.weights}
+    operands: dict[tuple[str, int], Operand] = {}
+    views: list[tuple[str, str, Layout, _View]] = []
 
     def run(site: Site) -> Any:
+        op_id = site.call.op_id
         for side, weight in enumerate(site.weights):
-            path = None if weight is None else weight.path
-            if path in plan.weights:
+            for path in () if weight is None else _stored_for(plan, op_id, weight.paths):
                 try:
-                    one = layout_of(site, side, plan.weights[path])
+                    _check_product(site, side)
+                    view = _view(plan.weights[path], site, side)
+                    operand = Operand(path, _axes(plan.weights[path], weight, view))
+                    if operands.setdefault((op_id, side), operand) != operand:
+                        raise NotMatrix("it takes several weights, or one in several ways")
+                    layout = layout_of(site, side, plan.weights[path], operand.axes)
+                    if not isinstance(found[path].get(op_id), str):
+                        found[path][op_id] = layout
+                    if view is not None:
+                        views.append((path, op_id, layout, view))
                 except NotMatrix as why:
-                    one = f"{site.call.op_id}: {why}"
-                found[path][site.call.op_id] = one
+                    found[path][op_id] = f"{op_id}: {why}"
         return NotImplemented
 
     sites = Sites(plan.rules, run, ignore, keyed=False)
     args = list(batch)
     args.insert(plan.argnum, numbered(plan, params))
     jax.eval_shape(*of_arrays(plan.engine.wrap(plan.fn, sites.interceptor), args, {}))
-    return {path: _settled(plan, path, plan.weights[path], uses) for path, uses in found.items()}
+    for path, op_id, layout, view in views:
+        order = (view.expression, view.is_stored, layout.shape)
+        if not all(is_in_order(*order, axis) for axis in layout.k_axes):
+            found[path][op_id] = f"{op_id}: its contracted axes are in another order"
+    settled = {path: _settled(plan, path, plan.weights[path], uses) for path, uses in found.items()}
+    return Seen(settled, operands)
+
+
+def _stored_for(plan: PlanData, op_id: str, paths: Sequence[str]) -> list[str]:
+    """Return the stored weights that an operation may use."""
+    return [
+        path
+        for path, weight in plan.weights.items()
+        if op_id in weight.ops
+        and (path in paths if weight.derived is None else not set(paths).isdisjoint(
+            weight.derived.leaves))
+    ]  # fmt: skip
+
+
+class _View(NamedTuple):
+    """An operand that is a view of what is stored."""
+
+    expression: Expression
+    is_stored: Callable[[Expression], bool]
+
+
+def _view(plan: WeightPlan, site: Site, side: int) -> _View | None:
+    """Return an operand as a view; None for a whole parameter.
+
+    Raises:
+        NotMatrix: each step of a loop has another.
+    """
+    weight = site.weights[side]
+    if plan.derived is None:
+        whole = weight is not None and weight.axes is not None
+        return None if whole else _View(
+            site.call.expression(site.operands[side]), lambda node: isinstance(node, Leaf)
+        )  # fmt: skip
+    if plan.derived.expression.loops:
+        raise NotMatrix("it is computed in a loop")
+    key = plan.derived.expression.key
+    return _View(site.call.expression(site.operands[side]), lambda node: node.key == key)
+
+
+def _axes(
+    plan: WeightPlan, weight: ProgramWeight | None, view: _View | None
+) -> tuple[int | None, ...]:
+    """Return the axis of an operand that each stored axis became.
+
+    Raises:
+        NotMatrix: they are not kept apart.
+    """
+    if view is None:
+        assert weight is not None
+        assert weight.axes is not None
+        places = [(x,) if isinstance(x, int) else x or () for x in weight.axes]
+    else:
+        joined = len({leaf.path for leaf in view.expression.leaves()}) > 1
+        if plan.derived is None and joined:
+            raise NotMatrix("several parameters are joined on the way")
+        places = places_in(view.expression, view.is_stored, plan.shape) or [(0, 0)]
+    kept = [place[0] for place in places if place]
+    if any(len(place) > 1 for place in places) or len(set(kept)) != len(kept):
+        raise NotMatrix("its axes are cut, merged or split on the way")
+    return tuple(place[0] if place else None for place in places)
 
 
 def _settled(
     plan: PlanData, path: str, weight: WeightPlan, uses: Mapping[str, Layout | str]
 ) -> Layout | str:
     """Returns how all uses of a parameter see it, or why they don't agree."""
-    if weight.derived is not None:
-        return "it is computed from other parameters"
-    others = [
+    computed = {op_id for one in plan.derived.values() for op_id in one.ops}
+    others = [op_id for op_id in weight.ops if op_id not in uses]
+    others += [
         record.op_id
         for record in plan.ops
-        if path in (record.weight or "").split(" and ") and record.op_id not in uses
+        if path in (record.weight or "").split(" and ")
+        and record.op_id not in uses
+        and record.op_id not in computed
     ]
     if others:
         return f"{others[0]} uses it too, and is no product that a pass can change"
@@ -122,31 +227,40 @@ def _settled(
     return dataclasses.replace(first, quantized=quantized)
 
 
-def layout_of(site: Site, side: int, plan: WeightPlan) -> Layout:
-    """Returns how a site sees its parameter.
+def _check_product(site: Site, side: int) -> None:
+    """Raise NotMatrix for products that passes can't change."""
+    if not isinstance(site.product, MatrixProduct):
+        raise NotMatrix("no plain matrix product")
+    if site.product.dims[1][0]:
+        raise NotMatrix("it has batch axes")
+    if site.weights[1 - side] is not None:
+        raise NotMatrix("both operands are parameters")
+    if site.hows[side] is None:
+        raise NotMatrix("the parameter stays float")
+
+
+def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None]) -> Layout:
+    """Return how a site sees what is stored for an operand.
+
+    Args:
+        site: the operation.
+        side: which operand.
+        plan: how it is stored.
+        axes: the axis of the operand that each of its axes became.
 
     Raises:
         NotMatrix: passes can't change this product.
     """
     weight, x = site.weights[side], site.operands[1 - side]
     assert weight is not None
-    assert weight.shape is not None
-    if not isinstance(site.product, MatrixProduct):
-        raise NotMatrix("no plain matrix product")
-    contracted, batch = site.product.dims
-    if batch[0]:
-        raise NotMatrix("it has batch axes")
-    if site.weights[1 - side] is not None:
-        raise NotMatrix("both operands are parameters")
-    if site.hows[side] is None:
-        raise NotMatrix("the parameter stays float")
-    axes = weight.axes
-    if axes is None or any(isinstance(became, tuple) for became in axes):
-        raise NotMatrix("its axes are cut, merged or split on the way")
+    assert isinstance(site.product, MatrixProduct)
+    contracted = site.product.dims[0]
     lead = [axis for axis, became in enumerate(axes) if became is None]
-    places = {became: axis for axis, became in enumerate(axes) if isinstance(became, int)}
-    same = [plan.shape[places[a]] if a in places else 0 for a in range(len(weight.shape))]
-    if same != list(weight.shape) or len(places) + len(lead) != len(axes):
+    places = {became: axis for axis, became in enumerate(axes) if became is not None}
+    # What is kept may be a part; what is contracted is whole.
+    if len(places) != len(weight.shape) or any(
+        plan.shape[places[axis]] != weight.shape[axis] for axis in contracted[side]
+    ):
         raise NotMatrix("its axes are cut, merged or split on the way")
     if lead != list(range(len(lead))) or tuple(lead) != plan.stepped:
         raise NotMatrix("the steps of a loop are not its first axes")
@@ -162,19 +276,23 @@ def layout_of(site: Site, side: int, plan: WeightPlan) -> Layout:
     return Layout(plan.shape, len(lead), k_axes, site.hows[1 - side] is not None)
 
 
-def rows_of(site: Site, side: int) -> jax.Array:
-    """Returns the activation of a product with a parameter as float32 [rows, K]."""
-    weight, x = site.weights[side], site.operands[1 - side]
-    assert weight is not None
-    assert weight.axes is not None
+def rows_of(site: Site, side: int, axes: Sequence[int | None]) -> jax.Array:
+    """Return the activation of a product as float32 [rows, K].
+
+    Args:
+        site: the operation.
+        side: which operand the weight is.
+        axes: the axis of the operand that each axis of what is stored became.
+    """
+    x = site.operands[1 - side]
     assert isinstance(site.product, MatrixProduct)
     contracted = site.product.dims[0]
     pairs = dict(zip(contracted[side], contracted[1 - side], strict=True))
-    # In the order of the parameter's axes, wherever these are in the operand.
-    axes = [pairs[became] for became in weight.axes if became in pairs]
-    others = [axis for axis in range(x.ndim) if axis not in axes]
-    k = math.prod(x.shape[axis] for axis in axes)
-    return x.transpose([*others, *axes]).reshape(-1, k).astype(jnp.float32)
+    # In the order of the stored axes, wherever these are in the operand.
+    along = [pairs[became] for became in axes if became in pairs]
+    others = [axis for axis in range(x.ndim) if axis not in along]
+    k = math.prod(x.shape[axis] for axis in along)
+    return x.transpose([*others, *along]).reshape(-1, k).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=1)

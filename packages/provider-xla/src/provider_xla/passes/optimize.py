@@ -18,7 +18,7 @@ from ..plan.weight import quantize_leaf
 from ..program.engine import follows_values
 from ..program.sites import Site
 from .base import Pass
-from .layout import Layout, as_matrices, layouts, rows_of
+from .layout import Layout, Operand, as_matrices, layouts, rows_of
 from .report import PassReport, WeightErrors
 from .state import Weight
 
@@ -72,9 +72,9 @@ def optimize(
         if weight.derived is not None
     }
     for path, weight in plan.weights.items():
-        weight.check_finite(given[path])
+        weight.check(given[path])
 
-    seen = layouts(plan, params, batches[0])
+    seen, operands = layouts(plan, params, batches[0])
     stored: dict[str, Any] = {}
     rows: dict[str, WeightErrors] = {}
     with tqdm(total=len(plan.weights), desc="optimizing", unit="weight", disable=None) as bar:
@@ -85,7 +85,7 @@ def optimize(
                 rows[path] = WeightErrors(path, weight.qtype, None, {}, {"": why})
                 bar.update()
         for part in _parts({p: one for p, one in seen.items() if isinstance(one, Layout)}):
-            for weight, row in _run(plan, params, given, batches, part, passes):
+            for weight, row in _run(plan, params, given, batches, part, passes, operands):
                 stored[weight.path] = _placed(weight.stored(), given[weight.path])
                 rows[weight.path] = row
                 bar.update()
@@ -148,9 +148,10 @@ def _run(
     batches: Sequence[Sequence[Any]],
     part: Mapping[str, Layout],
     passes: Sequence[Pass],
+    operands: Mapping[tuple[str, int], Operand],
 ) -> Iterator[tuple[Weight, WeightErrors]]:
     """Runs the passes over some parameters, and yields each at its end."""
-    grams = _measured(plan, params, batches, part, gram)
+    grams = _measured(plan, params, batches, operands, part, gram)
     weights = {}
     for path, layout in part.items():
         g = grams[path].reshape(-1, layout.k, layout.k)
@@ -168,7 +169,9 @@ def _run(
     for name, one in zip(names, passes, strict=True):
         if one.needs_peaks:
             steps = {path: weight.steps for path, weight in weights.items()}
-            peaks = _measured(plan, params, batches, part, lambda rows: Largest(rows), steps)
+            peaks = _measured(
+                plan, params, batches, operands, part, lambda rows: Largest(rows), steps
+            )
             for path, weight in weights.items():
                 weight.peaks = peaks[path].value.reshape(-1, weight.layout.k)
         for path, weight in weights.items():
@@ -199,6 +202,7 @@ def _measured(
     plan: PlanData,
     params: Any,
     batches: Sequence[Sequence[Any]],
+    operands: Mapping[tuple[str, int], Operand],
     part: Mapping[str, Layout],
     measure: Any,
     steps: Mapping[str, Sequence[Any]] | None = None,
@@ -209,6 +213,7 @@ def _measured(
         plan: of the function.
         params: its parameters.
         batches: the other arguments.
+        operands: the weights that operands are.
         part: the parameters that it is measured for.
         measure: takes float32 [rows, K].
         steps: by path, what activations go through before.
@@ -216,11 +221,11 @@ def _measured(
     paths: dict[str, str] = {}
 
     def visit(site: Site) -> Any:
-        for side, weight in enumerate(site.weights):
-            path = None if weight is None else weight.path
+        for side in range(2):
+            path, axes = operands.get((site.call.op_id, side), (None, ()))
             if path in part:
                 paths[site.call.op_id] = path
-                rows = rows_of(site, side)
+                rows = rows_of(site, side, axes)
                 for step in (steps or {}).get(path, ()):
                     rows = _of_step(step, site, side).forward(rows)
                 found = measure(rows)

@@ -129,6 +129,7 @@ def quantized(w: jax.Array, weight: Weight) -> qn.QArray:
     """Returns [S, K, N] rounded in the shape of the parameter."""
     plan, array = weight.plan, weight.layout.array(w)
     if weight.ranges is not None:
-        return qn.quantize_with(array, plan.qtype, *qn.scale_of(weight.ranges, plan.qtype))
+        parts = qn.scale_of(weight.ranges, plan.qtype, plan.scale_dtype)
+        return qn.quantize_with(array, plan.qtype, *parts, tile_axes=plan.granularity.tile_axes)
     q = dataclasses.replace(plan, sparsity=None)._quantize(array)
     return qn.unpack(q) if isinstance(q, qn.PackedQArray) else q

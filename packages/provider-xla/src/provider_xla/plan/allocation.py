@@ -12,15 +12,15 @@ from tabulate import tabulate
 
 @dataclasses.dataclass(frozen=True)
 class AllocatedWeight:
-    """What one parameter got.
+    """What one parameter, or one weight that is computed from parameters, got.
 
     Attributes:
-        path: its pytree path.
+        path: its pytree path, or how it is computed.
         elements: how many it has.
         qtype: its format.
         tile_size: elements per scale along a tiled axis; None without tiles.
         bytes: of codes and scales, as they are saved.
-        error: of the output, where this parameter alone is quantized.
+        error: of the output, where this alone is quantized, with what shares parameters with it.
     """
 
     path: str

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from interception_core import JaxtapError, get_op, select_kernel
+from hijax_trace import mapped_axes, mapped_rows
+from interception_core import JaxtapError, get_op
 
-from ..kernels.matmul import NoKernel, check_dtypes, layout_of, op_of
-from ..kernels.packed import TAKE, Packing, packed_bits
+from ..kernels.matmul import GROUPS, NoKernel, check_dtypes, check_groups, layout_of, op_of
+from ..kernels.packed import packed_bits
+from ..kernels.packing import Packing
+from ..kernels.rows import TAKE
+from ..program.candidates import Choice, choice
 from ..program.granularity import Axes
-from ..program.products import MatrixProduct
-from ..program.sites import PLATFORM, Site
+from ..program.products import MatrixProduct, RaggedProduct
+from ..program.sites import Site
 from ..run.static import is_static
 from .weight import WeightPlan
 
@@ -25,32 +29,29 @@ SMALL = 2**16
 """Bytes of a weight up to which its packed form may be larger than the float one."""
 
 
-class Choice(NamedTuple):
-    """What computes an operation: the FFI target, or None and why XLA does."""
-
-    kernel: str | None
-    reason: str | None
-
-
 @dataclasses.dataclass(frozen=True)
 class MatrixUse:
     """A product of a parameter, as one of matrices.
 
     Attributes:
-        lead: the first axes of the parameter, gone in the operand.
+        gone: the axes of the parameter that the matrix has not: steps, groups, and what is mapped.
+        columns: which of these a ``vmap`` goes along for the parameter alone.
         k_axes: its axes that are contracted.
         how: how the activation is quantized.
         is_static: whether that has a static range.
         rows: of the activation.
         dtype: of the activation.
+        suffix: of the op that kernels are asked about.
     """
 
-    lead: int
+    gone: frozenset[int]
+    columns: frozenset[int]
     k_axes: tuple[int, ...]
     how: qn.HowToQuantize | None
     is_static: bool
     rows: Any
     dtype: Any
+    suffix: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,37 +85,49 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         raise NoKernel("its axes are cut, merged or split on the way")
     if site.weights[1 - side] is not None:
         raise NoKernel("both operands are parameters")
+    gone, places = _places(axes, shape, weight.shape)
+    static = is_static(site, 1 - side)
+    if isinstance(site.product, RaggedProduct):
+        check_groups(site.product, side)
+        check_dtypes(site.product, x, weight.dtype)
+        gone |= {places[0]}
+        how = site.hows[1 - side]
+        k_axes, rows = (places[1],), x.shape[0]
+        return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS)
     layout = layout_of(site.product, side, x.shape, weight.shape)
     assert isinstance(site.product, MatrixProduct)
     check_dtypes(site.product, x, weight.dtype)
-    lead, places = _places(axes, shape, weight.shape)
     k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
     rows = math.prod(x.shape[axis] for axis in layout.kept)
-    return MatrixUse(lead, k_axes, site.hows[1 - side], is_static(site, 1 - side), rows, x.dtype)
+    mapped, columns = 1, frozenset[int]()
+    view, other = map(site.call.expression, (site.operands[side], x))
+    if view is not None and other is not None:
+        columns = mapped_axes(view, other) & gone
+        mapped = mapped_rows(other, view)
+    return MatrixUse(gone, columns, k_axes, site.hows[1 - side], static, mapped * rows, x.dtype)
 
 
 def _places(
     axes: Axes, shape: Sequence[int], operand_shape: Sequence[int]
-) -> tuple[int, dict[int, int]]:
-    """Returns how many first axes of a parameter are gone, and which the operand's are."""
+) -> tuple[frozenset[int], dict[int, int]]:
+    """Return which axes of a parameter are gone, and which the operand's are."""
     places = {became: axis for axis, became in enumerate(axes) if isinstance(became, int)}
-    lead = [axis for axis, became in enumerate(axes) if became is None]
+    gone = frozenset(axis for axis, became in enumerate(axes) if became is None)
     same = {became: shape[axis] for became, axis in places.items()} == dict(
         enumerate(operand_shape)
     )
-    if not same or len(places) + len(lead) != len(shape):
+    if not same or len(places) + len(gone) != len(shape):
         raise NoKernel("its axes are cut, merged or split on the way")
-    if lead != list(range(len(lead))):
-        raise NoKernel("the steps of a loop are not its first axes")
-    return len(lead), places
+    return gone, places
 
 
 def choose(
     weight: WeightPlan,
     uses: Mapping[str, MatrixUse | RowsUse | NoKernel],
-    sharding: Any = None,
-) -> tuple[Packing | None, dict[str, Choice]]:
-    """Returns how a parameter is packed, or None, and what computes each of its operations.
+    sharding: Any,
+    platforms: Sequence[str],
+) -> tuple[dict[str, Packing], dict[str, dict[str, Choice]]]:
+    """Return how a parameter is packed on each platform, and what computes each operation there.
 
     It is packed where all of them run in a kernel: for the others it would be unpacked each time.
 
@@ -122,10 +135,32 @@ def choose(
         weight: the parameter.
         uses: by operation.
         sharding: of the parameter, where it has one.
+        platforms: where the program may run.
     """
+    packings: dict[str, Packing] = {}
+    choices: dict[str, dict[str, Choice]] = {op_id: {} for op_id in uses}
+    for platform in platforms:
+        packing, found = _choose_on(platform, weight, uses, sharding)
+        if packing is not None:
+            packings[platform] = packing
+        for op_id, one in found.items():
+            choices[op_id][platform] = one
+    return packings, choices
+
+
+def _choose_on(
+    platform: str,
+    weight: WeightPlan,
+    uses: Mapping[str, MatrixUse | RowsUse | NoKernel],
+    sharding: Any,
+) -> tuple[Packing | None, dict[str, Choice]]:
+    """Return how a parameter is packed on a platform, or None, and what computes each operation."""
     reasons: dict[str, str] = {}
     choices: dict[str, Choice] = {}
     packing = None
+    products = [use for use in uses.values() if isinstance(use, MatrixUse)]
+    # What is a step for one of them is not a column for another.
+    stacked = frozenset[int]().union(*(use.gone - use.columns for use in products))
     # Lookups last: they read what the others have packed.
     for op_id, use in sorted(uses.items(), key=lambda pair: isinstance(pair[1], RowsUse)):
         try:
@@ -134,7 +169,7 @@ def choose(
             if isinstance(use, RowsUse):
                 choices[op_id] = Choice(_rows(weight, packing, use, sharding), None)
                 continue
-            found = _packing(weight, use, sharding)
+            found = _packing(platform, weight, use, sharding, stacked)
             choices[op_id] = Choice(_select(weight, found, use), None)
             if packing not in (None, found):
                 raise NoKernel("its products contract different axes")
@@ -142,8 +177,7 @@ def choose(
         except NoKernel as why:
             reasons[op_id] = str(why)
     if packing is not None and not reasons:
-        bare = dataclasses.replace(weight, packing=None).bytes_after
-        packed = dataclasses.replace(weight, packing=packing).bytes_after
+        bare, packed = weight.bytes_on(None), weight.bytes_on(packing)
         # Packed columns are filled up: few of them, or many small matrices, may take more than
         # floats. It makes no difference where the weight is small.
         if packed > max(bare, weight.bytes_before, SMALL):
@@ -166,30 +200,35 @@ def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: A
         raise NoKernel("a lookup in a sharded parameter")
     rows = jax.ShapeDtypeStruct((use.count,), jnp.int32)
     operands = (jax.ShapeDtypeStruct(packing.matrix(weight.shape), jnp.int8), rows)
-    chosen, why = select_kernel(TAKE, PLATFORM, operands, bits=packing.bits, group=packing.group)
-    if chosen is None:
+    question = packing.form(weight.shape).question
+    kernel, why = choice(TAKE, packing.platform, operands, **question)
+    if kernel is None:
         raise NoKernel(f"a lookup, and {why}")
-    return chosen.target
+    return kernel
 
 
-def _packing(weight: WeightPlan, use: MatrixUse, sharding: Any) -> Packing:
+def _packing(
+    platform: str, weight: WeightPlan, use: MatrixUse, sharding: Any, stacked: frozenset[int]
+) -> Packing:
+    """Return how a parameter is packed for a product.
+
+    Args:
+        platform: where it runs.
+        weight: the parameter.
+        use: the product.
+        sharding: of the parameter, where it has one.
+        stacked: the axes that are a stack of matrices for any of its products.
+    """
+    lead = tuple(sorted(use.gone & stacked))
     kind = qn.get_qtype(weight.qtype)
     if kind.kind != "int" or kind.bits > 8:
         raise NoKernel(f"weights in {weight.qtype}")
     if not qn.parse_calibration_method(weight.method).is_symmetric:
         raise NoKernel("weights with zero points")
-    counts = weight.granularity.scale_shape(weight.shape)
-    tiled = [axis for axis in use.k_axes if counts[axis] > 1]
-    if len(tiled) > 1 or any(counts[axis] == weight.shape[axis] for axis in tiled):
-        raise NoKernel("its scales differ along contracted axes")
-    n_axes = [a for a in range(use.lead, len(weight.shape)) if a not in use.k_axes]
-    packing = Packing(
-        use.lead,
-        (*(axis for axis in use.k_axes if axis not in tiled), *tiled),
-        tuple(n_axes),
-        weight.shape[tiled[0]] // counts[tiled[0]] if tiled else 0,
-        packed_bits(weight.qtype),
-    )
+    k_axes, group = _groups(weight, use.k_axes)
+    n_axes = [a for a in range(len(weight.shape)) if a not in (*lead, *k_axes)]
+    bits = packed_bits(weight.qtype)
+    packing = Packing(lead, k_axes, tuple(n_axes), group, bits, platform)
     if 0 in weight.shape:
         raise NoKernel("nothing is in it")
     why = packing.unshardable(weight.shape, sharding)
@@ -198,24 +237,41 @@ def _packing(weight: WeightPlan, use: MatrixUse, sharding: Any) -> Packing:
     return packing
 
 
+def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return contracted axes in an order in which rows that share a scale follow one another.
+
+    And how many of these rows there are, 0 if all rows share a scale.
+    """
+    shape, counts = weight.shape, weight.granularity.scale_shape(weight.shape)
+    alone = [axis for axis in k_axes if counts[axis] == shape[axis] > 1]
+    tiled = [axis for axis in k_axes if 1 < counts[axis] < shape[axis]]
+    if any(shape[axis] % counts[axis] or weight.granularity.tile_axes.get(axis, 0) * counts[axis]
+           > shape[axis] for axis in tiled):  # fmt: skip
+        raise NoKernel("its last tile is shorter")
+    within = [axis for axis in k_axes if counts[axis] == 1]
+    group = math.prod(shape[axis] // counts[axis] for axis in (*tiled, *within))
+    if len(tiled) > 1 or (alone and group == 1):
+        raise NoKernel("its scales differ along contracted axes")
+    return (*alone, *tiled, *within), group if alone or tiled else 0
+
+
 def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
     """Returns the FFI target for a product."""
     k_sizes, _ = packing.sizes(weight.shape)
-    op = op_of(use.how, use.is_static, packing.bits, packing.group, k_sizes, use.rows)
-    platform = jax.default_backend()
-    if platform != PLATFORM:
-        raise NoKernel(f"programs run on {platform} by default")
+    try:
+        form = packing.form(weight.shape)
+        op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
+        get_op(op)
+    except JaxtapError as error:
+        raise NoKernel(f"no kernel for {packing.op} on {packing.platform}") from error
+    except ValueError as error:
+        raise NoKernel(str(error)) from error
     k, n = packing.matrix(weight.shape)
     operands = (
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    chosen, why = select_kernel(op, PLATFORM, operands, group=packing.group, bits=packing.bits)
-    if chosen is None:
-        raise NoKernel(why)
-    try:
-        for needed in (op, packing.op):
-            get_op(needed)
-    except JaxtapError as error:
-        raise NoKernel(str(error)) from error
-    return chosen.target
+    kernel, why = choice(op + use.suffix, packing.platform, operands, **form.question)
+    if kernel is None:
+        raise NoKernel(str(why))
+    return kernel

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hijax_trace import Expression, Leaf
+from interception_core import OpCall
+
 from ..errors import QuantizationError
 from ..program.engine import follows_values
 from ..program.products import MatrixProduct, RaggedProduct
 from ..program.sites import Rules, Site, short
+from ..program.weights import Weight
 from ..rules.rule import QuantizationRule
+from .views import places_in
 
 
-@dataclasses.dataclass(frozen=True)
-class LoraPlan:
-    """The adapter of one parameter: ``W + (alpha / rank) * A B``, wherever the program uses it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraForm:
+    """The form of an adapter: ``W + (alpha / rank) * A B``.
 
-    A is [*lead, *contracted, rank] and B [*lead, rank, *kept], each with the parameter's axes in
-    their order.
+    Equal parameters have equal forms, wherever they are. A is [*lead, *contracted, rank] and B
+    [*lead, rank, *kept], each with the parameter's axes in their order.
 
     Attributes:
-        path: pytree path of the parameter.
-        shape: its shape.
-        dtype: its dtype.
-        rule: the number of the rule.
+        shape: of the parameter.
         rank: of the adapter.
         alpha: its product is scaled by ``alpha / rank``.
         dropout: share of the activation that it doesn't see in training.
@@ -39,13 +41,9 @@ class LoraPlan:
         kept: those that B has.
         stepped: those of `lead` that loops go along.
         is_lookup: whether the parameter is only looked up.
-        ops: the ids of the operations whose rule asked for it.
     """
 
-    path: str
     shape: tuple[int, ...]
-    dtype: np.dtype
-    rule: int
     rank: int
     alpha: float
     dropout: float
@@ -54,7 +52,6 @@ class LoraPlan:
     kept: tuple[int, ...]
     stepped: tuple[int, ...]
     is_lookup: bool
-    ops: tuple[str, ...]
 
     @property
     def scale(self) -> float:
@@ -82,15 +79,9 @@ class LoraPlan:
         return math.prod(self._sizes(self.contracted))
 
     def factors(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns A and B with all axes of the parameter, or 1, and then the rank."""
+        """Return A and B with the parameter's axes, then the rank."""
         b = jnp.moveaxis(b, len(self.lead), -1)
         return self._spread(a, self.contracted), self._spread(b, self.kept)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        values = dataclasses.asdict(self)
-        values |= {"dtype": self.dtype.name, "a_shape": self.a_shape, "b_shape": self.b_shape}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def _sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.shape[axis] for axis in axes)
@@ -100,6 +91,35 @@ class LoraPlan:
         order = sorted(range(len(axes)), key=axes.__getitem__)
         sizes = [n if axis in axes else 1 for axis, n in enumerate(self.shape)]
         return factor.transpose(*order, len(axes)).reshape(*sizes, self.rank)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraPlan(LoraForm):
+    """The adapter of one parameter, wherever the program uses it.
+
+    Attributes:
+        path: pytree path of the parameter.
+        dtype: its dtype.
+        rule: the number of the rule.
+        ops: the ids of the operations whose rule asked for it.
+    """
+
+    path: str
+    dtype: np.dtype
+    rule: int
+    ops: tuple[str, ...]
+
+    @property
+    def form(self) -> LoraForm:
+        """Its form alone, which parameters at other paths may have as well."""
+        fields = dataclasses.fields(LoraForm)
+        return LoraForm(**{field.name: getattr(self, field.name) for field in fields})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values = dataclasses.asdict(self)
+        values |= {"dtype": self.dtype.name, "a_shape": self.a_shape, "b_shape": self.b_shape}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +133,31 @@ class _Use:
     kept: tuple[int, ...]
     stepped: tuple[int, ...]
     is_lookup: bool
+
+
+class _Asked(NamedTuple):
+    """An operation that is to give a weight an adapter.
+
+    Attributes:
+        op_id: the operation.
+        rule: the number of its rule.
+        contracted: the axes of the operand that it sums, or a lookup goes along.
+        batch: those that the other operand and the result have.
+        is_lookup: whether it is a lookup.
+    """
+
+    op_id: str
+    rule: int
+    contracted: Sequence[int]
+    batch: Sequence[int]
+    is_lookup: bool
+
+
+def _all(became: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the axes that an axis became, as a tuple."""
+    if became is None:
+        return ()
+    return became if isinstance(became, tuple) else (became,)
 
 
 class LoraSurvey:
@@ -131,6 +176,8 @@ class LoraSurvey:
         self._leaves = leaves
         self._problem = problem
         self._uses: dict[str, list[_Use]] = {}
+        # By operation and rule: the parameters that its weight is computed from, and how.
+        self._computed: dict[tuple[str, int], tuple[tuple[str, ...], Expression | None]] = {}
 
     def product(self, site: Site) -> None:
         """Takes a product that a rule is about."""
@@ -139,14 +186,18 @@ class LoraSurvey:
         for side, weight in enumerate(site.weights):
             if weight is None:
                 continue
-            ndim = site.operands[side].ndim
-            contracted = site.product.shared(side, ndim)
-            self._use(site.call.op_id, site.index, weight, contracted, _batch(site, side), False)
+            operand = site.operands[side]
+            contracted = site.product.shared(side, operand.ndim)
+            asked = _Asked(site.call.op_id, site.index, contracted, _batch(site, side), False)
+            self._use(asked, weight, site.call, operand)
 
-    def lookup(self, op_id: str, index: int | None, weight: Any, along: Sequence[int]) -> None:
+    def lookup(
+        self, call: OpCall, operand: Any, index: int | None, weight: Weight, along: Sequence[int]
+    ) -> None:
         """Takes a lookup in a parameter, along these axes of the operand."""
         if index is not None and self._rules.rules[index].rank is not None:
-            self._use(op_id, index, weight, along, (), True)
+            op_id = call.op_id.replace("gather:", "take:")
+            self._use(_Asked(op_id, index, along, (), True), weight, call, operand)
 
     def plans(self) -> dict[str, LoraPlan]:
         """Returns the adapters, by the path of their parameter.
@@ -162,51 +213,82 @@ class LoraSurvey:
             self._check_same(path, first, rule, uses)
             leaf = self._leaves[path]
             plan = LoraPlan(
-                path,
-                tuple(leaf.shape),
-                np.dtype(leaf.dtype),
-                first.rule,
-                int(rule.rank or 0),
-                float(rule.rank or 0) if rule.alpha is None else float(rule.alpha),
-                float(rule.dropout),
-                first.lead,
-                first.contracted,
-                first.kept,
-                first.stepped,
-                first.is_lookup,
-                tuple(dict.fromkeys(use.op_id for use in uses)),
+                path=path,
+                shape=tuple(leaf.shape),
+                dtype=np.dtype(leaf.dtype),
+                rule=first.rule,
+                rank=int(rule.rank or 0),
+                alpha=float(rule.rank or 0) if rule.alpha is None else float(rule.alpha),
+                dropout=float(rule.dropout),
+                lead=first.lead,
+                contracted=first.contracted,
+                kept=first.kept,
+                stepped=first.stepped,
+                is_lookup=first.is_lookup,
+                ops=tuple(dict.fromkeys(use.op_id for use in uses)),
             )
             _check_rank(plan, first.op_id)
             found[path] = plan
+        for (op_id, index), (paths, expression) in self._computed.items():
+            left = [path for path in paths if path not in found]
+            if left:
+                self._problem(
+                    f"{' and '.join(left)} {'get' if len(left) > 1 else 'gets'} no adapter from "
+                    f"{op_id} (rule {index}): its weight {expression or ''} is computed from it, "
+                    "and an adapter is for a parameter, a part of one, or an arrangement of it"
+                )
         return found
 
-    def _use(
-        self,
-        op_id: str,
-        index: int,
-        weight: Any,
-        contracted: Sequence[int],
-        batch: Sequence[int],
-        is_lookup: bool,
-    ) -> None:
-        path = weight.path
-        if weight.axes is None:
-            self._problem(
-                f"{path} gets no adapter from {op_id} (rule {index}): the operation takes a part "
-                "of it, or a weight that is computed from it"
-            )
+    def _use(self, asked: _Asked, weight: Weight, call: OpCall, operand: Any) -> None:
+        if weight.axes is not None:
+            places = [_all(became) for became in weight.axes]
+            stepped = [axis for axis, became in enumerate(weight.axes) if became is None]
+            self._add(weight.path, asked, places, stepped)
             return
+        expression = call.expression(operand)
+        if expression is None or expression.kind(self._rules.is_parameter) != "view":
+            self._computed.setdefault((asked.op_id, asked.rule), (weight.paths, expression))
+            return
+        for path in weight.paths:
+
+            def is_it(node: Expression, path: str = path) -> bool:
+                return isinstance(node, Leaf) and node.path == path
+
+            found = places_in(expression, is_it, self._leaves[path].shape)
+            if found is None:
+                self._problem(
+                    f"{path} gets no adapter from {asked.op_id} (rule {asked.rule}): its axes "
+                    f"can't be followed to the operand {expression}"
+                )
+            else:
+                self._add(path, asked, found, ())
+
+    def _add(
+        self,
+        path: str,
+        asked: _Asked,
+        places: Sequence[Collection[int]],
+        stepped: Sequence[int],
+    ) -> None:
+        """Take a use of a parameter, and where its axes went."""
         lead, summed, kept = [], [], []
-        for axis, became in enumerate(weight.axes):
-            parts = became if isinstance(became, tuple) else (became,)
-            if became is None or set(parts) <= set(batch):
+        for axis, place in enumerate(places):
+            is_cut = not place and self._leaves[path].shape[axis] > 1
+            if axis in stepped or is_cut or (place and set(place) <= set(asked.batch)):
                 lead.append(axis)
-            elif set(parts) & set(contracted):
+            elif set(place) & set(asked.contracted):
                 summed.append(axis)
             else:
                 kept.append(axis)
-        stepped = tuple(axis for axis in lead if weight.axes[axis] is None)
-        use = _Use(op_id, index, tuple(lead), tuple(summed), tuple(kept), stepped, is_lookup)
+        use = _Use(
+            asked.op_id,
+            asked.rule,
+            tuple(lead),
+            tuple(summed),
+            tuple(kept),
+            tuple(stepped),
+            asked.is_lookup,
+        )
         self._uses.setdefault(path, []).append(use)
 
     def _check_same(

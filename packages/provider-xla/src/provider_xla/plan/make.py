@@ -11,16 +11,17 @@ import jax
 
 import quant_numerics as qn
 from hijax_trace import used_inputs
-from interception_core import Engine
+from interception_core import Engine, platform_of
 
 from ..program.arrays import is_array, of_arrays
+from ..program.candidates import Choice, platforms
 from ..program.engine import follows_values
 from ..program.granularity import Granularity
 from ..program.record import OpRecord, Report
-from ..program.sites import Rules, Site, Sites
+from ..program.sites import Rules, Site, Sites, ignore
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
-from .choose import Choice, choose
+from .choose import choose
 from .lora import LoraPlan, check_engine
 from .plan import PlanData
 from .quantize import carried
@@ -49,11 +50,14 @@ def make_plan(
     survey = Survey(rules, leaves)
     look(survey, engine, argnum, fn, params, args, kwargs)
 
-    weights = weights_of(survey)
+    weights = {path: _with_scales(weight, given.get(path), survey)
+               for path, weight in weights_of(survey).items()}  # fmt: skip
     records = [_settled(record, weights) for record in survey.records.values()]
     # The patch engine can't hand stored parameters on.
     if kernels and follows_values(engine):
-        weights, records = _with_kernels(survey, weights, records, given)
+        placed = next((leaf for leaf in given.values() if isinstance(leaf, jax.Array)), None)
+        platform = platform_of(placed)
+        weights, records = _with_kernels(survey, weights, records, given, platform)
     lora = survey.lora.plans()
     check_engine(engine, [*lora])
     records = [_adapted(record, lora) for record in records]
@@ -67,7 +71,15 @@ def make_plan(
     plan = PlanData(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
     if not any(weight.derived for weight in weights.values()):
         return plan
-    return dataclasses.replace(plan, absorbed=absorbed_by(plan, args, kwargs))
+    absorbed = absorbed_by(plan, args, kwargs) - _kept_for_adapters(plan)
+    return dataclasses.replace(plan, absorbed=absorbed)
+
+
+def _kept_for_adapters(plan: PlanData) -> set[str]:
+    """Return the parameters of derived weights that depend on adapters: see ``adapted``."""
+    derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
+    changing = [one for one in derived if not plan.lora.keys().isdisjoint(one.leaves)]
+    return {path for one in changing for path in one.leaves}
 
 
 def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
@@ -80,15 +92,7 @@ def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> froze
         if weight.derived is not None
     }
 
-    def run(site: Site) -> Any:
-        held = [site.call.proxy(operand) for operand in site.operands]
-        operands = [
-            x if one is None else one.restore().astype(x.dtype)
-            for x, one in zip(site.operands, held, strict=True)
-        ]
-        return site.product.run(*operands, *site.extras)
-
-    sites = Sites(plan.rules, run, lambda record, problem: None)
+    sites = Sites(plan.rules, in_float, ignore)
     tapped = plan.engine.wrap(plan.fn, sites.interceptor)
 
     def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
@@ -107,6 +111,16 @@ def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> froze
     # The first arguments are the parameters, in the order of their paths.
     names = sorted(plan.leaves)
     return frozenset(path for path, one in zip(names, used, strict=False) if not one)
+
+
+def in_float(site: Site) -> Any:
+    """Return an operation's result with the arrays of its proxies."""
+    held = [site.call.proxy(operand) for operand in site.operands]
+    operands = [
+        x if one is None else one.restore().astype(x.dtype)
+        for x, one in zip(site.operands, held, strict=True)
+    ]
+    return site.product.run(*operands, *site.extras)
 
 
 def look(
@@ -147,23 +161,24 @@ def _with_kernels(
     weights: Mapping[str, WeightPlan],
     records: Sequence[OpRecord],
     params: Mapping[str, Any],
+    platform: str,
 ) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
-    """Returns parameters and operations with what computes them."""
+    """Return parameters and operations with what computes them on each platform."""
     packed, choices = {}, {}
+    names = platforms(platform)
     for path, weight in weights.items():
         sharding = getattr(params.get(path), "sharding", None)
-        packing, found = choose(weight, survey.products.get(path, {}), sharding)
-        packed[path] = dataclasses.replace(weight, packing=packing)
+        packings, found = choose(weight, survey.products.get(path, {}), sharding, names)
+        packed[path] = dataclasses.replace(weight, packings=packings, platform=platform)
         choices.update(found)
-    none = Choice(None, "no parameter that is stored")
+    none = dict.fromkeys(names, Choice(None, "no parameter that is stored"))
     settled = []
     for record in records:
         if record.op_name in FUSED_NAMES:
-            settled.append(record)
-            continue
-        choice = choices.get(record.op_id, none) if record.quantized else Choice(None, None)
-        kernel, reason = choice
-        settled.append(dataclasses.replace(record, kernel=kernel, kernel_reason=reason))
+            kernels = {name: record.kernels[name] for name in names if name in record.kernels}
+        else:
+            kernels = choices.get(record.op_id, none) if record.quantized else {}
+        settled.append(dataclasses.replace(record, kernels=kernels))
     return packed, settled
 
 
@@ -211,8 +226,17 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             tuple(dict.fromkeys(use.op_id for use in uses)),
             sparsity=_sparsity(survey, leaf, products),
             derived=derived.get(path),
+            scale_dtype=first.how.scale_dtype,
         )
     return plans
+
+
+def _with_scales(weight: WeightPlan, leaf: Any, survey: Survey) -> WeightPlan:
+    """Return how a parameter is quantized, noting where its scales are not the rule's."""
+    found = weight.of_values(leaf)
+    if found is not weight:
+        survey.notes[f"{weight.path}: scales beyond normal float16: float32 scales"] = None
+    return found
 
 
 def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from hijax_trace import Carrier
+from interception_core import platform_of
 
 from ..run.stored import is_stored
 from .check import check_parameters
-from .weight import WeightPlan, prepack_leaf, quantize_leaf
+from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
 
 if TYPE_CHECKING:
     from .plan import PlanData
@@ -29,7 +30,7 @@ def quantize(plan: PlanData, params: Any, *, donate: bool = False, prepack: bool
     if donate:
         for path, weight in plan.weights.items():
             if weight.derived is None:
-                weight.check_finite(given[path])
+                weight.check(given[path])
     # Derived weights first: a parameter that is donated is gone once it is quantized.
     derived = {one.path: stored for one, stored in _derived(plan, given, prepack)}
     leaves = []
@@ -88,33 +89,61 @@ def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[
     )
 
 
-def prepack(plan: PlanData, params: Any) -> Any:
-    """Pack quantized parameters for kernels: see ``Plan.prepack``."""
+def prepack(plan: PlanData, params: Any, platform: str | None = None) -> Any:
+    """Pack quantized parameters for kernels: see ``Plan.prepack``.
+
+    Args:
+        plan: the plan.
+        params: what it quantized.
+        platform: whose kernels; None for where each parameter is.
+    """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    leaves = [prepacked(plan, plan.prefix + jax.tree_util.keystr(path), x) for path, x in found]
+    paths = [plan.prefix + jax.tree_util.keystr(path) for path, _ in found]
+    leaves = [
+        prepacked(plan, path, leaf, platform) for path, (_, leaf) in zip(paths, found, strict=True)
+    ]
     return jax.tree.unflatten(treedef, leaves)
 
 
-def prepacked(plan: PlanData, path: str, leaf: Any) -> Any:
+def convert(plan: PlanData, params: Any, platform: str | None = None) -> Any:
+    """Change the form of stored parameters: see ``Plan.convert``."""
+    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
+    paths = [plan.prefix + jax.tree_util.keystr(path) for path, _ in found]
+    leaves = [
+        _each(plan, path, leaf, portable_leaf) for path, (_, leaf) in zip(paths, found, strict=True)
+    ]
+    portable = jax.tree.unflatten(treedef, leaves)
+    return portable if platform is None else prepack(plan, portable, platform_of(platform))
+
+
+def prepacked(plan: PlanData, path: str, leaf: Any, platform: str | None = None) -> Any:
     """Return a leaf of stored parameters, packed for kernels where the plan says so.
 
     Args:
         plan: the plan.
         path: of the leaf.
         leaf: what is stored there, or an array.
+        platform: whose kernels; None for where it is.
 
     Raises:
         QuantizationError: it was quantized in another way than the plan's.
     """
-    weight = plan.weights.get(path)
+
+    def one(weight: WeightPlan | None, held: Any) -> Any:
+        return held if weight is None else prepack_leaf(weight, held, platform)
+
+    return _each(plan, path, leaf, one)
+
+
+def _each(
+    plan: PlanData, path: str, leaf: Any, change: Callable[[WeightPlan | None, Any], Any]
+) -> Any:
+    """Return a leaf with what is stored in it changed, given the plan of each."""
+
+    def one(weight: WeightPlan | None, held: Any) -> Any:
+        return change(weight, held) if is_stored(held) else held
+
     if not isinstance(leaf, Carrier):
-        return prepack_leaf(weight, leaf) if weight is not None and is_stored(leaf) else leaf
-    beside = plan.derived
-    derived = {
-        key: prepack_leaf(beside[key], one) if key in beside else one
-        for key, one in leaf.derived.items()
-    }
-    own = leaf.own
-    if weight is not None and is_stored(own):
-        own = prepack_leaf(weight, own)
-    return dataclasses.replace(leaf, own=own, derived=derived)
+        return one(plan.weights.get(path), leaf)
+    derived = {key: one(plan.derived.get(key), held) for key, held in leaf.derived.items()}
+    return dataclasses.replace(leaf, own=one(plan.weights.get(path), leaf.own), derived=derived)

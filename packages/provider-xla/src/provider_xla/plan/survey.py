@@ -16,14 +16,14 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
-from ..kernels.packed import looked_up_axis
+from ..kernels.rows import looked_up_axis
 from ..program.granularity import Axes, Granularity, of_operand
-from ..program.products import divides, tile_elements
 from ..program.record import OpRecord
 from ..program.sites import Rules, Site, short
+from ..program.tiles import fitted, misfit, tiles_of
 from ..program.weights import Weight
 from ..run.lookup import looked_up
-from ..run.static import StaticRange, is_static, measure
+from ..run.static import StaticRange, is_static, measure, steps_of
 from .choose import MatrixUse, RowsUse, use_of
 from .derived import Derived
 from .lora import LoraSurvey
@@ -154,7 +154,9 @@ class Survey:
             if weight is None:
                 if is_static(site, side):
                     found = measure(site, side)
-                    self.ranges[site.key(side)] = StaticRange(found.upper.ndim, found.lower is None)
+                    steps = tuple(step.length or 0 for step in steps_of(site))
+                    of = StaticRange(found.upper.ndim, found.lower is None, steps)
+                    self.ranges[site.key(side)] = of
                 continue
             ndim = site.operands[side].ndim
             shared = site.product.shared(side, ndim)
@@ -181,6 +183,10 @@ class Survey:
         along = looked_up(params)
         shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
         how = None if rule is None else self.rules.how(rule, True)
+        if how is not None and rule is not None:
+            how, remark = fitted(how, [operand.shape[a] for a in shared], rule.tile_fallback)
+            if remark is not None:
+                self.remark(call, remark)
         record = OpRecord(
             call.op_id.replace("gather:", "take:"),
             "take",
@@ -200,7 +206,7 @@ class Survey:
                 count = math.prod(indices.shape[:-1])
                 use = RowsUse(stored.axes.index(axis), count)
             self._product(stored.path, record.op_id, use)
-        self.lora.lookup(record.op_id, index, weight, along)
+        self.lora.lookup(call, operand, index, weight, along)
         return NotImplemented
 
     def _product(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:
@@ -213,23 +219,23 @@ class Survey:
             shape = self.leaves[weight.path].shape
             return [_Stored(weight.path, shape, weight.axes, self._granularity(weight, asked))]
         expression = call.expression(operand)
-        tile = self._tile(weight, asked)
+        tiles = self._tiles(weight.shape, asked)
         root = root_of(expression)
         if isinstance(root, Leaf):
-            found = self._view(root.path, self.leaves[root.path].shape, expression, tile, asked)
+            found = self._view(root.path, self.leaves[root.path].shape, expression, tiles, asked)
             if found is not None:
                 return [found]
         elif expression.kind(self.rules.is_parameter) == "view":
             paths = [leaf.path for leaf in expression.leaves()]
             views = [
-                self._view(path, self.leaves[path].shape, expression, tile, asked)
+                self._view(path, self.leaves[path].shape, expression, tiles, asked)
                 for path in dict.fromkeys(path for path in paths if path in self.leaves)
             ]
             if all(views):
                 return views  # type: ignore[return-value]
         if asked.how is None:
             return []
-        derived = self._derived(expression, root, tile, asked)
+        derived = self._derived(expression, root, tiles, asked)
         if derived is None:
             self.problems.append(
                 f"{asked.op_id}: its weight {expression} can't be stored (rule {asked.rule}): the "
@@ -240,7 +246,12 @@ class Survey:
         return [] if derived is None else [derived]
 
     def _view(
-        self, path: str, shape: tuple[int, ...], view: Expression, tile: int | None, asked: _Asked
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        view: Expression,
+        tiles: Mapping[int, int],
+        asked: _Asked,
     ) -> _Stored | None:
         """Return how a parameter is stored for a view of it, or None if scales can't follow."""
 
@@ -249,14 +260,14 @@ class Survey:
 
         axes = axes_in(view, is_stored, shape) if isinstance(root_of(view), Leaf) else None
         if axes is not None:
-            known = of_operand(axes, shape, view.aval.shape, asked.shared, tile)
-            packs = stays_packed(view, is_stored, shape, 0, len(_gone(axes)))
+            known = of_operand(axes, shape, view.aval.shape, asked.shared, tiles)
+            packs = stays_packed(view, is_stored, shape, 0, _gone(axes))
             return _Stored(path, shape, axes, self._channelwise(known, axes, asked), packs)
-        found = finest(view, is_stored, shape, asked.shared, tile)
+        found = finest(view, is_stored, shape, asked.shared, tiles)
         return None if found is None else _Stored(path, shape, None, found)
 
     def _derived(
-        self, view: Expression, root: Expression, tile: int | None, asked: _Asked
+        self, view: Expression, root: Expression, tiles: Mapping[int, int], asked: _Asked
     ) -> _Stored | None:
         """Return how a derived weight is stored: what the view is of, or if need be the view."""
         whole = view.base(self.rules.is_parameter)
@@ -272,7 +283,7 @@ class Survey:
             def is_stored(node: Expression, base: Expression = base) -> bool:
                 return node is base
 
-            found = finest(view, is_stored, own, asked.shared, tile)
+            found = finest(view, is_stored, own, asked.shared, tiles)
             if found is None:
                 continue
             axes = axes_in(view, is_stored, own)
@@ -288,7 +299,7 @@ class Survey:
             if axes is None:
                 return _Stored(path, shape, None, found)
             whole_axes = (*(None for _ in lead), *axes)
-            packs = stays_packed(view, is_stored, shape, count, len(_gone(whole_axes)))
+            packs = stays_packed(view, is_stored, shape, count, _gone(whole_axes))
             return _Stored(path, shape, whole_axes, found, packs)
         return None
 
@@ -311,23 +322,26 @@ class Survey:
         except ValueError:
             return None
 
-    def _tile(self, weight: Weight, asked: _Asked) -> int | None:
+    def _tiles(self, shape: Sequence[int], asked: _Asked) -> dict[int, int]:
+        """Return the elements that share a scale, by axis of the operand; see ``tiles_of``."""
         how, shared = asked.how, asked.shared
-        if how is None or how.tile_size is None or not shared:
-            return None
-        size = weight.shape[shared[-1]]
-        if not divides(how.tile_size, size):
+        if how is None or how.tile_size is None or not shared or asked.rule is None:
+            return {}
+        sizes = [shape[axis] for axis in shared]
+        why = misfit(sizes, how.tile_size, self.rules.rules[asked.rule].tile_fallback)
+        if why is not None:
             raise QuantizationError(
-                f"Rule {asked.rule} can't be followed for {weight.path}, an operand of "
-                f"{asked.op_id}: tile_size {how.tile_size} does not divide {size}."
+                f"Rule {asked.rule} can't be followed for {asked.op_id}: {why}. Choose another "
+                "tile_size, or another tile_fallback."
             )
-        return tile_elements(how.tile_size, size)
+        found = tiles_of(sizes, how.tile_size) or {}
+        return {shared[place]: tile for place, tile in found.items()}
 
     def _granularity(self, weight: Weight, asked: _Asked) -> Granularity:
         """Return the finest granularity of a parameter that is an operand as it is, or a step."""
         assert weight.axes is not None
-        shape, tile = self.leaves[weight.path].shape, self._tile(weight, asked)
-        found = of_operand(weight.axes, shape, weight.shape, asked.shared, tile)
+        shape, tiles = self.leaves[weight.path].shape, self._tiles(weight.shape, asked)
+        found = of_operand(weight.axes, shape, weight.shape, asked.shared, tiles)
         return self._channelwise(found, weight.axes, asked)
 
     def _channelwise(self, found: Granularity, axes: Axes, asked: _Asked) -> Granularity:

@@ -9,15 +9,16 @@ program moves the real scales by the same code, so that a plan can't promise any
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from hijax_trace import ArrayProxy, Expression, MoveError, Part, replay
+from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, Part, replay
 
 from ..kernels.packed import PrepackedWeight
 from ..program.granularity import Axes, Granularity
@@ -109,6 +110,65 @@ def axes_in(view: Expression, is_stored: IsStored, shape: Sequence[int]) -> Axes
     return tuple(found) if kept == list(range(len(full.shape))) else None
 
 
+def places_in(
+    view: Expression, is_stored: IsStored, shape: Sequence[int]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Return where each axis of an array goes in a view.
+
+    None if an axis can't be followed. It may be cut, joined with others, or merged with other
+    axes of the array on the way.
+
+    Args:
+        view: the expression of the operand.
+        is_stored: tells the nodes that are the array.
+        shape: its shape.
+    """
+    found = []
+    for axis in range(len(shape)):
+        moved = functools.partial(_numbers, view, is_stored, len(shape), axis)
+        try:
+            counts = jax.eval_shape(moved).shape
+        except MoveError:
+            return None
+        found.append(tuple(place for place, count in enumerate(counts) if count > 1))
+    return tuple(found)
+
+
+def is_in_order(view: Expression, is_stored: IsStored, shape: Sequence[int], axis: int) -> bool:
+    """Return whether a view has one axis of an array in order.
+
+    It is computed: not to be asked while a program is traced.
+
+    Args:
+        view: the expression of the operand.
+        is_stored: tells the nodes that are the array.
+        shape: its shape.
+        axis: of the array; ``places_in`` finds one axis of the view for it.
+    """
+    # Jitted: of what is moved, the numbers alone are computed.
+    moved = jax.jit(functools.partial(_numbers, view, is_stored, len(shape), axis))
+    return np.array_equal(np.asarray(moved()).reshape(-1), np.arange(shape[axis]))
+
+
+def _numbers(view: Expression, is_stored: IsStored, ndim: int, axis: int) -> jax.Array:
+    """Return the indices along an axis of an array, moved."""
+
+    def stands_for(node: Expression) -> ArrayProxy | None:
+        is_it = is_stored(node)
+        if not is_it and not isinstance(node, Leaf):
+            return None
+        aval: Any = node.aval
+        # What is joined with it is moved alike.
+        alike = is_it or len(aval.shape) == ndim
+        counts = [n if alike and i == axis else min(n, 1) for i, n in enumerate(aval.shape)]
+        numbers = jax.numpy.arange(math.prod(counts), dtype=np.float32).reshape(counts)
+        return _Scaled(jax.numpy.zeros(aval.shape), numbers, aval.dtype)
+
+    moved = replay(view, stands_for)
+    assert isinstance(moved, _Scaled)
+    return moved.scales
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Packed(PrepackedWeight):
@@ -119,7 +179,7 @@ class _Packed(PrepackedWeight):
 
 
 def stays_packed(
-    view: Expression, is_stored: IsStored, shape: Sequence[int], loops: int, lead: int
+    view: Expression, is_stored: IsStored, shape: Sequence[int], loops: int, gone: Sequence[int]
 ) -> bool:
     """Return whether a stored array that is packed for a kernel is still packed in a view.
 
@@ -128,16 +188,20 @@ def stays_packed(
         is_stored: tells the node that is stored.
         shape: its shape, with those of the loops that it is in.
         loops: how many axes, the first, are of these loops.
-        lead: how many axes, the first, are a stack of packed matrices.
+        gone: which axes are a stack of packed matrices.
     """
-    own = shape[lead:]
+    own = tuple(n for axis, n in enumerate(shape) if axis not in gone and axis >= loops)
+    at = tuple(axis - loops for axis in gone if axis >= loops)
 
     def stands_for(node: Expression) -> ArrayProxy | None:
         if not is_stored(node):
             return None
-        packed = jax.numpy.zeros((*shape[loops:lead], 1))
+        packed = jax.numpy.zeros((*(shape[loops + axis] for axis in at), 1))
         places = tuple(range(len(own)))
-        return _Packed(packed, "int8", np.dtype("float32"), tuple(own), (), 0, places, 1)
+        lead_at = None if at == tuple(range(len(at))) else at
+        return _Packed(
+            packed, "int8", np.dtype("float32"), own, (), 0, places, 1, "", lead_at=lead_at
+        )
 
     try:
         jax.eval_shape(lambda: replay(view, stands_for))
@@ -151,7 +215,7 @@ def finest(
     is_stored: IsStored,
     shape: Sequence[int],
     shared: Sequence[int],
-    tile: int | None,
+    tile_sizes: Mapping[int, int],
 ) -> Granularity | None:
     """Return the finest scales with which an operation can use a view, or None without any.
 
@@ -159,30 +223,33 @@ def finest(
         view: the expression of the operand.
         is_stored: tells the nodes that are stored.
         shape: theirs.
-        shared: the axes of the view along which a scale is shared; tiles go along the last.
-        tile: how many elements along that share a scale; None for all.
+        shared: the axes of the view along which a scale is shared.
+        tile_sizes: how many elements of these share a scale, where not all of them do.
     """
     full: Any = view.aval
     last = full.shape[shared[-1]] if shared else 0
-    sizes = [
-        [each for each in (EACH, tile or EACH, ONE) if each != EACH or n > 1] if n else [ONE]
-        for n in shape
-    ]
+    # An axis of what is stored may have become several of the view, all of them within a tile.
+    total = math.prod(tile_sizes.get(axis, full.shape[axis]) for axis in shared)
+    each_size = dict.fromkeys((EACH, *tile_sizes.values(), *([total] if tile_sizes else ()), ONE))
+    sizes = [[each for each in each_size if each != EACH or n > 1] if n else [ONE] for n in shape]
+    wanted = [{1, -(-full.shape[axis] // tile_sizes.get(axis, max(full.shape[axis], 1)))}
+              for axis in shared]  # fmt: skip
 
     def scales(tiles: Sequence[int]) -> int:
         return math.prod(n // each if each else 1 for n, each in zip(shape, tiles, strict=True))
 
     every = sorted(itertools.product(*map(dict.fromkeys, sizes)), key=scales, reverse=True)
     # What is joined along a contracted axis has a scale for each piece, if there is no other way.
-    for allowed in ({1, last // tile if tile else 1}, set(range(1, last))):
+    joined = [{1}] * (len(wanted) - 1) + [set(range(1, last))]
+    for allowed in (wanted, joined):
         for tiles in every:
             if any(each and n % each for n, each in zip(shape, tiles, strict=True)):
                 continue
             counts = scales_in(view, is_stored, tiles)
             along = [] if counts is None else [counts[axis] for axis in shared]
-            if counts is None or any(count > 1 for count in along[:-1]):
+            if counts is None:
                 continue
-            if not along or along[-1] in allowed:
+            if all(count in some for count, some in zip(along, allowed, strict=False)):
                 channels = tuple(axis for axis, each in enumerate(tiles) if each == EACH)
                 cut = {axis: each for axis, each in enumerate(tiles) if each > 1}
                 return Granularity(channels, cut)

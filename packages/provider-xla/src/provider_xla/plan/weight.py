@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..kernels.packed import Packing, PrepackedWeight, abstract, prepack
+from ..kernels.packed import PrepackedWeight
+from ..kernels.packing import Packing, abstract, prepack
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
 from ..run.transformed import TransformedWeight
@@ -34,9 +37,12 @@ class WeightPlan:
         granularity: which axes have scales.
         stepped: axes along which each index is an array of its own (the layers of a scan).
         ops: the ids of the operations that use it.
-        packing: how it is packed for the kernels that compute these; None if XLA does.
+        packings: by platform, how it is packed for the kernels that compute these; no entry where
+            XLA does.
+        platform: where the parameters of the plan are: its bytes are counted for that.
         sparsity: which of its elements are zeros; None if none have to be.
         derived: how it is computed from parameters; None for a parameter.
+        scale_dtype: name of the dtype of its scales; None for that of the format.
     """
 
     path: str
@@ -48,9 +54,11 @@ class WeightPlan:
     granularity: Granularity
     stepped: tuple[int, ...]
     ops: tuple[str, ...]
-    packing: Packing | None = None
+    packings: Mapping[str, Packing] = dataclasses.field(default_factory=dict)
+    platform: str = ""
     sparsity: Sparsity | None = None
     derived: Derived | None = None
+    scale_dtype: str | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -60,8 +68,12 @@ class WeightPlan:
     @functools.cached_property
     def bytes_after(self) -> int:
         """Bytes of its codes and scales, packed for a kernel where it is."""
+        return self.bytes_on(self.packings.get(self.platform))
+
+    def bytes_on(self, packing: Packing | None) -> int:
+        """Return bytes of its codes and scales, or of what is packed so."""
         stored = jax.eval_shape(self._quantize, self.abstract())
-        return (stored if self.packing is None else abstract(stored, self.packing)).nbytes
+        return (stored if packing is None else abstract(stored, packing)).nbytes
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -83,9 +95,10 @@ class WeightPlan:
             "method": self.method,
             "channel_axes": list(self.granularity.channel_axes),
             "tile_axes": {str(a): n for a, n in self.granularity.tile_axes.items()},
+            "scale_dtype": self.scale_dtype,
             "ops": list(self.ops),
             "derived_from": [] if self.derived is None else list(self.derived.leaves),
-            "packed": self.packing is not None,
+            "packed": list(self.packings),
             "sparsity": None
             if self.sparsity is None
             else [str(self.sparsity[0]), self.sparsity[1]],
@@ -93,13 +106,39 @@ class WeightPlan:
             "bytes_after": self.bytes_after,
         }
 
-    def check_finite(self, leaf: Any) -> None:
-        """Raises QuantizationError where a value is no finite number."""
+    def has_wide_scales(self, leaf: Any) -> bool:
+        """Return whether scales of a value would leave the range of normal float16."""
+        if self.scale_dtype != "float16":
+            return False
+        where = self.granularity.channel_axes, tuple(self.granularity.tile_axes.items())
+        return not bool(_fits_float16(leaf, self.qtype, *where, self.method))
+
+    def of_values(self, leaf: Any) -> WeightPlan:
+        """Return this, with float32 scales where float16 does not hold those of a value.
+
+        Args:
+            leaf: the value; of a type or tracer nothing is known.
+        """
+        concrete = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(
+            leaf, jax.core.Tracer
+        )
+        wide = concrete and self.has_wide_scales(leaf)
+        return dataclasses.replace(self, scale_dtype=None) if wide else self
+
+    def check(self, leaf: Any) -> None:
+        """Raise QuantizationError for a value that can't be quantized as the plan says."""
         if not bool(_all_finite(leaf)):
             raise QuantizationError(
                 f"{self.path} has values that are not finite, and can't be quantized to "
                 f"{self.qtype} (rule {self.rule}). Find out where they come from, or leave it "
                 "float by a rule without weight_qtype."
+            )
+        if self.has_wide_scales(leaf):
+            raise QuantizationError(
+                f"The scales of {self.path} (rule {self.rule}) must be normal numbers of float16, "
+                "from 6.1e-5 to 65504, got others. Make the plan with these parameters, not with "
+                "their types: it then has float32 scales here. Or give the rule "
+                "scale_dtype='bfloat16'."
             )
 
     def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
@@ -108,7 +147,13 @@ class WeightPlan:
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
         return _quantize(
-            leaf, self.qtype, self.granularity.channel_axes, tiles, self.method, stepped
+            leaf,
+            self.qtype,
+            self.granularity.channel_axes,
+            tiles,
+            self.method,
+            stepped,
+            self.scale_dtype,
         )
 
 
@@ -116,25 +161,40 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     """Quantizes one parameter, and waits until that is done.
 
     Raises:
-        QuantizationError: it has values that are not finite.
+        QuantizationError: it has values that are not finite, or scales that the plan's dtype of
+            scales does not hold.
     """
     if check:
-        plan.check_finite(leaf)
+        plan.check(leaf)
     return jax.block_until_ready(plan._quantize(leaf))
 
 
-def prepack_leaf(plan: WeightPlan, q: Any) -> Any:
-    """Packs a quantized parameter for kernels, if the plan says so and its sharding allows it.
+def portable_leaf(plan: WeightPlan | None, held: Any) -> Any:
+    """Return a stored parameter as quantized values and scales, which run on every platform."""
+    if isinstance(held, TransformedWeight):
+        return dataclasses.replace(held, inner=portable_leaf(plan, held.inner))
+    if not isinstance(held, PrepackedWeight):
+        return held
+    shape = None if plan is None else plan.granularity.scale_shape(plan.shape)
+    return jax.jit(PrepackedWeight.codes, static_argnums=1)(held, shape)
+
+
+def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
+    """Pack a quantized parameter for kernels, if the plan says so and its sharding allows it.
+
+    Args:
+        plan: of the parameter.
+        q: what is stored; packed already, it stays what it is.
+        platform: whose kernels; None for where it is.
 
     Raises:
         QuantizationError: it is another than the plan's.
     """
-    packing = plan.packing
-    if packing is None:
-        return q
     if isinstance(q, TransformedWeight):
-        return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner))
-    if isinstance(q, PrepackedWeight):
+        return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner, platform))
+    first = jax.tree.leaves(q)[0]
+    packing = plan.packings.get(platform_of(first) if platform is None else platform)
+    if packing is None or isinstance(q, PrepackedWeight):
         return q
     counts = plan.granularity.scale_shape(plan.shape)
     if (q.shape, q.qtype, q.scale.shape, q.zero_point) != (plan.shape, plan.qtype, counts, None):
@@ -143,14 +203,14 @@ def prepack_leaf(plan: WeightPlan, q: Any) -> Any:
             f"{list(q.scale.shape)}, but the plan has {plan.qtype}{list(plan.shape)} with scales "
             f"of shape {list(counts)}. Pack what this plan, or one like it, has quantized."
         )
-    sharding = getattr(jax.tree.leaves(q)[0], "sharding", None)
+    sharding = getattr(first, "sharding", None)
     return q if packing.unshardable(q.shape, sharding) else prepack(q, packing)
 
 
 _sparsified = jax.jit(sparsified, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
 def _quantize(
     leaf: jax.Array,
     qtype: str,
@@ -158,6 +218,7 @@ def _quantize(
     tile_axes: tuple[tuple[int, int], ...],
     method: str,
     stepped: tuple[int, ...],
+    scale_dtype: str | None,
 ) -> qn.QArray | qn.PackedQArray:
     """Quantizes; along ``stepped`` axes each index by itself, with a global scale of its own."""
     if stepped:
@@ -171,12 +232,31 @@ def _quantize(
             tile_axes=tiles,
             method=method,
             stepped=tuple(a - 1 for a in rest),
+            scale_dtype=scale_dtype,
         )
         return jax.vmap(inner, in_axes=axis, out_axes=axis)(leaf)
     q = qn.quantize(
-        leaf, qtype, channel_axes=channel_axes, tile_axes=dict(tile_axes), method=method
+        leaf,
+        qtype,
+        channel_axes=channel_axes,
+        tile_axes=dict(tile_axes),
+        method=method,
+        scale_dtype=scale_dtype,
     )
     return qn.pack(q) if qn.get_qtype(qtype).packable else q
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _fits_float16(
+    leaf: jax.Array,
+    qtype: str,
+    channel_axes: tuple[int, ...],
+    tile_axes: tuple[tuple[int, int], ...],
+    method: str,
+) -> jax.Array:
+    tiles = dict(tile_axes)
+    found = qn.calibrate(leaf, qtype, channel_axes=channel_axes, tile_axes=tiles, method=method)
+    return qn.has_normal_scales(found, qtype, "float16")
 
 
 @jax.jit

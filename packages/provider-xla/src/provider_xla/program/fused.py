@@ -23,12 +23,8 @@ from interception_core import get_op, loaded
 from .ops import StaysFloat
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-# Transformer Engine's numbers: a bias after the scaling, no mask or a causal one, three arrays of
-# [batch, sequence, heads, size], the plain softmax.
-_NO_BIAS, _POST_SCALE_BIAS = 0, 2
-_NO_MASK, _CAUSAL = 0, 2
-_BSHD_BSHD_BSHD = 9
-_VANILLA = 0
+_FEW_QUERIES = 8
+"""Up to which attention is that of decoding: it takes as long as reading keys and values."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +35,18 @@ class FusedOp:
         name: what rules call it.
         op: the op of the kernels.
         reader: takes the bound arguments; returns the arrays, and what computes the result of them
-            by the function of the op. Raises StaysFloat.
+            by the function of the op; also another op, where it is that of this call. Raises
+            StaysFloat.
     """
 
     name: str
     op: str
-    reader: Callable[[dict[str, Any]], tuple[tuple[Any, ...], Callable[..., Any]]]
+    reader: Callable[[dict[str, Any]], Any]
 
     def read(
         self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], Callable[[], Any]]:
-        """Returns the arrays of a call, and what computes it.
+    ) -> tuple[str, tuple[Any, ...], Callable[[], Any]]:
+        """Return the op of a call, its arrays, and what computes it.
 
         Args:
             function: the function, for its signature.
@@ -64,12 +61,13 @@ class FusedOp:
         except TypeError as error:  # the function itself will say it best
             raise StaysFloat(str(error)) from error
         bound.apply_defaults()
-        arrays, run = self.reader(bound.arguments)
+        arrays, run, *other = self.reader(bound.arguments)
         for array in arrays:
             if not hasattr(array, "dtype") or array.dtype not in _FLOATS:
                 kind = getattr(array, "dtype", type(array).__name__)
                 raise StaysFloat(f"an operand is {kind}, and kernels take float32 and 16 bits")
-        return arrays, functools.partial(run, get_op(self.op))
+        op = other[0] if other else self.op
+        return op, arrays, functools.partial(run, get_op(op))
 
 
 _signature = functools.lru_cache(maxsize=None)(inspect.signature)
@@ -178,9 +176,8 @@ def _number(value: Any) -> float:
 
 
 def _jax_attention(given: dict[str, Any]) -> Any:
-    for name in ("query_seq_lengths", "key_value_seq_lengths"):
-        if given.get(name) is not None:
-            raise StaysFloat(f"{name} is given")
+    if given.get("query_seq_lengths") is not None:
+        raise StaysFloat("query_seq_lengths is given")
     if given.get("return_residual"):
         raise StaysFloat("the residual is asked for")
     window = given.get("local_window_size")
@@ -195,6 +192,7 @@ def _jax_attention(given: dict[str, Any]) -> Any:
         given["scale"],
         causal=given["is_causal"],
         window=window,
+        lengths=given.get("key_value_seq_lengths"),
     )
 
 
@@ -230,7 +228,8 @@ def _attention(
     *,
     causal: bool,
     window: Sequence[int] | None = None,
-) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+    lengths: Any = None,
+) -> Any:
     """Attention of ``[..., length, heads, size]``, with one batch axis for all before these."""
     arrays = (query, key, value)
     if any(getattr(x, "ndim", 0) < 3 for x in arrays) or len({x.ndim for x in arrays}) != 1:
@@ -240,19 +239,46 @@ def _attention(
     (length, heads, size), keys = query.shape[-3:], key.shape[-3]
     batch = query.shape[:-3]
     scale = size**-0.5 if scale is None else float(scale)
+    seen = _seen(mask, batch, keys)
+    few = length <= _FEW_QUERIES and value.shape == key.shape and not causal and window is None
+    if few and bias is None and (mask is None or seen is not None):
+        return arrays, functools.partial(_decode, arrays, seen, scale, lengths), "decode_attention"
+    if lengths is not None:
+        raise StaysFloat("key_value_seq_lengths is given")
     added = _scores(bias, mask, batch, (heads, length, keys), query.dtype)
 
     def run(op: Callable[..., Any]) -> jax.Array:
         qkv = tuple(x.reshape(math.prod(batch), *x.shape[-3:]) for x in arrays)
-        kind = _NO_BIAS if added is None else _POST_SCALE_BIAS
-        mask_type = _CAUSAL if causal else _NO_MASK
-        out = op(
-            qkv, added, None, None, kind, mask_type, _BSHD_BSHD_BSHD, _VANILLA, scale, 0.0, False,
-            window_size=window,
-        )  # fmt: skip
+        # By Transformer Engine's names: three arrays of [batch, sequence, heads, size].
+        kind = "NO_BIAS" if added is None else "POST_SCALE_BIAS"
+        mask_type = "CAUSAL_MASK" if causal else "NO_MASK"
+        names = (kind, mask_type, "BSHD_BSHD_BSHD", "VANILLA_SOFTMAX")
+        out = op(qkv, added, None, None, *names, scale, 0.0, False, window_size=window)
         return out.reshape(*batch, length, heads, value.shape[-1])
 
     return arrays, run
+
+
+def _decode(
+    arrays: Sequence[jax.Array], seen: Any, scale: float, lengths: Any, op: Callable[..., Any]
+) -> jax.Array:
+    """Attend with a few queries, as over a cache."""
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in arrays)
+    filled = key.shape[1] if lengths is None else lengths
+    out = op(query, key, value, filled, mask=seen, scale=scale, causal=False, heads_first=False)
+    return out.reshape(arrays[0].shape)
+
+
+def _seen(mask: Any, batch: Sequence[int], keys: int) -> jax.Array | None:
+    """Return a mask that all heads share as ``[1 or batch, 1 or length, keys]``, else None."""
+    if mask is None or mask.ndim != len(batch) + 3 or mask.shape[-3] != 1:
+        return None
+    shape, leading = mask.shape[-2:], mask.shape[: len(batch)]
+    flat = 1 if all(n == 1 for n in leading) else math.prod(batch)
+    if flat != 1:
+        mask = jnp.broadcast_to(mask, (*batch, 1, *shape))
+    mask = mask.astype(bool).reshape(flat, *shape)
+    return jnp.broadcast_to(mask, (flat, shape[0], keys))
 
 
 def _scores(

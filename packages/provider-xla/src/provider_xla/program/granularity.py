@@ -31,17 +31,20 @@ class Granularity:
         channels = tuple(sorted(axis for axis, size in tiles.items() if size == 1))
         return Granularity(channels, {a: size for a, size in sorted(tiles.items()) if size > 1})
 
-    def fitted(self, shape: Sequence[int]) -> Granularity:
-        """Returns it without tiles that do not divide their axis."""
-        tiles = {a: n for a, n in self.tile_axes.items() if shape[a] % n == 0}
-        return Granularity(self.channel_axes, tiles)
-
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scales of an array."""
         tiles = self.tile_axes
         return tuple(
-            n if a in self.channel_axes else n // tiles[a] if a in tiles else 1
+            n if a in self.channel_axes else -(-n // tiles[a]) if a in tiles else 1
             for a, n in enumerate(shape)
+        )
+
+    def ragged_tiles(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Return the tiles that do not divide their axis: see ``QArray.ragged_tiles``."""
+        return tuple(
+            (axis - len(shape), tile)
+            for axis, tile in sorted(self.tile_axes.items())
+            if shape[axis] > tile and shape[axis] % tile
         )
 
 
@@ -50,19 +53,19 @@ def of_operand(
     shape: Sequence[int],
     operand_shape: Sequence[int],
     contracted: Sequence[int],
-    tile_size: int | None,
+    tile_sizes: Mapping[int, int],
 ) -> Granularity:
-    """Returns the finest granularity of a parameter that an operation can use.
+    """Return the finest granularity of a parameter that an operation can use.
 
-    What is contracted has one scale, or one per tile of the operand's last contracted axis. An
-    axis that is gone in the operand (a step of a scan) has a scale per index.
+    What is contracted has one scale, or one per tile of the contraction. An axis that is gone in
+    the operand (a step of a scan) has a scale per index.
 
     Args:
         axes: where the parameter's axes are in the operand.
         shape: of the parameter.
         operand_shape: of the operand.
         contracted: the contracted axes of the operand, in order.
-        tile_size: elements of a tile, if there are any.
+        tile_sizes: for contracted axes that have more than one scale, the elements that share one.
     """
     channels: list[int] = []
     tiles: dict[int, int] = {}
@@ -79,14 +82,38 @@ def of_operand(
             elif kept == list(became[: len(kept)]) and kept:
                 # The outer parts stay: elements of the inner ones, side by side, share a scale.
                 tiles[axis] = shape[axis] // math.prod(operand_shape[part] for part in kept)
-            elif not kept and became[-1] == contracted[-1] and tile_size is not None:
-                tiles[axis] = tile_size
+            elif not kept:
+                _split(axis, became, operand_shape, tile_sizes, channels, tiles)
     for became, parts in merged.items():
         if became not in contracted:
             channels.extend(parts)
-        elif became == contracted[-1] and tile_size is not None:
-            _tile(parts, shape, tile_size, channels, tiles)
-    return Granularity(tuple(sorted(channels)), dict(sorted(tiles.items()))).fitted(shape)
+        elif len(parts) == 1 and tile_sizes.get(became, 1) > 1:
+            tiles[parts[0]] = tile_sizes[became]
+        elif became in tile_sizes:
+            _tile(parts, shape, tile_sizes[became], channels, tiles)
+    return Granularity(tuple(sorted(channels)), dict(sorted(tiles.items())))
+
+
+def _split(
+    axis: int,
+    became: Sequence[int],
+    operand_shape: Sequence[int],
+    tile_sizes: Mapping[int, int],
+    channels: list[int],
+    tiles: dict[int, int],
+) -> None:
+    """Tile an axis that became several, all of them contracted."""
+    tile = 1
+    for place, part in reversed(list(enumerate(became))):
+        size, own = operand_shape[part], tile_sizes.get(part)
+        tile *= size if own is None else own
+        if own is not None and own < size:
+            if size % own or any(tile_sizes.get(outer) != 1 for outer in became[:place]):
+                return  # not one tile after the other: one scale
+            break
+    else:
+        return
+    channels.append(axis) if tile == 1 else tiles.update({axis: tile})
 
 
 def _tile(
@@ -104,5 +131,7 @@ def _tile(
         elif left % shape[axis] == 0:
             tiles[axis] = shape[axis]
             left //= shape[axis]
-        else:
+        elif shape[axis] % left == 0:
             tiles[axis], left = left, 1
+        else:
+            return  # a tile would end within an index of the axis before

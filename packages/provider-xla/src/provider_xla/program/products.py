@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ class Product(abc.ABC):
     """A bilinear operation of two float arrays, without them. Hashable: it keys a jit cache.
 
     Attributes:
-        takes_tiles: whether scales may differ along the last contracted axis.
+        takes_tiles: whether scales may differ along contracted axes.
     """
 
     takes_tiles: ClassVar[bool] = True
@@ -33,6 +34,22 @@ class Product(abc.ABC):
     @abc.abstractmethod
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         """Returns the axes of operand 0 or 1, of ``ndim`` axes, that a scale is shared along."""
+
+    def tiled_sizes(
+        self, shapes: Sequence[tuple[int, ...]], hows: Sequence[qn.HowToQuantize | None]
+    ) -> tuple[int, ...]:
+        """Return the sizes of the contracted axes, in order; none where they can't be tiled.
+
+        Args:
+            shapes: of both operands.
+            hows: how they are quantized.
+        """
+        sizes = {
+            tuple(shape[axis] for axis in self.shared(side, len(shape)))
+            for side, shape in enumerate(shapes)
+        }
+        # An einsum may broadcast an axis of size 1.
+        return sizes.pop() if self.takes_tiles and len(sizes) == 1 else ()
 
     def sparse_axis(self, side: int, ndim: int) -> int | None:
         """Returns the axis of operand 0 or 1 that N:M sparsity goes along: contracted the last."""
@@ -82,6 +99,7 @@ class MatrixProduct(Product):
             how.tile_size,
             method=how.method,
             channelwise=how.channelwise,
+            scale_dtype=how.scale_dtype,
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
@@ -121,6 +139,14 @@ class Convolution(Product):
         channel = (self.numbers.lhs_spec, self.numbers.rhs_spec)[side][0]
         return tuple(axis for axis in range(ndim) if axis != channel)
 
+    def tiled_sizes(
+        self, shapes: Sequence[tuple[int, ...]], hows: Sequence[qn.HowToQuantize | None]
+    ) -> tuple[int, ...]:
+        """Return those of the kernel, if the input is float: see ``Product.tiled_sizes``."""
+        kernel = shapes[1]
+        axes = self.shared(1, len(kernel)) if hows[0] is None else ()
+        return tuple(kernel[axis] for axis in axes)
+
     def sparse_axis(self, side: int, ndim: int) -> int | None:
         """Return the axis of N:M sparsity: see ``Product.sparse_axis``."""
         return (self.numbers.lhs_spec, self.numbers.rhs_spec)[side][1]
@@ -134,6 +160,8 @@ class Convolution(Product):
             self.numbers,
             method=how.method,
             channelwise=how.channelwise,
+            scale_dtype=how.scale_dtype,
+            tile_size=how.tile_size,
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
@@ -184,6 +212,7 @@ class RaggedProduct(Product):
             how.tile_size,
             method=how.method,
             channelwise=how.channelwise,
+            scale_dtype=how.scale_dtype,
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
@@ -216,63 +245,9 @@ class RaggedProduct(Product):
         return lax.RaggedDotDimensionNumbers(dims, list(ragged), list(groups))
 
 
-def fitted_tile(
-    product: Product, shapes: tuple[tuple[int, ...], ...], tile_size: int | float, fallback: str
-) -> int | None:
-    """Return the elements of a tile that operands of these shapes can have instead of a rule's.
-
-    Args:
-        product: the operation.
-        shapes: of its operands.
-        tile_size: the rule's, which ``check_tile`` refuses.
-        fallback: "divisor" for the largest that divides, or "channel".
-
-    Returns:
-        The elements; None for one scale per channel.
-    """
-    axes = product.shared(0, len(shapes[0]))
-    if fallback == "channel" or not product.takes_tiles or not axes:
-        return None
-    size = shapes[0][axes[-1]]
-    most = min(tile_elements(tile_size, size), size)
-    found = next((n for n in range(most, 1, -1) if size % n == 0), None)
-    return None if found == size else found
-
-
-def check_tile(
-    product: Product, shapes: tuple[tuple[int, ...], ...], tile_size: int | float | None
-) -> str | None:
-    """Returns why operands of these shapes can't have tiles of that size, or None."""
-    if tile_size is None:
-        return None
-    if not product.takes_tiles:
-        return "tile_size is for matrix products"
-    for side, shape in enumerate(shapes):
-        axes = product.shared(side, len(shape))
-        if not axes or not divides(tile_size, shape[axes[-1]]):
-            sizes = [shape[axis] for axis in axes]
-            return f"tile_size {tile_size} does not divide contracted {sizes}"
-    return None
-
-
-def tile_elements(tile_size: int | float, size: int) -> int:
-    """Returns the elements of a tile of an axis; a float is one over the number of tiles."""
-    return round(tile_size * size) if isinstance(tile_size, float) else tile_size
-
-
-def divides(tile_size: int | float, size: int) -> bool:
-    """Returns whether an axis can be cut in such tiles."""
-    tile = tile_elements(tile_size, size)
-    return tile > 0 and size % tile == 0
-
-
 def fits(product: Product, side: int, q: qn.QArray) -> bool:
-    """Returns whether an operand's scales allow the product of its codes."""
+    """Return whether an operand's scales allow the product of its quantized values."""
     shared = product.shared(side, q.ndim)
-    counts = [q.scale.shape[axis] for axis in shared]
-    if product.takes_tiles and counts:
-        size, tiles = q.shape[shared[-1]], counts.pop()
-        # A tile per index would be a product per index.
-        if tiles == size and size > 1:
-            return False
-    return math.prod(counts) == 1
+    sums = math.prod(q.scale.shape[axis] for axis in shared)
+    # A tile per index would be a product per index.
+    return sums == 1 or (product.takes_tiles and sums < math.prod(q.shape[a] for a in shared))

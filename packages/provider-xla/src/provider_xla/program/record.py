@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tabulate import tabulate
+
+from .candidates import Choice, shown
 
 IN_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 """Operations that consist of others which rules can name."""
@@ -24,8 +26,7 @@ class OpRecord:
         rule: index of the rule that decided, or None.
         reason: why the operation stays float; None if it is quantized.
         weight: pytree path of the parameter among the operands, where it is known.
-        kernel: in a plan, the FFI target that computes it; None if XLA does.
-        kernel_reason: in a plan, why XLA computes it.
+        kernels: in a plan, what computes it on each platform; the first is where parameters are.
         rank: in a plan, the rank of the adapter that its parameter has; None if it has none.
     """
 
@@ -36,9 +37,18 @@ class OpRecord:
     rule: int | None
     reason: str | None
     weight: str | None
-    kernel: str | None = None
-    kernel_reason: str | None = None
+    kernels: Mapping[str, Choice] = field(default_factory=dict)
     rank: int | None = None
+
+    @property
+    def kernel(self) -> str | None:
+        """The FFI target that computes it where parameters are; None if XLA does."""
+        return next((one.kernel for one in self.kernels.values()), None)
+
+    @property
+    def kernel_reason(self) -> str | None:
+        """Why XLA computes it where parameters are."""
+        return next((one.reason for one in self.kernels.values()), None)
 
     @property
     def quantized(self) -> bool:
@@ -67,7 +77,13 @@ class Report(tuple[OpRecord, ...]):
 
     def as_json(self) -> list[dict[str, Any]]:
         """Returns the records as JSON values."""
-        return [asdict(record) for record in self]
+        return [
+            {
+                **asdict(record),
+                "kernels": {name: one._asdict() for name, one in record.kernels.items()},
+            }
+            for record in self
+        ]
 
     def table(self, sizes: Mapping[str, tuple[int, int]] | None = None) -> str:
         """Returns the operations as a table.
@@ -77,11 +93,10 @@ class Report(tuple[OpRecord, ...]):
         """
         headers = ["op", "operands", "runs as", "rule", "weight or reason"]
         rows = [_row(record) for record in self]
-        if any(record.kernel or record.kernel_reason for record in self):
+        if any(record.kernels for record in self):
             headers.insert(3, "kernel")
             for record, row in zip(self, rows, strict=True):
-                chosen = record.quantized or record.kernel_reason is not None
-                row.insert(3, record.kernel or ("XLA" if chosen else ""))
+                row.insert(3, shown(record.kernels) if record.kernels else "")
         if sizes is not None:
             headers.append("bytes")
             for record, row in zip(self, rows, strict=True):

@@ -12,26 +12,20 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from interception_core import (
-    Interceptor,
-    OpCall,
-    UnknownNameError,
-    select_kernel,
-    untapped,
-)
+from interception_core import Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
 from ..rules.rule import QuantizationRule
 from .arrays import is_array
+from .candidates import choices
 from .fused import FusedOp, fused_ops
 from .ops import OPS, StaysFloat, TappedOp
-from .products import Product, check_tile, fitted_tile
+from .products import Product
 from .record import OpRecord
+from .tiles import fitted, misfit
 from .weights import Weight, Weights, weights_among
 
 SIDES = ("lhs", "rhs")
-PLATFORM = "cpu"
-"""What there are kernels for."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,8 @@ class Rules:
         method = rule.weight_calibration_method if is_weight else rule.act_method
         tile = rule.tile_size if rule.tile_size is not None else qn.get_qtype(qtype).block
         channelwise = not getattr(rule, "disable_channelwise_axes", False)
-        return qn.HowToQuantize(qtype, tile, method, channelwise)
+        scales = rule.scale_dtype if is_weight else None
+        return qn.HowToQuantize(qtype, tile, method, channelwise, scales)
 
     @property
     def is_static(self) -> bool:
@@ -296,15 +291,13 @@ class Sites:
             self._record(dataclasses.replace(record, reason="the rule leaves it to XLA"), None)
             return NotImplemented
         try:
-            arrays, run = op.read(function, args, kwargs)
+            name, arrays, run = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as reason:
             self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
             return NotImplemented
-        spec, why = select_kernel(op.op, PLATFORM, arrays)
-        kernel, why = (None, why) if spec is None else (spec.target, None)
         shown = tuple(map(short, arrays))
-        record = dataclasses.replace(record, operands=shown, kernel=kernel, kernel_reason=why)
-        self._record(record, None)
+        found = choices(name, arrays)
+        self._record(dataclasses.replace(record, operands=shown, kernels=found), None)
         try:
             return run()
         except (TypeError, ValueError):
@@ -330,19 +323,16 @@ class Sites:
         hows: tuple[qn.HowToQuantize | None, ...],
     ) -> tuple[qn.HowToQuantize | None, ...]:
         """Return how operands are quantized, with tiles that their contracted axis has."""
-        tile, shapes = rule.tile_size, tuple(operand.shape for operand in operands)
-        if tile is None or rule.tile_fallback is None:
+        sizes = product.tiled_sizes([operand.shape for operand in operands], hows)
+        tiled = [how for how in hows if how]
+        found = {how: fitted(how, sizes, rule.tile_fallback) for how in tiled}
+        # Both sides have the same tiles, those of a format with blocks.
+        blocks = any(qn.get_qtype(how.qtype).block is not None for how in tiled)
+        if blocks and any(new is not how for how, (new, _) in found.items()):
             return hows
-        why = check_tile(product, shapes, tile)
-        if why is None:
-            return hows
-        fitted = fitted_tile(product, shapes, tile, rule.tile_fallback)
-        with_blocks = [how and qn.get_qtype(how.qtype).block is not None for how in hows]
-        if any(with_blocks):
-            return hows
-        got = "one scale per channel" if fitted is None else f"tiles of {fitted}"
-        self._remark(call, f"{why}: {got}")
-        return tuple(how and dataclasses.replace(how, tile_size=fitted) for how in hows)
+        for remark in dict.fromkeys(text for _, text in found.values() if text):
+            self._remark(call, remark)
+        return tuple(how and found[how][0] for how in hows)
 
     def _why_not(
         self,
@@ -357,10 +347,10 @@ class Sites:
             if rule.weight_qtype is None and rule.rank is None:
                 return "the rule leaves it float", False
             return "the rule is for weights, and no operand is known as a parameter", False
-        shapes = tuple(operand.shape for operand in operands)
+        sizes = product.tiled_sizes([operand.shape for operand in operands], hows)
         tiles = {how.tile_size for how in hows if how is not None}
         for tile in sorted(tiles - {None}):
-            reason = check_tile(product, shapes, tile)
+            reason = misfit(sizes, tile, rule.tile_fallback)
             if reason is not None:
                 return reason, True
         return None, False

@@ -67,21 +67,37 @@ class Plan(PlanData):
     def prepack(self, params: Any) -> Any:
         """Packs quantized parameters for the kernels that compute their products.
 
-        ``quantize`` does it by itself. This is for parameters that were stored without: a packed
-        one is for the packages that are installed here.
+        ``quantize`` does it for the platform that they are on. This is for parameters that were
+        stored without; ``convert`` packs for other platforms.
 
         Args:
             params: what ``quantize(..., prepack=False)`` returned, here or elsewhere.
 
         Returns:
             The tree with a ``PrepackedWeight`` in place of what the plan has a kernel for. One
-            that is sharded along an axis that is contracted, or within 16 columns, stays what it
+            that is sharded along an axis that is contracted, or within a panel, stays what it
             is, and so does what is packed already.
 
         Raises:
             QuantizationError: a parameter was quantized in another way than the plan's.
         """
         return quantize.prepack(self, params)
+
+    def convert(self, params: Any, platform: str | None = None) -> Any:
+        """Change the form of stored parameters to what the kernels of a platform read.
+
+        Quantized values and scales are the same in every form, bit for bit. Nothing is moved to
+        other devices.
+
+        Args:
+            params: what ``quantize``, ``optimize`` or ``load`` returned, here or elsewhere.
+            platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ...; None for quantized values and scales,
+                which run everywhere.
+
+        Returns:
+            The tree. What the plan has no kernel for on that platform is a ``QArray``.
+        """
+        return quantize.convert(self, params, platform)
 
     def optimize(
         self,

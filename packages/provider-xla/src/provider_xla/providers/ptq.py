@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from ..lora.apply import AdaptedRun
 from ..program.engine import follows_values
 from ..program.sites import Site
 from ..run.infer import infer, prepared, run_site
@@ -31,15 +33,31 @@ class PtqProvider(XlaProvider):
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Return ``fn`` with its operations quantized by the rules.
 
+        Where a rule has a rank, parameters may also be an ``AdaptedWeight``, and the function
+        takes ``dropout_key``, a random key: without one nothing is dropped.
+
         Args:
             fn: takes parameters as the plan's ``quantize`` returns them, or as arrays.
             statistics: the ranges that rules with ``act_static_scale`` need: what
                 ``plan.calibrate`` returns.
         """
         if statistics is not None:
-            return infer(self._engine, self._rules, fn, statistics, self._record)
-        stored = follows_values(self._engine)
-        return prepared(self._engine.wrap(fn, self.interceptor()), stored)
+            plain = infer(self._engine, self._rules, fn, statistics, self._record)
+        else:
+            stored = follows_values(self._engine)
+            plain = prepared(self._engine.wrap(fn, self.interceptor()), stored)
+        if all(rule.rank is None for rule in self.rules):
+            return plain
+        return self._adapted(statistics).wrap(fn, plain)
+
+    def _adapted(self, statistics: Statistics | None) -> AdaptedRun:
+        if statistics is not None:
+            return AdaptedRun(self._engine, self._rules, statistics, self._record)
+        return self._adapted_run
+
+    @functools.cached_property
+    def _adapted_run(self) -> AdaptedRun:
+        return AdaptedRun(self._engine, self._rules, record=self._record)
 
     def _run(self, site: Site) -> Any:
         return run_site(site)

@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 
-import quant_numerics as qn
 from interception_core import JaxtapError
 
 from ..program.sites import Site
 from ..rules.rule import QtRule, QuantizationRule
 from ..run.product import trained_product
-from ..run.static import Observation, Statistics, calibrations
+from ..run.static import Observation, Statistics, calibrations, read
 from .provider import XlaProvider
 
 
@@ -42,7 +41,8 @@ class QtProvider(XlaProvider):
             fn: the function: a model, or a whole loss.
             statistics: of activations with ``act_static_scale``: what ``init_statistics``
                 returns.
-            update: whether running it adds to the statistics, as in training.
+            update: whether running it adds to the statistics, as in training. JAX has no
+                derivative of a ``lax.cond`` that does: measure first, then train without.
 
         Returns:
             A function of the same arguments and ``quant_key``, a random key that rules with
@@ -54,8 +54,9 @@ class QtProvider(XlaProvider):
             if quant_key is None and statistics is None:
                 return plain(*args, **kwargs)
             observation = Observation(statistics) if update and statistics is not None else None
+            ranges = None if observation or statistics is None else read(statistics)
             run = functools.partial(
-                self._run, statistics=statistics, observation=observation, key=quant_key
+                self._run, statistics=ranges, observation=observation, key=quant_key
             )
             tapping = self._sites(run).interceptor
             result = self._engine.wrap(fn, tapping)(*args, **kwargs)
@@ -93,18 +94,9 @@ class QtProvider(XlaProvider):
             ranges = observation.calibrations(site)
         rule = site.rule
         assert isinstance(rule, QtRule)
-        backward = None
-        if rule.bwd_qtype is not None:
-            backward = qn.Backward(
-                rule.bwd_qtype,
-                rule.bwd_calibration_method,
-                rule.bwd_weight_grad_tile_size,
-                not rule.disable_channelwise_axes,
-                rule.bwd_stochastic_rounding,
-                tuple(rule.channelwise_noise_axes),
-            )
+        backward = tuple(rule.backward(weight is not None) for weight in site.weights)
         noise = None
-        if backward is not None and backward.stochastic_rounding is not None:
+        if any(one is not None and one.stochastic_rounding is not None for one in backward):
             if key is None:
                 raise JaxtapError(
                     f"The rule of {site.call.op_id} rounds gradients stochastically, and there "
@@ -112,13 +104,10 @@ class QtProvider(XlaProvider):
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
-        weights = [side for side, weight in enumerate(site.weights) if weight is not None]
-        weight = weights[0] if len(weights) == 1 else None
         return trained_product(
             site.product,
             site.hows,
-            backward,
-            weight,
+            None if backward == (None, None) else backward,
             *site.operands,
             site.extras,
             ranges,

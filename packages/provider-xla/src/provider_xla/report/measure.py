@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import quant_numerics as qn
 from hijax_trace import Carrier
+from interception_core import platform_of
 
 from ..errors import QuantizationError
 from ..measure.probe import Lookup, Probed, probe, stored_operand
@@ -21,13 +21,13 @@ from ..plan.weight import WeightPlan
 from ..program.arrays import is_array, of_arrays
 from ..program.engine import follows_values
 from ..program.products import Product
-from ..program.sites import Site
+from ..program.sites import SIDES, Site
 from ..run.infer import infer, run_operands
-from ..run.static import Statistics, calibrations
+from ..run.static import Statistics, calibrations, key_of, read
 from ..run.stored import is_stored
 from .errors_at import Sums, decibels, difference, flops, site_error, visits
 from .quality import QualityReport
-from .results import Error, FloatOp, OpQuality, OutputQuality, ParameterQuality
+from .results import Error, FloatOp, OpQuality, OutputQuality, ParameterQuality, Range
 from .timing import time_both, time_ops
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ def make_report(
             "each call. Make the plan with PtqProvider(engine='trace')."
         )
     if statistics is not None:
-        statistics = {
-            key: one if isinstance(one, qn.Calibration) else one.calibration()
-            for key, one in statistics.items()
-        }
+        statistics = read(statistics)
     per_visit, found = _probe(plan, params, stored, taken, statistics)
     packed = params if patches else prepack(plan, stored)
     quantized = infer(plan.engine, plan.rules, plan.fn, statistics)
@@ -74,6 +71,7 @@ def make_report(
         )
         seconds = time_ops(plan, packed, taken[0], statistics, _mapped(found))
     ops, float_ops = _ops(plan, found, per_visit, seconds, whole[1], len(taken))
+    ops = tuple(dataclasses.replace(op, ranges=_ranges(plan, statistics, op.op_id)) for op in ops)
     return QualityReport(
         ops,
         float_ops,
@@ -81,7 +79,7 @@ def make_report(
         outputs,
         plan.problems,
         len(taken),
-        jax.default_backend(),
+        platform_of(next((x for x in jax.tree.leaves(packed) if isinstance(x, jax.Array)), None)),
         *whole,
     )
 
@@ -126,6 +124,24 @@ def _probe(
     return per_visit, found
 
 
+def _ranges(
+    plan: PlanData, statistics: Statistics | None, op_id: str
+) -> tuple[Range | None, Range | None]:
+    """Return the static ranges of an operation."""
+
+    def one(side: str) -> Range | None:
+        key, known = f"{op_id}#{side}", statistics or {}
+        found = known.get(key, known.get(key_of(key, True)))
+        if found is None or key not in plan.ranges:
+            return None
+        upper = np.asarray(found.upper)
+        flat = None if found.lower is None else tuple(np.ravel(found.lower).tolist())
+        steps = upper.shape[: upper.ndim - plan.ranges[key].ndim]
+        return Range(tuple(upper.ravel().tolist()), flat, steps)
+
+    return one(SIDES[0]), one(SIDES[1])
+
+
 def _mapped(found: dict[str, Probed]) -> dict[str, int]:
     """Returns, by operation, over how many examples the program maps it."""
     mapped = {}
@@ -154,8 +170,9 @@ def _ops(
                 continue
             sums = None if one is None else jax.tree.map(np.asarray, one.total)
             calls = 0.0 if sums is None else float(np.sum(sums.visits)) / batches
-            times = [None if op_id not in seconds else t * calls / mapped.get(op_id, 1)
-                     for t in seconds.get(op_id, (0.0, 0.0))]  # fmt: skip
+            share = calls / mapped.get(op_id, 1)
+            in_float, quantized = (t * share for t in seconds.get(op_id, (math.nan, math.nan)))
+            is_timed = op_id in seconds
             ops[op_id] = OpQuality(
                 op_id,
                 record.op_name,
@@ -169,7 +186,8 @@ def _ops(
                 _error(sums),
                 _steps(sums),
                 round(per_visit.get(op_id, 0) * calls),
-                *times,
+                in_float if is_timed else None,
+                quantized if is_timed else None,
             )
         elif not record.is_in_parts:
             count = None

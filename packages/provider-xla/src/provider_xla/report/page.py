@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from .plots import FIRST, SECOND, WARN, Bar, Row, chart
 from .results import OpQuality, Results
-from .text import show_bytes, show_error, show_ms, show_share, show_sqnr
+from .text import show_bytes, show_error, show_ms, show_ranges, show_share, show_sqnr
 
 SHOWN = 40
 """Rows of a chart; the table has all."""
@@ -34,6 +34,7 @@ def page(report: Results, title: str) -> str:
         "bytes": show_bytes,
         "error": show_error,
         "ms": show_ms,
+        "ranges": show_ranges,
         "share": show_share,
         "sqnr": show_sqnr,
     }

@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from ..errors import QuantizationError
 from .results import Results
-from .text import show_bytes, show_error, show_ms, show_share, show_sqnr
+from .text import show_bytes, show_error, show_ms, show_ranges, show_share, show_sqnr
 
 SCHEMA = 1
 """The version of what ``as_json`` returns."""
@@ -74,6 +74,9 @@ class QualityReport(Results):
         kernels = any(op.kernel is not None for op in self.ops)
         if kernels:
             headers.insert(2, "kernel")
+        ranged = any(any(op.ranges) for op in self.ops)
+        if ranged:
+            headers.append("static range")
         chosen = self.sorted_ops(sort)[:top]
         rows = []
         for op in chosen:
@@ -91,6 +94,8 @@ class QualityReport(Results):
                 row[6:6] = [show_ms(op.float_seconds), show_ms(op.seconds), show_share(op.share)]
             if kernels:
                 row.insert(2, op.kernel or "XLA")
+            if ranged:
+                row.append(show_ranges(op.ranges))
             rows.append(row)
         align = ["right" if name in _RIGHT else "left" for name in headers]
         text = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align)

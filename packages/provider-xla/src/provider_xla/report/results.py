@@ -25,6 +25,21 @@ class Error:
 
 
 @dataclass(frozen=True)
+class Range:
+    """The static range of an activation.
+
+    Attributes:
+        upper: the upper bound; of each step, row by row, where steps have a range each.
+        lower: the lower bound; None where the range is symmetric.
+        steps: how many steps the loops have whose steps have a range each, the outermost first.
+    """
+
+    upper: tuple[float, ...]
+    lower: tuple[float, ...] | None = None
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class OpQuality:
     """One operation that is quantized.
 
@@ -45,6 +60,7 @@ class OpQuality:
         float_seconds: time of its float form alone, for all calls; None if not measured.
         seconds: time of its quantized form alone, for all calls; None if not measured.
         share: part of the quantized program's time that ``seconds`` is; None if not measured.
+        ranges: the static range of both operands; None where it has none.
     """
 
     op_id: str
@@ -62,6 +78,7 @@ class OpQuality:
     float_seconds: float | None = None
     seconds: float | None = None
     share: float | None = None
+    ranges: tuple[Range | None, Range | None] = (None, None)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+from .results import Range
 
 
 def show_sqnr(value: float | None) -> str:
@@ -29,6 +32,26 @@ def show_ms(seconds: float | None) -> str:
 def show_share(share: float | None) -> str:
     """Returns a fraction for people."""
     return "-" if share is None else f"{share:.1%}"
+
+
+def show_ranges(ranges: Sequence[Range | None]) -> str:
+    """Return the static ranges of an operation: of several steps the least and the largest."""
+    return "; ".join(show_range(one) for one in ranges if one is not None)
+
+
+def show_range(one: Range) -> str:
+    """Return a static range as ``[-1, 2]``, or ``±2``."""
+    if not one.steps:
+        return _bounds(one, 0)
+    sizes = [u - (one.lower[i] if one.lower else 0.0) for i, u in enumerate(one.upper)]
+    least, largest = sizes.index(min(sizes)), sizes.index(max(sizes))
+    count = " x ".join(map(str, one.steps))
+    return f"{_bounds(one, least)} to {_bounds(one, largest)} in {count} steps"
+
+
+def _bounds(one: Range, i: int) -> str:
+    upper = f"{one.upper[i]:.3g}"
+    return f"±{upper}" if one.lower is None else f"[{one.lower[i]:.3g}, {upper}]"
 
 
 def show_bytes(size: float) -> str:

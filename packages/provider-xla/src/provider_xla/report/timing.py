@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics as stats
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy
 
-from ..kernels.packed import Packing, PrepackedWeight, prepack
+from ..kernels.packed import PrepackedWeight, scale_sizes
+from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
 from ..program.engine import follows_values
 from ..program.products import Product, RaggedProduct
@@ -44,7 +46,10 @@ class _Call:
         self.operands, self.floats, self.extras = map(
             _types, (operands, site.operands, site.extras)
         )
-        self.ranges = calibrations(statistics, site)
+        # Those of a step are values of the trace, and what they are makes no difference.
+        self.ranges = jax.tree.map(
+            lambda bound: np.ones(bound.shape, bound.dtype), calibrations(statistics, site)
+        )
         activations = [weight is None for weight in site.weights]
         # Both are, where a program maps over its parameters.
         self.axes = tuple(0 if is_one else None for is_one in activations)
@@ -54,6 +59,8 @@ class _Call:
         is_mapped = any(axis == 0 and not isinstance(x, ArrayProxy)
                         for axis, x in zip(self.axes, self.operands, strict=True))  # fmt: skip
         self.mapped, self.repeats = (mapped, 1) if is_mapped else (1, mapped)
+        # Examples that are columns of a packed weight are multiplied with at once.
+        self.rows = max(self.mapped // math.prod(map(_columns, self.operands)), 1)
         leaves, structure = jax.tree.flatten((self.operands, self.floats, self.extras))
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
         static = tuple(range_ is None for range_ in self.ranges)
@@ -72,7 +79,11 @@ class _Call:
             self._filled(rng, x, axis) for x, axis in zip(self.floats, self.axes, strict=True)
         ]
         operands = [
-            self._filled(rng, x, axis) if isinstance(x, ArrayProxy) else given
+            self._filled(rng, x, axis)
+            if isinstance(x, ArrayProxy)
+            else given[: self.rows]
+            if self.rows < self.mapped and axis == 0
+            else given
             for x, axis, given in zip(self.operands, self.axes, floats, strict=True)
         ]
         calls = (
@@ -82,6 +93,9 @@ class _Call:
         return time_both(*(lambda call=call: jax.block_until_ready(call()) for call in calls))
 
     def _mapped(self, fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
+        for side, x in enumerate(operands):
+            if isinstance(x, PrepackedWeight):
+                fn = _over_columns(fn, side, x)
         if self.mapped == 1:
             return jax.jit(fn)
         pairs = zip(operands, self.axes, strict=True)
@@ -172,20 +186,48 @@ def _extra(product: Product, operands: Sequence[Any], x: Any) -> np.ndarray:
     return np.full(x.shape, rows // x.shape[-1], x.dtype)
 
 
-def _packed(rng: np.random.Generator, weight: PrepackedWeight) -> PrepackedWeight:
-    """Returns a parameter as a kernel takes it, which knows what it has packed itself."""
-    lead, rank = len(weight.lead), len(weight.k_sizes)
+def _columns(held: Any) -> int:
+    """Return how many of the examples that a program maps are columns of a packed weight."""
+    if not isinstance(held, PrepackedWeight):
+        return 1
+    return math.prod(held.n_sizes[part] for part in held.gone)
+
+
+def _over_columns(fn: Callable[..., Any], side: int, weight: PrepackedWeight) -> Callable[..., Any]:
+    """Return a function of operands mapped over the columns that one of them is mapped over."""
+    for i in range(len(weight.gone)):
+        places = tuple(0 if j == i else None for j in range(len(weight.gone)))
+        axes: list[Any] = [None] * 4
+        axes[side] = dataclasses.replace(weight, packed=None, index=None, places=places)
+        fn = jax.vmap(fn, tuple(axes))
+    return fn
+
+
+def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight:
+    """Return a parameter as a kernel takes it, which knows what it has packed itself.
+
+    Alone where it is one of a stack, and with all indices of what is mapped.
+    """
+    weight, rank = jax.eval_shape(PrepackedWeight.gathered, given), len(given.k_sizes)
+    order = (*weight.order, *(rank + part for part in weight.gone))
+    weight = dataclasses.replace(weight, order=order, gone=(), places=())
+    lead = len(weight.lead)
     places = {part: lead + axis for axis, part in enumerate(weight.order)}
     k_axes = tuple(places[part] for part in range(rank))
     n_axes = tuple(places[part] for part in range(rank, len(places)))
-    scale = [1 if axis in k_axes else n for axis, n in enumerate(weight.shape)]
-    if weight.group:
-        scale[k_axes[-1]] = weight.shape[k_axes[-1]] // weight.group
+    scale = list(weight.shape)
+    for axis, count in zip(k_axes, scale_sizes(weight.k_sizes, weight.group), strict=True):
+        scale[axis] = count
     kind = qn.get_qtype(weight.qtype)
     codes = _random(rng, weight.shape, kind.storage_dtype, weight)
-    q = qn.QArray(codes, jnp.ones(scale, kind.scale_dtype), qtype=weight.qtype, dtype=weight.dtype)
-    made = prepack(q, Packing(lead, k_axes, n_axes, weight.group, weight.bits))
-    return dataclasses.replace(weight, packed=made.packed)
+    ones = jnp.ones(scale, weight.scale_dtype)
+    q = qn.QArray(codes, ones, qtype=weight.qtype, dtype=weight.dtype)
+    sizes = weight.group, weight.bits, weight.platform
+    made = prepack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes))
+    places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)
+    return dataclasses.replace(
+        weight, packed=made.packed, order=given.order, gone=given.gone, places=places
+    )
 
 
 def _random(rng: np.random.Generator, shape: Sequence[int], dtype: Any, parent: Any) -> jax.Array:

@@ -30,6 +30,9 @@ NAMED_ONLY = frozenset({"take"})
 FUSED_NAMES = ("attention", "gelu", "layer_norm", "rms_norm", "silu", "softmax")
 """The functions that a rule with ``kernel="fused"`` is about, too, and rules can name."""
 
+MOST_STEPS = 128
+"""Loops of more steps have one static range for all of them, unless their rule says otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationRule:
@@ -51,16 +54,23 @@ class QuantizationRule:
         weight_qtype: qtype of an operand that is a parameter; None leaves it float. A name or a
             dtype, such as ``"int4"`` or ``jnp.int4``.
         act_qtype: qtype of every other operand; None leaves it float.
-        tile_size: elements that share a scale along the contracted axis (subchannel), or, as a
-            float, one over the number of tiles; None for one scale per channel. Convolutions have
-            one scale per channel.
-        tile_fallback: what an operation gets whose contracted axis tiles of `tile_size` do not
+        tile_size: elements that share a scale along the contracted axes (subchannel), as if they
+            were one, or, as a float, one over the number of tiles; None for one scale per channel.
+            Convolutions of quantized activations have one scale per channel.
+        tile_fallback: what an operation gets whose contracted axes tiles of `tile_size` do not
             divide: ``"divisor"`` the largest tile below it that does, ``"channel"`` one scale per
-            channel; None makes it an error. ``plan.notes`` lists where it was needed.
+            channel, ``"padded"`` a last tile that is shorter (XLA computes it); None makes it an
+            error. ``plan.notes`` lists where it was needed.
+        scale_dtype: dtype of a parameter's scales, ``"float16"`` or ``"bfloat16"``; None for that
+            of the format. A parameter with scales out of the range of normal float16 gets float32,
+            which ``plan.notes`` tells.
         weights_only: whether the rule is for operations with a weight alone. An operation of
             activations (attention scores, the fixed coefficients of a solver) does not match.
         act_static_scale: whether activations have scales that were measured before (static
             range) instead of their own (dynamic range). None is False.
+        static_range: whether the steps of a loop have a static range each (``"step"``), or one
+            that holds those of all (``"joined"``). None is a range for each step of at most
+            ``MOST_STEPS``. Loops whose number of steps only a run can tell have joined ranges.
         weight_calibration_method: how the range of a parameter is found: ``"absmax"``,
             ``"minmax"``, ``"rms,7"``, ``"fixed,-1,1"``, ``"percentile,99.9"``, ``"mse"``; see
             ``quant_numerics.calibrate``.
@@ -89,9 +99,11 @@ class QuantizationRule:
     weight_qtype: Any = None
     act_qtype: Any = None
     tile_size: int | float | None = None
-    tile_fallback: Literal["divisor", "channel"] | None = "divisor"
+    tile_fallback: Literal["divisor", "channel", "padded"] | None = "divisor"
+    scale_dtype: Any = None
     weights_only: bool = False
     act_static_scale: bool | None = None
+    static_range: Literal["step", "joined"] | None = None
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
@@ -116,12 +128,17 @@ class QuantizationRule:
         for field in self._methods():
             self._check_method(field)
         self._check_tile("tile_size")
-        if self.tile_fallback not in (None, "divisor", "channel"):
-            raise self._error("tile_fallback", "None, 'divisor' or 'channel'")
+        if self.tile_fallback not in (None, "divisor", "channel", "padded"):
+            raise self._error("tile_fallback", "None, 'divisor', 'channel' or 'padded'")
+        self._check_scales()
         if not isinstance(self.weights_only, bool):
             raise self._error("weights_only", "a bool")
         if self.act_static_scale is not None and self.act_qtype is None:
             raise self._error("act_static_scale", "None where act_qtype is None")
+        if self.static_range not in (None, "step", "joined"):
+            raise self._error("static_range", "None, 'step' or 'joined'")
+        if self.static_range is not None and not self.act_static_scale:
+            raise self._error("static_range", "None where act_static_scale is not True")
         self._set("act_batch_axes", self._integers("act_batch_axes"))
         self._check_sparsity()
         if self.kernel not in (None, "fused"):
@@ -203,7 +220,7 @@ class QuantizationRule:
 
     def _check_method(self, field: str) -> None:
         value = getattr(self, field)
-        if value is None and field == "act_calibration_method":
+        if value is None and self.__dataclass_fields__[field].default is None:
             return
         try:
             qn.parse_calibration_method(value)
@@ -219,6 +236,17 @@ class QuantizationRule:
         if not isinstance(tile, int) or isinstance(tile, bool) or tile < 1:
             allowed = "None, a positive number of elements, or one over a number of tiles"
             raise self._error(field, allowed)
+
+    def _check_scales(self) -> None:
+        if self.scale_dtype is None:
+            return
+        if self.weight_qtype is None:
+            raise self._error("scale_dtype", "None where weight_qtype is None")
+        try:
+            kind = qn.get_qtype(self.weight_qtype).with_scales(self.scale_dtype)
+        except (TypeError, ValueError) as error:
+            raise self._error("scale_dtype", f"None or the dtype of scales. {error}") from error
+        self._set("scale_dtype", kind.scale_dtype.name)
 
     def _check_adapter(self) -> None:
         rank, alpha, dropout = self.rank, self.alpha, self.dropout
@@ -265,12 +293,31 @@ def _is_number(value: Any) -> bool:
 class QtRule(QuantizationRule):
     """A rule for quantized training; a plain QuantizationRule is one with these defaults.
 
+    The backward pass of a product of an activation and a parameter has two products: one gives the
+    gradient of the activation, from the incoming gradient and the parameter; the other gives the
+    gradient of the parameter, from the incoming gradient and the activation. Fields beginning with
+    ``bwd_act_grad_`` are for the first, those with ``bwd_weight_grad_`` for the second, and those
+    with ``bwd_`` alone for both. Where both operands are activations, both are of the first kind.
+
     Attributes:
         bwd_qtype: qtype of the incoming gradient in the two products of the backward pass; None
             leaves the backward pass float, at the unquantized operands (straight through).
+        bwd_act_grad_qtype: the same for the gradient of activations alone; None is `bwd_qtype`.
+        bwd_weight_grad_qtype: the same for the gradient of parameters alone; None is `bwd_qtype`.
         bwd_calibration_method: how the range of that gradient is found.
-        bwd_weight_grad_tile_size: elements that share a scale along the axis that is contracted
-            for the gradient of a parameter; as ``tile_size``.
+        bwd_act_grad_calibration_method: the same for the gradient of activations alone; None is
+            `bwd_calibration_method`.
+        bwd_weight_grad_calibration_method: the same for the gradient of parameters alone.
+        bwd_act_grad_tile_size: elements that share a scale along the axis that is contracted for
+            the gradient of an activation (the output channels); as ``tile_size``.
+        bwd_weight_grad_tile_size: the same for the gradient of a parameter (batch and sequence).
+        bwd_original_residuals: whether the other operand of both products is the unquantized one,
+            instead of the quantized values of the forward pass.
+        bwd_act_residual_qtype: qtype that an activation is quantized to again for the gradient of
+            its parameter, whatever it had in the forward pass; None for none.
+        bwd_weight_residual_qtype: qtype that a parameter is quantized to again for the gradient of
+            its activation; None for none.
+        bwd_residual_calibration_method: how the ranges of these are found.
         disable_channelwise_axes: one scale for all of an operand (but for tiles), forward and
             backward.
         bwd_stochastic_rounding: ``"uniform"`` or ``"low_bit_uniform"`` noise when the gradient is
@@ -279,8 +326,17 @@ class QtRule(QuantizationRule):
     """
 
     bwd_qtype: Any = None
+    bwd_act_grad_qtype: Any = None
+    bwd_weight_grad_qtype: Any = None
     bwd_calibration_method: str = "absmax"
+    bwd_act_grad_calibration_method: str | None = None
+    bwd_weight_grad_calibration_method: str | None = None
+    bwd_act_grad_tile_size: int | float | None = None
     bwd_weight_grad_tile_size: int | float | None = None
+    bwd_original_residuals: bool = False
+    bwd_act_residual_qtype: Any = None
+    bwd_weight_residual_qtype: Any = None
+    bwd_residual_calibration_method: str = "absmax"
     disable_channelwise_axes: bool = False
     bwd_stochastic_rounding: Literal["uniform", "low_bit_uniform"] | None = None
     channelwise_noise_axes: Sequence[int] = (0,)
@@ -291,9 +347,8 @@ class QtRule(QuantizationRule):
             raise self._error(
                 "rank",
                 "None: adapters are trained beside parameters that stay as they are. Use a "
-                "QuantizationRule with PtqProvider(rules).plan(...)",
+                "QuantizationRule with PtqProvider(rules), for plan(...) or quantize_model(...)",
             )
-        self._check_tile("bwd_weight_grad_tile_size")
         if self.sparsity is not None:
             raise self._error(
                 "sparsity", "None: training keeps parameters dense, PtqProvider makes them sparse"
@@ -301,12 +356,77 @@ class QtRule(QuantizationRule):
         if self.bwd_stochastic_rounding not in (None, "uniform", "low_bit_uniform"):
             raise self._error("bwd_stochastic_rounding", "None, 'uniform' or 'low_bit_uniform'")
         self._set("channelwise_noise_axes", self._integers("channelwise_noise_axes"))
+        self._check_backward()
+
+    def backward(self, of_weight: bool) -> qn.Backward | None:
+        """Return how the product that gives a gradient is quantized.
+
+        Args:
+            of_weight: whether it is the gradient of a parameter.
+        """
+        kind = "weight" if of_weight else "act"
+        qtype = self.backward_qtype(of_weight)
+        if qtype is None:
+            return None
+        # What this product multiplies the incoming gradient with is the operand of the other kind.
+        again = self.bwd_act_residual_qtype if of_weight else self.bwd_weight_residual_qtype
+        residual: Any = "original" if self.bwd_original_residuals else None
+        tile = getattr(self, f"bwd_{kind}_grad_tile_size")
+        if again is not None:
+            own = tile if qn.get_qtype(again).block is None else None
+            method = self.bwd_residual_calibration_method
+            residual = qn.HowToQuantize(again, own, method, not self.disable_channelwise_axes)
+        return qn.Backward(
+            qtype,
+            getattr(self, f"bwd_{kind}_grad_calibration_method") or self.bwd_calibration_method,
+            tile,
+            not self.disable_channelwise_axes,
+            self.bwd_stochastic_rounding,
+            tuple(self.channelwise_noise_axes),
+            residual,
+        )
+
+    def _check_backward(self) -> None:
+        of = {"act": self.backward_qtype(False), "weight": self.backward_qtype(True)}
+        for kind, qtype in of.items():
+            self._check_tile(f"bwd_{kind}_grad_tile_size")
+            names = [f"bwd_{kind}_grad_tile_size", f"bwd_{kind}_grad_calibration_method"]
+            other = "act" if kind == "weight" else "weight"
+            for name in (*names, f"bwd_{other}_residual_qtype"):
+                if qtype is None and getattr(self, name) is not None:
+                    raise self._error(
+                        name, f"None where neither bwd_qtype nor bwd_{kind}_grad_qtype is given"
+                    )
+        if not isinstance(self.bwd_original_residuals, bool):
+            raise self._error("bwd_original_residuals", "a bool")
+        if self.bwd_original_residuals and of == {"act": None, "weight": None}:
+            raise self._error(
+                "bwd_original_residuals",
+                "False without bwd_qtype: a float backward pass has them",
+            )
+        for name in (
+            "bwd_calibration_method",
+            "bwd_act_grad_calibration_method",
+            "bwd_weight_grad_calibration_method",
+        ):
+            method = getattr(self, name)
+            if method is not None and not qn.parse_calibration_method(method).is_symmetric:
+                raise self._error(name, "a symmetric method, such as 'absmax' or 'rms,7'")
+
+    def backward_qtype(self, of_weight: bool) -> str | None:
+        """Return the incoming gradient's qtype in one of both products."""
+        own = self.bwd_weight_grad_qtype if of_weight else self.bwd_act_grad_qtype
+        return own or self.bwd_qtype
 
     def _qtypes(self) -> Sequence[str]:
-        return (*super()._qtypes(), "bwd_qtype")
+        own = ("bwd_qtype", "bwd_act_grad_qtype", "bwd_weight_grad_qtype")
+        residuals = ("bwd_act_residual_qtype", "bwd_weight_residual_qtype")
+        return (*super()._qtypes(), *own, *residuals)
 
     def _methods(self) -> Sequence[str]:
-        return (*super()._methods(), "bwd_calibration_method")
+        own = ("bwd_calibration_method", "bwd_residual_calibration_method")
+        grads = ("bwd_act_grad_calibration_method", "bwd_weight_grad_calibration_method")
+        return (*super()._methods(), *own, *grads)
 
     @classmethod
     def of(cls, rule: QuantizationRule) -> QtRule:

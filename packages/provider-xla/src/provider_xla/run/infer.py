@@ -8,8 +8,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-import quant_numerics as qn
-from hijax_trace import Carrier
 from interception_core import Engine
 
 from ..errors import QuantizationError
@@ -19,8 +17,7 @@ from ..program.sites import Rules, Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .product import Hows, Operands, quantized_product, stored_operands
 from .static import Statistics, calibrations
-from .stored import is_stored, mapped
-from .transformed import TransformedWeight
+from .stored import is_stored, unpacked_leaf
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,11 +70,9 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
 
 
 def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
-    """Returns ``fn`` for arguments that may hold codes, in packed storage or not."""
+    """Return ``fn`` for arguments that may hold stored parameters."""
 
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, Carrier) and stored:
-            return mapped(one, leaf)
         if is_stored(leaf) and not stored:
             kind = getattr(leaf, "qtype", "derived")
             raise QuantizationError(
@@ -85,9 +80,7 @@ def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
                 "to the operations that use it. Use PtqProvider(engine='trace'), or parameters "
                 "that are arrays."
             )
-        if isinstance(leaf, TransformedWeight):
-            return leaf.unpacked()
-        return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
+        return unpacked_leaf(leaf, kernels=True)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

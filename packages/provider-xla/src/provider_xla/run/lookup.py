@@ -30,6 +30,8 @@ def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Arra
     Returns:
         The slices; or None where scales can't be gathered with the codes.
     """
+    if q.ragged_tiles:
+        return None
     sizes, along = params["slice_sizes"], looked_up(params)
     batched = params["dimension_numbers"].operand_batching_dims
     if any(q.scale.shape[axis] != q.shape[axis] for axis in batched):
@@ -66,11 +68,12 @@ def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Arra
     if fill is not None and not np.isnan(fill):
         return None
     # Codes of zero with a scale of NaN are what NaN is to a lookup out of bounds.
-    leaves = {name: getattr(q, name) for name in ("zero_point", "global_scale")}
+    zero, whole = (x if x is None else one(x, 0) for x in (q.zero_point, q.global_scale))
     rows = qn.QArray(
         one(q.qvalue, 0),
         one(q.scale, None),
-        **{name: None if leaf is None else one(leaf, 0) for name, leaf in leaves.items()},
+        zero,
+        whole,
         qtype=q.qtype,
         dtype=q.dtype,
     )

@@ -82,7 +82,7 @@ def quantized_product(
             if isinstance(weight, PrepackedWeight):
                 other, static = operands[1 - side], calibrations[1 - side] is not None
                 try:
-                    return multiply(product, hows[1 - side], static, other, weight, side)
+                    return multiply(product, hows[1 - side], static, other, weight, side, extras)
                 except NoKernel:
                     continue
         sides = []
@@ -111,12 +111,11 @@ def quantized_product(
     return qn.straight_through(quantized, differentiated)((lhs, rhs), extras, calibrations)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def trained_product(
     product: Product,
     hows: Hows,
-    backward: qn.Backward | None,
-    weight: int | None,
+    backward: tuple[qn.Backward | None, qn.Backward | None] | None,
     lhs: jax.Array,
     rhs: jax.Array,
     extras: tuple[Any, ...],
@@ -136,5 +135,4 @@ def trained_product(
         lhs_calibration=calibrations[0],
         rhs_calibration=calibrations[1],
         key=key,
-        weight=weight,
     )

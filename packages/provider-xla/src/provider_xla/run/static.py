@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 import quant_numerics as qn
 from hijax_trace import Box
-from interception_core import JaxtapError
+from interception_core import JaxtapError, Step
 
 from ..program.sites import SIDES, Site
+from ..rules.rule import MOST_STEPS
 from .transformed import beside
 
 Statistics = Mapping[str, Any]
@@ -21,16 +25,41 @@ Statistics = Mapping[str, Any]
 
 
 class StaticRange(NamedTuple):
-    """An activation with a static range: its number of axes, and whether that is symmetric."""
+    """An activation with a static range.
+
+    Attributes:
+        ndim: its number of axes.
+        symmetric: whether the range has no lower bound.
+        steps: how many steps the loops have whose steps have a range each, the outermost first.
+    """
 
     ndim: int
     symmetric: bool
+    steps: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of its bounds."""
+        return (*self.steps, *(1,) * self.ndim)
 
 
 def is_static(site: Site, side: int) -> bool:
     """Returns whether an operand has a static range."""
     activation = site.weights[side] is None and site.hows[side] is not None
     return activation and bool(site.rule.act_static_scale)
+
+
+def steps_of(site: Site) -> tuple[Step, ...]:
+    """Return the loops around a site whose steps have a range each."""
+    found = tuple(step for step in site.call.steps or () if step.length is not None)
+    asked = site.rule.static_range
+    if asked == "joined" or (asked is None and _count(found) > MOST_STEPS):
+        return ()
+    return found
+
+
+def _count(steps: Sequence[Step]) -> int:
+    return math.prod(step.length or 1 for step in steps)
 
 
 def measure(site: Site, side: int) -> qn.Calibration:
@@ -64,8 +93,9 @@ def _mean_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax
 class Observation:
     """The static ranges of one call of a program.
 
-    Steps of loops, and layers that share a module path, are joined by their extremes: a mean
-    over steps would clip the steps with the largest values. Calls are averaged.
+    Each step of a loop of known length has its own range, if its rule has it so. Others are joined
+    by their extremes: a mean over steps would clip the steps with the largest values. Calls are
+    averaged.
 
     Args:
         statistics: ``quant_numerics.Statistics`` by site and side, to which the call is added.
@@ -75,19 +105,27 @@ class Observation:
         self._statistics = statistics
         self._seen: dict[str, Box] = {}
         for key, one in statistics.items():
-            total = one.state.total
+            shape = one.state.total.upper.shape
             # Of what is never seen, a branch that is not taken, bounds are not finite.
-            lower = None if total.lower is None else jnp.full_like(total.lower, jnp.inf)
-            self._seen[key] = Box(qn.Calibration(lower, jnp.full_like(total.upper, -jnp.inf)))
+            nothing: Any = [np.full(shape, bound, np.float32) for bound in (np.inf, -np.inf)]
+            nothing = qn.Calibration(None if one.symmetric else nothing[0], nothing[1])
+            (box,) = jax.tree.leaves(one, is_leaf=lambda x: isinstance(x, Box))
+            self._seen[key] = seen = box.beside(nothing)
+            # A compiled program has the same Box each time.
+            seen.set(nothing)
 
     def observe(self, site: Site) -> None:
         """Take the ranges of the activations of a site that have a static one."""
         for side in (0, 1):
             if is_static(site, side):
-                key = _key(self._statistics, site, side)
-                found, seen = measure(site, side), self._seen[key].get()
-                lower = None if found.lower is None else jnp.minimum(seen.lower, found.lower)
-                self._seen[key].set(qn.Calibration(lower, jnp.maximum(seen.upper, found.upper)))
+                seen = self._seen[_key(self._statistics, site, side)]
+                before, found = seen.get(), measure(site, side)
+                place = _Place.of(site, side, before)
+                old, lower = place.take(before), None
+                if found.lower is not None and old.lower is not None:
+                    lower = jnp.minimum(old.lower, found.lower)
+                new = qn.Calibration(lower, jnp.maximum(old.upper, found.upper))
+                seen.set(place.put(before, new))
 
     def calibrations(self, site: Site) -> tuple[qn.Calibration | None, qn.Calibration | None]:
         """Return the ranges of both operands so far, this call included."""
@@ -97,14 +135,102 @@ class Observation:
                 return None
             key = _key(self._statistics, site, side)
             found = self._statistics[key]
-            return found.average.get(found.average.update(found.state, self._seen[key].get()))
+            state, seen = found.state, self._seen[key].get()
+            place = _Place.of(site, side, seen)
+            seen = place.take(seen if place.is_one else _filled(seen))
+            state = state._replace(total=place.take(state.total))
+            average = found.average
+            return place.joined(average.get(average.update(state, seen)))
 
         return one(0), one(1)
 
     def finish(self) -> None:
         """Add the call to the statistics."""
         for key, one in self._statistics.items():
-            one.observe(self._seen[key].get())
+            one.observe(_filled(self._seen[key].get()))
+
+
+def _filled(seen: qn.Calibration) -> qn.Calibration:
+    """Return bounds in which steps that have not been seen have those of all that have."""
+
+    def fill(bound: jax.Array, unseen: float, extreme: Any) -> jax.Array:
+        return jnp.where(bound == unseen, extreme(bound), bound)
+
+    lower = None if seen.lower is None else fill(seen.lower, jnp.inf, jnp.min)
+    return qn.Calibration(lower, fill(seen.upper, -jnp.inf, jnp.max))
+
+
+class _Place(NamedTuple):
+    """Where the range of a site is, in bounds of shape (*steps, 1, ..., 1).
+
+    Attributes:
+        index: the number of the step in each loop; None for all of them.
+    """
+
+    index: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, site: Site, side: int, bounds: qn.Calibration) -> _Place:
+        """Return the place of a site. Loops of other lengths are joined."""
+        lengths = bounds.upper.shape[: bounds.upper.ndim - site.operands[side].ndim]
+        if not lengths:
+            return cls(())
+        steps = [step for step in site.call.steps or () if step.length is not None]
+        if tuple(step.length for step in steps) != lengths:
+            return cls((None,) * len(lengths))
+        return cls(tuple(step.index for step in steps))
+
+    @property
+    def is_one(self) -> bool:
+        """Return whether it is a single step."""
+        return all(index is not None for index in self.index)
+
+    def take(self, bounds: qn.Calibration) -> qn.Calibration:
+        """Return the bounds of the steps, with axes of size 1 where it is one."""
+        if not self.index:
+            return bounds
+
+        def part(bound: jax.Array) -> jax.Array:
+            sizes = [n if i is None else 1 for n, i in zip(bound.shape, self.index, strict=False)]
+            sizes += bound.shape[len(sizes) :]
+            return lax.dynamic_slice(bound, self._starts(bound), sizes)
+
+        return jax.tree.map(part, bounds)
+
+    def put(self, bounds: qn.Calibration, part: qn.Calibration) -> qn.Calibration:
+        """Return bounds with those of the steps replaced."""
+        if not self.index:
+            return part
+
+        def replaced(bound: jax.Array, new: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice(bound, new, self._starts(bound))
+
+        return jax.tree.map(replaced, bounds, part)
+
+    def joined(self, part: qn.Calibration) -> qn.Calibration:
+        """Return the range that holds those of the steps, without their axes."""
+        axes = tuple(range(len(self.index)))
+        if not axes:
+            return part
+        lower = None if part.lower is None else jnp.min(part.lower, axes)
+        return qn.Calibration(lower, jnp.max(part.upper, axes))
+
+    def _starts(self, bound: jax.Array) -> list[Any]:
+        zero = np.int32(0)
+        starts = [zero if index is None else index for index in self.index]
+        return [*starts, *[zero] * (bound.ndim - len(starts))]
+
+
+def read(statistics: Statistics) -> dict[str, qn.Calibration]:
+    """Return the ranges that statistics stand for now.
+
+    Read where they are used instead, they would be state in a branch, of which JAX has no
+    derivative.
+    """
+    return {
+        key: one if isinstance(one, qn.Calibration) else one.calibration()
+        for key, one in statistics.items()
+    }
 
 
 def calibrations(
@@ -120,7 +246,9 @@ def calibrations(
         if not is_static(site, side):
             return None
         found = _of(statistics, site, side)
-        return found if isinstance(found, qn.Calibration) else found.calibration()
+        found = found if isinstance(found, qn.Calibration) else found.calibration()
+        place = _Place.of(site, side, found)
+        return place.joined(place.take(found))
 
     return one(0), one(1)
 

@@ -25,10 +25,15 @@ def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
     return dataclasses.replace(held, own=change(held.own), derived=derived)
 
 
-def unpacked_leaf(leaf: Any) -> Any:
-    """Returns a stored parameter with codes that programs take: in no packed storage."""
+def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
+    """Return a stored parameter in a form that programs take.
+
+    Args:
+        leaf: a leaf of parameters.
+        kernels: whether what is packed for kernels stays so.
+    """
     if isinstance(leaf, Carrier):
-        return mapped(unpacked_leaf, leaf)
-    if isinstance(leaf, TransformedWeight | PrepackedWeight):
+        return mapped(lambda one: unpacked_leaf(one, kernels=kernels), leaf)
+    if isinstance(leaf, TransformedWeight) or (isinstance(leaf, PrepackedWeight) and not kernels):
         return leaf.unpacked()
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf

@@ -194,9 +194,14 @@ class TransformedWeight(ArrayProxy):
     ) -> Sequence[Any]:
         """Return what a primitive that only moves elements makes of it.
 
-        It follows moves of the axes of steps, transposes of the others, and casts.
+        It follows moves of the axes of steps, transposes of the others, casts, and cuts along
+        axes that are not contracted.
         """
         lead, ndim = self.lead, self.ndim
+        if primitive in ("slice", "split") and not lead:
+            pieces = self.inner.moved(primitive, params, [self.inner])
+            if all(p.shape[axis] == self.shape[axis] for p in pieces for axis in self.k_axes):
+                return [dataclasses.replace(self, inner=piece) for piece in pieces]
         if primitive == "transpose":
             permutation = tuple(params["permutation"])
             if permutation[:lead] == tuple(range(lead)):

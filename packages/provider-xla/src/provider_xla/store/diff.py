@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+import quant_numerics as qn
 from hijax_trace import Carrier
 
 from .forms import take_apart
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
 Facts = Mapping[str, Any]
-"""What is known of a leaf: "shape", "dtype", "is" (a qtype or "float"), "scales", "method"."""
+"""What is known of a leaf: "shape", "dtype", "is" (a qtype or "float"), "method", and of scales
+"scales" (their shape), "scale_dtype" and "ragged_tiles"."""
 
 
 def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: PlanData) -> PlanDiff:
@@ -59,8 +61,15 @@ def of_plan(plan: PlanData, leaf: Leaf) -> dict[str, Any]:
         return {**facts, "is": beside(own, [(w.qtype, w.shape) for w in derived])}
     if weight is None:
         return facts
-    scales = list(weight.granularity.scale_shape(weight.shape))
-    return {**facts, "is": weight.qtype, "scales": scales, "method": weight.method}
+    ragged = weight.granularity.ragged_tiles(weight.shape)
+    return {
+        **facts,
+        "is": weight.qtype,
+        "scales": list(weight.granularity.scale_shape(weight.shape)),
+        "scale_dtype": weight.scale_dtype or qn.get_qtype(weight.qtype).scale_dtype.name,
+        "ragged_tiles": [list(pair) for pair in ragged],
+        "method": weight.method,
+    }
 
 
 def beside(own: str | None, derived: Sequence[tuple[str, Sequence[int]]]) -> str:
@@ -82,6 +91,8 @@ def _facts(leaf: Leaf) -> dict[str, Any]:
         facts["is"] = value.qtype
         if hasattr(value, "scale"):
             facts["scales"] = list(value.scale.shape)
+            facts["scale_dtype"] = _dtype(value.scale.dtype)
+            facts["ragged_tiles"] = [list(pair) for pair in value.ragged_tiles]
     return facts
 
 
@@ -112,20 +123,24 @@ def _changes(stored: Facts, planned: Facts) -> list[tuple[str, str, str]]:
     scaled = (
         "scales" in stored and "scales" in planned and stored.get("shape") == planned.get("shape")
     )
-    if scaled and stored["scales"] != planned["scales"]:
+    if scaled and any(stored[what] != planned[what] for what in ("scales", "ragged_tiles")):
         found.append(("granularity", _granularity(stored), _granularity(planned)))
+    # Scales that float16 does not hold are float32, whatever the rule says.
+    if scaled and stored["scale_dtype"] not in ("float32", planned["scale_dtype"]):
+        found.append(("dtype of scales", stored["scale_dtype"], planned["scale_dtype"]))
     if "method" in stored and "method" in planned and stored["method"] != planned["method"]:
         found.append(("calibration method", stored["method"], planned["method"]))
     return found
 
 
 def _granularity(facts: Facts) -> str:
-    words = []
+    words, ragged = [], dict(facts["ragged_tiles"])
     for axis, (n, count) in enumerate(zip(facts["shape"], facts["scales"], strict=True)):
         if count == n and n > 1:
             words.append(f"per index of axis {axis}")
         elif count > 1:
-            words.append(f"tiles of {n // count} along axis {axis}")
+            tile = ragged.get(axis - len(facts["shape"]), n // count)
+            words.append(f"tiles of {tile} along axis {axis}")
     return " and ".join(words) or "per tensor"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,11 +69,9 @@ def take_apart(
     if isinstance(leaf, PrepackedWeight):
         return _unpacked(name, leaf, granularity)
     if isinstance(leaf, qn.QArray):
-        about = {"shape": list(leaf.shape), "dtype": jnp.dtype(leaf.dtype).name}
-        return _of(name, "qarray", {**about, "qtype": leaf.qtype}, _fields(leaf))
+        return _of(name, "qarray", _about(leaf), _fields(leaf))
     if isinstance(leaf, qn.PackedQArray):
-        about = {"shape": list(leaf.shape), "dtype": jnp.dtype(leaf.dtype).name}
-        return _of(name, "packed", {**about, "qtype": leaf.qtype}, _fields(leaf))
+        return _of(name, "packed", _about(leaf), _fields(leaf))
     if isinstance(leaf, qn.Calibration):
         return _of(name, "calibration", {}, leaf._asdict())
     if isinstance(leaf, qn.Statistics):
@@ -87,7 +85,7 @@ def take_apart(
         return Form("value", {"type": type(leaf).__name__, "value": text})
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return Form("static", {"type": getattr(leaf, "__qualname__", type(leaf).__qualname__)})
-    about = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+    about: dict[str, Any] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         impl = str(jax.random.key_impl(leaf))
         return _of(name, "key", {**about, "impl": impl}, {"data": jax.random.key_data(leaf)})
@@ -113,7 +111,8 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
     if kind == "qarray":
         rest = {part: parts.get(part) for part in ("zero_point", "global_scale")}
         values = parts["qvalue"], parts["scale"]
-        return qn.qarray(*values, about["qtype"], about["dtype"], **rest)
+        tiles = dict(_ragged(about))
+        return qn.qarray(*values, about["qtype"], about["dtype"], **rest, tile_axes=tiles)
     if kind == "packed":
         last, bits = about["shape"][-1], qn.get_qtype(about["qtype"]).bits
         # Checks scales and the like as those of any QArray.
@@ -128,6 +127,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
             last=last,
             qtype=about["qtype"],
             dtype=dtype,
+            ragged_tiles=_ragged(about),
         )
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
         jax.eval_shape(lambda p: _checked(qn.unpack(p)), types)
@@ -260,7 +260,24 @@ def _step(about: Mapping[str, Any], array: jax.Array) -> Any:
 
 
 def _checked(q: qn.QArray) -> qn.QArray:
-    return qn.qarray(q.qvalue, q.scale, q.qtype, q.dtype, zero_point=q.zero_point)
+    rest = {"zero_point": q.zero_point, "tile_axes": dict(q.ragged_tiles)}
+    return qn.qarray(q.qvalue, q.scale, q.qtype, q.dtype, **rest)
+
+
+def _about(leaf: qn.QArray | qn.PackedQArray) -> dict[str, Any]:
+    """Return what a quantized array says of its arrays, as JSON values."""
+    about: dict[str, Any] = {
+        "shape": list(leaf.shape),
+        "dtype": jnp.dtype(leaf.dtype).name,
+        "qtype": leaf.qtype,
+    }
+    if leaf.ragged_tiles:
+        about["ragged_tiles"] = [list(pair) for pair in leaf.ragged_tiles]
+    return about
+
+
+def _ragged(about: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((axis, tile) for axis, tile in about.get("ragged_tiles", ()))
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
@@ -302,11 +319,7 @@ def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | Non
     """Takes a weight apart that is packed for kernels, as codes and scales."""
 
     def codes(weight: PrepackedWeight) -> qn.QArray | qn.PackedQArray:
-        q = weight.unpacked()
-        if granularity is not None:
-            scale = _coarser(q.scale, granularity.scale_shape(q.shape))
-            q = dataclasses.replace(q, scale=scale)
-        return qn.pack(q) if qn.get_qtype(q.qtype).packable else q
+        return weight.codes(None if granularity is None else granularity.scale_shape(weight.shape))
 
     try:
         abstract = jax.eval_shape(codes, weight)
@@ -324,9 +337,3 @@ def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | Non
         return {part: found[part] for part in form.parts}
 
     return dataclasses.replace(form, arrays=arrays)
-
-
-def _coarser(scale: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns scales without what was repeated for a kernel."""
-    strides = [n // m for n, m in zip(scale.shape, shape, strict=True)]
-    return jax.lax.slice(scale, [0] * scale.ndim, scale.shape, strides)

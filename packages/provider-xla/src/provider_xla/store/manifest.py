@@ -112,8 +112,9 @@ class Manifest:
                 )
                 facts["is"] = beside(own and own[0], derived)
             if leaf.kind in QUANTIZED:
-                scales = list(self.tensors[leaf.tensors["scale"]][1])
-                facts |= {"is": about["qtype"], "scales": scales}
+                dtype, shape = self.tensors[leaf.tensors["scale"]]
+                facts |= {"is": about["qtype"], "scales": list(shape), "scale_dtype": dtype}
+                facts["ragged_tiles"] = about.get("ragged_tiles", [])
                 if leaf.name in weights:
                     facts["method"] = weights[leaf.name]["method"]
             found.append(facts)

@@ -17,14 +17,22 @@ import numpy as np
 import hijax_trace as ht
 from quant_numerics.array.operand import dequantize, register_operand
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.dtypes import FLOAT_DTYPES
 
 _NAMES = ("qvalue", "scale", "zero_point", "global_scale")
 
 
+def _static_of(q: Any) -> dict[str, Any]:
+    """Return the static fields of a QArray, a hi value or its type."""
+    return {"qtype": q.qtype, "dtype": q.dtype, "ragged_tiles": q.ragged_tiles}
+
+
 @dataclasses.dataclass(frozen=True)
 class LeadingAxis(ht.MappingSpec):
-    """Map a hi value along axis 0, in ``in_axes`` and ``out_axes`` of ``vmap``.
+    """Map a hi value along axis 0 in ``vmap``.
+
+    It goes into ``in_axes`` and ``out_axes``.
 
     Pass ``axis_size`` to ``vmap``, too. ``scan`` uses it by itself, and needs ``length``.
     """
@@ -41,6 +49,7 @@ class QArrayTy(ht.HiType):
       global_scale: type of the global scale, or None.
       qtype: name of the quantized type.
       dtype: logical dtype.
+      ragged_tiles: as in ``QArray``.
     """
 
     qvalue: Any
@@ -49,6 +58,7 @@ class QArrayTy(ht.HiType):
     global_scale: Any
     qtype: str
     dtype: np.dtype
+    ragged_tiles: RaggedTiles = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,10 +83,10 @@ class QArrayTy(ht.HiType):
         return [x for x in map(hi_val.__getattribute__, _NAMES) if x is not None]
 
     def raise_val(self, *lo_vals: Any) -> HiQArray:
-        return HiQArray(*self._filled(lo_vals), qtype=self.qtype, dtype=self.dtype)
+        return HiQArray(*self._filled(lo_vals), **_static_of(self))
 
     def _filled(self, values: Any) -> list[Any]:
-        """Return `values`, one for each array, with None where a type has no array."""
+        """Return one value per field, None where there is no array."""
         rest = iter(values)
         return [None if getattr(self, name) is None else next(rest) for name in _NAMES]
 
@@ -93,9 +103,9 @@ class QArrayTy(ht.HiType):
             ty = getattr(self, name)
             if ty is not None and ty.shape[:1] != self.shape[:1]:
                 raise ValueError(
-                    f"vmap and scan map axis 0 of a QArray of shape {self.shape}, which must be a "
-                    f"channel axis, but its {name} has shape {ty.shape}; quantize with "
-                    "channel_axes=(0, ...), or example by example under vmap"
+                    "axis 0 of a QArray must be a channel axis where vmap and scan map it, got "
+                    f"{name} of shape {ty.shape} for shape {self.shape}. Quantize with "
+                    "channel_axes=(0, ...), or example by example under vmap."
                 )
         return self._each(lambda ty: ty.dec_rank(size, 0))
 
@@ -108,7 +118,9 @@ class QArrayTy(ht.HiType):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HiQArray:
-    """Hold a value of a ``QArrayTy`` outside of transformations. Not a pytree; see ``as_lo``.
+    """Hold a value of a ``QArrayTy`` outside of transformations.
+
+    Not a pytree; see ``as_lo``.
 
     Attributes are those of a ``QArray``.
     """
@@ -119,6 +131,7 @@ class HiQArray:
     global_scale: Any
     qtype: str
     dtype: np.dtype
+    ragged_tiles: RaggedTiles = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,8 +146,8 @@ class HiQArray:
 
 def _type_of(q: Any) -> QArrayTy:
     leaves = {name: getattr(q, name) for name in _NAMES}
-    parts = {name: None if x is None else jax.typeof(x) for name, x in leaves.items()}
-    return QArrayTy(**parts, qtype=q.qtype, dtype=q.dtype)
+    parts: dict[str, Any] = {n: None if x is None else jax.typeof(x) for n, x in leaves.items()}
+    return QArrayTy(**parts, **_static_of(q))
 
 
 ht.register_hitype(HiQArray, _type_of)
@@ -156,10 +169,13 @@ def as_hi(q: QArray) -> Any:
 
 
 def as_lo(h: Any) -> QArray:
-    """Return the QArray of a hi value. It has no derivative: see ``from_hi``."""
+    """Return the QArray of a hi value, without derivative.
+
+    See ``from_hi`` for one that has it.
+    """
     leaves = _AsLo(jax.typeof(h))(h)
     ty = jax.typeof(h)
-    return QArray(*ty._filled(leaves), qtype=ty.qtype, dtype=ty.dtype)
+    return QArray(*ty._filled(leaves), **_static_of(ty))
 
 
 def from_hi(h: Any) -> jax.Array:
@@ -189,7 +205,7 @@ class _AsHi(ht.HiPrim):
         return self.out_aval.raise_val(*leaves)
 
     def _restored(self, leaves: Any) -> Any:
-        """Return dequantization as a function of the float leaves, and which those are."""
+        """Return dequantization as a function of float leaves, and their numbers."""
         ty = self.out_aval
         floats = [i for i, x in enumerate(self.in_avals) if x.dtype in FLOAT_DTYPES]
 
@@ -197,7 +213,7 @@ class _AsHi(ht.HiPrim):
             parts = list(leaves)
             for i, value in zip(floats, values, strict=True):
                 parts[i] = value
-            return dequantize(QArray(*ty._filled(parts), qtype=ty.qtype, dtype=ty.dtype))
+            return dequantize(QArray(*ty._filled(parts), **_static_of(ty)))
 
         return restore, floats
 
@@ -263,7 +279,7 @@ class _FromHi(ht.HiPrim):
     def expand(self, h: HiQArray) -> jax.Array:
         ty = self.in_avals[0]
         leaves = ty._filled(ty.lower_val(h))
-        return dequantize(QArray(*leaves, qtype=ty.qtype, dtype=ty.dtype))
+        return dequantize(QArray(*leaves, **_static_of(ty)))
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         return _FromHi(*self.in_avals)(*primals), tangents[0]

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from hijax_trace import MoveError
+from hijax_trace import Move, MoveError
+from quant_numerics.array.tiles import ragged_tiles
 
 Shape = tuple[int, ...]
+
+
+def with_tiles(how: Move, q: Any) -> Move:
+    """Return a move of a QArray with its ragged tile sizes."""
+    return how._replace(tiles={q.ndim + axis: tile for axis, tile in q.ragged_tiles})
+
+
+def retiled(
+    results: Sequence[Any],
+    q: Any,
+    primitive: str,
+    params: Mapping[str, Any],
+    operands: Sequence[Any],
+) -> Sequence[Any]:
+    """Return moved QArrays with the tile sizes of their ragged axes."""
+    if not q.ragged_tiles:
+        return results
+    how = q.move(primitive, params, operands)
+    tiles = {place: how.tiles[axis] for axis, place in how.kept_axes().items()}
+    return [dataclasses.replace(x, ragged_tiles=ragged_tiles(x.shape, tiles)) for x in results]
 
 
 def view(q: Any, primitive: str, **params: Any) -> Any:
@@ -55,12 +77,15 @@ def index(q: Any, key: Any) -> Any:
     keys = key if isinstance(key, tuple) else (key,)
     if any(not (k is None or k is ... or isinstance(k, _SLICE) or _is_int(k)) for k in keys):
         raise TypeError(
-            f"a QArray can be indexed with integers, slices, None and ..., got {key!r}; use "
-            "quant_numerics.take(q, indices, axis) for arrays of indices"
+            f"the index of a QArray must be of integers, slices, None and ..., got {key!r}. Use "
+            "quant_numerics.take(q, indices, axis) for arrays of indices."
         )
     real = [k for k in keys if k is not None and k is not ...]
     if keys.count(...) > 1 or len(real) > q.ndim:
-        raise IndexError(f"{key!r} has too many indices for a QArray of shape {q.shape}")
+        raise IndexError(
+            f"indices must be at most {q.ndim}, with one ..., for shape {q.shape}, got {key!r}. "
+            "Leave some out."
+        )
     at = keys.index(...) if ... in keys else len(keys)
     fill = (_SLICE(None),) * (q.ndim - len(real))
     keys = (*keys[:at], *fill, *keys[at + 1 :])
@@ -84,7 +109,10 @@ def index(q: Any, key: Any) -> Any:
         else:
             position = operator.index(k)
             if not -n <= position < n:
-                raise IndexError(f"index {position} is out of range for axis {axis} of size {n}")
+                raise IndexError(
+                    f"the index of axis {axis} must be from {-n} to {n - 1}, got {position}. "
+                    "Choose another."
+                )
             start, limit, step = position % n, position % n + 1, 1
             dropped.append(axis)
         starts.append(start)
@@ -95,9 +123,9 @@ def index(q: Any, key: Any) -> Any:
         result = view(
             q, "slice", start_indices=starts, limit_indices=limits, strides=tuple(strides)
         )
+        result = view(result, "rev", dimensions=reverse) if reverse else result
     except MoveError as error:
         raise refused(q, f"[{key!r}]") from error
-    result = view(result, "rev", dimensions=reverse) if reverse else result
     result = view(result, "squeeze", dimensions=dropped) if dropped else result
     if not new:
         return result
@@ -115,9 +143,9 @@ def _is_int(k: Any) -> bool:
 def refused(q: Any, what: str) -> ValueError:
     """Return the error for a move that the scales don't allow."""
     return ValueError(
-        f"{what} of a QArray of shape {q.shape} with scales of shape {q.scale.shape} would not "
-        "have one scale, one per index or one per tile along each axis; choose other channel or "
-        "tile axes, or dequantize it first"
+        f"scales must be one, one per index or one per tile along each axis after {what}, got "
+        f"others for a QArray of shape {q.shape} with scales of shape {q.scale.shape}. Choose "
+        "other channel or tile axes, or dequantize it first."
     )
 
 
@@ -129,7 +157,10 @@ def resolved_shape(q: Any, shape: Sequence[int]) -> Shape:
         if rest and q.size % rest == 0:
             shape = tuple(q.size // rest if n == -1 else n for n in shape)
     if math.prod(shape) != q.size or any(n < 0 for n in shape):
-        raise ValueError(f"cannot reshape a QArray of shape {q.shape} to {shape}")
+        raise ValueError(
+            f"the new shape must have the {q.size} elements of shape {q.shape}, got {shape}. "
+            "Choose another."
+        )
     return shape
 
 

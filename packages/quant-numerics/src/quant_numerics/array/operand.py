@@ -54,11 +54,17 @@ def dequantize(q: Operand) -> jax.Array:
         return restore(q)
     if (to_qarray := _FORMS.get(_form(q))) is not None:
         return to_qarray(q).restore()
-    raise TypeError(f"dequantize takes a QArray, got {type(q).__name__}")
+    raise TypeError(
+        f"what dequantize takes must be a QArray, got {type(q).__name__}. Use arrays as they are."
+    )
 
 
 def as_operand(x: Any, what: str) -> QArray | jax.Array:
-    """Return `x` as a QArray or a float array; a TypeError names `what` otherwise."""
+    """Return `x` as a QArray or a float array.
+
+    Raises:
+      TypeError: it is neither; the message names `what`.
+    """
     if isinstance(x, QArray):
         return x
     if (to_qarray := _FORMS.get(_form(x))) is not None:

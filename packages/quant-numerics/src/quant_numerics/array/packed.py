@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import ArrayProxy, MoveError, Part
+from hijax_trace import ArrayProxy, Move, MoveError, Part
+from quant_numerics.array import moves
 from quant_numerics.array.operand import register_operand
 from quant_numerics.array.qarray import QArray, qtype_of, stored_bytes
+from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.dtypes import float_dtype
 from quant_numerics.formats.qtypes import QType, get_qtype
 
@@ -18,7 +20,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedQArray(ArrayProxy):
-    """Store a QArray's quantized values as bit planes. A pytree of its arrays.
+    """Store a QArray's quantized values as bit planes. A pytree.
 
     Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
     last may be mapped.
@@ -32,6 +34,7 @@ class PackedQArray(ArrayProxy):
       last: size of the last axis (static).
       qtype: name of the quantized type (static).
       dtype: float dtype that the array stands for (static).
+      ragged_tiles: as in ``QArray`` (static).
     """
 
     planes: jax.Array
@@ -42,6 +45,9 @@ class PackedQArray(ArrayProxy):
     qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
+    ragged_tiles: RaggedTiles = dataclasses.field(
+        default=(), kw_only=True, metadata={"static": True}
+    )
 
     @property
     # pyrefly: ignore [bad-override]
@@ -56,7 +62,7 @@ class PackedQArray(ArrayProxy):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all its arrays. Zero points under a byte count in bits."""
+        """Return the bytes of all its arrays, part bytes in bits."""
         return stored_bytes(self)
 
     def restore(self) -> jax.Array:
@@ -64,7 +70,7 @@ class PackedQArray(ArrayProxy):
         return unpack(self).restore()
 
     def parts(self) -> dict[str, Part]:
-        """Return planes, which have all axes but the last, and scales and zero points."""
+        """Return planes (all axes but the last), scales and zero points."""
         planes = Part(self.planes, True, axes=self.ndim - 1)
         scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
         return {"planes": planes, **scales, "zero_point": Part(self.zero_point)}
@@ -74,19 +80,27 @@ class PackedQArray(ArrayProxy):
         dtype = float_dtype(dtype, "the logical dtype of a PackedQArray")
         return dataclasses.replace(self, dtype=dtype)
 
+    def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
+        """Return a primitive as a move of these; see ``ArrayProxy.move``."""
+        return moves.with_tiles(super().move(primitive, params, operands), self)
+
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what a primitive makes of it: a QArray if the last axis moves."""
+        """Return what a primitive makes of it.
+
+        A QArray if the last axis moves.
+        """
         try:
-            return super().moved(primitive, params, operands)
+            results = super().moved(primitive, params, operands)
+            return moves.retiled(results, self, primitive, params, operands)
         except MoveError:
             unpacked = [unpack(x) if isinstance(x, PackedQArray) else x for x in operands]
             return unpack(self).moved(primitive, params, unpacked)
 
 
 def pack(q: QArray) -> PackedQArray:
-    """Pack a QArray whose quantized values are stored in more bits than they have.
+    """Pack quantized values that are stored in too many bits.
 
     Of our formats these are int3, int5, int6 and int7; ``QType.packable`` tells.
 
@@ -96,12 +110,13 @@ def pack(q: QArray) -> PackedQArray:
     kind = qtype_of(q)
     if not kind.packable:
         raise ValueError(
-            f"qtype {kind.name!r} is stored in {kind.bits} bits already; pack is for int3, int5, "
-            "int6 and int7, and other formats with fewer bits than their storage dtype: use the "
-            "QArray as it is"
+            "the qtype of what pack takes must have fewer bits than its storage dtype, such as "
+            f"int3, int5, int6 and int7, got {kind.name!r}. Use the QArray as it is."
         )
     if q.ndim == 0:
-        raise ValueError("an array without axes cannot be packed: there is no axis to pack along")
+        raise ValueError(
+            "what pack takes must have an axis to pack along, got a scalar. Use it as it is."
+        )
     last = q.shape[-1]
     # The low bits: of two's complement, or of an index.
     values = q.qvalue.astype(_byte(kind))
@@ -112,7 +127,14 @@ def pack(q: QArray) -> PackedQArray:
     places = bits << _counting(8, 1, values.ndim)
     planes = places.sum(-1, dtype=jnp.uint8)
     return PackedQArray(
-        planes, q.scale, q.zero_point, q.global_scale, last=last, qtype=q.qtype, dtype=q.dtype
+        planes,
+        q.scale,
+        q.zero_point,
+        q.global_scale,
+        last=last,
+        qtype=q.qtype,
+        dtype=q.dtype,
+        ragged_tiles=q.ragged_tiles,
     )
 
 
@@ -135,6 +157,7 @@ def unpack(p: PackedQArray) -> QArray:
         p.global_scale,
         qtype=p.qtype,
         dtype=p.dtype,
+        ragged_tiles=p.ragged_tiles,
     )
 
 
@@ -144,7 +167,7 @@ def _byte(kind: QType) -> np.dtype:
 
 
 def _counting(n: int, axis_from_end: int, ndim: int) -> jax.Array:
-    """Return 0, 1, ..., n - 1 as uint8 along one of `ndim` axes."""
+    """Return 0 to n - 1 as uint8 along one of `ndim` axes."""
     shape = [1] * ndim
     shape[-axis_from_end] = n
     return jnp.arange(n, dtype=jnp.uint8).reshape(shape)

@@ -12,7 +12,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from hijax_trace import ArrayProxy, Move, MoveError, Part
 from quant_numerics.array import moves
-from quant_numerics.array.tiles import Slices, slices_of
+from quant_numerics.array.tiles import (
+    RaggedTiles,
+    Slices,
+    ragged_tiles,
+    slices_of,
+)
 from quant_numerics.formats.dtypes import compute_dtype, float_dtype
 from quant_numerics.formats.encoding import decode
 from quant_numerics.formats.qtypes import QType, get_qtype
@@ -37,15 +42,18 @@ class QArray(ArrayProxy):
 
     Attributes:
       qvalue: quantized values, any shape, dtype ``get_qtype(qtype).storage_dtype``.
-      scale: dtype ``get_qtype(qtype).scale_dtype``, same ndim as `qvalue`; along each axis its
-        size is 1 (one scale for all), the full size (one per index) or a divisor of it, the
-        number of tiles.
+      scale: dtype ``get_qtype(qtype).scale_dtype``, or bfloat16 or float16 for float32; same ndim
+        as `qvalue`; along each axis its size is 1 (one scale for all), the full size (one per
+        index) or the number of tiles.
       zero_point: None (symmetric), or the quantized values that stand for 0: shape of the scale,
         dtype of `qvalue`; only for kind "int".
       global_scale: None, or the float32 scale of the scales: same ndim, along each axis 1 or the
         scale's size; only for the two-level format nvfp4.
       qtype: name of the quantized type (static).
       dtype: float dtype that the array stands for and dequantizes to (static).
+      ragged_tiles: the tile size of each axis whose last tile is shorter, as pairs of the axis,
+        counted from the last (-1), and the size (static): vmap and scan may add leading axes.
+        Elsewhere the shapes of values and scales tell it.
     """
 
     qvalue: jax.Array
@@ -55,11 +63,14 @@ class QArray(ArrayProxy):
     qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
+    ragged_tiles: RaggedTiles = dataclasses.field(
+        default=(), kw_only=True, metadata={"static": True}
+    )
 
     @property
     # pyrefly: ignore [bad-override]
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the array that this stands for, that of `qvalue`."""
+        """Return the shape of the array that this stands for."""
         return self.qvalue.shape
 
     @property
@@ -79,15 +90,15 @@ class QArray(ArrayProxy):
         if self.zero_point is not None:
             values = values - cut.split(self.zero_point.astype(compute))
         scale = cut.split(effective_scale(self).astype(compute))
-        return (values * scale).reshape(self.shape).astype(self.dtype)
+        return cut.join(values * scale).astype(self.dtype)
 
     @property
     def slices(self) -> Slices:
         """Return the sets of elements that share a scale."""
-        return slices_of(self.shape, self.scale.shape)
+        return slices_of(self.shape, self.scale.shape, self.ragged_tiles)
 
     def parts(self) -> dict[str, Part]:
-        """Return quantized values, one per element, and scales and zero points, one per slice."""
+        """Return quantized values (per element), scales and zero points (per slice)."""
         book = qtype_of(self).codebook
         zero = 0 if book is None else book.index(0.0)
         scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
@@ -100,11 +111,18 @@ class QArray(ArrayProxy):
             raise MoveError(f"{primitive} of quantized values with zero points")
         if self.global_scale is not None and primitive == "concatenate":
             raise MoveError("concatenate of arrays that each have a global scale")
-        return super().move(primitive, params, operands)
+        return moves.with_tiles(super().move(primitive, params, operands), self)
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what a primitive that only moves elements makes of it."""
+        results = super().moved(primitive, params, operands)
+        return moves.retiled(results, self, primitive, params, operands)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all its arrays. Dtypes under a byte count in bits."""
+        """Return the bytes of all its arrays, part bytes in bits."""
         return stored_bytes(self)
 
     @property
@@ -149,7 +167,7 @@ class QArray(ArrayProxy):
 
 
 def stored_bytes(tree: Any) -> int:
-    """Return the bytes of a pytree of arrays. Dtypes under a byte count in bits."""
+    """Return the bytes of a pytree of arrays, part bytes in bits."""
     return sum(-(-x.size * _BITS.get(x.dtype.name, 8 * x.dtype.itemsize) // 8)
                for x in jax.tree.leaves(tree))  # fmt: skip
 
@@ -165,6 +183,7 @@ def qarray(
     *,
     zero_point: ArrayLike | None = None,
     global_scale: ArrayLike | None = None,
+    tile_axes: Mapping[int, int] | None = None,
 ) -> QArray:
     """Build a QArray from quantized values and scales, checking that they fit.
 
@@ -172,12 +191,14 @@ def qarray(
       qvalue: quantized values, of the qtype's storage dtype; integers in ``[-qmax, qmax]``, or,
         with a zero point, in the qtype's `asymmetric` range. The range is not checked (values may
         be traced), but the int32 overflow bounds of the ops rely on it.
-      scale: the qtype's scale dtype, same ndim; each axis 1, the full size, or a divisor of it.
+      scale: the qtype's scale dtype, or bfloat16 or float16 for float32; same ndim; each axis 1,
+        the full size, or the number of tiles.
       qtype: a qtype.
       dtype: logical dtype: bfloat16, float16, float32 or float64 (under x64).
       zero_point: quantized values that stand for 0, of the scale's shape and the storage dtype;
         kind "int" only.
       global_scale: float32, same ndim; each axis 1 or the scale's size; nvfp4 must have it.
+      tile_axes: axis -> tile size; needed only where the last tile of an axis is shorter.
 
     Raises:
       ValueError: unknown qtype, a shape that does not fit, or a part that the qtype has not.
@@ -187,31 +208,25 @@ def qarray(
     qvalue, scale = jnp.asarray(qvalue), jnp.asarray(scale)
     if qvalue.dtype != kind.storage_dtype:
         raise TypeError(
-            f"qtype {kind.name!r} stores quantized values as {kind.storage_dtype.name}, got qvalue "
-            f"of dtype {qvalue.dtype.name}; convert it with .astype(jnp.{kind.storage_dtype.name})"
+            f"qvalue must be {kind.storage_dtype.name} for qtype {kind.name!r}, got "
+            f"{qvalue.dtype.name}. Convert it with .astype(jnp.{kind.storage_dtype.name})."
         )
-    if scale.dtype != kind.scale_dtype:
+    if scale.dtype not in kind.scale_dtypes:
+        allowed = " or ".join(dtype.name for dtype in kind.scale_dtypes)
         raise TypeError(
-            f"scale must be {kind.scale_dtype.name}, got {scale.dtype.name}; convert it with "
-            ".astype"
+            f"scale must be {allowed}, got {scale.dtype.name}. Convert it with .astype before the "
+            "quantized values are chosen."
         )
-    fits = scale.ndim == qvalue.ndim and all(
-        s in (1, n) or (s > 0 and n % s == 0)
-        for s, n in zip(scale.shape, qvalue.shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"scale of shape {scale.shape} does not fit qvalue of shape {qvalue.shape}: it needs "
-            "the same number of axes, each of size 1, of the full size, or of a divisor of the "
-            "full size (the number of tiles)"
-        )
+    ragged = ragged_tiles(qvalue.shape, tile_axes or {})
+    slices_of(qvalue.shape, scale.shape, ragged)
     if zero_point is not None:
         zero_point = jnp.asarray(zero_point)
         _check_zero_point(zero_point, scale, kind)
     if (global_scale is not None) != kind.two_level:
         raise ValueError(
-            f"qtype {kind.name!r} has {'a' if kind.two_level else 'no'} global_scale: "
-            f"{'give one' if kind.two_level else 'leave it out'}"
+            f"global_scale must be {'given' if kind.two_level else 'None'} for qtype "
+            f"{kind.name!r}, got {'None' if kind.two_level else 'one'}. "
+            f"{'Give one' if kind.two_level else 'Leave it out'}."
         )
     if global_scale is not None:
         global_scale = jnp.asarray(global_scale)
@@ -223,36 +238,39 @@ def qarray(
         global_scale,
         qtype=kind.name,
         dtype=float_dtype(dtype, "the logical dtype of a QArray"),
+        ragged_tiles=ragged,
     )
 
 
 def _check_zero_point(zero_point: jax.Array, scale: jax.Array, kind: QType) -> None:
     if kind.asymmetric is None:
         raise ValueError(
-            f"qtype {kind.name!r} has no zero points, only the integer qtypes have; leave it out"
+            f"zero_point must be None for qtype {kind.name!r}: only integer qtypes have one, got "
+            f"{zero_point.dtype.name}. Leave it out."
         )
     if zero_point.dtype != kind.storage_dtype:
         raise TypeError(
             f"zero_point must have the dtype of qvalue, {kind.storage_dtype.name}, got "
-            f"{zero_point.dtype.name}; convert it with .astype"
+            f"{zero_point.dtype.name}. Convert it with .astype."
         )
     if zero_point.shape != scale.shape:
         raise ValueError(
-            f"zero_point must have the scale's shape {scale.shape}, got {zero_point.shape}"
+            f"zero_point must have the scale's shape {scale.shape}, got {zero_point.shape}. "
+            "Reshape it."
         )
 
 
 def _check_global_scale(global_scale: jax.Array, scale: jax.Array) -> None:
     if global_scale.dtype != jnp.float32:
         raise TypeError(
-            f"global_scale must be float32, got {global_scale.dtype.name}; convert it with .astype"
+            f"global_scale must be float32, got {global_scale.dtype.name}. Convert it with .astype."
         )
     if global_scale.ndim != scale.ndim or any(
         g not in (1, s) for g, s in zip(global_scale.shape, scale.shape, strict=True)
     ):
         raise ValueError(
-            f"global_scale of shape {global_scale.shape} does not fit scale of shape "
-            f"{scale.shape}: it needs the same number of axes, each of size 1 or of the scale's"
+            f"global_scale must have the axes of a scale of shape {scale.shape}, each of size 1 "
+            f"or of the scale's, got shape {global_scale.shape}. Reshape it."
         )
 
 

@@ -1,12 +1,19 @@
 """How an array is cut into slices, the sets of elements that share a scale."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import jax
+import numpy as np
+from jax import lax
 
 from quant_numerics.formats.qtypes import QType
+
+RaggedTiles: TypeAlias = tuple[tuple[int, int], ...]
+"""For each axis whose last tile is shorter, counted from the last axis (-1), its tile size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +22,7 @@ class Slices:
 
     Attributes:
       shape: the array's.
-      tiles: axis -> tile size.
+      tiles: axis -> tile size; the last tile of an axis may be shorter.
       scale_shape: along each axis 1, the full size, or the number of tiles.
       reduced: the axes within a slice, in the array that ``split`` returns.
     """
@@ -26,7 +33,10 @@ class Slices:
     reduced: tuple[int, ...]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Split the tiled axes of `x`, each of the array's size or the scale's or 1."""
+        """Split the tiled axes of an array or its scale.
+
+        Tiles that are shorter than others are filled with zeros.
+        """
         if not self.tiles:
             return x
         tiles = {
@@ -34,6 +44,33 @@ class Slices:
             for a, t in self.tiles.items()
         }
         return split_axes(x, tiles)[0]
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """Undo ``split`` for an array of this shape."""
+        whole = tuple(-(-n // self.tiles.get(a, 1)) * self.tiles.get(a, 1)
+                      for a, n in enumerate(self.shape))  # fmt: skip
+        x = x.reshape(whole)
+        return x if whole == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
+
+    @property
+    def ragged(self) -> RaggedTiles:
+        """Return the tiled axes whose last tile is shorter."""
+        return ragged_tiles(self.shape, self.tiles)
+
+    @property
+    def counts(self) -> int | np.ndarray:
+        """Return the elements of each slice, laid out as by ``split``."""
+        if not self.ragged:
+            return math.prod(self.shape) // max(math.prod(self.scale_shape), 1)
+        counts = np.ones((), np.int32)
+        for axis, (n, scales) in enumerate(zip(self.shape, self.scale_shape, strict=True)):
+            along = [n // scales] * scales if scales else []
+            if axis in self.tiles:
+                tile = self.tiles[axis]
+                along = [min(tile, n - tile * i) for i in range(scales)]
+            counts = counts[..., None] * np.asarray(along, np.int32)
+            counts = counts[..., None] if axis in self.tiles else counts
+        return counts
 
 
 def slices(
@@ -44,46 +81,127 @@ def slices(
     """Return the slices of an array by its channel axes and tiles.
 
     Raises:
-      ValueError: an axis that is out of range or named twice; a tile that is not positive or does
-        not divide its axis.
+      ValueError: an axis that is out of range or named twice; a tile that is not positive, or, if
+        it is a fraction of the axis, does not divide that.
     """
     channels = canonical_axes(shape, channel_axes)
     tile_axes = tile_axes or {}
     tiled = canonical_axes(shape, list(tile_axes))
     if len({*channels, *tiled}) < len(channels) + len(tiled):
         raise ValueError(
-            f"an axis is named twice: axes {channels} and tiled axes {tiled} of shape {shape} "
-            "must all be different"
+            "channel and tile axes must all be different, got "
+            f"axes {channels} and tiled axes {tiled} of shape {shape}. Name each once."
         )
     tiles = {
         axis: _tile_size(shape, axis, tile)
         for axis, tile in zip(tiled, tile_axes.values(), strict=True)
     }
     scale_shape = tuple(
-        n if a in channels else n // tiles[a] if a in tiles else 1 for a, n in enumerate(shape)
+        n if a in channels else -(-n // tiles[a]) if a in tiles else 1 for a, n in enumerate(shape)
     )
     return _cut(shape, tiles, scale_shape, channels)
 
 
-def slices_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> Slices:
+def slices_of(
+    shape: tuple[int, ...], scale_shape: tuple[int, ...], ragged: RaggedTiles = ()
+) -> Slices:
     """Return the slices that a scale's shape tells of.
+
+    Args:
+      shape: of the array.
+      scale_shape: of its scale.
+      ragged: the tile sizes that the shapes don't tell; see ``QArray.ragged_tiles``.
 
     Raises:
       ValueError: a scale that does not fit.
     """
+    short = {len(shape) + axis: tile for axis, tile in ragged}
+    pairs = list(enumerate(zip(scale_shape, shape, strict=False)))
     fits = len(shape) == len(scale_shape) and all(
-        s in (1, n) or (s > 0 and n % s == 0) for s, n in zip(scale_shape, shape, strict=True)
+        s == -(-n // short[a]) if a in short else s in (1, n) or (s > 0 and n % s == 0)
+        for a, (s, n) in pairs
     )
     if not fits:
+        also = f", or as many as tiles of {dict(ragged)} (axis: size) are" if ragged else ""
         raise ValueError(
-            f"scale of shape {scale_shape} does not fit an array of shape {shape}: it needs the "
-            "same number of axes, each of size 1, of the full size, or of a divisor of the full "
-            "size (the number of tiles)"
+            f"scale must have the axes of an array of shape {shape}, each of size 1, of the full "
+            f"size, or of a divisor of it (the number of tiles){also}, got shape {scale_shape}. "
+            "Choose other tiles, or give ragged_tiles if the last one is shorter."
         )
-    channels = [a for a, n in enumerate(shape) if scale_shape[a] == n]
-    tiles = {a: n // s for a, (n, s) in enumerate(zip(shape, scale_shape, strict=True))
-             if s not in (1, n)}  # fmt: skip
+    channels = [a for a, (s, n) in pairs if s == n]
+    tiles = {
+        a: short.get(a, n // max(s, 1)) for a, (s, n) in pairs if a in short or s not in (1, n)
+    }
     return _cut(shape, tiles, scale_shape, channels)
+
+
+def ragged_tiles(shape: tuple[int, ...], tiles: Mapping[int, int]) -> RaggedTiles:
+    """Return the tiled axes whose last tile is shorter than others."""
+    pairs = zip(canonical_axes(shape, list(tiles)), tiles.values(), strict=True)
+    return tuple((a - len(shape), t) for a, t in sorted(pairs) if shape[a] > t and shape[a] % t)
+
+
+def contraction_tiles(
+    shape: Sequence[int], contracting: Sequence[int], tile: int
+) -> dict[int, int] | None:
+    """Return tiles of contracting axes, as if these were one.
+
+    The one axis is these, flattened in their order.
+
+    Args:
+      shape: of one side.
+      contracting: its contracting axes; the last one changes fastest.
+      tile: elements that share a scale.
+
+    Returns:
+      Axis -> elements of it that share a scale, 1 for a scale per index; axes within a tile have
+      none. The last tile of an axis may be shorter. None where tiles would begin within an axis
+      and end in another index of one before it.
+    """
+    tiles: dict[int, int] = {}
+    for place, axis in reversed(list(enumerate(contracting))):
+        size = shape[axis]
+        if tile == 1 and tiles:
+            tiles[axis] = 1
+        elif place and size and tile % size == 0:
+            tile //= size
+        elif not place or not size or size >= tile:
+            tiles[axis], tile = tile, 1
+        else:
+            return None
+    return tiles
+
+
+def dot_granularity(
+    shape: tuple[int, ...],
+    contracting: Sequence[int],
+    tile: int | float | None,
+    channelwise: bool,
+) -> tuple[list[int], dict[int, int]]:
+    """Return channel and tile axes of one side of a contraction.
+
+    See ``quantize_for_dot``.
+    """
+    contracting = canonical_axes(shape, contracting)
+    channels = [a for a in range(len(shape)) if a not in contracting] if channelwise else []
+    if tile is None:
+        return channels, {}
+    if not contracting:
+        raise ValueError(
+            f"tile_size must be None where no axis is contracted, got {tile}. Choose a qtype "
+            "without blocks."
+        )
+    sizes = [shape[a] for a in contracting]
+    total = math.prod(sizes)
+    each = _tile_size((total,), 0, tile)
+    tiles = contraction_tiles(shape, contracting, each)
+    if tiles is None:
+        raise ValueError(
+            f"tile_size must be a divisor or a multiple of contracted sizes, the last first, got "
+            f"{tile} for {sizes}. Choose another."
+        )
+    alone = [a for a, each in tiles.items() if each == 1 and len(tiles) > 1]
+    return channels + alone, {a: each for a, each in tiles.items() if a not in alone}
 
 
 def check_block(kind: QType, cut: Slices) -> None:
@@ -91,10 +209,9 @@ def check_block(kind: QType, cut: Slices) -> None:
     if kind.block is None or list(cut.tiles.values()) == [kind.block]:
         return
     raise ValueError(
-        f"qtype {kind.name!r} has a scale per block of {kind.block} elements: it needs exactly one "
-        f"tiled axis, with tile size {kind.block}, got tiles {dict(cut.tiles)} (axis: size) for "
-        f"shape {cut.shape}; pass e.g. tile_axes={{-1: {kind.block}}}, or choose a qtype without "
-        "blocks"
+        f"the tiles of qtype {kind.name!r} must be one tiled axis, of tile size {kind.block}, got "
+        f"{dict(cut.tiles)} (axis: size) for shape {cut.shape}. Pass e.g. tile_axes={{-1: "
+        f"{kind.block}}}, or choose a qtype without blocks."
     )
 
 
@@ -104,19 +221,19 @@ def canonical_axes(shape: tuple[int, ...], axes: Sequence[int]) -> list[int]:
     for axis in axes:
         if not -ndim <= operator.index(axis) < ndim:
             raise ValueError(
-                f"axis {axis} is out of range for shape {shape}: axes go from {-ndim} to {ndim - 1}"
+                f"an axis of shape {shape} must be from {-ndim} to {ndim - 1}, got {axis}. Choose "
+                "another."
             )
     return [operator.index(a) % ndim for a in axes]
 
 
 def _tile_size(shape: tuple[int, ...], axis: int, tile: int | float) -> int:
     size = round(shape[axis] * tile) if isinstance(tile, float) else operator.index(tile)
-    if size <= 0 or shape[axis] % size:
+    if size <= 0 or (isinstance(tile, float) and shape[axis] % size):
         given = f"{tile}" if size == tile else f"{tile} ({size} elements)"
         raise ValueError(
-            f"tile size {given} does not fit axis {axis} of shape {shape}: it must be positive "
-            f"and divide {shape[axis]}; choose a divisor, or pad the axis first (a float is one "
-            "over the number of tiles)"
+            "tile size must be a positive number of elements, or one over a number of tiles that "
+            f"divides {shape[axis]}, got {given} for axis {axis} of shape {shape}. Choose another."
         )
     return size
 
@@ -137,7 +254,9 @@ def _cut(
 
 
 def split_axes(x: jax.Array, tiles: Mapping[int, int]) -> tuple[jax.Array, list[int]]:
-    """Split each axis in `tiles` in two, (number of tiles, tile size).
+    """Split each axis in `tiles` into (number of tiles, tile size).
+
+    A shorter last tile is filled with zeros.
 
     Returns:
       The reshaped array and, for each old axis, its new position. For a split axis this is the
@@ -145,6 +264,9 @@ def split_axes(x: jax.Array, tiles: Mapping[int, int]) -> tuple[jax.Array, list[
     """
     shape: list[int] = []
     where: list[int] = []
+    missing = [-size % tiles.get(axis, 1) for axis, size in enumerate(x.shape)]
+    if any(missing):
+        x = lax.pad(x, np.zeros((), x.dtype), [(0, n, 0) for n in missing])
     for axis, size in enumerate(x.shape):
         tile = tiles.get(axis)
         shape.extend((size,) if tile is None else (size // tile, tile))

@@ -62,9 +62,9 @@ def _hashable(function: Callable, what: str) -> Callable:
         hash(function)
     except TypeError as error:
         raise TypeError(
-            f"linear_with_transpose needs a hashable {what}, got {function!r} ({error}); pass a "
-            "plain function, a frozen dataclass with __call__, or a functools.partial of hashable "
-            "arguments, and arrays as residuals"
+            f"the {what} of linear_with_transpose must be hashable, got {function!r} ({error}). "
+            "Pass a plain function, a frozen dataclass with __call__, or a functools.partial of "
+            "hashable arguments, and arrays as residuals."
         ) from None
     return function
 
@@ -88,8 +88,8 @@ def apply_pair(pair: LinearPair, residuals: Any, tangent: Any) -> Any:
     for t in tangents:
         if not jnp.issubdtype(jnp.result_type(t), jnp.inexact):
             raise TypeError(
-                f"a tangent of linear_with_transpose must be of floats, got {jnp.result_type(t)}; "
-                "pass other arrays as residuals"
+                f"a tangent of linear_with_transpose must be of floats, got {jnp.result_type(t)}. "
+                "Pass other arrays as residuals."
             )
     return apply_flat(pair, False, res_tree, in_tree, residuals, tangents)
 
@@ -126,7 +126,7 @@ def _types(
 
 
 class _Linear(HiPrimitive):
-    """Take as operands the leaves of the residuals, then those of the tangent."""
+    """Take the leaves of the residuals, then of the tangent."""
 
     multiple_results = True
 
@@ -167,10 +167,10 @@ class _Linear(HiPrimitive):
         wanted = [x.aval if is_undefined_primal(x) else jax.typeof(x) for x in args[n:]]
         if tree != in_tree or [type_text(x) for x in leaves] != [type_text(x) for x in wanted]:
             raise TypeError(
-                "the backward function of linear_with_transpose must return what the tangent is "
-                f"like: {jax.tree.unflatten(in_tree, [type_text(x) for x in wanted])}, got "
-                f"{jax.tree.unflatten(tree, [type_text(x) for x in leaves])}; reshape or convert "
-                "its results"
+                "the result of the backward function of linear_with_transpose must be like the "
+                f"tangent, {jax.tree.unflatten(in_tree, [type_text(x) for x in wanted])}, got "
+                f"{jax.tree.unflatten(tree, [type_text(x) for x in leaves])}. Reshape or convert "
+                "it."
             )
         used = (x if is_undefined_primal(a) else None for x, a in zip(leaves, args[n:]))  # noqa: B905
         return [None] * n + list(used)
@@ -210,7 +210,7 @@ def _residual_tangent(
     in_tree: Any,
     out_tree: Any,
 ) -> list[jax.Array]:
-    """Return the tangent that residuals cause, of the forward map in either direction."""
+    """Return the tangent of a linear map that its residuals cause."""
     n = res_tree.num_leaves
 
     def of_residuals(*values: jax.Array) -> list[jax.Array]:
@@ -232,7 +232,7 @@ def _residual_tangent(
 
 
 def is_nonzero(tangent: Any) -> bool:
-    """Return whether there is a tangent that is not known to be zero."""
+    """Return whether a tangent is not known to be zero."""
     if isinstance(tangent, Zero):
         return False
     return jnp.result_type(tangent) != jax.dtypes.float0

@@ -81,7 +81,10 @@ def _frozen(tree: Any) -> Frozen:
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped(LinearPair):
-    """Map a pair example by example. Cotangents of what all examples share are summed."""
+    """Map a pair example by example.
+
+    Cotangents of what all examples share are summed.
+    """
 
     pair: LinearPair
     axis: Axis
@@ -105,7 +108,7 @@ class _Mapped(LinearPair):
 def mapped_at_front(
     axis_data: Any, args: Sequence[Any], dims: Sequence[int | None]
 ) -> tuple[Axis, list[Any], list[bool]]:
-    """Return the mapped axis, arguments with it in front, and which have it."""
+    """Return the mapped axis, arguments with it first, and which have it."""
     spmd_name = axis_data.spmd_name or axis_data.explicit_mesh_axis
     axis = Axis(axis_data.size, axis_data.name, spmd_name)
     moved = [
@@ -116,7 +119,10 @@ def mapped_at_front(
 
 
 def equally_varying(values: Sequence[Any]) -> list[jax.Array]:
-    """Return the values, all varying over the manual axes (of shard_map) of any."""
+    """Return values that vary over the manual axes of any.
+
+    Manual are axes within shard_map.
+    """
     values = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values]
     varying = [_varying(x) for x in values]
     union = frozenset().union(*varying)

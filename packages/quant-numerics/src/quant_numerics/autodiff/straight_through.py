@@ -10,7 +10,7 @@ import jax.numpy as jnp
 def straight_through(
     quantized_fn: Callable[..., Any], float_fn: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function with the value of one and the derivative of another.
+    """Return one function with the derivative of another.
 
     ``f(*args)`` equals ``quantized_fn(*args)``; its JVP, and so its gradients of any order and
     mode, is that of ``float_fn`` at the same arguments. Rounding has derivative zero almost
@@ -40,9 +40,9 @@ def straight_through(
         ours, theirs = _signature(out), _signature(float_out)
         if ours != theirs:
             raise ValueError(
-                "straight_through needs two functions with outputs alike, but quantized_fn "
-                f"returns {ours} and float_fn {theirs}; give both the same "
-                "preferred_element_type, or convert the result of one"
+                "the outputs of the two functions of straight_through must be alike, got "
+                f"{ours} of quantized_fn and {theirs} of float_fn. Give both the same "
+                "preferred_element_type, or convert the result of one."
             )
         return out, tangent
 

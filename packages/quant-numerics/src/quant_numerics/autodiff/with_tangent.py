@@ -28,7 +28,7 @@ def with_tangent(value: jax.Array, pair: LinearPair, residuals: Any, primals: An
 
 
 class _WithTangent(HiPrimitive):
-    """Take as operands the value, the leaves of the residuals, and those of the primals."""
+    """Take the value, then leaves of residuals, then of primals."""
 
     def is_high(self, *avals: Any, **params: Any) -> bool:
         return False
@@ -53,8 +53,8 @@ class _WithTangent(HiPrimitive):
             )
             if type_text(tangent) != type_text(out):
                 raise TypeError(
-                    f"a value {type_text(out)} can't have the tangent {type_text(tangent)}: the "
-                    "forward map must return what the value is like; convert the result of one"
+                    f"the tangent of {type_text(out)} must be like it, got {type_text(tangent)}. "
+                    "Convert what the forward map returns."
                 )
             parts.append(tangent)
         if not parts:

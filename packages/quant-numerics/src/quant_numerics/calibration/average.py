@@ -41,17 +41,17 @@ class MovingAverage:
     def __post_init__(self):
         if self.decay is not None and not 0 < self.decay < 1:
             raise ValueError(
-                f"decay must be None (the mean of all) or between 0 and 1, got {self.decay!r}; "
-                "0.99 averages about 100 steps"
+                "decay must be None (the mean of all) or between 0 and 1, got "
+                f"{self.decay!r}. Choose 0.99 to average about 100 steps."
             )
 
     def init(self, calibration: Calibration) -> AverageState:
-        """Return an average of nothing, for calibrations with the shapes of this one."""
+        """Return an average of nothing, for calibrations like this one."""
         zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), calibration)
         return AverageState(zeros, jnp.zeros((), jnp.int32))
 
     def update(self, state: AverageState, calibration: Calibration) -> AverageState:
-        """Return the average with one more calibration, unless that has an inf or a NaN."""
+        """Return the average with one more calibration, if that is finite."""
         values = jax.tree.map(
             lambda x: lax.stop_gradient(jnp.asarray(x).astype(jnp.float32)), calibration
         )
@@ -128,7 +128,7 @@ class Statistics:
         return self.state.count
 
     def observe(self, calibration: Calibration) -> None:
-        """Add a calibration, without derivative, unless that has an inf or a NaN.
+        """Add a calibration, without derivative, if it is finite.
 
         Raises:
           ValueError: bounds of another shape; a lower bound although `symmetric`, or none.
@@ -136,15 +136,16 @@ class Statistics:
         state = self.state
         if (calibration.lower is None) != self._symmetric:
             raise ValueError(
-                f"Statistics(..., symmetric={self._symmetric}) got a calibration "
-                f"{'with' if self._symmetric else 'without'} a lower bound; make them with "
-                f"symmetric={not self._symmetric}, or calibrate with another method"
+                f"a calibration must be {'without' if self._symmetric else 'with'} a lower bound "
+                f"for Statistics(..., symmetric={self._symmetric}), got one "
+                f"{'with' if self._symmetric else 'without'} it. Make them with "
+                f"symmetric={not self._symmetric}, or calibrate with another method."
             )
         own, given = jnp.shape(state.total.upper), jnp.shape(calibration.upper)
         if own != given:
             raise ValueError(
-                f"Statistics for bounds of shape {own} got a calibration of shape {given}; "
-                "calibrate with the same channel and tile axes in each step"
+                f"a calibration must have bounds of shape {own}, as those before, got shape "
+                f"{given}. Calibrate with the same channel and tile axes in each step."
             )
         self._box.set(self._average.update(state, calibration))
 

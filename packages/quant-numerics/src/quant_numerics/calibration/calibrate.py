@@ -1,14 +1,14 @@
 """From data to the range that quantized values cover."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from quant_numerics.array.tiles import check_block, slices
+from quant_numerics.array.tiles import Slices, check_block, slices
 from quant_numerics.calibration.method import CalibrationMethod, parse_calibration_method
 from quant_numerics.calibration.scale import LEAST_SCALE, Calibration, at_least, scale_of
 from quant_numerics.formats.dtypes import compute_dtype, float_dtype
@@ -50,20 +50,21 @@ def calibrate(
     cut = slices(x.shape, channel_axes, tile_axes)
     check_block(kind, cut)
     values = cut.split(x.astype(compute_dtype(dtype)))
-    lower, upper = bounds(values, cut.reduced, parse_calibration_method(method), kind)
+    lower, upper = bounds(values, cut, parse_calibration_method(method), kind)
     return Calibration(
         None if lower is None else lower.reshape(cut.scale_shape), upper.reshape(cut.scale_shape)
     )
 
 
 def bounds(
-    values: jax.Array, reduced: tuple[int, ...], method: CalibrationMethod, kind: QType
+    values: jax.Array, cut: Slices, method: CalibrationMethod, kind: QType
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Return lower (None: symmetric) and upper bound, with `reduced` axes of size 1."""
+    """Return lower (None: symmetric) and upper bound of split values."""
+    reduced = cut.reduced
     if not method.is_symmetric and kind.asymmetric is None:
         raise ValueError(
-            f"calibration method {method.name!r} gives a zero point, which only integer qtypes "
-            f"have, and {kind.name!r} is none; use a symmetric method such as 'absmax'"
+            f"the calibration method must be symmetric for {kind.name!r}, as only integer qtypes "
+            f"have zero points, got {method.name!r}. Use one such as 'absmax'."
         )
     # lax, not jnp, here: jnp's own jits would double the time to trace a quantized model.
     if method.name == "minmax":
@@ -77,39 +78,48 @@ def bounds(
     if method.name == "fixed":
         lower, upper = (lax.full_like(absmax, bound) for bound in method.args)
         return None if method.is_symmetric else lower, upper
-    count = math.prod(values.shape[a] for a in reduced)
     if values.size == 0:
         return None, absmax
     # Fractions of the largest magnitude, so that no square overflows or vanishes.
     safe = at_least(absmax, LEAST_SCALE)
     if method.name == "rms":
-        mean = lax.reduce_sum(lax.square(values / safe), reduced) / count
-        upper = safe * (lax.expand_dims(lax.sqrt(mean), reduced) * method.factor)
+        total = lax.expand_dims(lax.reduce_sum(lax.square(values / safe), reduced), reduced)
+        upper = safe * (lax.sqrt(total / np.asarray(cut.counts, values.dtype)) * method.factor)
     elif method.name == "percentile":
-        upper = _percentile(lax.abs(values), reduced, method.args[0])
+        upper = _percentile(lax.abs(values), cut, method.args[0])
     else:
         upper = safe * _best_factor(values, safe, reduced, kind, int(method.factor) if method.args
                                     else _MSE_STEPS)  # fmt: skip
     return None, lax.select(lax.is_finite(absmax), upper, absmax)
 
 
-def _percentile(magnitudes: jax.Array, reduced: tuple[int, ...], p: float) -> jax.Array:
-    """Return the p-th percentile, linear between neighbours, `reduced` axes of size 1."""
+def _percentile(magnitudes: jax.Array, cut: Slices, p: float) -> jax.Array:
+    """Return the p-th percentile of each slice, linear between neighbours."""
+    reduced = cut.reduced
     kept = [a for a in range(magnitudes.ndim) if a not in reduced]
     shape = [magnitudes.shape[a] for a in kept]
     rows = magnitudes.transpose(*kept, *reduced).reshape(*shape, -1)
     rows = lax.sort(rows, dimension=-1)
-    position = (rows.shape[-1] - 1) * p / 100
-    below = min(int(position), rows.shape[-1] - 1)
-    above = min(below + 1, rows.shape[-1] - 1)
-    low, high = (lax.index_in_dim(rows, i, -1, keepdims=False) for i in (below, above))
-    return lax.expand_dims(low + (high - low) * (position - below), reduced)
+    length, counts = rows.shape[-1], np.asarray(cut.counts)
+    if counts.ndim:
+        counts = np.broadcast_to(counts.reshape([counts.shape[a] for a in kept]), shape)
+    # What fills a shorter tile is zero, so it comes first.
+    position = length - counts + (counts - 1) * p / 100
+    below = np.minimum(position.astype(int), length - 1)
+    low, high = (
+        jnp.take_along_axis(rows, places[..., None], -1)[..., 0]
+        if counts.ndim
+        else rows[..., places]
+        for places in (below, np.minimum(below + 1, length - 1))
+    )
+    share = np.asarray(position - below, rows.dtype)
+    return lax.expand_dims(low + (high - low) * share, reduced)
 
 
 def _best_factor(
     values: jax.Array, absmax: jax.Array, reduced: tuple[int, ...], kind: QType, steps: int
 ) -> jax.Array:
-    """Return the factor of absmax with the least squared error, the greatest of equals."""
+    """Return the factor of absmax with the least squared error."""
 
     def error(factor: jax.Array) -> jax.Array:
         scale, _, outer = scale_of(Calibration(None, absmax * factor), kind)

@@ -77,4 +77,4 @@ def _inside(
     values = cut.split(x.astype(compute_dtype(x.dtype)))
     upper = cut.split(upper)
     lower = -upper if lower is None else cut.split(lower)
-    return ((values >= lower) & (values <= upper)).reshape(x.shape)
+    return cut.join((values >= lower) & (values <= upper))

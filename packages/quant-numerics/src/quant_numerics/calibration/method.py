@@ -85,4 +85,6 @@ def parse_calibration_method(text: str) -> CalibrationMethod:
 
 
 def _bad_method(text: str, why: str) -> ValueError:
-    return ValueError(f"calibration method {text!r}: {why}; allowed are {_METHODS}")
+    return ValueError(
+        f"a calibration method must be one of {_METHODS}, got {text!r}: {why}. Choose another."
+    )

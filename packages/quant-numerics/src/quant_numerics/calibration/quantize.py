@@ -9,7 +9,14 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray, qarray
-from quant_numerics.array.tiles import canonical_axes, check_block, slices, slices_of
+from quant_numerics.array.tiles import (
+    canonical_axes,
+    check_block,
+    dot_granularity,
+    ragged_tiles,
+    slices,
+    slices_of,
+)
 from quant_numerics.calibration.calibrate import bounds
 from quant_numerics.calibration.method import parse_calibration_method
 from quant_numerics.calibration.scale import Calibration, scale_of
@@ -27,8 +34,9 @@ def quantize(
     tile_axes: Mapping[int, int | float] | None = None,
     method: str = "absmax",
     rounding: StochasticRounding | None = None,
+    scale_dtype: DTypeLike | None = None,
 ) -> QArray:
-    """Quantize an array, with the range of each slice set by its data.
+    """Quantize an array, the range of each slice from its data.
 
     Its steps are ``calibrate``, ``scale_of`` and ``quantize_with``. A *slice* is the set of
     elements that share a scale: everything, without options. With the method "absmax" and an
@@ -57,22 +65,25 @@ def quantize(
         before values are divided by it (a scale beyond float32 counts as infinite).
       qtype: a name in ``QTYPES``, an alias, or a dtype.
       channel_axes: axes that have one scale per index.
-      tile_axes: axis -> tile size, for axes that have one scale per tile of consecutive elements;
-        a float is one over the number of tiles.
+      tile_axes: axis -> tile size, for axes that have one scale per tile of consecutive elements,
+        the last of which may be shorter; a float is one over the number of tiles.
       method: see ``parse_calibration_method``.
       rounding: None (to nearest) or a ``StochasticRounding``.
+      scale_dtype: None for that of the format; for those with float32 scales also bfloat16 or
+        float16. Values are divided by the rounded scales. In float16, scales below 6.1e-5 become
+        that, and those beyond 65504 infinite: see ``has_normal_scales``.
 
     Returns:
       QArray of ``x.shape`` and logical dtype ``x.dtype``. Its scale has size 1, the full size
-      (channel axes) or size / tile (tiled axes) along each axis.
+      (channel axes) or the number of tiles (tiled axes) along each axis.
 
     Raises:
       ValueError: an unknown qtype or method; an axis that is out of range or named twice; a tile
-        that is not positive or does not divide its axis; other tiles than one tiled axis with the
-        format's own tile size for mxfp8, mxfp4 (32) and nvfp4 (16).
+        that is not positive; other tiles than one tiled axis with the format's own tile size for
+        mxfp8, mxfp4 (32) and nvfp4 (16); a `scale_dtype` that the format can't have.
       TypeError: `x` is not of a supported float dtype.
     """
-    kind = get_qtype(qtype)
+    kind = get_qtype(qtype).with_scales(scale_dtype)
     how = parse_calibration_method(method)
     x = jnp.asarray(x)
     dtype = float_dtype(x.dtype, "the array to quantize")
@@ -80,19 +91,20 @@ def quantize(
     check_block(kind, cut)
 
     values = cut.split(x.astype(compute_dtype(dtype)))
-    lower, upper = bounds(values, cut.reduced, how, kind)
+    lower, upper = bounds(values, cut, how, kind)
     scale, zero_point, outer = scale_of(Calibration(lower, upper), kind)
     whole = scale.astype(jnp.float32)
     whole = whole if outer is None else whole * outer
     noise = None if rounding is None else cut.split(rounding.noise(x.shape))
     qvalue = encode(values, whole, kind, zero_point, noise)
     return QArray(
-        qvalue.reshape(x.shape),
+        cut.join(qvalue),
         scale.reshape(cut.scale_shape),
         None if zero_point is None else zero_point.reshape(cut.scale_shape),
         None if outer is None else outer.reshape((1,) * x.ndim),
         qtype=kind.name,
         dtype=dtype,
+        ragged_tiles=cut.ragged,
     )
 
 
@@ -103,8 +115,12 @@ def quantize_with(
     zero_point: jax.Array | None = None,
     global_scale: jax.Array | None = None,
     rounding: StochasticRounding | None = None,
+    *,
+    tile_axes: Mapping[int, int] | None = None,
 ) -> QArray:
-    """Quantize with a given scale, as from ``scale_of``. Its shape tells the slices.
+    """Quantize with a given scale, whose shape tells the slices.
+
+    Only where the last tile of an axis is shorter than others, `tile_axes` must tell their size.
 
     What is outside the range saturates, infinities too. A NaN becomes the number nearest to zero,
     or stays NaN in the float8 formats.
@@ -115,14 +131,22 @@ def quantize_with(
     kind = get_qtype(qtype)
     x = jnp.asarray(x)
     dtype = float_dtype(x.dtype, "the array to quantize")
-    cut = slices_of(x.shape, scale.shape)
+    cut = slices_of(x.shape, scale.shape, ragged_tiles(x.shape, tile_axes or {}))
     values = cut.split(x.astype(compute_dtype(dtype)))
     whole = scale.astype(jnp.float32)
     whole = cut.split(whole if global_scale is None else whole * global_scale)
     point = None if zero_point is None else cut.split(zero_point)
     noise = None if rounding is None else cut.split(rounding.noise(x.shape))
-    qvalue = encode(values, whole, kind, point, noise).reshape(x.shape)
-    return qarray(qvalue, scale, kind.name, dtype, zero_point=zero_point, global_scale=global_scale)
+    qvalue = cut.join(encode(values, whole, kind, point, noise))
+    return qarray(
+        qvalue,
+        scale,
+        kind.name,
+        dtype,
+        zero_point=zero_point,
+        global_scale=global_scale,
+        tile_axes=tile_axes,
+    )
 
 
 def quantize_for_dot(
@@ -134,36 +158,38 @@ def quantize_for_dot(
     method: str = "absmax",
     rounding: StochasticRounding | None = None,
     channelwise: bool = True,
+    scale_dtype: DTypeLike | None = None,
 ) -> QArray:
-    """Quantize one side of a contraction, with scales per index of its other axes.
+    """Quantize one side of a contraction, by index of other axes.
 
     Args:
       x: float array.
       contracting: the contracting axes of `x`, in the order of ``dimension_numbers``.
       qtype: as in ``quantize``.
-      tile_size: if given, also one scale per tile of this size along the last axis named in
-        `contracting` (so that both sides, given the same `tile_size`, are tiled alike). A float
-        is one over the number of tiles. Formats with blocks have their own without it.
+      tile_size: if given, also one scale per tile of this size along the contracting axes, as if
+        they were one axis, flattened in the order of `contracting` (so that both sides, given the
+        same `tile_size`, are tiled alike). A float is one over the number of tiles. Formats with
+        blocks have their own without it.
       method: as in ``quantize``.
       rounding: as in ``quantize``.
       channelwise: False for one scale in all, tiles aside.
+      scale_dtype: as in ``quantize``.
 
     Raises:
-      ValueError: as ``quantize``; or a tile size without a contracting axis.
+      ValueError: as ``quantize``; a tile size without a contracting axis, or one that is cut by
+        the end of an axis.
     """
     x = jnp.asarray(x)
-    contracting = canonical_axes(x.shape, contracting)
-    if tile_size is None:
-        tile_size = get_qtype(qtype).block
-    if tile_size is not None and not contracting:
-        raise ValueError(
-            f"tile_size={tile_size} needs a contracting axis to tile, but there is none; "
-            "leave tile_size out, and choose a qtype without blocks"
-        )
-    tiles = {} if tile_size is None else {contracting[-1]: tile_size}
-    channels = [a for a in range(x.ndim) if a not in contracting] if channelwise else []
+    tile = get_qtype(qtype).block if tile_size is None else tile_size
+    channels, tiles = dot_granularity(x.shape, contracting, tile, channelwise)
     return quantize(
-        x, qtype, channel_axes=channels, tile_axes=tiles, method=method, rounding=rounding
+        x,
+        qtype,
+        channel_axes=channels,
+        tile_axes=tiles,
+        method=method,
+        rounding=rounding,
+        scale_dtype=scale_dtype,
     )
 
 
@@ -176,39 +202,59 @@ def quantize_for_conv(
     method: str = "absmax",
     rounding: StochasticRounding | None = None,
     channelwise: bool = True,
+    scale_dtype: DTypeLike | None = None,
+    tile_size: int | float | None = None,
 ) -> QArray:
     """Quantize one side of a convolution as finely as ``conv_general_dilated`` takes it.
 
     Args:
       x: float array, the input (``side="lhs"``: one scale per batch element) or the kernel
         (``side="rhs"``: one scale per output feature).
-      qtype: as in ``quantize``, but none with blocks.
+      qtype: as in ``quantize``; one with blocks for the kernel of a float input only.
       side: "lhs" or "rhs".
       dimension_numbers_spec: what ``jax.lax.conv_dimension_numbers`` returns, or its `lhs_spec`
         or `rhs_spec` alone (the batch or output feature axis first).
       method: as in ``quantize``.
       rounding: as in ``quantize``.
       channelwise: False for one scale in all.
+      scale_dtype: as in ``quantize``.
+      tile_size: as in ``quantize_for_dot``, along all other axes of a kernel, in their order; for
+        the kernel of a float input only.
 
     Raises:
       ValueError: another `side`, a qtype that is unknown or has blocks, or an axis out of range.
       TypeError: a spec that does not hold axis numbers.
     """
     if side not in ("lhs", "rhs"):
-        raise ValueError(f"side must be 'lhs' (the input) or 'rhs' (the kernel), got {side!r}")
+        raise ValueError(
+            f"side must be 'lhs' (the input) or 'rhs' (the kernel), got {side!r}. Choose one of "
+            "them."
+        )
     spec = dimension_numbers_spec
     if isinstance(spec, lax.ConvDimensionNumbers):
         spec = spec.lhs_spec if side == "lhs" else spec.rhs_spec
     if isinstance(spec, str) or not all(hasattr(a, "__index__") for a in spec):
         raise TypeError(
             "dimension_numbers_spec must be a ConvDimensionNumbers or a sequence of axis "
-            f"numbers, got {spec!r}; make one with jax.lax.conv_dimension_numbers(lhs.shape, "
-            "rhs.shape, dimension_numbers)"
+            f"numbers, got {spec!r}. Make one with jax.lax.conv_dimension_numbers(lhs.shape, "
+            "rhs.shape, dimension_numbers)."
         )
-    if get_qtype(qtype).block is not None:
+    tile = get_qtype(qtype).block if tile_size is None else tile_size
+    if side == "lhs" and tile is not None:
         raise ValueError(
-            f"qtype {get_qtype(qtype).name!r} has a scale per block of elements that are summed, "
-            "which a convolution cannot take; choose a qtype without blocks"
+            "the input of a convolution must have no blocks or tiles of elements that are summed, "
+            f"got {get_qtype(qtype).name!r} in tiles of {tile}. Choose a qtype without blocks."
         )
-    channels = (spec[0],) if channelwise else ()
-    return quantize(x, qtype, channel_axes=channels, method=method, rounding=rounding)
+    x = jnp.asarray(x)
+    (channel,) = canonical_axes(x.shape, spec[:1])
+    summed = [a for a in range(x.ndim) if a != channel]
+    channels, tiles = dot_granularity(x.shape, summed, tile, channelwise)
+    return quantize(
+        x,
+        qtype,
+        channel_axes=channels,
+        tile_axes=tiles,
+        method=method,
+        rounding=rounding,
+        scale_dtype=scale_dtype,
+    )

@@ -17,7 +17,7 @@ _LEAST_BLOCK_SCALE = 2.0**-9
 
 
 class Calibration(NamedTuple):
-    """Hold the range that the quantized values of each slice cover. A pytree.
+    """Hold the range that each slice covers. A pytree.
 
     Attributes:
       lower: an array like `upper`, at most 0; or None for a symmetric range, from -upper.
@@ -29,7 +29,7 @@ class Calibration(NamedTuple):
 
 
 def scale_of(
-    calibration: Calibration, qtype: str | DTypeLike | QType
+    calibration: Calibration, qtype: str | DTypeLike | QType, scale_dtype: DTypeLike | None = None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return scale, zero point and global scale (or None) for a range.
 
@@ -45,8 +45,13 @@ def scale_of(
       `upper` of all blocks over 448 * 6, one for the whole array (NVIDIA 2025, "Pretraining Large
       Language Models with NVFP4", arXiv:2509.25149, appendix B). float8_e4m3fn has no inf:
       infinite ranges have scale NaN, and other blocks are untouched.
+
+    Args:
+      calibration: the range of each slice.
+      qtype: the format.
+      scale_dtype: of the scales, as in ``quantize``.
     """
-    kind = qtype if isinstance(qtype, QType) else get_qtype(qtype)
+    kind = (qtype if isinstance(qtype, QType) else get_qtype(qtype)).with_scales(scale_dtype)
     lower, upper = calibration
     if kind.scale_dtype == jnp.float8_e8m0fnu:
         last_binade = 2.0 ** -math.floor(math.log2(kind.qmax))
@@ -59,8 +64,9 @@ def scale_of(
         return _normal(upper / kind.qmax, kind), None, None
     if kind.asymmetric is None:
         raise ValueError(
-            f"a calibration with a lower bound gives a zero point, which only integer qtypes have, "
-            f"and {kind.name!r} is none; calibrate with a symmetric method such as 'absmax'"
+            f"a calibration must be without a lower bound for {kind.name!r}, as only integer "
+            "qtypes have zero points, got one with it. Calibrate with a symmetric method such as "
+            "'absmax'."
         )
     low, high = kind.asymmetric
     zero = lax.full_like(upper, 0)
@@ -73,6 +79,25 @@ def scale_of(
     # A zero point of 0 keeps the signs of infinities.
     point = lax.select(lax.is_finite(scale), point, zero)
     return scale, point.astype(kind.storage_dtype), None
+
+
+def has_normal_scales(
+    calibration: Calibration, qtype: str | DTypeLike, scale_dtype: DTypeLike
+) -> jax.Array:
+    """Return whether the scales of a range are normal numbers.
+
+    Empty ranges do not count.
+
+    Where they are not, quantized values saturate at a scale that is too small (or is infinite), or
+    are coarser than those with a float32 scale: float16 reaches from 6.1e-5 to 65504.
+    """
+    scale, _, _ = scale_of(calibration, qtype)
+    info, scale = jnp.finfo(scale_dtype), scale.astype(jnp.float32)
+    empty = calibration.upper == 0
+    if calibration.lower is not None:
+        empty &= calibration.lower == 0
+    inside = (scale >= float(info.smallest_normal)) & (scale <= float(info.max))
+    return jnp.all(empty | inside)
 
 
 def _normal(scale: jax.Array, kind: QType) -> jax.Array:

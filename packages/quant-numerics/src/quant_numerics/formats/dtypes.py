@@ -17,8 +17,8 @@ def float_dtype(dtype: Any, what: str) -> np.dtype:
     if jnp.dtype(dtype) not in FLOAT_DTYPES:
         allowed = ", ".join(d.name for d in FLOAT_DTYPES)
         raise TypeError(
-            f"{what} must have one of the dtypes {allowed}, got {jnp.dtype(dtype).name}; "
-            "convert it with .astype(...) first"
+            f"{what} must have one of the dtypes {allowed}, got {jnp.dtype(dtype).name}. Convert "
+            "it with .astype(...) first."
         )
     return jax.dtypes.canonicalize_dtype(dtype)
 

@@ -60,7 +60,7 @@ def encode(
 
 
 def decode(qvalue: jax.Array, kind: QType, dtype: np.dtype) -> jax.Array:
-    """Return the numbers that quantized values stand for, without zero point or scale."""
+    """Return what quantized values stand for, without zero point and scale."""
     if kind.codebook is None:
         return qvalue.astype(dtype)
     table = jnp.asarray(kind.codebook, dtype)
@@ -83,7 +83,7 @@ def _ratio(values: jax.Array, scale: jax.Array, kind: QType) -> jax.Array:
 
 
 def _at_most(scale: jax.Array, largest: float) -> jax.Array:
-    """Return the minimum of a scale, at least 0, and a number. A NaN stays."""
+    """Clamp a scale between 0 and a number; a NaN stays."""
     return lax.clamp(np.float32(0), scale, np.float32(largest))
 
 
@@ -92,11 +92,11 @@ def _without_nan(x: jax.Array) -> jax.Array:
 
 
 def _round_at_random(ratio: jax.Array, noise: jax.Array, kind: QType) -> jax.Array:
-    """Round `ratio`, plus noise in units of the last place, to what a float format has."""
+    """Round to a float format, with noise in units of last place."""
     if kind.codebook is not None:
         raise ValueError(
-            f"qtype {kind.name!r} has no even steps to round between at random; use rounding=None, "
-            "or an integer or float qtype"
+            f"a qtype must have even steps to round between at random, got {kind.name!r}. Use "
+            "rounding=None, or an integer or float qtype."
         )
     # Rounded here, on the grid of the ratio's own binade: after the noise it could be in the
     # binade below, whose finer grid would make the rounding biased.
@@ -107,7 +107,10 @@ def _round_at_random(ratio: jax.Array, noise: jax.Array, kind: QType) -> jax.Arr
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
-    """Return the largest power of two up to ``|x|``: 0 for subnormals, inf for inf, NaN."""
+    """Return the largest power of two up to ``|x|``.
+
+    It is 0 for subnormals, inf for inf, and NaN for NaN.
+    """
     wide = x.dtype == jnp.float64
     mask = 0x7FF << 52 if wide else 0xFF << 23
     bits = lax.bitcast_convert_type(x, jnp.uint64 if wide else jnp.uint32)
@@ -115,7 +118,7 @@ def power_of_two(x: jax.Array) -> jax.Array:
 
 
 def _nearest(x: jax.Array, codebook: tuple[float, ...]) -> jax.Array:
-    """Return the index of the nearest entry, int32, the lower of two equally near."""
+    """Return the index of the nearest entry, int32; ties go down."""
     entries = np.asarray(codebook, np.float64)
     middles = jnp.asarray((entries[1:] + entries[:-1]) / 2, x.dtype)
     above = lax.expand_dims(x, (x.ndim,)) > lax.expand_dims(middles, tuple(range(x.ndim)))

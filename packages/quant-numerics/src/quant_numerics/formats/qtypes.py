@@ -81,11 +81,11 @@ class QType:
         if wrong is not None:
             raise ValueError(
                 f"QType.{wrong} must be {_ALLOWED[wrong]}, got {getattr(self, wrong)!r} in the "
-                f"format {self.name!r} of kind {self.kind!r}"
+                f"format {self.name!r} of kind {self.kind!r}. Change it."
             )
 
     def _checks(self) -> Iterator[tuple[str, bool]]:
-        """Yield the name of each attribute, and whether it fits those before it."""
+        """Yield each attribute, and whether it fits those before it."""
         yield "kind", self.kind in _STORAGE
         yield "storage_dtype", jnp.issubdtype(self.storage_dtype, _STORAGE[self.kind])
         yield "bits", 1 <= self.bits <= self.storage_bits
@@ -114,6 +114,29 @@ class QType:
     def packable(self) -> bool:
         """Return whether ``pack`` makes quantized values smaller."""
         return self.kind != "float" and self.bits < self.storage_bits
+
+    @property
+    def scale_dtypes(self) -> tuple[np.dtype, ...]:
+        """Return the dtypes that ``QArray.scale`` may have, that of the format first."""
+        wide = self.scale_dtype.itemsize > 1
+        others = [jnp.dtype(d) for d in _SCALE_DTYPES[:3] if wide and d != self.scale_dtype]
+        return (self.scale_dtype, *others)
+
+    def with_scales(self, dtype: DTypeLike | None) -> "QType":
+        """Return the format with scales of another dtype; None for its own.
+
+        Raises:
+          ValueError: a dtype that the format's scales can't have.
+        """
+        if dtype is None:
+            return self
+        if jnp.dtype(dtype) not in self.scale_dtypes:
+            raise ValueError(
+                f"scale_dtype must be {' or '.join(d.name for d in self.scale_dtypes)} for the "
+                f"format {self.name!r}, got {jnp.dtype(dtype).name}. Leave it out for "
+                f"{self.scale_dtype.name}."
+            )
+        return dataclasses.replace(self, scale_dtype=jnp.dtype(dtype))
 
     @property
     def two_level(self) -> bool:
@@ -228,6 +251,6 @@ def _unknown(given: object, text: str, names: Iterable[str]) -> ValueError:
     known = [*sorted(names), *_ALIASES]
     nearest = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
     return ValueError(
-        f"unknown qtype {given!r}: known qtypes are {', '.join(known)}; did you mean {nearest!r}? "
-        "A plugin can declare another with jaxtap_register_qtypes"
+        f"a qtype must be one of {', '.join(known)}, got {given!r}. Did you mean {nearest!r}? A "
+        "plugin can declare another with jaxtap_register_qtypes."
     )

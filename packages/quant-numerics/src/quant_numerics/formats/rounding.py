@@ -12,7 +12,7 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class StochasticRounding:
-    """Round up or down at random, unbiased in the mean inside the range.
+    """Round up or down at random, unbiased inside the range.
 
     See Gupta et al. 2015, "Deep Learning with Limited Numerical Precision" (arXiv:1502.02551),
     section 2.2. A pytree whose leaf is the key: draw a new key for every use.
@@ -34,7 +34,10 @@ class StochasticRounding:
     )
 
     def noise(self, shape: Sequence[int]) -> jax.Array:
-        """Return float32 noise between -1/2 and 1/2, of full size or 1 along each axis.
+        """Return float32 noise between -1/2 and 1/2.
+
+        Along each axis it has the full size, or 1.
+
 
         Raises:
           ValueError: an unknown method, or a noise axis that `shape` has not.
@@ -43,8 +46,8 @@ class StochasticRounding:
         for axis in self.channelwise_noise_axes:
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
-                    f"noise axis {axis} is out of range for shape {tuple(shape)}; "
-                    "channelwise_noise_axes may name its axes, or be () for one number for all"
+                    f"channelwise_noise_axes must be axes of shape {tuple(shape)}, got {axis}. "
+                    "Choose others, or () for one number for all."
                 )
             axes.add(axis % len(shape))
         drawn = tuple(n if a in axes else 1 for a, n in enumerate(shape))
@@ -56,5 +59,6 @@ class StochasticRounding:
             bits = jax.random.bits(self.key, drawn, jnp.uint8).astype(jnp.float32)
             return (bits + 0.5) / 256.0 - 0.5
         raise ValueError(
-            f"unknown rounding method {self.method!r}: known are 'uniform' and 'low_bit_uniform'"
+            "the method of rounding must be 'uniform' or 'low_bit_uniform', got "
+            f"{self.method!r}. Choose one of them."
         )

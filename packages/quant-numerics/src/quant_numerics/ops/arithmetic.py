@@ -23,7 +23,9 @@ _LEAST_CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """Say in which dtypes two operands, at least one a QArray, are multiplied and summed.
+    """Say in which dtypes two operands are multiplied and summed.
+
+    At least one of them is a QArray.
 
     Attributes:
       dtype: what both sides' numbers are converted to.
@@ -90,7 +92,7 @@ def numbers(q: QArray, dtype: np.dtype) -> jax.Array:
     if q.zero_point is None or has_zero_point_left(q, dtype):
         return values
     cut = q.slices
-    return (cut.split(values) - cut.split(q.zero_point.astype(dtype))).reshape(q.shape)
+    return cut.join(cut.split(values) - cut.split(q.zero_point.astype(dtype)))
 
 
 def output_dtype(lhs: QArray | jax.Array, rhs: QArray | jax.Array, preferred: Any) -> np.dtype:

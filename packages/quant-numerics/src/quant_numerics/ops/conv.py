@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from quant_numerics.array.operand import Operand, as_operand
+from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray, effective_scale
 from quant_numerics.formats.dtypes import promote_floats
 from quant_numerics.ops.arithmetic import (
@@ -51,7 +51,8 @@ def conv_general_dilated(
     - None: plain ``lax`` in the wider of the two dtypes.
 
     The lhs may have one scale, or one per batch element; the rhs one scale, or one per output
-    feature: these factor out of every sum. A non-finite value makes its slice non-finite, so
+    feature: these factor out of every sum. A rhs with other scales, such as tiles, is dequantized;
+    the lhs must then be a float array. A non-finite value makes its slice non-finite, so
     with one in a batch element (or kernel feature), all outputs of that batch element (feature)
     are non-finite, also those whose window does not touch it.
 
@@ -86,6 +87,10 @@ def conv_general_dilated(
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     dn = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    if isinstance(rhs, QArray) and not isinstance(lhs, QArray):
+        # Scales that differ within a sum don't factor out of it.
+        summed = [n for a, n in enumerate(rhs.scale.shape) if a != dn.rhs_spec[0]]
+        rhs = dequantize(rhs) if math.prod(summed) > 1 else rhs
     dtype = output_dtype(lhs, rhs, preferred_element_type)
     how, values_l, values_r = _values(lhs, rhs, precision, dtype)
 
@@ -174,23 +179,23 @@ def _too_long(
     assert isinstance(lhs, QArray)
     assert isinstance(rhs, QArray)
     return ValueError(
-        f"a convolution of {lhs.qtype} by {rhs.qtype} with kernel shape {rhs.shape} sums {terms} "
-        "products per output (window elements times input features), and int32 is safe only up to "
-        f"{limit}, with numbers up to {largest_number(lhs)} and {largest_number(rhs)}; keep one "
-        "side float, or split the input features over several convolutions and add their results"
+        f"the products summed for an output must be at most {limit}, with numbers up to "
+        f"{largest_number(lhs)} and {largest_number(rhs)} in int32, got {terms} (window elements "
+        f"times input features) for {lhs.qtype} by {rhs.qtype} of shape {rhs.shape}. Keep one side "
+        "float, or split the input features over several convolutions and add their results."
     )
 
 
 def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
-    """Return the scale as a vector along `axis`, of size 1 or the full size."""
+    """Return the scale as a vector along `axis`."""
     expected = [1] * q.ndim
     whole = tuple(expected)
     expected[axis] = q.shape[axis]
     if q.scale.shape not in (whole, tuple(expected)):
         raise ValueError(
-            f"the {side} of a convolution may have one scale (shape {whole}) or one per {channel} "
+            f"the {side} of a convolution must have one scale (shape {whole}) or one per {channel} "
             f"(shape {tuple(expected)}), got scale of shape {q.scale.shape} for values of shape "
-            f"{q.shape}; quantize it with quantize_for_conv(x, qtype, {side!r}, ...)"
+            f"{q.shape}. Quantize it with quantize_for_conv(x, qtype, {side!r}, ...)."
         )
     return effective_scale(q).reshape(-1)
 

@@ -52,6 +52,6 @@ def int_dot_general(
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """Return `x` with a new first axis, of rows that are zero but for the first."""
+    """Return `x` as the first of several rows, zero otherwise."""
     rows = lax.expand_dims(x, (0,))
     return lax.pad(rows, np.zeros((), x.dtype), [(0, GEMV_ROWS - 1, 0)] + [(0, 0, 0)] * x.ndim)

@@ -1,5 +1,6 @@
 """Quantized dot_general: integer accumulation and float rescaling."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from quant_numerics.ops.dot_sides import (
     Side,
     chunked,
     contracted_tiles,
+    evenly_tiled,
     in_output,
     side_of,
     value_sums,
@@ -99,7 +101,9 @@ def dot_general(
         ).astype(dtype)
     how = arithmetic(lhs, rhs, precision)
     try:
-        return _scaled_dot(lhs, rhs, dims, how, out_sharding).astype(dtype)
+        parts = evenly_tiled(lhs, rhs, contracted_tiles(lhs, rhs, *dims[0]))
+        sums = [_scaled_dot(left, right, dims, how, out_sharding) for left, right in parts]
+        return functools.reduce(lax.add, sums).astype(dtype)
     except (TypeError, ValueError, IndexError):
         # What is wrong with the shapes or dimension numbers, lax says in the caller's terms.
         _output_shape(lhs, rhs, dims)
@@ -146,7 +150,9 @@ def _scaled_dot(
 def _dot(
     lhs: Side, rhs: Side, how: Arithmetic, terms: int | np.ndarray, out_sharding: Any
 ) -> jax.Array:
-    """Return sums less zero points, as floats, of axes (batch, tiles, lhs free, rhs free).
+    """Return sums less zero points, as floats.
+
+    Their axes are (batch, tiles, lhs free, rhs free).
 
     `terms` is how many products each sum has.
     """
@@ -176,7 +182,7 @@ def _dot(
 
 
 def _rescale(acc: jax.Array, lhs: Side, rhs: Side) -> jax.Array:
-    """Rescale `acc`, of axes (batch, tiles, lhs free, rhs free), and sum over tiles."""
+    """Rescale the sums of ``_dot``, and add those of tiles."""
     n, tiles = len(lhs.batch), len(lhs.tiles)
     sides = [(side, side.scale) for side in (lhs, rhs) if side.scale is not None]
     for side, scale in sides:
@@ -194,7 +200,7 @@ def _rescale(acc: jax.Array, lhs: Side, rhs: Side) -> jax.Array:
 
 
 def _with_axes(sharding: Any, position: int, count: int) -> Any:
-    """Return the sharding with `count` more axes at `position`, which are not sharded."""
+    """Return the sharding with more, unsharded axes at a position."""
     if sharding is None or count == 0:
         return sharding
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

@@ -3,10 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from quant_numerics.array.qarray import QArray, effective_scale
 from quant_numerics.array.tiles import split_axes
@@ -15,7 +17,9 @@ from quant_numerics.ops.arithmetic import has_zero_point_left, numbers
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Hold an operand with its tiled contracting axes split. Axis numbers are those of `values`.
+    """Hold an operand with its tiled contracting axes split.
+
+    Axis numbers are those of `values`.
 
     `scale` and `zero_point` (None: none, or none left) have the elements of an array with axes
     (batch, tiles, free), whose shape is `scale_shape`, in the same order.
@@ -40,21 +44,47 @@ class Side:
 def contracted_tiles(
     lhs: QArray | jax.Array, rhs: QArray | jax.Array, lc: Sequence[int], rc: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """Return the tile size for each pair of contracting axes along which a scale changes."""
+    """Return the tile size of each tiled pair of contracting axes."""
     tiles = {}
     for a, b in zip(lc, rc, strict=True):
-        size = lhs.shape[a]
-        left = lhs.scale.shape[a] if isinstance(lhs, QArray) else 1
-        right = rhs.scale.shape[b] if isinstance(rhs, QArray) else 1
-        if 1 not in (left, right) and left != right:
+        found = {tile for tile in (_tile(lhs, a), _tile(rhs, b)) if tile is not None}
+        if len(found) > 1:
             raise ValueError(
-                f"lhs axis {a} and rhs axis {b}, which are contracted, have tiles of "
-                f"{size // left} and {size // right} elements; give both sides one tile size, or "
-                "one of them a single scale along this axis"
+                f"lhs axis {a} and rhs axis {b}, which are contracted, must have tiles of one "
+                f"size, got {_tile(lhs, a)} and {_tile(rhs, b)}. Give both sides one tile size, or "
+                "one of them a single scale along this axis."
             )
-        if max(left, right) > 1:
-            tiles[a, b] = size // max(left, right)
+        if found:
+            tiles[a, b] = found.pop()
     return tiles
+
+
+def _tile(x: QArray | jax.Array, axis: int) -> int | None:
+    """Return the elements of an axis that share a scale; None: all."""
+    if not isinstance(x, QArray) or x.scale.shape[axis] == 1:
+        return None
+    return x.slices.tiles.get(axis, 1)
+
+
+def evenly_tiled(
+    lhs: QArray | jax.Array, rhs: QArray | jax.Array, tiles: Mapping[tuple[int, int], int]
+) -> list[tuple[Any, Any]]:
+    """Return parts with even tiles, whose contractions sum up to the whole."""
+    for (a, b), tile in tiles.items():
+        size = lhs.shape[a]
+        if size % tile and size > tile:
+            # The shorter tile is contracted alone: padded, the whole side would be copied.
+            bounds = (0, size - size % tile), (size - size % tile, size)
+            parts = [(part_of(lhs, a, *bound), part_of(rhs, b, *bound)) for bound in bounds]
+            return [pair for left, right in parts for pair in evenly_tiled(left, right, tiles)]
+    return [(lhs, rhs)]
+
+
+def part_of(x: Any, axis: int, start: int, limit: int) -> Any:
+    """Return a slice of a side along an axis."""
+    if not isinstance(x, QArray):
+        return lax.slice_in_dim(x, start, limit, axis=axis)
+    return x[(slice(None),) * axis + (slice(start, limit),)]
 
 
 def side_of(
@@ -75,12 +105,12 @@ def side_of(
         order = [*batch, *tiled, *free]
         # Tiles along a free or batch axis: one scale per index.
         repeats = {a: size for a, size in x.slices.tiles.items() if a not in tiles}
-        scale = repeated(effective_scale(x), repeats)
+        scale = repeated(effective_scale(x), repeats, x.shape)
         scale_shape = tuple(scale.shape[a] for a in order)
         scale = _arrange(scale, order)
         if has_zero_point_left(x, dtype):
             assert x.zero_point is not None
-            zero_point = _arrange(repeated(x.zero_point.astype(jnp.int32), repeats), order)
+            zero_point = _arrange(repeated(x.zero_point.astype(jnp.int32), repeats, x.shape), order)
     return Side(
         values,
         scale,
@@ -93,15 +123,19 @@ def side_of(
     )
 
 
-def repeated(x: jax.Array, repeats: Mapping[int, int]) -> jax.Array:
-    """Return `x` with the elements along each axis in `repeats` that many times."""
+def repeated(x: jax.Array, repeats: Mapping[int, int], shape: Sequence[int]) -> jax.Array:
+    """Return `x` with elements repeated along axes, up to a shape."""
     for axis, size in repeats.items():
-        x = jnp.repeat(x, size, axis=axis)
+        if x.shape[axis] > 1:
+            x = lax.slice_in_dim(jnp.repeat(x, size, axis=axis), 0, shape[axis], axis=axis)
     return x
 
 
 def _arrange(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """Return `x` with its elements in the order of the axes `order`; others have size 1."""
+    """Return `x` with its elements in the order of some axes.
+
+    Others have size 1.
+    """
     long = [a for a in order if x.shape[a] != 1]
     if long == sorted(long):
         return x  # a reshape is enough, and is left to the caller
@@ -117,7 +151,10 @@ def value_sums(side: Side, lhs: Side, rhs: Side) -> jax.Array:
 
 
 def chunked(side: Side, chunks: int, size: int) -> Side:
-    """Return a side with its contraction in chunks, one more tiled axis, zero-padded."""
+    """Return a side with its contraction in chunks, zero-padded.
+
+    They are one more tiled axis.
+    """
     n, free = len(side.batch) + len(side.tiles), len(side.free)
     outer = side.batch + side.tiles + side.free
     values = side.values.transpose(*outer, *side.contract)
@@ -137,7 +174,7 @@ def chunked(side: Side, chunks: int, size: int) -> Side:
 
 
 def in_output(shape: tuple[int, ...], side: Side, lhs: Side, rhs: Side) -> tuple[int, ...]:
-    """Return `shape`, of (batch, tiles, free), among (batch, tiles, lhs free, rhs free)."""
+    """Return a shape of (batch, tiles, free) in that of the output."""
     outer = len(side.batch) + len(side.tiles)
     if side is lhs:
         return shape + (1,) * len(rhs.free)

@@ -143,7 +143,10 @@ def _alone(x: QArray | jax.Array, labels: str, out: str, dtype: np.dtype) -> jax
 def _path(
     arrays: Sequence[QArray | jax.Array], terms: Sequence[str], out: str, optimize: Any
 ) -> list[tuple[int, ...]]:
-    """Return the operands to contract in each step; results go to the end of the list."""
+    """Return the operands to contract in each step.
+
+    Results go to the end of the list.
+    """
     if optimize is False:
         return [(0, 1), *((0, len(arrays) - 2 - i) for i in range(len(arrays) - 2))]
     sizes: dict[str, int] = {}
@@ -180,7 +183,7 @@ def einsum_dimension_numbers(spec: str, lhs_ndim: int, rhs_ndim: int) -> Dimensi
     terms, out = parse(spec, (lhs_ndim, rhs_ndim))
     if any(len(set(term)) != len(term) for term in terms):
         raise ValueError(
-            f"einsum {spec!r} repeats a label within one operand, of which einsum takes the "
-            "diagonal in float: it has no dimension numbers; leave the operands unquantized"
+            f"the operands of einsum {spec!r} must have no label twice, got {terms}. Leave them "
+            "unquantized: einsum takes the diagonal in float."
         )
     return dimension_numbers(terms[0], terms[1], out)

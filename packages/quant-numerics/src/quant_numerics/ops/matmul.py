@@ -64,13 +64,13 @@ def matmul(
     a, b = as_operand(a, "lhs"), as_operand(b, "rhs")
     if a.ndim == 0 or b.ndim == 0:
         raise ValueError(
-            f"matmul needs operands with at least one axis, got shapes {a.shape} and {b.shape}; "
-            "multiply by a scalar with *"
+            "the operands of matmul must have at least one axis, got shapes "
+            f"{a.shape} and {b.shape}. Multiply by a scalar with *."
         )
     if a.shape[-1] != b.shape[max(b.ndim - 2, 0) - b.ndim]:
         raise ValueError(
-            f"matmul contracts the last axis of the lhs (shape {a.shape}) with the last but one, "
-            f"or only, axis of the rhs (shape {b.shape}); their sizes must be equal"
+            "the last axis of the lhs and the last but one, or only, axis of the rhs of matmul "
+            f"must have equal sizes, got shapes {a.shape} and {b.shape}. Transpose one of them."
         )
     left, right = "j" if a.ndim == 1 else "...ij", "j" if b.ndim == 1 else "...jk"
     out = "..." + "i" * (a.ndim > 1) + "k" * (b.ndim > 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.operand import Operand, as_operand, dequantize
-from quant_numerics.array.qarray import QArray, effective_scale
+from quant_numerics.array.qarray import QArray
 from quant_numerics.formats.dtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import (
     Arithmetic,
@@ -21,7 +20,7 @@ from quant_numerics.ops.arithmetic import (
     numbers,
     output_dtype,
 )
-from quant_numerics.ops.dot_sides import repeated
+from quant_numerics.ops.ragged_layout import MOST_PIECES, Layout
 from quant_numerics.ops.take import take
 
 RAGGED_DOT = lax.RaggedDotDimensionNumbers(
@@ -30,9 +29,6 @@ RAGGED_DOT = lax.RaggedDotDimensionNumbers(
     rhs_group_dimensions=[0],
 )
 """The dimension numbers of ``ragged_dot``."""
-
-_MOST_PIECES = 32
-"""More tiles than this are not multiplied one by one."""
 
 
 def ragged_dot(
@@ -68,7 +64,7 @@ def ragged_dot(
     start = None
     if group_offset is not None:
         lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
-        start, group_sizes = _window(jnp.asarray(group_sizes), group_offset, rhs.shape[0])
+        start, group_sizes = window(jnp.asarray(group_sizes), group_offset, rhs.shape[0])
         # lax begins with the first row: the rows before the first group go behind all others.
         order = lax.rem(lax.iota(jnp.int32, lhs.shape[0]) + start, jnp.int32(max(lhs.shape[0], 1)))
         lhs = take(lhs, order, 0, mode="clip", dequantize=False)
@@ -83,18 +79,18 @@ def ragged_dot(
     return out if start is None else jnp.roll(out, start, 0)
 
 
-def _window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array, jax.Array]:
+def window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array, jax.Array]:
     """Return the first row of `count` groups from `offset` on, and their sizes, int32."""
     offset = jnp.asarray(offset)
     if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(
-            f"group_offset must be one integer, got {offset.dtype} of shape {offset.shape}; give "
-            "the number of the group that rhs[0] belongs to"
+            f"group_offset must be one integer, got {offset.dtype} of shape {offset.shape}. Give "
+            "the number of the group that rhs[0] belongs to."
         )
     if group_sizes.ndim != 1 or group_sizes.shape[0] < count:
         raise ValueError(
             f"group_sizes must have one axis of at least {count} groups, as rhs has matrices, got "
-            f"shape {group_sizes.shape}; give the sizes of all groups with a group_offset"
+            f"shape {group_sizes.shape}. Give the sizes of all groups with a group_offset."
         )
     offset, sizes = offset.reshape(()).astype(jnp.int32), group_sizes.astype(jnp.int32)
     before = lax.iota(jnp.int32, sizes.shape[0]) < offset
@@ -141,8 +137,9 @@ def ragged_dot_general(
     """
     if group_offset is not None:
         raise NotImplementedError(
-            "group_offset of ragged_dot_general must be None, as in jax.lax; use ragged_dot "
-            "with a group_offset, or slice the rows and matrices of the groups"
+            "group_offset of ragged_dot_general must be None, as in jax.lax, got "
+            f"{group_offset!r}. Use ragged_dot with a group_offset, or slice the rows and "
+            "matrices of the groups."
         )
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     group_sizes = jnp.asarray(group_sizes)
@@ -151,12 +148,12 @@ def ragged_dot_general(
         common = promote_floats(lhs.dtype, rhs.dtype)
         how = Arithmetic(common, promote_floats(common, dtype), precision)
         return _product(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, how).astype(dtype)
-    layout = _Layout.of(lhs, rhs, ragged_dot_dimension_numbers)
+    layout = Layout.of(lhs, rhs, ragged_dot_dimension_numbers)
     how = arithmetic(lhs, rhs, precision)
     if any(isinstance(x, QArray) and has_zero_point_left(x, how.dtype) for x in (lhs, rhs)):
         how = dataclasses.replace(how, dtype=jnp.dtype(jnp.int32))
     pieces = layout.pieces(lhs, rhs, how)
-    if len(pieces) > _MOST_PIECES:
+    if len(pieces) > MOST_PIECES:
         left, right = (
             dequantize(x).astype(compute_dtype(x.dtype)) if isinstance(x, QArray) else x
             for x in (lhs, rhs)
@@ -197,11 +194,11 @@ def ragged_dot_general(
 
 
 def group_of_rows(group_sizes: jax.Array, count: int) -> jax.Array:
-    """Return the group of each of `count` rows, int32, the last for rows of none."""
+    """Return the group of each row, int32; the last for others."""
     if group_sizes.ndim != 1:
         raise ValueError(
-            f"scales that differ between groups need group_sizes of one axis, got shape "
-            f"{group_sizes.shape}; use one scale for all groups, or vmap"
+            "group_sizes must have one axis where scales differ between groups, got shape "
+            f"{group_sizes.shape}. Use one scale for all groups, or vmap."
         )
     ends = lax.cumsum(group_sizes.astype(jnp.int32))
     past = lax.iota(jnp.int32, count)[:, None] >= ends[None, :]
@@ -220,132 +217,3 @@ def _product(
         precision=how.precision,
         preferred_element_type=how.sums,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """Cut out a part of a contraction: of each side the axis, its elements and its scale."""
-
-    axes: tuple[int, int]
-    start: int
-    limit: int
-    tile: int
-    whole: bool
-
-    def of(self, x: jax.Array, side: int) -> jax.Array:
-        if self.whole:
-            return x
-        return lax.slice_in_dim(x, self.start, self.limit, axis=self.axes[side])
-
-    def of_scale(self, scale: jax.Array, side: int) -> jax.Array:
-        axis = self.axes[side]
-        if self.whole or scale.shape[axis] == 1:
-            return scale
-        return lax.slice_in_dim(scale, self.tile, self.tile + 1, axis=axis)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Say where the operands' axes are in the output.
-
-    Attributes:
-      contract: the contracted axes of both sides.
-      outputs: for each side, which axis of the output each of its own axes is.
-      ragged: the lhs axis that is in groups.
-      group: the rhs axis of groups, or None.
-    """
-
-    contract: tuple[tuple[int, ...], tuple[int, ...]]
-    outputs: tuple[Mapping[int, int], Mapping[int, int]]
-    ragged: int
-    group: int | None
-
-    @classmethod
-    def of(cls, lhs: Any, rhs: Any, given: lax.RaggedDotDimensionNumbers) -> _Layout:
-        (lc, rc), (lb, rb) = given.dot_dimension_numbers
-        (ragged,) = given.lhs_ragged_dimensions
-        groups = tuple(given.rhs_group_dimensions)
-        # A ragged contraction gives one product per group, along a new leading axis.
-        position = int(ragged in tuple(lc))
-        left = {a: position + i for i, a in enumerate(lb)}
-        right = {a: position + i for i, a in enumerate(rb)}
-        position += len(lb)
-        for axes, ndim, skip in ((left, lhs.ndim, lc), (right, rhs.ndim, (*rc, *groups))):
-            for axis in range(ndim):
-                if axis not in axes and axis not in skip:
-                    axes[axis] = position
-                    position += 1
-        group = groups[0] if groups else None
-        if group is not None:
-            right[group] = left[ragged]  # once it is expanded to rows
-        return cls((tuple(lc), tuple(rc)), (left, right), ragged, group)
-
-    def pieces(
-        self, lhs: QArray | jax.Array, rhs: QArray | jax.Array, how: Arithmetic
-    ) -> Sequence[_Piece]:
-        """Return the contraction cut by tiles, or so that no sum can overflow."""
-        found = None
-        for a, b in zip(*self.contract, strict=True):
-            left = lhs.scale.shape[a] if isinstance(lhs, QArray) else 1
-            right = rhs.scale.shape[b] if isinstance(rhs, QArray) else 1
-            if max(left, right) == 1:
-                continue
-            if (
-                found
-                or a == self.ragged
-                or (
-                    1
-                    not in (
-                        left,
-                        right,
-                    )
-                    and left != right
-                )
-            ):
-                raise ValueError(
-                    f"lhs axis {a} and rhs axis {b}, which are contracted, have {left} and {right} "
-                    "scales: a ragged dot takes tiles along one contracted axis that is not "
-                    "ragged, equal on both sides, or on one side only; choose other tiles"
-                )
-            found = (a, b), max(left, right)
-        size = 1
-        for a in self.contract[0]:
-            size *= lhs.shape[a]
-        axes = (self.contract[0][0], self.contract[1][0])
-        whole = _Piece(axes, 0, 0, 0, True)
-        if found is None:
-            if how.limit is None or size <= how.limit:
-                return [whole]
-            length = lhs.shape[axes[0]]
-            step = max(how.limit // (size // length), 1)
-            if axes[0] == self.ragged:
-                return [whole] * (_MOST_PIECES + 1)
-            return [
-                _Piece(axes, i, min(i + step, length), 0, False) for i in range(0, length, step)
-            ]
-        axes, count = found
-        tile = lhs.shape[axes[0]] // count
-        per_tile = size // count
-        cuts = 1 if how.limit is None else -(-per_tile // how.limit)
-        step = -(-tile // cuts)
-        return [
-            _Piece(axes, start, min(start + step, (i + 1) * tile), i, False)
-            for i in range(count)
-            for start in range(i * tile, (i + 1) * tile, step)
-        ]
-
-    def scale(self, q: QArray, side: int) -> jax.Array:
-        """Return the scales of a side, one per index of a kept axis that has tiles."""
-        kept = {a: t for a, t in q.slices.tiles.items() if a not in self.contract[side]}
-        return repeated(effective_scale(q), kept)
-
-    def in_output(self, scale: jax.Array, side: int, ndim: int) -> jax.Array:
-        """Return the scale with the axes of the output."""
-        places = self.outputs[side]
-        order = sorted(places, key=places.__getitem__)
-        # A group axis that was not expanded has size 1, and the ragged one is the other side's.
-        rest = [a for a in range(scale.ndim) if a not in places]
-        shape = [1] * ndim
-        for axis in order:
-            shape[places[axis]] = scale.shape[axis]
-        return scale.transpose(*order, *rest).reshape(shape)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_einsum import parser
 
+from quant_numerics.array import moves
 from quant_numerics.array.operand import dequantize
 from quant_numerics.array.qarray import QArray
 
@@ -15,17 +16,17 @@ AxisPair: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 DimensionNumbers: TypeAlias = tuple[AxisPair, AxisPair]
 
 _ALLOWED = (
-    'allowed are letters as labels, an optional "..." in each operand, and an optional "->" with '
-    'the output, e.g. "...ij,...jk->...ik"'
+    'Write letters as labels, an optional "..." in each operand, and an optional "->" with '
+    'the output, e.g. "...ij,...jk->...ik".'
 )
 
 
 def from_interleaved(operands: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
-    """Return subscripts and operands of ``(x, [0, 1], w, [1, 2], [0, 2])``."""
+    """Return subscripts and operands of the interleaved form."""
     if len(operands) < 2:
         raise ValueError(
-            "einsum takes subscripts and operands, or operands and lists of labels by turns; got "
-            "one operand alone"
+            "einsum must be given subscripts and operands, or operands and lists of labels by "
+            "turns, got one operand alone. Give both."
         )
     *pairs, out = operands if len(operands) % 2 else (*operands, None)
     arrays, labels = tuple(pairs[::2]), pairs[1::2]
@@ -43,34 +44,36 @@ def from_interleaved(operands: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
 
 
 def parse(spec: str, ndims: Sequence[int]) -> tuple[list[str], str]:
-    """Return the labels of each operand, one per axis, and of the output."""
+    """Return the labels of each operand and of the output."""
     spec = spec.replace(" ", "")
     if not ndims:
-        raise ValueError(f"einsum {spec!r} was given no operands; {_ALLOWED}")
+        raise ValueError(f"einsum {spec!r} must be given operands, got none. {_ALLOWED}")
     count = spec.split("->")[0].count(",") + 1
     if count != len(ndims):
         raise ValueError(
-            f"einsum {spec!r} is for {count} operands, but there are {len(ndims)}; {_ALLOWED}"
+            f"einsum {spec!r} must be given {count} operands, got {len(ndims)}. {_ALLOWED}"
         )
     if not parser.has_valid_einsum_chars_only(spec):
-        raise ValueError(f"einsum {spec!r} has a character that is not a letter; {_ALLOWED}")
+        raise ValueError(f"the labels of an einsum must be letters, got {spec!r}. {_ALLOWED}")
     try:
         inputs, out, _ = parser.parse_einsum_input((spec, *((1,) * n for n in ndims)), shapes=True)
     except ValueError as e:
         given = " and ".join(map(str, ndims))
-        raise ValueError(f"einsum {spec!r} of {given} axes: {e} {_ALLOWED}") from e
+        raise ValueError(
+            f"einsum {spec!r} must fit operands of {given} axes, got: {e} {_ALLOWED}"
+        ) from e
     terms = inputs.split(",")
     for labels, ndim in zip(terms, ndims, strict=True):
         if len(labels) != ndim:
             raise ValueError(
-                f"einsum {spec!r} names {len(labels)} axes of an operand that has {ndim}; "
-                f"{_ALLOWED}"
+                f"einsum {spec!r} must name the {ndim} axes of an operand, got {len(labels)} "
+                f"labels. {_ALLOWED}"
             )
     return terms, out
 
 
 def check_sizes(spec: str, arrays: Sequence[QArray | jax.Array], terms: Sequence[str]) -> None:
-    """Raise a ValueError if a label has two sizes, neither of them 1."""
+    """Raise a ValueError if sizes of a label differ, 1 aside."""
     first: dict[str, tuple[int, int]] = {}
     for i, (x, term) in enumerate(zip(arrays, terms, strict=True)):
         for c, n in zip(term, x.shape, strict=True):
@@ -79,9 +82,9 @@ def check_sizes(spec: str, arrays: Sequence[QArray | jax.Array], terms: Sequence
                 first[c] = i, n
             elif n not in (1, size):
                 raise ValueError(
-                    f"einsum {spec!r}: label {c!r} has size {size} in operand {where} (shape "
-                    f"{arrays[where].shape}) and {n} in operand {i} (shape {x.shape}); they must "
-                    "be equal, or one of them 1"
+                    f"the sizes of label {c!r} of einsum {spec!r} must be equal, or one of them "
+                    f"1, got {size} in operand {where} (shape {arrays[where].shape}) and {n} in "
+                    f"operand {i} (shape {x.shape}). Give another label."
                 )
 
 
@@ -117,10 +120,11 @@ def diagonals(x: QArray | jax.Array, labels: str) -> tuple[QArray | jax.Array, s
 def squeeze(
     x: QArray | jax.Array, labels: str, differing: set[str]
 ) -> tuple[QArray | jax.Array, str]:
-    """Drop axes of size 1 whose label is larger in the other operand."""
+    """Drop axes of size 1 that the other operand broadcasts."""
     axes = [a for a, c in enumerate(labels) if c in differing and x.shape[a] == 1]
-    # A QArray's leaves have equal ndims, and size 1 in `qvalue` is size 1 in the scale.
-    x = jax.tree.map(lambda leaf: jnp.squeeze(leaf, tuple(axes)), x)
+    if axes:
+        quantized = isinstance(x, QArray)
+        x = moves.view(x, "squeeze", dimensions=axes) if quantized else jnp.squeeze(x, tuple(axes))
     return x, "".join(c for a, c in enumerate(labels) if a not in axes)
 
 

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.packed import PackedQArray, unpack
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import slices_of
 
 
 def take(
@@ -44,12 +45,14 @@ def take(
     """
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"indices must be integers, got {indices.dtype}; convert them with .astype")
+        raise TypeError(
+            f"indices must be integers, got {indices.dtype}. Convert them with .astype."
+        )
     if mode not in ("fill", "clip"):
-        raise ValueError(f"mode must be 'fill' or 'clip', got {mode!r}")
+        raise ValueError(f"mode must be 'fill' or 'clip', got {mode!r}. Choose one of them.")
     ndim = jnp.ndim(q) if not hasattr(q, "ndim") else q.ndim
     if not -ndim <= operator.index(axis) < ndim:
-        raise ValueError(f"axis {axis} is out of range for an array of {ndim} axes")
+        raise ValueError(f"axis must be from {-ndim} to {ndim - 1}, got {axis}. Choose another.")
     axis = operator.index(axis) % ndim
     if not (isinstance(q, PackedQArray) and axis < ndim - 1):
         q = as_operand(q, "the array to take from")
@@ -62,15 +65,26 @@ def take(
         rows = _gathered(q, places, axis)
         return rows if mode == "clip" else _filled(rows, inside, axis)
 
+    tiles = (
+        q.slices.tiles
+        if isinstance(q, QArray)
+        else slices_of(q.shape, q.scale.shape, q.ragged_tiles).tiles
+    )
+
     def scales(x: Any, fill: bool = False) -> Any:
         if x is None:
             return None
         if x.shape[axis] == 1 and size != 1:
             return x.reshape(*x.shape[:axis], *(1,) * indices.ndim, *x.shape[axis + 1 :])
-        rows = _gathered(x, places // (size // x.shape[axis]), axis)
+        rows = _gathered(x, places // tiles.get(axis, size // x.shape[axis]), axis)
         return _filled(rows, inside, axis) if fill else rows
 
     fill = mode == "fill" and not dequantize
+    # Axes before the one that is gone are now farther from the last.
+    last = axis - ndim
+    ragged = tuple(
+        (a if a > last else a - indices.ndim + 1, t) for a, t in q.ragged_tiles if a != last
+    )
     if isinstance(q, PackedQArray):
         packed = PackedQArray(
             _gathered(q.planes, places, axis),
@@ -80,6 +94,7 @@ def take(
             last=q.last,
             qtype=q.qtype,
             dtype=q.dtype,
+            ragged_tiles=ragged,
         )
         rows = unpack(packed)
     else:
@@ -90,6 +105,7 @@ def take(
             scales(q.global_scale),
             qtype=q.qtype,
             dtype=q.dtype,
+            ragged_tiles=ragged,
         )
     if not dequantize:
         return rows

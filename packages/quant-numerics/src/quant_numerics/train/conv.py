@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import dot_granularity
 from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
@@ -20,8 +20,9 @@ from quant_numerics.ops.conv import conv_general_dilated, lhs_scale, rhs_scale
 from quant_numerics.train.cotangent import Cotangent, can_shift, unit_scaled
 from quant_numerics.train.options import (
     Backward,
+    Backwards,
     HowToQuantize,
-    check_backward,
+    both_gradients,
     check_operands,
     hashable,
     result_dtype,
@@ -45,11 +46,10 @@ def train_conv_general_dilated(
     *,
     lhs_how: HowToQuantize | None,
     rhs_how: HowToQuantize | None,
-    backward: Backward | None = None,
+    backward: Backward | Backwards | None = None,
     lhs_calibration: Calibration | None = None,
     rhs_calibration: Calibration | None = None,
     key: jax.Array | None = None,
-    weight: int | None = None,
 ) -> jax.Array:
     """Convolve operands that are quantized on the way, with derivatives.
 
@@ -65,16 +65,18 @@ def train_conv_general_dilated(
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
-    check_backward(backward, key, weight)
-    sizes = [how.tile_size for how in hows if how is not None]
-    qtypes = [how.qtype for how in hows if how is not None]
-    if backward is not None:
-        sizes.append(backward.weight_grad_tile_size)
-        qtypes.append(backward.qtype)
-    if any(size is not None for size in sizes) or any(get_qtype(q).block for q in qtypes):
+    gradients = both_gradients(backward, key)
+    # A float input takes any scales of the kernel, which is dequantized for it.
+    strict = hows if lhs_how is not None else ()
+    sizes = [how.tile_size for how in strict if how is not None]
+    qtypes = [how.qtype for how in strict if how is not None]
+    has_tiles = any(one is not None and one.has_tiles for one in gradients or ())
+    has_tiles = has_tiles or any(size is not None for size in sizes)
+    if has_tiles or any(get_qtype(q).block for q in qtypes):
         raise ValueError(
-            f"a convolution takes no tiles and no formats with blocks, got {hows} and {backward}; "
-            "use a qtype without blocks and no tile sizes"
+            "the formats of a convolution must have no tiles or blocks, but for the kernel of a "
+            "float input, got "
+            f"{hows} and {backward}. Use a qtype without blocks and no tile sizes."
         )
     if not isinstance(padding, str):
         padding = tuple((int(low), int(high)) for low, high in padding)
@@ -90,12 +92,7 @@ def train_conv_general_dilated(
         result_dtype(preferred_element_type),
         out_sharding,
     )
-    return _train_conv(op, hows, backward, weight, operands, calibrations, key)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _train_conv(op, hows, backward, weight, operands, calibrations, key):
-    return train(op, hows, backward, weight, operands, calibrations, key)
+    return train(op, hows, gradients, operands, calibrations, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +112,10 @@ class ConvOp:
 
     def slices(
         self, side: int, x: jax.Array, how: HowToQuantize
-    ) -> tuple[Sequence[int], dict[int, int | float]]:
-        return ((self._specs[side][0],) if how.channelwise else ()), {}
+    ) -> tuple[Sequence[int], dict[int, int]]:
+        tile = get_qtype(how.qtype).block if how.tile_size is None else how.tile_size
+        summed = [a for a in range(x.ndim) if a != self._specs[side][0]]
+        return dot_granularity(x.shape, summed, tile, how.channelwise)
 
     @property
     def _specs(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -200,6 +199,8 @@ class ConvOp:
                     value = QArray(value, one, qtype=other.qtype, dtype=other.dtype)
                 elif quantized:
                     value = to.requantize(value, (spec[0],))
+                else:
+                    value = to.residual(value, (spec[0],))
                 pair.append(value)
             values[eqn.outvars[0]] = conv_general_dilated(
                 pair[0],

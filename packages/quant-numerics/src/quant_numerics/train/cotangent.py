@@ -13,7 +13,7 @@ from quant_numerics.calibration.quantize import quantize
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
-from quant_numerics.train.options import Backward
+from quant_numerics.train.options import Backward, HowToQuantize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,14 +22,13 @@ class Cotangent:
 
     backward: Backward
     key: jax.Array | None
-    tile_size: int | float | None
 
     def quantize(
         self, g: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
     ) -> QArray:
         """Quantize the cotangent `g`, tiled along the last axis in `contracting`."""
         kind = get_qtype(self.backward.qtype)
-        tile = kind.block if self.tile_size is None else self.tile_size
+        tile = kind.block if self.backward.tile_size is None else self.backward.tile_size
         tiles = {contracting[-1]: tile} if contracting and tile is not None else {}
         rounding = None
         if self.key is not None and self.backward.stochastic_rounding is not None:
@@ -58,15 +57,31 @@ class Cotangent:
             tile_axes=tiles,
         )
 
+    def residual(
+        self, x: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
+    ) -> QArray | jax.Array:
+        """Return a residual that is not quantized, as this contraction wants it."""
+        how = self.backward.residual
+        if not isinstance(how, HowToQuantize):
+            return x
+        tile = get_qtype(how.qtype).block if how.tile_size is None else how.tile_size
+        return quantize(
+            x,
+            how.qtype,
+            channel_axes=channel_axes if how.channelwise else (),
+            tile_axes={contracting[-1]: tile} if contracting and tile is not None else {},
+            method=how.method,
+        )
+
 
 def unit_scaled(q: QArray) -> QArray:
-    """Return `q` with scale 1, for a contraction whose other side has its scale."""
+    """Return `q` with scale 1; the other side has its scale."""
     one = jnp.ones((1,) * q.ndim, jnp.float32)
     return QArray(q.qvalue, one, qtype=q.qtype, dtype=q.dtype)
 
 
 def can_shift(q: QArray, axes: Sequence[int]) -> bool:
-    """Return whether the scales of `q` lie along `axes` alone, and are all that it has."""
+    """Return whether `q` has scales alone, and along `axes` alone."""
     if q.zero_point is not None or qtype_of(q).block is not None:
         return False
     return all(s == 1 or (a in axes and s == q.shape[a]) for a, s in enumerate(q.scale.shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +12,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.tiles import dot_granularity
 from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.ops.dot import DotDimensionNumbers, dot_general
 from quant_numerics.train.cotangent import Cotangent, can_shift, shifted, unit_scaled
 from quant_numerics.train.options import (
     Backward,
+    Backwards,
     HowToQuantize,
-    check_backward,
+    both_gradients,
     check_operands,
     hashable,
     result_dtype,
@@ -35,11 +36,10 @@ def train_dot_general(
     *,
     lhs_how: HowToQuantize | None,
     rhs_how: HowToQuantize | None,
-    backward: Backward | None = None,
+    backward: Backward | Backwards | None = None,
     lhs_calibration: Calibration | None = None,
     rhs_calibration: Calibration | None = None,
     key: jax.Array | None = None,
-    weight: int | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
@@ -55,7 +55,8 @@ def train_dot_general(
     - the other operand's quantized values from the forward pass. Its scales lie along axes that
       this contraction sums over, so they are multiplied into the cotangent before that is
       quantized, and the sum is over integers. An operand with tiles or zero points is quantized
-      again, to the cotangent's format; a float one stays float.
+      again, to the cotangent's format; a float one stays float. ``Backward.residual`` says
+      otherwise.
 
     A gradient is zero where its operand lies outside of the range that it was clipped to: with
     calibration methods that cut off, and with a given calibration.
@@ -69,12 +70,12 @@ def train_dot_general(
       dimension_numbers: as in ``lax.dot_general``.
       lhs_how: how `lhs` is quantized; None: it stays float.
       rhs_how: the same for `rhs`.
-      backward: how the backward contractions are quantized; None: they are float.
+      backward: how the backward contractions are quantized; a pair for the gradients of `lhs` and
+        of `rhs`; None: float.
       lhs_calibration: a range to use instead of measuring `lhs`, shaped like its scale.
       rhs_calibration: the same for `rhs`.
       key: random key, for `backward` with stochastic rounding. The bits of the cotangent and the
         operand's side are mixed in, so that one key does for all steps of a loop.
-      weight: 0 or 1, the operand whose gradient ``Backward.weight_grad_tile_size`` is for.
       precision: for contractions of float arrays.
       preferred_element_type: dtype of the result, as in ``dot_general``.
       out_sharding: sharding of the result, as in ``dot_general``.
@@ -84,12 +85,11 @@ def train_dot_general(
 
     Raises:
       TypeError: an operand that is no float array.
-      ValueError: as ``quantize_for_dot`` and ``dot_general``; stochastic rounding without a key; a
-        tile size for a weight's gradient without `weight`.
+      ValueError: as ``quantize_for_dot`` and ``dot_general``; stochastic rounding without a key.
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
-    check_backward(backward, key, weight)
+    gradients = both_gradients(backward, key)
     dims = _canonical(dimension_numbers, operands)
     op = DotOp(
         dims,
@@ -98,15 +98,9 @@ def train_dot_general(
         result_dtype(preferred_element_type),
         out_sharding,
     )
-    if hows == (None, None) and backward is None:
+    if hows == (None, None) and gradients is None:
         return op.run(*operands, None)
-    return _train_dot(op, hows, backward, weight, operands, calibrations, key)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _train_dot(op, hows, backward, weight, operands, calibrations, key):
-    """Run ``train``, jitted so that a model with many equal layers traces it once."""
-    return train(op, hows, backward, weight, operands, calibrations, key)
+    return train(op, hows, gradients, operands, calibrations, key)
 
 
 def _canonical(dims: DotDimensionNumbers, operands: Sequence[jax.Array]) -> DotDimensionNumbers:
@@ -135,17 +129,9 @@ class DotOp:
 
     def slices(
         self, side: int, x: jax.Array, how: HowToQuantize
-    ) -> tuple[Sequence[int], dict[int, int | float]]:
-        contracting = self.dims[0][side]
+    ) -> tuple[Sequence[int], dict[int, int]]:
         tile = get_qtype(how.qtype).block if how.tile_size is None else how.tile_size
-        if tile is not None and not contracting:
-            raise ValueError(
-                f"tile_size={tile} needs a contracting axis to tile, but there is none; leave "
-                "tile_size out, and choose a qtype without blocks"
-            )
-        tiles = {} if tile is None else {contracting[-1]: tile}
-        channels = [a for a in range(x.ndim) if a not in contracting] if how.channelwise else []
-        return channels, tiles
+        return dot_granularity(x.shape, self.dims[0][side], tile, how.channelwise)
 
     def run(self, lhs: Any, rhs: Any, aux: Any) -> jax.Array:
         return dot_general(
@@ -201,16 +187,15 @@ class DotOp:
         g_axes: tuple[int, ...],
         to: Cotangent,
     ) -> tuple[jax.Array | QArray, jax.Array]:
-        """Return the residual `y` to contract over its free axes, and `g` with its scales.
+        """Return the residual to contract, and `g` with its scales.
 
         `axes` of `y` correspond to `g_axes` of `g`.
         """
-        q = y.quantized
+        q, free = y.quantized, axes[len(self.dims[1][0]) :]
+        kept = [a for a in range(y.value.ndim) if a not in free]
         if q is None:
-            return y.value, g
+            return to.residual(y.value, kept, free), g
         if not can_shift(q, axes):
-            free = axes[len(self.dims[1][0]) :]
-            kept = [a for a in range(q.ndim) if a not in free]
             return to.requantize(y.value, kept, free), g
         return unit_scaled(q), shifted(g, q, axes, g_axes)
 
@@ -229,7 +214,7 @@ class DotOp:
 
 
 def _explicit_sharding(x: jax.Array, axes: Sequence[int]) -> PartitionSpec | None:
-    """Return how the gradient of `x`, its axes in order `axes`, is sharded over explicit axes."""
+    """Return the explicit sharding of a gradient with transposed axes."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None

@@ -32,7 +32,7 @@ def train_einsum(
     out_sharding: Any = None,
     **options: Any,
 ) -> jax.Array:
-    """Compute an einsum of two operands that are quantized on the way, with derivatives.
+    """Compute an einsum of two operands that it quantizes, with derivatives.
 
     It is one ``train_dot_general`` and a transpose; arguments are those of that function, which
     says what the derivatives are. A label that only one operand has and the output has not is
@@ -62,8 +62,8 @@ def train_einsum(
     ):
         if given is not None and changed[0] != changed[1]:
             raise ValueError(
-                f"einsum {spec!r} sums or drops axes of {name} before it is quantized, so that a "
-                f"{name}_calibration does not fit; sum them before, and measure the range of that"
+                f"axes of {name} must be contracted or kept where {name}_calibration is given, got "
+                f"einsum {spec!r}. Sum them before, and measure the range of that."
             )
 
     dims = dimension_numbers(in_l, in_r, out)

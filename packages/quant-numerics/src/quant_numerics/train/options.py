@@ -22,56 +22,83 @@ class HowToQuantize:
 
     Attributes:
       qtype: a name in ``QTYPES``, an alias or a dtype; kept as the name.
-      tile_size: elements (a float: one over the number of tiles) per scale along the last
-        contracted axis; contractions only, not convolutions.
+      tile_size: elements (a float: one over the number of tiles) per scale along the contracted
+        axes, as if they were one; contractions only, not convolutions.
       method: calibration method, see ``parse_calibration_method``.
       channelwise: False for one scale in all, tiles aside.
+      scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; kept as the name.
     """
 
     qtype: str
     tile_size: int | float | None = None
     method: str = "absmax"
     channelwise: bool = True
+    scale_dtype: str | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "qtype", get_qtype(self.qtype).name)
+        kind = get_qtype(self.qtype).with_scales(self.scale_dtype)
+        object.__setattr__(self, "qtype", kind.name)
+        if self.scale_dtype is not None:
+            object.__setattr__(self, "scale_dtype", kind.scale_dtype.name)
         parse_calibration_method(self.method)
 
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Say how the contractions of the backward pass are quantized. Hashable.
+    """Say how a contraction of the backward pass is quantized. Hashable.
 
     Attributes:
-      qtype: the format of cotangents; kept as the name.
-      method: calibration method for cotangents.
-      weight_grad_tile_size: tile size along the contracted axis of the weight's gradient;
-       |        contractions only, not convolutions.
+      qtype: the format of the cotangent; kept as the name.
+      method: calibration method for the cotangent.
+      tile_size: elements (a float: one over the number of tiles) per scale along the last axis
+        that is contracted; contractions only, not convolutions.
       channelwise: False for one scale per cotangent, tiles aside.
-      stochastic_rounding: None, or the method of a ``StochasticRounding`` of the cotangents.
+      stochastic_rounding: None, or the method of a ``StochasticRounding`` of the cotangent.
       channelwise_noise_axes: the cotangent's axes along which that noise differs.
+      residual: the other operand: None for its quantized values of the forward pass,
+        ``"original"`` for the operand itself, or how that is quantized for this contraction.
     """
 
     qtype: str
     method: str = "absmax"
-    weight_grad_tile_size: int | float | None = None
+    tile_size: int | float | None = None
     channelwise: bool = True
     stochastic_rounding: Literal["uniform", "low_bit_uniform"] | None = None
     channelwise_noise_axes: tuple[int, ...] = (0,)
+    residual: HowToQuantize | Literal["original"] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "qtype", get_qtype(self.qtype).name)
         object.__setattr__(self, "channelwise_noise_axes", tuple(self.channelwise_noise_axes))
         if not parse_calibration_method(self.method).is_symmetric:
             raise ValueError(
-                f"Backward needs a symmetric calibration method, got {self.method!r}; use "
-                "'absmax', 'rms,factor' or another one without zero points"
+                f"the method of Backward must be symmetric, got {self.method!r}. Use "
+                "'absmax', 'rms,factor' or another one without zero points."
             )
         if self.stochastic_rounding not in (None, "uniform", "low_bit_uniform"):
             raise ValueError(
                 "stochastic_rounding must be None, 'uniform' or 'low_bit_uniform', got "
-                f"{self.stochastic_rounding!r}"
+                f"{self.stochastic_rounding!r}. Choose one of them."
             )
+        if not isinstance(self.residual, HowToQuantize) and self.residual not in (None, "original"):
+            raise ValueError(
+                "residual must be None, 'original' or a HowToQuantize, got "
+                f"{self.residual!r}. None uses the quantized values of the forward pass."
+            )
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether scales differ along the contracted axis."""
+        residual = self.residual if isinstance(self.residual, HowToQuantize) else None
+        formats = [self.qtype] if residual is None else [self.qtype, residual.qtype]
+        sizes = (self.tile_size, None if residual is None else residual.tile_size)
+        return any(size is not None for size in sizes) or any(
+            get_qtype(qtype).block is not None for qtype in formats
+        )
+
+
+Backwards = tuple[Backward | None, Backward | None]
+"""How the gradient of either operand is quantized; None: float."""
 
 
 def check_operands(
@@ -88,35 +115,41 @@ def check_operands(
         if isinstance(x, QArray):
             raise TypeError(
                 f"{name} of a training op must be a float array, which is quantized in each step, "
-                f"got a QArray of {x.qtype}; give the float parameter and {name}_how, or use the "
-                "op without train_ where it is not trained"
+                f"got a QArray of {x.qtype}. Give the float parameter and {name}_how, or use the "
+                "op without train_ where it is not trained."
             )
         x = jnp.asarray(x)
         float_dtype(x.dtype, f"{name} of a training op")
         if how is None and calibration is not None:
             raise ValueError(
-                f"{name}_calibration needs {name}_how, which says what to quantize to; give both"
+                f"{name}_how must be given with {name}_calibration, got None. Give both."
             )
         arrays.append(x)
     return arrays[0], arrays[1]
 
 
-def check_backward(backward: Backward | None, key: Any, weight: int | None) -> None:
-    """Raise a ValueError for what `backward` asks for and is not given."""
-    if weight not in (None, 0, 1):
-        raise ValueError(f"weight must be None, 0 (lhs) or 1 (rhs), got {weight!r}")
-    if backward is None:
-        return
-    if backward.stochastic_rounding is not None and key is None:
+def both_gradients(backward: Backward | Backwards | None, key: Any) -> Backwards | None:
+    """Return how both gradients are quantized; None if neither is.
+
+    Raises:
+      ValueError: stochastic rounding without a key, or something other than two gradients.
+    """
+    if backward is None or isinstance(backward, Backward):
+        backward = (backward, backward)
+    pair = tuple(backward)
+    if len(pair) != 2 or not all(one is None or isinstance(one, Backward) for one in pair):
         raise ValueError(
-            f"backward has stochastic_rounding={backward.stochastic_rounding!r}, which needs a "
-            "random key: pass key=jax.random.key(...), another one for each training step"
+            "backward must be a Backward for both gradients, or a pair of Backward or None for "
+            f"those of lhs and rhs, got {backward!r}"
         )
-    if backward.weight_grad_tile_size is not None and weight is None:
-        raise ValueError(
-            "backward has a weight_grad_tile_size, so it must be known which operand is the "
-            "weight: pass weight=0 (lhs) or weight=1 (rhs)"
-        )
+    for one in pair:
+        if one is not None and one.stochastic_rounding is not None and key is None:
+            raise ValueError(
+                "key must be a random key where backward has "
+                f"stochastic_rounding={one.stochastic_rounding!r}, got None. Pass "
+                "key=jax.random.key(...), another one for each training step."
+            )
+    return None if pair == (None, None) else (pair[0], pair[1])
 
 
 def hashable(value: Any) -> Any:

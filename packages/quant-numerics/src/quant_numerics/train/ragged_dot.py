@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from quant_numerics.array.qarray import QArray, effective_scale
+from quant_numerics.array.qarray import effective_scale
 from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
-from quant_numerics.ops.ragged_dot import RAGGED_DOT, group_of_rows, ragged_dot_general
+from quant_numerics.ops.ragged_dot import RAGGED_DOT, group_of_rows, ragged_dot_general, window
 from quant_numerics.train.cotangent import Cotangent, can_shift, unit_scaled
 from quant_numerics.train.options import (
     Backward,
+    Backwards,
     HowToQuantize,
-    check_backward,
+    both_gradients,
     check_operands,
     hashable,
     result_dtype,
@@ -49,11 +49,10 @@ def train_ragged_dot(
     *,
     lhs_how: HowToQuantize | None,
     rhs_how: HowToQuantize | None,
-    backward: Backward | None = None,
+    backward: Backward | Backwards | None = None,
     lhs_calibration: Calibration | None = None,
     rhs_calibration: Calibration | None = None,
     key: jax.Array | None = None,
-    weight: int | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: Any = None,
@@ -62,33 +61,55 @@ def train_ragged_dot(
 
     Operands are quantized as by ``quantize_for_dot``: per row of `lhs`, and per group and column
     of `rhs`. Derivatives are those of ``train_dot_general``, whose arguments these are. The
-    gradient of `rhs` sums over the rows of each group, which can have no tiles: of `backward`,
-    ``weight_grad_tile_size`` is refused, and formats with blocks are, too.
+    gradient of `rhs` sums over the rows of each group, which can have no tiles: a tile size, or a
+    format with blocks, is for the gradient of `lhs` alone.
+
+    Args:
+      lhs: float array of shape (m, k).
+      rhs: float array of shape (g, k, n).
+      group_sizes: as in ``ragged_dot``.
+      lhs_how: how `lhs` is quantized; None: it stays float.
+      rhs_how: the same for `rhs`.
+      backward: how the backward contractions are quantized; a pair for the gradients of `lhs` and
+        of `rhs`; None: float.
+      lhs_calibration: a range to use instead of measuring `lhs`, shaped like its scale.
+      rhs_calibration: the same for `rhs`.
+      key: random key, for stochastic rounding.
+      precision: for contractions of float arrays.
+      preferred_element_type: dtype of the result.
+      group_offset: as in ``ragged_dot``.
+
+    Returns:
+      Array of shape (m, n).
+
+    Raises:
+      TypeError: an operand that is no float array.
+      ValueError: tiles for the gradient of `rhs`; as ``ragged_dot``.
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
-    check_backward(backward, key, weight)
-    if backward is not None and (
-        backward.weight_grad_tile_size is not None or get_qtype(backward.qtype).block is not None
-    ):
+    gradients = both_gradients(backward, key)
+    of_rhs = None if gradients is None else gradients[1]
+    if of_rhs is not None and of_rhs.has_tiles:
         raise ValueError(
-            "the backward pass of a ragged dot sums over the rows of each group, which can't be "
-            f"tiled, but {backward} asks for it; use a qtype without blocks and "
-            "weight_grad_tile_size=None"
-        )
-    if group_offset is not None:
-        raise NotImplementedError(
-            "group_offset is not supported, as it isn't by jax.lax.ragged_dot; slice the rows and "
-            "matrices of the groups instead"
+            "the gradient of rhs of a ragged dot, a sum over the rows of each group, must have no "
+            f"tiles, got {of_rhs}. Use a qtype without blocks and no tile size, or give backward "
+            "a pair with another one for rhs."
         )
     op = RaggedOp(hashable(precision), result_dtype(preferred_element_type))
     group_sizes = jnp.asarray(group_sizes)
-    return _train_ragged(op, hows, backward, weight, operands, calibrations, key, group_sizes)
+    if group_offset is None:
+        return train(op, hows, gradients, operands, calibrations, key, group_sizes)
+    start, group_sizes = window(group_sizes, group_offset, operands[1].shape[0])
 
+    def first(x: jax.Array) -> jax.Array:
+        # The rows before the first group go behind all others.
+        return jnp.roll(x, -start, 0) if x.shape[0] > 1 else x
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _train_ragged(op, hows, backward, weight, operands, calibrations, key, sizes):
-    return train(op, hows, backward, weight, operands, calibrations, key, sizes)
+    operands = (first(operands[0]), operands[1])
+    calibrations = (jax.tree.map(first, lhs_calibration), rhs_calibration)
+    y = train(op, hows, gradients, operands, calibrations, key, group_sizes)
+    return jnp.roll(y, start, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +139,10 @@ class RaggedOp:
     def gradient(self, side: int, g: jax.Array, residuals: Any, to: Cotangent) -> jax.Array:
         operands, sizes = residuals
         x, y = operands[side], operands[1 - side]
-        other: QArray | jax.Array = y.value
-        if y.quantized is not None:
+        kept, contracted = (((0, 1), (2,)), ((1,), ()))[side]
+        if y.quantized is None:
+            other = to.residual(y.value, kept, contracted)
+        else:
             if can_shift(y.quantized, ((0, 2), (0,))[side]):
                 other = unit_scaled(y.quantized)
                 scale = effective_scale(y.quantized)  # (m, 1), or of rhs (g, 1, n)
@@ -132,8 +155,8 @@ class RaggedOp:
                 dtype = compute_dtype(g.dtype)
                 g = g.astype(dtype) * scale.astype(dtype)
             else:
-                other = to.requantize(y.value, ((0, 1), (1,))[side])
-        quantized = to.quantize(g, (side,))
+                other = to.requantize(y.value, kept, contracted)
+        quantized = to.quantize(g, (side,), ((1,), ())[side])
         if side == 0:
             pair, numbers = (quantized, other), _LHS_GRADIENT
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from quant_numerics.array.qarray import QArray
-from quant_numerics.array.tiles import slices_of
+from quant_numerics.array.tiles import Slices, slices
 from quant_numerics.autodiff.pairs import Axis, LinearPair
 from quant_numerics.autodiff.with_tangent import with_tangent
 from quant_numerics.calibration.calibrate import calibrate
@@ -20,7 +21,7 @@ from quant_numerics.calibration.quantize import quantize, quantize_with
 from quant_numerics.calibration.scale import Calibration, scale_of
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.train.cotangent import Cotangent
-from quant_numerics.train.options import Backward, HowToQuantize
+from quant_numerics.train.options import Backward, Backwards, HowToQuantize
 
 
 class Residual(NamedTuple):
@@ -41,7 +42,7 @@ class TrainingOp(Protocol):
     """Describe a contraction or convolution without its operands. Hashable by value."""
 
     def slices(self, side: int, x: jax.Array, how: HowToQuantize) -> tuple[Sequence[int], dict]:
-        """Return the channel axes and tiles to quantize operand 0 or 1 with."""
+        """Return channel axes and tiles for operand 0 or 1."""
 
     def run(self, lhs: Any, rhs: Any, aux: Any) -> jax.Array:
         """Run it; operands may be QArrays."""
@@ -50,7 +51,7 @@ class TrainingOp(Protocol):
         """Return the quantized gradient of operand 0 or 1, without mask."""
 
     def batched(self, lhs: bool, rhs: bool) -> tuple[TrainingOp, int] | None:
-        """Return the op on operands with a leading batch axis, and where that comes out."""
+        """Return the batched op, and where the batch axis comes out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,7 @@ class TrainingPair(LinearPair):
     """Differentiate a training op: float forward, quantized (or float) backward."""
 
     op: Any
-    backward: Backward | None
-    weight: int | None
+    backward: Backwards | None
     key_impl: Any = None
     unmapped: tuple[bool, bool] = (False, False)
     """Whether the scales of a side lack a leading axis that its quantized values have."""
@@ -71,21 +71,22 @@ class TrainingPair(LinearPair):
             lhs, rhs = map(_masked, tangent, sides)
             return lax.add(self.op.run(lhs, values[1], aux), self.op.run(values[0], rhs, aux))
         g = tangent
-        if self.backward is None:
+        grads: list[Any] = [None, None]
+        if self.backward is None or None in self.backward:
             _, pull = jax.vjp(lambda *operands: self.op.run(*operands, aux), *values)
-            grads = pull(g)
-        else:
-            full = tuple(map(_with_all_axes, sides))
-            if key is not None:
-                key = _key_for(key, self.key_impl, g)
-            grads = [self.op.gradient(i, g, (full, aux), self._to(i, key)) for i in (0, 1)]
+            grads = list(pull(g))
+        full = tuple(map(_with_all_axes, sides))
+        if key is not None:
+            key = _key_for(key, self.key_impl, g)
+        for i, backward in enumerate(self.backward or ()):
+            if backward is not None:
+                own = None if key is None else jax.random.fold_in(key, i)
+                wanted = list(full)
+                if backward.residual is not None:
+                    wanted[1 - i] = full[1 - i]._replace(quantized=None)
+                residuals = (tuple(wanted), aux)
+                grads[i] = self.op.gradient(i, g, residuals, Cotangent(backward, own))
         return tuple(map(_masked, grads, sides))
-
-    def _to(self, side: int, key: jax.Array | None) -> Cotangent:
-        assert self.backward is not None
-        key = None if key is None else jax.random.fold_in(key, side)
-        tile = self.backward.weight_grad_tile_size if side == self.weight else None
-        return Cotangent(self.backward, key, tile)
 
     def batched(
         self, axis: Axis, residuals: Any, tangents: Any, outs: Any
@@ -113,15 +114,21 @@ class TrainingPair(LinearPair):
             return super().batched(axis, residuals, tangents, outs)
         op, out_axis = whole
         backward = self.backward
-        if backward is not None and backward.channelwise_noise_axes:
-            axes = (a + (a >= out_axis) for a in backward.channelwise_noise_axes if a >= 0)
-            negative = (a for a in backward.channelwise_noise_axes if a < 0)
-            backward = dataclasses.replace(
-                backward, channelwise_noise_axes=(out_axis, *axes, *negative)
-            )
+        if backward is not None:
+            backward = tuple(one and _mapped_noise(one, out_axis) for one in backward)
         return dataclasses.replace(
             self, op=op, backward=backward, unmapped=tuple(unmapped)
         ), out_axis
+
+
+def _mapped_noise(backward: Backward, axis: int) -> Backward:
+    """Return how a gradient with one more batch axis is quantized."""
+    axes = backward.channelwise_noise_axes
+    if not axes:
+        return backward
+    moved = (a + (a >= axis) for a in axes if a >= 0)
+    negative = (a for a in axes if a < 0)
+    return dataclasses.replace(backward, channelwise_noise_axes=(axis, *moved, *negative))
 
 
 def _masked(x: jax.Array, side: Residual) -> jax.Array:
@@ -131,7 +138,7 @@ def _masked(x: jax.Array, side: Residual) -> jax.Array:
 
 
 def _with_all_axes(side: Residual) -> Residual:
-    """Return the residual with axes of size 1 in front of scales that lack them."""
+    """Return the residual with all axes in its scales."""
     if side.quantized is None:
         return side
     ndim = side.quantized.ndim
@@ -142,7 +149,10 @@ def _with_all_axes(side: Residual) -> Residual:
 
 
 def _key_for(key: jax.Array, impl: Any, g: jax.Array) -> jax.Array:
-    """Return a key that depends on the cotangent, so that steps of a loop differ."""
+    """Return a key that depends on the cotangent.
+
+    Steps of a loop then differ.
+    """
     if impl is not None:
         key = jax.random.wrap_key_data(key, impl=impl)
     width = jnp.uint16 if g.dtype.itemsize == 2 else jnp.uint32
@@ -150,11 +160,12 @@ def _key_for(key: jax.Array, impl: Any, g: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, lax.reduce_sum(bits, range(bits.ndim)))
 
 
+# Jitted so that a model with many equal layers traces it once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(
     op: TrainingOp,
     hows: tuple[HowToQuantize | None, HowToQuantize | None],
-    backward: Backward | None,
-    weight: int | None,
+    backward: Backwards | None,
     operands: tuple[jax.Array, jax.Array],
     calibrations: tuple[Calibration | None, Calibration | None],
     key: jax.Array | None,
@@ -167,14 +178,18 @@ def train(
     )
     lhs, rhs = (lax.stop_gradient(s.value) if s.quantized is None else s.quantized for s in sides)
     value = op.run(lhs, rhs, aux)
-    if backward is None:
-        sides = tuple(side._replace(quantized=None) for side in sides)
+    backwards = backward or (None, None)
+    # The quantized values of an operand are for the gradient of the other one.
+    sides = tuple(
+        side if other is not None and other.residual is None else side._replace(quantized=None)
+        for side, other in zip(sides, backwards[::-1], strict=True)
+    )
     impl = None
-    if key is not None and (backward is None or backward.stochastic_rounding is None):
+    if all(one is None or one.stochastic_rounding is None for one in backwards):
         key = None
     elif key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         impl, key = jax.random.key_impl(key), jax.random.key_data(key)
-    pair = TrainingPair(op, backward, weight, impl)
+    pair = TrainingPair(op, backward, impl)
     return with_tangent(value, pair, (sides, key, aux), operands)
 
 
@@ -189,9 +204,15 @@ def _quantized(
         return Residual(x, None, None)
     fixed = lax.stop_gradient(x)
     channel_axes, tiles = op.slices(side, x, how)
+    cut = slices(x.shape, channel_axes, tiles)
     if calibration is None and not parse_calibration_method(how.method).clips:
         quantized = quantize(
-            fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
+            fixed,
+            how.qtype,
+            channel_axes=channel_axes,
+            tile_axes=tiles,
+            method=how.method,
+            scale_dtype=how.scale_dtype,
         )
         return Residual(x, quantized, None)
     if calibration is None:
@@ -199,15 +220,15 @@ def _quantized(
             fixed, how.qtype, channel_axes=channel_axes, tile_axes=tiles, method=how.method
         )
     calibration = jax.tree.map(lax.stop_gradient, calibration)
-    quantized = quantize_with(fixed, how.qtype, *scale_of(calibration, how.qtype))
-    return Residual(x, quantized, _inside(fixed, calibration))
+    parts = scale_of(calibration, how.qtype, how.scale_dtype)
+    quantized = quantize_with(fixed, how.qtype, *parts, tile_axes=dict(cut.ragged))
+    return Residual(x, quantized, _inside(fixed, calibration, cut))
 
 
-def _inside(x: jax.Array, calibration: Calibration) -> jax.Array:
+def _inside(x: jax.Array, calibration: Calibration, cut: Slices) -> jax.Array:
     """Return which elements lie in the calibrated range."""
     lower, upper = calibration
     lower = lax.neg(upper) if lower is None else lower
-    cut = slices_of(x.shape, upper.shape)
     values = cut.split(x.astype(compute_dtype(x.dtype)))
     lower, upper = (cut.split(bound.astype(values.dtype)) for bound in (lower, upper))
-    return lax.bitwise_and(values >= lower, values <= upper).reshape(x.shape)
+    return cut.join(lax.bitwise_and(values >= lower, values <= upper))

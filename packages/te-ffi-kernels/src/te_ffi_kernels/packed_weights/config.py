@@ -24,7 +24,7 @@ class Form:
         n: columns.
         dtype: of the result.
         picks: "" for one weight; "stack" for that of an index, which is the last operand;
-            "groups" for each of a stack with its group of rows, whose sizes are.
+            "groups" for each group of rows with that of its index, of indices and sizes.
     """
 
     op: str
@@ -89,22 +89,28 @@ def _check_stack(
                 "or group_sizes, or vmap or scan over it"
             )
         return
-    if index is not None and group_sizes is not None:
-        raise ValueError(f"{op}: give an index or group_sizes, not both")
     if len(lead) != 1 or lead[0] == 0:
         raise ValueError(
             f"{op}: weight must be a stack along one axis where there is an index or group_sizes, "
             f"got a stack of shape {lead}"
         )
-    if index is not None:
-        if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+    if group_sizes is None:
+        if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):  # type: ignore[arg-type]
             raise TypeError(f"{op}: index must be a scalar integer, got {jnp.asarray(index).aval}")
         return
-    sizes = jnp.asarray(group_sizes)
-    if sizes.shape != lead or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise ValueError(
-            f"{op}: group_sizes must be integers of shape {lead}, one for each weight of the "
-            f"stack, got {jax.typeof(sizes)}"
-        )
+    groups = lead if index is None else jnp.shape(index)
+    for name, given in (("group_sizes", group_sizes), ("index", index)):
+        if given is None:
+            continue
+        found = jnp.asarray(given)
+        if (
+            found.shape != groups
+            or len(groups) != 1
+            or not jnp.issubdtype(found.dtype, jnp.integer)
+        ):
+            raise ValueError(
+                f"{op}: {name} must be integers of shape {groups}, one for each "
+                f"{'weight of the stack' if index is None else 'group'}, got {jax.typeof(found)}"
+            )
     if x.ndim != 2:
         raise ValueError(f"{op}: x must be [rows, k] where there are group_sizes, got {x.shape}")

@@ -43,6 +43,8 @@ from jax import lax
 HEADER = 64
 ROW_ALIGNMENT = 64
 GROUP_ALIGNMENT = 8
+FEW_ROWS = 4
+"""Rows of an activation up to which a product takes as long as reading the weight."""
 _MAGIC = int.from_bytes(b"JTWP", "little")
 _SALT = 0x9E3779B9
 
@@ -102,6 +104,12 @@ class Layout:
             return {"group": self.group}
         scale_bits = 8 * np.dtype(self.scale_dtype).itemsize
         return {"group": self.group, "version": self.version, "scale_bits": scale_bits}
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What kernels are asked about beside shapes and dtypes."""
+        version = {} if self.version == 1 else {"version": self.version}
+        return {"group": self.group, "bits": self.bits, **version}
 
     def panels(self, n: int) -> int:
         """Return the number of panels of n columns."""

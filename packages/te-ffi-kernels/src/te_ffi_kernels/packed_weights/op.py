@@ -43,7 +43,8 @@ def gemm_w8a8(
             the ends it is the end.
         group_sizes: int32[weights], for a stack [weights, k, n]: how many rows of x [m, k] each of
             its weights is multiplied with, in order, as in ``lax.ragged_dot``. Rows beyond the last
-            group give zeros. On CPU a weight without rows is not read.
+            group give zeros. On CPU a weight without rows is not read. With an index int32[groups],
+            which weight of the stack each group has.
 
     Returns:
         [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
@@ -52,7 +53,7 @@ def gemm_w8a8(
     Raises:
         TypeError: another dtype, or a weight that isn't a PackedWeight.
         ValueError: another number of columns, or a weight of 4 bits, or a stack with neither index
-            nor group_sizes, or with both.
+            nor group_sizes.
         jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged, or a
             negative size of a group. On a GPU the columns of a panel with a damaged header are NaN.
     """
@@ -111,12 +112,12 @@ def _product(
 ) -> jax.Array:
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check(op, bits, x, weight, dtype, index, group_sizes)
-    if index is not None:
+    picks, given = "", ()
+    if group_sizes is not None:
+        places = jnp.arange(weight.shape[0]) if index is None else jnp.asarray(index)
+        picks, given = "groups", (places.astype(jnp.int32), group_sizes.astype(jnp.int32))
+    elif index is not None:
         picks, given = "stack", (jnp.asarray(index, jnp.int32),)
-    elif group_sizes is not None:
-        picks, given = "groups", (group_sizes.astype(jnp.int32),)
-    else:
-        picks, given = "", ()
     return _run(Form(op, weight.layout, weight.n, dtype, picks), x, weight.buffer, *given)
 
 
@@ -141,18 +142,19 @@ def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
 
 
 def _group_by_group(
-    one: Form, rows: jax.Array, stack: jax.Array, group_sizes: jax.Array
+    one: Form, rows: jax.Array, stack: jax.Array, index: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """Multiply all rows with each weight of a stack, and keep those of its group."""
+    """Multiply all rows with the weight of each group, and keep those of the group."""
     ends = jnp.cumsum(group_sizes)
     at = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
 
     def step(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
-        buffer, begin, end = group
-        return jnp.where((begin <= at) & (at < end), _PRODUCT(one, rows, buffer), y), None
+        i, begin, end = group
+        found = _PRODUCT(one, rows, one.weight(stack, i).buffer)
+        return jnp.where((begin <= at) & (at < end), found, y), None
 
     nothing = jnp.zeros((rows.shape[0], one.n), one.dtype)
-    return lax.scan(step, nothing, (stack, ends - group_sizes, ends))[0]
+    return lax.scan(step, nothing, (index, ends - group_sizes, ends))[0]
 
 
 def _results(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.ShapeDtypeStruct:
@@ -162,10 +164,7 @@ def _results(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.ShapeDtypeS
 def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
     """Ask as provider-xla does, so that a plan shows what will run."""
     layout = form.layout
-    question: dict[str, Any] = {"group": layout.group, "bits": layout.bits}
-    if layout.version != 1:
-        question["version"] = layout.version
-    return (rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)), question
+    return (rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)), layout.question
 
 
 def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weight: Any) -> Any:
@@ -185,10 +184,14 @@ def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[
     like, *weight = saved
     ct = ct.astype(jnp.float32)
     grouped = form.picks == "groups"
-    codes, scale = form.weight(*weight[: 1 if grouped else 2]).unpack()
+    if grouped:  # of each group, so that all of them are floats at once
+        weight_of = jax.vmap(lambda i: form.weight(weight[0], i).buffer)
+        codes, scale = form.weight(weight_of(weight[1])).unpack()
+    else:
+        codes, scale = form.weight(*weight).unpack()
     floats = codes.astype(jnp.float32) * jnp.repeat(scale, form.layout.k // scale.shape[-2], -2)
     turned = floats.swapaxes(-2, -1)
-    grad = lax.ragged_dot(ct, turned, weight[1]) if grouped else ct @ turned
+    grad = lax.ragged_dot(ct, turned, weight[2]) if grouped else ct @ turned
     return grad.astype(like.dtype), *(None for _ in weight)
 
 

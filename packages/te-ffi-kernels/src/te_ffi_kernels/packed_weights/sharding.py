@@ -24,7 +24,7 @@ def partition_product(
         form: of the matmul.
         block: called as ``block(form, *operands)``.
         operands: ``x[m, k]`` and ``buffer[panels, bytes]``; or ``x``, ``stack[weights, panels,
-            bytes]``, and ``index[]`` or ``group_sizes[weights]``.
+            bytes]``, and ``index[]``, or ``index[groups]`` and ``group_sizes[groups]``.
     """
     panel = form.layout.columns
     stacked, grouped = bool(form.picks), form.picks == "groups"
@@ -36,7 +36,8 @@ def partition_product(
         if not by_panels or axes_in([rows]) & axes_in([panels]):
             panels = None
         rows = None if grouped else rows
-        weight = [(None, panels, None), (None,) if grouped else ()] if stacked else [(panels,)]
+        picks = [(None,), (None,)] if grouped else [()]
+        weight = [(None, panels, None), *picks] if stacked else [(panels,)]
         return [(rows, None), *weight], [(rows, panels)]
 
     def on_device(given: Any, found: Any) -> Callable[..., jax.Array]:
@@ -49,14 +50,15 @@ def partition_product(
         return run
 
     # One factor for the panels, and one for the columns of a panel.
-    weight = [["l", "p", "b"], ["l"] if grouped else []] if stacked else [["p", "b"]]
+    picks = [["g"], ["g"]] if grouped else [[]]
+    weight = [["l", "p", "b"], *picks] if stacked else [["p", "b"]]
     columns, whole = ("(p c)", {"k", "l", "b", "c"}) if by_panels else ("n", {*"klpbn"})
     return partitioned(
         lambda *operands: block(form, *operands),
         specs,
         [["m", "k"], *weight],
         [["m", columns]],
-        whole | ({"m"} if grouped else set()),
+        whole | ({"m", "g"} if grouped else set()),
         sizes={"c": panel} if by_panels else None,
         on_device=on_device,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .layout import Layout
+from .layout import FEW_ROWS, Layout
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +57,29 @@ class PackedWeight:
     def layout(self) -> Layout:
         """Return how it is packed."""
         return Layout(self.k, self.bits, self.group, self.version, self.scale_dtype)
+
+    @property
+    def panel(self) -> int:
+        """Columns that are packed together: shards along columns are cut between panels."""
+        return self.layout.columns
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What kernels are asked about, beside shapes and dtypes of activation and weight."""
+        return self.layout.question
+
+    def product_op(self, rows: Any, *, quantizes: bool) -> str | None:
+        """Return the op that multiplies with it the fastest, or None where there is none.
+
+        Args:
+            rows: of the activation; maybe symbolic.
+            quantizes: whether activations are quantized to int8 on the way.
+        """
+        if self.bits == 4:
+            return None if quantizes else "gemv_w4"
+        if quantizes:
+            return "gemm_w8a8"
+        return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
 
     def unpack(self) -> tuple[jax.Array, jax.Array]:
         """Return codes, int8[*lead, k, n], and scales [*lead, groups, n], in plain JAX."""

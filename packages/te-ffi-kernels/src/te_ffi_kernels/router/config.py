@@ -94,8 +94,8 @@ def options(
     count = whole(op, "topk", topk)
     if count < 1:
         raise ValueError(f"{op}: topk is {count}, and must be positive")
-    score = member(op, "score_function", score_function, ScoreFunction)
-    layout = member(op, "routing_map_format", routing_map_format, RoutingMapFormat)
+    score = checks.member(op, "score_function", score_function, ScoreFunction)
+    layout = checks.member(op, "routing_map_format", routing_map_format, RoutingMapFormat)
     scaling = checks.number(op, "scaling_factor", scaling_factor)
     if compute_aux_scores:
         return Options(count, score, layout, True)
@@ -221,13 +221,6 @@ def whole(op: str, name: str, given: Any) -> int:
         raise TypeError(
             f"{op}: {name} is of type {type(given).__name__}, and must be an integer of Python"
         ) from None
-
-
-def member(op: str, name: str, given: Any, kind: Any) -> Any:
-    """Return the member of an enumeration that is given: itself, its name or its number."""
-    if isinstance(given, str):
-        given = getattr(kind, given.upper(), given)
-    return checks.member(op, name, given, kind)
 
 
 def coefficient(tokens: int, count: int, topk: int, coeff: float) -> float:

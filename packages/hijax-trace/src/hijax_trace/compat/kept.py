@@ -1,0 +1,100 @@
+"""The primitive for an operation that meets a derivative, with all of JAX's rules for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src import core  # 0.10.2 - 0.12
+from jax._src.interpreters import (
+    ad,  # 0.10.2 - 0.12
+    batching,  # 0.10.2 - 0.12
+)
+from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
+from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
+
+kept_p = core.Primitive("kept")
+"""Calls its parameter ``function``, a ``staging.functions.Function``. 0.10.2 - 0.12."""
+kept_p.multiple_results = True
+
+
+def tangent_type(aval: Any) -> Any:
+    """Return the type of the tangents of values of a type (0.10.2 - 0.12)."""
+    return aval.to_tangent_aval()
+
+
+def cotangent_type(aval: Any) -> Any:
+    """Return the type of the cotangents of values of a type (0.10.2 - 0.12)."""
+    return aval.to_ct_aval()
+
+
+def batch_type(axis: Any, place: int, aval: Any) -> Any:
+    """Return the type of all examples of a ``vmap``, in an axis at ``place`` (0.10.2 - 0.12)."""
+    return core.unmapped_aval(axis.size, place, aval, axis.explicit_mesh_axis)
+
+
+_DERIVATIVES = (ad.JVPTrace, ad.LinearizeTrace)
+_OTHERS = (batching.BatchTrace, pe.JaxprTrace)
+
+
+def derivative_above_staging(trace: Any) -> Any:
+    """Return the trace that builds a jaxpr below a derivative.
+
+    None where there is none, or something else lies between than derivatives, maps and partial
+    evaluation (0.10.2 - 0.12).
+    """
+    is_derived = False
+    while isinstance(trace, _DERIVATIVES + _OTHERS):
+        is_derived |= isinstance(trace, _DERIVATIVES)
+        trace = trace.parent_trace
+    return trace if is_derived and isinstance(trace, pe.DynamicJaxprTrace) else None
+
+
+@kept_p.def_impl
+def _run(*values: Any, function: Any) -> list[Any]:
+    return function(*values)
+
+
+@kept_p.def_abstract_eval
+def _types(*avals: Any, function: Any) -> list[Any]:
+    return function.out_avals
+
+
+def _jvp(primals: Any, tangents: Any, *, function: Any) -> tuple[list[Any], list[Any]]:
+    results = kept_p.bind(*primals, function=function)
+    zeros = [ad.Zero(tangent_type(aval)) for aval in function.out_avals]
+    nonzero = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    derived = function.tangent(nonzero)
+    if not nonzero or not derived.results:
+        return results, zeros
+    found = kept_p.bind(*primals, *(tangents[i] for i in nonzero), function=derived)
+    pairs = dict(zip(derived.results, found, strict=True))
+    return results, [pairs.get(i, zero) for i, zero in enumerate(zeros)]
+
+
+def _transpose(cts: Sequence[Any], *values: Any, function: Any) -> list[Any]:
+    linear = [i for i, value in enumerate(values) if ad.is_undefined_primal(value)]
+    given = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
+    known = [value for value in values if not ad.is_undefined_primal(value)]
+    if not given:
+        return [None] * len(values)
+    derived = function.transposed(linear, given)
+    found = kept_p.bind(*known, *(cts[i] for i in given), function=derived)
+    pairs = dict(zip(linear, found, strict=True))
+    return [pairs.get(i) for i in range(len(values))]
+
+
+def _batch(axis: Any, values: Any, dims: Any, *, function: Any) -> tuple[list[Any], list[Any]]:
+    if all(dim is None for dim in dims):
+        results = kept_p.bind(*values, function=function)
+        return results, [None] * len(results)
+    # JAX's rules compute some axes with NumPy, whose integers are no ints.
+    axes = tuple(None if dim is None else int(dim) for dim in dims)
+    results = kept_p.bind(*values, function=function.batched(axis, axes))
+    return results, [0] * len(results)
+
+
+ad.primitive_jvps[kept_p] = _jvp
+ad.primitive_transposes[kept_p] = _transpose
+batching.fancy_primitive_batchers[kept_p] = _batch
+_mlir.register_lowering(kept_p, _mlir.lower_fun(_run, multiple_results=True))

@@ -1,0 +1,212 @@
+"""Apart: a program that an equation was before JAX transformed it, made again with its handlers."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import compat
+from ..dataflow.axes import dropped
+from ..dataflow.dataflow import Express
+from ..dataflow.expression import Expression
+from ..dataflow.flow import Origin, Resolve
+from ..dataflow.nodes import Part
+from ..proxy.array_proxy import ArrayProxy
+from ..staging.functions import Call, Function, Program
+from ..staging.mapped import Level
+from ..staging.marker import hoisted
+from .frames import Around, Frame, Operands
+
+
+class Apart:
+    """A program, inside of maps and derivatives.
+
+    Args:
+        reinterpret: runs its jaxpr: ``reinterpret(frame, jaxpr, values)``.
+        around: where the equation is.
+        program: the jaxpr, closed.
+        levels: the maps around it, outermost first.
+        operands: what is known of the equation's operands.
+        is_known: whether the first of them are the program's.
+
+    Attributes:
+        frame: what is known of its values, once it was run.
+    """
+
+    def __init__(
+        self,
+        reinterpret: Callable[[Frame, Any, list[Any]], list[Any]],
+        around: Around,
+        program: Any,
+        levels: Sequence[Level],
+        operands: Operands,
+        is_known: bool = True,
+    ):
+        self._reinterpret = reinterpret
+        self._around = around
+        self._program = program
+        self._levels = levels
+        self._operands = operands
+        self._is_known = is_known
+        self.frame: Frame | None = None
+
+    def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
+        """Run it with the values of one example, and what they are kept as."""
+        outer, operands = self._around.frame, self._operands
+        jaxpr, consts = compat.open_of(self._program), compat.consts_of(self._program)
+        places = range(len(jaxpr.invars))
+        origins: list[Resolve | None] = [None] * len(places)
+        expressions: list[Express] | None = None
+        metadata = {}
+        if self._is_known:
+            origins = [functools.partial(self._origin, i) for i in places]
+            metadata = {i: note for i, note in operands.metadata.items() if i in places}
+            if operands.expressions is not None:
+                expressions = [functools.partial(self._expression, i) for i in places]
+        self.frame = Frame(
+            jaxpr,
+            origins,
+            metadata,
+            outer.own_path(self._around.scopes),
+            outer.label,
+            self._around.within,
+            self._around.untapped,
+            outer,
+            {i: proxy for i, proxy in proxies.items() if self._is_known and i in places},
+            expressions,
+            consts,
+            outer.depth + len(self._levels),
+        )
+        return self._reinterpret(self.frame, jaxpr, [*consts, *values])
+
+    def _origin(self, index: int) -> Origin | None:
+        """Return which input of the program an operand is inside of the maps."""
+        found = self._operands.origins[index]()
+        rank = len(getattr(self._operands.avals[index], "shape", ()))
+        for level in self._levels:
+            axis = level.ins[index]
+            if found is not None and axis is not None:
+                found, rank = found.moved(dropped(axis, rank)), rank - 1
+        return found
+
+    def _expression(self, index: int) -> Expression:
+        """Return how an operand is computed inside of the maps."""
+        assert self._operands.expressions is not None
+        found = self._operands.expressions[index]()
+        for inner, level in enumerate(self._levels):
+            axis = level.ins[index]
+            if axis is not None:
+                depth = self._around.frame.depth + inner
+                found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
+        return found
+
+
+class Once:
+    """A program apart, whose handlers are asked at its first run; later ones do the same again.
+
+    Args:
+        apart: the program.
+    """
+
+    def __init__(self, apart: Apart):
+        self._apart = apart
+        self._made: tuple[Callable[..., list[Any]], list[Any]] | None = None
+
+    @property
+    def frame(self) -> Frame | None:
+        """What is known of its values, once it was run."""
+        return self._apart.frame
+
+    def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
+        """Run it with the values of one example, and what they are kept as."""
+        leaves, treedef = jax.tree.flatten(dict(proxies))
+        if self._made is None:
+
+            def flat(*args: Any) -> list[Any]:
+                held = jax.tree.unflatten(treedef, args[len(values) :])
+                return self._apart.run(args[: len(values)], held)
+
+            avals = [compat.typeof(value) for value in (*values, *leaves)]
+            info = compat.named_info("kept")
+            jaxpr, more = hoisted(*compat.stage(flat, avals, info))
+            self._made = compat.as_function(jaxpr), more
+        call, more = self._made
+        return call(*more, *values, *leaves)
+
+
+class Linear(NamedTuple):
+    """The derivative of an equation that was made again.
+
+    Attributes:
+        count: how many operands that has.
+        call: returns the results of the linear function.
+        once: the program in it.
+    """
+
+    count: int
+    call: Call
+    once: Once
+
+
+class Derivatives:
+    """The derivatives in a jaxpr, and what was made of the functions that they are of.
+
+    JAX may have put a jaxpr in twice, with the same functions: they are told apart by operands.
+
+    Args:
+        jaxpr: the jaxpr, open.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self._programs: Counter[Program] = Counter()
+        self._of: dict[Hashable, list[Function]] = {}
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is not compat.kept_p:
+                continue
+            function = eqn.params["function"]
+            self._programs[function.program] += 1
+            if (base := function.base) is not None:
+                self._of.setdefault(_at(base.key, eqn, base.count), []).append(function)
+        self._linear: dict[Hashable, Linear] = {}
+        self._once: dict[Hashable, Once] = {}
+
+    def is_alone(self, program: Program) -> bool:
+        """Return whether a program has no derivatives here."""
+        return self._programs[program] == 1
+
+    def of(self, eqn: Any) -> Function | None:
+        """Return a derivative of an equation; the one of ``vjp`` before others."""
+        found = self._of.get(_at(eqn.params["function"].key, eqn, len(eqn.invars)), ())
+        return max(found, key=lambda one: one.is_backward, default=None)
+
+    def keep(self, function: Function, eqn: Any, linear: Linear) -> None:
+        """Keep the linear function of a derivative of an equation, which was made with that."""
+        self._linear[_at(function, eqn, linear.count)] = linear
+
+    def linear(self, eqn: Any) -> Linear | None:
+        """Return what was kept of a derivative."""
+        base = eqn.params["function"].base
+        return (
+            None if base is None else self._linear.get(_at(eqn.params["function"], eqn, base.count))
+        )
+
+    def keep_program(self, eqn: Any, once: Once) -> None:
+        """Keep what was made of the program of an equation."""
+        self._once[_program_at(eqn)] = once
+
+    def program(self, eqn: Any) -> Once | None:
+        """Return what was made of the program that a derivative is of."""
+        return self._once.get(_program_at(eqn))
+
+
+def _program_at(eqn: Any) -> Hashable:
+    program = eqn.params["function"].program
+    return _at(program, eqn, len(program.in_avals))
+
+
+def _at(function: Hashable, eqn: Any, count: int) -> Hashable:
+    return function, tuple(map(id, eqn.invars[:count]))

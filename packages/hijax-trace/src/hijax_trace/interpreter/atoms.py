@@ -1,0 +1,98 @@
+"""Atoms: what is known of the variables and literals of a jaxpr that is interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from interception_core import ValueKind
+
+from .. import compat
+from ..dataflow.dataflow import returned_views
+from ..dataflow.expression import Expression
+from ..dataflow.flow import Origin, handed_on
+from ..dataflow.nodes import VIEWS, is_zero
+from ..proxy.array_proxy import ArrayProxy, Lost, follow
+from ..proxy.carrier import Carrier, proxy_of
+from .frames import Frame, Metadata
+
+_NOTHING: Metadata = {}
+
+
+class KnownAtoms(NamedTuple):
+    """What is known of arrays that are atoms of a jaxpr; see ``Known``."""
+
+    values: Sequence[Any]
+    frame: Frame
+    atoms: Sequence[Any]
+
+    def origin(self, index: int) -> Origin | None:
+        """Return which input of the wrapped function it is."""
+        return self.frame.origin(self.atoms[index])
+
+    def metadata(self, index: int) -> Metadata:
+        """Return what handlers attached to it."""
+        return metadata_of(self.frame, self.atoms[index])
+
+    def proxy(self, index: int) -> ArrayProxy | None:
+        """Return what it is kept as."""
+        return self.frame.proxies.get(variable(self.atoms[index]))
+
+    def expression(self, index: int) -> Expression:
+        """Return how it is computed."""
+        return self.frame.expression(self.atoms[index])
+
+    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return what it is to somebody who stores parameters in another form."""
+        return self.frame.kind(self.atoms[index], is_parameter)
+
+
+def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
+    """Return the array proxies of what an equation moves; None where it moves none."""
+    held = [proxy_of(frame.proxies.get(variable(atom))) for atom in eqn.invars]
+    if eqn.primitive.name not in VIEWS or not any(held):
+        return None
+
+    def is_known_zero(i: int) -> bool:
+        return is_zero(frame.expression(eqn.invars[i]))
+
+    avals = [var.aval for var in eqn.outvars]
+    return follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero)
+
+
+def carry(frame: Frame, eqn: Any) -> None:
+    """Keep what travels with an equation's operands beside its results."""
+    held = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
+    carriers = [one for one in held if isinstance(one, Carrier)]
+    for var in eqn.outvars if carriers else ():
+        expression = frame.expression(var)
+        key, own = expression.key, proxy_of(frame.proxies.pop(var, None))
+        kind = expression.judged(carriers[0].is_parameter)
+        if kind.kind in ("view", "derived") and not kind.is_dynamic:
+            frame.proxies[var] = carriers[0].at(carriers[1:], key, var.aval, own)
+        elif own is not None:
+            frame.proxies[var] = own
+
+
+def hand_on(frame: Frame, eqn: Any) -> None:
+    """Keep what is known of operands that a call, branch or loop returns."""
+    for i, operand in handed_on(eqn):
+        if metadata := metadata_of(frame, eqn.invars[operand]):
+            frame.metadata.setdefault(eqn.outvars[i], metadata)
+        if proxy := frame.proxies.get(variable(eqn.invars[operand])):
+            frame.proxies.setdefault(eqn.outvars[i], proxy)
+    held = [variable(atom) in frame.proxies for atom in eqn.invars]
+    for i in returned_views(eqn, held) if any(held) else ():
+        aval = eqn.outvars[i].aval
+        why = f"{eqn.primitive.name} returns it. Use it where it is moved."
+        frame.proxies.setdefault(eqn.outvars[i], Lost(aval.shape, aval.dtype, why))
+
+
+def variable(atom: Any) -> Any:
+    """Return an atom, or None for a literal."""
+    return None if type(atom) is compat.Literal else atom
+
+
+def metadata_of(frame: Frame, atom: Any) -> Metadata:
+    """Return what handlers attached to an atom."""
+    return _NOTHING if type(atom) is compat.Literal else frame.metadata.get(atom, _NOTHING)

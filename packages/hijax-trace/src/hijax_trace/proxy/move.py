@@ -1,0 +1,87 @@
+"""Move: an equation that only moves elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from interception_core import JaxtapError
+
+Shape = tuple[int, ...]
+
+
+class MoveError(JaxtapError, ValueError):
+    """An array proxy can't follow a primitive. The message says why."""
+
+
+class Move(NamedTuple):
+    """One equation.
+
+    Attributes:
+        primitive: the name of its primitive.
+        params: its parameters.
+        operands: its operands; as NumPy arrays, those known to be zero.
+        data: which of them are moved. The others are indices, masks and padding.
+        shapes: of those that are moved.
+        tiles: the elements of a tile along each axis whose last tile is shorter.
+    """
+
+    primitive: str
+    params: Mapping[str, Any]
+    operands: Sequence[Any]
+    data: Sequence[int]
+    shapes: Sequence[Shape]
+    tiles: Mapping[int, int] = MappingProxyType({})
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the only operand that is moved."""
+        return self.shapes[0]
+
+    def kept_axes(self) -> dict[int, int]:
+        """Return, for each axis of `tiles` that is left, which axis of the results it is.
+
+        Raises:
+            MoveError: a reshape that merges or splits one of them.
+        """
+        params, ndim = self.params, len(self.shape)
+        places = dict(zip(range(ndim), range(ndim), strict=True))
+        if self.primitive == "transpose":
+            places = {axis: place for place, axis in enumerate(params["permutation"])}
+        elif self.primitive == "broadcast_in_dim":
+            places = dict(enumerate(map(int, params["broadcast_dimensions"])))
+        elif self.primitive == "stack":
+            places = {axis: axis + (axis >= params["axis"]) for axis in places}
+        elif self.primitive in ("squeeze", "unstack"):
+            gone = params["dimensions"] if self.primitive == "squeeze" else [params["axis"]]
+            left = [axis for axis in places if axis not in gone]
+            places = {axis: place for place, axis in enumerate(left)}
+        elif self.primitive == "gather":
+            numbers = numbers_of(self)
+            gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+            left = [axis for axis in places if axis not in gone]
+            places = dict(zip(left, numbers.offset_dims, strict=True))
+        elif self.primitive == "reshape":
+            places = {axis: _reshaped(self, axis) for axis in self.tiles}
+        return {axis: places[axis] for axis in self.tiles if axis in places}
+
+
+def numbers_of(how: Move) -> lax.GatherDimensionNumbers:
+    """Return the axes of a gather, as ints."""
+    # vmap's rule computes them with NumPy.
+    numbers = how.params["dimension_numbers"]
+    return type(numbers)(*(tuple(map(int, axes)) for axes in numbers))
+
+
+def _reshaped(how: Move, axis: int) -> int:
+    """Return which axis of a reshaped array one of its axes is."""
+    old, new = how.shape, tuple(how.params["new_sizes"])
+    before = math.prod(old[:axis])
+    for place, size in enumerate(new):
+        if size == old[axis] and math.prod(new[:place]) == before:
+            return place
+    raise MoveError(f"reshape from {old} to {new}, of axis {axis}, whose last tile is shorter")

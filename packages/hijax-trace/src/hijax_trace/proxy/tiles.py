@@ -1,0 +1,54 @@
+"""Scales per tile: which moves they cannot follow, and how a reshape regroups them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .move import Move, Shape
+
+
+def rearranged(how: Move) -> Sequence[int]:
+    """Return the axes of which a primitive makes others, that begin or end in other places."""
+    params = how.params
+    if how.primitive == "rev":
+        return params["dimensions"]
+    if how.primitive == "concatenate":
+        return [params["dimension"]]
+    if how.primitive == "pad":
+        return [axis for axis, sizes in enumerate(params["padding_config"]) if any(sizes)]
+    if how.primitive == "tile":
+        return [axis for axis, count in enumerate(params["reps"]) if count != 1]
+    return ()
+
+
+def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
+    """Return the numbers of scales along the axes of a new shape, None where they don't follow.
+
+    In row-major order an axis is ``groups`` indices, along which the scale varies, over a tile
+    along which it doesn't. The new axes cut this sequence of factors in other places, and each may
+    have at most a varying factor over a constant one.
+    """
+    if 0 in old or math.prod(old) != math.prod(new):
+        return None
+    factors: list[tuple[int, bool]] = []
+    for n, g in zip(old, groups, strict=True):
+        for factor, varies in ((g, True), (n // g, False)):
+            if factor > 1 and factors and factors[-1][1] == varies:
+                factors[-1] = (factors[-1][0] * factor, varies)
+            elif factor > 1:
+                factors.append((factor, varies))
+    result = []
+    for size in new:
+        varying, constant = 1, 1
+        while size > 1:
+            factor, varies = factors.pop(0)
+            step = math.gcd(factor, size)
+            if step != min(factor, size) or (varies and constant > 1):
+                return None
+            if step < factor:
+                factors.insert(0, (factor // step, varies))
+            varying, constant = (varying * step, constant) if varies else (varying, constant * step)
+            size //= step
+        result.append(varying)
+    return tuple(result)

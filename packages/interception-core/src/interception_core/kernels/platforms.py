@@ -1,0 +1,43 @@
+"""Platforms: where kernels run, by the names that programs are lowered for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plugins.host import kernels
+
+_GPUS = ("cuda", "rocm")
+"""What JAX's devices call "gpu"."""
+
+
+def kernel_platforms() -> tuple[str, ...]:
+    """Return the platforms that there are kernels for, sorted."""
+    return tuple(sorted({spec.platform for spec in kernels()}))
+
+
+def platform_of(where: Any = None) -> str:
+    """Return the platform that programs are lowered for, as `KernelSpec.platform` spells it.
+
+    Args:
+        where: a device, an array on one or several of these, or the name of a platform, such as
+            JAX's ``"gpu"``; anything else stands for the device that JAX puts new arrays on.
+    """
+    import jax
+
+    if isinstance(where, jax.core.Tracer) or not hasattr(where, "devices"):
+        device = where if isinstance(where, str | jax.Device) else None
+    else:
+        device = next(iter(where.devices()), None)
+    if device is None:
+        device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    name = device if isinstance(device, str) else device.platform
+    if name != "gpu":
+        return name
+    for found in _GPUS:
+        try:
+            gpus = jax.devices(found)
+        except RuntimeError:
+            continue
+        if device == "gpu" or device in gpus:
+            return found
+    return next((name for name in _GPUS if name in kernel_platforms()), _GPUS[0])

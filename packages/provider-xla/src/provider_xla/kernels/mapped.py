@@ -1,0 +1,61 @@
+"""Products under ``vmap``: rows of a batch are rows, and mapped columns are columns.
+
+Programs with named axes map a weight over the axes that are not contracted, so that what they
+multiply is a vector. A kernel multiplies with the whole weight all the same, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+Run = Callable[[jax.Array, Any], jax.Array]
+"""Multiplies [*rows, K] with a packed weight, to [*rows, N]."""
+
+
+def mapped_product(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) -> Callable[..., Any]:
+    """Return a product with some of a packed weight's columns, with a rule for ``vmap``.
+
+    Args:
+        run: multiplies with all of them.
+        n_sizes: the sizes of the axes of columns.
+        gone: of which of these axes one index is taken. A map over all indices of one takes them
+            in their order.
+
+    Returns:
+        A function of x [*rows, K], the packed weight, and an index int32[] for each axis that is
+        gone. It returns [*rows, *n_sizes] without these.
+    """
+
+    def one(x: jax.Array, weight: Any, places: Sequence[jax.Array]) -> jax.Array:
+        y = run(x, weight).reshape(*x.shape[:-1], *n_sizes)
+        for part, place in sorted(zip(gone, places, strict=True), key=lambda pair: -pair[0]):
+            y = lax.dynamic_index_in_dim(y, place, x.ndim - 1 + part, keepdims=False)
+        return y
+
+    wrapped = custom_vmap(one)
+
+    def rule(size: int, in_batched: Any, x: jax.Array, weight: Any, places: Any) -> Any:
+        is_rows, of_weight, of_places = in_batched
+        mapped = [i for i, is_mapped in enumerate(of_places) if is_mapped]
+        if not any(jax.tree.leaves(of_weight)):
+            if not mapped:
+                return wrapped(x, weight, places), True
+            first, *others = mapped
+            part = gone[first]
+            if not others and not is_rows and size == n_sizes[part]:
+                rest = [i for i in range(len(gone)) if i != first]
+                left = [gone[i] for i in rest]
+                y = mapped_product(run, n_sizes, left)(x, weight, [places[i] for i in rest])
+                axis = x.ndim - 1 + part - sum(other < part for other in left)
+                return jnp.moveaxis(y, axis, 0), True
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, in_batched)
+        return jax.vmap(one, tuple(axes), axis_size=size)(x, weight, places), True
+
+    wrapped.def_vmap(rule)
+    return wrapped

@@ -1,0 +1,164 @@
+"""Packing: which matrix of a kernel a parameter is, and how it is packed for that."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import quant_numerics as qn
+from interception_core import get_op
+
+from .packed import PrepackedWeight, scale_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How a parameter is the matrix [K, N] that kernels take, or a stack of those. Hashable.
+
+    Attributes:
+        lead: those of its axes that are stacks: steps of loops, and examples.
+        k_axes: those that its products contract, in an order in which the rows of a group follow
+            one another.
+        n_axes: the others.
+        group: rows that share a scale, 0 for all.
+        bits: 8 or 4, those of a packed code.
+        platform: whose kernels read it.
+    """
+
+    lead: tuple[int, ...]
+    k_axes: tuple[int, ...]
+    n_axes: tuple[int, ...]
+    group: int
+    bits: int
+    platform: str
+
+    @property
+    def op(self) -> str:
+        """The op that packs it."""
+        return f"pack_w{self.bits}"
+
+    def sizes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the sizes of the axes of K and of N."""
+        return tuple(shape[a] for a in self.k_axes), tuple(shape[a] for a in self.n_axes)
+
+    def matrix(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Returns K and N."""
+        k_sizes, n_sizes = self.sizes(shape)
+        return math.prod(k_sizes), math.prod(n_sizes)
+
+    def form(self, shape: Sequence[int]) -> Any:
+        """Return the type of what the op packs a parameter of this shape in, without steps.
+
+        Raises:
+            JaxtapError: no installed package has the op.
+        """
+        return _form(self.op, *self.matrix(shape), self.group, self.platform)
+
+    def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
+        """Returns why a parameter that is sharded so can't be packed, or None."""
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            return "it is on a mesh with explicit axes"
+        if sharding is None or sharding.is_fully_replicated:
+            return None
+        if not isinstance(sharding, NamedSharding):
+            return f"it is sharded by a {type(sharding).__name__}"
+        parts = _parts(sharding, len(shape))
+        if any(parts[axis] for axis in self.k_axes):
+            return "it is sharded along an axis that is contracted"
+        first, *others = self.n_axes or (None,)
+        if any(parts[axis] for axis in others):
+            return "it is sharded along another than the first of its axes that are kept"
+        if first is not None and parts[first]:
+            count = math.prod(sharding.mesh.shape[name] for name in parts[first])
+            columns = self.matrix(shape)[1]
+            panel = self.form(shape).panel
+            if columns % (count * panel):
+                return f"{columns} columns on {count} devices are cut within a panel of {panel}"
+        return None
+
+
+@functools.cache
+def _form_of(op: Any, k: int, n: int, group: int, platform: str) -> Any:
+    codes = jax.ShapeDtypeStruct((k, n), jnp.int8)
+    scale = jax.ShapeDtypeStruct((k // group if group else 1, n), jnp.float32)
+    return jax.eval_shape(functools.partial(op, platform=platform), codes, scale)
+
+
+def _form(op: str, k: int, n: int, group: int, platform: str) -> Any:
+    return _form_of(get_op(op), k, n, group, platform)
+
+
+def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
+    """Packs a parameter, on the devices that it is on; waits until that is done."""
+    arrays = jax.tree.leaves(q)
+    sharding = getattr(arrays[0], "sharding", None)
+    return jax.block_until_ready(_prepack(q, packing, _of_panels(packing, q.ndim, sharding)))
+
+
+def abstract(q: Any, packing: Packing) -> Any:
+    """Returns the type of what ``prepack`` gives for an array of this type."""
+    return jax.eval_shape(lambda q: _packed(q, packing), q)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _prepack(q: Any, packing: Packing, sharding: Any) -> PrepackedWeight:
+    result = _packed(q, packing)
+    if sharding is None:
+        return result
+    return jax.lax.with_sharding_constraint(result, sharding)
+
+
+def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
+    q = qn.unpack(q) if isinstance(q, qn.PackedQArray) else q
+    first, count = packing.lead, len(packing.lead)
+    order = (*first, *packing.k_axes, *packing.n_axes)
+    k_sizes, n_sizes = packing.sizes(q.shape)
+    lead, (k, n) = [q.shape[axis] for axis in first], packing.matrix(q.shape)
+    codes = q.qvalue.astype(jnp.int8).transpose(order).reshape(*lead, k, n)
+    scale = q.scale.transpose(order)
+    sizes = (*lead, *scale_sizes(k_sizes, packing.group), *n_sizes)
+    for axis, size in enumerate(sizes):
+        if scale.shape[axis] != size:
+            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
+    # Weights in 4 bits keep scales in float16; float32 holds all others exactly.
+    keeps = packing.bits == 4 and scale.dtype == jnp.float16
+    given = scale if keeps else scale.astype(jnp.float32)
+    packed = get_op(packing.op)(codes, given.reshape(*lead, -1, n), platform=packing.platform)
+    places = (*packing.k_axes, *packing.n_axes)
+    return PrepackedWeight(
+        packed,
+        q.qtype,
+        jnp.dtype(q.dtype),
+        k_sizes,
+        n_sizes,
+        packing.group,
+        tuple(places.index(axis) for axis in range(q.ndim) if axis not in first),
+        np.ndim(jax.tree.leaves(packed)[0]) - count,
+        packing.platform,
+        lead_at=None if first == tuple(range(count)) else first,
+        scale_dtype=scale.dtype.name,
+    )
+
+
+def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """Returns the names of the mesh axes that each axis is sharded along."""
+    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+
+
+def _of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
+    """Returns the sharding of what is packed, for that of the codes."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    parts = _parts(sharding, ndim)
+    columns = parts[packing.n_axes[0]] if packing.n_axes else ()
+    spec = [*(parts[axis] for axis in packing.lead), columns]
+    return NamedSharding(sharding.mesh, PartitionSpec(*(part or None for part in spec)))

@@ -1,0 +1,108 @@
+"""Rows of packed parameters: a lookup reads them without unpacking the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from hijax_trace import ArrayProxy
+from interception_core import JaxtapError, get_op
+
+TAKE = "packed_take"
+"""The op that reads rows out of a packed parameter."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows(ArrayProxy):
+    """What was looked up in a packed parameter: an array already.
+
+    Attributes:
+        values: the array.
+    """
+
+    values: jax.Array
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.values.shape
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def dtype(self) -> np.dtype:
+        """Dtype of the array."""
+        return self.values.dtype
+
+    def restore(self) -> jax.Array:
+        """Return the array."""
+        return self.values
+
+
+def looked_up_axis(params: Mapping[str, Any], shape: Sequence[int]) -> int | None:
+    """Return the axis of which a ``lax.gather_p`` takes whole rows; None if it is another one."""
+    numbers = params["dimension_numbers"]
+    along = tuple(map(int, numbers.start_index_map))
+    if len(along) != 1 or tuple(map(int, numbers.collapsed_slice_dims)) != along:
+        return None
+    if numbers.operand_batching_dims:
+        return None
+    sizes = [1 if axis in along else n for axis, n in enumerate(shape)]
+    return along[0] if list(map(int, params["slice_sizes"])) == sizes else None
+
+
+def rows_of(weight: Any, indices: jax.Array, params: Mapping[str, Any]) -> jax.Array | None:
+    """Return what ``lax.gather_p`` gives of a packed parameter, without unpacking all of it.
+
+    Args:
+        weight: the parameter, one, but maybe of a stack.
+        indices: integer array [*batch, 1].
+        params: those of the primitive.
+
+    Returns:
+        The rows, dequantized; None where the packages of kernels can't take them.
+    """
+    axis, rank = looked_up_axis(params, weight.shape), len(weight.k_sizes)
+    fill = params["fill_value"]
+    if axis is None or (fill is not None and not np.isnan(fill)):
+        return None
+    is_column = weight.order[axis] >= rank
+    own, other = (weight.n_sizes, weight.k_sizes) if is_column else (weight.k_sizes, weight.n_sizes)
+    if len(own) != 1 or jnp.dtype(weight.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return None
+    try:
+        take = get_op(TAKE)
+    except JaxtapError:
+        return None
+    weight = weight.gathered()
+    places, last = indices[..., 0], own[0] - 1
+    found = take(
+        weight.packed,
+        jnp.clip(places, 0, last).astype(jnp.int32),
+        axis=int(is_column),
+        out_dtype=weight.dtype,
+    )
+    mode = GatherScatterMode.from_any(params["mode"])
+    if mode == GatherScatterMode.FILL_OR_DROP:
+        inside = (places >= 0) & (places <= last)
+        found = jnp.where(inside[..., None], found, jnp.asarray(jnp.nan, found.dtype))
+    batch = places.ndim
+    found = found.reshape(*places.shape, *other)
+    # The other axes in their order in the parameter, at the places that the program has them.
+    parts = [part for at, part in enumerate(weight.order) if at != axis]
+    first = 0 if is_column else rank
+    offsets = tuple(map(int, params["dimension_numbers"].offset_dims))
+    order = [0] * found.ndim
+    for place, part in zip(offsets, parts, strict=True):
+        order[place] = batch + part - first
+    rest = [place for place in range(found.ndim) if place not in offsets]
+    for at, place in enumerate(rest):
+        order[place] = at
+    return found.transpose(order)

@@ -1,0 +1,55 @@
+"""Allocation of parts of parameters and of computed weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtap_testkit.weight_idioms import IDIOMS, MASK, X, draw
+from provider_xla import PtqProvider, QuantizationRule
+
+RULE = QuantizationRule(weight_qtype="int8")
+
+
+def allocated(fn, params, bits, **options):
+    plan = PtqProvider(RULE).plan(fn, params, X, kernels=False)
+    return plan.allocate(params, X, budget_bits=bits, **options)
+
+
+def measured(plan, fn, params):
+    """Return the stored program's squared error over the squared norm."""
+    found = np.asarray(jax.jit(plan.apply(fn))(plan.quantize(params), X), np.float64)
+    expected = np.asarray(fn(params, X), np.float64)
+    return ((found - expected) ** 2).sum() / (expected**2).sum()
+
+
+def check(plan, fn, params):
+    """Within its budget, and with the error that it says."""
+    allocation = plan.allocation
+    assert {row.path for row in allocation.weights} == set(plan.weights)
+    assert {row.path: row.qtype for row in allocation.weights} == {
+        path: weight.qtype for path, weight in plan.weights.items()
+    }
+    assert sum(weight.bytes_after for weight in plan.weights.values()) <= allocation.budget
+    np.testing.assert_allclose(allocation.measured, measured(plan, fn, params), rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IDIOMS)
+def test_every_idiom(name):
+    fn, params = IDIOMS[name]
+    params = jax.tree.map(jnp.asarray, params)
+    check(allocated(fn, params, 12, qtypes=["int4", "int8"]), fn, params)
+
+
+def test_what_shares_parameters_has_one_format():
+    def fn(p, x):
+        return x @ p["a"] + 0.01 * (x @ (p["b"] * MASK)) + 0.01 * (x @ p["b"])
+
+    params = {"a": jnp.asarray(draw(8, 6)), "b": jnp.asarray(draw(8, 6, seed=1))}
+    plan = allocated(fn, params, 10.5, qtypes=["int4", "int8"], tile_size=None)
+    a, b, masked = (plan.weights[path].qtype for path in plan.weights)
+    assert (a, b, masked) == ("int8", "int4", "int4")
+    (row,) = [row for row in plan.allocation.errors if "mul" in row]
+    assert row == "args[0]['b'] and mul(args[0]['b'], constant)"
+    check(plan, fn, params)

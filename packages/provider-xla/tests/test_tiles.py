@@ -1,0 +1,240 @@
+"""Tiles of a contraction: flattened axes, shorter last tiles, scales in 16 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import provider_xla as xla
+import quant_numerics as qn
+from jaxtap_testkit.xla_samples import draw
+from provider_xla import (
+    Gptq,
+    PtqProvider,
+    QtProvider,
+    QtRule,
+    QuantizationError,
+    QuantizationRule,
+)
+
+PADDED = QuantizationRule(weight_qtype="int8", tile_size=32, tile_fallback="padded")
+
+
+def by_tiles(w, tile=32, qmax=127):
+    """Round a matrix by tiles along its first axis, the last of them shorter, in float64."""
+    w = np.asarray(w, np.float64)
+    parts = [w[i : i + tile] for i in range(0, len(w), tile)]
+    scales = [np.abs(part).max(0, keepdims=True) / qmax for part in parts]
+    pairs = zip(parts, scales, strict=True)
+    return np.concatenate([np.round(part / scale) * scale for part, scale in pairs])
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("act", [None, "int8"])
+def test_a_shorter_last_tile(act, tmp_path):
+    def model(p, x):
+        x = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p["layers"])[0]
+        return jnp.einsum("bk,nk->bn", x, p["out"])
+
+    rule = QuantizationRule(
+        weight_qtype="int8", act_qtype=act, tile_size=32, tile_fallback="padded"
+    )
+    params = {"layers": draw((3, 72, 72))[0] / 8, "out": draw((5, 72))[0]}
+    x = draw((4, 72))[0]
+    plan = PtqProvider([rule], strict=True).plan(model, params, x)
+    assert [w.granularity.tile_axes for w in plan.weights.values()] == [{1: 32}, {1: 32}]
+    assert all("shorter last tile" in note for note in plan.notes)
+    stored = plan.quantize(params)
+    assert stored["layers"].scale.shape == (3, 3, 72)
+    assert sum(x.nbytes for x in stored.values()) == sum(
+        w.bytes_after for w in plan.weights.values()
+    )
+    rounded = {
+        "layers": np.stack([by_tiles(w) for w in params["layers"]]),
+        "out": by_tiles(params["out"].T).T,
+    }
+    close(stored["out"].restore(), rounded["out"])
+    actual = jax.jit(plan.apply(model))(stored, x)
+    if act is None:
+        close(actual, model(jax.tree.map(jnp.float32, rounded), x))
+    else:
+        np.testing.assert_allclose(actual, model(params, x), atol=0.5)
+    xla.save(tmp_path / "file.safetensors", stored)
+    loaded = xla.load(tmp_path / "file.safetensors", template=stored)
+    np.testing.assert_array_equal(jax.jit(plan.apply(model))(loaded, x), actual)
+    report = plan.optimize(params, [(x,)], [Gptq()])
+    found = report.params["out"]
+    assert found.scale.shape == (5, 3)
+    assert np.abs(found.restore() - params["out"]).max() < 0.1
+
+
+def test_looked_up_rows_and_a_view():
+    def model(p, ids):
+        x = p["table"][ids]
+        return x @ p["w"].reshape(2, 36, 6).transpose(1, 0, 2).reshape(36, 12)[:, :5]
+
+    params = {"table": draw((9, 36))[0], "w": draw((72, 6))[0]}
+    ids = jnp.array([[1, 8], [0, 3]])
+    rules = [
+        QuantizationRule(op_names=("take",), weight_qtype="int8", tile_size=32,
+                         tile_fallback=fallback)
+        for fallback in ("padded", "divisor")
+    ]  # fmt: skip
+    for rule, tiles in zip(rules, ({1: 32}, {1: 18}), strict=True):
+        plan = PtqProvider([rule, PADDED]).plan(model, params, ids)
+        table = plan.weights["args[0]['table']"]
+        assert table.granularity.tile_axes == tiles
+        stored = plan.quantize(params)
+        rounded = {
+            "table": jnp.float32(by_tiles(params["table"].T, tiles[1]).T),
+            "w": stored["w"].restore(),
+        }
+        close(jax.jit(plan.apply(model))(stored, ids), model(rounded, ids))
+
+
+def test_training_with_a_shorter_last_tile():
+    rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", tile_size=32,
+                  tile_fallback="padded")  # fmt: skip
+    params, x = {"w": draw((72, 6))[0]}, draw((16, 72))[0]
+
+    def loss(p, x):
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    quantized = QtProvider([rule]).apply(loss)
+    found, expected = jax.grad(quantized)(params, x), jax.grad(loss)(params, x)
+    error = np.linalg.norm(found["w"] - expected["w"]) / np.linalg.norm(expected["w"])
+    assert 0 < error < 0.03
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "scales"),
+    [((4, 16), 32, (2, 1)), ((4, 16), 8, (4, 2)), ((4, 16), 64, (1, 1)), ((3, 5), 8, (3, 1))],
+)
+def test_tiles_of_flattened_axes(shape, tile, scales):
+    """A projection that contracts several axes is tiled as the matrix that it is."""
+
+    def model(p, x):
+        return jnp.einsum("bhd,hdo->bo", x, p["w"])
+
+    flat, k = 6, int(np.prod(shape))
+    params, x = {"w": draw((*shape, flat))[0]}, draw((7, *shape))[0]
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=tile)
+    plan = PtqProvider([rule], strict=True).plan(model, params, x)
+    stored = plan.quantize(params)
+    assert stored["w"].scale.shape == (*scales, flat)
+    own = k // int(np.prod(scales))
+    rows = by_tiles(params["w"].reshape(k, flat), own)
+    close(stored["w"].restore(), rows.reshape(*shape, flat))
+    left = by_tiles(np.asarray(x).reshape(7, k).T, own).T
+    close(jax.jit(plan.apply(model))(stored, x), left @ rows)
+
+    # The same parameter, stored as the matrix that the program splits.
+    def split(p, x):
+        return model({"w": p["w"].reshape(*shape, flat)}, x)
+
+    again = PtqProvider([rule], strict=True).plan(split, {"w": params["w"].reshape(k, flat)}, x)
+    held = again.quantize({"w": params["w"].reshape(k, flat)})
+    close(held["w"].restore(), rows)
+    close(jax.jit(again.apply(split))(held, x), left @ rows)
+
+
+@pytest.mark.parametrize(
+    ("fallback", "shape", "scales"),
+    [("divisor", (3, 3, 64, 8), (3, 3, 2, 8)), ("divisor", (3, 3, 4, 8), (3, 1, 1, 8)),
+     ("padded", (3, 3, 40, 8), (3, 3, 2, 8)), ("channel", (3, 3, 4, 8), (1, 1, 1, 8))],
+)  # fmt: skip
+def test_kernels_of_convolutions(fallback, shape, scales):
+    """A kernel is tiled along its window and input features, where the input stays float."""
+
+    def model(p, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, p["w"], (2, 1), "SAME", None, None, numbers)
+
+    rule = QuantizationRule(weight_qtype="int8", tile_size=32, tile_fallback=fallback)
+    params, x = {"w": draw(shape)[0]}, draw((2, 7, 6, shape[2]))[0]
+    plan = PtqProvider([rule], strict=True).plan(model, params, x)
+    stored = plan.quantize(params)
+    assert stored["w"].scale.shape == scales
+    sizes = [-(-n // count) for n, count in zip(shape, scales, strict=True)]
+    sizes[2] = 32 if fallback == "padded" else sizes[2]
+    rounded = np.zeros(shape)
+    for at in np.ndindex(*scales):
+        where = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, sizes, strict=True))
+        part = np.asarray(params["w"], np.float64)[where]
+        scale = np.abs(part).max() / 127
+        rounded[where] = np.round(part / scale) * scale
+    close(stored["w"].restore(), rounded)
+    close(jax.jit(plan.apply(model))(stored, x), model({"w": jnp.float32(rounded)}, x))
+
+    def loss(p, x):
+        return jnp.sum(model(p, x) ** 2)
+
+    # The same in training, straight through: at the float kernel, where the backward is float.
+    found = jax.grad(QtProvider([rule]).apply(loss))(params, x)["w"]
+    _, pull = jax.vjp(lambda w: model({"w": w}, x), params["w"])
+    close(found, pull(2 * model({"w": jnp.float32(rounded)}, x))[0])
+
+
+def test_scales_in_float16(tmp_path):
+    def model(p, x):
+        return jnp.tanh(x @ p["a"]) @ p["b"]
+
+    params = {"a": draw((64, 32))[0], "b": draw((32, 8))[0].at[:, 3].multiply(1e-7)}
+    x = draw((5, 64))[0]
+    rule = QuantizationRule(weight_qtype="int4", tile_size=16, scale_dtype="float16")
+    plan = PtqProvider([rule], strict=True).plan(model, params, x)
+    # One column of "b" is too small for normal float16.
+    assert [w.scale_dtype for w in plan.weights.values()] == ["float16", None]
+    assert plan.notes == ("args[0]['b']: scales beyond normal float16: float32 scales",)
+    stored = plan.quantize(params)
+    assert [stored[name].scale.dtype.name for name in "ab"] == ["float16", "float32"]
+    expected = 64 * 32 // 2 + 4 * 32 * 2
+    assert stored["a"].nbytes == plan.weights["args[0]['a']"].bytes_after == expected
+    w = np.asarray(params["a"], np.float64).reshape(4, 16, 32)
+    scale = np.float16(np.abs(w).max(1, keepdims=True) / 7).astype(np.float64)
+    close(stored["a"].restore(), (np.round(w / scale) * scale).reshape(64, 32))
+    xla.save(tmp_path / "file.safetensors", stored)
+    loaded = xla.load(tmp_path / "file.safetensors", template=stored)
+    assert loaded["a"].scale.dtype == "float16"
+    close(jax.jit(plan.apply(model))(loaded, x), model(jax.tree.map(
+        lambda q: q.restore(), stored, is_leaf=lambda q: isinstance(q, qn.QArray)), x))  # fmt: skip
+
+    # Of types alone a plan can't know; it then refuses the values.
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    blind = PtqProvider([rule]).plan(model, types, x)
+    with pytest.raises(QuantizationError, match=r"scales of .*\['b'\].*normal numbers of float16"):
+        blind.quantize(params)
+    assert blind.quantize({**params, "b": params["a"][:32, :8]})["b"].scale.dtype == "float16"
+
+
+def test_what_scale_dtype_takes():
+    for fields, allowed in (
+        ({"weight_qtype": "mxfp4", "scale_dtype": "float16"}, "float8_e8m0fnu"),
+        ({"weight_qtype": "int4", "scale_dtype": "int8"}, "float32 or bfloat16 or float16"),
+        ({"act_qtype": "int8", "scale_dtype": "float16"}, "None where weight_qtype is None"),
+    ):
+        with pytest.raises(ValueError, match=f"scale_dtype must be .*{allowed}"):
+            QuantizationRule(**fields)
+    assert QuantizationRule(weight_qtype="int8", scale_dtype=jnp.bfloat16).scale_dtype == "bfloat16"
+
+
+def test_allocation_with_scales_in_float16():
+    def model(p, x):
+        return jnp.tanh(x @ p["a"]) @ p["b"]
+
+    # int8 scales of "b" would be too small for float16, int4's are not.
+    params = {"a": draw((64, 32))[0], "b": draw((32, 32))[0] * 5e-4}
+    x = draw((5, 64))[0]
+    rule = QuantizationRule(weight_qtype="int4", tile_size=32, scale_dtype="float16")
+    plan = PtqProvider([rule]).plan(model, params, x)
+    found = plan.allocate(params, x, budget_bits=8.8, qtypes=["int4", "int8", "mxfp4"])
+    weights = found.weights
+    assert [(w.qtype, w.scale_dtype) for w in weights.values()] == [
+        ("int8", "float16"),
+        ("int8", None),
+    ]
+    stored = found.quantize(params)
+    assert {name: stored[name].nbytes for name in "ab"} == {"a": 64 * 32 + 128, "b": 32 * 32 + 128}
