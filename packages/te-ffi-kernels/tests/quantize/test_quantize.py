@@ -241,6 +241,16 @@ def test_it_is_the_kernel_that_runs(mode):
     np.testing.assert_allclose(both(x), x, rtol=0.07)
 
 
+def test_modes_and_layouts_may_be_names():
+    x = jnp.linspace(-1, 1, 32 * 64).reshape(32, 64)
+    named = run(te.dbias_quantize, x, jnp.int8, "channel_scaling", "rowwise_colwise")
+    numbered = run(te.dbias_quantize, x, jnp.int8, 64, 2)
+    for one, other in zip(named, numbered, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="q_layout is 'rows', and must be one of: ROWWISE,"):
+        run(te.dbias_quantize, x, jnp.int8, 64, "rows")
+
+
 def test_scales_may_be_bytes():
     x = jnp.ones((32, 64))
     args = [x, *[jnp.ones((1,))] * 2, jnp.zeros((0,), jnp.uint32), jnp.ones((1,))]
