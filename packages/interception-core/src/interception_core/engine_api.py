@@ -8,7 +8,7 @@ What handlers are given is a subclass of `interception_core.OpCall`.
 Importing this module imports JAX.
 """
 
-from ._compat import AHEAD, SETTLED, known_ahead, settled, unknown_ahead
+from ._compat import AHEAD, SETTLED, is_settled, known_ahead, settled, unknown_ahead
 from .patch.dispatch import TappedCall
 from .patch.scope import Observer
 from .patch.taps import OnCall, Taps
@@ -20,6 +20,7 @@ __all__ = [
     "OnCall",
     "TappedCall",
     "Taps",
+    "is_settled",
     "known_ahead",
     "settled",
     "unknown_ahead",

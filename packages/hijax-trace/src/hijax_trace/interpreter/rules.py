@@ -43,7 +43,10 @@ def stage_again(
             frame.index, args = args[-1], args[:-1]
         for i, proxy in held.inside(args[:start], args[end:]).items():
             frame.proxies[jaxpr.invars[i]] = proxy
-        return reinterpret(session, frame, jaxpr, [*consts, *args[start:end]])
+        try:
+            return reinterpret(session, frame, jaxpr, [*consts, *args[start:end]])
+        finally:
+            frame.index = None  # of a trace that is over then
 
     return compat.stage(flat, [*before, *own, *after, *number], jaxpr.debug_info)
 

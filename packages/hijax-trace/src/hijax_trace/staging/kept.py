@@ -13,6 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
+from interception_core.engine_api import is_settled
+
 from .. import compat
 from .functions import Program
 from .mapped import Staged
@@ -21,12 +25,18 @@ from .mapped import Staged
 def keeps(trace: Any, program: Any) -> bool:
     """Return whether operations in ``trace`` are to be kept.
 
+    What an engine within this one has answered is none of the program that it runs again. In a
+    ``shard_map`` nothing is kept: forward and backward would each compute the operation, with its
+    collectives.
+
     Args:
         trace: where they are.
         program: the trace of the program itself, where their handlers are asked at once.
     """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return False
     staging = compat.derivative_above_staging(trace)
-    return staging is not None and staging is not program
+    return staging is not None and staging is not program and not is_settled()
 
 
 def can_keep(call: Staged) -> bool:

@@ -85,11 +85,11 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         raise NoKernel("its axes are cut, merged or split on the way")
     if site.weights[1 - side] is not None:
         raise NoKernel("both operands are parameters")
-    gone, places = _places(axes, shape, weight.shape)
     static = is_static(site, 1 - side)
     if isinstance(site.product, RaggedProduct):
         check_groups(site.product, side)
         check_dtypes(site.product, x, weight.dtype)
+        gone, places = _places(axes, shape, weight.shape)
         gone |= {places[0]}
         how = site.hows[1 - side]
         k_axes, rows = (places[1],), x.shape[0]
@@ -97,6 +97,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
     layout = layout_of(site.product, side, x.shape, weight.shape)
     assert isinstance(site.product, MatrixProduct)
     check_dtypes(site.product, x, weight.dtype)
+    gone, places = _places(axes, shape, weight.shape)
     k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
     rows = math.prod(x.shape[axis] for axis in layout.kept)
     mapped, columns = 1, frozenset[int]()
