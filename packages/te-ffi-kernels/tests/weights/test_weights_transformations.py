@@ -218,8 +218,6 @@ def test_indices_that_are_none(change, message):
 
 def test_programs_for_platforms_that_a_process_has_not(op):
     """A weight that is packed for CUDA runs in its kernels there, and in the CPU's here."""
-    # JAX keeps traces of equal calls, with the kernels that there were then.
-    jax.clear_caches()
     with installed_plugins("jaxtap_testkit.fake_cuda", without=fake_cuda.WITHOUT):
         made = weight(np.random.default_rng(0), 48, 48, OPS[op])
         pack = te.pack_w8 if OPS[op] == 8 else te.pack_w4
@@ -237,7 +235,6 @@ def test_programs_for_platforms_that_a_process_has_not(op):
             assert (f"@fake_cuda.{op.__name__}" in text["cuda"]) == runs
             assert ("dot_general" in text["cuda"]) != runs
         np.testing.assert_allclose(program(x, on["cuda"]), program(x, on["cpu"]), rtol=2e-6)
-    jax.clear_caches()
 
 
 def test_the_op_for_a_number_of_rows():

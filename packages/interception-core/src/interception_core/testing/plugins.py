@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Collection, Iterator
 
 from ..plugins import host
@@ -13,7 +14,8 @@ from ..plugins.discovery import Found, discover
 def installed_plugins(*modules: str, without: Collection[str] = ()) -> Iterator[None]:
     """Let plugin modules be installed meanwhile, and some plugins not.
 
-    Plugins are loaded again within and afterwards, so nothing is kept of what they were asked.
+    Plugins are loaded again within and afterwards, so nothing is kept of what they were asked; nor
+    are JAX's traces, which have the kernels that there were.
 
     Args:
         *modules: plugin modules that no distribution declares, such as ``"acme_quant.plugin"``.
@@ -25,8 +27,14 @@ def installed_plugins(*modules: str, without: Collection[str] = ()) -> Iterator[
         yield from (plugin for plugin in discover() if plugin.name not in without)
         yield from (Found(module, module, module, "0") for module in modules)
 
-    host.reset(host.Host(found))
+    _reset(host.Host(found))
     try:
         yield
     finally:
-        host.reset()
+        _reset()
+
+
+def _reset(*hosts: host.Host) -> None:
+    host.reset(*hosts)
+    if (jax := sys.modules.get("jax")) is not None:
+        jax.clear_caches()
