@@ -84,7 +84,9 @@ def test_recorders_change_nothing_and_agree(name, inner, outer):
     fn, _ = PROGRAMS[name]
     logs = Log(), Log()
     both = tap(tap(fn, logs[0], inner), logs[1], outer)
-    if name == "grad":  # two cotangents may be added up the other way round
+    if (name, inner, outer) == ("grad", "jax.numpy.dot", DOT):
+        # A function is kept as one equation, its dot is settled: the two cotangents of its
+        # operands meet in the other order. An addition has the same bits both ways.
         np.testing.assert_array_equal(jax.jit(both)(X), jax.jit(fn)(X))
     else:
         assert stablehlo(both, X) == stablehlo(fn, X)
