@@ -63,3 +63,10 @@ def test_one_key_where_paths_do_not_matter():
 def test_patterns_beyond_automata_keep_paths_apart(pattern):
     keys = PathKeys([".*", pattern])
     assert keys("a/b") != keys("a/c")
+
+
+@pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){20}", "(.{1,30}){1,30}", "a" * 600])
+def test_huge_automata_are_not_made(pattern):
+    """They would take minutes. Every path has its own key then, which is always right."""
+    keys = PathKeys([pattern])
+    assert keys("x") != keys("y")

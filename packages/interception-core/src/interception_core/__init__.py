@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .interceptor import Interceptor
     from .patch.engine import PatchEngine, untapped
     from .patch.targets import loaded, primitive_names
+    from .patterns import check_pattern, matches_path
 
     __version__: str
 
@@ -87,6 +88,7 @@ __all__ = [
     "UnknownNameError",
     "ValueKind",
     "adapters",
+    "check_pattern",
     "engines",
     "find_adapter",
     "get_engine",
@@ -98,6 +100,7 @@ __all__ = [
     "kernels",
     "loaded",
     "make_qtype",
+    "matches_path",
     "platform_of",
     "plugins",
     "primitive_names",
@@ -116,7 +119,9 @@ _LAZY = {
     "Step": "call",
     "ValueKind": "call",
     "PatchEngine": "patch.engine",
+    "check_pattern": "patterns",
     "loaded": "patch.targets",
+    "matches_path": "patterns",
     "primitive_names": "patch.targets",
     "untapped": "patch.engine",
 }

@@ -1,6 +1,8 @@
 import json
+import re
 import sys
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -221,8 +223,16 @@ class TestEnvironment:
     def test_ours_are_listed(self):
         assert self.found(JAXTAP_DEBUG="1", JAXTAP_ACME_CACHE="x", HOME="/") == [
             ("ok", "JAXTAP_ACME_CACHE=x"),
-            ("ok", "JAXTAP_DEBUG=1"),
+            ("ok", "JAXTAP_DEBUG=1: errors are printed with their traceback"),
         ]
+
+    def test_those_of_the_kernels_are_known(self):
+        """Every variable that the documentation names is one that the check explains."""
+        root = Path(__file__).parents[4]
+        pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("packages/*/README.md")]
+        named = {name for page in pages for name in re.findall(r"JAXTAP_[A-Z_]+", page.read_text())}
+        assert len(named) >= 5
+        assert named <= set(_checks._VARIABLES)
 
     def test_a_misspelt_one_is_noticed(self):
         ((status, message),) = self.found(JAXTAP_STRICT_PLUGIN="1")

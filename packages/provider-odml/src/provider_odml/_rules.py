@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import quant_numerics as qn
+from interception_core import check_pattern, matches_path
 
 WEIGHT_QTYPES = ("int8", "int4", "int2")
 ACT_QTYPES = ("int8", "int16")
@@ -64,8 +64,8 @@ class OdmlRule:
         from ._ops import OP_NAMES
 
         try:
-            re.compile(self.module_path, re.ASCII)
-        except (re.error, TypeError) as error:
+            check_pattern(self.module_path)
+        except (ValueError, TypeError) as error:
             raise self._error("module_path", f"a regular expression ({error})") from error
         names = self.op_names
         if names is not None and (
@@ -108,7 +108,7 @@ class OdmlRule:
         """Returns whether the rule is for an operation with these names."""
         if self.op_names is not None and not set(names) & set(self.op_names):
             return False
-        return re.fullmatch(self.module_path, module_path, re.ASCII) is not None
+        return matches_path(self.module_path, module_path)
 
     @property
     def is_static(self) -> bool:

@@ -94,6 +94,7 @@ def test_problems_are_printed(file, capsys):
     ("arguments", "said"),
     [
         (("nowhere.py:f",), "names no file"),
+        (("{}",), "is a file, and the function of it is missing. Write FILE:FUNCTION"),
         (("{}:nothing",), "has no function 'nothing'. It has: model, case, three, fails."),
         (("{}:three",), "returned an object of type int. Give the arguments"),
         (("{}:fails",), "can't be called without arguments: RuntimeError: no data here."),

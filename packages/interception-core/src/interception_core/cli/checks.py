@@ -17,7 +17,15 @@ from ..plugins.specs import CheckResult, KernelSpec
 from .command_line import DEBUG
 
 _DISTRIBUTION = "interception-core"
-_OURS = (DISABLE, STRICT, DEBUG)
+_PREFIX = "JAXTAP_"
+# All that jaxtap's own packages read, the kernels' and their builds' too.
+_VARIABLES = {
+    DISABLE: "plugins that are not loaded",
+    STRICT: "a broken plugin is an error",
+    DEBUG: "errors are printed with their traceback",
+    "JAXTAP_ISA": "the instruction set of te-ffi-kernels",
+    "JAXTAP_CUDA": "whether a build of te-ffi-kernels-cuda13 compiles its kernels",
+}
 # How JAX reads a boolean variable: these, in any case, are false.
 _FALSE = ("", "0", "false", "f", "no", "n", "off")
 
@@ -121,10 +129,14 @@ def environment() -> Iterator[CheckResult]:
             "unset it, and use PatchEngine(disable_jit=True) where a program needs it",
         )
     for name, value in sorted(os.environ.items()):
-        if not name.startswith("JAXTAP_"):
+        if not name.startswith(_PREFIX):
             continue
-        near = None if name in _OURS else nearest_name(name, _OURS)
+        meaning = _VARIABLES.get(name)
+        own = {known.removeprefix(_PREFIX) for known in _VARIABLES}
+        near = None if meaning else nearest_name(name.removeprefix(_PREFIX), own)
         if near is None:
-            yield CheckResult("ok", f"{name}={value}")
+            yield CheckResult("ok", f"{name}={value}" + (f": {meaning}" if meaning else ""))
         else:
-            yield CheckResult("warn", f"{name} is set, which nothing reads", f"is it {near}?")
+            yield CheckResult(
+                "warn", f"{name} is set, which nothing reads", f"is it {_PREFIX}{near}?"
+            )

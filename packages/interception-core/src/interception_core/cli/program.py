@@ -43,6 +43,11 @@ def find_function(given: str) -> tuple[ModuleType, Callable[..., Any]]:
 
 def _load(path: str, given: str) -> ModuleType:
     file = Path(path)
+    if not path and Path(given).is_file():
+        raise JaxtapError(
+            f"{given} is a file, and the function of it is missing. Write FILE:FUNCTION, such as "
+            f"{given}:forward."
+        )
     if not path or not file.is_file():
         raise JaxtapError(
             f"{given!r} names no file. Write FILE:FUNCTION, such as model.py:forward."

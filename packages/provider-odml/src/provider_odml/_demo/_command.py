@@ -80,11 +80,11 @@ def run(args: argparse.Namespace) -> int:
 
     digits = Digits.load(args.seed)
     first = _model.init(jax.random.key(args.seed))
-    with tqdm(total=EPOCHS["float"], desc="training in float", unit="epoch") as bar:
+    with tqdm(total=EPOCHS["float"], desc="training in float", unit="epoch", disable=None) as bar:
         floats = train(_model.apply, first, digits, "float", args.seed, bar.update)
     quantized = qat(_model.apply, INT8, engine=args.engine)
     stats = quantized.init(floats, digits.test_images)
-    with tqdm(total=EPOCHS["QAT"], desc="training with QAT", unit="epoch") as bar:
+    with tqdm(total=EPOCHS["QAT"], desc="training with QAT", unit="epoch", disable=None) as bar:
         apply = partial(quantized, quant_stats=stats)
         params = train(apply, floats, digits, "QAT", args.seed, bar.update)
 

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     digits = Digits.load(args.seed)
     results = []
     for model in MODELS:
-        with tqdm(total=EPOCHS, desc=f"training, {model.name}", unit="epoch") as bar:
+        with tqdm(total=EPOCHS, desc=f"training, {model.name}", unit="epoch", disable=None) as bar:
             params = train(model, digits, args.seed, bar.update)
         outcomes, plan = _quantize(model, params, digits, args.engine)
         count = len(digits.test_images)

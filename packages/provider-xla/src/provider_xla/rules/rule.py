@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import quant_numerics as qn
+from interception_core import check_pattern, matches_path
 
 from .sparsity import parse_sparsity
 
@@ -172,12 +172,12 @@ class QuantizationRule:
         else:
             named = op_name not in NAMED_ONLY and (self.kernel is None or self.is_acting)
         # ASCII, as the automata that decide which paths share a trace have it (see _paths).
-        return named and re.fullmatch(self.module_path, module_path, re.ASCII) is not None
+        return named and matches_path(self.module_path, module_path)
 
     def matches_weight(self, weight_paths: Iterable[str]) -> bool:
         """Returns whether the rule is for operations of parameters with these paths."""
         pattern = self.weight_path
-        return pattern is None or any(re.fullmatch(pattern, p, re.ASCII) for p in weight_paths)
+        return pattern is None or any(matches_path(pattern, p) for p in weight_paths)
 
     @property
     def is_acting(self) -> bool:
@@ -214,8 +214,8 @@ class QuantizationRule:
         if not isinstance(value, str):
             raise self._error(field, allowed)
         try:
-            re.compile(value, re.ASCII)
-        except re.error as error:
+            check_pattern(value)
+        except ValueError as error:
             raise self._error(field, f"{allowed} ({error})") from error
 
     def _check_method(self, field: str) -> None:
