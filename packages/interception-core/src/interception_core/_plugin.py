@@ -36,6 +36,12 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             configure="interception_core.cli.doctor:configure",
         ),
         CommandSpec(
+            name="new",
+            summary="make a distribution for a provider, a kernel, a bridge or a number format",
+            run="interception_core.cli.new:run",
+            configure="interception_core.cli.new:configure",
+        ),
+        CommandSpec(
             name="demo",
             summary="show what a provider does, on handwritten digits",
             run="interception_core.cli.demo:run",

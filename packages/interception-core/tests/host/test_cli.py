@@ -149,7 +149,7 @@ class TestErrors:
         assert main(["plugns"]) == 2
         assert capsys.readouterr().err == (
             "jaxtap: error: Unknown command 'plugns'. Did you mean 'plugins'? "
-            "Known commands: demo, doctor, plugins.\n"
+            "Known commands: demo, doctor, new, plugins.\n"
         )
 
     def test_a_command_of_a_failed_plugin(self, host, capsys):

@@ -1,4 +1,4 @@
-"""For the tests of engines, kernels and plugins: suites, the programs they run on, and plugins.
+"""For the tests of engines, kernels, providers and plugins: suites, programs and plugins.
 
 Needs pytest and Hypothesis (``interception-core[testing]``). interception_core itself never
 imports this package.
@@ -7,19 +7,23 @@ imports this package.
 import pytest
 
 # The suites' asserts explain themselves as those of any test module do.
-pytest.register_assert_rewrite(f"{__name__}.engine_suite", f"{__name__}.kernel_suite")
+pytest.register_assert_rewrite(
+    f"{__name__}.engine_suite", f"{__name__}.kernel_suite", f"{__name__}.provider_suite"
+)
 
 from .engine_suite import EngineConformance  # noqa: E402
 from .kernel_suite import KernelConformance  # noqa: E402
 from .models import Model, models  # noqa: E402
 from .plugins import installed_plugins  # noqa: E402
 from .programs import Program, programs  # noqa: E402
+from .provider_suite import ProviderConformance  # noqa: E402
 
 __all__ = [
     "EngineConformance",
     "KernelConformance",
     "Model",
     "Program",
+    "ProviderConformance",
     "installed_plugins",
     "models",
     "programs",

@@ -1,0 +1,186 @@
+"""FormatConformance: what every number format does. Needs pytest."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import api as qn
+
+__all__ = ["FormatConformance"]
+
+_DIMS = (((1,), (0,)), ((), ()))
+
+
+class FormatConformance:
+    """The tests that every number format passes. Subclass it in a test module.
+
+    ::
+
+        class TestNf3(FormatConformance):
+            qtype = "nf3"
+            tolerance = 0.2
+
+    References are computed by NumPy in float64, from the quantized values and scales alone.
+
+    Attributes:
+        qtype: the format's name, as its spec has it.
+        tolerance: relative error of normally distributed values, in the root mean square.
+    """
+
+    qtype: ClassVar[str]
+    tolerance: ClassVar[float] = 0.5
+
+    @property
+    def kind(self) -> Any:
+        """The format."""
+        return qn.get_qtype(self.qtype)
+
+    def weight(self, shape: tuple[int, int] = (192, 24), seed: int = 0) -> np.ndarray:
+        """Return normally distributed float32 values, some columns much larger than others."""
+        rng = np.random.default_rng(seed)
+        return (rng.normal(size=shape) * 10.0 ** rng.integers(-2, 3, shape[1])).astype(np.float32)
+
+    def quantized(self, shape: tuple[int, int] = (192, 24), seed: int = 0) -> Any:
+        """Return ``weight``, quantized as the right-hand side of a matmul."""
+        return qn.quantize_for_dot(self.weight(shape, seed), (0,), self.qtype)
+
+    def test_is_one_format(self) -> None:
+        assert self.kind.name == self.qtype
+        assert qn.get_qtype(self.qtype) is self.kind
+
+    def test_stored_as_it_says(self) -> None:
+        q = self.quantized()
+        assert q.qvalue.dtype == self.kind.storage_dtype
+        assert q.scale.dtype == self.kind.scale_dtype
+        if self.kind.block is not None:
+            assert q.scale.shape == (192 // self.kind.block, 24)
+
+    def test_error(self) -> None:
+        weight, found = self.weight(), np.asarray(qn.dequantize(self.quantized()), np.float64)
+        error = np.sqrt(np.square(found - weight).mean(0) / np.square(weight).mean(0)).max()
+        assert error <= self.tolerance, f"the error is {error:.3g}, above {self.tolerance:g}"
+
+    def test_dequantizes_to_what_values_stand_for(self) -> None:
+        q = self.quantized()
+        np.testing.assert_allclose(qn.dequantize(q), _exact(q), rtol=1e-5, atol=1e-30)
+
+    def test_each_value_is_the_nearest(self) -> None:
+        """No other value of the format, with the same scale, is nearer: up to a rounding error."""
+        q, weight = self.quantized(), self.weight().astype(np.float64)
+        scale = _wide_scale(q)
+        book = _book(self.kind)
+        wanted = weight / scale
+        above = np.searchsorted(book, wanted).clip(1, len(book) - 1)
+        nearest = np.minimum(np.abs(wanted - book[above - 1]), np.abs(wanted - book[above])) * scale
+        distance = np.abs(_exact(q) - weight)
+        # XLA may round to small floats by way of float16, and so twice.
+        slack = 1e-3 if self.kind.kind == "float" else 1e-6
+        assert (distance <= nearest + 1e-5 * scale + slack * np.abs(weight)).all()
+
+    def test_values_of_the_format_come_back(self) -> None:
+        """What was quantized once is quantized to itself."""
+        first = qn.dequantize(self.quantized())
+        again = qn.dequantize(qn.quantize_for_dot(first, (0,), self.qtype))
+        np.testing.assert_allclose(again, first, rtol=2e-2, atol=1e-6 * float(jnp.abs(first).max()))
+
+    def test_zero(self) -> None:
+        q = qn.quantize_for_dot(np.zeros((192, 8), np.float32), (0,), self.qtype)
+        assert not np.asarray(qn.dequantize(q)).any()
+        mixed = self.weight()
+        mixed[::2] = 0
+        found = np.asarray(qn.dequantize(qn.quantize_for_dot(mixed, (0,), self.qtype)))
+        assert not found[::2].any()
+
+    def test_sign(self) -> None:
+        found, weight = np.asarray(qn.dequantize(self.quantized())), self.weight()
+        assert (found * weight >= 0).all()
+
+    def test_small_and_large(self) -> None:
+        """Finite as far as the scale's dtype goes, and where a scale is too small for it."""
+        most = min(float(jnp.finfo(self.kind.scale_dtype).max), 1e30) * self.kind.qmax / 4
+        for value in (1e-30, most):
+            weight = np.full((192, 8), value, np.float32)
+            found = np.asarray(qn.dequantize(qn.quantize_for_dot(weight, (0,), self.qtype)))
+            assert np.isfinite(found).all(), value
+        np.testing.assert_allclose(found, weight, rtol=0.5)
+
+    def test_packed(self) -> None:
+        q = self.quantized()
+        values = q.qvalue.size * self.kind.bits / 8
+        if not self.kind.packable:
+            assert self.kind.storage_bits == self.kind.bits
+            return
+        packed = qn.pack(q)
+        np.testing.assert_array_equal(qn.unpack(packed).qvalue, q.qvalue)
+        np.testing.assert_array_equal(qn.unpack(packed).scale, q.scale)
+        assert packed.nbytes <= values + q.scale.nbytes + 64, f"{packed.nbytes} bytes"
+
+    def test_matmul(self) -> None:
+        q = self.quantized()
+        x = np.random.default_rng(1).normal(size=(5, 192)).astype(np.float32)
+        expected = x.astype(np.float64) @ _exact(q)
+        for stored in (q, qn.pack(q)) if self.kind.packable else (q,):
+            found = np.asarray(qn.dot_general(x, stored, _DIMS), np.float64)
+            most = np.abs(expected).max(0)
+            assert (np.abs(found - expected) <= 1e-3 * most).all()
+
+    def test_jit_and_vmap(self) -> None:
+        weights = np.stack([self.weight(seed=seed) for seed in range(3)])
+
+        def quantize(weight: Any) -> Any:
+            return qn.quantize_for_dot(weight, (0,), self.qtype)
+
+        mapped = jax.jit(jax.vmap(lambda weight: qn.dequantize(quantize(weight))))(weights)
+        for seed in range(3):
+            np.testing.assert_allclose(
+                mapped[seed], qn.dequantize(self.quantized(seed=seed)), rtol=1e-5, atol=1e-30
+            )
+
+    def test_is_a_pytree(self) -> None:
+        q = self.quantized()
+        leaves, structure = jax.tree.flatten(q)
+        again = jax.tree.unflatten(structure, leaves)
+        assert again.qtype == self.qtype
+        assert jax.eval_shape(lambda: q).qtype == self.qtype
+
+    def test_gradient(self) -> None:
+        """Straight through: that of the float matmul."""
+        x = np.random.default_rng(1).normal(size=(5, 192)).astype(np.float32)
+        how = qn.HowToQuantize(self.qtype)
+
+        def loss(weight: Any) -> Any:
+            return qn.train_dot_general(x, weight, _DIMS, lhs_how=None, rhs_how=how).sum()
+
+        expected = np.tile(x.sum(0)[:, None], 24)
+        np.testing.assert_allclose(jax.grad(loss)(self.weight()), expected, rtol=1e-4, atol=1e-4)
+
+
+def _wide_scale(q: Any) -> np.ndarray:
+    scale = np.asarray(q.scale, np.float64)
+    if q.global_scale is not None:
+        scale = scale * np.asarray(q.global_scale, np.float64)
+    for axis, (size, count) in enumerate(zip(q.shape, scale.shape, strict=True)):
+        scale = np.repeat(scale, size // count, axis)
+    return scale
+
+
+def _exact(q: Any) -> np.ndarray:
+    values = np.asarray(q.qvalue).astype(np.float64)
+    book = qn.get_qtype(q.qtype).codebook
+    if book is not None:
+        values = np.asarray(book)[values.astype(np.int64)]
+    return values * _wide_scale(q)
+
+
+def _book(kind: Any) -> np.ndarray:
+    """Return all numbers that quantized values stand for, ascending."""
+    if kind.codebook is not None:
+        return np.asarray(kind.codebook)
+    if kind.kind == "int":
+        return np.arange(-kind.qmax, kind.qmax + 1)
+    every = np.arange(2**kind.bits, dtype=np.uint8).view(kind.storage_dtype).astype(np.float64)
+    return np.unique(every[np.abs(every) <= kind.qmax])

@@ -1,0 +1,154 @@
+"""``jaxtap new``: what it writes is built, installed and green, and its tests can fail."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from interception_core.cli import main
+from jaxtap_testkit.processes import run_python
+from jaxtap_testkit.wheels import install_wheel
+
+UV = os.environ.get("UV") or shutil.which("uv")
+KINDS = ["provider", "kernel", "bridge", "format"]
+# A fault of each, as a change to its text, and some of the tests that must fail for it.
+FAULTS = {
+    "does nothing": (
+        "provider/provider.py",
+        "proceed(lhs, self._rounded(rhs, contracted), **params)",
+        "proceed(lhs, rhs, **params)",
+        ["test_changes_the_result_a_little", "test_the_float_function_stays_as_it_is"],
+    ),
+    "does not tap under jit": (
+        "provider/provider.py",
+        "get_engine(self.engine)",
+        'get_engine("patch")',
+        ["test_jit_inside", "test_loops"],
+    ),
+    "is too coarse": (
+        "format/formats.py",
+        "(-1.0, -0.6, -0.35, -0.15, 0.0, 0.2, 0.5, 1.0)",
+        "(-1.0, 0.0, 1.0)",
+        ["test_error"],
+    ),
+    "does not use the parameters": (
+        "bridge/bridge.py",
+        "                _with(model, parameters), *args",
+        "                model, *args",
+        ["test_function_is_the_method", "test_trained_quantized"],
+    ),
+    "has a wrong kernel": (
+        "kernel/op.py",
+        "call(x, scale=np.float32(scale))",
+        "call(x, scale=np.float32(scale + 1e-3))",
+        ["test_equals_the_reference", "test_jit", "test_scan"],
+    ),
+}
+
+
+@pytest.fixture
+def made(built_once):
+    """Return ``get(kind)``: a folder with ``source``, and the installed wheel in ``site``."""
+
+    def get(kind):
+        def build(folder):
+            source, dist = folder / "source", folder / "dist"
+            assert main(["new", kind, f"acme-{kind}", "--dir", str(source)]) == 0
+            done = subprocess.run(
+                [UV, "build", "--wheel", "--quiet", source, "-o", dist],
+                capture_output=True,
+                text=True,
+                timeout=900,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            (wheel,) = dist.glob("*.whl")
+            install_wheel(wheel, folder / "site")
+
+        return built_once(f"new-{kind}", build)
+
+    return get
+
+
+def run_tests(source, site, check):
+    """Run a distribution's own tests, in a process; return what pytest prints."""
+    options = ["-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:jaxtap_testkit", "--rootdir"]
+    return run_python(
+        "-c",
+        "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))",
+        *[*options, source, source / "tests"],
+        PYTHONPATH=str(site),
+        check=check,
+        strict=False,
+    ).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_green_and_found(made, kind):
+    folder = made(kind)
+    assert re.search(r"\d{2} passed", run_tests(folder / "source", folder / "site", check=True))
+    listed = run_python("-m", "interception_core", "plugins", PYTHONPATH=str(folder / "site"))
+    assert re.search(rf"acme-{kind} .*ok", listed.stdout)
+    doctor = run_python("-m", "interception_core", "doctor", PYTHONPATH=str(folder / "site"))
+    assert "0 fail" in doctor.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_its_tests_can_fail(made, fault, tmp_path):
+    path, right, wrong, tests = FAULTS[fault]
+    kind, file = path.split("/")
+    shutil.copytree(made(kind) / "site", tmp_path / "site")
+    target = tmp_path / "site" / f"acme_{kind}" / file
+    assert right in target.read_text()
+    target.write_text(target.read_text().replace(right, wrong))
+    said = run_tests(made(kind) / "source", tmp_path / "site", check=False)
+    failed = re.findall(r"^FAILED \S*::(test_\w+)", said, re.MULTILINE)
+    assert set(tests) <= set(failed), said
+    assert re.search(r"\d passed", said), "a suite that fails everything shows nothing"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_whole(kind, tmp_path, capsys):
+    folder = tmp_path / "new"
+    assert main(["new", kind, "acme-two-words", "--dir", str(folder)]) == 0
+    assert f"cd {folder}" in capsys.readouterr().out
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    assert {"README.md", "pyproject.toml", ".gitignore", ".github/workflows/test.yml"} <= set(files)
+    assert {"acme_two_words/plugin.py", "tests/test_conformance.py"} <= set(files)
+    for path in files.values():
+        text = path.read_text()
+        assert "@@" not in text
+        if path.suffix == ".py":
+            compile(text, str(path), "exec")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["provider", "Acme"], "lower-case words with hyphens"),
+        (["provider", "acme_quant"], "lower-case words with hyphens"),
+        (["provider", "class"], "lower-case words with hyphens"),
+        (["provider", "../x"], "lower-case words with hyphens"),
+        (["provider", "acme", "--dir", "{}"], "exists. Name a folder that does not"),
+        (["provider", "acme", "--dir", "{}/no/x"], "There is no folder"),
+    ],
+)
+def test_wrong_input(tmp_path, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", *(word.replace("{}", str(tmp_path)) for word in words)]) == 1
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_where_it_can_not_be_written(tmp_path, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert main(["new", "provider", "acme", "--dir", str(tmp_path / "acme")]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
