@@ -18,9 +18,9 @@ from ..kernels.matmul import GROUPS, NoKernel, check_dtypes, check_groups, layou
 from ..kernels.packed import packed_bits
 from ..kernels.packing import Packing
 from ..kernels.rows import TAKE
-from ..program.candidates import Choice, choice
 from ..program.granularity import Axes
 from ..program.products import MatrixProduct, RaggedProduct
+from ..program.record import Choice, choice
 from ..program.sites import Site
 from ..run.static import is_static
 from .weight import WeightPlan

@@ -17,10 +17,9 @@ from interception_core import OpCall
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
 from ..kernels.rows import looked_up_axis
-from ..program.granularity import Axes, Granularity, of_operand
+from ..program.granularity import Axes, Granularity, fitted, misfit, of_operand, tiles_of
 from ..program.record import OpRecord
 from ..program.sites import Rules, Site, short
-from ..program.tiles import fitted, misfit, tiles_of
 from ..program.weights import Weight
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure, steps_of
@@ -109,7 +108,7 @@ class Survey:
         self.notes: dict[str, None] = {}
         # By the key of their expressions.
         self.derived: dict[str, Derived] = {}
-        self.lora = LoraSurvey(rules, leaves, self.problems.append)
+        self.lora = LoraSurvey(rules, leaves, self.problems.append) if rules.adapts else None
 
     def record(self, record: OpRecord, problem: str | None) -> None:
         """Takes an operation."""
@@ -144,7 +143,8 @@ class Survey:
 
     def run(self, site: Site) -> Any:
         """Takes an operation that is quantized, or has an adapter."""
-        self.lora.product(site)
+        if self.lora is not None:
+            self.lora.product(site)
         op_id = site.call.op_id
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
@@ -206,7 +206,8 @@ class Survey:
                 count = math.prod(indices.shape[:-1])
                 use = RowsUse(stored.axes.index(axis), count)
             self._product(stored.path, record.op_id, use)
-        self.lora.lookup(call, operand, index, weight, along)
+        if self.lora is not None:
+            self.lora.lookup(call, operand, index, weight, along)
         return NotImplemented
 
     def _product(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:

@@ -14,7 +14,8 @@ from ..kernels.matmul import NoKernel, multiply
 from ..kernels.packed import PrepackedWeight
 from ..program.products import Product
 from ..program.products import fits as codes_fit
-from .transformed import TransformedWeight, stored_form, takes, transformed
+from .stored import stored_form, takes, transformed
+from .transformed import TransformedWeight
 
 if TYPE_CHECKING:
     from ..program.sites import Site
