@@ -16,7 +16,7 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
-from ..kernels.rows import looked_up_axis
+from ..kernels.rows import looked_up_axes
 from ..program.granularity import Axes, Granularity, fitted, misfit, of_operand, tiles_of
 from ..program.record import OpRecord
 from ..program.sites import Rules, Site, short
@@ -198,13 +198,15 @@ class Survey:
         )
         self.record(record, None)
         asked = _Asked(record.op_id, index, how, shared, None, is_lookup=True)
-        axis = looked_up_axis(params, operand.shape)
+        axes = looked_up_axes(params, operand.shape)
+        is_mapped = any(call.expression(x).maps for x in (operand, indices))
         for stored in self._stored(call, operand, weight, asked):
             self._use(stored, asked, weight)
-            use: RowsUse | NoKernel = NoKernel("a lookup")
-            if axis is not None and stored.axes is not None and axis in stored.axes:
+            use: RowsUse | NoKernel = NoKernel("a lookup in vmap" if is_mapped else "a lookup")
+            known = axes is not None and stored.axes is not None and not is_mapped
+            if known and set(axes) <= {*stored.axes}:
                 count = math.prod(indices.shape[:-1])
-                use = RowsUse(stored.axes.index(axis), count)
+                use = RowsUse(tuple(map(stored.axes.index, axes)), count)
             self._product(stored.path, record.op_id, use)
         if self.lora is not None:
             self.lora.lookup(call, operand, index, weight, along)
