@@ -16,7 +16,7 @@ W8 = QuantizationRule(weight_qtype="int8")
 PERM = np.array([2, 1, 0, 3])
 MASK = np.array([True, False, True, True])
 
-# Of a stack [4, K, N], or [2, 2, K, N], and an index, the weight that the program takes, and that NumPy takes.
+# Of a stack [4, K, N] or [2, 2, K, N], and an index: how the program takes a weight, and NumPy.
 TAKEN = {
     "index": (lambda s, i: s[i], lambda s, i: s[i]),
     "take": (lambda s, i: jnp.take(s, i, axis=0), lambda s, i: s[i]),

@@ -17,7 +17,15 @@ from interception_core import OpCall
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
 from ..kernels.rows import looked_up_axes
-from ..program.granularity import Axes, Granularity, fitted, misfit, of_operand, tiles_of
+from ..program.granularity import (
+    Axes,
+    Granularity,
+    fitted,
+    misfit,
+    of_operand,
+    tile_elements,
+    tiles_of,
+)
 from ..program.record import OpRecord
 from ..program.sites import Rules, Site, short
 from ..program.weights import Weight
@@ -26,7 +34,7 @@ from ..run.static import StaticRange, is_static, measure, steps_of
 from .choose import MatrixUse, RowsUse, use_of
 from .derived import Derived
 from .lora import LoraSurvey
-from .views import axes_in, finest, stays_packed
+from .views import axes_in, finest, scales_in, stays_packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +272,8 @@ class Survey:
         axes = axes_in(view, is_stored, shape) if isinstance(root_of(view), Leaf) else None
         if axes is not None:
             known = of_operand(axes, shape, view.aval.shape, asked.shared, tiles)
+            if known.ragged_tiles(shape) and scales_in(view, is_stored, len(shape), known) is None:
+                known = finest(view, is_stored, shape, asked.shared, tiles) or Granularity()
             packs = stays_packed(view, is_stored, shape, 0, _gone(axes))
             return _Stored(path, shape, axes, self._channelwise(known, axes, asked), packs)
         found = finest(view, is_stored, shape, asked.shared, tiles)
@@ -352,7 +362,22 @@ class Survey:
             return found
         return Granularity(_gone(axes), found.tile_axes)
 
+    def _note_lost_tiles(self, stored: _Stored, asked: _Asked, weight: Weight) -> None:
+        """Note where the tiles that a rule asks for don't follow how a weight is made."""
+        how = asked.how
+        if how is None or how.tile_size is None or not how.channelwise:
+            return
+        along = math.prod(weight.shape[axis] for axis in asked.shared)
+        scales = math.prod(stored.granularity.scale_shape(stored.shape))
+        if tile_elements(how.tile_size, along) >= along or not scales:
+            return
+        # As many as there would be with one for each contraction.
+        if scales * along <= math.prod(stored.shape):
+            text = f"can't be followed back to {stored.path}: one scale per channel"
+            self.notes[f"{asked.op_id}: tiles of {how.tile_size} {text}"] = None
+
     def _use(self, stored: _Stored, asked: _Asked, weight: Weight) -> None:
+        self._note_lost_tiles(stored, asked, weight)
         stepped = () if stored.axes is None else _gone(stored.axes)
         sparse = None
         if asked.along is not None and stored.axes is not None:
