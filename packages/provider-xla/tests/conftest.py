@@ -1,6 +1,6 @@
 import pytest
 
-import provider_xla.program.candidates
+import provider_xla.program.record
 import provider_xla.providers.provider
 from interception_core import KernelChoice, get_engine
 from jaxtap_testkit.strict import strict_dtypes  # noqa: F401
@@ -28,4 +28,4 @@ def kernels(monkeypatch):
     def none(op, platform, operands=(), **params):
         return KernelChoice(None, f"no kernel for {op} on {platform}")
 
-    monkeypatch.setattr(provider_xla.program.candidates, "select_kernel", none)
+    monkeypatch.setattr(provider_xla.program.record, "select_kernel", none)

@@ -71,6 +71,37 @@ def test_a_shorter_last_tile(act, tmp_path):
     assert np.abs(found.restore() - params["out"]).max() < 0.1
 
 
+# What a program makes of a matrix [150, 12], the rows of the activation, and the rows of the tiles
+# that it is stored in: 150 where scales can't follow, and the plan says so.
+CUTS = {
+    "columns": (lambda w: w[:, 3:8], slice(None), 32),
+    "split": (lambda w: jnp.split(w, 2, axis=1)[1], slice(None), 32),
+    "heads": (lambda w: w.reshape(150, 3, 4)[:, 1], slice(None), 32),
+    "transposed": (lambda w: w.T[2:5].T, slice(None), 32),
+    "joined": (lambda w: jnp.concatenate([w, w], 1), slice(None), 32),
+    "computed": (lambda w: (w * 1.5)[:, :5] / 1.5, slice(None), 32),
+    "first rows": (lambda w: w[:128], slice(0, 128), 32),
+    "last rows": (lambda w: w[64:], slice(64, 150), 32),
+    "rows within": (lambda w: w[10:], slice(10, 150), 150),
+    "reversed": (lambda w: w[::-1], slice(None, None, -1), 150),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_a_shorter_last_tile_follows_what_cuts_a_parameter(case):
+    cut, rows, tile = CUTS[case]
+    w, x = draw((150, 12), (4, 150))
+    rule = QuantizationRule(weight_qtype="int4", tile_size=32, tile_fallback="padded")
+    plan = PtqProvider(rule).plan(lambda w, x: x[:, rows] @ cut(w), w, x)
+    lost = [note for note in plan.notes if "can't be followed back" in note]
+    assert len(lost) == (tile == 150), plan.notes
+    (weight,) = plan.weights.values()
+    assert weight.granularity.tile_axes == ({} if tile == 150 else {0: 32})
+    y = jax.jit(plan.apply(lambda w, x: x[:, rows] @ cut(w)))(plan.quantize(w), x)
+    expected = np.asarray(cut(jnp.float32(by_tiles(w, tile, 7))), np.float64)
+    close(y, np.asarray(x, np.float64)[:, rows] @ expected)
+
+
 def test_looked_up_rows_and_a_view():
     def model(p, ids):
         x = p["table"][ids]

@@ -175,13 +175,15 @@ def test_awq_takes_the_best_of_its_grid():
     assert best[0] < 0.9 * found[0][0]
 
 
-@pytest.mark.parametrize("tile", [None, 4])
+@pytest.mark.parametrize("tile", [None, 4, 6])
 def test_awq_clips_each_range_by_the_error_of_its_tile(tile):
-    _, stored, report = optimized([Awq(grid=1, clip=6)], weight_qtype="int4", tile_size=tile)
+    fields = {"tile_size": tile, "tile_fallback": "padded"}  # of 16 rows in tiles of 6, 4 are left
+    _, stored, report = optimized([Awq(grid=1, clip=6)], weight_qtype="int4", **fields)
     assert isinstance(stored, qn.QArray)
+    assert report[0].reasons == {}
     assert report[0].after["Awq"] <= report[0].rounded * (1 if tile is None else 1.05)
     size = tile or K
-    for t in range(K // size):
+    for t in range(-(-K // size)):
         rows = slice(t * size, (t + 1) * size)
         for n in range(N):
             w, gram = W[rows, n].astype(np.float64), GRAM[rows, rows]

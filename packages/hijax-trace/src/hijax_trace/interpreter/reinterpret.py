@@ -10,6 +10,7 @@ from interception_core import TargetError
 
 from .. import compat
 from ..dataflow.dataflow import returned_views
+from ..dataflow.flow import handed_on
 from ..proxy.array_proxy import Lost
 from ..staging.mapped import Level, mapped_in
 from ..staging.marker import Marker, MarkerName, Packed, check_result, check_value
@@ -142,6 +143,17 @@ class Interpreter:
         if eqn.primitive is not compat.jit_p:
             return False
         return bool(returned_views(eqn, [proxy is not None for proxy in held]))
+
+    def _returns_proxy(self, eqn: Any) -> bool:
+        """Return whether an equation is the call of a function that returns what it has moved.
+
+        What it returns as it was given needs no care: see ``hand_on``.
+        """
+        proxies = self.frame.proxies
+        if not proxies or eqn.primitive is not compat.jit_p:
+            return False
+        views = returned_views(eqn, [variable(atom) in proxies for atom in eqn.invars])
+        return not set(views) <= {i for i, _ in handed_on(eqn)}
 
     def _again(self, task: Task, eqn: Any, values: Sequence[Any], info: Any) -> None:
         """Make an equation as it is."""
@@ -328,7 +340,7 @@ class Interpreter:
     ) -> None:
         """Make an equation with what it holds tapped."""
         eqn, frame = task.eqn, self.frame
-        if task.inlined and self._appends:
+        if (task.inlined and self._appends) or self._returns_proxy(eqn):
             within = (within or frame.within) | task.within
             self._inline(task, eqn.params["jaxpr"], values, info, within)
             return

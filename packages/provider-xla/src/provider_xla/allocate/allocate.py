@@ -11,8 +11,8 @@ import jax
 
 from ..errors import QuantizationError
 from ..plan.allocation import AllocatedWeight, Allocation, Uniform
-from ..plan.check import check_parameters
 from ..plan.make import make_plan
+from ..plan.quantize import check_parameters
 from ..plan.weight import WeightPlan
 from .candidates import Candidate, Option, make_candidates, options_of, parameters_of, rules_for
 from .knapsack import choose

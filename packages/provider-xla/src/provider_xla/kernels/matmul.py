@@ -15,8 +15,8 @@ from opt_einsum import parser
 import quant_numerics as qn
 from interception_core import get_op
 
+from ..program.granularity import tile_elements
 from ..program.products import MatrixProduct, Product, RaggedProduct
-from ..program.tiles import tile_elements
 from .mapped import mapped_product
 from .packed import PrepackedWeight
 

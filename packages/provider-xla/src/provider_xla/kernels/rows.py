@@ -46,16 +46,19 @@ class Rows(ArrayProxy):
         return self.values
 
 
-def looked_up_axis(params: Mapping[str, Any], shape: Sequence[int]) -> int | None:
-    """Return the axis of which a ``lax.gather_p`` takes whole rows; None if it is another one."""
+def looked_up_axes(params: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the axes that a ``lax.gather_p`` takes indices of, with all of the others.
+
+    None if it takes less of these, or windows.
+    """
     numbers = params["dimension_numbers"]
     along = tuple(map(int, numbers.start_index_map))
-    if len(along) != 1 or tuple(map(int, numbers.collapsed_slice_dims)) != along:
+    if sorted(along) != sorted(map(int, numbers.collapsed_slice_dims)):
         return None
     if numbers.operand_batching_dims:
         return None
     sizes = [1 if axis in along else n for axis, n in enumerate(shape)]
-    return along[0] if list(map(int, params["slice_sizes"])) == sizes else None
+    return along if list(map(int, params["slice_sizes"])) == sizes else None
 
 
 def rows_of(weight: Any, indices: jax.Array, params: Mapping[str, Any]) -> jax.Array | None:
@@ -69,10 +72,11 @@ def rows_of(weight: Any, indices: jax.Array, params: Mapping[str, Any]) -> jax.A
     Returns:
         The rows, dequantized; None where the packages of kernels can't take them.
     """
-    axis, rank = looked_up_axis(params, weight.shape), len(weight.k_sizes)
+    axes, rank = looked_up_axes(params, weight.shape), len(weight.k_sizes)
     fill = params["fill_value"]
-    if axis is None or (fill is not None and not np.isnan(fill)):
+    if axes is None or len(axes) != 1 or (fill is not None and not np.isnan(fill)):
         return None
+    (axis,) = axes
     is_column = weight.order[axis] >= rank
     own, other = (weight.n_sizes, weight.k_sizes) if is_column else (weight.k_sizes, weight.n_sizes)
     if len(own) != 1 or jnp.dtype(weight.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
 
+ARGUMENTS = frozenset({"adapters", "dropout_key"})
+"""The arguments that a function takes beside its own, where parameters may have adapters."""
+
+
 class AdaptedRun:
     """Runs functions whose parameters may have adapters.
 
@@ -241,6 +245,6 @@ def _typed(key: Any) -> jax.Array:
 
 def _takes_ours(fn: Callable[..., Any]) -> bool:
     try:
-        return not {"adapters", "dropout_key"}.isdisjoint(inspect.signature(fn).parameters)
+        return not ARGUMENTS.isdisjoint(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
         return False

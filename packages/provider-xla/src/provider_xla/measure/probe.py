@@ -23,9 +23,9 @@ from interception_core import OpCall
 from ..errors import QuantizationError
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
-from ..program.engine import follows_values
 from ..program.products import Product
 from ..program.sites import Site, Sites, ignore
+from ..program.weights import follows_values
 from ..run.stored import is_stored, unpacked_leaf
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ class Awq(Pass):
             method=plan.method,
         )
         steps, k, n = weight.w.shape
-        factors = jnp.ones((steps, k // tile, n))
+        factors = jnp.ones((steps, -(-k // tile), n))
         least = jnp.full(factors.shape, jnp.inf)
         for factor in jnp.linspace(1.0, _LEAST_FACTOR, self.clip):
             weight.ranges = jax.tree.map(lambda bound, f=factor: bound * f, whole)
@@ -117,23 +117,24 @@ def _tile(weight: Weight) -> int | None:
         return None
     if tiles and any(layout.shape[a] > 1 for a in layout.k_axes[:-1]):
         return None
-    if tiles and layout.k % tiles:
-        return None
     return tiles or layout.k
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _tile_squares(e: jax.Array, gram: jax.Array, tile: int) -> jax.Array:
-    """Returns the squared error that each tile makes by itself, [S, K / tile, N]."""
+    """Return the squared error that each tile makes alone, [S, ceil(K / tile), N]."""
     steps, k, n = e.shape
-    e = e.reshape(steps, k // tile, tile, n)
-    blocks = gram.reshape(steps, k // tile, tile, k // tile, tile)
-    own = jnp.diagonal(blocks, axis1=1, axis2=3)  # [S, tile, tile, K / tile]
+    # What a shorter last tile has not makes no error.
+    tiles, missing = -(-k // tile), -k % tile
+    e = jnp.pad(e, ((0, 0), (0, missing), (0, 0))).reshape(steps, tiles, tile, n)
+    gram = jnp.pad(gram, ((0, 0), (0, missing), (0, missing)))
+    blocks = gram.reshape(steps, tiles, tile, tiles, tile)
+    own = jnp.diagonal(blocks, axis1=1, axis2=3)  # [S, tile, tile, tiles]
     return jnp.einsum("stin,sijt,stjn->stn", e, own, e, precision="highest")
 
 
 def _in_scales(factors: jax.Array, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
-    """Returns [S, K / tile, N] in the shape of the scales."""
+    """Return [S, ceil(K / tile), N] in the shape of the scales."""
     moved = [shape[axis] for axis in layout.order]
     assert math.prod(moved) == factors.size
     return factors.reshape(moved).transpose(

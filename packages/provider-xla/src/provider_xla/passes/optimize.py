@@ -12,11 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import QuantizationError
 from ..measure.probe import Largest, probe
-from ..plan.check import check_parameters
-from ..plan.quantize import carried, prepacked
+from ..plan.quantize import carried, check_parameters, prepacked
 from ..plan.weight import quantize_leaf
-from ..program.engine import follows_values
 from ..program.sites import Site
+from ..program.weights import follows_values
 from .base import Pass
 from .layout import Layout, Operand, as_matrices, layouts, rows_of
 from .report import PassReport, WeightErrors

@@ -18,9 +18,9 @@ from ..kernels.matmul import GROUPS, NoKernel, check_dtypes, check_groups, layou
 from ..kernels.packed import packed_bits
 from ..kernels.packing import Packing
 from ..kernels.rows import TAKE
-from ..program.candidates import Choice, choice
 from ..program.granularity import Axes
 from ..program.products import MatrixProduct, RaggedProduct
+from ..program.record import Choice, choice
 from ..program.sites import Site
 from ..run.static import is_static
 from .weight import WeightPlan
@@ -56,14 +56,14 @@ class MatrixUse:
 
 @dataclasses.dataclass(frozen=True)
 class RowsUse:
-    """A lookup of whole rows of a parameter.
+    """A lookup of whole rows of a parameter, or of whole matrices in a stack.
 
     Attributes:
-        axis: of the parameter, along which the rows are.
+        axes: of the parameter, of which indices are taken.
         count: how many are looked up.
     """
 
-    axis: int
+    axes: tuple[int, ...]
     count: int
 
 
@@ -168,7 +168,7 @@ def _choose_on(
             if isinstance(use, NoKernel):
                 raise use
             if isinstance(use, RowsUse):
-                choices[op_id] = Choice(_rows(weight, packing, use, sharding), None)
+                choices[op_id] = _rows(weight, packing, use, sharding)
                 continue
             found = _packing(platform, weight, use, sharding, stacked)
             choices[op_id] = Choice(_select(weight, found, use), None)
@@ -190,12 +190,14 @@ def _choose_on(
     return None, {op_id: Choice(None, reasons.get(op_id, other)) for op_id in uses}
 
 
-def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: Any) -> str:
-    """Return the FFI target that looks rows up in a packed parameter."""
+def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: Any) -> Choice:
+    """Return what looks rows up in a packed parameter."""
     if packing is None:
         raise NoKernel("a lookup")
-    own = packing.n_axes if use.axis in packing.n_axes else packing.k_axes
-    if packing.lead or own != (use.axis,):
+    if packing.lead and set(use.axes) <= set(packing.lead):
+        return Choice(None, "it takes whole weights of a stack, which stay packed")
+    own = packing.n_axes if use.axes[:1] == packing.n_axes else packing.k_axes
+    if packing.lead or own != use.axes:
         raise NoKernel("a lookup along one of several axes")
     if sharding is not None and not sharding.is_fully_replicated:
         raise NoKernel("a lookup in a sharded parameter")
@@ -205,7 +207,7 @@ def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: A
     kernel, why = choice(TAKE, packing.platform, operands, **question)
     if kernel is None:
         raise NoKernel(f"a lookup, and {why}")
-    return kernel
+    return Choice(kernel, None)
 
 
 def _packing(

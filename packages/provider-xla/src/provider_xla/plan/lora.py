@@ -15,10 +15,9 @@ from hijax_trace import Expression, Leaf
 from interception_core import OpCall
 
 from ..errors import QuantizationError
-from ..program.engine import follows_values
 from ..program.products import MatrixProduct, RaggedProduct
 from ..program.sites import Rules, Site, short
-from ..program.weights import Weight
+from ..program.weights import Weight, follows_values
 from ..rules.rule import QuantizationRule
 from .views import places_in
 

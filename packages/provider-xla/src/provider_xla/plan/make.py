@@ -14,11 +14,10 @@ from hijax_trace import used_inputs
 from interception_core import Engine, platform_of
 
 from ..program.arrays import is_array, of_arrays
-from ..program.candidates import Choice, platforms
-from ..program.engine import follows_values
 from ..program.granularity import Granularity
-from ..program.record import OpRecord, Report
+from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Rules, Site, Sites, ignore
+from ..program.weights import follows_values
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
 from .choose import choose
@@ -58,9 +57,11 @@ def make_plan(
         placed = next((leaf for leaf in given.values() if isinstance(leaf, jax.Array)), None)
         platform = platform_of(placed)
         weights, records = _with_kernels(survey, weights, records, given, platform)
-    lora = survey.lora.plans()
-    check_engine(engine, [*lora])
-    records = [_adapted(record, lora) for record in records]
+    lora: dict[str, LoraPlan] = {}
+    if survey.lora is not None:
+        lora = survey.lora.plans()
+        check_engine(engine, [*lora])
+        records = [_adapted(record, lora) for record in records]
     used = {record.rule for record in records}
     unused = [
         f"rule {i} decides nothing: {rule}" for i, rule in enumerate(rules.rules) if i not in used

@@ -16,18 +16,25 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
-from ..kernels.rows import looked_up_axis
-from ..program.granularity import Axes, Granularity, of_operand
+from ..kernels.rows import looked_up_axes
+from ..program.granularity import (
+    Axes,
+    Granularity,
+    fitted,
+    misfit,
+    of_operand,
+    tile_elements,
+    tiles_of,
+)
 from ..program.record import OpRecord
 from ..program.sites import Rules, Site, short
-from ..program.tiles import fitted, misfit, tiles_of
 from ..program.weights import Weight
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure, steps_of
 from .choose import MatrixUse, RowsUse, use_of
 from .derived import Derived
 from .lora import LoraSurvey
-from .views import axes_in, finest, stays_packed
+from .views import axes_in, finest, scales_in, stays_packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Survey:
         self.notes: dict[str, None] = {}
         # By the key of their expressions.
         self.derived: dict[str, Derived] = {}
-        self.lora = LoraSurvey(rules, leaves, self.problems.append)
+        self.lora = LoraSurvey(rules, leaves, self.problems.append) if rules.adapts else None
 
     def record(self, record: OpRecord, problem: str | None) -> None:
         """Takes an operation."""
@@ -144,7 +151,8 @@ class Survey:
 
     def run(self, site: Site) -> Any:
         """Takes an operation that is quantized, or has an adapter."""
-        self.lora.product(site)
+        if self.lora is not None:
+            self.lora.product(site)
         op_id = site.call.op_id
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
@@ -198,15 +206,18 @@ class Survey:
         )
         self.record(record, None)
         asked = _Asked(record.op_id, index, how, shared, None, is_lookup=True)
-        axis = looked_up_axis(params, operand.shape)
+        axes = looked_up_axes(params, operand.shape)
+        is_mapped = any(call.expression(x).maps for x in (operand, indices))
         for stored in self._stored(call, operand, weight, asked):
             self._use(stored, asked, weight)
-            use: RowsUse | NoKernel = NoKernel("a lookup")
-            if axis is not None and stored.axes is not None and axis in stored.axes:
+            use: RowsUse | NoKernel = NoKernel("a lookup in vmap" if is_mapped else "a lookup")
+            known = axes is not None and stored.axes is not None and not is_mapped
+            if known and set(axes) <= {*stored.axes}:
                 count = math.prod(indices.shape[:-1])
-                use = RowsUse(stored.axes.index(axis), count)
+                use = RowsUse(tuple(map(stored.axes.index, axes)), count)
             self._product(stored.path, record.op_id, use)
-        self.lora.lookup(call, operand, index, weight, along)
+        if self.lora is not None:
+            self.lora.lookup(call, operand, index, weight, along)
         return NotImplemented
 
     def _product(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:
@@ -261,6 +272,8 @@ class Survey:
         axes = axes_in(view, is_stored, shape) if isinstance(root_of(view), Leaf) else None
         if axes is not None:
             known = of_operand(axes, shape, view.aval.shape, asked.shared, tiles)
+            if known.ragged_tiles(shape) and scales_in(view, is_stored, len(shape), known) is None:
+                known = finest(view, is_stored, shape, asked.shared, tiles) or Granularity()
             packs = stays_packed(view, is_stored, shape, 0, _gone(axes))
             return _Stored(path, shape, axes, self._channelwise(known, axes, asked), packs)
         found = finest(view, is_stored, shape, asked.shared, tiles)
@@ -349,7 +362,22 @@ class Survey:
             return found
         return Granularity(_gone(axes), found.tile_axes)
 
+    def _note_lost_tiles(self, stored: _Stored, asked: _Asked, weight: Weight) -> None:
+        """Note where the tiles that a rule asks for don't follow how a weight is made."""
+        how = asked.how
+        if how is None or how.tile_size is None or not how.channelwise:
+            return
+        along = math.prod(weight.shape[axis] for axis in asked.shared)
+        scales = math.prod(stored.granularity.scale_shape(stored.shape))
+        if tile_elements(how.tile_size, along) >= along or not scales:
+            return
+        # As many as there would be with one for each contraction.
+        if scales * along <= math.prod(stored.shape):
+            text = f"can't be followed back to {stored.path}: one scale per channel"
+            self.notes[f"{asked.op_id}: tiles of {how.tile_size} {text}"] = None
+
     def _use(self, stored: _Stored, asked: _Asked, weight: Weight) -> None:
+        self._note_lost_tiles(stored, asked, weight)
         stepped = () if stored.axes is None else _gone(stored.axes)
         sparse = None
         if asked.along is not None and stored.axes is not None:

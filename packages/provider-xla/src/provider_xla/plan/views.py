@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import quant_numerics as qn
 from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, Part, replay
 
 from ..kernels.packed import PrepackedWeight
@@ -56,33 +57,36 @@ class _Scaled(ArrayProxy):
 
 
 def scales_in(
-    view: Expression, is_stored: IsStored, tiles: Sequence[int]
+    view: Expression, is_stored: IsStored, ndim: int, scaled: Granularity
 ) -> tuple[int, ...] | None:
     """Return the shape that scales have in a view, or None where they don't follow it.
 
     Args:
         view: the expression of the operand.
         is_stored: tells the nodes that are stored.
-        tiles: for each axis of these, how many elements share a scale; ``ONE`` for all.
+        ndim: how many axes these have.
+        scaled: along which of them scales differ.
     """
 
     def stands_for(node: Expression) -> ArrayProxy | None:
         if not is_stored(node):
             return None
         aval: Any = node.aval
-        if len(aval.shape) != len(tiles) or any(
-            tile > 1 and n % tile for n, tile in zip(aval.shape, tiles, strict=True)
-        ):
+        if len(aval.shape) != ndim:
             raise MoveError("what is joined has other axes")
-        counts = [
-            n // tile if tile else min(n, 1) for n, tile in zip(aval.shape, tiles, strict=True)
-        ]
-        return _Scaled(jax.numpy.zeros(aval.shape), jax.numpy.zeros(counts), aval.dtype)
+        counts = scaled.scale_shape(aval.shape)
+        return qn.QArray(
+            jax.numpy.zeros(aval.shape, np.int8),
+            jax.numpy.zeros([min(m, n) for m, n in zip(counts, aval.shape, strict=True)]),
+            qtype="int8",
+            dtype=aval.dtype,
+            ragged_tiles=scaled.ragged_tiles(aval.shape),
+        )
 
     def moved() -> jax.Array:
         found = replay(view, stands_for)
-        assert isinstance(found, _Scaled)
-        return found.scales
+        assert isinstance(found, qn.QArray)
+        return found.scale
 
     try:
         return jax.eval_shape(moved).shape
@@ -97,8 +101,7 @@ def axes_in(view: Expression, is_stored: IsStored, shape: Sequence[int]) -> Axes
     """
     found: list[int | None] = []
     for axis, size in enumerate(shape):
-        tiles = [EACH if i == axis else ONE for i in range(len(shape))]
-        counts = scales_in(view, is_stored, tiles)
+        counts = scales_in(view, is_stored, len(shape), Granularity((axis,)))
         if counts is None:
             return None
         places = [i for i, count in enumerate(counts) if count > 1]
@@ -236,21 +239,21 @@ def finest(
               for axis in shared]  # fmt: skip
 
     def scales(tiles: Sequence[int]) -> int:
-        return math.prod(n // each if each else 1 for n, each in zip(shape, tiles, strict=True))
+        return math.prod(-(-n // each) if each else 1 for n, each in zip(shape, tiles, strict=True))
 
     every = sorted(itertools.product(*map(dict.fromkeys, sizes)), key=scales, reverse=True)
     # What is joined along a contracted axis has a scale for each piece, if there is no other way.
     joined = [{1}] * (len(wanted) - 1) + [set(range(1, last))]
     for allowed in (wanted, joined):
         for tiles in every:
-            if any(each and n % each for n, each in zip(shape, tiles, strict=True)):
+            if any(each > n > 0 for n, each in zip(shape, tiles, strict=True)):
                 continue
-            counts = scales_in(view, is_stored, tiles)
+            channels = tuple(axis for axis, each in enumerate(tiles) if each == EACH)
+            cut = {axis: each for axis, each in enumerate(tiles) if each > EACH}
+            counts = scales_in(view, is_stored, len(shape), Granularity(channels, cut))
             along = [] if counts is None else [counts[axis] for axis in shared]
             if counts is None:
                 continue
             if all(count in some for count, some in zip(along, allowed, strict=False)):
-                channels = tuple(axis for axis, each in enumerate(tiles) if each == EACH)
-                cut = {axis: each for axis, each in enumerate(tiles) if each > 1}
                 return Granularity(channels, cut)
     return None

@@ -15,14 +15,13 @@ import quant_numerics as qn
 from interception_core import Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
-from ..rules.rule import QuantizationRule
+from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
-from .candidates import choices
 from .fused import FusedOp, fused_ops
+from .granularity import fitted, misfit
 from .ops import OPS, StaysFloat, TappedOp
 from .products import Product
-from .record import OpRecord
-from .tiles import fitted, misfit
+from .record import OpRecord, choices
 from .weights import Weight, Weights, weights_among
 
 SIDES = ("lhs", "rhs")
@@ -142,6 +141,11 @@ class Rules:
         return qn.HowToQuantize(qtype, tile, method, channelwise, scales)
 
     @property
+    def adapts(self) -> bool:
+        """Whether any parameter may have an adapter."""
+        return any(rule.rank is not None for rule in self.rules)
+
+    @property
     def is_static(self) -> bool:
         """Whether any activation has a static range."""
         return any(rule.act_static_scale for rule in self.rules)
@@ -211,7 +215,8 @@ class Sites:
         keys: dict[str, Callable[[str], Hashable]] = {}
         if keyed:
             # What decides is the rule, so paths that no rule tells apart share JAX's traces.
-            keys["path_key"] = PathKeys(rule.module_path for rule in rules.rules)
+            told = [rule.module_path for rule in rules.rules if rule.module_path != ANY_PATH]
+            keys["path_key"] = PathKeys(told) if told else lambda path: None
             keys["origin_key"] = rules.origin_key
         self.interceptor = Interceptor(handlers, **keys)  # pyrefly: ignore[bad-argument-type]
 

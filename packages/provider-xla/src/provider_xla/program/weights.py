@@ -6,9 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from interception_core import OpCall, ValueKind
+from interception_core import Engine, OpCall, ValueKind
 
 from .granularity import Axes
+
+
+def follows_values(engine: Engine) -> bool:
+    """Return whether an engine follows values through a program.
+
+    One that does knows views and derived weights, sees lookups as primitives with JIT on, and
+    hands stored parameters to the operations that use them.
+    """
+    return bool(getattr(engine, "follows_values", False))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
@@ -11,7 +12,7 @@ import jax
 import quant_numerics as qn
 
 from ..lora import tree
-from ..lora.apply import with_adapters
+from ..lora.apply import ARGUMENTS, with_adapters
 from ..measure import ranges
 from ..plan import quantize
 from ..plan.plan import PlanData
@@ -146,7 +147,20 @@ class Plan(PlanData):
         ``dropout_key``, a random key, new at each step; without one nothing is dropped.
         """
         plain = infer(self.engine, self.rules, fn, statistics)
-        return with_adapters(self, fn, plain, statistics)
+        if self.rules.adapts:
+            return with_adapters(self, fn, plain, statistics)
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            # Adapters without a rule for them are an error, which is said there.
+            run = (
+                plain
+                if ARGUMENTS.isdisjoint(kwargs)
+                else with_adapters(self, fn, plain, statistics)
+            )
+            return run(*args, **kwargs)
+
+        return call
 
     def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
         """Makes adapters for ``apply`` and ``merge``, which change nothing before training.

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from ..lora.apply import AdaptedRun
-from ..program.engine import follows_values
 from ..program.sites import Site
+from ..program.weights import follows_values
 from ..run.infer import infer, prepared, run_site
 from ..run.static import Statistics
 from .provider import XlaProvider
@@ -46,7 +46,7 @@ class PtqProvider(XlaProvider):
         else:
             stored = follows_values(self._engine)
             plain = prepared(self._engine.wrap(fn, self.interceptor()), stored)
-        if all(rule.rank is None for rule in self.rules):
+        if not self._rules.adapts:
             return plain
         return self._adapted(statistics).wrap(fn, plain)
 

@@ -19,9 +19,9 @@ from ..measure.probe import Lookup, Probed, probe, stored_operand
 from ..plan.quantize import prepack, quantize
 from ..plan.weight import WeightPlan
 from ..program.arrays import is_array, of_arrays
-from ..program.engine import follows_values
 from ..program.products import Product
 from ..program.sites import SIDES, Site
+from ..program.weights import follows_values
 from ..run.infer import infer, run_operands
 from ..run.static import Statistics, calibrations, key_of, read
 from ..run.stored import is_stored

@@ -20,9 +20,9 @@ from hijax_trace import ArrayProxy
 from ..kernels.packed import PrepackedWeight, scale_sizes
 from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
-from ..program.engine import follows_values
 from ..program.products import Product, RaggedProduct
 from ..program.sites import Site, Sites
+from ..program.weights import follows_values
 from ..run.infer import prepared, run_operands
 from ..run.product import quantized_product
 from ..run.static import Statistics, calibrations

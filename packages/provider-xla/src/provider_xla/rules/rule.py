@@ -30,6 +30,9 @@ NAMED_ONLY = frozenset({"take"})
 FUSED_NAMES = ("attention", "gelu", "layer_norm", "rms_norm", "silu", "softmax")
 """The functions that a rule with ``kernel="fused"`` is about, too, and rules can name."""
 
+ANY_PATH = ".*"
+"""The regular expression of every module path."""
+
 MOST_STEPS = 128
 """Loops of more steps have one static range for all of them, unless their rule says otherwise."""
 
@@ -94,7 +97,7 @@ class QuantizationRule:
         ValueError: a field has a value that is not allowed; names the field.
     """
 
-    module_path: str = ".*"
+    module_path: str = ANY_PATH
     op_names: Collection[str] | None = None
     weight_qtype: Any = None
     act_qtype: Any = None

@@ -11,9 +11,9 @@ import jax
 from interception_core import Engine
 
 from ..errors import QuantizationError
-from ..program.engine import follows_values
 from ..program.record import OpRecord
 from ..program.sites import Rules, Site, Sites, ignore
+from ..program.weights import follows_values
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .product import Hows, Operands, quantized_product, stored_operands
 from .static import Statistics, calibrations

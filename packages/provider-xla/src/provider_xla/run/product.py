@@ -14,7 +14,8 @@ from ..kernels.matmul import NoKernel, multiply
 from ..kernels.packed import PrepackedWeight
 from ..program.products import Product
 from ..program.products import fits as codes_fit
-from .transformed import TransformedWeight, stored_form, takes, transformed
+from .stored import stored_form, takes, transformed
+from .transformed import TransformedWeight
 
 if TYPE_CHECKING:
     from ..program.sites import Site
@@ -42,8 +43,11 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
         site: the operation.
         stored: what each operand is stored as; anything that is no codes for one that isn't.
     """
-    operands, hows = list(site.operands), list(site.hows)
+    operands, hows, stored = list(site.operands), list(site.hows), list(stored)
     for side, held in enumerate(stored):
+        # What was looked up in a table is an activation: beside a packed weight, an array.
+        if site.weights[side] is None and isinstance(stored[1 - side], PrepackedWeight):
+            continue
         if isinstance(held, Stored):
             fitting = held.shape == operands[side].shape and fits(site.product, side, held)
             if hows[side] is not None and fitting and takes(site, side, held):

@@ -18,7 +18,7 @@ from interception_core import JaxtapError, Step
 
 from ..program.sites import SIDES, Site
 from ..rules.rule import MOST_STEPS
-from .transformed import beside
+from .stored import beside
 
 Statistics = Mapping[str, Any]
 """By site and side (``"mlp/dot:0#lhs"``): ``quant_numerics.Statistics``, or a Calibration."""

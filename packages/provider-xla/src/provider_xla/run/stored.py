@@ -1,15 +1,17 @@
-"""Stored parameters: the kinds of nodes that stand for them in a tree."""
+"""Stored parameters: the nodes that stand for them in a tree, and as operands."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import quant_numerics as qn
 from hijax_trace import Carrier
 
 from ..kernels.packed import PrepackedWeight
+from ..program.products import Product
+from ..program.sites import Site
 from .transformed import TransformedWeight
 
 
@@ -37,3 +39,37 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
     if isinstance(leaf, TransformedWeight) or (isinstance(leaf, PrepackedWeight) and not kernels):
         return leaf.unpacked()
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
+
+
+def transformed(product: Product, operands: Sequence[Any]) -> list[Any]:
+    """Returns the operands of a product, a transformed parameter's and its activation's inside."""
+    found = list(operands)
+    for side, held in enumerate(operands):
+        if isinstance(held, TransformedWeight):
+            found[1 - side] = held.activation(product, side, found[1 - side])
+            found[side] = held.inner
+    return found
+
+
+def takes(site: Site, side: int, held: Any) -> bool:
+    """Returns whether a stored parameter can be that operand of a site: a transformed one needs
+    a product and an activation that it was made for.
+    """
+    if not isinstance(held, TransformedWeight):
+        return True
+    other = site.operands[1 - side]
+    if site.call.proxy(other) is not None:
+        return False
+    return held.pairs(site.product, side, other.shape) is not None
+
+
+def beside(site: Site, side: int) -> TransformedWeight | None:
+    """Returns the transformed parameter that an operand is transformed for, if there is one."""
+    other = site.call.proxy(site.operands[1 - side])
+    is_made_for_it = isinstance(other, TransformedWeight) and takes(site, 1 - side, other)
+    return other if is_made_for_it else None
+
+
+def stored_form(held: Any) -> Any:
+    """Returns what holds the codes of a stored parameter."""
+    return held.inner if isinstance(held, TransformedWeight) else held

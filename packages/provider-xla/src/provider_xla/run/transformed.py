@@ -15,7 +15,6 @@ import quant_numerics as qn
 from hijax_trace import ArrayProxy, Part
 
 from ..program.products import MatrixProduct, Product
-from ..program.sites import Site
 
 _LARGEST_FACTOR = 128
 """Hadamard matrices up to this size are multiplied with as they are, larger ones in factors."""
@@ -259,37 +258,3 @@ def _restored(held: TransformedWeight) -> jax.Array:
         flat = step.back(flat)
     inverse = [order.index(axis) for axis in range(w.ndim)]
     return flat.reshape(moved.shape).transpose(inverse).astype(w.dtype)
-
-
-def transformed(product: Product, operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands of a product, a transformed parameter's and its activation's inside."""
-    found = list(operands)
-    for side, held in enumerate(operands):
-        if isinstance(held, TransformedWeight):
-            found[1 - side] = held.activation(product, side, found[1 - side])
-            found[side] = held.inner
-    return found
-
-
-def takes(site: Site, side: int, held: Any) -> bool:
-    """Returns whether a stored parameter can be that operand of a site: a transformed one needs
-    a product and an activation that it was made for.
-    """
-    if not isinstance(held, TransformedWeight):
-        return True
-    other = site.operands[1 - side]
-    if site.call.proxy(other) is not None:
-        return False
-    return held.pairs(site.product, side, other.shape) is not None
-
-
-def beside(site: Site, side: int) -> TransformedWeight | None:
-    """Returns the transformed parameter that an operand is transformed for, if there is one."""
-    other = site.call.proxy(site.operands[1 - side])
-    is_made_for_it = isinstance(other, TransformedWeight) and takes(site, 1 - side, other)
-    return other if is_made_for_it else None
-
-
-def stored_form(held: Any) -> Any:
-    """Returns what holds the codes of a stored parameter."""
-    return held.inner if isinstance(held, TransformedWeight) else held
