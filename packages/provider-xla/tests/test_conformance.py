@@ -1,5 +1,6 @@
 """Our own providers and bridges pass the tests that third parties' do."""
 
+import dataclasses
 from types import MappingProxyType
 
 import equinox as eqx
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from interception_core import Interceptor, get_engine
 from interception_core.testing import ProviderConformance
-from provider_xla import QtRule, QuantizationRule
+from provider_xla import QtRule, QuantizationRule, model_plan, quantize_model
 from provider_xla.testing import BridgeConformance
 
 W8A8 = {"weight_qtype": "int8", "act_qtype": "int8"}
@@ -50,3 +52,57 @@ class TestEquinox(OfAFramework):
 
     def inputs(self):
         return (super().inputs()[0][0],)
+
+
+class Rounding:
+    """A third party's provider: it knows nothing of provider-xla, and has a plan or none."""
+
+    engine = None
+    disable_jit = False
+
+    def interceptor(self):
+        def handler(call, lhs, rhs, **params):
+            return call.proceed(lhs, jnp.round(jnp.asarray(rhs) * 64) / 64, **params)
+
+        return Interceptor({"primitive:dot_general": handler}, key="rounding")
+
+    def apply(self, fn):
+        return get_engine(self.engine).wrap(fn, self.interceptor())
+
+
+@dataclasses.dataclass
+class RoundingPlan:
+    problems: list
+    weights: list
+
+    def quantize(self, params):
+        return jax.tree.map(
+            lambda w: jnp.round(w * 64) / 64 if getattr(w, "ndim", 0) > 1 else w, params
+        )
+
+    def apply(self, fn):
+        return fn
+
+
+class Planning(Rounding):
+    def plan(self, fn, params, *args):
+        return RoundingPlan([], [w for w in jax.tree.leaves(params) if getattr(w, "ndim", 0) > 1])
+
+
+@pytest.mark.parametrize("provider", [Rounding(), Planning()], ids=["plain", "planning"])
+@pytest.mark.parametrize("framework", [TestNnx, TestLinen, TestEquinox])
+def test_a_third_party_s_provider_quantizes_models(provider, framework):
+    bridge = framework()
+    model = bridge.model()
+    made = quantize_model(model, provider, *bridge.inputs())
+    assert isinstance(made, type(model))
+    result, exact = bridge.run(made), bridge.run(model)
+    bridge._close(result, exact, 0.2)
+    assert not np.array_equal(result, exact)
+    assert (model_plan(made) is None) == (type(provider) is Rounding)
+
+
+@pytest.mark.parametrize("wrong", [3, Interceptor, "ptq"])
+def test_what_is_not_a_provider(wrong):
+    with pytest.raises(TypeError, match="quantize_model takes a provider, such as PtqProvider"):
+        quantize_model(TestNnx().model(), wrong)

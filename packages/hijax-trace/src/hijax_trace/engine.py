@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -43,9 +44,24 @@ class TraceEngine:
 
     A program must be traceable, as for ``jax.jit``. Its arrays are traced values; Python's
     numbers, strings and other objects among its arguments are constants.
+
+    Args:
+        disable_jit: an option of other engines, which means nothing here: what is jitted is tapped
+            all the same.
+
+    Warns:
+        UserWarning: ``disable_jit`` is true.
     """
 
     follows_values = True
+
+    def __init__(self, *, disable_jit: bool = False):
+        if disable_jit:
+            warnings.warn(
+                "TraceEngine taps under jit, and stages programs: disable_jit=True does nothing. "
+                "Leave it out, or use PatchEngine(disable_jit=True).",
+                stacklevel=2,
+            )
 
     def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
         """Return ``fn``, run with ``interceptor`` active.

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .patch.engine import PatchEngine, untapped
     from .patch.targets import loaded, primitive_names
     from .patterns import check_pattern, matches_path
+    from .provider import Provider, ProviderPlan
 
     __version__: str
 
@@ -81,6 +82,8 @@ __all__ = [
     "PluginError",
     "PluginRecord",
     "PluginWarning",
+    "Provider",
+    "ProviderPlan",
     "ProviderSpec",
     "QTypeSpec",
     "Step",
@@ -119,6 +122,8 @@ _LAZY = {
     "Step": "call",
     "ValueKind": "call",
     "PatchEngine": "patch.engine",
+    "Provider": "provider",
+    "ProviderPlan": "provider",
     "check_pattern": "patterns",
     "loaded": "patch.targets",
     "matches_path": "patterns",

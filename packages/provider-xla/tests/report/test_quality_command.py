@@ -108,6 +108,11 @@ def test_problems_are_printed(file, capsys):
         (("{}:case", "--rules", '{"weight": 1}'), "no field 'weight'. It has: module_path"),
         (("{}:case", "--rules", "rules", "--weight", "int8"), "either --rules, or"),
         (("{}:case", "--rules", "provider", "--strict"), "is a provider"),
+        (("{}:case", "--provider", "nobody"), "Unknown provider 'nobody'"),
+        (("{}:case", "--provider", "ptq", "--weight", "int8"), "--weight can't be given with"),
+        (("{}:case", "--provider", "ptq", "--config", "[1]"), "must be an object in JSON, got"),
+        (("{}:case", "--provider", "ptq", "--config", "{"), "must be an object in JSON, got"),
+        (("{}:case", "--config", "{}"), "--config is for --provider NAME"),
         (("{}:case", "--rules", '[{"module_path": "x"}]', "--strict"), "(strict=True)"),
         (("{}:case", "--json", "{}/no/plan.json"), "There is no folder"),
     ],
@@ -116,6 +121,12 @@ def test_wrong_input(file, capsys, arguments, said):
     assert said in refused(
         capsys, "plan", *(a.replace("{}", file) if a != "{" else a for a in arguments)
     )
+
+
+@pytest.mark.parametrize("name", ["ptq", "odml-qat"])
+def test_a_provider_by_name(file, capsys, name):
+    out = printed(capsys, "plan", f"{file}:case", "--provider", name, "--config", "{}")
+    assert "int8" in out
 
 
 def test_a_report_of_types(file, capsys):

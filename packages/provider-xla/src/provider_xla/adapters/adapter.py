@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 
+from interception_core import Provider, ProviderPlan
+
 from ..errors import QuantizationError
 from ..lora.weight import is_adapted
-from ..providers.plan import Plan
-from ..providers.ptq import PtqProvider
-from ..providers.qt import QtProvider
 from ..run.stored import is_stored
 
 
@@ -28,8 +27,8 @@ class Quantized:
         statistics: the ranges of activations with a static one, or None.
     """
 
-    provider: PtqProvider | QtProvider
-    plan: Plan | None
+    provider: Provider
+    plan: ProviderPlan | None
     methods: tuple[str, ...]
     statistics: Mapping[str, Any] | None = None
 
@@ -39,7 +38,8 @@ class Quantized:
     @property
     def has_adapters(self) -> bool:
         """Whether a rule gives parameters an adapter."""
-        return any(rule.rank is not None for rule in self.provider.rules)
+        rules = getattr(self.provider, "rules", ())
+        return any(getattr(rule, "rank", None) is not None for rule in rules)
 
     # Frameworks copy a model with what it carries; this is the same for all copies.
     def __copy__(self) -> Quantized:
@@ -49,20 +49,15 @@ class Quantized:
         return self
 
     def key_of(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Take the random key of training out of keyword arguments."""
-        name = "dropout_key" if self.has_adapters else "quant_key"
-        if name in kwargs and (self.has_adapters or isinstance(self.provider, QtProvider)):
-            return {name: kwargs.pop(name)}
-        return {}
+        """Take the provider's own out of keyword arguments, such as a random key."""
+        names = getattr(self.provider, "call_options", ())
+        return {name: kwargs.pop(name) for name in names if name in kwargs}
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns ``fn(parameters, *args, **kwargs)`` with its operations quantized."""
         if self.statistics is None:
             return self.provider.apply(fn)
-        if isinstance(self.provider, QtProvider):
-            # The ranges are what was measured: training doesn't change them.
-            return self.provider.apply(fn, self.statistics, update=False)
-        return self.provider.apply(fn, self.statistics)
+        return self.provider.apply_measured(fn, self.statistics)  # type: ignore[attr-defined]
 
 
 class Adapter(abc.ABC):
@@ -115,6 +110,11 @@ class Adapter(abc.ABC):
             f"The adapter of {type(model).__name__} makes no float models. Merge its parameters: "
             "plan.merge(params, adapters)."
         )
+
+
+def keeps_floats(provider: Provider) -> bool:
+    """Return whether parameters stay float arrays; see ``interception_core.Provider``."""
+    return getattr(provider, "keeps_floats", not hasattr(provider, "plan"))
 
 
 def is_kept(node: Any) -> bool:

@@ -9,20 +9,17 @@ from typing import Any
 
 import jax
 
-from interception_core import find_adapter
+from interception_core import Provider, ProviderPlan, find_adapter
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
 from ..program.sites import is_array, short
-from ..providers.plan import Plan
-from ..providers.ptq import PtqProvider
-from ..providers.qt import QtProvider
-from .adapter import Quantized, holds_kept, path_of
+from .adapter import Quantized, holds_kept, keeps_floats, path_of
 
 
 def quantize_model(
     model: Any,
-    provider: PtqProvider | QtProvider,
+    provider: Provider,
     *args: Any,
     methods: Collection[str] = ("__call__",),
     prepack: bool = True,
@@ -47,8 +44,8 @@ def quantize_model(
             ``net.bind(variables)``), an Equinox module, or an object of another framework that a
             plugin has an adapter for. A model that was quantized for training is quantized anew
             from its parameters.
-        provider: a ``PtqProvider`` or ``QtProvider``. Its rules name modules by the framework's
-            own paths.
+        provider: a ``PtqProvider``, a ``QtProvider``, or any ``interception_core.Provider``. Its
+            rules name modules by the framework's own paths.
         args: example inputs of the first of ``methods``, or their types
             (``jax.ShapeDtypeStruct``): nothing is run on them. A ``PtqProvider`` needs them; with
             a ``QtProvider`` they are for finding what rules can't be followed before training.
@@ -68,7 +65,7 @@ def quantize_model(
 
     Raises:
         UnknownNameError: there is no adapter for such a model. The known ones are listed.
-        TypeError: the provider is none of this package.
+        TypeError: the provider is not one (``interception_core.Provider``).
         QuantizationError: the parameters are stored as codes already, there are no example
             inputs where they are needed, no statistics where a rule needs them, or rules do not
             fit; see ``PtqProvider.plan``.
@@ -79,22 +76,24 @@ def quantize_model(
     """
     adapter, plan = _planned(model, provider, args, methods, kwargs)
     parameters = adapter.parameters(model)
-    if isinstance(provider, PtqProvider) and parameters is not None:
+    if not keeps_floats(provider) and parameters is not None:
         if plan is None:
             raise QuantizationError(
                 "quantize_model needs example inputs to find out how each parameter is used, and "
                 "there are none. Pass them after the provider, as the model takes them: "
                 "quantize_model(model, provider, x). Types are enough (jax.ShapeDtypeStruct)."
             )
-        stored = plan.quantize(parameters, prepack=prepack)
-        if plan.lora:
+        options = {} if prepack else {"prepack": False}
+        stored = plan.quantize(parameters, **options)
+        if getattr(plan, "lora", None):
             key = jax.random.key(0) if adapter_key is None else adapter_key
             stored = adapted(plan, stored, plan.init_adapters(key))
     else:
         stored = parameters
-    if plan is not None and plan.ranges and statistics is None:
+    ranges = getattr(plan, "ranges", ())
+    if ranges and statistics is None:
         raise QuantizationError(
-            f"{len(plan.ranges)} activations have a static range (act_static_scale=True), and "
+            f"{len(ranges)} activations have a static range (act_static_scale=True), and "
             "there are no statistics. Measure them: statistics = calibrate_model(model, "
             "provider, batches), and pass statistics=statistics."
         )
@@ -104,7 +103,7 @@ def quantize_model(
 
 def calibrate_model(
     model: Any,
-    provider: PtqProvider | QtProvider,
+    provider: Provider,
     batches: Iterable[Sequence[Any]],
     *,
     methods: Collection[str] = ("__call__",),
@@ -159,7 +158,7 @@ class _Constant:
     value: Any
 
 
-def model_plan(model: Any) -> Plan | None:
+def model_plan(model: Any) -> ProviderPlan | None:
     """Returns the plan of a model that ``quantize_model`` returned.
 
     None if it was made without example inputs.
@@ -203,26 +202,28 @@ def merge_model(model: Any) -> Any:
 
 def _planned(
     model: Any,
-    provider: PtqProvider | QtProvider,
+    provider: Provider,
     args: Sequence[Any],
     methods: Collection[str],
     kwargs: Mapping[str, Any],
-) -> tuple[Any, Plan | None]:
+) -> tuple[Any, Any]:
     """Checks what it is given; returns the adapter, and a plan where there is one to make."""
     if isinstance(model, type):
         raise TypeError(
             f"quantize_model takes a model object, and {model.__name__} is a class. Build one."
         )
     adapter = find_adapter(model)
-    if not isinstance(provider, PtqProvider | QtProvider):
+    if not isinstance(provider, Provider):
         raise TypeError(
-            f"quantize_model takes a PtqProvider or a QtProvider, got {provider!r}. Write for "
-            "example PtqProvider(QuantizationRule(weight_qtype='int8'))."
+            f"quantize_model takes a provider, such as "
+            f"PtqProvider(QuantizationRule(weight_qtype='int8')), got {provider!r}. Pass an object "
+            "with engine, disable_jit, interceptor() and apply(fn)."
         )
-    if provider.params_argnum != 0:
+    argnum = getattr(provider, "params_argnum", 0)
+    if argnum != 0:
         raise QuantizationError(
-            f"quantize_model finds the parameters of a model itself, and the provider has "
-            f"params_argnum={provider.params_argnum}. Leave that out."
+            "quantize_model finds the parameters of a model itself, and the provider has "
+            f"params_argnum={argnum}. Leave that out."
         )
     if isinstance(methods, str) or not methods:
         raise QuantizationError(
@@ -243,10 +244,11 @@ def _planned(
             "for the example inputs. Bind a Linen module first: "
             "quantize_model(net.bind(variables), provider, ...); or leave the inputs out."
         )
-    if parameters is None or not (args or kwargs):
+    make_plan = getattr(provider, "plan", None)
+    if parameters is None or make_plan is None or not (args or kwargs):
         return adapter, None
     fn = adapter.function(model, next(iter(methods)))
-    plan = provider.plan(fn, parameters, *args, **kwargs)
+    plan = make_plan(fn, parameters, *args, **kwargs)
     lost = list(_lost(plan, provider, parameters))
     if lost:
         text = (
@@ -254,20 +256,20 @@ def _planned(
             "checkpointed, scanned or jitted part of the model takes: put the derivative around "
             "the part. They stay float:\n" + "\n".join(lost)
         )
-        if provider.strict:
+        if getattr(provider, "strict", False):
             raise QuantizationError(f"{text}\n(strict=True)")
         warnings.warn(text, QuantizationWarning, stacklevel=3)
     return adapter, plan
 
 
-def _lost(plan: Plan, provider: PtqProvider | QtProvider, parameters: Any) -> Iterator[str]:
+def _lost(plan: Any, provider: Any, parameters: Any) -> Iterator[str]:
     """Yields the parameters that a rule is about and whose module uses what looks like them."""
     leaves = {
         keys: leaf
         for keys, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]
         if is_array(leaf) and "args[0]" + jax.tree_util.keystr(keys) not in plan.weights
     }
-    for op in plan.ops:
+    for op in getattr(plan, "ops", ()):
         if op.weight is not None or op.rule is None:
             continue
         if provider.rules[op.rule].weight_qtype is None:

@@ -10,17 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from interception_core import JaxtapError
+from interception_core import JaxtapError, Provider, get_provider
 from interception_core.cli import find_function, read_argument
 
 from ..report.quality import write
 from ..report.results import ORDERS
-
-if TYPE_CHECKING:
-    from ..providers.plan import Plan
-    from ..providers.provider import XlaProvider
 
 _DESCRIPTION = """
 FUNCTION is the function to quantize, and each ARG one of its arguments, the parameters first: an
@@ -65,6 +61,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     rules.add_argument("--act", metavar="QTYPE", help="of all activations, such as int8")
     rules.add_argument("--tile", type=_tile, metavar="N", help="elements that share a scale")
     parser.add_argument(
+        "--provider",
+        metavar="NAME",
+        help="an installed provider other than provider-xla's, with --config instead of rules",
+    )
+    parser.add_argument(
+        "--config", metavar="JSON", help="keyword arguments of the provider's factory, as an object"
+    )
+    parser.add_argument(
         "--engine", choices=["trace", "patch"], help="what taps the function (default: the best)"
     )
     parser.add_argument(
@@ -83,7 +87,10 @@ def run_plan(args: argparse.Namespace) -> int:
     """
     _check_folders(args.json)
     plan, _, _ = _plan(args)
-    text = json.dumps(plan.as_json(), indent=2, allow_nan=False)
+    text = ""
+    if args.json is not None:
+        _check_has(plan, "as_json", "--json")
+        text = json.dumps(plan.as_json(), indent=2, allow_nan=False)
     if args.json == "-":
         print(text)
         return 0
@@ -119,6 +126,9 @@ def run_report(args: argparse.Namespace) -> int:
                 "A report runs the function: its arguments must have values. Write expressions on "
                 f"what the file defines, such as 'params', not types. Got {args.args}."
             )
+        _check_has(plan, "report", "jaxtap report")
+        if args.provider is not None:
+            return _print_any(plan.report(params, *batch))
         statistics = plan.calibrate(plan.fn, params, [batch]) if plan.ranges else None
         report = plan.report(params, *batch, statistics=statistics, time=not args.no_time)
     if args.json == "-":
@@ -137,7 +147,21 @@ def run_report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> tuple[Plan, Any, tuple[Any, ...]]:
+def _check_has(plan: Any, name: str, what: str) -> None:
+    """Raises JaxtapError where a provider's plan lacks an optional method."""
+    if not hasattr(plan, name):
+        raise JaxtapError(
+            f"{what} needs a plan with {name}(), and a {type(plan).__name__} has none. See "
+            "interception_core.ProviderPlan."
+        )
+
+
+def _print_any(report: Any) -> int:
+    print(report)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
     """Returns the plan, the parameters, and the other arguments."""
     module, fn = find_function(args.function)
     if args.args:
@@ -146,7 +170,12 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, Any, tuple[Any, ...]]:
         fn, *values = _returned(args.function, fn)
     with _told("The rules can't be used"):
         provider = _provider(args, module)
-    at = provider.params_argnum
+        if not hasattr(provider, "plan"):
+            raise JaxtapError(
+                f"A {type(provider).__name__} makes no plans: it has no method plan. See "
+                "interception_core.Provider."
+            )
+    at = getattr(provider, "params_argnum", 0)
     if at >= len(values):
         raise JaxtapError(
             f"{args.function} has {len(values)} arguments, and argument {at} holds the parameters."
@@ -180,13 +209,16 @@ def _returned(given: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _provider(args: argparse.Namespace, module: ModuleType) -> XlaProvider:
-    from ..providers.provider import XlaProvider
+def _provider(args: argparse.Namespace, module: ModuleType) -> Any:
     from ..providers.ptq import PtqProvider
     from ..rules.rule import QuantizationRule
 
     simple = {"weight_qtype": args.weight, "act_qtype": args.act, "tile_size": args.tile}
     config = {"engine": args.engine, "strict": args.strict}
+    if args.provider is not None:
+        return _named(args)
+    if args.config is not None:
+        raise JaxtapError("--config is for --provider NAME. Give rules, or name a provider.")
     if args.rules is None:
         if args.weight is None and args.act is None:
             simple |= {"weight_qtype": "int8", "act_qtype": "int8"}
@@ -196,7 +228,7 @@ def _provider(args: argparse.Namespace, module: ModuleType) -> XlaProvider:
     if args.rules.lstrip()[:1] in ("{", "["):
         return PtqProvider(_from_json(args.rules), **config)
     found = read_argument(args.rules, module)
-    if isinstance(found, XlaProvider):
+    if isinstance(found, Provider):
         if args.engine is not None or args.strict:
             raise JaxtapError(
                 f"{args.rules} is a provider, which has an engine and is strict or not by itself: "
@@ -204,6 +236,33 @@ def _provider(args: argparse.Namespace, module: ModuleType) -> XlaProvider:
             )
         return found
     return PtqProvider(found, **config)
+
+
+def _named(args: argparse.Namespace) -> Any:
+    """Returns the provider that ``--provider`` names."""
+    given = {"--rules": args.rules, "--weight": args.weight, "--act": args.act, "--tile": args.tile}
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        raise JaxtapError(
+            f"{' and '.join(wrong)} can't be given with --provider, whose factory takes --config, "
+            "an object in JSON."
+        )
+    config = {} if args.config is None else _object(args.config)
+    if args.engine is not None:
+        config["engine"] = args.engine
+    if args.strict:
+        config["strict"] = True
+    return get_provider(args.provider, **config)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise JaxtapError(f"--config must be an object in JSON, got {text!r}: {error}.") from error
+    if not isinstance(found, dict):
+        raise JaxtapError(f"--config must be an object in JSON, got {text!r}.")
+    return found
 
 
 def _from_json(text: str) -> list[Any]:

@@ -50,6 +50,7 @@ class XlaProvider(abc.ABC):
     """
 
     disable_jit = False
+    keeps_floats = False
 
     def __init__(
         self,
@@ -123,6 +124,15 @@ class XlaProvider(abc.ABC):
             message = f"Not all rules can be followed (errors with strict=True):\n{text}"
             warnings.warn(message, QuantizationWarning, stacklevel=2)
         return plan
+
+    @property
+    def call_options(self) -> tuple[str, ...]:
+        """Names of the keyword arguments that functions of ``apply`` take beside their own."""
+        return ()
+
+    @abc.abstractmethod
+    def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
+        """Return ``fn`` quantized, with static ranges that were measured and do not change."""
 
     def report(self) -> Report:
         """Returns every operation seen so far, with its rule or the reason why it stays float."""

@@ -50,6 +50,15 @@ class PtqProvider(XlaProvider):
             return plain
         return self._adapted(statistics).wrap(fn, plain)
 
+    def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
+        """Return ``apply(fn, statistics)``."""
+        return self.apply(fn, statistics)
+
+    @property
+    def call_options(self) -> tuple[str, ...]:
+        """``dropout_key``, where a rule gives parameters adapters."""
+        return ("dropout_key",) if any(rule.rank is not None for rule in self.rules) else ()
+
     def _adapted(self, statistics: Statistics | None) -> AdaptedRun:
         if statistics is not None:
             return AdaptedRun(self._engine, self._rules, statistics, self._record)

@@ -28,6 +28,8 @@ class QtProvider(XlaProvider):
     ``XlaProvider``; rules are ``QtRule`` or ``QuantizationRule``.
     """
 
+    keeps_floats = True
+
     def apply(
         self,
         fn: Callable[..., Any],
@@ -66,6 +68,15 @@ class QtProvider(XlaProvider):
 
         plain = self._engine.wrap(fn, self.interceptor())
         return call
+
+    def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
+        """Return ``apply(fn, statistics, update=False)``."""
+        return self.apply(fn, statistics, update=False)
+
+    @property
+    def call_options(self) -> tuple[str, ...]:
+        """``quant_key``, the random key of stochastic rounding."""
+        return ("quant_key",)
 
     def init_statistics(
         self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
