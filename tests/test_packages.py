@@ -74,7 +74,7 @@ def distribution(built_once):
     """Return ``get(package, pattern)``: its sdist, or the wheel that is built from that."""
 
     def get(package, pattern):
-        folder = PACKAGES / package if package in NEEDS else TESTKIT
+        folder = TESTKIT if package == "jaxtap-testkit" else PACKAGES / package
         # Whether C++ is built from the sdist is tested, and optimizing it takes half of the time.
         build = [UV, "build", "-C", "cmake.build-type=Debug", folder, "-o"]
         dist = built_once(f"dist-{package}", lambda to: run(*build, to, cwd=to))
@@ -116,3 +116,22 @@ def test_alone(package, distribution, tmp_path):
     assert re.search(r"^\d+ tests collected", collected, re.MULTILINE), collected
     # What functions import when they run is not imported by collecting them.
     run(python, "-c", IMPORTS, tests, cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("te-ffi-kernels" not in NEEDS, reason="there is no compiler")
+def test_all_from_a_folder_of_wheels(distribution, tmp_path):
+    """Installed as from an index, outside of the checkout: the command, and its main job."""
+    python = tmp_path / "environment" / "bin" / "python"
+    wheels = [distribution(name, "*.whl") for name in [*NEEDS, "jaxtap"]]
+    (tmp_path / "wheels").mkdir()
+    for wheel in wheels:
+        shutil.copy(wheel, tmp_path / "wheels")
+    run(UV, "venv", "--python", sys.executable, python.parent.parent)
+    options = ["--python", python, "--find-links", tmp_path / "wheels"]
+    run(UV, "pip", "install", *options, "jaxtap[kernels,xla]", cwd=tmp_path)
+    said = run(python.with_name("jaxtap"), "demo", cwd=tmp_path)
+    assert re.search(r"^int4 +[\d,]+ +9\d\.\d+%", said, re.MULTILINE), said
+    assert "te_ffi_kernels.gemm_w8a8" in said
+    doctor = run(python.with_name("jaxtap"), "doctor", cwd=tmp_path)
+    assert "0 fail" in doctor

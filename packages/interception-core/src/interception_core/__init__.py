@@ -8,6 +8,7 @@ below load both folders before they bind the functions, so nothing rebinds the n
 """
 
 import importlib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from .patterns import check_pattern, matches_path
     from .provider import Provider, ProviderPlan
 
-    __version__: str
+__version__ = version("interception-core")
 
 __all__ = [
     "AdapterSpec",
@@ -133,17 +134,11 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("interception-core")
-    elif name in _LAZY:
-        value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    else:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__})

@@ -4,7 +4,10 @@ Importing this package does not import jax, so that plugin discovery stays light
 """
 
 import importlib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+__version__ = version("provider-odml")
 
 if TYPE_CHECKING:
     from quant_numerics import MovingAverage

@@ -5,7 +5,10 @@ are imported when the first of them is used.
 """
 
 import importlib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+__version__ = version("quant-numerics")
 
 if TYPE_CHECKING:
     from quant_numerics.api import *  # noqa: F403

@@ -3,6 +3,10 @@
 Importing this needs neither jax, nor a GPU, nor a driver; `status` tells what is missing.
 """
 
+from importlib.metadata import version
+
 from ._status import status, warm_counts
+
+__version__ = version("te-ffi-kernels-cuda13")
 
 __all__ = ["status", "warm_counts"]

@@ -6,8 +6,11 @@ and where they are from stand in ``__init__.pyi``, which type checkers read, too
 
 import ast
 import importlib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+__version__ = version("te-ffi-kernels")
 
 _FROM = {
     alias.name: statement.module
