@@ -1,0 +1,34 @@
+"""What the workflows run is in the repository, and what they use is pinned."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_steps_are_scripts_that_exist(workflow):
+    steps = re.findall(r"^ +(?:- )?run: (.*)$", workflow.read_text(), re.MULTILINE)
+    assert steps
+    for step in steps:
+        command = step.split()[0]
+        assert command == "uv" or (ROOT / command).stat().st_mode & 0o111, step
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned(workflow):
+    used = re.findall(r"uses: (\S+)(.*)", workflow.read_text())
+    assert used
+    for action, comment in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), action
+
+
+def test_paths_of_jobs_exist():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    parts = re.findall(r"^ {10}- ([\w/-]+)$", text, re.MULTILINE)
+    assert {"packages/provider-xla", "tests"} <= set(parts)
+    assert all((ROOT / part).is_dir() for part in parts)
