@@ -93,7 +93,15 @@ class PrepackedWeight(ArrayProxy):
     # pyrefly: ignore [bad-override]
     def shape(self) -> tuple[int, ...]:
         """Shape of the array that this stands for."""
-        sizes = (*self.k_sizes, *self.n_sizes)
+        return self._arranged((*self.k_sizes, *self.n_sizes))
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of the scales of that array."""
+        return self._arranged((*scale_sizes(self.k_sizes, self.group), *self.n_sizes))
+
+    def _arranged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return sizes of rows and columns as those of the axes."""
         first = (*self.lead, *(sizes[part] for part in self.order))
         return tuple(first[axis] for axis in self.axes())
 

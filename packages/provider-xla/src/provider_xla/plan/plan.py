@@ -128,6 +128,7 @@ class PlanData:
         if self.lora:
             numbers = sum(adapter.size for adapter in self.lora.values())
             lines.append(f"{len(self.lora)} parameters have adapters: {numbers:,} numbers to train")
+        lines += [f"problem: {problem}" for problem in self.problems]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, "", table])
 

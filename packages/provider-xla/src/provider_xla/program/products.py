@@ -245,9 +245,9 @@ class RaggedProduct(Product):
         return lax.RaggedDotDimensionNumbers(dims, list(ragged), list(groups))
 
 
-def fits(product: Product, side: int, q: qn.QArray) -> bool:
-    """Return whether an operand's scales allow the product of its quantized values."""
-    shared = product.shared(side, q.ndim)
-    sums = math.prod(q.scale.shape[axis] for axis in shared)
+def fits(product: Product, side: int, shape: Sequence[int], scale_shape: Sequence[int]) -> bool:
+    """Return whether an operand's scales allow the matmul of its quantized values."""
+    shared = product.shared(side, len(shape))
+    sums = math.prod(scale_shape[axis] for axis in shared)
     # A tile per index would be a product per index.
-    return sums == 1 or (product.takes_tiles and sums < math.prod(q.shape[a] for a in shared))
+    return sums == 1 or (product.takes_tiles and sums < math.prod(shape[a] for a in shared))

@@ -13,7 +13,7 @@ import quant_numerics as qn
 from ..kernels.matmul import NoKernel, multiply
 from ..kernels.packed import PrepackedWeight
 from ..program.products import Product
-from ..program.products import fits as codes_fit
+from ..program.products import fits as scales_fit
 from .stored import stored_form, takes, transformed
 from .transformed import TransformedWeight
 
@@ -24,16 +24,12 @@ Operands = tuple[Any, Any]
 Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 Stored = qn.QArray | PrepackedWeight | TransformedWeight
 
-# Jitted once: each call of ``jax.eval_shape`` leaves an entry in a cache of JAX's.
-_unpacked = jax.jit(PrepackedWeight.unpacked)
-
 
 def fits(product: Product, side: int, held: Stored) -> bool:
-    """Returns whether the codes of a stored operand are those that ``quantized_product`` takes."""
-    codes: Any = stored_form(held)
-    if isinstance(codes, PrepackedWeight):
-        codes = _unpacked.eval_shape(codes)
-    return codes_fit(product, side, codes)
+    """Return whether a stored operand is one that ``quantized_product`` takes."""
+    form: Any = stored_form(held)
+    scales = form.scale_shape if isinstance(form, PrepackedWeight) else form.scale.shape
+    return scales_fit(product, side, form.shape, scales)
 
 
 def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:

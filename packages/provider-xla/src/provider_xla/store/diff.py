@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,25 @@ def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: PlanDa
     _, leaves = describe(plan.params)
     planned = {leaf.name: of_plan(plan, leaf) for leaf in leaves}
     differ = [] if rules is None else _rules(rules, [rule_json(rule) for rule in plan.rules.rules])
-    return _diff({leaf["name"]: leaf for leaf in stored}, planned, differ)
+    found = {leaf["name"]: leaf for leaf in stored}
+    for name in _adapters(found, planned, plan):
+        del found[name]
+    return _diff(found, planned, differ)
+
+
+def _adapters(
+    stored: Mapping[str, Facts], planned: Mapping[str, Facts], plan: PlanData
+) -> set[str]:
+    """Return the leaves of a file that are the adapters of a plan, whatever they are called.
+
+    Frameworks keep them in places of their own. They are known by their shapes, all of them.
+    """
+    extra = stored.keys() - planned.keys()
+    forms = plan.lora.values()
+    shapes = Counter(shape for form in forms for shape in (form.a_shape, form.b_shape))
+    is_float = all(stored[name]["is"] == "float" for name in extra)
+    found = Counter(tuple(stored[name].get("shape", ())) for name in extra)
+    return set(extra) if is_float and found == shapes else set()
 
 
 def compare_template(stored: Sequence[Facts], leaves: Sequence[Leaf]) -> PlanDiff:

@@ -7,7 +7,10 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from ..errors import QuantizationWarning
+from ..lora.weight import AdaptedWeight
 from ..plan.quantize import prepacked
 from . import orbax, safetensors
 from .diff import compare_template
@@ -65,7 +68,7 @@ def load(
         if plan is not None:
             _check_plan(path, manifest, plan)
         if template is None and plan is not None:
-            template = plan.params
+            template = _with_adapters(plan, manifest)
         leaves = None if template is None else describe(template)[1]
         if leaves is not None:
             _check_template(path, manifest, leaves)
@@ -73,7 +76,8 @@ def load(
     if plan is not None and prepack:
         paths = {leaf.name: plan.prefix + leaf.path for leaf in _planned(plan)}
         for i, leaf in enumerate(manifest.params.leaves):
-            values[i] = prepacked(plan, paths[leaf.name], values[i])
+            if leaf.name in paths:  # not an adapter
+                values[i] = prepacked(plan, paths[leaf.name], values[i])
     if leaves is None:
         return rebuild(manifest.params.structure, values)
     by_name = {at.name: value for at, value in zip(manifest.params.leaves, values, strict=True)}
@@ -124,6 +128,21 @@ def _planned(plan: PlanData) -> list[Leaf]:
     return describe(plan.params)[1]
 
 
+def _with_adapters(plan: PlanData, manifest: Manifest) -> Any:
+    """Return a plan's parameters, with the adapters that a file has beside them."""
+    names = {leaf.name for leaf in manifest.params.leaves}
+    found = []
+    for leaf in _planned(plan):
+        lora = plan.lora.get(plan.prefix + leaf.path)
+        if lora is None or not {f"{leaf.name}.a", f"{leaf.name}.b"} <= names:
+            found.append(leaf.value)
+            continue
+        shapes = lora.a_shape, lora.b_shape
+        factors = [jax.ShapeDtypeStruct(shape, lora.dtype) for shape in shapes]
+        found.append(AdaptedWeight(leaf.value, *factors, lora.form))
+    return fill(plan.params, found)
+
+
 def _check_plan(path: Path, manifest: Manifest, plan: PlanData) -> None:
     diff = manifest.diff(plan)
     if diff.of_leaves:
@@ -143,7 +162,12 @@ def _check_plan(path: Path, manifest: Manifest, plan: PlanData) -> None:
 def _check_template(path: Path, manifest: Manifest, leaves: list[Leaf]) -> None:
     diff = compare_template(manifest.facts(), leaves)
     if diff:
-        raise StoreMismatchError(f"{path} holds another tree than the template.\n{diff}", diff)
+        hint = (
+            "" if diff.changed or diff.missing else "\nPass template=, a tree that has these too."
+        )
+        raise StoreMismatchError(
+            f"{path} holds another tree than the template.\n{diff}{hint}", diff
+        )
 
 
 def _read(

@@ -10,6 +10,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 import quant_numerics as qn
 
+from ..lora.weight import is_adapted
 from ..run.stored import is_stored
 from .errors import StoreError
 
@@ -36,6 +37,8 @@ def describe(
     ``{"list": [...]}``, ``{"tuple": [...]}`` or, for other nodes, ``{"object": class name,
     "fields": [[name, structure], ...]}``.
 
+    The adapter of a parameter ``w`` is ``w.a`` and ``w.b``.
+
     Args:
         tree: any pytree.
         root: the name of a tree that is a leaf itself.
@@ -53,7 +56,12 @@ def describe(
                 return None
             found, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
             if not (len(found) == 1 and found[0][0] == ()):
-                children = [(keys[-1], visit(child, (*path, *keys))) for keys, child in found]
+                # A parameter has its name, with an adapter or without.
+                own = (GetAttrKey("base"),) if is_adapted(node) else None
+                children = [
+                    (keys[-1], visit(child, path if keys == own else (*path, *keys)))
+                    for keys, child in found
+                ]
                 return _node(node, children)
         name = unique(".".join(_text(key) for key in path) or root, names)
         leaves.append(Leaf(name, jax.tree_util.keystr(path), node))
