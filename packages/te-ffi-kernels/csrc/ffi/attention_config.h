@@ -5,35 +5,34 @@
 
 #include <cstdint>
 
-#include "common/error.h"
+#include "ffi/attributes.h"
 
 namespace jaxtap::ffi {
 
 struct AttentionConfig {
-  // From whatever has `get<T>(name)`, the value or nothing.
   template <class Attributes>
   explicit AttentionConfig(const Attributes& attributes)
-      : batch(Get<int64_t>(attributes, "input_batch")),
-        bias_batch(Get<int64_t>(attributes, "bias_batch")),
-        q_length(Get<int64_t>(attributes, "q_max_seqlen")),
-        kv_length(Get<int64_t>(attributes, "kv_max_seqlen")),
-        heads(Get<int64_t>(attributes, "attn_heads")),
-        kv_heads(Get<int64_t>(attributes, "num_gqa_groups")),
-        bias_heads(Get<int64_t>(attributes, "bias_heads")),
-        qk_size(Get<int64_t>(attributes, "qk_head_dim")),
-        v_size(Get<int64_t>(attributes, "v_head_dim")),
-        most_segments(Get<int64_t>(attributes, "max_segments_per_seq")),
-        left(Get<int64_t>(attributes, "window_size_left")),
-        right(Get<int64_t>(attributes, "window_size_right")),
-        layout(Get<int64_t>(attributes, "qkv_layout")),
-        bias_type(Get<int64_t>(attributes, "bias_type")),
-        mask_type(Get<int64_t>(attributes, "mask_type")),
-        softmax_type(Get<int64_t>(attributes, "softmax_type")),
-        bottom_right(Get<bool>(attributes, "bottom_right_diagonal")),
-        deterministic(Get<bool>(attributes, "deterministic")),
-        scale(static_cast<float>(Get<double>(attributes, "scaling_factor"))),
-        dropout(Get<bool>(attributes, "is_training")
-                    ? static_cast<float>(Get<double>(attributes, "dropout_probability"))
+      : batch(NeedAttribute<int64_t>(attributes, "input_batch")),
+        bias_batch(NeedAttribute<int64_t>(attributes, "bias_batch")),
+        q_length(NeedAttribute<int64_t>(attributes, "q_max_seqlen")),
+        kv_length(NeedAttribute<int64_t>(attributes, "kv_max_seqlen")),
+        heads(NeedAttribute<int64_t>(attributes, "attn_heads")),
+        kv_heads(NeedAttribute<int64_t>(attributes, "num_gqa_groups")),
+        bias_heads(NeedAttribute<int64_t>(attributes, "bias_heads")),
+        qk_size(NeedAttribute<int64_t>(attributes, "qk_head_dim")),
+        v_size(NeedAttribute<int64_t>(attributes, "v_head_dim")),
+        most_segments(NeedAttribute<int64_t>(attributes, "max_segments_per_seq")),
+        left(NeedAttribute<int64_t>(attributes, "window_size_left")),
+        right(NeedAttribute<int64_t>(attributes, "window_size_right")),
+        layout(NeedAttribute<int64_t>(attributes, "qkv_layout")),
+        bias_type(NeedAttribute<int64_t>(attributes, "bias_type")),
+        mask_type(NeedAttribute<int64_t>(attributes, "mask_type")),
+        softmax_type(NeedAttribute<int64_t>(attributes, "softmax_type")),
+        bottom_right(NeedAttribute<bool>(attributes, "bottom_right_diagonal")),
+        deterministic(NeedAttribute<bool>(attributes, "deterministic")),
+        scale(static_cast<float>(NeedAttribute<double>(attributes, "scaling_factor"))),
+        dropout(NeedAttribute<bool>(attributes, "is_training")
+                    ? static_cast<float>(NeedAttribute<double>(attributes, "dropout_probability"))
                     : 0.0f) {
     for (int64_t size : {batch, bias_batch, q_length, kv_length, bias_heads}) {
       if (size < 0) throw invalid_argument("an attribute that is a size is ", size);
@@ -88,15 +87,6 @@ struct AttentionConfig {
   float scale, dropout;
 
  private:
-  template <typename T, class Attributes>
-  static T Get(const Attributes& attributes, const char* name) {
-    const auto value = attributes.template get<T>(name);
-    if (!value.has_value()) {
-      throw invalid_argument("attribute ", name, " is missing, or of another type");
-    }
-    return *value;
-  }
-
   static void Need(const char* name, int64_t value, int64_t most) {
     if (value < 0 || value > most) {
       throw invalid_argument(name, " is ", value, ", and must be from 0 to ", most);
