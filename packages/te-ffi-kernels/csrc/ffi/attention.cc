@@ -77,12 +77,14 @@ inline void FillZero(const Array& array, const Parallel& parallel) {
   }
 }
 
-// One query and one key, of the sizes of the heads; which dtype they will have, nobody knows yet.
+// One query and one key, of the sizes of the heads, unless these are more than a warm-up is worth;
+// which dtype they will have, nobody knows yet.
 class Least {
  public:
   explicit Least(const AttentionConfig& config)
-      : config_(config),
-        numbers_(static_cast<size_t>(4 * (config.qk_size + config.v_size))),
+      : qk_size_(std::min<int64_t>(config.qk_size, 1024)),
+        v_size_(std::min<int64_t>(config.v_size, 1024)),
+        numbers_(static_cast<size_t>(4 * (qk_size_ + v_size_))),
         at_(numbers_.data()) {
     problem.segments = problem.most_queries = problem.most_keys = 1;
     problem.q_heads = problem.kv_heads = 1;
@@ -91,20 +93,20 @@ class Least {
       segment.q_length = segment.kv_length = 1;
       return segment;
     };
-    problem.qk_size = config.qk_size;
-    problem.v_size = config.v_size;
-    problem.q = problem.k = Next(config.qk_size);
-    problem.v = Next(config.v_size);
-    problem.out = Next(config.v_size);
+    problem.qk_size = qk_size_;
+    problem.v_size = v_size_;
+    problem.q = problem.k = Next(qk_size_);
+    problem.v = Next(v_size_);
+    problem.out = Next(v_size_);
     problem.aux = &aux_;
   }
 
   attention::Gradients Gradients() {
     attention::Gradients gradients;
     gradients.out_grad = problem.v;
-    gradients.q_grad = Next(config_.qk_size);
-    gradients.k_grad = Next(config_.qk_size);
-    gradients.v_grad = Next(config_.v_size);
+    gradients.q_grad = Next(qk_size_);
+    gradients.k_grad = Next(qk_size_);
+    gradients.v_grad = Next(v_size_);
     return gradients;
   }
 
@@ -117,7 +119,7 @@ class Least {
     return {numbers, size, size};
   }
 
-  const AttentionConfig& config_;
+  const int64_t qk_size_, v_size_;
   std::vector<float> numbers_;
   float* at_;
   float aux_ = 0;

@@ -3,7 +3,9 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "ffi/attributes.h"
 
@@ -22,8 +24,8 @@ struct AttentionConfig {
         qk_size(NeedAttribute<int64_t>(attributes, "qk_head_dim")),
         v_size(NeedAttribute<int64_t>(attributes, "v_head_dim")),
         most_segments(NeedAttribute<int64_t>(attributes, "max_segments_per_seq")),
-        left(NeedAttribute<int64_t>(attributes, "window_size_left")),
-        right(NeedAttribute<int64_t>(attributes, "window_size_right")),
+        left(std::min(kMost, NeedAttribute<int64_t>(attributes, "window_size_left"))),
+        right(std::min(kMost, NeedAttribute<int64_t>(attributes, "window_size_right"))),
         layout(NeedAttribute<int64_t>(attributes, "qkv_layout")),
         bias_type(NeedAttribute<int64_t>(attributes, "bias_type")),
         mask_type(NeedAttribute<int64_t>(attributes, "mask_type")),
@@ -37,6 +39,9 @@ struct AttentionConfig {
     for (int64_t size : {batch, bias_batch, q_length, kv_length, bias_heads}) {
       if (size < 0) throw invalid_argument("an attribute that is a size is ", size);
     }
+    NeedFew({3, batch, most_segments, std::max(q_length, kv_length), heads,
+             std::max(qk_size, v_size)});
+    NeedFew({batch, heads, q_length, kv_length});
     if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0) {
       throw invalid_argument("attn_heads is ", heads, " and num_gqa_groups ", kv_heads,
                              ", of which it must be a multiple");
@@ -87,6 +92,18 @@ struct AttentionConfig {
   float scale, dropout;
 
  private:
+  static constexpr int64_t kMost = int64_t{1} << 59;  // numbers of an array, whose bytes are counted
+
+  // Throws where the product of sizes is more than there can be.
+  static void NeedFew(std::initializer_list<int64_t> sizes) {
+    int64_t product = 1;
+    for (int64_t size : sizes) {
+      if (size > 0 && (__builtin_mul_overflow(product, size, &product) || product > kMost)) {
+        throw invalid_argument("the attributes are those of arrays of more than 2**59 numbers");
+      }
+    }
+  }
+
   static void Need(const char* name, int64_t value, int64_t most) {
     if (value < 0 || value > most) {
       throw invalid_argument(name, " is ", value, ", and must be from 0 to ", most);

@@ -11,11 +11,9 @@ template <class Op>
 void Run(const Op& given, const Call& call) {
   PackedPack args;
   args.codes = static_cast<const int8_t*>(given.codes.data);
-  args.scales = static_cast<const float*>(given.scale.data);
-  args.k = given.codes.shape[0];
+  args.scales = given.scale.data;
+  args.layout = given.layout;
   args.n = given.codes.shape[1];
-  args.group = given.config.group;
-  args.bits = given.config.bits;
   args.out = static_cast<uint8_t*>(given.buffer.data);
   packed_pack(args, call.stream);
 }

@@ -18,10 +18,8 @@ PackedProduct ProductOf(const Op& given) {
   args.x = given.x.data;
   args.x_dtype = te::float_of(given.x.dtype);
   args.m = given.x.shape[0];
-  args.k = layout.k;
   args.n = given.config.n;
-  args.group = layout.group;
-  args.bits = layout.bits;
+  args.layout = layout;
   args.quantizes = kQuantizes;
   args.weight = static_cast<const uint8_t*>(given.buffer.data);
   args.y = given.y.data;
