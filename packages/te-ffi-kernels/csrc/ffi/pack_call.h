@@ -12,18 +12,12 @@ struct PackConfig {
   template <class Attributes>
   PackConfig(const Attributes& attributes, int given_bits)
       : group(NeedAttribute<int64_t>(attributes, "group")),
-        bits(given_bits),
-        version(AttributeOr<int64_t>(attributes, "version", 1)) {
-    Layout(group == 0 ? 1 : group, 32);  // throws for groups and versions that there can't be
-  }
-
-  PanelLayout Layout(int64_t k, int scale_bits) const {
-    return panel_layout(k, group, bits, static_cast<int>(version), scale_bits);
+        bits(given_bits) {
+    panel_layout(group == 0 ? 1 : group, group, bits);  // throws for groups that there can't be
   }
 
   int64_t group;
   int bits;
-  int64_t version;  // of the format
 };
 
 inline constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
@@ -45,7 +39,7 @@ struct PackCall {
         buffer(call.Result(0, "buffer")) {
     codes.NeedRank(2).NeedDtype({DType::S8});
     scale.NeedDtype({DType::F32, DType::F16});
-    layout = config.Layout(codes.shape[0], scale.dtype == DType::F32 ? 32 : 16);
+    layout = panel_layout(codes.shape[0], config.group, kBits, scale.dtype == DType::F32 ? 32 : 16);
     const int64_t n = codes.shape[1];
     scale.NeedShape({layout.scales(), n}, "groups and the columns of codes");
     buffer.NeedDtype({DType::U8})

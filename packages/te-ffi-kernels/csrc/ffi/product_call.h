@@ -14,7 +14,6 @@ struct ProductConfig {
       : n(NeedAttribute<int64_t>(attributes, "n")),
         layout(panel_layout(NeedAttribute<int64_t>(attributes, "k"),
                             NeedAttribute<int64_t>(attributes, "group"), bits,
-                            static_cast<int>(AttributeOr<int64_t>(attributes, "version", 1)),
                             static_cast<int>(AttributeOr<int64_t>(attributes, "scale_bits", 32)))) {
     if (n < 0) throw invalid_argument("n is ", n, ", and must be at least 0");
     if (n >= int64_t{1} << 31) throw invalid_argument("n is ", n, ", and must be below 2**31");

@@ -107,7 +107,7 @@ inline Weights random_weights(int64_t n, const PanelLayout& layout, std::mt19937
 
 inline Weights random_weights(int64_t k, int64_t n, int64_t group, int bits, std::mt19937& random,
                               int64_t offset = 0, int constant = 1000) {
-  return random_weights(n, panel_layout(k, group, bits, bits == 4 ? 2 : 1), random, offset, constant);
+  return random_weights(n, panel_layout(k, group, bits), random, offset, constant);
 }
 
 }  // namespace jaxtap::testing

@@ -8,24 +8,24 @@ import pytest
 import te_ffi_kernels as te
 from jaxtap_testkit.te.weights import weight
 
-# bits, version, dtype of scales
-FORMS = [(8, None, np.float32), (4, 1, np.float32), (4, 2, np.float32), (4, 2, np.float16)]
+# bits, dtype of scales
+FORMS = [(8, np.float32), (4, np.float32), (4, np.float16)]
 # k, n, groups
 SHAPES = [(1, 1, 1), (70, 40, 1), (64, 33, 8), (96, 130, 3)]
 
 
-def packed(bits, version, dtype, k, n, groups, seed=0):
+def packed(bits, dtype, k, n, groups, seed=0):
     codes, scale = weight(np.random.default_rng(seed), k, n, bits, groups)
     scale = scale.astype(dtype)
     given = jnp.asarray(codes), jnp.asarray(scale)
-    made = te.pack_w8(*given) if bits == 8 else te.pack_w4(*given, version=version)
+    made = te.pack_w8(*given) if bits == 8 else te.pack_w4(*given)
     return made, codes.astype(np.float32) * np.repeat(scale.astype(np.float32), k // groups, 0)
 
 
-@pytest.mark.parametrize(("bits", "version", "dtype"), FORMS)
-def test_values_are_those_of_numpy(bits, version, dtype):
+@pytest.mark.parametrize(("bits", "dtype"), FORMS)
+def test_values_are_those_of_numpy(bits, dtype):
     for k, n, groups in SHAPES:
-        w, full = packed(bits, version, dtype, k, n, groups)
+        w, full = packed(bits, dtype, k, n, groups)
         for axis, size in ((0, k), (1, n)):
             indices = np.array([[0, size - 1, -1], [size // 2, -size, size // 3]], np.int32)
             expected = np.take(full if axis == 0 else full.T, indices, 0)

@@ -113,7 +113,7 @@ size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits,
   args.x_dtype = static_cast<te::Float>(dtype);
   args.m = m;
   args.n = n;
-  args.layout = panel_layout(k, group, bits, bits == 8 ? 1 : 2);
+  args.layout = panel_layout(k, group, bits);
   args.quantizes = quantizes;
   args.y_dtype = static_cast<te::Float>(out);
   return PackedSteps(args).bytes;

@@ -100,18 +100,18 @@ void check(Run& run) {
 
 // Of 8 bits, and of 4 with scales of 32 and of 16.
 constexpr struct Kind {
-  int bits, version, scale_bits;
-} kKinds[] = {{8, 1, 32}, {4, 2, 32}, {4, 2, 16}};
+  int bits, scale_bits;
+} kKinds[] = {{8, 32}, {4, 32}, {4, 16}};
 
 TEST(cuda_gemv) {
   std::mt19937 random(13);
-  for (const auto& [bits, version, scale_bits] : kKinds) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (int in = 0; in < 3; ++in) {
       for (int64_t m : {0, 1, 3, 5}) {
         for (int64_t n : {0, 1, 16, 35, 70}) {
           for (const auto& [k, group] : {std::pair<int64_t, int64_t>{1, 0}, {30, 0}, {64, 0},
                                          {257, 0}, {600, 0}, {192, 8}, {192, 24}, {192, 64}}) {
-            Run run(m, n, panel_layout(k, group, bits, version, scale_bits), in,
+            Run run(m, n, panel_layout(k, group, bits, scale_bits), in,
                     static_cast<int>(random() % 3), random);
             check(run);
           }
@@ -135,8 +135,8 @@ TEST(cuda_gemv_of_another_weight) {
   std::mt19937 random(15);
   // Words of the header: magic, kind, k, group, a sum of the payload, the sum of all.
   for (int64_t byte : {0, 4, 5, 6, 7, 8, 12, 17, 24}) {
-    for (const auto& [bits, version, scale_bits] : kKinds) {
-      Run run(2, 70, panel_layout(64, 0, bits, version, scale_bits), 1, 0, random);
+    for (const auto& [bits, scale_bits] : kKinds) {
+      Run run(2, 70, panel_layout(64, 0, bits, scale_bits), 1, 0, random);
       const int64_t panel = run.weights.packed().panel_bytes, cols = run.weights.layout.columns();
       run.weights.buffer.get()[panel + byte] ^= 1;
       run.on_device();

@@ -16,16 +16,16 @@ using namespace jaxtap::testing;
 
 // Of 8 bits, and of 4 with scales of 32 and of 16.
 constexpr struct Kind {
-  int bits, version, scale_bits;
-} kKinds[] = {{8, 1, 32}, {4, 2, 32}, {4, 2, 16}};
+  int bits, scale_bits;
+} kKinds[] = {{8, 32}, {4, 32}, {4, 16}};
 
 TEST(cuda_pack_writes_the_bytes_of_the_cpu) {
   std::mt19937 random(21);
-  for (const auto& [bits, version, scale_bits] : kKinds) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (int64_t n : {0, 1, 16, 35}) {
       for (const auto& [k, group] : {std::pair<int64_t, int64_t>{1, 0}, {30, 0}, {64, 0}, {257, 0},
                                      {16, 8}, {192, 24}, {192, 64}}) {
-        const PanelLayout layout = panel_layout(k, group, bits, version, scale_bits);
+        const PanelLayout layout = panel_layout(k, group, bits, scale_bits);
         Weights weights = random_weights(n, layout, random);
         if (n > 1) {
           weights.scales[1] = kNan;
@@ -47,7 +47,7 @@ TEST(cuda_pack_writes_the_bytes_of_the_cpu) {
 TEST(cuda_pack_wraps_around_beyond_4_bits) {
   const int8_t codes[8] = {8, -9, 127, -128, 7, -8, 0, 1}, wrapped[8] = {-8, 7, -1, 0, 7, -8, 0, 1};
   const float scale = 1.0f;
-  const PanelLayout layout = panel_layout(8, 0, 4, 2);
+  const PanelLayout layout = panel_layout(8, 0, 4);
   Buffer found(layout.panel_bytes(), 0), wanted(layout.panel_bytes(), 0);
   cuda::packed_pack({codes, &scale, layout, 1, found.get()}, nullptr);
   pack(wrapped, &scale, 1, layout, wanted.get(), 1, layout.panel_bytes(), Parallel());
@@ -180,7 +180,7 @@ void check_floats(PackedRun& run) {
 
 TEST(cuda_products_of_floats_with_many_rows) {
   std::mt19937 random(27);
-  for (const auto& [bits, version, scale_bits] : kKinds) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (int in = 0; in < 3; ++in) {
       for (int out = 0; out < 3; ++out) {
         for (int64_t n : {0, 1, 16, 35}) {

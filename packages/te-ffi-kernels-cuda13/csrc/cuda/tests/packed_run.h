@@ -25,8 +25,7 @@ struct PackedCase {
 struct PackedRun {
   PackedRun(const PackedCase& c, std::mt19937& random)
       : given(c),
-        weights(random_weights(
-            c.n, panel_layout(c.k, c.group, c.bits, c.bits == 4 ? 2 : 1, c.scale_bits), random)),
+        weights(random_weights(c.n, panel_layout(c.k, c.group, c.bits, c.scale_bits), random)),
         x(numbers(c.m * c.k, kFloats[c.in], true, 1.0f, random)),
         found(c.m * c.n * bytes_of(kFloats[c.out]), 0) {
     args.x_dtype = static_cast<te::Float>(c.in);

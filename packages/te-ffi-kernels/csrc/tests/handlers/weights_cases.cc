@@ -11,7 +11,7 @@ constexpr int64_t kRows = 3, kK = 64, kN = 40, kGroup = 32;
 
 // float16 scales in 4 bits.
 PanelLayout layout_of(int bits) {
-  return bits == 4 ? panel_layout(kK, kGroup, 4, 2, 16) : panel_layout(kK, kGroup, 8);
+  return bits == 4 ? panel_layout(kK, kGroup, 4, 16) : panel_layout(kK, kGroup, 8);
 }
 
 const Weights& weight_of(int bits, int index = 0) {
@@ -43,11 +43,11 @@ Tensor buffer_of(const Weights& w, int count = 1) {
 
 Dictionary attributes(int bits) {
   Dictionary made{{"k", kK}, {"n", kN}, {"group", kGroup}};
-  if (bits == 4) made.insert({{"version", 2}, {"scale_bits", 16}});
+  if (bits == 4) made.insert({"scale_bits", 16});
   return made;
 }
 
-const std::set<std::string> kOptional = {"version", "scale_bits"};
+const std::set<std::string> kOptional = {"scale_bits"};
 
 // The product of row i of x with a weight.
 double product_at(const Program& p, const Weights& w, int64_t i) {
@@ -172,12 +172,10 @@ Case pack_case() {
   for (int64_t i = 0; i < kK * kN; ++i) codes.as<int8_t>()[i] = w.code(i / kN, i % kN);
   const std::vector<uint8_t> bytes = w.scale_bytes();
   scales.bytes.assign(bytes.begin(), bytes.end());
-  Dictionary given{{"group", kGroup}};
-  if (kBits == 4) given.insert({"version", 2});
   return {{"te_ffi_kernels.pack_w" + std::to_string(kBits),
            {codes, scales},
            {Tensor(kU8, buffer_of(w).dims)},
-           given},
+           {{"group", kGroup}}},
           [](const Program& p) {
             CHECK(p.results[0].bytes == buffer_of(weight_of(kBits)).bytes);
           },
@@ -188,8 +186,7 @@ Case pack_case() {
            {operand(1, kS8, {2, kN}), "scale is int8"},
            {operand(1, kF32, {3, kN}), "groups and the columns of codes"},
            {result(0, kU8, {1, 1}), "panels and the bytes of one"},
-           {result(0, kS8, buffer_of(w).dims), "buffer is int8"}},
-          {"version"}};
+           {result(0, kS8, buffer_of(w).dims), "buffer is int8"}}};
 }
 
 template <int kBits>
