@@ -49,16 +49,6 @@ def test_few_rows_need_no_library(monkeypatch, shape, dtype, group, part, op):
     assert found is True if part is True else part in found
 
 
-def test_version_2_of_the_format_is_the_cpus():
-    """Programs for GPUs run the reference on such a weight."""
-    x, weight = jax.ShapeDtypeStruct((1, 64), jnp.float32), jnp.zeros((64, 40), jnp.int8)
-    for version, fits in ((1, True), (2, "it is packed in version 2 of the format")):
-        asked = KernelCall.of("gemv_w4", "cuda", (x, weight), group=0, bits=4, version=version)
-        assert _supports.packed_product(asked) == fits
-        asked = KernelCall.of("pack_w4", "cuda", (weight, jnp.ones((1, 40))), version=version)
-        assert _supports.packing(asked) == fits
-
-
 @pytest.mark.parametrize("shape", [(65, 64), (5, 13, 64)])
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("op", BITS)

@@ -34,7 +34,6 @@ _SIZED = {
     "fused_attn_forward": "attention",
     "fused_attn_backward": "attention",
 } | dict.fromkeys(_PRODUCTS, "packed_product")
-_SUPPORTS = _SIZED | dict.fromkeys(("pack_w8", "pack_w4"), "packing")
 _WORKSPACES = _SIZED | {
     "grouped_quantize": "grouped_quantize",
     "fused_moe_aux_loss_forward": "moe_aux_loss",
@@ -52,7 +51,7 @@ def jaxtap_register_kernels():
             platform="cuda",
             handlers="te_ffi_kernels_cuda13._ffi:registrations",
             op=op,
-            supports=f"te_ffi_kernels_cuda13._supports:{_SUPPORTS.get(op, 'anything')}",
+            supports=f"te_ffi_kernels_cuda13._supports:{_SIZED.get(op, 'anything')}",
             summary="on CUDA 13",
             workspace=(
                 f"te_ffi_kernels_cuda13._workspace:{_WORKSPACES[op]}" if op in _WORKSPACES else None

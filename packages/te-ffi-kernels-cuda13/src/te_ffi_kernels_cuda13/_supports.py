@@ -58,15 +58,9 @@ def attention(call: KernelCall) -> bool | str:
     return _attention.unfit(*given, found) or _cudnn.missing() or _attention.refused(*given) or True
 
 
-def packing(call: KernelCall) -> bool | str:
-    """Tell whether a weight is packed as the kernels read it."""
-    version = call.param("version", 1)
-    return anything(call) if version == 1 else f"it is packed in version {version} of the format"
-
-
 def packed_product(call: KernelCall) -> bool | str:
     """Tells whether a product of x[rows, k] with a weight[k, n] has a kernel."""
-    fits = packing(call)
+    fits = anything(call)
     if fits is not True:
         return fits
     x, weight = call.operands

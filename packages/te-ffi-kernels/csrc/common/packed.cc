@@ -126,7 +126,7 @@ std::string differs(const char* field, T found, T expected) {
 
 }  // namespace
 
-PanelLayout panel_layout(int64_t k, int64_t group, int bits, int version, int scale_bits) {
+PanelLayout panel_layout(int64_t k, int64_t group, int bits, int scale_bits) {
   if (bits != 4 && bits != 8) {
     throw invalid_argument("packed weight: bits must be 4 or 8, got ", bits);
   }
@@ -141,19 +141,14 @@ PanelLayout panel_layout(int64_t k, int64_t group, int bits, int version, int sc
     throw invalid_argument("packed weight: group ", group, " does not divide k = ", k,
                            "; choose one that does, or 0 for one scale per column");
   }
-  if (version != 1 && (version != 2 || bits != 4)) {
-    throw invalid_argument("packed weight: version must be 1, or 2 for 4 bits, got ", version,
-                           " for ", bits, " bits");
-  }
-  if (scale_bits != 32 && (scale_bits != 16 || version != 2)) {
-    throw invalid_argument("packed weight: scales must have 32 bits, or 16 in version 2, got ",
-                           scale_bits, " in version ", version);
+  if (scale_bits != 32 && (scale_bits != 16 || bits != 4)) {
+    throw invalid_argument("packed weight: scales must have 32 bits, or 16 in 4 bits, got ",
+                           scale_bits, " in ", bits, " bits");
   }
   PanelLayout layout;
   layout.k = k;
   layout.group = group;
   layout.bits = bits;
-  layout.version = version;
   layout.scale_bits = scale_bits;
   return layout;
 }
@@ -161,10 +156,10 @@ PanelLayout panel_layout(int64_t k, int64_t group, int bits, int version, int sc
 void write_panel_header(uint8_t* panel, const PanelLayout& layout, int columns) {
   std::memset(panel, 0, kPanelHeader);
   std::memcpy(panel, kMagic, 4);
-  panel[4] = static_cast<uint8_t>(layout.version);
+  panel[4] = static_cast<uint8_t>(layout.version());
   panel[5] = static_cast<uint8_t>(layout.bits);
   panel[6] = static_cast<uint8_t>(columns);
-  panel[7] = layout.version == 1 ? 0 : static_cast<uint8_t>(layout.scale_bits);
+  panel[7] = layout.bits == 8 ? 0 : static_cast<uint8_t>(layout.scale_bits);
   put_word(panel, 2, static_cast<uint32_t>(layout.k));
   put_word(panel, 3, static_cast<uint32_t>(layout.group));
   const Sums sums = payload_sums(panel, layout);
@@ -178,8 +173,8 @@ uint64_t check_header(const uint8_t* panel, const PanelLayout& layout, int colum
   if (std::memcmp(panel, kMagic, 4) != 0) {
     throw bad_panel(index, "does not begin with \"JTWP\", so this is no packed weight");
   }
-  if (panel[4] != layout.version) {
-    throw bad_panel(index, differs<int>("format version", panel[4], layout.version));
+  if (panel[4] != layout.version()) {
+    throw bad_panel(index, differs<int>("format version", panel[4], layout.version()));
   }
   if (word_at(panel, 6) != header_sum(panel)) {
     throw bad_panel(index, "has a corrupted header: its checksum is wrong");
@@ -192,7 +187,7 @@ uint64_t check_header(const uint8_t* panel, const PanelLayout& layout, int colum
     throw bad_panel(index, differs<int64_t>("group", word_at(panel, 3), layout.group));
   }
   if (panel[6] != columns) throw bad_panel(index, differs<int>("columns", panel[6], columns));
-  const int scale_bits = layout.version == 1 ? 0 : layout.scale_bits;
+  const int scale_bits = layout.bits == 8 ? 0 : layout.scale_bits;
   if (panel[7] != scale_bits) {
     throw bad_panel(index, differs<int>("bits of a scale", panel[7], scale_bits));
   }

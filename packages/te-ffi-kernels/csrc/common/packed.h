@@ -7,11 +7,11 @@
 //   4      version          12-15  group, 0 for none           ^ 0x9E3779B9
 //   5      bits, 4 or 8     16-19  sum1 of the payload  28-63  zero
 //   6      columns used     20-23  sum2 of the payload
-//   7      version 2: bits of a scale, 32 or 16; version 1: zero
+//   7      4 bits: bits of a scale, 32 or 16; 8 bits: zero
 //   64     payload
 //
-// Version 1, C = 16: float scales[G][16], then the codes. G = K / group, or 1 for group 0.
-// Version 2, C = 32, 4 bits: for each group scales[32], float32 or float16, then its codes. So a
+// 8 bits, version 1, C = 16: float scales[G][16], then the codes. G = K / group, or 1 for group 0.
+// 4 bits, version 2, C = 32: for each group scales[32], float32 or float16, then its codes. So a
 // panel is one stream: 9 cache lines for each 32 rows with float16 scales in groups of 32.
 //
 // Codes of 8 bits: for each 4 rows, C columns of 4 bytes, code + 128. Codes of 4 bits: for each 8
@@ -28,7 +28,7 @@
 
 namespace jaxtap {
 
-constexpr int64_t kPanelColumns = 16;  // of version 1
+constexpr int64_t kPanelColumns = 16;  // of 8 bits
 constexpr int64_t kPanelHeader = 64;
 
 // Where things are in a panel.
@@ -36,10 +36,10 @@ struct PanelLayout {
   int64_t k = 0;
   int64_t group = 0;  // rows that share a scale; 0: all
   int bits = 8;
-  int version = 1;
-  int scale_bits = 32;  // 16 in version 2 alone
+  int scale_bits = 32;  // 16 in 4 bits alone
 
-  int64_t columns() const { return version == 1 ? kPanelColumns : 2 * kPanelColumns; }
+  int version() const { return bits == 8 ? 1 : 2; }
+  int64_t columns() const { return bits == 8 ? kPanelColumns : 2 * kPanelColumns; }
   int64_t scales() const { return group == 0 ? 1 : k / group; }
   int64_t padded_k() const { return group == 0 ? (k + 63) / 64 * 64 : k; }
   // Of one group.
@@ -47,33 +47,32 @@ struct PanelLayout {
   // Of all rows.
   int64_t codes_bytes() const { return columns() * padded_k() * bits / 8; }
   int64_t panel_bytes() const { return kPanelHeader + scales() * scale_bytes() + codes_bytes(); }
-  // In version 1, where all codes are.
+  // In 8 bits, where all codes are.
   int64_t codes_offset() const { return kPanelHeader + scales() * scale_bytes(); }
   // Where the scales of a group are.
   int64_t scales_at(int64_t index) const {
-    const int64_t codes = version == 1 ? 0 : codes_bytes() / scales();
+    const int64_t codes = bits == 8 ? 0 : codes_bytes() / scales();
     return kPanelHeader + index * (scale_bytes() + codes);
   }
   // Where the codes of a row are: in byte 4 * column + row % 4 from here, and in the high nibble
   // where `high(row)`.
   int64_t codes_at(int64_t row) const {
-    const int64_t before = version == 1 || group == 0 ? scales() : row / group + 1;
+    const int64_t before = bits == 8 || group == 0 ? scales() : row / group + 1;
     return kPanelHeader + before * scale_bytes() + row / (32 / bits) * 4 * columns();
   }
   bool high(int64_t row) const { return bits == 4 && row % 8 >= 4; }
 };
 
 // Throws Error (invalid argument) for bits other than 4 and 8, K out of range, a group that is no
-// multiple of 8, beyond 65536 or does not divide K, and for a version or bits of scales that there
-// are not.
-PanelLayout panel_layout(int64_t k, int64_t group, int bits, int version = 1, int scale_bits = 32);
+// multiple of 8, beyond 65536 or does not divide K, and for bits of scales that there are not.
+PanelLayout panel_layout(int64_t k, int64_t group, int bits, int scale_bits = 32);
 
-inline int64_t panel_count(int64_t n, int64_t columns = kPanelColumns) {
+inline int64_t panel_count(int64_t n, int64_t columns) {
   return (n + columns - 1) / columns;
 }
 
 // Columns that panel `index` of a weight with `n` columns uses.
-inline int panel_columns(int64_t n, int64_t index, int64_t columns = kPanelColumns) {
+inline int panel_columns(int64_t n, int64_t index, int64_t columns) {
   const int64_t rest = n - index * columns;
   return static_cast<int>(rest < columns ? rest : columns);
 }

@@ -1,14 +1,12 @@
-// What the handlers of attention share: the arrays of a call as a Problem.
+// What calls of fused_attn_forward and fused_attn_backward are given, checked, whatever platform
+// they run on. The operands and attributes are those of Transformer Engine's; a workspace among the
+// results is the platform's.
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <string>
 
 #include "attention/attention.h"
-#include "common/parallel.h"
 #include "ffi/attention_config.h"
 #include "ffi/buffers.h"
 
@@ -21,16 +19,24 @@ inline void NeedCount(const Array& array, int64_t size) {
   }
 }
 
-// The arrays that say where sequences are.
+// The arrays that say where sequences are: operands from `at` on.
 struct SequenceArrays {
-  SequenceArrays(const AttentionConfig& config, const Array& q_cu, const Array& kv_cu,
-                 const Array& q_at, const Array& kv_at)
-      : q_cu(Numbers(q_cu, config.segments() + 1)),
-        kv_cu(Numbers(kv_cu, config.segments() + 1)),
-        q_at(config.is_thd() ? Numbers(q_at, config.segments()) : nullptr),
-        kv_at(config.is_thd() ? Numbers(kv_at, config.segments()) : nullptr) {}
+  template <class Call>
+  SequenceArrays(const AttentionConfig& config, const Call& call, int64_t at) {
+    const int64_t segments = config.segments();
+    const Array q_sums = call.Operand(at, "q_cu_seqlens");
+    const Array kv_sums = call.Operand(at + 1, "kv_cu_seqlens");
+    const Array q_offsets = call.Operand(at + 2, "q_seq_offsets");
+    const Array kv_offsets = call.Operand(at + 3, "k_seq_offsets");
+    q_cu = Numbers(q_sums, segments + 1);
+    kv_cu = Numbers(kv_sums, segments + 1);
+    if (!config.is_thd()) return;
+    q_at = Numbers(q_offsets, segments);
+    kv_at = Numbers(kv_offsets, segments);
+  }
 
-  const int32_t *q_cu, *kv_cu, *q_at, *kv_at;
+  const int32_t *q_cu, *kv_cu;
+  const int32_t *q_at = nullptr, *kv_at = nullptr;
 
  private:
   static const int32_t* Numbers(const Array& array, int64_t least) {
@@ -41,57 +47,6 @@ struct SequenceArrays {
     }
     return static_cast<const int32_t*>(array.data);
   }
-};
-
-// Where sequences are. Lengths and offsets that can't be are cut to what is there.
-class Sequences {
- public:
-  Sequences(const AttentionConfig& config, const Array& q_cu, const Array& kv_cu, const Array& q_at,
-            const Array& kv_at)
-      : config_(config), arrays_(config, q_cu, kv_cu, q_at, kv_at) {}
-
-  // Whether all tokens are in one.
-  bool are_whole() const { return config_.all_are_whole(); }
-
-  static attention::Segment At(const void* self, int64_t i) {
-    return static_cast<const Sequences*>(self)->at(i);
-  }
-
- private:
-  static int64_t Length(const int32_t* cumulative, int64_t i) {
-    return static_cast<int64_t>(cumulative[i + 1]) - cumulative[i];
-  }
-
-  attention::Segment at(int64_t i) const {
-    attention::Segment segment;
-    segment.number = i;
-    const int64_t q_length = config_.q_length, kv_length = config_.kv_length;
-    if (!config_.is_thd()) {
-      segment.batch = i;
-      segment.q_start = i * q_length;
-      segment.kv_start = i * kv_length;
-      segment.q_length = are_whole() ? q_length : Cut(Length(arrays_.q_cu, i), q_length);
-      segment.kv_length = are_whole() ? kv_length : Cut(Length(arrays_.kv_cu, i), kv_length);
-      segment.aux_start = i * config_.heads * q_length;
-      return segment;
-    }
-    const int64_t queries = config_.batch * q_length, keys = config_.batch * kv_length;
-    segment.q_start = Cut(arrays_.q_at[i], queries);
-    segment.kv_start = Cut(arrays_.kv_at[i], keys);
-    segment.q_length =
-        Cut(Length(arrays_.q_cu, i), std::min(q_length, queries - segment.q_start));
-    segment.kv_length =
-        Cut(Length(arrays_.kv_cu, i), std::min(kv_length, keys - segment.kv_start));
-    segment.aux_start = segment.q_start * config_.heads;
-    return segment;
-  }
-
-  static int64_t Cut(int64_t value, int64_t most) {
-    return std::max<int64_t>(0, std::min(value, most));
-  }
-
-  const AttentionConfig& config_;
-  const SequenceArrays arrays_;
 };
 
 // Three arrays, or parts of the first or the second, with the tokens of q, k and v.
@@ -118,9 +73,11 @@ inline QkvTokens ReadQkv(const AttentionConfig& c, const Array& q, const Array& 
 }
 
 // All of a call but its lengths and random numbers: addresses may be a GPU's.
-inline attention::Problem ReadProblem(const AttentionConfig& c, const Array& q, const Array& k,
-                                      const Array& v, const Array& bias, const Array& sink,
-                                      const Array& out, const Array& aux) {
+template <class Call>
+attention::Problem ReadProblem(const AttentionConfig& c, const Call& call, const Array& out,
+                               const Array& aux) {
+  const Array q = call.Operand(0, "q"), k = call.Operand(1, "k"), v = call.Operand(2, "v");
+  const Array bias = call.Operand(3, "bias"), sink = call.Operand(4, "softmax_offset");
   attention::Problem p;
   const QkvTokens tokens = ReadQkv(c, q, k, v);
   p.dtype = q.dtype;
@@ -170,14 +127,6 @@ inline const uint32_t* RandomWords(const AttentionConfig& c, const Array& random
   return static_cast<const uint32_t*>(random.data);
 }
 
-inline void ReadRandom(const AttentionConfig& c, const Array& random, attention::Problem& p) {
-  const uint32_t* words = RandomWords(c, random);
-  if (words == nullptr) return;
-  p.seed[0] = words[0];
-  p.seed[1] = words[1];
-  if (random.size() >= 4) p.offset = words[2];
-}
-
 // The results of backward.
 struct GradientArrays {
   Array q, k, v, bias, sink;
@@ -205,20 +154,54 @@ inline attention::Gradients ReadGradients(const AttentionConfig& c, const attent
   return gradients;
 }
 
-// One number everywhere.
-template <typename T>
-void Fill(const Array& array, T value, const Parallel& parallel) {
-  parallel.ranges(array.size(), 1 << 16, [&](int64_t begin, int64_t end) {
-    std::fill(static_cast<T*>(array.data) + begin, static_cast<T*>(array.data) + end, value);
-  });
-}
+struct AttentionForwardCall {
+  static constexpr char kTarget[] = "te_ffi_kernels.fused_attn_forward";
+  using Config = AttentionConfig;
 
-inline void FillZero(const Array& array, const Parallel& parallel) {
-  if (byte_size(array.dtype) == 4) {
-    Fill<uint32_t>(array, 0, parallel);
-  } else {
-    Fill<uint16_t>(array, 0, parallel);
+  template <class Call>
+  explicit AttentionForwardCall(const Call& call)
+      : config(ConfigOf<Config>(call, 10, 3)),
+        seed(call.Operand(5, "seed")),
+        out(call.Result(0, "output")),
+        aux(call.Result(1, "softmax_aux")),
+        state(call.Result(2, "rng_state")),
+        sequences(config, call, 6),
+        problem(ReadProblem(config, call, out, aux)),
+        random(RandomWords(config, seed)) {
+    seed.NeedDtype({DType::U32});
+    state.NeedDtype({DType::U32});
   }
-}
+
+  Config config;
+  Array seed, out, aux, state;
+  SequenceArrays sequences;
+  attention::Problem problem;
+  const uint32_t* random;  // nullptr without dropout
+};
+
+struct AttentionBackwardCall {
+  static constexpr char kTarget[] = "te_ffi_kernels.fused_attn_backward";
+  using Config = AttentionConfig;
+
+  template <class Call>
+  explicit AttentionBackwardCall(const Call& call)
+      : config(ConfigOf<Config>(call, 13, 5)),
+        state(call.Operand(6, "rng_state")),
+        results{call.Result(0, "dq"), call.Result(1, "dk"), call.Result(2, "dv"),
+                call.Result(3, "dbias"), call.Result(4, "dsoftmax_offset")},
+        sequences(config, call, 9),
+        problem(ReadProblem(config, call, call.Operand(7, "output"),
+                            call.Operand(5, "softmax_aux"))),
+        gradients(ReadGradients(config, problem, call.Operand(8, "doutput"), results)),
+        random(RandomWords(config, state)) {}
+
+  Config config;
+  Array state;
+  GradientArrays results;
+  SequenceArrays sequences;
+  attention::Problem problem;
+  attention::Gradients gradients;
+  const uint32_t* random;  // nullptr without dropout
+};
 
 }  // namespace jaxtap::ffi

@@ -3,41 +3,45 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
-#include "common/error.h"
+#include "ffi/attributes.h"
 
 namespace jaxtap::ffi {
 
 struct AttentionConfig {
-  // From whatever has `get<T>(name)`, the value or nothing.
   template <class Attributes>
   explicit AttentionConfig(const Attributes& attributes)
-      : batch(Get<int64_t>(attributes, "input_batch")),
-        bias_batch(Get<int64_t>(attributes, "bias_batch")),
-        q_length(Get<int64_t>(attributes, "q_max_seqlen")),
-        kv_length(Get<int64_t>(attributes, "kv_max_seqlen")),
-        heads(Get<int64_t>(attributes, "attn_heads")),
-        kv_heads(Get<int64_t>(attributes, "num_gqa_groups")),
-        bias_heads(Get<int64_t>(attributes, "bias_heads")),
-        qk_size(Get<int64_t>(attributes, "qk_head_dim")),
-        v_size(Get<int64_t>(attributes, "v_head_dim")),
-        most_segments(Get<int64_t>(attributes, "max_segments_per_seq")),
-        left(Get<int64_t>(attributes, "window_size_left")),
-        right(Get<int64_t>(attributes, "window_size_right")),
-        layout(Get<int64_t>(attributes, "qkv_layout")),
-        bias_type(Get<int64_t>(attributes, "bias_type")),
-        mask_type(Get<int64_t>(attributes, "mask_type")),
-        softmax_type(Get<int64_t>(attributes, "softmax_type")),
-        bottom_right(Get<bool>(attributes, "bottom_right_diagonal")),
-        deterministic(Get<bool>(attributes, "deterministic")),
-        scale(static_cast<float>(Get<double>(attributes, "scaling_factor"))),
-        dropout(Get<bool>(attributes, "is_training")
-                    ? static_cast<float>(Get<double>(attributes, "dropout_probability"))
+      : batch(NeedAttribute<int64_t>(attributes, "input_batch")),
+        bias_batch(NeedAttribute<int64_t>(attributes, "bias_batch")),
+        q_length(NeedAttribute<int64_t>(attributes, "q_max_seqlen")),
+        kv_length(NeedAttribute<int64_t>(attributes, "kv_max_seqlen")),
+        heads(NeedAttribute<int64_t>(attributes, "attn_heads")),
+        kv_heads(NeedAttribute<int64_t>(attributes, "num_gqa_groups")),
+        bias_heads(NeedAttribute<int64_t>(attributes, "bias_heads")),
+        qk_size(NeedAttribute<int64_t>(attributes, "qk_head_dim")),
+        v_size(NeedAttribute<int64_t>(attributes, "v_head_dim")),
+        most_segments(NeedAttribute<int64_t>(attributes, "max_segments_per_seq")),
+        left(std::min(kMost, NeedAttribute<int64_t>(attributes, "window_size_left"))),
+        right(std::min(kMost, NeedAttribute<int64_t>(attributes, "window_size_right"))),
+        layout(NeedAttribute<int64_t>(attributes, "qkv_layout")),
+        bias_type(NeedAttribute<int64_t>(attributes, "bias_type")),
+        mask_type(NeedAttribute<int64_t>(attributes, "mask_type")),
+        softmax_type(NeedAttribute<int64_t>(attributes, "softmax_type")),
+        bottom_right(NeedAttribute<bool>(attributes, "bottom_right_diagonal")),
+        deterministic(NeedAttribute<bool>(attributes, "deterministic")),
+        scale(static_cast<float>(NeedAttribute<double>(attributes, "scaling_factor"))),
+        dropout(NeedAttribute<bool>(attributes, "is_training")
+                    ? static_cast<float>(NeedAttribute<double>(attributes, "dropout_probability"))
                     : 0.0f) {
     for (int64_t size : {batch, bias_batch, q_length, kv_length, bias_heads}) {
       if (size < 0) throw invalid_argument("an attribute that is a size is ", size);
     }
+    NeedFew({3, batch, most_segments, std::max(q_length, kv_length), heads,
+             std::max(qk_size, v_size)});
+    NeedFew({batch, heads, q_length, kv_length});
     if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0) {
       throw invalid_argument("attn_heads is ", heads, " and num_gqa_groups ", kv_heads,
                              ", of which it must be a multiple");
@@ -88,13 +92,16 @@ struct AttentionConfig {
   float scale, dropout;
 
  private:
-  template <typename T, class Attributes>
-  static T Get(const Attributes& attributes, const char* name) {
-    const auto value = attributes.template get<T>(name);
-    if (!value.has_value()) {
-      throw invalid_argument("attribute ", name, " is missing, or of another type");
+  static constexpr int64_t kMost = int64_t{1} << 59;  // numbers of an array, whose bytes are counted
+
+  // Throws where the product of sizes is more than there can be.
+  static void NeedFew(std::initializer_list<int64_t> sizes) {
+    int64_t product = 1;
+    for (int64_t size : sizes) {
+      if (size > 0 && (__builtin_mul_overflow(product, size, &product) || product > kMost)) {
+        throw invalid_argument("the attributes are those of arrays of more than 2**59 numbers");
+      }
     }
-    return *value;
   }
 
   static void Need(const char* name, int64_t value, int64_t most) {

@@ -160,15 +160,21 @@ void XlaScheduler::schedule(std::function<void()> task) {
   args.task(args.data);
 }
 
-XLA_FFI_Error* RunInstantiate(XLA_FFI_CallFrame* frame, const char* target, Warm* warm) {
+XLA_FFI_Error* RunInstantiate(XLA_FFI_CallFrame* frame, const char* target,
+                              void (*warm)(const Attributes&)) {
   return Run(*frame, target, XLA_FFI_ExecutionStage_INSTANTIATE, [&] {
     warm(Attributes(frame->attrs));
     CountWarm(target);
   });
 }
 
-XLA_FFI_Error* RunExecute(XLA_FFI_CallFrame* frame, const char* target, Body* body) {
-  return Run(*frame, target, XLA_FFI_ExecutionStage_EXECUTE, [&] { body(Call(*frame)); });
+XLA_FFI_Error* RunExecute(XLA_FFI_CallFrame* frame, const char* target,
+                          void (*run)(const Call&, const Parallel&)) {
+  return Run(*frame, target, XLA_FFI_ExecutionStage_EXECUTE, [&] {
+    const Call call(*frame);
+    XlaScheduler scheduler(call);
+    run(call, Parallel(scheduler));
+  });
 }
 
 }  // namespace jaxtap::ffi

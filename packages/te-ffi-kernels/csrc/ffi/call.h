@@ -76,27 +76,39 @@ class XlaScheduler : public Scheduler {
   int threads_;
 };
 
-using Warm = void(const Attributes&);
-using Body = void(const Call&);
+// What the stages do. `warm` and `run` throw for what can't be.
+XLA_FFI_Error* RunInstantiate(XLA_FFI_CallFrame* frame, const char* target,
+                              void (*warm)(const Attributes&));
+XLA_FFI_Error* RunExecute(XLA_FFI_CallFrame* frame, const char* target,
+                          void (*run)(const Call&, const Parallel&));
 
-// What the stages do. `warm` and `body` throw for what can't be.
-XLA_FFI_Error* RunInstantiate(XLA_FFI_CallFrame* frame, const char* target, Warm* warm);
-XLA_FFI_Error* RunExecute(XLA_FFI_CallFrame* frame, const char* target, Body* body);
+// The handlers of an op. Put one as a static variable beside the functions.
+//
+// `Op` describes the op for all platforms: it has a `kTarget`; a `Config`, which is made of the
+// attributes; and is itself made of a call. Both throw for what can't be.
+template <class Op, void (*kWarm)(const typename Op::Config&),
+          void (*kRun)(const Op&, const Parallel&)>
+struct Handlers {
+  Handlers() { Targets().push_back({Op::kTarget, Instantiate, Execute}); }
 
-template <const char* kTarget, Warm* kWarm>
-XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
-  return RunInstantiate(frame, kTarget, kWarm);
-}
+  // Of an op that has no warm-up, and why.
+  explicit Handlers(const char* no_warm_up) {
+    Targets().push_back({Op::kTarget, nullptr, Execute, no_warm_up});
+  }
 
-template <const char* kTarget, Body* kBody>
-XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-  return RunExecute(frame, kTarget, kBody);
-}
+ private:
+  static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+    return RunInstantiate(frame, Op::kTarget, [](const Attributes& attributes) {
+      const typename Op::Config config(attributes);
+      if constexpr (kWarm != nullptr) kWarm(config);
+    });
+  }
 
-// The handlers of a target. Put one as a static variable beside the functions.
-template <const char* kTarget, Warm* kWarm, Body* kBody>
-struct Handlers : Registration {
-  Handlers() : Registration({kTarget, Instantiate<kTarget, kWarm>, Execute<kTarget, kBody>}) {}
+  static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
+    return RunExecute(frame, Op::kTarget, [](const Call& call, const Parallel& parallel) {
+      kRun(Op(call), parallel);
+    });
+  }
 };
 
 }  // namespace jaxtap::ffi

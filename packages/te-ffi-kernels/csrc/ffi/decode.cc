@@ -39,8 +39,73 @@ struct DecodeConfig {
   bool heads_first;
 };
 
-void Warm(const Attributes& attributes) {
-  const DecodeConfig config(attributes);
+struct DecodeCall {
+  static constexpr char kTarget[] = "te_ffi_kernels.decode_attention";
+  using Config = DecodeConfig;
+
+  explicit DecodeCall(const Call& call) {
+    const Config config(call.attributes);
+    call.NeedCounts(4 + 2 * config.scaled + config.masked, 1);
+    const Array q = call.Operand(0, "q"), keys = call.Operand(1, "keys");
+    const Array values = call.Operand(2, "values"), lengths = call.Operand(3, "lengths");
+    const Array out = call.Result(0, "out");
+    q.NeedRank(5).NeedDtype({DType::F32, DType::BF16, DType::F16});
+    keys.NeedRank(4).NeedDtype({DType::F32, DType::BF16, DType::F16, DType::S8});
+    config.Set(args);
+    args.batch = q.shape[0];
+    args.queries = q.shape[1];
+    args.kv_heads = q.shape[2];
+    args.group = q.shape[3];
+    args.size = q.shape[4];
+    args.positions = keys.shape[config.heads_first ? 2 : 1];
+    // The second and third axis of the cache.
+    const int64_t first = config.heads_first ? args.kv_heads : args.positions;
+    const int64_t second = config.heads_first ? args.positions : args.kv_heads;
+    keys.NeedShape({args.batch, first, second, args.size},
+                   "the batch, the heads of keys, any positions and the size of a head of q");
+    values.NeedDtype({keys.dtype}).NeedShape({args.batch, first, second, args.size}, "that of keys");
+    lengths.NeedDtype({DType::S32}).NeedShape({args.batch}, "the batch");
+    out.NeedDtype({DType::F32, DType::BF16, DType::F16})
+        .NeedShape({args.batch, args.queries, args.kv_heads, args.group, args.size}, "that of q");
+    args.q = q.data;
+    args.q_dtype = q.dtype;
+    args.keys = keys.data;
+    args.values = values.data;
+    args.cache_dtype = keys.dtype;
+    args.lengths = static_cast<const int32_t*>(lengths.data);
+    args.out = out.data;
+    args.out_dtype = out.dtype;
+    if (config.scaled != (keys.dtype == DType::S8)) {
+      throw invalid_argument("keys is ", keys.Text(), ", and int8 alone must have scales");
+    }
+    if (config.scaled) {
+      const Array of_keys = call.Operand(4, "key_scale"), of_values = call.Operand(5, "value_scale");
+      for (const Array& scale : {of_keys, of_values}) {
+        scale.NeedDtype({DType::F32})
+            .NeedShape({args.batch, first, second}, "that of keys but for the last");
+      }
+      args.key_scales = static_cast<const float*>(of_keys.data);
+      args.value_scales = static_cast<const float*>(of_values.data);
+    }
+    if (config.masked) {
+      const Array mask = call.Operand(4 + 2 * config.scaled, "mask");
+      mask.NeedRank(3).NeedDtype({DType::PRED});
+      args.mask_batch = mask.shape[0];
+      args.mask_queries = mask.shape[1];
+      if ((args.mask_batch != 1 && args.mask_batch != args.batch) ||
+          (args.mask_queries != 1 && args.mask_queries != args.queries) ||
+          mask.shape[2] != args.positions) {
+        throw invalid_argument("mask is ", mask.Text(), ", and must be [", args.batch, " or 1, ",
+                               args.queries, " or 1, ", args.positions, "]");
+      }
+      args.mask = static_cast<const uint8_t*>(mask.data);
+    }
+  }
+
+  Attention args;
+};
+
+void Warm(const DecodeConfig& config) {
   constexpr int64_t kSize = 64, kPositions = 64;
   std::vector<float> q(kSize), keys(kPositions * kSize), out(kSize);
   const int32_t length = kPositions;
@@ -56,70 +121,11 @@ void Warm(const Attributes& attributes) {
   decode::attend(args, Parallel());
 }
 
-void Run(const Call& call) {
-  const DecodeConfig config(call.attributes);
-  call.NeedCounts(4 + 2 * config.scaled + config.masked, 1);
-  const Array q = call.Operand(0, "q"), keys = call.Operand(1, "keys");
-  const Array values = call.Operand(2, "values"), lengths = call.Operand(3, "lengths");
-  const Array out = call.Result(0, "out");
-  q.NeedRank(5).NeedDtype({DType::F32, DType::BF16, DType::F16});
-  keys.NeedRank(4).NeedDtype({DType::F32, DType::BF16, DType::F16, DType::S8});
-  Attention args;
-  config.Set(args);
-  args.batch = q.shape[0];
-  args.queries = q.shape[1];
-  args.kv_heads = q.shape[2];
-  args.group = q.shape[3];
-  args.size = q.shape[4];
-  args.positions = keys.shape[config.heads_first ? 2 : 1];
-  // The second and third axis of the cache.
-  const int64_t first = config.heads_first ? args.kv_heads : args.positions;
-  const int64_t second = config.heads_first ? args.positions : args.kv_heads;
-  keys.NeedShape({args.batch, first, second, args.size},
-                 "the batch, the heads of keys, any positions and the size of a head of q");
-  values.NeedDtype({keys.dtype}).NeedShape({args.batch, first, second, args.size}, "that of keys");
-  lengths.NeedDtype({DType::S32}).NeedShape({args.batch}, "the batch");
-  out.NeedDtype({DType::F32, DType::BF16, DType::F16})
-      .NeedShape({args.batch, args.queries, args.kv_heads, args.group, args.size}, "that of q");
-  args.q = q.data;
-  args.q_dtype = q.dtype;
-  args.keys = keys.data;
-  args.values = values.data;
-  args.cache_dtype = keys.dtype;
-  args.lengths = static_cast<const int32_t*>(lengths.data);
-  args.out = out.data;
-  args.out_dtype = out.dtype;
-  if (config.scaled != (keys.dtype == DType::S8)) {
-    throw invalid_argument("keys is ", keys.Text(), ", and int8 alone must have scales");
-  }
-  if (config.scaled) {
-    const Array of_keys = call.Operand(4, "key_scale"), of_values = call.Operand(5, "value_scale");
-    for (const Array& scale : {of_keys, of_values}) {
-      scale.NeedDtype({DType::F32})
-          .NeedShape({args.batch, first, second}, "that of keys but for the last");
-    }
-    args.key_scales = static_cast<const float*>(of_keys.data);
-    args.value_scales = static_cast<const float*>(of_values.data);
-  }
-  if (config.masked) {
-    const Array mask = call.Operand(4 + 2 * config.scaled, "mask");
-    mask.NeedRank(3).NeedDtype({DType::PRED});
-    args.mask_batch = mask.shape[0];
-    args.mask_queries = mask.shape[1];
-    if ((args.mask_batch != 1 && args.mask_batch != args.batch) ||
-        (args.mask_queries != 1 && args.mask_queries != args.queries) ||
-        mask.shape[2] != args.positions) {
-      throw invalid_argument("mask is ", mask.Text(), ", and must be [", args.batch, " or 1, ",
-                             args.queries, " or 1, ", args.positions, "]");
-    }
-    args.mask = static_cast<const uint8_t*>(mask.data);
-  }
-  XlaScheduler scheduler(call);
-  decode::attend(args, Parallel(scheduler));
+void Run(const DecodeCall& given, const Parallel& parallel) {
+  decode::attend(given.args, parallel);
 }
 
-constexpr char kTarget[] = "te_ffi_kernels.decode_attention";
-const Handlers<kTarget, Warm, Run> kOne;
+const Handlers<DecodeCall, Warm, Run> kHandlers;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -8,42 +8,48 @@
 
 namespace jaxtap::ffi {
 
-// What it's told at compile time.
 struct PackConfig {
+  template <class Attributes>
+  PackConfig(const Attributes& attributes, int given_bits)
+      : group(NeedAttribute<int64_t>(attributes, "group")),
+        bits(given_bits) {
+    panel_layout(group == 0 ? 1 : group, group, bits);  // throws for groups that there can't be
+  }
+
   int64_t group;
   int bits;
-  int64_t version;  // of the format
-
-  // Throws for groups and versions that there can't be.
-  void Check() const { Layout(group == 0 ? 1 : group, 32); }
-
-  PanelLayout Layout(int64_t k, int scale_bits) const {
-    return panel_layout(k, group, bits, static_cast<int>(version), scale_bits);
-  }
 };
 
-template <class Attributes>
-PackConfig PackConfigOf(const Attributes& attributes, int bits) {
-  return {NeedAttribute<int64_t>(attributes, "group"), bits,
-          AttributeOr<int64_t>(attributes, "version", 1)};
-}
+inline constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
+inline constexpr char kPackW4[] = "te_ffi_kernels.pack_w4";
 
+template <const char* kName, int kBits>
 struct PackCall {
-  Array codes, scale, buffer;
+  static constexpr const char* kTarget = kName;
+  struct Config : PackConfig {
+    template <class Attributes>
+    explicit Config(const Attributes& attributes) : PackConfig(attributes, kBits) {}
+  };
 
-  // Returns the layout of the buffer.
-  PanelLayout Check(const PackConfig& config) const {
+  template <class Call>
+  explicit PackCall(const Call& call)
+      : config(ConfigOf<Config>(call, 2, 1)),
+        codes(call.Operand(0, "codes")),
+        scale(call.Operand(1, "scale")),
+        buffer(call.Result(0, "buffer")) {
     codes.NeedRank(2).NeedDtype({DType::S8});
     scale.NeedDtype({DType::F32, DType::F16});
-    const int scale_bits = scale.dtype == DType::F32 ? 32 : 16;
-    const PanelLayout layout = config.Layout(codes.shape[0], scale_bits);
+    layout = panel_layout(codes.shape[0], config.group, kBits, scale.dtype == DType::F32 ? 32 : 16);
     const int64_t n = codes.shape[1];
     scale.NeedShape({layout.scales(), n}, "groups and the columns of codes");
     buffer.NeedDtype({DType::U8})
         .NeedShape({panel_count(n, layout.columns()), layout.panel_bytes()},
                    "panels and the bytes of one");
-    return layout;
   }
+
+  Config config;
+  Array codes, scale, buffer;
+  PanelLayout layout;  // of the buffer
 };
 
 }  // namespace jaxtap::ffi

@@ -22,9 +22,4 @@ inline std::vector<Target>& Targets() {
   return *targets;
 }
 
-// Put as a static variable beside the handlers.
-struct Registration {
-  explicit Registration(Target target) { Targets().push_back(target); }
-};
-
 }  // namespace jaxtap::ffi

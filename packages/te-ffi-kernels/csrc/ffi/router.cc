@@ -1,5 +1,4 @@
-// Handlers of the router: with Transformer Engine's operands, attributes and results, and its number
-// 2 (sqrtsoftplus) of score functions beside.
+// Handlers of the router.
 
 #include <vector>
 
@@ -13,11 +12,8 @@ namespace {
 
 using router::Options;
 
-constexpr char kForward[] = "te_ffi_kernels.fused_topk_with_score_function_forward";
-constexpr char kBackward[] = "te_ffi_kernels.fused_topk_with_score_function_backward";
-
 // As many experts as the options ask for, for warm-ups.
-void SomeExperts(Options& options) {
+Options SomeExperts(Options options) {
   constexpr int64_t kMost = 1 << 12;
   if (options.topk > kMost || options.groups > kMost) {  // more than a warm-up is worth
     options.topk = 8;
@@ -27,11 +23,11 @@ void SomeExperts(Options& options) {
       options.group_topk > 0 ? (options.topk / options.group_topk + 15) / 16 * 16 : 16;
   options.experts =
       options.group_topk > 0 ? each * options.groups : (options.topk + 15) / 16 * 16;
+  return options;
 }
 
-void WarmForward(const Attributes& attributes) {
-  Options options = RouterOptions(attributes, true);
-  SomeExperts(options);
+void WarmForward(const RouterConfig<true>& config) {
+  const Options options = SomeExperts(config.options);
   const auto size = static_cast<size_t>(options.experts);
   std::vector<float> logits(size), probs(size), saved(size);
   std::vector<uint8_t> map(size);
@@ -47,28 +43,15 @@ void WarmForward(const Attributes& attributes) {
 
 struct Bias {};
 
-void Forward(const Call& call) {
-  call.NeedCounts(2, 3);
-  Options options = RouterOptions(call.attributes, true);
-  const RouterForwardCall given = {call.Operand(0, "logits"), call.Operand(1, "expert_bias"),
-                                   call.Result(0, "probs"), call.Result(1, "routing_map"),
-                                   call.Result(2, "intermediate_output")};
+void Forward(const RouterForwardCall& given, const Parallel& parallel) {
   router::Forward args;
-  args.tokens = given.Check(options);
-  args.options = options;
-  args.dtype = te::float_of(given.logits.dtype);
-  args.logits = given.logits.data;
-  if (given.has_bias(options)) args.bias = ToFloats<Bias>(given.bias);
-  args.probs = given.probs.data;
-  args.map = static_cast<uint8_t*>(given.map.data);
-  args.saved = static_cast<float*>(given.saved.data);
-  XlaScheduler scheduler(call);
-  router::forward(args, Parallel(scheduler));
+  given.Set(args);
+  if (given.has_bias()) args.bias = ToFloats<Bias>(given.bias);
+  router::forward(args, parallel);
 }
 
-void WarmBackward(const Attributes& attributes) {
-  Options options = RouterOptions(attributes, false);
-  SomeExperts(options);
+void WarmBackward(const RouterConfig<false>& config) {
+  const Options options = SomeExperts(config.options);
   const auto size = static_cast<size_t>(options.experts);
   std::vector<float> grad(size), saved(size), out(size);
   std::vector<uint8_t> map(size);
@@ -82,26 +65,12 @@ void WarmBackward(const Attributes& attributes) {
   router::backward(args, Parallel());
 }
 
-void Backward(const Call& call) {
-  call.NeedCounts(3, 1);
-  Options options = RouterOptions(call.attributes, false);
-  const RouterBackwardCall given = {
-      call.Operand(0, "routing_map"), call.Operand(1, "intermediate_output"),
-      call.Operand(2, "grad_probs"), call.Result(0, "grad_logits")};
-  router::Backward args;
-  args.tokens = given.Check(options);
-  args.options = options;
-  args.dtype = te::float_of(given.grad.dtype);
-  args.map = static_cast<const uint8_t*>(given.map.data);
-  args.saved = static_cast<const float*>(given.saved.data);
-  args.grad = given.grad.data;
-  args.out = given.out.data;
-  XlaScheduler scheduler(call);
-  router::backward(args, Parallel(scheduler));
+void Backward(const RouterBackwardCall& given, const Parallel& parallel) {
+  router::backward(given.args, parallel);
 }
 
-const Handlers<kForward, WarmForward, Forward> kOne;
-const Handlers<kBackward, WarmBackward, Backward> kTwo;
+const Handlers<RouterForwardCall, WarmForward, Forward> kForward;
+const Handlers<RouterBackwardCall, WarmBackward, Backward> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::ffi

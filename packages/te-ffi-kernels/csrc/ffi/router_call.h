@@ -5,6 +5,7 @@
 #include "ffi/attributes.h"
 #include "ffi/te_arguments.h"
 #include "router/check.h"
+#include "router/router.h"
 
 namespace jaxtap::ffi {
 
@@ -56,19 +57,29 @@ inline void NeedMap(const Array& map, const router::Options& options, int64_t to
            bits ? "a bit for each expert" : "one for each expert");
 }
 
+template <bool kForward>
+struct RouterConfig {
+  template <class Attributes>
+  explicit RouterConfig(const Attributes& attributes)
+      : options(RouterOptions(attributes, kForward)) {}
+
+  router::Options options;
+};
+
 struct RouterForwardCall {
-  Array logits, bias, probs, map, saved;
+  static constexpr char kTarget[] = "te_ffi_kernels.fused_topk_with_score_function_forward";
+  using Config = RouterConfig<true>;
 
-  // Whether there is a bias, and it's used.
-  bool has_bias(const router::Options& options) const {
-    return !options.dense && bias.size() != 0;
-  }
-
-  // Returns how many tokens there are; the options know of experts afterwards.
-  int64_t Check(router::Options& options) const {
-    NeedFloat(logits);
-    const int64_t tokens = TakeExperts(logits, options);
-    if (has_bias(options)) {
+  template <class Call>
+  explicit RouterForwardCall(const Call& call)
+      : options(ConfigOf<Config>(call, 2, 3).options),
+        logits(call.Operand(0, "logits")),
+        bias(call.Operand(1, "expert_bias")),
+        probs(call.Result(0, "probs")),
+        map(call.Result(1, "routing_map")),
+        saved(call.Result(2, "intermediate_output")),
+        tokens(TakeExperts(NeedFloat(logits), options)) {
+    if (has_bias()) {
       NeedSize(NeedFloat(bias), options.experts, "one for each expert, or none");
       if (options.score == router::Score::kSoftmax) {
         throw invalid_argument("expert_bias is ", bias.Text(),
@@ -79,22 +90,49 @@ struct RouterForwardCall {
     NeedSize(probs, logits.size(), "as logits");
     NeedMap(map, options, tokens);
     NeedSize(saved.NeedDtype({DType::F32}), logits.size(), "as logits");
-    return tokens;
   }
+
+  // Whether there is a bias, and it's used.
+  bool has_bias() const { return !options.dense && bias.size() != 0; }
+
+  // Sets what platforms' routers are told alike: all but the bias.
+  template <class Forward>
+  void Set(Forward& args) const {
+    args.options = options;
+    args.tokens = tokens;
+    args.dtype = te::float_of(logits.dtype);
+    args.logits = logits.data;
+    args.probs = probs.data;
+    args.map = static_cast<uint8_t*>(map.data);
+    args.saved = static_cast<float*>(saved.data);
+  }
+
+  router::Options options;
+  Array logits, bias, probs, map, saved;
+  int64_t tokens;
 };
 
 struct RouterBackwardCall {
-  Array map, saved, grad, out;
+  static constexpr char kTarget[] = "te_ffi_kernels.fused_topk_with_score_function_backward";
+  using Config = RouterConfig<false>;
 
-  // As that of the forward pass.
-  int64_t Check(router::Options& options) const {
-    NeedFloat(grad);
-    const int64_t tokens = TakeExperts(grad, options);
-    if (!options.dense) NeedMap(map, options, tokens);
+  template <class Call>
+  explicit RouterBackwardCall(const Call& call) {
+    args.options = ConfigOf<Config>(call, 3, 1).options;
+    const Array map = call.Operand(0, "routing_map"), grad = call.Operand(2, "grad_probs");
+    const Array saved = call.Operand(1, "intermediate_output"), out = call.Result(0, "grad_logits");
+    args.tokens = TakeExperts(NeedFloat(grad), args.options);
+    if (!args.options.dense) NeedMap(map, args.options, args.tokens);
     NeedSize(saved.NeedDtype({DType::F32}), grad.size(), "as grad_probs");
     NeedSize(out.NeedDtype({grad.dtype}), grad.size(), "as grad_probs");
-    return tokens;
+    args.dtype = te::float_of(grad.dtype);
+    args.map = static_cast<const uint8_t*>(map.data);
+    args.saved = static_cast<const float*>(saved.data);
+    args.grad = grad.data;
+    args.out = out.data;
   }
+
+  router::Backward args;
 };
 
 }  // namespace jaxtap::ffi

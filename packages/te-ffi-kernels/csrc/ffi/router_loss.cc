@@ -1,4 +1,4 @@
-// Handlers of the router's loss, with Transformer Engine's operands, attributes and results.
+// Handlers of the router's loss.
 
 #include <vector>
 
@@ -9,9 +9,6 @@
 
 namespace jaxtap::ffi {
 namespace {
-
-constexpr char kLoss[] = "te_ffi_kernels.fused_moe_aux_loss_forward";
-constexpr char kLossGradient[] = "te_ffi_kernels.fused_moe_aux_loss_backward";
 
 struct Counts {};
 struct Grads {};
@@ -25,47 +22,39 @@ router::Loss LossOf(const RouterLossShape& shape, const Array& probs) {
   return args;
 }
 
-void Loss(const Call& call) {
-  call.NeedCounts(2, 2);
-  const RouterLossConfig config(call.attributes);
-  const RouterLossCall given = {call.Operand(0, "probs"), call.Operand(1, "tokens_per_expert"),
-                                call.Result(0, "aux_loss"), call.Result(1, "const_buf")};
-  const auto& [probs, tokens, aux_loss, const_buf] = given;
-  const RouterLossShape shape = given.Check();
-  router::Loss args = LossOf(shape, probs);
-  args.coefficient = router::coefficient(args.tokens, args.experts, config.topk, config.coeff);
-  const float* counts = ToFloats<Counts>(tokens);
-  XlaScheduler scheduler(call);
-  const int64_t bytes = args.tokens * args.experts * static_cast<int64_t>(byte_size(probs.dtype));
+void Loss(const RouterLossCall& given, const Parallel& parallel) {
+  const RouterLossShape& shape = given.shape;
+  router::Loss args = LossOf(shape, given.probs);
+  args.coefficient = given.coefficient();
+  const float* counts = ToFloats<Counts>(given.tokens_per_expert);
+  float* const numbers = static_cast<float*>(given.const_buf.data);
+  const int64_t bytes =
+      args.tokens * args.experts * static_cast<int64_t>(byte_size(given.probs.dtype));
   for (int64_t i = 0; i < shape.batch; ++i) {
-    const float loss = router::loss(args, static_cast<const char*>(probs.data) + i * bytes,
-                                    counts + i * args.experts, Parallel(scheduler));
-    SetFloat(aux_loss, i, loss);
-    static_cast<float*>(const_buf.data)[2 * i] = args.coefficient;
-    static_cast<float*>(const_buf.data)[2 * i + 1] = loss;
+    const float loss = router::loss(args, static_cast<const char*>(given.probs.data) + i * bytes,
+                                    counts + i * args.experts, parallel);
+    SetFloat(given.aux_loss, i, loss);
+    numbers[2 * i] = args.coefficient;
+    numbers[2 * i + 1] = loss;
   }
 }
 
-void LossGradient(const Call& call) {
-  call.NeedCounts(3, 1);
-  const RouterLossGradientCall given = {
-      call.Operand(0, "const_buf"), call.Operand(1, "tokens_per_expert"),
-      call.Operand(2, "grad_aux_loss"), call.Result(0, "grad_probs")};
-  const auto& [const_buf, tokens, grad, out] = given;
-  const RouterLossShape shape = given.Check();
-  router::Loss args = LossOf(shape, out);
-  const float* counts = ToFloats<Counts>(tokens);
-  const float* grads = ToFloats<Grads>(grad);
-  XlaScheduler scheduler(call);
-  const int64_t bytes = args.tokens * args.experts * static_cast<int64_t>(byte_size(out.dtype));
+void LossGradient(const RouterLossGradientCall& given, const Parallel& parallel) {
+  const RouterLossShape& shape = given.shape;
+  router::Loss args = LossOf(shape, given.out);
+  const float* counts = ToFloats<Counts>(given.tokens_per_expert);
+  const float* grads = ToFloats<Grads>(given.grad);
+  const int64_t bytes =
+      args.tokens * args.experts * static_cast<int64_t>(byte_size(given.out.dtype));
   for (int64_t i = 0; i < shape.batch; ++i) {
-    args.coefficient = static_cast<const float*>(const_buf.data)[2 * i];
+    args.coefficient = static_cast<const float*>(given.const_buf.data)[2 * i];
     router::loss_gradient(args, counts + i * args.experts, grads[i],
-                          static_cast<char*>(out.data) + i * bytes, Parallel(scheduler));
+                          static_cast<char*>(given.out.data) + i * bytes, parallel);
   }
 }
 
-void WarmBoth() {
+template <class Config>
+void Warm(const Config&) {
   constexpr int64_t kSide = 32;
   const std::vector<float> probs(kSide * kSide, 0.5f);
   std::vector<float> out(probs.size());
@@ -76,15 +65,9 @@ void WarmBoth() {
   router::loss_gradient(args, probs.data(), 1.0f, out.data(), Parallel());
 }
 
-void WarmLoss(const Attributes& attributes) {
-  RouterLossConfig config(attributes);
-  WarmBoth();
-}
-
-void WarmLossGradient(const Attributes&) { WarmBoth(); }
-
-const Handlers<kLoss, WarmLoss, Loss> kOne;
-const Handlers<kLossGradient, WarmLossGradient, LossGradient> kTwo;
+const Handlers<RouterLossCall, Warm<RouterLossCall::Config>, Loss> kLoss;
+const Handlers<RouterLossGradientCall, Warm<RouterLossGradientCall::Config>, LossGradient>
+    kLossGradient;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -5,6 +5,7 @@
 
 #include "ffi/attributes.h"
 #include "ffi/te_arguments.h"
+#include "router/options.h"
 
 namespace jaxtap::ffi {
 
@@ -40,23 +41,50 @@ struct RouterLossShape {
 };
 
 struct RouterLossCall {
-  Array probs, tokens_per_expert, aux_loss, const_buf;
+  static constexpr char kTarget[] = "te_ffi_kernels.fused_moe_aux_loss_forward";
+  using Config = RouterLossConfig;
 
-  RouterLossShape Check() const {
-    const RouterLossShape shape(probs, tokens_per_expert, const_buf);
+  template <class Call>
+  explicit RouterLossCall(const Call& call)
+      : config(ConfigOf<Config>(call, 2, 2)),
+        probs(call.Operand(0, "probs")),
+        tokens_per_expert(call.Operand(1, "tokens_per_expert")),
+        aux_loss(call.Result(0, "aux_loss")),
+        const_buf(call.Result(1, "const_buf")),
+        shape(probs, tokens_per_expert, const_buf) {
     NeedSize(aux_loss.NeedDtype({probs.dtype}), shape.batch, "the loss");
-    return shape;
   }
+
+  float coefficient() const {
+    return router::coefficient(shape.tokens, shape.experts, config.topk, config.coeff);
+  }
+
+  Config config;
+  Array probs, tokens_per_expert, aux_loss, const_buf;
+  RouterLossShape shape;
 };
 
 struct RouterLossGradientCall {
-  Array const_buf, tokens_per_expert, grad, out;
+  static constexpr char kTarget[] = "te_ffi_kernels.fused_moe_aux_loss_backward";
+  struct Config {  // of no attributes
+    template <class Attributes>
+    explicit Config(const Attributes&) {}
+  };
 
-  RouterLossShape Check() const {
-    const RouterLossShape shape(out, tokens_per_expert, const_buf);
+  template <class Call>
+  explicit RouterLossGradientCall(const Call& call)
+      : config(ConfigOf<Config>(call, 3, 1)),
+        const_buf(call.Operand(0, "const_buf")),
+        tokens_per_expert(call.Operand(1, "tokens_per_expert")),
+        grad(call.Operand(2, "grad_aux_loss")),
+        out(call.Result(0, "grad_probs")),
+        shape(out, tokens_per_expert, const_buf) {
     NeedSize(grad.NeedDtype({out.dtype}), shape.batch, "the gradient of the loss");
-    return shape;
   }
+
+  Config config;
+  Array const_buf, tokens_per_expert, grad, out;
+  RouterLossShape shape;
 };
 
 }  // namespace jaxtap::ffi

@@ -1,5 +1,4 @@
-// Handlers of act_lu and dact_dbias_quantize, with Transformer Engine's arguments, results and
-// attributes. Sums for a bias go with all activations here.
+// Handlers of act_lu and dact_dbias_quantize. Sums for a bias go with all activations here.
 
 #include <vector>
 
@@ -14,8 +13,6 @@ namespace {
 
 using Config = ActivationConfig;
 
-constexpr char kForward[] = "te_ffi_kernels.act_lu";
-constexpr char kBackward[] = "te_ffi_kernels.dact_dbias_quantize";
 constexpr int64_t kSide = te::kTile;
 
 // One run on floats, and one of the quantizer's loops.
@@ -51,48 +48,30 @@ activations::Operands OperandsOf(const Config& config, const Array& x, const Mat
   return operands;
 }
 
-void WarmForward(const Attributes& attributes) {
-  WarmSource<activations::Activated>(Config(attributes), kSide, false);
+void WarmForward(const Config& config) {
+  WarmSource<activations::Activated>(config, kSide, false);
 }
 
-void Forward(const Call& call) {
-  call.NeedCounts(3, 5);
-  const Config config(call.attributes);
-  const ActivationCall given = {call.Operand(0, "x"), call.Operand(1, "scale"),
-                                call.Operand(2, "amax"), ReadOutputs(call)};
-  const Matrix matrix = given.Check(config);
-  const activations::Operands operands = OperandsOf(config, given.x, matrix);
-  const activations::Activated source(operands);
-  XlaScheduler scheduler(call);
-  RunOutputs(config.output, source, given.x.dtype, matrix, given.scale, given.amax, given.outputs,
-             nullptr, Parallel(scheduler));
+void Forward(const ActivationCall& given, const Parallel& parallel) {
+  const activations::Operands operands = OperandsOf(given.config, given.x, given.rows);
+  RunOutputs(given.outputs, activations::Activated(operands), nullptr, parallel);
 }
 
-void WarmBackward(const Attributes& attributes) {
-  const Config config(attributes);
-  WarmSource<activations::Derived>(config, config.parts() * kSide,
-                                   NeedAttribute<bool>(attributes, "is_dbias"));
+void WarmBackward(const ActivationGradientConfig& config) {
+  WarmSource<activations::Derived>(config, config.parts() * kSide, config.is_dbias);
 }
 
-void Backward(const Call& call) {
-  call.NeedCounts(4, 7);  // the last result is a workspace, which isn't used
-  const Config config(call.attributes);
-  const bool is_dbias = NeedAttribute<bool>(call.attributes, "is_dbias");
-  const ActivationGradientCall given = {call.Operand(0, "dz"),    call.Operand(1, "x"),
-                                        call.Operand(2, "scale"), call.Operand(3, "amax"),
-                                        ReadOutputs(call),        call.Result(5, "dbias")};
-  const auto [rows, matrix] = given.Check(config, is_dbias);
+void Backward(const ActivationGradientCall& given, const Parallel& parallel) {
+  const bool is_dbias = given.config.is_dbias;
   if (!is_dbias) Clear({given.dbias});
-  activations::Operands operands = OperandsOf(config, given.x, rows);
+  activations::Operands operands = OperandsOf(given.config, given.x, given.rows);
   operands.dz = given.dz.data;
-  const activations::Derived source(operands);
-  XlaScheduler scheduler(call);
-  RunOutputs(config.output, source, given.x.dtype, matrix, given.scale, given.amax, given.outputs,
-             is_dbias ? given.dbias.data : nullptr, Parallel(scheduler));
+  RunOutputs(given.outputs, activations::Derived(operands), is_dbias ? given.dbias.data : nullptr,
+             parallel);
 }
 
-const Handlers<kForward, WarmForward, Forward> kOne;
-const Handlers<kBackward, WarmBackward, Backward> kTwo;
+const Handlers<ActivationCall, WarmForward, Forward> kForward;
+const Handlers<ActivationGradientCall, WarmBackward, Backward> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 
 #include "activations/activation.h"
 #include "ffi/attributes.h"
@@ -13,10 +12,8 @@ namespace jaxtap::ffi {
 
 template <typename T, class Attributes>
 T ActivationMember(const Attributes& dictionary, const char* name) {
-  if (dictionary.contains(name)) {
-    const auto value = dictionary.template get<T>(name);
-    if (value.has_value()) return *value;
-  }
+  const auto value = dictionary.template get<T>(name);
+  if (value.has_value()) return *value;
   throw invalid_argument("act_params has no member ", name, ", or one of another type than it ",
                          "must have: {clamped_swiglu: {limit, alpha, glu_linear_offset}}, of f32");
 }
@@ -49,6 +46,14 @@ struct ActivationConfig {
   OutputConfig output;
 };
 
+struct ActivationGradientConfig : ActivationConfig {
+  template <class Attributes>
+  explicit ActivationGradientConfig(const Attributes& attributes)
+      : ActivationConfig(attributes), is_dbias(NeedAttribute<bool>(attributes, "is_dbias")) {}
+
+  bool is_dbias;
+};
+
 // [rows, columns of one part].
 inline Matrix ActivationRows(const ActivationConfig& config, const Array& x) {
   NeedFloat(x);
@@ -61,32 +66,48 @@ inline Matrix ActivationRows(const ActivationConfig& config, const Array& x) {
 }
 
 struct ActivationCall {
-  Array x, scale, amax;
-  Outputs outputs;
+  static constexpr char kTarget[] = "te_ffi_kernels.act_lu";
+  using Config = ActivationConfig;
 
-  // Returns the rows, with the columns of one part.
-  Matrix Check(const ActivationConfig& config) const {
-    const Matrix matrix = ActivationRows(config, x);
-    CheckOutputs(config.output, x, matrix, scale, amax, outputs);
-    return matrix;
-  }
+  template <class Call>
+  explicit ActivationCall(const Call& call)
+      : config(ConfigOf<Config>(call, 3, 5)),
+        x(call.Operand(0, "x")),
+        rows(ActivationRows(config, x)),
+        outputs(call, config.output, 1, x.dtype, rows) {}
+
+  Config config;
+  Array x;
+  Matrix rows;
+  Outputs outputs;
 };
 
 struct ActivationGradientCall {
-  Array dz, x, scale, amax;
-  Outputs outputs;
-  Array dbias;
+  static constexpr char kTarget[] = "te_ffi_kernels.dact_dbias_quantize";
+  using Config = ActivationGradientConfig;
 
-  // Returns the rows, with the columns of one part, and those of dx.
-  std::pair<Matrix, Matrix> Check(const ActivationConfig& config, bool is_dbias) const {
-    const Matrix rows = ActivationRows(config, x);
-    const Matrix matrix = {rows.rows, config.parts() * rows.cols, rows.axis};
+  // The last result is a workspace, which isn't used.
+  template <class Call>
+  explicit ActivationGradientCall(const Call& call)
+      : config(ConfigOf<Config>(call, 4, 7)),
+        dz(call.Operand(0, "dz")),
+        x(call.Operand(1, "x")),
+        rows(ActivationRows(config, x)),
+        outputs(call, config.output, 2, x.dtype,
+                {rows.rows, config.parts() * rows.cols, rows.axis}),
+        dbias(call.Result(5, "dbias")) {
     NeedSize(dz.NeedDtype({x.dtype}), rows.rows * rows.cols,
              "one for each result of the activation");
-    CheckOutputs(config.output, x, matrix, scale, amax, outputs);
-    if (is_dbias) NeedSize(dbias.NeedDtype({x.dtype}), matrix.cols, "one for each column of x");
-    return {rows, matrix};
+    if (config.is_dbias) {
+      NeedSize(dbias.NeedDtype({x.dtype}), outputs.matrix.cols, "one for each column of x");
+    }
   }
+
+  Config config;
+  Array dz, x;
+  Matrix rows;      // of dz
+  Outputs outputs;  // of dx
+  Array dbias;
 };
 
 }  // namespace jaxtap::ffi

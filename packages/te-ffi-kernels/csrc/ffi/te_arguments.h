@@ -3,8 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
-#include <initializer_list>
 #include <string>
 
 #include "ffi/buffers.h"
@@ -74,13 +72,6 @@ inline void CheckDirection(const Array& x, const Matrix& matrix, const Array& co
     NeedSize(scales, by_column ? matrix.cols : matrix.rows, "one scale for each slice");
   } else {
     NeedSize(scales, 1, "the scale of x");
-  }
-}
-
-// Results that aren't wanted are there all the same.
-inline void Clear(std::initializer_list<Array> arrays) {
-  for (const Array& array : arrays) {
-    std::memset(array.data, 0, static_cast<size_t>(array.size()) * byte_size(array.dtype));
   }
 }
 

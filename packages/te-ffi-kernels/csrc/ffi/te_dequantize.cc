@@ -10,10 +10,7 @@
 namespace jaxtap::ffi {
 namespace {
 
-constexpr char kTarget[] = "te_ffi_kernels.dequantize";
-
-void Warm(const Attributes& attributes) {
-  const DequantizeConfig config(attributes);
+void Warm(const DequantizeConfig& config) {
   std::vector<uint8_t> codes(te::kTile * te::kTile), scales(codes.size(), 127);
   std::vector<float> out(codes.size());
   te::Dequantize args;
@@ -26,27 +23,11 @@ void Warm(const Attributes& attributes) {
   te::dequantize(args, Parallel());
 }
 
-void Execute(const Call& call) {
-  call.NeedCounts(4, 1);  // x, amax and scale, which aren't used, and scale_inv
-  const DequantizeConfig config(call.attributes);
-  const Array codes = call.Operand(0, "x"), scale_inv = call.Operand(3, "scale_inv");
-  const Array out = call.Result(0, "output");
-  const Matrix matrix = CheckDequantize(config, codes, scale_inv, out);
-  te::Dequantize args;
-  args.rows = matrix.rows;
-  args.cols = matrix.cols;
-  args.codes = static_cast<const uint8_t*>(codes.data);
-  args.code = te::code_of(codes.dtype);
-  args.scaling = config.scaling;
-  args.scales = scale_inv.data;
-  args.by_column = config.is_colwise;
-  args.out = out.data;
-  args.dtype = te::float_of(out.dtype);
-  XlaScheduler scheduler(call);
-  te::dequantize(args, Parallel(scheduler));
+void Run(const DequantizeCall& given, const Parallel& parallel) {
+  te::dequantize(given.args, parallel);
 }
 
-const Handlers<kTarget, Warm, Execute> kHandlers;
+const Handlers<DequantizeCall, Warm, Run> kHandlers;
 
 }  // namespace
 }  // namespace jaxtap::ffi

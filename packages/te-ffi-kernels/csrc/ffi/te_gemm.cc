@@ -1,4 +1,4 @@
-// Handlers of gemm_v2, with Transformer Engine's arguments, results and attributes.
+// Handlers of gemm_v2.
 
 #include <vector>
 
@@ -11,10 +11,7 @@ namespace {
 
 using te::Scaling;
 
-constexpr char kTarget[] = "te_ffi_kernels.gemm_v2";
-
-void Warm(const Attributes& attributes) {
-  const auto config = GemmConfig::V2(attributes);
+void Warm(const GemmConfig& config) {
   constexpr int64_t kSide = te::kTile;
   std::vector<float> numbers(kSide * kSide, 1.0f), out(kSide * kSide), scales(kSide, 1.0f);
   te::Gemm args;
@@ -35,23 +32,17 @@ void Warm(const Attributes& attributes) {
 
 float Number(const Array& array) { return *static_cast<const float*>(array.data); }
 
-void Multiply(const Call& call) {
-  call.NeedCounts(7, 2);  // the last result is a workspace, which isn't used
-  const GemmCall given{call.Operand(0, "lhs"),  call.Operand(1, "lhs_scale_inv"),
-                       call.Operand(2, "rhs"),  call.Operand(3, "rhs_scale_inv"),
-                       call.Operand(4, "bias"), call.Operand(5, "alpha"),
-                       call.Operand(6, "beta"), call.Result(0, "output")};
-  te::Gemm args = given.Check(GemmConfig::V2(call.attributes));
+void Multiply(const GemmCall& given, const Parallel& parallel) {
   const float beta = Number(given.beta);
   if (beta != 0.0f) {
     throw invalid_argument("beta is ", beta, ", and must be 0: the result has no value before");
   }
+  te::Gemm args = given.args;
   args.alpha = Number(given.alpha);
-  XlaScheduler scheduler(call);
-  te::gemm(args, Parallel(scheduler));
+  te::gemm(args, parallel);
 }
 
-const Handlers<kTarget, Warm, Multiply> kGemm;
+const Handlers<GemmCall, Warm, Multiply> kHandlers;
 
 }  // namespace
 }  // namespace jaxtap::ffi

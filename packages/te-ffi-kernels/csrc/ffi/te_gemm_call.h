@@ -11,14 +11,16 @@ namespace jaxtap::ffi {
 
 struct GemmConfig {
   template <class Attributes>
-  explicit GemmConfig(const Attributes& attributes)
-      : scaling(te::scaling_of(NeedAttribute<int64_t>(attributes, "scaling_mode"))),
-        lhs_axis(NeedAttribute<int64_t>(attributes, "lhs_axis_boundary")),
-        rhs_axis(NeedAttribute<int64_t>(attributes, "rhs_axis_boundary")),
-        lhs_transposed(NeedAttribute<bool>(attributes, "lhs_transposed")),
-        rhs_transposed(NeedAttribute<bool>(attributes, "rhs_transposed")),
-        split_accumulator(NeedAttribute<bool>(attributes, "use_split_accumulator")) {
-    const auto collective = NeedAttribute<int64_t>(attributes, "collective_op");
+  explicit GemmConfig(const Attributes& attributes) {
+    const auto config = NeedAttribute<Attributes>(attributes, "config");
+    scaling = te::scaling_of(NeedAttribute<int64_t>(config, "scaling_mode"));
+    lhs_axis = NeedAttribute<int64_t>(config, "lhs_axis_boundary");
+    rhs_axis = NeedAttribute<int64_t>(config, "rhs_axis_boundary");
+    lhs_transposed = NeedAttribute<bool>(config, "lhs_transposed");
+    rhs_transposed = NeedAttribute<bool>(config, "rhs_transposed");
+    split_accumulator = NeedAttribute<bool>(config, "use_split_accumulator");
+    gelu = AttributeOr<bool>(config, "fuse_gelu", false);
+    const auto collective = NeedAttribute<int64_t>(config, "collective_op");
     if (collective != 0) {
       throw invalid_argument("collective_op is ", collective,
                              ", and must be 0 (none): there is no kernel for products that "
@@ -26,19 +28,11 @@ struct GemmConfig {
     }
   }
 
-  template <class Attributes>
-  static GemmConfig V2(const Attributes& attributes) {
-    const auto dictionary = NeedAttribute<Attributes>(attributes, "config");
-    GemmConfig config(dictionary);
-    config.gelu = dictionary.contains("fuse_gelu") && NeedAttribute<bool>(dictionary, "fuse_gelu");
-    return config;
-  }
-
   te::Scaling scaling;
   int64_t lhs_axis, rhs_axis;
   bool lhs_transposed, rhs_transposed;
   bool split_accumulator;  // for kernels whose sums aren't in float32 in any case
-  bool gelu = false;
+  bool gelu;
 };
 
 // One factor: its lanes and k, and its scales checked.
@@ -73,11 +67,20 @@ struct GemmSide {
 };
 
 struct GemmCall {
-  Array lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, alpha, beta, out;
+  static constexpr char kTarget[] = "te_ffi_kernels.gemm_v2";
+  using Config = GemmConfig;
 
-  // Returns the product, without what is done to its result and without alpha, which is in the
-  // memory of the platform.
-  te::Gemm Check(const GemmConfig& config) const {
+  // The last result is a workspace, for platforms that use it.
+  template <class Call>
+  explicit GemmCall(const Call& call)
+      : config(ConfigOf<Config>(call, 7, 2)),
+        lhs(call.Operand(0, "lhs")),
+        bias(call.Operand(4, "bias")),
+        alpha(call.Operand(5, "alpha")),
+        beta(call.Operand(6, "beta")) {
+    const Array rhs = call.Operand(2, "rhs"), out = call.Result(0, "output");
+    const Array lhs_scale_inv = call.Operand(1, "lhs_scale_inv");
+    const Array rhs_scale_inv = call.Operand(3, "rhs_scale_inv");
     const GemmSide left(lhs, lhs_scale_inv, config.lhs_axis, "lhs_axis_boundary",
                         !config.lhs_transposed, config.scaling);
     const GemmSide right(rhs, rhs_scale_inv, config.rhs_axis, "rhs_axis_boundary",
@@ -103,7 +106,6 @@ struct GemmCall {
     }
     NeedFloat(out);
     NeedSize(out, left.lanes * right.lanes, "rows of lhs times columns of rhs");
-    te::Gemm args;
     args.m = left.lanes;
     args.n = right.lanes;
     args.k = left.k;
@@ -117,8 +119,11 @@ struct GemmCall {
       args.bias = bias.data;
     }
     args.gelu = config.gelu;
-    return args;
   }
+
+  Config config;
+  Array lhs, bias, alpha, beta;
+  te::Gemm args;  // without alpha, which is in the memory of the platform
 };
 
 }  // namespace jaxtap::ffi

@@ -1,5 +1,4 @@
-// Handlers of norm_forward and norm_backward, with Transformer Engine's arguments, results and
-// attributes. sm_margin and the workspaces are not used.
+// Handlers of norm_forward and norm_backward.
 
 #include <vector>
 
@@ -12,14 +11,9 @@
 namespace jaxtap::ffi {
 namespace {
 
-using norms::Kind;
-
-constexpr char kForward[] = "te_ffi_kernels.norm_forward";
-constexpr char kBackward[] = "te_ffi_kernels.norm_backward";
 constexpr int64_t kSide = te::kTile;
 
-void WarmForward(const Attributes& attributes) {
-  const NormForwardConfig config = NormForwardConfigOf(attributes);
+void WarmForward(const NormForwardConfig& config) {
   std::vector<float> x(kSide * kSide, 1.0f), mean(kSide), rsigma(kSide), out(kSide * kSide);
   norms::Norm norm;
   norm.kind = config.kind;
@@ -41,33 +35,17 @@ void WarmForward(const Attributes& attributes) {
   }
 }
 
-void Forward(const Call& call) {
-  call.NeedCounts(5, 8);  // the last result is a workspace, which isn't used
-  const NormForwardConfig config = NormForwardConfigOf(call.attributes);
-  const NormForwardCall given = {
-      call.Operand(0, "x"),
-      call.Operand(1, "scale"),
-      call.Operand(2, "amax"),
-      call.Operand(3, "gamma"),
-      call.Operand(4, "beta"),  // not read for RMS
-      ReadOutputs(call),
-      call.Result(5, "mu"),  // zeros for RMS
-      call.Result(6, "rsigma")};
-  const Matrix matrix = given.Check(config);
-  if (config.kind != Kind::kLayer) Clear({given.mu});
-  const norms::Norm norm = given.Args(config, matrix);
-  XlaScheduler scheduler(call);
-  const Parallel parallel(scheduler);
-  const norms::Normalized source(norm, config.output.cuts(), parallel);
-  RunOutputs(config.output, source, given.x.dtype, matrix, given.scale, given.amax, given.outputs,
-             nullptr, parallel);
+void Forward(const NormForwardCall& given, const Parallel& parallel) {
+  if (!given.config.is_layer()) Clear({given.mu});
+  const norms::Normalized source(given.args, given.config.output.cuts(), parallel);
+  RunOutputs(given.outputs, source, nullptr, parallel);
 }
 
-void WarmBackward(const Attributes& attributes) {
+void WarmBackward(const NormConfig& config) {
   std::vector<float> x(kSide * kSide, 1.0f), dx(kSide * kSide), dgamma(kSide), dbeta(kSide);
   norms::Gradient args;
-  args.kind = norms::kind_of(NeedAttribute<int64_t>(attributes, "norm_type"));
-  args.zero_centered = NeedAttribute<bool>(attributes, "zero_centered_gamma");
+  args.kind = config.kind;
+  args.zero_centered = config.zero_centered;
   args.dz = args.x = args.gamma = x.data();
   args.mean = args.rsigma = x.data();
   args.rows = args.cols = kSide;
@@ -77,23 +55,13 @@ void WarmBackward(const Attributes& attributes) {
   norms::backward(args, Parallel());
 }
 
-void Backward(const Call& call) {
-  call.NeedCounts(5, 4);  // the last result is a workspace, which isn't used
-  const NormBackwardCall given = {call.Operand(0, "dz"),    call.Operand(1, "x"),
-                                  call.Operand(2, "mu"),  // not read for RMS
-                                  call.Operand(3, "rsigma"), call.Operand(4, "gamma"),
-                                  call.Result(0, "dx"),     call.Result(1, "dgamma"),
-                                  call.Result(2, "dbeta")};  // zeros for RMS
-  const norms::Gradient args =
-      given.Args(norms::kind_of(NeedAttribute<int64_t>(call.attributes, "norm_type")),
-                 NeedAttribute<bool>(call.attributes, "zero_centered_gamma"));
-  if (args.kind != Kind::kLayer) Clear({given.dbeta});
-  XlaScheduler scheduler(call);
-  norms::backward(args, Parallel(scheduler));
+void Backward(const NormBackwardCall& given, const Parallel& parallel) {
+  if (!given.config.is_layer()) Clear({given.dbeta});
+  norms::backward(given.args, parallel);
 }
 
-const Handlers<kForward, WarmForward, Forward> kOne;
-const Handlers<kBackward, WarmBackward, Backward> kTwo;
+const Handlers<NormForwardCall, WarmForward, Forward> kForward;
+const Handlers<NormBackwardCall, WarmBackward, Backward> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -1,4 +1,5 @@
 // What calls of norm_forward and norm_backward are given, checked, whatever platform they run on.
+// sm_margin, an attribute of Transformer Engine's, is not used.
 
 #pragma once
 
@@ -10,33 +11,34 @@
 
 namespace jaxtap::ffi {
 
-struct NormForwardConfig {
-  NormForwardConfig(int64_t norm_type, bool zero_centered_gamma, double given_epsilon,
-                    int64_t scaling_mode, int64_t quantize_layout, bool output_amax_when_no_scaling)
-      : kind(norms::kind_of(norm_type)),
-        zero_centered(zero_centered_gamma),
-        epsilon(static_cast<float>(given_epsilon)),
-        output(scaling_mode, quantize_layout, output_amax_when_no_scaling) {
-    if (!(given_epsilon >= 0.0)) {
-      throw invalid_argument("epsilon is ", given_epsilon, ", and must be 0 or more");
-    }
-  }
+struct NormConfig {
+  template <class Attributes>
+  explicit NormConfig(const Attributes& attributes)
+      : kind(norms::kind_of(NeedAttribute<int64_t>(attributes, "norm_type"))),
+        zero_centered(NeedAttribute<bool>(attributes, "zero_centered_gamma")) {}
+
+  bool is_layer() const { return kind == norms::Kind::kLayer; }
 
   norms::Kind kind;
   bool zero_centered;
-  float epsilon;
-  OutputConfig output;
 };
 
-template <class Attributes>
-NormForwardConfig NormForwardConfigOf(const Attributes& attributes) {
-  return {NeedAttribute<int64_t>(attributes, "norm_type"),
-          NeedAttribute<bool>(attributes, "zero_centered_gamma"),
-          NeedAttribute<double>(attributes, "epsilon"),
-          NeedAttribute<int64_t>(attributes, "scaling_mode"),
-          NeedAttribute<int64_t>(attributes, "quantize_layout"),
-          NeedAttribute<bool>(attributes, "output_amax_when_no_scaling")};
-}
+struct NormForwardConfig : NormConfig {
+  template <class Attributes>
+  explicit NormForwardConfig(const Attributes& attributes)
+      : NormConfig(attributes),
+        epsilon(NeedAttribute<double>(attributes, "epsilon")),
+        output(NeedAttribute<int64_t>(attributes, "scaling_mode"),
+               NeedAttribute<int64_t>(attributes, "quantize_layout"),
+               NeedAttribute<bool>(attributes, "output_amax_when_no_scaling")) {
+    if (!(epsilon >= 0.0)) {
+      throw invalid_argument("epsilon is ", epsilon, ", and must be 0 or more");
+    }
+  }
+
+  double epsilon;
+  OutputConfig output;
+};
 
 // Rows of gamma's size.
 inline Matrix NormRows(const Array& x, const Array& gamma) {
@@ -49,62 +51,72 @@ inline Matrix NormRows(const Array& x, const Array& gamma) {
 }
 
 struct NormForwardCall {
-  Array x, scale, amax, gamma, beta;
-  Outputs outputs;
-  Array mu, rsigma;
+  static constexpr char kTarget[] = "te_ffi_kernels.norm_forward";
+  using Config = NormForwardConfig;
 
-  Matrix Check(const NormForwardConfig& config) const {
-    const Matrix matrix = NormRows(x, gamma);
-    if (config.kind == norms::Kind::kLayer) {
-      NeedSize(beta.NeedDtype({gamma.dtype}), matrix.cols, "one for each column of x");
-      NeedSize(mu.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
+  // The last result is a workspace, for platforms that use it.
+  template <class Call>
+  explicit NormForwardCall(const Call& call)
+      : config(ConfigOf<Config>(call, 5, 8)),
+        x(call.Operand(0, "x")),
+        gamma(call.Operand(3, "gamma")),
+        outputs(call, config.output, 1, x.dtype, NormRows(x, gamma)),
+        mu(call.Result(5, "mu")) {
+    const Array beta = call.Operand(4, "beta"), rsigma = call.Result(6, "rsigma");
+    const auto& [rows, cols, axis] = outputs.matrix;
+    if (config.is_layer()) {
+      NeedSize(beta.NeedDtype({gamma.dtype}), cols, "one for each column of x");
+      NeedSize(mu.NeedDtype({DType::F32}), rows, "one for each row of x");
+      args.mean = static_cast<float*>(mu.data);
     }
-    NeedSize(rsigma.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
-    CheckOutputs(config.output, x, matrix, scale, amax, outputs);
-    return matrix;
+    NeedSize(rsigma.NeedDtype({DType::F32}), rows, "one for each row of x");
+    args.kind = config.kind;
+    args.zero_centered = config.zero_centered;
+    args.epsilon = static_cast<float>(config.epsilon);
+    args.x = x.data;
+    args.dtype = te::float_of(x.dtype);
+    args.gamma = gamma.data;
+    args.beta = beta.data;
+    args.weights = te::float_of(gamma.dtype);
+    args.rows = rows;
+    args.cols = cols;
+    args.rsigma = static_cast<float*>(rsigma.data);
   }
 
-  // Of what is checked.
-  norms::Norm Args(const NormForwardConfig& config, const Matrix& matrix) const {
-    norms::Norm norm;
-    norm.kind = config.kind;
-    norm.zero_centered = config.zero_centered;
-    norm.epsilon = config.epsilon;
-    norm.x = x.data;
-    norm.dtype = te::float_of(x.dtype);
-    norm.gamma = gamma.data;
-    norm.beta = beta.data;
-    norm.weights = te::float_of(gamma.dtype);
-    norm.rows = matrix.rows;
-    norm.cols = matrix.cols;
-    if (config.kind == norms::Kind::kLayer) norm.mean = static_cast<float*>(mu.data);
-    norm.rsigma = static_cast<float*>(rsigma.data);
-    return norm;
-  }
+  Config config;
+  Array x, gamma;
+  Outputs outputs;
+  Array mu;  // zeros for RMS
+  norms::Norm args;
 };
 
 struct NormBackwardCall {
-  Array dz, x, mu, rsigma, gamma;
-  Array dx, dgamma, dbeta;
+  static constexpr char kTarget[] = "te_ffi_kernels.norm_backward";
+  using Config = NormConfig;
 
-  // Checks, and returns what the kernels get.
-  norms::Gradient Args(norms::Kind kind, bool zero_centered) const {
+  // The last result is a workspace, which isn't used.
+  template <class Call>
+  explicit NormBackwardCall(const Call& call)
+      : config(ConfigOf<Config>(call, 5, 4)), dbeta(call.Result(2, "dbeta")) {
+    const Array dz = call.Operand(0, "dz"), x = call.Operand(1, "x");
+    const Array mu = call.Operand(2, "mu"), rsigma = call.Operand(3, "rsigma");
+    const Array gamma = call.Operand(4, "gamma");
+    const Array dx = call.Result(0, "dx"), dgamma = call.Result(1, "dgamma");
     const Matrix matrix = NormRows(x, gamma);
     NeedSize(dz.NeedDtype({x.dtype}), x.size(), "one for each number of x");
     NeedSize(dx.NeedDtype({x.dtype}), x.size(), "one for each number of x");
     NeedSize(rsigma.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
     NeedSize(dgamma.NeedDtype({gamma.dtype}), matrix.cols, "one for each column of x");
-    if (kind == norms::Kind::kLayer) {
+    if (config.is_layer()) {
       NeedSize(mu.NeedDtype({DType::F32}), matrix.rows, "one for each row of x");
       NeedSize(dbeta.NeedDtype({gamma.dtype}), matrix.cols, "one for each column of x");
+      args.mean = static_cast<const float*>(mu.data);
     }
-    norms::Gradient args;
-    args.kind = kind;
-    args.zero_centered = zero_centered;
+    args.kind = config.kind;
+    args.zero_centered = config.zero_centered;
     args.dz = dz.data;
     args.x = x.data;
     args.dtype = te::float_of(x.dtype);
-    if (kind == norms::Kind::kLayer) args.mean = static_cast<const float*>(mu.data);
     args.rsigma = static_cast<const float*>(rsigma.data);
     args.gamma = gamma.data;
     args.weights = te::float_of(gamma.dtype);
@@ -113,8 +125,11 @@ struct NormBackwardCall {
     args.dx = dx.data;
     args.dgamma = dgamma.data;
     args.dbeta = dbeta.data;
-    return args;
   }
+
+  Config config;
+  Array dbeta;  // zeros for RMS
+  norms::Gradient args;
 };
 
 }  // namespace jaxtap::ffi

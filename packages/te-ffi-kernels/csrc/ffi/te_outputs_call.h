@@ -4,12 +4,53 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "ffi/te_arguments.h"
 
 namespace jaxtap::ffi {
 
-struct Outputs {
+// The first results of all that quantize. Those that aren't wanted are there all the same.
+struct OutputArrays {
+  template <class Call>
+  explicit OutputArrays(const Call& call)
+      : out(call.Result(0, "output")),
+        colwise_out(call.Result(1, "colwise_output")),
+        scale_inv(call.Result(2, "scale_inv")),
+        colwise_scale_inv(call.Result(3, "colwise_scale_inv")),
+        updated_amax(call.Result(4, "updated_amax")) {}
+
+  te::Code Code(te::Layout layout) const {
+    return te::code_of((te::has_rowwise(layout) ? out : colwise_out).dtype);
+  }
+
+  std::vector<Array> Unwanted(te::Layout layout) const {
+    if (!te::has_rowwise(layout)) return {out, scale_inv};
+    if (!te::has_colwise(layout)) return {colwise_out, colwise_scale_inv};
+    return {};
+  }
+
+  // Sets where a quantizer's codes and their scales go.
+  template <class Quantize>
+  void Direct(te::Layout layout, Quantize& args) const {
+    args.code = Code(layout);
+    if (te::has_rowwise(layout)) {
+      args.codes = static_cast<uint8_t*>(out.data);
+      args.scales = scale_inv.data;
+    }
+    if (te::has_colwise(layout)) {
+      args.turned = static_cast<uint8_t*>(colwise_out.data);
+      args.turned_scales = colwise_scale_inv.data;
+    }
+  }
+
+  // Throws for codes by row and by column of different dtypes.
+  void NeedOneCode(te::Layout layout) const {
+    if (layout != te::Layout::kBoth || out.dtype == colwise_out.dtype) return;
+    throw invalid_argument("colwise_output is ", colwise_out.Text(), ", and must be of ",
+                           jaxtap::name(out.dtype), " like output");
+  }
+
   Array out, colwise_out, scale_inv, colwise_scale_inv, updated_amax;
 };
 
@@ -34,30 +75,45 @@ struct OutputConfig {
   bool cuts() const { return quantizes() && te::has_colwise(layout); }
 };
 
-// Checks the results of a matrix that is flattened from an array of `like`'s dtype.
-inline void CheckOutputs(const OutputConfig& config, const Array& like, const Matrix& matrix,
-                         const Array& scale, const Array& amax, const Outputs& outputs) {
-  NeedSize(amax.NeedDtype({DType::F32}), 1, "the largest magnitude so far");
-  NeedSize(outputs.updated_amax.NeedDtype({DType::F32}), 1, "the largest magnitude");
-  if (!config.quantizes()) {
-    NeedSize(outputs.out.NeedDtype({like.dtype}), matrix.rows * matrix.cols,
-             "one for each number of the result");
-    return;
-  }
-  if (te::has_rowwise(config.layout)) {
-    CheckDirection(outputs.out, matrix, outputs.out, outputs.scale_inv, config.scaling, false);
-  }
-  if (te::has_colwise(config.layout)) {
-    CheckDirection(outputs.colwise_out, matrix, outputs.colwise_out, outputs.colwise_scale_inv,
-                   config.scaling, true);
-    if (te::has_rowwise(config.layout) && outputs.out.dtype != outputs.colwise_out.dtype) {
-      throw invalid_argument("colwise_output is ", outputs.colwise_out.Text(),
-                             ", and must be of ", jaxtap::name(outputs.out.dtype), " like output");
+// The results of a matrix of `dtype`, and what it's quantized with.
+struct Outputs : OutputArrays {
+  // Operands `at` and `at` + 1 are the scale and the largest magnitude so far.
+  template <class Call>
+  Outputs(const Call& call, const OutputConfig& asked, int64_t at, DType of, const Matrix& flat)
+      : OutputArrays(call),
+        config(asked),
+        dtype(of),
+        matrix(flat),
+        scale(call.Operand(at, "scale")),
+        amax(call.Operand(at + 1, "amax")) {
+    NeedSize(amax.NeedDtype({DType::F32}), 1, "the largest magnitude so far");
+    NeedSize(updated_amax.NeedDtype({DType::F32}), 1, "the largest magnitude");
+    if (!config.quantizes()) {
+      NeedSize(out.NeedDtype({dtype}), matrix.rows * matrix.cols,
+               "one for each number of the result");
+      return;
+    }
+    if (te::has_rowwise(config.layout)) {
+      CheckDirection(out, matrix, out, scale_inv, config.scaling, false);
+    }
+    if (te::has_colwise(config.layout)) {
+      CheckDirection(colwise_out, matrix, colwise_out, colwise_scale_inv, config.scaling, true);
+    }
+    NeedOneCode(config.layout);
+    if (config.scaling == te::Scaling::kDelayedTensor) {
+      NeedSize(scale.NeedDtype({DType::F32}), 1, "what the result is multiplied with");
     }
   }
-  if (config.scaling == te::Scaling::kDelayedTensor) {
-    NeedSize(scale.NeedDtype({DType::F32}), 1, "what the result is multiplied with");
+
+  std::vector<Array> Unwanted() const {
+    if (!config.quantizes()) return {colwise_out, scale_inv, colwise_scale_inv};
+    return OutputArrays::Unwanted(config.layout);
   }
-}
+
+  OutputConfig config;
+  DType dtype;
+  Matrix matrix;
+  Array scale, amax;
+};
 
 }  // namespace jaxtap::ffi

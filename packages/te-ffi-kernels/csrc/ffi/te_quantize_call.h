@@ -1,9 +1,10 @@
-// What a call of dbias_quantize is given, checked, whatever platform it runs on.
+// What calls of dbias_quantize and grouped_quantize are given, checked, whatever platform they run
+// on.
 
 #pragma once
 
 #include "ffi/attributes.h"
-#include "ffi/te_arguments.h"
+#include "ffi/te_outputs_call.h"
 
 namespace jaxtap::ffi {
 
@@ -15,69 +16,139 @@ inline te::Scaling QuantizedScaling(int64_t value) {
   return scaling;
 }
 
-struct QuantizeConfig {
-  int64_t scaling_mode, q_layout;
-  bool is_dbias;
+// Of both.
+struct GroupedConfig {
+  template <class Attributes>
+  explicit GroupedConfig(const Attributes& attributes)
+      : scaling(QuantizedScaling(NeedAttribute<int64_t>(attributes, "scaling_mode"))),
+        layout(te::layout_of(NeedAttribute<int64_t>(attributes, "q_layout"))),
+        flatten_axis(NeedAttribute<int64_t>(attributes, "flatten_axis")) {}
+
+  bool rowwise() const { return te::has_rowwise(layout); }
+  bool colwise() const { return te::has_colwise(layout); }
+
+  te::Scaling scaling;
+  te::Layout layout;
   int64_t flatten_axis;
-  bool stochastic_rounding, use_rht;
+};
 
-  te::Scaling scaling() const { return QuantizedScaling(scaling_mode); }
-  te::Layout layout() const { return te::layout_of(q_layout); }
-
-  void Check() const {
-    scaling();
-    layout();
-    if (stochastic_rounding) {
+struct QuantizeConfig : GroupedConfig {
+  template <class Attributes>
+  explicit QuantizeConfig(const Attributes& attributes)
+      : GroupedConfig(attributes), is_dbias(NeedAttribute<bool>(attributes, "is_dbias")) {
+    if (NeedAttribute<bool>(attributes, "stochastic_rounding")) {
       throw invalid_argument("stochastic_rounding is set, which there is for NVFP4 alone, and for "
                              "that no kernel; leave it unset");
     }
-    if (use_rht) {
+    if (NeedAttribute<bool>(attributes, "use_rht")) {
       throw invalid_argument("use_rht is set: random Hadamard transforms are for NVFP4 alone, which "
                              "there is no kernel for; leave it unset");
     }
   }
+
+  bool is_dbias;
 };
 
-template <class Attributes>
-QuantizeConfig QuantizeConfigOf(const Attributes& attributes) {
-  return {NeedAttribute<int64_t>(attributes, "scaling_mode"),
-          NeedAttribute<int64_t>(attributes, "q_layout"),
-          NeedAttribute<bool>(attributes, "is_dbias"),
-          NeedAttribute<int64_t>(attributes, "flatten_axis"),
-          NeedAttribute<bool>(attributes, "stochastic_rounding"),
-          NeedAttribute<bool>(attributes, "use_rht")};
-}
-
 struct QuantizeCall {
-  Array x, scale, amax;
-  Array out, colwise_out, scale_inv, colwise_scale_inv, updated_amax, dbias;
+  static constexpr char kTarget[] = "te_ffi_kernels.dbias_quantize";
+  using Config = QuantizeConfig;
 
-  DType CodeDtype(const QuantizeConfig& config) const {
-    return te::has_rowwise(config.layout()) ? out.dtype : colwise_out.dtype;
-  }
-
-  // Returns what x is taken as.
-  Matrix Check(const QuantizeConfig& config) const {
-    config.Check();
-    const te::Scaling scaling = config.scaling();
-    NeedFloat(x);
-    const Matrix matrix = Flatten(x, config.flatten_axis, "flatten_axis");
+  // Beside x, scale and amax there is what only NVFP4 has: sr_rng_state, post_rht_amax and
+  // rht_matrix. The last result is a workspace, which isn't used.
+  template <class Call>
+  explicit QuantizeCall(const Call& call)
+      : config(ConfigOf<Config>(call, 6, 7)),
+        x(call.Operand(0, "x")),
+        scale(call.Operand(1, "scale")),
+        amax(call.Operand(2, "amax")),
+        outputs(call),
+        dbias(call.Result(5, "dbias")),
+        matrix(Flatten(NeedFloat(x), config.flatten_axis, "flatten_axis")) {
     NeedSize(amax.NeedDtype({DType::F32}), 1, "the largest magnitude so far");
-    NeedSize(updated_amax.NeedDtype({DType::F32}), 1, "the largest magnitude");
-    const bool rowwise = te::has_rowwise(config.layout()), colwise = te::has_colwise(config.layout());
-    if (rowwise) CheckDirection(x, matrix, out, scale_inv, scaling, false);
-    if (colwise) CheckDirection(x, matrix, colwise_out, colwise_scale_inv, scaling, true);
-    if (rowwise && colwise && out.dtype != colwise_out.dtype) {
-      throw invalid_argument("colwise_output is ", colwise_out.Text(), ", and must be of ",
-                             jaxtap::name(out.dtype), " like output");
+    NeedSize(outputs.updated_amax.NeedDtype({DType::F32}), 1, "the largest magnitude");
+    const auto& [out, colwise_out, scale_inv, colwise_scale_inv, updated_amax] = outputs;
+    if (config.rowwise()) CheckDirection(x, matrix, out, scale_inv, config.scaling, false);
+    if (config.colwise()) {
+      CheckDirection(x, matrix, colwise_out, colwise_scale_inv, config.scaling, true);
     }
+    outputs.NeedOneCode(config.layout);
     if (config.is_dbias) {
       NeedSize(dbias.NeedDtype({x.dtype}), matrix.cols, "one for each column of x");
     }
-    if (te::is_tensor(scaling)) {
+    if (te::is_tensor(config.scaling)) {
       NeedSize(scale.NeedDtype({DType::F32}), 1, "what x is multiplied with");
     }
-    return matrix;
+  }
+
+  // Sets what quantizers of all platforms are told alike.
+  template <class Quantize>
+  void Set(Quantize& args) const {
+    args.x = x.data;
+    args.dtype = te::float_of(x.dtype);
+    args.rows = matrix.rows;
+    args.cols = matrix.cols;
+    args.scaling = config.scaling;
+    outputs.Direct(config.layout, args);
+    if (config.is_dbias) args.sums = dbias.data;
+  }
+
+  std::vector<Array> Unwanted() const {
+    std::vector<Array> arrays = outputs.Unwanted(config.layout);
+    if (!config.is_dbias) arrays.push_back(dbias);
+    return arrays;
+  }
+
+  Config config;
+  Array x, scale, amax;
+  OutputArrays outputs;
+  Array dbias;
+  Matrix matrix;  // what x is taken as
+};
+
+// A group is some of the first axis of x; the axes from there to flatten_axis are rows of it. The
+// sizes of groups are in the memory of the platform, and not looked at here.
+struct GroupedCall {
+  static constexpr char kTarget[] = "te_ffi_kernels.grouped_quantize";
+  using Config = GroupedConfig;
+
+  // The last result is a workspace, for platforms that use it.
+  template <class Call>
+  explicit GroupedCall(const Call& call)
+      : config(ConfigOf<Config>(call, 3, 6)),
+        x(call.Operand(0, "x")),
+        scale(call.Operand(1, "scale")),
+        group_sizes(call.Operand(2, "group_sizes")),
+        outputs(call),
+        matrix(Flatten(NeedFloat(x), config.flatten_axis, "flatten_axis")),
+        rows_each(x.Product(1, matrix.axis)) {
+    group_sizes.NeedRank(1).NeedDtype({DType::S32});
+    groups = group_sizes.shape[0];
+    NeedSize(outputs.updated_amax.NeedDtype({DType::F32}), groups, "one for each group");
+    if (te::is_tensor(config.scaling)) {
+      NeedSize(scale.NeedDtype({DType::F32}), groups, "what each group is multiplied with");
+    }
+    if (config.rowwise()) CheckDirection(outputs.out, outputs.scale_inv, false);
+    if (config.colwise()) CheckDirection(outputs.colwise_out, outputs.colwise_scale_inv, true);
+  }
+
+  Config config;
+  Array x, scale, group_sizes;
+  OutputArrays outputs;
+  Matrix matrix;
+  int64_t rows_each, groups;
+
+ private:
+  void CheckDirection(const Array& codes, const Array& scales, bool by_column) const {
+    NeedSize(NeedCodes(codes, config.scaling), x.size(), "one code for each of x");
+    NeedScales(scales, config.scaling);
+    if (config.scaling == te::Scaling::kMx) {
+      if (!by_column) NeedBlocks(x, matrix.cols, "columns (axes from flatten_axis)");
+      NeedSize(scales, x.size() / te::kBlock, "one scale for 32 codes");
+    } else if (config.scaling == te::Scaling::kChannel) {
+      NeedSize(scales, by_column ? groups * matrix.cols : matrix.rows, "one for each slice");
+    } else {
+      NeedSize(scales, groups, "one for each group");
+    }
   }
 };
 

@@ -1,6 +1,8 @@
-// Handlers of the products with packed weights, and of packing.
+// Handlers of the products with packed weights, of packing, and of rows out of packed weights.
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "common/isa.h"
 #include "ffi/call.h"
@@ -30,151 +32,165 @@ void MultiplyOnce(const PanelLayout& layout, int planes, Isa isa) {
   matmul(args, serial, isa);
 }
 
-// `kPlanes`: of activations; 0 chooses by dtype.
+// Picks the instruction set (for AMX, this asks the system for permission), and runs the kernel.
 //
-// Picks the instruction set (for AMX, this asks the system for permission), and checks the
-// attributes.
-template <int kBits, int kPlanes>
-void WarmProduct(const Attributes& attributes) {
-  const ProductConfig config = ProductConfigOf(attributes, kBits);
-  const Isa isa = selected_isa();
+// `kPlanes`: of activations; 0 chooses by dtype.
+template <class Op, int kPlanes>
+void WarmProduct(const typename Op::Config& config) {
   warm_panel_checks();
-  PanelLayout layout = config.Check();
+  PanelLayout layout = config.layout;
   layout.k = 64;
   layout.group = 0;
-  MultiplyOnce(layout, kPlanes, isa);
+  MultiplyOnce(layout, kPlanes, selected_isa());
 }
 
-template <int kBits, int kPlanes>
-void MultiplyWith(const Call& call, const Array& weight, const uint8_t* buffer,
-                  const ProductConfig& config) {
-  const Array in = call.Operand(0, "x"), out = call.Result(0, "y");
-  ProductCall{in, weight, out}.Check(config);
-  XlaScheduler scheduler(call);
+int64_t Bytes(const Array& array) { return static_cast<int64_t>(byte_size(array.dtype)); }
+
+// The product of `rows` rows of x from `begin` on, with the weight in `buffer`.
+template <int kPlanes, class Op>
+void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const void* buffer,
+                  const Parallel& parallel) {
+  const Array &x = given.x, &y = given.y;
+  const ProductConfig& config = given.config;
+  const int64_t axis = given.buffer.rank() - 2;
   Matmul args;
-  args.x = in.data;
-  args.x_dtype = in.dtype;
-  args.m = in.shape[0];
-  const int64_t axis = weight.rank() - 2;
-  args.weights = {buffer, weight.shape[axis], weight.shape[axis + 1], config.n, config.Check()};
-  args.y = out.data;
-  args.y_dtype = out.dtype;
+  args.x = static_cast<const char*>(x.data) + begin * config.layout.k * Bytes(x);
+  args.x_dtype = x.dtype;
+  args.m = rows;
+  args.weights = {buffer, given.buffer.shape[axis], given.buffer.shape[axis + 1], config.n,
+                  config.layout};
+  args.y = static_cast<char*>(y.data) + begin * config.n * Bytes(y);
+  args.y_dtype = y.dtype;
   args.planes = kPlanes;
-  matmul(args, Parallel(scheduler), selected_isa());
+  matmul(args, parallel, selected_isa());
 }
 
-template <int kBits, int kPlanes>
-void Multiply(const Call& call) {
-  call.NeedCounts(2, 1);
-  const Array weight = call.Operand(1, "buffer");
-  weight.NeedRank(2);
-  MultiplyWith<kBits, kPlanes>(call, weight, static_cast<const uint8_t*>(weight.data),
-                               ProductConfigOf(call.attributes, kBits));
+template <class Op, int kPlanes>
+void Multiply(const Op& given, const Parallel& parallel) {
+  MultiplyRows<kPlanes>(given, 0, given.x.shape[0], given.buffer.data, parallel);
+}
+
+// The buffer of one weight of a stack [weights, panels, panel_bytes]. A negative index counts from
+// the end, and one beyond the ends is the end, as XLA's slices have it.
+inline const uint8_t* OneOfStack(const Array& stack, int32_t index) {
+  const int64_t count = stack.shape[0];
+  if (count == 0) throw invalid_argument("buffer is ", stack.Text(), ", and must have a weight");
+  const int64_t wrapped = index < 0 ? index + count : index;
+  const int64_t place = std::clamp<int64_t>(wrapped, 0, count - 1);
+  return static_cast<const uint8_t*>(stack.data) + place * stack.Product(1, 3);
+}
+
+// Where the rows of each group end, of `rows` rows of x in all. Throws for sizes that are negative.
+// Rows that there are not are left out of the last groups.
+inline std::vector<int64_t> EndsOfGroups(const Array& sizes, int64_t rows) {
+  std::vector<int64_t> ends;
+  int64_t end = 0;
+  for (int64_t group = 0; group < sizes.shape[0]; ++group) {
+    const int32_t size = static_cast<const int32_t*>(sizes.data)[group];
+    if (size < 0) {
+      throw invalid_argument("group_sizes[", group, "] is ", size, ", and must be at least 0");
+    }
+    end = std::min(rows, end + size);
+    ends.push_back(end);
+  }
+  return ends;
 }
 
 // With one weight of a stack, read where it lies.
-template <int kBits, int kPlanes>
-void MultiplyStack(const Call& call) {
-  call.NeedCounts(3, 1);
-  const Array stack = call.Operand(1, "buffer"), index = call.Operand(2, "index");
-  stack.NeedRank(3);
-  index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
-  const int32_t place = *static_cast<const int32_t*>(index.data);
-  MultiplyWith<kBits, kPlanes>(call, stack, OneOfStack(stack, place),
-                               ProductConfigOf(call.attributes, kBits));
+template <const char* kName, int kBits>
+struct StackCall : ProductCall<kName, kBits, 3> {
+  explicit StackCall(const Call& call)
+      : ProductCall<kName, kBits, 3>(call), index(call.Operand(2, "index")) {
+    index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
+  }
+
+  Array index;
+};
+
+template <class Op, int kPlanes>
+void MultiplyStack(const Op& given, const Parallel& parallel) {
+  const int32_t place = *static_cast<const int32_t*>(given.index.data);
+  MultiplyRows<kPlanes>(given, 0, given.x.shape[0], OneOfStack(given.buffer, place), parallel);
 }
 
-template <int kBits>
-void CheckPack(const Attributes& attributes) {
-  PackConfigOf(attributes, kBits).Check();
-}
+// Rows in groups, each with the weight of its index.
+template <const char* kName, int kBits>
+struct GroupsCall : ProductCall<kName, kBits, 4> {
+  explicit GroupsCall(const Call& call)
+      : ProductCall<kName, kBits, 4>(call),
+        index(call.Operand(2, "index")),
+        sizes(call.Operand(3, "group_sizes")) {
+    sizes.NeedRank(1).NeedDtype({DType::S32});
+    index.NeedDtype({DType::S32}).NeedShape({sizes.shape[0]}, "that of group_sizes");
+  }
 
-template <int kBits>
-void Pack(const Call& call) {
-  call.NeedCounts(2, 1);
-  const PackConfig config = PackConfigOf(call.attributes, kBits);
-  const Array in = call.Operand(0, "codes"), scales = call.Operand(1, "scale");
-  const Array out = call.Result(0, "buffer");
-  const PanelLayout layout = PackCall{in, scales, out}.Check(config);
-  XlaScheduler scheduler(call);
-  pack(static_cast<const int8_t*>(in.data), scales.data, in.shape[1], layout,
-       static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], Parallel(scheduler));
-}
+  Array index, sizes;
+};
 
-// Rows in groups, each with the weight of its index. Rows beyond the last group give zeros.
-template <int kBits, int kPlanes>
-void MultiplyGroups(const Call& call) {
-  call.NeedCounts(4, 1);
-  const ProductConfig config = ProductConfigOf(call.attributes, kBits);
-  const Array in = call.Operand(0, "x"), stack = call.Operand(1, "buffer");
-  const Array index = call.Operand(2, "index"), sizes = call.Operand(3, "group_sizes");
-  const Array out = call.Result(0, "y");
-  ProductCall{in, stack, out}.Check(config);
-  stack.NeedRank(3);
-  sizes.NeedRank(1).NeedDtype({DType::S32});
-  index.NeedDtype({DType::S32}).NeedShape({sizes.shape[0]}, "that of group_sizes");
-  const std::vector<int64_t> ends = EndsOfGroups(sizes, in.shape[0]);
-  const int64_t x_row = config.k * static_cast<int64_t>(byte_size(in.dtype));
-  const int64_t y_row = config.n * static_cast<int64_t>(byte_size(out.dtype));
-  XlaScheduler scheduler(call);
-  const Parallel parallel(scheduler);
-  const Isa isa = selected_isa();
-  const uint8_t* x = static_cast<const uint8_t*>(in.data);
-  uint8_t* y = static_cast<uint8_t*>(out.data);
-  Matmul args;
-  args.x_dtype = in.dtype;
-  args.y_dtype = out.dtype;
-  args.planes = kPlanes;
+// Rows beyond the last group give zeros.
+template <class Op, int kPlanes>
+void MultiplyGroups(const Op& given, const Parallel& parallel) {
+  const int64_t rows = given.x.shape[0];
+  const std::vector<int64_t> ends = EndsOfGroups(given.sizes, rows);
   int64_t begin = 0;
   for (size_t group = 0; group < ends.size(); ++group) {
-    args.m = ends[group] - begin;
-    if (args.m > 0) {
-      args.x = x + begin * x_row;
-      args.y = y + begin * y_row;
-      const int32_t place = static_cast<const int32_t*>(index.data)[group];
-      args.weights = {OneOfStack(stack, place), stack.shape[1], stack.shape[2], config.n,
-                      config.Check()};
-      matmul(args, parallel, isa);
+    if (ends[group] > begin) {
+      const int32_t place = static_cast<const int32_t*>(given.index.data)[group];
+      MultiplyRows<kPlanes>(given, begin, ends[group] - begin, OneOfStack(given.buffer, place),
+                            parallel);
     }
     begin = ends[group];
   }
-  std::memset(y + begin * y_row, 0, static_cast<size_t>((in.shape[0] - begin) * y_row));
+  const int64_t row = given.config.n * Bytes(given.y);
+  if (row * (rows - begin) == 0) return;
+  std::memset(static_cast<char*>(given.y.data) + begin * row, 0,
+              static_cast<size_t>((rows - begin) * row));
 }
 
-ProductConfig TakeConfigOf(const Attributes& attributes) {
-  return ProductConfigOf(attributes, static_cast<int>(NeedAttribute<int64_t>(attributes, "bits")));
+template <class Config>
+void WarmPack(const Config&) {}
+
+template <class Op>
+void Pack(const Op& given, const Parallel& parallel) {
+  const Array& out = given.buffer;
+  pack(static_cast<const int8_t*>(given.codes.data), given.scale.data, given.codes.shape[1],
+       given.layout, static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], parallel);
 }
 
-void WarmTake(const Attributes& attributes) {
-  TakeConfigOf(attributes).Check();
-  warm_panel_checks();
-}
+struct TakeCall {
+  static constexpr char kTarget[] = "te_ffi_kernels.packed_take";
+  struct Config : ProductConfig {
+    explicit Config(const Attributes& attributes)
+        : ProductConfig(attributes, static_cast<int>(NeedAttribute<int64_t>(attributes, "bits"))),
+          columns(NeedAttribute<int64_t>(attributes, "axis") == 1) {}
 
-void TakeOf(const Call& call) {
-  call.NeedCounts(2, 1);
-  const ProductConfig config = TakeConfigOf(call.attributes);
-  const Array weight = call.Operand(0, "buffer"), indices = call.Operand(1, "indices");
-  const Array out = call.Result(0, "taken");
+    bool columns;
+  };
+
+  explicit TakeCall(const Call& call) {
+    const auto config = ConfigOf<Config>(call, 2, 1);
+    const Array weight = call.Operand(0, "buffer"), indices = call.Operand(1, "indices");
+    const Array out = call.Result(0, "taken");
+    weight.NeedRank(2).NeedDtype({DType::U8});
+    indices.NeedRank(1).NeedDtype({DType::S32});
+    out.NeedDtype({DType::F32, DType::BF16, DType::F16})
+        .NeedShape({indices.shape[0], config.columns ? config.layout.k : config.n},
+                   "the indices and the other axis of the weight");
+    args.columns = config.columns;
+    args.weights = {weight.data, weight.shape[0], weight.shape[1], config.n, config.layout};
+    args.indices = static_cast<const int32_t*>(indices.data);
+    args.count = indices.shape[0];
+    args.out = out.data;
+    args.dtype = out.dtype;
+  }
+
   Take args;
-  args.columns = NeedAttribute<int64_t>(call.attributes, "axis") == 1;
-  weight.NeedRank(2).NeedDtype({DType::U8});
-  indices.NeedRank(1).NeedDtype({DType::S32});
-  out.NeedDtype({DType::F32, DType::BF16, DType::F16})
-      .NeedShape({indices.shape[0], args.columns ? config.k : config.n},
-                 "the indices and the other axis of the weight");
-  args.weights = {weight.data, weight.shape[0], weight.shape[1], config.n, config.Check()};
-  args.indices = static_cast<const int32_t*>(indices.data);
-  args.count = indices.shape[0];
-  args.out = out.data;
-  args.dtype = out.dtype;
-  XlaScheduler scheduler(call);
-  take(args, Parallel(scheduler));
-}
+};
 
-constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
-constexpr char kGemmW8A16[] = "te_ffi_kernels.gemm_w8a16";
-constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
-constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
+void WarmTake(const TakeCall::Config&) { warm_panel_checks(); }
+
+void RunTake(const TakeCall& given, const Parallel& parallel) { take(given.args, parallel); }
+
 constexpr char kGemmW8A8Stack[] = "te_ffi_kernels.gemm_w8a8_stack";
 constexpr char kGemmW8A16Stack[] = "te_ffi_kernels.gemm_w8a16_stack";
 constexpr char kGemvW8Stack[] = "te_ffi_kernels.gemv_w8_stack";
@@ -183,27 +199,26 @@ constexpr char kGemmW8A8Groups[] = "te_ffi_kernels.gemm_w8a8_groups";
 constexpr char kGemmW8A16Groups[] = "te_ffi_kernels.gemm_w8a16_groups";
 constexpr char kGemvW8Groups[] = "te_ffi_kernels.gemv_w8_groups";
 constexpr char kGemvW4Groups[] = "te_ffi_kernels.gemv_w4_groups";
-constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
-constexpr char kPackW4[] = "te_ffi_kernels.pack_w4";
-constexpr char kPackedTake[] = "te_ffi_kernels.packed_take";
 
-template <const char* kTarget, const char* kStackTarget, const char* kGroupsTarget, int kBits,
-          int kPlanes>
+template <const char* kOne, const char* kStack, const char* kGroups, int kBits, int kPlanes>
 struct Product {
-  Handlers<kTarget, WarmProduct<kBits, kPlanes>, Multiply<kBits, kPlanes>> one;
-  Handlers<kStackTarget, WarmProduct<kBits, kPlanes>, MultiplyStack<kBits, kPlanes>> stack;
-  Handlers<kGroupsTarget, WarmProduct<kBits, kPlanes>, MultiplyGroups<kBits, kPlanes>> groups;
+  using One = ProductCall<kOne, kBits>;
+  using Stack = StackCall<kStack, kBits>;
+  using Groups = GroupsCall<kGroups, kBits>;
+  Handlers<One, WarmProduct<One, kPlanes>, Multiply<One, kPlanes>> one;
+  Handlers<Stack, WarmProduct<Stack, kPlanes>, MultiplyStack<Stack, kPlanes>> stack;
+  Handlers<Groups, WarmProduct<Groups, kPlanes>, MultiplyGroups<Groups, kPlanes>> groups;
 };
-template <const char* kTarget, int kBits>
-using Packing = Handlers<kTarget, CheckPack<kBits>, Pack<kBits>>;
+template <class Op>
+using Packing = Handlers<Op, WarmPack<typename Op::Config>, Pack<Op>>;
 
-const Product<kGemmW8A8, kGemmW8A8Stack, kGemmW8A8Groups, 8, 1> kOne;
-const Product<kGemmW8A16, kGemmW8A16Stack, kGemmW8A16Groups, 8, 0> kTwo;
-const Product<kGemvW8, kGemvW8Stack, kGemvW8Groups, 8, 0> kThree;
-const Product<kGemvW4, kGemvW4Stack, kGemvW4Groups, 4, 0> kFour;
-const Packing<kPackW8, 8> kFive;
-const Packing<kPackW4, 4> kSix;
-const Handlers<kPackedTake, WarmTake, TakeOf> kSeven;
+const Product<kGemmW8A8, kGemmW8A8Stack, kGemmW8A8Groups, 8, 1> kW8A8;
+const Product<kGemmW8A16, kGemmW8A16Stack, kGemmW8A16Groups, 8, 0> kW8A16;
+const Product<kGemvW8, kGemvW8Stack, kGemvW8Groups, 8, 0> kW8;
+const Product<kGemvW4, kGemvW4Stack, kGemvW4Groups, 4, 0> kW4;
+const Packing<PackCall<kPackW8, 8>> kPack8;
+const Packing<PackCall<kPackW4, 4>> kPack4;
+const Handlers<TakeCall, WarmTake, RunTake> kTake;
 
 }  // namespace
 }  // namespace jaxtap::ffi

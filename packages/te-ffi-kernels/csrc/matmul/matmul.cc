@@ -80,7 +80,7 @@ class Product {
   Product(const Matmul& args, int planes, const Kernels& kernels)
       : args_(args), layout_(args.weights.layout), planes_(planes), kernels_(kernels) {
     const PanelLayout& layout = layout_;
-    streamed_ = layout.version == 2 && args.m * planes <= kStreamRows;
+    streamed_ = layout.bits == 4 && args.m * planes <= kStreamRows;
     k_ = layout.padded_k();
     exact_ = layout.group == 0 && k_ <= kExactK;
     segment_k_ = exact_ ? k_ : layout.group == 0 ? kLongSegment : layout.group;
@@ -215,7 +215,7 @@ class Product {
     }
   }
 
-  // `count` panels, which are twice as many of 16 columns in version 2.
+  // `count` panels, which are twice as many of 16 columns in 4 bits.
   void multiply_block(int64_t r, int64_t rows, int64_t panel, int64_t count) {
     const int64_t panels = count * layout_.columns() / kPanelColumns;
     const int64_t panel_bytes = args_.weights.panel_bytes;
@@ -238,37 +238,28 @@ class Product {
     t.scales_step = layout_.group == 0 ? 0 : 64;
     if (grouped_x_) t.x_scales = group_scales_ + r * segments_;
     t.totals = reinterpret_cast<float*>(t.sums);
-    const bool packed4 =
-        layout_.bits == 4 && layout_.version == 1 && rows <= kernels_.most_rows4;
-    if (layout_.bits == 4 && !packed4) {
+    if (layout_.bits == 4) {
       uint8_t* codes = Arena<CodesTag>::get_array<uint8_t>(panels * 16 * k_);
-      if (layout_.version == 1) {
-        for (int64_t i = 0; i < panels; ++i) {
-          kernels_.expand(t.codes + i * panel_bytes, 64, k_ / 8, codes + i * 16 * k_);
-        }
-      } else {
-        const int64_t groups = layout_.scales();
-        float* scales = Arena<PanelScalesTag>::get_array<float>(panels * 16 * groups);
-        for (int64_t i = 0; i < count; ++i) {
-          kernels_.expand_panel({first + i * panel_bytes + kPanelHeader, layout_.scale_bits, groups,
-                                 k_ / groups, codes + i * 32 * k_, scales + i * 32 * groups});
-        }
-        t.scales = reinterpret_cast<const uint8_t*>(scales);
-        t.scales_stride = 64 * groups;
+      const int64_t groups = layout_.scales();
+      float* scales = Arena<PanelScalesTag>::get_array<float>(panels * 16 * groups);
+      for (int64_t i = 0; i < count; ++i) {
+        kernels_.expand_panel({first + i * panel_bytes + kPanelHeader, layout_.scale_bits, groups,
+                               k_ / groups, codes + i * 32 * k_, scales + i * 32 * groups});
       }
+      t.scales = reinterpret_cast<const uint8_t*>(scales);
+      t.scales_stride = 64 * groups;
       t.codes = codes;
       t.codes_stride = 16 * k_;
     }
     if (!exact_) {
-      (packed4 ? kernels_.scaled4 : kernels_.scaled8)(t);
+      kernels_.scaled8(t);
     } else {
-      const int64_t code_bytes = packed4 ? 8 : 16;  // per row of K
       for (int64_t i = 0; i < k_; i += kernels_.block_k) {
         t.k = std::min(kernels_.block_k, k_ - i);
         t.first = i == 0;
-        (packed4 ? kernels_.exact4 : kernels_.exact8)(t);
+        kernels_.exact8(t);
         t.x += t.k;
-        t.codes += t.k * code_bytes;
+        t.codes += t.k * 16;
       }
     }
     finish(t, r / planes_, rows / planes_, panel);
@@ -299,7 +290,7 @@ class Product {
   const Kernels& kernels_;
   int64_t k_, segment_k_, segments_, stride_;
   bool exact_;
-  bool streamed_;   // few rows of a weight of version 2
+  bool streamed_;   // few rows of a weight of 4 bits
   bool grouped_x_;  // int8 with a scale for each group of a row, as the weights have
   int64_t begin_ = 0, rows_ = 0;
   int8_t* planes_of_x_ = nullptr;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "common/arena.h"
+#include "common/parallel.h"
 #include "softmax/table.h"
 
 namespace jaxtap::softmax {

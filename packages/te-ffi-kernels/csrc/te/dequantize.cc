@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/arena.h"
+#include "common/parallel.h"
 #include "te/table.h"
 
 namespace jaxtap::te {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/parallel.h"
+#include "common/forward.h"
 #include "te/modes.h"
 
 namespace jaxtap::te {

@@ -89,7 +89,7 @@ struct Shape {
   int bits, planes;
   DType type;
   bool cold;
-  int scale_bits = 32;  // 4 bits are packed in version 2
+  int scale_bits = 32;
 };
 
 void run(const Shape& s, Isa isa, int threads, const std::vector<Weights>& copies, double best) {
@@ -179,7 +179,7 @@ int main(int argc, char** argv) {
     std::vector<Weights> copies;
     for (int i = 0; i < count; ++i) {
       const PanelLayout layout =
-          panel_layout(s.k, s.group, s.bits, s.bits == 4 ? 2 : 1, s.scale_bits);
+          panel_layout(s.k, s.group, s.bits, s.scale_bits);
       copies.push_back(random_weights(s.n, layout, random));
     }
     for (const Shape& shape : set) {

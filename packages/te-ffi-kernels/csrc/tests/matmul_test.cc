@@ -27,14 +27,14 @@ struct Case {
   int64_t m, k, n, group;
   int bits, planes;
   DType x_dtype, y_dtype;
-  int version = 1, scale_bits = 32;  // of the packed weight
+  int scale_bits = 32;  // of the packed weight
 
-  PanelLayout layout() const { return panel_layout(k, group, bits, version, scale_bits); }
+  PanelLayout layout() const { return panel_layout(k, group, bits, scale_bits); }
 
   std::string text() const {
     return "m=" + std::to_string(m) + " k=" + std::to_string(k) + " n=" + std::to_string(n) +
            " group=" + std::to_string(group) + " bits=" + std::to_string(bits) +
-           " planes=" + std::to_string(planes) + " version=" + std::to_string(version) +
+           " planes=" + std::to_string(planes) +
            " scale_bits=" + std::to_string(scale_bits) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
   }
 };
@@ -183,7 +183,6 @@ TEST(matmul_edge_sizes) {
                      kFloats[turn / 9 % 3]};
         check_case(c, random, parallel, turn % 4);
         if (c.bits == 8) continue;
-        c.version = 2;
         c.scale_bits = turn % 4 == 1 ? 16 : 32;
         check_case(c, random, parallel, turn % 4);
       }
@@ -206,8 +205,7 @@ TEST(matmul_groups) {
             Case c{m, group * count, n, group, bits, 1 + turn % 3, x_dtype, y_dtype};
             check_case(c, random, parallel, turn % 4);
             if (bits == 8) continue;
-            c.version = 2;
-            c.scale_bits = turn % 4 < 2 ? 16 : 32;
+                c.scale_bits = turn % 4 < 2 ? 16 : 32;
             check_case(c, random, parallel, turn % 4);
           }
         }
@@ -220,9 +218,9 @@ TEST(matmul_large) {
   std::mt19937 random(13);
   Threads pool(3);
   const Parallel parallel(pool);
-  for (const auto& [bits, version] : {std::pair{4, 1}, std::pair{4, 2}, std::pair{8, 1}}) {
+  for (const auto& [bits, scale_bits] : {std::pair{4, 32}, std::pair{4, 16}, std::pair{8, 32}}) {
     const auto check = [&](Case c, int64_t offset) {
-      c.version = version;
+      c.scale_bits = scale_bits;
       check_case(c, random, parallel, offset);
     };
     // Several tasks of rows and panels, several blocks of K, and more than one slab of rows.
@@ -243,7 +241,6 @@ TEST(matmul_never_overflows) {
       for (const auto& [bits, planes] :
            {std::pair{8, 1}, std::pair{8, 3}, std::pair{4, 1}, std::pair{4, 3}}) {
         Case c{1, k, 1, 0, bits, planes, DType::F32, DType::F32};
-        c.version = bits == 4 ? 2 : 1;
         const int most = bits == 4 ? 8 : 128;
         const Weights w =
             random_weights(1, c.layout(), random, 0, sign < 0 ? -most : most - 1);

@@ -14,21 +14,21 @@ using namespace jaxtap;
 using namespace jaxtap::testing;
 
 struct Kind {
-  int bits, version, scale_bits;
+  int bits, scale_bits;
 };
 
-constexpr Kind kKinds[] = {{8, 1, 32}, {4, 1, 32}, {4, 2, 32}, {4, 2, 16}};
+constexpr Kind kKinds[] = {{8, 32}, {4, 32}, {4, 16}};
 
 TEST(packed_round_trip) {
   std::mt19937 random(1);
   Threads pool(2);
   const int64_t ks[] = {0, 1, 3, 4, 7, 8, 63, 64, 65, 130, 192};
-  for (const auto& [bits, version, scale_bits] : kKinds) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (int64_t k : ks) {
       for (int64_t n : {0, 1, 15, 16, 17, 31, 32, 33, 130}) {
         for (int64_t group : {0, 8, 32, 64, 96}) {
           if (group != 0 && (k == 0 || k % group != 0)) continue;
-          const PanelLayout layout = panel_layout(k, group, bits, version, scale_bits);
+          const PanelLayout layout = panel_layout(k, group, bits, scale_bits);
           const Weights w = random_weights(n, layout, random, 1 + k % 3);
           std::vector<int8_t> codes(w.codes.size());
           const std::vector<uint8_t> expected = w.scale_bytes();
@@ -48,7 +48,7 @@ TEST(packed_round_trip) {
 TEST(packed_stream_bytes) {
   for (int scale_bits : {16, 32}) {
     std::mt19937 random(4);
-    const PanelLayout layout = panel_layout(16, 8, 4, 2, scale_bits);
+    const PanelLayout layout = panel_layout(16, 8, 4, scale_bits);
     const Weights w = random_weights(3, layout, random);
     const uint8_t* b = w.buffer.get();
     const int64_t size = scale_bits / 8, group = 32 * size + 128;
@@ -155,9 +155,9 @@ TEST(packed_corruption_is_named) {
 TEST(packed_checks_once_per_weight) {
   std::mt19937 random(5);
   Threads pool(2);
-  for (const auto& [bits, version, scale_bits] : kKinds) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (int64_t m : {1, 40}) {
-      const PanelLayout layout = panel_layout(96, 32, bits, version, scale_bits);
+      const PanelLayout layout = panel_layout(96, 32, bits, scale_bits);
       Weights w = random_weights(200, layout, random);
       std::vector<float> x(static_cast<size_t>(m * 96), 1.0f), y(static_cast<size_t>(m * 200));
       Matmul args;
@@ -188,9 +188,9 @@ TEST(packed_checks_once_per_weight) {
 TEST(packed_take_gives_the_values) {
   std::mt19937 random(6);
   Threads pool(2);
-  for (const auto& [bits, version, scale_bits] : kKinds) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (const auto& [k, n, group] : {std::array<int64_t, 3>{1, 1, 0}, {70, 40, 0}, {96, 130, 24}}) {
-      const Weights w = random_weights(n, panel_layout(k, group, bits, version, scale_bits), random,
+      const Weights w = random_weights(n, panel_layout(k, group, bits, scale_bits), random,
                                        1);
       for (bool columns : {false, true}) {
         const int32_t size = static_cast<int32_t>(columns ? n : k);
@@ -224,13 +224,11 @@ TEST(packed_take_gives_the_values) {
 
 TEST(packed_refusals) {
   const auto refused = [](int64_t k, int64_t group, int bits, const std::string& message,
-                          int version = 1, int scale_bits = 32) {
-    CHECK(throws<Error>([&] { panel_layout(k, group, bits, version, scale_bits); }, message));
+                          int scale_bits = 32) {
+    CHECK(throws<Error>([&] { panel_layout(k, group, bits, scale_bits); }, message));
   };
-  refused(64, 0, 8, "version must be 1, or 2 for 4 bits, got 2 for 8 bits", 2);
-  refused(64, 0, 4, "version must be 1, or 2 for 4 bits, got 3", 3);
-  refused(64, 0, 4, "or 16 in version 2, got 16 in version 1", 1, 16);
-  refused(64, 0, 4, "or 16 in version 2, got 8 in version 2", 2, 8);
+  refused(64, 0, 8, "or 16 in 4 bits, got 16 in 8 bits", 16);
+  refused(64, 0, 4, "or 16 in 4 bits, got 8 in 4 bits", 8);
   refused(64, 0, 5, "bits must be 4 or 8, got 5");
   refused(64, 12, 8, "multiple of 8 up to 65536, got 12");
   refused(64, -8, 8, "multiple of 8 up to 65536, got -8");

@@ -8,24 +8,24 @@ import pytest
 import te_ffi_kernels as te
 from jaxtap_testkit.te.weights import weight
 
-# bits, version, dtype of scales
-FORMS = [(8, None, np.float32), (4, 1, np.float32), (4, 2, np.float32), (4, 2, np.float16)]
+# bits, dtype of scales
+FORMS = [(8, np.float32), (4, np.float32), (4, np.float16)]
 # k, n, groups
 SHAPES = [(1, 1, 1), (70, 40, 1), (64, 33, 8), (96, 130, 3)]
 
 
-def packed(bits, version, dtype, k, n, groups, seed=0):
+def packed(bits, dtype, k, n, groups, seed=0):
     codes, scale = weight(np.random.default_rng(seed), k, n, bits, groups)
     scale = scale.astype(dtype)
     given = jnp.asarray(codes), jnp.asarray(scale)
-    made = te.pack_w8(*given) if bits == 8 else te.pack_w4(*given, version=version)
+    made = te.pack_w8(*given) if bits == 8 else te.pack_w4(*given)
     return made, codes.astype(np.float32) * np.repeat(scale.astype(np.float32), k // groups, 0)
 
 
-@pytest.mark.parametrize(("bits", "version", "dtype"), FORMS)
-def test_values_are_those_of_numpy(bits, version, dtype):
+@pytest.mark.parametrize(("bits", "dtype"), FORMS)
+def test_values_are_those_of_numpy(bits, dtype):
     for k, n, groups in SHAPES:
-        w, full = packed(bits, version, dtype, k, n, groups)
+        w, full = packed(bits, dtype, k, n, groups)
         for axis, size in ((0, k), (1, n)):
             indices = np.array([[0, size - 1, -1], [size // 2, -size, size // 3]], np.int32)
             expected = np.take(full if axis == 0 else full.T, indices, 0)
@@ -38,14 +38,14 @@ def test_values_are_those_of_numpy(bits, version, dtype):
 
 
 def test_beyond_the_ends_is_the_end():
-    w, full = packed(4, 2, np.float16, 64, 40, 2)
+    w, full = packed(4, np.float16, 64, 40, 2)
     given = jnp.array([40, 2**31 - 1, -41, -(2**31)], jnp.int32)
     for take in (te.packed_take, te.reference.packed_take):
         np.testing.assert_array_equal(take(w, given), full.T[[39, 39, 0, 0]])
 
 
 def test_transformations():
-    w, full = packed(4, 2, np.float32, 64, 40, 2)
+    w, full = packed(4, np.float32, 64, 40, 2)
     indices = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
     mapped = jax.vmap(lambda i: te.packed_take(w, i))(indices)
     np.testing.assert_array_equal(mapped, full.T[:6].reshape(2, 3, 64))
@@ -63,7 +63,7 @@ def test_transformations():
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(("place", "message"), [(0, "JTWP"), (8, "checksum"), (700, "checksum")])
 def test_a_damaged_panel_is_refused(axis, place, message):
-    w, _ = packed(4, 2, np.float32, 64, 80, 2, seed=[axis, place])
+    w, _ = packed(4, np.float32, 64, 80, 2, seed=[axis, place])
     damaged = jax.tree.map(lambda b: b.at[1, place].set(b[1, place] ^ np.uint8(3)), w)
     with pytest.raises(
         (ValueError, jax.errors.JaxRuntimeError), match=rf"packed_take.*panel 1.*{message}"
@@ -81,7 +81,7 @@ def test_a_damaged_panel_is_refused(axis, place, message):
     ],
 )
 def test_bad_input(change, message):
-    given = {"weight": packed(8, None, np.float32, 8, 8, 1)[0], "indices": jnp.zeros(2, jnp.int32)}
+    given = {"weight": packed(8, np.float32, 8, 8, 1)[0], "indices": jnp.zeros(2, jnp.int32)}
     with pytest.raises((TypeError, ValueError), match=message):
         te.packed_take(**(given | change))
     stack = jax.tree.map(lambda b: b[None], given["weight"])

@@ -19,23 +19,22 @@ REFERENCES = {8: te.reference.pack_w8, 4: te.reference.pack_w4}
 @st.composite
 def weights(draw):
     bits = draw(st.sampled_from([8, 4]))
-    version = draw(st.sampled_from([1, 2])) if bits == 4 else None
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     group = draw(st.sampled_from([0, 0, 8, 24, 32, 64]))
     groups = draw(st.integers(2, 5)) if group else 1
     k = group * groups or draw(SIZES)
     codes, scale = weight(rng, k, draw(SIZES), bits, groups)
-    if version == 2:
+    if bits == 4:
         scale = scale.astype(draw(st.sampled_from([np.float16, np.float32])))
-    return bits, group, {} if bits == 8 else {"version": version}, codes, scale
+    return bits, group, codes, scale
 
 
 @pytest.mark.slow
 @examples(20)
 @given(weights())
 def test_what_is_packed_is_unpacked(made):
-    bits, group, version, codes, scale = made
-    packed = PACKS[bits](jnp.asarray(codes), jnp.asarray(scale), **version)
+    bits, group, codes, scale = made
+    packed = PACKS[bits](jnp.asarray(codes), jnp.asarray(scale))
     assert (packed.bits, packed.group, packed.shape) == (bits, group, codes.shape)
     again, its_scale = packed.unpack()
     np.testing.assert_array_equal(again, codes)
@@ -47,20 +46,20 @@ def test_what_is_packed_is_unpacked(made):
 @examples(20)
 @given(weights())
 def test_kernel_and_reference_write_the_same_bytes(made):
-    bits, _, version, codes, scale = made
-    ours = PACKS[bits](jnp.asarray(codes), jnp.asarray(scale), **version).buffer
-    np.testing.assert_array_equal(ours, REFERENCES[bits](codes, scale, **version).buffer)
+    bits, _, codes, scale = made
+    ours = PACKS[bits](jnp.asarray(codes), jnp.asarray(scale)).buffer
+    np.testing.assert_array_equal(ours, REFERENCES[bits](codes, scale).buffer)
 
 
-def test_layout_by_hand():
-    """A weight of 8 rows and 2 columns in 4 bits, byte by byte."""
-    codes = np.arange(-8, 8, dtype=np.int8).reshape(8, 2)
+def test_8_bits_by_hand():
+    """A weight of 4 rows and 2 columns, byte by byte."""
+    codes = np.array([[-128, 1], [127, -1], [0, 5], [-7, 64]], np.int8)
     scale = np.array([[0.5, 2.0]], np.float32)
-    buffer = np.asarray(te.pack_w4(jnp.asarray(codes), jnp.asarray(scale), version=1).buffer)
-    assert buffer.shape == (1, 64 + 64 + 8 * 64)
+    buffer = np.asarray(te.pack_w8(jnp.asarray(codes), jnp.asarray(scale)).buffer)
+    assert buffer.shape == (1, 64 + 64 + 16 * 64)
     panel = buffer[0]
-    assert panel[:8].tolist() == [*b"JTWP", 1, 4, 2, 0]
-    assert panel[8:16].view(np.uint32).tolist() == [8, 0]
+    assert panel[:8].tolist() == [*b"JTWP", 1, 8, 2, 0]
+    assert panel[8:16].view(np.uint32).tolist() == [4, 0]
     words = panel[64:].view(np.uint32).astype(np.uint64)
     assert panel[16:24].view(np.uint32).tolist() == [
         words.sum() % 2**32,
@@ -69,21 +68,20 @@ def test_layout_by_hand():
     head = panel[:24].view(np.uint32).astype(np.uint64)
     assert panel[24:28].view(np.uint32)[0] == (head.sum() % 2**32) ^ 0x9E3779B9
     assert panel[64:128].view(np.float32).tolist() == [0.5, 2.0] + [0.0] * 14
-    # Byte j of column c: row j in the low half, row 4 + j in the high half.
-    wide = codes.astype(int) + 8
-    column = [wide[j, 1] | wide[4 + j, 1] << 4 for j in range(4)]
-    assert panel[128 + 4 : 128 + 8].tolist() == column
-    assert set(panel[128 + 8 :].tolist()) == {0x88}
+    # Byte j of column c: row j.
+    wide = codes.astype(int) + 128
+    assert panel[128:136].tolist() == wide.T.reshape(-1).tolist()
+    assert set(panel[136:].tolist()) == {128}
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_version_2_by_hand(dtype):
+def test_4_bits_by_hand(dtype):
     """Two groups of 32 rows and 2 columns: scales, codes, scales, codes."""
     rng = np.random.default_rng(3)
     codes = rng.integers(-8, 8, (64, 2)).astype(np.int8)
     # The largest and the least number of float16, and a subnormal one: stored as they are.
     scale = np.array([[65504, 6e-8], [1e-6, 0.1]], dtype)
-    weight = te.pack_w4(jnp.asarray(codes), jnp.asarray(scale), version=2)
+    weight = te.pack_w4(jnp.asarray(codes), jnp.asarray(scale))
     panel = np.asarray(weight.buffer)[0]
     size = 32 * np.dtype(dtype).itemsize
     assert weight.nbytes == len(panel) == 64 + 2 * (size + 512)
@@ -105,7 +103,7 @@ def test_version_2_by_hand(dtype):
 def test_scales_of_float16_cost_half_a_bit_less():
     codes = jnp.zeros((1024, 64), jnp.int8)
     bits = {
-        dtype: 8 * te.pack_w4(codes, jnp.ones((32, 64), dtype), version=2).nbytes / codes.size
+        dtype: 8 * te.pack_w4(codes, jnp.ones((32, 64), dtype)).nbytes / codes.size
         for dtype in (jnp.float16, jnp.float32)
     }
     assert bits[jnp.float16] == pytest.approx(4.5, abs=0.02)
@@ -113,16 +111,15 @@ def test_scales_of_float16_cost_half_a_bit_less():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "version", "message"),
+    ("op", "dtype", "message"),
     [
-        (jnp.float16, 1, "pack_w4: scale is float16, and must be float32"),
-        (jnp.bfloat16, 2, "pack_w4: scale is bfloat16, and must be float32 or float16"),
-        (jnp.float32, 3, "pack_w4: version must be 1 or 2, got 3"),
+        (te.pack_w8, jnp.float16, "pack_w8: scale is float16, and must be float32"),
+        (te.pack_w4, jnp.bfloat16, "pack_w4: scale is bfloat16, and must be float32 or float16"),
     ],
 )
-def test_versions_and_scales_that_there_are_not(dtype, version, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        te.pack_w4(jnp.zeros((8, 4), jnp.int8), jnp.ones((1, 4), dtype), version=version)
+def test_scales_that_there_are_not(op, dtype, message):
+    with pytest.raises(TypeError, match=message):
+        op(jnp.zeros((8, 4), jnp.int8), jnp.ones((1, 4), dtype))
 
 
 @pytest.mark.slow

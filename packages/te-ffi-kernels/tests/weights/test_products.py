@@ -28,9 +28,9 @@ def problems(draw, bits=8):
     return x, *weight(rng, k, draw(SIZES), bits, groups)
 
 
-def packed(codes, scale, bits=8, **version):
+def packed(codes, scale, bits=8):
     pack = te.pack_w8 if bits == 8 else te.pack_w4
-    return pack(jnp.asarray(codes), jnp.asarray(scale), **version)
+    return pack(jnp.asarray(codes), jnp.asarray(scale))
 
 
 @pytest.mark.slow
@@ -58,10 +58,9 @@ def test_weight_only_beside_float64(data, dtype):
     bits = WEIGHT_ONLY[op]
     x, codes, scale = data.draw(problems(bits))
     x = jnp.asarray(x).astype(dtype)
-    version = {"version": data.draw(st.sampled_from([1, 2]))} if bits == 4 else {}
-    if version.get("version") == 2:
+    if bits == 4:
         scale = scale.astype(data.draw(st.sampled_from([np.float16, np.float32])))
-    y = op(x, packed(codes, scale, bits, **version), out_dtype=jnp.float32)
+    y = op(x, packed(codes, scale, bits), out_dtype=jnp.float32)
     full, wide = matrix(codes, scale), np.asarray(x, np.float64)
     error = np.abs(np.asarray(y, np.float64) - wide @ full)
     # Fixed point of the row's largest magnitude: 23 bits for float32, 15 for the 16-bit floats.

@@ -2,7 +2,6 @@
 #include "cuda/gemm/packed.h"
 
 #include "common/error.h"
-#include "common/packed.h"
 #include "cuda/gemm/choose.h"
 #include "cuda/gemm/steps.h"
 #include "cuda/kernels/gemm.h"
@@ -19,10 +18,8 @@ size_t size_of(const PackedProduct& args) {
 PackedWeight unpacked(const PackedProduct& args) {
   PackedWeight weight;
   weight.weight = args.weight;
-  weight.k = args.k;
+  weight.layout = args.layout;
   weight.n = args.n;
-  weight.group = args.group;
-  weight.bits = args.bits;
   weight.as_codes = args.quantizes;
   weight.dtype = args.x_dtype;
   return weight;
@@ -33,10 +30,8 @@ void few_floats(const PackedProduct& args, Stream stream) {
   gemv.x = args.x;
   gemv.x_dtype = args.x_dtype;
   gemv.m = args.m;
-  gemv.k = args.k;
   gemv.n = args.n;
-  gemv.group = args.group;
-  gemv.bits = args.bits;
+  gemv.layout = args.layout;
   gemv.weight = args.weight;
   gemv.y = args.y;
   gemv.y_dtype = args.y_dtype;
@@ -56,17 +51,17 @@ void check_call(const PackedProduct& args, const PackedSums* sums) {
 }  // namespace
 
 PackedSteps::PackedSteps(const PackedProduct& args) {
-  const PanelLayout layout = panel_layout(args.k, args.group, args.bits);
-  if (args.quantizes && args.group == 0 && args.k > kMostExact) {
-    throw invalid_argument("sums of ", args.k, " products of int8 don't fit in int32; there may ",
+  const PanelLayout& layout = args.layout;
+  if (args.quantizes && args.layout.group == 0 && args.layout.k > kMostExact) {
+    throw invalid_argument("sums of ", args.layout.k, " products of int8 don't fit in int32; there may ",
                            "be ", kMostExact, ", or groups");
   }
   empty = args.m == 0 || args.n == 0;
   few = args.m <= kFewRows;
-  library = !few && !(args.quantizes && args.group != 0);
+  library = !few && !(args.quantizes && args.layout.group != 0);
   parts = packed_parts(unpacked(args));
-  depth = args.quantizes ? layout.padded_k() : args.k;
-  cols = panel_count(args.n) * kPanelColumns;
+  depth = args.quantizes ? layout.padded_k() : args.layout.k;
+  cols = panel_count(args.n, layout.columns()) * layout.columns();
   keeps_sums = library && (args.y_dtype != te::Float::kF32 || cols != args.n);
 
   const auto part = [&](bool wanted, int64_t size) {
@@ -121,7 +116,7 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args,
   call.out_layout = sums_.get();
   if (!lt_choose(lt, handle, call, workspace - needed, &algorithm_, &workspace_)) {
     throw failed_precondition("cuBLASLt has no algorithm on this GPU for ", args.m, " rows with ",
-                              "a packed weight[", args.k, ", ", args.n,
+                              "a packed weight[", args.layout.k, ", ", args.n,
                               "]; use the op of te_ffi_kernels.reference");
   }
 }
@@ -161,14 +156,14 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
   auto* row_factors = reinterpret_cast<float*>(workspace + steps.row_factors);
   auto* codes = reinterpret_cast<int8_t*>(workspace + steps.codes);
   if (args.quantizes) {
-    packed_rows({args.x, args.x_dtype, args.m, args.k, steps.depth, args.group, codes, row_factors},
+    packed_rows({args.x, args.x_dtype, args.m, args.layout.k, steps.depth, args.layout.group, codes, row_factors},
                 stream);
   } else {
-    packed_finite({args.x, args.x_dtype, args.m, args.k, row_factors}, stream);
+    packed_finite({args.x, args.x_dtype, args.m, args.layout.k, row_factors}, stream);
   }
   if (!steps.library) {
-    const PackedDot dot = {codes,      row_factors, args.m, args.k,      args.n,
-                           args.group, args.weight, args.y, args.y_dtype};
+    const PackedDot dot = {codes,       row_factors, args.m, args.n,
+                           args.layout, args.weight, args.y, args.y_dtype};
     return steps.few ? packed_dot(dot, stream) : packed_tiles(dot, stream);
   }
   PackedWeight weight = unpacked(args);

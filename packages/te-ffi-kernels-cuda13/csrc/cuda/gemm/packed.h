@@ -10,6 +10,7 @@
 
 #include <memory>
 
+#include "common/packed.h"
 #include "cuda/cublaslt.h"
 #include "cuda/runtime.h"
 #include "te/table.h"
@@ -19,9 +20,8 @@ namespace jaxtap::cuda {
 struct PackedProduct {
   const void* x = nullptr;  // [m, k]
   te::Float x_dtype = te::Float::kF32;
-  int64_t m = 0, k = 0, n = 0;
-  int64_t group = 0;
-  int bits = 8;
+  int64_t m = 0, n = 0;
+  PanelLayout layout;
   bool quantizes = false;  // x to int8; else it's multiplied as it is
   const uint8_t* weight = nullptr;
   void* y = nullptr;  // [m, n]

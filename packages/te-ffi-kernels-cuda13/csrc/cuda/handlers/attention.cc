@@ -15,19 +15,10 @@ DnnPlans& AttentionPlans() {
 
 namespace {
 
-constexpr char kForward[] = "te_ffi_kernels.fused_attn_forward";
-constexpr char kBackward[] = "te_ffi_kernels.fused_attn_backward";
-
-// What a call is given: read, and checked.
-struct Given {
-  ffi::AttentionConfig config;
-  DType dtype;
-  AttentionMemory memory;
-};
-
-void TakeProblem(Given& given, const attention::Problem& p) {
-  AttentionMemory& m = given.memory;
-  given.dtype = p.dtype;
+// All but what is done with the workspace.
+AttentionMemory MemoryOf(const attention::Problem& p, const ffi::SequenceArrays& sequences,
+                         const Array& workspace) {
+  AttentionMemory m;
   m.q = p.q.data;
   m.k = p.k.data;
   m.v = p.v.data;
@@ -35,99 +26,61 @@ void TakeProblem(Given& given, const attention::Problem& p) {
   m.stats = p.aux;
   m.bias = const_cast<void*>(p.bias);
   m.sink = const_cast<float*>(p.sink);
+  m.q_cumulative = sequences.q_cu;
+  m.kv_cumulative = sequences.kv_cu;
+  m.q_at = sequences.q_at;
+  m.kv_at = sequences.kv_at;
+  m.workspace = workspace.data;
+  m.bytes = static_cast<size_t>(workspace.size());
+  return m;
 }
-
-void TakeSequences(Given& given, const ffi::SequenceArrays& sequences) {
-  given.memory.q_cumulative = sequences.q_cu;
-  given.memory.kv_cumulative = sequences.kv_cu;
-  given.memory.q_at = sequences.q_at;
-  given.memory.kv_at = sequences.kv_at;
-}
-
-void TakeWorkspace(Given& given, const Array& workspace) {
-  workspace.NeedDtype({DType::U8});
-  given.memory.workspace = workspace.data;
-  given.memory.bytes = static_cast<size_t>(workspace.size());
-}
-
-Given ReadForward(const Call& call) {
-  call.NeedCounts(10, 4);
-  Given given{ffi::AttentionConfig(call.attributes), DType::F32, {}};
-  TakeProblem(given, ffi::ReadProblem(given.config, call.Operand(0, "q"), call.Operand(1, "k"),
-                                      call.Operand(2, "v"), call.Operand(3, "bias"),
-                                      call.Operand(4, "softmax_offset"), call.Result(0, "output"),
-                                      call.Result(1, "softmax_aux")));
-  TakeSequences(given, {given.config, call.Operand(6, "q_cu_seqlens"),
-                        call.Operand(7, "kv_cu_seqlens"), call.Operand(8, "q_seq_offsets"),
-                        call.Operand(9, "k_seq_offsets")});
-  const Array seed = call.Operand(5, "seed"), state = call.Result(2, "rng_state");
-  ffi::RandomWords(given.config, seed);
-  given.memory.random =
-      static_cast<const uint32_t*>(seed.NeedDtype({DType::U32}).data);
-  given.memory.words = seed.size();
-  given.memory.state = static_cast<uint32_t*>(state.NeedDtype({DType::U32}).data);
-  given.memory.state_words = state.size();
-  TakeWorkspace(given, call.Result(3, "workspace"));
-  return given;
-}
-
-Given ReadBackward(const Call& call) {
-  call.NeedCounts(13, 6);
-  Given given{ffi::AttentionConfig(call.attributes), DType::F32, {}};
-  const attention::Problem p = ffi::ReadProblem(
-      given.config, call.Operand(0, "q"), call.Operand(1, "k"), call.Operand(2, "v"),
-      call.Operand(3, "bias"), call.Operand(4, "softmax_offset"), call.Operand(7, "output"),
-      call.Operand(5, "softmax_aux"));
-  const attention::Gradients gradients = ffi::ReadGradients(
-      given.config, p, call.Operand(8, "doutput"),
-      {call.Result(0, "dq"), call.Result(1, "dk"), call.Result(2, "dv"), call.Result(3, "dbias"),
-       call.Result(4, "dsoftmax_offset")});
-  TakeProblem(given, p);
-  TakeSequences(given, {given.config, call.Operand(9, "q_cu_seqlens"),
-                        call.Operand(10, "kv_cu_seqlens"), call.Operand(11, "q_seq_offsets"),
-                        call.Operand(12, "k_seq_offsets")});
-  const Array state = call.Operand(6, "rng_state");
-  AttentionMemory& m = given.memory;
-  m.random = ffi::RandomWords(given.config, state);
-  m.words = m.random == nullptr ? 0 : state.size();
-  m.out_grad = gradients.out_grad.data;
-  m.q_grad = gradients.q_grad.data;
-  m.k_grad = gradients.k_grad.data;
-  m.v_grad = gradients.v_grad.data;
-  m.bias_grad = gradients.bias_grad;
-  m.sink_grad = gradients.sink_grad;
-  TakeWorkspace(given, call.Result(5, "workspace"));
-  return given;
-}
-
-void Check(const xffi::Dictionary& attributes) { ffi::AttentionConfig{attributes}; }
 
 struct Planned : Kept {
   explicit Planned(AttentionPlan plan) : plan(std::move(plan)) {}
   AttentionPlan plan;
 };
 
-template <Given (*kRead)(const Call&), bool kIsBackward>
-std::unique_ptr<Planned> Make(const Call& call, int device) {
-  const Given given = kRead(call);
+template <class Op>
+std::unique_ptr<Planned> Make(const Op& given, const Call& call, int device) {
+  constexpr bool kIsBackward = std::is_same_v<Op, ffi::AttentionBackwardCall>;
   const ffi::AttentionConfig& c = given.config;
   if (c.batch * c.q_length * c.kv_length == 0) {
     throw invalid_argument("q is ", call.Operand(0, "q").Text(), ": nothing sees anything");
   }
-  const AttentionSteps steps(c, given.dtype, kIsBackward);
+  const AttentionSteps steps(c, given.problem.dtype, kIsBackward);
   const DnnPlans::Entry& entry = AttentionPlans().of(cudnn(), runtime(), device, steps.graph);
-  return std::make_unique<Planned>(
-      AttentionPlan(cudnn(), runtime(), entry, steps, given.memory.bytes));
+  return std::make_unique<Planned>(AttentionPlan(cudnn(), runtime(), entry, steps,
+                                                 static_cast<size_t>(call.Memory().size())));
 }
 
-template <Given (*kRead)(const Call&)>
-void Body(const Call& call, Planned& planned) {
-  planned.plan.run(kRead(call).memory, call.stream);
+void Forward(const ffi::AttentionForwardCall& given, const Call& call, Planned& planned) {
+  AttentionMemory m = MemoryOf(given.problem, given.sequences, call.Memory());
+  m.random = static_cast<const uint32_t*>(given.seed.data);
+  m.words = given.seed.size();
+  m.state = static_cast<uint32_t*>(given.state.data);
+  m.state_words = given.state.size();
+  planned.plan.run(m, call.stream);
 }
 
-const PlannedHandlers<kForward, Check, Planned, Make<ReadForward, false>, Body<ReadForward>> kOne;
-const PlannedHandlers<kBackward, Check, Planned, Make<ReadBackward, true>, Body<ReadBackward>>
-    kTwo;
+void Backward(const ffi::AttentionBackwardCall& given, const Call& call, Planned& planned) {
+  const attention::Gradients& gradients = given.gradients;
+  AttentionMemory m = MemoryOf(given.problem, given.sequences, call.Memory());
+  m.random = given.random;
+  m.words = given.random == nullptr ? 0 : given.state.size();
+  m.out_grad = gradients.out_grad.data;
+  m.q_grad = gradients.q_grad.data;
+  m.k_grad = gradients.k_grad.data;
+  m.v_grad = gradients.v_grad.data;
+  m.bias_grad = gradients.bias_grad;
+  m.sink_grad = gradients.sink_grad;
+  planned.plan.run(m, call.stream);
+}
+
+template <class Op, void (*kRun)(const Op&, const Call&, Planned&)>
+using Attention = PlannedHandlers<Op, Planned, Make<Op>, kRun>;
+
+const Attention<ffi::AttentionForwardCall, Forward> kForward;
+const Attention<ffi::AttentionBackwardCall, Backward> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -8,7 +8,6 @@
 
 #pragma once
 
-#include <initializer_list>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -43,13 +42,21 @@ xffi::Error Guarded(const char* target, Body&& body) {
   return xffi::Error(static_cast<xffi::ErrorCode>(failure.code), std::move(failure.message));
 }
 
+// Whether a workspace is the last result, beside those that the op has on all platforms.
+enum class Workspace { kNone, kMaybe, kIs };
+
 struct Call {
   Stream stream;
   const xffi::RemainingArgs& args;
   const xffi::RemainingRets& results;
   const xffi::Dictionary& attributes;
+  Workspace workspace = Workspace::kNone;
 
-  void NeedCounts(size_t operands, size_t wanted) const {
+  // Throws for other numbers of them, of which results are without the workspace.
+  void NeedCounts(size_t operands, size_t without) const {
+    const bool has = workspace == Workspace::kIs ||
+                     (workspace == Workspace::kMaybe && results.size() == without + 1);
+    const size_t wanted = without + has;
     if (args.size() != operands || results.size() != wanted) {
       throw invalid_argument("there are ", args.size(), " operands and ", results.size(),
                              " results, and there must be ", operands, " and ", wanted);
@@ -68,8 +75,15 @@ struct Call {
     return Read(name, **buffer);
   }
 
+  // The last result.
+  Array Memory(DType dtype = DType::U8) const {
+    const Array found = Result(results.size() - 1, "workspace");
+    found.NeedDtype({dtype});
+    return found;
+  }
+
   // Zeros for results that aren't wanted.
-  void Clear(std::initializer_list<Array> arrays) const {
+  void Clear(const std::vector<Array>& arrays) const {
     for (const Array& array : arrays) {
       const size_t bytes = static_cast<size_t>(array.size()) * byte_size(array.dtype);
       if (bytes == 0) continue;
@@ -93,27 +107,24 @@ inline std::vector<Target>& Targets() {
   return *targets;
 }
 
-// The state of a call site whose attributes `check` doesn't throw for.
-inline xffi::ErrorOr<std::unique_ptr<SiteState>> MadeSite(const char* target,
-                                                          void (*check)(const xffi::Dictionary&),
-                                                          const xffi::Dictionary& attributes) {
-  xffi::Error error = Guarded(target, [&] { check(attributes); });
-  if (error.failure()) return xffi::Unexpected(std::move(error));
-  return std::make_unique<SiteState>();
-}
-
 // The stages that don't depend on whether work is planned.
-template <const char* kName>
+template <class Op, Workspace kWorkspace>
 class Stages {
  protected:
-  template <void (*kCheck)(const xffi::Dictionary&)>
+  static constexpr auto kTarget = Op::kTarget;
+
+  // Makes the state of a call site whose attributes can be.
   static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
-    static auto* handler = xffi::Ffi::BindInstantiate()
-                               .Attrs()
-                               .To([](xffi::Dictionary attributes) {
-                                 return MadeSite(kName, kCheck, attributes);
-                               })
-                               .release();
+    static auto* handler =
+        xffi::Ffi::BindInstantiate()
+            .Attrs()
+            .To([](xffi::Dictionary attributes) -> xffi::ErrorOr<std::unique_ptr<SiteState>> {
+              xffi::Error error =
+                  Guarded(kTarget, [&] { static_cast<void>(typename Op::Config(attributes)); });
+              if (error.failure()) return xffi::Unexpected(std::move(error));
+              return std::make_unique<SiteState>();
+            })
+            .release();
     return handler->Call(frame);
   }
 
@@ -130,9 +141,9 @@ class Stages {
             .Attrs()
             .To([](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
                    xffi::RemainingRets results, xffi::Dictionary attributes) {
-              return Guarded(kName, [&] {
-                if (kReady({stream, args, results, attributes}, *site, device)) {
-                  ffi::CountWarm(kName);
+              return Guarded(kTarget, [&] {
+                if (kReady({stream, args, results, attributes, kWorkspace}, *site, device)) {
+                  ffi::CountWarm(kTarget);
                 }
               });
             })
@@ -141,36 +152,39 @@ class Stages {
   }
 };
 
-// The handlers of the target `kName`. kCheck throws for attributes that can't be.
-template <const char* kName, void (*kCheck)(const xffi::Dictionary&), void (*kBody)(const Call&)>
-class Handlers : Stages<kName> {
+// The handlers of an op, which `Op` describes for all platforms: see ffi/call.h.
+template <class Op, void (*kRun)(const Op&, const Call&), Workspace kWorkspace = Workspace::kNone>
+class Handlers : Stages<Op, kWorkspace> {
  public:
   // Put as a static variable beside the body.
   Handlers() {
-    Targets().push_back({kName, Stages<kName>::template Instantiate<kCheck>,
-                         Stages<kName>::template Initialize<Ready>, Execute});
+    using Common = Stages<Op, kWorkspace>;
+    Targets().push_back(
+        {Op::kTarget, Common::Instantiate, Common::template Initialize<Ready>, Execute});
   }
 
  private:
   static bool Ready(const Call& call, SiteState& site, int device) {
-    return site.warm(runtime(), device, call.stream, [&] { kBody(call); });
+    return site.warm(runtime(), device, call.stream, [&] { kRun(Op(call), call); });
   }
 
   static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-    static auto* handler = xffi::Ffi::Bind()
-                               .Ctx<xffi::PlatformStream<Stream>>()
-                               .RemainingArgs()
-                               .RemainingRets()
-                               .Attrs()
-                               .To(
-                                   [](Stream stream, xffi::RemainingArgs args,
-                                      xffi::RemainingRets results, xffi::Dictionary attributes) {
-                                     return Guarded(kName, [&] {
-                                       kBody({stream, args, results, attributes});
-                                     });
-                                   },
-                                   {xffi::Traits::kCmdBufferCompatible})
-                               .release();
+    static auto* handler =
+        xffi::Ffi::Bind()
+            .Ctx<xffi::PlatformStream<Stream>>()
+            .RemainingArgs()
+            .RemainingRets()
+            .Attrs()
+            .To(
+                [](Stream stream, xffi::RemainingArgs args, xffi::RemainingRets results,
+                   xffi::Dictionary attributes) {
+                  return Guarded(Op::kTarget, [&] {
+                    const Call call = {stream, args, results, attributes, kWorkspace};
+                    kRun(Op(call), call);
+                  });
+                },
+                {xffi::Traits::kCmdBufferCompatible})
+            .release();
     return handler->Call(frame);
   }
 };

@@ -112,10 +112,8 @@ size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits,
   PackedProduct args;
   args.x_dtype = static_cast<te::Float>(dtype);
   args.m = m;
-  args.k = k;
   args.n = n;
-  args.group = group;
-  args.bits = bits;
+  args.layout = panel_layout(k, group, bits);
   args.quantizes = quantizes;
   args.y_dtype = static_cast<te::Float>(out);
   return PackedSteps(args).bytes;

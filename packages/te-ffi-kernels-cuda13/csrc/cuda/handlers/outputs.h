@@ -9,39 +9,25 @@
 namespace jaxtap::cuda {
 
 // Of checked results. Those that aren't wanted are zeros.
-inline Quantize OutputsOf(const Call& call, const ffi::OutputConfig& config, DType dtype,
-                          const ffi::Matrix& matrix, const Array& scale, const Array& amax,
-                          const ffi::Outputs& outputs) {
+inline Quantize OutputsOf(const Call& call, const ffi::Outputs& outputs) {
+  const ffi::OutputConfig& config = outputs.config;
   Quantize args;
-  args.dtype = te::float_of(dtype);
-  args.rows = matrix.rows;
-  args.cols = matrix.cols;
+  args.dtype = te::float_of(outputs.dtype);
+  args.rows = outputs.matrix.rows;
+  args.cols = outputs.matrix.cols;
   args.scaling = config.scaling;
-  args.amax = static_cast<const float*>(amax.data);
+  args.amax = static_cast<const float*>(outputs.amax.data);
   args.updated_amax = static_cast<float*>(outputs.updated_amax.data);
   args.wants_absmax = config.wants_absmax;
+  call.Clear(outputs.Unwanted());
   if (!config.quantizes()) {
     args.out = outputs.out.data;
-    call.Clear({outputs.colwise_out, outputs.scale_inv, outputs.colwise_scale_inv});
     return args;
   }
-  const bool rowwise = te::has_rowwise(config.layout), colwise = te::has_colwise(config.layout);
-  args.code = te::code_of((rowwise ? outputs.out : outputs.colwise_out).dtype);
   if (config.scaling == te::Scaling::kDelayedTensor) {
-    args.scale = static_cast<const float*>(scale.data);
+    args.scale = static_cast<const float*>(outputs.scale.data);
   }
-  if (rowwise) {
-    args.codes = static_cast<uint8_t*>(outputs.out.data);
-    args.scales = outputs.scale_inv.data;
-  } else {
-    call.Clear({outputs.out, outputs.scale_inv});
-  }
-  if (colwise) {
-    args.turned = static_cast<uint8_t*>(outputs.colwise_out.data);
-    args.turned_scales = outputs.colwise_scale_inv.data;
-  } else {
-    call.Clear({outputs.colwise_out, outputs.colwise_scale_inv});
-  }
+  outputs.Direct(config.layout, args);
   return args;
 }
 

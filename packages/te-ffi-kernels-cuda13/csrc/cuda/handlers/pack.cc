@@ -7,34 +7,22 @@
 namespace jaxtap::cuda {
 namespace {
 
-constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
-constexpr char kPackW4[] = "te_ffi_kernels.pack_w4";
-
-template <int kBits>
-void Check(const xffi::Dictionary& attributes) {
-  ffi::PackConfigOf(attributes, kBits).Check();
-}
-
-template <int kBits>
-void Body(const Call& call) {
-  call.NeedCounts(2, 1);
-  const ffi::PackConfig config = ffi::PackConfigOf(call.attributes, kBits);
-  const Array codes = call.Operand(0, "codes"), scales = call.Operand(1, "scale");
-  const Array out = call.Result(0, "buffer");
-  ffi::PackCall{codes, scales, out}.Check(config);
+template <class Op>
+void Run(const Op& given, const Call& call) {
   PackedPack args;
-  args.codes = static_cast<const int8_t*>(codes.data);
-  args.scales = static_cast<const float*>(scales.data);
-  args.k = codes.shape[0];
-  args.n = codes.shape[1];
-  args.group = config.group;
-  args.bits = kBits;
-  args.out = static_cast<uint8_t*>(out.data);
+  args.codes = static_cast<const int8_t*>(given.codes.data);
+  args.scales = given.scale.data;
+  args.layout = given.layout;
+  args.n = given.codes.shape[1];
+  args.out = static_cast<uint8_t*>(given.buffer.data);
   packed_pack(args, call.stream);
 }
 
-const Handlers<kPackW8, Check<8>, Body<8>> kOne;
-const Handlers<kPackW4, Check<4>, Body<4>> kTwo;
+template <class Op>
+using Packing = Handlers<Op, Run<Op>>;
+
+const Packing<ffi::PackCall<ffi::kPackW8, 8>> kPack8;
+const Packing<ffi::PackCall<ffi::kPackW4, 4>> kPack4;
 
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -9,26 +9,27 @@
 
 namespace jaxtap::cuda {
 
-// The handlers of the target `kName`. kCheck throws for attributes that can't be, kMake returns the
-// std::unique_ptr<Plan> for a device, and kBody follows it.
-template <const char* kName, void (*kCheck)(const xffi::Dictionary&), class Plan,
-          std::unique_ptr<Plan> (*kMake)(const Call&, int), void (*kBody)(const Call&, Plan&)>
-class PlannedHandlers : Stages<kName> {
+// The handlers of an op, which `Op` describes for all platforms. Its last result is a workspace.
+// kMake returns the std::unique_ptr<Plan> for a device, and kRun follows it.
+template <class Op, class Plan, std::unique_ptr<Plan> (*kMake)(const Op&, const Call&, int),
+          void (*kRun)(const Op&, const Call&, Plan&), Workspace kWorkspace = Workspace::kIs>
+class PlannedHandlers : Stages<Op, kWorkspace> {
  public:
   // Put as a static variable beside the body.
   PlannedHandlers() {
-    Targets().push_back({kName, Stages<kName>::template Instantiate<kCheck>,
-                         Stages<kName>::template Initialize<Ready>, Execute, Prepare});
+    using Common = Stages<Op, kWorkspace>;
+    Targets().push_back(
+        {Op::kTarget, Common::Instantiate, Common::template Initialize<Ready>, Execute, Prepare});
   }
 
  private:
   static Plan& PlanOf(const Call& call, SiteState& site, int device) {
-    return site.keep<Plan>(device, [&] { return kMake(call, device); });
+    return site.keep<Plan>(device, [&] { return kMake(Op(call), call, device); });
   }
 
   static bool Ready(const Call& call, SiteState& site, int device) {
     Plan& plan = PlanOf(call, site, device);
-    return site.warm(runtime(), device, call.stream, [&] { kBody(call, plan); });
+    return site.warm(runtime(), device, call.stream, [&] { kRun(Op(call), call, plan); });
   }
 
   static XLA_FFI_Error* Prepare(XLA_FFI_CallFrame* frame) {
@@ -41,9 +42,9 @@ class PlannedHandlers : Stages<kName> {
             .Attrs()
             .To([](int32_t device, SiteState* site, xffi::RemainingArgs args,
                    xffi::RemainingRets results, xffi::Dictionary attributes) {
-              return Guarded(kName, [&] {
+              return Guarded(Op::kTarget, [&] {
                 if (device < 0) return;
-                PlanOf({nullptr, args, results, attributes}, *site, device);
+                PlanOf({nullptr, args, results, attributes, kWorkspace}, *site, device);
               });
             })
             .release();
@@ -62,13 +63,14 @@ class PlannedHandlers : Stages<kName> {
             .To(
                 [](Stream stream, int32_t device, SiteState* site, xffi::RemainingArgs args,
                    xffi::RemainingRets results, xffi::Dictionary attributes) {
-                  return Guarded(kName, [&] {
+                  return Guarded(Op::kTarget, [&] {
                     Plan* plan = site->kept<Plan>(device);
                     if (plan == nullptr) {
                       throw failed_precondition("device ", device, " has no plan: XLA ran the ",
                                                 "call without its stages prepare and initialize");
                     }
-                    kBody({stream, args, results, attributes}, *plan);
+                    const Call call = {stream, args, results, attributes, kWorkspace};
+                    kRun(Op(call), call, *plan);
                   });
                 },
                 {xffi::Traits::kCmdBufferCompatible})

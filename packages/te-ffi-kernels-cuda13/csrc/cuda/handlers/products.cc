@@ -9,84 +9,56 @@
 namespace jaxtap::cuda {
 namespace {
 
-constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
-constexpr char kGemmW8A16[] = "te_ffi_kernels.gemm_w8a16";
-constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
-constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
-
-template <int kBits>
-void Check(const xffi::Dictionary& attributes) {
-  ffi::ProductConfigOf(attributes, kBits).Check();
-}
-
-// What a call is given: read, and checked.
-template <int kBits, bool kQuantizes>
-struct Product {
-  explicit Product(const Call& call) : workspace(Workspace(call)) {
-    const ffi::ProductConfig config = ffi::ProductConfigOf(call.attributes, kBits);
-    const Array x = call.Operand(0, "x"), weight = call.Operand(1, "buffer");
-    const Array y = call.Result(0, "y");
-    ffi::ProductCall{x, weight, y}.Check(config);
-    weight.NeedShape({panel_count(config.n), config.Check().panel_bytes()},
-                     "panels of 16 columns and the bytes of one");
-    args.x = x.data;
-    args.x_dtype = te::float_of(x.dtype);
-    args.m = x.shape[0];
-    args.k = config.k;
-    args.n = config.n;
-    args.group = config.group;
-    args.bits = kBits;
-    args.quantizes = kQuantizes;
-    args.weight = static_cast<const uint8_t*>(weight.data);
-    args.y = y.data;
-    args.y_dtype = te::float_of(y.dtype);
-  }
-
-  static Array Workspace(const Call& call) {
-    call.NeedCounts(2, 2);
-    const Array found = call.Result(1, "workspace");
-    found.NeedDtype({DType::U8});
-    return found;
-  }
-
-  size_t bytes() const { return static_cast<size_t>(workspace.size()); }
-
-  Array workspace;
+template <class Op, bool kQuantizes>
+PackedProduct ProductOf(const Op& given) {
+  const PanelLayout& layout = given.config.layout;
+  given.buffer.NeedShape({panel_count(given.config.n, layout.columns()), layout.panel_bytes()},
+                         "panels and the bytes of one");
   PackedProduct args;
-};
+  args.x = given.x.data;
+  args.x_dtype = te::float_of(given.x.dtype);
+  args.m = given.x.shape[0];
+  args.n = given.config.n;
+  args.layout = layout;
+  args.quantizes = kQuantizes;
+  args.weight = static_cast<const uint8_t*>(given.buffer.data);
+  args.y = given.y.data;
+  args.y_dtype = te::float_of(given.y.dtype);
+  return args;
+}
 
 // A plan, or nothing where cuBLASLt has no part.
 struct Planned : Kept {
   std::unique_ptr<PackedSums> sums;
 };
 
-template <int kBits, bool kQuantizes>
-std::unique_ptr<Planned> Make(const Call& call, int device) {
-  const Product<kBits, kQuantizes> product(call);
-  const PackedSteps steps(product.args);
+template <class Op, bool kQuantizes>
+std::unique_ptr<Planned> Make(const Op& given, const Call& call, int device) {
+  const PackedProduct args = ProductOf<Op, kQuantizes>(given);
+  const PackedSteps steps(args);
   auto made = std::make_unique<Planned>();
   if (steps.empty || !steps.library) return made;
   CublasLt& lt = cublaslt();
   const LtHandle handle = lt_handles().of(lt, runtime(), device);
-  made->sums = std::make_unique<PackedSums>(lt, handle, product.args, product.bytes());
+  made->sums = std::make_unique<PackedSums>(lt, handle, args,
+                                            static_cast<size_t>(call.Memory().size()));
   return made;
 }
 
-template <int kBits, bool kQuantizes>
-void Body(const Call& call, Planned& planned) {
-  const Product<kBits, kQuantizes> product(call);
-  packed_product(product.args, planned.sums.get(), product.workspace.data, product.bytes(),
-                 call.stream);
+template <class Op, bool kQuantizes>
+void Run(const Op& given, const Call& call, Planned& planned) {
+  const Array workspace = call.Memory();
+  packed_product(ProductOf<Op, kQuantizes>(given), planned.sums.get(), workspace.data,
+                 static_cast<size_t>(workspace.size()), call.stream);
 }
 
-template <const char* kName, int kBits, bool kQuantizes>
-using Products =
-    PlannedHandlers<kName, Check<kBits>, Planned, Make<kBits, kQuantizes>, Body<kBits, kQuantizes>>;
+template <class Op, bool kQuantizes = false>
+using Product = PlannedHandlers<Op, Planned, Make<Op, kQuantizes>, Run<Op, kQuantizes>>;
 
-const Products<kGemmW8A8, 8, true> kOne;
-const Products<kGemmW8A16, 8, false> kTwo;
-const Products<kGemvW8, 8, false> kThree;
-const Products<kGemvW4, 4, false> kFour;
+const Product<ffi::ProductCall<ffi::kGemmW8A8, 8>, true> kW8A8;
+const Product<ffi::ProductCall<ffi::kGemmW8A16, 8>> kW8A16;
+const Product<ffi::ProductCall<ffi::kGemvW8, 8>> kW8;
+const Product<ffi::ProductCall<ffi::kGemvW4, 4>> kW4;
 
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -9,9 +9,6 @@
 namespace jaxtap::cuda {
 namespace {
 
-constexpr char kLoss[] = "te_ffi_kernels.fused_moe_aux_loss_forward";
-constexpr char kLossGradient[] = "te_ffi_kernels.fused_moe_aux_loss_backward";
-
 RouterLoss LossOf(const ffi::RouterLossShape& shape, DType dtype, const Array& tokens_per_expert,
                   const Array& const_buf) {
   RouterLoss args;
@@ -25,43 +22,29 @@ RouterLoss LossOf(const ffi::RouterLossShape& shape, DType dtype, const Array& t
   return args;
 }
 
-void Check(const xffi::Dictionary& attributes) { ffi::RouterLossConfig{attributes}; }
-
-void Loss(const Call& call) {
-  const bool has_workspace = call.results.size() == 3;
-  call.NeedCounts(2, has_workspace ? 3 : 2);
-  const ffi::RouterLossConfig config(call.attributes);
-  const ffi::RouterLossCall given = {call.Operand(0, "probs"), call.Operand(1, "tokens_per_expert"),
-                                     call.Result(0, "aux_loss"), call.Result(1, "const_buf")};
-  const ffi::RouterLossShape shape = given.Check();
+void Loss(const ffi::RouterLossCall& given, const Call& call) {
   const RouterLoss args =
-      LossOf(shape, given.probs.dtype, given.tokens_per_expert, given.const_buf);
+      LossOf(given.shape, given.probs.dtype, given.tokens_per_expert, given.const_buf);
   double* parts = nullptr;
-  if (has_workspace) {
-    const Array workspace = call.Result(2, "workspace");
-    const int64_t bytes = shape.batch * loss_parts(args) * static_cast<int64_t>(sizeof(double));
-    NeedSize(workspace.NeedDtype({DType::U8}), bytes, "those of parts of the sums");
+  if (call.results.size() == 3) {
+    const Array workspace = call.Memory();
+    const int64_t bytes =
+        given.shape.batch * loss_parts(args) * static_cast<int64_t>(sizeof(double));
+    NeedSize(workspace, bytes, "those of parts of the sums");
     parts = static_cast<double*>(workspace.data);
   }
-  const float coefficient =
-      router::coefficient(shape.tokens, shape.experts, config.topk, config.coeff);
-  router_loss(args, coefficient, given.probs.data, parts, given.aux_loss.data, call.stream);
+  router_loss(args, given.coefficient(), given.probs.data, parts, given.aux_loss.data,
+              call.stream);
 }
 
-void CheckGradient(const xffi::Dictionary&) {}
-
-void LossGradient(const Call& call) {
-  call.NeedCounts(3, 1);
-  const ffi::RouterLossGradientCall given = {
-      call.Operand(0, "const_buf"), call.Operand(1, "tokens_per_expert"),
-      call.Operand(2, "grad_aux_loss"), call.Result(0, "grad_probs")};
+void LossGradient(const ffi::RouterLossGradientCall& given, const Call& call) {
   const RouterLoss args =
-      LossOf(given.Check(), given.out.dtype, given.tokens_per_expert, given.const_buf);
+      LossOf(given.shape, given.out.dtype, given.tokens_per_expert, given.const_buf);
   router_loss_gradient(args, given.grad.data, given.out.data, call.stream);
 }
 
-const Handlers<kLoss, Check, Loss> kOne;
-const Handlers<kLossGradient, CheckGradient, LossGradient> kTwo;
+const Handlers<ffi::RouterLossCall, Loss, Workspace::kMaybe> kLoss;
+const Handlers<ffi::RouterLossGradientCall, LossGradient> kLossGradient;
 
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -1,5 +1,5 @@
-// A block has a panel of 16 columns, and one row of x or four. A thread reads four columns of every
-// 64th line of codes: 16 bytes, with the rows of x that they are multiplied with. Sums of threads
+// A block has a panel, and one row of x or four. A thread reads four columns of some lines of codes:
+// 16 bytes, with the rows of x that they are multiplied with. Sums of threads
 // are added up in one order, whatever the device does.
 #include "cuda/kernels/gemv.h"
 
@@ -11,7 +11,6 @@ namespace jaxtap::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kLines = kThreads / kQuad;  // that a block reads at once
 
 struct Args {
   const void* x;
@@ -24,24 +23,26 @@ struct Args {
 
 template <class X, int kBits, int kRows>
 __global__ void gemv_kernel(Args args) {
-  constexpr int kDepth = kBits == 8 ? 4 : 8;  // rows of the weight in a line
+  constexpr int kCols = kColsOf<kBits>, kDepth = kDepthOf<kBits>;
+  constexpr int kQuads = kCols / kQuad;
+  constexpr int kLines = kThreads / kQuads;  // that a block reads at once
   const int64_t panel_index = static_cast<int64_t>(blockIdx.x) / args.row_blocks;
   const int64_t first = static_cast<int64_t>(blockIdx.x) % args.row_blocks * kRows;
   const Panels& weight = args.weight;
   const uint8_t* panel = weight.data + panel_index * weight.bytes;
-  const int quad = static_cast<int>(threadIdx.x) % kQuad;
-  const float* scales = scales_of(panel);
-  const uint8_t* codes = panel + weight.codes_offset + quad * 16;
+  const int quad = static_cast<int>(threadIdx.x) % kQuads;
   const auto* x = static_cast<const typename X::Type*>(args.x) + first * weight.k;
   float sums[kRows][kQuad] = {};
   float poison[kRows] = {};  // NaN for rows that aren't finite
-  for (int64_t line = threadIdx.x / kQuad; line < weight.lines; line += kLines) {
-    const auto four = read<kQuad>(reinterpret_cast<const uint32_t*>(codes + line * kLine));
-    const int64_t at = line * kDepth;
+  for (int64_t line = threadIdx.x / kQuads; line < weight.lines; line += kLines) {
+    const int64_t group = weight.group == 0 ? 0 : line / weight.group_lines, at = line * kDepth;
+    const uint8_t* codes = line_of<kBits>(weight, panel, group, line) + quad * 16;
+    const auto four = read<kQuad>(reinterpret_cast<const uint32_t*>(codes));
     float scale[kQuad];
     JAXTAP_UNROLL
     for (int c = 0; c < kQuad; ++c) {
-      scale[c] = weight.group == 0 ? 1.0f : scales[at / weight.group * kCols + quad * kQuad + c];
+      scale[c] = weight.group == 0 ? 1.0f
+                                   : scale_of<kBits>(weight, panel, group, quad * kQuad + c);
     }
     JAXTAP_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -74,8 +75,8 @@ __global__ void gemv_kernel(Args args) {
     for (int c = 0; c < kQuad; ++c) {
       float sum = sums[r][c] + poison[r];
       JAXTAP_UNROLL
-      for (int step = kQuad; step < kWarp; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      if (threadIdx.x % kWarp < kQuad) of_warps[threadIdx.x / kWarp][r][quad * kQuad + c] = sum;
+      for (int step = kQuads; step < kWarp; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      if (threadIdx.x % kWarp < kQuads) of_warps[threadIdx.x / kWarp][r][quad * kQuad + c] = sum;
     }
   }
   __syncthreads();
@@ -86,7 +87,7 @@ __global__ void gemv_kernel(Args args) {
   float y = 0.0f;
   JAXTAP_UNROLL
   for (int w = 0; w < kWarps; ++w) y += of_warps[w][row][col];
-  if (weight.group == 0) y *= scales[col];
+  if (weight.group == 0) y *= scale_of<kBits>(weight, panel, 0, col);
   if (!fits(weight, panel_index)) y = std::numeric_limits<float>::quiet_NaN();
   store_one(args.y_dtype, args.y, (first + row) * weight.n + column, y);
 }
@@ -118,11 +119,11 @@ void run(const Args& args, Stream stream) {
 void gemv(const Gemv& given, Stream stream) {
   Args args = {};
   args.x = given.x;
-  args.weight = panels_of(given.weight, given.k, given.n, given.group, given.bits);
+  args.weight = panels_of(given.weight, given.layout, given.n);
   args.y = given.y;
   args.y_dtype = given.y_dtype;
   args.m = given.m;
-  args.wide = given.k % 4 == 0 &&
+  args.wide = given.layout.k % 4 == 0 &&
               aligned(given.x_dtype == te::Float::kF32 ? 16 : 8,
                       static_cast<const char*>(given.x));
   if (given.m == 0 || given.n == 0) return;

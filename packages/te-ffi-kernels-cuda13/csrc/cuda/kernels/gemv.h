@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/packed.h"
 #include "cuda/runtime.h"
 #include "te/table.h"
 
@@ -14,9 +15,8 @@ namespace jaxtap::cuda {
 struct Gemv {
   const void* x = nullptr;  // [m, k]
   te::Float x_dtype = te::Float::kF32;
-  int64_t m = 0, k = 0, n = 0;
-  int64_t group = 0;                // rows of the weight that share a scale; 0: all
-  int bits = 8;                     // or 4
+  int64_t m = 0, n = 0;
+  PanelLayout layout;
   const uint8_t* weight = nullptr;  // the packed format, at a multiple of 16
   void* y = nullptr;                // [m, n]
   te::Float y_dtype = te::Float::kF32;

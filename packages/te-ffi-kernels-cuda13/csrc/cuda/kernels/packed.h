@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/packed.h"
 #include "cuda/runtime.h"
 #include "te/table.h"
 
@@ -34,9 +35,9 @@ struct PackedFinite {
 struct PackedDot {
   const int8_t* x = nullptr;        // [m, padded_k]
   const float* x_scales = nullptr;  // [m, groups]
-  int64_t m = 0, k = 0, n = 0;
-  int64_t group = 0;
-  const uint8_t* weight = nullptr;  // in 8 bits
+  int64_t m = 0, n = 0;
+  PanelLayout layout;  // of 8 bits
+  const uint8_t* weight = nullptr;
   void* y = nullptr;                // [m, n]
   te::Float y_dtype = te::Float::kF32;
 };
@@ -51,9 +52,8 @@ struct PackedDot {
 // first one took away.
 struct PackedWeight {
   const uint8_t* weight = nullptr;
-  int64_t k = 0, n = 0;
-  int64_t group = 0;
-  int bits = 8;
+  PanelLayout layout;
+  int64_t n = 0;
   bool as_codes = false;
   te::Float dtype = te::Float::kF32;
   void* out = nullptr;       // [parts, cols, depth]
@@ -61,16 +61,15 @@ struct PackedWeight {
 };
 
 inline int packed_parts(const PackedWeight& args) {
-  return !args.as_codes && args.group != 0 && args.dtype != te::Float::kF32 ? 2 : 1;
+  return !args.as_codes && args.layout.group != 0 && args.dtype != te::Float::kF32 ? 2 : 1;
 }
 
 // The bytes that the CPU's `pack` writes. Codes beyond 4 bits wrap around.
 struct PackedPack {
   const int8_t* codes = nullptr;  // [k, n]
-  const float* scales = nullptr;  // [groups, n]
-  int64_t k = 0, n = 0;
-  int64_t group = 0;
-  int bits = 8;
+  const void* scales = nullptr;   // [groups, n], float32 or float16
+  PanelLayout layout;
+  int64_t n = 0;
   uint8_t* out = nullptr;
 };
 

@@ -10,6 +10,7 @@ namespace jaxtap::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kBits = 8, kCols = kColsOf<kBits>;
 constexpr int kSlots = kWarp / kQuad;  // lines that a warp reads at once
 
 struct Args {
@@ -30,13 +31,13 @@ __global__ void packed_dot_kernel(Args args) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int quad = lane % kQuad;
-  const uint8_t* codes = panel + weight.codes_offset + quad * 16;
+  const uint8_t* codes = line_of<kBits>(weight, panel, 0, 0) + quad * 16;
   // The number that this thread puts together in the end.
   const int row = static_cast<int>(threadIdx.x) / kCols;
   const int col = static_cast<int>(threadIdx.x) % kCols;
   const int64_t column = index * kCols + col;
   const bool mine = row < kRows && first + row < args.m && column < weight.n;
-  const float* scales = scales_of(panel) + col;
+  const float* scales = reinterpret_cast<const float*>(panel + kPanelHeader) + col;
   const float* x_scales = args.x_scales + (mine ? (first + row) * args.groups : 0);
   __shared__ int32_t of_warps[kWarps][kRows][kCols];
   float y = 0.0f;
@@ -48,7 +49,7 @@ __global__ void packed_dot_kernel(Args args) {
     int32_t sums[kRows][kQuad] = {};
     for (int64_t line = from + lane / kQuad; line < end;
          line += kGroups ? kSlots : kSlots * kWarps) {
-      const auto four = read<kQuad>(reinterpret_cast<const uint32_t*>(codes + line * kLine));
+      const auto four = read<kQuad>(reinterpret_cast<const uint32_t*>(codes + line * kLineOf<kBits>));
       JAXTAP_UNROLL
       for (int r = 0; r < kRows; ++r) {
         if (first + r >= args.m) break;
@@ -110,14 +111,13 @@ void packed_dot(const PackedDot& given, Stream stream) {
   Args args = {};
   args.x = reinterpret_cast<const int32_t*>(given.x);
   args.x_scales = given.x_scales;
-  args.weight = panels_of(given.weight, given.k, given.n, given.group, 8);
+  args.weight = panels_of(given.weight, given.layout, given.n);
   args.y = given.y;
   args.y_dtype = given.y_dtype;
   args.m = given.m;
-  args.groups = 1;
-  if (given.group == 0) return run<false>(args, stream);
-  args.groups = given.k / given.group;
-  args.group_lines = given.group / 4;
+  args.groups = args.weight.groups;
+  args.group_lines = args.weight.group_lines;
+  if (given.layout.group == 0) return run<false>(args, stream);
   run<true>(args, stream);
 }
 

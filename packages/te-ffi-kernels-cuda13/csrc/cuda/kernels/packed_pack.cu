@@ -26,35 +26,58 @@ JAXTAP_DEVICE uint32_t sum_of_words(uint32_t x, uint32_t* scratch) {
 }
 
 // Four bytes of a column: of 8 bits four rows, of 4 bits eight.
-JAXTAP_DEVICE uint32_t codes_of(const PackedPack& given, int64_t line, int64_t column) {
-  const int depth = given.bits == 8 ? 4 : 8;
-  const int offset = given.bits == 8 ? 128 : 8;
+template <int kBits>
+JAXTAP_DEVICE uint32_t codes_of(const Args& args, int64_t line, int64_t column) {
+  constexpr int kOffset = 1 << (kBits - 1);
+  const Panels& weight = args.weight;
   uint32_t out = 0;
-  for (int i = 0; i < depth; ++i) {
-    const int64_t row = line * depth + i;
-    const bool there = row < given.k && column < given.n;
-    const int code = (there ? given.codes[row * given.n + column] : 0) + offset;
-    out |= given.bits == 8 ? static_cast<uint32_t>(code & 0xff) << (8 * i)
-                           : static_cast<uint32_t>(code & 0xf) << (8 * (i % 4) + (i < 4 ? 0 : 4));
+  for (int i = 0; i < kDepthOf<kBits>; ++i) {
+    const int64_t row = line * kDepthOf<kBits> + i;
+    const bool there = row < weight.k && column < weight.n;
+    const int code = (there ? args.given.codes[row * weight.n + column] : 0) + kOffset;
+    out |= kBits == 8 ? static_cast<uint32_t>(code & 0xff) << (8 * i)
+                      : static_cast<uint32_t>(code & 0xf) << (8 * (i % 4) + (i < 4 ? 0 : 4));
   }
   return out;
 }
 
+// The bits of a scale; zero beyond the last column.
+JAXTAP_DEVICE uint32_t scale_bits_of(const Args& args, int64_t group, int64_t column) {
+  const Panels& weight = args.weight;
+  const int64_t at = group * weight.n + column;
+  if (column >= weight.n) return 0;
+  return weight.scale_bits == 32 ? static_cast<const uint32_t*>(args.given.scales)[at]
+                                 : static_cast<const uint16_t*>(args.given.scales)[at];
+}
+
+// A word of the payload, which is one part, or in 4 bits one for each group: scales, then codes.
+template <int kBits>
+JAXTAP_DEVICE uint32_t word_of(const Args& args, int64_t words, int64_t first, int64_t i) {
+  const Panels& weight = args.weight;
+  const int64_t parts = kBits == 8 ? 1 : weight.groups;
+  const int64_t of_scales = weight.groups / parts * weight.scale_bytes / 4;
+  const int64_t part = i / (words / parts), at = i % (words / parts), code = at - of_scales;
+  if (code >= 0) {
+    return codes_of<kBits>(args, part * weight.group_lines + code / kColsOf<kBits>,
+                           first + code % kColsOf<kBits>);
+  }
+  if (weight.scale_bits == 32) {
+    return scale_bits_of(args, part + at / kColsOf<kBits>, first + at % kColsOf<kBits>);
+  }
+  return scale_bits_of(args, part, first + 2 * at) |
+         scale_bits_of(args, part, first + 2 * at + 1) << 16;
+}
+
+template <int kBits>
 __global__ void packed_pack_kernel(Args args) {
-  const PackedPack& given = args.given;
   const Panels& weight = args.weight;
   const int64_t index = blockIdx.x;
-  auto* panel = reinterpret_cast<uint32_t*>(given.out + index * weight.bytes);
+  auto* panel = reinterpret_cast<uint32_t*>(args.given.out + index * weight.bytes);
   uint32_t* payload = panel + kHeaderWords;
   const int64_t words = weight.bytes / 4 - kHeaderWords;
-  const int64_t of_scales = weight.codes_offset / 4 - kHeaderWords;
-  const auto* scales = reinterpret_cast<const uint32_t*>(given.scales);
   uint32_t plain = 0, weighted = 0;
   for (int64_t i = threadIdx.x; i < words; i += kThreads) {
-    const int64_t column = index * kCols + i % kCols;
-    const uint32_t word = i >= of_scales          ? codes_of(given, (i - of_scales) / kCols, column)
-                          : column < given.n ? scales[i / kCols * given.n + column]
-                                             : 0;
+    const uint32_t word = word_of<kBits>(args, words, index * kColsOf<kBits>, i);
     payload[i] = word;
     plain += word;
     weighted += static_cast<uint32_t>(i + 1) * word;
@@ -64,9 +87,9 @@ __global__ void packed_pack_kernel(Args args) {
   weighted = sum_of_words(weighted, scratch);
   if (threadIdx.x != 0) return;
   uint32_t header[kHeaderWords] = {kMagic,
-                                   panel_kind(given.bits, columns_of(weight, index)),
-                                   static_cast<uint32_t>(given.k),
-                                   static_cast<uint32_t>(given.group),
+                                   panel_kind(weight, index),
+                                   static_cast<uint32_t>(weight.k),
+                                   static_cast<uint32_t>(weight.group),
                                    plain,
                                    weighted};
   uint32_t sum = 0;
@@ -80,8 +103,9 @@ __global__ void packed_pack_kernel(Args args) {
 }  // namespace
 
 void packed_pack(const PackedPack& given, Stream stream) {
-  const Args args = {given, panels_of(given.out, given.k, given.n, given.group, given.bits)};
-  launch(packed_pack_kernel, args.weight.count, kThreads, stream, args);
+  const Args args = {given, panels_of(given.out, given.layout, given.n)};
+  const auto kernel = given.layout.bits == 8 ? packed_pack_kernel<8> : packed_pack_kernel<4>;
+  launch(kernel, args.weight.count, kThreads, stream, args);
 }
 
 }  // namespace jaxtap::cuda

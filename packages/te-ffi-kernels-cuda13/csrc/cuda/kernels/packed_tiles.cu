@@ -9,6 +9,7 @@ namespace jaxtap::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBits = 8, kCols = kColsOf<kBits>;
 constexpr int kRows = 128, kPanelsOfTile = 4, kTileCols = kPanelsOfTile * kCols;
 constexpr int kRowsOfThread = 8, kColsOfThread = 4;
 constexpr int kAcross = kTileCols / kColsOfThread;
@@ -35,7 +36,8 @@ __global__ void __launch_bounds__(kThreads, 2) packed_tiles_kernel(Args args) {
   const int row = thread / kAcross * kRowsOfThread, col = thread % kAcross * kColsOfThread;
   const int64_t panel = first_panel + col / kCols;
   const bool inside = panel < weight.count;
-  const float* scales = scales_of(weight.data + (inside ? panel : 0) * weight.bytes) + col % kCols;
+  const uint8_t* first = weight.data + (inside ? panel : 0) * weight.bytes;
+  const float* scales = reinterpret_cast<const float*>(first + kPanelHeader) + col % kCols;
   float y[kRowsOfThread][kColsOfThread] = {};
   for (int64_t group = 0; group < args.groups; ++group) {
     int32_t sums[kRowsOfThread][kColsOfThread] = {};
@@ -52,8 +54,9 @@ __global__ void __launch_bounds__(kThreads, 2) packed_tiles_kernel(Args args) {
         const int word = thread % (kQuad * kWords) / kQuad, at = thread / (kQuad * kWords);
         Vector<uint32_t, kQuad> four = {};
         if (first_panel + at < weight.count && word < words) {
-          const uint8_t* from = weight.data + (first_panel + at) * weight.bytes +
-                                weight.codes_offset + (line + word) * kLine + thread % kQuad * 16;
+          const uint8_t* from = line_of<kBits>(weight, weight.data + (first_panel + at) * weight.bytes,
+                                               group, line + word) +
+                                thread % kQuad * 16;
           four = read<kQuad>(reinterpret_cast<const uint32_t*>(from));
           // Codes are stored with 128 added: the highest bit is the other way round.
           JAXTAP_UNROLL
@@ -108,13 +111,13 @@ void packed_tiles(const PackedDot& given, Stream stream) {
   Args args = {};
   args.x = reinterpret_cast<const uint32_t*>(given.x);
   args.x_scales = given.x_scales;
-  args.weight = panels_of(given.weight, given.k, given.n, given.group, 8);
+  args.weight = panels_of(given.weight, given.layout, given.n);
   args.y = given.y;
   args.y_dtype = given.y_dtype;
   args.m = given.m;
   args.tiles_across = ceil_of(args.weight.count, kPanelsOfTile);
-  args.groups = given.group == 0 ? 1 : given.k / given.group;
-  args.group_lines = args.weight.lines / args.groups;
+  args.groups = args.weight.groups;
+  args.group_lines = args.weight.group_lines;
   launch(packed_tiles_kernel, ceil_of(given.m, kRows) * args.tiles_across, kThreads, stream, args);
 }
 

@@ -7,48 +7,70 @@
 namespace jaxtap::cuda {
 namespace {
 
-constexpr int kCols = static_cast<int>(kPanelColumns);
-constexpr int kQuad = 4;   // columns of a line in 16 bytes
-constexpr int kLine = 64;  // bytes: 16 columns of 4 rows in 8 bits, of 8 rows in 4 bits
+constexpr int kQuad = 4;  // columns of a line in 16 bytes
+
+// A line has the codes of all columns of a panel in as many rows as a word of them has.
+template <int kBits>
+constexpr int kColsOf = kBits == 8 ? 16 : 32;
+template <int kBits>
+constexpr int kLineOf = 4 * kColsOf<kBits>;  // bytes
+template <int kBits>
+constexpr int kDepthOf = 32 / kBits;  // rows
 
 struct Panels {
   const uint8_t* data;
-  int64_t k, n, group, bytes, codes_offset, lines, count;
-  int bits;
+  int64_t k, n, group, groups, bytes, scale_bytes, lines, group_lines, count;
+  int bits, scale_bits;
 };
 
 // Throws for an address that no panel can begin at.
-inline Panels panels_of(const uint8_t* data, int64_t k, int64_t n, int64_t group, int bits) {
+inline Panels panels_of(const uint8_t* data, const PanelLayout& layout, int64_t n) {
   if (!aligned(16, data)) {
     throw invalid_argument("the packed weight begins at an address that isn't a multiple of 16; "
                            "XLA's arrays do");
   }
-  const PanelLayout layout = panel_layout(k, group, bits);
-  return {data,
-          k,
-          n,
-          group,
-          layout.panel_bytes(),
-          layout.codes_offset(),
-          layout.codes_bytes() / kLine,
-          panel_count(n),
-          bits};
+  Panels panels = {};
+  panels.data = data;
+  panels.k = layout.k;
+  panels.n = n;
+  panels.group = layout.group;
+  panels.groups = layout.scales();
+  panels.bytes = layout.panel_bytes();
+  panels.scale_bytes = layout.scale_bytes();
+  panels.lines = layout.codes_bytes() / (4 * layout.columns());
+  panels.group_lines = panels.groups == 0 ? 0 : panels.lines / panels.groups;
+  panels.count = panel_count(n, layout.columns());
+  panels.bits = layout.bits;
+  panels.scale_bits = layout.scale_bits;
+  return panels;
+}
+
+// The codes of a line of `group`. In 4 bits each group's follow its scales.
+template <int kBits>
+JAXTAP_DEVICE const uint8_t* line_of(const Panels& weight, const uint8_t* panel, int64_t group,
+                                     int64_t line) {
+  const int64_t before = kBits == 8 ? weight.groups : group + 1;
+  return panel + kPanelHeader + before * weight.scale_bytes + line * kLineOf<kBits>;
+}
+
+template <int kBits>
+JAXTAP_DEVICE float scale_of(const Panels& weight, const uint8_t* panel, int64_t group, int col) {
+  const int64_t codes = kBits == 8 ? 0 : group * weight.group_lines * kLineOf<kBits>;
+  const uint8_t* scales = panel + kPanelHeader + group * weight.scale_bytes + codes;
+  return kBits == 4 && weight.scale_bits == 16
+             ? F16::load(reinterpret_cast<const uint16_t*>(scales)[col])
+             : reinterpret_cast<const float*>(scales)[col];
 }
 
 constexpr uint32_t kMagic = 0x5057544au;  // "JTWP"
 constexpr uint32_t kSalt = 0x9E3779B9u;
 
-JAXTAP_DEVICE uint32_t panel_kind(int bits, int columns) {
-  return 1u | static_cast<uint32_t>(bits) << 8 | static_cast<uint32_t>(columns) << 16;
-}
-
-JAXTAP_DEVICE int columns_of(const Panels& weight, int64_t index) {
-  const int64_t rest = weight.n - index * kCols;
-  return static_cast<int>(rest < kCols ? rest : kCols);
-}
-
-JAXTAP_DEVICE const float* scales_of(const uint8_t* panel) {
-  return reinterpret_cast<const float*>(panel + kPanelHeader);
+// The second word of the header of a panel: see common/packed.h.
+JAXTAP_DEVICE uint32_t panel_kind(const Panels& weight, int64_t index) {
+  const int64_t cols = weight.bits == 8 ? kColsOf<8> : kColsOf<4>, rest = weight.n - index * cols;
+  const uint32_t kind = weight.bits == 8 ? 1u : 2u | static_cast<uint32_t>(weight.scale_bits) << 24;
+  return kind | static_cast<uint32_t>(weight.bits) << 8 |
+         static_cast<uint32_t>(rest < cols ? rest : cols) << 16;
 }
 
 // Whether a panel says that it's of this weight.
@@ -57,7 +79,7 @@ JAXTAP_DEVICE bool fits(const Panels& weight, int64_t index) {
   uint32_t sum = 0;
   JAXTAP_UNROLL
   for (int i = 0; i < 6; ++i) sum += words[i];
-  return words[0] == kMagic && words[1] == panel_kind(weight.bits, columns_of(weight, index)) &&
+  return words[0] == kMagic && words[1] == panel_kind(weight, index) &&
          words[2] == static_cast<uint32_t>(weight.k) &&
          words[3] == static_cast<uint32_t>(weight.group) && words[6] == (sum ^ kSalt);
 }

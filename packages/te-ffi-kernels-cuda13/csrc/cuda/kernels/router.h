@@ -5,7 +5,7 @@
 
 #include "common/dtype.h"
 #include "cuda/runtime.h"
-#include "router/options.h"
+#include "router/router.h"
 #include "te/modes.h"
 
 namespace jaxtap::cuda {
@@ -26,15 +26,7 @@ struct RouterForward {
 // Of equal scores the lower index is chosen; the order is that of the bits.
 void router_forward(const RouterForward& args, Stream stream);
 
-struct RouterBackward {
-  router::Options options;
-  int64_t tokens = 0;
-  te::Float dtype = te::Float::kF32;
-  const uint8_t* map = nullptr;  // not read if `dense`
-  const float* saved = nullptr;
-  const void* grad = nullptr;
-  void* out = nullptr;
-};
+using RouterBackward = router::Backward;  // with arrays of the device
 
 void router_backward(const RouterBackward& args, Stream stream);
 

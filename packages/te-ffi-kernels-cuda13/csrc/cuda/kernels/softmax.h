@@ -4,34 +4,14 @@
 #include <cstdint>
 
 #include "cuda/runtime.h"
-#include "te/modes.h"
+#include "softmax/softmax.h"
 
 namespace jaxtap::cuda {
 
-// [batch, heads, q, k]; with `causal` row i has the columns 0 to i, and the others are zeros.
-struct SoftmaxShape {
-  int64_t batch = 0, heads = 1, q = 0, k = 0;
-  te::Float dtype = te::Float::kF32;
-  bool causal = false;
-};
-
-struct SoftmaxForward {
-  SoftmaxShape shape;
-  float scale = 1.0f;
-  const void* x = nullptr;
-  // [masks, 1, q, k], where 1 leaves out; batch b has mask b % masks.
-  const uint8_t* mask = nullptr;
-  int64_t masks = 1;
-  void* out = nullptr;
-};
-
-struct SoftmaxBackward {
-  SoftmaxShape shape;
-  float scale = 1.0f;
-  const void* grad = nullptr;
-  const void* softmax = nullptr;
-  void* out = nullptr;
-};
+// With arrays of the device.
+using SoftmaxShape = softmax::Shape;
+using SoftmaxForward = softmax::Forward;
+using SoftmaxBackward = softmax::Backward;
 
 void softmax_forward(const SoftmaxForward& args, Stream stream);
 void softmax_backward(const SoftmaxBackward& args, Stream stream);

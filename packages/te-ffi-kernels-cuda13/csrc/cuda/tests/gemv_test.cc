@@ -19,9 +19,9 @@ using namespace jaxtap::testing;
 constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
 
 struct Run {
-  Run(int64_t m, int64_t k, int64_t n, int64_t group, int bits, int in, int out,
-      std::mt19937& random)
-      : weights(random_weights(k, n, group, bits, random)),
+  Run(int64_t m, int64_t n, const PanelLayout& layout, int in, int out, std::mt19937& random)
+      : weights(random_weights(n, layout, random)),
+        k(layout.k),
         x(m * k * size_of(in), size_of(in)),
         found(m * n * size_of(out), size_of(out)),
         rows(m),
@@ -38,10 +38,8 @@ struct Run {
     args.x = x.get();
     args.x_dtype = static_cast<te::Float>(in);
     args.m = rows;
-    args.k = weights.k;
     args.n = weights.n;
-    args.group = weights.group;
-    args.bits = weights.bits;
+    args.layout = weights.layout;
     args.weight = weights.buffer.get();
     args.y = found.get();
     args.y_dtype = static_cast<te::Float>(out);
@@ -66,11 +64,13 @@ struct Run {
   std::string text() const {
     return std::to_string(rows) + " x " + std::to_string(weights.k) + " x " +
            std::to_string(weights.n) + ", group " + std::to_string(weights.group) + ", " +
-           std::to_string(weights.bits) + " bits, " + name(kFloats[in]) + " to " +
+           std::to_string(weights.bits) + " bits with scales of " +
+           std::to_string(weights.layout.scale_bits) + ", " + name(kFloats[in]) + " to " +
            name(kFloats[out]);
   }
 
   Weights weights;
+  const int64_t k;
   Buffer x, found;
   int64_t rows;
   int in, out;
@@ -98,18 +98,21 @@ void check(Run& run) {
   CHECK_THAT(good, run.text());
 }
 
+// Of 8 bits, and of 4 with scales of 32 and of 16.
+constexpr struct Kind {
+  int bits, scale_bits;
+} kKinds[] = {{8, 32}, {4, 32}, {4, 16}};
+
 TEST(cuda_gemv) {
   std::mt19937 random(13);
-  for (int bits : {8, 4}) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (int in = 0; in < 3; ++in) {
       for (int64_t m : {0, 1, 3, 5}) {
-        for (int64_t n : {0, 1, 16, 35}) {
-          for (int64_t k : {1, 30, 64, 257, 600}) {
-            Run run(m, k, n, 0, bits, in, static_cast<int>(random() % 3), random);
-            check(run);
-          }
-          for (int64_t group : {8, 24, 64}) {
-            Run run(m, 192, n, group, bits, in, static_cast<int>(random() % 3), random);
+        for (int64_t n : {0, 1, 16, 35, 70}) {
+          for (const auto& [k, group] : {std::pair<int64_t, int64_t>{1, 0}, {30, 0}, {64, 0},
+                                         {257, 0}, {600, 0}, {192, 8}, {192, 24}, {192, 64}}) {
+            Run run(m, n, panel_layout(k, group, bits, scale_bits), in,
+                    static_cast<int>(random() % 3), random);
             check(run);
           }
         }
@@ -121,7 +124,7 @@ TEST(cuda_gemv) {
 TEST(cuda_gemv_of_rows_that_are_not_finite) {
   std::mt19937 random(14);
   for (float bad : {std::nanf(""), INFINITY, -INFINITY}) {
-    Run run(3, 70, 20, 0, 8, 0, 0, random);
+    Run run(3, 20, panel_layout(70, 0, 8), 0, 0, random);
     set_element(run.x.get(), DType::F32, 70 + 69, bad);
     run.on_device();
     for (int64_t i = 0; i < 60; ++i) CHECK(std::isnan(run.at(i)) == (i / 20 == 1));
@@ -131,12 +134,14 @@ TEST(cuda_gemv_of_rows_that_are_not_finite) {
 TEST(cuda_gemv_of_another_weight) {
   std::mt19937 random(15);
   // Words of the header: magic, kind, k, group, a sum of the payload, the sum of all.
-  for (int64_t byte : {0, 4, 5, 6, 8, 12, 17, 24}) {
-    Run run(2, 64, 35, 0, 4, 1, 0, random);
-    const int64_t second = run.weights.packed().panel_bytes;
-    run.weights.buffer.get()[second + byte] ^= 1;
-    run.on_device();
-    for (int64_t i = 0; i < 70; ++i) CHECK(std::isnan(run.at(i)) == (i % 35 / 16 == 1));
+  for (int64_t byte : {0, 4, 5, 6, 7, 8, 12, 17, 24}) {
+    for (const auto& [bits, scale_bits] : kKinds) {
+      Run run(2, 70, panel_layout(64, 0, bits, scale_bits), 1, 0, random);
+      const int64_t panel = run.weights.packed().panel_bytes, cols = run.weights.layout.columns();
+      run.weights.buffer.get()[panel + byte] ^= 1;
+      run.on_device();
+      for (int64_t i = 0; i < 140; ++i) CHECK(std::isnan(run.at(i)) == (i % 70 / cols == 1));
+    }
   }
 }
 

@@ -43,9 +43,9 @@ TEST(cuda_packed_products_that_nothing_can_compute) {
   }
   CHECK(lt.left() == 0 && lt.misused == 0);
   PackedProduct longest = run.args;
-  longest.k = kMostExact + 1;
+  longest.layout.k = kMostExact + 1;
   CHECK(throws<Error>([&] { PackedSteps{longest}; }, "don't fit in int32"));
-  longest.k = kMostExact;
+  longest.layout.k = kMostExact;
   CHECK(PackedSteps(longest).depth == kMostExact);
 }
 
@@ -84,12 +84,11 @@ TEST(cuda_packed_calls_only_what_it_must) {
 
 TEST(cuda_packed_steps_by_rows) {
   PackedProduct args;
-  args.k = 64;
   args.n = 16;
   for (bool quantizes : {false, true}) {
     for (int64_t group : {0, 32}) {
       args.quantizes = quantizes;
-      args.group = group;
+      args.layout = panel_layout(64, group, 8);
       args.m = 64;
       CHECK(PackedSteps(args).few && !PackedSteps(args).library);
       CHECK((PackedSteps(args).bytes == 0) == !quantizes);

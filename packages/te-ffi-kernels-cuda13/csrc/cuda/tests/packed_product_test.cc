@@ -14,25 +14,31 @@ namespace {
 using namespace jaxtap;
 using namespace jaxtap::testing;
 
+// Of 8 bits, and of 4 with scales of 32 and of 16.
+constexpr struct Kind {
+  int bits, scale_bits;
+} kKinds[] = {{8, 32}, {4, 32}, {4, 16}};
+
 TEST(cuda_pack_writes_the_bytes_of_the_cpu) {
   std::mt19937 random(21);
-  for (int bits : {8, 4}) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (int64_t n : {0, 1, 16, 35}) {
       for (const auto& [k, group] : {std::pair<int64_t, int64_t>{1, 0}, {30, 0}, {64, 0}, {257, 0},
                                      {16, 8}, {192, 24}, {192, 64}}) {
-        Weights weights = random_weights(k, n, group, bits, random);
+        const PanelLayout layout = panel_layout(k, group, bits, scale_bits);
+        Weights weights = random_weights(n, layout, random);
         if (n > 1) {
           weights.scales[1] = kNan;
           weights.scales[0] = -0.0f;
           weights.pack_again();
         }
         Buffer found(weights.buffer.size(), 0);
-        cuda::packed_pack({weights.codes.data(), weights.scales.data(), k, n, group, bits,
-                           found.get()},
-                          nullptr);
-        CHECK_THAT(same(found, weights.buffer), std::to_string(k) + " x " + std::to_string(n) +
-                                                    ", group " + std::to_string(group) + ", " +
-                                                    std::to_string(bits) + " bits");
+        const std::vector<uint8_t> scales = weights.scale_bytes();
+        cuda::packed_pack({weights.codes.data(), scales.data(), layout, n, found.get()}, nullptr);
+        CHECK_THAT(same(found, weights.buffer),
+                   std::to_string(k) + " x " + std::to_string(n) + ", group " +
+                       std::to_string(group) + ", " + std::to_string(bits) +
+                       " bits with scales of " + std::to_string(scale_bits));
       }
     }
   }
@@ -43,7 +49,7 @@ TEST(cuda_pack_wraps_around_beyond_4_bits) {
   const float scale = 1.0f;
   const PanelLayout layout = panel_layout(8, 0, 4);
   Buffer found(layout.panel_bytes(), 0), wanted(layout.panel_bytes(), 0);
-  cuda::packed_pack({codes, &scale, 8, 1, 0, 4, found.get()}, nullptr);
+  cuda::packed_pack({codes, &scale, layout, 1, found.get()}, nullptr);
   pack(wrapped, &scale, 1, layout, wanted.get(), 1, layout.panel_bytes(), Parallel());
   CHECK(same(found, wanted));
 }
@@ -130,13 +136,14 @@ TEST(cuda_products_with_a_damaged_header) {
   for (bool quantizes : {true, false}) {
     for (int64_t m : {3, 70}) {
       for (int64_t group : {0, 32}) {
-        for (int64_t byte : {0, 4, 5, 6, 8, 12, 17, 24}) {
+        for (int64_t byte : {0, 4, 5, 6, 7, 8, 12, 17, 24}) {
           PackedRun run({m, 64, 35, group, quantizes ? 8 : 4, quantizes, 0, 0}, random);
+          const int64_t cols = run.weights.layout.columns();
           run.weights.buffer.get()[run.weights.packed().panel_bytes + byte] ^= 1;
           run.on_device();
           bool good = true;
           for (int64_t i = 0; i < m * 35; ++i) {
-            good = good && std::isnan(run.at(i)) == (i % 35 / 16 == 1);
+            good = good && std::isnan(run.at(i)) == (i % 35 / cols == 1);
           }
           CHECK_THAT(good, run.text());
         }
@@ -173,14 +180,14 @@ void check_floats(PackedRun& run) {
 
 TEST(cuda_products_of_floats_with_many_rows) {
   std::mt19937 random(27);
-  for (int bits : {8, 4}) {
+  for (const auto& [bits, scale_bits] : kKinds) {
     for (int in = 0; in < 3; ++in) {
       for (int out = 0; out < 3; ++out) {
         for (int64_t n : {0, 1, 16, 35}) {
           for (const auto& [k, group] : {std::pair<int64_t, int64_t>{1, 0}, {30, 0}, {64, 0},
                                          {257, 0}, {16, 8}, {192, 24}, {192, 64}}) {
             PackedRun run({65 + static_cast<int64_t>(random() % 9), k, n, group, bits, false, in,
-                           out},
+                           out, scale_bits},
                           random);
             check_floats(run);
           }

@@ -19,20 +19,19 @@ struct PackedCase {
   int bits;
   bool quantizes;
   int in, out;  // dtypes
+  int scale_bits = 32;
 };
 
 struct PackedRun {
   PackedRun(const PackedCase& c, std::mt19937& random)
       : given(c),
-        weights(random_weights(c.k, c.n, c.group, c.bits, random)),
+        weights(random_weights(c.n, panel_layout(c.k, c.group, c.bits, c.scale_bits), random)),
         x(numbers(c.m * c.k, kFloats[c.in], true, 1.0f, random)),
         found(c.m * c.n * bytes_of(kFloats[c.out]), 0) {
     args.x_dtype = static_cast<te::Float>(c.in);
     args.m = c.m;
-    args.k = c.k;
     args.n = c.n;
-    args.group = c.group;
-    args.bits = c.bits;
+    args.layout = weights.layout;
     args.quantizes = c.quantizes;
     args.y_dtype = static_cast<te::Float>(c.out);
   }
@@ -92,7 +91,8 @@ struct PackedRun {
   std::string text() const {
     return std::to_string(given.m) + " x " + std::to_string(given.k) + " x " +
            std::to_string(given.n) + ", group " + std::to_string(given.group) + ", " +
-           std::to_string(given.bits) + " bits, " + name(kFloats[given.in]) + " to " +
+           std::to_string(given.bits) + " bits with scales of " + std::to_string(given.scale_bits) +
+           ", " + name(kFloats[given.in]) + " to " +
            name(kFloats[given.out]) + (given.quantizes ? ", quantized" : "");
   }
 

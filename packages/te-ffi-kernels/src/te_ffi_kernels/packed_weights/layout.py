@@ -1,13 +1,13 @@
 """The packed format, and packing in plain JAX.
 
-A panel holds 16 columns of a weight in version 1, and 32 in version 2, all rows, and what a kernel
+A panel holds 16 columns of a weight in 8 bits, 32 of one in 4 bits, all rows, and what a kernel
 needs to know of them::
 
     bytes 0-3    "JTWP"
-    4            version
+    4            version: 1 in 8 bits, 2 in 4 bits
     5            bits, 8 or 4
     6            columns in use, at least 1
-    7            bits of a scale in version 2, 0 in version 1
+    7            bits of a scale in 4 bits, 0 in 8 bits
     8-11         rows K
     12-15        group: rows that share a scale, 0 for all
     16-19        sum of the payload's words w[i] modulo 2**32
@@ -18,10 +18,10 @@ needs to know of them::
 
 All words are of 32 bits, little-endian. The payload is, with C columns:
 
-- version 1: scales float32[groups][C], then the codes of all rows;
-- version 2, for 4 bits: for each group scales[C], float32 or float16, then the codes of its rows.
-  So a panel is read from its first byte to its last: with float16 scales in groups of 32, nine
-  cache lines for each 32 rows, 4.5 bits a weight.
+- in 8 bits scales float32[groups][C], then the codes of all rows;
+- in 4 bits for each group scales[C], float32 or float16, then the codes of its rows. So a panel
+  is read from its first byte to its last: with float16 scales in groups of 32, nine cache lines for
+  each 32 rows, 4.5 bits a weight.
 
 In 8 bits, codes are ``[K / 4][C][4]`` bytes of code + 128, so that 64 bytes are what a dot-product
 instruction takes: four rows of 16 columns. In 4 bits, the low half of byte ``[i][column][j]`` is
@@ -62,20 +62,18 @@ class Layout:
         k: rows.
         bits: of a code, 8 or 4.
         group: rows that share a scale, 0 for all.
-        version: of the format: 1, or 2 for 4 bits.
-        scale_dtype: "float32", or "float16" in version 2.
+        scale_dtype: "float32", or "float16" in 4 bits.
     """
 
     k: int
     bits: int
     group: int
-    version: int = 1
     scale_dtype: str = "float32"
 
     @property
     def columns(self) -> int:
         """Return the columns of a panel."""
-        return 16 if self.version == 1 else 32
+        return 16 if self.bits == 8 else 32
 
     @property
     def groups(self) -> int:
@@ -99,17 +97,20 @@ class Layout:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Return what kernels are told beside k and n; of version 1 its group alone."""
-        if self.version == 1:
+        """Return what kernels are told beside k and n."""
+        if self.bits == 8:
             return {"group": self.group}
-        scale_bits = 8 * np.dtype(self.scale_dtype).itemsize
-        return {"group": self.group, "version": self.version, "scale_bits": scale_bits}
+        return {"group": self.group, "scale_bits": 8 * np.dtype(self.scale_dtype).itemsize}
 
     @property
     def question(self) -> dict[str, Any]:
         """What kernels are asked about beside shapes and dtypes."""
-        version = {} if self.version == 1 else {"version": self.version}
-        return {"group": self.group, "bits": self.bits, **version}
+        return {"group": self.group, "bits": self.bits}
+
+    @property
+    def _parts(self) -> int:
+        """Return how many times scales and the codes of their rows follow each other."""
+        return 1 if self.bits == 8 else self.groups
 
     def panels(self, n: int) -> int:
         """Return the number of panels of n columns."""
@@ -137,9 +138,8 @@ class Layout:
         scale = jnp.pad(scale, ((0, 0), (0, wide - n)))
         scale = scale.reshape(self.groups, panels, self.columns).transpose(1, 0, 2)
         # Of a panel, or of each of its groups. No -1: a weight may have no columns.
-        parts = 1 if self.version == 1 else self.groups
         flat = [
-            part.reshape(panels, parts, math.prod(part.shape[1:]) // parts)
+            part.reshape(panels, self._parts, math.prod(part.shape[1:]) // self._parts)
             for part in (lax.bitcast_convert_type(scale, jnp.uint8), values)
         ]
         payload = jnp.concatenate(flat, axis=2).reshape(panels, self.panel_bytes - HEADER)
@@ -154,7 +154,7 @@ class Layout:
             int8[*lead, k, n] and scale_dtype[*lead, groups, n].
         """
         lead, panels = buffer.shape[:-2], buffer.shape[-2]
-        parts = 1 if self.version == 1 else self.groups
+        parts = self._parts
         payload = buffer[..., HEADER:]
         payload = payload.reshape(*lead, panels, parts, payload.shape[-1] // parts)
         start = self.groups // parts * self.scale_bytes
@@ -180,7 +180,7 @@ class Layout:
         places = jnp.arange(1, words.shape[1] + 1, dtype=jnp.uint32)
         columns = np.minimum(n - self.columns * np.arange(panels), self.columns).astype(np.uint32)
         scale_bits = self.attributes.get("scale_bits", 0)
-        kinds = np.uint32(self.version | self.bits << 8 | scale_bits << 24)
+        kinds = np.uint32((1 if self.bits == 8 else 2) | self.bits << 8 | scale_bits << 24)
         fixed: list[Any] = [_MAGIC, kinds | columns << np.uint32(16), self.k, self.group]
         fixed = [np.broadcast_to(np.asarray(word, np.uint32), panels) for word in fixed]
         sums = [words.sum(1, dtype=jnp.uint32), (words * places[None]).sum(1, dtype=jnp.uint32)]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from interception_core import kernel_platforms, select_kernel
-
-from ..op import Op, has_backend
+from ..op import Op
 from .layout import GROUP_ALIGNMENT, Layout
 from .weight import PackedWeight
 
@@ -22,7 +19,8 @@ def pack_w8(codes: jax.Array, scale: jax.Array, *, platform: str | None = None) 
         codes: int8[*lead, k, n], what a product sums over first.
         scale: float32[*lead, groups, n]: the weight is ``codes * scale``, with one scale per column
             (groups 1), or one for each k / groups rows of it, a multiple of 8.
-        platform: what it is packed for. In 8 bits all platforms read the same form.
+        platform: what it is packed for, as kernels spell it: ``"cpu"``, ``"cuda"``. All that have
+            kernels here read the same form.
 
     Returns:
         The packed weight.
@@ -34,13 +32,7 @@ def pack_w8(codes: jax.Array, scale: jax.Array, *, platform: str | None = None) 
     return _pack("pack_w8", codes, scale, 8)
 
 
-def pack_w4(
-    codes: jax.Array,
-    scale: jax.Array,
-    *,
-    platform: str | None = None,
-    version: int | None = None,
-) -> PackedWeight:
+def pack_w4(codes: jax.Array, scale: jax.Array, *, platform: str | None = None) -> PackedWeight:
     """Pack a weight in 4 bits, for ``gemv_w4``.
 
     Args:
@@ -49,35 +41,20 @@ def pack_w4(
         scale: float32 or float16 [*lead, groups, n], as for ``pack_w8``. Scales are stored as they
             are: float16 makes 4.5 bits a weight of 5 in groups of 32. Round scales to float16
             before the codes are chosen, not after; only where all of them fit.
-        platform: what it is packed for, as kernels spell it: ``"cpu"``, ``"cuda"``. None: the one
-            of this process that has kernels, a GPU before the CPU.
-        version: of the format. 2 is what CPUs read fastest, and has float16 scales; 1 is what GPUs
-            read. None: the last one that the platform's kernels write, 2 if it has none; in
-            version 1 float16 scales become float32, which has them all.
+        platform: as for ``pack_w8``.
 
     Returns:
         The packed weight.
 
     Raises:
-        TypeError: another dtype, or float16 scales where version=1 is given.
-        ValueError: another version, or shapes that ``pack_w8`` would refuse.
+        TypeError: another dtype.
+        ValueError: shapes that ``pack_w8`` would refuse.
     """
-    return _pack("pack_w4", codes, scale, 4, platform, version)
+    return _pack("pack_w4", codes, scale, 4)
 
 
-def _pack(
-    op: str,
-    codes: jax.Array,
-    scale: jax.Array,
-    bits: int,
-    platform: str | None = None,
-    version: int | None = None,
-) -> PackedWeight:
-    layout = layout_of(op, codes, scale, bits, version)
-    if version is None and bits == 4:
-        written = _version(op, codes, scale, platform)
-        scale = scale.astype(jnp.float32) if written == 1 else scale
-        layout = dataclasses.replace(layout, version=written, scale_dtype=scale.dtype.name)
+def _pack(op: str, codes: jax.Array, scale: jax.Array, bits: int) -> PackedWeight:
+    layout = layout_of(op, codes, scale, bits)
     one = functools.partial(_PACK, layout)
     for _ in codes.shape[:-2]:
         one = jax.vmap(one)
@@ -92,27 +69,12 @@ _PACK = Op(
 )
 
 
-def _version(op: str, codes: jax.Array, scale: jax.Array, platform: str | None) -> int:
-    """Return the last version of the format that a platform's kernels write."""
-    if platform is None:
-        others = [name for name in kernel_platforms() if name != "cpu" and has_backend(name)]
-        platform = (*others, "cpu")[0]
-    written = [v for v in (2, 1) if select_kernel(op, platform, (codes, scale), version=v).spec]
-    return (*written, 2)[0]
-
-
-def layout_of(
-    op: str, codes: jax.Array, scale: jax.Array, bits: int, version: int | None = None
-) -> Layout:
+def layout_of(op: str, codes: jax.Array, scale: jax.Array, bits: int) -> Layout:
     """Return how codes and scales are packed; raise as ``pack_w8`` and ``pack_w4`` do."""
-    if version is None:
-        version = 1 if bits == 8 else 2
-    if version not in (1, 2):
-        raise ValueError(f"{op}: version must be 1 or 2, got {version}")
     allowed = ("int8", "int4") if bits == 4 else ("int8",)
     if codes.dtype.name not in allowed:
         raise TypeError(f"{op}: codes is {codes.dtype.name}, and must be {' or '.join(allowed)}")
-    floats = ("float32", "float16") if version == 2 else ("float32",)
+    floats = ("float32", "float16") if bits == 4 else ("float32",)
     if scale.dtype.name not in floats:
         raise TypeError(f"{op}: scale is {scale.dtype.name}, and must be {' or '.join(floats)}")
     if codes.ndim < 2 or scale.ndim != codes.ndim:
@@ -135,4 +97,4 @@ def layout_of(
             f"{op}: scale has {groups} groups of {group} rows; the rows of a group must be a "
             f"multiple of {GROUP_ALIGNMENT}. Quantize with another tile size"
         )
-    return Layout(k, bits, group, version, scale.dtype.name)
+    return Layout(k, bits, group, scale.dtype.name)

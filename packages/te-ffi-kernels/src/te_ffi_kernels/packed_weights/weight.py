@@ -20,13 +20,12 @@ class PackedWeight:
 
     Attributes:
         buffer: uint8[*lead, panels, bytes of a panel]: see ``packed_weights.layout``. A panel is 16
-            columns (32 in version 2) and has a header, so the axis of panels can be sharded.
+            columns (32 in 4 bits) and has a header, so the axis of panels can be sharded.
         k: rows, those that a product contracts (static).
         n: columns (static).
         bits: 8 or 4 (static).
         group: rows that share a scale, 0 for all (static).
-        version: of the format, 1, or 2 for 4 bits (static).
-        scale_dtype: of the scales, "float32", or "float16" in version 2 (static).
+        scale_dtype: of the scales, "float32", or "float16" in 4 bits (static).
     """
 
     buffer: jax.Array
@@ -34,14 +33,12 @@ class PackedWeight:
     n: int = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})
-    version: int = dataclasses.field(default=1, metadata={"static": True})
     scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
     @classmethod
     def of(cls, buffer: jax.Array, n: int, layout: Layout) -> PackedWeight:
         """Return the weight of n columns that a buffer of a layout holds."""
-        fixed = layout.bits, layout.group, layout.version, layout.scale_dtype
-        return cls(buffer, layout.k, n, *fixed)
+        return cls(buffer, layout.k, n, layout.bits, layout.group, layout.scale_dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,7 +53,7 @@ class PackedWeight:
     @property
     def layout(self) -> Layout:
         """Return how it is packed."""
-        return Layout(self.k, self.bits, self.group, self.version, self.scale_dtype)
+        return Layout(self.k, self.bits, self.group, self.scale_dtype)
 
     @property
     def panel(self) -> int:

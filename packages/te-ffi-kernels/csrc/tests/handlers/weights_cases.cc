@@ -1,0 +1,228 @@
+// Calls of packing, of products with packed weights, and of rows out of them.
+#include "tests/handlers/cases.h"
+#include "tests/weights.h"
+
+namespace {
+
+using namespace jaxtap;
+using namespace jaxtap::testing;
+
+constexpr int64_t kRows = 3, kK = 64, kN = 40, kGroup = 32;
+
+// float16 scales in 4 bits.
+PanelLayout layout_of(int bits) {
+  return bits == 4 ? panel_layout(kK, kGroup, 4, 16) : panel_layout(kK, kGroup, 8);
+}
+
+const Weights& weight_of(int bits, int index = 0) {
+  static const auto* all = [] {
+    std::mt19937 random(9);
+    auto* made = new std::vector<Weights>;
+    for (int i = 0; i < 6; ++i) made->push_back(random_weights(kN, layout_of(i < 3 ? 4 : 8), random));
+    return made;
+  }();
+  return (*all)[static_cast<size_t>((bits == 8 ? 3 : 0) + index)];
+}
+
+double weight_at(const Weights& w, int64_t k, int64_t n) {
+  return w.code(k, n) * static_cast<double>(w.scale(k, n));
+}
+
+Tensor buffer_of(const Weights& w, int count = 1) {
+  const int64_t panels = panel_count(kN, w.layout.columns()), bytes = w.layout.panel_bytes();
+  Tensor made(kU8, {panels, bytes});
+  if (count > 1) made.dims.insert(made.dims.begin(), count);
+  made.bytes.clear();
+  for (int i = 0; i < count; ++i) {
+    const Buffer& from = weight_of(w.bits, i).buffer;
+    made.bytes.insert(made.bytes.end(), from.get(), from.get() + from.size());
+  }
+  made.bytes.shrink_to_fit();
+  return made;
+}
+
+Dictionary attributes(int bits) {
+  Dictionary made{{"k", kK}, {"n", kN}, {"group", kGroup}};
+  if (bits == 4) made.insert({"scale_bits", 16});
+  return made;
+}
+
+const std::set<std::string> kOptional = {"scale_bits"};
+
+// The product of row i of x with a weight.
+double product_at(const Program& p, const Weights& w, int64_t i) {
+  double sum = 0;
+  for (int64_t k = 0; k < kK; ++k) {
+    sum += number(p.operands[0], i / kN * kK + k) * weight_at(w, k, i % kN);
+  }
+  return sum;
+}
+
+struct Op {
+  const char* name;
+  int bits;
+  double slack;  // of results
+};
+
+template <int kOp>
+constexpr Op kOps = {};
+template <>
+constexpr Op kOps<0> = {"gemm_w8a8", 8, 0.5};
+template <>
+constexpr Op kOps<1> = {"gemm_w8a16", 8, 1e-3};
+template <>
+constexpr Op kOps<2> = {"gemv_w8", 8, 1e-3};
+template <>
+constexpr Op kOps<3> = {"gemv_w4", 4, 1e-3};
+
+const std::vector<Bad> kBad = {
+    {set("k", -1), "k must be in [0, 2**31), got -1"},
+    {set("k", 65), "group 32 does not divide k = 65"},
+    {set("group", 7), "or a multiple of 8 up to 65536, got 7"},
+    {set("n", -1), "n is -1, and must be at least 0"},
+    {operand(0, kF32, {kK}), "x is float32[64], and must have 2 axes"},
+    {operand(0, kS8, {kRows, kK}), "x is int8"},
+    {operand(0, kF32, {kRows, 65}), "rows and the attribute k"},
+    {operand(1, kU8, {3}), "axes"},
+    {result(0, kF32, {kRows, 41}), "the rows of x and the attribute n"},
+    {result(0, kS8, {kRows, kN}), "y is int8"},
+    {[](Program& p) { p.operands[1].bytes[0] ^= 1; }, "does not begin with \"JTWP\""},
+    {[](Program& p) { p.operands[1].bytes[9] ^= 1; }, "corrupted header"},
+    {[](Program& p) { p.operands[1].bytes[200] ^= 1; }, "corrupted codes or scales"}};
+
+std::vector<Bad> also(std::vector<Bad> more) {
+  more.insert(more.end(), kBad.begin(), kBad.end());
+  return more;
+}
+
+template <int kOp>
+Case product_case() {
+  constexpr Op op = kOps<kOp>;
+  const Weights& w = weight_of(op.bits);
+  return {{std::string("te_ffi_kernels.") + op.name,
+           {normal({kRows, kK}), buffer_of(w)},
+           {Tensor(kF32, {kRows, kN})},
+           attributes(op.bits)},
+          [](const Program& p) {
+            constexpr Op op = kOps<kOp>;
+            expect_close(p.results[0], op.name, [&](int64_t i) {
+              return product_at(p, weight_of(op.bits), i);
+            }, op.slack);
+          },
+          also({{operand(1, kU8, {1, 1}), "1"},
+                {operand(1, kS8, buffer_of(w).dims), "buffer is int8"}}),
+          kOptional};
+}
+
+template <int kOp>
+Case stack_case() {
+  constexpr Op op = kOps<kOp>;
+  Tensor index(kS32, {});
+  index.as<int32_t>()[0] = -2;  // the second of three
+  return {{std::string("te_ffi_kernels.") + op.name + "_stack",
+           {normal({kRows, kK}), buffer_of(weight_of(op.bits), 3), index},
+           {Tensor(kF32, {kRows, kN})},
+           attributes(op.bits)},
+          [](const Program& p) {
+            constexpr Op op = kOps<kOp>;
+            expect_close(p.results[0], op.name, [&](int64_t i) {
+              return product_at(p, weight_of(op.bits, 1), i);
+            }, op.slack);
+          },
+          {{operand(2, kS32, {1}), "that of a scalar"},
+           {operand(2, kF32, {}), "index is float32[]"},
+           {[](Program& p) {
+              p.operands[1].dims[0] = 0;
+              p.operands[1].fit();
+            },
+            "and must have a weight"},
+           {operand(1, kU8, {2, 2}), "buffer is uint8[2, 2], and must have 3 axes"},
+           {set("group", 3), "got 3"}},
+          kOptional};
+}
+
+template <int kOp>
+Case groups_case() {
+  constexpr Op op = kOps<kOp>;
+  return {{std::string("te_ffi_kernels.") + op.name + "_groups",
+           {normal({5, kK}), buffer_of(weight_of(op.bits), 3), values(kS32, {2, 0, 1}),
+            values(kS32, {3, 0, 1})},
+           {Tensor(kF32, {5, kN})},
+           attributes(op.bits)},
+          [](const Program& p) {
+            constexpr int kWeights[] = {2, 2, 2, 1};
+            constexpr Op op = kOps<kOp>;
+            expect_close(p.results[0], op.name, [&](int64_t i) {
+              return i / kN == 4 ? 0.0 : product_at(p, weight_of(op.bits, kWeights[i / kN]), i);
+            }, op.slack);
+          },
+          {{operand(3, kS32, {3, 1}), "group_sizes is int32[3, 1], and must have 1 axes"},
+           {operand(3, kF32, {3}), "group_sizes is float32[3]"},
+           {operand(2, kS32, {2}), "that of group_sizes"},
+           {[](Program& p) { p.operands[3].as<int32_t>()[1] = -4; },
+            "group_sizes[1] is -4, and must be at least 0"},
+           {set("n", 41), "the attribute n"}},
+          kOptional};
+}
+
+template <int kBits>
+Case pack_case() {
+  const Weights& w = weight_of(kBits);
+  Tensor codes(kS8, {kK, kN}), scales(kBits == 4 ? kF16 : kF32, {kK / kGroup, kN});
+  for (int64_t i = 0; i < kK * kN; ++i) codes.as<int8_t>()[i] = w.code(i / kN, i % kN);
+  const std::vector<uint8_t> bytes = w.scale_bytes();
+  scales.bytes.assign(bytes.begin(), bytes.end());
+  return {{"te_ffi_kernels.pack_w" + std::to_string(kBits),
+           {codes, scales},
+           {Tensor(kU8, buffer_of(w).dims)},
+           {{"group", kGroup}}},
+          [](const Program& p) {
+            CHECK(p.results[0].bytes == buffer_of(weight_of(kBits)).bytes);
+          },
+          {{set("group", -8), "got -8"},
+           {operand(0, kF32, {kK, kN}), "codes is float32"},
+           {operand(0, kS8, {kK}), "codes is int8[64], and must have 2 axes"},
+           {operand(0, kS8, {kK + 1, kN}), "does not divide k = 65"},
+           {operand(1, kS8, {2, kN}), "scale is int8"},
+           {operand(1, kF32, {3, kN}), "groups and the columns of codes"},
+           {result(0, kU8, {1, 1}), "panels and the bytes of one"},
+           {result(0, kS8, buffer_of(w).dims), "buffer is int8"}}};
+}
+
+template <int kBits>
+Case take_case() {
+  Dictionary given = attributes(kBits);
+  given.insert({{"bits", kBits}, {"axis", kBits == 4 ? 1 : 0}});
+  const int64_t width = kBits == 4 ? kK : kN;
+  return {{"te_ffi_kernels.packed_take",
+           {buffer_of(weight_of(kBits)), values(kS32, {5, -1, 0, 99})},
+           {Tensor(kF32, {4, width})},
+           given},
+          [](const Program& p) {
+            const int64_t width = p.results[0].dims[1], last = (kBits == 4 ? kN : kK) - 1;
+            const int64_t taken[] = {5, last, 0, last};
+            expect_close(p.results[0], "taken", [&](int64_t i) {
+              const int64_t at = taken[i / width], other = i % width;
+              const Weights& w = weight_of(kBits);
+              return kBits == 4 ? weight_at(w, other, at) : weight_at(w, at, other);
+            });
+          },
+          {{set("bits", 5), "bits must be 4 or 8, got 5"},
+           {operand(0, kU8, {3}), "buffer is uint8[3], and must have 2 axes"},
+           {operand(0, kF32, {1, 1}), "buffer is float32"},
+           {operand(1, kS32, {2, 2}), "indices is int32[2, 2]"},
+           {operand(1, kF32, {4}), "indices is float32"},
+           {result(0, kS8, {4, width}), "taken is int8"},
+           {result(0, kF32, {4, 3}), "the indices and the other axis of the weight"}},
+          kOptional};
+}
+
+const Registered kRegistered[] = {
+    Registered(product_case<0>), Registered(product_case<1>), Registered(product_case<2>),
+    Registered(product_case<3>), Registered(stack_case<0>),   Registered(stack_case<1>),
+    Registered(stack_case<2>),   Registered(stack_case<3>),   Registered(groups_case<0>),
+    Registered(groups_case<1>),  Registered(groups_case<2>),  Registered(groups_case<3>),
+    Registered(pack_case<8>),    Registered(pack_case<4>),    Registered(take_case<8>),
+    Registered(take_case<4>)};
+
+}  // namespace
