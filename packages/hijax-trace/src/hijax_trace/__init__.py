@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .dataflow.expression import Expression, Leaf
     from .dataflow.replay import carriers_of, mapped_axes, mapped_rows, replay, root_of
     from .engine import TraceEngine
+    from .patterns.attention import Attention, attention
     from .hi.hiprim import (
         HiPrim,
         Zero,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArrayProxy",
+    "Attention",
     "Box",
     "BoxType",
     "Carrier",
@@ -53,6 +55,7 @@ __all__ = [
     "Shared",
     "TraceEngine",
     "Zero",
+    "attention",
     "bdims_at_front",
     "carriers_of",
     "instantiate_zeros",
@@ -78,6 +81,8 @@ __all__ = [
 
 _LAZY = {
     "ArrayProxy": "proxy.array_proxy",
+    "Attention": "patterns.attention",
+    "attention": "patterns.attention",
     "Box": "box.box",
     "BoxType": "box.types",
     "Carrier": "proxy.carrier",
