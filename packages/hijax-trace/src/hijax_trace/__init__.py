@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .dataflow.expression import Expression, Leaf
     from .dataflow.replay import carriers_of, mapped_axes, mapped_rows, replay, root_of
     from .engine import TraceEngine
-    from .patterns.attention import Attention, attention
     from .hi.hiprim import (
         HiPrim,
         Zero,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
+    from .patterns.attention import Attention, attention
     from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
     from .proxy.move import Move, MoveError

@@ -11,7 +11,7 @@ from interception_core.engine_api import AHEAD, SETTLED
 
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
-from ..patterns.find import FINDERS
+from ..patterns.find import FINDERS, contractions
 from ..patterns.pattern import Group
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
@@ -249,7 +249,7 @@ def _gathered(tasks: list[Task], site: Any, groups: Iterable[Group]) -> list[Tas
     found = list(tasks)
     for group in groups:
         members = [tasks[i] for i in group.members]
-        if any(one.settled or one.unused or one.do in (Do.OTHERS, Do.KEPT) for one in members):
+        if not all(map(_can_wait, members)):
             continue
         alone = not group.also_used
         # What uses them and is not used itself is not made.
@@ -258,6 +258,13 @@ def _gathered(tasks: list[Task], site: Any, groups: Iterable[Group]) -> list[Tas
         gathered = Gathered(site, group, members if alone else members[-1:])
         found[group.last] = members[-1]._replace(do=Do.GROUP, gathered=gathered)
     return found
+
+
+def _can_wait(task: Task) -> bool:
+    """Return whether an equation may be run later, or not at all."""
+    # A contraction that is settled is what handlers have made of one.
+    asked = task.settled and contractions(task.eqn) > 0
+    return not (asked or task.unused or task.do in (Do.OTHERS, Do.KEPT))
 
 
 def _is_ahead(task: Task) -> bool:

@@ -96,6 +96,16 @@ class Attention:
         query, key = self._logits.operands[self._query], self._logits.operands[1 - self._query]
         return query, key, self._values[0]
 
+    @property
+    def places(self) -> list[list[int]]:
+        """The numbers of the inputs that queries, keys and values are computed from."""
+        return [[self._inputs.index(leaf.path) for leaf in x.leaves()] for x in self.contracted]
+
+    @property
+    def bias_dtypes(self) -> list[Any]:
+        """The dtypes of what is added to the logits."""
+        return [one.value.aval.dtype for one in self._biases]
+
     def operands(self, *values: jax.Array) -> Operands:
         """Return the operands, from the values of the inputs."""
         inputs = dict(zip(self._inputs, values, strict=True))
@@ -244,7 +254,11 @@ def finish(
             sizes[f"v{axis}"] = size
     kept = (
         [own[a] for a in range(len(own)) if a not in gone],
-        [probs.axes[a] for a in range(len(probs.axes)) if a not in (*contracted[side], *batch[side])],
+        [
+            probs.axes[a]
+            for a in range(len(probs.axes))
+            if a not in (*contracted[side], *batch[side])
+        ],
     )
     left, right = kept if side else kept[::-1]
     out = (*(probs.axes[axis] for axis in batch[side]), *left, *right)

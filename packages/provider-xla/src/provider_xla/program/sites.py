@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
+from hijax_trace import Attention
 from interception_core import Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
 from ..rules.rule import QuantizationRule
 from .arrays import is_array
+from .attention import WRITTEN, is_of_weights
 from .candidates import choices
 from .fused import FusedOp, fused_ops
 from .ops import OPS, StaysFloat, TappedOp
@@ -205,7 +207,8 @@ class Sites:
         self._fused: dict[str, str] = {}
         if any(rule.kernel is not None for rule in rules.rules):
             for target, (fused, function) in fused_ops().items():
-                handlers[target] = functools.partial(self._fuse, fused, function)
+                fuse = self._fuse_written if target == WRITTEN else self._fuse
+                handlers[target] = functools.partial(fuse, fused, function)
                 self._fused[target.rpartition(".")[2]] = fused.name
             self._fused.pop("__call__", None)  # of many classes
         keys: dict[str, Callable[[str], Hashable]] = {}
@@ -304,6 +307,25 @@ class Sites:
             # A call that is wrong in itself gets the error that it always got.
             call.proceed(*args, **kwargs)
             raise
+
+    def _fuse_written(
+        self,
+        op: FusedOp,
+        function: Callable[..., Any],
+        call: OpCall,
+        *values: Any,
+        written: Attention,
+        also_used: Sequence[str],
+    ) -> Any:
+        """Compute an attention that the program writes out, unless its parts are a rule's."""
+        index = self._rules.find((op.name,), call.module_path)
+        if index is None or self._rules.rules[index].kernel is None:
+            return NotImplemented
+        kinds = (call.kind(value, self._rules.is_parameter) for value in values)
+        weights = [kind is not None and kind.kind in ("view", "derived") for kind in kinds]
+        if is_of_weights(written, weights):
+            return NotImplemented
+        return self._fuse(op, function, call, *values, written=written, also_used=also_used)
 
     def _is_fused_around(self, call: OpCall) -> bool:
         """Returns whether a rule is about a function that this operation is a part of.
