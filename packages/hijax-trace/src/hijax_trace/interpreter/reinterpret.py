@@ -71,8 +71,8 @@ class Interpreter:
         # What is staged costs nothing to keep; arrays are let go as soon as they can be.
         forget = {} if compat.is_staging(self._trace) else compat.forgettable(self._jaxpr)
         tasks = self.session.tapping.tasks.tasks(self._jaxpr)
-        if any(task.do is Do.LATER for task in tasks):
-            forget = {}
+        if any(task.do is Do.GROUP for task in tasks):
+            forget = {}  # groups are run later than they are written
         for position, task in enumerate(tasks):
             if frame.is_program:
                 self.session.reach(position)

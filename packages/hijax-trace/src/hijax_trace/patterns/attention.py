@@ -1,4 +1,4 @@
-"""Attention: a contraction, a softmax of its result, and a contraction of that, as one operation."""
+"""Attention: a contraction, a softmax of it, and a contraction of that, as one operation."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ class Attention:
             found = beside(one).astype(bool)
             found = found if one.keeps else ~found
             mask = found if mask is None else mask & found
-        return Operands(*(x.astype(dtype) for x in (query, key, value)), bias, mask)
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        return Operands(query, key, value, bias, mask)
 
     def result(self, out: jax.Array, *values: jax.Array) -> jax.Array:
         """Return the result of the program, from that of attention.

@@ -49,8 +49,8 @@ class _Walk:
     def groups(self) -> list[Group]:
         """Return what is found."""
         groups = []
-        for self._place, eqn in enumerate(self._jaxpr.eqns):
-            self._found = None
+        for place, eqn in enumerate(self._jaxpr.eqns):
+            self._place, self._found = place, None
             results = self._results(eqn, [self._read(atom) for atom in eqn.invars])
             group = self._group(eqn, results)
             if group is not None:

@@ -197,8 +197,11 @@ def _rows(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
     constant = all(isinstance(x, Tracked) or x.is_constant for x in operands)
     if not constant or any(one.kind != "row" or one.over != rows[0].over for one in rows):
         return None
-    full = max(rows, key=lambda one: sum(map(len, one.axes)))
-    return _with(full, row=object())
+    shape = eqn.outvars[0].aval.shape
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    whole = [one for one, own in zip(operands, shapes, strict=True) if own == shape]
+    full = next((one for one in whole if isinstance(one, Tracked)), None)
+    return None if full is None else _with(full, row=object())
 
 
 def _binary(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
@@ -216,7 +219,15 @@ def _binary(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
     if first.kind != "scores" or (name == "sub" and first is right) or name == "max":
         return None
     (other,) = [x for x in operands if isinstance(x, Expression)]
-    return _stepped(first, Step(name, other, first.axes if other.aval.shape else ()))
+    if eqn.outvars[0].aval.shape != eqn.invars[operands.index(first)].aval.shape:
+        return None  # the other one has more axes
+    return _stepped(first, Step(name, other, _axes(first, other)))
+
+
+def _axes(scores: Tracked, other: Expression) -> Labels:
+    """Return what the axes of a value beside scores are, along which some may be of one element."""
+    pairs = zip(scores.axes, other.aval.shape, strict=True) if other.aval.shape else ()
+    return tuple(labels if size > 1 else () for labels, size in pairs)
 
 
 def _both(name: str, left: Tracked, right: Tracked) -> Tracked | None:
@@ -261,9 +272,8 @@ def _select(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
     (fill,) = [case for case in cases if case is not scores[0]]
     if isinstance(fill, Tracked):
         return None
-    axes = scores[0].axes if which.aval.shape else ()
-    step = Step("where", which, axes, fill, keeps=scores[0] is cases[1])
-    return _stepped(scores[0], step)
+    keeps = scores[0] is cases[1]
+    return _stepped(scores[0], Step("where", which, _axes(scores[0], which), fill, keeps))
 
 
 _SAME = ("copy", "copy_p", "convert_element_type", "name", "reduce_precision", "stop_gradient")

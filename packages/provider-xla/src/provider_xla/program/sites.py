@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from hijax_trace import Attention
+from hijax_trace import Attention, attention
 from interception_core import Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
@@ -296,7 +296,9 @@ class Sites:
         try:
             name, arrays, run = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as reason:
-            self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
+            # A rule is about a named function; that programs write one out is ours to find.
+            problem = None if function is attention else str(reason)
+            self._record(dataclasses.replace(record, reason=str(reason)), problem)
             return NotImplemented
         shown = tuple(map(short, arrays))
         found = choices(name, arrays)
@@ -318,9 +320,6 @@ class Sites:
         also_used: Sequence[str],
     ) -> Any:
         """Compute an attention that the program writes out, unless its parts are a rule's."""
-        index = self._rules.find((op.name,), call.module_path)
-        if index is None or self._rules.rules[index].kernel is None:
-            return NotImplemented
         kinds = (call.kind(value, self._rules.is_parameter) for value in values)
         weights = [kind is not None and kind.kind in ("view", "derived") for kind in kinds]
         if is_of_weights(written, weights):
