@@ -21,7 +21,7 @@ def _int8(**fields):
 INT8 = [ATTENTION, TABLE, _int8(tile_size=64)]
 
 ROTATION = [Hadamard(32, weight_path=r".*\['(qkv|up)'\].*")]
-ROTATED = [FUSED, ATTENTION, TABLE, _int8()]
+ROTATED = [FUSED, TABLE, _int8()]
 
 VARIANTS = {
     "int8, one scale per token, rotated": ROTATED,

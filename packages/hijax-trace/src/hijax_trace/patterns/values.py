@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import compat
 from ..dataflow.expression import Expression
 from ..dataflow.nodes import Operation
 
@@ -52,7 +53,8 @@ def _is_wider(before: Any, after: Any) -> bool:
 
 def evaluated(value: Expression) -> np.ndarray:
     """Return what a value of constants is."""
-    with jax.ensure_compile_time_eval():
+    # Also while JAX binds something, and there is no current trace.
+    with compat.set_current_trace(compat.eval_trace):
         return np.asarray(value.evaluate({}))
 
 
