@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from minilm import load, model
+from minilm.__main__ import store
 from minilm.rules import VARIANTS
 from minilm.sentences import SENTENCES
 
 from jaxtap_testkit import examples
 from jaxtap_testkit.processes import run_python
-from provider_xla import PtqProvider, QuantizationRule, quantize_file
+from provider_xla import PtqProvider, QuantizationRule, TransformedWeight, quantize_file
 from provider_xla import load as load_stored
 
 ROOT = Path(__file__).parent.parent
@@ -292,6 +293,20 @@ def test_int8_keeps_every_sentence(embed, params, tokenize, variant):
     result = jax.jit(plan.apply(model.encode))(plan.quantize(params), tokens, mask)
     cosines = (np.asarray(result) * embed(OTHERS)).sum(-1)
     assert cosines.min() >= 0.99, OTHERS[cosines.argmin()]
+
+
+@pytest.mark.slow
+@published
+def test_rotated_int8_keeps_every_sentence(embed, params, tokenize):
+    variant = "int8, one scale per token, rotated"
+    tokens, mask = tokenize(OTHERS)
+    plan = PtqProvider(VARIANTS[variant]).plan(model.encode, params, tokens, mask)
+    stored = store(plan, jax.device_put(params), variant)
+    result = jax.jit(plan.apply(model.encode))(stored, tokens, mask)
+    cosines = (np.asarray(result) * embed(OTHERS)).sum(-1)
+    assert cosines.min() >= 0.99, OTHERS[cosines.argmin()]
+    rotated = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, TransformedWeight))
+    assert sum(isinstance(leaf, TransformedWeight) for leaf in rotated) == 2 * 6
 
 
 @pytest.mark.optimized

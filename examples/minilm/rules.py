@@ -2,11 +2,12 @@
 
 The vector of the first token, [CLS], has nearly all of its norm in one of its 384 elements. With
 one scale per token that element decides the scale, and the others are rounded away. Long sentences
-don't show it; those of three tokens have a cosine of 0.977. So elements share a scale 64 at a time,
-or the activations that it is about stay float.
+don't show it; those of three tokens have a cosine of 0.977. So the activations that it is about are
+rotated, which spreads it over 32 elements; or elements share a scale 64 at a time; or those
+activations stay float.
 """
 
-from provider_xla import QuantizationRule
+from provider_xla import Hadamard, QuantizationRule
 
 TABLE = QuantizationRule(op_names=["take"], weight_qtype="int8")
 ATTENTION = QuantizationRule(op_names=["einsum"])  # without qtypes: stays float
@@ -19,7 +20,11 @@ def _int8(**fields):
 
 INT8 = [ATTENTION, TABLE, _int8(tile_size=64)]
 
+ROTATION = [Hadamard(32, weight_path=r".*\['(qkv|up)'\].*")]
+ROTATED = [FUSED, TABLE, _int8()]
+
 VARIANTS = {
+    "int8, one scale per token, rotated": ROTATED,
     "int8 in tiles of 64": INT8,
     "int8 in tiles of 64, fused": [FUSED, *INT8],
     "float32, fused": [FUSED],
@@ -37,3 +42,6 @@ VARIANTS = {
         QuantizationRule(weight_qtype="int4", tile_size=32),
     ],
 }
+
+PASSES = {"int8, one scale per token, rotated": ROTATION}
+"""What is done to the parameters of a variant before they are rounded."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
+    from .patterns.attention import Attention, attention
     from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
     from .proxy.move import Move, MoveError
@@ -38,6 +39,7 @@ __version__ = version("hijax-trace")
 
 __all__ = [
     "ArrayProxy",
+    "Attention",
     "Box",
     "BoxType",
     "Carrier",
@@ -54,6 +56,7 @@ __all__ = [
     "Shared",
     "TraceEngine",
     "Zero",
+    "attention",
     "bdims_at_front",
     "carriers_of",
     "instantiate_zeros",
@@ -79,6 +82,8 @@ __all__ = [
 
 _LAZY = {
     "ArrayProxy": "proxy.array_proxy",
+    "Attention": "patterns.attention",
+    "attention": "patterns.attention",
     "Box": "box.box",
     "BoxType": "box.types",
     "Carrier": "proxy.carrier",

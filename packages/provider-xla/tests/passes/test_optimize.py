@@ -248,6 +248,7 @@ def test_what_is_refused():
     [
         (lambda: SmoothQuant(1.5), "alpha"),
         (lambda: Hadamard(12), "block"),
+        (lambda: Hadamard(weight_path="("), "weight_path"),
         (lambda: Gptq(damping=-1), "damping"),
         (lambda: Gptq(block=0), "block"),
         (lambda: Awq(grid=0), "grid"),

@@ -230,6 +230,22 @@ def test_hadamard_needs_a_block_that_divides(block, why):
     assert why in report[0].reasons["Hadamard"]
 
 
+def test_hadamard_where_it_is_told():
+    params, x = {"up": W, "down": W.T.copy()}, X
+
+    def layers(params, x):
+        return (x @ params["up"]) @ params["down"]
+
+    plan = PtqProvider(QuantizationRule(weight_qtype="int8")).plan(layers, params, x)
+    stored, report = plan.optimize(params, [(x,)], [Hadamard(weight_path=r"\['up'\]")])
+    assert [step.block for step in stored["up"].steps] == [16]
+    assert not isinstance(stored["down"], TransformedWeight)
+    reasons = {row.path: row.reasons for row in report}
+    assert reasons["args[0]['down']"] == {"Hadamard": r"weight_path is \['up'\]"}
+    result, expected = plan.apply(layers)(stored, x), layers(params, x)
+    assert np.linalg.norm(result - expected) < 0.02 * np.linalg.norm(expected)
+
+
 @pytest.mark.slow
 def test_passes_compose():
     """The codes after both are those of Gptq with the rotated Gram matrix."""

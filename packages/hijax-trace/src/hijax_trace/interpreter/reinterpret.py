@@ -68,35 +68,45 @@ class Interpreter:
 
     def results(self) -> list[Any]:
         """Run the equations."""
-        env, outer, literal, frame = self._env, self._outer, compat.Literal, self.frame
+        env, literal, frame = self._env, compat.Literal, self.frame
         # What is staged costs nothing to keep; arrays are let go as soon as they can be.
         forget = {} if compat.is_staging(self._trace) else compat.forgettable(self._jaxpr)
-        for position, task in enumerate(self.session.tapping.tasks.tasks(self._jaxpr)):
-            eqn = task.eqn
+        tasks = self.session.tapping.tasks.tasks(self._jaxpr)
+        if any(task.do is Do.GROUP for task in tasks):
+            forget = {}  # groups are run later than they are written
+        for position, task in enumerate(tasks):
             if frame.is_program:
                 self.session.reach(position)
-            values = [a.val if type(a) is literal else env[a] for a in eqn.invars]
-            stack = task.stack
-            if (task.settled or task.unused) and self.session.is_observed:
-                stack = eqn.source_info.name_stack
-            if len(outer):
-                stack = outer + stack if len(stack) else outer
-            info = compat.info_of(eqn, self._caller, stack)
-            if frame.proxies and self._moves(task, values, info):
-                pass
-            elif task.do is Do.PASS:
-                self._again(task, eqn, values, info)
-            else:
-                untapped, frame.untapped = frame.untapped, frame.untapped or task.unused
-                _ACTIONS[task.do](self, task, values, info)
-                frame.untapped = untapped
-            if (frame.metadata or frame.proxies) and compat.holds_jaxprs(eqn):
-                hand_on(frame, eqn)
-            if frame.proxies:
-                carry(frame, eqn)
-            for var in forget.get(eqn, ()):
+            if task.do is not Do.LATER:
+                self._run(task)
+            for var in forget.get(task.eqn, ()):
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self._jaxpr.outvars]
+
+    def _run(self, task: Task) -> None:
+        """Run one equation."""
+        eqn, frame, outer = task.eqn, self.frame, self._outer
+        # The last of a group may have operands that are made if its handler leaves it.
+        atoms = () if task.do is Do.GROUP else eqn.invars
+        values = [a.val if type(a) is compat.Literal else self._env[a] for a in atoms]
+        stack = task.stack
+        if (task.settled or task.unused) and self.session.is_observed:
+            stack = eqn.source_info.name_stack
+        if len(outer):
+            stack = outer + stack if len(stack) else outer
+        info = compat.info_of(eqn, self._caller, stack)
+        if frame.proxies and self._moves(task, values, info):
+            pass
+        elif task.do is Do.PASS:
+            self._again(task, eqn, values, info)
+        else:
+            untapped, frame.untapped = frame.untapped, frame.untapped or task.unused
+            _ACTIONS[task.do](self, task, values, info)
+            frame.untapped = untapped
+        if (frame.metadata or frame.proxies) and compat.holds_jaxprs(eqn):
+            hand_on(frame, eqn)
+        if frame.proxies:
+            carry(frame, eqn)
 
     def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         for var, value in zip(variables, values, strict=True):
@@ -245,6 +255,36 @@ class Interpreter:
         avals = [var.aval for var in eqn.outvars]
         results = check_result(call, result, marker.results, avals)
         self._replace(call, eqn, results, call.is_own(result))
+
+    def _group(self, task: Task, values: list[Any], info: Any) -> None:
+        """Ask the handler of a function that several equations write out."""
+        gathered, frame = task.gathered, self.frame
+        assert gathered is not None
+        group, eqn = gathered.group, task.eqn
+        entry = None if frame.untapped else self.session.tapping.functions.get(gathered.site)
+        result: Any = NotImplemented
+        if entry is not None:
+            arrays = [self._env[var] for var in group.inputs]
+            params = {"written": group.written, "also_used": group.also_used}
+            number = self._number(task, group.name)
+            place = Place(frame, task.scopes, frame.within | task.within, number)
+            known = KnownAtoms(arrays, frame, group.inputs)
+
+            def proceed(*values: Any, written: Any, also_used: Any) -> Any:
+                return written(*values)
+
+            call = TraceCall(
+                group.name, "function", tuple(arrays), params, place, known, proceed, self.session
+            )
+            with compat.at(info), eqn.ctx.manager:
+                result = entry[1](call, *arrays, **params)
+            self._annotate(call, group.inputs, arrays)
+            if result is not NotImplemented:
+                check_value(call, result, eqn.outvars[0].aval)
+                self._replace(call, eqn, [result], is_own=False)
+                return
+        for one in gathered.tasks:
+            self._run(one)
 
     def _proceed_call(
         self,
@@ -474,10 +514,14 @@ class Interpreter:
         proceed: Callable[..., Any],
     ) -> TraceCall:
         frame, atoms = self.frame, task.eqn.invars[first:]
-        number = self.session.numbers.next(frame.own_path(task.scopes), frame.label, name)
+        number = self._number(task, name)
         place = Place(frame, task.scopes, frame.within | task.within, number)
         known = KnownAtoms(values, frame, atoms)
         return TraceCall(name, level, args, params, place, known, proceed, self.session)
+
+    def _number(self, task: Task, name: str) -> int:
+        frame = self.frame
+        return self.session.numbers.next(frame.own_path(task.scopes), frame.label, name)
 
     def _around(self, task: Task, within: frozenset[str], untapped: bool) -> Around:
         return Around(self.frame, task.scopes, within | task.within, untapped)
@@ -513,4 +557,5 @@ _ACTIONS: dict[Do, Callable[[Interpreter, Task, list[Any], Any], None]] = {
     Do.CUSTOM: Interpreter._custom,
     Do.MAPPED: Interpreter._mapped,
     Do.KEPT: Interpreter._kept,
+    Do.GROUP: Interpreter._group,
 }

@@ -80,7 +80,7 @@ class Tapping:
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
         self._observe = observe
-        self.tasks = Tasks(self.primitives, self.owner, Expansions(self.run))
+        self.tasks = Tasks(self.primitives, self.owner, Expansions(self.run), self.functions)
         self.memo = Memo(interceptor.resolve_origin)
         self.markers = Markers(self.owner)
         self.mapped: dict[Hashable, Staged] = {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core.engine_api import AHEAD, SETTLED
 
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
+from ..patterns.find import FINDERS, contractions
+from ..patterns.pattern import Group
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
 from .frames import Key, Numbers
@@ -42,6 +44,10 @@ class Do(enum.Enum):
     """Map what it was before it met vmap, with that tapped."""
     KEPT = enum.auto()
     """Make it of what it was before it met a derivative, with that tapped."""
+    LATER = enum.auto()
+    """Make nothing: the last equation of its group decides."""
+    GROUP = enum.auto()
+    """Ask the handler of the function that the equations of its group write out."""
 
 
 class Task(NamedTuple):
@@ -58,6 +64,7 @@ class Task(NamedTuple):
         within: the names of the functions, asked early but let run, that it is a part of.
         settled: whether a transformation or a handler left it behind; see ``early``.
         unused: whether it was computed ahead, and nothing uses it: no handler is asked.
+        gathered: the group that it is the last equation of.
     """
 
     eqn: Any
@@ -70,6 +77,21 @@ class Task(NamedTuple):
     within: frozenset[str]
     settled: bool
     unused: bool = False
+    gathered: Gathered | None = None
+
+
+class Gathered(NamedTuple):
+    """A group of equations whose handler is asked.
+
+    Attributes:
+        site: what they write out.
+        group: the group.
+        tasks: what is done where the handler leaves them.
+    """
+
+    site: Any
+    group: Group
+    tasks: Sequence[Task]
 
 
 class Tasks:
@@ -79,6 +101,7 @@ class Tasks:
         primitives: the primitives that it targets, with names and handlers.
         owner: its markers are asked, those of others kept.
         expansions: what HiPrims are in other operations.
+        functions: the sites of the functions that it targets.
     """
 
     def __init__(
@@ -86,7 +109,9 @@ class Tasks:
         primitives: Mapping[Any, tuple[str, Any]],
         owner: Hashable,
         expansions: Expansions,
+        functions: Iterable[Any] = (),
     ):
+        self._finders = [(site, find) for site in functions if (find := _finder(site.subject))]
         self._expansions = expansions
         self._primitives = primitives
         self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
@@ -158,6 +183,8 @@ class Tasks:
         plan = self._known.get(jaxpr)
         if plan is None:
             tasks = _without_unused(jaxpr, [self.task(eqn) for eqn in jaxpr.eqns])
+            for site, find in self._finders:
+                tasks = _gathered(tasks, site, find(jaxpr))
             wanted = any(
                 task.do is not Do.PASS or task.stack is not task.eqn.source_info.name_stack
                 for task in tasks
@@ -211,6 +238,33 @@ def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
         task._replace(unused=_is_ahead(task) and not is_used)
         for task, is_used in zip(tasks, used, strict=True)
     ]
+
+
+def _finder(function: Any) -> Any:
+    return next((find for pattern, find in FINDERS.items() if pattern is function), None)
+
+
+def _gathered(tasks: list[Task], site: Any, groups: Iterable[Group]) -> list[Task]:
+    """Let the last equation of each group decide for all of it."""
+    found = list(tasks)
+    for group in groups:
+        members = [tasks[i] for i in group.members]
+        if not all(map(_can_wait, members)):
+            continue
+        alone = not group.also_used
+        # What uses them and is not used itself is not made.
+        for i in (*group.members, *group.unused) if alone else ():
+            found[i] = tasks[i]._replace(do=Do.LATER)
+        gathered = Gathered(site, group, members if alone else members[-1:])
+        found[group.last] = members[-1]._replace(do=Do.GROUP, gathered=gathered)
+    return found
+
+
+def _can_wait(task: Task) -> bool:
+    """Return whether an equation may be run later, or not at all."""
+    # A contraction that is settled is what handlers have made of one.
+    asked = task.settled and contractions(task.eqn) > 0
+    return not (asked or task.unused or task.do in (Do.OTHERS, Do.KEPT))
 
 
 def _is_ahead(task: Task) -> bool:

@@ -160,7 +160,8 @@ def _run(
                 "Find out where that comes from, or leave it float by a rule without qtypes."
             )
         w = as_matrices(given[path], layout)
-        weights[path] = Weight(path, plan.weights[path], layout, w, g)
+        below = path.removeprefix(plan.prefix)
+        weights[path] = Weight(path, below, plan.weights[path], layout, w, g)
     rounded = {path: weight.error() for path, weight in weights.items()}
     after: dict[str, dict[str, float]] = {path: {} for path in weights}
     reasons: dict[str, dict[str, str]] = {path: {} for path in weights}

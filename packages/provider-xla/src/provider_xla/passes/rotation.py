@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 
 import jax.numpy as jnp
@@ -20,19 +21,24 @@ class Hadamard(Pass):
     The product stays what it is, and no channel stands out any more, in the activation or in the
     parameter (incoherence: Tseng et al. 2024, QuIP#, arXiv:2402.04396, section 3; Ashkboos et
     al. 2024, QuaRot, arXiv:2404.00456). The activation is rotated at the product: it costs
-    K * block operations a row, or fewer, beside the product's K * N.
+    K * log2(block) operations a row, beside the product's K * N, in passes over the activation
+    that integer products are fast enough to feel: rotate where there are outliers, in blocks that
+    are no larger than it takes.
 
     Attributes:
         block: channels that are mixed with each other, a power of two; None for the largest that
             divides K. Parameters that it does not divide are left.
         seed: of the signs.
+        weight_path: regular expression that must match the whole pytree path of a parameter, as
+            in rules; None for all. Others are left.
 
     Raises:
-        ValueError: ``block`` is no power of two from 2.
+        ValueError: ``block`` is no power of two from 2, or ``weight_path`` no regular expression.
     """
 
     block: int | None = None
     seed: int = 0
+    weight_path: str | None = None
 
     stage = TRANSFORM
 
@@ -42,9 +48,20 @@ class Hadamard(Pass):
             raise ValueError(
                 f"Hadamard.block must be None or a power of two from 2. Got {block!r}."
             )
+        try:
+            re.compile(self.weight_path or "")
+        except (TypeError, re.error) as error:
+            raise ValueError(
+                "Hadamard.weight_path must be None or a regular expression, got "
+                f"{self.weight_path!r}: {error}."
+            ) from error
 
     def run(self, weight: Weight) -> str | None:
         """Run it: see ``Pass.run``."""
+        if self.weight_path is not None and not re.fullmatch(
+            self.weight_path, weight.below, re.ASCII
+        ):
+            return f"weight_path is {self.weight_path}"
         k = weight.layout.k
         block = self.block or k & -k
         if block == 1 or k % block:

@@ -22,6 +22,7 @@ class Weight:
 
     Attributes:
         path: its pytree path.
+        below: the same within the parameters, as rules have it.
         plan: how it is quantized.
         layout: how it is seen as [S, K, N]: steps, contracted axes, others.
         w: as it is now, transformed: float32 [S, K, N].
@@ -34,8 +35,17 @@ class Weight:
         codes: the quantized parameter, as a pass has chosen its codes; None to round.
     """
 
-    def __init__(self, path: str, plan: WeightPlan, layout: Layout, w: jax.Array, gram: jax.Array):
+    def __init__(
+        self,
+        path: str,
+        below: str,
+        plan: WeightPlan,
+        layout: Layout,
+        w: jax.Array,
+        gram: jax.Array,
+    ):
         self.path = path
+        self.below = below
         self.plan = plan
         self.layout = layout
         self.w = w

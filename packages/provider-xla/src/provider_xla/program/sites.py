@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
+from hijax_trace import Attention, attention
 from interception_core import Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
+from .attention import WRITTEN, is_of_weights
 from .fused import FusedOp, fused_ops
 from .granularity import fitted, misfit
 from .ops import OPS, StaysFloat, TappedOp
@@ -209,7 +211,8 @@ class Sites:
         self._fused: dict[str, str] = {}
         if any(rule.kernel is not None for rule in rules.rules):
             for target, (fused, function) in fused_ops().items():
-                handlers[target] = functools.partial(self._fuse, fused, function)
+                fuse = self._fuse_written if target == WRITTEN else self._fuse
+                handlers[target] = functools.partial(fuse, fused, function)
                 self._fused[target.rpartition(".")[2]] = fused.name
             self._fused.pop("__call__", None)  # of many classes
         keys: dict[str, Callable[[str], Hashable]] = {}
@@ -298,7 +301,9 @@ class Sites:
         try:
             name, arrays, run = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as reason:
-            self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
+            # A rule is about a named function; that programs write one out is ours to find.
+            problem = None if function is attention else str(reason)
+            self._record(dataclasses.replace(record, reason=str(reason)), problem)
             return NotImplemented
         shown = tuple(map(short, arrays))
         found = choices(name, arrays)
@@ -309,6 +314,22 @@ class Sites:
             # A call that is wrong in itself gets the error that it always got.
             call.proceed(*args, **kwargs)
             raise
+
+    def _fuse_written(
+        self,
+        op: FusedOp,
+        function: Callable[..., Any],
+        call: OpCall,
+        *values: Any,
+        written: Attention,
+        also_used: Sequence[str],
+    ) -> Any:
+        """Compute an attention that the program writes out, unless its parts are a rule's."""
+        kinds = (call.kind(value, self._rules.is_parameter) for value in values)
+        weights = [kind is not None and kind.kind in ("view", "derived") for kind in kinds]
+        if is_of_weights(written, weights):
+            return NotImplemented
+        return self._fuse(op, function, call, *values, written=written, also_used=also_used)
 
     def _is_fused_around(self, call: OpCall) -> bool:
         """Returns whether a rule is about a function that this operation is a part of.

@@ -1,0 +1,1 @@
+"""Patterns: functions that programs write out in several operations, found in the dataflow."""

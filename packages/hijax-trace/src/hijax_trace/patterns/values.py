@@ -1,0 +1,94 @@
+"""Values beside a pattern: without their broadcasts, known ones, and with other axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import compat
+from ..dataflow.expression import Expression
+from ..dataflow.nodes import Operation
+
+Labels = tuple[tuple[str, ...], ...]
+"""Of each axis of a value, the axes of the scores that it consists of. Those of one element have
+none, and so have axes along which a value is the same."""
+
+VIEWS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose"})
+"""Primitives that a pattern may compute again: XLA joins them, or does nothing for them."""
+
+
+def compact(value: Expression, axes: Labels) -> tuple[Expression, Labels]:
+    """Return a value before it was broadcast, and what its axes then are."""
+    while isinstance(value, Operation):
+        name, inner = value.primitive.name, value.operands[0] if value.operands else None
+        if inner is None or not hasattr(inner.aval, "shape"):
+            break
+        if name == "broadcast_in_dim":
+            places = value.params["broadcast_dimensions"]
+            sizes = zip(places, inner.aval.shape, strict=True)
+            axes = tuple(
+                axes[place] if size > 1 or value.aval.shape[place] == 1 else ()
+                for place, size in sizes
+            )
+        elif name == "convert_element_type" and _is_wider(inner.aval.dtype, value.aval.dtype):
+            pass
+        else:
+            break
+        value = inner
+    return value, axes
+
+
+def _is_wider(before: Any, after: Any) -> bool:
+    """Return whether a conversion leaves numbers as they are."""
+    if before == jnp.bool_:
+        return True
+    both = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
+    return both and jnp.promote_types(before, after) == after
+
+
+def evaluated(value: Expression) -> np.ndarray:
+    """Return what a value of constants is."""
+    # Also while JAX binds something, and there is no current trace.
+    with compat.set_current_trace(compat.eval_trace):
+        return np.asarray(value.evaluate({}))
+
+
+def constant(value: Expression) -> float | None:
+    """Return the number that a value is everywhere, if it is known now."""
+    value, _ = compact(value, ((),) * len(value.aval.shape))
+    if not value.is_constant or value.aval.size != 1:
+        return None
+    return float(evaluated(value).reshape(()))
+
+
+def arranged(
+    x: jax.Array, axes: Labels, wanted: Sequence[Sequence[str]], sizes: Mapping[str, int]
+) -> jax.Array:
+    """Return an array with other axes.
+
+    Args:
+        x: the array.
+        axes: the labels of each of its axes.
+        wanted: those of each axis of the result. One of which the array has none is of size 1;
+            where it has some, it is repeated along the others.
+        sizes: of the labels.
+    """
+    own = [label for labels in axes for label in labels]
+    x = x.reshape([sizes[label] for label in own])
+    found = [[label for label in labels if label in own] for labels in wanted]
+    x = x.transpose([own.index(label) for labels in found for label in labels])
+    split, whole = [], []
+    for labels, present in zip(wanted, found, strict=True):
+        used = labels if present else []
+        split += [sizes[label] if label in present else 1 for label in used]
+        whole += [sizes[label] for label in used]
+    shape = [
+        math.prod(sizes[label] for label in labels) if present else 1
+        for labels, present in zip(wanted, found, strict=True)
+    ]
+    return jnp.broadcast_to(x.reshape(split), whole).reshape(shape)
