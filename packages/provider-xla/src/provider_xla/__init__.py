@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters.adapter import Adapter, Quantized
     from .adapters.model import calibrate_model, merge_model, model_plan, quantize_model
+    from .cache.array import CacheArray
+    from .cache.plan import CachePlan
+    from .cache.rule import CacheRule
     from .errors import QuantizationError, QuantizationWarning
     from .kernels.packed import PrepackedWeight
     from .lora.weight import AdaptedWeight, adapter_mask
@@ -44,6 +47,9 @@ __all__ = [
     "AllocatedWeight",
     "Allocation",
     "Awq",
+    "CacheArray",
+    "CachePlan",
+    "CacheRule",
     "Gptq",
     "Hadamard",
     "LoraPlan",
@@ -89,6 +95,9 @@ _LAZY = {
     "AllocatedWeight": "plan.allocation",
     "Allocation": "plan.allocation",
     "Awq": "passes.awq",
+    "CacheArray": "cache.array",
+    "CachePlan": "cache.plan",
+    "CacheRule": "cache.rule",
     "Gptq": "passes.gptq",
     "Hadamard": "passes.rotation",
     "LoraPlan": "plan.lora",

@@ -195,6 +195,12 @@ def label(jaxpr: Any) -> str:
     return _label(open_of(jaxpr).debug_info)
 
 
+def func_name(jaxpr: Any) -> str:
+    """Return the name of the function that a jaxpr was traced for (0.10.2 - 0.12)."""
+    info = open_of(jaxpr).debug_info
+    return "trace" if info is None else info.func_name
+
+
 def _label(info: Any) -> str:
     if info is None:
         return "trace"

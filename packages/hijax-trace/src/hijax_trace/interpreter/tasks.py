@@ -12,6 +12,7 @@ from interception_core.engine_api import AHEAD, SETTLED
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
 from ..staging.mapped import mapped_in
+from ..state.held import is_held
 from ..staging.marker import Marker, marker_in, marker_of
 from .frames import Key, Numbers
 from .hi_prims import Expansions
@@ -42,6 +43,8 @@ class Do(enum.Enum):
     """Map what it was before it met vmap, with that tapped."""
     KEPT = enum.auto()
     """Make it of what it was before it met a derivative, with that tapped."""
+    HELD = enum.auto()
+    """Take an array from the proxy that the program carries."""
 
 
 class Task(NamedTuple):
@@ -182,6 +185,8 @@ class Tasks:
         if primitive is compat.kept_p:
             # JAX's rules, which settle what they leave, have made it of the program.
             return Task(eqn, Do.KEPT, False, False, None, stack, scopes, within, False)
+        if is_held(primitive, eqn.params):
+            return Task(eqn, Do.HELD, simple, inlined, None, *where)
         if settled:
             return Task(eqn, Do.PASS, simple, inlined, None, *where)
         if primitive not in self._asked and not compat.holds_jaxprs(eqn):

@@ -1,0 +1,180 @@
+"""Loops, branches and shards of programs that carry array proxies.
+
+They are made by JAX's own functions: a proxy is a pytree, which these take for a carry. What is
+carried must have one form in all steps. Where it has not the loop carries the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from .. import compat
+from ..proxy.array_proxy import Lost, is_proxy
+from .form import form_of
+from .held import hold
+
+Run = Callable[[Any, Sequence[Any]], list[Any]]
+"""Runs an open jaxpr on values, proxies among them."""
+
+
+def types_of(fn: Callable[[Any], Any], *args: Any) -> Any:
+    """Return what a function returns, with types in place of arrays."""
+    return jax.eval_shape(lambda args: fn(*args), args)
+
+
+def _function(run: Run, closed: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return the function of a list of values that a jaxpr is."""
+    jaxpr, consts = compat.open_of(closed), compat.consts_of(closed)
+    return lambda values: run(jaxpr, [*consts, *values])
+
+
+def _named(fn: Callable[..., Any], closed: Any) -> Callable[..., Any]:
+    """Give a function the name that a jaxpr was traced for: it is a part of op ids."""
+    fn.__name__ = fn.__qualname__ = compat.func_name(closed)
+    return fn
+
+
+def _as_array(value: Any, atom: Any) -> Any:
+    return hold(value, atom.aval) if is_proxy(value) else value
+
+
+def _settled(
+    step: Callable[[list[Any], list[Any]], Sequence[Any]],
+    carry: list[Any],
+    xs: list[Any],
+    atoms: Sequence[Any],
+    loop: str,
+) -> list[Any]:
+    """Return the carry with arrays for proxies whose form a step changes.
+
+    Args:
+        step: a step of the loop: the carry after it, from that before it and ``xs``.
+        carry: as it is before the loop.
+        xs: the types of what a step has of what the loop goes along.
+        atoms: the operands of the loop that it is.
+        loop: what to call the loop.
+    """
+    while True:
+        after = types_of(step, carry, xs)
+        changed = [
+            i
+            for i, (value, new) in enumerate(zip(carry, after, strict=True))
+            if is_proxy(value) and not (is_proxy(new) and form_of(new) == form_of(value))
+        ]
+        if not changed:
+            return carry
+        for i in changed:
+            carry[i].left(f"{loop} does not carry it from step to step in one form")
+            carry[i] = hold(carry[i], atoms[i].aval)
+
+
+def _fitted(results: Sequence[Any], carry: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
+    """Return a carry with proxies where there were some before the loop alone."""
+    pairs = zip(results, carry, atoms, strict=True)
+    return [x if is_proxy(before) else _as_array(x, atom) for x, before, atom in pairs]
+
+
+def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
+    params, call = eqn.params, _function(run, eqn.params["jaxpr"])
+    first, count = compat.scan_parts(params)
+    stepped = first + count
+    consts, carry, xs = operands[:first], operands[first:stepped], operands[stepped:]
+    for i, x in enumerate(xs):
+        if is_proxy(x) and isinstance(lost := x.step(0), Lost):
+            x.left(lost.why)
+            xs[i] = hold(x, eqn.invars[stepped + i].aval)
+    outs = compat.open_of(params["jaxpr"]).outvars[:count]
+    steps = jax.tree.map(lambda leaf: compat.step_type(compat.typeof(leaf)), xs)
+
+    def step(carry: list[Any], x: list[Any]) -> list[Any]:
+        return call([*consts, *carry, *x])[:count]
+
+    carry = _settled(step, carry, steps, eqn.invars[first:stepped], "scan")
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = call([*consts, *carry, *x])
+        return _fitted(results[:count], carry, outs), results[count:]
+
+    names = ("reverse", "length", "unroll", "_split_transpose")
+    options = {name: params[name] for name in names if name in params}
+    after, ys = lax.scan(_named(body, params["jaxpr"]), carry, xs, **options)
+    return [*after, *ys]
+
+
+def _while(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
+    params = eqn.params
+    consts, more = params["cond_nconsts"], params["body_nconsts"]
+    first, second = operands[:consts], operands[consts : consts + more]
+    carry, atoms = operands[consts + more :], eqn.invars[consts + more :]
+    test, call = _function(run, params["cond_jaxpr"]), _function(run, params["body_jaxpr"])
+    outs = compat.open_of(params["body_jaxpr"]).outvars
+    carry = _settled(lambda carry, xs: call([*second, *carry]), carry, [], atoms, "while")
+
+    def cond(carry: list[Any]) -> Any:
+        return test([*first, *carry])[0]
+
+    def body(carry: list[Any]) -> list[Any]:
+        return _fitted(call([*second, *carry]), carry, outs)
+
+    named = _named(cond, params["cond_jaxpr"]), _named(body, params["body_jaxpr"])
+    return list(lax.while_loop(*named, carry))
+
+
+def _cond(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
+    branches, (index, *values) = eqn.params["branches"], operands
+    calls = [_function(run, branch) for branch in branches]
+    found = [types_of(call, values) for call in calls]
+    agree = [
+        all(map(is_proxy, column)) and len(set(map(form_of, column))) == 1
+        for column in zip(*found, strict=True)
+    ]
+    for column, is_one in zip(zip(*found, strict=True), agree, strict=True):
+        for one in column if not is_one else ():
+            if is_proxy(one):
+                one.left("branches return it in different forms")
+
+    def branch(call: Callable[..., Any], closed: Any) -> Callable[..., list[Any]]:
+        atoms = compat.open_of(closed).outvars
+
+        def fn(*values: Any) -> list[Any]:
+            columns = zip(call(values), agree, atoms, strict=True)
+            return [x if is_one else _as_array(x, atom) for x, is_one, atom in columns]
+
+        return _named(fn, closed)
+
+    functions = list(map(branch, calls, branches))
+    if len(functions) == 2 and compat.label(branches[0]).startswith("cond"):
+        return list(lax.cond(index != 0, functions[1], functions[0], *values))
+    return list(lax.switch(index, functions, *values))
+
+
+def _shard_map(run: Run, eqn: Any, operands: list[Any]) -> list[Any] | None:
+    params, call = eqn.params, _function(run, eqn.params["jaxpr"])
+    operands = list(operands)
+    for i, (x, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
+        axes = [axis for axis, names in enumerate(spec) if names is not None]
+        if is_proxy(x) and any(len({leaf.shape[axis] for leaf in jax.tree.leaves(x)}) > 1
+                               for axis in axes):  # fmt: skip
+            x.left("shard_map cuts it where elements share scales")
+            operands[i] = hold(x, eqn.invars[i].aval)
+
+    def body(*values: Any) -> list[Any]:
+        return call(values)
+
+    options = compat.shard_map_options(params)
+    return list(
+        jax.shard_map(body, out_specs=list(params["out_specs"]), **options)(*operands)
+    )
+
+
+RULES: Mapping[Any, Callable[[Run, Any, list[Any]], list[Any] | None]] = {
+    compat.scan_p: _scan,
+    compat.while_p: _while,
+    compat.cond_p: _cond,
+    compat.shard_map_p: _shard_map,
+}
+"""By primitive: the results of an equation on operands some of which are proxies."""
