@@ -15,7 +15,7 @@ import numpy as np
 from .front import leading
 from .move import Move, MoveError
 from .moves import MOVES, data_of, move
-from .updates import UPDATES, Update, written
+from .updates import UPDATES, Update, axes_of, written
 
 SAME = frozenset(
     {
@@ -198,11 +198,13 @@ class ArrayProxy(abc.ABC):
             return moved
         return Lost(shape, self.dtype, f"steps along axis {axis}, which has one scale or tiles")
 
-    def encode(self, array: Any) -> ArrayProxy:
+    def encode(self, array: Any, axes: Sequence[int | None]) -> ArrayProxy:
         """Return an array in the form of this proxy, to be written into it.
 
         Args:
-            array: of the rank of this one.
+            array: what is written.
+            axes: for each of its axes the one of this array that it runs along; None where it
+                counts what is written in several places.
 
         Raises:
             MoveError: there is no such form.
@@ -227,7 +229,9 @@ class ArrayProxy(abc.ABC):
             raise MoveError(f"{primitive} into another array")
         filled = list(operands)
         for i in data:
-            filled[i] = operands[i] if is_proxy(operands[i]) else self.encode(operands[i])
+            if not is_proxy(operands[i]):
+                axes = axes_of(primitive, params, operands[i].ndim, is_new=i != data[0])
+                filled[i] = self.encode(operands[i], axes)
         structure = jax.tree.structure(self)
         if any(jax.tree.structure(filled[i]) != structure for i in data):
             raise MoveError(f"{primitive} with a value in another form")

@@ -45,6 +45,33 @@ def written(primitive: str, how: Update, parts: Sequence[jax.Array]) -> jax.Arra
     return _RULES[primitive](how, parts)
 
 
+def axes_of(
+    primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool
+) -> list[int | None]:
+    """Return which axis of the updated array each axis of an operand runs along.
+
+    Args:
+        primitive: its name, one of ``UPDATES``.
+        params: the parameters of the equation.
+        ndim: how many axes the operand has.
+        is_new: whether it is what is written.
+    """
+    if primitive != "scatter" or not is_new:
+        return list(range(ndim))
+    axes: list[int | None] = [None] * ndim
+    for axis, place in _window(params["dimension_numbers"]).items():
+        axes[place] = axis
+    return axes
+
+
+def _window(numbers: lax.ScatterDimensionNumbers) -> dict[int, int]:
+    """Return the axes of what a scatter writes, by the axes of the array that it writes to."""
+    gone = {*map(int, numbers.inserted_window_dims), *map(int, numbers.operand_batching_dims)}
+    places = list(map(int, numbers.update_window_dims))
+    kept = [axis for axis in range(len(places) + len(gone)) if axis not in gone]
+    return dict(zip(kept, places, strict=True))
+
+
 def _coarse(how: Update, part: jax.Array) -> list[int]:
     """Return the axes along which elements share a scale."""
     full = how.shapes[0]
@@ -72,11 +99,8 @@ def _dynamic_update_slice(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
 
 def _scatter(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
     (x, new), params = parts, how.params
-    numbers = params["dimension_numbers"]
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [axis for axis in range(x.ndim) if axis not in gone]
-    window = [1] * x.ndim
-    for axis, place in zip(kept, numbers.update_window_dims, strict=True):
+    numbers, window = params["dimension_numbers"], [1] * x.ndim
+    for axis, place in _window(numbers).items():
         window[axis] = how.shapes[1][place]
     _check_whole("scatter", how, x, window)
     names = ("indices_are_sorted", "unique_indices", "mode")

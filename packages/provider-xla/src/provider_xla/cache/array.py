@@ -25,13 +25,16 @@ class CacheArray(qn.QArray):
 
     is_carried = True
 
-    def encode(self, array: Any) -> CacheArray:
+    def encode(self, array: Any, axes: Sequence[int | None]) -> CacheArray:
         """Return new elements with scales as fine as those of this cache."""
-        pairs = enumerate(zip(self.shape, self.scale.shape, strict=True))
-        tiles = {axis: size // groups for axis, (size, groups) in pairs if 1 < groups < size}
-        channels = [
-            axis for axis, size in enumerate(self.scale.shape) if size == self.shape[axis]
-        ]
+        channels, tiles = [], {}
+        for place, axis in enumerate(axes):
+            size = 1 if axis is None else self.shape[axis]
+            groups = 1 if axis is None else self.scale.shape[axis]
+            if groups == size:
+                channels.append(place)
+            elif groups > 1:
+                tiles[place] = size // groups
         new = qn.quantize(array, self.qtype, channel_axes=channels, tile_axes=tiles)
         fields = {one.name: getattr(new, one.name) for one in dataclasses.fields(new)}
         return dataclasses.replace(self, **fields)

@@ -13,6 +13,7 @@ import numpy as np
 
 from interception_core import Engine
 
+from ..program.engine import follows_values
 from .array import CacheArray
 from .plan import CachePlan
 from .rule import CacheRule
@@ -106,6 +107,13 @@ def find_caches(
     values = {leaf.path: leaf.value for leaf in leaves if leaf.path in matched}
     if not values:
         return {}, problems
+    if not follows_values(engine):
+        why = "the patch engine can't hand it to what updates it. Use engine='trace'"
+        plans = {
+            path: CachePlan(path, tuple(x.shape), np.dtype(x.dtype), matched[path].qtype, reason=why)
+            for path, x in values.items()
+        }
+        return plans, [*problems, *map(str, plans.values())]
     search = _Search(engine, fn, args, kwargs, leaves)
     plans = search.run({path: _candidates(path, values[path], matched[path]) for path in values})
     problems += [str(plan) for plan in plans.values() if plan.reason is not None]
@@ -181,7 +189,7 @@ class _Search:
                 if trying[path].axis is None:
                     trying[path] = dataclasses.replace(trying[path], reason=why[path])
         for path, plan in trying.items():
-            counts = {name: getattr(logs[path], name) for name in ("contractions", "updates")}
+            counts = {name: getattr(logs[path], name) for name in ("contractions", "is_updated")}
             found[path] = dataclasses.replace(plan, **counts)
         return {path: found[path] for path in ways}
 

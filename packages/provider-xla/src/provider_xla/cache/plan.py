@@ -26,7 +26,7 @@ class CachePlan:
         axis: along which elements share a scale; None if it stays float.
         tile_size: how many elements share a scale; None for all along the axis.
         contractions: how many contractions take the quantized values.
-        updates: how many operations write to it.
+        is_updated: whether the program writes to it.
         reason: why it stays float; None if it is carried quantized.
     """
 
@@ -37,7 +37,7 @@ class CachePlan:
     axis: int | None = None
     tile_size: int | None = None
     contractions: int = 0
-    updates: int = 0
+    is_updated: bool = False
     reason: str | None = None
 
     @property
@@ -76,5 +76,5 @@ class CachePlan:
         tile = "" if self.tile_size is None else f" in tiles of {self.tile_size}"
         return (
             f"{shown} -> {self.qtype} along axis {self.axis}{tile}: {sizes}, "
-            f"{self.updates} updates, {self.contractions} contractions"
+            f"{'updated' if self.is_updated else 'read alone'}, {self.contractions} contractions"
         )

@@ -28,7 +28,7 @@ class Log:
     """
 
     contractions: int = 0
-    updates: int = 0
+    is_updated: bool = False
     lost: list[str] = dataclasses.field(default_factory=list)
     misshared: bool = False
     is_returned: bool = False
@@ -42,7 +42,7 @@ class Log:
             return "its heads or sequences would share scales"
         if not self.contractions:
             return "no contraction takes it"
-        if self.updates and not self.is_returned:
+        if self.is_updated and not self.is_returned:
             return "it is updated, and not returned in the same form"
         return None
 
@@ -73,7 +73,7 @@ class TrialArray(CacheArray):
     ) -> Sequence[Any]:
         """Return what stands for the results of a primitive that writes elements."""
         results = super().updated(primitive, params, operands)
-        self.log.updates += 1
+        self.log.is_updated = True
         return results
 
     def computed(
