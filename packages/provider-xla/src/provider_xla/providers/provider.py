@@ -54,6 +54,8 @@ class XlaProvider(abc.ABC):
     """
 
     disable_jit = False
+    carries = False
+    """Whether rules may be about caches."""
 
     def __init__(
         self,
@@ -69,6 +71,11 @@ class XlaProvider(abc.ABC):
         given = (rules,) if single else tuple(rules)
         self.cache_rules = tuple(rule for rule in given if isinstance(rule, CacheRule))
         self.rules = tuple(rule for rule in given if not isinstance(rule, CacheRule))
+        if self.cache_rules and not self.carries:
+            raise TypeError(
+                f"{type(self).__name__} takes no CacheRule, got {self.cache_rules[0]!r}. Use "
+                "PtqProvider."
+            )
         for rule in self.rules:
             if not isinstance(rule, QuantizationRule):
                 raise TypeError(
