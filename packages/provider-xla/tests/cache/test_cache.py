@@ -17,6 +17,10 @@ FLOAT = xla.QuantizationRule(weight_qtype=None, act_qtype=None)
 STEPS = 9
 
 
+def is_cache(node):
+    return isinstance(node, xla.CacheArray)
+
+
 def tokens(step):
     return jnp.asarray((np.arange(B) * 7 + step * 5) % VOCAB)
 
@@ -42,9 +46,10 @@ def test_decoders_with_rounded_rows(name):
         expected, floats = reference(params, tokens(pos), floats, pos)
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
-    is_cache = lambda node: isinstance(node, xla.CacheArray)  # noqa: E731
     assert jax.tree.structure(held) == jax.tree.structure(plan.quantize_cache(cache))
-    for one, whole in zip(jax.tree.leaves(held, is_leaf=is_cache), jax.tree.leaves(floats)):
+    for one, whole in zip(
+        jax.tree.leaves(held, is_leaf=is_cache), jax.tree.leaves(floats), strict=True
+    ):
         assert one.qvalue.dtype == jnp.int8
         np.testing.assert_allclose(one.restore(), whole, rtol=1e-4, atol=1e-4)
 
@@ -223,15 +228,15 @@ def test_eager_and_mapped_and_differentiated():
     def loss(params, fn, cache):
         return (fn(params, tokens(1), cache, 1)[0] ** 2).mean()
 
+    # Nothing flows through what is written: it is rounded.
     grads = jax.jit(jax.grad(loss), static_argnums=1)(params, fn, after)
-    floats = jax.tree.map(
-        lambda x: x.restore(), after, is_leaf=lambda node: isinstance(node, xla.CacheArray)
-    )
+    floats = jax.tree.map(lambda x: x.restore(), after, is_leaf=is_cache)
     plain = jax.grad(loss)(params, step, floats)
-    for found, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True):
-        if np.linalg.norm(expected) > 0:
-            cosine = np.vdot(found, expected)
-            assert cosine > 0.98 * np.linalg.norm(found) * np.linalg.norm(expected) or True
+    np.testing.assert_allclose(
+        grads["head"], plain["head"], atol=0.02 * np.abs(plain["head"]).max()
+    )
+    assert np.linalg.norm(grads["layers"]["q"]) > 0
+    assert np.linalg.norm(grads["layers"]["k"]) == 0
 
 
 def test_prefill_and_other_lengths():
@@ -273,11 +278,11 @@ def read(q, cache):
 
 
 FLOATS = {
-    "adds": (lambda q, c, n, p: (read(q, c), c + 1), "add takes the float array"),
-    "decays": (lambda q, c, n, p: (read(q, c), 0.9 * c), "mul takes the float array"),
+    "adds": (lambda q, c, n, p: (read(q, c), c + 1), "add takes the array"),
+    "decays": (lambda q, c, n, p: (read(q, c), 0.9 * c), "mul takes the array"),
     "accumulates": (
         lambda q, c, n, p: (read(q, c), c.at[:, 0].add(n[:, 0])),
-        "scatter-add takes the float array",
+        "scatter-add takes the array",
     ),
     "writes a part of a row": (
         lambda q, c, n, p: (read(q, c), c.at[:, p, :3].set(n[:, 0, :3])),
@@ -285,14 +290,14 @@ FLOATS = {
     ),
     "returns a part": (lambda q, c, n, p: (read(q, c), c[:, :4]), "not returned in the same form"),
     "never reads": (lambda q, c, n, p: (q, c), "no contraction takes it"),
-    "sums": (lambda q, c, n, p: (c.sum(1) * q, c), "reduce_sum takes the float array"),
+    "sums": (lambda q, c, n, p: (c.sum(1) * q, c), "reduce_sum takes the array"),
     "selects elements": (
         lambda q, c, n, p: (read(q, c), jnp.where(jnp.arange(D) > 3, c, n)),
         "may differ along axis 2",
     ),
     "loops that add": (
         lambda q, c, n, p: (read(q, c), jax.lax.fori_loop(0, 2, lambda i, c: c + n, c)),
-        "add takes the float array",
+        "scan carries what add makes of it",
     ),
 }
 
@@ -327,7 +332,7 @@ def test_quantized_cache_where_the_program_needs_the_array():
     cache = jax.random.normal(jax.random.key(1), (B, 16, D))
     fine = decode_of(lambda q, c, n, p: (read(q, c), c))
     plan = provider(xla.CacheRule("cache")).plan(fine, q, cache, new, 2)
-    found, held = jax.jit(provider().apply(step))(q, plan.quantize_cache(cache), new, 2)
+    _, held = jax.jit(provider().apply(step))(q, plan.quantize_cache(cache), new, 2)
     assert isinstance(held, jax.Array)
     _, expected = step(q, rounded(cache), rounded(new), 2)
     np.testing.assert_allclose(held, expected, atol=1e-5)
@@ -412,9 +417,7 @@ def test_patch_engine_keeps_caches_float():
     step, cache = DECODERS["unrolled"](keep)
     rules = [xla.CacheRule("cache"), FLOAT]
     with pytest.warns(xla.QuantizationWarning, match="patch engine"):
-        plan = xla.PtqProvider(rules, engine="patch").plan(
-            step, parameters(), tokens(0), cache, 0
-        )
+        plan = xla.PtqProvider(rules, engine="patch").plan(step, parameters(), tokens(0), cache, 0)
     assert all(one.axis is None for one in plan.caches.values())
 
 

@@ -11,9 +11,9 @@ from interception_core import TargetError
 from .. import compat
 from ..dataflow.dataflow import returned_views
 from ..proxy.array_proxy import Lost
-from ..state.held import held_in
 from ..staging.mapped import Level, mapped_in
 from ..staging.marker import Marker, MarkerName, Packed, check_result, check_value
+from ..state.held import held_in
 from .apart import Apart, Derivatives, Linear, Once
 from .atoms import KnownAtoms, carry, computed, followed, hand_on, metadata_of, variable
 from .bodies import Entered, custom, enter

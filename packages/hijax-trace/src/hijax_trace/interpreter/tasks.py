@@ -12,8 +12,8 @@ from interception_core.engine_api import AHEAD, SETTLED
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
 from ..staging.mapped import mapped_in
-from ..state.held import is_held
 from ..staging.marker import Marker, marker_in, marker_of
+from ..state.held import is_held
 from .frames import Key, Numbers
 from .hi_prims import Expansions
 

@@ -262,7 +262,7 @@ class ArrayProxy(abc.ABC):
         """
         return None
 
-    def left(self, why: str) -> None:
+    def left(self, why: str) -> None:  # noqa: B027
         """Take note of why the program has the array, not the proxy, from some place on."""
 
     def replace_parts(self, values: Mapping[str, Any]) -> Self:

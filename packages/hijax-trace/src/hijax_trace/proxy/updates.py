@@ -45,9 +45,7 @@ def written(primitive: str, how: Update, parts: Sequence[jax.Array]) -> jax.Arra
     return _RULES[primitive](how, parts)
 
 
-def axes_of(
-    primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool
-) -> list[int | None]:
+def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) -> list[int | None]:
     """Return which axis of the updated array each axis of an operand runs along.
 
     Args:

@@ -21,7 +21,7 @@ Run = Callable[[Any, Sequence[Any]], list[Any]]
 """Runs an open jaxpr on values, proxies among them."""
 
 
-def types_of(fn: Callable[[Any], Any], *args: Any) -> Any:
+def types_of(fn: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns, with types in place of arrays."""
     return jax.eval_shape(lambda args: fn(*args), args)
 
@@ -48,6 +48,7 @@ def _settled(
     xs: list[Any],
     atoms: Sequence[Any],
     loop: str,
+    body: Any,
 ) -> list[Any]:
     """Return the carry with arrays for proxies whose form a step changes.
 
@@ -57,6 +58,7 @@ def _settled(
         xs: the types of what a step has of what the loop goes along.
         atoms: the operands of the loop that it is.
         loop: what to call the loop.
+        body: its jaxpr.
     """
     while True:
         after = types_of(step, carry, xs)
@@ -68,8 +70,16 @@ def _settled(
         if not changed:
             return carry
         for i in changed:
-            carry[i].left(f"{loop} does not carry it from step to step in one form")
+            carry[i].left(f"{loop} carries {_made_by(compat.open_of(body), i)}")
             carry[i] = hold(carry[i], atoms[i].aval)
+
+
+def _made_by(jaxpr: Any, index: int) -> str:
+    """Return what a result of a jaxpr is, in words."""
+    maker = next((eqn for eqn in jaxpr.eqns if jaxpr.outvars[index] in eqn.outvars), None)
+    if maker is None:
+        return "another value in its place"
+    return f"what {maker.params.get('name', maker.primitive.name)} makes of it"
 
 
 def _fitted(results: Sequence[Any], carry: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
@@ -93,7 +103,7 @@ def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     def step(carry: list[Any], x: list[Any]) -> list[Any]:
         return call([*consts, *carry, *x])[:count]
 
-    carry = _settled(step, carry, steps, eqn.invars[first:stepped], "scan")
+    carry = _settled(step, carry, steps, eqn.invars[first:stepped], "scan", params["jaxpr"])
 
     def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = call([*consts, *carry, *x])
@@ -112,7 +122,11 @@ def _while(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     carry, atoms = operands[consts + more :], eqn.invars[consts + more :]
     test, call = _function(run, params["cond_jaxpr"]), _function(run, params["body_jaxpr"])
     outs = compat.open_of(params["body_jaxpr"]).outvars
-    carry = _settled(lambda carry, xs: call([*second, *carry]), carry, [], atoms, "while")
+
+    def step(carry: list[Any], xs: list[Any]) -> list[Any]:
+        return call([*second, *carry])
+
+    carry = _settled(step, carry, [], atoms, "while", params["body_jaxpr"])
 
     def cond(carry: list[Any]) -> Any:
         return test([*first, *carry])[0]
@@ -166,9 +180,7 @@ def _shard_map(run: Run, eqn: Any, operands: list[Any]) -> list[Any] | None:
         return call(values)
 
     options = compat.shard_map_options(params)
-    return list(
-        jax.shard_map(body, out_specs=list(params["out_specs"]), **options)(*operands)
-    )
+    return list(jax.shard_map(body, out_specs=list(params["out_specs"]), **options)(*operands))
 
 
 RULES: Mapping[Any, Callable[[Run, Any, list[Any]], list[Any] | None]] = {

@@ -61,7 +61,7 @@ def contract(
     if inside and not varies.isdisjoint(roles.free):
         return None
     preferred = params["preferred_element_type"]
-    dtype = jnp.result_type(cache.dtype, other.dtype) if preferred is None else preferred
+    dtype = other.dtype if preferred is None else jnp.dtype(preferred)
     compute = jnp.float32 if other.dtype == jnp.float16 else other.dtype
     if inside:
         pairs = [
@@ -71,12 +71,12 @@ def contract(
         factors = _arranged(cache, dict(pairs), other.ndim)
         other = (other.astype(scale.dtype) * factors).astype(compute)
     values = cache.qvalue.astype(compute)
-    sides = [other.astype(compute), other.astype(compute)]
-    sides[side] = values
+    lhs, rhs = (other.astype(compute), values) if side else (values, other.astype(compute))
     # A sum of integers may be beyond what 16 bits hold.
-    wide = jnp.promote_types(dtype, scale.dtype)
+    wide = dtype if jnp.finfo(dtype).bits > 32 else scale.dtype
     out = lax.dot_general(
-        *sides,
+        lhs,
+        rhs,
         params["dimension_numbers"],
         precision=params["precision"],
         preferred_element_type=wide,

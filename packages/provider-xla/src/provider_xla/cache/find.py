@@ -68,11 +68,12 @@ def leaves_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, An
 def _leaf(names: Sequence[str], path: tuple[Any, ...], value: Any) -> Leaf:
     (is_named, key), within = path[:2], jax.tree_util.keystr(path[2:])
     argument: int | str
+    name: str | None
     if is_named.idx == 0:
-        argument = key.idx
-        name = names[argument] if argument < len(names) else None
+        index: int = key.idx
+        argument, name = index, names[index] if index < len(names) else None
     else:
-        name = key.key
+        name = str(key.key)
         argument = names.index(name) if name in names else name
     return Leaf(f"{prefix_of(argument)}{within}", argument, name, within, value)
 
@@ -85,6 +86,7 @@ def prefix_of(argument: int | str) -> str:
 def find_caches(
     rules: Sequence[CacheRule],
     engine: Engine,
+    params: int,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -94,6 +96,7 @@ def find_caches(
     Args:
         rules: the first that matches an array counts.
         engine: taps the program.
+        params: the position of the argument that holds the parameters.
         fn: the program.
         args: its arguments: arrays or types.
         kwargs: those given by name.
@@ -101,7 +104,8 @@ def find_caches(
     if not rules:
         return {}, []
     leaves = leaves_of(parameters_of(fn), args, kwargs)
-    matched = {leaf.path: rule for leaf in leaves if (rule := _rule(rules, leaf)) is not None}
+    found = ((leaf.path, _rule(rules, leaf, params)) for leaf in leaves)
+    matched = {path: rule for path, rule in found if rule is not None}
     used = set(matched.values())
     problems = [f"no array matches {rule}" for rule in rules if rule not in used]
     values = {leaf.path: leaf.value for leaf in leaves if leaf.path in matched}
@@ -110,7 +114,9 @@ def find_caches(
     if not follows_values(engine):
         why = "the patch engine can't hand it to what updates it. Use engine='trace'"
         plans = {
-            path: CachePlan(path, tuple(x.shape), np.dtype(x.dtype), matched[path].qtype, reason=why)
+            path: CachePlan(
+                path, tuple(x.shape), np.dtype(x.dtype), matched[path].qtype, reason=why
+            )
             for path, x in values.items()
         }
         return plans, [*problems, *map(str, plans.values())]
@@ -120,13 +126,14 @@ def find_caches(
     return plans, problems
 
 
-def _rule(rules: Sequence[CacheRule], leaf: Leaf) -> CacheRule | None:
+def _rule(rules: Sequence[CacheRule], leaf: Leaf, params: int) -> CacheRule | None:
     value = leaf.value
     if not hasattr(value, "shape") or not hasattr(value, "dtype") or len(value.shape) < 2:
         return None
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return None
-    return next((one for one in rules if one.matches(leaf.argument, leaf.name, leaf.within)), None)
+    where = (leaf.argument, leaf.name, leaf.within, params)
+    return next((one for one in rules if one.matches(*where)), None)
 
 
 def _candidates(path: str, value: Any, rule: CacheRule) -> Iterator[CachePlan]:

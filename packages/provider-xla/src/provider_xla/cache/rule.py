@@ -16,7 +16,8 @@ class CacheRule:
     and along which axis elements share a scale, a plan finds out: see ``Plan.caches``.
 
     Args:
-        argument: of the function: its name or its position. None for any.
+        argument: of the function: its name or its position. None for any but the one that holds
+            the parameters.
         path: a regular expression, which must match the whole pytree path of an array within its
             argument, such as ``r".*cached_(key|value).*"``. None for any.
         qtype: an integer or float format, symmetric and without blocks.
@@ -61,14 +62,17 @@ class CacheRule:
         if self.tile_size is not None and self.tile_size < 1:
             raise ValueError(f"tile_size must be at least 1, got {self.tile_size}.")
 
-    def matches(self, argument: str | int, name: str | None, path: str) -> bool:
+    def matches(self, argument: str | int, name: str | None, path: str, params: int) -> bool:
         """Return whether the rule is about an array.
 
         Args:
             argument: that it is in: the position, or the name of one that is given by name alone.
             name: of that argument, if it is known.
             path: within that, ``""`` for the argument itself.
+            params: the position of the argument that holds the parameters.
         """
+        if self.argument is None and argument == params:
+            return False
         if self.argument is not None and self.argument not in (argument, name):
             return False
         return self.path is None or re.fullmatch(self.path, path) is not None

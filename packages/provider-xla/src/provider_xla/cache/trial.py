@@ -82,7 +82,7 @@ class TrialArray(CacheArray):
         """Return a contraction of the quantized values, scaled outside of it."""
         results = super().computed(primitive, params, operands)
         if results is None:
-            self.left(f"{primitive} takes the float array")
+            self.left(f"{primitive} takes the array")
             return None
         side = next(i for i, operand in enumerate(operands) if operand is self)
         sizes = zip(self.shape, self.scale.shape, strict=True)

@@ -130,7 +130,7 @@ class XlaProvider(abc.ABC):
         given = (fn, params, args, kwargs, kernels)
         found = make_plan(self._rules, self._engine, self.params_argnum, *given)
         everything = [*args[: self.params_argnum], params, *args[self.params_argnum :]]
-        where = (self.cache_rules, self._engine, fn, everything, kwargs)
+        where = (self.cache_rules, self._engine, self.params_argnum, fn, everything, kwargs)
         caches, problems = find_caches(*where)
         found = dataclasses.replace(found, caches=caches, problems=(*found.problems, *problems))
         plan = Plan.of(found)
