@@ -32,10 +32,23 @@ def _function(run: Run, closed: Any) -> Callable[[Sequence[Any]], list[Any]]:
     return lambda values: run(jaxpr, [*consts, *values])
 
 
-def _named(fn: Callable[..., Any], closed: Any) -> Callable[..., Any]:
-    """Give a function the name that a jaxpr was traced for: it is a part of op ids."""
-    fn.__name__ = fn.__qualname__ = compat.func_name(closed)
-    return fn
+def _labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
+    """Return the results of a loop whose bodies have the labels of an equation's, in op ids.
+
+    Args:
+        results: what JAX's function returned.
+        eqn: the equation that it was called for.
+    """
+    staged = (leaf for leaf in jax.tree.leaves(list(results)) if compat.is_staged(leaf))
+    made = next((compat.producer(leaf)[1] for leaf in staged), None)
+    if made is not None and made.primitive is eqn.primitive:
+        for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
+            if name in eqn.params:
+                made.params[name] = compat.labelled(made.params[name], eqn.params[name])
+        if "branches" in eqn.params:
+            pairs = zip(made.params["branches"], eqn.params["branches"], strict=True)
+            made.params["branches"] = tuple(compat.labelled(*pair) for pair in pairs)
+    return list(results)
 
 
 def _as_array(value: Any, atom: Any) -> Any:
@@ -111,8 +124,8 @@ def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
 
     names = ("reverse", "length", "unroll", "_split_transpose")
     options = {name: params[name] for name in names if name in params}
-    after, ys = lax.scan(_named(body, params["jaxpr"]), carry, xs, **options)
-    return [*after, *ys]
+    after, ys = lax.scan(body, carry, xs, **options)
+    return _labelled([*after, *ys], eqn)
 
 
 def _while(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -134,8 +147,7 @@ def _while(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     def body(carry: list[Any]) -> list[Any]:
         return _fitted(call([*second, *carry]), carry, outs)
 
-    named = _named(cond, params["cond_jaxpr"]), _named(body, params["body_jaxpr"])
-    return list(lax.while_loop(*named, carry))
+    return _labelled(lax.while_loop(cond, body, carry), eqn)
 
 
 def _cond(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -158,12 +170,9 @@ def _cond(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
             columns = zip(call(values), agree, atoms, strict=True)
             return [x if is_one else _as_array(x, atom) for x, is_one, atom in columns]
 
-        return _named(fn, closed)
+        return fn
 
-    functions = list(map(branch, calls, branches))
-    if len(functions) == 2 and compat.label(branches[0]).startswith("cond"):
-        return list(lax.cond(index != 0, functions[1], functions[0], *values))
-    return list(lax.switch(index, functions, *values))
+    return _labelled(lax.switch(index, list(map(branch, calls, branches)), *values), eqn)
 
 
 def _shard_map(run: Run, eqn: Any, operands: list[Any]) -> list[Any] | None:
