@@ -20,6 +20,7 @@ from .arrays import is_array
 from .candidates import choices
 from .fused import FusedOp, fused_ops
 from .ops import OPS, StaysFloat, TappedOp
+from .over_cache import ATTENTION, over_cache
 from .products import Product
 from .record import OpRecord
 from .tiles import fitted, misfit
@@ -291,15 +292,17 @@ class Sites:
             self._record(dataclasses.replace(record, reason="the rule leaves it to XLA"), None)
             return NotImplemented
         try:
-            name, arrays, run = op.read(function, args, kwargs)
+            name, arrays, run, kernels = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as reason:
             self._record(dataclasses.replace(record, reason=str(reason)), str(reason))
             return NotImplemented
+        if name == ATTENTION:
+            kernels = over_cache(call, arrays, kernels)
         shown = tuple(map(short, arrays))
         found = choices(name, arrays)
         self._record(dataclasses.replace(record, operands=shown, kernels=found), None)
         try:
-            return run()
+            return run(kernels)
         except (TypeError, ValueError):
             # A call that is wrong in itself gets the error that it always got.
             call.proceed(*args, **kwargs)
