@@ -444,3 +444,93 @@ def test_bad_rules():
     plan = provider(xla.CacheRule("cache")).plan(*given)
     with pytest.raises(xla.QuantizationError, match=r"got a tree without args\[2\]\['v'\]"):
         plan.quantize_cache({"k": cache["k"]})
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_constraints_on_caches(kind):
+    """A program that says where its cache is, on meshes of both kinds."""
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from jaxtap_testkit.meshes import line
+
+    mesh = line(getattr(AxisType, kind), 4, "heads")
+    where = NamedSharding(mesh, PartitionSpec(None, "heads"))
+
+    def step(q, cache, new, pos):
+        cache = jax.lax.dynamic_update_slice_in_dim(cache, new, pos, axis=2)
+        if kind == "Auto":
+            cache = jax.lax.with_sharding_constraint(cache, where)
+        else:
+            cache = jax.sharding.reshard(cache, where)
+        return jnp.einsum("bhqd,bhsd->bhqs", q, cache), cache
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    q, new = (jax.device_put(jax.random.normal(key, (B, 4, 1, D)), where) for key in keys)
+    cache = jax.device_put(jnp.zeros((B, 4, 16, D)), where)
+    plan = provider(xla.CacheRule("cache")).plan(step, q, cache, new, 3)
+    found, held = jax.jit(plan.apply(step))(q, plan.quantize_cache(cache), new, 3)
+    expected = np.zeros((B, 4, 1, 16))
+    expected[..., 3] = np.einsum("bhqd,bhqd->bhq", q, rounded(new))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    for leaf in jax.tree.leaves(held):
+        assert leaf.addressable_shards[0].data.size == leaf.size // 4
+
+
+def paged(q, cache, new, pos):
+    """Pages of four positions; a table tells the pages of each sequence."""
+    table = jnp.array([[0, 3, 5, 1], [2, 4, 7, 6], [8, 9, 10, 11]])
+    cache = cache.at[table[:, pos // 4], pos % 4].set(new)
+    return read(q, cache[table].reshape(B, 16, D)), cache
+
+
+def beams(q, cache, new, pos):
+    """Sequences change places before the row is written."""
+    cache = jnp.take(cache, jnp.array([1, 0, 2]), axis=0).at[:, pos].set(new)
+    return read(q, cache), cache
+
+
+def blocks(q, cache, new, pos):
+    """Attention in blocks of positions, with the largest score so far."""
+    cache = cache.at[:, pos].set(new)
+
+    def block(carried, rows):
+        most, total, out = carried
+        scores = read(q, rows)
+        larger = jnp.maximum(most, scores.max(-1))
+        shrink, weights = jnp.exp(most - larger), jnp.exp(scores - larger[:, None])
+        total = total * shrink + weights.sum(-1)
+        return (
+            larger,
+            total,
+            out * shrink[:, None] + jnp.einsum("bs,bsd->bd", weights, rows),
+        ), None
+
+    first = (jnp.full(B, -jnp.inf), jnp.zeros(B), jnp.zeros((B, D)))
+    (_, total, out), _ = jax.lax.scan(block, first, cache.reshape(B, 4, 4, D).swapaxes(0, 1))
+    return out / total[:, None], cache
+
+
+def latent(q, cache, new, pos):
+    """Keys and values are the same array (multi-head latent attention)."""
+    cache = cache.at[:, pos].set(new)
+    return jnp.einsum("bs,bsd->bd", jax.nn.softmax(read(q, cache)), cache), cache
+
+
+def named(q, cache, new, pos):
+    """By the function of ``jax.nn``."""
+    cache = cache.at[:, pos].set(new)
+    rows = cache[:, :, None]
+    return jax.nn.dot_product_attention(q[:, None, None], rows, rows), cache
+
+
+@pytest.mark.parametrize("step", [paged, beams, blocks, latent, named])
+def test_other_programs(step):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, new = (jax.random.normal(key, (B, D)) for key in keys[:2])
+    cache = jax.random.normal(keys[2], (12, 4, D) if step is paged else (B, 16, D))
+    plan = provider(xla.CacheRule("cache")).plan(step, q, cache, new, 6)
+    assert [one.axis for one in plan.caches.values()] == [2]
+    found, held = jax.jit(plan.apply(step))(q, plan.quantize_cache(cache), new, 6)
+    expected, floats = jax.jit(step)(q, rounded(cache), rounded(new), 6)
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    np.testing.assert_allclose(held.restore(), floats, atol=1e-4)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, holder_of
@@ -126,6 +127,8 @@ class Carrying:
     def _carried(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
         """Return the results of an equation that carries proxies; None if it takes arrays."""
         name = eqn.primitive.name
+        if name in _PLACES:
+            return [_placed(eqn, operands[0])]
         if name in SAME:
             return operands[: len(eqn.outvars)]
         if name in UPDATES or name in MOVES:
@@ -186,6 +189,29 @@ class Carrying:
                 operand.left(why)
                 return None
         return level(0, operands)
+
+
+_PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+"""Primitives that say where an array is, and the parameter that does."""
+
+
+def _placed(eqn: Any, proxy: ArrayProxy) -> ArrayProxy:
+    """Return a proxy whose arrays are where the program wants the array, axis by axis."""
+    name = _PLACES[eqn.primitive.name]
+    sharding = eqn.params[name]
+
+    def one(leaf: Any) -> Any:
+        params = dict(eqn.params)
+        if leaf.ndim != len(proxy.shape):
+            return leaf
+        if leaf.shape != proxy.shape and isinstance(sharding, NamedSharding):
+            spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+            pairs = zip(spec, leaf.shape, proxy.shape, strict=True)
+            spec = PartitionSpec(*(names if size == full else None for names, size, full in pairs))
+            params[name] = sharding.update(spec=spec)
+        return eqn.primitive.bind(leaf, **params)
+
+    return jax.tree.map(one, proxy)
 
 
 def _why_not_along(proxy: ArrayProxy, axes: Sequence[int | None]) -> str | None:

@@ -35,6 +35,8 @@ class CacheArray(qn.QArray):
                 channels.append(place)
             elif groups > 1:
                 tiles[place] = size // groups
+        # Values are rounded: a gradient through their scales alone would mean nothing.
+        array = jax.lax.stop_gradient(array)
         new = qn.quantize(array, self.qtype, channel_axes=channels, tile_axes=tiles)
         fields = {one.name: getattr(new, one.name) for one in dataclasses.fields(new)}
         return dataclasses.replace(self, **fields)
