@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
+    from .interpreter.moved import untransposed
     from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
     from .proxy.move import Move, MoveError
@@ -70,6 +71,7 @@ __all__ = [
     "root_of",
     "typeof",
     "unmap_avals",
+    "untransposed",
     "used_inputs",
     "vjp_from_jvp",
     "vjp_from_lin",
@@ -111,6 +113,7 @@ _LAZY = {
     "root_of": "dataflow.replay",
     "typeof": "hi.inspect",
     "unmap_avals": "hi.hiprim",
+    "untransposed": "interpreter.moved",
     "used_inputs": "compat.jaxpr",
     "vjp_from_jvp": "hi.hiprim",
     "vjp_from_lin": "hi.hiprim",

@@ -37,3 +37,21 @@ def by_variable(values: Any, held: Any) -> dict[int, ArrayProxy]:
     """Return proxies by the ``id`` of the variable that the value of each is."""
     pairs = [(x, one) for x, one in zip(values, held, strict=True) if one is not None]
     return {id(compat.producer(x)[0]): one for x, one in pairs if compat.is_staged(x)}
+
+
+def untransposed(value: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the array that one is a transpose of, and by which permutation.
+
+    A kernel that reads several orders of axes need not wait for a transpose.
+
+    Args:
+        value: an array. One that is not being staged is a transpose of itself.
+    """
+    order = tuple(range(value.ndim))
+    while compat.is_staged(value):
+        _, eqn = compat.producer(value)
+        if eqn is None or eqn.primitive.name != "transpose":
+            break
+        (value,), before = eqn.in_tracers, eqn.params["permutation"]
+        order = tuple(before[axis] for axis in order)
+    return value, order
