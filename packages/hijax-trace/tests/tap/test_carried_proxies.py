@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from hijax_trace import MoveError, TraceEngine
+from hijax_trace import MoveError, TraceEngine, untransposed
 from interception_core import Interceptor
 from jaxtap_testkit.coded import Coded
 
@@ -459,3 +459,23 @@ def test_early_handlers_keep_their_numbers():
     expected, _ = plain(cache.restore(), rows, x, 1)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert [op_id for op_id, _ in seen] == [op_id for op_id, _ in ids]
+
+
+def test_handlers_find_proxies_of_what_they_move():
+    """Also as it lies in memory, before a transpose; not of what they compute."""
+    found = []
+
+    def look(call, subscripts, cache, x):
+        moved = jnp.swapaxes(cache, 0, 2)[1:]
+        proxy, there = call.proxy(moved), call.proxy(cache)
+        found.append(proxy.restore())
+        values, order = untransposed(call.proxy(jnp.swapaxes(cache, 0, 2)).codes)
+        assert order == (2, 1, 0)
+        assert values is there.codes
+        assert call.proxy(moved + 0) is None
+        return call.proceed(subscripts, cache, x) + 0 * found.pop().sum()
+
+    cache, rows, x = arguments()
+    fn = jax.jit(TraceEngine().wrap(updated, Interceptor({"jax.numpy.einsum": look})))
+    result, held = fn(cache, rows, x, 1)
+    np.testing.assert_allclose(result, read(held.restore(), x), rtol=1e-6, atol=1e-6)

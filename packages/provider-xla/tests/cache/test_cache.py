@@ -1,18 +1,15 @@
 """CacheRule: KV caches that are carried quantized, in decoders of many kinds."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import provider_xla as xla
+from jaxtap_testkit.cached_decoders import DECODERS, VOCAB, B, D, keep, parameters, rounded
 
-sys.path.insert(0, str(Path(__file__).parent))
-from decoders import DECODERS, VOCAB, B, D, keep, parameters, rounded
-
+# Each compiles a decoder or two.
+pytestmark = pytest.mark.sample(3)
 FLOAT = xla.QuantizationRule(weight_qtype=None, act_qtype=None)
 STEPS = 9
 
