@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
+    from .interpreter.moved import untransposed
     from .patterns.attention import Attention, attention
     from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
@@ -74,6 +75,7 @@ __all__ = [
     "root_of",
     "typeof",
     "unmap_avals",
+    "untransposed",
     "used_inputs",
     "vjp_from_jvp",
     "vjp_from_lin",
@@ -117,6 +119,7 @@ _LAZY = {
     "root_of": "dataflow.replay",
     "typeof": "hi.inspect",
     "unmap_avals": "hi.hiprim",
+    "untransposed": "interpreter.moved",
     "used_inputs": "compat.jaxpr",
     "vjp_from_jvp": "hi.hiprim",
     "vjp_from_lin": "hi.hiprim",

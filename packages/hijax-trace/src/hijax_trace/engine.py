@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -17,6 +17,7 @@ from . import compat
 from .dataflow.axes import identity
 from .dataflow.expression import Expression, Leaf
 from .dataflow.flow import Origin
+from .dataflow.nodes import Unknown
 from .interpreter.early import Restage
 from .interpreter.frames import Frame
 from .interpreter.reinterpret import reinterpret
@@ -26,6 +27,7 @@ from .interpreter.watcher import Watcher
 from .proxy.array_proxy import ArrayProxy, is_proxy
 from .proxy.carrier import Carrier
 from .staging.marker import Packed
+from .state.carry import carry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,16 +126,26 @@ class _Tapped:
         while (staged := self._stage(watcher, packed, held, origins)) is None:
             widen_mode(self._interceptor, watcher.early.met_nested)
             watcher = Watcher(Session(self._current()))
+        leaves = leaves_of(list(held.values()))
         jaxpr, consts, result = staged
         session = watcher.session
-        leaves = leaves_of(list(held.values()))
+        build: Callable[[Sequence[Any]], Any] = result.build
+        if carried := _carried(packed, held):
+            made = carry(jaxpr, consts, carried)
+            session.move(made.starts)
+            jaxpr, consts = made.jaxpr, made.consts
+            build = _chain(made.results, build)
+            held = {i: proxy for i, proxy in held.items() if i not in carried}
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
         inputs: list[Any] = [None] * len(jaxpr.invars)
         inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
         proxies = {first + i: proxy for i, proxy in held.items()}
         session.origin = origins
-        expressions = [_no_input] * len(inputs)
+        expressions: list[Callable[[], Expression]] = [
+            functools.partial(Unknown, var.aval, "a part of an array proxy", None)
+            for var in jaxpr.invars
+        ]
         for i in range(count):
             expressions[first + i] = functools.partial(
                 _leaf, jaxpr.invars[first + i].aval, i, origins
@@ -141,9 +153,7 @@ class _Tapped:
         known = {"proxies": proxies, "expressions": expressions, "consts": consts}
         frame = Frame(jaxpr, inputs, {}, "", **known)
         try:
-            return result.build(
-                reinterpret(session, frame, jaxpr, [*consts, *packed.arrays, *leaves])
-            )
+            return build(reinterpret(session, frame, jaxpr, [*consts, *packed.arrays, *leaves]))
         finally:
             session.finish()
 
@@ -206,9 +216,19 @@ def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:
     return Leaf(aval, index, origins(index).path)
 
 
-def _no_input() -> Expression:
-    """Stands for the expression of an array of an array proxy, which no handler is shown."""
-    raise AssertionError("what stands for an array is not a part of the program")
+def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:
+    """Return the structures of proxies that the program carries, and where their arrays begin."""
+    found, first = {}, len(packed.arrays)
+    for i, proxy in held.items():
+        structure = jax.tree.structure(proxy)
+        if proxy.is_carried:
+            found[i] = structure, first
+        first += structure.num_leaves
+    return found
+
+
+def _chain(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda values: second(first(values))
 
 
 def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, ArrayProxy]]:

@@ -160,6 +160,8 @@ class OpCall(abc.ABC):
     def proxy(self, value: Any) -> Any:
         """Return the array proxy that the caller passed where ``value`` is an array, or None.
 
+        ``value`` is an operand, or what the handler has made of operands by moving elements.
+
         An engine may accept objects that hold an array in another form, such as quantized values
         and scales. It runs the program for the array, and moves the proxy as the program moves
         the array. What proxies are and can do is documented by the engine.

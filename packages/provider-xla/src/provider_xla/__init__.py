@@ -12,6 +12,9 @@ __version__ = version("provider-xla")
 if TYPE_CHECKING:
     from .adapters.adapter import Adapter, Quantized
     from .adapters.model import calibrate_model, merge_model, model_plan, quantize_model
+    from .cache.array import CacheArray
+    from .cache.plan import CachePlan
+    from .cache.rule import CacheRule
     from .errors import QuantizationError, QuantizationWarning
     from .kernels.packed import PrepackedWeight
     from .lora.weight import AdaptedWeight, adapter_mask
@@ -47,6 +50,9 @@ __all__ = [
     "AllocatedWeight",
     "Allocation",
     "Awq",
+    "CacheArray",
+    "CachePlan",
+    "CacheRule",
     "Gptq",
     "Hadamard",
     "LoraPlan",
@@ -92,6 +98,9 @@ _LAZY = {
     "AllocatedWeight": "plan.allocation",
     "Allocation": "plan.allocation",
     "Awq": "passes.awq",
+    "CacheArray": "cache.array",
+    "CachePlan": "cache.plan",
+    "CacheRule": "cache.rule",
     "Gptq": "passes.gptq",
     "Hadamard": "passes.rotation",
     "LoraPlan": "plan.lora",

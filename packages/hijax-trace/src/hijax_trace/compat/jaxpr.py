@@ -195,6 +195,16 @@ def label(jaxpr: Any) -> str:
     return _label(open_of(jaxpr).debug_info)
 
 
+def labelled(jaxpr: Any, like: Any) -> Any:
+    """Return a jaxpr that says that it was traced for what another one was (0.10.2 - 0.12)."""
+    opened, info = open_of(jaxpr), open_of(like).debug_info
+    if info is None or opened.debug_info is None:
+        return jaxpr
+    info = opened.debug_info._replace(traced_for=info.traced_for, func_src_info=info.func_src_info)
+    again = opened.replace(debug_info=info)
+    return again if opened is jaxpr else with_consts(again, consts_of(jaxpr))
+
+
 def _label(info: Any) -> str:
     if info is None:
         return "trace"

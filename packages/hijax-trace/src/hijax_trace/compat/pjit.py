@@ -121,6 +121,16 @@ def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
     return context
 
 
+def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
+    """Return how ``jax.shard_map`` is told of all but its results (0.10.2 - 0.12)."""
+    return {
+        "mesh": params["mesh"],
+        "in_specs": tuple(params["in_specs"]),
+        "axis_names": set(params["newly_manual_axes"]),
+        "check_vma": params["check_vma"],
+    }
+
+
 def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
     """Return the parameters of a scan that takes ``extra`` more leading constants."""
     if "num_consts" in params:  # 0.10.2

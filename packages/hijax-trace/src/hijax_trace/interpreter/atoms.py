@@ -12,7 +12,7 @@ from ..dataflow.dataflow import returned_views
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, handed_on
 from ..dataflow.nodes import VIEWS, is_zero
-from ..proxy.array_proxy import ArrayProxy, Lost, follow
+from ..proxy.array_proxy import ArrayProxy, Lost, follow, is_proxy
 from ..proxy.carrier import Carrier, proxy_of
 from .frames import Frame, Metadata
 
@@ -58,6 +58,26 @@ def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
 
     avals = [var.aval for var in eqn.outvars]
     return follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero)
+
+
+def computed(
+    frame: Frame, eqn: Any, values: Sequence[Any], own: Sequence[Any]
+) -> Sequence[Any] | None:
+    """Return the results of an equation as the array proxies of its operands compute them.
+
+    Args:
+        frame: what is known of them.
+        eqn: the equation.
+        values: its operands, or what a handler gave instead.
+        own: its operands.
+    """
+    held = [proxy_of(frame.proxies.get(variable(atom))) for atom in eqn.invars]
+    operands = [
+        value if proxy is None or isinstance(proxy, Lost) or value is not mine else proxy
+        for value, mine, proxy in zip(values, own, held, strict=False)
+    ]
+    proxy = next((one for one in operands if is_proxy(one)), None)
+    return None if proxy is None else proxy.computed(eqn.primitive.name, eqn.params, operands)
 
 
 def carry(frame: Frame, eqn: Any) -> None:

@@ -12,6 +12,7 @@ from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
 from .frames import Frame, Metadata
+from .moved import by_variable, moved_proxy
 from .session import Session
 
 _NOTHING: Metadata = {}
@@ -136,7 +137,11 @@ class TraceCall(OpCall):
 
     def _held(self, value: Any) -> ArrayProxy | None:
         index = self._index(value)
-        return None if index is None else proxy_of(self._known.proxy(index))
+        if index is not None:
+            return proxy_of(self._known.proxy(index))
+        values = self._known.values
+        held = by_variable(values, [proxy_of(self._known.proxy(i)) for i in range(len(values))])
+        return moved_proxy(value, held) if held else None
 
     def expression(self, value: Any) -> Expression | None:
         index = self._index(value)

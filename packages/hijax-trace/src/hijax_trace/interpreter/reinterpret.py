@@ -14,8 +14,9 @@ from ..dataflow.flow import handed_on
 from ..proxy.array_proxy import Lost
 from ..staging.mapped import Level, mapped_in
 from ..staging.marker import Marker, MarkerName, Packed, check_result, check_value
+from ..state.held import held_in
 from .apart import Apart, Derivatives, Linear, Once
-from .atoms import KnownAtoms, carry, followed, hand_on, metadata_of, variable
+from .atoms import KnownAtoms, carry, computed, followed, hand_on, metadata_of, variable
 from .bodies import Entered, custom, enter
 from .call import Place, TraceCall
 from .frames import Around, Frame, Operands
@@ -128,7 +129,30 @@ class Interpreter:
             within = self.frame.within | task.within
             self._inline(task, eqn.params["jaxpr"], values, info, within)
             return True
-        return self._follows(task, values, info)
+        return self._follows(task, values, info) or self._computes(task, values, info)
+
+    def _computes(self, task: Task, values: list[Any], info: Any) -> bool:
+        """Make an equation by what the array proxies of its operands compute, if they do."""
+        eqn, frame = task.eqn, self.frame
+        if compat.holds_jaxprs(eqn):
+            return False
+        with compat.at(info), eqn.ctx.manager:
+            results = computed(frame, eqn, values, values)
+        if results is None:
+            return False
+        frame.replaced.update(eqn.outvars)
+        self._write(eqn.outvars, results)
+        return True
+
+    def _held(self, task: Task, values: list[Any], info: Any) -> None:
+        """Take an array from the proxy that the program carries."""
+        eqn = task.eqn
+        proxy = held_in(eqn.primitive, eqn.params, values)
+        assert proxy is not None
+        with compat.at(info), eqn.ctx.manager:
+            array = proxy.restore().astype(eqn.outvars[0].aval.dtype)
+        self.frame.proxies[eqn.outvars[0]] = proxy
+        self._write(eqn.outvars, [array])
 
     def _follows(self, task: Task, values: list[Any], info: Any) -> bool:
         """Make an equation that moves elements, with the array proxies of its operands."""
@@ -207,7 +231,7 @@ class Interpreter:
         eqn = task.eqn
         if self.session.tapping.tasks.enters(eqn.primitive, eqn.params, len(values)):
             self._enter(task, values, info, within=within)
-        else:
+        elif not (self.frame.proxies and self._computes(task, values, info)):
             self._again(task, eqn, values, info)
 
     def _proceed(self, task: Task, info: Any, *values: Any, **params: Any) -> Any:
@@ -227,7 +251,10 @@ class Interpreter:
             )
             eqn, values = eqn.replace(params=new.params), tuple(new.values)
         here = compat.info_of(eqn, info, compat.current_stack())
-        results = compat.rebind(eqn, values, here)
+        own = [self._env.get(variable(atom)) for atom in eqn.invars]
+        results = computed(self.frame, eqn, values, own) if self.frame.proxies else None
+        if results is None:
+            results = compat.rebind(eqn, values, here)
         return list(results) if eqn.primitive.multiple_results else results[0]
 
     def _marker(self, task: Task, values: list[Any], info: Any) -> None:
@@ -303,6 +330,9 @@ class Interpreter:
             return marker.function(*args, **kwargs)
         # What was staged is what the function does, and holds no value of the staging any more.
         inner = self._inner(task, closed, self.frame.within, untapped=True)
+        for i, (given, own) in enumerate(zip(packed.arrays, values[marker.extra :], strict=True)):
+            if given is not own:  # a handler's, which no proxy stands for
+                inner.proxies.pop(compat.open_of(closed).invars[marker.extra + i], None)
         given = [*compat.consts_of(closed), *values[: marker.extra], *packed.arrays]
         here = compat.info_of(task.eqn, info, compat.current_stack())
         jaxpr = compat.open_of(closed)
@@ -558,4 +588,5 @@ _ACTIONS: dict[Do, Callable[[Interpreter, Task, list[Any], Any], None]] = {
     Do.MAPPED: Interpreter._mapped,
     Do.KEPT: Interpreter._kept,
     Do.GROUP: Interpreter._group,
+    Do.HELD: Interpreter._held,
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import Interceptor
@@ -148,6 +149,17 @@ class Session:
         while self.asked and self.asked[0][0] <= position:
             _, key, number = self.asked.pop(0)
             self.numbers[key] = max(self.numbers.get(key, 0), number + 1)
+
+    def move(self, starts: Sequence[int]) -> None:
+        """Take note that the program was made again, with other equations.
+
+        Args:
+            starts: how many there are now before each of the equations of before.
+        """
+        self.asked = [
+            (starts[place] if place < len(starts) else sys.maxsize, key, number)
+            for place, key, number in self.asked
+        ]
 
     def counting(self, numbers: Numbers) -> Session:
         """Return a session for what happens later, or instead."""

@@ -15,6 +15,7 @@ from ..patterns.find import FINDERS, contractions
 from ..patterns.pattern import Group
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
+from ..state.held import is_held
 from .frames import Key, Numbers
 from .hi_prims import Expansions
 
@@ -48,6 +49,8 @@ class Do(enum.Enum):
     """Make nothing: the last equation of its group decides."""
     GROUP = enum.auto()
     """Ask the handler of the function that the equations of its group write out."""
+    HELD = enum.auto()
+    """Take an array from the proxy that the program carries."""
 
 
 class Task(NamedTuple):
@@ -209,6 +212,8 @@ class Tasks:
         if primitive is compat.kept_p:
             # JAX's rules, which settle what they leave, have made it of the program.
             return Task(eqn, Do.KEPT, False, False, None, stack, scopes, within, False)
+        if is_held(primitive, eqn.params):
+            return Task(eqn, Do.HELD, simple, inlined, None, *where)
         if settled:
             return Task(eqn, Do.PASS, simple, inlined, None, *where)
         if primitive not in self._asked and not compat.holds_jaxprs(eqn):

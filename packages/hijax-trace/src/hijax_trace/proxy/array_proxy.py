@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from .front import leading
 from .move import Move, MoveError
 from .moves import MOVES, data_of, move
+from .updates import UPDATES, Update, axes_of, written
 
 SAME = frozenset(
     {
@@ -85,8 +86,11 @@ class ArrayProxy(abc.ABC):
     Attributes:
         shape: that of the array.
         dtype: that of the array.
+        is_carried: whether it goes where the program writes to the array, carries it through
+            loops and returns it, too: see ``encode``.
     """
 
+    is_carried: ClassVar[bool] = False
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -193,6 +197,73 @@ class ArrayProxy(abc.ABC):
         if all(is_shared(leaf) or np.shape(leaf)[:1] == count for leaf in leaves):
             return moved
         return Lost(shape, self.dtype, f"steps along axis {axis}, which has one scale or tiles")
+
+    def encode(self, array: Any, axes: Sequence[int | None]) -> ArrayProxy:
+        """Return an array in the form of this proxy, to be written into it.
+
+        Args:
+            array: what is written.
+            axes: for each of its axes the one of this array that it runs along; None where it
+                counts what is written in several places.
+
+        Raises:
+            MoveError: there is no such form.
+        """
+        raise MoveError(f"{type(self).__name__} takes no new elements")
+
+    def updated(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what stands for the results of a primitive that writes elements.
+
+        Args:
+            primitive: its name, one of ``UPDATES``.
+            params: the parameters of the equation.
+            operands: its operands: this proxy, other proxies, arrays.
+
+        Raises:
+            MoveError: what is written shares scales with what is not, or has another form.
+        """
+        data = UPDATES[primitive](operands)
+        if not is_proxy(operands[data[0]]) and primitive not in ("concatenate", "select_n"):
+            raise MoveError(f"{primitive} into another array")
+        filled = list(operands)
+        for i in data:
+            if not is_proxy(operands[i]):
+                axes = axes_of(primitive, params, operands[i].ndim, is_new=i != data[0])
+                filled[i] = self.encode(operands[i], axes)
+        structure = jax.tree.structure(self)
+        if any(jax.tree.structure(filled[i]) != structure for i in data):
+            raise MoveError(f"{primitive} with a value in another form")
+        if primitive == "concatenate":
+            return self.moved(primitive, params, filled)
+        how = Update(params, operands, [tuple(filled[i].shape) for i in data])
+        parts = [filled[i].parts() for i in data]
+        found = {}
+        for name, part in parts[0].items():
+            if part.value is None:
+                continue
+            if part.axes is not None or isinstance(part.value, ArrayProxy):
+                raise MoveError(f"{primitive} of {type(self).__name__}")
+            leaves = zip(*(jax.tree.leaves(one[name].value) for one in parts), strict=True)
+            new = [written(primitive, how, column) for column in leaves]
+            found[name] = jax.tree.unflatten(jax.tree.structure(part.value), new)
+        return [filled[data[0]].replace_parts(found)]
+
+    def computed(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any] | None:
+        """Return the results of a primitive that no handler replaces, or None for the original's.
+
+        Args:
+            primitive: its name, such as ``"dot_general"``.
+            params: the parameters of the equation.
+            operands: its operands: this proxy, other proxies, arrays.
+        """
+        return None
+
+    def left(self, why: str) -> None:  # noqa: B027
+        """Take note of why the program has the array, not the proxy, from some place on."""
 
     def replace_parts(self, values: Mapping[str, Any]) -> Self:
         """Return this proxy with other parts."""

@@ -10,6 +10,7 @@ import jax
 
 from interception_core import Engine
 
+from ..cache.plan import CachePlan
 from ..program.record import Report
 from ..program.sites import Rules
 from ..run.static import StaticRange
@@ -37,6 +38,7 @@ class PlanData:
         absorbed: parameters of which nothing is stored: derived weights are all that uses them.
         notes: what is done that no rule says, such as another tile size where the rule's does not
             divide.
+        caches: how the arguments that cache rules are about are carried, by pytree path.
     """
 
     ops: Report
@@ -53,6 +55,7 @@ class PlanData:
     lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
     absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
     notes: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    caches: Mapping[str, CachePlan] = dataclasses.field(default_factory=dict, kw_only=True)
 
     @property
     def derived(self) -> dict[str, WeightPlan]:
@@ -91,6 +94,7 @@ class PlanData:
             "lora": [adapter.as_json() for adapter in self.lora.values()],
             "problems": list(self.problems),
             "notes": list(self.notes),
+            "caches": [cache.as_json() for cache in self.caches.values()],
             "floats": [list(one) for one in self.floats],
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
@@ -129,6 +133,7 @@ class PlanData:
             numbers = sum(adapter.size for adapter in self.lora.values())
             lines.append(f"{len(self.lora)} parameters have adapters: {numbers:,} numbers to train")
         lines += [f"problem: {problem}" for problem in self.problems]
+        lines += [f"cache: {cache}" for cache in self.caches.values()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, "", table])
 

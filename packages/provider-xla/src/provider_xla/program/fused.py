@@ -43,8 +43,8 @@ class FusedOp:
 
     def read(
         self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]
-    ) -> tuple[str, tuple[Any, ...], Callable[[], Any]]:
-        """Return the op of a call, its arrays, and what computes it.
+    ) -> tuple[str, tuple[Any, ...], Callable[..., Any], Callable[..., Any]]:
+        """Return the op of a call, its arrays, what computes it by the op's function, and that.
 
         Args:
             function: the function, for its signature.
@@ -65,7 +65,7 @@ class FusedOp:
                 kind = getattr(array, "dtype", type(array).__name__)
                 raise StaysFloat(f"an operand is {kind}, and kernels take float32 and 16 bits")
         op = other[0] if other else self.op
-        return op, arrays, functools.partial(run, get_op(op))
+        return op, arrays, run, get_op(op)
 
 
 _signature = functools.lru_cache(maxsize=None)(inspect.signature)

@@ -22,6 +22,7 @@ from .attention import WRITTEN, is_of_weights
 from .fused import FusedOp, fused_ops
 from .granularity import fitted, misfit
 from .ops import OPS, StaysFloat, TappedOp
+from .over_cache import ATTENTION, over_cache
 from .products import Product
 from .record import OpRecord, choices
 from .weights import Weight, Weights, weights_among
@@ -299,17 +300,19 @@ class Sites:
             self._record(dataclasses.replace(record, reason="the rule leaves it to XLA"), None)
             return NotImplemented
         try:
-            name, arrays, run = op.read(function, args, kwargs)
+            name, arrays, run, kernels = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as reason:
             # A rule is about a named function; that programs write one out is ours to find.
             problem = None if function is attention else str(reason)
             self._record(dataclasses.replace(record, reason=str(reason)), problem)
             return NotImplemented
+        if name == ATTENTION:
+            kernels = over_cache(call, arrays, kernels)
         shown = tuple(map(short, arrays))
         found = choices(name, arrays)
         self._record(dataclasses.replace(record, operands=shown, kernels=found), None)
         try:
-            return run()
+            return run(kernels)
         except (TypeError, ValueError):
             # A call that is wrong in itself gets the error that it always got.
             call.proceed(*args, **kwargs)

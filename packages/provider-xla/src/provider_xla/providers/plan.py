@@ -11,6 +11,8 @@ import jax
 
 import quant_numerics as qn
 
+from ..cache.find import parameters_of
+from ..cache.use import quantize_cache, with_caches
 from ..lora import tree
 from ..lora.apply import ARGUMENTS, with_adapters
 from ..measure import ranges
@@ -143,12 +145,15 @@ class Plan(PlanData):
         Put a ``jax.jit`` around it, or around what calls it: eagerly, each parameter is also
         dequantized at each call. Arguments: see ``PtqProvider.apply``.
 
+        Caches that the plan carries quantized may be float arrays or what ``quantize_cache``
+        returned; the function returns them quantized.
+
         Where rules have a rank it also takes ``adapters``, of ``init_adapters``, and in training
         ``dropout_key``, a random key, new at each step; without one nothing is dropped.
         """
         plain = infer(self.engine, self.rules, fn, statistics)
         if self.rules.adapts:
-            return with_adapters(self, fn, plain, statistics)
+            return with_caches(self.caches, fn, with_adapters(self, fn, plain, statistics))
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -160,7 +165,28 @@ class Plan(PlanData):
             )
             return run(*args, **kwargs)
 
-        return call
+        return with_caches(self.caches, fn, call)
+
+    def quantize_cache(self, value: Any, argument: int | str | None = None) -> Any:
+        """Quantize the caches of an argument, to be passed to what ``apply`` returned.
+
+        ``apply`` does it for those that are float when it is called. Made before, they are as
+        large as they stay, and can be donated from the first call on.
+
+        Args:
+            value: an argument of the plan's function: arrays, or types for lowering.
+            argument: which it is: its name or position. None where the plan carries caches of one
+                argument alone.
+
+        Returns:
+            The tree with a ``CacheArray`` in place of each array that ``caches`` carries
+            quantized, sharded as that.
+
+        Raises:
+            QuantizationError: another tree, shape or dtype than the plan's; caches of several
+                arguments, and no argument is named.
+        """
+        return quantize_cache(self.caches, value, argument, parameters_of(self.fn))
 
     def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
         """Makes adapters for ``apply`` and ``merge``, which change nothing before training.

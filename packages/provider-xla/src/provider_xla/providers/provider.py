@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ from jax.extend import source_info_util
 
 from interception_core import Interceptor, get_engine
 
+from ..cache.find import find_caches
+from ..cache.rule import CacheRule
 from ..errors import QuantizationError, QuantizationWarning
 from ..plan.make import make_plan
 from ..program.record import OpRecord, Report
@@ -36,7 +39,8 @@ class XlaProvider(abc.ABC):
     Args:
         rules: the first rule that matches an operation decides; an operation without a match
             stays float, but the tapped operations that it consists of are looked at. Default:
-            int8 for everything.
+            int8 for everything. A ``CacheRule`` among them is about arguments that the program
+            updates.
         params_argnum: index of the positional argument that holds the parameters: an operand
             that is a leaf of it, moved or not, is a weight.
         engine: the name of the engine that ``apply`` uses: "trace", which also finds weights
@@ -51,10 +55,12 @@ class XlaProvider(abc.ABC):
 
     disable_jit = False
     keeps_floats = False
+    carries = False
+    """Whether rules may be about caches."""
 
     def __init__(
         self,
-        rules: QuantizationRule | Iterable[QuantizationRule] = (INT8,),
+        rules: QuantizationRule | CacheRule | Iterable[QuantizationRule | CacheRule] = (INT8,),
         *,
         params_argnum: int = 0,
         engine: str | None = None,
@@ -62,7 +68,15 @@ class XlaProvider(abc.ABC):
     ):
         self.engine = engine
         self.strict = strict
-        self.rules = (rules,) if isinstance(rules, QuantizationRule) else tuple(rules)
+        single = isinstance(rules, QuantizationRule | CacheRule)
+        given = (rules,) if single else tuple(rules)
+        self.cache_rules = tuple(rule for rule in given if isinstance(rule, CacheRule))
+        self.rules = tuple(rule for rule in given if not isinstance(rule, CacheRule))
+        if self.cache_rules and not self.carries:
+            raise TypeError(
+                f"{type(self).__name__} takes no CacheRule, got {self.cache_rules[0]!r}. Use "
+                "PtqProvider."
+            )
         for rule in self.rules:
             if not isinstance(rule, QuantizationRule):
                 raise TypeError(
@@ -116,6 +130,10 @@ class XlaProvider(abc.ABC):
         """
         given = (fn, params, args, kwargs, kernels)
         found = make_plan(self._rules, self._engine, self.params_argnum, *given)
+        everything = [*args[: self.params_argnum], params, *args[self.params_argnum :]]
+        where = (self.cache_rules, self._engine, self.params_argnum, fn, everything, kwargs)
+        caches, problems = find_caches(*where)
+        found = dataclasses.replace(found, caches=caches, problems=(*found.problems, *problems))
         plan = Plan.of(found)
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)

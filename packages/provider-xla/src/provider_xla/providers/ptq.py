@@ -30,6 +30,8 @@ class PtqProvider(XlaProvider):
     the report is the provider's. Arguments: see ``XlaProvider``.
     """
 
+    carries = True
+
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Return ``fn`` with its operations quantized by the rules.
 

@@ -1,0 +1,151 @@
+"""Updates: what writing a part of an array does to the arrays that stand for it.
+
+The new elements are brought into the form of the proxy first, so that values and scales are
+written in the same way. A scale for several elements can only be replaced with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import compat
+from .move import MoveError, Shape
+
+
+class Update(NamedTuple):
+    """One equation that writes elements.
+
+    Attributes:
+        params: the parameters of its primitive.
+        operands: its operands.
+        shapes: of the arrays that it reads elements from, the one that is updated first.
+    """
+
+    params: Mapping[str, Any]
+    operands: Sequence[Any]
+    shapes: Sequence[Shape]
+
+
+def written(primitive: str, how: Update, parts: Sequence[jax.Array]) -> jax.Array:
+    """Return a part of the result of a primitive that writes elements.
+
+    Args:
+        primitive: its name, one of ``UPDATES``.
+        how: the equation.
+        parts: the same part of each array that elements are read from.
+
+    Raises:
+        MoveError: elements that share a scale with others are written without those.
+    """
+    return _RULES[primitive](how, parts)
+
+
+def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) -> list[int | None]:
+    """Return which axis of the updated array each axis of an operand runs along.
+
+    Args:
+        primitive: its name, one of ``UPDATES``.
+        params: the parameters of the equation.
+        ndim: how many axes the operand has.
+        is_new: whether it is what is written.
+    """
+    if primitive != "scatter" or not is_new:
+        return list(range(ndim))
+    axes: list[int | None] = [None] * ndim
+    for axis, place in _window(params["dimension_numbers"]).items():
+        axes[place] = axis
+    return axes
+
+
+def _window(numbers: lax.ScatterDimensionNumbers) -> dict[int, int]:
+    """Return the axes of what a scatter writes, by the axes of the array that it writes to."""
+    gone = {*map(int, numbers.inserted_window_dims), *map(int, numbers.operand_batching_dims)}
+    places = list(map(int, numbers.update_window_dims))
+    kept = [axis for axis in range(len(places) + len(gone)) if axis not in gone]
+    return dict(zip(kept, places, strict=True))
+
+
+def _coarse(how: Update, part: jax.Array) -> list[int]:
+    """Return the axes along which elements share a scale."""
+    full = how.shapes[0]
+    return [axis for axis, size in enumerate(full) if part.shape[axis] != size]
+
+
+def _check_whole(primitive: str, how: Update, part: jax.Array, window: Sequence[int]) -> None:
+    full = how.shapes[0]
+    for axis in _coarse(how, part):
+        if window[axis] != full[axis]:
+            raise MoveError(
+                f"{primitive} writes {window[axis]} of {full[axis]} elements of axis {axis}, "
+                "which share scales"
+            )
+
+
+def _dynamic_update_slice(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
+    x, new = parts
+    _check_whole("dynamic_update_slice", how, x, how.shapes[1])
+    # Where all of an axis is written it is written from 0 on, whatever the index.
+    starts = how.operands[2:]
+    # The primitive takes a negative start for 0.
+    return lax.dynamic_update_slice(x, new.astype(x.dtype), starts, allow_negative_indices=False)
+
+
+def _scatter(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
+    (x, new), params = parts, how.params
+    numbers, window = params["dimension_numbers"], [1] * x.ndim
+    for axis, place in _window(numbers).items():
+        window[axis] = how.shapes[1][place]
+    _check_whole("scatter", how, x, window)
+    names = ("indices_are_sorted", "unique_indices", "mode")
+    options = {name: params[name] for name in names}
+    return lax.scatter(x, how.operands[1], new.astype(x.dtype), numbers, **options)
+
+
+def _select(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
+    which = how.operands[0]
+    coarse = _coarse(how, parts[0]) if jnp.ndim(which) else []
+    for axis in coarse:
+        if not _is_constant_along(which, axis):
+            raise MoveError(f"select_n by a mask that may differ along axis {axis}")
+        groups = parts[0].shape[axis]
+        which = lax.slice_in_dim(which, 0, groups, axis=axis)
+    return lax.select_n(which, *parts)
+
+
+def _is_constant_along(mask: Any, axis: int) -> bool:
+    """Return whether a mask was made by repeating something along an axis."""
+    while compat.is_staged(mask):
+        _, eqn = compat.producer(mask)
+        if eqn is None:
+            break
+        name, operands = eqn.primitive.name, eqn.in_tracers
+        if name == "broadcast_in_dim":
+            places = list(map(int, eqn.params["broadcast_dimensions"]))
+            return axis not in places or operands[0].aval.shape[places.index(axis)] == 1
+        if name in ("and", "or", "xor"):
+            return all(_is_constant_along(operand, axis) for operand in operands)
+        if name not in ("not", "convert_element_type", "copy"):
+            break
+        (mask,) = operands
+    shape = jnp.shape(mask)
+    return len(shape) <= axis or shape[axis] == 1
+
+
+_RULES: dict[str, Callable[[Update, Sequence[jax.Array]], jax.Array]] = {
+    "dynamic_update_slice": _dynamic_update_slice,
+    "scatter": _scatter,
+    "select_n": _select,
+}
+
+UPDATES: Mapping[str, Callable[[Sequence[Any]], list[int]]] = {
+    "concatenate": lambda operands: list(range(len(operands))),
+    "dynamic_update_slice": lambda operands: [0, 1],
+    "scatter": lambda operands: [0, 2],
+    "select_n": lambda operands: list(range(1, len(operands))),
+}
+"""Primitives that write elements, and which of their operands those and the others come from."""

@@ -1,0 +1,268 @@
+"""Carry: a staged program that takes, updates and returns array proxies instead of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import compat
+from ..dataflow.holders import CUSTOM_CALLS, holder_of
+from ..proxy.array_proxy import SAME, ArrayProxy, Lost, follow, is_proxy
+from ..proxy.move import MoveError
+from ..proxy.moves import MOVES
+from ..proxy.updates import UPDATES
+from ..staging.mapped import map_call, mapped_in, staged
+from ..staging.marker import marker_of
+from . import loops
+from .form import form_of
+from .held import hold
+
+
+class Carried(NamedTuple):
+    """A program that carries proxies.
+
+    Attributes:
+        jaxpr: open. Its inputs are those of the original.
+        consts: the values of its constants.
+        starts: how many equations there were before each of the original's.
+        results: builds the original's results of its own, proxies among them.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    starts: list[int]
+    results: Callable[[Sequence[Any]], list[Any]]
+
+
+def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]]) -> Carried:
+    """Make a program again that carries the proxies of some of its arguments.
+
+    Args:
+        jaxpr: the program, open, as ``stage`` returned it.
+        consts: the values of its constants.
+        given: for arguments that are proxies their structures, and which argument the first of
+            their arrays is.
+    """
+    carrying = Carrying(by_position=True)
+    treedef: Any = None
+
+    def flat(*args: Any) -> list[Any]:
+        nonlocal treedef
+        values = list(args)
+        for i, (structure, first) in given.items():
+            leaves = args[first : first + structure.num_leaves]
+            values[i] = jax.tree.unflatten(structure, leaves)
+        # A part of what was carried, or another arrangement of it, is returned as an array.
+        forms = {form_of(values[i]) for i in given}
+        results = carrying.run(jaxpr, [*consts, *values])
+        for i, (value, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
+            if is_proxy(value) and form_of(value) not in forms:
+                results[i] = hold(value, var.aval)
+        leaves, treedef = jax.tree.flatten(results)
+        return leaves
+
+    avals = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
+    new, more = compat.stage(flat, avals, jaxpr.debug_info)
+    return Carried(new, more, carrying.starts, lambda out: jax.tree.unflatten(treedef, out))
+
+
+class Carrying:
+    """Runs jaxprs on values some of which are proxies, and stages what they do.
+
+    Args:
+        by_position: whether to note how many equations were staged before each.
+    """
+
+    def __init__(self, by_position: bool = False):
+        self.starts: list[int] = []
+        self._by_position = by_position
+
+    def run(self, jaxpr: Any, values: Sequence[Any], caller: Any = None) -> list[Any]:
+        """Return the results of an open jaxpr, proxies among them.
+
+        Args:
+            jaxpr: the jaxpr.
+            values: of its constants and arguments.
+            caller: the source of the call in whose place it is run.
+        """
+        trace, by_position = compat.current_trace(), self._by_position
+        self._by_position = False
+        outer = compat.current_stack() if caller is None else caller.name_stack
+        env = dict(zip(compat.inputs_of(jaxpr), values, strict=True))
+        arrays: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            return atom.val if type(atom) is compat.Literal else env[atom]
+
+        def array_of(atom: Any) -> Any:
+            value = read(atom)
+            if not is_proxy(value):
+                return value
+            if atom not in arrays:
+                arrays[atom] = hold(value, atom.aval)
+            return arrays[atom]
+
+        for eqn in jaxpr.eqns:
+            if by_position:
+                self.starts.append(len(compat.staged_in(trace)))
+            operands = list(map(read, eqn.invars))
+            stack = eqn.source_info.name_stack
+            if len(outer):
+                stack = outer + stack if len(stack) else outer
+            info = compat.info_of(eqn, caller, stack)
+            results = None
+            if any(map(is_proxy, operands)):
+                with compat.at(info), eqn.ctx.manager:
+                    results = self._carried(eqn, operands, info)
+                    if results is None:
+                        operands = list(map(array_of, eqn.invars))
+            if results is None:
+                results = _again(trace, eqn, operands, info)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _carried(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
+        """Return the results of an equation that carries proxies; None if it takes arrays."""
+        name = eqn.primitive.name
+        if name in _PLACES:
+            return [_placed(eqn, operands[0])]
+        if name in SAME:
+            return operands[: len(eqn.outvars)]
+        if name in UPDATES or name in MOVES:
+            return _moved(eqn, operands)
+        if marker_of(eqn) is not None:
+            return None
+        mapped = mapped_in(eqn.primitive, eqn.params)
+        if mapped is not None:
+            return self._mapped(str(eqn.params["name"]), mapped, operands)
+        loop = loops.RULES.get(eqn.primitive)
+        if loop is not None:
+            return loop(self.run, eqn, operands)
+        closed = _called(eqn)
+        if closed is None:
+            for operand in filter(is_proxy, operands if compat.holds_jaxprs(eqn) else ()):
+                operand.left(f"{name} takes the array")
+            return None
+        jaxpr = compat.open_of(closed)
+
+        def call(operands: Sequence[Any]) -> list[Any]:
+            return self.run(jaxpr, [*compat.consts_of(closed), *operands], info)
+
+        if eqn.primitive is not compat.jit_p and not any(
+            map(is_proxy, loops.types_of(call, operands))
+        ):
+            return None  # rules of its own, which nothing needs to give up
+        return call(operands)
+
+    def _mapped(self, name: str, mapped: Any, operands: list[Any]) -> list[Any] | None:
+        """Map what an equation was before JAX has mapped it."""
+
+        def one(operands: Sequence[Any]) -> list[Any]:
+            leaves, treedef = jax.tree.flatten(list(operands))
+            results: Any = None
+
+            def flat(*leaves: Any) -> list[Any]:
+                nonlocal results
+                closed, values = mapped.jaxpr, jax.tree.unflatten(treedef, leaves)
+                found = self.run(compat.open_of(closed), [*compat.consts_of(closed), *values])
+                found, results = jax.tree.flatten(found)
+                return found
+
+            call = staged(name, flat, leaves)
+            return jax.tree.unflatten(results, map_call(name, call, leaves))
+
+        def level(i: int, operands: Sequence[Any]) -> list[Any]:
+            if i == len(mapped.levels):
+                return one(operands)
+            axes, outs = list(mapped.levels[i].ins), list(mapped.levels[i].outs)
+            inner = compat.mapped(
+                lambda operands: level(i + 1, operands), mapped.levels[i].axis, (axes,), outs
+            )
+            return inner(operands)
+
+        for place, operand in enumerate(operands):
+            axes = [one.ins[place] for one in mapped.levels]
+            if is_proxy(operand) and (why := _why_not_along(operand, axes)):
+                operand.left(why)
+                return None
+        return level(0, operands)
+
+
+_PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+"""Primitives that say where an array is, and the parameter that does."""
+
+
+def _placed(eqn: Any, proxy: ArrayProxy) -> ArrayProxy:
+    """Return a proxy whose arrays are where the program wants the array, axis by axis."""
+    name = _PLACES[eqn.primitive.name]
+    sharding = eqn.params[name]
+
+    def one(leaf: Any) -> Any:
+        params = dict(eqn.params)
+        if leaf.ndim != len(proxy.shape):
+            return leaf
+        if leaf.shape != proxy.shape and isinstance(sharding, NamedSharding):
+            spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+            pairs = zip(spec, leaf.shape, proxy.shape, strict=True)
+            spec = PartitionSpec(*(names if size == full else None for names, size, full in pairs))
+            params[name] = sharding.update(spec=spec)
+        return eqn.primitive.bind(leaf, **params)
+
+    return jax.tree.map(one, proxy)
+
+
+def _why_not_along(proxy: ArrayProxy, axes: Sequence[int | None]) -> str | None:
+    """Return why a proxy can't be mapped along axes, each of what the ones before leave."""
+    for axis in axes:
+        if axis is not None:
+            proxy = proxy.step(axis, is_mapped=True)
+            if isinstance(proxy, Lost):
+                return proxy.why
+    return None
+
+
+def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
+    """Return the results of an equation that moves or writes elements."""
+    name = eqn.primitive.name
+    if name in UPDATES:
+        proxies = [operands[i] for i in UPDATES[name](operands) if is_proxy(operands[i])]
+        try:
+            return proxies[0].updated(name, eqn.params, operands) if proxies else None
+        except MoveError as error:
+            proxies[0].left(str(error))
+            return None
+    held = [operand if is_proxy(operand) else None for operand in operands]
+    avals = [var.aval for var in eqn.outvars]
+    found = follow(name, eqn.params, operands, held, avals, lambda i: False)
+    proxy = next((one for one in found if one is not None), None)
+    if isinstance(proxy, Lost):
+        next(one for one in held if one is not None).left(proxy.why)
+        return None
+    return found if proxy is not None else None
+
+
+def _called(eqn: Any) -> Any:
+    """Return the program that the call of a function runs, None for anything else."""
+    if eqn.primitive in CUSTOM_CALLS:
+        return eqn.params["call_jaxpr"]
+    holder = holder_of(eqn.primitive, eqn.params)
+    if holder is None or eqn.primitive is compat.kept_p:
+        return None
+    bodies = holder.bodies(eqn.params, len(eqn.invars))
+    if len(bodies) != 1 or bodies[0].inputs != tuple(range(len(eqn.invars))):
+        return None
+    return bodies[0].jaxpr
+
+
+def _again(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
+    """Make an equation as it is."""
+    pairs = zip(values, eqn.invars, strict=True)
+    is_same = all(
+        type(atom) is compat.Literal or compat.typeof(value) == atom.aval for value, atom in pairs
+    )
+    if is_same and compat.can_append(eqn):
+        return compat.append(trace, eqn, values, info)
+    return compat.rebind(eqn, values, info)

@@ -1,0 +1,201 @@
+"""Loops, branches and shards of programs that carry array proxies.
+
+They are made by JAX's own functions: a proxy is a pytree, which these take for a carry. What is
+carried must have one form in all steps. Where it has not the loop carries the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from .. import compat
+from ..proxy.array_proxy import Lost, is_proxy
+from .form import form_of
+from .held import hold
+
+Run = Callable[[Any, Sequence[Any]], list[Any]]
+"""Runs an open jaxpr on values, proxies among them."""
+
+
+def types_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns, with types in place of arrays."""
+    return jax.eval_shape(lambda args: fn(*args), args)
+
+
+def _function(run: Run, closed: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return the function of a list of values that a jaxpr is."""
+    jaxpr, consts = compat.open_of(closed), compat.consts_of(closed)
+    return lambda values: run(jaxpr, [*consts, *values])
+
+
+def _labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
+    """Return the results of a loop whose bodies have the labels of an equation's, in op ids.
+
+    Args:
+        results: what JAX's function returned.
+        eqn: the equation that it was called for.
+    """
+    staged = (leaf for leaf in jax.tree.leaves(list(results)) if compat.is_staged(leaf))
+    made = next((compat.producer(leaf)[1] for leaf in staged), None)
+    if made is not None and made.primitive is eqn.primitive:
+        for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
+            if name in eqn.params:
+                made.params[name] = compat.labelled(made.params[name], eqn.params[name])
+        if "branches" in eqn.params:
+            pairs = zip(made.params["branches"], eqn.params["branches"], strict=True)
+            made.params["branches"] = tuple(compat.labelled(*pair) for pair in pairs)
+    return list(results)
+
+
+def _as_array(value: Any, atom: Any) -> Any:
+    return hold(value, atom.aval) if is_proxy(value) else value
+
+
+def _settled(
+    step: Callable[[list[Any], list[Any]], Sequence[Any]],
+    carry: list[Any],
+    xs: list[Any],
+    atoms: Sequence[Any],
+    loop: str,
+    body: Any,
+) -> list[Any]:
+    """Return the carry with arrays for proxies whose form a step changes.
+
+    Args:
+        step: a step of the loop: the carry after it, from that before it and ``xs``.
+        carry: as it is before the loop.
+        xs: the types of what a step has of what the loop goes along.
+        atoms: the operands of the loop that it is.
+        loop: what to call the loop.
+        body: its jaxpr.
+    """
+    while True:
+        after = types_of(step, carry, xs)
+        changed = [
+            i
+            for i, (value, new) in enumerate(zip(carry, after, strict=True))
+            if is_proxy(value) and not (is_proxy(new) and form_of(new) == form_of(value))
+        ]
+        if not changed:
+            return carry
+        for i in changed:
+            carry[i].left(f"{loop} carries {_made_by(compat.open_of(body), i)}")
+            carry[i] = hold(carry[i], atoms[i].aval)
+
+
+def _made_by(jaxpr: Any, index: int) -> str:
+    """Return what a result of a jaxpr is, in words."""
+    maker = next((eqn for eqn in jaxpr.eqns if jaxpr.outvars[index] in eqn.outvars), None)
+    if maker is None:
+        return "another value in its place"
+    return f"what {maker.params.get('name', maker.primitive.name)} makes of it"
+
+
+def _fitted(results: Sequence[Any], carry: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
+    """Return a carry with proxies where there were some before the loop alone."""
+    pairs = zip(results, carry, atoms, strict=True)
+    return [x if is_proxy(before) else _as_array(x, atom) for x, before, atom in pairs]
+
+
+def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
+    params, call = eqn.params, _function(run, eqn.params["jaxpr"])
+    first, count = compat.scan_parts(params)
+    stepped = first + count
+    consts, carry, xs = operands[:first], operands[first:stepped], operands[stepped:]
+    for i, x in enumerate(xs):
+        if is_proxy(x) and isinstance(lost := x.step(0), Lost):
+            x.left(lost.why)
+            xs[i] = hold(x, eqn.invars[stepped + i].aval)
+    outs = compat.open_of(params["jaxpr"]).outvars[:count]
+    steps = jax.tree.map(lambda leaf: compat.step_type(compat.typeof(leaf)), xs)
+
+    def step(carry: list[Any], x: list[Any]) -> list[Any]:
+        return call([*consts, *carry, *x])[:count]
+
+    carry = _settled(step, carry, steps, eqn.invars[first:stepped], "scan", params["jaxpr"])
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = call([*consts, *carry, *x])
+        return _fitted(results[:count], carry, outs), results[count:]
+
+    names = ("reverse", "length", "unroll", "_split_transpose")
+    options = {name: params[name] for name in names if name in params}
+    after, ys = lax.scan(body, carry, xs, **options)
+    return _labelled([*after, *ys], eqn)
+
+
+def _while(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
+    params = eqn.params
+    consts, more = params["cond_nconsts"], params["body_nconsts"]
+    first, second = operands[:consts], operands[consts : consts + more]
+    carry, atoms = operands[consts + more :], eqn.invars[consts + more :]
+    test, call = _function(run, params["cond_jaxpr"]), _function(run, params["body_jaxpr"])
+    outs = compat.open_of(params["body_jaxpr"]).outvars
+
+    def step(carry: list[Any], xs: list[Any]) -> list[Any]:
+        return call([*second, *carry])
+
+    carry = _settled(step, carry, [], atoms, "while", params["body_jaxpr"])
+
+    def cond(carry: list[Any]) -> Any:
+        return test([*first, *carry])[0]
+
+    def body(carry: list[Any]) -> list[Any]:
+        return _fitted(call([*second, *carry]), carry, outs)
+
+    return _labelled(lax.while_loop(cond, body, carry), eqn)
+
+
+def _cond(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
+    branches, (index, *values) = eqn.params["branches"], operands
+    calls = [_function(run, branch) for branch in branches]
+    found = [types_of(call, values) for call in calls]
+    agree = [
+        all(map(is_proxy, column)) and len(set(map(form_of, column))) == 1
+        for column in zip(*found, strict=True)
+    ]
+    for column, is_one in zip(zip(*found, strict=True), agree, strict=True):
+        for one in column if not is_one else ():
+            if is_proxy(one):
+                one.left("branches return it in different forms")
+
+    def branch(call: Callable[..., Any], closed: Any) -> Callable[..., list[Any]]:
+        atoms = compat.open_of(closed).outvars
+
+        def fn(*values: Any) -> list[Any]:
+            columns = zip(call(values), agree, atoms, strict=True)
+            return [x if is_one else _as_array(x, atom) for x, is_one, atom in columns]
+
+        return fn
+
+    return _labelled(lax.switch(index, list(map(branch, calls, branches)), *values), eqn)
+
+
+def _shard_map(run: Run, eqn: Any, operands: list[Any]) -> list[Any] | None:
+    params, call = eqn.params, _function(run, eqn.params["jaxpr"])
+    operands = list(operands)
+    for i, (x, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
+        axes = [axis for axis, names in enumerate(spec) if names is not None]
+        if is_proxy(x) and any(len({leaf.shape[axis] for leaf in jax.tree.leaves(x)}) > 1
+                               for axis in axes):  # fmt: skip
+            x.left("shard_map cuts it where elements share scales")
+            operands[i] = hold(x, eqn.invars[i].aval)
+
+    def body(*values: Any) -> list[Any]:
+        return call(values)
+
+    options = compat.shard_map_options(params)
+    return list(jax.shard_map(body, out_specs=list(params["out_specs"]), **options)(*operands))
+
+
+RULES: Mapping[Any, Callable[[Run, Any, list[Any]], list[Any] | None]] = {
+    compat.scan_p: _scan,
+    compat.while_p: _while,
+    compat.cond_p: _cond,
+    compat.shard_map_p: _shard_map,
+}
+"""By primitive: the results of an equation on operands some of which are proxies."""

@@ -1,0 +1,223 @@
+"""Finding caches: which arguments rules are about, and how each of them can be carried."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from interception_core import Engine
+
+from ..program.engine import follows_values
+from .array import CacheArray
+from .plan import CachePlan
+from .rule import CacheRule
+from .trial import trial
+
+
+class Leaf(NamedTuple):
+    """An array among the arguments of a call.
+
+    Attributes:
+        path: its pytree path, which is the same however an argument is passed.
+        argument: the argument: its position, or its name where it has none.
+        name: of the argument, if it is known.
+        within: the path within that.
+        value: the array, or its type.
+    """
+
+    path: str
+    argument: int | str
+    name: str | None
+    within: str
+    value: Any
+
+
+def is_cache(node: Any) -> bool:
+    """Return whether a node of arguments is a cache that is carried quantized."""
+    return isinstance(node, CacheArray)
+
+
+def parameters_of(fn: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters that have a position."""
+    try:
+        found = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in found if one.kind in kinds]
+
+
+def leaves_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    """Return the leaves of a call's arguments, in the order of ``jax.tree.leaves``.
+
+    Args:
+        names: of the function's parameters, by position.
+        args: the arguments.
+        kwargs: those given by name.
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)), is_leaf=is_cache)
+    return [_leaf(names, path, value) for path, value in found]
+
+
+def _leaf(names: Sequence[str], path: tuple[Any, ...], value: Any) -> Leaf:
+    (is_named, key), within = path[:2], jax.tree_util.keystr(path[2:])
+    argument: int | str
+    name: str | None
+    if is_named.idx == 0:
+        index: int = key.idx
+        argument, name = index, names[index] if index < len(names) else None
+    else:
+        name = str(key.key)
+        argument = names.index(name) if name in names else name
+    return Leaf(f"{prefix_of(argument)}{within}", argument, name, within, value)
+
+
+def prefix_of(argument: int | str) -> str:
+    """Return what begins the paths of an argument."""
+    return f"args[{argument}]" if isinstance(argument, int) else f"kwargs[{argument!r}]"
+
+
+def find_caches(
+    rules: Sequence[CacheRule],
+    engine: Engine,
+    params: int,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[dict[str, CachePlan], list[str]]:
+    """Return how each argument that rules are about is carried, and where they can't be followed.
+
+    Args:
+        rules: the first that matches an array counts.
+        engine: taps the program.
+        params: the position of the argument that holds the parameters.
+        fn: the program.
+        args: its arguments: arrays or types.
+        kwargs: those given by name.
+    """
+    if not rules:
+        return {}, []
+    leaves = leaves_of(parameters_of(fn), args, kwargs)
+    found = ((leaf.path, _rule(rules, leaf, params)) for leaf in leaves)
+    matched = {path: rule for path, rule in found if rule is not None}
+    used = set(matched.values())
+    problems = [f"no array matches {rule}" for rule in rules if rule not in used]
+    values = {leaf.path: leaf.value for leaf in leaves if leaf.path in matched}
+    if not values:
+        return {}, problems
+    if not follows_values(engine):
+        why = "the patch engine can't hand it to what updates it. Use engine='trace'"
+        plans = {
+            path: CachePlan(
+                path, tuple(x.shape), np.dtype(x.dtype), matched[path].qtype, reason=why
+            )
+            for path, x in values.items()
+        }
+        return plans, [*problems, *map(str, plans.values())]
+    search = _Search(engine, fn, args, kwargs, leaves)
+    plans = search.run({path: _candidates(path, values[path], matched[path]) for path in values})
+    problems += [str(plan) for plan in plans.values() if plan.reason is not None]
+    return plans, problems
+
+
+def _rule(rules: Sequence[CacheRule], leaf: Leaf, params: int) -> CacheRule | None:
+    value = leaf.value
+    if not hasattr(value, "shape") or not hasattr(value, "dtype") or len(value.shape) < 2:
+        return None
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return None
+    where = (leaf.argument, leaf.name, leaf.within, params)
+    return next((one for one in rules if one.matches(*where)), None)
+
+
+def _candidates(path: str, value: Any, rule: CacheRule) -> Iterator[CachePlan]:
+    """Yield the ways to carry an array, the likeliest first: along the last axis.
+
+    The last of them is to leave it float.
+    """
+    shape, dtype = tuple(value.shape), np.dtype(value.dtype)
+    for axis in reversed(range(len(shape))):
+        tile = rule.tile_size
+        if shape[axis] < 2 or (tile is not None and shape[axis] % tile):
+            continue
+        tile = None if tile == shape[axis] else tile
+        yield CachePlan(path, shape, dtype, rule.qtype, axis, tile)
+    reason = f"no axis of two elements or more has tiles of {rule.tile_size}"
+    yield CachePlan(path, shape, dtype, rule.qtype, reason=reason)
+
+
+class _Search:
+    """Tries one way after the other for each cache, all of them at once.
+
+    Args:
+        engine: taps the program.
+        fn: the program.
+        args: its arguments.
+        kwargs: those given by name.
+        leaves: the leaves of both.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: Sequence[Leaf],
+    ):
+        self._engine = engine
+        self._fn = fn
+        given = (tuple(args), dict(kwargs))
+        self._flat, self._treedef = jax.tree.flatten(given, is_leaf=is_cache)
+        self._paths = [leaf.path for leaf in leaves]
+
+    def run(self, ways: Mapping[str, Iterator[CachePlan]]) -> dict[str, CachePlan]:
+        """Return a plan for each cache."""
+        found: dict[str, CachePlan] = {}
+        why: dict[str, str] = {}
+        trying = {path: next(way) for path, way in ways.items()}
+        while trying:
+            found |= {path: plan for path, plan in trying.items() if plan.axis is None}
+            trying = {path: plan for path, plan in trying.items() if plan.axis is not None}
+            logs = self._try(trying) if trying else {}
+            failed = [path for path in trying if logs[path].reason is not None]
+            if not failed:
+                break
+            for path in failed:
+                # What is wrong with the likeliest way says most.
+                why.setdefault(path, logs[path].reason)
+                trying[path] = next(ways[path])
+                if trying[path].axis is None:
+                    trying[path] = dataclasses.replace(trying[path], reason=why[path])
+        for path, plan in trying.items():
+            counts = {name: getattr(logs[path], name) for name in ("contractions", "is_updated")}
+            found[path] = dataclasses.replace(plan, **counts)
+        return {path: found[path] for path in ways}
+
+    def _try(self, plans: Mapping[str, CachePlan]) -> Mapping[str, Any]:
+        caches = {
+            path: jax.eval_shape(plan.quantize, jax.ShapeDtypeStruct(plan.shape, plan.dtype))
+            for path, plan in plans.items()
+        }
+        # What is no array is a constant.
+        arrays = {
+            i: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for i, x in enumerate(self._flat)
+            if hasattr(x, "shape") and hasattr(x, "dtype") and self._paths[i] not in plans
+        }
+
+        def program(caches: Mapping[str, Any], arrays: Mapping[int, Any]) -> Any:
+            flat = [
+                caches.get(path, arrays.get(i, value))
+                for i, (path, value) in enumerate(zip(self._paths, self._flat, strict=True))
+            ]
+            args, kwargs = jax.tree.unflatten(self._treedef, flat)
+            return self._fn(*args, **kwargs)
+
+        return trial(self._engine, program, caches, arrays)

@@ -1,0 +1,143 @@
+"""Trial: a program is traced with caches that take note of what it does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from hijax_trace import MoveError
+from interception_core import Engine, Interceptor
+
+from .array import CacheArray
+from .contract import roles_of
+
+
+@dataclasses.dataclass(eq=False)
+class Log:
+    """What a program did with one cache.
+
+    Attributes:
+        contractions: how many contractions took the quantized values.
+        updates: how many operations wrote to it.
+        lost: why the program had the float array, by place.
+        misshared: whether a contraction has scales for what its batch axes tell apart.
+        is_returned: whether it came out as it went in.
+    """
+
+    contractions: int = 0
+    is_updated: bool = False
+    lost: list[str] = dataclasses.field(default_factory=list)
+    misshared: bool = False
+    is_returned: bool = False
+
+    @property
+    def reason(self) -> str | None:
+        """Why it must stay float; None if it need not."""
+        if self.lost:
+            return self.lost[0]
+        if self.misshared:
+            return "its heads or sequences would share scales"
+        if not self.contractions:
+            return "no contraction takes it"
+        if self.is_updated and not self.is_returned:
+            return "it is updated, and not returned in the same form"
+        return None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrialArray(CacheArray):
+    """A cache whose log travels with it.
+
+    Attributes:
+        log: is written to (static).
+    """
+
+    log: Log = dataclasses.field(kw_only=True, metadata={"static": True})
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what a primitive that only moves elements makes of it."""
+        try:
+            return super().moved(primitive, params, operands)
+        except MoveError as error:
+            self.left(str(error))
+            raise
+
+    def updated(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what stands for the results of a primitive that writes elements."""
+        results = super().updated(primitive, params, operands)
+        self.log.is_updated = True
+        return results
+
+    def computed(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any] | None:
+        """Return a contraction of the quantized values, scaled outside of it."""
+        results = super().computed(primitive, params, operands)
+        if results is None:
+            self.left(f"{primitive} takes the array")
+            return None
+        side = next(i for i, operand in enumerate(operands) if operand is self)
+        sizes = zip(self.shape, self.scale.shape, strict=True)
+        shared = {axis for axis, (size, groups) in enumerate(sizes) if groups < size}
+        self.log.contractions += 1
+        self.log.misshared |= bool(shared) and shared.issubset(
+            roles_of(params, side, len(self.shape)).batch
+        )
+        return results
+
+    def left(self, why: str) -> None:
+        """Take note of why the program has the array."""
+        self.log.lost.append(why)
+
+
+def _is_trial(node: Any) -> bool:
+    return isinstance(node, TrialArray)
+
+
+def _let_run(call: Any, *args: Any, **params: Any) -> Any:
+    return NotImplemented
+
+
+def trial(
+    engine: Engine,
+    fn: Callable[..., Any],
+    caches: Mapping[str, CacheArray],
+    arrays: Mapping[int, Any],
+) -> dict[str, Log]:
+    """Return what a program does with its caches, which are types.
+
+    Args:
+        engine: taps the program.
+        fn: the program, from its caches by path and its other arrays by number.
+        caches: types of what is carried.
+        arrays: the other arrays: types.
+    """
+    logs = {path: Log() for path in caches}
+    held = {
+        path: TrialArray(
+            **{one.name: getattr(cache, one.name) for one in dataclasses.fields(cache)},
+            log=logs[path],
+        )
+        for path, cache in caches.items()
+    }
+    tapped = engine.wrap(fn, Interceptor({"primitive:dot_general": _let_run}))
+    # Results may hold other things than arrays.
+    out: Any = None
+
+    def run(*given: Any) -> None:
+        nonlocal out
+        out = jax.tree.leaves(tapped(*given), is_leaf=_is_trial)
+
+    jax.eval_shape(run, held, dict(arrays))
+    for leaf in out:
+        if isinstance(leaf, TrialArray):
+            leaf.log.is_returned = True
+    return logs
