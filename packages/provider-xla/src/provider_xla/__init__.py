@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .adapters.adapter import Adapter, Quantized
     from .adapters.model import calibrate_model, merge_model, model_plan, quantize_model
     from .errors import QuantizationError, QuantizationWarning
+    from .export.program import ExportedProgram, load_exported
     from .kernels.packed import PrepackedWeight
     from .lora.weight import AdaptedWeight, adapter_mask
     from .passes.awq import Awq
@@ -44,6 +45,7 @@ __all__ = [
     "AllocatedWeight",
     "Allocation",
     "Awq",
+    "ExportedProgram",
     "Gptq",
     "Hadamard",
     "LoraPlan",
@@ -74,6 +76,7 @@ __all__ = [
     "adapter_mask",
     "calibrate_model",
     "load",
+    "load_exported",
     "load_extra",
     "merge_model",
     "model_plan",
@@ -89,6 +92,7 @@ _LAZY = {
     "AllocatedWeight": "plan.allocation",
     "Allocation": "plan.allocation",
     "Awq": "passes.awq",
+    "ExportedProgram": "export.program",
     "Gptq": "passes.gptq",
     "Hadamard": "passes.rotation",
     "LoraPlan": "plan.lora",
@@ -119,6 +123,7 @@ _LAZY = {
     "adapter_mask": "lora.weight",
     "calibrate_model": "adapters.model",
     "load": "store.load",
+    "load_exported": "export.program",
     "load_extra": "store.load",
     "merge_model": "adapters.model",
     "model_plan": "adapters.model",

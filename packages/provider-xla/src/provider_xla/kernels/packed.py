@@ -249,6 +249,9 @@ class PrepackedWeight(ArrayProxy):
             return self.unpacked().moved(primitive, params, unpacked)
 
 
+qn.register_serialization(PrepackedWeight)
+
+
 def _lead_at(axes: Sequence[int], lead: int) -> tuple[int, ...] | None:
     """Return where the leading axes are; None where they are the first."""
     found = tuple(i for i, axis in enumerate(axes) if axis < lead)

@@ -103,6 +103,17 @@ def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     return jax.block_until_ready(_prepack(q, packing, _of_panels(packing, q.ndim, sharding)))
 
 
+def packing_of(weight: PrepackedWeight) -> Packing:
+    """Return how a weight was packed."""
+    lead = weight.lead_at or tuple(range(len(weight.lead)))
+    rest = [axis for axis in range(weight.ndim) if axis not in lead]
+    axes = [rest[weight.order.index(part)] for part in range(len(weight.order))]
+    rank = len(weight.k_sizes)
+    return Packing(
+        lead, tuple(axes[:rank]), tuple(axes[rank:]), weight.group, weight.bits, weight.platform
+    )
+
+
 def abstract(q: Any, packing: Packing) -> Any:
     """Returns the type of what ``prepack`` gives for an array of this type."""
     return jax.eval_shape(lambda q: _packed(q, packing), q)

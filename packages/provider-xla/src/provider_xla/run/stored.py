@@ -9,7 +9,9 @@ from typing import Any
 import quant_numerics as qn
 from hijax_trace import Carrier
 
+from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
+from ..program.sites import Under
 from .transformed import TransformedWeight
 
 
@@ -37,3 +39,16 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
     if isinstance(leaf, TransformedWeight) or (isinstance(leaf, PrepackedWeight) and not kernels):
         return leaf.unpacked()
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
+
+
+def _encoded(is_parameter: Any) -> str:
+    """Return which inputs are parameters, as text."""
+    if not isinstance(is_parameter, Under):
+        raise QuantizationError(
+            "A parameter with derived weights must be one that plan.quantize returned to be "
+            f"exported, got one with is_parameter={is_parameter!r}. Quantize it by a plan."
+        )
+    return is_parameter.prefix
+
+
+qn.register_serialization(Carrier, _encoded, Under)

@@ -261,6 +261,10 @@ def _restored(held: TransformedWeight) -> jax.Array:
     return flat.reshape(moved.shape).transpose(inverse).astype(w.dtype)
 
 
+for _kind in (Scaled, Rotated, TransformedWeight):
+    qn.register_serialization(_kind)
+
+
 def transformed(product: Product, operands: Sequence[Any]) -> list[Any]:
     """Returns the operands of a product, a transformed parameter's and its activation's inside."""
     found = list(operands)

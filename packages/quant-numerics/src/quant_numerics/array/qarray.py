@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from hijax_trace import ArrayProxy, Move, MoveError, Part
 from quant_numerics.array import moves
+from quant_numerics.array.serialization import register_serialization
 from quant_numerics.array.tiles import (
     RaggedTiles,
     Slices,
@@ -164,6 +165,9 @@ class QArray(ArrayProxy):
     def __iter__(self) -> Any:
         """Iterate over the first axis."""
         return (self[i] for i in range(self.shape[0]))
+
+
+register_serialization(QArray)
 
 
 def stored_bytes(tree: Any) -> int:
