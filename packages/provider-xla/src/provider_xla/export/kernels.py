@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
 
 import jax
 
-from interception_core import KernelSpec, PluginRecord, kernels, plugins, register_kernel
+from interception_core import (
+    JaxtapError,
+    KernelSpec,
+    PluginRecord,
+    get_op,
+    kernels,
+    plugins,
+    register_kernel,
+)
 
+from ..kernels.packing import PACK_OPS
 from ..store.errors import StoreError
 
 
@@ -73,9 +83,15 @@ def register(wanted: Mapping[str, KernelOf], check_versions: bool) -> None:
         register_kernel(specs[target])
 
 
-def _missing(
-    target: str, wanted: Mapping[str, KernelOf], specs: Mapping[str, KernelSpec]
-) -> str:
+def import_packed_nodes() -> None:
+    """Import the classes of packed weights, which are nodes of an exported program's arguments."""
+    for op in PACK_OPS:
+        # A program without such weights needs no package that has them.
+        with contextlib.suppress(JaxtapError):
+            get_op(op)
+
+
+def _missing(target: str, wanted: Mapping[str, KernelOf], specs: Mapping[str, KernelSpec]) -> str:
     kernel = wanted[target]
     names = [one for one in wanted if one not in specs and wanted[one].package == kernel.package]
     record = next((one for one in plugins() if one.distribution == kernel.package), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.export
@@ -14,34 +14,25 @@ from ..errors import QuantizationError
 from .kernels import export_checks
 from .program import ExportedProgram
 
-if TYPE_CHECKING:
-    from ..providers.plan import Plan
-    from ..run.static import Statistics
-
 
 def export(
-    plan: Plan,
-    fn: Callable[..., Any],
+    applied: Callable[..., Any],
     stored: Any,
     args: Sequence[Any],
     *,
     shapes: Any = None,
-    statistics: Statistics | None = None,
     platforms: Sequence[str] | None = None,
     inside: bool = False,
 ) -> ExportedProgram:
-    """Export the program of a plan: see ``Plan.export``."""
-    applied = plan.apply(fn, statistics)
+    """Export a function of stored parameters: see ``Plan.export``."""
     program = (lambda *args: applied(stored, *args)) if inside else applied
-    program.__name__ = getattr(fn, "__name__", "program")
+    program.__name__ = getattr(applied, "__name__", "program")
     taken = tuple(args)
     if shapes is not None:
         taken = jax.export.symbolic_args_specs(taken, shapes)
     if platforms is None:
         platforms = (platform_of(jax.tree.leaves(stored)[0]),) if jax.tree.leaves(stored) else None
-    make = jax.export.export(
-        jax.jit(program), platforms=platforms, disabled_checks=export_checks()
-    )
+    make = jax.export.export(jax.jit(program), platforms=platforms, disabled_checks=export_checks())
     try:
         exported = make(*taken) if inside else make(stored, *taken)
     except Exception as error:

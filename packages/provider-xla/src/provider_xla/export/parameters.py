@@ -52,9 +52,7 @@ def _fitted(given: Any, wanted: Any) -> Any:
     if isinstance(wanted, TransformedWeight) and isinstance(given, TransformedWeight):
         return dataclasses.replace(given, inner=_fitted(given.inner, wanted.inner))
     if isinstance(wanted, Carrier) and isinstance(given, Carrier):
-        derived = {
-            key: _fitted(one, wanted.derived.get(key)) for key, one in given.derived.items()
-        }
+        derived = {key: _fitted(one, wanted.derived.get(key)) for key, one in given.derived.items()}
         return dataclasses.replace(given, own=_fitted(given.own, wanted.own), derived=derived)
     if isinstance(wanted, PrepackedWeight) and isinstance(given, qn.QArray | qn.PackedQArray):
         packing = packing_of(wanted)

@@ -18,6 +18,9 @@ from interception_core import get_op
 
 from .packed import PrepackedWeight, scale_sizes
 
+PACK_OPS = ("pack_w4", "pack_w8")
+"""The ops that pack weights."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Packing:

@@ -180,16 +180,8 @@ class Plan(PlanData):
         """
         from ..export.make import export
 
-        return export(
-            self,
-            fn,
-            stored,
-            args,
-            shapes=shapes,
-            statistics=statistics,
-            platforms=platforms,
-            inside=inside,
-        )
+        applied = self.apply(fn, statistics)
+        return export(applied, stored, args, shapes=shapes, platforms=platforms, inside=inside)
 
     def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
         """Makes adapters for ``apply`` and ``merge``, which change nothing before training.

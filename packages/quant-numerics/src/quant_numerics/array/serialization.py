@@ -43,8 +43,8 @@ def register_serialization(
         found = json.loads(bytes(text))
         return tuple(_decoded(found[name], decode) for name in static)
 
-    def build(values: Any, children: Any) -> Any:
-        return node(**dict(zip((*arrays, *static), (*children, *values), strict=True)))
+    def build(aux_data: Any, children: Any) -> Any:
+        return node(**dict(zip((*arrays, *static), (*children, *aux_data), strict=True)))
 
     jax.export.register_pytree_node_serialization(
         node,

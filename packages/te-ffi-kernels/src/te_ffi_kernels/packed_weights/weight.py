@@ -106,5 +106,5 @@ jax.export.register_pytree_node_serialization(
     serialized_name="te_ffi_kernels.PackedWeight",
     serialize_auxdata=lambda static: json.dumps(static).encode(),
     deserialize_auxdata=lambda text: tuple(json.loads(bytes(text))),
-    from_children=lambda static, children: PackedWeight(*children, *static),
+    from_children=lambda aux_data, children: PackedWeight(*children, *aux_data),
 )
