@@ -12,6 +12,7 @@ from hijax_trace import Carrier
 
 from ..kernels.packed import PrepackedWeight
 from ..kernels.packing import abstract, packing_of, prepack
+from ..run.affine import AffineWeight
 from ..run.stored import is_stored
 from ..run.transformed import TransformedWeight
 from ..store.errors import StoreError
@@ -49,7 +50,8 @@ def fitted(given: Any, wanted: Any) -> Any:
 
 def _fitted(given: Any, wanted: Any) -> Any:
     """Return one parameter in the form of another where that is possible."""
-    if isinstance(wanted, TransformedWeight) and isinstance(given, TransformedWeight):
+    kinds = TransformedWeight | AffineWeight
+    if isinstance(wanted, kinds) and isinstance(given, type(wanted)):
         return dataclasses.replace(given, inner=_fitted(given.inner, wanted.inner))
     if isinstance(wanted, Carrier) and isinstance(given, Carrier):
         derived = {key: _fitted(one, wanted.derived.get(key)) for key, one in given.derived.items()}

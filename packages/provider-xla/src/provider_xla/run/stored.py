@@ -12,13 +12,14 @@ from hijax_trace import Carrier
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..program.sites import Under
+from .affine import AffineWeight
 from .transformed import TransformedWeight
 
 
 def is_stored(node: Any) -> bool:
     """Returns whether a node of parameters is a quantized one, packed or not."""
-    kinds = qn.QArray | qn.PackedQArray | PrepackedWeight | TransformedWeight | Carrier
-    return isinstance(node, kinds)
+    quantized = qn.QArray | qn.PackedQArray | PrepackedWeight
+    return isinstance(node, quantized | TransformedWeight | AffineWeight | Carrier)
 
 
 def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
@@ -36,7 +37,8 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
     """
     if isinstance(leaf, Carrier):
         return mapped(lambda one: unpacked_leaf(one, kernels=kernels), leaf)
-    if isinstance(leaf, TransformedWeight) or (isinstance(leaf, PrepackedWeight) and not kernels):
+    is_packed = isinstance(leaf, PrepackedWeight) and not kernels
+    if is_packed or isinstance(leaf, TransformedWeight | AffineWeight):
         return leaf.unpacked()
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 

@@ -16,6 +16,7 @@ from hijax_trace import ArrayProxy, Part
 
 from ..program.products import MatrixProduct, Product
 from ..program.sites import Site
+from .affine import AffineWeight, takes_minimum
 
 _LARGEST_FACTOR = 128
 """Hadamard matrices up to this size are multiplied with as they are, larger ones in factors."""
@@ -277,13 +278,15 @@ def transformed(product: Product, operands: Sequence[Any]) -> list[Any]:
 
 def takes(site: Site, side: int, held: Any) -> bool:
     """Returns whether a stored parameter can be that operand of a site: a transformed one needs
-    a product and an activation that it was made for.
+    a product and an activation that it was made for, one with minima a product of matrices.
     """
-    if not isinstance(held, TransformedWeight):
+    if not isinstance(held, TransformedWeight | AffineWeight):
         return True
     other = site.operands[1 - side]
     if site.call.proxy(other) is not None:
         return False
+    if isinstance(held, AffineWeight):
+        return takes_minimum(site.product)
     return held.pairs(site.product, side, other.shape) is not None
 
 
@@ -296,4 +299,4 @@ def beside(site: Site, side: int) -> TransformedWeight | None:
 
 def stored_form(held: Any) -> Any:
     """Returns what holds the codes of a stored parameter."""
-    return held.inner if isinstance(held, TransformedWeight) else held
+    return held.inner if isinstance(held, TransformedWeight | AffineWeight) else held

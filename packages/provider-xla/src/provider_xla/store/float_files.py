@@ -17,7 +17,7 @@ from .errors import StoreError, require
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_WIDER = {
+WIDER = {
     "bfloat16": ("float32", "float64"),
     "float16": ("float32", "float64"),
     "float32": ("float64",),
@@ -126,7 +126,7 @@ class FloatFiles:
                 f"{jnp.dtype(dtype).name}{list(shape)}.{hint}"
             )
         wanted = jnp.dtype(dtype)
-        if array.dtype != wanted and wanted.name not in _WIDER.get(array.dtype.name, ()):
+        if array.dtype != wanted and wanted.name not in WIDER.get(array.dtype.name, ()):
             raise StoreError(
                 f"{about}, is {array.dtype.name}, and the plan has {wanted.name}, which has not "
                 "all of its numbers. Make the plan for the dtype of the file, or convert by a "

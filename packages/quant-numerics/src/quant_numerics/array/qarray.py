@@ -134,7 +134,7 @@ class QArray(ArrayProxy):
     def transpose(self, *axes: int | Sequence[int]) -> "QArray":
         """Permute the axes (reverse them without arguments), as NumPy's method."""
         given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
-        order = tuple(a % self.ndim for a in given) or tuple(reversed(range(self.ndim)))
+        order = tuple(a % self.ndim for a in given or ()) or tuple(reversed(range(self.ndim)))
         return moves.view(self, "transpose", permutation=order)
 
     def swapaxes(self, axis1: int, axis2: int) -> "QArray":
