@@ -208,8 +208,7 @@ def read(kind: BlockType, data: np.ndarray, shape: Sequence[int]) -> Groups:
     *lead, last = shape
     found = kind.read(np.ascontiguousarray(data).reshape(-1, kind.bytes))
     scale, minimum = (
-        None if part is None else part.reshape(*lead, last // kind.group)
-        for part in found[1:]
+        None if part is None else part.reshape(*lead, last // kind.group) for part in found[1:]
     )
     assert scale is not None
     return Groups(found.values.reshape(shape), scale, minimum)
@@ -219,9 +218,7 @@ def write(kind: BlockType, groups: Groups) -> np.ndarray:
     """Return the bytes of an array, uint8 [*lead, bytes of a row]."""
     assert kind.write is not None
     lead, per = groups.values.shape[:-1], kind.size // kind.group
-    scale, minimum = (
-        None if part is None else part.reshape(-1, per) for part in groups[1:]
-    )
+    scale, minimum = (None if part is None else part.reshape(-1, per) for part in groups[1:])
     assert scale is not None
     found = kind.write(Groups(groups.values.reshape(-1, kind.size), scale, minimum))
     return found.reshape(*lead, -1)

@@ -53,7 +53,9 @@ def rules_of(params: Any, act_qtype: str | None = None) -> list[QuantizationRule
 def _format(name: str, q: qn.QArray | qn.PackedQArray) -> tuple[Any, ...]:
     """Return qtype, tile size and the dtype of scales."""
     tiles = {
-        size // count for size, count in zip(q.shape, q.scale.shape, strict=True) if 1 < count < size
+        size // count
+        for size, count in zip(q.shape, q.scale.shape, strict=True)
+        if 1 < count < size
     }
     if len(tiles) > 1:
         raise StoreError(

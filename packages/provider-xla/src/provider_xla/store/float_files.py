@@ -88,7 +88,7 @@ class FloatFiles:
         self._library = require("safetensors", "safetensors")
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
-        for path in _paths(source):
+        for path in files_of(source):
             file = self._open(path)
             for name in list(file.keys()):
                 if name in self._files:
@@ -162,7 +162,7 @@ class FloatFiles:
             ) from error
 
 
-def _paths(source: Any) -> list[Path]:
+def files_of(source: Any) -> list[Path]:
     """Returns the files that a source stands for."""
     if not isinstance(source, str | os.PathLike):
         return [Path(one) for one in source]

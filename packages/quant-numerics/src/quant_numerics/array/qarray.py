@@ -192,9 +192,9 @@ def qarray(
     """Build a QArray from quantized values and scales, checking that they fit.
 
     Args:
-      qvalue: quantized values, of the qtype's storage dtype; integers in ``[-qmax, qmax]``, or,
-        with a zero point, in the qtype's `asymmetric` range. The range is not checked (values may
-        be traced), but the int32 overflow bounds of the ops rely on it.
+      qvalue: quantized values, of the qtype's storage dtype; integers in the qtype's `asymmetric`
+        range (``quantize`` keeps to ``[-qmax, qmax]`` without a zero point). The range is not
+        checked (values may be traced), but the int32 overflow bounds of the ops rely on it.
       scale: the qtype's scale dtype, or bfloat16 or float16 for float32; same ndim; each axis 1,
         the full size, or the number of tiles.
       qtype: a qtype.
