@@ -86,15 +86,15 @@ def scheme_of(what: str, q: qn.QArray) -> Scheme:
         )
     *lead, n, k = q.shape
     counts, shape = q.scale.shape, (*lead, n, k)
-    rest: dict[str, Any] = {}
+    group = block = None
     if counts == (*lead, n, 1):
         strategy = "channel"
     elif all(count == 1 for count in counts):
         strategy = "tensor"
     elif counts[:-1] == (*lead, n) and counts[-1] and k % counts[-1] == 0:
-        strategy, rest = "group", {"group": k // counts[-1]}
-    elif all(block := _block(q)) and counts[:-2] == tuple(lead):
-        strategy, rest = "block", {"block": block}
+        strategy, group = "group", k // counts[-1]
+    elif all(_block(q)) and counts[:-2] == tuple(lead):
+        strategy, block = "block", _block(q)
     else:
         raise StoreError(
             f"{what} must have one scale, or one for each row, group of a row or block in "
@@ -105,7 +105,7 @@ def scheme_of(what: str, q: qn.QArray) -> Scheme:
     form = FLOAT if kind.kind == "float" else PACKED if is_packed else INT
     if is_packed and strategy == "block":
         raise StoreError(f"{what} must have scales by row or group to be packed, got blocks.")
-    return Scheme(form, kind.bits, kind.kind, q.zero_point is None, strategy, **rest)
+    return Scheme(form, kind.bits, kind.kind, q.zero_point is None, strategy, group, block)
 
 
 def _block(q: qn.QArray) -> tuple[int, int]:
@@ -147,7 +147,7 @@ def read_schemes(where: str, config: Mapping[str, Any]) -> dict[str, tuple[list[
 def _scheme(what: str, form: str, args: Mapping[str, Any]) -> Scheme:
     kind, bits = str(args.get("type", "int")).lower(), args.get("num_bits", 8)
     known = [INT, FLOAT, PACKED]
-    if form == _NAIVE or form == _MIXED:
+    if form in (_NAIVE, _MIXED):
         form = FLOAT if kind == "float" else INT
     fits = bits == 8 if kind == "float" else kind == "int" and 2 <= bits <= 8
     if form not in known or not fits or (kind == "float") != (form == FLOAT):
@@ -163,7 +163,6 @@ def _scheme(what: str, form: str, args: Mapping[str, Any]) -> Scheme:
     strategy = args.get("strategy") or ("group" if (group or 0) > 0 else "tensor")
     if args.get("strategy") is None and group == -1:
         strategy = "channel"
-    block = args.get("block_structure")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise StoreError(
             f"{what} must have scales by tensor, channel, group or block, got {strategy}."
@@ -175,12 +174,12 @@ def _scheme(what: str, form: str, args: Mapping[str, Any]) -> Scheme:
         bool(args.get("symmetric", True)),
         strategy,
         group if strategy == "group" else None,
-        tuple(block) if strategy == "block" else None,
+        tuple(args["block_structure"]) if strategy == "block" else None,
     )
 
 
 def find(module: str, groups: Mapping[str, tuple[list[str], Scheme]]) -> Scheme | None:
-    """Return the scheme of a module: by its name, by a pattern, by its class, which is not known."""
+    """Return the scheme of a module: by its name, by a pattern, by its class, which none tells."""
     tests = (
         lambda target: target == module,
         lambda target: target.startswith("re:") and re.match(target[3:], module) is not None,
