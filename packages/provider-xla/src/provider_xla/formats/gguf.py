@@ -36,7 +36,8 @@ def load_gguf(
 
     A tensor is [out, in], as PyTorch's, with its blocks along the last axis. Q8_0, Q4_0, Q5_0, Q3_K
     and Q6_K become ``QArray`` (the latter two and Q5_0 in packed storage), those with a minimum
-    (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) ``AffineWeight``, floats and integers arrays.
+    (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) ``AffineWeight``, floats and integers arrays (of NumPy where
+    JAX would cut 64 bits to 32).
 
     Args:
         path: of the file.

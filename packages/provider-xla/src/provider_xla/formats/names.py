@@ -106,7 +106,10 @@ def _stored(value: Any) -> Any:
         return dataclasses.replace(value, inner=_stored(value.inner))
     if isinstance(value, qn.QArray):
         return qn.pack(value) if qn.get_qtype(value.qtype).packable else value
-    return jnp.asarray(value)
+    value = np.asarray(value)
+    # Of 64 bits, which JAX would cut to 32 without x64.
+    is_wide = jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype
+    return value if is_wide else jnp.asarray(value)
 
 
 def tensors_of(params: Any, names: Targets) -> list[tuple[str, str, Callable[[], Any]]]:
@@ -121,7 +124,7 @@ def tensors_of(params: Any, names: Targets) -> list[tuple[str, str, Callable[[],
         given = names(leaf.name) if callable(names) else (names or {}).get(leaf.name)
         given = leaf.name if given is None else given
         targets = [Target(given)] if isinstance(given, str) else given
-        for target in [targets] if isinstance(targets, Target) else targets:
+        for target in targets if isinstance(targets, list | tuple) else [targets]:
             if not isinstance(target, Target):
                 raise StoreError(
                     f"names must give a name, a Target or a list of these for {leaf.name}, got "
