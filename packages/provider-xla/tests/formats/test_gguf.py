@@ -309,7 +309,7 @@ def test_files_that_do_not_fit(tmp_path, model_file):
     assert xla.load_gguf(model_file, like=wide)["half"].dtype == jnp.float32
     write(tmp_path / "iq.gguf", {"w": (np.zeros((2, 18), np.uint8), "IQ4_NL")})
     with pytest.raises(
-        xla.StoreError, match="w of .* must be of a type that is read .* got IQ4_NL"
+        xla.StoreError, match=r"w of .* must be of a type that is read .* got IQ4_NL"
     ):
         xla.load_gguf(tmp_path / "iq.gguf")
 

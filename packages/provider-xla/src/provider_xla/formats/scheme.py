@@ -93,18 +93,16 @@ def scheme_of(what: str, q: qn.QArray) -> Scheme:
         strategy = "tensor"
     elif counts[:-1] == (*lead, n) and counts[-1] and k % counts[-1] == 0:
         strategy, group = "group", k // counts[-1]
-    elif all(_block(q)) and counts[:-2] == tuple(lead):
+    elif kind.kind == "float" and min(_block(q)) > 1 and counts[:-2] == tuple(lead):
         strategy, block = "block", _block(q)
     else:
         raise StoreError(
-            f"{what} must have one scale, or one for each row, group of a row or block in "
-            f"compressed-tensors, got scales of shape {list(counts)} for {list(shape)}. A weight "
-            "that is [in, out] is to be transposed by a Target."
+            f"{what} must have one scale, or one for each row, group of a row or, of floats, block "
+            f"in compressed-tensors, got scales of shape {list(counts)} for {list(shape)}. "
+            "Transpose a weight that is [in, out] by a Target."
         )
     is_packed = kind.kind == "int" and (kind.bits < 8 or strategy == "group")
     form = FLOAT if kind.kind == "float" else PACKED if is_packed else INT
-    if is_packed and strategy == "block":
-        raise StoreError(f"{what} must have scales by row or group to be packed, got blocks.")
     return Scheme(form, kind.bits, kind.kind, q.zero_point is None, strategy, group, block)
 
 
