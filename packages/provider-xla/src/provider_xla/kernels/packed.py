@@ -269,6 +269,11 @@ def packed_bits(qtype: str) -> int:
     return 4 if qn.get_qtype(qtype).bits <= 4 else 8
 
 
+# Jitted once: weights of one layout share a program.
+codes_of = jax.jit(PrepackedWeight.codes, static_argnums=1)
+"""``PrepackedWeight.codes`` of a weight and a shape of scales."""
+
+
 # Jitted: a program in which it ends up unused has one equation of it, traced once per shape.
 @jax.jit
 def _restored(weight: PrepackedWeight) -> jax.Array:

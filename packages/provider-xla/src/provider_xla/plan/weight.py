@@ -15,7 +15,7 @@ import quant_numerics as qn
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..kernels.packed import PrepackedWeight
+from ..kernels.packed import PrepackedWeight, codes_of
 from ..kernels.packing import Packing, abstract, prepack
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
@@ -177,7 +177,7 @@ def portable_leaf(plan: WeightPlan | None, held: Any) -> Any:
     if not isinstance(held, PrepackedWeight):
         return held
     shape = None if plan is None else plan.granularity.scale_shape(plan.shape)
-    return jax.jit(PrepackedWeight.codes, static_argnums=1)(held, shape)
+    return codes_of(held, shape)
 
 
 def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from ..kernels.packed import PrepackedWeight
+from ..kernels.packed import PrepackedWeight, codes_of
 from ..program.granularity import Granularity
 from ..program.sites import Under
 from ..run.affine import AffineWeight
@@ -344,11 +344,9 @@ def _check(name: str, array: Any) -> None:
 def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | None) -> Form:
     """Takes a weight apart that is packed for kernels, as codes and scales."""
 
-    def codes(weight: PrepackedWeight) -> qn.QArray | qn.PackedQArray:
-        return weight.codes(None if granularity is None else granularity.scale_shape(weight.shape))
-
+    scales = None if granularity is None else granularity.scale_shape(weight.shape)
     try:
-        abstract = jax.eval_shape(codes, weight)
+        abstract = codes_of.eval_shape(weight, scales)
     except (AttributeError, NotImplementedError) as error:
         raise StoreError(
             f"{name} is packed for a kernel whose package can't unpack it ({error}). Save "
@@ -359,7 +357,7 @@ def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | Non
     def arrays() -> Mapping[str, Any]:
         for leaf in jax.tree.leaves(weight):
             _check(name, leaf)
-        found = _fields(jax.jit(codes)(weight))
+        found = _fields(codes_of(weight, scales))
         return {part: found[part] for part in form.parts}
 
     return dataclasses.replace(form, arrays=arrays)
