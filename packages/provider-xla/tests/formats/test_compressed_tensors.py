@@ -163,7 +163,12 @@ def test_checkpoints_as_vllm_has_them(tmp_path, case, parts):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     np.testing.assert_array_equal(tree["lm_head.weight"], head)
 
-    xla.save_compressed_tensors(tmp_path / "out", tree, config={"architectures": ["X"]})
+    xla.save_compressed_tensors(
+        tmp_path / "out",
+        tree,
+        config={"architectures": ["X"]},
+        act_qtype="int8" if form == "int-quantized" else None,
+    )
     same(xla.load_compressed_tensors(tmp_path / "out"), tree)
     written = raw(tmp_path / "out")
     for name, array in all_tensors.items():
@@ -266,7 +271,7 @@ def test_several_schemes_in_one_checkpoint(tmp_path):
         "c.d.weight": "int4",
     }
     np.testing.assert_allclose(qn.dequantize(tree["c.d.weight"]), wanted, rtol=1e-6)
-    xla.save_compressed_tensors(tmp_path / "out", tree)
+    xla.save_compressed_tensors(tmp_path / "out", tree, act_qtype="int8")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
     same(xla.load_compressed_tensors(tmp_path / "out", dtype="float32"), tree)

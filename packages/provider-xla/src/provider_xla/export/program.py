@@ -64,8 +64,10 @@ class ExportedProgram:
             StoreError: others than it was exported for, or it has them inside.
         """
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.exported.in_avals]
-        (first, *_), _ = jax.tree.unflatten(self.exported.in_tree, avals)
-        return fitted(stored, first)
+        args, _ = jax.tree.unflatten(self.exported.in_tree, avals)
+        if not args:
+            raise StoreError("The program must take parameters, got one that has them inside.")
+        return fitted(stored, args[0])
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """Compile it for the shapes of arguments, which warms its kernels up, without running it.
@@ -124,8 +126,8 @@ class ExportedProgram:
 
     def __str__(self) -> str:
         lines = [f"program for {', '.join(self.exported.platforms)}: {self.exported.fun_name}"]
-        lines += [f"  takes {_types(self.exported.in_tree, self.exported.in_avals)}"]
-        lines += [f"  returns {_types(self.exported.out_tree, self.exported.out_avals)}"]
+        lines += [f"  takes {_types(self.exported.in_avals)}"]
+        lines += [f"  returns {_types(self.exported.out_avals)}"]
         packages = sorted({(one.package, one.version) for one in self.kernels.values()})
         for name, version in packages:
             targets = [t for t, one in self.kernels.items() if one.package == name]
@@ -180,8 +182,8 @@ def load_exported(
     return ExportedProgram(exported, kernels)
 
 
-def _types(tree: Any, avals: Any) -> str:
-    """Return how many arrays there are of each type, the largest count first; few, one by one."""
+def _types(avals: Any) -> str:
+    """Return the types of arrays; of many, how many there are, and the last."""
     if len(avals) <= 4:
         return ", ".join(aval.str_short() for aval in avals)
     return f"{len(avals)} arrays, {', '.join(aval.str_short() for aval in avals[-2:])} the last"

@@ -101,7 +101,8 @@ def save_compressed_tensors(
             ``Target("up_proj.weight", lambda w: w.T)``.
         config: the other keys of config.json, such as "architectures".
         act_qtype: what activations are quantized to when it runs, row by row: "int8" or
-            "float8_e4m3fn"; None for floats.
+            "float8_e4m3fn"; None for floats. With "int8", weights in int8 are int-quantized;
+            without, they are pack-quantized, as vLLM has both.
         overwrite: whether to replace what is there.
 
     Raises:
@@ -126,7 +127,7 @@ def save_compressed_tensors(
                     f"{leaf} must be a tensor whose name ends in .weight, got {name}. Give it such "
                     "a name by names=."
                 )
-            schemes[module] = scheme_of(f"{leaf} as {name}", value)
+            schemes[module] = scheme_of(f"{leaf} as {name}", value, act_qtype)
             parts = _parts(value, schemes[module])
             written |= {f"{module}.{part}": array for part, array in parts.items()}
         else:

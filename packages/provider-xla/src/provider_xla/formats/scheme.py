@@ -72,8 +72,11 @@ class Scheme:
         return found | ({} if self.block is None else {"block_structure": list(self.block)})
 
 
-def scheme_of(what: str, q: qn.QArray) -> Scheme:
+def scheme_of(what: str, q: qn.QArray, act_qtype: str | None) -> Scheme:
     """Return the scheme of a weight [out, in].
+
+    int-quantized is for weights that are multiplied with activations in int8: vLLM reads weights
+    of float activations packed, whatever their bits.
 
     Raises:
         StoreError: there is none.
@@ -101,7 +104,7 @@ def scheme_of(what: str, q: qn.QArray) -> Scheme:
             f"in compressed-tensors, got scales of shape {list(counts)} for {list(shape)}. "
             "Transpose a weight that is [in, out] by a Target."
         )
-    is_packed = kind.kind == "int" and (kind.bits < 8 or strategy == "group")
+    is_packed = kind.bits < 8 or strategy == "group" or act_qtype != "int8"
     form = FLOAT if kind.kind == "float" else PACKED if is_packed else INT
     return Scheme(form, kind.bits, kind.kind, q.zero_point is None, strategy, group, block)
 
