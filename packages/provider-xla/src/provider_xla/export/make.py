@@ -29,7 +29,9 @@ def export(
     program.__name__ = getattr(applied, "__name__", "program")
     taken = tuple(args)
     if shapes is not None:
-        taken = jax.export.symbolic_args_specs(taken, shapes)
+        # As JAX has them: NumPy's int64 is int32 without x64.
+        types = jax.eval_shape(lambda *args: args, *taken)
+        taken = jax.export.symbolic_args_specs(types, shapes)
     if platforms is None:
         platforms = (platform_of(jax.tree.leaves(stored)[0]),) if jax.tree.leaves(stored) else None
     make = jax.export.export(jax.jit(program), platforms=platforms, disabled_checks=export_checks())
