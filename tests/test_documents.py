@@ -19,6 +19,7 @@ FILES = [
 # What a document asks for beyond Python: a compiler's kernels, the libraries of the export.
 NEEDS = {
     "docs/quantization.md": ["te_ffi_kernels"],
+    "docs/serving.md": ["te_ffi_kernels"],
     "packages/te-ffi-kernels/README.md": ["te_ffi_kernels"],
     "packages/te-ffi-kernels-cuda13/README.md": ["te_ffi_kernels_cuda13"],
     "docs/odml.md": ["litert_converter", "ai_edge_litert"],

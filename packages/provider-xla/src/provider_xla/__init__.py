@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from .cache.plan import CachePlan
     from .cache.rule import CacheRule
     from .errors import QuantizationError, QuantizationWarning
+    from .export.program import ExportedProgram, load_exported
+    from .formats.compressed_tensors import load_compressed_tensors, save_compressed_tensors
+    from .formats.gguf import load_gguf, read_gguf_metadata, save_gguf
+    from .formats.names import Target
+    from .formats.rules import rules_of
     from .kernels.packed import PrepackedWeight
     from .lora.weight import AdaptedWeight, adapter_mask
     from .passes.awq import Awq
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from .providers.qt import QtProvider
     from .report.quality import QualityReport
     from .rules.rule import QtRule, QuantizationRule
+    from .run.affine import AffineWeight
     from .run.transformed import TransformedWeight
     from .store.errors import StoreError, StoreMismatchError
     from .store.float_files import Source
@@ -47,12 +53,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AdaptedWeight",
     "Adapter",
+    "AffineWeight",
     "AllocatedWeight",
     "Allocation",
     "Awq",
     "CacheArray",
     "CachePlan",
     "CacheRule",
+    "ExportedProgram",
     "Gptq",
     "Hadamard",
     "LoraPlan",
@@ -77,30 +85,40 @@ __all__ = [
     "Source",
     "StoreError",
     "StoreMismatchError",
+    "Target",
     "TransformedWeight",
     "Wanda",
     "WeightPlan",
     "adapter_mask",
     "calibrate_model",
     "load",
+    "load_compressed_tensors",
+    "load_exported",
     "load_extra",
+    "load_gguf",
     "merge_model",
     "model_plan",
     "quantize_file",
     "quantize_model",
+    "read_gguf_metadata",
     "read_manifest",
+    "rules_of",
     "save",
+    "save_compressed_tensors",
+    "save_gguf",
 ]
 
 _LAZY = {
     "AdaptedWeight": "lora.weight",
     "Adapter": "adapters.adapter",
+    "AffineWeight": "run.affine",
     "AllocatedWeight": "plan.allocation",
     "Allocation": "plan.allocation",
     "Awq": "passes.awq",
     "CacheArray": "cache.array",
     "CachePlan": "cache.plan",
     "CacheRule": "cache.rule",
+    "ExportedProgram": "export.program",
     "Gptq": "passes.gptq",
     "Hadamard": "passes.rotation",
     "LoraPlan": "plan.lora",
@@ -125,19 +143,27 @@ _LAZY = {
     "Source": "store.float_files",
     "StoreError": "store.errors",
     "StoreMismatchError": "store.errors",
+    "Target": "formats.names",
     "TransformedWeight": "run.transformed",
     "Wanda": "passes.wanda",
     "WeightPlan": "plan.weight",
     "adapter_mask": "lora.weight",
     "calibrate_model": "adapters.model",
     "load": "store.load",
+    "load_compressed_tensors": "formats.compressed_tensors",
+    "load_exported": "export.program",
     "load_extra": "store.load",
+    "load_gguf": "formats.gguf",
     "merge_model": "adapters.model",
     "model_plan": "adapters.model",
     "quantize_file": "store.quantize_file",
     "quantize_model": "adapters.model",
+    "read_gguf_metadata": "formats.gguf",
     "read_manifest": "store.load",
+    "rules_of": "formats.rules",
     "save": "store.save",
+    "save_compressed_tensors": "formats.compressed_tensors",
+    "save_gguf": "formats.gguf",
 }
 
 

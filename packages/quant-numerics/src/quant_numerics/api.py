@@ -9,6 +9,7 @@ from quant_numerics.array.moves import concatenate
 from quant_numerics.array.operand import dequantize
 from quant_numerics.array.packed import PackedQArray, pack, unpack
 from quant_numerics.array.qarray import QArray, qarray
+from quant_numerics.array.serialization import register_serialization
 from quant_numerics.array.tiles import contraction_tiles
 from quant_numerics.autodiff.linear import linear_with_transpose
 from quant_numerics.autodiff.straight_through import straight_through
@@ -84,6 +85,7 @@ __all__ = [
     "quantize_with",
     "ragged_dot",
     "ragged_dot_general",
+    "register_serialization",
     "scale_of",
     "straight_through",
     "take",

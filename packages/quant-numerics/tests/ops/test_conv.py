@@ -297,11 +297,11 @@ def test_sums_that_cannot_be_cut_are_refused():
             jnp.ones((1, features, window)),
         ).shape
 
-    assert conv(1, 133144, ("int8", "int8")) == (1, 1, 1)
-    message = "must be at most 133144, with numbers up to 127 .* got 133145"
+    assert conv(1, 131071, ("int8", "int8")) == (1, 1, 1)
+    message = "must be at most 131071, with numbers up to 128 .* got 131072"
     with pytest.raises(ValueError, match=message):
-        conv(1, 133145, ("int8", "int8"))
-    assert conv(1, 133145, ("int8", "int4")) == (1, 1, 1)
+        conv(1, 131072, ("int8", "int8"))
+    assert conv(1, 131072, ("int8", "int4")) == (1, 1, 1)
     with pytest.raises(ValueError, match="split the input features"):
         jax.eval_shape(
             lambda: conv_general_dilated(

@@ -207,7 +207,7 @@ def test_chunks_bound_the_length_of_every_integer_sum(monkeypatch):
         return original(a, b, dims, **kwargs)
 
     monkeypatch.setattr(jax.lax, "dot_general", spy)
-    monkeypatch.setattr("quant_numerics.ops.arithmetic.INT32_MAX", 127 * 127 * 7)
+    monkeypatch.setattr("quant_numerics.ops.arithmetic.INT32_MAX", 128 * 128 * 7)
     for k in (7, 8, 21, 22):
         jax.eval_shape(
             lambda x, w: dot_general(quantize(x, "int8"), quantize(w, "int8"), MATMUL),

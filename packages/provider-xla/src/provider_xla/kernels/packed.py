@@ -257,6 +257,9 @@ class PrepackedWeight(ArrayProxy):
             return self.unpacked().moved(primitive, params, unpacked)
 
 
+qn.register_serialization(PrepackedWeight)
+
+
 def _lead_at(axes: Sequence[int], lead: int) -> tuple[int, ...] | None:
     """Return where the leading axes are; None where they are the first."""
     found = tuple(i for i, axis in enumerate(axes) if axis < lead)
@@ -272,6 +275,11 @@ def _indexed(weight: Any) -> Any:
 def packed_bits(qtype: str) -> int:
     """Returns the bits that codes of a qtype are packed in."""
     return 4 if qn.get_qtype(qtype).bits <= 4 else 8
+
+
+# Jitted once: weights of one layout share a program.
+codes_of = jax.jit(PrepackedWeight.codes, static_argnums=1)
+"""``PrepackedWeight.codes`` of a weight and a shape of scales."""
 
 
 # Jitted: a program in which it ends up unused has one equation of it, traced once per shape.

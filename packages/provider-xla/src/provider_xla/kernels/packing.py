@@ -18,6 +18,9 @@ from interception_core import get_op
 
 from .packed import PrepackedWeight, scale_sizes
 
+PACK_OPS = ("pack_w4", "pack_w8")
+"""The ops that pack weights."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
@@ -101,6 +104,17 @@ def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     arrays = jax.tree.leaves(q)
     sharding = getattr(arrays[0], "sharding", None)
     return jax.block_until_ready(_prepack(q, packing, _of_panels(packing, q.ndim, sharding)))
+
+
+def packing_of(weight: PrepackedWeight) -> Packing:
+    """Return how a weight was packed."""
+    lead = weight.lead_at or tuple(range(len(weight.lead)))
+    rest = [axis for axis in range(weight.ndim) if axis not in lead]
+    axes = [rest[weight.order.index(part)] for part in range(len(weight.order))]
+    rank = len(weight.k_sizes)
+    return Packing(
+        lead, tuple(axes[:rank]), tuple(axes[rank:]), weight.group, weight.bits, weight.platform
+    )
 
 
 def abstract(q: Any, packing: Packing) -> Any:

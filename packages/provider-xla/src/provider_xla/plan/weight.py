@@ -15,10 +15,11 @@ import quant_numerics as qn
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..kernels.packed import PrepackedWeight
+from ..kernels.packed import PrepackedWeight, codes_of
 from ..kernels.packing import Packing, abstract, prepack
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
+from ..run.affine import AffineWeight
 from ..run.transformed import TransformedWeight
 from .derived import Derived
 
@@ -171,12 +172,12 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
 
 def portable_leaf(plan: WeightPlan | None, held: Any) -> Any:
     """Return a stored parameter as quantized values and scales, which run on every platform."""
-    if isinstance(held, TransformedWeight):
+    if isinstance(held, TransformedWeight | AffineWeight):
         return dataclasses.replace(held, inner=portable_leaf(plan, held.inner))
     if not isinstance(held, PrepackedWeight):
         return held
     shape = None if plan is None else plan.granularity.scale_shape(plan.shape)
-    return jax.jit(PrepackedWeight.codes, static_argnums=1)(held, shape)
+    return codes_of(held, shape)
 
 
 def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
@@ -190,7 +191,7 @@ def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
     Raises:
         QuantizationError: it is another than the plan's.
     """
-    if isinstance(q, TransformedWeight):
+    if isinstance(q, TransformedWeight | AffineWeight):
         return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner, platform))
     first = jax.tree.leaves(q)[0]
     packing = plan.packings.get(platform_of(first) if platform is None else platform)

@@ -22,6 +22,7 @@ from ..run.infer import infer
 from ..run.static import Statistics
 
 if TYPE_CHECKING:
+    from ..export.program import ExportedProgram
     from ..passes.base import Pass
     from ..passes.optimize import Optimized
     from ..report.quality import QualityReport
@@ -187,6 +188,40 @@ class Plan(PlanData):
                 arguments, and no argument is named.
         """
         return quantize_cache(self.caches, value, argument, parameters_of(self.fn))
+
+    def export(
+        self,
+        fn: Callable[..., Any],
+        stored: Any,
+        *args: Any,
+        shapes: Any = None,
+        statistics: Statistics | None = None,
+        platforms: Sequence[str] | None = None,
+        inside: bool = False,
+    ) -> ExportedProgram:
+        """Export ``apply(fn)`` with ``jax.export``, kernels included, for processes that serve it.
+
+        Args:
+            fn: the function that the plan is for.
+            stored: its parameters: what ``quantize``, ``optimize`` or ``load`` returned.
+            args: its other arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+            shapes: symbolic sizes of ``args``, as ``jax.export.symbolic_args_specs`` takes them:
+                ``"b, ..."`` for a first axis of any size. None for the shapes of ``args``.
+            statistics: as for ``apply``.
+            platforms: to lower for, such as ``("cpu", "cuda")``; None for that of ``stored``.
+            inside: whether the parameters are constants of the program (less than 2 GB); otherwise
+                they are its first argument.
+
+        Returns:
+            The program: ``save`` it, and ``provider_xla.load_exported`` it in another process.
+
+        Raises:
+            QuantizationError: the program doesn't hold for every size of symbolic shapes.
+        """
+        from ..export.make import export
+
+        applied = self.apply(fn, statistics)
+        return export(applied, stored, args, shapes=shapes, platforms=platforms, inside=inside)
 
     def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
         """Makes adapters for ``apply`` and ``merge``, which change nothing before training.

@@ -14,6 +14,7 @@ from ..kernels.matmul import NoKernel, multiply
 from ..kernels.packed import PrepackedWeight
 from ..program.products import Product
 from ..program.products import fits as scales_fit
+from .affine import AffineWeight, without_minimum
 from .stored import stored_form, takes, transformed
 from .transformed import TransformedWeight
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 Operands = tuple[Any, Any]
 Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
-Stored = qn.QArray | PrepackedWeight | TransformedWeight
+Stored = qn.QArray | PrepackedWeight | TransformedWeight | AffineWeight
 
 
 def fits(product: Product, side: int, held: Stored) -> bool:
@@ -104,11 +105,13 @@ def quantized_product(
 
     # Before, not within: the activation is transformed exactly, and so are its derivatives.
     lhs, rhs = transformed(product, (lhs, rhs))
+    (lhs, rhs), lacks = without_minimum(product, (lhs, rhs))
     stored = any(isinstance(x, qn.QArray | PrepackedWeight) for x in (lhs, rhs))
     # The backward pass dequantizes again: kept for it would be a float array for each step of a
     # scan, that is, the float model.
     differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore
-    return qn.straight_through(quantized, differentiated)((lhs, rhs), extras, calibrations)
+    found = qn.straight_through(quantized, differentiated)((lhs, rhs), extras, calibrations)
+    return found if lacks is None else (found.astype(lacks.dtype) + lacks).astype(found.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

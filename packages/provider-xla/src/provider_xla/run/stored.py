@@ -9,16 +9,18 @@ from typing import Any
 import quant_numerics as qn
 from hijax_trace import Carrier
 
+from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..program.products import Product
-from ..program.sites import Site
+from ..program.sites import Site, Under
+from .affine import AffineWeight, takes_minimum
 from .transformed import TransformedWeight
 
 
 def is_stored(node: Any) -> bool:
     """Returns whether a node of parameters is a quantized one, packed or not."""
-    kinds = qn.QArray | qn.PackedQArray | PrepackedWeight | TransformedWeight | Carrier
-    return isinstance(node, kinds)
+    quantized = qn.QArray | qn.PackedQArray | PrepackedWeight
+    return isinstance(node, quantized | TransformedWeight | AffineWeight | Carrier)
 
 
 def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
@@ -36,7 +38,8 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
     """
     if isinstance(leaf, Carrier):
         return mapped(lambda one: unpacked_leaf(one, kernels=kernels), leaf)
-    if isinstance(leaf, TransformedWeight) or (isinstance(leaf, PrepackedWeight) and not kernels):
+    is_packed = isinstance(leaf, PrepackedWeight) and not kernels
+    if is_packed or isinstance(leaf, TransformedWeight | AffineWeight):
         return leaf.unpacked()
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 
@@ -53,13 +56,15 @@ def transformed(product: Product, operands: Sequence[Any]) -> list[Any]:
 
 def takes(site: Site, side: int, held: Any) -> bool:
     """Returns whether a stored parameter can be that operand of a site: a transformed one needs
-    a product and an activation that it was made for.
+    a product and an activation that it was made for, one with minima a product of matrices.
     """
-    if not isinstance(held, TransformedWeight):
+    if not isinstance(held, TransformedWeight | AffineWeight):
         return True
     other = site.operands[1 - side]
     if site.call.proxy(other) is not None:
         return False
+    if isinstance(held, AffineWeight):
+        return takes_minimum(site.product)
     return held.pairs(site.product, side, other.shape) is not None
 
 
@@ -72,4 +77,17 @@ def beside(site: Site, side: int) -> TransformedWeight | None:
 
 def stored_form(held: Any) -> Any:
     """Returns what holds the codes of a stored parameter."""
-    return held.inner if isinstance(held, TransformedWeight) else held
+    return held.inner if isinstance(held, TransformedWeight | AffineWeight) else held
+
+
+def _encoded(is_parameter: Any) -> str:
+    """Return which inputs are parameters, as text."""
+    if not isinstance(is_parameter, Under):
+        raise QuantizationError(
+            "A parameter with derived weights must be one that plan.quantize returned to be "
+            f"exported, got one with is_parameter={is_parameter!r}. Quantize it by a plan."
+        )
+    return is_parameter.prefix
+
+
+qn.register_serialization(Carrier, _encoded, Under)

@@ -247,3 +247,7 @@ def _restored(held: TransformedWeight) -> jax.Array:
         flat = step.back(flat)
     inverse = [order.index(axis) for axis in range(w.ndim)]
     return flat.reshape(moved.shape).transpose(inverse).astype(w.dtype)
+
+
+for _kind in (Scaled, Rotated, TransformedWeight):
+    qn.register_serialization(_kind)

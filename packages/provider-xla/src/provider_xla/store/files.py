@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import StoreError
+from .locks import locked, remove_stale
 
 
 @contextlib.contextmanager
@@ -17,45 +18,82 @@ def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
     """Gives a path to write to beside ``path``, which takes its place when all went well.
 
     A file that is there is replaced in one step. A folder has to be moved away first, in a step
-    of its own.
+    of its own. Of several that write to one path without ``overwrite``, one does. What a process
+    left that was killed while it wrote is removed by the next one that writes to ``path``.
 
     Raises:
-        StoreError: ``path`` is there and is not to be overwritten, or has no folder to be in.
+        StoreError: ``path`` is there and is not to be overwritten, or has no folder to be in; or
+            the system can't write, for lack of space or of rights.
     """
     if not path.parent.is_dir():
         raise StoreError(f"{path} can't be written: {path.parent} is no folder. Make it first.")
     _check(path, overwrite)
-    hidden = f".{path.name}.{uuid.uuid4().hex}"
-    new, old = path.with_name(f"{hidden}.new"), path.with_name(f"{hidden}.old")
     try:
-        yield new
-        _check(path, overwrite)
-        _synchronize(new)
-        if path.is_dir():
-            path.rename(old)
+        remove_stale(path)
+        hidden = f".{path.name}.{uuid.uuid4().hex}"
+        new, old = path.with_name(f"{hidden}.new"), path.with_name(f"{hidden}.old")
         try:
-            os.replace(new, path)
-        except BaseException:
-            if old.exists():
-                old.rename(path)
-            raise
-        _synchronize_one(path.parent)
-    finally:
-        # Also what a library left beside, such as orbax's own temporary folder.
-        for left in [p for p in path.parent.iterdir() if p.name.startswith(hidden)]:
-            remove(left)
+            with locked(path.with_name(f"{hidden}.lock")):
+                yield new
+                _check(path, overwrite)
+                _synchronize(new)
+                if overwrite:
+                    _replace(new, path, old)
+                else:
+                    _take(new, path)
+                _synchronize_one(path.parent)
+        finally:
+            # Also what a library left beside, such as orbax's own temporary folder.
+            for left in [p for p in path.parent.iterdir() if p.name.startswith(hidden)]:
+                remove(left)
+    except OSError as error:
+        raise StoreError(
+            f"{path} can't be written: {error}. Make space or choose another "
+            "folder; what was there is as it was."
+        ) from error
 
 
 def remove(path: Path) -> None:
     """Removes a file or a folder, if it is there."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
+def _replace(new: Path, path: Path, old: Path) -> None:
+    """Put what is new in the place of what is there, if anything is."""
+    if path.is_dir() or (new.is_dir() and os.path.lexists(path)):
+        path.rename(old)
+    try:
+        os.replace(new, path)
+    except BaseException:
+        if os.path.lexists(old):
+            old.rename(path)
+        raise
+
+
+def _take(new: Path, path: Path) -> None:
+    """Give what is new a name that nothing has, in one step."""
+    try:
+        if new.is_dir():
+            os.rename(new, path)  # refused where a folder with files is
+        else:
+            try:
+                os.link(new, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without links
+                _check(path, overwrite=False)
+                os.replace(new, path)
+    except OSError:
+        _check(path, overwrite=False)
+        raise
+
+
 def _check(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
+    # A link to nothing is there, too.
+    if os.path.lexists(path) and not overwrite:
         raise StoreError(f"{path} is there already. Pass overwrite=True to replace it.")
 
 

@@ -17,7 +17,7 @@ from .errors import StoreError, require
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_WIDER = {
+WIDER = {
     "bfloat16": ("float32", "float64"),
     "float16": ("float32", "float64"),
     "float32": ("float64",),
@@ -88,7 +88,7 @@ class FloatFiles:
         self._library = require("safetensors", "safetensors")
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
-        for path in _paths(source):
+        for path in files_of(source):
             file = self._open(path)
             for name in list(file.keys()):
                 if name in self._files:
@@ -126,7 +126,7 @@ class FloatFiles:
                 f"{jnp.dtype(dtype).name}{list(shape)}.{hint}"
             )
         wanted = jnp.dtype(dtype)
-        if array.dtype != wanted and wanted.name not in _WIDER.get(array.dtype.name, ()):
+        if array.dtype != wanted and wanted.name not in WIDER.get(array.dtype.name, ()):
             raise StoreError(
                 f"{about}, is {array.dtype.name}, and the plan has {wanted.name}, which has not "
                 "all of its numbers. Make the plan for the dtype of the file, or convert by a "
@@ -162,7 +162,7 @@ class FloatFiles:
             ) from error
 
 
-def _paths(source: Any) -> list[Path]:
+def files_of(source: Any) -> list[Path]:
     """Returns the files that a source stands for."""
     if not isinstance(source, str | os.PathLike):
         return [Path(one) for one in source]

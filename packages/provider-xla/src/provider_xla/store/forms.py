@@ -13,14 +13,15 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from ..kernels.packed import PrepackedWeight
+from ..kernels.packed import PrepackedWeight, codes_of
 from ..program.granularity import Granularity
 from ..program.sites import Under
+from ..run.affine import AffineWeight
 from ..run.transformed import Rotated, Scaled, TransformedWeight
 from .carriers import is_storable
 from .errors import StoreError
 
-QUANTIZED = ("qarray", "packed", "transformed")
+QUANTIZED = ("qarray", "packed", "transformed", "affine")
 """The kinds that are codes and scales."""
 
 CARRIER = "carrier"
@@ -32,7 +33,7 @@ class Form:
     """A leaf, taken apart.
 
     Attributes:
-        kind: "array", "numpy", "key", "qarray", "packed", "transformed", "carrier",
+        kind: "array", "numpy", "key", "qarray", "packed", "transformed", "affine", "carrier",
             "calibration", "statistics", "value" or "static".
         about: what else there is to know, as JSON: shape and dtype where it has them.
         parts: by name, the dtype and shape of each array that it consists of.
@@ -66,6 +67,8 @@ def take_apart(
         return _carrier(name, leaf, granularity, derived or {})
     if isinstance(leaf, TransformedWeight):
         return _transformed(name, leaf, granularity)
+    if isinstance(leaf, AffineWeight):
+        return _affine(name, leaf, granularity)
     if isinstance(leaf, PrepackedWeight):
         return _unpacked(name, leaf, granularity)
     if isinstance(leaf, qn.QArray):
@@ -136,6 +139,9 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
         inner = _put_together(about["inner"], about, parts)
         made = [_step(found, parts[f"step{i}"]) for i, found in enumerate(about["steps"])]
         return TransformedWeight(inner, tuple(made), tuple(about["k_axes"]))
+    if kind == "affine":
+        inner = _put_together(about["inner"], about, parts)
+        return AffineWeight(inner, parts["minimum"], about["shift"])
     if kind == CARRIER:
         made: list[Any] = [
             None if one is None else _put_together(one["kind"], one["about"], _below(parts, i))
@@ -178,6 +184,8 @@ def part_of(leaf: Any, part: str) -> Any:
     if isinstance(leaf, TransformedWeight):
         if part.startswith("step"):
             return jax.tree.leaves(leaf.steps[int(part.removeprefix("step"))])[0]
+        leaf = leaf.inner
+    if isinstance(leaf, AffineWeight) and part != "minimum":
         leaf = leaf.inner
     return getattr(leaf, part, None)
 
@@ -246,11 +254,29 @@ def _transformed(name: str, leaf: TransformedWeight, granularity: Granularity | 
                 f"{name} has a {type(step).__name__} among its steps, and only SmoothQuant's, "
                 "AWQ's and Hadamard's can be saved."
             )
-    own = _of(name, "transformed", {}, arrays)
-    about = {"inner": inner.kind, "steps": steps, "k_axes": list(leaf.k_axes), **inner.about}
-    found = inner.arrays
-    both = None if found is None or own.arrays is None else (lambda: {**found(), **arrays})
-    return Form("transformed", about, {**inner.parts, **own.parts}, both)
+    about = {"steps": steps, "k_axes": list(leaf.k_axes)}
+    return _around(inner, _of(name, "transformed", about, arrays))
+
+
+def _affine(name: str, leaf: AffineWeight, granularity: Granularity | None) -> Form:
+    """Take a weight apart that has a least value for each scale."""
+    if granularity is None and isinstance(leaf.inner, PrepackedWeight):
+        shape, least = leaf.shape, leaf.minimum.shape
+        tiles = {
+            axis: n // m for axis, (n, m) in enumerate(zip(shape, least, strict=True)) if m > 1
+        }
+        granularity = Granularity((), tiles)
+    inner = take_apart(name, leaf.inner, granularity)
+    own = _of(name, "affine", {"shift": leaf.shift}, {"minimum": leaf.minimum})
+    return _around(inner, own)
+
+
+def _around(inner: Form, own: Form) -> Form:
+    """Return the form of a weight that holds another, with arrays of its own."""
+    about = {"inner": inner.kind, **own.about, **inner.about}
+    found, arrays = inner.arrays, own.arrays
+    both = None if found is None or arrays is None else (lambda: {**found(), **arrays()})
+    return Form(own.kind, about, {**inner.parts, **own.parts}, both)
 
 
 def _step(about: Mapping[str, Any], array: jax.Array) -> Any:
@@ -318,11 +344,9 @@ def _check(name: str, array: Any) -> None:
 def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | None) -> Form:
     """Takes a weight apart that is packed for kernels, as codes and scales."""
 
-    def codes(weight: PrepackedWeight) -> qn.QArray | qn.PackedQArray:
-        return weight.codes(None if granularity is None else granularity.scale_shape(weight.shape))
-
+    scales = None if granularity is None else granularity.scale_shape(weight.shape)
     try:
-        abstract = jax.eval_shape(codes, weight)
+        abstract = codes_of.eval_shape(weight, scales)
     except (AttributeError, NotImplementedError) as error:
         raise StoreError(
             f"{name} is packed for a kernel whose package can't unpack it ({error}). Save "
@@ -333,7 +357,7 @@ def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | Non
     def arrays() -> Mapping[str, Any]:
         for leaf in jax.tree.leaves(weight):
             _check(name, leaf)
-        found = _fields(jax.jit(codes)(weight))
+        found = _fields(codes_of(weight, scales))
         return {part: found[part] for part in form.parts}
 
     return dataclasses.replace(form, arrays=arrays)

@@ -12,6 +12,7 @@ from hijax_trace import ArrayProxy, Move, MoveError, Part
 from quant_numerics.array import moves
 from quant_numerics.array.operand import register_operand
 from quant_numerics.array.qarray import QArray, qtype_of, stored_bytes
+from quant_numerics.array.serialization import register_serialization
 from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.dtypes import float_dtype
 from quant_numerics.formats.qtypes import QType, get_qtype
@@ -174,3 +175,4 @@ def _counting(n: int, axis_from_end: int, ndim: int) -> jax.Array:
 
 
 register_operand(PackedQArray, unpack)
+register_serialization(PackedQArray)

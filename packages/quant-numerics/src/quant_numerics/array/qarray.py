@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from hijax_trace import ArrayProxy, Move, MoveError, Part
 from quant_numerics.array import moves
+from quant_numerics.array.serialization import register_serialization
 from quant_numerics.array.tiles import (
     RaggedTiles,
     Slices,
@@ -133,7 +134,7 @@ class QArray(ArrayProxy):
     def transpose(self, *axes: int | Sequence[int]) -> "QArray":
         """Permute the axes (reverse them without arguments), as NumPy's method."""
         given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
-        order = tuple(a % self.ndim for a in given) or tuple(reversed(range(self.ndim)))
+        order = tuple(a % self.ndim for a in given or ()) or tuple(reversed(range(self.ndim)))
         return moves.view(self, "transpose", permutation=order)
 
     def swapaxes(self, axis1: int, axis2: int) -> "QArray":
@@ -166,6 +167,9 @@ class QArray(ArrayProxy):
         return (self[i] for i in range(self.shape[0]))
 
 
+register_serialization(QArray)
+
+
 def stored_bytes(tree: Any) -> int:
     """Return the bytes of a pytree of arrays, part bytes in bits."""
     return sum(-(-x.size * _BITS.get(x.dtype.name, 8 * x.dtype.itemsize) // 8)
@@ -188,9 +192,9 @@ def qarray(
     """Build a QArray from quantized values and scales, checking that they fit.
 
     Args:
-      qvalue: quantized values, of the qtype's storage dtype; integers in ``[-qmax, qmax]``, or,
-        with a zero point, in the qtype's `asymmetric` range. The range is not checked (values may
-        be traced), but the int32 overflow bounds of the ops rely on it.
+      qvalue: quantized values, of the qtype's storage dtype; integers in the qtype's `asymmetric`
+        range (``quantize`` keeps to ``[-qmax, qmax]`` without a zero point). The range is not
+        checked (values may be traced), but the int32 overflow bounds of the ops rely on it.
       scale: the qtype's scale dtype, or bfloat16 or float16 for float32; same ndim; each axis 1,
         the full size, or the number of tiles.
       qtype: a qtype.

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -26,6 +27,11 @@ class Calibration(NamedTuple):
 
     lower: jax.Array | None
     upper: jax.Array
+
+
+jax.export.register_namedtuple_serialization(
+    Calibration, serialized_name="quant_numerics.Calibration"
+)
 
 
 def scale_of(

@@ -72,7 +72,8 @@ def largest_number(q: QArray) -> int:
     """Return the largest magnitude of a quantized value less the zero point."""
     kind = qtype_of(q)
     if q.zero_point is None:
-        return int(kind.qmax)
+        # quantize keeps to qmax; other people's files use the whole range.
+        return int(kind.qmax) if kind.asymmetric is None else -kind.asymmetric[0]
     assert kind.asymmetric is not None
     return kind.asymmetric[1] - kind.asymmetric[0]
 

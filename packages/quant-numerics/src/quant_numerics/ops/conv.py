@@ -57,7 +57,7 @@ def conv_general_dilated(
     are non-finite, also those whose window does not touch it.
 
     int32 never overflows: sums of more products (window elements times input features) than
-    ``(2**31 - 1) // (max_lhs * max_rhs)``, 133144 for int8 by int8, are taken in groups of input
+    ``(2**31 - 1) // (max_lhs * max_rhs)``, 131071 for int8 by int8, are taken in groups of input
     features that are added in float32.
 
     Args:

@@ -60,7 +60,7 @@ def dot_general(
     float64 replaces float32 in weight-only dots with a float64 side (under x64).
 
     int32 never overflows: contractions longer than ``(2**31 - 1) // (max_lhs * max_rhs)``, with
-    the largest magnitudes that the sides' numbers can have (133144 for int8 by int8), are done in
+    the largest magnitudes that the sides' numbers can have (131071 for int8 by int8), are done in
     chunks that are summed in float32.
 
     An output element is non-finite where a slice that it is computed from has a non-finite value.

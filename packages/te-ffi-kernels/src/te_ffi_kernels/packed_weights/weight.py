@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
+import jax.export
 
 from .layout import FEW_ROWS, Layout
 
@@ -93,3 +95,13 @@ class PackedWeight:
                 f"n={self.n} in {self.bits} bits with group={self.group} is packed in uint8"
                 f"[..., {wanted[0]}, {wanted[1]}]. Pack it with pack_w{self.bits}."
             )
+
+
+# In exported programs: its arguments, and what they are beside arrays.
+jax.export.register_pytree_node_serialization(
+    PackedWeight,
+    serialized_name="te_ffi_kernels.PackedWeight",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda text: tuple(json.loads(bytes(text))),
+    from_children=lambda aux_data, children: PackedWeight(*children, *aux_data),
+)

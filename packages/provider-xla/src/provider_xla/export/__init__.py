@@ -1,0 +1,1 @@
+"""Export: a program with its kernels in a file, for processes that serve it."""

@@ -1,0 +1,128 @@
+"""The kernels that an exported program calls: which, whose, and registering them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import jax
+
+from interception_core import (
+    JaxtapError,
+    KernelSpec,
+    PluginRecord,
+    get_op,
+    kernels,
+    plugins,
+    register_kernel,
+)
+
+from ..kernels.packing import PACK_OPS
+from ..store.errors import StoreError
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOf:
+    """Whose a kernel is.
+
+    Attributes:
+        platform: that it runs on.
+        package: the distribution that brings it.
+        version: of the package.
+    """
+
+    platform: str
+    package: str
+    version: str
+
+
+def export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
+    """Return the checks of ``jax.export`` that refuse kernels of the installed plugins.
+
+    JAX gives no promise for custom calls in saved programs; here the packages' versions do.
+    """
+    return tuple(jax.export.DisabledSafetyCheck.custom_call(spec.target) for spec in kernels())
+
+
+def called_in(exported: jax.export.Exported) -> dict[str, KernelOf]:
+    """Return the kernels that an exported program calls, by target."""
+    owners = _owners()
+    text = exported.mlir_module_serialized
+    # Names are whole strings there, each with a zero at its end.
+    return {
+        spec.target: owners[spec.target]
+        for spec in kernels()
+        if spec.platform in exported.platforms and f"{spec.target}\0".encode() in text
+    }
+
+
+def register(wanted: Mapping[str, KernelOf], check_versions: bool) -> None:
+    """Register the kernels of an exported program, for the platforms that this process has.
+
+    Raises:
+        StoreError: one of them is of a package that isn't installed, or of another version.
+        KernelError: one of them can't be registered.
+    """
+    here = [target for target, kernel in wanted.items() if _has(kernel.platform)]
+    specs = {spec.target: spec for spec in kernels()}
+    owners = _owners()
+    for target in here:
+        kernel = wanted[target]
+        if target not in specs:
+            raise StoreError(_missing(target, wanted, specs))
+        found = owners[target]
+        if check_versions and found.version != kernel.version:
+            raise StoreError(
+                f"{kernel.package} must be version {kernel.version}, which the program was "
+                f"exported with, got {found.version}. Install {kernel.package}=="
+                f"{kernel.version}, export the program again, or pass check_versions=False if "
+                "you know that its kernels are the same."
+            )
+    for target in here:
+        register_kernel(specs[target])
+
+
+def import_packed_nodes() -> None:
+    """Import the classes of packed weights, which are nodes of an exported program's arguments."""
+    for op in PACK_OPS:
+        # A program without such weights needs no package that has them.
+        with contextlib.suppress(JaxtapError):
+            get_op(op)
+
+
+def _missing(target: str, wanted: Mapping[str, KernelOf], specs: Mapping[str, KernelSpec]) -> str:
+    kernel = wanted[target]
+    names = [one for one in wanted if one not in specs and wanted[one].package == kernel.package]
+    record = next((one for one in plugins() if one.distribution == kernel.package), None)
+    what = f"The program calls kernels of {kernel.package} {kernel.version} ({', '.join(names)})"
+    if record is None:
+        return f"{what}, which is not installed. Run pip install {kernel.package}=={kernel.version}"
+    if record.status in ("failed", "disabled"):
+        return f"{what}, and its {record.label} is {record.status}. {record.reason}".rstrip()
+    return (
+        f"{what}, and version {record.version} is installed, which doesn't have them. Run pip "
+        f"install {kernel.package}=={kernel.version}"
+    )
+
+
+def _owners() -> dict[str, KernelOf]:
+    """Return whose each kernel is, by target."""
+    found = {}
+    records: Iterable[PluginRecord] = plugins()
+    platforms = {spec.key: spec for spec in kernels()}
+    for record in records:
+        for name in record.provides:
+            kind, _, key = name.partition(":")
+            if kind == KernelSpec.kind and key in platforms:
+                spec = platforms[key]
+                owner = KernelOf(spec.platform, record.distribution, record.version)
+                found[spec.target] = owner
+    return found
+
+
+def _has(platform: str) -> bool:
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:
+        return False

@@ -1,0 +1,1 @@
+"""Other people's formats: GGUF and compressed-tensors, read and written as trees of QArrays."""

@@ -1,0 +1,291 @@
+"""GGUF, the files of llama.cpp: trees of QArrays read from them, and written to them."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+
+from ..run.affine import AffineWeight
+from ..store.errors import StoreError, require
+from ..store.files import appearing
+from ..store.float_files import Names
+from . import blocks
+from .blocks import BlockType, Groups
+from .names import Targets, load_tree, tensors_of
+
+_ARCHITECTURE = "general.architecture"
+_ALIGNMENT = "general.alignment"
+_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+_PLAIN = {**_FLOATS, **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}}
+_LONGEST_NAME, _MOST_AXES = 63, 4
+"""Of a tensor, in GGML."""
+
+
+def load_gguf(
+    path: str | os.PathLike[str], *, like: Any = None, names: Names = None, dtype: Any = "float32"
+) -> Any:
+    """Load the tensors of a GGUF file, quantized as they are.
+
+    A tensor is [out, in], as PyTorch's, with its blocks along the last axis. Q8_0, Q4_0, Q5_0, Q3_K
+    and Q6_K become ``QArray`` (the latter two and Q5_0 in packed storage), those with a minimum
+    (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) ``AffineWeight``, floats and integers arrays (of NumPy where
+    JAX would cut 64 bits to 32).
+
+    Args:
+        path: of the file.
+        like: a tree of arrays or types, such as ``plan.params``, that says the structure, shapes
+            and dtypes; None for a dictionary by the names of tensors.
+        names: with ``like``, which tensors make each of its leaves, as for ``quantize_file``; a
+            transform gets these forms: ``Source("blk.0.ffn_up.weight", transform=lambda w: w.T)``.
+        dtype: without ``like``, the float dtype that quantized tensors stand for.
+
+    Returns:
+        The tree. ``rules_of`` makes the rules that it was quantized by, and ``plan.prepack`` packs
+        it for kernels.
+
+    Raises:
+        StoreError: no GGUF file, or one that was cut; a tensor that is missing, of another shape,
+            or of a type that isn't read.
+        MissingExtraError: gguf is not installed: ``provider-xla[gguf]``.
+    """
+    reader = _reader(Path(path))
+    found = {tensor.name: tensor for tensor in reader.tensors}
+
+    def tensor(name: str) -> Any:
+        return _read(Path(path), found[name], dtype)
+
+    return load_tree(str(path), found, tensor, like, names)
+
+
+def read_gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a GGUF file says beside its tensors, for ``save_gguf``.
+
+    Returns:
+        By key: text, bool, a NumPy number of the file's type, an array of these, or a list of text.
+
+    Raises:
+        StoreError, MissingExtraError: as ``load_gguf``.
+    """
+    found = {}
+    for key, field in _reader(Path(path)).fields.items():
+        if key.startswith("GGUF."):
+            continue
+        kind, value = field.types[-1].name.lower(), field.contents()
+        is_list = field.types[0].name == "ARRAY"
+        if kind in ("string", "bool"):
+            found[key] = value
+        else:
+            found[key] = np.asarray(value, kind) if is_list else np.dtype(kind).type(value)
+    return found
+
+
+def save_gguf(
+    path: str | os.PathLike[str],
+    params: Any,
+    *,
+    names: Targets = None,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write parameters to a GGUF file, quantized as they are.
+
+    int8, int4 and int5 in tiles of 32 along the last axis, or of a multiple, with scales that
+    float16 has, are written as Q8_0, Q4_0 and Q5_0; what ``load_gguf`` read as Q4_1 and Q5_1 is
+    written so. Values and scales are the same bit for bit.
+
+    Args:
+        path: of the file, which is there whole or not at all.
+        params: any tree of arrays and of what ``plan.quantize`` or ``load_gguf`` returned.
+        names: which tensors the parameters become, by the name of the leaf: a name, a ``Target``
+            or several. GGML's matrices are [out, in]: ``Target("blk.0.ffn_up.weight", lambda w:
+            w.T)``. None for the names of the leaves.
+        metadata: keys of the file, such as "general.architecture", as ``read_gguf_metadata``
+            returns them; Python's ints are uint32 and floats float32.
+        overwrite: whether to replace what is there.
+
+    Raises:
+        StoreError: ``path`` is there; a leaf that GGUF has no type for, which the message names.
+        MissingExtraError: gguf is not installed: ``provider-xla[gguf]``.
+    """
+    library = require("gguf", "gguf")
+    metadata = dict(metadata or {})
+    tensors = tensors_of(params, names)
+    kinds = library.GGMLQuantizationType
+    with appearing(Path(path), overwrite) as new:
+        writer = library.GGUFWriter(new, metadata.pop(_ARCHITECTURE, "jax"))
+        try:
+            alignment = metadata.pop(_ALIGNMENT, None)
+            if alignment is not None:
+                writer.add_custom_alignment(int(alignment))
+            for key, value in metadata.items():
+                _add(library, writer, key, value)
+            for leaf, name, make in tensors:
+                _check_name(leaf, name)
+                kind, data = _written(f"{leaf} as {name}", make())
+                writer.add_tensor(name, data, raw_dtype=kinds[kind])
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        except (ValueError, TypeError, struct.error, OSError) as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{path} can't be written: {error}") from error
+        finally:
+            writer.close()
+
+
+def _reader(path: Path) -> Any:
+    library = require("gguf", "gguf")
+    if not path.is_file():
+        raise StoreError(f"{path} must be a GGUF file, got none there.")
+    try:
+        return library.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
+        raise StoreError(
+            f"{path} must be a whole GGUF file, got one that can't be read ({error}). Take another "
+            "copy."
+        ) from error
+
+
+def _read(path: Path, tensor: Any, dtype: Any) -> Any:
+    """Return a tensor: a QArray, an AffineWeight or a NumPy array."""
+    name, kind = tensor.name, tensor.tensor_type.name
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    if kind in _PLAIN.values():
+        data = np.asarray(tensor.data)
+        return data.view(jnp.bfloat16).reshape(shape) if kind == "BF16" else data.reshape(shape)
+    if kind not in blocks.TYPES:
+        raise StoreError(
+            f"{name} of {path} must be of a type that is read ({', '.join(blocks.TYPES)}, "
+            f"{', '.join(_PLAIN.values())}), got {kind}. Convert the file by llama.cpp's "
+            "llama-quantize --allow-requantize."
+        )
+    form = blocks.TYPES[kind]
+    groups = blocks.read(form, np.asarray(tensor.data), shape)
+    stored = qn.get_qtype(form.qtype).storage_dtype
+    q = qn.qarray(
+        jnp.asarray(groups.values).astype(stored), jnp.asarray(groups.scale), form.qtype, dtype
+    )
+    if groups.minimum is None:
+        return q
+    assert form.shift is not None
+    return AffineWeight(q, jnp.asarray(groups.minimum), form.shift)
+
+
+def _written(what: str, value: Any) -> tuple[str, np.ndarray]:
+    """Return the type and the bytes of a tensor."""
+    if np.ndim(value) == 0 or np.ndim(value) > _MOST_AXES:
+        raise StoreError(
+            f"{what} must have 1 to {_MOST_AXES} axes in GGUF, got {np.ndim(value)}. Reshape it by "
+            "a Target with a transform."
+        )
+    if not isinstance(value, qn.QArray | AffineWeight):
+        array = np.ascontiguousarray(value)
+        if array.dtype.name not in _PLAIN:
+            raise StoreError(
+                f"{what} must be of {', '.join(_PLAIN)} in GGUF, got {array.dtype.name}. Convert "
+                "it by a Target with a transform."
+            )
+        is_bfloat16 = array.dtype.name == "bfloat16"
+        return _PLAIN[array.dtype.name], array.view(np.uint8) if is_bfloat16 else array
+    shift = value.shift if isinstance(value, AffineWeight) else None
+    q = value.inner if isinstance(value, AffineWeight) else value
+    form = _type_of(what, q, shift)
+    scale = _spread(what, q.scale, q.shape, form)
+    minimum = None
+    if isinstance(value, AffineWeight):
+        minimum = _spread(what, value.minimum, q.shape, form)
+    values = np.asarray(q.qvalue.astype(jnp.int8))
+    return form.name, blocks.write(form, Groups(values, scale, minimum))
+
+
+def _type_of(what: str, q: qn.QArray, shift: int | None) -> BlockType:
+    if q.zero_point is not None:
+        raise StoreError(
+            f"{what} must have no zero points in GGUF, got some: its types have a float minimum, "
+            "which need not be a multiple of the scale. Quantize it symmetrically."
+        )
+    for form in blocks.TYPES.values():
+        if form.write is not None and (form.qtype, form.shift) == (q.qtype, shift):
+            return form
+    writable = [form for form in blocks.TYPES.values() if form.write is not None]
+    known = ", ".join(f"{form.qtype} ({form.name})" for form in writable if form.shift is None)
+    raise StoreError(
+        f"{what} must be of {known} to be written to GGUF, got {q.qtype}"
+        f"{'' if shift is None else ' with a minimum'}. Quantize it to one of these."
+    )
+
+
+def _spread(what: str, scale: Any, shape: tuple[int, ...], form: BlockType) -> np.ndarray:
+    """Return scales in float16, one for each block of the last axis."""
+    *lead, last = shape
+    count = last // form.size
+    if last % form.size or not scale.shape[-1] or count % scale.shape[-1]:
+        raise StoreError(
+            f"{what} must have tiles of {form.size} numbers along its last axis, or of a multiple, "
+            f"to be {form.name} in GGUF, got {list(shape)} with scales of shape "
+            f"{list(scale.shape)}. Quantize it with tile_size={form.size}, and transpose it by a "
+            "Target if it is [in, out]."
+        )
+    if any(m not in (1, n) for m, n in zip(scale.shape[:-1], lead, strict=True)):
+        raise StoreError(
+            f"{what} must have scales for each index of its first axes, or one, got scales of "
+            f"shape {list(scale.shape)} for {list(shape)}."
+        )
+    wide = np.asarray(scale).astype(np.float32)
+    half = wide.astype(np.float16)
+    if not np.array_equal(half.astype(np.float32), wide, equal_nan=True):
+        raise StoreError(
+            f"{what} must have scales that float16 has to be {form.name} in GGUF, got "
+            f"{np.asarray(scale).dtype.name} ones that it would round. Quantize it by a rule with "
+            "scale_dtype='float16'."
+        )
+    half = np.repeat(half, count // half.shape[-1], axis=-1)
+    return np.broadcast_to(half, (*lead, count))
+
+
+def _check_name(leaf: str, name: str) -> None:
+    if not name or len(name.encode()) > _LONGEST_NAME:
+        raise StoreError(
+            f"{leaf} must be a tensor of a name of 1 to {_LONGEST_NAME} bytes in GGUF, got "
+            f"{name!r}. Give it another by names=."
+        )
+
+
+def _add(library: Any, writer: Any, key: str, value: Any) -> None:
+    """Add a key to a file, of the type that its value has."""
+    types = library.GGUFValueType
+
+    def kind(one: Any) -> Any:
+        if isinstance(one, bool | np.bool_):
+            return types.BOOL
+        if isinstance(one, str):
+            return types.STRING
+        if isinstance(one, int):
+            return types.UINT32 if 0 <= one < 2**32 else types.INT64
+        if isinstance(one, float) and not isinstance(one, np.floating):
+            return types.FLOAT32
+        name = getattr(getattr(one, "dtype", None), "name", "").upper()
+        if name not in types.__members__:
+            raise StoreError(
+                f"{key} must be text, a number, a bool or a list of one of these, got {one!r}."
+            )
+        return types[name]
+
+    if isinstance(value, np.ndarray | list | tuple) and np.ndim(value):
+        kinds = {kind(one) for one in value}
+        if len(kinds) != 1:
+            raise StoreError(f"{key} must be a list of one type that isn't empty, got {value!r}.")
+        plain = value.tolist() if isinstance(value, np.ndarray) else list(value)
+        writer.add_key_value(key, plain, types.ARRAY, sub_type=kinds.pop())
+    else:
+        found = kind(value)
+        writer.add_key_value(key, value.item() if hasattr(value, "item") else value, found)

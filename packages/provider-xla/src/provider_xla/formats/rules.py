@@ -1,0 +1,68 @@
+"""The rules that a tree of stored parameters was quantized by, as far as it tells."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+import quant_numerics as qn
+
+from ..rules.rule import QuantizationRule
+from ..run.affine import AffineWeight
+from ..run.stored import is_stored
+from ..store.errors import StoreError
+
+
+def rules_of(params: Any, act_qtype: str | None = None) -> list[QuantizationRule]:
+    """Return rules by which a plan has the formats that stored parameters have.
+
+    With them, ``plan.prepack`` packs parameters of GGUF or compressed-tensors for kernels.
+
+    Args:
+        params: a tree that ``load_gguf`` or ``load_compressed_tensors`` returned.
+        act_qtype: what activations are quantized to; None leaves them float.
+
+    Returns:
+        A rule for each format among the parameters, with the paths of those that have it.
+
+    Raises:
+        StoreError: a parameter with scales that no rule gives.
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
+    by_format: dict[tuple[Any, ...], list[str]] = {}
+    for path, leaf in found:
+        leaf = leaf.inner if isinstance(leaf, AffineWeight) else leaf
+        if isinstance(leaf, qn.QArray | qn.PackedQArray):
+            name = jax.tree_util.keystr(path)
+            by_format.setdefault(_format(name, leaf), []).append(re.escape(name))
+    return [
+        QuantizationRule(
+            weight_path="|".join(paths),
+            weight_qtype=qtype,
+            tile_size=tile,
+            scale_dtype=scale_dtype,
+            act_qtype=act_qtype,
+        )
+        for (qtype, tile, scale_dtype), paths in by_format.items()
+    ]
+
+
+def _format(name: str, q: qn.QArray | qn.PackedQArray) -> tuple[Any, ...]:
+    """Return qtype, tile size and the dtype of scales."""
+    tiles = {
+        size // count
+        for size, count in zip(q.shape, q.scale.shape, strict=True)
+        if 1 < count < size
+    }
+    if len(tiles) > 1:
+        raise StoreError(
+            f"{name} must have tiles along one axis to be that of a rule, got scales of shape "
+            f"{list(q.scale.shape)} for {list(q.shape)}. Dequantize it, or run it without a rule."
+        )
+    kind = qn.get_qtype(q.qtype)
+    own = np.dtype(q.scale.dtype).name
+    scale_dtype = None if own == np.dtype(kind.scale_dtype).name else own
+    return q.qtype, tiles.pop() if tiles and kind.block is None else None, scale_dtype

@@ -1,0 +1,245 @@
+"""Schemes: how compressed-tensors says in a config what is quantized to what."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import quant_numerics as qn
+
+from ..store.errors import StoreError
+
+INT, FLOAT, PACKED = "int-quantized", "float-quantized", "pack-quantized"
+_NAIVE = "naive-quantized"
+_MIXED = "mixed-precision"
+KEYS = ("quantization_config", "compression_config")
+"""Where a config has it: the latter of older files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How weights are quantized.
+
+    Attributes:
+        format: "int-quantized", "float-quantized" or "pack-quantized".
+        bits: of a quantized value.
+        kind: "int" or "float".
+        symmetric: whether there are no zero points.
+        strategy: "tensor", "channel", "group" or "block".
+        group: numbers of a row that share a scale, of strategy "group".
+        block: rows and columns that share a scale, of strategy "block".
+    """
+
+    format: str
+    bits: int
+    kind: str
+    symmetric: bool
+    strategy: str
+    group: int | None = None
+    block: tuple[int, int] | None = None
+
+    @property
+    def qtype(self) -> str:
+        """The qtype of the quantized values."""
+        return "float8_e4m3fn" if self.kind == "float" else f"int{self.bits}"
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales, with as many axes as the weight."""
+        *lead, n, k = shape
+        if self.strategy == "tensor":
+            return (*(1 for _ in lead), 1, 1)
+        if self.strategy == "channel":
+            return (*lead, n, 1)
+        if self.block is not None:
+            return (*lead, -(-n // self.block[0]), -(-k // self.block[1]))
+        assert self.group is not None
+        return (*lead, n, -(-k // self.group))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the arguments of the weights, as a config has them."""
+        found: dict[str, Any] = {
+            "num_bits": self.bits,
+            "type": self.kind,
+            "symmetric": self.symmetric,
+            "strategy": self.strategy,
+            "group_size": self.group,
+            "dynamic": False,
+        }
+        return found | ({} if self.block is None else {"block_structure": list(self.block)})
+
+
+def scheme_of(what: str, q: qn.QArray, act_qtype: str | None) -> Scheme:
+    """Return the scheme of a weight [out, in].
+
+    int-quantized is for weights that are multiplied with activations in int8: vLLM reads weights
+    of float activations packed, whatever their bits.
+
+    Raises:
+        StoreError: there is none.
+    """
+    kind = qn.get_qtype(q.qtype)
+    if q.ndim < 2 or kind.name not in ("float8_e4m3fn", *(f"int{bits}" for bits in range(2, 9))):
+        raise StoreError(
+            f"{what} must be a matrix of int2 to int8 or float8_e4m3fn in compressed-tensors, got "
+            f"{q.qtype}{list(q.shape)}. Quantize it to one of these."
+        )
+    *lead, n, k = q.shape
+    counts, shape = q.scale.shape, (*lead, n, k)
+    group = block = None
+    if counts == (*lead, n, 1):
+        strategy = "channel"
+    elif all(count == 1 for count in counts):
+        strategy = "tensor"
+    elif counts[:-1] == (*lead, n) and counts[-1] and k % counts[-1] == 0:
+        strategy, group = "group", k // counts[-1]
+    elif kind.kind == "float" and min(_block(q)) > 1 and counts[:-2] == tuple(lead):
+        strategy, block = "block", _block(q)
+    else:
+        raise StoreError(
+            f"{what} must have one scale, or one for each row, group of a row or, of floats, block "
+            f"in compressed-tensors, got scales of shape {list(counts)} for {list(shape)}. "
+            "Transpose a weight that is [in, out] by a Target."
+        )
+    is_packed = kind.bits < 8 or strategy == "group" or act_qtype != "int8"
+    form = FLOAT if kind.kind == "float" else PACKED if is_packed else INT
+    return Scheme(form, kind.bits, kind.kind, q.zero_point is None, strategy, group, block)
+
+
+def _block(q: qn.QArray) -> tuple[int, int]:
+    """Return the rows and columns that share a scale; 0 where that is no number."""
+    ragged = dict(q.ragged_tiles)
+    pairs = [(axis, q.shape[axis], q.scale.shape[axis]) for axis in (-2, -1)]
+    rows, columns = (ragged.get(axis, 0 if n % count else n // count) for axis, n, count in pairs)
+    return rows, columns
+
+
+def read_schemes(where: str, config: Mapping[str, Any]) -> dict[str, tuple[list[str], Scheme]]:
+    """Return the groups of a config: their targets, and the scheme of their weights.
+
+    Raises:
+        StoreError: it is no such config, or one of a scheme that isn't read.
+    """
+    try:
+        if config["quant_method"] != "compressed-tensors":
+            raise StoreError(
+                f"{where} must be of compressed-tensors, got quant_method "
+                f"{config['quant_method']!r}. Take the float checkpoint, by quantize_file."
+            )
+        found = {}
+        for name, group in config["config_groups"].items():
+            own = group.get("format") or config["format"]
+            targets = [str(target) for target in group["targets"]]
+            if group.get("weights") is not None:
+                found[name] = targets, _scheme(f"{name} of {where}", own, group["weights"])
+        return found
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(
+            f"{where} must have a quantization_config of compressed-tensors, got one that can't be "
+            f"read ({error!r})."
+        ) from error
+
+
+def _scheme(what: str, form: str, args: Mapping[str, Any]) -> Scheme:
+    kind, bits = str(args.get("type", "int")).lower(), args.get("num_bits", 8)
+    known = [INT, FLOAT, PACKED]
+    if form in (_NAIVE, _MIXED):
+        form = FLOAT if kind == "float" else INT
+    fits = bits == 8 if kind == "float" else kind == "int" and 2 <= bits <= 8
+    if form not in known or not fits or (kind == "float") != (form == FLOAT):
+        raise StoreError(
+            f"{what} must be {', '.join(known)}, of int2 to int8 or of 8-bit floats, got {form} of "
+            f"{bits}-bit {kind}s."
+        )
+    if args.get("actorder") in ("group", "dynamic", True):
+        raise StoreError(
+            f"{what} must have groups of columns side by side, got actorder {args['actorder']!r}."
+        )
+    group = args.get("group_size")
+    strategy = args.get("strategy") or ("group" if (group or 0) > 0 else "tensor")
+    if args.get("strategy") is None and group == -1:
+        strategy = "channel"
+    if strategy not in ("tensor", "channel", "group", "block"):
+        raise StoreError(
+            f"{what} must have scales by tensor, channel, group or block, got {strategy}."
+        )
+    return Scheme(
+        form,
+        bits,
+        kind,
+        bool(args.get("symmetric", True)),
+        strategy,
+        group if strategy == "group" else None,
+        tuple(args["block_structure"]) if strategy == "block" else None,
+    )
+
+
+def find(module: str, groups: Mapping[str, tuple[list[str], Scheme]]) -> Scheme | None:
+    """Return the scheme of a module: by its name, by a pattern, by its class, which none tells."""
+    tests = (
+        lambda target: target == module,
+        lambda target: target.startswith("re:") and re.match(target[3:], module) is not None,
+        lambda target: target.isidentifier(),
+    )
+    for test in tests:
+        for targets, scheme in groups.values():
+            if any(test(target) for target in targets):
+                return scheme
+    return None
+
+
+def config_of(
+    schemes: Mapping[str, Scheme], ignored: Sequence[str], act_qtype: str | None
+) -> dict[str, Any]:
+    """Return the config of weights, by module."""
+    by_scheme: dict[Scheme, list[str]] = {}
+    for module, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(module)
+    activations = None
+    if act_qtype is not None:
+        kind = qn.get_qtype(act_qtype)
+        activations = {
+            "num_bits": kind.bits,
+            "type": kind.kind,
+            "symmetric": True,
+            "strategy": "token",
+            "group_size": None,
+            "dynamic": True,
+        }
+    groups = {
+        f"group_{i}": {
+            "targets": modules,
+            "weights": scheme.as_json(),
+            "input_activations": activations,
+            "output_activations": None,
+            "format": scheme.format,
+        }
+        for i, (scheme, modules) in enumerate(by_scheme.items())
+    }
+    formats = {scheme.format for scheme in by_scheme}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else _MIXED,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def shaped(scale: np.ndarray, scheme: Scheme, shape: Sequence[int]) -> np.ndarray:
+    """Return scales or zero points with as many axes as their weight.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    wanted = scheme.scale_shape(shape)
+    if scale.size != np.prod(wanted, dtype=int):
+        raise ValueError(f"scales of shape {list(scale.shape)} must be {list(wanted)}")
+    return scale.reshape(wanted)

@@ -1,0 +1,177 @@
+"""AffineWeight: a stored parameter whose groups have a least value, a float, beside the scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+from hijax_trace import ArrayProxy, Move, MoveError, Part
+
+from ..program.products import MatrixProduct, Product
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class AffineWeight(ArrayProxy):
+    """A quantized parameter that stands for ``(value + shift) * scale + minimum``.
+
+    It is what GGUF's formats with a minimum are (Q4_1, Q4_K, ...). A product with it is that with
+    ``inner``, in a kernel if there is one, and one of sums of the activation with a number for
+    each group. A pytree of its arrays.
+
+    Attributes:
+        inner: quantized values and scales without zero points: a QArray, PackedQArray or
+            PrepackedWeight.
+        minimum: float, of the shape of the scales.
+        shift: what is added to each quantized value: a number without a sign less that is what is
+            stored (static).
+    """
+
+    inner: Any
+    minimum: jax.Array
+    shift: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.inner.shape
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def dtype(self) -> np.dtype:
+        """Float dtype of the parameter."""
+        return self.inner.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def qtype(self) -> str:
+        """Name of the quantized type."""
+        return self.inner.qtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return self.inner.nbytes + self.minimum.size * self.minimum.dtype.itemsize
+
+    @property
+    def T(self) -> AffineWeight:
+        """The transpose, with its axes in reverse."""
+        return self.transpose()
+
+    def transpose(self, *axes: Any) -> AffineWeight:
+        """Permute the axes (reverse them without arguments), as NumPy's method."""
+        given = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
+        order = [axis % self.ndim for axis in given or ()] or list(reversed(range(self.ndim)))
+        (found,) = self.moved("transpose", {"permutation": tuple(order)}, [self])
+        return found
+
+    def unpacked(self) -> AffineWeight:
+        """Return it with a QArray inside, if that is in packed storage."""
+        if isinstance(self.inner, qn.PackedQArray):
+            return dataclasses.replace(self, inner=qn.unpack(self.inner))
+        return self
+
+    def restore(self) -> jax.Array:
+        """Return the parameter, dequantized."""
+        return _restored(self)
+
+    def parts(self) -> dict[str, Part]:
+        """Return quantized values with their scales, and the least values."""
+        return {"inner": Part(self.inner), "minimum": Part(self.minimum)}
+
+    def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
+        """Return a primitive as a move of these; see ``ArrayProxy.move``."""
+        if primitive in ("pad", "select_n"):
+            raise MoveError(f"{primitive} of quantized values with a minimum")
+        return super().move(primitive, params, operands)
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return what a primitive makes of it; rows that are looked up are not packed."""
+        if primitive == "gather" and not isinstance(self.inner, qn.QArray):
+            held = dataclasses.replace(self, inner=_values_of(self.inner))
+            return held.moved(primitive, params, [held if x is self else x for x in operands])
+        return super().moved(primitive, params, operands)
+
+    def astype(self, dtype: Any) -> AffineWeight:
+        """Return it for a parameter of another float dtype."""
+        return dataclasses.replace(self, inner=self.inner.astype(dtype))
+
+    def correction(self, product: Product, side: int, x: jax.Array) -> jax.Array:
+        """Return what the product lacks without minimum and shift, in float32.
+
+        Args:
+            product: one that ``takes_minimum`` allows.
+            side: which operand the parameter is.
+            x: the other one.
+        """
+        assert isinstance(product, MatrixProduct)
+        w_axes, x_axes = (product.dims[0][i] for i in (side, 1 - side))
+        scale = _scale_of(self.inner, self.minimum.shape)
+        lacks = self.minimum.astype(jnp.float32) + scale.astype(jnp.float32) * self.shift
+        for axis, size in enumerate(self.shape):
+            if axis not in w_axes and lacks.shape[axis] != size:
+                lacks = jnp.repeat(lacks, size // lacks.shape[axis], axis)
+        sums = x.astype(jnp.float32)
+        for axis, x_axis in zip(w_axes, x_axes, strict=True):
+            shape = (*sums.shape[:x_axis], lacks.shape[axis], -1, *sums.shape[x_axis + 1 :])
+            sums = sums.reshape(shape).sum(x_axis + 1)
+        wide = dataclasses.replace(product, preferred_element_type=jnp.dtype(jnp.float32))
+        return wide.run(*((lacks, sums) if side == 0 else (sums, lacks)))
+
+
+def takes_minimum(product: Product) -> bool:
+    """Return whether a product with a minimum is a product of sums: one of matrices."""
+    return isinstance(product, MatrixProduct)
+
+
+def without_minimum(
+    product: Product, operands: Sequence[Any]
+) -> tuple[list[Any], jax.Array | None]:
+    """Return the operands of a product, without minima, and what it lacks then."""
+    found, lacks = list(operands), None
+    for side, held in enumerate(operands):
+        if isinstance(held, AffineWeight):
+            lacks = held.correction(product, side, operands[1 - side])
+            found[side] = held.inner
+    return found, lacks
+
+
+def _scale_of(inner: Any, shape: Sequence[int]) -> jax.Array:
+    return inner.scale if hasattr(inner, "scale") else inner.codes(tuple(shape)).scale
+
+
+def _values_of(inner: Any) -> qn.QArray:
+    """Return quantized values and scales that nothing has packed."""
+    if isinstance(inner, qn.PackedQArray):
+        return qn.unpack(inner)
+    return inner if isinstance(inner, qn.QArray) else inner.unpacked()
+
+
+# Jitted: a program in which it ends up unused has one equation of it, traced once per shape.
+@jax.jit
+def _restored(held: AffineWeight) -> jax.Array:
+    inner = _values_of(held.inner)
+
+    def spread(array: jax.Array) -> jax.Array:
+        for axis, size in enumerate(inner.shape):
+            array = jnp.repeat(array, size // max(array.shape[axis], 1), axis)
+        return array.astype(jnp.float32)
+
+    values = inner.qvalue.astype(jnp.float32) + held.shift
+    return (values * spread(inner.scale) + spread(held.minimum)).astype(held.dtype)
+
+
+qn.register_serialization(AffineWeight)

@@ -1,0 +1,387 @@
+"""compressed-tensors: checkpoints made by hand, after the format's description, and our own."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import provider_xla as xla
+import quant_numerics as qn
+from jaxtap_testkit.store_samples import same
+from provider_xla.formats import int32
+
+N, K = 24, 64
+SHORT = {"int8": "I8", "int32": "I32", "int64": "I64", "float32": "F32", "float16": "F16"}
+SHORT |= {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
+
+
+def words(row, bits):
+    """A row of unsigned numbers as one large integer, cut into words of 32 bits."""
+    whole = sum(int(number) << (i * bits) for i, number in enumerate(row))
+    count = -(-len(row) * bits // 32)
+    found = [(whole >> (32 * i)) & 0xFFFFFFFF for i in range(count)]
+    return np.asarray(found, np.uint32).view(np.int32)
+
+
+def packed(values, bits):
+    return np.stack([words(row + 2 ** (bits - 1), bits) for row in values.astype(np.int64)])
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_words(bits):
+    rng = np.random.default_rng(bits)
+    low = -(2 ** (bits - 1))
+    for n in (1, 7, 31, 32, 33, 100):
+        values = rng.integers(low, -low, (3, n)).astype(np.int8)
+        found = int32.pack(values, bits)
+        np.testing.assert_array_equal(found, packed(values, bits))
+        np.testing.assert_array_equal(int32.unpack(found, bits, n), values)
+        with pytest.raises(ValueError, match="words, got"):
+            int32.unpack(found, bits, n + 32)
+
+
+def checkpoint(folder, tensors, groups, form, parts=1, **config):
+    """Write a checkpoint as vLLM has them."""
+    folder.mkdir()
+    quantization = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+    quantization |= {"ignore": ["lm_head"], "quantization_status": "compressed"}
+    found = {"architectures": ["LlamaForCausalLM"], "quantization_config": quantization, **config}
+    (folder / "config.json").write_text(json.dumps(found))
+    names = sorted(tensors)
+    files = {f"model-{i + 1:05}-of-{parts:05}.safetensors": names[i::parts] for i in range(parts)}
+    if parts == 1:
+        files = {"model.safetensors": names}
+    else:
+        index = {"weight_map": {name: file for file, own in files.items() for name in own}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file, own in files.items():
+        header, body = {}, b""
+        for name in own:
+            array = np.ascontiguousarray(tensors[name])
+            offsets = [len(body), len(body) + array.nbytes]
+            dtype, shape = SHORT[array.dtype.name], list(array.shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+            body += array.tobytes()
+        text = json.dumps(header).encode()
+        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def group(targets=("Linear",), **weights):
+    return {"targets": list(targets), "weights": {"num_bits": 8, "type": "int", **weights}}
+
+
+def draw(seed=0, low=-128, high=128, shape=(N, K)):
+    return np.random.default_rng(seed).integers(low, high, shape).astype(np.int8)
+
+
+def scales(*shape, dtype="bfloat16"):
+    return np.random.default_rng(9).uniform(0.01, 0.1, shape).astype(jnp.dtype(dtype))
+
+
+def wide(x, shape=(N, K)):
+    """Scales, repeated to the shape of their weight, in float64."""
+    x = np.asarray(x, np.float64)
+    for axis, size in enumerate(shape):
+        x = np.repeat(x, -(-size // x.shape[axis]), axis)[(slice(None),) * axis + (slice(size),)]
+    return x
+
+
+def int8_channel():
+    values, scale = draw(), scales(N, 1)
+    tensors = {"weight": values, "weight_scale": scale}
+    config = group(strategy="channel", symmetric=True), "int-quantized"
+    return tensors, config, values * wide(scale)
+
+
+def int8_channel_with_zero_points():
+    values, scale, points = draw(), scales(N, 1), draw(3, shape=(N, 1))
+    tensors = {"weight": values, "weight_scale": scale, "weight_zero_point": points}
+    config = group(strategy="channel", symmetric=False), "int-quantized"
+    return tensors, config, (values.astype(float) - points) * wide(scale)
+
+
+def int4_groups(bits=4, size=16):
+    values, scale = draw(1, -(2 ** (bits - 1)), 2 ** (bits - 1)), scales(N, K // size)
+    tensors = {
+        "weight_packed": packed(values, bits),
+        "weight_scale": scale,
+        "weight_shape": np.asarray([N, K]),
+        "weight_g_idx": (np.arange(K) // size).astype(np.int32),
+    }
+    args = {"num_bits": bits, "strategy": "group", "group_size": size, "symmetric": True}
+    return tensors, (group(**args), "pack-quantized"), values * wide(scale)
+
+
+def int4_groups_with_zero_points():
+    tensors, (args, form), _ = int4_groups()
+    values, points, scale = draw(1, -8, 8), draw(2, -8, 8, (N, 4)), tensors["weight_scale"]
+    tensors["weight_zero_point"] = packed(points.T, 4).T
+    args["weights"]["symmetric"] = False
+    return tensors, (args, form), (values - wide(points)) * wide(scale)
+
+
+def float8(strategy, *counts, **args):
+    values = np.random.default_rng(0).normal(size=(N, K)).astype(jnp.float8_e4m3fn)
+    scale = scales(*counts)
+    config = group(type="float", strategy=strategy, **args), "float-quantized"
+    shaped = scale if scale.ndim == 2 else scale.reshape(1, 1)
+    per = wide(np.repeat(np.repeat(shaped, 16, 0), 32, 1)[:N, :K]) if args else wide(shaped)
+    return {"weight": values, "weight_scale": scale}, config, values.astype(np.float64) * per
+
+
+CASES = {
+    "int8 by row": int8_channel,
+    "int8 with zero points": int8_channel_with_zero_points,
+    "int4 groups": int4_groups,
+    "int3 groups": lambda: int4_groups(3),
+    "int8 groups": lambda: int4_groups(8, 32),
+    "int4 groups with zero points": int4_groups_with_zero_points,
+    "float8 by row": lambda: float8("channel", N, 1),
+    "float8 by tensor": lambda: float8("tensor", 1),
+    # 24 rows: the last block of rows is shorter.
+    "float8 by block": lambda: float8("block", 2, 2, block_structure=[16, 32]),
+}
+NAME = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_checkpoints_as_vllm_has_them(tmp_path, case, parts):
+    tensors, (args, form), wanted = CASES[case]()
+    norm, head = scales(K), scales(N, K)
+    all_tensors = {f"{NAME}.{part}": x for part, x in tensors.items()}
+    all_tensors |= {"model.norm.weight": norm, "lm_head.weight": head, f"{NAME}.bias": scales(N)}
+    checkpoint(tmp_path / "in", all_tensors, {"group_0": args}, form, parts)
+    tree = xla.load_compressed_tensors(tmp_path / "in")
+    assert tree.keys() == {f"{NAME}.weight", f"{NAME}.bias", "model.norm.weight", "lm_head.weight"}
+    q = tree[f"{NAME}.weight"]
+    assert q.dtype == jnp.bfloat16
+    found = np.asarray(qn.dequantize(q.astype("float32")))
+    # Of float32 products of bfloat16 scales.
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(tree["lm_head.weight"], head)
+
+    xla.save_compressed_tensors(
+        tmp_path / "out",
+        tree,
+        config={"architectures": ["X"]},
+        act_qtype="int8" if form == "int-quantized" else None,
+    )
+    same(xla.load_compressed_tensors(tmp_path / "out"), tree)
+    written = raw(tmp_path / "out")
+    for name, array in all_tensors.items():
+        if not name.endswith("g_idx"):
+            assert written[name].tobytes() == array.tobytes(), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["X"]
+    quantization = config["quantization_config"]
+    assert quantization["format"] == form
+    assert quantization["ignore"] == ["lm_head"]
+    given, back = args["weights"], quantization["config_groups"]["group_0"]["weights"]
+    assert {key: back[key] for key in given} == given
+    assert quantization["config_groups"]["group_0"]["targets"] == [NAME]
+
+
+def raw(folder):
+    """The tensors of a checkpoint's file as they lie there."""
+    data = (folder / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header.pop("__metadata__")
+    return {
+        name: np.frombuffer(
+            data[start + about["data_offsets"][0] : start + about["data_offsets"][1]], np.uint8
+        )
+        for name, about in header.items()
+    }
+
+
+def fn(params, x):
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return x
+
+
+RULES = {
+    "int8": {"weight_qtype": "int8"},
+    "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
+    "int4": {"weight_qtype": "int4", "tile_size": 16},
+    "float8": {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn"},
+}
+
+
+def up(name):
+    return f"model.{name}_proj.weight"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_quantized_model_goes_out_and_comes_back(tmp_path, name):
+    rng = np.random.default_rng(0)
+    layers = [
+        {"up": rng.normal(size=(64, 96)), "down": rng.normal(size=(96, 64))} for _ in range(2)
+    ]
+    params = jax.tree.map(lambda x: jnp.asarray(x / 8, jnp.float32), {"layers": layers})
+    x = jnp.asarray(rng.normal(size=(3, 64)), jnp.float32)
+    rule = xla.QuantizationRule(**RULES[name])
+    plan = xla.PtqProvider(rule).plan(fn, params, x)
+    stored = plan.quantize(params)
+    act_qtype = RULES[name].get("act_qtype")
+    xla.save_compressed_tensors(
+        tmp_path / "out",
+        stored,
+        names=lambda n: xla.Target(up(n), lambda w: w.T),
+        act_qtype=act_qtype,
+    )
+    loaded = xla.load_compressed_tensors(
+        tmp_path / "out",
+        like=plan.params,
+        names=lambda n: xla.Source(up(n), transform=lambda w: w.T),
+    )
+    same(loaded, stored)
+    again = xla.PtqProvider(xla.rules_of(loaded, act_qtype)).plan(fn, params, x)
+    run = jax.jit(plan.apply(fn))
+    np.testing.assert_array_equal(jax.jit(again.apply(fn))(loaded, x), run(stored, x))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    (one,) = config["config_groups"].values()
+    activations = one["input_activations"]
+    assert (activations is None) == (act_qtype is None)
+    if activations is not None:
+        assert (activations["strategy"], activations["dynamic"]) == ("token", True)
+
+
+def test_several_schemes_in_one_checkpoint(tmp_path):
+    """Targets are names, patterns and classes, in this order."""
+    int4, (four, _), wanted = int4_groups()
+    int8, (eight, _), _ = int8_channel()
+    tensors = {f"a.{part}": x for part, x in int4.items()}
+    tensors |= {f"b.{part}": x for part, x in int8.items()}
+    tensors |= {f"c.d.{part}": x for part, x in int4.items()}
+    groups = {
+        "group_0": eight | {"targets": ["Linear"], "format": "int-quantized"},
+        "group_1": four | {"targets": ["a", r"re:c\..*"], "format": "pack-quantized"},
+        "group_2": {"targets": ["kv"], "weights": None},
+    }
+    checkpoint(tmp_path / "in", tensors, groups, "mixed-precision")
+    tree = xla.load_compressed_tensors(tmp_path / "in", dtype="float32")
+    assert {name: q.qtype for name, q in tree.items()} == {
+        "a.weight": "int4",
+        "b.weight": "int8",
+        "c.d.weight": "int4",
+    }
+    np.testing.assert_allclose(qn.dequantize(tree["c.d.weight"]), wanted, rtol=1e-6)
+    xla.save_compressed_tensors(tmp_path / "out", tree, act_qtype="int8")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    same(xla.load_compressed_tensors(tmp_path / "out", dtype="float32"), tree)
+
+
+def broken(change):
+    tensors, (args, form), _ = int4_groups()
+    change(tensors, args)
+    return {f"{NAME}.{part}": x for part, x in tensors.items()}, {"group_0": args}, form
+
+
+BROKEN = {
+    "no scheme": (lambda t, a: a.update(targets=["other.name"]), "must be among the targets"),
+    "no shape": (
+        lambda t, a: t.pop("weight_shape"),
+        "pack-quantized as its config says: no 'shape'",
+    ),
+    "no values": (lambda t, a: t.pop("weight_packed"), "no 'packed'"),
+    "other words": (lambda t, a: t.update(weight_packed=t["weight_packed"][:, 1:]), "words, got 7"),
+    "other scales": (lambda t, a: t.update(weight_scale=scales(N, 3)), r"must be \[24, 4\]"),
+    "other groups": (lambda t, a: a["weights"].update(group_size=24), "must divide its 64 columns"),
+    "columns mixed": (
+        lambda t, a: t.update(weight_g_idx=t["weight_g_idx"][::-1]),
+        "columns side by side, got others",
+    ),
+    "zero points": (lambda t, a: a["weights"].update(symmetric=False), "no 'zero_point'"),
+    "16 bits": (lambda t, a: a["weights"].update(num_bits=16), "must be int-quantized"),
+    "odd bits": (lambda t, a: a["weights"].update(num_bits="four"), "can't be read"),
+    "nvfp4": (lambda t, a: a.update(format="nvfp4-pack-quantized"), "got nvfp4-pack-quantized"),
+    "actorder": (lambda t, a: a["weights"].update(actorder="group"), "got actorder 'group'"),
+    "strategy": (lambda t, a: a["weights"].update(strategy="token"), "got token"),
+    "no targets": (lambda t, a: a.pop("targets"), "can't be read"),
+    "scales of bytes": (
+        lambda t, a: t.update(weight_scale=t["weight_scale"].view("uint8")),
+        "must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_checkpoints_that_do_not_fit(tmp_path, case):
+    change, message = BROKEN[case]
+    tensors, groups, form = broken(change)
+    checkpoint(tmp_path / "in", tensors, groups, form)
+    with pytest.raises(xla.StoreError, match=message):
+        xla.load_compressed_tensors(tmp_path / "in")
+
+
+def test_folders_that_are_none(tmp_path):
+    with pytest.raises(xla.StoreError, match="must be the config of a checkpoint"):
+        xla.load_compressed_tensors(tmp_path)
+    config = tmp_path / "config.json"
+    for text, message in (
+        ("[]", "must be a JSON object"),
+        ("{", "must be the config"),
+        ("{}", "must have a quantization_config"),
+        ('{"quantization_config": 3}', "must have a quantization_config"),
+        ('{"quantization_config": {"quant_method": "gptq"}}', "got quant_method 'gptq'"),
+    ):
+        config.write_text(text)
+        with pytest.raises(xla.StoreError, match=message):
+            xla.load_compressed_tensors(tmp_path)
+    tensors, groups, form = broken(lambda t, a: None)
+    checkpoint(tmp_path / "in", tensors, groups, form)
+    file = tmp_path / "in" / "model.safetensors"
+    data = file.read_bytes()
+    for size in (0, 7, 100, len(data) - 1):
+        file.write_bytes(data[:size])
+        with pytest.raises(xla.StoreError, match="must be a whole safetensors file"):
+            xla.load_compressed_tensors(tmp_path / "in")
+    file.unlink()
+    with pytest.raises(xla.StoreError, match="got neither"):
+        xla.load_compressed_tensors(tmp_path / "in")
+
+
+W = jnp.asarray(np.random.default_rng(3).normal(size=(8, 64)), jnp.float32)
+AFFINE = xla.AffineWeight(
+    qn.quantize(W, "int4", channel_axes=(0,), tile_axes={1: 32}), jnp.ones((8, 2)), 8
+)
+REFUSED = {
+    "nf4": ({"a.weight": qn.quantize(W, "nf4", channel_axes=(0,))}, "got nf4"),
+    "minima": ({"a.weight": AFFINE}, "must have whole zero points"),
+    "in, out": (
+        {"a.weight": qn.quantize(W, "int8", channel_axes=(1,))},
+        "that is .in, out. by a Target",
+    ),
+    "name": ({"a.kernel": qn.quantize(W, "int8")}, "whose name ends in .weight"),
+    "complex": ({"a": jnp.ones(3, "complex64")}, "got complex64"),
+    "text": ({"a": "hello"}, "must be an array"),
+    "blocks": (
+        {"a.weight": qn.quantize(W, "int4", tile_axes={0: 4, 1: 32})},
+        "or, of floats, block",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_scheme_is_said_and_nothing_is_written(tmp_path, case):
+    tree, message = REFUSED[case]
+    with pytest.raises(xla.StoreError, match=message):
+        xla.save_compressed_tensors(tmp_path / "out", {"norm.weight": W[0]} | tree)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there(tmp_path):
+    tree = {"a.weight": qn.quantize(W, "int8", channel_axes=(0,))}
+    xla.save_compressed_tensors(tmp_path / "out", tree)
+    with pytest.raises(xla.StoreError, match="is there already"):
+        xla.save_compressed_tensors(tmp_path / "out", tree)
+    xla.save_compressed_tensors(tmp_path / "out", tree, overwrite=True)
+    with pytest.raises(xla.StoreError, match="act_qtype must be"):
+        xla.save_compressed_tensors(tmp_path / "again", tree, act_qtype="int4")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,231 @@
+"""plan.export with te-ffi-kernels: what a fresh process loads, and what it is told."""
+
+import dataclasses
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import provider_xla as xla
+import te_ffi_kernels as te
+from jaxtap_testkit.processes import run_python
+
+RULES = [
+    xla.QuantizationRule(weight_path=r".*(up|experts).*", weight_qtype="int8", act_qtype="int8"),
+    xla.QuantizationRule(weight_path=r".*down.*", weight_qtype="int4", tile_size=32),
+    xla.QuantizationRule(weight_qtype="int8"),
+]
+D, VOCABULARY, LAYERS = 64, 48, 2
+
+
+def decoder(params, tokens):
+    """Lookups, a scan over layers, weights that are sliced and derived, and a tied head."""
+    x = params["table"][tokens]
+
+    def layer(x, p):
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+    x, _ = lax.scan(layer, x, params["layers"])
+    q, k = jnp.split(x @ params["both"], 2, axis=-1)
+    x = q + k + x @ (params["kept"] * params["mask"])
+    return x @ params["table"].T
+
+
+def parameters():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "table": (VOCABULARY, D),
+        "both": (D, 2 * D),
+        "kept": (D, D),
+        "layers": {"up": (LAYERS, D, 2 * D), "down": (LAYERS, 2 * D, D)},
+    }
+    is_shape = {"is_leaf": lambda x: isinstance(x, tuple)}
+    params = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(size=s) / 8, "float32"), shapes, **is_shape
+    )
+    return params | {"mask": jnp.asarray(rng.random((D, D)) < 0.5, "float32")}
+
+
+TOKENS = np.arange(15).reshape(3, 5) % VOCABULARY
+SERVER = """
+import sys
+import numpy as np, provider_xla as xla
+folder = sys.argv[1]
+program = xla.load_exported(folder + "/program")
+inside = xla.load_exported(folder + "/inside")
+stored = program.parameters(xla.load(folder + "/parameters.safetensors"))
+wanted = np.load(folder + "/wanted.npz")
+for name, tokens in (("3", wanted["tokens"]), ("1", wanted["tokens"][:1])):
+    ready = program.compile(stored, tokens)
+    for found in (program(stored, tokens), ready(stored, tokens), inside(tokens)):
+        np.testing.assert_allclose(found, wanted[name], atol=2e-5)
+print(program)
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The plan, its parameters, and a folder with its programs."""
+    params = parameters()
+    plan = xla.PtqProvider(RULES).plan(decoder, params, TOKENS)
+    stored = plan.quantize(params)
+    folder = tmp_path_factory.mktemp("exported")
+    program = plan.export(decoder, stored, TOKENS, shapes="b, ...")
+    program.save(folder / "program")
+    plan.export(decoder, stored, TOKENS, shapes="b, ...", inside=True).save(folder / "inside")
+    xla.save(folder / "parameters.safetensors", stored, plan)
+    return plan, stored, program, folder
+
+
+def test_a_fresh_process_serves_any_batch(exported):
+    plan, stored, program, folder = exported
+    assert set(program.kernels) == {
+        f"te_ffi_kernels.{op}"
+        for op in ("gemm_w8a8_stack", "gemv_w4_stack", "gemm_w8a16", "packed_take")
+    }
+    # The kernels themselves, one call of each: their results are tested against NumPy elsewhere.
+    run = jax.jit(plan.apply(decoder))
+    wanted = {str(n): np.asarray(run(stored, TOKENS[:n])) for n in (3, 1)}
+    in_float = decoder(parameters(), TOKENS)
+    error = np.linalg.norm(wanted["3"] - in_float) / np.linalg.norm(in_float)
+    assert error < 0.1
+    np.savez(folder / "wanted.npz", tokens=TOKENS, **wanted)
+    printed = run_python("-c", SERVER, folder).stdout
+    assert "te-ffi-kernels" in printed
+    assert "int32[b,5]" in printed or "int64[b,5]" in printed
+
+
+def test_jax_alone_loads_what_is_exported(exported):
+    """The kernels need te.register() alone."""
+    *_, folder = exported
+    text = xla.load_exported(folder / "inside").exported.serialize()
+    (folder / "plain").write_bytes(text)
+    code = """
+import sys, jax, jax.export, numpy as np, te_ffi_kernels as te
+te.register()
+program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+print(program.call(np.zeros((2, 5), np.int32)).shape)
+"""
+    assert "(2, 5, 48)" in run_python("-c", code, folder / "plain").stdout
+
+
+def test_platforms_without_a_backend_here(exported):
+    plan, stored, *_ = exported
+    both = plan.export(decoder, stored, TOKENS, platforms=("cpu", "cuda"))
+    assert both.exported.platforms == ("cpu", "cuda")
+    np.testing.assert_array_equal(
+        both(stored, TOKENS), jax.jit(plan.apply(decoder))(stored, TOKENS)
+    )
+    other = plan.export(decoder, stored, TOKENS, platforms=("cuda",))
+    assert not other.kernels
+    with pytest.raises(xla.StoreError, match=r"must be exported for cpu.*got one for cuda.*Export"):
+        other(stored, TOKENS)
+
+
+def test_portable_parameters_are_packed_for_the_program(exported):
+    plan, stored, program, _ = exported
+    portable = plan.convert(stored)
+    found = program.parameters(portable)
+    assert jax.tree.structure(found) == jax.tree.structure(stored)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(stored), strict=True):
+        np.testing.assert_array_equal(a, b)
+    float_scales = plan.export(decoder, portable, TOKENS)
+    back = float_scales.parameters(stored)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(portable), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_parameters_of_another_program(exported):
+    _, stored, program, _ = exported
+    with pytest.raises(xla.StoreError, match=r"must be a tree like that of the program"):
+        program.parameters({"table": stored["table"]})
+    with pytest.raises(xla.StoreError, match=r"\['both'\] must be a PrepackedWeight of int8.*got"):
+        program.parameters(stored | {"both": jnp.zeros((D, 2 * D))})
+
+
+@pytest.mark.parametrize("status", ["disabled", "missing", "older"])
+def test_kernels_that_are_not_there(exported, tmp_path, status):
+    *_, program, _ = exported
+    environment = {"JAXTAP_DISABLE_PLUGINS": "te-ffi-kernels"} if status == "disabled" else {}
+    kernels = dict(program.kernels)
+    if status == "missing":
+        kernels["acme.gemm"] = dataclasses.replace(
+            next(iter(kernels.values())), package="acme-kernels", version="3.1"
+        )
+    if status == "older":
+        kernels = {k: dataclasses.replace(v, version="0.0.1") for k, v in kernels.items()}
+    dataclasses.replace(program, kernels=kernels).save(tmp_path / "program")
+    code = """
+import sys, provider_xla as xla
+try:
+    xla.load_exported(sys.argv[1])
+except xla.StoreError as error:
+    print(error)
+try:
+    xla.load_exported(sys.argv[1], check_versions=False)
+    print("loaded")
+except xla.StoreError as error:
+    print("refused")
+"""
+    printed = run_python("-c", code, tmp_path / "program", strict=False, **environment).stdout
+    wanted = {
+        "disabled": ["te-ffi-kernels", "is disabled", "refused"],
+        "missing": ["acme-kernels 3.1 (acme.gemm), which is not installed", "refused"],
+        "older": ["te-ffi-kernels must be version 0.0.1", "got", "loaded"],
+    }[status]
+    assert all(text in printed for text in wanted), printed
+
+
+def test_damaged_and_other_files(exported, tmp_path):
+    *_, program, folder = exported
+    text = bytearray((folder / "program").read_bytes())
+    with pytest.raises(xla.StoreError, match=r"must be a file that plan.export"):
+        xla.load_exported(folder / "parameters.safetensors")
+    with pytest.raises(xla.StoreError, match=r"must be a file that can be read"):
+        xla.load_exported(tmp_path / "none")
+    for at in (20, 60, 200, len(text) // 2, len(text) - 1):
+        altered = bytearray(text)
+        altered[at] ^= 1
+        with pytest.raises(xla.StoreError, match=r"is not what was saved"):
+            xla.load_exported(bytes(altered))
+    with pytest.raises(xla.StoreError, match=r"is there already"):
+        program.save(folder / "program")
+    assert (folder / "program").read_bytes() == text
+
+
+def test_programs_that_do_not_hold_for_every_size():
+    def model(w, x):
+        return (x @ w).reshape(3, -1)
+
+    w, x = jnp.ones((32, 32)), jnp.ones((4, 3, 32))
+    plan = xla.PtqProvider(xla.QuantizationRule(weight_qtype="int8")).plan(model, w, x)
+    stored = plan.quantize(w)
+    with pytest.raises(
+        xla.QuantizationError, match=r"model must hold for every size.*shapes='b, c"
+    ):
+        plan.export(model, stored, x, shapes="b, c, 32")
+    assert plan.export(model, stored, x)(stored, x).shape == (3, 128)
+
+
+def test_other_ops_hold_for_all_sizes_without_their_kernels():
+    """Where a kernel needs sizes, its reference is exported for symbolic ones."""
+    (b,) = jax.export.symbolic_shape("b")
+    codes = jnp.ones((32, 16), jnp.int8)
+    w = te.pack_w8(codes, jnp.ones((1, 16)))
+
+    def both(x, gamma):
+        return te.gemm_w8a8(x, w), te.layernorm(x, gamma, jnp.zeros(32))
+
+    x, gamma = jax.random.normal(jax.random.key(0), (4, 32)), jnp.ones(32)
+    typed = jax.ShapeDtypeStruct((b, 32), jnp.float32)
+    exported = jax.export.export(jax.jit(both), disabled_checks=te.export_checks())(typed, gamma)
+    assert "te_ffi_kernels.gemm_w8a8" in exported.mlir_module()
+    assert "te_ffi_kernels.norm_forward" not in exported.mlir_module()
+    product, norm = exported.call(x, gamma)
+    np.testing.assert_array_equal(product, te.gemm_w8a8(x, w))
+    centred = np.asarray(x, "float64") - np.asarray(x, "float64").mean(-1, keepdims=True)
+    wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(norm, wanted, atol=1e-5)
