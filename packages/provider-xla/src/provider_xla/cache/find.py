@@ -13,7 +13,7 @@ import numpy as np
 
 from interception_core import Engine
 
-from ..program.sites import follows_values
+from ..program.weights import follows_values
 from .array import CacheArray
 from .plan import CachePlan
 from .rule import CacheRule
