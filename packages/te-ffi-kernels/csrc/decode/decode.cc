@@ -89,7 +89,7 @@ class Heads {
   void attend(int64_t head, int64_t stretch) const {
     const Sight seen = sight(head);
     const int64_t row_floats = rows_ * width_;
-    float* memory = Arena<ScratchTag>::get_array<float>(row_floats + scratch_of(rows_, args_.size));
+    float* memory = Arena<ScratchTag>::get_array<float>(row_floats + scratch_of(rows_));
     std::vector<int64_t> first(rows_), last(rows_);
     std::vector<const uint8_t*> masks(args_.mask == nullptr ? 0 : rows_);
     const int64_t batch = head / args_.kv_heads;

@@ -155,6 +155,61 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p) {
   }
 }
 
+// R rows of x: twice as many plane rows.
+template <int R>
+void paired_block(const Tile& t, int64_t r0, int64_t p) {
+  float totals[R][16] = {};
+  const int32_t* offsets = t.offsets + 2 * r0 * t.offsets_stride;
+  const float* x_scales = t.x_scales + r0 * t.offsets_stride;
+  const uint8_t* scales = t.scales + p * t.scales_stride;
+  const uint8_t* codes = t.codes + p * t.codes_stride;
+  const int8_t* x = t.x + 2 * r0 * t.x_stride;
+  for (int64_t i = 0; i < t.k; i += t.segment_k) {
+    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
+    __m256i acc[2 * R][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < 2 * R; ++r) {
+      acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
+    }
+    add_products<2 * R, 8>(x + i, t.x_stride, codes, count, acc);
+    float scale[16];
+    __builtin_memcpy(scale, scales, 64);
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      const __m256 x_scale = _mm256_set1_ps(x_scales[r * t.offsets_stride]);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m256i low = acc[2 * r][h], high = acc[2 * r + 1][h];
+        const __m256 value =
+            t.whole ? _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high, 8), low))
+                    : _mm256_add_ps(
+                          _mm256_mul_ps(_mm256_cvtepi32_ps(high), _mm256_set1_ps(256.0f)),
+                          _mm256_cvtepi32_ps(low));
+        const __m256 product =
+            _mm256_mul_ps(_mm256_mul_ps(value, x_scale), _mm256_loadu_ps(scale + 8 * h));
+        float* total = totals[r] + 8 * h;
+        _mm256_storeu_ps(total, _mm256_add_ps(_mm256_loadu_ps(total), product));
+      }
+    }
+    ++offsets;
+    ++x_scales;
+    scales += t.scales_step;
+    codes += 16 * count;
+  }
+  for (int r = 0; r < R; ++r) {
+    __builtin_memcpy(t.totals + (r0 + r) * t.sums_stride + 16 * p, totals[r], 64);
+  }
+}
+
+void paired8(const Tile& t) {
+  const int64_t x_rows = t.rows / 2;
+  for (int64_t p = 0; p < t.panels; ++p) {
+    int64_t r = 0;
+    for (; r + 2 <= x_rows; r += 2) paired_block<2>(t, r, p);
+    if (r < x_rows) paired_block<1>(t, r, p);
+  }
+}
+
 template <int R, int kBits, bool kScaled>
 JAXTAP_INLINE void block(const Tile& t, int64_t r, int64_t p) {
   if (kScaled) {
@@ -211,12 +266,14 @@ const Kernels& avx2_kernels() {
                                        INT64_MAX,
                                        all_blocks<8, false>,
                                        all_blocks<8, true>,
+                                       paired8,
                                        all_blocks<4, false>,
                                        all_blocks<4, true>,
                                        expand_nibbles,
                                        expand_panel,
                                        stream,
                                        quantize_row,
+                                       quantize_pairs,
                                        finish,
                                        nullptr};
   return kKernels;
