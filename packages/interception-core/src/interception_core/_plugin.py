@@ -36,6 +36,12 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             configure="interception_core.cli.doctor:configure",
         ),
         CommandSpec(
+            name="bench",
+            summary="time a kernel beside the op's reference and the kernel that it displaces",
+            run="interception_core.cli.bench:run",
+            configure="interception_core.cli.bench:configure",
+        ),
+        CommandSpec(
             name="demo",
             summary="show what a provider does, on handwritten digits",
             run="interception_core.cli.demo:run",

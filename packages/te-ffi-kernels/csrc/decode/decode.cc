@@ -15,8 +15,8 @@ struct ScratchTag {};
 
 // Positions of a task. Fixed, so that sums are added in the same order whatever the threads.
 constexpr int64_t kStretch = 512;
-// Numbers of the cache that are not worth a second thread.
-constexpr int64_t kFew = 1 << 14;
+// Numbers of keys that are not worth a second thread: some 10 microseconds.
+constexpr int64_t kFew = 1 << 17;
 
 int format_of(DType dtype) {
   switch (dtype) {
@@ -53,9 +53,10 @@ class Heads {
 
   void run(const Parallel& pool) {
     const int64_t heads = args_.batch * args_.kv_heads;
-    const int64_t numbers = heads * args_.positions * args_.size;
+    // A row more takes a third of the time that the first takes.
+    const bool few = seen() * args_.kv_heads * args_.size * (2 + rows_) <= 3 * kFew;
     const Parallel serial;
-    const Parallel& parallel = numbers <= kFew ? serial : pool;
+    const Parallel& parallel = few ? serial : pool;
     const int64_t parts = heads * stretches_ * rows_;
     partials_.most = Arena<PartialsTag>::get_array<float>(parts * (2 + width_));
     partials_.sums = partials_.most + parts;
@@ -75,6 +76,16 @@ class Heads {
     const int64_t query = row / args_.group;
     const int64_t before = (batch * args_.queries + query) * args_.kv_heads + kv_head;
     return (before * args_.group + row % args_.group) * args_.size;
+  }
+
+  // Positions of all sequences.
+  int64_t seen() const {
+    int64_t count = 0;
+    for (int64_t b = 0; b < args_.batch; ++b) {
+      const Sight sight{args_, args_.lengths[b]};
+      count += sight.last(args_.queries - 1) - sight.first(0);
+    }
+    return count;
   }
 
   Sight sight(int64_t head) const {
