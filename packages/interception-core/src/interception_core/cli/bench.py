@@ -7,15 +7,15 @@ lower quartiles: what other programs do meanwhile only ever adds to a time.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import JaxtapError, PluginError, nearest_name
-from ..kernels.bench import Bench, BenchCase, write_table
+from ..kernels.bench import Bench, BenchCase, Side, write_table
 from ..kernels.platforms import platform_of
-from ..kernels.register import register_kernel
 from ..kernels.select import chosen_kernel
 from ..plugins import host as _host
 from ..plugins.paths import resolve
@@ -37,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="time the cases with this label; several for one label are alternatives",
     )
     parser.add_argument(
+        "--skip", action="append", default=[], metavar="SIDE", help="a side that is not timed"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=1.0, help="at least, for each case (default: 1)"
     )
     parser.add_argument(
@@ -55,12 +58,13 @@ def run(args: argparse.Namespace) -> int:
     wanted = _wanted(args.only)
     if args.write and bench.table is None:
         raise JaxtapError(f"{spec.target} has no table to write. Leave out --write.")
-    register_kernel(spec)
+    if {"kernel", bench.against} & {*args.skip}:
+        raise JaxtapError(f"Of {args.skip}, the side {bench.against!r} can't be left out.")
     found: list[dict[str, Any]] = []
     for case in bench.cases:
         if not all(str(case.labels.get(name)) in values for name, values in wanted.items()):
             continue
-        found.append(_timed(spec, case, args.seconds))
+        found.append(_timed(spec, case, args.seconds, args.skip))
         if not args.json:
             print(_line(found, bench.against), flush=True)
     if not found:
@@ -108,9 +112,11 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
     return wanted
 
 
-def _timed(spec: KernelSpec, case: BenchCase, seconds: float) -> dict[str, Any]:
+def _timed(
+    spec: KernelSpec, case: BenchCase, seconds: float, skip: Sequence[str]
+) -> dict[str, Any]:
     """Time all sides of a case in turn; return labels, lower quartiles in seconds and rounds."""
-    runs = dict(_sides(spec, case))
+    runs = {side: _compiled(spec, *what()) for side, what in _sides(spec, case) if side not in skip}
     first = {side: min(_seconds(call) for _ in range(2)) for side, call in runs.items()}
     # No need to wait often for what is far slower.
     quick = [side for side in runs if first[side] < _FAR * first["kernel"]]
@@ -133,28 +139,32 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _sides(spec: KernelSpec, case: BenchCase) -> Iterator[tuple[str, Callable[[], Any]]]:
-    fn, operands = case.make()
-    yield "kernel", _compiled(spec, spec, fn, operands)
+def _sides(
+    spec: KernelSpec, case: BenchCase
+) -> Iterator[tuple[str, Callable[[], tuple[KernelSpec | None, Side]]]]:
+    """Yield the sides of a case: the kernel that calls of the op get, and what is called."""
+    op = functools.cache(case.make)
     rivals = [
         other
         for other in _host.kernels()
         if (other.op, other.platform) == (spec.op, spec.platform) and other != spec
     ]
-    if rivals:
-        displaced = max(rivals, key=lambda other: other.priority)
-        yield displaced.target, _compiled(spec, displaced, fn, operands)
-    yield "reference", _compiled(spec, None, fn, operands)
+    first = max(rivals, key=lambda other: other.priority, default=None)
+    for name, kernel in (
+        ("kernel", spec),
+        *([] if first is None else [(first.target, first)]),
+        ("reference", None),
+    ):
+        yield name, lambda kernel=kernel: (kernel, op())
     for name, make in case.others.items():
-        yield name, _compiled(spec, None, *make())
+        yield name, lambda make=make: (None, make())
 
 
-def _compiled(
-    spec: KernelSpec, kernel: KernelSpec | None, fn: Callable[..., Any], operands: tuple[Any, ...]
-) -> Callable[[], Any]:
+def _compiled(spec: KernelSpec, kernel: KernelSpec | None, side: Side) -> Callable[[], Any]:
     """Return a call that waits for its result, with one kernel of an op or with none."""
     import jax
 
+    fn, operands = side
     # What was traced before holds the kernel that it was given then.
     jax.clear_caches()
     with chosen_kernel(spec.op, spec.platform, kernel):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -39,7 +40,9 @@ _choices: WeakKeyDictionary[Registry, dict[KernelCall, KernelChoice]] = WeakKeyD
 
 
 # By op and platform: the kernel that calls get whatever they are, or None for none.
-_given: ContextVar[dict[tuple[str, str], KernelSpec | None]] = ContextVar("kernels", default={})
+_given: ContextVar[Mapping[tuple[str, str], KernelSpec | None]] = ContextVar(
+    "kernels", default=MappingProxyType({})
+)
 
 
 @contextlib.contextmanager
