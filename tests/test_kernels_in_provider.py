@@ -25,12 +25,14 @@ W4 = QuantizationRule(weight_qtype="int4")
 W4_TILED = QuantizationRule(weight_qtype="int4", tile_size=16)
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 W8A8_TILED = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=16)
+W4A8_TILED = QuantizationRule(weight_qtype="int4", act_qtype="int8", tile_size=16)
 RULES = {
     "w8": W8,
     "w4": W4,
     "w4 in tiles": W4_TILED,
     "w8a8": W8A8,
     "w8a8 in tiles": W8A8_TILED,
+    "w4a8 in tiles": W4A8_TILED,
 }
 
 
