@@ -68,13 +68,17 @@ def check(rule, actual, expected, layers=1, exact=True):
     """W8A8 is integers and two products: bit for bit. Sums of floats have another order.
 
     Where the parameter is the left operand, XLA multiplies by its scales first, the kernel last.
-    In tiles, the results of each are summed as floats.
+    In tiles, the results of each are summed as floats. Kernels take more than four rows of floats
+    in 15 bits of the largest in a tile.
     """
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     if rule.act_qtype is not None and rule.tile_size is None and exact:
         np.testing.assert_array_equal(actual, expected)
         return
-    tolerance = max(2e-6, 2 * float(jnp.finfo(actual.dtype).eps) * (actual.dtype != jnp.float32))
+    tolerance = max(
+        2e-6 if rule.act_qtype else 6e-5,
+        2 * float(jnp.finfo(actual.dtype).eps) * (actual.dtype != jnp.float32),
+    )
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.linalg.norm(actual - expected) <= layers * tolerance * np.linalg.norm(expected)
 
@@ -320,7 +324,8 @@ def check_sharded(rule):
     expected = run(plan.quantize(w, prepack=False), x)
 
     def close(actual, expected=expected):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+        off = 1e-4 * np.abs(expected).max()
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=off)
 
     # Data parallel: the weight everywhere, rows shared out.
     stored = plan.quantize(put(mesh, w))
@@ -477,4 +482,6 @@ def test_a_tied_table_is_packed_and_looked_up(mode, qtype, tile, shape):
     mapped = jax.jit(jax.vmap(plan.apply(rows), (None, 0)))
     np.testing.assert_array_equal(mapped(packed, ids), run(codes, ids))
     whole = jax.jit(plan.apply(model))
-    np.testing.assert_allclose(whole(packed, ids), whole(codes, ids), rtol=1e-4, atol=1e-4)
+    expected = whole(codes, ids)
+    off = 1e-4 * np.abs(expected).max()
+    np.testing.assert_allclose(whole(packed, ids), expected, rtol=1e-4, atol=off)
