@@ -178,6 +178,79 @@ def test_w8a16_512_rows(benchmark, dtype):
     compare(benchmark, sides, lambda make: make(), rounds=10, unit="ms")
 
 
+@functools.cache
+def weights(bits, k, n):
+    """Return a packed weight, and the same in float32."""
+    most, group = 2 ** (bits - 1) - 1, 32 if bits == 4 else k
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-most, most + 1, (k, n), np.int8)
+    scale = rng.uniform(0.001, 0.01, (k // group, n)).astype(np.float16).astype(np.float32)
+    small = jnp.asarray(scale, jnp.float32 if bits == 8 else jnp.float16)
+    packed = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.asarray(codes), small)
+    return packed, jnp.asarray(codes * np.repeat(scale, group, 0))
+
+
+def rounds_of(m, k, n):
+    """Return how many rounds take about a second, at some 100 GFLOP/s of all sides."""
+    return int(np.clip(1e11 / (4 * m * k * n), 3, 40))
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 64, 128, 512, 1024, 4096])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(("k", "n"), [(1024, 1024), (4096, 4096), (1024, 32000)])
+def test_rows(benchmark, k, n, dtype, m):
+    """No kernel that is chosen is slower than XLA's float matmul."""
+    x = jnp.asarray(RNG.normal(size=(m, k)), dtype)
+
+    def kernel(bits):
+        packed, _ = weights(bits, k, n)
+        op = getattr(te, packed.product_op(m, quantizes=False))
+        return lambda: in_turn(op, x, [packed])
+
+    float_weight = weights(8, k, n)[1].astype(dtype)
+    sides = {
+        "XLA float": lambda: in_turn(jnp.matmul, x, [float_weight]),
+        "kernel int8": kernel(8),
+        "kernel int4": kernel(4),
+    }
+    rounds = rounds_of(m, k, n)
+    compare(benchmark, sides, lambda make: make(), rounds=rounds, unit="ms")
+    seconds = benchmark.extra_info["seconds"]
+    benchmark.extra_info["ratios"] = {
+        f"{side} / XLA float": seconds[side] / seconds["XLA float"]
+        for side in ("kernel int8", "kernel int4")
+    }
+
+
+@pytest.mark.parametrize("positions", [128, 512, 2048, 8192])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_heads", [16, 4])
+def test_decode_attention(benchmark, kv_heads, cache, positions):
+    shape = (1, kv_heads, positions, 64)
+    dtype = "float32" if cache == "int8" else cache
+    q = jnp.asarray(RNG.normal(size=(1, 1, 16, 64)), dtype)
+    floats = [jnp.asarray(RNG.normal(size=shape), dtype) for _ in "kv"]
+
+    def plain(q, keys, values):
+        grouped = q.reshape(1, 1, kv_heads, 16 // kv_heads, 64) / 8
+        weights = jax.nn.softmax(jnp.einsum("btkgd,bksd->bkgts", grouped, keys), axis=-1)
+        return jnp.einsum("bkgts,bksd->btkgd", weights, values)
+
+    def kernel():
+        if cache != "int8":
+            return waiting(lambda q, k, v: te.decode_attention(q, k, v, positions), q, *floats)
+        stored = [jnp.asarray(RNG.integers(-127, 128, shape), jnp.int8) for _ in "kv"]
+        scales = [jnp.full(shape[:3], 0.01, jnp.float32) for _ in "kv"]
+        named = lambda k, v: {"key_scale": k, "value_scale": v}  # noqa: E731
+        return waiting(
+            lambda q, k, v, *s: te.decode_attention(q, k, v, positions, **named(*s)),
+            q, *stored, *scales,
+        )  # fmt: skip
+
+    sides = {"XLA float": lambda: waiting(plain, q, *floats), "kernel": kernel}
+    compare(benchmark, sides, often, rounds=12, unit="ms", per=10)
+
+
 SIDE = 2048
 """Of what is quantized: larger results are new pages at each call, which is all that is timed."""
 

@@ -25,12 +25,14 @@ W4 = QuantizationRule(weight_qtype="int4")
 W4_TILED = QuantizationRule(weight_qtype="int4", tile_size=16)
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 W8A8_TILED = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=16)
+W4A8_TILED = QuantizationRule(weight_qtype="int4", act_qtype="int8", tile_size=16)
 RULES = {
     "w8": W8,
     "w4": W4,
     "w4 in tiles": W4_TILED,
     "w8a8": W8A8,
     "w8a8 in tiles": W8A8_TILED,
+    "w4a8 in tiles": W4A8_TILED,
 }
 
 
@@ -66,13 +68,17 @@ def check(rule, actual, expected, layers=1, exact=True):
     """W8A8 is integers and two products: bit for bit. Sums of floats have another order.
 
     Where the parameter is the left operand, XLA multiplies by its scales first, the kernel last.
-    In tiles, the results of each are summed as floats.
+    In tiles, the results of each are summed as floats. Kernels take more than four rows of floats
+    in 15 bits of the largest in a tile.
     """
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     if rule.act_qtype is not None and rule.tile_size is None and exact:
         np.testing.assert_array_equal(actual, expected)
         return
-    tolerance = max(2e-6, 2 * float(jnp.finfo(actual.dtype).eps) * (actual.dtype != jnp.float32))
+    tolerance = max(
+        2e-6 if rule.act_qtype else 3e-4,
+        2 * float(jnp.finfo(actual.dtype).eps) * (actual.dtype != jnp.float32),
+    )
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.linalg.norm(actual - expected) <= layers * tolerance * np.linalg.norm(expected)
 
@@ -134,7 +140,7 @@ def test_products(name, m, k, n, dtype, seed):
     if dtype == "float32" and rule.act_qtype is None:
         exact = np.asarray(x, np.float64) @ np.asarray(packed.restore(), np.float64)
         actual = jax.jit(plan.apply(matmul))(packed, x)
-        assert np.linalg.norm(actual - exact) <= 2e-6 * np.linalg.norm(exact)
+        assert np.linalg.norm(actual - exact) <= (2e-6 if m <= 4 else 3e-4) * np.linalg.norm(exact)
 
 
 @pytest.mark.slow
@@ -318,7 +324,8 @@ def check_sharded(rule):
     expected = run(plan.quantize(w, prepack=False), x)
 
     def close(actual, expected=expected):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+        off = 1e-4 * np.abs(expected).max()
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=off)
 
     # Data parallel: the weight everywhere, rows shared out.
     stored = plan.quantize(put(mesh, w))
@@ -475,4 +482,6 @@ def test_a_tied_table_is_packed_and_looked_up(mode, qtype, tile, shape):
     mapped = jax.jit(jax.vmap(plan.apply(rows), (None, 0)))
     np.testing.assert_array_equal(mapped(packed, ids), run(codes, ids))
     whole = jax.jit(plan.apply(model))
-    np.testing.assert_allclose(whole(packed, ids), whole(codes, ids), rtol=1e-4, atol=1e-4)
+    expected = whole(codes, ids)
+    off = 1e-4 * np.nanmax(np.abs(expected))  # a row that is not there is NaN
+    np.testing.assert_allclose(whole(packed, ids), expected, rtol=1e-4, atol=off)

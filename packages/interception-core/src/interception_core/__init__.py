@@ -19,6 +19,7 @@ from .errors import (
     TargetError,
     UnknownNameError,
 )
+from .kernels.bench import Bench, BenchCase, read_table, slower_than
 from .kernels.ops import get_op
 from .kernels.platforms import kernel_platforms, platform_of
 from .kernels.register import register_kernel
@@ -65,6 +66,8 @@ __version__ = version("interception-core")
 __all__ = [
     "AdapterSpec",
     "Aval",
+    "Bench",
+    "BenchCase",
     "CheckResult",
     "CommandSpec",
     "DoctorCheck",
@@ -110,8 +113,10 @@ __all__ = [
     "primitive_names",
     "providers",
     "qtypes",
+    "read_table",
     "register_kernel",
     "select_kernel",
+    "slower_than",
     "untapped",
 ]
 

@@ -149,7 +149,8 @@ class TestErrors:
         assert main(["plugns"]) == 2
         assert capsys.readouterr().err == (
             "jaxtap: error: Unknown command 'plugns'. Did you mean 'plugins'? "
-            "Known commands: demo, doctor, new, plugins.\n"
+            "Known commands: bench, demo, doctor, new, plugins.
+"
         )
 
     def test_a_command_of_a_failed_plugin(self, host, capsys):
@@ -188,7 +189,7 @@ class TestPlugins:
         host(OWN, BROKEN)
         assert main(["plugins", "--json"]) == 0
         content = json.loads(capsys.readouterr().out)
-        assert content["api"] == [1, 4]
+        assert content["api"] == [1, 5]
         own, broken = content["plugins"]
         assert own["status"] == "ok"
         assert own["error"] is None

@@ -526,6 +526,10 @@ class TestGuide:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(tmp_path)
         python("-c", blocks["choose"] + blocks["use"])
+        timed = python("-m", "interception_core", "bench", "softcap", "--seconds", "0").stdout
+        head, *lines = timed.splitlines()
+        assert head.split("  ")[-1].strip() == "kernel/copy"
+        assert [line.split()[0] for line in lines] == ["1", "64", "4096"]
         words = ["-n", "0", "-p", "no:cacheprovider", "-q", "--rootdir", str(source)]
         done = python("-m", "pytest", *words, "-c", os.devnull, str(source / "test_softcap.py"))
         assert f"{len(SUITE)} passed" in done.stdout

@@ -15,8 +15,8 @@ struct ScratchTag {};
 
 // Positions of a task. Fixed, so that sums are added in the same order whatever the threads.
 constexpr int64_t kStretch = 512;
-// Numbers of the cache that are not worth a second thread.
-constexpr int64_t kFew = 1 << 14;
+// Numbers of keys that are not worth a second thread: some 10 microseconds.
+constexpr int64_t kFew = 1 << 17;
 
 int format_of(DType dtype) {
   switch (dtype) {
@@ -53,9 +53,10 @@ class Heads {
 
   void run(const Parallel& pool) {
     const int64_t heads = args_.batch * args_.kv_heads;
-    const int64_t numbers = heads * args_.positions * args_.size;
+    // A row more takes a third of the time that the first takes.
+    const bool few = seen() * args_.kv_heads * args_.size * (2 + rows_) <= 3 * kFew;
     const Parallel serial;
-    const Parallel& parallel = numbers <= kFew ? serial : pool;
+    const Parallel& parallel = few ? serial : pool;
     const int64_t parts = heads * stretches_ * rows_;
     partials_.most = Arena<PartialsTag>::get_array<float>(parts * (2 + width_));
     partials_.sums = partials_.most + parts;
@@ -77,6 +78,16 @@ class Heads {
     return (before * args_.group + row % args_.group) * args_.size;
   }
 
+  // Positions of all sequences.
+  int64_t seen() const {
+    int64_t count = 0;
+    for (int64_t b = 0; b < args_.batch; ++b) {
+      const Sight sight{args_, args_.lengths[b]};
+      count += sight.last(args_.queries - 1) - sight.first(0);
+    }
+    return count;
+  }
+
   Sight sight(int64_t head) const {
     return {args_, args_.lengths[head / args_.kv_heads]};
   }
@@ -89,7 +100,7 @@ class Heads {
   void attend(int64_t head, int64_t stretch) const {
     const Sight seen = sight(head);
     const int64_t row_floats = rows_ * width_;
-    float* memory = Arena<ScratchTag>::get_array<float>(row_floats + scratch_of(rows_, args_.size));
+    float* memory = Arena<ScratchTag>::get_array<float>(row_floats + scratch_of(rows_));
     std::vector<int64_t> first(rows_), last(rows_);
     std::vector<const uint8_t*> masks(args_.mask == nullptr ? 0 : rows_);
     const int64_t batch = head / args_.kv_heads;

@@ -33,13 +33,11 @@ struct Stretch {
   const int64_t* last;        // [rows]: the one after the last
   const uint8_t* const* masks;  // [rows] of bool[positions], or null
   float softcap;
-  float* scratch;  // [scratch_of(rows, size)]
+  float* scratch;  // [scratch_of(rows)]
   Partial out;
 };
 
-constexpr int64_t scratch_of(int64_t rows, int64_t size) {
-  return kBlock * padded(size) + rows * kBlock + kBlock;
-}
+constexpr int64_t scratch_of(int64_t rows) { return rows * kBlock + kBlock; }
 
 struct Table {
   void (*attend[4])(const Stretch&);  // by format: float32, bfloat16, float16, int8

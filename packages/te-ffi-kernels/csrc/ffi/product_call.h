@@ -27,6 +27,7 @@ inline constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
 inline constexpr char kGemmW8A16[] = "te_ffi_kernels.gemm_w8a16";
 inline constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
 inline constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
+inline constexpr char kGemmW4A8[] = "te_ffi_kernels.gemm_w4a8";
 
 // A product of x[m, k] with one weight; operands after those say which where there are several, of
 // `kOperands` in all.

@@ -195,10 +195,12 @@ constexpr char kGemmW8A8Stack[] = "te_ffi_kernels.gemm_w8a8_stack";
 constexpr char kGemmW8A16Stack[] = "te_ffi_kernels.gemm_w8a16_stack";
 constexpr char kGemvW8Stack[] = "te_ffi_kernels.gemv_w8_stack";
 constexpr char kGemvW4Stack[] = "te_ffi_kernels.gemv_w4_stack";
+constexpr char kGemmW4A8Stack[] = "te_ffi_kernels.gemm_w4a8_stack";
 constexpr char kGemmW8A8Groups[] = "te_ffi_kernels.gemm_w8a8_groups";
 constexpr char kGemmW8A16Groups[] = "te_ffi_kernels.gemm_w8a16_groups";
 constexpr char kGemvW8Groups[] = "te_ffi_kernels.gemv_w8_groups";
 constexpr char kGemvW4Groups[] = "te_ffi_kernels.gemv_w4_groups";
+constexpr char kGemmW4A8Groups[] = "te_ffi_kernels.gemm_w4a8_groups";
 
 template <const char* kOne, const char* kStack, const char* kGroups, int kBits, int kPlanes>
 struct Product {
@@ -216,6 +218,7 @@ const Product<kGemmW8A8, kGemmW8A8Stack, kGemmW8A8Groups, 8, 1> kW8A8;
 const Product<kGemmW8A16, kGemmW8A16Stack, kGemmW8A16Groups, 8, 0> kW8A16;
 const Product<kGemvW8, kGemvW8Stack, kGemvW8Groups, 8, 0> kW8;
 const Product<kGemvW4, kGemvW4Stack, kGemvW4Groups, 4, 0> kW4;
+const Product<kGemmW4A8, kGemmW4A8Stack, kGemmW4A8Groups, 4, 1> kW4A8;
 const Packing<PackCall<kPackW8, 8>> kPack8;
 const Packing<PackCall<kPackW4, 4>> kPack4;
 const Handlers<TakeCall, WarmTake, RunTake> kTake;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/dtype.h"
 #include "common/forward.h"
@@ -32,13 +33,16 @@ struct Tile {
   int64_t sums_stride;
   bool first;
 
-  // Scaled: sums over segments of (float32 sum of products - offset) * scale of x * scale.
+  // Scaled: sums over segments of (float32 sum of products - offset) * scale of x * scale. Paired:
+  // the same of two plane rows put together, sum of plane 1 * 256 + sum of plane 0, in int32 where
+  // that is `whole`, else in float32.
   int64_t segment_k;  // the last segment may be shorter
   const uint8_t* scales;  // float32[16] of the first panel and segment, unaligned
   int64_t scales_stride;  // bytes from panel to panel
   int64_t scales_step;    // bytes from segment to segment
-  const float* x_scales;  // [rows, offsets_stride]; null where a row has one for all segments
-  float* totals;          // [rows, sums_stride]
+  bool whole;
+  const float* x_scales;  // [rows of x, offsets_stride]; null where a row has one for all segments
+  float* totals;          // [rows, sums_stride]; paired: [rows / 2, sums_stride]
 };
 
 // One row of x to plane rows.
@@ -54,11 +58,11 @@ struct Quantize {
   int64_t out_stride;
   int32_t* offsets;  // [planes, offsets_stride]
   int64_t offsets_stride;
-  float* scale;  // of the row
+  float* scale;  // of the row, or of each segment
 };
 
-// Products of a few rows with one panel of version 2, to rows of y. The planes of a row are put
-// together before they are rescaled:
+// Products of a few rows with one panel of 4 bits, to rows of y. The planes of a row are put
+// together before they are rescaled, in int32 where they are two and that is `whole`:
 //   total += (sum of plane 2 * 65536 + sum of plane 1 * 256 + sum of plane 0) [* scale of x] * scale
 //   y = total [* scale of the row]
 struct Stream {
@@ -75,6 +79,7 @@ struct Stream {
 
   const uint8_t* payload;  // of the panel, unaligned
   int scale_bits;
+  bool whole;
   bool grouped;  // scales precede each segment, and not the first alone
   int64_t k;
   int64_t segment_k;
@@ -101,7 +106,7 @@ struct Finish {
   int64_t columns;
 };
 
-// A panel of version 2 to what two of version 1 with 8 bits hold, with zero point 8.
+// A panel of 4 bits to what two of 8 bits hold, with zero point 8.
 struct Expand {
   const uint8_t* payload;  // of the panel, unaligned
   int scale_bits;
@@ -111,24 +116,20 @@ struct Expand {
   float* scales;     // [2, groups, 16]
 };
 
-// Plane rows up to which panels of version 2 are multiplied as they lie.
+// Plane rows up to which panels of 4 bits are multiplied as they lie.
 constexpr int64_t kStreamRows = 12;
 
 struct Kernels {
   int64_t block_panels;  // panels that are multiplied by all rows before the next ones are
   int64_t block_k;       // rows of K too, for exact sums; a multiple of 64
   int64_t least_rows;    // plane rows from which these kernels are worthwhile
-  int64_t most_rows4;    // plane rows up to which codes of 4 bits are not expanded first
   void (*exact8)(const Tile&);
   void (*scaled8)(const Tile&);
-  void (*exact4)(const Tile&);   // null where most_rows4 is 0
-  void (*scaled4)(const Tile&);
-  // Codes of 4 bits to the order of 8 bits, with zero point 8: `lines` of 64 bytes, `stride` bytes
-  // apart, to twice as many that follow each other.
-  void (*expand)(const uint8_t* nibbles, int64_t stride, int64_t lines, uint8_t* out);
+  void (*paired8)(const Tile&);
   void (*expand_panel)(const Expand&);
   void (*stream)(const Stream&);  // null where least_rows is beyond kStreamRows
   void (*quantize)(const Quantize&);
+  void (*quantize_pairs)(const Quantize&);  // two planes, with a scale for each segment
   void (*finish)(const Finish&);
   void (*release)();  // at the end of a task, or null
 };

@@ -15,6 +15,11 @@ namespace {
 // Longest range of K with exact sums: |code of x| <= 128 by |code of w| <= 128 stays in int32.
 constexpr int64_t kExactK = (int64_t{1} << 17) - 64;
 constexpr int64_t kLongSegment = int64_t{1} << 16;
+// Numbers of a row with a scale of their own, where it has two planes and the weight no groups: an
+// outlier costs its neighbours their last bits.
+constexpr int64_t kPairSegment = 256;
+// Largest magnitude of a number in two planes.
+constexpr int64_t kPairLimit = 127 * (1 + 256);
 // Plane rows per task where there are many: a multiple of all block sizes and numbers of planes.
 constexpr int64_t kTaskRows = 192;
 // Bytes of plane rows that are held at once.
@@ -82,10 +87,14 @@ class Product {
     const PanelLayout& layout = layout_;
     streamed_ = layout.bits == 4 && args.m * planes <= kStreamRows;
     k_ = layout.padded_k();
-    exact_ = layout.group == 0 && k_ <= kExactK;
-    segment_k_ = exact_ ? k_ : layout.group == 0 ? kLongSegment : layout.group;
+    paired_ = planes == 2;
+    exact_ = layout.group == 0 && k_ <= kExactK && !paired_;
+    const int64_t segment = paired_ ? kPairSegment : exact_ ? k_ : kLongSegment;
+    segment_k_ = layout.group == 0 ? segment : layout.group;
     segments_ = (k_ + segment_k_ - 1) / segment_k_;
-    grouped_x_ = planes == 1 && layout.group != 0;
+    grouped_x_ = paired_ || (planes == 1 && layout.group != 0);
+    const int64_t most_code = layout.bits == 8 ? 128 : 8;
+    whole_ = kPairLimit * most_code * segment_k_ <= INT32_MAX;
     stride_ = k_ + 64;  // rows a power of two apart would share cache sets
   }
 
@@ -123,8 +132,13 @@ class Product {
     q.offsets_stride = segments_;
     q.scale = row_scales_ + row;
     if (!grouped_x_) return kernels_.quantize(q);
-    // Each group as a row of its own. What is left to multiply rows with is 1.
+    // What is left to multiply rows with is 1.
     *q.scale = 1.0f;
+    if (paired_) {
+      q.scale = group_scales_ + row * segments_;
+      return kernels_.quantize_pairs(q);
+    }
+    // Each group as a row of its own.
     q.k = q.padded_k = layout_.group;
     for (int64_t i = 0; i < segments_; ++i) {
       q.scale = group_scales_ + row * segments_ + i;
@@ -200,7 +214,8 @@ class Product {
     s.x_scales = grouped_x_ ? group_scales_ : planes_ == 1 ? row_scales_ : nullptr;
     s.x_scales_stride = grouped_x_ ? segments_ : 1;
     s.x_scales_step = grouped_x_ ? 1 : 0;
-    s.row_scales = planes_ == 1 ? nullptr : row_scales_;
+    s.row_scales = planes_ == 3 ? row_scales_ : nullptr;
+    s.whole = whole_;
     s.scale_bits = layout_.scale_bits;
     s.grouped = layout_.group != 0;
     s.k = k_;
@@ -236,7 +251,8 @@ class Product {
     t.scales = first + kPanelHeader;
     t.scales_stride = panel_bytes;
     t.scales_step = layout_.group == 0 ? 0 : 64;
-    if (grouped_x_) t.x_scales = group_scales_ + r * segments_;
+    t.whole = whole_;
+    if (grouped_x_) t.x_scales = group_scales_ + r / planes_ * segments_;
     t.totals = reinterpret_cast<float*>(t.sums);
     if (layout_.bits == 4) {
       uint8_t* codes = Arena<CodesTag>::get_array<uint8_t>(panels * 16 * k_);
@@ -251,7 +267,9 @@ class Product {
       t.codes = codes;
       t.codes_stride = 16 * k_;
     }
-    if (!exact_) {
+    if (paired_) {
+      kernels_.paired8(t);
+    } else if (!exact_) {
       kernels_.scaled8(t);
     } else {
       for (int64_t i = 0; i < k_; i += kernels_.block_k) {
@@ -273,7 +291,7 @@ class Product {
     f.totals = t.totals;
     f.stride = t.sums_stride;
     f.rows = rows;
-    f.planes = planes_;
+    f.planes = paired_ ? 1 : planes_;  // put together
     f.row_scales = row_scales_ + row;
     f.scales = t.scales;
     f.scales_stride = t.scales_stride;
@@ -291,7 +309,9 @@ class Product {
   int64_t k_, segment_k_, segments_, stride_;
   bool exact_;
   bool streamed_;   // few rows of a weight of 4 bits
-  bool grouped_x_;  // int8 with a scale for each group of a row, as the weights have
+  bool paired_;     // two planes, with a scale for each segment of a row
+  bool whole_;      // sums of both planes of a segment fit int32
+  bool grouped_x_;  // a scale for each segment of a row
   int64_t begin_ = 0, rows_ = 0;
   int8_t* planes_of_x_ = nullptr;
   int32_t* offsets_ = nullptr;
@@ -301,9 +321,9 @@ class Product {
 
 }  // namespace
 
-int default_planes(DType x_dtype, int64_t m) {
+int default_planes(int64_t m) {
   // A few rows wait for memory anyway.
-  return x_dtype == DType::F32 || m <= 4 ? 3 : 2;
+  return m <= 4 ? 3 : 2;
 }
 
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
@@ -316,7 +336,7 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
     std::memset(args.y, 0, bytes);
     return;
   }
-  const int planes = args.planes == 0 ? default_planes(args.x_dtype, args.m) : args.planes;
+  const int planes = args.planes == 0 ? default_planes(args.m) : args.planes;
   const Kernels* kernels = &kernels_of(isa);
   if (args.m * planes < kernels->least_rows) {
     kernels = &kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);

@@ -30,9 +30,10 @@ struct Matmul {
   //   1: x is quantized to int8, per row, or per row and group of the weight; the result is
   //      float32(sum of codes' products) * scale of x * scale of the weight, rounded once per
   //      operation, and added up over groups in their order.
-  //   2, 3: x in fixed point with 15 and 23 bits of the row's largest magnitude.
-  //   0: 2 or 3, by the dtypes and m; what is lost is less than the rounding of y in its dtype
-  //      where the row has no outliers beyond 100 times its mean magnitude.
+  //   2: x in fixed point with 15 bits of the largest magnitude of each group of the weight, or of
+  //      each 256 numbers of a row where it has no groups.
+  //   3: x in fixed point with 23 bits of the row's largest magnitude.
+  //   0: 3 for up to 4 rows, and 2 beyond.
   int planes = 0;
 };
 
@@ -42,6 +43,6 @@ struct Matmul {
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa);
 
 // The planes that planes == 0 stands for.
-int default_planes(DType x_dtype, int64_t m);
+int default_planes(int64_t m);
 
 }  // namespace jaxtap

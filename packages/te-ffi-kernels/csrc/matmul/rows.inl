@@ -80,30 +80,124 @@ inline void quantize_int8(const Quantize& q, uint32_t largest) {
   }
 }
 
-// Fixed point: x = q * 2 ** -shift with |q| <= 127 * (1 + 256 + ...), and q = sum of 256 ** p *
-// plane p. The power of two makes numbers exact that have no bits below the last of q.
-template <DType kType, int kPlanes>
-inline void quantize_planes(const Quantize& q, uint32_t largest) {
-  constexpr int kBits = 8 * kPlanes - 1;
-  constexpr float kLimit = kPlanes == 2 ? 32639.0f : 8355711.0f;
-  if (largest >= 0x7f800000u) {
-    *q.scale = bits_float(0x7fc00000u);
-    for (int p = 0; p < kPlanes; ++p) {
-      __builtin_memset(q.out + p * q.out_stride, 0, static_cast<size_t>(q.k));
-    }
-    return;
-  }
-  // largest = fraction * 2 ** exponent with 0.5 <= fraction < 1. Rows below 2 ** -103 lose bits.
+// The shift of fixed point with a sign and kBits bits: largest * 2 ** shift rounds to kLimit at
+// most, with the bits of a finite `largest`. Numbers below 2 ** -103 lose bits.
+template <int kBits>
+inline int fixed_point_shift(uint32_t largest) {
+  constexpr float kLimit = kBits == 15 ? 32639.0f : 8355711.0f;
+  // largest = fraction * 2 ** exponent with 0.5 <= fraction < 1.
   const int exponent = static_cast<int>(largest >> 23) - 126;
   const float fraction = bits_float((largest & 0x7fffffu) | 0x3f000000u);
   int shift = kBits - exponent;
   if (fraction * static_cast<float>(1 << kBits) >= kLimit + 0.5f) --shift;
-  shift = shift > 126 ? 126 : shift;
-  const float factor = bits_float(static_cast<uint32_t>(127 + shift) << 23);
-  *q.scale = bits_float(static_cast<uint32_t>(127 - shift) << 23);
+  return shift > 126 ? 126 : shift;
+}
+
+JAXTAP_INLINE float power_of_two(int exponent) {
+  return bits_float(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
+// `count` numbers of one segment, a multiple of kBlock, to two planes: as `quantize_planes`, with
+// loops whose ends are known.
+template <DType kType, int kBlock>
+inline void quantize_pair(const uint8_t* x, int64_t count, int32_t zero_point, int8_t* low,
+                          int8_t* high, int32_t* low_offset, int32_t* high_offset, float* scale) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; i += kBlock) {
+    for (int j = 0; j < kBlock; ++j) {
+      const uint32_t bits = float_bits(load_float<kType>(x, i + j)) & 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
+    }
+  }
+  if (largest >= 0x7f800000u) {
+    *scale = bits_float(0x7fc00000u);
+    *low_offset = *high_offset = 0;
+    __builtin_memset(low, 0, static_cast<size_t>(count));
+    __builtin_memset(high, 0, static_cast<size_t>(count));
+    return;
+  }
+  const int shift = fixed_point_shift<15>(largest);
+  const float factor = power_of_two(shift);
+  constexpr float kShift = 12582912.0f;  // its last place is 1
+  int32_t sum = 0, high_sum = 0;
+  for (int64_t i = 0; i < count; i += kBlock) {
+    for (int j = 0; j < kBlock; ++j) {
+      const float shifted = load_float<kType>(x, i + j) * factor + kShift;
+      const int32_t whole = static_cast<int32_t>(float_bits(shifted) - float_bits(kShift));
+      const int32_t upper = (whole + 128) >> 8;
+      low[i + j] = static_cast<int8_t>(whole);
+      high[i + j] = static_cast<int8_t>(upper);
+      sum += whole;
+      high_sum += upper;
+    }
+  }
+  *scale = power_of_two(-shift);
+  *low_offset = (sum - 256 * high_sum) * zero_point;
+  *high_offset = high_sum * zero_point;
+}
+
+template <DType kType>
+inline void quantize_segments(const Quantize& q) {
+  constexpr int64_t kSize = kType == DType::F32 ? 4 : 2;
+  int8_t* high = q.out + q.out_stride;
+  const auto run = [&](const uint8_t* x, int64_t begin, int64_t count, auto wide) {
+    constexpr int kBlock = decltype(wide)::value ? 32 : 8;
+    const int64_t i = begin / q.segment_k;
+    quantize_pair<kType, kBlock>(x, count, q.zero_point, q.out + begin, high + begin,
+                                 q.offsets + i, q.offsets + q.offsets_stride + i, q.scale + i);
+  };
+  for (int64_t begin = 0; begin < q.padded_k; begin += q.segment_k) {
+    const int64_t rest = q.padded_k - begin, left = q.k - begin;
+    const int64_t count = rest < q.segment_k ? rest : q.segment_k;
+    const uint8_t* x = q.x + begin * kSize;
+    if (left < count) {  // the last segment of a padded row: not longer than kChunk
+      uint8_t padded[kChunk * kSize] = {};
+      __builtin_memcpy(padded, x, static_cast<size_t>(left * kSize));
+      run(padded, begin, count, std::true_type());
+    } else if (count % 32 == 0) {
+      run(x, begin, count, std::true_type());
+    } else {
+      run(x, begin, count, std::false_type());
+    }
+  }
+}
+
+inline void quantize_pairs(const Quantize& q) {
+  if (q.x_dtype == DType::F32) {
+    quantize_segments<DType::F32>(q);
+  } else if (q.x_dtype == DType::BF16) {
+    quantize_segments<DType::BF16>(q);
+  } else {
+    quantize_segments<DType::F16>(q);
+  }
+}
+
+// Two planes of one segment of plane rows whose sums are there, as a float.
+JAXTAP_INLINE float paired_sum(int32_t low, int32_t high, bool whole) {
+  if (whole) {
+    const uint32_t sum = (static_cast<uint32_t>(high) << 8) + static_cast<uint32_t>(low);
+    return static_cast<float>(static_cast<int32_t>(sum));
+  }
+  return static_cast<float>(high) * 256.0f + static_cast<float>(low);
+}
+
+// Fixed point: x = q * 2 ** -shift with |q| <= 127 * (1 + 256 + 65536), and q = sum of 256 ** p *
+// plane p. The power of two makes numbers exact that have no bits below the last of q.
+template <DType kType>
+inline void quantize_planes(const Quantize& q, uint32_t largest) {
+  if (largest >= 0x7f800000u) {
+    *q.scale = bits_float(0x7fc00000u);
+    for (int p = 0; p < 3; ++p) {
+      __builtin_memset(q.out + p * q.out_stride, 0, static_cast<size_t>(q.k));
+    }
+    return;
+  }
+  const int shift = fixed_point_shift<23>(largest);
+  const float factor = power_of_two(shift);
+  *q.scale = power_of_two(-shift);
   int8_t* low = q.out;
-  int8_t* middle = q.out + q.out_stride;
-  int8_t* high = q.out + (kPlanes - 1) * q.out_stride;
+  int8_t* middle = low + q.out_stride;
+  int8_t* high = middle + q.out_stride;
   for (int64_t i = 0; i < q.k; i += kChunk) {
     const int64_t count = q.k - i < kChunk ? q.k - i : kChunk;
     int32_t whole[kChunk];
@@ -114,10 +208,8 @@ inline void quantize_planes(const Quantize& q, uint32_t largest) {
     for (int64_t j = 0; j < count; ++j) {
       middle[i + j] = static_cast<int8_t>((whole[j] + 128) >> 8);
     }
-    if (kPlanes == 3) {
-      for (int64_t j = 0; j < count; ++j) {
-        high[i + j] = static_cast<int8_t>((((whole[j] + 128) >> 8) + 128) >> 8);
-      }
+    for (int64_t j = 0; j < count; ++j) {
+      high[i + j] = static_cast<int8_t>((((whole[j] + 128) >> 8) + 128) >> 8);
     }
   }
 }
@@ -127,10 +219,8 @@ inline void quantize_values(const Quantize& q) {
   const uint32_t largest = largest_bits<kType>(q);
   if (q.planes == 1) {
     quantize_int8<kType>(q, largest);
-  } else if (q.planes == 2) {
-    quantize_planes<kType, 2>(q, largest);
   } else {
-    quantize_planes<kType, 3>(q, largest);
+    quantize_planes<kType>(q, largest);
   }
 }
 
@@ -194,9 +284,7 @@ inline void finish_rows(const Finish& f, const Sum* all_sums) {
       float values[16], scales[16];
       for (int i = 0; i < 16; ++i) {
         float value = static_cast<float>(sums[c + i]);
-        if (kPlanes == 2) {
-          value = static_cast<float>(sums[f.stride + c + i]) * 256.0f + value;
-        } else if (kPlanes == 3) {
+        if (kPlanes == 3) {
           value = (static_cast<float>(sums[2 * f.stride + c + i]) * 65536.0f +
                    static_cast<float>(sums[f.stride + c + i]) * 256.0f) +
                   value;
@@ -224,8 +312,6 @@ template <bool kExact, typename Sum>
 inline void finish_planes(const Finish& f, const Sum* sums) {
   if (f.planes == 1) {
     finish_rows<kExact, 1>(f, sums);
-  } else if (f.planes == 2) {
-    finish_rows<kExact, 2>(f, sums);
   } else {
     finish_rows<kExact, 3>(f, sums);
   }

@@ -35,13 +35,13 @@ inline void stream_rows(const Stream& s, int64_t row) {
       for (int c = 0; c < kStreamColumns; ++c) {
         float value = static_cast<float>(plane[0][c]);
         if (kPlanes == 2) {
-          value = static_cast<float>(plane[1][c]) * 256.0f + value;
+          value = paired_sum(plane[0][c], plane[1][c], s.whole);
         } else if (kPlanes == 3) {
           value = (static_cast<float>(plane[2][c]) * 65536.0f +
                    static_cast<float>(plane[1][c]) * 256.0f) +
                   value;
         }
-        if (kPlanes == 1) value *= x_scale;
+        if (kPlanes != 3) value *= x_scale;
         totals[r][c] += value * scales[c];
       }
     }

@@ -35,6 +35,7 @@ from .norms.layernorm import layernorm as layernorm
 from .norms.op import normalization_bwd as normalization_bwd
 from .norms.op import normalization_fwd as normalization_fwd
 from .op import reference_ops as reference_ops
+from .packed_weights.op import gemm_w4a8 as gemm_w4a8
 from .packed_weights.op import gemm_w8a8 as gemm_w8a8
 from .packed_weights.op import gemm_w8a16 as gemm_w8a16
 from .packed_weights.op import gemv_w4 as gemv_w4

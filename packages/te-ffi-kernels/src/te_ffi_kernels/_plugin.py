@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
-API = (1, 3)
+API = (1, 5)
 
 
 def _kernel(
@@ -14,6 +14,7 @@ def _kernel(
     *,
     supports: str = "anything",
     workspace: str | None = None,
+    bench: str | None = None,
 ) -> KernelSpec:
     """Return a kernel.
 
@@ -23,6 +24,7 @@ def _kernel(
         function: the public function that calls it; by default that of the op's name, "" for none.
         supports: a function of ``_supports``.
         workspace: a function of ``_workspace``.
+        bench: a function of ``_bench``.
     """
     function = op if function is None else function
     return KernelSpec(
@@ -34,6 +36,7 @@ def _kernel(
         summary=summary,
         apply=f"te_ffi_kernels:{function}" if function else None,
         workspace=f"te_ffi_kernels._workspace:{workspace}" if workspace else None,
+        bench=f"te_ffi_kernels._bench:{bench}" if bench else None,
     )
 
 
@@ -45,7 +48,7 @@ def _both(op: str, summary: str, gradient: str) -> list[KernelSpec]:
 
 def _product(op: str, summary: str) -> Iterator[KernelSpec]:
     """Return the kernels of a matmul with a packed weight."""
-    yield _kernel(op, summary, supports="product")
+    yield _kernel(op, summary, supports="product", bench="product")
     # What the op calls with an index or with sizes of groups, so without a function.
     for kind, what in (
         ("stack", "one weight of a stack"),
@@ -61,6 +64,7 @@ _KERNELS = [
     *_product("gemm_w8a16", "int8 weights, float activations"),
     *_product("gemv_w8", "int8 weights, float activations of a few rows"),
     *_product("gemv_w4", "int4 weights, float activations"),
+    *_product("gemm_w4a8", "int4 weights, activations quantized to int8 by row and group"),
     _kernel("packed_take", "rows or columns of packed weights, dequantized", supports="taking"),
     _kernel("dbias_quantize", "quantizes by row, by column or both, and sums columns"),
     _kernel("dequantize", "codes times their scales"),
@@ -82,7 +86,12 @@ _KERNELS = [
     _kernel(
         "fused_attn_backward", "gradients of attention, from the log-sum-exp", "fused_attn_bwd"
     ),
-    _kernel("decode_attention", "attention of a few queries over a cache of keys and values"),
+    _kernel(
+        "decode_attention",
+        "attention of a few queries over a cache of keys and values",
+        supports="attention",
+        bench="attention",
+    ),
     *_both("scaled_softmax", "softmax of scaled logits", "gradient of the"),
     *_both(
         "scaled_masked_softmax",

@@ -2,6 +2,7 @@
 
 from interception_core import KernelCall, select_kernel
 
+from ._measured import slower
 from .packed_weights.layout import GROUP_ALIGNMENT
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -22,10 +23,33 @@ def product(call: KernelCall) -> bool | str:
         return f"x is {x.dtype}"
     if weight.shape[0] == 0:
         return "nothing is contracted"
-    if not all(isinstance(size, int) for size in (x.shape[-1], *weight.shape)):
+    k, n = weight.shape
+    if not all(isinstance(size, int) for size in (x.shape[-1], k, n)):
         return f"the weight has the symbolic shape {weight}"
     # The kernel reads the number of rows when it is called: a symbolic one is as good.
-    return packing_of(weight.shape[0], call.param("group", 0))
+    fits = packing_of(k, call.param("group", 0))
+    if fits is not True or not isinstance(x.shape[0], int):
+        return fits
+    target = f"te_ffi_kernels.{call.op}"
+    return slower(target, "rows", x.shape[0], _like(x.dtype), {"k": k, "n": n}) or True
+
+
+def attention(call: KernelCall) -> bool | str:
+    """Tell whether attention over a cache has a kernel."""
+    fits = anything(call)
+    if fits is not True:
+        return fits
+    q, keys = call.operands[:2]
+    _, _, kv_heads, group, _ = q.shape
+    positions = keys.shape[2 if call.param("heads_first", True) else 1]
+    near = {"heads": kv_heads * group, "kv_heads": kv_heads}
+    target = f"te_ffi_kernels.{call.op}"
+    return slower(target, "positions", positions, _like(keys.dtype), near) or True
+
+
+def _like(dtype: str) -> dict[str, str]:
+    """Return what was measured for a dtype: the 16-bit ones are alike."""
+    return {"dtype": "bfloat16" if dtype == "float16" else dtype}
 
 
 def product_of_stack(call: KernelCall) -> bool | str:

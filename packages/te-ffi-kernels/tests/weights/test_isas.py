@@ -15,10 +15,11 @@ import te_ffi_kernels as te
 rng = np.random.default_rng(0)
 digest = hashlib.sha256()
 for op, pack, most in ((te.gemm_w8a8, te.pack_w8, 127), (te.gemm_w8a16, te.pack_w8, 127),
-                       (te.gemv_w4, te.pack_w4, 7),
+                       (te.gemv_w4, te.pack_w4, 7), (te.gemm_w4a8, te.pack_w4, 7),
                        (te.gemv_w4, lambda c, s: te.pack_w4(c, s.astype(jnp.float16)), 7)):
     for m, k, n, groups in ((1, 1, 1, 1), (1, 64, 16, 1), (2, 65, 17, 1), (7, 63, 15, 1),
-                            (17, 200, 70, 1), (33, 128, 33, 1), (5, 192, 40, 4), (16, 320, 31, 2)):
+                            (17, 200, 70, 1), (33, 128, 33, 1), (5, 192, 40, 4), (16, 320, 31, 2),
+                            (6, 2080, 35, 2), (9, 600, 20, 1)):
         codes = jnp.asarray(rng.integers(-most, most + 1, (k, n)), jnp.int8)
         scale = jnp.asarray(rng.uniform(0.01, 0.1, (groups, n)), jnp.float32)
         for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):

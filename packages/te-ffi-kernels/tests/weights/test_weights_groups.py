@@ -10,7 +10,7 @@ import pytest
 import te_ffi_kernels as te
 from jaxtap_testkit.te.weights import weight
 
-OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4}
+OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4, te.gemm_w4a8: 4}
 # Of 11 rows in all: in the middle, none at all, all in one, and more than there are.
 SIZES = [(3, 0, 5, 1), (0, 0, 0, 0), (0, 11, 0, 0), (1, 1, 1, 8), (6, 4, 3, 2)]
 
@@ -134,7 +134,8 @@ def test_in_jax_the_result_is_the_same(op):
     x, w, sizes = rows(), stack(op, group=32), jnp.array([3, 0, 5, 1], jnp.int32)
     with te.reference_ops():
         found = op(x, w, group_sizes=sizes)
-    np.testing.assert_allclose(found, op(x, w, group_sizes=sizes), rtol=1e-5, atol=1e-4)
+    off = 1e-4 * np.abs(found).max()  # two planes of int8 for rows beyond four
+    np.testing.assert_allclose(found, op(x, w, group_sizes=sizes), rtol=1e-5, atol=off)
 
 
 def test_a_negative_size_is_an_error():

@@ -13,7 +13,7 @@ from jaxtap_testkit.te.weights import weight
 
 pytestmark = pytest.mark.sample(2)
 
-OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4}
+OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4, te.gemm_w4a8: 4}
 
 
 @pytest.fixture(params=OPS, ids=lambda op: op.__name__)

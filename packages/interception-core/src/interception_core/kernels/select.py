@@ -6,8 +6,11 @@ of a plugin runs for each call, and a program that is traced again gets the same
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -36,6 +39,25 @@ class KernelChoice(NamedTuple):
 _choices: WeakKeyDictionary[Registry, dict[KernelCall, KernelChoice]] = WeakKeyDictionary()
 
 
+# By op and platform: the kernel that calls get whatever they are, or None for none.
+_given: ContextVar[Mapping[tuple[str, str], KernelSpec | None]] = ContextVar(
+    "kernels", default=MappingProxyType({})
+)
+
+
+@contextlib.contextmanager
+def chosen_kernel(op: str, platform: str, kernel: KernelSpec | None) -> Iterator[None]:
+    """Let `select_kernel` choose one kernel of an op, or none, whatever the call.
+
+    Programs that were traced before hold what was chosen then: call ``jax.clear_caches()`` first.
+    """
+    token = _given.set({**_given.get(), (op, platform): kernel})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def select_kernel(
     op: str, platform: str, operands: Iterable[Any] = (), **params: Any
 ) -> KernelChoice:
@@ -61,6 +83,9 @@ def select_kernel(
     """
     registry = _host.ready()
     call = KernelCall.of(op, platform, operands, **params)
+    given = _given.get()
+    if (op, platform) in given:
+        return KernelChoice(given[op, platform], "chosen for all calls")
     choices = _choices.setdefault(registry, {})
     if call not in choices:
         choice, faults = _choose(registry, call)

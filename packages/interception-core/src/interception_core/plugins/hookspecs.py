@@ -21,7 +21,7 @@ PROJECT = "jaxtap"
 
 # (major, minor). A new hook, or a new optional field of a spec, is a minor step; whatever
 # makes a correct plugin stop working is a major one.
-API_VERSION = (1, 4)
+API_VERSION = (1, 5)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

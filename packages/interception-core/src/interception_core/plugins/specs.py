@@ -132,6 +132,8 @@ class KernelSpec:
             returns the bytes of memory that the target wants as one result
             more (uint8, the last), or None for no such result; None: it never
             wants any.
+        bench: ``"module:attribute"`` of a function that gets this spec and
+            returns a `Bench`, the calls that ``jaxtap bench`` times; or None.
 
     Raises:
         PluginError: a field has the wrong type or form; the message names it.
@@ -147,6 +149,7 @@ class KernelSpec:
     summary: str = ""
     apply: str | None = None
     workspace: str | None = None
+    bench: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
@@ -161,6 +164,7 @@ class KernelSpec:
         _check_summary(self, may_be_empty=True)
         _check_path(self, "apply", optional=True)
         _check_path(self, "workspace", optional=True)
+        _check_path(self, "bench", optional=True)
 
     @property
     def key(self) -> str:

@@ -18,8 +18,14 @@ struct I8 {
   using Type = int8_t;
   using Vector = Bytes;
   JAXTAP_INLINE Floats widen(Bytes x) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(same_bits<__m128i>(x)));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(same_bits<int64_t>(x))));
+#else
     const Ints wide = lanes::JAXTAP_ISA_NAMESPACE::widen(x);
     return __builtin_convertvector((wide << 24) >> 24, Floats);
+#endif
   }
 };
 
@@ -51,37 +57,16 @@ JAXTAP_INLINE Floats sums_of(Floats* x) {
   }
 }
 
-// Rows of floats: where they lie, or a copy with zeros up to `count` rounded up to whole vectors.
-struct Rows {
-  const float* at;
-  int64_t stride;
-};
-
+// Rows of the cache from a position on, `step` numbers apart.
 template <class Format>
-inline Rows rows_of(const Stretch& s, const void* cache, int64_t begin, int64_t count) {
-  const int64_t size = s.size, step = s.step * size;
-  float* scratch = s.scratch;
-  const auto* from = static_cast<const typename Format::Type*>(cache) + begin * step;
-  if constexpr (sizeof(typename Format::Type) == sizeof(float)) {
-    if (size % kLanes == 0 && count % kLanes == 0) return {from, step};
-  }
-  const int64_t stride = padded(size);
-  const int64_t copied = (count + kLanes - 1) / kLanes * kLanes;
-  for (int64_t i = 0; i < copied; ++i) {
-    float* to = scratch + i * stride;
-    const auto* row = from + i * step;
-    int64_t j = 0;
-    if (i < count) {
-      for (; j + kLanes <= size; j += kLanes) write(to + j, load<Format>(row + j));
-      if (j < size) {
-        write(to + j, load_part<Format>(row + j, size - j));
-        j += kLanes;
-      }
-    }
-    for (; j < stride; j += kLanes) write(to + j, all(0.0f));
-  }
-  return {scratch, stride};
-}
+struct Rows {
+  const typename Format::Type* at;
+  int64_t step;
+
+  Rows(const Stretch& s, const void* cache, int64_t begin)
+      : at(static_cast<const typename Format::Type*>(cache) + begin * s.step * s.size),
+        step(s.step * s.size) {}
+};
 
 // `count` scales, 1 where there are none, and 0 up to whole vectors.
 inline void scales_of(const Stretch& s, const float* scales, int64_t begin, int64_t count,
@@ -91,21 +76,45 @@ inline void scales_of(const Stretch& s, const float* scales, int64_t begin, int6
   }
 }
 
-// Products of a row of q with `count` rows of keys.
-inline void logits_of(const float* q, Rows keys, int64_t count, int64_t size, float* logits) {
-  for (int64_t p = 0; p < count; p += kLanes) {
+// Products of kRows rows of q with `count` rows of keys, kBlock apart; kRows * kPositions sums at a
+// time, which are as many as a vector has lanes. Positions beyond `count`, up to whole vectors, get
+// what the last one has.
+template <class Format, int kRows>
+inline void logits_of(const float* q, int64_t q_stride, Rows<Format> keys, int64_t count,
+                      int64_t size, float* logits) {
+  constexpr int kPositions = kLanes / kRows;
+  for (int64_t p = 0; p < count; p += kPositions) {
+    const typename Format::Type* key[kPositions];
+#pragma GCC unroll 16
+    for (int i = 0; i < kPositions; ++i) {
+      key[i] = keys.at + (p + i < count ? p + i : count - 1) * keys.step;
+    }
     Floats sums[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) sums[i] = all(0.0f);
-    const float* key = keys.at + p * keys.stride;
-    for (int64_t j = 0; j < size; j += kLanes) {
-      const Floats part = read<Floats>(q + j);
+    over(size, [&](int64_t j, auto part) {
+      Floats row[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) row[r] = read<Floats>(q + r * q_stride + j);
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        sums[i] = fma(read<Floats>(key + i * keys.stride + j), part, sums[i]);
+      for (int i = 0; i < kPositions; ++i) {
+        const Floats wide = load<Format>(key[i] + j, part);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          sums[r * kPositions + i] = fma(wide, row[r], sums[r * kPositions + i]);
+        }
       }
+    });
+    const Floats found = sums_of(sums);
+    float lanes[kLanes];
+    write(lanes, found);
+    for (int r = 0; r < kRows; ++r) {
+      std::memcpy(logits + r * kBlock + p, lanes + r * kPositions, 4 * kPositions);
     }
-    write(logits + p, sums_of(sums));
+  }
+  // The rest of the last vector.
+  for (int64_t p = (count + kPositions - 1) / kPositions * kPositions; p % kLanes != 0; ++p) {
+    for (int r = 0; r < kRows; ++r) logits[r * kBlock + p] = 0.0f;
   }
 }
 
@@ -134,18 +143,21 @@ inline void limit(const Stretch& s, int64_t row, int64_t begin, int64_t count, c
   }
 }
 
-// totals[r] += weights[r] * values, for kRows rows and kVectors vectors of columns.
-template <int kRows, int kVectors>
-JAXTAP_INLINE void add_values(const float* weights, Rows values, int64_t count, float* totals,
-                              int64_t stride) {
+// totals[r] += weights[r] * values, for kRows rows and kVectors vectors of columns, of which the
+// last may be a part.
+template <class Format, int kRows, int kVectors, class Part>
+JAXTAP_INLINE void add_values(const float* weights, const typename Format::Type* values,
+                              int64_t step, int64_t count, float* totals, int64_t stride,
+                              Part last) {
   Floats sums[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) sums[r][v] = read<Floats>(totals + r * stride + v * kLanes);
   }
   for (int64_t p = 0; p < count; ++p) {
-    const float* value = values.at + p * values.stride;
+    const typename Format::Type* value = values + p * step;
     Floats part[kVectors];
-    for (int v = 0; v < kVectors; ++v) part[v] = read<Floats>(value + v * kLanes);
+    for (int v = 0; v + 1 < kVectors; ++v) part[v] = load<Format>(value + v * kLanes);
+    part[kVectors - 1] = load<Format>(value + (kVectors - 1) * kLanes, last);
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = all(weights[r * kBlock + p]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(weight, part[v], sums[r][v]);
@@ -156,22 +168,24 @@ JAXTAP_INLINE void add_values(const float* weights, Rows values, int64_t count, 
   }
 }
 
-template <int kRows>
-inline void add_rows(const float* weights, Rows values, int64_t count, int64_t size, float* totals,
-                     int64_t stride) {
+template <class Format, int kRows>
+inline void add_rows(const float* weights, Rows<Format> values, int64_t count, int64_t size,
+                     float* totals, int64_t stride) {
   int64_t j = 0;
   for (; j + 4 * kLanes <= size; j += 4 * kLanes) {
-    add_values<kRows, 4>(weights, {values.at + j, values.stride}, count, totals + j, stride);
+    add_values<Format, kRows, 4>(weights, values.at + j, values.step, count, totals + j, stride,
+                                 Whole());
   }
-  for (; j < size; j += kLanes) {
-    add_values<kRows, 1>(weights, {values.at + j, values.stride}, count, totals + j, stride);
-  }
+  over(size - j, [&](int64_t i, auto part) {
+    add_values<Format, kRows, 1>(weights, values.at + j + i, values.step, count, totals + j + i,
+                                 stride, part);
+  });
 }
 
 template <class Format>
 void attend(const Stretch& s) {
   const int64_t stride = padded(s.size);
-  float* logits = s.scratch + kBlock * stride;  // [rows, kBlock]
+  float* logits = s.scratch;  // [rows, kBlock]
   float* scales = logits + s.rows * kBlock;
   for (int64_t r = 0; r < s.rows; ++r) {
     s.out.most[r] = kNone;
@@ -180,12 +194,20 @@ void attend(const Stretch& s) {
   }
   for (int64_t begin = s.begin; begin < s.end; begin += kBlock) {
     const int64_t count = s.end - begin < kBlock ? s.end - begin : kBlock;
-    const Rows keys = rows_of<Format>(s, s.keys, begin, count);
+    const Rows<Format> keys(s, s.keys, begin);
     scales_of(s, s.key_scales, begin, count, scales);
+    int64_t first = 0;
+    for (; first + 4 <= s.rows; first += 4) {
+      logits_of<Format, 4>(s.q + first * stride, stride, keys, count, s.size,
+                           logits + first * kBlock);
+    }
+    for (; first < s.rows; ++first) {
+      logits_of<Format, 1>(s.q + first * stride, stride, keys, count, s.size,
+                           logits + first * kBlock);
+    }
     bool any = false;
     for (int64_t r = 0; r < s.rows; ++r) {
       float* row = logits + r * kBlock;
-      logits_of(s.q + r * stride, keys, count, s.size, row);
       limit(s, r, begin, count, scales, row);
       // `larger` leaves NaN out here: what it makes of the sums is NaN anyway.
       Floats found = all(kNone);
@@ -215,7 +237,7 @@ void attend(const Stretch& s) {
       s.out.sums[r] += sum;
     }
     if (!any) continue;  // nobody sees this block
-    const Rows values = rows_of<Format>(s, s.values, begin, count);
+    const Rows<Format> values(s, s.values, begin);
     if (s.value_scales != nullptr) {
       scales_of(s, s.value_scales, begin, count, scales);
       for (int64_t r = 0; r < s.rows; ++r) {
@@ -227,10 +249,10 @@ void attend(const Stretch& s) {
     }
     int64_t r = 0;
     for (; r + 4 <= s.rows; r += 4) {
-      add_rows<4>(logits + r * kBlock, values, count, s.size, s.out.totals + r * stride, stride);
+      add_rows<Format, 4>(logits + r * kBlock, values, count, s.size, s.out.totals + r * stride, stride);
     }
     for (; r < s.rows; ++r) {
-      add_rows<1>(logits + r * kBlock, values, count, s.size, s.out.totals + r * stride, stride);
+      add_rows<Format, 1>(logits + r * kBlock, values, count, s.size, s.out.totals + r * stride, stride);
     }
   }
 }

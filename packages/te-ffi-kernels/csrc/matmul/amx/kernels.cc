@@ -125,14 +125,17 @@ void exact_block(const Tile& t, const Operands& o, const Shape& shape, int64_t r
   store_sums(shape, sums, t.sums_stride);
 }
 
+template <bool kPaired>
 void scaled_block(const Tile& t, Operands o, const Shape& shape, int64_t r0, int64_t p0) {
   alignas(64) int32_t sums[kRows * 32];
-  float* totals = t.totals + r0 * t.sums_stride + 16 * p0;
-  for (int64_t r = 0; r < shape.rows; ++r) {
+  constexpr int64_t kPlanes = kPaired ? 2 : 1;
+  float* totals = t.totals + r0 / kPlanes * t.sums_stride + 16 * p0;
+  for (int64_t r = 0; r < shape.rows / kPlanes; ++r) {
     for (int64_t c = 0; c < 16 * shape.panels; ++c) totals[r * t.sums_stride + c] = 0.0f;
   }
   const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
-  const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
+  const float* x_scales =
+      t.x_scales == nullptr ? nullptr : t.x_scales + r0 / kPlanes * t.offsets_stride;
   const uint8_t* scales = t.scales + p0 * t.scales_stride;
   for (int64_t i = 0; i < t.k; i += t.segment_k) {
     const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
@@ -142,14 +145,19 @@ void scaled_block(const Tile& t, Operands o, const Shape& shape, int64_t r0, int
     for (int64_t p = 0; p < shape.panels; ++p) {
       float scale[16];
       __builtin_memcpy(scale, scales + p * t.scales_stride, 64);
-      for (int64_t r = 0; r < shape.rows; ++r) {
-        const uint32_t offset = static_cast<uint32_t>(offsets[r * t.offsets_stride]);
+      for (int64_t r = 0; r < shape.rows / kPlanes; ++r) {
+        const int32_t* sum = sums + r * kPlanes * 32 + 16 * p;
+        const int32_t* offset = offsets + r * kPlanes * t.offsets_stride;
         const float x_scale = x_scales == nullptr ? 1.0f : x_scales[r * t.offsets_stride];
         float* total = totals + r * t.sums_stride + 16 * p;
-        const int32_t* sum = sums + r * 32 + 16 * p;
         for (int c = 0; c < 16; ++c) {
-          const int32_t exact = static_cast<int32_t>(static_cast<uint32_t>(sum[c]) - offset);
-          total[c] += static_cast<float>(exact) * x_scale * scale[c];
+          const auto plane = [&](int64_t i) {
+            const uint32_t found = static_cast<uint32_t>(sum[32 * i + c]);
+            return static_cast<int32_t>(found - static_cast<uint32_t>(offset[i * t.offsets_stride]));
+          };
+          const float value =
+              kPaired ? paired_sum(plane(0), plane(1), t.whole) : static_cast<float>(plane(0));
+          total[c] += value * x_scale * scale[c];
         }
       }
     }
@@ -179,14 +187,17 @@ void all_blocks(const Tile& t, int64_t chunk, const Block& block) {
 
 void exact8(const Tile& t) { all_blocks(t, chunk_of(t.k), exact_block); }
 
-void scaled8(const Tile& t) { all_blocks(t, chunk_of(t.segment_k), scaled_block); }
+void scaled8(const Tile& t) { all_blocks(t, chunk_of(t.segment_k), scaled_block<false>); }
+
+// Blocks have an even number of plane rows: pairs stay together.
+void paired8(const Tile& t) { all_blocks(t, chunk_of(t.segment_k), scaled_block<true>); }
 
 }  // namespace
 
 const Kernels& amx_kernels() {
   static constexpr Kernels kKernels = {
-      2, 1024, 16, 0, exact8, scaled8, nullptr, nullptr, expand_nibbles, expand_panel, nullptr, quantize_row,
-      finish, release};
+      2,       1024,         16,             exact8, scaled8, paired8, expand_panel,
+      nullptr, quantize_row, quantize_pairs, finish, release};
   return kKernels;
 }
 

@@ -57,39 +57,35 @@ JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t*
 }
 
 // Adds products over `k` rows of K to the sums of R plane rows and the two halves of a panel.
-template <int R, int kBits>
+template <int R>
 JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
                                 __m256i (&acc)[R][2]) {
-  if (kBits == 8) {
-    const __m256i mask = _mm256_set1_epi16(0x00ff);
-    for (int64_t i = 0; i < k; i += 4, codes += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
-      __m256i even[2], odd[2];
+  const __m256i mask = _mm256_set1_epi16(0x00ff);
+  for (int64_t i = 0; i < k; i += 4, codes += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+    __m256i even[2], odd[2];
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m256i w = load(codes + 32 * h);
+      even[h] = _mm256_and_si256(w, mask);
+      odd[h] = _mm256_srli_epi16(w, 8);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256i b = broadcast4(x + r * x_stride + i);
+      const __m256i b_even = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8);
+      const __m256i b_odd = _mm256_srai_epi16(b, 8);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
-        const __m256i w = load(codes + 32 * h);
-        even[h] = _mm256_and_si256(w, mask);
-        odd[h] = _mm256_srli_epi16(w, 8);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const __m256i b = broadcast4(x + r * x_stride + i);
-        const __m256i b_even = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8);
-        const __m256i b_odd = _mm256_srai_epi16(b, 8);
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) {
-          const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(even[h], b_even),
-                                               _mm256_madd_epi16(odd[h], b_odd));
-          acc[r][h] = _mm256_add_epi32(acc[r][h], sum);
-        }
+        const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(even[h], b_even),
+                                             _mm256_madd_epi16(odd[h], b_odd));
+        acc[r][h] = _mm256_add_epi32(acc[r][h], sum);
       }
     }
-  } else {
-    add_nibbles<R, 64>(x, x_stride, codes, k, acc);
   }
 }
 
-template <int R, int kBits>
+template <int R>
 void exact_block(const Tile& t, int64_t r0, int64_t p) {
   __m256i acc[R][2];
   int32_t* out = t.sums + r0 * t.sums_stride + 16 * p;
@@ -103,7 +99,7 @@ void exact_block(const Tile& t, int64_t r0, int64_t p) {
       acc[r][h] = t.first ? start : load(static_cast<const uint8_t*>(from));
     }
   }
-  add_products<R, kBits>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p * t.codes_stride, t.k, acc);
+  add_products<R>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p * t.codes_stride, t.k, acc);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
@@ -115,7 +111,7 @@ void exact_block(const Tile& t, int64_t r0, int64_t p) {
 }
 
 // The totals wait in memory: the sums take the registers.
-template <int R, int kBits>
+template <int R>
 void scaled_block(const Tile& t, int64_t r0, int64_t p) {
   float totals[R][16] = {};
   const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
@@ -130,7 +126,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p) {
     for (int r = 0; r < R; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
     }
-    add_products<R, kBits>(x + i, t.x_stride, codes, count, acc);
+    add_products<R>(x + i, t.x_stride, codes, count, acc);
     float scale[16];
     __builtin_memcpy(scale, scales, 64);
 #pragma GCC unroll 4
@@ -148,33 +144,88 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p) {
     ++offsets;
     if (x_scales != nullptr) ++x_scales;
     scales += t.scales_step;
-    codes += 2 * kBits * count;
+    codes += 16 * count;
   }
   for (int r = 0; r < R; ++r) {
     __builtin_memcpy(t.totals + (r0 + r) * t.sums_stride + 16 * p, totals[r], 64);
   }
 }
 
-template <int R, int kBits, bool kScaled>
-JAXTAP_INLINE void block(const Tile& t, int64_t r, int64_t p) {
-  if (kScaled) {
-    scaled_block<R, kBits>(t, r, p);
-  } else {
-    exact_block<R, kBits>(t, r, p);
+// R rows of x: twice as many plane rows.
+template <int R>
+void paired_block(const Tile& t, int64_t r0, int64_t p) {
+  float totals[R][16] = {};
+  const int32_t* offsets = t.offsets + 2 * r0 * t.offsets_stride;
+  const float* x_scales = t.x_scales + r0 * t.offsets_stride;
+  const uint8_t* scales = t.scales + p * t.scales_stride;
+  const uint8_t* codes = t.codes + p * t.codes_stride;
+  const int8_t* x = t.x + 2 * r0 * t.x_stride;
+  for (int64_t i = 0; i < t.k; i += t.segment_k) {
+    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
+    __m256i acc[2 * R][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < 2 * R; ++r) {
+      acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
+    }
+    add_products<2 * R, 8>(x + i, t.x_stride, codes, count, acc);
+    float scale[16];
+    __builtin_memcpy(scale, scales, 64);
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      const __m256 x_scale = _mm256_set1_ps(x_scales[r * t.offsets_stride]);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m256i low = acc[2 * r][h], high = acc[2 * r + 1][h];
+        const __m256 value =
+            t.whole ? _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high, 8), low))
+                    : _mm256_add_ps(
+                          _mm256_mul_ps(_mm256_cvtepi32_ps(high), _mm256_set1_ps(256.0f)),
+                          _mm256_cvtepi32_ps(low));
+        const __m256 product =
+            _mm256_mul_ps(_mm256_mul_ps(value, x_scale), _mm256_loadu_ps(scale + 8 * h));
+        float* total = totals[r] + 8 * h;
+        _mm256_storeu_ps(total, _mm256_add_ps(_mm256_loadu_ps(total), product));
+      }
+    }
+    ++offsets;
+    ++x_scales;
+    scales += t.scales_step;
+    codes += 16 * count;
+  }
+  for (int r = 0; r < R; ++r) {
+    __builtin_memcpy(t.totals + (r0 + r) * t.sums_stride + 16 * p, totals[r], 64);
   }
 }
 
-template <int kBits, bool kScaled>
+void paired8(const Tile& t) {
+  const int64_t x_rows = t.rows / 2;
+  for (int64_t p = 0; p < t.panels; ++p) {
+    int64_t r = 0;
+    for (; r + 2 <= x_rows; r += 2) paired_block<2>(t, r, p);
+    if (r < x_rows) paired_block<1>(t, r, p);
+  }
+}
+
+template <int R, bool kScaled>
+JAXTAP_INLINE void block(const Tile& t, int64_t r, int64_t p) {
+  if (kScaled) {
+    scaled_block<R>(t, r, p);
+  } else {
+    exact_block<R>(t, r, p);
+  }
+}
+
+template <bool kScaled>
 void all_blocks(const Tile& t) {
   for (int64_t p = 0; p < t.panels; ++p) {
     int64_t r = 0;
-    for (; r + 4 <= t.rows; r += 4) block<4, kBits, kScaled>(t, r, p);
+    for (; r + 4 <= t.rows; r += 4) block<4, kScaled>(t, r, p);
     if (t.rows - r == 3) {
-      block<3, kBits, kScaled>(t, r, p);
+      block<3, kScaled>(t, r, p);
     } else if (t.rows - r == 2) {
-      block<2, kBits, kScaled>(t, r, p);
+      block<2, kScaled>(t, r, p);
     } else if (t.rows - r == 1) {
-      block<1, kBits, kScaled>(t, r, p);
+      block<1, kScaled>(t, r, p);
     }
   }
 }
@@ -208,15 +259,13 @@ const Kernels& avx2_kernels() {
   static constexpr Kernels kKernels = {1,
                                        4096,
                                        1,
-                                       INT64_MAX,
-                                       all_blocks<8, false>,
-                                       all_blocks<8, true>,
-                                       all_blocks<4, false>,
-                                       all_blocks<4, true>,
-                                       expand_nibbles,
+                                       all_blocks<false>,
+                                       all_blocks<true>,
+                                       paired8,
                                        expand_panel,
                                        stream,
                                        quantize_row,
+                                       quantize_pairs,
                                        finish,
                                        nullptr};
   return kKernels;

@@ -24,52 +24,36 @@ JAXTAP_INLINE __m512i broadcast4(const int8_t* x) {
   return _mm512_set1_epi32(word);
 }
 
+// Adds dot products of four bytes. As assembly, since gcc 12 copies sums from register to register
+// around the intrinsic.
+JAXTAP_INLINE void add_dot(__m512i& sums, __m512i codes, __m512i x) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x));
+}
+
 // Adds products over `k` rows of K to the sums of R plane rows and P panels.
-template <int R, int P, int kBits>
+template <int R, int P>
 JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* codes,
                                 int64_t codes_stride, int64_t k, __m512i (&acc)[R][P]) {
-  if (kBits == 8) {
-    for (int64_t i = 0; i < k; i += 4, codes += 64) {
-      __m512i w[P];
+  for (int64_t i = 0; i < k; i += 4, codes += 64) {
+    __m512i w[P];
 #pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) {
-        w[p] = _mm512_loadu_si512(codes + p * codes_stride);
-        if (R <= kFewRows) {
-          _mm_prefetch(reinterpret_cast<const char*>(codes + p * codes_stride + kAhead),
-                       _MM_HINT_T0);
-        }
-      }
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const __m512i b = broadcast4(x + r * x_stride + i);
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) acc[r][p] = _mm512_dpbusd_epi32(acc[r][p], w[p], b);
+    for (int p = 0; p < P; ++p) {
+      w[p] = _mm512_loadu_si512(codes + p * codes_stride);
+      if (R <= kFewRows) {
+        _mm_prefetch(reinterpret_cast<const char*>(codes + p * codes_stride + kAhead),
+                     _MM_HINT_T0);
       }
     }
-  } else {
-    const __m512i mask = _mm512_set1_epi8(0x0f);
-    for (int64_t i = 0; i < k; i += 8, codes += 64) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512i b = broadcast4(x + r * x_stride + i);
 #pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) {
-        const __m512i both = _mm512_loadu_si512(codes + p * codes_stride);
-        if (R <= kFewRows) {
-          _mm_prefetch(reinterpret_cast<const char*>(codes + p * codes_stride + kAhead),
-                       _MM_HINT_T0);
-        }
-        const __m512i low = _mm512_and_si512(both, mask);
-        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-          const int8_t* row = x + r * x_stride + i;
-          acc[r][p] = _mm512_dpbusd_epi32(acc[r][p], low, broadcast4(row));
-          acc[r][p] = _mm512_dpbusd_epi32(acc[r][p], high, broadcast4(row + 4));
-        }
-      }
+      for (int p = 0; p < P; ++p) add_dot(acc[r][p], w[p], b);
     }
   }
 }
 
-template <int R, int P, int kBits>
+template <int R, int P>
 void exact_block(const Tile& t, int64_t r0, int64_t p0) {
   __m512i acc[R][P];
   int32_t* out = t.sums + r0 * t.sums_stride + 16 * p0;
@@ -82,7 +66,7 @@ void exact_block(const Tile& t, int64_t r0, int64_t p0) {
       acc[r][p] = t.first ? start : _mm512_loadu_si512(out + r * t.sums_stride + 16 * p);
     }
   }
-  add_products<R, P, kBits>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p0 * t.codes_stride,
+  add_products<R, P>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p0 * t.codes_stride,
                             t.codes_stride, t.k, acc);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
@@ -93,7 +77,7 @@ void exact_block(const Tile& t, int64_t r0, int64_t p0) {
   }
 }
 
-template <int R, int P, int kBits>
+template <int R, int P>
 void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
   __m512 totals[R][P];
 #pragma GCC unroll 6
@@ -115,7 +99,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) acc[r][p] = start;
     }
-    add_products<R, P, kBits>(x + i, t.x_stride, codes, t.codes_stride, count, acc);
+    add_products<R, P>(x + i, t.x_stride, codes, t.codes_stride, count, acc);
     __m512 scale[P];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) scale[p] = _mm512_loadu_ps(scales + p * t.scales_stride);
@@ -132,7 +116,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
     ++offsets;
     if (x_scales != nullptr) ++x_scales;
     scales += t.scales_step;
-    codes += 2 * kBits * count;
+    codes += 16 * count;
   }
   float* out = t.totals + r0 * t.sums_stride + 16 * p0;
 #pragma GCC unroll 6
@@ -142,28 +126,72 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
   }
 }
 
+// R rows of x: twice as many plane rows. The totals wait in memory: the sums take the registers.
+template <int R, int P, bool kWhole>
+void paired_block(const Tile& t, int64_t r0, int64_t p0) {
+  const int32_t* offsets = t.offsets + 2 * r0 * t.offsets_stride;
+  const float* x_scales = t.x_scales + r0 * t.offsets_stride;
+  const uint8_t* scales = t.scales + p0 * t.scales_stride;
+  const uint8_t* codes = t.codes + p0 * t.codes_stride;
+  const int8_t* x = t.x + 2 * r0 * t.x_stride;
+  float* totals = t.totals + r0 * t.sums_stride + 16 * p0;
+  for (int r = 0; r < R; ++r) __builtin_memset(totals + r * t.sums_stride, 0, 64 * P);
+  for (int64_t i = 0; i < t.k; i += t.segment_k) {
+    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
+    __m512i acc[2 * R][P];
+#pragma GCC unroll 6
+    for (int r = 0; r < 2 * R; ++r) {
+      const __m512i start = _mm512_set1_epi32(-offsets[r * t.offsets_stride]);
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) acc[r][p] = start;
+    }
+    add_products<2 * R, P, 8>(x + i, t.x_stride, codes, t.codes_stride, count, acc);
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const __m512 scale = _mm512_loadu_ps(scales + p * t.scales_stride);
+#pragma GCC unroll 3
+      for (int r = 0; r < R; ++r) {
+        const __m512i low = acc[2 * r][p], high = acc[2 * r + 1][p];
+        const __m512 sum =
+            kWhole ? _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low))
+                   : _mm512_add_ps(
+                         _mm512_mul_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f)),
+                         _mm512_cvtepi32_ps(low));
+        const __m512 x_scale = _mm512_set1_ps(x_scales[r * t.offsets_stride]);
+        const __m512 part = _mm512_mul_ps(_mm512_mul_ps(sum, x_scale), scale);
+        float* total = totals + r * t.sums_stride + 16 * p;
+        _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), part));
+      }
+    }
+    ++offsets;
+    ++x_scales;
+    scales += t.scales_step;
+    codes += 16 * count;
+  }
+}
+
 using Block = void (*)(const Tile&, int64_t r0, int64_t p0);
 
-template <int P, int kBits, bool kScaled>
+template <int P, bool kScaled>
 JAXTAP_INLINE Block block_of(int64_t rows) {
   switch (rows) {
     case 1:
-      return kScaled ? scaled_block<1, P, kBits> : exact_block<1, P, kBits>;
+      return kScaled ? scaled_block<1, P> : exact_block<1, P>;
     case 2:
-      return kScaled ? scaled_block<2, P, kBits> : exact_block<2, P, kBits>;
+      return kScaled ? scaled_block<2, P> : exact_block<2, P>;
     case 3:
-      return kScaled ? scaled_block<3, P, kBits> : exact_block<3, P, kBits>;
+      return kScaled ? scaled_block<3, P> : exact_block<3, P>;
     case 4:
-      return kScaled ? scaled_block<4, P, kBits> : exact_block<4, P, kBits>;
+      return kScaled ? scaled_block<4, P> : exact_block<4, P>;
     case 5:
-      return kScaled ? scaled_block<5, P, kBits> : exact_block<5, P, kBits>;
+      return kScaled ? scaled_block<5, P> : exact_block<5, P>;
     default:
-      return kScaled ? scaled_block<6, P, kBits> : exact_block<6, P, kBits>;
+      return kScaled ? scaled_block<6, P> : exact_block<6, P>;
   }
 }
 
 // All rows, in blocks of nearly equal size, by P panels at a time and then the rest one by one.
-template <int P, int kBits, bool kScaled>
+template <int P, bool kScaled>
 void all_blocks(const Tile& t) {
   const int64_t blocks = (t.rows + kRows - 1) / kRows;
   const int64_t base = t.rows / blocks, longer = t.rows % blocks;
@@ -172,7 +200,7 @@ void all_blocks(const Tile& t) {
     for (int64_t b = 0, r = 0; b < blocks; ++b) {
       const int64_t rows = base + (b < longer);
       const Block block =
-          width == P ? block_of<P, kBits, kScaled>(rows) : block_of<1, kBits, kScaled>(rows);
+          width == P ? block_of<P, kScaled>(rows) : block_of<1, kScaled>(rows);
       block(t, r, p);
       r += rows;
     }
@@ -180,19 +208,26 @@ void all_blocks(const Tile& t) {
   }
 }
 
-void exact8(const Tile& t) { all_blocks<4, 8, false>(t); }
-
-void exact4(const Tile& t) { all_blocks<4, 4, false>(t); }
-
-void scaled8(const Tile& t) { all_blocks<2, 8, true>(t); }
-
-void scaled4(const Tile& t) {
-  if (t.rows <= 3) {
-    all_blocks<4, 4, true>(t);
-  } else {
-    all_blocks<1, 4, true>(t);
+template <bool kWhole>
+void all_pairs(const Tile& t) {
+  constexpr Block kBlocks[2][3] = {
+      {paired_block<1, 1, kWhole>, paired_block<2, 1, kWhole>, paired_block<3, 1, kWhole>},
+      {paired_block<1, 4, kWhole>, paired_block<2, 4, kWhole>, paired_block<3, 4, kWhole>}};
+  const int64_t x_rows = t.rows / 2;
+  for (int64_t p = 0; p < t.panels;) {
+    const bool wide = t.panels - p >= 4;
+    for (int64_t r = 0; r < x_rows; r += 3) {
+      kBlocks[wide][x_rows - r < 3 ? x_rows - r - 1 : 2](t, r, p);
+    }
+    p += wide ? 4 : 1;
   }
 }
+
+void paired8(const Tile& t) { t.whole ? all_pairs<true>(t) : all_pairs<false>(t); }
+
+void exact8(const Tile& t) { all_blocks<4, false>(t); }
+
+void scaled8(const Tile& t) { all_blocks<2, true>(t); }
 
 // Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
 // register wait for each other.
@@ -224,8 +259,8 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
       const __m512i b_low = broadcast4(row), b_high = broadcast4(row + 4);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
-        acc[0][r][h] = _mm512_dpbusd_epi32(acc[0][r][h], low[h], b_low);
-        acc[kParts - 1][r][h] = _mm512_dpbusd_epi32(acc[kParts - 1][r][h], high[h], b_high);
+        add_dot(acc[0][r][h], low[h], b_low);
+        add_dot(acc[kParts - 1][r][h], high[h], b_high);
       }
     }
   }
@@ -246,8 +281,8 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
-      4, 4096, 1, 12, exact8, scaled8, exact4, scaled4, expand_nibbles, expand_panel, stream, quantize_row,
-      finish, nullptr};
+      4,      4096,         1,              exact8, scaled8, paired8, expand_panel,
+      stream, quantize_row, quantize_pairs, finish, nullptr};
   return kKernels;
 }
 

@@ -61,6 +61,36 @@ void scaled8(const Tile& t) {
   }
 }
 
+void paired8(const Tile& t) {
+  for (int64_t p = 0; p < t.panels; ++p) {
+    for (int64_t r = 0; r < t.rows; r += 2) {
+      const int32_t* offsets = t.offsets + r * t.offsets_stride;
+      const float* x_scales = t.x_scales + r / 2 * t.offsets_stride;
+      const uint8_t* scales = t.scales + p * t.scales_stride;
+      float totals[16] = {};
+      for (int64_t i = 0; i < t.k; i += t.segment_k, ++offsets, scales += t.scales_step) {
+        const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
+        uint32_t acc[2][16];
+        for (int plane = 0; plane < 2; ++plane) {
+          const uint32_t offset = static_cast<uint32_t>(offsets[plane * t.offsets_stride]);
+          for (int c = 0; c < 16; ++c) acc[plane][c] = 0u - offset;
+          add_products(t.x + (r + plane) * t.x_stride + i, t.codes + p * t.codes_stride + 16 * i,
+                       count, acc[plane]);
+        }
+        float scale[16];
+        __builtin_memcpy(scale, scales, 64);
+        const float x_scale = *x_scales++;
+        for (int c = 0; c < 16; ++c) {
+          const float sum = paired_sum(static_cast<int32_t>(acc[0][c]),
+                                       static_cast<int32_t>(acc[1][c]), t.whole);
+          totals[c] += sum * x_scale * scale[c];
+        }
+      }
+      __builtin_memcpy(t.totals + r / 2 * t.sums_stride + 16 * p, totals, 64);
+    }
+  }
+}
+
 template <int kRows>
 JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
                                const int32_t* offsets, int64_t offsets_stride,
@@ -88,8 +118,8 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& generic_kernels() {
   static constexpr Kernels kKernels = {
-      1, 4096, 1, 0, exact8, scaled8, nullptr, nullptr, expand_nibbles, expand_panel, stream, quantize_row,
-      finish, nullptr};
+      1,      4096,         1,              exact8, scaled8, paired8, expand_panel,
+      stream, quantize_row, quantize_pairs, finish, nullptr};
   return kKernels;
 }
 

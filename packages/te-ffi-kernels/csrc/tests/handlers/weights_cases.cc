@@ -74,6 +74,8 @@ template <>
 constexpr Op kOps<2> = {"gemv_w8", 8, 1e-3};
 template <>
 constexpr Op kOps<3> = {"gemv_w4", 4, 1e-3};
+template <>
+constexpr Op kOps<4> = {"gemm_w4a8", 4, 0.5};
 
 const std::vector<Bad> kBad = {
     {set("k", -1), "k must be in [0, 2**31), got -1"},
@@ -219,9 +221,10 @@ Case take_case() {
 
 const Registered kRegistered[] = {
     Registered(product_case<0>), Registered(product_case<1>), Registered(product_case<2>),
-    Registered(product_case<3>), Registered(stack_case<0>),   Registered(stack_case<1>),
-    Registered(stack_case<2>),   Registered(stack_case<3>),   Registered(groups_case<0>),
-    Registered(groups_case<1>),  Registered(groups_case<2>),  Registered(groups_case<3>),
+    Registered(product_case<3>), Registered(product_case<4>), Registered(stack_case<0>),
+    Registered(stack_case<1>),   Registered(stack_case<2>),   Registered(stack_case<3>),
+    Registered(stack_case<4>),   Registered(groups_case<0>),  Registered(groups_case<1>),
+    Registered(groups_case<2>),  Registered(groups_case<3>),  Registered(groups_case<4>),
     Registered(pack_case<8>),    Registered(pack_case<4>),    Registered(take_case<8>),
     Registered(take_case<4>)};
 

@@ -70,9 +70,10 @@ def gemm_w8a16(
 ) -> jax.Array:
     """Multiply float activations with a weight in 8 bits.
 
-    Activations are taken in fixed point, with 15 bits of the row's largest magnitude where they are
-    bfloat16 or float16 and 23 bits where they are float32, so that integer units sum the products
-    exactly. Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN.
+    Activations are taken in fixed point, so that integer units sum the products exactly: up to four
+    rows with 23 bits of the row's largest magnitude; more with 15 bits of the largest of each group
+    of rows of the weight, or of each 256 where it has no groups, which is a relative error of about
+    2e-5. Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN.
     """
     return _product("gemm_w8a16", 8, x, weight, out_dtype, index, group_sizes)
 
@@ -99,6 +100,22 @@ def gemv_w4(
 ) -> jax.Array:
     """Multiply as ``gemm_w8a16`` any number of rows, with a weight packed by ``pack_w4``."""
     return _product("gemv_w4", 4, x, weight, out_dtype, index, group_sizes)
+
+
+def gemm_w4a8(
+    x: jax.Array,
+    weight: PackedWeight,
+    *,
+    out_dtype: DTypeLike | None = None,
+    index: ArrayLike | None = None,
+    group_sizes: jax.Array | None = None,
+) -> jax.Array:
+    """Multiply as ``gemm_w8a8`` with a weight packed by ``pack_w4``.
+
+    In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0, for which it is
+    up to twice as fast as ``gemv_w4`` with many rows.
+    """
+    return _product("gemm_w4a8", 4, x, weight, out_dtype, index, group_sizes)
 
 
 def _product(
@@ -137,7 +154,8 @@ def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
         return _group_by_group(one, rows, *weight)
     if form.picks == "stack":  # cut out, and multiplied by whatever multiplies one weight here
         return _PRODUCT(one, rows, form.weight(*weight).buffer)
-    product = reference.gemm_w8a8 if form.op == "gemm_w8a8" else reference.weight_only
+    quantizes = form.op in ("gemm_w8a8", "gemm_w4a8")
+    product = reference.quantized if quantizes else reference.weight_only
     return product(rows, form.weight(*weight), form.dtype)
 
 

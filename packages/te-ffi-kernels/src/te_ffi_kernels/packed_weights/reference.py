@@ -36,9 +36,10 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return codes.astype(jnp.int8), scale
 
 
-def gemm_w8a8(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
+def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
     """Multiply int8 codes and sum in int32; see ``te_ffi_kernels.gemm_w8a8``."""
     codes, scale = weight.unpack()
+    scale = scale.astype(jnp.float32)
     groups = group_count(weight.k, weight.group)
     size = weight.k // groups
     # [*rows, groups, size] and [*rows, groups, 1]

@@ -75,7 +75,7 @@ class PackedWeight:
             quantizes: whether activations are quantized to int8 on the way.
         """
         if self.bits == 4:
-            return None if quantizes else "gemv_w4"
+            return "gemm_w4a8" if quantizes else "gemv_w4"
         if quantizes:
             return "gemm_w8a8"
         return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"

@@ -1,0 +1,124 @@
+"""What ``jaxtap bench`` times of this package's kernels, beside XLA's float products."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from interception_core import Bench, BenchCase, KernelSpec, get_op
+
+from ._measured import TABLE
+from ._stages import isa
+from .decode.op import decode_attention
+from .packed_weights.pack import pack_w4, pack_w8
+
+ROWS = (1, 2, 4, 8, 16, 64, 128, 512, 1024, 4096)
+WEIGHTS = ((1024, 1024), (4096, 4096), (1024, 32000))
+GROUP = 32
+"""Rows of a weight in 4 bits that share a scale."""
+DTYPES = ("float32", "bfloat16")
+POSITIONS = (128, 512, 2048, 8192)
+HEADS = ((16, 16), (16, 4))
+"""Of queries and of keys."""
+
+
+def product(spec: KernelSpec) -> Bench:
+    """Return products with a packed weight, beside XLA's product with the float weight."""
+    bits = 4 if "w4" in spec.op else 8
+    # Rows change fastest, so that it is made once.
+    cases = (
+        _product(spec.op, bits, k, n, dtype, rows)
+        for k, n in WEIGHTS
+        for dtype in DTYPES
+        for rows in ROWS
+    )
+    return Bench(cases, "float", TABLE, isa())
+
+
+def _product(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> BenchCase:
+    def x() -> jax.Array:
+        return jnp.asarray(np.random.default_rng(1).normal(size=(rows, k)), dtype)
+
+    labels = {"dtype": dtype, "k": k, "n": n, "rows": rows}
+    return BenchCase(
+        labels,
+        lambda: (get_op(op), (x(), _packed(bits, k, n))),
+        {"float": lambda: (jnp.matmul, (x(), _float(bits, k, n, dtype)))},
+    )
+
+
+def _weight(bits: int, k: int, n: int) -> tuple[Any, Any]:
+    rng, most = np.random.default_rng(0), 2 ** (bits - 1) - 1
+    values = rng.integers(-most, most + 1, (k, n), np.int8)
+    groups, dtype = (k // GROUP, np.float16) if bits == 4 else (1, np.float32)
+    return values, rng.uniform(0.001, 0.01, (groups, n)).astype(dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def _packed(bits: int, k: int, n: int) -> Any:
+    values, scale = map(jnp.asarray, _weight(bits, k, n))
+    return (pack_w4 if bits == 4 else pack_w8)(values, scale)
+
+
+@functools.lru_cache(maxsize=1)
+def _float(bits: int, k: int, n: int, dtype: str) -> jax.Array:
+    values, scale = _weight(bits, k, n)
+    return jnp.asarray(values * np.repeat(scale.astype(np.float32), k // len(scale), 0), dtype)
+
+
+def attention(spec: KernelSpec) -> Bench:
+    """Return attention of one query over a cache, beside XLA's."""
+    cases = (
+        _attention(dtype, heads, kv_heads, positions)
+        for heads, kv_heads in HEADS
+        for dtype in (*DTYPES, "int8")
+        for positions in POSITIONS
+    )
+    return Bench(cases, "float", TABLE, isa())
+
+
+def _attention(dtype: str, heads: int, kv_heads: int, positions: int) -> BenchCase:
+    operands = _cache(dtype, heads, kv_heads, positions)
+    # Of an int8 cache, one in float32.
+    floats = _cache("float32" if dtype == "int8" else dtype, heads, kv_heads, positions)
+    labels = {"dtype": dtype, "heads": heads, "kv_heads": kv_heads, "positions": positions}
+    return BenchCase(
+        labels, lambda: (_attend, operands()), {"float": lambda: (_plain, floats()[:3])}
+    )
+
+
+def _plain(q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """Attend over all of a cache, with nothing that it takes to have a length."""
+    batch, queries, heads, size = q.shape
+    q = q.reshape(batch, queries, keys.shape[1], -1, size) * (1 / math.sqrt(size))
+    logits = jnp.einsum("btkgd,bksd->bkgts", q, keys)
+    weights = jax.nn.softmax(logits, axis=-1)
+    return jnp.einsum("bkgts,bksd->btkgd", weights, values).reshape(batch, queries, heads, size)
+
+
+def _attend(q: jax.Array, keys: jax.Array, values: jax.Array, length: Any, *scales: Any) -> Any:
+    named = dict(zip(("key_scale", "value_scale"), scales, strict=bool(scales)))
+    return decode_attention(q, keys, values, length, **named)
+
+
+def _cache(dtype: str, heads: int, kv_heads: int, positions: int) -> Any:
+    size = 64
+
+    def operands() -> tuple[jax.Array, ...]:
+        rng = np.random.default_rng(0)
+        q = jnp.asarray(rng.normal(size=(1, 1, heads, size)), jnp.float32)
+        shape = (1, kv_heads, positions, size)
+        length = jnp.int32(positions)
+        if dtype == "int8":
+            keys, values = (jnp.asarray(rng.integers(-127, 128, shape, np.int8)) for _ in "kv")
+            scales = (jnp.full(shape[:3], 0.01, jnp.float32) for _ in "kv")
+            return q, keys, values, length, *scales
+        keys, values = (jnp.asarray(rng.normal(size=shape), dtype) for _ in "kv")
+        return q.astype(dtype), keys, values, length
+
+    return operands

@@ -1,0 +1,102 @@
+"""Where kernels are not chosen since XLA was measured to be faster."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import te_ffi_kernels as te
+from interception_core import KernelCall, kernels, read_table
+from te_ffi_kernels import _bench, _measured, _supports
+
+BENCHED = [spec for spec in kernels() if (spec.bench or "").startswith("te_ffi_kernels.")]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Make this the table, with the given ratios by rows or positions."""
+
+    def make(target, along, ratios, isa=None, **labels):
+        rows = [{**labels, along: at, "ratio": ratio} for at, ratio in ratios.items()]
+        table = {f"te_ffi_kernels.{target}": {isa or te.isa(): rows}}
+        monkeypatch.setattr(_measured, "_table", lambda: table)
+
+    return make
+
+
+def product(rows, dtype="bfloat16", k=4096, n=4096):
+    operands = [jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((k, n), "int8")]
+    return _supports.product(KernelCall.of("gemm_w8a16", "cpu", operands, group=0, bits=8))
+
+
+def test_a_product_that_is_slower_is_refused(measured):
+    measured("gemm_w8a16", "rows", {1: 0.2, 128: 1.2}, dtype="bfloat16", k=4096, n=4096)
+    assert product(127) is True
+    reason = f"XLA in float is faster on {te.isa()} from 128 rows on (measured with k=4096, n=4096)"
+    assert product(128) == product(1000) == reason
+    assert product(128, "float16") == reason
+    assert product(128, "float32") is True
+    assert product(128, k=0) == "nothing is contracted"
+
+
+def test_other_instruction_sets_say_nothing(measured):
+    other = next(isa for isa in ("generic", "avx2") if isa != te.isa())
+    measured("gemm_w8a16", "rows", {1: 9.0}, isa=other, dtype="bfloat16", k=4096, n=4096)
+    assert product(1) is True
+    measured("gemm_w8a8", "rows", {1: 9.0}, dtype="bfloat16", k=4096, n=4096)
+    assert product(1) is True
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_attention_that_is_slower_is_refused(measured, heads_first):
+    ratios = {128: 1.5, 512: 0.9}
+    measured("decode_attention", "positions", ratios, dtype="int8", heads=16, kv_heads=4)
+
+    def asked(positions):
+        cache = (2, 4, positions, 64) if heads_first else (2, positions, 4, 64)
+        shapes = [((2, 1, 4, 4, 64), "float32"), (cache, "int8"), (cache, "int8")]
+        operands = itertools.starmap(jax.ShapeDtypeStruct, shapes)
+        call = KernelCall.of("decode_attention", "cpu", operands, heads_first=heads_first)
+        return _supports.attention(call)
+
+    assert "with 1 to 511 positions" in asked(100)
+    assert asked(512) is True
+
+
+def test_the_table_is_of_kernels_and_cases_that_are_timed():
+    cases = {spec.target: spec for spec in BENCHED}
+    for target, variants in read_table(_measured.TABLE).items():
+        labels = [set(case.labels) for case in _cases(cases[target])]
+        assert set(variants) <= {"generic", "avx2", "avx512", "amx"}
+        for row in itertools.chain(*variants.values()):
+            assert row["ratio"] > 0
+            assert set(row) - {"ratio"} in labels
+
+
+def _cases(spec):
+    make = getattr(_bench, spec.bench.partition(":")[2])
+    bench = make(spec)
+    assert bench.table == _measured.TABLE
+    return list(bench.cases)
+
+
+@pytest.mark.parametrize("spec", BENCHED, ids=lambda spec: spec.op)
+def test_what_is_timed_is_the_same_on_both_sides(spec):
+    """A table of different computations would say nothing."""
+    by_dtype = {case.labels["dtype"]: case for case in reversed(_cases(spec))}
+    for dtype, case in by_dtype.items():
+        fn, operands = case.make()
+        other, given = case.others["float"]()
+        found, expected = fn(*operands), other(*given)
+        assert found.shape == expected.shape
+        if dtype == "int8":  # the other's cache is of other numbers
+            continue
+        error = np.linalg.norm(np.float64(found) - np.float64(expected))
+        assert error < 2e-2 * np.linalg.norm(np.float64(expected))
+
+
+def test_kernels_with_weights_and_attention_are_timed():
+    assert {spec.op for spec in BENCHED} == {
+        "gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4", "gemm_w4a8", "decode_attention",
+    }  # fmt: skip
