@@ -23,7 +23,5 @@ def jaxtap_register_kernels():
 
 
 def supports(call):
-    """As te-ffi-kernels-cuda13: version 1 of the packed format, and groups of 8 rows."""
-    if call.param("version", 1) != 1:
-        return "it is packed in version 2"
+    """As te-ffi-kernels-cuda13: groups of a multiple of 8 rows."""
     return call.param("group", 0) % 8 == 0 or "groups"
