@@ -13,8 +13,9 @@ from .. import compat
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.holders import CUSTOM_CALLS, holder_of
 from ..dataflow.nodes import Constant, Operation
-from .attention import RESULT, Attention, NotAttention, attention, finish, start
+from .attention import RESULT, Attention, attention
 from .pattern import Group, uses
+from .read import NotAttention, finish, start
 from .softmax import Tracked, follow
 from .values import VIEWS
 

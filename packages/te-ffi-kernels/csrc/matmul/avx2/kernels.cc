@@ -167,7 +167,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p) {
     for (int r = 0; r < 2 * R; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
     }
-    add_products<2 * R, 8>(x + i, t.x_stride, codes, count, acc);
+    add_products<2 * R>(x + i, t.x_stride, codes, count, acc);
     float scale[16];
     __builtin_memcpy(scale, scales, 64);
 #pragma GCC unroll 2

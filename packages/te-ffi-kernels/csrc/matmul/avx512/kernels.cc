@@ -145,7 +145,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p0) {
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) acc[r][p] = start;
     }
-    add_products<2 * R, P, 8>(x + i, t.x_stride, codes, t.codes_stride, count, acc);
+    add_products<2 * R, P>(x + i, t.x_stride, codes, t.codes_stride, count, acc);
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
       const __m512 scale = _mm512_loadu_ps(scales + p * t.scales_stride);

@@ -1,0 +1,231 @@
+"""Read: an attention from a contraction, what was done with its result, and another contraction."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..dataflow.expression import Expression
+from .attention import Attention, Beside
+from .softmax import Logits, Step, Tracked
+from .values import Labels, compact, constant, evaluated
+
+_MASKED = -1e4
+"""What masked scores are at most: the exponential of what is left is zero in any float."""
+_LARGEST_KNOWN = 1 << 24
+"""Elements of a mask that is looked at, to see whether it is causal."""
+
+
+class NotAttention(Exception):
+    """What a program computes is another function; says why."""
+
+
+def start(operands: tuple[Expression, Expression], dims: Any) -> tuple[Logits, Labels]:
+    """Return a contraction as scores, and what its axes are."""
+    (lc, rc), (lb, rb) = dims
+    sizes: dict[str, int] = {}
+    own: list[list[tuple[str, ...]]] = [[()] * len(x.aval.shape) for x in operands]
+
+    def name(label: str, *places: tuple[int, int]) -> tuple[str, ...]:
+        (side, axis) = places[0]
+        size = operands[side].aval.shape[axis]
+        # Axes of one element have no name: programs drop and add them as they like.
+        found = (label,) if size > 1 else ()
+        sizes.update(dict.fromkeys(found, size))
+        for side, axis in places:
+            own[side][axis] = found
+        return found
+
+    axes = [name(f"b{i}", (0, a), (1, b)) for i, (a, b) in enumerate(zip(lb, rb, strict=True))]
+    for i, (a, b) in enumerate(zip(lc, rc, strict=True)):
+        name(f"c{i}", (0, a), (1, b))
+    for side, gone in enumerate(((*lc, *lb), (*rc, *rb))):
+        kept = [axis for axis in range(len(own[side])) if axis not in gone]
+        axes += [name(f"{'lr'[side]}{axis}", (side, axis)) for axis in kept]
+    left, right = map(tuple, own)
+    return Logits(operands, (left, right), sizes), tuple(axes)
+
+
+def finish(
+    probs: Tracked, values: Expression, dims: Any, side: int, aval: Any, result: Expression
+) -> Attention:
+    """Return the attention that a contraction of probabilities with values completes.
+
+    Args:
+        probs: the probabilities.
+        values: the values.
+        dims: the dimension numbers of the contraction.
+        side: which of its operands the probabilities are.
+        aval: the type of its result.
+        result: stands for the result.
+
+    Raises:
+        NotAttention: it is another function.
+    """
+    logits, over = probs.logits, probs.over
+    contracted, batch = dims
+    sides = {label[0] for label in over}
+    (key_side,) = sides if len(sides) == 1 else (None,)
+    of_side = {label for label in logits.sizes if label[0] == key_side}
+    if key_side not in ("l", "r") or of_side != over:
+        raise NotAttention("the softmax is over other axes than those of one operand")
+    if {x for axis in contracted[side] for x in probs.axes[axis]} != over:
+        raise NotAttention("other axes are contracted than those of the softmax")
+    shared = {label for label in logits.sizes if label[0] == "b"}
+    if {x for axis in batch[side] for x in probs.axes[axis]} != shared:
+        raise NotAttention("the values have other batch axes than the keys")
+    sizes = dict(logits.sizes)
+    own: list[tuple[str, ...]] = [()] * len(values.aval.shape)
+    for mine, theirs in ((contracted[side], contracted[1 - side]), (batch[side], batch[1 - side])):
+        for axis, other in zip(mine, theirs, strict=True):
+            own[other] = probs.axes[axis]
+    gone = (*contracted[1 - side], *batch[1 - side])
+    for axis, size in enumerate(values.aval.shape):
+        if axis not in gone and size > 1:
+            own[axis] = (f"v{axis}",)
+            sizes[f"v{axis}"] = size
+    kept = (
+        [own[a] for a in range(len(own)) if a not in gone],
+        [
+            probs.axes[a]
+            for a in range(len(probs.axes))
+            if a not in (*contracted[side], *batch[side])
+        ],
+    )
+    left, right = kept if side else kept[::-1]
+    out = (*(probs.axes[axis] for axis in batch[side]), *left, *right)
+    query = 1 if key_side == "l" else 0
+    logits = dataclasses.replace(logits, sizes=sizes)
+    steps = _Steps(logits.steps)
+    order = _order(logits, query, over, steps)
+    return Attention(
+        steps.scale,
+        steps.softcap,
+        *_causal(steps, order, sizes),
+        logits,
+        query,
+        (values, tuple(own)),
+        tuple(steps.factors),
+        tuple(steps.biases),
+        tuple(steps.masks),
+        order,
+        (out, aval),
+        result,
+    )
+
+
+class _Steps:
+    """What is done to scores, in a form that kernels have."""
+
+    def __init__(self, steps: Sequence[Step]):
+        self.scale, self._outer = 1.0, 1.0
+        self._is_capped = False
+        self.factors: list[tuple[Expression, bool]] = []
+        self.biases: list[Beside] = []
+        self.masks: list[Beside] = []
+        self.fills = False
+        for step in steps:
+            _TAKE[step.name](self, step)
+        if self._is_capped:
+            self.scale *= self._outer
+        self.softcap = self._outer if self._is_capped else None
+        if self._is_capped and self._outer <= 0:
+            raise NotAttention("its cap is negative")
+
+    def multiply(self, step: Step) -> None:
+        """Take a factor."""
+        assert step.by is not None
+        if self.masks:
+            raise NotAttention("it is scaled after its mask")
+        by, divides = constant(step.by), step.name == "div"
+        if by is None:
+            value, _ = compact(step.by, step.axes)
+            if self._is_capped or self.biases or value.aval.size != 1:
+                raise NotAttention("its scale is no number")
+            self.factors.append((value, divides))
+            return
+        if not math.isfinite(by) or (divides and by == 0):
+            raise NotAttention(f"its scale is {by}")
+        by = 1 / by if divides else by
+        self.biases = [one._replace(factor=one.factor * by) for one in self.biases]
+        if self._is_capped:
+            self._outer *= by
+        else:
+            self.scale *= by
+
+    def cap(self, step: Step) -> None:
+        """Take a tanh."""
+        if self._is_capped or self.biases or self.masks:
+            raise NotAttention("it is capped twice, or after a bias or mask")
+        self._is_capped = True
+
+    def add(self, step: Step) -> None:
+        """Take a bias."""
+        assert step.by is not None
+        if self.masks:
+            raise NotAttention("something is added after its mask")
+        sign = -1.0 if step.name == "sub" else 1.0
+        self.biases.append(Beside(*compact(step.by, step.axes), sign))
+
+    def mask(self, step: Step) -> None:
+        """Take a mask."""
+        assert step.by is not None
+        assert step.fill is not None
+        fill = constant(step.fill)
+        if fill is None or not fill <= _MASKED:
+            raise NotAttention("masked scores are no large negative number")
+        self.fills |= fill > -math.inf
+        self.masks.append(Beside(*compact(step.by, step.axes), keeps=step.keeps))
+
+
+_TAKE = {
+    "add": _Steps.add,
+    "div": _Steps.multiply,
+    "mul": _Steps.multiply,
+    "sub": _Steps.add,
+    "tanh": _Steps.cap,
+    "where": _Steps.mask,
+}
+
+
+def _order(
+    logits: Logits, query: int, over: frozenset[str], steps: _Steps
+) -> tuple[tuple[str, ...], ...]:
+    """Return the labels of batch, key heads, heads that share keys, queries and keys."""
+    own = [label for labels in logits.axes[query] for label in labels]
+    theirs = [label for labels in logits.axes[1 - query] for label in labels]
+    keys = tuple(label for label in theirs if label in over)
+    batch = [label for label in theirs if label[0] == "b"]
+    # Heads that lie between keys and sizes are read in place, and so are those before the keys.
+    heads = [label for label in batch if theirs.index(label) > theirs.index(keys[0])]
+    rows = [label for label in own if label[0] in "lr"]
+    varying = {x for one in (*steps.biases, *steps.masks) for labels in one.axes for x in labels}
+    queries = [label for label in rows if label in varying]
+    if len(queries) != 1:
+        queries = sorted(rows, key=lambda label: logits.sizes[label])[-1:]
+    group = tuple(label for label in rows if label not in queries)
+    return tuple(x for x in batch if x not in heads), tuple(heads), group, tuple(queries), keys
+
+
+def _causal(
+    steps: _Steps, order: tuple[tuple[str, ...], ...], sizes: Mapping[str, int]
+) -> tuple[bool, bool]:
+    """Return whether a mask is causal, which is taken out of the masks; and ``fills``."""
+    *_, queries, keys = order
+    found = False
+    for one in list(steps.masks):
+        if [labels for labels in one.axes if labels] != [queries, keys] or not queries:
+            continue
+        value = one.value
+        if value.is_constant and value.aval.size <= _LARGEST_KNOWN:
+            seen = evaluated(value).astype(bool).reshape(-1, math.prod(sizes[x] for x in keys))
+            rows, columns = seen.shape
+            seen = seen if one.keeps else ~seen
+            if rows == columns and np.array_equal(seen, np.tri(rows, dtype=bool)):
+                steps.masks.remove(one)
+                found = True
+    return found, steps.fills and bool(steps.masks)
