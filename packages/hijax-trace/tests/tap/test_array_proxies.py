@@ -66,6 +66,17 @@ def branched(w, x):
     return jax.lax.cond(x.sum() > 0, lambda w, x: x @ w, lambda w, x: x @ w.T - 1, w, x)
 
 
+@jax.jit
+def turned(w, x):
+    """A view of what has a proxy, from a function that handlers are asked in."""
+    return w.T, x @ w
+
+
+def returned(w, x):
+    view, h = turned(w, x)
+    return h @ view
+
+
 def closed_over(w, x):
     return jax.lax.scan(lambda h, i: (jnp.tanh(h @ w) + i, None), x, jnp.arange(3.0))[0]
 
@@ -88,6 +99,7 @@ PROGRAMS = {
     "dot": (lambda w, x: jnp.dot(x, w), (8, 8), True),
     "einsum": (lambda w, x: jnp.einsum("ij,jk->ik", x, w), (8, 8), True),
     "transposed": (lambda w, x: x @ w.T, (8, 8), True),
+    "returned": (returned, (8, 8), True),
     "swapaxes, cast": (lambda w, x: x @ jnp.swapaxes(w, 0, 1).astype(x.dtype), (8, 8), True),
     "squeezed": (lambda w, x: x @ jnp.squeeze(w, 0), (1, 8, 8), True),
     "twice": (lambda w, x: (x @ w) @ w.T, (8, 8), True),

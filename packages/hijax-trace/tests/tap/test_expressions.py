@@ -32,6 +32,10 @@ def expressions(fn, *args, target="primitive:dot_general", side=1):
     found = []
 
     def look(call, *operands, **params):
+        # Before the expressions: a kind is often known without them.
+        kinds = [call.kind(operand, is_parameter) for operand in operands]
+        for operand, kind in zip(operands, kinds, strict=True):
+            assert call.expression(operand).judged(is_parameter) == kind
         found.append(call.expression(operands[side]))
         return NotImplemented
 

@@ -42,6 +42,7 @@ class Dataflow:
         for var, value in zip(constants, consts, strict=True):
             self._known[var] = constant(value)
             self._inputs.pop(var, None)
+        self._activations: set[Any] = set()
         self._makers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
     def expression(self, atom: Any) -> Expression:
@@ -51,6 +52,31 @@ class Dataflow:
                 operands = [self._of(operand) for operand in eqn.invars]
                 self._known.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
         return self._of(atom)
+
+    def is_activation(self, atom: Any, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether a value is known to be an activation without its expression.
+
+        Most operands are. What a handler returned is one, and what is computed from one. False
+        says nothing.
+        """
+        seen: set[Any] = set()
+        stack = [atom]
+        while stack:
+            var = stack.pop()
+            if isinstance(var, compat.Literal) or var in seen:
+                continue
+            seen.add(var)
+            place = self._makers.get(var)
+            is_base = place is None and self._of(var).judged(is_parameter).kind == "activation"
+            if is_base or var in self._foreign or var in self._activations:
+                self._activations.add(atom)
+                return True
+            if place is None:
+                continue
+            eqn = self._eqns[place]
+            bits = _computed(eqn)[eqn.outvars.index(var)]
+            stack += (x for i, x in enumerate(eqn.invars) if bits >> i & 1)
+        return False
 
     def _of(self, atom: Any) -> Expression:
         if isinstance(atom, compat.Literal):
@@ -203,6 +229,38 @@ def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
     body = _last_body(eqn)
     found = [] if body is None else _outside(body, [int(mark) for mark in held])
     return [i for i, mark in enumerate(found) if mark]
+
+
+_COMPUTED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+def _computed(eqn: Any) -> Sequence[int]:
+    """Return for each result the operands that make an activation of it if they are one.
+
+    They are the bits of an integer; not all of them are found.
+    """
+    # Views may have activations as indices.
+    if eqn.effects or (eqn.primitive.name in VIEWS and len(eqn.invars) > 1):
+        return [0] * len(eqn.outvars)
+    if not compat.holds_jaxprs(eqn):
+        return [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
+    if eqn.primitive is not compat.jit_p:
+        return [0] * len(eqn.outvars)
+    jaxpr = compat.open_of(eqn.params["jaxpr"])
+    found = _COMPUTED.get(jaxpr)
+    if found is None:
+        behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+
+        def bits(atoms: Sequence[Any]) -> list[int]:
+            return [0 if isinstance(x, compat.Literal) else behind.get(x, 0) for x in atoms]
+
+        for inner in jaxpr.eqns:
+            own = bits(inner.invars)
+            for var, chosen in zip(inner.outvars, _computed(inner), strict=True):
+                picked = (known for i, known in enumerate(own) if chosen >> i & 1)
+                behind[var] = functools.reduce(operator.or_, picked, 0)
+        found = _COMPUTED[jaxpr] = tuple(bits(jaxpr.outvars))
+    return found
 
 
 def _last_body(eqn: Any) -> Body | None:

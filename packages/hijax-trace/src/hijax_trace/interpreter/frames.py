@@ -147,6 +147,9 @@ class Frame:
     def kind(self, atom: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
         """Return the kind of a variable or literal of the jaxpr, for a handler to see."""
         self.ask_kinds(is_parameter)
+        flow = self._own_flow()
+        if flow is not None and flow.is_activation(atom, is_parameter):
+            return ValueKind("activation")
         return self.own_expression(atom).judged(is_parameter)
 
     def ask_kinds(self, is_parameter: Callable[[str], bool]) -> None:
@@ -158,12 +161,16 @@ class Frame:
 
     def own_expression(self, atom: Any) -> Expression:
         """Return how a variable or literal of the jaxpr is computed, for our own use."""
-        if self._jaxpr is None or self._expressions is None:
+        flow = self._own_flow()
+        if flow is None:
             return Unknown(getattr(atom, "aval", None), "a value of a derivative", None)
-        if self._dataflow is None:
+        return flow.expression(atom)
+
+    def _own_flow(self) -> Dataflow | None:
+        if self._dataflow is None and self._jaxpr is not None and self._expressions is not None:
             where = (self._jaxpr, self._expressions, self._consts, self.foreign)
             self._dataflow = Dataflow(*where)
-        return self._dataflow.expression(atom)
+        return self._dataflow
 
     def read_numbers(self) -> None:
         """Say that a handler has looked at the number of an operation."""

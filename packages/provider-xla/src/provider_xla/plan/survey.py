@@ -206,15 +206,15 @@ class Survey:
         )
         self.record(record, None)
         asked = _Asked(record.op_id, index, how, shared, None, is_lookup=True)
-        axes = looked_up_axes(params, operand.shape)
+        axes = looked_up_axes(params, operand.shape) or ()
         is_mapped = any(call.expression(x).maps for x in (operand, indices))
         for stored in self._stored(call, operand, weight, asked):
             self._use(stored, asked, weight)
             use: RowsUse | NoKernel = NoKernel("a lookup in vmap" if is_mapped else "a lookup")
-            known = axes is not None and stored.axes is not None and not is_mapped
-            if known and set(axes) <= {*stored.axes}:
+            where = stored.axes or ()
+            if axes and not is_mapped and set(axes) <= {*where}:
                 count = math.prod(indices.shape[:-1])
-                use = RowsUse(tuple(map(stored.axes.index, axes)), count)
+                use = RowsUse(tuple(map(where.index, axes)), count)
             self._product(stored.path, record.op_id, use)
         if self.lora is not None:
             self.lora.lookup(call, operand, index, weight, along)

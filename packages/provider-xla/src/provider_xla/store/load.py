@@ -137,9 +137,8 @@ def _with_adapters(plan: PlanData, manifest: Manifest) -> Any:
         if lora is None or not {f"{leaf.name}.a", f"{leaf.name}.b"} <= names:
             found.append(leaf.value)
             continue
-        shapes = lora.a_shape, lora.b_shape
-        factors = [jax.ShapeDtypeStruct(shape, lora.dtype) for shape in shapes]
-        found.append(AdaptedWeight(leaf.value, *factors, lora.form))
+        a, b = (jax.ShapeDtypeStruct(shape, lora.dtype) for shape in (lora.a_shape, lora.b_shape))
+        found.append(AdaptedWeight(leaf.value, a, b, lora.form))
     return fill(plan.params, found)
 
 
