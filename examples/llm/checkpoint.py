@@ -122,12 +122,28 @@ def split(config, name, array):
         return [array]
     if name.endswith("norm"):
         return [array - 1 if config.gemma else array]
-    size = config.head_size
-    ends = {"qkv": [config.heads * size, (config.heads + config.kv_heads) * size]}
-    ends |= {"qkv_bias": ends["qkv"], "gate_up": [config.inner]}
+    ends = np.cumsum(_columns(config, name, array.shape[-1]))[:-1]
     each = array if config.experts and name in ("gate_up", "down") else [array]
-    parts = [part for one in each for part in np.split(one, ends.get(name, []), axis=-1)]
+    parts = [part for one in each for part in np.split(one, ends, axis=-1)]
     return [np.ascontiguousarray(part.T) for part in parts]
+
+
+def _columns(config, name, width):
+    """Return how many columns of a parameter each of its tensors has."""
+    if name.startswith("qkv"):
+        return [n * config.head_size for n in (config.heads, config.kv_heads, config.kv_heads)]
+    return [config.inner] * 2 if name == "gate_up" else [width]
+
+
+def tensor_shapes(config, layer=None):
+    """Return the shape of each tensor of a layer, or around the layers, by name."""
+    tree, found = shapes(config), {}
+    for name, names in tensor_names(config, layer).items():
+        shape = tree[name].shape if layer is None else tree["layers"][name].shape[1:]
+        columns = _columns(config, name, shape[-1])
+        each = [shape] if name == "embed" else [(n, *shape[-2:-1]) for n in columns]
+        found |= zip(names, each * (len(names) // len(each)), strict=True)
+    return found
 
 
 def sources(config, layer=None):
@@ -183,7 +199,8 @@ def check_tensors(config, files):
     """Check that the files have the tensors of this config, and no others.
 
     Raises:
-        LlmError: a file can't be read, or tensors are missing or unknown. Names them.
+        LlmError: a file can't be read, or tensors are missing, unknown or of another shape. Names
+            them.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -191,19 +208,26 @@ def check_tensors(config, files):
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
-                found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+                names = opened.keys()
+                found |= {name: tuple(opened.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
             raise LlmError(f"{file} must be a safetensors file: {error}. Download again.") from error
-    layers = (None, *range(config.layers))
-    wanted = {n for i in layers for names in tensor_names(config, i).values() for n in names}
+    wanted = {}
+    for layer in (None, *range(config.layers)):
+        wanted |= tensor_shapes(config, layer)
     allowed = {"lm_head.weight"} if config.tied else set()
-    unknown = {n for n in found.keys() - wanted - allowed if not n.endswith(UNUSED)}
-    for what, names in (("lack", wanted - found.keys()), ("have unknown tensors:", unknown)):
+    unknown = {n for n in found.keys() - wanted.keys() - allowed if not n.endswith(UNUSED)}
+    for what, names in (("lack", wanted.keys() - found.keys()), ("have unknown tensors:", unknown)):
         if names:
             first, more = sorted(names)[:4], f" and {len(names) - 4} more" * (len(names) > 4)
             raise LlmError(
                 f"The files of {files[0].parent} {what} {', '.join(first)}{more}. config.json "
                 f"says {config.family} with {config.layers} layers."
+            )
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise LlmError(
+                f"{name} must be {list(shape)}, got {list(found[name])}. config.json is another's."
             )
 
 
