@@ -27,8 +27,10 @@ class FileTokenizer:
     """
 
     def __init__(self, path, vocabulary):
-        from tokenizers import Tokenizer
-
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise LlmError("tokenizers is missing. Install it: uv sync --group llm.") from error
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
