@@ -142,13 +142,20 @@ def seen(config, position, queries, keys, window):
 
 
 def attend(config, q, k, v, mask):
-    """Attend with ``[batch, length, heads, size]`` to ``[batch, kv_heads, positions, size]``."""
+    """Attend with ``[batch, length, heads, size]`` to ``[batch, kv_heads, positions, size]``.
+
+    Queries that share keys are the rows of one matmul, and nothing of the cache is transposed.
+    """
     batch, length, heads, size = q.shape
-    grouped = q.reshape(batch, length, config.kv_heads, -1, size)
-    scores = jnp.einsum("btkgd,bksd->bkgts", grouped, k).astype(jnp.float32) * config.scale
-    scores = jnp.where(mask[:, :, None], softcapped(scores, config.softcap), -1e30)
-    mixed = jnp.einsum("bkgts,bksd->btkgd", jax.nn.softmax(scores).astype(v.dtype), v)
-    return mixed.reshape(batch, length, heads, size)
+    rows = q.reshape(batch, length, config.kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
+    groups, shape = rows.shape[2], (batch, config.kv_heads, -1, size)
+    scores = jnp.einsum("bkrd,bksd->bkrs", rows.reshape(shape), k).astype(jnp.float32)
+    scores = softcapped(scores * config.scale, config.softcap)
+    # [batch, kv_heads, groups, length, positions]
+    scores = scores.reshape(*rows.shape[:4], -1)
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, -1e30)).astype(v.dtype)
+    mixed = jnp.einsum("bkrs,bksd->bkrd", weights.reshape(*k.shape[:2], groups * length, -1), v)
+    return mixed.reshape(rows.shape).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 
 
 def mlp(config, p, x):
