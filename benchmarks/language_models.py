@@ -1,6 +1,6 @@
 """Language models of random weights beside llama.cpp and XLA in float: docs/benchmarks/llm.md.
 
-uv run --group llm --group peers python benchmarks/language_models.py [--shape 0.5B] [--batch 8] > llm.md
+uv run --group llm --group peers python benchmarks/language_models.py [--shape 0.5B]
 
 All sides are in one process, and are timed in turn, round by round; each timed call follows another
 of the same side, so that its threads are awake and those of the side before asleep.
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "peers")]
 
 import llama_cpp_peer  # noqa: E402
-
 from examples.llm import checkpoint, model  # noqa: E402
 from examples.llm.bench import Timed  # noqa: E402
 from examples.llm.config import parse_config  # noqa: E402
 from examples.llm.generate import Generator  # noqa: E402
 from examples.llm.rules import FORMATS, rules_for  # noqa: E402
+
 from provider_xla import PtqProvider  # noqa: E402
 
 SHAPES = {

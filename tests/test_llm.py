@@ -70,7 +70,7 @@ def drawn(config, seed=0):
 
 
 def reference(fields, tensors, tokens):
-    """Logits of one sequence in float64, a position and a head at a time, from the files' tensors."""
+    """Logits of one sequence in float64, a position and a head at a time, of a file's tensors."""
     t = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
     family, gemma = fields["model_type"], fields["model_type"].startswith("gemma")
     heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
@@ -423,8 +423,8 @@ def spoiled(folder, what):
 
 @pytest.mark.parametrize(
     "what",
-    ["shard", "cut", "index", "none", "family", "more layers", "fewer layers", "vocabulary"]
-    + ["rope", "activation", "field", "json", "width"],
+    "shard,cut,index,none,family,more layers,fewer layers,vocabulary,rope,activation,field,json,"
+    "width".split(","),
 )
 def test_bad_folders_leave_nothing(folder, tmp_path, what, capsys):
     message = spoiled(folder, what)
@@ -483,10 +483,10 @@ def test_tokenizers(tmp_path):
         assert "東" in pieces  # whole characters, as they are complete
     with pytest.raises(LlmError, match="at most the 200 tokens of the model, got 256"):
         read_tokenizer(tmp_path, dataclasses.replace(config, vocabulary=200))
-    with pytest.raises(LlmError, match="must have a tokenizer.json, for a model of 300 tokens"):
+    with pytest.raises(LlmError, match=r"must have a tokenizer\.json, for a model of 300 tokens"):
         read_tokenizer(tmp_path / "none", dataclasses.replace(config, vocabulary=300))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(LlmError, match="must be a tokenizer.json"):
+    with pytest.raises(LlmError, match=r"must be a tokenizer\.json"):
         read_tokenizer(tmp_path, config)
 
 
@@ -510,9 +510,9 @@ def test_commands(folder, tmp_path, capsys):
     assert all(best >= middle > 0 for _, middle, best in rows)
     with pytest.raises(SystemExit, match="error: Prompt and completion must fit"):
         command.main(["generate", out, "--prompt", "abc", "--context", "64", "--count", "99"])
-    with pytest.raises(SystemExit, match="error: .* must be what the command quantize has written"):
+    with pytest.raises(SystemExit, match=r"error: .* must be what the command quantize wrote"):
         command.main(["generate", str(folder), "--prompt", "abc"])
-    with pytest.raises(SystemExit, match="error: .* must be a file of text"):
+    with pytest.raises(SystemExit, match=r"error: .* must be a file of text"):
         command.main(["perplexity", out, str(tmp_path / "nothing")])
 
 

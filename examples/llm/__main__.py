@@ -72,7 +72,9 @@ def _quantize(commands):
     parser = _command(commands, "quantize", run, "Quantize a Hugging Face folder.")
     parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
     parser.add_argument("out", help="folder to write; a run that was interrupted goes on in it")
-    parser.add_argument("--rules", default="int4", help="float, int8, w8a8, int4, nf4, or a JSON file")
+    parser.add_argument(
+        "--rules", default="int4", help="float, int8, w8a8, int4, nf4, or a JSON file"
+    )
     parser.add_argument("--plan", action="store_true", help="print what becomes of each operation")
 
 

@@ -211,7 +211,9 @@ def check_tensors(config, files):
                 names = opened.keys()
                 found |= {name: tuple(opened.get_slice(name).get_shape()) for name in names}
         except (OSError, SafetensorError) as error:
-            raise LlmError(f"{file} must be a safetensors file: {error}. Download again.") from error
+            raise LlmError(
+                f"{file} must be a safetensors file: {error}. Download again."
+            ) from error
     wanted = {}
     for layer in (None, *range(config.layers)):
         wanted |= tensor_shapes(config, layer)

@@ -94,7 +94,9 @@ def read_config(folder):
     try:
         fields = json.loads(path.read_text())
     except OSError as error:
-        raise LlmError(f"{folder} must have a config.json, as Hugging Face's folders do.") from error
+        raise LlmError(
+            f"{folder} must have a config.json, as Hugging Face's folders do."
+        ) from error
     except ValueError as error:
         raise LlmError(f"{path} must be JSON, got: {error}.") from error
     return parse_config(fields, path)
@@ -103,9 +105,6 @@ def read_config(folder):
 def parse_config(fields, path="config.json"):
     """Return the ``Config`` of the fields of a config.json."""
     family = fields.get("model_type")
-    if family == "gemma3" and "text_config" in fields:
-        fields = {"model_type": "gemma3_text", **fields["text_config"]}
-        family = fields["model_type"]
     if family not in FAMILIES:
         raise LlmError(
             f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}. Only these "
@@ -125,8 +124,10 @@ def _parse(family, fields, path):
     rope, local = _ropes(family, fields, path)
     _check_activation(family, fields, path)
     if family == "qwen3_moe" and (fields.get("mlp_only_layers") or _sparse_step(fields) != 1):
-        raise LlmError(f"{path}: every layer must have experts (mlp_only_layers, decoder_sparse_step).")
-    if fields.get("mlp_bias") or (qwen3 or family == "llama") and fields.get("attention_bias"):
+        raise LlmError(
+            f"{path}: every layer must have experts (mlp_only_layers, decoder_sparse_step)."
+        )
+    if fields.get("mlp_bias") or ((qwen3 or family == "llama") and fields.get("attention_bias")):
         raise LlmError(f"{path}: attention_bias and mlp_bias must be false for {family}.")
     return Config(
         family=family,

@@ -67,6 +67,7 @@ def train(config, params, corpus, seconds, seed):
 
     Adam (Kingma and Ba 2014, arXiv:1412.6980), with a rate that falls with the time that is left.
     """
+
     def loss(params, tokens):
         return losses(config, params, tokens).mean()
 
@@ -86,7 +87,9 @@ def train(config, params, corpus, seconds, seed):
     params = jax.device_put(params)
     moments = tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
     curve, start = [], None
-    with tqdm(total=round(seconds), desc="training", unit="s", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=round(seconds), desc="training", unit="s", disable=not sys.stderr.isatty()
+    ) as bar:
         while True:
             spent = 0.0 if start is None else time.perf_counter() - start
             if start is not None and spent >= seconds:
@@ -108,7 +111,9 @@ def compare(config, params, corpus, held_out):
     fn, example = functools.partial(model.logits, config), jnp.zeros((1, WINDOW), jnp.int32)
     rng = np.random.default_rng(0)
     starts = rng.integers(0, len(corpus) - WINDOW, (8, BATCH))
-    batches = [(np.stack([corpus[i : i + WINDOW] for i in row]).astype(np.int32),) for row in starts]
+    batches = [
+        (np.stack([corpus[i : i + WINDOW] for i in row]).astype(np.int32),) for row in starts
+    ]
     prompt = [ByteTokenizer().encode(PROMPT)]
     for name, (kind, passes) in VARIANTS.items():
         plan, stored = None, params

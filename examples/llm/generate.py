@@ -53,7 +53,7 @@ def sample(sampling, key, logits):
 
 
 def likeliest(logits):
-    """Return ``jnp.argmax`` along the last axis: two passes of XLA on CPU are faster than its one."""
+    """Return ``jnp.argmax`` along the last axis, faster: XLA on CPU runs two simple passes."""
     most = logits.max(-1, keepdims=True)
     at = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return jnp.where(logits == most, at, logits.shape[-1] - 1).min(-1)
@@ -82,7 +82,7 @@ class Generator:
         )
         self._sample = jax.jit(sample, static_argnums=0)
 
-    def stream(self, prompts, count, sampling=Sampling(), seed=0, stop=(), steps=8, positions=None):  # noqa: B008
+    def stream(self, prompts, count, sampling=Sampling(), seed=0, stop=(), steps=8, positions=None):
         """Yield int ``[batch, n]``: first one token of each sequence, then up to ``steps`` at once.
 
         Args:
@@ -145,7 +145,7 @@ def _first(config, params, tokens, cache, last):
 
 
 def _following(config, params, token, cache, position, key, sampling, steps):
-    """Decode ``steps`` tokens behind the given ones, ``[batch]``: ``[batch, steps]``, and the cache.
+    """Decode tokens behind the given ones, ``[batch]``: ``[batch, steps]``, and the cache.
 
     Those beyond the end of the cache are not to be used.
     """

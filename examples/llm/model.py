@@ -103,7 +103,7 @@ def run_layers(config, layers, x, cache=None, position=None):
 
 
 def attention(config, p, x, turns, window, cache, i, position):
-    """Return what attention adds to ``[batch, length, width]``, and the cache with layer i in it."""
+    """Return what attention adds to ``[batch, length, width]``, and the cache with layer i."""
     batch, length, _ = x.shape
     heads, groups, size = config.heads, config.kv_heads, config.head_size
     qkv = dense(p, "qkv", x).reshape(batch, length, heads + 2 * groups, size)

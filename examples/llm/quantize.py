@@ -51,7 +51,7 @@ def part_plans(config, rules):
     tokens = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     x = jax.ShapeDtypeStruct((1, 32, config.width), jnp.float32)
     with warnings.catch_warnings():
-        # The plan of the whole model has said what there is to say; a part has no use for each rule.
+        # The plan of the whole model has said what there is to say; a part needs not all rules.
         warnings.simplefilter("ignore", xla.QuantizationWarning)
         return provider.plan(ends, shapes, tokens), provider.plan(layer, layers, x)
 
@@ -117,7 +117,7 @@ def load(out):
     """
     out = Path(out)
     if not (out / SOURCE).is_file():
-        raise LlmError(f"{out} must be what the command quantize has written. Run that first.")
+        raise LlmError(f"{out} must be what the command quantize wrote. Run that first.")
     config = read_config(out)
     missing = [name for name in _parts(config) if not (out / name).is_file()]
     if missing:

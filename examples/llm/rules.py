@@ -34,8 +34,9 @@ def rules_for(config, fields):
         return rules
     if config.experts:
         rules.append(QuantizationRule(module_path=".*router.*"))
-    # A lookup is quantized where a rule names it, and has no other operand. A table that is also the
-    # head has one format. One that is not is int8: XLA converts all of an int4 table for a few rows.
+    # A lookup is quantized where a rule names it, and has no other operand. A table that is also
+    # the head has one format. One that is not is int8: XLA converts all of an int4 table for a
+    # few rows.
     table = {name: value for name, value in fields.items() if not name.startswith("act_")}
     rules.append(
         QuantizationRule(op_names=["take"], **(table if config.tied else {"weight_qtype": "int8"}))

@@ -62,7 +62,9 @@ def read_tokenizer(folder, config):
         return FileTokenizer(path, config.vocabulary)
     if config.vocabulary == BYTES:
         return ByteTokenizer()
-    raise LlmError(f"{folder} must have a tokenizer.json, for a model of {config.vocabulary} tokens.")
+    raise LlmError(
+        f"{folder} must have a tokenizer.json, for a model of {config.vocabulary} tokens."
+    )
 
 
 def stream_text(tokenizer, ids):
