@@ -550,7 +550,7 @@ def test_the_float_model_is_never_held(folder, tmp_path):
     size = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
     (tmp_path / "measure.py").write_text(MEASURE)
     folders = [str(x) for x in (folder, tmp_path / "a", tmp_path / "large", tmp_path / "b")]
-    run = run_python(tmp_path / "measure.py", *folders, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    run = run_python(tmp_path / "measure.py", *folders, cwd=ROOT, PYTHONPATH=str(ROOT))
     assert size > 75e6
     assert int(run.stdout) < size / 2
 
