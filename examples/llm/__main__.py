@@ -1,0 +1,182 @@
+"""Quantizes language models of the Llama, Qwen and Gemma families, and generates with them.
+
+uv run --group llm python -m examples.llm demo
+uv run --group llm python -m examples.llm quantize FOLDER OUT --rules int4
+uv run --group llm python -m examples.llm generate OUT --prompt "Once upon a time"
+"""
+
+import argparse
+import json
+import resource
+import sys
+from pathlib import Path
+
+from interception_core import JaxtapError
+
+from .config import LlmError
+
+
+def main(argv=None):
+    """Run a command; an error of what the user gave is one line, and exit status 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.llm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _demo(commands)
+    _quantize(commands)
+    _generate(commands)
+    _perplexity(commands)
+    _bench(commands)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except (LlmError, JaxtapError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _command(commands, name, run, text):
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _demo(commands):
+    def run(args):
+        from . import demo
+
+        demo.run(args.seconds, args.seed, args.save)
+
+    parser = _command(commands, "demo", run, "Train a small model, and compare formats on it.")
+    parser.add_argument("--seconds", type=float, default=120, help="to train for (default 120)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", help="a folder for the trained model, for the command quantize")
+
+
+def _quantize(commands):
+    def run(args):
+        from . import quantize
+
+        plan = quantize.quantize(args.folder, args.out, args.rules)
+        # On Linux in KiB, on macOS in bytes.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024
+        print(
+            f"{args.out}: {quantize.size_of(args.out) / 1e6:.1f} MB, from "
+            f"{plan.bytes_before / 1e6:.1f} MB in float32; peak memory {peak / 1e6:.0f} MB"
+        )
+        if args.plan:
+            print(plan)
+
+    parser = _command(commands, "quantize", run, "Quantize a Hugging Face folder.")
+    parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
+    parser.add_argument("out", help="folder to write; a run that was interrupted goes on in it")
+    parser.add_argument(
+        "--rules", default="int4", help="float, int8, w8a8, int4, nf4, or a JSON file"
+    )
+    parser.add_argument("--plan", action="store_true", help="print what becomes of each operation")
+
+
+def _generate(commands):
+    def run(args):
+        from .generate import Sampling
+        from .tokenizer import read_tokenizer, stream_text
+
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        config, generator = _open(args.out)
+        tokenizer = read_tokenizer(args.out, config)
+        prompt = tokenizer.encode(args.prompt)
+        stop = _stops(args.out)
+        blocks = generator.stream(
+            [prompt], args.count, sampling, args.seed, stop, positions=args.context
+        )
+        ids = _until(stop, (one for block in blocks for one in block[0].tolist()))
+        print(args.prompt, end="", flush=True)
+        for text in stream_text(tokenizer, ids):
+            print(text, end="", flush=True)
+        print()
+
+    parser = _command(commands, "generate", run, "Continue a prompt.")
+    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--count", type=int, default=128, help="tokens (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from so many (default all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from this much probability")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--context", type=int, help="positions of the cache (default: as needed)")
+
+
+def _perplexity(commands):
+    def run(args):
+        from .perplexity import perplexity
+        from .quantize import load
+        from .tokenizer import read_tokenizer
+
+        text = _read(args.text)
+        config, plan, params = load(args.out)
+        tokens = read_tokenizer(args.out, config).encode(text)
+        found = perplexity(config, params, tokens, plan, args.window)
+        print(f"perplexity {found:.4f} of {len(tokens)} tokens in windows of {args.window}")
+
+    parser = _command(commands, "perplexity", run, "Measure how well a model expects a text.")
+    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("text", help="a file of text")
+    parser.add_argument("--window", type=int, default=512, help="tokens (default 512)")
+
+
+def _bench(commands):
+    def run(args):
+        from .bench import measure
+
+        _, generator = _open(args.out)
+        print("tokens a second: median, best")
+        for name, middle, best in measure(
+            generator, args.prompts, args.contexts, args.steps, args.rounds, args.batch
+        ):
+            print(f"{name:16} {middle:10.1f} {best:10.1f}", flush=True)
+
+    parser = _command(commands, "bench", run, "Time prefill and decoding.")
+    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[128, 1024])
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=1)
+
+
+def _open(out):
+    from .generate import Generator
+    from .quantize import load
+
+    config, plan, params = load(out)
+    return config, Generator(config, params, plan)
+
+
+def _read(path):
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LlmError(f"{path} must be a file of text: {error}.") from error
+
+
+def _stops(out):
+    """Return the tokens that end a text, by the folder's files."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(out) / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def _until(stop, ids):
+    for one in ids:
+        if one in stop:
+            return
+        yield one
+
+
+if __name__ == "__main__":
+    main()

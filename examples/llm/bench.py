@@ -1,0 +1,73 @@
+"""How fast a model is: tokens a second of a prompt, and of what follows."""
+
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from . import model
+from .generate import Sampling
+
+GREEDY = Sampling()
+
+
+class Timed:
+    """Times the programs of a ``Generator``.
+
+    Args:
+        generator: whose programs run.
+        batch: sequences at once.
+    """
+
+    def __init__(self, generator, batch=1):
+        self.generator, self.batch = generator, batch
+        self._caches = {}
+
+    def prefill(self, length):
+        """Return the seconds that prompts of this length take."""
+        cache = model.make_cache(self.generator.config, self.batch, length, self.generator.dtype)
+        tokens = self._tokens(length)
+        start = time.perf_counter()
+        run = self.generator._prefill(self.generator.params, tokens, cache, length - 1)
+        jax.block_until_ready(run)
+        return time.perf_counter() - start
+
+    def decode(self, context, steps):
+        """Return the seconds of a step, of ``steps`` behind prompts of length ``context``."""
+        made = self.generator
+        if (context, steps) not in self._caches:
+            cache = model.make_cache(made.config, self.batch, context + steps, made.dtype)
+            _, cache = made._prefill(made.params, self._tokens(context), cache, context - 1)
+            self._caches[context, steps] = jax.block_until_ready(cache)
+        # The program takes the cache and gives it back; the next call writes the same positions.
+        cache, token = self._caches.pop((context, steps)), self._tokens(1)[:, 0]
+        key = jax.random.key(0)
+        start = time.perf_counter()
+        tokens, cache = made._decode(
+            made.params, token, cache, context, key, sampling=GREEDY, steps=steps
+        )
+        jax.block_until_ready((tokens, cache))
+        seconds = time.perf_counter() - start
+        self._caches[context, steps] = cache
+        return seconds / steps
+
+    def _tokens(self, length):
+        rng = np.random.default_rng(0)
+        vocabulary = self.generator.config.vocabulary
+        return rng.integers(0, vocabulary, (self.batch, length), np.int32)
+
+
+def measure(generator, prompts=(128, 512), contexts=(128, 1024), steps=64, rounds=5, batch=1):
+    """Return tokens a second: rows of what is measured, the median and the best."""
+    timed = Timed(generator, batch)
+    runs = [(f"prefill {n}", n, lambda n=n: timed.prefill(n)) for n in prompts]
+    runs += [(f"decode at {n}", 1, lambda n=n: timed.decode(n, steps)) for n in contexts]
+    times = {name: [] for name, _, _ in runs}
+    for name, _, run in runs:
+        run()  # compiles
+        times[name] = [run() for _ in range(rounds)]
+    return [
+        (name, batch * n / statistics.median(times[name]), batch * n / min(times[name]))
+        for name, n, _ in runs
+    ]

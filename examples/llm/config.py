@@ -1,0 +1,204 @@
+"""What a decoder is, read from the ``config.json`` of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+
+class LlmError(Exception):
+    """Something that the user gave can't be used. The message says what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: ``theta``, and how long contexts are reached.
+
+    Attributes:
+        theta: base of the frequencies.
+        factor: by how much positions are stretched; 1 for not at all.
+        llama3: None, or Llama 3's (low_freq_factor, high_freq_factor, trained length): frequencies
+            above stay, those below are stretched, and between them it is a mixture.
+    """
+
+    theta: float
+    factor: float = 1.0
+    llama3: tuple[float, float, int] | None = None
+
+    def frequencies(self, size):
+        """Return float32 ``[size / 2]``, in radians per position."""
+        plain = self.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
+        if self.llama3 is None:
+            return (plain / self.factor).astype(np.float32)
+        low, high, length = self.llama3
+        turns = length * plain / (2 * math.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return (plain * (kept + (1 - kept) / self.factor)).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A decoder. Hashable, so that it can be a static argument.
+
+    Attributes:
+        family: ``model_type`` of the file.
+        windows: of each layer, the last positions that a query sees; 0 for all.
+        local_rope: of the layers with a window; None where they have the others'.
+        scale: of the scores.
+        softcap: of the scores (Gemma 2), 0 for none; ``final_softcap`` of the logits.
+        experts: 0 for a dense model; ``inner`` is the width of one expert then.
+        gemma: norms also behind attention and MLP, gelu, scaled embeddings.
+    """
+
+    family: str
+    vocabulary: int
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    windows: tuple[int, ...]
+    rope: Rope
+    scale: float
+    local_rope: Rope | None = None
+    epsilon: float = 1e-6
+    tied: bool = False
+    biased: bool = False
+    head_norms: bool = False
+    softcap: float = 0.0
+    final_softcap: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 0
+    normalize_experts: bool = True
+    gemma: bool = False
+
+    @property
+    def layers(self):
+        return len(self.windows)
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+
+
+def read_config(folder):
+    """Return the ``Config`` of a folder.
+
+    Raises:
+        LlmError: there is no config.json, or it is of another family or form.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise LlmError(
+            f"{folder} must have a config.json, as Hugging Face's folders do."
+        ) from error
+    except ValueError as error:
+        raise LlmError(f"{path} must be JSON, got: {error}.") from error
+    return parse_config(fields, path)
+
+
+def parse_config(fields, path="config.json"):
+    """Return the ``Config`` of the fields of a config.json."""
+    family = fields.get("model_type")
+    if family not in FAMILIES:
+        raise LlmError(
+            f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}. Only these "
+            "families are written in examples/llm/model.py."
+        )
+    try:
+        return _parse(family, fields, path)
+    except KeyError as error:
+        raise LlmError(f"{path} must have {error.args[0]}, as {family}'s files do.") from error
+
+
+def _parse(family, fields, path):
+    gemma, qwen3 = family.startswith("gemma"), family.startswith("qwen3")
+    heads, width = fields["num_attention_heads"], fields["hidden_size"]
+    default = {"gemma2": 256, "gemma3_text": 256}.get(family, width // heads)
+    size = fields.get("head_dim") or default
+    rope, local = _ropes(family, fields, path)
+    _check_activation(family, fields, path)
+    if family == "qwen3_moe" and (fields.get("mlp_only_layers") or _sparse_step(fields) != 1):
+        raise LlmError(
+            f"{path}: every layer must have experts (mlp_only_layers, decoder_sparse_step)."
+        )
+    if fields.get("mlp_bias") or ((qwen3 or family == "llama") and fields.get("attention_bias")):
+        raise LlmError(f"{path}: attention_bias and mlp_bias must be false for {family}.")
+    return Config(
+        family=family,
+        vocabulary=fields["vocab_size"],
+        width=width,
+        inner=fields["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
+        heads=heads,
+        kv_heads=fields.get("num_key_value_heads") or heads,
+        head_size=size,
+        windows=_windows(family, fields),
+        rope=rope,
+        local_rope=local,
+        scale=(fields.get("query_pre_attn_scalar", size) if gemma else size) ** -0.5,
+        epsilon=fields.get("rms_norm_eps", 1e-6),
+        tied=fields.get("tie_word_embeddings", gemma),
+        biased=family == "qwen2",
+        head_norms=qwen3 or family == "gemma3_text",
+        softcap=(fields.get("attn_logit_softcapping") or 0.0) if gemma else 0.0,
+        final_softcap=(fields.get("final_logit_softcapping") or 0.0) if gemma else 0.0,
+        experts=fields["num_experts"] if family == "qwen3_moe" else 0,
+        experts_per_token=fields["num_experts_per_tok"] if family == "qwen3_moe" else 0,
+        normalize_experts=fields.get("norm_topk_prob", False),
+        gemma=gemma,
+    )
+
+
+def _sparse_step(fields):
+    return fields.get("decoder_sparse_step", 1)
+
+
+def _check_activation(family, fields, path):
+    wanted = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
+    found = fields.get("hidden_activation") or fields.get("hidden_act") or wanted
+    if found != wanted:
+        raise LlmError(f"{path}: hidden_act must be {wanted} for {family}, got {found}.")
+
+
+def _ropes(family, fields, path):
+    """Return the rotary positions of the global layers, and of the local ones or None."""
+    given = fields.get("rope_parameters") or {}
+    by_layer = "full_attention" in given
+    chosen = given["full_attention"] if by_layer else given or fields.get("rope_scaling") or {}
+    default = 1e6 if family == "gemma3_text" else 1e4
+    theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or default)
+    kind = chosen.get("rope_type", chosen.get("type", "default"))
+    local = None
+    if family == "gemma3_text":
+        small = given.get("sliding_attention", {}) if by_layer else fields
+        local = Rope(float(small.get("rope_theta" if by_layer else "rope_local_base_freq", 1e4)))
+    if kind == "default":
+        return Rope(theta), local
+    if kind == "linear":
+        return Rope(theta, chosen["factor"]), local
+    if kind == "llama3":
+        length = chosen["original_max_position_embeddings"]
+        bounds = chosen["low_freq_factor"], chosen["high_freq_factor"], length
+        return Rope(theta, chosen["factor"], bounds), local
+    raise LlmError(f"{path}: rope_type must be default, linear or llama3, got {kind}.")
+
+
+def _windows(family, fields):
+    """Return the window of each layer."""
+    layers, window = fields["num_hidden_layers"], fields.get("sliding_window") or 0
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern", 6)}.get(family)
+        if every is not None:
+            local = [(i + 1) % every != 0 for i in range(layers)]
+        else:
+            first = fields.get("max_window_layers", 0)
+            local = [bool(fields.get("use_sliding_window")) and i >= first for i in range(layers)]
+    else:
+        local = [kind == "sliding_attention" for kind in kinds]
+    return tuple(window if one else 0 for one in local)

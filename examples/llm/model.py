@@ -1,0 +1,220 @@
+"""Decoders of the Llama, Qwen and Gemma families, written plainly: functions over a tree.
+
+Kernels of dense layers are ``[in, out]``; those of all layers are stacked, and the program scans
+over them. Queries, keys and values are one kernel, as are gate and up, so that a row is read, and
+quantized, once. What differs from layer to layer (windows, rotary bases) is data of the scan.
+
+The cache is ``{"k", "v"}``, each ``[layers, batch, kv_heads, positions, head_size]``. The scan
+carries it, and each layer writes its new positions where they lie.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def logits(config, params, tokens):
+    """Return float32 ``[batch, length, vocabulary]`` for int ``[batch, length]``."""
+    x, _ = run_layers(config, params["layers"], embed(config, params, tokens))
+    return head(config, params, x)
+
+
+def prefill(config, params, tokens, cache, last):
+    """Run a prompt from position 0 on.
+
+    Args:
+        tokens: int ``[batch, length]``; what follows the prompt is overwritten by what is decoded.
+        cache: an empty one, of at least as many positions.
+        last: int scalar, the position of the prompt's last token.
+
+    Returns:
+        The logits behind that, ``[batch, vocabulary]``, and the cache.
+    """
+    x, cache = run_layers(config, params["layers"], embed(config, params, tokens), cache)
+    return head(config, params, lax.dynamic_slice_in_dim(x, last, 1, axis=1))[:, 0], cache
+
+
+def decode(config, params, tokens, cache, position):
+    """Run one token of each sequence.
+
+    Args:
+        tokens: int ``[batch]``.
+        cache: of the positions before.
+        position: int scalar, that of the tokens.
+
+    Returns:
+        The logits behind it, ``[batch, vocabulary]``, and the cache.
+    """
+    x = embed(config, params, tokens[:, None])
+    x, cache = run_layers(config, params["layers"], x, cache, position)
+    return head(config, params, x)[:, 0], cache
+
+
+def make_cache(config, batch, positions, dtype=jnp.float32):
+    """Return an empty cache."""
+    shape = config.layers, batch, config.kv_heads, positions, config.head_size
+    return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
+
+
+def embed(config, params, tokens):
+    x = params["embed"][tokens]
+    return x * jnp.asarray(config.width**0.5, x.dtype) if config.gemma else x
+
+
+def head(config, params, x):
+    """Return the logits of ``[batch, length, width]``, float32."""
+    x = norm(config, params["norm"], x)
+    with jax.named_scope("head"):
+        kernel = params["embed"].T if config.tied else params["head"]
+        out = (x @ kernel).astype(jnp.float32)
+    return softcapped(out, config.final_softcap)
+
+
+def run_layers(config, layers, x, cache=None, position=None):
+    """Run all layers on ``[batch, length, width]``.
+
+    Args:
+        cache: None for none.
+        position: of the first token; None for 0, where nothing in the cache is looked at.
+
+    Returns:
+        As x, and the cache.
+    """
+    start = 0 if position is None else position
+    turns, kinds = rotations(config, start + jnp.arange(x.shape[1]), x.dtype)
+
+    def layer(carry, given):
+        x, cache = carry
+        p, window, kind, i = given
+        with jax.named_scope("attention"):
+            y = norm(config, p["attention_norm"], x)
+            y, cache = attention(config, p, y, turns[kind], window, cache, i, position)
+            y = norm(config, p["attention_post_norm"], y) if config.gemma else y
+        x = x + y
+        with jax.named_scope("mlp"):
+            y = norm(config, p["mlp_norm"], x)
+            y = experts(config, p, y) if config.experts else mlp(config, p, y)
+            y = norm(config, p["mlp_post_norm"], y) if config.gemma else y
+        return (x + y, cache), None
+
+    given = layers, jnp.asarray(config.windows, jnp.int32), kinds, jnp.arange(config.layers)
+    return lax.scan(layer, (x, cache), given)[0]
+
+
+def attention(config, p, x, turns, window, cache, i, position):
+    """Return what attention adds to ``[batch, length, width]``, and the cache with layer i."""
+    batch, length, _ = x.shape
+    heads, groups, size = config.heads, config.kv_heads, config.head_size
+    qkv = dense(p, "qkv", x).reshape(batch, length, heads + 2 * groups, size)
+    q, k, v = jnp.split(qkv, [heads, heads + groups], axis=2)
+    if config.head_norms:
+        q, k = norm(config, p["q_norm"], q), norm(config, p["k_norm"], k)
+    q, k = rotate(q, turns), rotate(k, turns)
+    if cache is not None:
+        at = i, 0, 0, 0 if position is None else position, 0
+        cache = {
+            name: lax.dynamic_update_slice(cache[name], one.swapaxes(1, 2)[None], at)
+            for name, one in (("k", k), ("v", v))
+        }
+    if position is not None:
+        k, v = (lax.dynamic_index_in_dim(cache[name], i, 0, keepdims=False) for name in "kv")
+        mixed = attend(config, q, k, v, seen(config, position, length, k.shape[2], window))
+    elif config.softcap:
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        mixed = attend(config, q, k, v, seen(config, 0, length, length, window))
+    else:
+        # A function that rules know by name: kernel="fused" runs it in one pass.
+        mask = seen(config, 0, length, length, window) if any(config.windows) else None
+        mixed = jax.nn.dot_product_attention(
+            q, k, v, mask=mask, scale=config.scale, is_causal=mask is None
+        )
+    return dense(p, "out", mixed.reshape(batch, length, heads * size)), cache
+
+
+def seen(config, position, queries, keys, window):
+    """Return bool ``[1, 1, queries, keys]``: which positions a query sees."""
+    at, query = jnp.arange(keys), position + jnp.arange(queries)[:, None]
+    mask = at <= query
+    if any(config.windows):
+        mask &= (window == 0) | (at > query - window)
+    return mask[None, None]
+
+
+def attend(config, q, k, v, mask):
+    """Attend with ``[batch, length, heads, size]`` to ``[batch, kv_heads, positions, size]``.
+
+    Queries that share keys are the rows of one matmul, and nothing of the cache is transposed.
+    """
+    batch, length, heads, size = q.shape
+    rows = q.reshape(batch, length, config.kv_heads, -1, size).transpose(0, 2, 3, 1, 4)
+    groups, shape = rows.shape[2], (batch, config.kv_heads, -1, size)
+    scores = jnp.einsum("bkrd,bksd->bkrs", rows.reshape(shape), k).astype(jnp.float32)
+    scores = softcapped(scores * config.scale, config.softcap)
+    # [batch, kv_heads, groups, length, positions]
+    scores = scores.reshape(*rows.shape[:4], -1)
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, -1e30)).astype(v.dtype)
+    mixed = jnp.einsum("bkrs,bksd->bkrd", weights.reshape(*k.shape[:2], groups * length, -1), v)
+    return mixed.reshape(rows.shape).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
+
+
+def mlp(config, p, x):
+    gate, up = jnp.split(dense(p, "gate_up", x), 2, axis=-1)
+    return dense(p, "down", activation(config, gate) * up)
+
+
+def experts(config, p, x):
+    """Return the sum of each token's experts: its rows are sorted by expert, and multiplied so."""
+    rows = x.reshape(-1, x.shape[-1])
+    with jax.named_scope("router"):
+        chances = jax.nn.softmax((rows @ p["router"]).astype(jnp.float32))
+    weights, chosen = lax.top_k(chances, config.experts_per_token)
+    if config.normalize_experts:
+        weights = weights / weights.sum(-1, keepdims=True)
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    token = order // config.experts_per_token
+    sizes = jnp.bincount(chosen.reshape(-1), length=config.experts).astype(jnp.int32)
+    with jax.named_scope("gate_up"):
+        gate, up = jnp.split(lax.ragged_dot(rows[token], p["gate_up"], sizes), 2, axis=-1)
+    with jax.named_scope("down"):
+        out = lax.ragged_dot(activation(config, gate) * up, p["down"], sizes)
+    out = out * weights.reshape(-1)[order, None].astype(out.dtype)
+    return jnp.zeros_like(rows).at[token].add(out).reshape(x.shape)
+
+
+def dense(p, name, x):
+    with jax.named_scope(name):
+        y = x @ p[name]
+        return y + p[f"{name}_bias"] if f"{name}_bias" in p else y
+
+
+def activation(config, x):
+    return jax.nn.gelu(x, approximate=True) if config.gemma else jax.nn.silu(x)
+
+
+def norm(config, scale, x):
+    """Return x with a root mean square of 1 along the last axis, times the scale."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.epsilon)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def softcapped(x, cap):
+    return jnp.tanh(x / cap) * cap if cap else x
+
+
+def rotations(config, positions, dtype):
+    """Return cosines and sines of each base, ``[bases, 2, length, 1, size / 2]``; layers' bases."""
+    ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+    table = np.stack([rope.frequencies(config.head_size) for rope in ropes])
+    kinds = [int(bool(window) and len(ropes) > 1) for window in config.windows]
+    angles = positions.astype(jnp.float32)[:, None, None] * table[:, None, None]
+    turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1).astype(dtype)
+    return turns, jnp.asarray(kinds, jnp.int32)
+
+
+def rotate(x, turns):
+    """Turn the two halves of ``[batch, length, heads, size]`` against each other."""
+    left, right = jnp.split(x, 2, axis=-1)
+    cos, sin = turns
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)

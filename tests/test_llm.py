@@ -1,0 +1,570 @@
+"""The language models of examples/llm. peers/test_llm.py compares them with others' code."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from llm import __main__ as command
+from llm import checkpoint, demo, model, quantize
+from llm.bench import measure
+from llm.config import LlmError, parse_config, read_config
+from llm.generate import Generator, Sampling, sample
+from llm.perplexity import perplexity
+from llm.rules import FORMATS, rules_for
+from llm.tokenizer import ByteTokenizer, read_tokenizer, stream_text
+
+import provider_xla as xla
+from jaxtap_testkit.processes import run_python
+
+ROOT = Path(__file__).parent.parent
+tokenizers = pytest.mark.skipif(
+    importlib.util.find_spec("tokenizers") is None,
+    reason="needs tokenizers, of the dependency group llm (uv run --group llm pytest)",
+)
+BASE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 16, "sliding_window": 4}
+FAMILIES = {
+    "llama": {"rope_scaling": LLAMA3},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    | {"norm_topk_prob": True, "head_dim": 16},
+    "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": GEMMA | {"sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
+}
+
+
+def fields_of(family):
+    return {"model_type": family, **BASE, **FAMILIES[family]}
+
+
+def drawn(config, seed=0):
+    """Parameters in which norms, biases and angles matter, too."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, x):
+        if path[-1].key.endswith(("norm", "bias")):
+            return x + rng.normal(0, 0.2, x.shape).astype(np.float32)
+        return x * (3 if path[-1].key == "qkv" else 1)
+
+    return jax.tree_util.tree_map_with_path(draw, checkpoint.init(config, seed))
+
+
+def reference(fields, tensors, tokens):
+    """Logits of one sequence in float64, a position and a head at a time, of a file's tensors."""
+    t = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
+    family, gemma = fields["model_type"], fields["model_type"].startswith("gemma")
+    heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
+    size = fields.get("head_dim", fields["hidden_size"] // heads)
+    scale = fields.get("query_pre_attn_scalar", size) ** -0.5
+
+    def norm(name, x):
+        w = t[f"{name}.weight"] + (1 if gemma else 0)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["rms_norm_eps"]) * w
+
+    def capped(x, name):
+        cap = fields.get(name)
+        return x if not cap else cap * np.tanh(x / cap)
+
+    def gate(x):
+        if gemma:
+            return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        return x / (1 + np.exp(-x))
+
+    def angle(j, local):
+        theta = fields["rope_local_base_freq"] if local else fields["rope_theta"]
+        one = theta ** (-2 * j / size)
+        if "rope_scaling" not in fields:
+            return one
+        wave, length = 2 * math.pi / one, LLAMA3["original_max_position_embeddings"]
+        if wave < length / LLAMA3["high_freq_factor"]:
+            return one
+        if wave > length / LLAMA3["low_freq_factor"]:
+            return one / LLAMA3["factor"]
+        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+        smooth = (length / wave - low) / (high - low)
+        return (1 - smooth) * one / LLAMA3["factor"] + smooth * one
+
+    def turned(x, at, local):
+        out = x.copy()
+        for j in range(size // 2):
+            c, s = math.cos(at * angle(j, local)), math.sin(at * angle(j, local))
+            a, b = x[j], x[j + size // 2]
+            out[j], out[j + size // 2] = a * c - b * s, b * c + a * s
+        return out
+
+    def attention(i, x):
+        at = f"model.layers.{i}.self_attn"
+        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern")}.get(family)
+        windowed = every is not None and (i + 1) % every != 0
+        local = windowed and family == "gemma3_text"
+
+        def project(name, count):
+            y = x @ t[f"{at}.{name}_proj.weight"].T
+            if f"{at}.{name}_proj.bias" in t:
+                y = y + t[f"{at}.{name}_proj.bias"]
+            y = y.reshape(len(x), count, size)
+            if f"{at}.{name}_norm.weight" in t:
+                y = norm(f"{at}.{name}_norm", y)
+            return y
+
+        q, k, v = project("q", heads), project("k", groups), project("v", groups)
+        out = np.zeros((len(x), heads, size))
+        for n in range(len(x)):
+            first = max(0, n + 1 - fields["sliding_window"]) if windowed else 0
+            for h in range(heads):
+                g = h // (heads // groups)
+                query = turned(q[n, h], n, local)
+                seen = range(first, n + 1)
+                scores = np.array([query @ turned(k[m, g], m, local) for m in seen]) * scale
+                weights = np.exp(capped(scores, "attn_logit_softcapping"))
+                out[n, h] = weights @ v[first : n + 1, g] / weights.sum()
+        return out.reshape(len(x), -1) @ t[f"{at}.o_proj.weight"].T
+
+    def dense(at, x):
+        inner = gate(x @ t[f"{at}.gate_proj.weight"].T) * (x @ t[f"{at}.up_proj.weight"].T)
+        return inner @ t[f"{at}.down_proj.weight"].T
+
+    def mlp(i, x):
+        at = f"model.layers.{i}.mlp"
+        if family != "qwen3_moe":
+            return dense(at, x)
+        rows = []
+        for row in x:
+            chances = np.exp(t[f"{at}.gate.weight"] @ row)
+            best = np.argsort(-chances)[: fields["num_experts_per_tok"]]
+            parts = [chances[e] * dense(f"{at}.experts.{e}", row) for e in best]
+            rows.append(sum(parts) / chances[best].sum())
+        return np.array(rows)
+
+    x = t["model.embed_tokens.weight"][tokens]
+    x = x * fields["hidden_size"] ** 0.5 if gemma else x
+    for i in range(fields["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+        y = attention(i, norm(f"{at}.input_layernorm", x))
+        x = x + (norm(f"{at}.post_attention_layernorm", y) if gemma else y)
+        before = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+        y = mlp(i, norm(f"{at}.{before}", x))
+        x = x + (norm(f"{at}.post_feedforward_layernorm", y) if gemma else y)
+    table = t.get("lm_head.weight", t["model.embed_tokens.weight"])
+    return capped(norm("model.norm", x) @ table.T, "final_logit_softcapping")
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_prefill_and_decode(family):
+    fields = fields_of(family)
+    config = parse_config(fields)
+    params = drawn(config)
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 12))
+    tensors = checkpoint.tensors_of(config, params)
+    wanted = np.stack([reference(fields, tensors, row) for row in tokens])
+    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-4 * wanted.std())
+    near(jax.jit(functools.partial(model.logits, config))(params, tokens), wanted)
+    cache = model.make_cache(config, 2, 16)
+    padded = np.pad(tokens[:, :7], ((0, 0), (0, 2)))  # what follows the prompt is not looked at
+    found, cache = jax.jit(functools.partial(model.prefill, config))(params, padded, cache, 6)
+    near(found, wanted[:, 6])
+    decode = jax.jit(functools.partial(model.decode, config))
+    for i in range(7, 12):
+        found, cache = decode(params, tokens[:, i], cache, i)
+        near(found, wanted[:, i])
+
+
+def small(family="llama", **more):
+    config = parse_config(fields_of(family) | more)
+    return config, drawn(config)
+
+
+def planned(config, params, name):
+    fn = functools.partial(model.logits, config)
+    plan = xla.PtqProvider(rules_for(config, FORMATS[name])).plan(
+        fn, params, jnp.zeros((1, 8), "int32")
+    )
+    return plan, plan.quantize(params)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", ["float", "int4", "w8a8"])
+def test_a_step_copies_no_cache_and_no_weight(name):
+    config, params = small()
+    plan, stored = planned(config, params, name)
+    made = Generator(config, stored, plan)
+    cache, key = model.make_cache(config, 2, 48), jax.random.key(0)
+    token = jnp.zeros(2, jnp.int32)
+    lowered = made._decode.lower(stored, token, cache, 3, key, sampling=Sampling(), steps=4)
+    text = lowered.compile().as_text()
+    shape = ",".join(map(str, cache["k"].shape))
+    made_whole = re.findall(rf"= f32\[{shape}\]\S* ([\w-]+)\(", text)
+    assert made_whole  # the cache is in the text
+    assert "copy" not in made_whole
+    assert "transpose" not in made_whole
+    aliased = text.partition("input_output_alias=")[2].partition("\n")[0]
+    assert aliased.count("-alias)") == 2
+    if name != "float":
+        assert "custom-call" in text
+        assert not re.findall(r"= u8\[[\d,]*\]\S* (?:copy|dynamic-slice|transpose)\(", text)
+
+
+def test_all_weights_run_in_kernels():
+    for family in ("llama", "qwen2", "qwen3_moe"):
+        config, params = small(family)
+        for name in ("int8", "w8a8", "int4"):
+            plan, _ = planned(config, params, name)
+            weights = [op for op in plan.ops if op.quantized]
+            # A scanned layer has four; a head, and a table of tokens.
+            assert len(weights) == 6
+            assert all(op.kernel for op in weights if op.op_name != "take"), plan
+            assert [op.kernel for op in plan.ops if op.op_name == "attention"] == [
+                "te_ffi_kernels.fused_attn_forward"
+            ]
+
+
+def weight(x):
+    return hasattr(x, "restore")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_is_near_and_decodes_as_it_prefills(family):
+    config, params = small(family)
+    tokens = np.random.default_rng(2).integers(0, 256, (1, 9))
+    for name in ("int8", "w8a8", "int4"):
+        plan, stored = planned(config, params, name)
+        found = jax.jit(plan.apply(functools.partial(model.logits, config)))(stored, tokens)
+        floats = jax.tree.map(lambda x: x.restore() if weight(x) else x, stored, is_leaf=weight)
+        tensors = checkpoint.tensors_of(config, floats)
+        exact = reference(fields_of(family), tensors, tokens[0])
+        error = np.linalg.norm(found[0] - exact) / np.linalg.norm(exact)
+        # Where experts are chosen the error of an activation may choose another one.
+        assert error < (1e-4 if name != "w8a8" else 0.5 if config.experts else 0.1)
+        made = Generator(config, stored, plan)
+        cache = model.make_cache(config, 1, 16)
+        _, cache = made._prefill(stored, tokens[:, :8], cache, 7)
+        step = jax.jit(plan.apply(functools.partial(model.decode, config)))
+        last, _ = step(stored, tokens[:, 8], cache, 8)
+        np.testing.assert_allclose(last, found[:, 8], atol=0.05 * float(found.std()))
+
+
+def greedy(config, params, prompt, count):
+    tokens = list(prompt)
+    run = jax.jit(functools.partial(model.logits, config))
+    for _ in range(count):
+        padded = np.pad(tokens, (0, 32 - len(tokens)))[None]
+        tokens.append(int(run(params, padded)[0, len(tokens) - 1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_generation():
+    config, params = small()
+    made = Generator(config, params)
+    prompts = np.random.default_rng(3).integers(0, 256, (2, 5))
+    blocks = list(made.stream(prompts, 12, steps=4))
+    assert [block.shape[1] for block in blocks] == [1, 4, 4, 3]
+    found = np.concatenate(blocks, axis=1)
+    for row, prompt in zip(found, prompts, strict=True):
+        assert row.tolist() == greedy(config, params, prompt, 12)
+    stop = (int(found[0, 2]),)
+    ended = np.concatenate(list(made.stream(prompts[:1], 12, stop=stop, steps=4)), axis=1)[0]
+    assert stop[0] in ended
+    assert len(ended) < 12
+    warm = Sampling(1.5, top_k=20, top_p=0.9)
+    one, same, other = (
+        np.concatenate(list(made.stream(prompts, 12, warm, seed)), axis=1) for seed in (1, 1, 2)
+    )
+    assert (one == same).all()
+    assert (one != other).any()
+
+
+def test_sampling_draws_from_the_distribution():
+    logits = jnp.log(jnp.array([0.05, 0.4, 0.25, 0.2, 0.1]))
+    many = jnp.broadcast_to(logits, (20000, 5))
+    key = jax.random.key(0)
+
+    def shares(**options):
+        drawn = jax.jit(sample, static_argnums=0)(Sampling(**options), key, many)
+        return np.bincount(drawn, minlength=5) / len(many)
+
+    near = functools.partial(np.testing.assert_allclose, atol=0.015)
+    near(shares(temperature=1.0), [0.05, 0.4, 0.25, 0.2, 0.1])
+    squared = np.array([0.05, 0.4, 0.25, 0.2, 0.1]) ** 2
+    near(shares(temperature=0.5), squared / squared.sum())
+    near(shares(temperature=1.0, top_k=2), [0, 0.4 / 0.65, 0.25 / 0.65, 0, 0])
+    near(shares(temperature=1.0, top_p=0.7), [0, 0.4 / 0.85, 0.25 / 0.85, 0.2 / 0.85, 0])
+    near(shares(temperature=1.0, top_k=3, top_p=0.4), [0, 1, 0, 0, 0])
+    assert shares().tolist() == [0, 1, 0, 0, 0]
+
+
+def test_perplexity():
+    config, params = small()
+    tokens = np.random.default_rng(4).integers(0, 256, 29)
+    tensors, total = checkpoint.tensors_of(config, params), 0.0
+    for start in (0, 8, 16):
+        window = tokens[start : start + 9]
+        found = reference(fields_of("llama"), tensors, window[:-1])
+        chances = np.exp(found) / np.exp(found).sum(-1, keepdims=True)
+        total -= np.log(chances[np.arange(8), window[1:]]).sum()
+    found = perplexity(config, params, tokens, window=8, batch=2)
+    assert found == pytest.approx(math.exp(total / 24), rel=1e-4)
+    with pytest.raises(LlmError, match="two tokens or more, got 1"):
+        perplexity(config, params, tokens[:1])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config, params = small()
+    checkpoint.write(tmp_path / "float", fields_of("llama"), config, params, shards=3)
+    return tmp_path / "float"
+
+
+def test_a_folder_is_read_as_it_was_written(folder):
+    config, params = checkpoint.read(folder)
+    assert config == small()[0]
+    jax.tree.map(np.testing.assert_array_equal, params, small()[1])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantizing_a_folder_is_quantizing_the_model(family, tmp_path):
+    config, params = small(family)
+    checkpoint.write(tmp_path / "float", fields_of(family), config, params, shards=2)
+    quantize.quantize(tmp_path / "float", tmp_path / "out", "int4")
+    loaded, _, stored = quantize.load(tmp_path / "out")
+    assert loaded == config
+    # Gemma's norms lose a bit: the file has what is added to 1.
+    _, read = checkpoint.read(tmp_path / "float")
+    _, expected = planned(config, read, "int4")
+    assert jax.tree.structure(stored) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(stored), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_an_interrupted_run_goes_on(folder, tmp_path, monkeypatch):
+    out, real, calls = tmp_path / "out", xla.quantize_file, []
+
+    def interrupted(*args, **options):
+        calls.append(args[2].name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        real(*args, **options)
+
+    monkeypatch.setattr(xla, "quantize_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize.quantize(folder, out, "int8")
+    with pytest.raises(LlmError, match=r"lacks layer-00001.safetensors: quantize was interrupted"):
+        quantize.load(out)
+    with pytest.raises(LlmError, match="begun with the same model and rules"):
+        quantize.quantize(folder, out, "int4")
+    quantize.quantize(folder, out, "int8")
+    assert calls[3:] == ["layer-00001.safetensors", "layer-00002.safetensors"]
+    quantize.load(out)
+
+
+def spoiled(folder, what):
+    """Spoil a folder, and return what the error says."""
+    config = json.loads((folder / "config.json").read_text())
+    index = json.loads((folder / checkpoint.INDEX).read_text())
+    if what == "shard":
+        (folder / "model-00002-of-00003.safetensors").unlink()
+        return "lacks model-00002-of-00003.safetensors"
+    if what == "cut":
+        file = folder / "model-00002-of-00003.safetensors"
+        file.write_bytes(file.read_bytes()[:100])
+        return "must be a safetensors file"
+    if what == "index":
+        (folder / checkpoint.INDEX).write_text(json.dumps({"weights": index}))
+        return "must have a weight_map"
+    if what == "none":
+        (folder / checkpoint.INDEX).unlink()
+        return f"must have {checkpoint.SINGLE}"
+    config |= {
+        "family": {"model_type": "gpt2"},
+        "more layers": {"num_hidden_layers": 4},
+        "fewer layers": {"num_hidden_layers": 2},
+        "vocabulary": {"vocab_size": 300},
+        "rope": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "activation": {"hidden_act": "relu"},
+        "width": {"hidden_size": 32},
+    }.get(what, {})
+    if what == "field":
+        del config["num_attention_heads"]
+    (folder / "config.json").write_text("{" if what == "json" else json.dumps(config))
+    return {
+        "family": "model_type must be one of llama, .*, got 'gpt2'",
+        "more layers": "lack model.layers.3.input_layernorm.weight, .* and 5 more",
+        "fewer layers": "have unknown tensors: model.layers.2",
+        "vocabulary": r"model.embed_tokens.weight must be \[300, 64\], got \[256, 64\]",
+        "rope": "rope_type must be default, linear or llama3, got yarn",
+        "activation": "hidden_act must be silu for llama, got relu",
+        "field": "must have num_attention_heads",
+        "json": "must be JSON",
+        "width": r"lm_head.weight must be|model.embed_tokens.weight must be \[256, 32\]",
+    }[what]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "shard",
+        "cut",
+        "index",
+        "none",
+        "family",
+        "more layers",
+        "fewer layers",
+        "vocabulary",
+        "rope",
+        "activation",
+        "field",
+        "json",
+        "width",
+    ],
+)
+def test_bad_folders_leave_nothing(folder, tmp_path, what, capsys):
+    message = spoiled(folder, what)
+    with pytest.raises(SystemExit) as raised:
+        command.main(["quantize", str(folder), str(tmp_path / "out")])
+    assert re.search(message, str(raised.value)), raised.value
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rules_of_a_file(folder, tmp_path):
+    config = read_config(folder)
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps([{"module_path": "head", "weight_qtype": "int8"}]))
+    command.main(["quantize", str(folder), str(tmp_path / "out"), "--rules", str(path)])
+    _, plan, stored = quantize.load(tmp_path / "out")
+    assert [op.op_id for op in plan.ops if op.quantized] == ["head/matmul:0"]
+    assert isinstance(stored["layers"]["qkv"], jax.Array)
+    path.write_text('[{"weight_type": "int8"}]')
+    for given, message in ((path, "must be a list of fields"), ("int5", "one of float, int8")):
+        with pytest.raises(LlmError, match=message):
+            quantize.read_rules(config, str(given))
+
+
+def test_bad_prompts():
+    made = Generator(*small())
+    for prompt, count, message in (
+        ([[1] * 60], 10, r"fit into the cache of 64 positions, got 60 \+ 10"),
+        ([[]], 4, "must have a token or more"),
+        ([[1, 256]], 4, "below the model's vocabulary of 256, got 256"),
+    ):
+        with pytest.raises(LlmError, match=message):
+            next(made.stream(np.array(prompt, int), count, positions=64))
+    with pytest.raises(LlmError, match="temperature must be 0 or more"):
+        Sampling(-1)
+
+
+@tokenizers
+def test_tokenizers(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {one: i for i, one in enumerate(alphabet)}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    config, _ = small()
+    tokenizer = read_tokenizer(tmp_path, config)
+    text = "naïve 東京 🐙\n"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    for one, encoded in ((tokenizer, ids), (ByteTokenizer(), list(text.encode()))):
+        pieces = list(stream_text(one, encoded))
+        assert "".join(pieces) == text
+        assert "東" in pieces  # whole characters, as they are complete
+    with pytest.raises(LlmError, match="at most the 200 tokens of the model, got 256"):
+        read_tokenizer(tmp_path, dataclasses.replace(config, vocabulary=200))
+    with pytest.raises(LlmError, match=r"must have a tokenizer\.json, for a model of 300 tokens"):
+        read_tokenizer(tmp_path / "none", dataclasses.replace(config, vocabulary=300))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(LlmError, match=r"must be a tokenizer\.json"):
+        read_tokenizer(tmp_path, config)
+
+
+def test_commands(folder, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    command.main(["quantize", str(folder), out, "--rules", "w8a8", "--plan"])
+    text = capsys.readouterr().out
+    assert "peak memory" in text
+    assert "mlp/down/scan(layer)/matmul:0" in text
+    command.main(["generate", out, "--prompt", "abc", "--count", "9"])
+    config, plan, stored = quantize.load(out)
+    ids = np.concatenate(list(Generator(config, stored, plan).stream([list(b"abc")], 9)), axis=1)
+    assert capsys.readouterr().out == f"abc{ByteTokenizer().decode(ids[0].tolist())}\n"
+    (tmp_path / "text").write_text("It was a dark night. " * 4)
+    command.main(["perplexity", out, str(tmp_path / "text"), "--window", "16"])
+    assert re.fullmatch(
+        r"perplexity \d+\.\d{4} of 84 tokens in windows of 16\n", capsys.readouterr().out
+    )
+    rows = measure(Generator(config, stored, plan), (8,), (8,), steps=2, rounds=2, batch=2)
+    assert [name for name, _, _ in rows] == ["prefill 8", "decode at 8"]
+    assert all(best >= middle > 0 for _, middle, best in rows)
+    with pytest.raises(SystemExit, match="error: Prompt and completion must fit"):
+        command.main(["generate", out, "--prompt", "abc", "--context", "64", "--count", "99"])
+    with pytest.raises(SystemExit, match=r"error: .* must be what the command quantize wrote"):
+        command.main(["generate", str(folder), "--prompt", "abc"])
+    with pytest.raises(SystemExit, match=r"error: .* must be a file of text"):
+        command.main(["perplexity", out, str(tmp_path / "nothing")])
+
+
+MEASURE = """
+import resource, sys
+from examples.llm import quantize
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+quantize.quantize(sys.argv[1], sys.argv[2], "int4")
+before = peak()
+quantize.quantize(sys.argv[3], sys.argv[4], "int4")
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_float_model_is_never_held(folder, tmp_path):
+    """24 layers of 3.4 MB: the peak above that of a tiny model is a few copies of one."""
+    fields = fields_of("llama") | {"hidden_size": 256, "intermediate_size": 768}
+    fields["num_hidden_layers"] = 24
+    config = parse_config(fields)
+    checkpoint.write(tmp_path / "large", fields, config, checkpoint.init(config), shards=4)
+    size = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
+    (tmp_path / "measure.py").write_text(MEASURE)
+    folders = [str(x) for x in (folder, tmp_path / "a", tmp_path / "large", tmp_path / "b")]
+    run = run_python(tmp_path / "measure.py", *folders, cwd=ROOT, PYTHONPATH=str(ROOT))
+    assert size > 75e6
+    assert int(run.stdout) < size / 2
+
+
+@pytest.mark.slow
+def test_demo(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "FIELDS", demo.FIELDS | {"num_hidden_layers": 1})
+    demo.run(seconds=2, seed=0, save=tmp_path / "saved")
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[:26].strip(): line[26:].split() for line in reversed(lines)}
+    found = {name: float(rows[name][0]) for name in demo.VARIANTS}
+    assert all(1 < one < 256 for one in found.values())
+    config, params = checkpoint.read(tmp_path / "saved")
+    assert config.layers == 1
+    corpus, held_out = demo.read_corpus()
+    assert len(corpus) > 10 * len(held_out) > 1e6
+    assert params["embed"].shape == (256, 256)
