@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from interception_core import Engine
 
@@ -152,6 +153,14 @@ def _candidates(path: str, value: Any, rule: CacheRule) -> Iterator[CachePlan]:
     yield CachePlan(path, shape, dtype, rule.qtype, reason=reason)
 
 
+def _type_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Return the type of an array: its sharding is a part of that where axes are explicit."""
+    sharding = getattr(array, "sharding", None)
+    kinds = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
+    known = sharding if AxisType.Explicit in kinds else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=known)
+
+
 class _Search:
     """Tries one way after the other for each cache, all of them at once.
 
@@ -201,13 +210,14 @@ class _Search:
         return {path: found[path] for path in ways}
 
     def _try(self, plans: Mapping[str, CachePlan]) -> Mapping[str, Any]:
+        types = dict(zip(self._paths, self._flat, strict=True))
         caches = {
-            path: jax.eval_shape(plan.quantize, jax.ShapeDtypeStruct(plan.shape, plan.dtype))
+            path: jax.eval_shape(plan.quantize, _type_of(types[path]))
             for path, plan in plans.items()
         }
         # What is no array is a constant.
         arrays = {
-            i: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            i: _type_of(x)
             for i, x in enumerate(self._flat)
             if hasattr(x, "shape") and hasattr(x, "dtype") and self._paths[i] not in plans
         }
