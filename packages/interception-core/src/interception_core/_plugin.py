@@ -40,6 +40,8 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             summary="make a distribution for a provider, a kernel, a bridge or a number format",
             run="interception_core.cli.new:run",
             configure="interception_core.cli.new:configure",
+        ),
+        CommandSpec(
             name="bench",
             summary="time a kernel beside the op's reference and the kernel that it displaces",
             run="interception_core.cli.bench:run",
