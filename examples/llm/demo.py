@@ -26,13 +26,13 @@ FIELDS = {
     "vocab_size": BYTES,
     "hidden_size": 256,
     "intermediate_size": 768,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,
 }
-WINDOW, BATCH = 256, 8
-RATE = 3e-3
+WINDOW, BATCH = 128, 4
+RATE = 2e-3
 PROMPT = "def __init__(self, "
 COMPLETION = 48
 HELD_OUT = 16
@@ -139,7 +139,7 @@ def run(seconds, seed, save):
     """Train, compare, and print what was found."""
     config = parse_config(FIELDS)
     corpus, held_out = read_corpus()
-    held_out = held_out[: 32 * BATCH * WINDOW + 1]
+    held_out = held_out[: 128 * BATCH * WINDOW + 1]
     count = sum(x.size for x in jax.tree.leaves(checkpoint.shapes(config)))
     print(f"{count:,} parameters; {len(corpus):,} bytes to train on, {len(held_out):,} others")
     params, curve = train(config, checkpoint.init(config, seed), corpus, seconds, seed)
