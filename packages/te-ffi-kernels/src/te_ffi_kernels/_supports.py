@@ -39,12 +39,15 @@ def attention(call: KernelCall) -> bool | str:
     fits = anything(call)
     if fits is not True:
         return fits
-    q, keys = call.operands[:2]
-    _, _, kv_heads, group, _ = q.shape
-    positions = keys.shape[2 if call.param("heads_first", True) else 1]
-    near = {"heads": kv_heads * group, "kv_heads": kv_heads}
+    q, keys = (operand.shape for operand in call.operands[:2])
+    if len(q) == 5:  # as the op has it: [batch, queries, kv_heads, group, size]
+        heads, kv_heads = q[2] * q[3], q[2]
+        positions = keys[2 if call.param("heads_first", True) else 1]
+    else:  # as programs do: [..., positions, heads, size]
+        heads, (positions, kv_heads) = q[-2], keys[-3:-1]
+    near = {"heads": heads, "kv_heads": kv_heads}
     target = f"te_ffi_kernels.{call.op}"
-    return slower(target, "positions", positions, _like(keys.dtype), near) or True
+    return slower(target, "positions", positions, _like(call.operands[1].dtype), near) or True
 
 
 def _like(dtype: str) -> dict[str, str]:
