@@ -256,7 +256,8 @@ def test_quantized_is_near_and_decodes_as_it_prefills(family):
         exact = reference(fields_of(family), tensors, tokens[0])
         error = np.linalg.norm(found[0] - exact) / np.linalg.norm(exact)
         # Where experts are chosen the error of an activation may choose another one.
-        assert error < (1e-4 if name != "w8a8" else 0.5 if config.experts else 0.1)
+        # Kernels multiply more than four rows in two planes of int8: 3e-5 for each matmul.
+        assert error < (1e-3 if name != "w8a8" else 0.5 if config.experts else 0.1)
         made = Generator(config, stored, plan)
         cache = model.make_cache(config, 1, 16)
         _, cache = made._prefill(stored, tokens[:, :8], cache, 7)
