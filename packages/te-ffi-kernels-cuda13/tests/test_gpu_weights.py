@@ -21,8 +21,10 @@ from jaxtap_testkit.te.cpu_tests.weights.test_products import (  # noqa: F401
     test_gradient_is_that_of_floats,
     test_products_take_leading_axes,
     test_reference_and_kernel_agree,
-    test_w8a8_is_exact_integer_arithmetic,
     test_weight_only_beside_float64,
+)
+from jaxtap_testkit.te.cpu_tests.weights.test_products import (
+    test_int8_is_exact_integer_arithmetic as integer_arithmetic,
 )
 
 import te_ffi_kernels as te
@@ -43,6 +45,12 @@ def test_it_is_the_kernel_that_runs(op, rows, groups):
     w = packed(*weight(np.random.default_rng(), 64, 40, bits, groups), bits)
     text = jax.jit(lambda x: op(x, w)).lower(jnp.ones((rows, 64))).compile().as_text()
     assert f'custom_call_target="te_ffi_kernels.{op.__name__}"' in text
+
+
+@pytest.mark.slow
+def test_w8a8_is_exact_integer_arithmetic():
+    """Of the two, the one that has a kernel here."""
+    integer_arithmetic(te.gemm_w8a8)
 
 
 @pytest.mark.parametrize("op", [te.pack_w8, te.pack_w4])
