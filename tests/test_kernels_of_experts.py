@@ -31,6 +31,15 @@ def drawn():
     return params, jnp.asarray(rng.normal(size=(11, WIDTH)), jnp.float32)
 
 
+def assert_near(found, wanted, rule):
+    """The third expert's five rows have 15 bits in kernels, those of up to four rows 23."""
+    off = np.full(len(found), 1e-5)
+    if "act_qtype" not in RULES[rule][0]:
+        off[3:8] = 2e-4  # of six products, one after the other
+    error = np.abs(found - wanted).max(1)
+    assert (error <= off * np.abs(wanted).max()).all(), error
+
+
 def layer(x, w, sizes):
     hidden = jax.nn.silu(jax.lax.ragged_dot(x, w["up"], sizes))
     return jax.lax.ragged_dot(hidden, w["down"], sizes)
@@ -57,7 +66,7 @@ def test_experts_run_in_kernels(rule, program):
     stored, bare = plan.quantize(params), plan.quantize(params, prepack=False)
     run = jax.jit(plan.apply(program))
     found = run(stored, x, SIZES)
-    np.testing.assert_allclose(found, run(bare, x, SIZES), rtol=1e-5, atol=1e-5)
+    assert_near(found, run(bare, x, SIZES), rule)
     assert not found[9:].any()
     text = run.lower(stored, x, SIZES).compile().as_text()
     assert text.count(f'custom_call_target="te_ffi_kernels.{op}_groups"') >= 2
@@ -76,8 +85,10 @@ def test_against_floats(rule):
         hidden = hidden / (1 + np.exp(-hidden))
         wanted = np.tanh(np.einsum("mk,mkn->mn", hidden, down[expert]))
     found = np.asarray(jax.jit(plan.apply(scanned))(stored, x, SIZES), np.float64)[:9]
-    near = 0.03 if "act_qtype" in options else 1e-5
-    assert np.linalg.norm(found - wanted) <= near * np.linalg.norm(wanted)
+    if "act_qtype" in options:
+        assert np.linalg.norm(found - wanted) <= 0.03 * np.linalg.norm(wanted)
+    else:
+        assert_near(found, wanted, rule)
 
 
 def test_gradients_of_activations(rule):
@@ -86,7 +97,7 @@ def test_gradients_of_activations(rule):
     plan = xla.PtqProvider(xla.QuantizationRule(**options)).plan(scanned, params, x, SIZES)
     stored, bare = plan.quantize(params), plan.quantize(params, prepack=False)
     slope = jax.jit(jax.grad(lambda x, p: (plan.apply(scanned)(p, x, SIZES) ** 2).sum()))
-    np.testing.assert_allclose(slope(x, stored), slope(x, bare), rtol=1e-4, atol=1e-5)
+    assert_near(slope(x, stored), slope(x, bare), rule)
 
 
 def test_other_ragged_products_are_left_to_xla():

@@ -11,6 +11,8 @@ from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule, quan
 PTQ = PtqProvider(QuantizationRule(weight_qtype="int8"))
 QAT = QtProvider(QtRule(weight_qtype="int8", act_qtype="int8"))
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+# What a kernel, where there is one, may be off: of more than four rows of floats it takes 15 bits.
+IN_KERNELS = 1e-4
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +25,9 @@ def mesh():
     return line(size=4)
 
 
-def assert_near(actual, expected):
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+def assert_near(actual, expected, off=1e-5):
+    scale = float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=off * scale)
 
 
 def test_nnx(mesh):
@@ -36,7 +39,7 @@ def test_nnx(mesh):
     model = quantize_model(net, PTQ, x, prepack=False)
     assert model.kernel.get_raw_value().qvalue.sharding.spec == kernel.sharding.spec
     run = nnx.jit(lambda model, x: model(x))
-    assert_near(run(model, x), expected)
+    assert_near(run(model, x), expected, IN_KERNELS)
     trained = quantize_model(net, QAT)
     assert trained.kernel.get_value().sharding == kernel.sharding
     grads = nnx.jit(nnx.grad(lambda model, x: jnp.sum(model(x) ** 2)))(trained, x)
@@ -63,4 +66,4 @@ def test_equinox(mesh):
     model = quantize_model(net, PTQ, x[0], prepack=False)
     assert model.weight.qvalue.sharding.spec == net.weight.sharding.spec
     run = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
-    assert_near(run(model, x), expected)
+    assert_near(run(model, x), expected, IN_KERNELS)
