@@ -211,7 +211,7 @@ TEST(matmul_groups) {
             Case c{m, group * count, n, group, bits, 1 + turn % 3, x_dtype, y_dtype};
             check_case(c, random, parallel, turn % 4);
             if (bits == 8) continue;
-                c.scale_bits = turn % 4 < 2 ? 16 : 32;
+            c.scale_bits = turn % 4 < 2 ? 16 : 32;
             check_case(c, random, parallel, turn % 4);
           }
         }
@@ -247,8 +247,7 @@ TEST(matmul_long_groups) {
   for (int64_t group : {512, 520, 1024, 4096, 8192, 8200}) {
     for (int bits : {4, 8}) {
       for (int64_t m : {1, 5, 7, 20}) {
-        Case c{m, 2 * group, 21, group, bits, 2, DType::F32, DType::F32};
-        c.version = bits == 4 ? 2 : 1;
+        const Case c{m, 2 * group, 21, group, bits, 2, DType::F32, DType::F32};
         check_case(c, random, parallel, m % 4);
       }
     }
