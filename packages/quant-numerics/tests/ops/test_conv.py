@@ -373,24 +373,27 @@ def test_equal_float8_formats_are_not_converted(primitives):
     ("features", "window", "in_floats", "convolutions"),
     [
         (4, 3, True, 1),
-        (1040, 1, True, 1),
-        (1041, 1, True, 2),
-        (2, 1040, True, 2),
-        (2, 1041, False, 1),
+        (1024, 1, True, 1),
+        (1025, 1, True, 2),
+        (2, 1024, True, 2),
+        (2, 1025, False, 1),
     ],
 )
 def test_on_cpu_floats_are_used_where_they_are_exact(features, window, in_floats, convolutions):
-    """The largest sums, less one, of an odd number: float32 must not round it."""
-    codes = np.full((1, features, window), 127, np.int8)
-    codes[0, 0, 0] = 126
+    """The largest sums, less one product, of an odd number: float32 must not round it.
+
+    Files of others have -128, whose 1024 products reach 2**24.
+    """
+    codes = np.full((1, features, window), -128, np.int8)
+    codes[0, 0, 0] = -127
     one = np.ones((1, 1, 1), np.float32)
     lhs = qarray(codes, one, "int8", jnp.float32)
-    rhs = qarray(np.full((1, features, window), 127, np.int8), one, "int8", jnp.float32)
+    rhs = qarray(codes, one, "int8", jnp.float32)
     lowered = jax.jit(lambda a, b: conv_general_dilated(a, b, (1,), "VALID")).lower(lhs, rhs)
     lines = [x for x in lowered.as_text().splitlines() if "stablehlo.convolution" in x]
     assert len(lines) == convolutions
     assert all(("xf32>" in line) == in_floats for line in lines)
-    exact = (features * window) * 127 * 127 - 127
+    exact = (features * window - 1) * 128 * 128 + 127 * 127
     np.testing.assert_array_equal(lowered.compile()(lhs, rhs), np.float32([[[exact]]]))
 
 

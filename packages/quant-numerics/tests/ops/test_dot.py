@@ -192,7 +192,7 @@ def test_a_plain_matmul_moves_no_operand(primitives):
 def test_chunks_change_nothing(problem, limit):
     lhs, rhs, spec, dims = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quant_numerics.ops.arithmetic.INT32_MAX", 127 * 127 * limit)
+        patch.setattr("quant_numerics.ops.arithmetic.INT32_MAX", 128 * 128 * limit)
         out = run(lhs, rhs, dims)
     np.testing.assert_array_equal(out, np.einsum(spec, value(lhs), value(rhs)))
 
@@ -259,7 +259,7 @@ def test_infinities_keep_their_sign(tile, monkeypatch):
     x = np.float32([[INF, 1, 0, 1], [0, 0, -INF, 0], [1, 1, 1, 1]])
     w = np.float32([[2], [1], [3], [-1]])
     for limit in (4, 1):  # with chunks too
-        monkeypatch.setattr("quant_numerics.ops.arithmetic.INT32_MAX", 127 * 127 * limit)
+        monkeypatch.setattr("quant_numerics.ops.arithmetic.INT32_MAX", 128 * 128 * limit)
         lhs = quantized(x, (1,), "int8")
         out = run(lhs, quantized(w, (0,), "int8", tile))
         assert out[:2, 0].tolist() == [INF, -INF]
