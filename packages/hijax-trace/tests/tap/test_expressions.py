@@ -1,5 +1,7 @@
 """What a handler is told of how its operands are computed from the program's inputs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax import lax
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
-from jaxtap_testkit.coded import Coded, coded
+from jaxtap_testkit.coded import Coded, coded, followed
 from jaxtap_testkit.tiers import examples
 
 
@@ -542,6 +544,21 @@ def test_compositions(shape, chain, around):
     np.testing.assert_allclose(found.evaluate({"args[0]": w}), wanted, rtol=1e-6, atol=1e-30)
 
 
+def joins_shared_scales(shape, chain):
+    """Whether a chain joins parts of which several indices share a scale, as new elements do.
+
+    These are tiles, of sizes that may differ, and what cuts across them later is not followed.
+    """
+    array, is_shared = np.zeros(shape), False
+    for name in chain:
+        if is_shared and name in ("twice", "rolled"):
+            return True
+        # Beside the only one of an axis, zeros need no scale of their own.
+        is_shared |= name == "wide" or (name == "padded" and 1 in array.shape)
+        array = MOVES[name](np, array)
+    return False
+
+
 @examples(100)
 @given(
     shape=st.sampled_from([(3, 4, 6), (2, 1, 5), (1, 4, 4), (2, 3, 2, 4)]),
@@ -568,11 +585,29 @@ def test_proxies_follow_compositions(shape, chain, around, data):
     program = AROUND[around](lambda v: jnp.sin(run(jnp, v)))
     actual = TraceEngine().wrap(program, Interceptor({"primitive:sin": look}))(w)
     array = np.asarray(w.restore())
-    wanted = np.stack([run(np, v) for v in array]) if around in ("scan", "vmap") else run(np, array)
+    parts = around in ("scan", "vmap")
+    wanted = np.stack([run(np, v) for v in array]) if parts else run(np, array)
     np.testing.assert_array_equal(actual, wanted)
     assert found[0] is not None
-    if w.scale.shape == shape and not {"flat", "two rows", "repeated"} & set(chain):
-        assert found[0] is True
+    is_regrouped = {"flat", "two rows", "repeated"} & set(chain)
+    if w.scale.shape == shape and not is_regrouped:
+        assert found[0] is True or joins_shared_scales(shape[1:] if parts else shape, chain)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chain", "why"),
+    [
+        ((2, 1, 5), ["wide", "twice", "padded"], "pad of axis 0 by 1 and 0, in tiles of 2"),
+        ((1, 4), ["padded", "twice", "padded"], "pad of axis 0 by 1 and 0, in tiles of 2"),
+        ((4,), ["wide", "padded", "rolled"], "concatenate of tiles of 1 and 2"),
+    ],
+)
+def test_moves_across_tiles_are_not_followed(shape, chain, why):
+    def run(w):
+        return functools.reduce(lambda v, name: MOVES[name](jnp, v), chain, w)
+
+    assert joins_shared_scales(shape, chain)
+    assert followed(run, coded(*shape, groups=shape)) == why
 
 
 def test_asking_for_kinds_shares_traces():
