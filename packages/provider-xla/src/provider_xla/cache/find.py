@@ -102,8 +102,6 @@ def find_caches(
         args: its arguments: arrays or types.
         kwargs: those given by name.
     """
-    if not rules:
-        return {}, []
     leaves = leaves_of(parameters_of(fn), args, kwargs)
     found = ((leaf.path, _rule(rules, leaf, params)) for leaf in leaves)
     matched = {path: rule for path, rule in found if rule is not None}

@@ -153,8 +153,7 @@ class Plan(PlanData):
         ``dropout_key``, a random key, new at each step; without one nothing is dropped.
         """
         plain = infer(self.engine, self.rules, fn, statistics)
-        if self.rules.adapts:
-            return with_caches(self.caches, fn, with_adapters(self, fn, plain, statistics))
+        adapted = with_adapters(self, fn, plain, statistics) if self.rules.adapts else None
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -166,7 +165,8 @@ class Plan(PlanData):
             )
             return run(*args, **kwargs)
 
-        return with_caches(self.caches, fn, call)
+        applied = adapted or call
+        return with_caches(self.caches, fn, applied) if self.caches else applied
 
     def quantize_cache(self, value: Any, argument: int | str | None = None) -> Any:
         """Quantize the caches of an argument, to be passed to what ``apply`` returned.

@@ -130,10 +130,11 @@ class XlaProvider(abc.ABC):
         """
         given = (fn, params, args, kwargs, kernels)
         found = make_plan(self._rules, self._engine, self.params_argnum, *given)
-        everything = [*args[: self.params_argnum], params, *args[self.params_argnum :]]
-        where = (self.cache_rules, self._engine, self.params_argnum, fn, everything, kwargs)
-        caches, problems = find_caches(*where)
-        found = dataclasses.replace(found, caches=caches, problems=(*found.problems, *problems))
+        if self.cache_rules:
+            everything = [*args[: self.params_argnum], params, *args[self.params_argnum :]]
+            where = (self.cache_rules, self._engine, self.params_argnum, fn, everything, kwargs)
+            caches, problems = find_caches(*where)
+            found = dataclasses.replace(found, caches=caches, problems=(*found.problems, *problems))
         plan = Plan.of(found)
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
