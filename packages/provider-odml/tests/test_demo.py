@@ -51,7 +51,7 @@ class TestWithLitert:
         run, _ = outcome
         for text in ("same digit as with QAT", "LiteRT", "conv2/relu:0", "SQNR dB", "0 of them"):
             assert text in run.stdout
-        assert "training with QAT" in run.stderr  # the progress bar
+        assert "training" not in run.stderr, "progress bars are for terminals"
 
     def test_nowhere_to_write_is_said_before_the_work(self, tmp_path):
         path = tmp_path / "missing" / "demo.json"
