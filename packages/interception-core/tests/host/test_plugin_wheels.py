@@ -153,7 +153,7 @@ def test_broken_plugins_break_nothing_else(python):
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert get_provider("acme").engine == "patch"
+            assert get_provider("acme", scaled=False).scaled is False
             get_provider("acme")
         lines = [str(one.message) for one in caught if one.category is PluginWarning]
         for name in ("broken", "misspelt", "future"):
