@@ -69,39 +69,32 @@ TEST(packed_stream_bytes) {
 }
 
 TEST(packed_bytes) {
-  for (int bits : {4, 8}) {
-    std::mt19937 random(2);
-    const Weights w = random_weights(16, 3, 8, bits, random);
-    const uint8_t* b = w.buffer.get();
-    CHECK(std::memcmp(b, "JTWP", 4) == 0);
-    CHECK(b[4] == 1 && b[5] == bits && b[6] == 3 && b[7] == 0);
-    uint32_t words[16];
-    std::memcpy(words, b, 64);
-    CHECK(words[2] == 16 && words[3] == 8);
-    uint32_t plain = 0, weighted = 0;
-    const int64_t count = (w.buffer.size() - 64) / 4;
-    CHECK(w.buffer.size() == 64 + 2 * 64 + (bits == 8 ? 16 * 16 : 8 * 16));
-    for (int64_t i = 0; i < count; ++i) {
-      uint32_t word;
-      std::memcpy(&word, b + 64 + 4 * i, 4);
-      plain += word;
-      weighted += static_cast<uint32_t>(i + 1) * word;
-    }
-    CHECK(words[4] == plain && words[5] == weighted);
-    uint32_t sum = 0;
-    for (int i = 0; i < 6; ++i) sum += words[i];
-    CHECK(words[6] == (sum ^ 0x9E3779B9u));
-    for (int i = 7; i < 16; ++i) CHECK(words[i] == 0);
-    for (int64_t column = 0; column < 16; ++column) {
-      for (int64_t row = 0; row < 16; ++row) {
-        const int code = column < 3 ? w.code(row, column) : 0;
-        if (bits == 8) {
-          CHECK(b[192 + row / 4 * 64 + column * 4 + row % 4] == code + 128);
-        } else {
-          const int byte = b[192 + row / 8 * 64 + column * 4 + row % 4];
-          CHECK((row % 8 < 4 ? byte & 15 : byte >> 4) == code + 8);
-        }
-      }
+  std::mt19937 random(2);
+  const Weights w = random_weights(16, 3, 8, 8, random);
+  const uint8_t* b = w.buffer.get();
+  CHECK(std::memcmp(b, "JTWP", 4) == 0);
+  CHECK(b[4] == 1 && b[5] == 8 && b[6] == 3 && b[7] == 0);
+  uint32_t words[16];
+  std::memcpy(words, b, 64);
+  CHECK(words[2] == 16 && words[3] == 8);
+  uint32_t plain = 0, weighted = 0;
+  const int64_t count = (w.buffer.size() - 64) / 4;
+  CHECK(w.buffer.size() == 64 + 2 * 64 + 16 * 16);
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t word;
+    std::memcpy(&word, b + 64 + 4 * i, 4);
+    plain += word;
+    weighted += static_cast<uint32_t>(i + 1) * word;
+  }
+  CHECK(words[4] == plain && words[5] == weighted);
+  uint32_t sum = 0;
+  for (int i = 0; i < 6; ++i) sum += words[i];
+  CHECK(words[6] == (sum ^ 0x9E3779B9u));
+  for (int i = 7; i < 16; ++i) CHECK(words[i] == 0);
+  for (int64_t column = 0; column < 16; ++column) {
+    for (int64_t row = 0; row < 16; ++row) {
+      const int code = column < 3 ? w.code(row, column) : 0;
+      CHECK(b[192 + row / 4 * 64 + column * 4 + row % 4] == code + 128);
     }
   }
 }
