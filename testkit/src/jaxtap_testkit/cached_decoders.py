@@ -57,6 +57,19 @@ def layer(p, h, k, v, seen, write):
     return h + out.transpose(0, 2, 1, 3).reshape(h.shape) @ p["o"], k, v
 
 
+def over_layers(params, token, cache, seen, write):
+    """A step that scans over layers and their caches; see ``layer``."""
+
+    def one(h, both):
+        p, k, v = both
+        h, k, v = layer(p, h, k, v, seen, write)
+        return h, (k, v)
+
+    xs = (params["layers"], cache["k"], cache["v"])
+    h, (k, v) = lax.scan(one, params["embed"][token], xs)
+    return logits(params, h), {"k": k, "v": v}
+
+
 def logits(params, h):
     return jax.nn.log_softmax(h @ params["head"])
 
@@ -94,19 +107,11 @@ def stacked(row):
     """The caches go along with the layers of a scan, in and out."""
 
     def step(params, token, cache, pos):
-        def one(h, both):
-            p, k, v = both
+        def write(cache, new):
+            cache = lax.dynamic_update_slice_in_dim(cache, row(new), pos, axis=2)
+            return cache, cache
 
-            def write(cache, new):
-                cache = lax.dynamic_update_slice_in_dim(cache, row(new), pos, axis=2)
-                return cache, cache
-
-            h, k, v = layer(p, h, k, v, until(pos), write)
-            return h, (k, v)
-
-        xs = (params["layers"], cache["k"], cache["v"])
-        h, (k, v) = lax.scan(one, params["embed"][token], xs)
-        return logits(params, h), {"k": k, "v": v}
+        return over_layers(params, token, cache, until(pos), write)
 
     return step, empty(L, B, H, S, D)
 
@@ -142,19 +147,11 @@ def ring(row):
     def step(params, token, cache, pos):
         seen = jnp.arange(window) <= pos
 
-        def one(h, both):
-            p, k, v = both
+        def write(cache, new):
+            cache = cache.at[:, :, pos % window].set(row(new)[:, :, 0])
+            return cache, cache
 
-            def write(cache, new):
-                cache = cache.at[:, :, pos % window].set(row(new)[:, :, 0])
-                return cache, cache
-
-            h, k, v = layer(p, h, k, v, seen, write)
-            return h, (k, v)
-
-        xs = (params["layers"], cache["k"], cache["v"])
-        h, (k, v) = lax.scan(one, params["embed"][token], xs)
-        return logits(params, h), {"k": k, "v": v}
+        return over_layers(params, token, cache, seen, write)
 
     return step, empty(L, B, H, window, D)
 
@@ -166,19 +163,11 @@ def shifted(row):
     def step(params, token, cache, pos):
         seen = jnp.arange(window) >= window - 1 - pos
 
-        def one(h, both):
-            p, k, v = both
+        def write(cache, new):
+            cache = jnp.concatenate([cache[:, :, 1:], row(new)], 2)
+            return cache, cache
 
-            def write(cache, new):
-                cache = jnp.concatenate([cache[:, :, 1:], row(new)], 2)
-                return cache, cache
-
-            h, k, v = layer(p, h, k, v, seen, write)
-            return h, (k, v)
-
-        xs = (params["layers"], cache["k"], cache["v"])
-        h, (k, v) = lax.scan(one, params["embed"][token], xs)
-        return logits(params, h), {"k": k, "v": v}
+        return over_layers(params, token, cache, seen, write)
 
     return step, empty(L, B, H, window, D)
 
@@ -190,19 +179,11 @@ def selected(row):
         running = jnp.arange(B) != 1
         here = (jnp.arange(S) == pos)[None, None, :, None] & running[:, None, None, None]
 
-        def one(h, both):
-            p, k, v = both
+        def write(cache, new):
+            cache = jnp.where(here, row(new), cache)
+            return cache, cache
 
-            def write(cache, new):
-                cache = jnp.where(here, row(new), cache)
-                return cache, cache
-
-            h, k, v = layer(p, h, k, v, until(pos), write)
-            return h, (k, v)
-
-        xs = (params["layers"], cache["k"], cache["v"])
-        h, (k, v) = lax.scan(one, params["embed"][token], xs)
-        return logits(params, h), {"k": k, "v": v}
+        return over_layers(params, token, cache, until(pos), write)
 
     return step, empty(L, B, H, S, D)
 
@@ -218,20 +199,12 @@ def vmapped_update(row):
         at = _positions(pos)
         seen = (jnp.arange(S) <= at[:, None])[:, None, None]
 
-        def one(h, both):
-            p, k, v = both
+        def write(cache, new):
+            put = jax.vmap(lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0)))
+            cache = put(cache, row(new), at)
+            return cache, cache
 
-            def write(cache, new):
-                put = jax.vmap(lambda c, r, i: lax.dynamic_update_slice(c, r, (0, i, 0)))
-                cache = put(cache, row(new), at)
-                return cache, cache
-
-            h, k, v = layer(p, h, k, v, seen, write)
-            return h, (k, v)
-
-        xs = (params["layers"], cache["k"], cache["v"])
-        h, (k, v) = lax.scan(one, params["embed"][token], xs)
-        return logits(params, h), {"k": k, "v": v}
+        return over_layers(params, token, cache, seen, write)
 
     return step, empty(L, B, H, S, D)
 
@@ -244,19 +217,11 @@ def scattered(row):
         seen = (jnp.arange(S) <= at[:, None])[:, None, None]
         places = jnp.where(jnp.arange(B) == 2, S + at, at)
 
-        def one(h, both):
-            p, k, v = both
+        def write(cache, new):
+            cache = cache.at[jnp.arange(B), :, places].set(row(new)[:, :, 0], mode="drop")
+            return cache, cache
 
-            def write(cache, new):
-                cache = cache.at[jnp.arange(B), :, places].set(row(new)[:, :, 0], mode="drop")
-                return cache, cache
-
-            h, k, v = layer(p, h, k, v, seen, write)
-            return h, (k, v)
-
-        xs = (params["layers"], cache["k"], cache["v"])
-        h, (k, v) = lax.scan(one, params["embed"][token], xs)
-        return logits(params, h), {"k": k, "v": v}
+        return over_layers(params, token, cache, seen, write)
 
     return step, empty(L, B, H, S, D)
 
@@ -315,20 +280,12 @@ def grouped(row):
     """Two heads of queries share one of keys, which are repeated."""
 
     def step(params, token, cache, pos):
-        def one(h, both):
-            p, k, v = both
+        def write(cache, new):
+            few = row(new[:, ::2])
+            cache = lax.dynamic_update_slice_in_dim(cache, few, pos, axis=2)
+            return cache, jnp.repeat(cache, 2, axis=1)
 
-            def write(cache, new):
-                few = row(new[:, ::2])
-                cache = lax.dynamic_update_slice_in_dim(cache, few, pos, axis=2)
-                return cache, jnp.repeat(cache, 2, axis=1)
-
-            h, k, v = layer(p, h, k, v, until(pos), write)
-            return h, (k, v)
-
-        xs = (params["layers"], cache["k"], cache["v"])
-        h, (k, v) = lax.scan(one, params["embed"][token], xs)
-        return logits(params, h), {"k": k, "v": v}
+        return over_layers(params, token, cache, until(pos), write)
 
     return step, empty(L, B, H // 2, S, D)
 

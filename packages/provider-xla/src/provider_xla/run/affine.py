@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +16,15 @@ from hijax_trace import ArrayProxy, Move, MoveError, Part
 from ..program.products import MatrixProduct, Product
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class AffineWeight(ArrayProxy):
-    """A quantized parameter that stands for ``(value + shift) * scale + minimum``.
-
-    It is what GGUF's formats with a minimum are (Q4_1, Q4_K, ...). A product with it is that with
-    ``inner``, in a kernel if there is one, and one of sums of the activation with a number for
-    each group. A pytree of its arrays.
+class AroundStored(ArrayProxy):
+    """Base of stored parameters that are quantized values and scales, ``inner``, and more.
 
     Attributes:
-        inner: quantized values and scales without zero points: a QArray, PackedQArray or
-            PrepackedWeight.
-        minimum: float, of the shape of the scales.
-        shift: what is added to each quantized value: a number without a sign less that is what is
-            stored (static).
+        inner: a QArray, PackedQArray or PrepackedWeight.
     """
 
     inner: Any
-    minimum: jax.Array
-    shift: int = dataclasses.field(metadata={"static": True})
 
     @property
     # pyrefly: ignore [bad-override]
@@ -59,6 +48,33 @@ class AffineWeight(ArrayProxy):
         """Name of the quantized type."""
         return self.inner.qtype
 
+    def unpacked(self) -> Self:
+        """Return it with a QArray inside, if that is in packed storage."""
+        if not isinstance(self.inner, qn.PackedQArray):
+            return self
+        return dataclasses.replace(self, inner=qn.unpack(self.inner))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class AffineWeight(AroundStored):
+    """A quantized parameter that stands for ``(value + shift) * scale + minimum``.
+
+    It is what GGUF's formats with a minimum are (Q4_1, Q4_K, ...). A product with it is that with
+    ``inner``, in a kernel if there is one, and one of sums of the activation with a number for
+    each group. A pytree of its arrays.
+
+    Attributes:
+        inner: quantized values and scales without zero points: a QArray, PackedQArray or
+            PrepackedWeight.
+        minimum: float, of the shape of the scales.
+        shift: what is added to each quantized value: a number without a sign less that is what is
+            stored (static).
+    """
+
+    minimum: jax.Array
+    shift: int = dataclasses.field(metadata={"static": True})
+
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
@@ -75,12 +91,6 @@ class AffineWeight(ArrayProxy):
         order = [axis % self.ndim for axis in given or ()] or list(reversed(range(self.ndim)))
         (found,) = self.moved("transpose", {"permutation": tuple(order)}, [self])
         return found
-
-    def unpacked(self) -> AffineWeight:
-        """Return it with a QArray inside, if that is in packed storage."""
-        if isinstance(self.inner, qn.PackedQArray):
-            return dataclasses.replace(self, inner=qn.unpack(self.inner))
-        return self
 
     def restore(self) -> jax.Array:
         """Return the parameter, dequantized."""

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import ArrayProxy, Part
+from hijax_trace import Part
 
 from ..program.products import MatrixProduct, Product
+from .affine import AroundStored
 
 
 class Step(Protocol):
@@ -108,7 +109,7 @@ def hadamard(x: jax.Array, block: int) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class TransformedWeight(ArrayProxy):
+class TransformedWeight(AroundStored):
     """A stored parameter, transformed, with what its activations are transformed by.
 
     ``plan.optimize`` makes it where a pass balances or rotates channels: the product of the
@@ -122,31 +123,8 @@ class TransformedWeight(ArrayProxy):
             make K (static).
     """
 
-    inner: Any
     steps: tuple[Any, ...]
     k_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-    @property
-    # pyrefly: ignore [bad-override]
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.inner.shape
-
-    @property
-    # pyrefly: ignore [bad-override]
-    def dtype(self) -> np.dtype:
-        """Float dtype of the parameter."""
-        return self.inner.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def qtype(self) -> str:
-        """Name of the quantized type."""
-        return self.inner.qtype
 
     @property
     def lead(self) -> int:
@@ -162,12 +140,6 @@ class TransformedWeight(ArrayProxy):
     def restore(self) -> jax.Array:
         """Returns the parameter, dequantized."""
         return _restored(self)
-
-    def unpacked(self) -> TransformedWeight:
-        """Returns it with a QArray inside, if that is in packed storage."""
-        if not isinstance(self.inner, qn.PackedQArray):
-            return self
-        return dataclasses.replace(self, inner=qn.unpack(self.inner))
 
     def parts(self) -> dict[str, Part]:
         """Return the transformed parameter, and the maps, which have the axes of steps."""
