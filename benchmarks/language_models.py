@@ -2,13 +2,17 @@
 
 uv run --group llm --group peers python benchmarks/language_models.py [--shape 0.5B]
 
-All sides are in one process, and are timed in turn, round by round; each timed call follows another
-of the same side, so that its threads are awake and those of the side before asleep.
+Each side has a process, which is stopped while others are timed: threads of one side that wait for
+work would take time from another. They are timed in turn, round by round; each timed call follows
+another of the same side, so that its threads are awake and its caches are full.
 """
 
 import argparse
+import contextlib
 import functools
+import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -88,42 +92,76 @@ class LlamaCpp:
         return found["predicted_ms"] / steps / 1e3
 
 
-def sides(config, params, names, batch, folder):
-    """Return what is timed and its bytes, by name."""
-    made = {}
-    example = jax.ShapeDtypeStruct((1, 32), jnp.int32)
-    for name in tqdm(names, "preparing", disable=not sys.stderr.isatty()):
-        if name.startswith("llama.cpp"):
-            side = LlamaCpp(folder, config, params, name.split()[1], batch)
-            made[name] = side, side.size
-            continue
-        if name.startswith("XLA"):
-            dtype = jnp.bfloat16 if name == "XLA bfloat16" else jnp.float32
-            stored, plan = jax.tree.map(lambda x, to=dtype: jnp.asarray(x, to), params), None
-        else:
-            dtype = jnp.float32
-            fn = functools.partial(model.logits, config)
-            plan = PtqProvider(rules_for(config, FORMATS[name])).plan(fn, params, example)
-            stored = plan.quantize(params)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(stored))
-        made[name] = Timed(Generator(config, stored, plan, dtype), batch), size
-    return made
+def side_of(name, config, batch, folder):
+    """Return what is timed, and its bytes."""
+    params = checkpoint.init(config)
+    if name.startswith("llama.cpp"):
+        side = LlamaCpp(folder, config, params, name.split()[1], batch)
+        return side, side.size
+    if name.startswith("XLA"):
+        dtype = jnp.bfloat16 if name == "XLA bfloat16" else jnp.float32
+        stored, plan = jax.tree.map(lambda x: jnp.asarray(x, dtype), params), None
+    else:
+        dtype = jnp.float32
+        fn, example = (
+            functools.partial(model.logits, config),
+            jax.ShapeDtypeStruct((1, 32), jnp.int32),
+        )
+        plan = PtqProvider(rules_for(config, FORMATS[name])).plan(fn, params, tokens)
+        stored = plan.quantize(params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(stored))
+    return Timed(Generator(config, stored, plan, dtype), batch), size
+
+
+def serve(connection, *of_side):
+    """Make a side in this process, and time what is asked for until nothing is."""
+    with tempfile.TemporaryDirectory() as folder:
+        side, size = side_of(*of_side, folder)
+        connection.send(size)
+        while (asked := connection.recv()) is not None:
+            method, *numbers = asked
+            getattr(side, method)(*numbers)
+            connection.send(getattr(side, method)(*numbers))
+    os._exit(0)  # llama.cpp's server has no end
+
+
+class Side:
+    """A side in a process, which runs only while it is asked."""
+
+    def __init__(self, name, config, batch):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, name, config, batch))
+        self._process.start()
+        theirs.close()  # so that a process that dies is the end of what it sends
+        self.size = self._pipe.recv()
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def seconds(self, *asked):
+        """Return what a method of the side returns."""
+        os.kill(self._process.pid, signal.SIGCONT)
+        self._pipe.send(asked)
+        found = self._pipe.recv()
+        os.kill(self._process.pid, signal.SIGSTOP)
+        return found
+
+    def close(self):
+        self._process.kill()
 
 
 def measure(made, prompts, contexts, rounds):
-    """Return the seconds of each round, by side and what is measured."""
+    """Return the tokens a second of each round, by what is measured and side."""
     runs = {}
-    for name, (side, _) in made.items():
+    for name in made:
         steps = FLOAT_STEPS if name.startswith("XLA") else STEPS
         for n in prompts:
-            runs[f"prefill {n}", name] = functools.partial(side.prefill, n), n
+            runs[f"prefill {n}", name] = ("prefill", n), n
         for n in contexts:
-            runs[f"decode at {n}", name] = functools.partial(side.decode, n, steps), 1
+            runs[f"decode at {n}", name] = ("decode", n, steps), 1
     times = {key: [] for key in runs}
     for i in tqdm(range(rounds + 1), "rounds", disable=not sys.stderr.isatty()):
-        for key, (run, tokens) in sorted(runs.items(), key=lambda item: item[0][0]):
-            run()
-            seconds = run()
+        for key, (asked, tokens) in sorted(runs.items(), key=lambda item: item[0][0]):
+            seconds = made[key[1]].seconds(*asked)
             if i:  # the first compiles
                 times[key].append(tokens / seconds)
     return times
@@ -133,8 +171,8 @@ def table(times, made, batch):
     """Return Markdown: medians in tokens a second, and the range of the rounds."""
     kinds = list(dict.fromkeys(kind for kind, _ in times))
     lines = ["| | MB | " + " | ".join(kinds) + " |", "| --- " * (len(kinds) + 2) + "|"]
-    for name, (_, size) in made.items():
-        cells = [name, f"{size / 1e6:.0f}"]
+    for name, side in made.items():
+        cells = [name, f"{side.size / 1e6:.0f}"]
         for kind in kinds:
             found = [batch * one for one in times[kind, name]]
             middle = f"{statistics.median(found):.{0 if min(found) > 100 else 1}f}"
@@ -157,19 +195,20 @@ def main():
     if args.batch > 1:
         args.sides = [name for name in args.sides if not name.startswith("llama.cpp")]
     config = parse_config(SHAPES[args.shape])
-    params, start = checkpoint.init(config), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        made = sides(config, params, args.sides, args.batch, folder)
+    start = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for name in tqdm(args.sides, "preparing", disable=not sys.stderr.isatty()):
+            made[name] = Side(name, config, args.batch)
+            stack.callback(made[name].close)
         prepared = time.perf_counter()
         times = measure(made, args.prompts, args.contexts, args.rounds)
-        print(f"{args.shape}, batch {args.batch}, tokens a second: median (least-most)\n")
-        print(table(times, made, args.batch))
-        print(
-            f"\n{args.rounds} rounds, {os.cpu_count()} cores, JAX {jax.__version__}; "
-            f"{prepared - start:.0f} s to prepare, {time.perf_counter() - prepared:.0f} s to time"
-        )
-    sys.stdout.flush()
-    os._exit(0)  # llama.cpp's server has no end
+    print(f"{args.shape}, batch {args.batch}, tokens a second: median (least-most)\n")
+    print(table(times, made, args.batch))
+    print(
+        f"\n{args.rounds} rounds, {os.cpu_count()} cores, JAX {jax.__version__}; "
+        f"{prepared - start:.0f} s to prepare, {time.perf_counter() - prepared:.0f} s to time"
+    )
 
 
 if __name__ == "__main__":

@@ -147,9 +147,9 @@ x = jnp.ones((4, 4096))
 plan = PtqProvider([QuantizationRule(weight_qtype="int8")]).plan(
     model, [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 16, x)
 one = jnp.ones((4096, 4096))
-plan.weights["args[0][0]"].check_finite(one)
-from provider_xla.plan.weight import quantize_leaf
-quantize_leaf(plan.weights["args[0][0]"], one)
+from provider_xla.plan.weight import prepack_leaf, quantize_leaf
+first = plan.weights["args[0][0]"]
+jax.block_until_ready(prepack_leaf(first, quantize_leaf(first, one)))  # compiled before
 del one
 ws = [jax.block_until_ready(jnp.full((4096, 4096), i + 1.0)) for i in range(16)]
 before, peak, stop = rss(), 0, False

@@ -91,6 +91,49 @@ def test_integer_dots_of_any_layout_and_granularity_are_exact(problem):
     np.testing.assert_array_equal(out, np.einsum(spec, value(lhs), value(rhs)))
 
 
+def dots(fn, *args):
+    """The shapes of both operands of each dot of a function."""
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    return [
+        tuple(v.aval.shape for v in eqn.invars)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+
+
+def test_many_rows_dequantize_a_tiled_weight_and_few_do_not():
+    w = quantized(normal(64, 6), (0,), "int4", tile=32)
+    fn = functools.partial(dot_general, dimension_numbers=MATMUL)
+    assert dots(fn, jnp.ones((7, 64)), w) == [((7, 2, 32), (2, 32, 6))]
+    assert dots(fn, jnp.ones((8, 64)), w) == [((8, 64), (64, 6))]
+    # One scale per column is multiplied in after the sum, at any number of rows.
+    assert dots(fn, jnp.ones((8, 64)), quantized(normal(64, 6), (0,), "int4")) == [
+        ((8, 64), (64, 6))
+    ]
+    symbolic = jax.export.symbolic_shape("b, 64")
+    exported = jax.export.export(jax.jit(lambda x: fn(x, w)))(
+        jax.ShapeDtypeStruct(symbolic, jnp.float32)
+    )
+    x = normal(20, 64)
+    np.testing.assert_allclose(exported.call(x), x @ dequantize(w), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("qtype", "method"), [("int4", "absmax"), ("int8", "minmax"), ("nf4", None)]
+)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_weight_in_tiles_with_any_number_of_rows(dtype, qtype, method, rows):
+    """Tiles of 16 along 72 rows: the last one is shorter."""
+    x, w = normal(rows, 72).astype(dtype), normal(72, 24, seed=1)
+    options = {} if method is None else {"method": method}
+    q = jax.jit(lambda w: quantize(w, qtype, tile_axes={0: 16}, channel_axes=(1,), **options))(w)
+    out = run(x, q)
+    assert out.dtype == jnp.float32
+    want = np.asarray(x, np.float64) @ np.asarray(dequantize(q), np.float64)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.slow
 @examples(20)
 @given(problems(), st.sampled_from(["lhs", "rhs"]), st.sampled_from(["bfloat16", "float32"]))

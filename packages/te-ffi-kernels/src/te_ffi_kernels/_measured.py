@@ -1,7 +1,7 @@
-"""What was measured of the kernels: where XLA's own computation is faster.
+"""What was measured of the kernels: where XLA is faster.
 
-``measured.json`` has the ratio of a kernel's time to XLA's in float, by target and instruction set.
-``jaxtap bench TARGET --write`` measures it again, on the machine that it runs on.
+``measured.json`` has the ratio of a kernel's time to that of what runs without it, by target and
+instruction set. ``jaxtap bench TARGET --write`` measures it again, on the machine that it runs on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def slower(
 
     name = isa()
     found = slower_than(variants.get(name, ()), along, at, same=same, near=near)
-    return None if found is None else f"XLA in float is faster on {name} {found}"
+    return None if found is None else f"XLA is faster on {name} {found}"
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from quant_numerics.array.operand import Operand, as_operand
+from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray
-from quant_numerics.formats.dtypes import promote_floats
+from quant_numerics.formats.dtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import Arithmetic, arithmetic, output_dtype
 from quant_numerics.ops.cpu_gemv import int_dot_general
 from quant_numerics.ops.dot_sides import (
@@ -30,6 +30,8 @@ from quant_numerics.ops.dot_sides import (
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
+_ROWS_OF_A_TILE = 4
+"""The sums of tiles cost as much as dequantizing where this times the rows is a tile: on CPU."""
 
 
 def dot_general(
@@ -51,7 +53,9 @@ def dot_general(
     - Other two QArrays: both of one float8 dtype as they are, others in float32; with float32 sums.
     - One QArray ("weight-only"): its numbers are converted to the dtype of the float side, which
       holds them exactly (for nf4 and int16 with a 16-bit float side, both are converted to
-      float32), the sum is in float32, then it is rescaled.
+      float32), the sum is in float32, then it is rescaled. One that is tiled along the contraction
+      is dequantized instead, in the wider of the two dtypes, where the float side has at least a
+      quarter as many rows as a tile: what is rescaled and summed would be larger than the QArray.
     - None: plain ``lax.dot_general`` in the wider of the two dtypes.
 
     Scales may differ along batch and free axes freely, and along contracting axes by tile: each
@@ -101,13 +105,55 @@ def dot_general(
         ).astype(dtype)
     how = arithmetic(lhs, rhs, precision)
     try:
-        parts = evenly_tiled(lhs, rhs, contracted_tiles(lhs, rhs, *dims[0]))
+        tiles = contracted_tiles(lhs, rhs, *dims[0])
+        if _has_many_rows(lhs, rhs, dims, tiles):
+            return _dequantized_dot(lhs, rhs, dims, how, out_sharding).astype(dtype)
+        parts = evenly_tiled(lhs, rhs, tiles)
         sums = [_scaled_dot(left, right, dims, how, out_sharding) for left, right in parts]
         return functools.reduce(lax.add, sums).astype(dtype)
     except (TypeError, ValueError, IndexError):
         # What is wrong with the shapes or dimension numbers, lax says in the caller's terms.
         _output_shape(lhs, rhs, dims)
         raise
+
+
+def _has_many_rows(
+    lhs: QArray | jax.Array,
+    rhs: QArray | jax.Array,
+    dims: DotDimensionNumbers,
+    tiles: Mapping[tuple[int, int], int],
+) -> bool:
+    """Return whether the sums of all tiles would be larger than the dequantized side."""
+    if isinstance(lhs, QArray) and isinstance(rhs, QArray):
+        return False
+    side = int(isinstance(lhs, QArray))  # the float one
+    x, summed = (lhs, rhs)[side], {*dims[0][side], *dims[1][side]}
+    rows = [size for axis, size in enumerate(x.shape) if axis not in summed]
+    if not all(isinstance(size, int) for size in rows):
+        return bool(tiles)  # a symbolic size, which may be large
+    # Measured on CPU with tiles of 32 and 128. A sum is written and read a few times.
+    return any(_ROWS_OF_A_TILE * math.prod(rows) >= tile for tile in tiles.values())
+
+
+def _dequantized_dot(
+    lhs: QArray | jax.Array,
+    rhs: QArray | jax.Array,
+    dims: DotDimensionNumbers,
+    how: Arithmetic,
+    out_sharding: Any,
+) -> jax.Array:
+    dtype = functools.reduce(promote_floats, (lhs.dtype, rhs.dtype), how.dtype)
+    floats = [
+        dequantize(x.astype(dtype)) if isinstance(x, QArray) else x.astype(dtype)
+        for x in (lhs, rhs)
+    ]
+    return lax.dot_general(
+        *floats,
+        dims,
+        precision=how.precision,
+        preferred_element_type=compute_dtype(dtype),
+        out_sharding=out_sharding,
+    )
 
 
 def _output_shape(

@@ -207,8 +207,7 @@ def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[
         codes, scale = form.weight(weight_of(weight[1])).unpack()
     else:
         codes, scale = form.weight(*weight).unpack()
-    floats = codes.astype(jnp.float32) * jnp.repeat(scale, form.layout.k // scale.shape[-2], -2)
-    turned = floats.swapaxes(-2, -1)
+    turned = reference.dequantized(codes, scale, form.layout.k).swapaxes(-2, -1)
     grad = lax.ragged_dot(ct, turned, weight[2]) if grouped else ct @ turned
     return grad.astype(like.dtype), *(None for _ in weight)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,17 +59,27 @@ def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.A
 
 def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
     """Multiply floats with codes and sum in float32; see ``te_ffi_kernels.gemv_w8``."""
+    x, rows = x.astype(jnp.float32), math.prod(x.shape[:-1])
+    # The sums of groups are as large as the weight here, and written and read a few times.
+    if weight.group and not (isinstance(rows, int) and 4 * rows < weight.group):
+        floats = dequantized(*weight.unpack(), weight.k)
+        return jnp.matmul(x, floats, precision=lax.Precision.HIGHEST).astype(out_dtype)
     codes, scale = weight.unpack()
-    scale = scale.astype(jnp.float32)
     groups = group_count(weight.k, weight.group)
     # Codes are exact in every float dtype.
     sums = jnp.einsum(
         "...gk,gkn->...gn",
-        x.astype(jnp.float32).reshape(*x.shape[:-1], groups, weight.k // groups),
+        x.reshape(*x.shape[:-1], groups, weight.k // groups),
         codes.astype(jnp.float32).reshape(groups, weight.k // groups, weight.n),
         precision=lax.Precision.HIGHEST,
     )
-    return (sums * _like(scale, sums)).sum(-2).astype(out_dtype)
+    return (sums * _like(scale.astype(jnp.float32), sums)).sum(-2).astype(out_dtype)
+
+
+def dequantized(codes: jax.Array, scale: jax.Array, k: int) -> jax.Array:
+    """Return codes [*stack, k, n] times their scales [*stack, groups, n], in float32."""
+    scale = jnp.repeat(scale.astype(jnp.float32), k // scale.shape[-2], -2)
+    return codes.astype(jnp.float32) * scale
 
 
 def _like(x: jax.Array, y: jax.Array) -> jax.Array:
