@@ -103,10 +103,7 @@ def side_of(name, config, batch, folder):
         stored, plan = jax.tree.map(lambda x: jnp.asarray(x, dtype), params), None
     else:
         dtype = jnp.float32
-        fn, example = (
-            functools.partial(model.logits, config),
-            jax.ShapeDtypeStruct((1, 32), jnp.int32),
-        )
+        fn, tokens = functools.partial(model.logits, config), jnp.zeros((1, 32), jnp.int32)
         plan = PtqProvider(rules_for(config, FORMATS[name])).plan(fn, params, tokens)
         stored = plan.quantize(params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(stored))

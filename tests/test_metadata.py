@@ -98,3 +98,14 @@ def test_bump():
         pins = [r for r in project["dependencies"] if name_of(r) in NAMES]
         assert all(pin.endswith("==7.8.9rc1") for pin in pins)
         assert bumped(changed, old, NAMES) == text
+
+
+def test_a_tag_is_that_of_the_version(capsys):
+    check = runpy.run_path(str(ROOT / "tools" / "bump"))["check"]
+    version = PROJECTS["jaxtap"]["version"]
+    assert check(f"v{version}") == 0
+    assert check(version) == check("v99.0") == 1
+    assert (
+        f"The tag must be v and the version of all packages, {version}, got"
+        in capsys.readouterr().err
+    )

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,22 @@ def test_all_from_a_folder_of_wheels(distribution, tmp_path):
     assert "te_ffi_kernels.gemm_w8a8" in said
     doctor = run(python.with_name("jaxtap"), "doctor", cwd=tmp_path)
     assert "0 fail" in doctor
+
+
+@pytest.mark.slow
+def test_an_sdist_of_the_cuda_kernels_has_all_sources(distribution):
+    """Those that CMake names or a source includes, and no copy stays in the checkout."""
+    with tarfile.open(distribution("te-ffi-kernels-cuda13", "*.tar.gz")) as sdist:
+        files = {one.name.partition("/")[2]: sdist.extractfile(one).read() for one in sdist}
+    shared = {name.removeprefix("shared/") for name in files if name.startswith("shared/")}
+    ours = {name.removeprefix("csrc/") for name in files if name.startswith("csrc/")}
+    cmake = files["CMakeLists.txt"].decode()
+    assert {"common/packed.cc", "ffi/stages.cc"} <= shared
+    assert {*re.findall(r'"\$\{SHARED_CSRC\}/([\w/.]+)"', cmake)} <= shared
+    code = [file for name, file in files.items() if re.search(r"\.(h|cc|cu|inl)$", name)]
+    included = {one for file in code for one in re.findall(rb'#include "([^"]+)"', file)}
+    known = {"xla/ffi/api/c_api.h", "xla/ffi/api/ffi.h"}  # of jaxlib
+    assert {name.decode() for name in included} - ours - shared <= known
+    wheel = distribution("te-ffi-kernels-cuda13", "*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not (PACKAGES / "te-ffi-kernels-cuda13" / "shared").exists()

@@ -4,10 +4,10 @@ JAXTAP_CUDA in the environment says when:
 
   AUTO  where a GPU and nvcc 13 are; this is the default
   ON    always: without nvcc 13 the build fails
-  OFF   never: the wheel has the Python part alone
+  OFF   never: the wheel has the Python part alone, and is for all systems
 
-CMake is told the outcome. NVIDIA's headers are a gigabyte of wheels, and are asked for only if the
-kernels are built.
+CMake runs, and is told which nvcc, if they are. NVIDIA's headers are a gigabyte of wheels, and are
+asked for only if the kernels are built.
 """
 
 import os
@@ -20,6 +20,11 @@ from pathlib import Path
 from scikit_build_core import build as _backend
 from scikit_build_core.build import *  # noqa: F403
 
+ROOT = Path(__file__).parent.parent
+KERNELS = ROOT.parent / "te-ffi-kernels" / "csrc"
+SHARED = ROOT / "shared"
+"""Where an sdist has what the kernels share with those of te-ffi-kernels."""
+_SHARED_SOURCES = ("**/*.h", "**/*.inl", "common/packed.cc", "ffi/stages.cc")
 CUDA_MAJOR = 13
 DEVICES = Path("/dev")
 DEFAULT_HOME = "/usr/local/cuda"
@@ -41,6 +46,24 @@ def get_requires_for_build_wheel(config_settings=None):
 def get_requires_for_build_editable(config_settings=None):
     """As PEP 660 has it."""
     return [*_backend.get_requires_for_build_editable(config_settings), *_for_cuda()]
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    """As PEP 517 has it, with the sources of te-ffi-kernels that the kernels are made of.
+
+    From an sdist it makes another one of the same files.
+    """
+    if not KERNELS.is_dir():
+        return _backend.build_sdist(sdist_directory, config_settings)
+    try:
+        for pattern in _SHARED_SOURCES:
+            for file in KERNELS.glob(pattern):
+                copy = SHARED / file.relative_to(KERNELS)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
+        return _backend.build_sdist(sdist_directory, config_settings)
+    finally:
+        shutil.rmtree(SHARED, ignore_errors=True)
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
@@ -107,7 +130,9 @@ def _for_cuda():
 
 def _with_decision(config_settings):
     nvcc = compiler()
-    decision = {"cmake.define.JAXTAP_CUDA": "ON" if nvcc else "OFF"}
     if nvcc:
-        decision["cmake.define.CMAKE_CUDA_COMPILER"] = nvcc
+        decision = {"cmake.define.CMAKE_CUDA_COMPILER": nvcc}
+    else:
+        # Nothing in the wheel is of one platform: py3-none-any.
+        decision = {"wheel.cmake": "false", "wheel.py-api": "py3"}
     return {**(config_settings or {}), **decision}

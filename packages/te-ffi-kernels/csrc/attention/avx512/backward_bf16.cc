@@ -2,13 +2,8 @@
 // rounded where they are factors.
 
 #include "attention/avx512/pairs.h"
-// After it, which says how this is compiled.
 #include "attention/isa/gradient.h"
 #include "attention/isa/table.h"
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512bf16"))), apply_to = function)
-#endif
 
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
@@ -134,7 +129,3 @@ void set_backward_bf16(Table& table) {
 }
 
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif

@@ -1,13 +1,8 @@
 // Forward of bfloat16 by pairs. Scores and sums are float32; probabilities are rounded.
 
 #include "attention/avx512/pairs.h"
-// After it, which says how this is compiled.
 #include "attention/isa/softmax.h"
 #include "attention/isa/table.h"
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512bf16"))), apply_to = function)
-#endif
 
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
@@ -98,7 +93,3 @@ void set_forward_bf16(Table& table) {
 }
 
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif

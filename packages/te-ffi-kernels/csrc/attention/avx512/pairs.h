@@ -2,12 +2,6 @@
 // the left factor with a pair of the right one, added in float32. For processors with AVX512-BF16.
 #pragma once
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512bf16"))), apply_to = function)
-#elif defined(__GNUC__)
-#pragma GCC target("avx512bf16")
-#endif
-
 #include "attention/isa/panel.h"
 
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
@@ -191,7 +185,3 @@ inline void pair_block_rows(const Problem& p, const Tokens& tokens, const Segmen
 
 }  // namespace
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
