@@ -143,12 +143,13 @@ def _dequantized_dot(
     out_sharding: Any,
 ) -> jax.Array:
     dtype = functools.reduce(promote_floats, (lhs.dtype, rhs.dtype), how.dtype)
-    floats = [
-        dequantize(x.astype(dtype)) if isinstance(x, QArray) else x.astype(dtype)
-        for x in (lhs, rhs)
-    ]
+
+    def floats(x: QArray | jax.Array) -> jax.Array:
+        return dequantize(x.astype(dtype)) if isinstance(x, QArray) else x.astype(dtype)
+
     return lax.dot_general(
-        *floats,
+        floats(lhs),
+        floats(rhs),
         dims,
         precision=how.precision,
         preferred_element_type=compute_dtype(dtype),
