@@ -48,6 +48,12 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             configure="interception_core.cli.bench:configure",
         ),
         CommandSpec(
+            name="ops",
+            summary="list the ops that have kernels, and what a kernel of each is called with",
+            run="interception_core.cli.ops:run",
+            configure="interception_core.cli.ops:configure",
+        ),
+        CommandSpec(
             name="demo",
             summary="show what a provider does, on handwritten digits",
             run="interception_core.cli.demo:run",

@@ -149,7 +149,7 @@ class TestErrors:
         assert main(["plugns"]) == 2
         assert capsys.readouterr().err == (
             "jaxtap: error: Unknown command 'plugns'. Did you mean 'plugins'? "
-            "Known commands: bench, demo, doctor, new, plugins.\n"
+            "Known commands: bench, demo, doctor, new, ops, plugins.\n"
         )
 
     def test_a_command_of_a_failed_plugin(self, host, capsys):

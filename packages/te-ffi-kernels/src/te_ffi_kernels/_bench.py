@@ -55,6 +55,26 @@ def _product(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> Bench
     )
 
 
+def of_stack(spec: KernelSpec) -> Bench:
+    """Return products with one weight of a stack, or of groups of rows with a weight each."""
+    op, _, kind = spec.op.rpartition("_")
+    bits, k, n, rows = 4 if "w4" in op else 8, 1024, 1024, 8
+
+    def make(dtype: str) -> Any:
+        x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, k)), dtype)
+        stack = jax.tree.map(lambda one: jnp.stack([one] * 4), _packed(bits, k, n))
+
+        def run(x: jax.Array, stack: Any, given: jax.Array) -> jax.Array:
+            return get_op(op)(x, stack, **{"index" if kind == "stack" else "group_sizes": given})
+
+        given = jnp.int32(1) if kind == "stack" else jnp.full(4, rows // 4, jnp.int32)
+        return run, (x, stack, given)
+
+    labels = {"k": k, "n": n, "rows": rows}
+    cases = [BenchCase({"dtype": d, **labels}, functools.partial(make, d)) for d in DTYPES]
+    return Bench(cases, variant=isa())
+
+
 def _weight(bits: int, k: int, n: int) -> tuple[Any, Any]:
     rng, most = np.random.default_rng(0), 2 ** (bits - 1) - 1
     values = rng.integers(-most, most + 1, (k, n), np.int8)

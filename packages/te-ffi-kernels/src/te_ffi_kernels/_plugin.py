@@ -14,7 +14,7 @@ def _kernel(
     *,
     supports: str = "anything",
     workspace: str | None = None,
-    bench: str | None = None,
+    bench: str = "_bench_others:calls",
 ) -> KernelSpec:
     """Return a kernel.
 
@@ -24,7 +24,7 @@ def _kernel(
         function: the public function that calls it; by default that of the op's name, "" for none.
         supports: a function of ``_supports``.
         workspace: a function of ``_workspace``.
-        bench: a function of ``_bench``.
+        bench: "module:function" of this package.
     """
     function = op if function is None else function
     return KernelSpec(
@@ -36,7 +36,7 @@ def _kernel(
         summary=summary,
         apply=f"te_ffi_kernels:{function}" if function else None,
         workspace=f"te_ffi_kernels._workspace:{workspace}" if workspace else None,
-        bench=f"te_ffi_kernels._bench:{bench}" if bench else None,
+        bench=f"te_ffi_kernels.{bench}",
     )
 
 
@@ -48,13 +48,14 @@ def _both(op: str, summary: str, gradient: str) -> list[KernelSpec]:
 
 def _product(op: str, summary: str) -> Iterator[KernelSpec]:
     """Return the kernels of a matmul with a packed weight."""
-    yield _kernel(op, summary, supports="product", bench="product")
+    yield _kernel(op, summary, supports="product", bench="_bench:product")
     # What the op calls with an index or with sizes of groups, so without a function.
     for kind, what in (
         ("stack", "one weight of a stack"),
         ("groups", "each group of rows with its weight of a stack"),
     ):
-        yield _kernel(f"{op}_{kind}", f"{summary}; {what}", "", supports="product_of_stack")
+        more = {"supports": "product_of_stack", "bench": "_bench:of_stack"}
+        yield _kernel(f"{op}_{kind}", f"{summary}; {what}", "", **more)
 
 
 _KERNELS = [
@@ -90,7 +91,7 @@ _KERNELS = [
         "decode_attention",
         "attention of a few queries over a cache of keys and values",
         supports="attention",
-        bench="attention",
+        bench="_bench:attention",
     ),
     *_both("scaled_softmax", "softmax of scaled logits", "gradient of the"),
     *_both(

@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Time a kernel and print what was found."""
     spec = _kernel(args.kernel)
-    bench = _bench(spec, args.cases)
+    bench = bench_of(spec, args.cases)
     wanted = _wanted(args.only)
     if args.write and bench.table is None:
         raise JaxtapError(f"{spec.target} has no table to write. Leave out --write.")
@@ -89,7 +89,8 @@ def _kernel(name: str) -> KernelSpec:
     return max(fit, key=lambda spec: spec.priority)
 
 
-def _bench(spec: KernelSpec, given: str | None) -> Bench:
+def bench_of(spec: KernelSpec, given: str | None = None) -> Bench:
+    """Return the calls that a kernel declares, or those of ``"module:function"``."""
     path = spec.bench if given is None else given
     if path is None:
         raise JaxtapError(

@@ -133,7 +133,8 @@ class KernelSpec:
             more (uint8, the last), or None for no such result; None: it never
             wants any.
         bench: ``"module:attribute"`` of a function that gets this spec and
-            returns a `Bench`, the calls that ``jaxtap bench`` times; or None.
+            returns a `Bench`, the calls that ``jaxtap bench`` times and
+            ``jaxtap ops`` describes; or None.
 
     Raises:
         PluginError: a field has the wrong type or form; the message names it.
