@@ -4,6 +4,8 @@
 trains adapters of it.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,11 +96,11 @@ def dequantized(model, quantized):
     return made
 
 
-def sampled(model):
+def sampled(model, kind=None):
     from tunix.generate.sampler import CacheConfig, Sampler
 
     cache = CacheConfig(cache_size=64, num_layers=2, num_kv_heads=2, head_dim=16)
-    sampler = Sampler(model, Letters(), cache)
+    sampler = (kind or Sampler)(model, Letters(), cache)
     return sampler(["ab", "hello there"], max_generation_steps=STEPS, return_logits=True)
 
 
@@ -117,6 +119,40 @@ def test_sampler_generates_with_quantized_weights(llama, name):
     for one, other in zip(found.tokens, expected.tokens, strict=True):
         assert len(one) == STEPS
         np.testing.assert_array_equal(one, other)
+
+
+def test_sampler_generates_from_an_int8_cache(llama):
+    """The model takes the cache that the Sampler makes, once that is quantized."""
+    from tunix.generate.sampler import Sampler, _init_cache
+
+    empty = _init_cache(2, 64, 2, 2, 16, jnp.float32)
+    tokens, positions, _, mask = inputs()
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 64 - LENGTH)))
+    provider = xla.PtqProvider([xla.CacheRule("cache"), TABLE, RULES["int8"]], strict=True)
+    model = xla.quantize_model(llama, provider, tokens, positions, empty, mask)
+    plan = xla.model_plan(model)
+    assert len(plan.caches) == 2 * 2
+
+    class Carrying(Sampler):
+        def init_sample_state(self, *args, **kwargs):
+            state = super().init_sample_state(*args, **kwargs)
+            return dataclasses.replace(state, cache=plan.quantize_cache(state.cache, "cache"))
+
+        def _decode_fn(self, params, state):
+            state = super()._decode_fn(params, state)
+            held.append(state.cache["layer_1"]["k"])
+            return state
+
+    held = []
+    found, expected = sampled(model, Carrying), sampled(dequantized(llama, model))
+    assert isinstance(held[0], xla.CacheArray)
+    for one, other in zip(found.logits, expected.logits, strict=True):
+        # Of the prompt alone, and of the prompt and one token: tokens may differ from there on.
+        for i in (0, 1):
+            error = np.linalg.norm(one[i] - other[i]) / np.linalg.norm(other[i])
+            assert 1e-4 < error < 0.05
+    for one, other in zip(found.tokens, expected.tokens, strict=True):
+        np.testing.assert_array_equal(one[:2], other[:2])
 
 
 @pytest.mark.parametrize("qtype", ["int8", "nf4"])
