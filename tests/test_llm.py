@@ -602,10 +602,46 @@ def test_commands(folder, tmp_path, capsys):
     assert all(best >= middle > 0 for _, middle, best in rows)
     with pytest.raises(SystemExit, match="error: Prompt and completion must fit"):
         command.main(["generate", out, "--prompt", "abc", "--context", "64", "--count", "99"])
+    options = ["--prompt", "abc", "--compilation-cache", str(tmp_path / "text")]
+    with pytest.raises(SystemExit, match="error: --compilation-cache must be a folder, got the"):
+        command.main(["generate", out, *options])
     with pytest.raises(SystemExit, match=r"error: .* must be what the command quantize wrote"):
         command.main(["generate", str(folder), "--prompt", "abc"])
     with pytest.raises(SystemExit, match=r"error: .* must be a file of text"):
         command.main(["perplexity", out, str(tmp_path / "nothing")])
+
+
+COUNT = """
+import sys
+from collections import Counter
+import jax
+counted = Counter()
+jax.monitoring.register_event_listener(lambda event, **_: counted.update([event.split("/")[-1]]))
+from examples.llm.__main__ import main
+main(["generate", sys.argv[1], "--prompt", "abc", "--count", "9", *sys.argv[2:]])
+print()
+print(counted["compile_requests_use_cache"], counted["cache_hits"])
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(folder, tmp_path):
+    quantize.quantize(folder, tmp_path / "out", "int8")
+    (tmp_path / "count.py").write_text(COUNT)
+    text, needed, found = [], [], []
+    for _ in range(2):
+        options = ["--compilation-cache", tmp_path / "programs", "--cache", "int8"]
+        run = run_python(
+            tmp_path / "count.py", tmp_path / "out", *options, cwd=ROOT, PYTHONPATH=str(ROOT)
+        )
+        *printed, counts = run.stdout.splitlines()
+        text.append(printed)
+        needed.append(int(counts.split()[0]))
+        found.append(int(counts.split()[1]))
+    assert needed[0] == needed[1] > 2  # prefill, decoding, and those that load parameters
+    assert found[0] < needed[0] / 2
+    assert found[1] == needed[1]
+    assert text[0] == text[1]
 
 
 MEASURE = """

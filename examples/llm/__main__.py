@@ -85,6 +85,7 @@ def _generate(commands):
         from .tokenizer import read_tokenizer, stream_text
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        _keep_programs(args.compilation_cache)
         config, generator = _open(args.out, args.cache)
         tokenizer = read_tokenizer(args.out, config)
         prompt = tokenizer.encode(args.prompt)
@@ -107,6 +108,7 @@ def _generate(commands):
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from this much probability")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--context", type=int, help="positions of the cache (default: as needed)")
+    parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs in it")
     _cache(parser)
 
 
@@ -152,6 +154,20 @@ def _bench(commands):
 
 def _cache(parser, default="float", text="format of the KV cache (default float)"):
     parser.add_argument("--cache", choices=CACHES, default=default, help=text)
+
+
+def _keep_programs(folder):
+    """Let JAX keep all compiled programs in a folder, however small, and take them from there."""
+    if folder is None:
+        return
+    import jax
+
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise LlmError(f"--compilation-cache must be a folder, got the file {path}.")
+    jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _open(out, cache):
