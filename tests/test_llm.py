@@ -15,6 +15,7 @@ import pytest
 from llm import __main__ as command
 from llm import checkpoint, demo, model, quantize
 from llm.bench import measure
+from llm.cache import applying
 from llm.config import LlmError, parse_config, read_config
 from llm.generate import Generator, Sampling, sample
 from llm.perplexity import perplexity
@@ -69,8 +70,11 @@ def drawn(config, seed=0):
     return jax.tree_util.tree_map_with_path(draw, checkpoint.init(config, seed))
 
 
-def reference(fields, tensors, tokens):
-    """Logits of one sequence in float64, a position and a head at a time, of a file's tensors."""
+def reference(fields, tensors, tokens, cached=None):
+    """Logits of one sequence in float64, a position and a head at a time, of a file's tensors.
+
+    From position ``cached`` on keys and values are read from a cache of int8.
+    """
     t = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
     family, gemma = fields["model_type"], fields["model_type"].startswith("gemma")
     heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
@@ -112,6 +116,10 @@ def reference(fields, tensors, tokens):
             out[j], out[j + size // 2] = a * c - b * s, b * c + a * s
         return out
 
+    def rounded(rows):
+        step = np.abs(rows).max(-1, keepdims=True) / 127
+        return np.round(rows / step) * step
+
     def attention(i, x):
         at = f"model.layers.{i}.self_attn"
         every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern")}.get(family)
@@ -134,10 +142,13 @@ def reference(fields, tensors, tokens):
             for h in range(heads):
                 g = h // (heads // groups)
                 query = turned(q[n, h], n, local)
-                seen = range(first, n + 1)
-                scores = np.array([query @ turned(k[m, g], m, local) for m in seen]) * scale
+                keys = np.array([turned(k[m, g], m, local) for m in range(first, n + 1)])
+                values = v[first : n + 1, g]
+                if cached is not None and n >= cached:
+                    keys, values = rounded(keys), rounded(values)
+                scores = keys @ query * scale
                 weights = np.exp(capped(scores, "attn_logit_softcapping"))
-                out[n, h] = weights @ v[first : n + 1, g] / weights.sum()
+                out[n, h] = weights @ values / weights.sum()
         return out.reshape(len(x), -1) @ t[f"{at}.o_proj.weight"].T
 
     def dense(at, x):
@@ -223,6 +234,49 @@ def test_a_step_copies_no_cache_and_no_weight(name):
     if name != "float":
         assert "custom-call" in text
         assert not re.findall(r"= u8\[[\d,]*\]\S* (?:copy|dynamic-slice|transpose)\(", text)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_step_makes_no_float_of_an_int8_cache(family):
+    """Attention reads int8 in its kernel; with soft caps, a matmul converts a layer at a time."""
+    config, params = small(family)
+    plan, stored = planned(config, params, "int8")
+    made = Generator(config, stored, plan, cache="int8")
+    cache, token = made.make_cache(2, 48), jnp.zeros(2, jnp.int32)
+    key = jax.random.key(0)
+    lowered = made._decode.lower(stored, token, cache, 3, key, sampling=Sampling(), steps=4)
+    text = lowered.compile().as_text()
+    layers, *one = cache["k"].shape
+    whole, layer = (",".join(map(str, shape)) for shape in ((layers, *one), (1, *one)))
+    assert re.findall(rf"= s8\[{whole}\]\S* dynamic-update-slice\(", text)
+    assert not re.findall(rf"= (?:f32|bf16)\[{whole}\]", text)
+    assert not re.findall(rf"= s8\[{whole}\]\S* (?:copy|transpose|convert)\(", text)
+    assert text.partition("input_output_alias=")[2].partition("\n")[0].count("-alias)") == 4
+    in_kernel = "te_ffi_kernels.decode_attention" in text
+    assert in_kernel == (family == "llama")
+    assert in_kernel == (not re.findall(rf"= f32\[{layer}\]\S* convert\(", text))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_int8_cache_has_rounded_rows(family):
+    fields = fields_of(family)
+    config, params = small(family)
+    tokens = np.random.default_rng(5).integers(0, 256, (1, 12))
+    tensors = checkpoint.tensors_of(config, params)
+    exact, wanted = (reference(fields, tensors, tokens[0], at)[7:] for at in (None, 7))
+    made = Generator(config, params, cache="int8")
+    _, cache = made._prefill(params, tokens[:, :7], made.make_cache(1, 16), 6)
+    step = jax.jit(applying(config, None, "int8")(functools.partial(model.decode, config)))
+    found = []
+    for i in range(7, 12):
+        logits, cache = step(params, tokens[:, i], cache, i)
+        found.append(logits[0])
+    # Those of float32 that lie between two integers may be rounded the other way.
+    error = np.linalg.norm(np.array(found) - wanted)
+    assert error < 0.1 * np.linalg.norm(exact - wanted)
+    assert cache["k"].qvalue.dtype == jnp.int8
 
 
 def test_all_weights_run_in_kernels():
@@ -328,6 +382,20 @@ def test_perplexity():
     assert found == pytest.approx(math.exp(total / 24), rel=1e-4)
     with pytest.raises(LlmError, match="two tokens or more, got 1"):
         perplexity(config, params, tokens[:1])
+
+
+@pytest.mark.parametrize("name", [None, "int8"])
+def test_perplexity_of_an_int8_cache(name):
+    config, params = small()
+    plan, stored = planned(config, params, name) if name else (None, params)
+    tokens = np.random.default_rng(6).integers(0, 256, 65)
+    at_once, floats, int8 = (
+        perplexity(config, stored, tokens, plan, window=32, batch=2, cache=cache)
+        for cache in (None, "float", "int8")
+    )
+    assert floats == pytest.approx(at_once, rel=1e-3)
+    assert int8 != floats
+    assert int8 == pytest.approx(floats, rel=0.005)
 
 
 @pytest.fixture
@@ -519,15 +587,61 @@ def test_commands(folder, tmp_path, capsys):
     assert re.fullmatch(
         r"perplexity \d+\.\d{4} of 84 tokens in windows of 16\n", capsys.readouterr().out
     )
+    for kind in ("float", "int8"):
+        command.main(["perplexity", out, str(tmp_path / "text"), "--window", "16", "--cache", kind])
+        assert capsys.readouterr().out.startswith("perplexity ")
+    command.main(["generate", out, "--prompt", "abc", "--count", "9", "--cache", "int8"])
+    made = Generator(config, stored, plan, cache="int8")
+    ids = np.concatenate(list(made.stream([list(b"abc")], 9)), axis=1)
+    assert capsys.readouterr().out == f"abc{ByteTokenizer().decode(ids[0].tolist())}\n"
+    options = ["--prompts", "8", "--contexts", "8", "--steps", "2", "--rounds", "1"]
+    command.main(["bench", out, "--cache", "int8", *options])
+    assert len(capsys.readouterr().out.splitlines()) == 3
     rows = measure(Generator(config, stored, plan), (8,), (8,), steps=2, rounds=2, batch=2)
     assert [name for name, _, _ in rows] == ["prefill 8", "decode at 8"]
     assert all(best >= middle > 0 for _, middle, best in rows)
     with pytest.raises(SystemExit, match="error: Prompt and completion must fit"):
         command.main(["generate", out, "--prompt", "abc", "--context", "64", "--count", "99"])
+    options = ["--prompt", "abc", "--compilation-cache", str(tmp_path / "text")]
+    with pytest.raises(SystemExit, match="error: --compilation-cache must be a folder, got the"):
+        command.main(["generate", out, *options])
     with pytest.raises(SystemExit, match=r"error: .* must be what the command quantize wrote"):
         command.main(["generate", str(folder), "--prompt", "abc"])
     with pytest.raises(SystemExit, match=r"error: .* must be a file of text"):
         command.main(["perplexity", out, str(tmp_path / "nothing")])
+
+
+COUNT = """
+import sys
+from collections import Counter
+import jax
+counted = Counter()
+jax.monitoring.register_event_listener(lambda event, **_: counted.update([event.split("/")[-1]]))
+from examples.llm.__main__ import main
+main(["generate", sys.argv[1], "--prompt", "abc", "--count", "9", *sys.argv[2:]])
+print()
+print(counted["compile_requests_use_cache"], counted["cache_hits"])
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(folder, tmp_path):
+    quantize.quantize(folder, tmp_path / "out", "int8")
+    (tmp_path / "count.py").write_text(COUNT)
+    text, needed, found = [], [], []
+    for _ in range(2):
+        options = ["--compilation-cache", tmp_path / "programs", "--cache", "int8"]
+        run = run_python(
+            tmp_path / "count.py", tmp_path / "out", *options, cwd=ROOT, PYTHONPATH=str(ROOT)
+        )
+        *printed, counts = run.stdout.splitlines()
+        text.append(printed)
+        needed.append(int(counts.split()[0]))
+        found.append(int(counts.split()[1]))
+    assert needed[0] == needed[1] > 2  # prefill, decoding, and those that load parameters
+    assert found[0] < needed[0] / 2
+    assert found[1] == needed[1]
+    assert text[0] == text[1]
 
 
 MEASURE = """
@@ -566,6 +680,11 @@ def test_demo(capsys, tmp_path, monkeypatch):
     assert all(1 < one < 256 for one in found.values())
     config, params = checkpoint.read(tmp_path / "saved")
     assert config.layers == 1
+    for name, (_, _, cache) in demo.VARIANTS.items():
+        # Keys and values of 4 heads of 32: floats, or int8 with a scale for each head.
+        assert rows[name][2] == {"float": "1,024", "int8": "288"}[cache]
+    assert found["float, int8 cache"] == pytest.approx(found["float"], rel=0.005)
+    assert found["int8, int8 cache"] == pytest.approx(found["int8"], rel=0.005)
     corpus, held_out = demo.read_corpus()
     assert len(corpus) > 5 * len(held_out) > 1e6
     assert params["embed"].shape == (256, 256)

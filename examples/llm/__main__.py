@@ -14,6 +14,7 @@ from pathlib import Path
 from interception_core import JaxtapError
 
 from .config import LlmError
+from .rules import CACHES
 
 
 def main(argv=None):
@@ -84,7 +85,8 @@ def _generate(commands):
         from .tokenizer import read_tokenizer, stream_text
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
-        config, generator = _open(args.out)
+        _keep_programs(args.compilation_cache)
+        config, generator = _open(args.out, args.cache)
         tokenizer = read_tokenizer(args.out, config)
         prompt = tokenizer.encode(args.prompt)
         stop = _stops(args.out)
@@ -106,6 +108,8 @@ def _generate(commands):
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from this much probability")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--context", type=int, help="positions of the cache (default: as needed)")
+    parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs in it")
+    _cache(parser)
 
 
 def _perplexity(commands):
@@ -117,20 +121,21 @@ def _perplexity(commands):
         text = _read(args.text)
         config, plan, params = load(args.out)
         tokens = read_tokenizer(args.out, config).encode(text)
-        found = perplexity(config, params, tokens, plan, args.window)
+        found = perplexity(config, params, tokens, plan, args.window, cache=args.cache)
         print(f"perplexity {found:.4f} of {len(tokens)} tokens in windows of {args.window}")
 
     parser = _command(commands, "perplexity", run, "Measure how well a model expects a text.")
     parser.add_argument("out", help="what quantize wrote")
     parser.add_argument("text", help="a file of text")
     parser.add_argument("--window", type=int, default=512, help="tokens (default 512)")
+    _cache(parser, None, "decode token by token from such a cache (default: none, all at once)")
 
 
 def _bench(commands):
     def run(args):
         from .bench import measure
 
-        _, generator = _open(args.out)
+        _, generator = _open(args.out, args.cache)
         print("tokens a second: median, best")
         for name, middle, best in measure(
             generator, args.prompts, args.contexts, args.steps, args.rounds, args.batch
@@ -144,14 +149,33 @@ def _bench(commands):
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1)
+    _cache(parser)
 
 
-def _open(out):
+def _cache(parser, default="float", text="format of the KV cache (default float)"):
+    parser.add_argument("--cache", choices=CACHES, default=default, help=text)
+
+
+def _keep_programs(folder):
+    """Let JAX keep all compiled programs in a folder, however small, and take them from there."""
+    if folder is None:
+        return
+    import jax
+
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise LlmError(f"--compilation-cache must be a folder, got the file {path}.")
+    jax.config.update("jax_compilation_cache_dir", str(path.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _open(out, cache):
     from .generate import Generator
     from .quantize import load
 
     config, plan, params = load(out)
-    return config, Generator(config, params, plan)
+    return config, Generator(config, params, plan, cache=cache)
 
 
 def _read(path):

@@ -6,7 +6,6 @@ import time
 import jax
 import numpy as np
 
-from . import model
 from .generate import Sampling
 
 GREEDY = Sampling()
@@ -26,7 +25,7 @@ class Timed:
 
     def prefill(self, length):
         """Return the seconds that prompts of this length take."""
-        cache = model.make_cache(self.generator.config, self.batch, length, self.generator.dtype)
+        cache = self.generator.make_cache(self.batch, length)
         tokens = self._tokens(length)
         start = time.perf_counter()
         run = self.generator._prefill(self.generator.params, tokens, cache, length - 1)
@@ -37,7 +36,7 @@ class Timed:
         """Return the seconds of a step, of ``steps`` behind prompts of length ``context``."""
         made = self.generator
         if (context, steps) not in self._caches:
-            cache = model.make_cache(made.config, self.batch, context + steps, made.dtype)
+            cache = made.make_cache(self.batch, context + steps)
             _, cache = made._prefill(made.params, self._tokens(context), cache, context - 1)
             self._caches[context, steps] = jax.block_until_ready(cache)
         # The program takes the cache and gives it back; the next call writes the same positions.

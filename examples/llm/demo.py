@@ -15,6 +15,7 @@ import provider_xla as xla
 
 from . import checkpoint, model
 from .bench import Timed
+from .cache import size_of
 from .config import parse_config
 from .generate import Generator
 from .perplexity import losses, perplexity
@@ -39,16 +40,16 @@ HELD_OUT = 16
 """Every so many files are not trained on."""
 
 VARIANTS = {
-    "float": ("float", None),
-    "int8": ("int8", []),
-    "int8, activations too": ("w8a8", []),
-    "int4": ("int4", []),
-    "int4, Hadamard and GPTQ": ("int4", [xla.Hadamard(), xla.Gptq()]),
-    "nf4": ("nf4", []),
+    "float": ("float", None, "float"),
+    "int8": ("int8", [], "float"),
+    "int8, activations too": ("w8a8", [], "float"),
+    "int4": ("int4", [], "float"),
+    "int4, Hadamard and GPTQ": ("int4", [xla.Hadamard(), xla.Gptq()], "float"),
+    "nf4": ("nf4", [], "float"),
+    "float, int8 cache": ("float", None, "int8"),
+    "int8, int8 cache": ("int8", [], "int8"),
 }
-"""By name: the format, and the passes, None for no quantization. A cache by rule (an int8 KV cache)
-is a row here, too: a format with a rule more.
-"""
+"""By name: the format of weights, the passes (None for no quantization), and that of the cache."""
 
 
 def read_corpus():
@@ -107,7 +108,9 @@ def train(config, params, corpus, seconds, seed):
 
 
 def compare(config, params, corpus, held_out):
-    """Yield a row for each of ``VARIANTS``: perplexity, bytes, tokens a second, a completion."""
+    """Yield a row for each of ``VARIANTS``: perplexity, bytes of parameters and of a
+    position of the cache, tokens a second, a completion.
+    """
     fn, example = functools.partial(model.logits, config), jnp.zeros((1, WINDOW), jnp.int32)
     rng = np.random.default_rng(0)
     starts = rng.integers(0, len(corpus) - WINDOW, (8, BATCH))
@@ -115,13 +118,15 @@ def compare(config, params, corpus, held_out):
         (np.stack([corpus[i : i + WINDOW] for i in row]).astype(np.int32),) for row in starts
     ]
     prompt = [ByteTokenizer().encode(PROMPT)]
-    for name, (kind, passes) in VARIANTS.items():
+    for name, (kind, passes, cache) in VARIANTS.items():
         plan, stored = None, params
         if passes is not None:
             plan = xla.PtqProvider(rules_for(config, FORMATS[kind])).plan(fn, params, example)
             stored = plan.optimize(params, batches, passes)[0] if passes else plan.quantize(params)
-        found = perplexity(config, stored, held_out, plan, WINDOW, BATCH)
-        generator = Generator(config, stored, plan)
+        # What a cache changes is seen where tokens are decoded from it.
+        through = None if cache == "float" else cache
+        found = perplexity(config, stored, held_out, plan, WINDOW, BATCH, through)
+        generator = Generator(config, stored, plan, cache=cache)
         timed = Timed(generator)
         rates = []
         for run, tokens in (
@@ -132,7 +137,8 @@ def compare(config, params, corpus, held_out):
             rates.append(tokens / min(run() for _ in range(5)))
         ids = np.concatenate(list(generator.stream(prompt, COMPLETION)), axis=1)[0]
         size = sum(x.nbytes for x in jax.tree.leaves(params)) if plan is None else plan.bytes_after
-        yield name, found, size, *rates, ByteTokenizer().decode(ids.tolist())
+        position = size_of(config, cache)
+        yield name, found, size, position, *rates, ByteTokenizer().decode(ids.tolist())
 
 
 def run(seconds, seed, save):
@@ -152,10 +158,15 @@ def run(seconds, seed, save):
         checkpoint.write(save, FIELDS, config, params)
         print(f"saved to {save}")
     print(f"\nperplexity of bytes of files that it has not seen, behind up to {WINDOW} bytes")
-    print(f"{'':26}{'perplexity':>10}{'bytes':>12}{'prefill/s':>11}{'decode/s':>10}")
+    print(
+        f"{'':26}{'perplexity':>10}{'bytes':>12}{'cache/token':>13}{'prefill/s':>11}{'decode/s':>10}"
+    )
     completions = []
-    for name, found, size, prefill, decode, text in compare(config, params, corpus, held_out):
-        print(f"{name:26}{found:10.4f}{size:12,}{prefill:11,.0f}{decode:10,.0f}", flush=True)
+    for name, found, size, position, prefill, decode, text in compare(
+        config, params, corpus, held_out
+    ):
+        sizes = f"{size:12,}{position:13,}"
+        print(f"{name:26}{found:10.4f}{sizes}{prefill:11,.0f}{decode:10,.0f}", flush=True)
         completions.append((name, text))
     print(f"\n{PROMPT!r} goes on")
     for name, text in completions:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from . import model
+from .cache import applying, make_cache
 from .config import LlmError
 
 BLOCK = 64
@@ -66,14 +67,13 @@ class Generator:
         config: of the model.
         params: float, or as ``plan.quantize`` returned them.
         plan: None for float.
-        dtype: of the cache.
+        dtype: of a float cache.
+        cache: ``"float"``, or ``"int8"`` for a cache by rule.
     """
 
-    # A cache by rule (provider_xla.CacheRule) would be one of the plan's rules, and make_cache's
-    # result be passed through the plan here.
-    def __init__(self, config, params, plan=None, dtype=jnp.float32):
-        self.config, self.params, self.dtype = config, params, dtype
-        apply = (lambda fn: fn) if plan is None else plan.apply
+    def __init__(self, config, params, plan=None, dtype=jnp.float32, cache="float"):
+        self.config, self.params, self.dtype, self.cache = config, params, dtype, cache
+        apply = applying(config, plan, cache)
         self._prefill = jax.jit(apply(functools.partial(_first, config)), donate_argnums=2)
         self._decode = jax.jit(
             apply(functools.partial(_following, config)),
@@ -81,6 +81,10 @@ class Generator:
             static_argnames=("sampling", "steps"),
         )
         self._sample = jax.jit(sample, static_argnums=0)
+
+    def make_cache(self, batch, positions):
+        """Return an empty cache for its programs."""
+        return make_cache(self.config, self.cache, batch, positions, self.dtype)
 
     def stream(self, prompts, count, sampling=Sampling(), seed=0, stop=(), steps=8, positions=None):
         """Yield int ``[batch, n]``: first one token of each sequence, then up to ``steps`` at once.
@@ -102,7 +106,7 @@ class Generator:
         positions = positions or _filled(length + count)
         self._check(prompts, count, positions)
         padded = np.pad(prompts, ((0, 0), (0, min(_filled(length), positions) - length)))
-        cache = model.make_cache(self.config, len(prompts), positions, self.dtype)
+        cache = self.make_cache(len(prompts), positions)
         key, first = jax.random.split(jax.random.key(seed))
         logits, cache = self._prefill(self.params, padded, cache, length - 1)
         token = self._sample(sampling, first, logits)

@@ -7,20 +7,41 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from tqdm import tqdm
 
 from . import model
+from .cache import applying, make_cache
 from .config import LlmError
 
 
 def losses(config, params, tokens):
     """Return the nats of each token behind the first, float32 ``[batch, length - 1]``."""
-    found = model.logits(config, params, tokens[:, :-1])
-    chosen = jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(found, axis=-1) - chosen
+    return _nats(model.logits(config, params, tokens[:, :-1]), tokens[:, 1:])
 
 
-def perplexity(config, params, tokens, plan=None, window=512, batch=1):
+def losses_of_steps(config, params, tokens, cache):
+    """Return what ``losses`` does, by decoding: each token is expected from what a cache holds.
+
+    Args:
+        cache: an empty one, of ``length - 1`` positions or more.
+    """
+
+    def step(carry, tokens):
+        (cache, position), (token, expected) = carry, tokens
+        found, cache = model.decode(config, params, token, cache, position)
+        return (cache, position + 1), _nats(found, expected)
+
+    pairs = tokens[:, :-1].T, tokens[:, 1:].T
+    return lax.scan(step, (cache, jnp.int32(0)), pairs)[1].T
+
+
+def _nats(logits, tokens):
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def perplexity(config, params, tokens, plan=None, window=512, batch=1, cache=None):
     """Return the perplexity of a text, cut into windows of which each is seen alone.
 
     Args:
@@ -28,6 +49,8 @@ def perplexity(config, params, tokens, plan=None, window=512, batch=1):
         tokens: int ``[n]``; those that fill no window are left out, if there is one.
         window: tokens that are expected in each, from those before.
         batch: windows at once.
+        cache: ``"float"`` or ``"int8"`` to decode a token at a time from such a cache; None to see
+            each window at once, without a cache.
 
     Raises:
         LlmError: less than two tokens.
@@ -38,10 +61,12 @@ def perplexity(config, params, tokens, plan=None, window=512, batch=1):
     window = min(window, tokens.size - 1)
     starts = np.arange(0, tokens.size - window, window)
     windows = np.stack([tokens[i : i + window + 1] for i in starts])
-    fn = functools.partial(losses, config)
-    run = jax.jit(fn if plan is None else plan.apply(fn))
+    fn = functools.partial(losses if cache is None else losses_of_steps, config)
+    run = jax.jit(applying(config, plan, cache)(fn))
     total = 0.0
     quiet = not sys.stderr.isatty()
     for i in tqdm(range(0, len(windows), batch), "perplexity", disable=quiet):
-        total += float(run(params, windows[i : i + batch]).sum())
+        part = windows[i : i + batch]
+        held = () if cache is None else (make_cache(config, cache, len(part), window),)
+        total += float(run(params, part, *held).sum())
     return math.exp(total / (window * len(windows)))

@@ -20,6 +20,9 @@ FORMATS = {
 }
 """Fields of the rule for all weights, by the name that ``--rules`` takes."""
 
+CACHES = ("float", "int8")
+"""Formats of the KV cache, which ``--cache`` takes."""
+
 
 def rules_for(config, fields):
     """Return the rules of a model whose weights all have the same format.

@@ -11,6 +11,7 @@ __version__ = version("provider-xla")
 
 if TYPE_CHECKING:
     from .adapters.adapter import Adapter, Quantized
+    from .adapters.export import export_model, model_parameters
     from .adapters.model import calibrate_model, merge_model, model_plan, quantize_model
     from .cache.array import CacheArray
     from .cache.plan import CachePlan
@@ -91,12 +92,14 @@ __all__ = [
     "WeightPlan",
     "adapter_mask",
     "calibrate_model",
+    "export_model",
     "load",
     "load_compressed_tensors",
     "load_exported",
     "load_extra",
     "load_gguf",
     "merge_model",
+    "model_parameters",
     "model_plan",
     "quantize_file",
     "quantize_model",
@@ -149,12 +152,14 @@ _LAZY = {
     "WeightPlan": "plan.weight",
     "adapter_mask": "lora.weight",
     "calibrate_model": "adapters.model",
+    "export_model": "adapters.export",
     "load": "store.load",
     "load_compressed_tensors": "formats.compressed_tensors",
     "load_exported": "export.program",
     "load_extra": "store.load",
     "load_gguf": "formats.gguf",
     "merge_model": "adapters.model",
+    "model_parameters": "adapters.export",
     "model_plan": "adapters.model",
     "quantize_file": "store.quantize_file",
     "quantize_model": "adapters.model",

@@ -274,6 +274,10 @@ def read(q, cache):
     return jnp.einsum("bd,bsd->bs", q, cache)
 
 
+def one_hot(position):
+    return jax.nn.one_hot(position, 16)[None, :, None]
+
+
 FLOATS = {
     "adds": (lambda q, c, n, p: (read(q, c), c + 1), "add takes the array"),
     "decays": (lambda q, c, n, p: (read(q, c), 0.9 * c), "mul takes the array"),
@@ -287,6 +291,17 @@ FLOATS = {
     ),
     "returns a part": (lambda q, c, n, p: (read(q, c), c[:, :4]), "not returned in the same form"),
     "never reads": (lambda q, c, n, p: (q, c), "no contraction takes it"),
+    "adds by a one-hot vector": (
+        lambda q, c, n, p: (read(q, c), c * (1 - one_hot(p)) + n * one_hot(p)),
+        "mul takes the array",
+    ),
+    "selects elements that are counted": (
+        lambda q, c, n, p: (
+            read(q, c),
+            jnp.where(jax.lax.broadcasted_iota(jnp.int32, c.shape, 2) == p, n, c),
+        ),
+        "may differ along axis 2",
+    ),
     "sums": (lambda q, c, n, p: (c.sum(1) * q, c), "reduce_sum takes the array"),
     "selects elements": (
         lambda q, c, n, p: (read(q, c), jnp.where(jnp.arange(D) > 3, c, n)),
@@ -520,7 +535,30 @@ def named(q, cache, new, pos):
     return jax.nn.dot_product_attention(q[:, None, None], rows, rows), cache
 
 
-@pytest.mark.parametrize("step", [paged, beams, blocks, latent, named])
+def hot(q, cache, new, pos):
+    """A one-hot vector of floats tells where the row goes."""
+    here = jax.nn.one_hot(pos, 16)[None, :, None]
+    cache = jnp.where(here, new[:, None], cache)
+    return read(q, cache), cache
+
+
+def hot_everywhere(q, cache, new, pos):
+    """The same, of the cache's own shape before it is compared."""
+    here = jnp.broadcast_to(jax.nn.one_hot(pos, 16)[None, :, None], cache.shape)
+    cache = jnp.where(1 - here > 0.5, cache, new[:, None])
+    return read(q, cache), cache
+
+
+def counted(q, cache, new, pos):
+    """Positions are counted in an array of the cache's shape."""
+    here = jax.lax.broadcasted_iota(jnp.int32, cache.shape, 1) == pos
+    cache = jnp.where(here, new[:, None], cache)
+    return read(q, cache), cache
+
+
+@pytest.mark.parametrize(
+    "step", [paged, beams, blocks, latent, named, hot, hot_everywhere, counted]
+)
 def test_other_programs(step):
     keys = jax.random.split(jax.random.key(0), 3)
     q, new = (jax.random.normal(key, (B, D)) for key in keys[:2])

@@ -117,8 +117,13 @@ def _select(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
     return lax.select_n(which, *parts)
 
 
+_ELEMENTWISE = frozenset(
+    {"add", "and", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "or", "sub", "xor"}
+)
+
+
 def _is_constant_along(mask: Any, axis: int) -> bool:
-    """Return whether a mask was made by repeating something along an axis."""
+    """Return whether a mask, or what it is made of, is the same all along an axis."""
     while compat.is_staged(mask):
         _, eqn = compat.producer(mask)
         if eqn is None:
@@ -127,7 +132,9 @@ def _is_constant_along(mask: Any, axis: int) -> bool:
         if name == "broadcast_in_dim":
             places = list(map(int, eqn.params["broadcast_dimensions"]))
             return axis not in places or operands[0].aval.shape[places.index(axis)] == 1
-        if name in ("and", "or", "xor"):
+        if name == "iota":
+            return int(eqn.params["dimension"]) != axis
+        if name in _ELEMENTWISE:
             return all(_is_constant_along(operand, axis) for operand in operands)
         if name not in ("not", "convert_element_type", "copy"):
             break

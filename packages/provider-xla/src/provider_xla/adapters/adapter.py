@@ -94,6 +94,31 @@ class Adapter(abc.ABC):
                 ``function``. It is hashable by identity.
         """
 
+    def caches(self, model: Any) -> Any:
+        """Return the KV caches that a model holds and its methods update; None if it holds none.
+
+        Returns:
+            A tree of arrays, or of their types.
+        """
+        return None
+
+    def step(self, model: Any, method: str) -> Callable[..., Any]:
+        """Return a method as a function of parameters and caches, for models that hold some.
+
+        It is as that of ``function``, called as ``fn(parameters, caches, *args, **kwargs)`` with
+        the tree of ``caches``, and returns the result and the tree that the method leaves.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has models with caches, and no step().")
+
+    def with_caches(self, model: Any, caches: Any) -> Any:
+        """Return a model that ``rebuild`` returned, with other caches.
+
+        Args:
+            model: the model, which may be changed.
+            caches: the tree of ``caches``, of which leaves may be a ``CacheArray``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement with_caches().")
+
     def quantized(self, model: Any) -> Quantized | None:
         """Returns what ``rebuild`` was given for a model; None for a float one."""
         return None

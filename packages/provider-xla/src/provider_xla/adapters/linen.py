@@ -11,6 +11,7 @@ import flax
 import jax
 from flax import linen
 from flax.core import DenyList, lift
+from flax.core.scope import in_filter
 from flax.linen import transforms
 
 import quant_numerics as qn
@@ -22,6 +23,7 @@ from .adapter import Adapter, Quantized, holds_kept, is_kept, path_of
 from .scopes import MARK, Subclasses, is_ours
 
 _FIELD = "jaxtap_quantized"
+_CACHE = "cache"
 
 
 class LinenAdapter(Adapter):
@@ -48,6 +50,32 @@ class LinenAdapter(Adapter):
             return result if mutable is False else result[0]
 
         return fn
+
+    def caches(self, model: linen.Module) -> Any:
+        """Return the collection ``"cache"`` of a bound module in which it is mutable."""
+        if model.scope is None or not in_filter(_scope(model).mutable, _CACHE):
+            return None
+        return flax.core.unfreeze(dict(model.variables)).get(_CACHE)
+
+    def step(self, model: linen.Module, method: str) -> Callable[..., Any]:
+        """Return a method, and what it makes of the collection ``"cache"``."""
+        module, rngs = _original(model.unbind()[0]), _rngs(model)
+        mutable = _scope(model).mutable
+
+        def fn(variables: Any, caches: Any, *args: Any, **kwargs: Any) -> Any:
+            variables = {**variables, _CACHE: caches}
+            result, changed = module.apply(
+                variables, *args, rngs=rngs, mutable=mutable, method=method, **kwargs
+            )
+            return result, changed[_CACHE]
+
+        return fn
+
+    def with_caches(self, model: linen.Module, caches: Any) -> linen.Module:
+        """Return the module, bound to variables with other caches."""
+        module, variables = model.unbind()
+        variables = {**variables, _CACHE: caches}
+        return module.bind(variables, rngs=_rngs(model), mutable=_scope(model).mutable)
 
     def rebuild(self, model: linen.Module, parameters: Any, quantized: Quantized) -> linen.Module:
         """Returns a module of the same fields, bound where the given one is."""
@@ -170,7 +198,9 @@ def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dic
             held = _joined(held) if single and quantized.has_adapters else held
             return quantized.apply(fn)(held, rngs, args, kwargs, **keyed)
 
-        stored = tuple(name for name, group in self.variables.items() if holds_kept(group))
+        # What a rule carries as a cache is written to, quantized.
+        groups = self.variables.items()
+        stored = tuple(name for name, group in groups if name != _CACHE and holds_kept(group))
         writable = DenyList(stored) if stored else True
         packed = lift.pack(inner, (True,), (writable,), (True,), "quantized", enable_kwargs=True)
         return packed(scopes, *args, **kwargs)

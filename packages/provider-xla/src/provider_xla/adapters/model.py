@@ -15,6 +15,7 @@ from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
 from ..program.sites import is_array, short
 from .adapter import Quantized, holds_kept, keeps_floats, path_of
+from .caches import check_planned, planned_function, with_caches
 
 
 def quantize_model(
@@ -38,6 +39,10 @@ def quantize_model(
     ``"lora"`` of a Linen module, and an ``AdaptedWeight`` in the place of the parameter of an
     Equinox module, of which ``adapter_mask`` tells what to train. Methods also take
     ``dropout_key=``, a random key, where a rule has a dropout; without one nothing is dropped.
+
+    With a ``CacheRule("cache")`` the model's own KV caches are kept quantized, in their places:
+    ``nnx.Cache`` variables, and the collection ``"cache"`` of a Linen module that is bound with
+    ``mutable=["cache"]``. A cache that is an input is made by ``model_plan(model).quantize_cache``.
 
     Args:
         model: an NNX module, a Linen module (bound to its variables where they are to be stored:
@@ -74,7 +79,7 @@ def quantize_model(
         QuantizationWarning: what ``PtqProvider.plan`` warns about, and weights that can't be
             followed to where they are used. Errors with ``strict=True``.
     """
-    adapter, plan = _planned(model, provider, args, methods, kwargs)
+    adapter, plan, held = _planned(model, provider, args, methods, kwargs)
     parameters = adapter.parameters(model)
     if not keeps_floats(provider) and parameters is not None:
         if plan is None:
@@ -98,7 +103,7 @@ def quantize_model(
             "provider, batches), and pass statistics=statistics."
         )
     quantized = Quantized(provider, plan, tuple(methods), statistics)
-    return adapter.rebuild(model, stored, quantized)
+    return with_caches(adapter, adapter.rebuild(model, stored, quantized), plan, held)
 
 
 def calibrate_model(
@@ -127,7 +132,7 @@ def calibrate_model(
     batches = list(batches)
     if not batches:
         raise QuantizationError("There is nothing to calibrate from: batches is empty.")
-    adapter, plan = _planned(model, provider, batches[0], methods, {})
+    adapter, plan, _ = _planned(model, provider, batches[0], methods, {})
     if plan is None:
         raise QuantizationError(
             "This model holds no parameters to calibrate with. Bind a Linen module first: "
@@ -206,8 +211,12 @@ def _planned(
     args: Sequence[Any],
     methods: Collection[str],
     kwargs: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    """Checks what it is given; returns the adapter, and a plan where there is one to make."""
+) -> tuple[Any, Any, Mapping[str, Any]]:
+    """Checks what it is given; returns the adapter, a plan where there is one to make, and caches.
+
+    The caches are those that the model holds, by the name of the argument that the plan has them
+    in.
+    """
     if isinstance(model, type):
         raise TypeError(
             f"quantize_model takes a model object, and {model.__name__} is a class. Build one."
@@ -245,10 +254,12 @@ def _planned(
             "quantize_model(net.bind(variables), provider, ...); or leave the inputs out."
         )
     make_plan = getattr(provider, "plan", None)
+    if parameters is None:
+        check_planned(model, provider)
     if parameters is None or make_plan is None or not (args or kwargs):
-        return adapter, None
-    fn = adapter.function(model, next(iter(methods)))
-    plan = make_plan(fn, parameters, *args, **kwargs)
+        return adapter, None, {}
+    fn, held = planned_function(adapter, model, next(iter(methods)), provider, kwargs)
+    plan = make_plan(fn, parameters, *args, **kwargs, **held)
     lost = list(_lost(plan, provider, parameters))
     if lost:
         text = (
@@ -259,7 +270,7 @@ def _planned(
         if getattr(provider, "strict", False):
             raise QuantizationError(f"{text}\n(strict=True)")
         warnings.warn(text, QuantizationWarning, stacklevel=3)
-    return adapter, plan
+    return adapter, plan, held
 
 
 def _lost(plan: Any, provider: Any, parameters: Any) -> Iterator[str]:

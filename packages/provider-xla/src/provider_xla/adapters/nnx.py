@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..cache.find import is_cache
 from ..lora.weight import AdaptedWeight, is_adapted
 from ..run.stored import is_stored
 from .adapter import Adapter, Quantized, is_kept, path_of
@@ -40,6 +41,26 @@ class NnxAdapter(Adapter):
             return getattr(copy, method)(*args, **kwargs)
 
         return fn
+
+    def caches(self, model: nnx.Module) -> Any:
+        """Return the values of the model's ``nnx.Cache``."""
+        return nnx.to_pure_dict(nnx.state(model, nnx.Cache)) or None
+
+    def step(self, model: nnx.Module, method: str) -> Callable[..., Any]:
+        """Return a method of a copy of the model, and what it makes of the caches."""
+
+        def fn(parameters: Any, caches: Any, *args: Any, **kwargs: Any) -> Any:
+            copy = _copy(model, parameters, of_rest=_concrete)
+            _tag(copy, None)
+            self.with_caches(copy, caches)
+            return getattr(copy, method)(*args, **kwargs), self.caches(copy)
+
+        return fn
+
+    def with_caches(self, model: nnx.Module, caches: Any) -> nnx.Module:
+        """Return the model, whose Variables hold other caches."""
+        nnx.update(model, _replaced(nnx.state(model, nnx.Cache), caches))
+        return model
 
     def rebuild(self, model: nnx.Module, parameters: Any, quantized: Quantized) -> nnx.Module:
         """Returns a copy of the model, with Variables of its own that hold the parameters."""
@@ -200,7 +221,7 @@ def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any
     quantized, path = tag.quantized, tag.path
     assert quantized is not None
     keyed = quantized.key_of(kwargs)
-    flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_given)
     nodes = tuple(leaf for leaf in flat if _is_node(leaf))
     others = [None if _is_node(leaf) else leaf for leaf in flat]
     new_graph: Any = None
@@ -235,7 +256,8 @@ def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any
         with nnx.split_context(_CONTEXT) as context:
             graph, theirs, rest = context.split((self, nodes), _is_parameter, ...)
         originals = dict(nnx.to_flat_state(theirs)) | dict(nnx.to_flat_state(rest))
-        stored = {where for where, variable in originals.items() if is_stored(_value(variable))}
+        values = {where: _value(variable) for where, variable in originals.items()}
+        stored = {where for where, x in values.items() if is_stored(x) and not is_cache(x)}
         held: Any = nnx.to_pure_dict(theirs)
         if quantized.has_adapters:
             held = _joined(held, nnx.filter_state(rest, _is_own_adapter))
@@ -278,6 +300,11 @@ _ANY_PARAM = nnx.filterlib.to_predicate(nnx.Param)
 
 def _is_node(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Pytree | nnx.Variable)
+
+
+def _is_given(leaf: Any) -> bool:
+    """Return whether a node of arguments is passed to a method as it is."""
+    return _is_node(leaf) or is_cache(leaf)
 
 
 def _value(variable: Any) -> Any:

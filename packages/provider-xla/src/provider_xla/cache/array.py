@@ -48,6 +48,9 @@ class CacheArray(qn.QArray):
         return contract(self, params, operands) if primitive == "dot_general" else None
 
 
+qn.register_serialization(CacheArray)
+
+
 def quantized(array: Any, qtype: str, axis: int, tile_size: int | None = None) -> CacheArray:
     """Return a cache quantized along one axis.
 

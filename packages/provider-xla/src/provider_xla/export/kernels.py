@@ -83,8 +83,10 @@ def register(wanted: Mapping[str, KernelOf], check_versions: bool) -> None:
         register_kernel(specs[target])
 
 
-def import_packed_nodes() -> None:
-    """Import the classes of packed weights, which are nodes of an exported program's arguments."""
+def import_nodes() -> None:
+    """Import the classes that are nodes of an exported program's arguments: they register them."""
+    from ..cache import array  # noqa: F401
+
     for op in PACK_OPS:
         # A program without such weights needs no package that has them.
         with contextlib.suppress(JaxtapError):

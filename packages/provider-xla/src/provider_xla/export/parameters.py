@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,10 +13,13 @@ from hijax_trace import Carrier
 
 from ..kernels.packed import PrepackedWeight
 from ..kernels.packing import abstract, packing_of, prepack
+from ..lora.weight import AdaptedWeight, is_adapted
 from ..run.affine import AffineWeight
 from ..run.stored import is_stored
 from ..run.transformed import TransformedWeight
 from ..store.errors import StoreError
+
+_ADAPTED = {"base", "a", "b"}
 
 
 def fitted(given: Any, wanted: Any) -> Any:
@@ -28,16 +32,20 @@ def fitted(given: Any, wanted: Any) -> Any:
     Raises:
         StoreError: another tree, or a parameter that was quantized in another way.
     """
-    found, treedef = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_stored)
-    types, expected = jax.tree.flatten(wanted, is_leaf=is_stored)
-    if treedef != expected:
+    found, expected = jax.tree_util.tree_flatten_with_path(wanted, is_leaf=_is_parameter)
+    try:
+        parts = expected.flatten_up_to(given)
+    except ValueError:
+        parts = None
+    if parts is None or not all(map(_fits, parts, (kind for _, kind in found))):
+        shown = jax.tree.structure(given, is_leaf=_is_parameter)
         raise StoreError(
-            f"The parameters must be a tree like that of the program, {expected}, got {treedef}. "
+            f"The parameters must be a tree like that of the program, {expected}, got {shown}. "
             "Load what was exported, with template= where it has other nodes than dicts, lists "
             "and tuples."
         )
     leaves = []
-    for (path, leaf), kind in zip(found, types, strict=True):
+    for (path, kind), leaf in zip(found, parts, strict=True):
         new = _fitted(leaf, kind)
         if _type(new) != _type(kind):
             raise StoreError(
@@ -45,7 +53,18 @@ def fitted(given: Any, wanted: Any) -> Any:
                 f"{_said(leaf)}. Give the parameters that it was exported for."
             )
         leaves.append(new)
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(expected, leaves)
+
+
+def _is_parameter(node: Any) -> bool:
+    return is_stored(node) or is_adapted(node)
+
+
+def _fits(given: Any, wanted: Any) -> bool:
+    """Return whether a part of a tree is one parameter."""
+    # A file of a parameter with an adapter, loaded without a plan, has a dict of its arrays.
+    is_loaded = is_adapted(wanted) and isinstance(given, Mapping) and given.keys() == _ADAPTED
+    return is_loaded or jax.tree_util.all_leaves([given], is_leaf=_is_parameter)
 
 
 def _fitted(given: Any, wanted: Any) -> Any:
@@ -53,6 +72,11 @@ def _fitted(given: Any, wanted: Any) -> Any:
     kinds = TransformedWeight | AffineWeight
     if isinstance(wanted, kinds) and isinstance(given, type(wanted)):
         return dataclasses.replace(given, inner=_fitted(given.inner, wanted.inner))
+    if isinstance(wanted, AdaptedWeight):
+        if isinstance(given, Mapping):
+            given = AdaptedWeight(**given, form=wanted.form)
+        if isinstance(given, AdaptedWeight):
+            return dataclasses.replace(given, base=_fitted(given.base, wanted.base))
     if isinstance(wanted, Carrier) and isinstance(given, Carrier):
         derived = {key: _fitted(one, wanted.derived.get(key)) for key, one in given.derived.items()}
         return dataclasses.replace(given, own=_fitted(given.own, wanted.own), derived=derived)
@@ -73,6 +97,6 @@ def _type(leaf: Any) -> Any:
 
 def _said(leaf: Any) -> str:
     kind = getattr(leaf, "qtype", None) or getattr(leaf, "dtype", type(leaf).__name__)
-    name = type(leaf).__name__ if is_stored(leaf) else "array"
+    name = type(leaf).__name__ if _is_parameter(leaf) else "array"
     arrays = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(leaf))
     return f"a {name} of {kind}{list(getattr(leaf, 'shape', ()))} ({arrays})"

@@ -18,7 +18,7 @@ from interception_core import platform_of
 
 from ..store.errors import StoreError, damaged, require
 from ..store.files import appearing
-from .kernels import KernelOf, called_in, import_packed_nodes, register
+from .kernels import KernelOf, called_in, import_nodes, register
 from .parameters import fitted
 
 _MAGIC = b"jaxtap program 1\n"
@@ -170,7 +170,7 @@ def load_exported(
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, f"its header can't be read ({error!r})") from error
     register(kernels, check_versions)
-    import_packed_nodes()
+    import_nodes()
     require("flatbuffers", "export")
     try:
         exported = jax.export.deserialize(bytearray(body[end:]))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import quant_numerics as qn
 from hijax_trace import ArrayProxy, Move, MoveError, Part
 
 from ..plan.lora import LoraForm
@@ -47,6 +48,17 @@ class AdaptedWeight:
     def dtype(self) -> Any:
         """Its dtype."""
         return self.base.dtype
+
+
+def _form_of(fields: Mapping[str, Any]) -> LoraForm:
+    """Return the form with these fields, as JSON has them."""
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return LoraForm(**values)
+
+
+qn.register_serialization(AdaptedWeight, dataclasses.asdict, _form_of)
 
 
 def is_adapted(node: Any) -> bool:

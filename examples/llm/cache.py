@@ -1,0 +1,53 @@
+"""The KV cache by rule: the programs of a model carry it in a format, and the model stays as is."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import provider_xla as xla
+
+from . import checkpoint, model
+from .rules import rules_for
+
+
+def make_cache(config, kind, batch, positions, dtype=jnp.float32):
+    """Return an empty cache, in one of ``rules.CACHES``.
+
+    Args:
+        kind: ``"float"``, or the qtype of quantized values with a scale per head and position.
+        dtype: of the float form.
+    """
+    cache = model.make_cache(config, batch, positions, dtype)
+    if kind == "float":
+        return cache
+    return _plan(config, kind, batch, positions, jnp.dtype(dtype)).quantize_cache(cache)
+
+
+@functools.lru_cache(maxsize=32)
+def _plan(config, kind, batch, positions, dtype):
+    """Return the plan of a decode step: there a program both writes to the cache and reads it."""
+    cache = jax.eval_shape(lambda: model.make_cache(config, batch, positions, dtype))
+    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    step = functools.partial(model.decode, config)
+    provider = xla.PtqProvider([xla.CacheRule("cache", qtype=kind)], strict=True)
+    return provider.plan(step, checkpoint.shapes(config), tokens, cache, 0)
+
+
+def applying(config, plan, kind):
+    """Return what makes of a program one for stored parameters and a cache in a format.
+
+    Args:
+        plan: of the parameters; None for float.
+        kind: of the cache, one of ``rules.CACHES``; None for programs without one.
+    """
+    if plan is not None:
+        return plan.apply
+    if kind in (None, "float"):
+        return lambda fn: fn
+    return xla.PtqProvider(rules_for(config, None)).apply
+
+
+def size_of(config, kind):
+    """Return the bytes of a cache for each position of a sequence."""
+    return sum(x.nbytes for x in jax.tree.leaves(make_cache(config, kind, 1, 64))) // 64

@@ -1,0 +1,109 @@
+"""The caches that a model object holds: planned as an argument, and kept quantized in the model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from interception_core import Provider
+
+from ..cache.find import prefix_of
+from ..errors import QuantizationError
+from .adapter import Adapter
+
+NAMES = ("cache", "state")
+"""What the argument is called: the first that the method has no argument for."""
+
+
+def planned_function(
+    adapter: Adapter, model: Any, method: str, provider: Provider, given: Collection[str]
+) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """Return a method as a plan takes it, and what it takes beside the inputs.
+
+    Where rules are about caches, those that the model holds are an argument, and what the method
+    leaves of them is a result. Arguments have the method's names.
+
+    Args:
+        adapter: of the model's framework.
+        model: the model.
+        method: the name of the method.
+        provider: whose rules count.
+        given: names of the inputs that are given by name.
+
+    Raises:
+        QuantizationError: a rule for caches names the parameters.
+    """
+    fn = adapter.function(model, method)
+    if not getattr(provider, "cache_rules", ()):
+        return fn, {}
+    wrong = next((rule for rule in provider.cache_rules if rule.argument == 0), None)
+    if wrong is not None:
+        raise QuantizationError(
+            "A CacheRule of a model object must name an argument of its method, or 'cache' for the "
+            f"caches that the model holds, got {wrong!r}. Write CacheRule('cache')."
+        )
+    signature = _signature(getattr(model, method))
+    own = adapter.caches(model)
+    if own is None:
+        run = _named(fn)
+        held = {}
+    else:
+        name = next(one for one in NAMES if one not in {*given, *signature.parameters})
+        step = adapter.step(model, method)
+
+        def run(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            caches = kwargs.pop(name)
+            return step(parameters, caches, *args, **kwargs)
+
+        held = {name: own}
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run, held
+
+
+def check_planned(model: Any, provider: Provider) -> None:
+    """Check that rules need no plan, for a model that there is none for.
+
+    Raises:
+        QuantizationError: a rule is about caches, which a plan finds.
+    """
+    if getattr(provider, "cache_rules", ()):
+        raise QuantizationError(
+            f"A {type(model).__name__} must hold its variables for a CacheRule, got one that is "
+            "not bound. Bind it: quantize_model(net.bind(variables, mutable=['cache']), provider, "
+            "x); or plan the function that calls net.apply."
+        )
+
+
+def with_caches(adapter: Adapter, model: Any, plan: Any, held: Mapping[str, Any]) -> Any:
+    """Return a model that was rebuilt, with the caches quantized that the plan carries.
+
+    Args:
+        adapter: of the model's framework.
+        model: the model.
+        plan: of ``planned_function``.
+        held: what that function takes beside the inputs.
+    """
+    for name, caches in held.items():
+        carried = [one for one in plan.caches.values() if one.axis is not None]
+        if any(one.path.startswith(prefix_of(name)) for one in carried):
+            model = adapter.with_caches(model, plan.quantize_cache(caches, name))
+    return model
+
+
+def _named(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that has attributes, whatever the adapter returned."""
+    return functools.wraps(fn)(lambda *args, **kwargs: fn(*args, **kwargs))
+
+
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a method as a function of parameters."""
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    try:
+        found = [*inspect.signature(method).parameters.values()]
+    except (TypeError, ValueError):
+        found = []
+    taken = {one.name for one in found}
+    first = next(name for name in ("parameters", "parameters_") if name not in taken)
+    return inspect.Signature([inspect.Parameter(first, kind), *found])

@@ -1,0 +1,97 @@
+"""export_model: the method of a quantized model object as a program that needs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from interception_core import find_adapter
+
+from ..errors import QuantizationError
+from ..export.make import export
+from ..export.program import ExportedProgram
+from ..program.sites import is_array
+from .adapter import Adapter, is_kept, path_of
+
+
+def model_parameters(model: Any) -> dict[str, Any]:
+    """Return the parameters of a model object by path, as programs of ``export_model`` take them.
+
+    Args:
+        model: what ``quantize_model`` returned.
+
+    Returns:
+        A flat dict of arrays, stored parameters and, for each that has an adapter, an
+        ``AdaptedWeight``; ``save`` it for the process that serves.
+
+    Raises:
+        QuantizationError: the model is not quantized, or holds no parameters.
+    """
+    found, _ = _flattened(find_adapter(model), model)
+    return {name: leaf for name, leaf in found.items() if is_kept(leaf) or is_array(leaf)}
+
+
+def _flattened(adapter: Adapter, model: Any) -> tuple[dict[str, Any], Any]:
+    """Return the leaves of a model's parameters by path, and their tree."""
+    if adapter.quantized(model) is None:
+        raise QuantizationError(
+            f"This {type(model).__name__} is not quantized. Pass what quantize_model returned."
+        )
+    parameters = adapter.parameters(model)
+    if parameters is None:
+        raise QuantizationError(
+            f"A {type(model).__name__} must hold its variables to be exported, got one that is not "
+            "bound. Bind it: net.bind(variables)."
+        )
+    found, treedef = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=is_kept)
+    return {path_of(keys): leaf for keys, leaf in found}, treedef
+
+
+def export_model(
+    model: Any,
+    *args: Any,
+    method: str | None = None,
+    shapes: Any = None,
+    platforms: Sequence[str] | None = None,
+    inside: bool = False,
+) -> ExportedProgram:
+    """Export a method of a quantized model object; see ``Plan.export``.
+
+    Args:
+        model: what ``quantize_model`` returned.
+        args: inputs of the method: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+        method: its name; None for the first that is quantized.
+        shapes: symbolic sizes of ``args``, as ``Plan.export`` takes them.
+        platforms: to lower for; None for that of the parameters.
+        inside: whether the parameters are constants of the program; otherwise
+            ``model_parameters(model)`` is its first argument.
+
+    Returns:
+        The program: ``save`` it, and ``load_exported`` it in a process without the model.
+
+    Raises:
+        QuantizationError: the model is not quantized, holds no parameters, or holds caches that
+            its methods change; or the program doesn't hold for every size of symbolic shapes.
+    """
+    adapter = find_adapter(model)
+    leaves, treedef = _flattened(adapter, model)
+    quantized = adapter.quantized(model)
+    assert quantized is not None
+    if adapter.caches(model) is not None:
+        raise QuantizationError(
+            f"A {type(model).__name__} must hold no caches to be exported, since a program changes "
+            "no state. Plan a function that takes the cache and returns it, and export that: "
+            "provider.plan(fn, params, ...).export(fn, ...)."
+        )
+    run = quantized.apply(adapter.function(model, method or quantized.methods[0]))
+    stored = model_parameters(model)
+
+    def program(stored: Any, *args: Any) -> Any:
+        # What is no array, such as an activation function of Equinox, is a part of the program.
+        held = [stored.get(name, leaf) for name, leaf in leaves.items()]
+        return run(jax.tree.unflatten(treedef, held), *args)
+
+    program.__name__ = type(model).__name__
+    return export(program, stored, args, shapes=shapes, platforms=platforms, inside=inside)
