@@ -64,7 +64,9 @@ def test_inference(place):
             found = jax.jit(plan.apply(model))(stored, x)
             assert jax.typeof(found).sharding.spec == P("a", None, None), name
             assert_near(found, exact(), 0.2 if "int4" in name else 0.03, name)
-            gradient = jax.jit(jax.grad(lambda x, plan=plan, s=stored: plan.apply(model)(s, x).sum()))
+            gradient = jax.jit(
+                jax.grad(lambda x, plan=plan, s=stored: plan.apply(model)(s, x).sum())
+            )
             assert gradient(x).sharding.is_equivalent_to(x.sharding, 3), name
 
 
@@ -84,7 +86,8 @@ def test_adapters(place):
             for path, one in adapters.items()
         }
         restored = [np.asarray(stored[n].restore(), np.float64) for n in ("up", "down")]
-        changed = [w + added[f"args[0]['{n}']"] / 4 for w, n in zip(restored, ("up", "down"), strict=True)]
+        names = ("up", "down")
+        changed = [w + added[f"args[0]['{n}']"] for w, n in zip(restored, names, strict=True)]
         assert_near(found, exact(*changed), 1e-3, place)
         gradients = jax.jit(jax.grad(lambda a: (run(stored, x, adapters=a) ** 2).sum()))(adapters)
         assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
@@ -106,7 +109,8 @@ def test_training(place):
             for name, leaf in params.items():
                 case = place, name, rule
                 assert found[name].sharding.is_equivalent_to(leaf.sharding, 2), case
-                assert_near(found[name], np.asarray(wanted[name], np.float64), 0.1, case)
+                apart = np.linalg.norm(np.asarray(found[name] - wanted[name], np.float64))
+                assert apart <= 0.1 * np.linalg.norm(wanted[name]), case
 
 
 @pytest.mark.sample(1)

@@ -17,7 +17,11 @@ GAMMA = np.linspace(0.5, 2, 64, dtype=np.float32)
 
 
 def products():
-    for op, pack in ((te.gemm_w8a8, te.pack_w8), (te.gemm_w8a16, te.pack_w8), (te.gemv_w4, te.pack_w4)):
+    for op, pack in (
+        (te.gemm_w8a8, te.pack_w8),
+        (te.gemm_w8a16, te.pack_w8),
+        (te.gemv_w4, te.pack_w4),
+    ):
         yield op, pack(jnp.asarray(CODES), jnp.full((1, 256), 0.1))
 
 
@@ -26,7 +30,11 @@ def test_matmuls_with_packed_weights():
     wanted = X.astype(np.float64) @ (0.1 * CODES.astype(np.float64))
     for op, packed in products():
         with jax.set_mesh(mesh):
-            for rows, panels, block in (("a", "b", (8, 64)), (None, ("a", "b"), (16, 32)), ("a", "a", (8, 256))):
+            for rows, panels, block in (
+                ("a", "b", (8, 64)),
+                (None, ("a", "b"), (16, 32)),
+                ("a", "a", (8, 256)),
+            ):
                 case = op.__name__, rows, panels
                 x = put(mesh, X, rows, None)
                 weight = jax.tree.map(lambda b, axes=panels: put(mesh, b, axes, None), packed)
@@ -35,7 +43,9 @@ def test_matmuls_with_packed_weights():
                 y = compiled(x, weight)
                 columns = None if rows == panels else panels
                 assert jax.typeof(y).sharding.spec == P(rows, columns), case
-                np.testing.assert_allclose(y, wanted, atol=0.02 * np.abs(wanted).max(), err_msg=str(case))
+                np.testing.assert_allclose(
+                    y, wanted, atol=0.02 * np.abs(wanted).max(), err_msg=str(case)
+                )
 
 
 def test_gradients_of_activations():
@@ -66,6 +76,8 @@ def test_norms_and_their_gradients():
         grad = jax.jit(jax.grad(lambda x: (layernorm(x) ** 2).sum()))(x)
     assert grad.sharding.is_equivalent_to(x.sharding, 2)
     plain = jax.grad(
-        lambda x: ((x * jax.lax.rsqrt((x * x).mean(1, keepdims=True) + 1e-6) * GAMMA[None]) ** 2).sum()
+        lambda x: (
+            (x * jax.lax.rsqrt((x * x).mean(1, keepdims=True) + 1e-6) * GAMMA[None]) ** 2
+        ).sum()
     )(X)
     np.testing.assert_allclose(grad, plain, rtol=1e-3, atol=1e-4)

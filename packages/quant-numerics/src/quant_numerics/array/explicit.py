@@ -1,4 +1,4 @@
-"""QArrays whose shardings are in their types: values and scales are sharded as what they stand for."""
+"""Shardings in types: quantized values and scales have those of the array that they stand for."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def _followed(
     pairs = zip(spec, shape, found, strict=True)
     return PartitionSpec(
         *(
-            axes if n == size or (n > 1 and size % n == 0 and n % parts_of(mesh, axes) == 0)
+            axes
+            if n == size or (n > 1 and size % n == 0 and n % parts_of(mesh, axes) == 0)
             else None
             for axes, size, n in pairs
         )

@@ -178,9 +178,7 @@ def _ragged_dot(
             for x in (lhs, rhs)
         )
         precision = lax.Precision.HIGHEST if precision is None else precision
-        return _ragged_dot(
-            ragged_dot_dimension_numbers, precision, dtype, left, right, group_sizes
-        )
+        return _ragged_dot(ragged_dot_dimension_numbers, precision, dtype, left, right, group_sizes)
     rows = None
     if layout.group is not None and isinstance(rhs, QArray) and rhs.scale.shape[layout.group] > 1:
         rows = group_of_rows(group_sizes, lhs.shape[layout.ragged])
