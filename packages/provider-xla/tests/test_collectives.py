@@ -71,8 +71,10 @@ def compiled(name, rule, kernels, mesh):
     plan = PtqProvider(QuantizationRule(**RULES[rule])).plan(fn, params, x, kernels=kernels)
     stored = plan.quantize(params)
     plain = jax.jit(fn).lower(params, x).compile()
-    quantized = jax.jit(plan.apply(fn)).lower(stored, x).compile()
-    return plain, quantized, (stored, x), plain(params, x)
+    # Called as jitted: JAX 0.10.2 finds no layout for int4 where what was compiled ahead is.
+    run = jax.jit(plan.apply(fn))
+    quantized = run.lower(stored, x).compile()
+    return plain, quantized, lambda: run(stored, x), plain(params, x)
 
 
 @pytest.mark.sample(9)
@@ -80,7 +82,7 @@ def compiled(name, rule, kernels, mesh):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", [place[0] for place in PLACES])
 def test_no_more_bytes_than_in_float(name, rule, kernels, mesh):
-    plain, quantized, args, wanted = compiled(name, rule, kernels, mesh)
+    plain, quantized, run, wanted = compiled(name, rule, kernels, mesh)
     float_ones, found = collectives(plain), collectives(quantized)
     case = float_ones, found
     allowed = RANGES if "by int8" in rule else 0
@@ -89,7 +91,7 @@ def test_no_more_bytes_than_in_float(name, rule, kernels, mesh):
     if not any(kind == "all-gather" for kind, _ in float_ones):
         gathered = {place: size for place, size in found.items() if place[0] == "all-gather"}
         assert sum(gathered.values()) <= allowed, case
-    apart = np.linalg.norm(np.asarray(quantized(*args)) - np.asarray(wanted))
+    apart = np.linalg.norm(np.asarray(run()) - np.asarray(wanted))
     assert apart < (0.2 if "int4" in rule else 0.03) * np.linalg.norm(wanted)
 
 

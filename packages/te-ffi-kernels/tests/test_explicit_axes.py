@@ -16,12 +16,18 @@ CODES = RNG.integers(-7, 8, (64, 256)).astype(np.int8)
 GAMMA = np.linspace(0.5, 2, 64, dtype=np.float32)
 
 
+OPS = [(te.gemm_w8a8, te.pack_w8), (te.gemm_w8a16, te.pack_w8), (te.gemv_w4, te.pack_w4)]
+# Shardings of rows and of panels, the block of a device, and the sharding of the result. Of rows
+# and panels on the same devices the smaller side, which is x, is gathered.
+BLOCKS = [
+    ("a", "b", (8, 64), ("a", "b")),
+    (None, ("a", "b"), (16, 32), (None, ("a", "b"))),
+    ("a", "a", (16, 128), (None, "a")),
+]
+
+
 def products():
-    for op, pack in (
-        (te.gemm_w8a8, te.pack_w8),
-        (te.gemm_w8a16, te.pack_w8),
-        (te.gemv_w4, te.pack_w4),
-    ):
+    for op, pack in OPS:
         yield op, pack(jnp.asarray(CODES), jnp.full((1, 256), 0.1))
 
 
@@ -30,22 +36,16 @@ def test_matmuls_with_packed_weights():
     wanted = X.astype(np.float64) @ (0.1 * CODES.astype(np.float64))
     for op, packed in products():
         with jax.set_mesh(mesh):
-            for rows, panels, block in (
-                ("a", "b", (8, 64)),
-                (None, ("a", "b"), (16, 32)),
-                ("a", "a", (8, 256)),
-            ):
-                case = op.__name__, rows, panels
+            for rows, panels, block, spec in BLOCKS:
+                case = f"{op.__name__} {rows} {panels}"
                 x = put(mesh, X, rows, None)
                 weight = jax.tree.map(lambda b, axes=panels: put(mesh, b, axes, None), packed)
                 compiled = jax.jit(op).lower(x, weight).compile()
                 assert_block(compiled, "", "f32[{},{}]".format(*block), case)
                 y = compiled(x, weight)
-                columns = None if rows == panels else panels
-                assert jax.typeof(y).sharding.spec == P(rows, columns), case
-                np.testing.assert_allclose(
-                    y, wanted, atol=0.02 * np.abs(wanted).max(), err_msg=str(case)
-                )
+                assert jax.typeof(y).sharding.spec == P(*spec), case
+                atol = 0.02 * np.abs(wanted).max()
+                np.testing.assert_allclose(y, wanted, atol=atol, err_msg=case)
 
 
 def test_gradients_of_activations():
@@ -75,9 +75,9 @@ def test_norms_and_their_gradients():
         np.testing.assert_allclose(found, norm, rtol=1e-4, atol=1e-5)
         grad = jax.jit(jax.grad(lambda x: (layernorm(x) ** 2).sum()))(x)
     assert grad.sharding.is_equivalent_to(x.sharding, 2)
-    plain = jax.grad(
-        lambda x: (
-            (x * jax.lax.rsqrt((x * x).mean(1, keepdims=True) + 1e-6) * GAMMA[None]) ** 2
-        ).sum()
-    )(X)
-    np.testing.assert_allclose(grad, plain, rtol=1e-3, atol=1e-4)
+
+    def plain(x):
+        scale = jax.lax.rsqrt((x * x).mean(1, keepdims=True) + 1e-6)
+        return ((x * scale * GAMMA[None]) ** 2).sum()
+
+    np.testing.assert_allclose(grad, jax.grad(plain)(X), rtol=1e-3, atol=1e-4)
