@@ -55,6 +55,7 @@ from .plugins.specs import (
 if TYPE_CHECKING:
     from .call import OpCall, Operand, Step, ValueKind
     from .engine import Engine
+    from .explicit import explicit_mesh, explicit_spec, parts_of, with_auto_axes
     from .interceptor import Interceptor
     from .patch.engine import PatchEngine, untapped
     from .patch.targets import loaded, primitive_names
@@ -97,6 +98,8 @@ __all__ = [
     "adapters",
     "check_pattern",
     "engines",
+    "explicit_mesh",
+    "explicit_spec",
     "find_adapter",
     "get_engine",
     "get_op",
@@ -108,6 +111,7 @@ __all__ = [
     "loaded",
     "make_qtype",
     "matches_path",
+    "parts_of",
     "platform_of",
     "plugins",
     "primitive_names",
@@ -118,6 +122,7 @@ __all__ = [
     "select_kernel",
     "slower_than",
     "untapped",
+    "with_auto_axes",
 ]
 
 _LAZY = {
@@ -131,10 +136,14 @@ _LAZY = {
     "Provider": "provider",
     "ProviderPlan": "provider",
     "check_pattern": "patterns",
+    "explicit_mesh": "explicit",
+    "explicit_spec": "explicit",
     "loaded": "patch.targets",
     "matches_path": "patterns",
+    "parts_of": "explicit",
     "primitive_names": "patch.targets",
     "untapped": "patch.engine",
+    "with_auto_axes": "explicit",
 }
 
 

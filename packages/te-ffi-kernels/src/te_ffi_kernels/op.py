@@ -11,16 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from interception_core import (
     KernelSpec,
+    explicit_mesh,
     kernel_platforms,
     kernel_workspace,
     register_kernel,
     select_kernel,
+    with_auto_axes,
 )
 
 from .batching import with_rule
+from .partition import Partitioned
 
 # A part of the keys of JAX's caches, so that jitted functions are traced again where it changes.
 _plain = jax.make_user_context(False)
@@ -88,8 +92,15 @@ class Op:
         if gradient is not None:
             run = _differentiable(run, forward, save, gradient)
 
-        def traced(config: Any, *operands: jax.Array) -> Any:
+        def alike(config: Any, *operands: jax.Array) -> Any:
             return run(config, *_alike(*operands))
+
+        def traced(config: Any, *operands: jax.Array) -> Any:
+            mesh = explicit_mesh(operands)
+            if mesh is None or forward is not None:  # made of ops, each of which does this
+                return alike(config, *operands)
+            specs = self._specs(config, *operands)
+            return with_auto_axes(mesh, functools.partial(alike, config), specs, *operands)
 
         traced.__name__ = name if isinstance(name, str) else "op"
         # Jitted so that a model with many equal layers traces it once.
@@ -138,6 +149,22 @@ class Op:
         default = cast(functools.partial(self._in_jax, config))
         found = lax.platform_dependent(*operands, default=default, **branches)
         return found if self._workspace is None else found[:-1]
+
+    def _specs(self, config: Any, *operands: jax.Array) -> Callable[[Any], Any]:
+        """Return how results are sharded, as they are where a kernel is partitioned."""
+        rule = None
+        if self._partition is not None:
+            rule = self._partition(config, self._reference, *operands)
+        found = None
+        if isinstance(rule, Partitioned):
+            found = rule.specs([jax.typeof(x) for x in operands])[1]
+
+        def specs(results: Any) -> Any:
+            leaves, tree = jax.tree.flatten(results)
+            given = [()] * len(leaves) if found is None else found[: len(leaves)]
+            return tree.unflatten(PartitionSpec(*spec) for spec in given)
+
+        return specs
 
     def _in_jax(self, config: Any, *operands: jax.Array) -> Any:
         """Return the results as a kernel has them."""

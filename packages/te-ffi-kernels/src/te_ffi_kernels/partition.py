@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,23 @@ Names = Sequence[Sequence[str]]
 Spec = tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Partitioned:
+    """An op with a rule for partitioning.
+
+    Attributes:
+        run: the op, a function of its operands.
+        specs: as in ``partitioned``.
+    """
+
+    run: Callable[..., Any]
+    specs: Callable[[Any], tuple[Sequence[Spec], Sequence[Spec]]]
+
+    def __call__(self, *operands: jax.Array) -> Any:
+        """Return the results."""
+        return self.run(*operands)
+
+
 def partitioned(
     fn: Callable[..., Any],
     specs: Callable[[Any], tuple[Sequence[Spec], Sequence[Spec]]],
@@ -23,7 +41,7 @@ def partitioned(
     *,
     sizes: dict[str, int] | None = None,
     on_device: Callable[..., Callable[..., Any]] | None = None,
-) -> Callable[..., Any]:
+) -> Partitioned:
     """Return an op with a rule for partitioning.
 
     Args:
@@ -62,7 +80,7 @@ def partitioned(
         need_replication_factors=tuple(name for name in dict.fromkeys(names) if name in whole),
         **(sizes or {}),
     )
-    return op
+    return Partitioned(op, specs)
 
 
 def partition_rows(

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
+from jaxtap_testkit.collectives import collectives
 from jaxtap_testkit.meshes import put
 from jaxtap_testkit.te.calls import assert_block
 
@@ -115,3 +116,20 @@ def test_gradients(mesh):
     np.testing.assert_allclose(
         grad(put(mesh, x, "data", None), ws), grad(x, w), rtol=1e-5, atol=1e-4
     )
+
+
+@pytest.mark.optimized
+def test_of_rows_and_columns_on_the_same_devices_the_smaller_side_is_gathered(mesh):
+    both, k, n = ("data", "model"), 256, 1024
+    weight = jax.tree.map(
+        lambda b: put(mesh, b, both, None),
+        te.pack_w8(jnp.zeros((k, n), jnp.int8), jnp.ones((1, n))),
+    )
+    packed = sum(b.nbytes for b in jax.tree.leaves(weight))
+    for rows, wanted in (
+        (64, {("all-gather", "f32"): 64 * k * 4}),
+        (4096, {("all-gather", "u8"): packed}),
+    ):
+        x = put(mesh, np.zeros((rows, k), np.float32), both, None)
+        compiled = jax.jit(te.gemm_w8a16).lower(x, weight).compile()
+        assert collectives(compiled) == wanted, rows

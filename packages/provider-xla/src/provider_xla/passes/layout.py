@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from hijax_trace import Expression, Leaf
 
 from ..measure.probe import numbered
+from ..measure.whole import whole
 from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
@@ -276,15 +277,15 @@ def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None
     return Layout(plan.shape, len(lead), k_axes, site.hows[1 - side] is not None)
 
 
-def rows_of(site: Site, side: int, axes: Sequence[int | None]) -> jax.Array:
+def rows_of(site: Site, side: int, axes: Sequence[int | None], x: jax.Array) -> jax.Array:
     """Return the activation of a product as float32 [rows, K].
 
     Args:
         site: the operation.
         side: which operand the weight is.
         axes: the axis of the operand that each axis of what is stored became.
+        x: the activation, which is the other operand.
     """
-    x = site.operands[1 - side]
     assert isinstance(site.product, MatrixProduct)
     contracted = site.product.dims[0]
     pairs = dict(zip(contracted[side], contracted[1 - side], strict=True))
@@ -302,4 +303,4 @@ def _matrices(x: jax.Array, layout: Layout) -> jax.Array:
 
 def as_matrices(x: Any, layout: Layout) -> jax.Array:
     """Returns a parameter as float32 [S, K, N]."""
-    return _matrices(x, layout)
+    return _matrices(whole(x), layout)

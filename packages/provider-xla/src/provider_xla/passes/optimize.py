@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import QuantizationError
 from ..measure.probe import Largest, probe
+from ..measure.whole import whole_results
 from ..plan.quantize import carried, check_parameters, prepacked
 from ..plan.weight import quantize_leaf
 from ..program.sites import Site
@@ -225,11 +227,18 @@ def _measured(
             path, axes = operands.get((site.call.op_id, side), (None, ()))
             if path in part:
                 paths[site.call.op_id] = path
-                rows = rows_of(site, side, axes)
-                for step in (steps or {}).get(path, ()):
-                    rows = _of_step(step, site, side).forward(rows)
-                found = measure(rows)
-                return Largest(jnp.abs(found.value).max(0)) if isinstance(found, Largest) else found
+                before = [_of_step(step, site, side) for step in (steps or {}).get(path, ())]
+                rows = functools.partial(rows_of, site, side, axes)
+
+                def measured(x: jax.Array, before: Any, rows: Any = rows) -> Any:
+                    found = rows(x)
+                    for step in before:
+                        found = step.forward(found)
+                    found = measure(found)
+                    is_largest = isinstance(found, Largest)
+                    return Largest(jnp.abs(found.value).max(0)) if is_largest else found
+
+                return whole_results(measured, site.operands[1 - side], before)
         return None
 
     totals: dict[str, Any] = {}

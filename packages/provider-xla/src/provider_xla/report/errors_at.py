@@ -12,6 +12,7 @@ import numpy as np
 import quant_numerics as qn
 
 from ..measure.probe import Largest
+from ..measure.whole import whole_results
 from ..program.products import Convolution, MatrixProduct, Product, RaggedProduct
 from ..program.sites import Site
 from ..run.product import Hows, Operands, quantized_product
@@ -64,6 +65,10 @@ def site_error(
 
 def difference(expected: jax.Array, found: jax.Array) -> Sums:
     """Returns how far ``found`` is from ``expected``, floats of one shape."""
+    return whole_results(_difference, expected, found)
+
+
+def _difference(expected: jax.Array, found: jax.Array) -> Sums:
     dtype = jnp.promote_types(expected.dtype, jnp.float32)
     x, y = expected.astype(dtype), found.astype(dtype)
     apart = y - x
@@ -73,12 +78,16 @@ def difference(expected: jax.Array, found: jax.Array) -> Sums:
         jnp.sum(x * y),
         jnp.sum(y * y),
         Largest(jnp.max(jnp.abs(apart), initial=0)),
-        visits(expected),
+        _visits(expected),
     )
 
 
 def visits(*values: jax.Array) -> jax.Array:
     """Returns 1, float32: mapped over where one of the values is, so that ``probe`` counts it."""
+    return whole_results(_visits, *values)
+
+
+def _visits(*values: jax.Array) -> jax.Array:
     one = jnp.ones(1, bool)
     for x in values:
         first = jnp.ravel(x)[:1]

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 import quant_numerics as qn
 from hijax_trace import Part
+from interception_core import explicit_mesh, explicit_spec, with_auto_axes
 
 from ..program.products import MatrixProduct, Product
 from .affine import AroundStored
@@ -97,6 +99,14 @@ def hadamard(x: jax.Array, block: int) -> jax.Array:
         x: float [..., K].
         block: a power of two that divides K.
     """
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return _hadamard(x, block)
+    spec = PartitionSpec(*explicit_spec(x))
+    return with_auto_axes(mesh, lambda x: _hadamard(x, block), lambda _: spec, x)
+
+
+def _hadamard(x: jax.Array, block: int) -> jax.Array:
     shape, step = x.shape, 1
     # Sums and differences: on CPUs a third of the time of small matrices, which XLA runs slowly.
     while step < block:

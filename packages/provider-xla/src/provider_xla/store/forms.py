@@ -331,14 +331,8 @@ def _check(name: str, array: Any) -> None:
             "can't be saved: only arrays of numbers, and quantized ones, can be. Of a Box or a "
             "Ref, save what it holds."
         )
-    if isinstance(array, jax.Array):
-        if array.is_deleted():
-            raise StoreError(f"{name} was deleted or donated. Save it before.")
-        if not array.is_fully_addressable:
-            raise StoreError(
-                f"{name} is spread over several processes. Gather it first, with "
-                "jax.experimental.multihost_utils.process_allgather, and save in one process."
-            )
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise StoreError(f"{name} was deleted or donated. Save it before.")
 
 
 def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | None) -> Form:

@@ -12,7 +12,7 @@ import jax
 from ..errors import QuantizationWarning
 from ..lora.weight import AdaptedWeight
 from ..plan.quantize import prepacked
-from . import orbax, safetensors
+from . import orbax, safetensors, shards
 from .diff import compare_template
 from .errors import StoreError, StoreMismatchError
 from .forms import put_together
@@ -38,7 +38,8 @@ def load(
     file of a checkpoint. At its peak this needs, beside what is loaded, one tensor on the host.
 
     Args:
-        path: of the file, or the folder of a checkpoint.
+        path: of the file, or the folder of a checkpoint or of shards. Several processes load one
+            folder of shards with equal arguments, each what its devices need.
         plan: what the parameters must have been quantized by, or by one that gives the same; and
             the structure that they get.
         template: a tree of the structure that they get, of arrays or their types; what can't be
@@ -121,6 +122,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def _open(path: Path) -> Any:
     if not path.exists():
         raise StoreError(f"{path} is not there.")
+    if (path / shards.INDEX).is_file():
+        return shards.Reader(path)
     return orbax.Reader(path) if path.is_dir() else safetensors.Reader(path)
 
 

@@ -39,10 +39,20 @@ class Placement:
 
     def put(self, array: np.ndarray) -> Any:
         """Puts an array there: each device gets its part of it alone."""
+        return self.fill(array.shape, lambda part: array[part])
+
+    def fill(self, shape: Sequence[int], part: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+        """Put an array there, part by part.
+
+        Args:
+            shape: of the array.
+            part: called with the index of a part; returns it.
+        """
         if self.sharding is None:
+            array = part((slice(None),) * len(shape))
             return array if self.on_host else jax.device_put(array)
-        self.check(array.shape)
-        return jax.make_array_from_callback(array.shape, self.sharding, lambda part: array[part])
+        self.check(shape)
+        return jax.make_array_from_callback(tuple(shape), self.sharding, part)
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises StoreError where an array can't be cut so."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+
 from ..program.granularity import Granularity
 from . import orbax
 from .errors import StoreError, StoreMismatchError
@@ -14,12 +16,14 @@ from .files import appearing
 from .forms import Form, take_apart
 from .manifest import Manifest, build
 from .safetensors import Writer
+from .shards import file_name, own_pieces, write_index, write_pieces
+from .together import appearing_in_all, step
 from .tree import describe
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
-Format = Literal["safetensors", "orbax"]
+Format = Literal["safetensors", "orbax", "shards"]
 
 
 def save(
@@ -47,19 +51,29 @@ def save(
         plan: what quantized them. It is kept in the file, and ``params`` must be what it says.
         extra: another tree, for example the ranges that ``plan.calibrate`` returned; see
             ``load_extra``.
-        format: "safetensors" or "orbax"; None for "safetensors" where ``path`` ends in
-            ``.safetensors``, and "orbax" otherwise.
+        format: "safetensors", "orbax" or "shards"; None for "safetensors" where ``path`` ends in
+            ``.safetensors``, otherwise "shards" where arrays are spread over several processes,
+            and "orbax" where they are not. "shards" is a folder of safetensors files, one of each
+            process, with an index: all processes call ``save`` with equal arguments, on a file
+            system that they share.
         overwrite: whether to replace what is there. A file is replaced in one step; a folder is
             moved away before.
 
     Raises:
         StoreMismatchError: ``params`` is something else than the plan says; the message has a
             diff.
-        StoreError: a leaf that can't be saved, or ``path`` is there.
+        StoreError: a leaf that can't be saved, or ``path`` is there. What fails in one of several
+            processes is raised in all.
         MissingExtraError: orbax-checkpoint is not installed: ``provider-xla[orbax]``.
     """
     path = Path(path)
-    kind = format_of(path, format)
+    spread = [name for tree in (params, extra) for name in _spread(tree)]
+    kind = format_of(path, "shards" if _is_folder(path, format) and spread else format)
+    if spread and kind != "shards":
+        raise StoreError(
+            f"{spread[0]} is spread over several processes, which {kind} can't save. Call save in "
+            "all of them with a folder and format='shards'."
+        )
     structure, leaves = describe(params)
     granularities, derived = ({}, {}) if plan is None else plan_granularities(plan)
     forms = [
@@ -77,6 +91,9 @@ def save(
     for name, (form, _) in tensors.items():
         if form.arrays is None:
             raise StoreError(f"{name} is abstract, and only arrays can be saved.")
+    if kind == "shards":
+        _write_shards(path, manifest, tensors, overwrite)
+        return
     with appearing(path, overwrite) as new:
         if kind == "orbax":
             values: dict[int, Mapping[str, Any]] = {}
@@ -92,10 +109,52 @@ def save(
                 writer.finish()
 
 
+def _is_folder(path: Path, format: str | None) -> bool:
+    return format is None and path.suffix != ".safetensors"
+
+
+def _spread(tree: Any) -> list[str]:
+    """Return the leaves of which other processes have a part."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [
+        jax.tree_util.keystr(path)
+        for path, leaf in found
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted() and not leaf.is_fully_addressable
+    ]
+
+
+def _write_shards(
+    path: Path, manifest: Manifest, tensors: Mapping[str, tuple[Form, str]], overwrite: bool
+) -> None:
+    """Write the shards of this process, and in process 0 the index."""
+    process, count = jax.process_index(), jax.process_count()
+    with appearing_in_all(path, overwrite) as folder:
+        # Outside of a step: what is computed here, all processes compute together.
+        arrays: dict[str, Any] = {}
+        values: dict[int, Mapping[str, Any]] = {}
+        for name, (form, part) in tensors.items():
+            if id(form) not in values:
+                values[id(form)] = form.arrays()  # type: ignore[misc]
+            arrays[name] = values[id(form)][part]
+
+        def write() -> Any:
+            pieces = {name: own_pieces(x, process == 0) for name, x in arrays.items()}
+            return write_pieces(folder / file_name(process, count), manifest, pieces)
+
+        def finish() -> None:
+            if process == 0:
+                write_index(folder, manifest, listed)
+
+        listed = step(f"Writing {path}", write)
+        step(f"Writing {path}", finish)
+
+
 def format_of(path: Path, format: str | None) -> str:
     """Returns the format of a path."""
-    if format not in (None, "safetensors", "orbax"):
-        raise StoreError(f"format is {format!r}. It must be 'safetensors', 'orbax' or None.")
+    if format not in (None, "safetensors", "orbax", "shards"):
+        raise StoreError(
+            f"format is {format!r}. It must be 'safetensors', 'orbax', 'shards' or None."
+        )
     return format or ("safetensors" if path.suffix == ".safetensors" else "orbax")
 
 

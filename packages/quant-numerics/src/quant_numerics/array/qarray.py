@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from hijax_trace import ArrayProxy, Move, MoveError, Part
 from quant_numerics.array import moves
+from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.serialization import register_serialization
 from quant_numerics.array.tiles import (
     RaggedTiles,
@@ -86,12 +87,7 @@ class QArray(ArrayProxy):
 
     def restore(self) -> jax.Array:
         """Return the dequantized array; see ``dequantize``."""
-        compute, cut = compute_dtype(self.dtype), self.slices
-        values = cut.split(decode(self.qvalue, qtype_of(self), compute))
-        if self.zero_point is not None:
-            values = values - cut.split(self.zero_point.astype(compute))
-        scale = cut.split(effective_scale(self).astype(compute))
-        return cut.join(values * scale).astype(self.dtype)
+        return sharded_like(_restored, self.qvalue, self)
 
     @property
     def slices(self) -> Slices:
@@ -165,6 +161,15 @@ class QArray(ArrayProxy):
     def __iter__(self) -> Any:
         """Iterate over the first axis."""
         return (self[i] for i in range(self.shape[0]))
+
+
+def _restored(q: QArray) -> jax.Array:
+    compute, cut = compute_dtype(q.dtype), q.slices
+    values = cut.split(decode(q.qvalue, qtype_of(q), compute))
+    if q.zero_point is not None:
+        values = values - cut.split(q.zero_point.astype(compute))
+    scale = cut.split(effective_scale(q).astype(compute))
+    return cut.join(values * scale).astype(q.dtype)
 
 
 register_serialization(QArray)

@@ -1,13 +1,14 @@
 """From float arrays to QArrays and back."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.qarray import QArray, qarray
 from quant_numerics.array.tiles import (
     canonical_axes,
@@ -90,22 +91,25 @@ def quantize(
     cut = slices(x.shape, channel_axes, tile_axes)
     check_block(kind, cut)
 
-    values = cut.split(x.astype(compute_dtype(dtype)))
-    lower, upper = bounds(values, cut, how, kind)
-    scale, zero_point, outer = scale_of(Calibration(lower, upper), kind)
-    whole = scale.astype(jnp.float32)
-    whole = whole if outer is None else whole * outer
-    noise = None if rounding is None else cut.split(rounding.noise(x.shape))
-    qvalue = encode(values, whole, kind, zero_point, noise)
-    return QArray(
-        cut.join(qvalue),
-        scale.reshape(cut.scale_shape),
-        None if zero_point is None else zero_point.reshape(cut.scale_shape),
-        None if outer is None else outer.reshape((1,) * x.ndim),
-        qtype=kind.name,
-        dtype=dtype,
-        ragged_tiles=cut.ragged,
-    )
+    def quantized(x: jax.Array, noise: jax.Array | None) -> QArray:
+        values = cut.split(x.astype(compute_dtype(dtype)))
+        lower, upper = bounds(values, cut, how, kind)
+        scale, zero_point, outer = scale_of(Calibration(lower, upper), kind)
+        whole = scale.astype(jnp.float32)
+        whole = whole if outer is None else whole * outer
+        noise = None if noise is None else cut.split(noise)
+        qvalue = encode(values, whole, kind, zero_point, noise)
+        return QArray(
+            cut.join(qvalue),
+            scale.reshape(cut.scale_shape),
+            None if zero_point is None else zero_point.reshape(cut.scale_shape),
+            None if outer is None else outer.reshape((1,) * x.ndim),
+            qtype=kind.name,
+            dtype=dtype,
+            ragged_tiles=cut.ragged,
+        )
+
+    return sharded_like(quantized, x, x, None if rounding is None else rounding.noise(x.shape))
 
 
 def quantize_with(
@@ -132,12 +136,16 @@ def quantize_with(
     x = jnp.asarray(x)
     dtype = float_dtype(x.dtype, "the array to quantize")
     cut = slices_of(x.shape, scale.shape, ragged_tiles(x.shape, tile_axes or {}))
-    values = cut.split(x.astype(compute_dtype(dtype)))
+
+    def encoded(x: jax.Array, whole: jax.Array, point: Any, noise: Any) -> jax.Array:
+        values = cut.split(x.astype(compute_dtype(dtype)))
+        point, noise = (None if part is None else cut.split(part) for part in (point, noise))
+        return cut.join(encode(values, cut.split(whole), kind, point, noise))
+
     whole = scale.astype(jnp.float32)
-    whole = cut.split(whole if global_scale is None else whole * global_scale)
-    point = None if zero_point is None else cut.split(zero_point)
-    noise = None if rounding is None else cut.split(rounding.noise(x.shape))
-    qvalue = cut.join(encode(values, whole, kind, point, noise))
+    whole = whole if global_scale is None else whole * global_scale
+    noise = None if rounding is None else rounding.noise(x.shape)
+    qvalue = sharded_like(encoded, x, x, whole, zero_point, noise)
     return qarray(
         qvalue,
         scale,

@@ -1,8 +1,9 @@
 """Quantized convolution: integer accumulation and float rescaling."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray, effective_scale
 from quant_numerics.formats.dtypes import promote_floats
@@ -87,34 +89,47 @@ def conv_general_dilated(
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     dn = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    plain = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=dn,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+    )
+    groups = feature_group_count, batch_group_count
+    run = functools.partial(_conv, plain, dn, groups, precision, preferred_element_type)
+    return sharded_as(run, plain, (lhs, rhs), out_sharding)
+
+
+def _conv(
+    plain: Callable[..., jax.Array],
+    dn: lax.ConvDimensionNumbers,
+    groups: tuple[int, int],
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+    lhs: QArray | jax.Array,
+    rhs: QArray | jax.Array,
+    out_sharding: Any,
+) -> jax.Array:
+    """Convolve; `plain` does it with arrays, and knows all the rest of the arguments."""
+    feature_group_count, batch_group_count = groups
     if isinstance(rhs, QArray) and not isinstance(lhs, QArray):
         # Scales that differ within a sum don't factor out of it.
         summed = [n for a, n in enumerate(rhs.scale.shape) if a != dn.rhs_spec[0]]
         rhs = dequantize(rhs) if math.prod(summed) > 1 else rhs
     dtype = output_dtype(lhs, rhs, preferred_element_type)
     how, values_l, values_r = _values(lhs, rhs, precision, dtype)
-
-    def run(left: jax.Array, right: jax.Array, precision: Any, sums: Any) -> jax.Array:
-        return lax.conv_general_dilated(
-            left,
-            right,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dn,
-            feature_group_count=feature_group_count,
-            batch_group_count=batch_group_count,
-            precision=precision,
-            preferred_element_type=sums,
-            out_sharding=out_sharding,
-        )
+    run = functools.partial(plain, out_sharding=out_sharding)
 
     def conv(left: jax.Array, right: jax.Array) -> jax.Array:
-        return run(left, right, how.precision, how.sums)
+        return run(left, right, precision=how.precision, preferred_element_type=how.sums)
 
     def float_conv(left: jax.Array, right: jax.Array) -> jax.Array:
-        return run(left, right, lax.Precision.HIGHEST, jnp.dtype(jnp.float32))
+        float32, highest = jnp.dtype(jnp.float32), lax.Precision.HIGHEST
+        return run(left, right, precision=highest, preferred_element_type=float32)
 
     features = values_r.shape[dn.rhs_spec[1]]
     window = math.prod(values_r.shape[a] for a in dn.rhs_spec[2:])

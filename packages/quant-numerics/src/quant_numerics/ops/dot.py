@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray
 from quant_numerics.formats.dtypes import compute_dtype, promote_floats
@@ -104,13 +105,18 @@ def dot_general(
             out_sharding=out_sharding,
         ).astype(dtype)
     how = arithmetic(lhs, rhs, precision)
-    try:
+
+    def run(lhs: Any, rhs: Any, out_sharding: Any) -> jax.Array:
         tiles = contracted_tiles(lhs, rhs, *dims[0])
         if _has_many_rows(lhs, rhs, dims, tiles):
             return _dequantized_dot(lhs, rhs, dims, how, out_sharding).astype(dtype)
         parts = evenly_tiled(lhs, rhs, tiles)
         sums = [_scaled_dot(left, right, dims, how, out_sharding) for left, right in parts]
         return functools.reduce(lax.add, sums).astype(dtype)
+
+    try:
+        reference = functools.partial(lax.dot_general, dimension_numbers=dims)
+        return sharded_as(run, reference, (lhs, rhs), out_sharding)
     except (TypeError, ValueError, IndexError):
         # What is wrong with the shapes or dimension numbers, lax says in the caller's terms.
         _output_shape(lhs, rhs, dims)

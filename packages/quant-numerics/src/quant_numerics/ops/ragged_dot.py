@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray
 from quant_numerics.formats.dtypes import compute_dtype, promote_floats
@@ -142,7 +144,24 @@ def ragged_dot_general(
             "matrices of the groups."
         )
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
-    group_sizes = jnp.asarray(group_sizes)
+    dims = ragged_dot_dimension_numbers
+
+    def reference(lhs: Any, rhs: Any, sizes: Any, out_sharding: None) -> jax.Array:
+        return lax.ragged_dot_general(lhs, rhs, sizes, dims)
+
+    run = functools.partial(_ragged_dot, dims, precision, preferred_element_type)
+    return sharded_as(run, reference, (lhs, rhs, jnp.asarray(group_sizes)))
+
+
+def _ragged_dot(
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+    lhs: QArray | jax.Array,
+    rhs: QArray | jax.Array,
+    group_sizes: jax.Array,
+    out_sharding: None = None,
+) -> jax.Array:
     dtype = output_dtype(lhs, rhs, preferred_element_type)
     if not isinstance(lhs, QArray) and not isinstance(rhs, QArray):
         common = promote_floats(lhs.dtype, rhs.dtype)
@@ -158,14 +177,8 @@ def ragged_dot_general(
             dequantize(x).astype(compute_dtype(x.dtype)) if isinstance(x, QArray) else x
             for x in (lhs, rhs)
         )
-        return ragged_dot_general(
-            left,
-            right,
-            group_sizes,
-            ragged_dot_dimension_numbers,
-            precision=lax.Precision.HIGHEST if precision is None else precision,
-            preferred_element_type=dtype,
-        )
+        precision = lax.Precision.HIGHEST if precision is None else precision
+        return _ragged_dot(ragged_dot_dimension_numbers, precision, dtype, left, right, group_sizes)
     rows = None
     if layout.group is not None and isinstance(rhs, QArray) and rhs.scale.shape[layout.group] > 1:
         rows = group_of_rows(group_sizes, lhs.shape[layout.ragged])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.packed import PackedQArray, unpack
 from quant_numerics.array.qarray import QArray
@@ -56,7 +58,20 @@ def take(
     axis = operator.index(axis) % ndim
     if not (isinstance(q, PackedQArray) and axis < ndim - 1):
         q = as_operand(q, "the array to take from")
-    size = q.shape[axis]
+    run = functools.partial(_taken, axis, mode, dequantize)
+    if not dequantize or isinstance(q, PackedQArray):
+        return run(q, indices)
+    return sharded_as(run, functools.partial(_reference, axis), (q, indices))
+
+
+def _reference(axis: int, x: Any, indices: Any, out_sharding: None) -> jax.Array:
+    return jnp.take(x, indices, axis)
+
+
+def _taken(
+    axis: int, mode: str, dequantize: bool, q: Any, indices: jax.Array, out_sharding: None = None
+) -> Any:
+    size, ndim = q.shape[axis], q.ndim
     count = indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
     wrapped = jnp.where(count < 0, count + size, count)
     inside = (wrapped >= 0) & (wrapped < size)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.qarray import QArray
 from quant_numerics.array.tiles import Slices, slices
 from quant_numerics.autodiff.pairs import Axis, LinearPair
@@ -85,7 +86,13 @@ class TrainingPair(LinearPair):
                 if backward.residual is not None:
                     wanted[1 - i] = full[1 - i]._replace(quantized=None)
                 residuals = (tuple(wanted), aux)
-                grads[i] = self.op.gradient(i, g, residuals, Cotangent(backward, own))
+
+                def gradient(
+                    g: jax.Array, residuals: Any, key: Any, i: int = i, how: Backward = backward
+                ) -> jax.Array:
+                    return self.op.gradient(i, g, residuals, Cotangent(how, key))
+
+                grads[i] = sharded_like(gradient, sides[i].value, g, residuals, own)
         return tuple(map(_masked, grads, sides))
 
     def batched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,9 +34,12 @@ def partition_product(
 
     def specs(arguments: Any) -> Any:
         (rows,), (panels,) = spec_of(arguments[0], (0,)), spec_of(arguments[1], (axis,))
-        if not by_panels or axes_in([rows]) & axes_in([panels]):
-            panels = None
+        panels = panels if by_panels else None
         rows = None if grouped else rows
+        if axes_in([rows]) & axes_in([panels]):
+            # Each device needs all of one of them: that of fewer bytes is gathered.
+            x, weight = (math.prod(a.shape) * a.dtype.itemsize for a in arguments[:2])
+            rows, panels = (None, panels) if x < weight else (rows, None)
         picks = [(None,), (None,)] if grouped else [()]
         weight = [(None, panels, None), *picks] if stacked else [(panels,)]
         return [(rows, None), *weight], [(rows, panels)]

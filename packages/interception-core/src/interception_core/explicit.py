@@ -1,0 +1,87 @@
+"""Ops on meshes whose axes are of type Explicit: shardings in types go around an op, not into it.
+
+The rules by which JAX propagates shardings in types know its own primitives. An op that is made of
+many of them, with reshapes that cut axes, says what comes out of it as a whole and leaves what is
+inside to the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def explicit_mesh(*trees: Any) -> Any:
+    """Return the abstract mesh along which arrays are explicitly sharded, or None.
+
+    Args:
+        trees: pytrees of arrays. Leaves of other types count as unsharded.
+    """
+    for leaf in jax.tree.leaves(trees):
+        sharding = _sharding(leaf)
+        if sharding is not None and any(part is not None for part in sharding.spec):
+            return sharding.mesh
+    return None
+
+
+def explicit_spec(x: Any) -> tuple[Any, ...]:
+    """Return the explicit mesh axes of each axis of an array, None for those without."""
+    sharding = _sharding(x)
+    spec = () if sharding is None else tuple(sharding.spec)
+    return spec + (None,) * (len(x.shape) - len(spec))
+
+
+def with_auto_axes(
+    mesh: Any,
+    fn: Callable[..., Any],
+    specs: Callable[[Any], Any],
+    *operands: Any,
+) -> Any:
+    """Call a function with the explicit axes of a mesh made Auto, its results explicit again.
+
+    Args:
+        mesh: the mesh, as ``explicit_mesh`` returns it.
+        fn: a function of the operands. It must close over no array of that mesh.
+        specs: called with the results; returns a PartitionSpec for each array of them, in a tree.
+        operands: pytrees of arrays.
+    """
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
+
+    def inward(x: Any) -> Any:
+        if _sharding(x) is None:
+            return x
+        return jax.sharding.reshard(x, NamedSharding(auto, PartitionSpec(*(None,) * x.ndim)))
+
+    with jax.sharding.use_abstract_mesh(auto):
+        found = fn(*jax.tree.map(inward, operands))
+    leaves, tree = jax.tree.flatten(found)
+    wanted = tree.flatten_up_to(specs(found))
+    return tree.unflatten(
+        jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        for x, spec in zip(leaves, wanted, strict=True)
+    )
+
+
+def parts_of(mesh: Any, axes: Any) -> int:
+    """Return into how many parts mesh axes, as an entry of a PartitionSpec, cut an axis."""
+    names: Sequence[str] = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    count = 1
+    for name in names:
+        count *= mesh.shape[name]
+    return count
+
+
+def _sharding(x: Any) -> NamedSharding | None:
+    """Return the sharding in an array's type, where it has a mesh with an explicit axis."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None

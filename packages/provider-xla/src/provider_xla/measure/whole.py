@@ -1,0 +1,34 @@
+"""Measures of arrays that are sharded along explicit mesh axes: numbers that each device has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from interception_core import explicit_mesh, with_auto_axes
+
+
+def whole_results(fn: Callable[..., Any], *operands: Any) -> Any:
+    """Call a function whose results are small; with explicit mesh axes each device has them whole.
+
+    Args:
+        fn: a function of the operands that closes over no sharded array.
+        operands: pytrees of arrays.
+    """
+    mesh = explicit_mesh(operands)
+    if mesh is None:
+        return fn(*operands)
+    return with_auto_axes(
+        mesh, fn, lambda found: jax.tree.map(lambda _: PartitionSpec(), found), *operands
+    )
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Return an array, each device with all of it where it was sharded along explicit mesh axes."""
+    if explicit_mesh(x) is None:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))

@@ -1,0 +1,227 @@
+"""Folders that several processes write: each its own shards, and one of them the index.
+
+A folder has ``jaxtap.index.json``, with the manifest, the pieces of each tensor and the checksums
+of the files, and a file of the safetensors format for each process. A piece is a block of a
+tensor; together the pieces of a tensor are all of it, each element once. Any number of processes
+loads it, each the pieces that its devices need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .errors import StoreError, damaged
+from .manifest import Manifest, StoredLeaf, Tree
+from .placing import Placement
+from .safetensors import Reader as File
+from .safetensors import Writer
+from .seal import BLANK, FIELD, canonical, is_intact, seal
+
+INDEX = "jaxtap.index.json"
+Block = tuple[tuple[int, int], ...]
+"""Where a piece begins and ends along each axis of its tensor."""
+
+
+def file_name(process: int, count: int) -> str:
+    """Return the name of the file of a process."""
+    return f"shard-{process + 1:05}-of-{count:05}.safetensors"
+
+
+def own_pieces(array: Any, is_first: bool) -> dict[Block, Any]:
+    """Return the blocks of an array that this process writes, each on the host or one device.
+
+    Of what is on several devices, one has the block to write. What is in this process alone, as
+    a NumPy array, is taken to be the same in all, and the first one writes it.
+
+    Args:
+        array: of NumPy or JAX.
+        is_first: whether this is the process with number 0.
+    """
+    is_own = not isinstance(array, jax.Array) or array.is_fully_addressable
+    if is_own and (jax.process_count() > 1 or not isinstance(array, jax.Array)):
+        return {tuple((0, size) for size in np.shape(array)): array} if is_first else {}
+    found = {}
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            sides = zip(shard.index, array.shape, strict=True)
+            block = tuple(side.indices(size)[:2] for side, size in sides)
+            found[block] = shard.data
+    return found
+
+
+def write_pieces(
+    path: Path, manifest: Manifest, pieces: Mapping[str, Mapping[Block, Any]]
+) -> dict[str, list[Any]]:
+    """Write a file of pieces, and return what the index says of them.
+
+    Args:
+        path: of the file, a new one.
+        manifest: of the tensors.
+        pieces: by tensor, its blocks here.
+
+    Returns:
+        By tensor, a list of [file, name of the piece, block].
+    """
+    listed: dict[str, list[Any]] = {}
+    arrays: dict[str, Any] = {}
+    types: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for tensor, blocks in pieces.items():
+        for number, (block, array) in enumerate(blocks.items()):
+            name = f"{tensor}@{number}"
+            arrays[name] = array
+            types[name] = manifest.tensors[tensor][0], tuple(end - begin for begin, end in block)
+            listed.setdefault(tensor, []).append([path.name, name, [list(side) for side in block]])
+    leaves = tuple(StoredLeaf(name, "numpy", {}, {"": name}) for name in arrays)
+    structure = {"dict": [[name, i] for i, name in enumerate(arrays)]}
+    own = Manifest(Tree(structure, leaves), None, types, None, manifest.versions)
+    with Writer(path, own) as writer:
+        for name, array in arrays.items():
+            writer.write(name, array)
+        writer.finish()
+    return listed
+
+
+def write_index(folder: Path, manifest: Manifest, listed: Sequence[Mapping[str, Any]]) -> None:
+    """Write the index of a folder that has all its files.
+
+    Args:
+        folder: where they are.
+        manifest: of the tensors.
+        listed: what ``write_pieces`` returned in each process.
+    """
+    pieces: dict[str, list[Any]] = {name: [] for name in manifest.tensors}
+    for one in listed:
+        for tensor, found in one.items():
+            pieces[tensor] += found
+    files = {file.name: _digest(file) for file in sorted(folder.glob("shard-*"))}
+    index = {FIELD: BLANK, "files": files, "manifest": manifest.as_json(), "pieces": pieces}
+    (folder / INDEX).write_bytes(seal(canonical(index).encode()))
+
+
+class Reader:
+    """Reads a folder of shards. A context manager.
+
+    The index and the headers of files are checked at once, a piece where it is read.
+
+    Raises:
+        StoreError: a file is missing, cut short or altered.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        text = (path / INDEX).read_bytes()
+        if not is_intact(text):
+            raise damaged(path, f"the checksum of {INDEX} is not its own")
+        try:
+            index = json.loads(text)
+            self.manifest = Manifest.from_json(index["manifest"])
+            self._pieces = {
+                tensor: [
+                    (str(file), str(name), tuple((int(a), int(b)) for a, b in block))
+                    for file, name, block in pieces
+                ]
+                for tensor, pieces in index["pieces"].items()
+            }
+            digests = dict(index["files"])
+        except StoreError as error:
+            raise StoreError(f"{path} can't be loaded: {error}") from error
+        except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
+            raise damaged(path, f"its {INDEX} can't be read ({error!r})") from error
+        self._check()
+        self._files = {}
+        for name, digest in digests.items():
+            if not (path / name).is_file():
+                raise damaged(path, f"its file {name} is missing")
+            if _digest(path / name) != digest:
+                raise damaged(path, f"the header of its file {name} is not its own")
+            self._files[name] = File(path / name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.__exit__()
+
+    def read(self, placements: Mapping[str, Placement]) -> _Tensors:
+        """Return the tensors by name, each of which is read when it is popped."""
+        return _Tensors(self, placements)
+
+    def block(
+        self, tensor: str, wanted: Block, pieces: dict[tuple[str, str], np.ndarray]
+    ) -> np.ndarray:
+        """Return a block of a tensor.
+
+        Args:
+            tensor: its name.
+            wanted: the block.
+            pieces: those that were read already, to which others are added.
+        """
+        dtype, _ = self.manifest.tensors[tensor]
+        result = np.empty([end - begin for begin, end in wanted], jnp.dtype(dtype))
+        for file, name, block in self._pieces[tensor]:
+            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, block, strict=True)]
+            if any(begin >= end for begin, end in both):
+                continue
+            if (file, name) not in pieces:
+                pieces[file, name] = self._files[file].tensor(name)
+            target, source = (
+                tuple(
+                    slice(begin - side[0], end - side[0])
+                    for (begin, end), side in zip(both, sides, strict=True)
+                )
+                for sides in (wanted, block)
+            )
+            result[target] = pieces[file, name][source]
+        return result
+
+    def _check(self) -> None:
+        """Raise StoreError unless the pieces of each tensor are all of it."""
+        if self._pieces.keys() != self.manifest.tensors.keys():
+            raise damaged(self._path, "its manifest names other tensors than it has")
+        for tensor, (_, shape) in self.manifest.tensors.items():
+            total = 0
+            for _, _, block in self._pieces[tensor]:
+                inside = len(block) == len(shape) and all(
+                    0 <= begin <= end <= size
+                    for (begin, end), size in zip(block, shape, strict=True)
+                )
+                if not inside:
+                    raise damaged(self._path, f"a piece of {tensor} is outside of it")
+                total += math.prod(end - begin for begin, end in block)
+            if total != math.prod(shape):
+                raise damaged(self._path, f"the pieces of {tensor} are not all of it")
+
+
+class _Tensors:
+    """Tensors that are put together when they are popped, on each device its part."""
+
+    def __init__(self, reader: Reader, placements: Mapping[str, Placement]):
+        self._reader, self._placements = reader, placements
+
+    def pop(self, name: str) -> Any:
+        shape = self._reader.manifest.tensors[name][1]
+        pieces: dict[tuple[str, str], np.ndarray] = {}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            sides = zip(index, shape, strict=True)
+            block = tuple(side.indices(size)[:2] for side, size in sides)
+            return self._reader.block(name, block, pieces)
+
+        return self._placements[name].fill(shape, part)
+
+
+def _digest(file: Path) -> str:
+    """Return the checksum of the header of a file, which has those of its tensors."""
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        return hashlib.sha256(start + opened.read(int.from_bytes(start, "little"))).hexdigest()
