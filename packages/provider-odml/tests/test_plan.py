@@ -1,6 +1,5 @@
 """Plans: what is decided for each kind of operation, and that both engines find the same."""
 
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
