@@ -24,12 +24,14 @@ class Fact:
         begin: inside an operation, the id of the mark that it begins with.
         channels: of what a product of a parameter has made, the axes that are the parameter's
             channels, in its order.
+        path: of what is computed from one parameter alone, the parameter's pytree path.
     """
 
     role: str
     tensor: str | None = None
     begin: str | None = None
     channels: tuple[int, ...] = ()
+    path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Use:
         dtype: its dtype.
         scalar: its value, if it is a constant number.
         channels: see ``Fact``.
+        path: see ``Fact``.
     """
 
     slot: int | str
@@ -53,6 +56,7 @@ class Use:
     dtype: str
     scalar: float | None = None
     channels: tuple[int, ...] = ()
+    path: str | None = None
 
 
 @dataclass(frozen=True)

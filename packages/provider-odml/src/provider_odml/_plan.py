@@ -157,42 +157,13 @@ class Plan:
         """Returns, by product, the last operation that is folded into its weight and bias."""
         return {d.head: op_id for op_id, d in self.decisions.items() if d.head is not None}
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns one row per operation, as JSON values."""
-        return [_row(decision, self) for decision in self.decisions.values()]
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values: its operations, sites, rules and problems."""
+        from ._table import as_json
+
+        return as_json(self)
 
     def __str__(self) -> str:
-        from tabulate import tabulate
+        from ._table import table
 
-        rows = self.rows()
-        table = tabulate(
-            [list(row.values()) for row in rows], headers=list(rows[0]) if rows else []
-        )
-        count = sum(not d.is_float and d.is_active for d in self.decisions.values())
-        return f"{table}\n{count} of {len(rows)} operations in integers, {len(self.sites)} ranges"
-
-
-def _row(decision: Decision, plan: Plan) -> dict[str, Any]:
-    node = decision.node
-    rule = "" if decision.rule is None else f"{decision.rule}: {plan.rules[decision.rule]}"
-    return {
-        "operation": node.op_id,
-        "shape": f"{node.dtype}{list(node.shape)}",
-        "rule": rule,
-        "inputs": ", ".join(f"{slot}: {_text(use)}" for slot, use in decision.inputs.items()),
-        "output": "" if decision.output is None else _text(decision.output),
-        "how": decision.reason
-        or ("fused" if decision.fused else "float" if decision.is_float else "integer"),
-    }
-
-
-def _text(use: Quantize) -> str:
-    match use:
-        case SiteUse(site=key):
-            return f"range of {key}"
-        case WeightUse(qtype=qtype, channel_axes=axes):
-            return f"{qtype} per channel {list(axes)}" if axes else qtype
-        case ConstantUse(qtype=qtype):
-            return f"{qtype} constant"
-        case DynamicUse():
-            return "int8, range found on the device"
+        return table(self)

@@ -44,12 +44,14 @@ class Training(Runtime):
         self._joined: dict[str, int] = {}
         self._before: jax.Array | None = None
         self._seen: Box | None = None
+        self._rows: Mapping[str, Any] = {}
 
     def begin(self, plan: Plan) -> None:
         """Note what the statistics are before a call of the program."""
         if self._stats is None:
             return
         self._before = self._stats.state
+        self._rows = _numbers(self._stats, self._before)
         joined = [key for key, site in plan.sites.items() if site.is_joined and site.fixed is None]
         if not joined or not self._update:
             return
@@ -62,6 +64,7 @@ class Training(Runtime):
     def forget(self) -> None:
         """Forgets the statistics: the model has been run."""
         self._stats = self._before = self._seen = None
+        self._rows = {}
 
     def activation(
         self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
@@ -93,17 +96,20 @@ class Training(Runtime):
             first = stats.row(site.key)
             rows = state[first : first + math.prod(site.steps)]
             return at_site(x, joined_row(rows, how.decay), how, False, quantize)[0]
-        own = jax.lax.dynamic_index_in_dim(base, row, keepdims=False)
+        place = row, np.int32(0)
+        own = jax.lax.dynamic_slice(base, place, (1, 3), allow_negative_indices=False).reshape(3)
         if not (update and site.is_joined):
             out, new, _ = at_site(x, own, how, update, quantize)
         else:
             assert self._seen is not None
-            place, seen = self._joined[site.key], self._seen.get()
-            out, new, bounds = at_site(x, own, how, True, quantize, seen[place])
-            self._seen.set(seen.at[place].set(bounds))
+            index, seen = self._joined[site.key], self._seen.get()
+            out, new, bounds = at_site(x, own, how, True, quantize, seen[index])
+            self._seen.set(seen.at[index].set(bounds))
         if update:
-            zero = np.int32(0)
-            stats.box.set(jax.lax.dynamic_update_slice(state, new[None], (row, zero)))
+            new = new.reshape(1, 3)
+            stats.box.set(
+                jax.lax.dynamic_update_slice(state, new, place, allow_negative_indices=False)
+            )
         return out
 
     def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
@@ -128,7 +134,7 @@ class Training(Runtime):
     def _row(self, stats: QuantStats, site: Site, call: OpCall) -> Any:
         """Return the row of a site, of this step; None where the step is not known."""
         try:
-            row, steps = stats.row(site.key), stats.steps(site.key)
+            row, steps = self._rows[site.key], stats.steps(site.key)
         except KeyError:
             raise OdmlError(
                 f"There are no statistics for {site.key}, only for {len(stats)} other "
@@ -136,11 +142,29 @@ class Training(Runtime):
                 "init(params, ...) of this model."
             ) from None
         if not steps:
-            return np.int32(row)
+            return row
         around = call.steps or ()
         if steps != site.steps or any(step.index is None for step in around[: len(steps)]):
             return None
         inner = np.int32(0)
         for step, length in zip(around, steps, strict=False):
             inner = inner * np.int32(length) + step.index
-        return inner + np.int32(row)
+        return inner + row
+
+
+def _numbers(stats: QuantStats, state: jax.Array) -> dict[str, Any]:
+    """Return the first row of each site in the state, int32.
+
+    XLA on CPU compiles equal kernels once, however often they are in a program. Those of a site
+    read and write its row, and are those of other sites too if the number of the row is an
+    operand. So it must be one that XLA does not know: counted on from the row before.
+    """
+    if not isinstance(state, jax.core.Tracer) or not len(stats):
+        return {key: np.int32(stats.row(key)) for key in stats}
+    # Of floats, x * 0 is not known to be 0; integer divisions are not computed twice.
+    zero = (jax.lax.stop_gradient(state)[0, 2] * np.float32(0)).astype(jnp.int32)
+    row, one, found = zero, zero + np.int32(1), {}
+    for key in stats:
+        found[key] = row = jax.lax.div(row, one)
+        row = row + np.int32(math.prod(stats.steps(key)))
+    return found

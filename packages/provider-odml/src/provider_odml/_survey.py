@@ -107,13 +107,17 @@ class _Visitor:
         elif ACTIVATION in roles or inside is not None:
             self._active(op, call, out, list(zip(slots, facts, values, strict=True)), inside)
         else:
-            others = {fact.role for x in args if is_array(x) and (fact := self.fact(call, x))}
+            known = [fact for x in args if is_array(x) and (fact := self.fact(call, x))]
+            others = {fact.role for fact in known}
             if op.kind is Kind.LOOKUP and WEIGHT in roles and ACTIVATION in others:
                 self._active(op, call, out, list(zip(slots, facts, values, strict=True)), None)
             elif ACTIVATION in others:
                 _attach(call, out, Fact(ACTIVATION))  # of integers: the indices of a lookup
             else:
-                _attach(call, out, Fact(WEIGHT if WEIGHT in others | roles else CONSTANT))
+                is_weight = WEIGHT in others | roles
+                paths = {fact.path for fact in [*known, *facts] if fact is not None}
+                path = paths.pop() if len(paths) == 1 else None
+                _attach(call, out, Fact(WEIGHT, path=path) if is_weight else Fact(CONSTANT))
         return out
 
     def _active(
@@ -198,12 +202,14 @@ class _Visitor:
         path = call.provenance(value)
         if path is not None:
             is_weight = path.startswith(self._params)
-            return Fact(WEIGHT) if is_weight else Fact(ACTIVATION, path)
+            return Fact(WEIGHT, path=path) if is_weight else Fact(ACTIVATION, path)
         roots = call.roots(value)
         if not roots:
             return None
         weight = all(root.startswith(self._params) for root in roots)
-        return Fact(WEIGHT if weight else ACTIVATION)
+        if not weight:
+            return Fact(ACTIVATION)
+        return Fact(WEIGHT, path=next(iter(roots)) if len(roots) == 1 else None)
 
 
 Operand = tuple[int | str, Fact | None, Any]
@@ -241,5 +247,5 @@ def _use(slot: int | str, fact: Fact | None, value: Any) -> Use:
     scalar = None
     if fact is None and not isinstance(value, jax.core.Tracer) and np.size(value) == 1:
         scalar = float(np.asarray(value, np.float64).reshape(()))
-    channels = () if fact is None else fact.channels
-    return Use(slot, role, tensor, tuple(value.shape), str(value.dtype), scalar, channels)
+    channels, path = ((), None) if fact is None else (fact.channels, fact.path)
+    return Use(slot, role, tensor, tuple(value.shape), str(value.dtype), scalar, channels, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,12 +12,11 @@ from typing import Any
 from .._errors import OdmlError
 from .._litert import Model, Tensor, save
 from .._ops import Kind
-from .._plan import ConstantUse, Decision, Plan, WeightUse
+from .._plan import ConstantUse, Plan, WeightUse
+from .._table import stored_bytes, why
 from ._page import page
 from ._results import FloatOp, Interface, Results, Weight
 from ._verify import OutputResult, SiteResult, bad_ranges
-
-_BITS = {"int2": 2, "int4": 4, "int8": 8, "int16": 16}
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Report(Results):
         for plan in plans:
             for op_id, decision in plan.decisions.items():
                 if decision.is_float and decision.node.op.kind is not Kind.OUTPUT:
-                    found[op_id] = FloatOp(op_id, decision.reason or _why(plan, decision))
+                    found[op_id] = FloatOp(op_id, decision.reason or why(plan, decision))
         found.update({one.operation: one for one in floats})
         return cls(
             tuple(sites),
@@ -133,18 +131,12 @@ class Report(Results):
         parts += [f"warning: {one}" for one in self.warnings]
         sizes = ", ".join(f"{k} {v}" for k, v in sorted(self.bytes_by_dtype.items()))
         count = sum(self.ops.values())
-        parts.append(f"bytes: {sizes}\n{count} operations, {self.float_ops} of them in float")
+        islands = sum(site.is_float for site in self.sites)
+        parts.append(
+            f"bytes: {sizes}\n{len(self.sites)} quantized places, {islands} of them computed in "
+            f"float\n{count} operations in the file, {self.float_ops} of them in float"
+        )
         return "\n\n".join(parts)
-
-
-def _why(plan: Plan, decision: Decision) -> str:
-    """Returns why an operation stays float that no reason was given for."""
-    if decision.rule is None:
-        return "no rule matches"
-    rule = plan.rules[decision.rule]
-    if rule.weight_qtype is None and rule.act_qtype is None:
-        return "its rule has no qtypes"
-    return "its rule is for products of parameters alone"
 
 
 def _interface(model: Model, name: str) -> Interface:
@@ -171,7 +163,7 @@ def _planned(plans: Sequence[Plan]) -> list[Weight]:
             for use in decision.node.uses:
                 placed = decision.inputs.get(use.slot)
                 if isinstance(placed, WeightUse | ConstantUse):
-                    bits = _BITS[placed.qtype] * math.prod(use.shape)
-                    one = Weight(op_id, placed.qtype, use.shape, -(-bits // 8))
+                    nbytes = stored_bytes(use, placed.qtype)
+                    one = Weight(op_id, placed.qtype, use.shape, nbytes)
                     found[op_id, use.slot] = one
     return list(found.values())

@@ -10,7 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from .plots import FIRST, SECOND, WARN, Bar, Row, chart
+from interception_core.report_kit import FIRST, SECOND, WARN, Bar, Row, chart
+
 from .results import OpQuality, Results
 from .text import show_bytes, show_error, show_ms, show_ranges, show_share, show_sqnr
 
@@ -53,22 +54,19 @@ def page(report: Results, title: str) -> str:
             (p for p in report.parameters if p.qtype is None), key=lambda p: -p.bytes_before
         ),
         timed=report.seconds is not None,
-        errors=_charts("error", *_error_rows(report, numbers)),
-        weights=_charts("size", *_size_rows(report)),
-        times=_charts("time", *_time_rows(report, numbers)),
+        errors=_charts(*_error_rows(report, numbers)),
+        weights=_charts(*_size_rows(report)),
+        times=_charts(*_time_rows(report, numbers)),
         low=LOW,
         sort_key=_sort_key,
     )
 
 
-def _charts(key: str, rows: Sequence[Row], label: str) -> dict[str, Any] | None:
+def _charts(rows: Sequence[Row], label: str) -> dict[str, Any] | None:
     """Returns a chart for wide pages and one for narrow ones, and how many rows are left out."""
     if not rows:
         return None
-    drawn = {
-        name: Markup(chart(rows[:SHOWN], width, label, f"{key}-{name}"))
-        for name, width in _WIDTHS.items()
-    }
+    drawn = {name: Markup(chart(rows[:SHOWN], width, label)) for name, width in _WIDTHS.items()}
     return {**drawn, "left": len(rows) - len(rows[:SHOWN]), "shown": len(rows[:SHOWN])}
 
 
