@@ -97,8 +97,8 @@ struct Finish {
   int64_t stride;
   int64_t rows;
   int planes;
-  const float* row_scales;
-  const uint8_t* scales;  // float32[16] of each panel, unaligned; for `sums`
+  const float* row_scales;  // null: 1
+  const uint8_t* scales;    // float32[16] of each panel, unaligned; null: 1
   int64_t scales_stride;
   uint8_t* y;  // unaligned
   DType y_dtype;

@@ -6,6 +6,8 @@
 
 #include "common/arena.h"
 #include "common/error.h"
+#include "matmul/checks.h"
+#include "matmul/floats.h"
 #include "matmul/kernels.h"
 #include "matmul/pack.h"
 
@@ -173,7 +175,7 @@ class Product {
       for (int64_t i = p; i < end; i += block) {
         const int64_t count = std::min(block, end - i);
         // Each header once, where its panel is about to be read.
-        if (begin_ == 0 && r == 0) keys += check_headers(i, count);
+        if (begin_ == 0 && r == 0) keys += check_headers(args_.weights, i, count);
         if (streamed_) {
           multiply_stream(i, count);
         } else {
@@ -189,16 +191,7 @@ class Product {
   }
 
   const uint8_t* panel_at(int64_t index) const {
-    return static_cast<const uint8_t*>(args_.weights.buffer) + index * args_.weights.panel_bytes;
-  }
-
-  uint64_t check_headers(int64_t panel, int64_t count) const {
-    uint64_t keys = 0;
-    for (int64_t i = panel; i < panel + count; ++i) {
-      const int columns = panel_columns(args_.weights.n, i, layout_.columns());
-      keys += check_header(panel_at(i), layout_, columns, i);
-    }
-    return keys;
+    return jaxtap::panel_at(args_.weights, index);
   }
 
   void multiply_stream(int64_t panel, int64_t count) {
@@ -293,7 +286,7 @@ class Product {
     f.rows = rows;
     f.planes = paired_ ? 1 : planes_;  // put together
     f.row_scales = row_scales_ + row;
-    f.scales = t.scales;
+    f.scales = exact_ ? t.scales : nullptr;  // else they are in the totals
     f.scales_stride = t.scales_stride;
     f.y = static_cast<uint8_t*>(args_.y) + ((begin_ + row) * n + column) * size;
     f.y_dtype = args_.y_dtype;
@@ -336,6 +329,7 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
     std::memset(args.y, 0, bytes);
     return;
   }
+  if (floats_suit(args, isa)) return multiply_floats(args, parallel);
   const int planes = args.planes == 0 ? default_planes(args.m) : args.planes;
   const Kernels* kernels = &kernels_of(isa);
   if (args.m * planes < kernels->least_rows) {

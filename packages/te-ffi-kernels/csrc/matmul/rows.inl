@@ -272,12 +272,12 @@ JAXTAP_INLINE void store_16(const float* values, DType dtype, uint8_t* y, int64_
   copy_16<2>(halves, y, count);
 }
 
-template <bool kExact, int kPlanes, typename Sum>
+template <bool kScaled, int kPlanes, typename Sum>
 inline void finish_rows(const Finish& f, const Sum* all_sums) {
   const int64_t size = f.y_dtype == DType::F32 ? 4 : 2;
   for (int64_t r = 0; r < f.rows; ++r) {
     const Sum* sums = all_sums + r * kPlanes * f.stride;
-    const float row_scale = f.row_scales[r];
+    const float row_scale = f.row_scales == nullptr ? 1.0f : f.row_scales[r];
     const uint8_t* panel_scales = f.scales;
     uint8_t* y = f.y + r * f.y_stride;
     for (int64_t c = 0; c < f.columns; c += 16) {
@@ -291,7 +291,7 @@ inline void finish_rows(const Finish& f, const Sum* all_sums) {
         }
         values[i] = value;
       }
-      if (!kExact) {  // the column scales are in the totals
+      if (!kScaled) {
         for (int i = 0; i < 16; ++i) values[i] *= row_scale;
       } else {
         __builtin_memcpy(scales, panel_scales, 64);
@@ -308,18 +308,20 @@ inline void finish_rows(const Finish& f, const Sum* all_sums) {
   }
 }
 
-template <bool kExact, typename Sum>
+template <bool kScaled, typename Sum>
 inline void finish_planes(const Finish& f, const Sum* sums) {
   if (f.planes == 1) {
-    finish_rows<kExact, 1>(f, sums);
+    finish_rows<kScaled, 1>(f, sums);
   } else {
-    finish_rows<kExact, 3>(f, sums);
+    finish_rows<kScaled, 3>(f, sums);
   }
 }
 
 inline void finish(const Finish& f) {
   if (f.sums != nullptr) {
     finish_planes<true>(f, f.sums);
+  } else if (f.scales != nullptr) {
+    finish_planes<true>(f, f.totals);
   } else {
     finish_planes<false>(f, f.totals);
   }

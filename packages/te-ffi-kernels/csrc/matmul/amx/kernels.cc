@@ -7,48 +7,13 @@
 #include "matmul/kernels.h"
 
 #include "common/convert.h"
-#include "common/amx_tile.h"
+#include "matmul/amx/shape.h"
 #include "matmul/halves.h"
 
 namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
-
-constexpr int64_t kRows = 32;  // two tiles of rows by two of columns: 4 sums, 2 and 2 operands
-
-// Tiles 0 to 3 are sums, row tile by row tile; 4 and 5 rows of x; 6 and 7 panels.
-struct Shape {
-  int64_t rows = 0;
-  int64_t panels = 0;
-  int64_t chunk = 0;  // rows of K per instruction
-
-  bool operator==(const Shape& other) const {
-    return rows == other.rows && panels == other.panels && chunk == other.chunk;
-  }
-};
-
-thread_local Shape configured;  // rows 0: none
-
-void configure(const Shape& shape) {
-  if (configured == shape) return;
-  TileConfig config;
-  const int64_t first = shape.rows < 16 ? shape.rows : 16;
-  const int64_t rows[2] = {first, shape.rows - first};
-  for (int i = 0; i < 2; ++i) {
-    if (rows[i] == 0) continue;
-    config.set(4 + i, rows[i], shape.chunk);
-    for (int j = 0; j < shape.panels; ++j) config.set(2 * i + j, rows[i], 64);
-  }
-  for (int j = 0; j < shape.panels; ++j) config.set(6 + j, shape.chunk / 4, 64);
-  tile_configure(config);
-  configured = shape;
-}
-
-void release() {
-  tile_release();
-  configured = Shape();
-}
 
 // The most rows of K per instruction that divide all segments: 64 but for odd groups.
 int64_t chunk_of(int64_t segment) {
@@ -89,27 +54,6 @@ void add_products(const Operands& o, const Shape& shape, int64_t k) {
   if (rows) return add_products<true, false>(o, k, shape.chunk);
   if (panels) return add_products<false, true>(o, k, shape.chunk);
   return add_products<false, false>(o, k, shape.chunk);
-}
-
-void zero_sums(const Shape& shape) {
-  tile_zero<0>();
-  if (shape.panels > 1) tile_zero<1>();
-  if (shape.rows > 16) tile_zero<2>();
-  if (shape.rows > 16 && shape.panels > 1) tile_zero<3>();
-}
-
-void load_sums(const Shape& shape, const int32_t* sums, int64_t stride) {
-  tile_load<0>(sums, 4 * stride);
-  if (shape.panels > 1) tile_load<1>(sums + 16, 4 * stride);
-  if (shape.rows > 16) tile_load<2>(sums + 16 * stride, 4 * stride);
-  if (shape.rows > 16 && shape.panels > 1) tile_load<3>(sums + 16 * stride + 16, 4 * stride);
-}
-
-void store_sums(const Shape& shape, int32_t* sums, int64_t stride) {
-  tile_store<0>(sums, 4 * stride);
-  if (shape.panels > 1) tile_store<1>(sums + 16, 4 * stride);
-  if (shape.rows > 16) tile_store<2>(sums + 16 * stride, 4 * stride);
-  if (shape.rows > 16 && shape.panels > 1) tile_store<3>(sums + 16 * stride + 16, 4 * stride);
 }
 
 void exact_block(const Tile& t, const Operands& o, const Shape& shape, int64_t r0, int64_t p0) {
