@@ -222,7 +222,7 @@ def test_a_decoder_with_einsum_projections_is_trained_by_a_trainer_of_adapters()
     net = Decoder(nnx.Rngs(0))
     model = quantize_model(net, PtqProvider(rules), tokens, positions, None, mask)
     assert len(model_plan(model).lora) == 10
-    optimizer = nnx.Optimizer(model, optax.sgd(1.0, momentum=0.9), wrt=nnx.LoRAParam)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.LoRAParam)
     frozen = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.LoRAParam)))
 
     @nnx.jit
