@@ -12,6 +12,7 @@ import jax
 
 from interception_core import Interceptor, TargetError
 from interception_core.engine_api import Taps
+from interception_core.log import logger
 
 from . import compat
 from .dataflow.axes import identity
@@ -28,6 +29,8 @@ from .proxy.array_proxy import ArrayProxy, is_proxy
 from .proxy.carrier import Carrier
 from .staging.marker import Packed
 from .state.carry import carry
+
+_log = logger("trace")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,10 +127,12 @@ class _Tapped:
         packed, held = _restored(args, kwargs)
         origins, watcher = _Origins(packed), Watcher(Session(self._current()))
         while (staged := self._stage(watcher, packed, held, origins)) is None:
+            _log.debug("%r is traced again: its own derivatives are tapped, too", self._fn)
             widen_mode(self._interceptor, watcher.early.met_nested)
             watcher = Watcher(Session(self._current()))
         leaves = leaves_of(list(held.values()))
         jaxpr, consts, result = staged
+        _log.debug("%r is traced: %d equations", self._fn, len(jaxpr.eqns))
         session = watcher.session
         build: Callable[[Sequence[Any]], Any] = result.build
         if carried := _carried(packed, held):

@@ -223,7 +223,7 @@ class TestEnvironment:
     def test_ours_are_listed(self):
         assert self.found(JAXTAP_DEBUG="1", JAXTAP_ACME_CACHE="x", HOME="/") == [
             ("ok", "JAXTAP_ACME_CACHE=x"),
-            ("ok", "JAXTAP_DEBUG=1: errors are printed with their traceback"),
+            ("ok", "JAXTAP_DEBUG=1: errors have a traceback, and logs go to stderr"),
         ]
 
     def test_those_of_the_kernels_are_known(self):

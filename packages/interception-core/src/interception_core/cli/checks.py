@@ -11,10 +11,10 @@ from packaging.version import Version
 
 from ..errors import KernelError, nearest_name, one_line
 from ..kernels.register import register_kernel
+from ..log import DEBUG
 from ..plugins import host as _host
 from ..plugins.registry import DISABLE, STRICT
 from ..plugins.specs import CheckResult, KernelSpec
-from .command_line import DEBUG
 
 _DISTRIBUTION = "interception-core"
 _PREFIX = "JAXTAP_"
@@ -22,7 +22,7 @@ _PREFIX = "JAXTAP_"
 _VARIABLES = {
     DISABLE: "plugins that are not loaded",
     STRICT: "a broken plugin is an error",
-    DEBUG: "errors are printed with their traceback",
+    DEBUG: "errors have a traceback, and logs go to stderr",
     "JAXTAP_ISA": "the instruction set of te-ffi-kernels",
     "JAXTAP_CUDA": "whether a build of te-ffi-kernels-cuda13 compiles its kernels",
 }

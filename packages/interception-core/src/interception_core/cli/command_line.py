@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,17 +15,16 @@ from importlib.metadata import version
 from typing import Any
 
 from ..errors import JaxtapError, PluginError, UnknownNameError
+from ..log import DEBUG, is_debug
 from ..plugins import host as _host
 from ..plugins.paths import resolve
 from ..plugins.registry import DISABLE, STRICT, Claim, Registry
 from ..plugins.specs import CommandSpec
 
-DEBUG = "JAXTAP_DEBUG"
-
 _EPILOG = f"""environment:
   {DISABLE}  plugin names, separated by commas, that are not loaded
   {STRICT}   1: a broken plugin is an error, not a warning
-  {DEBUG}            1: errors come with a traceback
+  {DEBUG}            1: errors come with a traceback, and logs go to stderr
 """
 
 
@@ -62,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: JaxtapError, status: int) -> int:
-    if os.environ.get(DEBUG, "") not in ("", "0"):
+    if is_debug():
         traceback.print_exception(error)
     else:
         print(f"jaxtap: error: {error}", file=sys.stderr)

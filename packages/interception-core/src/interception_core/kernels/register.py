@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..errors import KernelError, PluginError, one_line
+from ..log import logger
 from ..plugins import host as _host
 from ..plugins.paths import resolve
 from ..plugins.registry import DISABLE, conflict
 from ..plugins.specs import KernelSpec
 from .target import FfiTarget
+
+_log = logger("kernels")
 
 
 class _Owner(NamedTuple):
@@ -62,6 +65,7 @@ def register_kernel(spec: KernelSpec) -> str:
         done = _outcomes.get(spec.key)
         if done is None:
             done = _outcomes[spec.key] = _Outcome(spec, owner, _error(spec, owner))
+            _log.debug("%s: %s", owner.label, done.error or "registered with XLA")
         elif done.spec != spec:
             raise KernelError(
                 f"{owner.label} cannot be registered: the target is that of {done.owner.label} "

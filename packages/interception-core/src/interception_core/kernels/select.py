@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..errors import PluginError, PluginWarning, one_line
+from ..log import logger
 from ..plugins import host as _host
 from ..plugins.hookspecs import SELECT
 from ..plugins.kernel_call import KernelCall
 from ..plugins.paths import resolve
 from ..plugins.registry import Claim, Registry
 from ..plugins.specs import KernelSpec
+
+_log = logger("kernels")
 
 
 class KernelChoice(NamedTuple):
@@ -90,6 +93,8 @@ def select_kernel(
     if call not in choices:
         choice, faults = _choose(registry, call)
         choices.setdefault(call, choice)
+        chosen = choice.spec.target if choice.spec else "no kernel"
+        _log.debug("%s: %s (%s)", call, chosen, choice.reason)
         for fault in faults:
             warnings.warn(fault, PluginWarning, stacklevel=2)
     return choices[call]

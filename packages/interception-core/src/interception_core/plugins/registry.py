@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import PluginError, nearest_name, one_line, unknown_name
+from ..log import logger
 from .discovery import Found
 from .loading import Loaded, load, record_of
 from .records import PluginRecord
@@ -14,6 +15,7 @@ from .specs import Spec
 DISABLE = "JAXTAP_DISABLE_PLUGINS"
 STRICT = "JAXTAP_STRICT_PLUGINS"
 
+_log = logger("plugins")
 
 S = TypeVar("S", bound=Spec)
 
@@ -126,6 +128,8 @@ def build(installed: Iterable[Found], environ: Mapping[str, str]) -> Registry:
     loaded = [_load_unless(found, installed, disabled, strict) for found in installed]
     claims = _claims(loaded)
     records = tuple(_with_conflicts(one.record, claims) for one in loaded)
+    for record in records:
+        _log.debug("%s: %s (%d declarations)", record.label, record.status, len(record.provides))
     warnings = [*_unknown_disabled(disabled, installed), *_warnings(records)]
     selectors = tuple(Selector(one.record, one.select) for one in loaded if one.select)
     return Registry(records, MappingProxyType(claims), tuple(warnings), strict, selectors)

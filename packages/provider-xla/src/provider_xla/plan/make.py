@@ -12,6 +12,7 @@ import jax
 import quant_numerics as qn
 from hijax_trace import used_inputs
 from interception_core import Engine, platform_of
+from interception_core.log import logger
 
 from ..program.arrays import is_array, of_arrays
 from ..program.granularity import Granularity
@@ -26,6 +27,8 @@ from .plan import PlanData
 from .quantize import carried
 from .survey import Survey, Use
 from .weight import WeightPlan
+
+_log = logger("xla")
 
 
 def make_plan(
@@ -68,6 +71,7 @@ def make_plan(
     ]
     problems = (*survey.problems, *unused)
     ops = Report(records)
+    _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
     known = (survey.ranges, rules, engine, argnum, leaves, fn, abstract)
     plan = PlanData(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
     if not any(weight.derived for weight in weights.values()):
