@@ -72,8 +72,7 @@ def plan_maker(fn, params, example, before=()):
 
 def digits():
     """Both models of ``jaxtap demo``, on the images that they weren't trained on."""
-    from provider_xla.demo.models import MODELS
-    from provider_xla.demo.training import Digits, train
+    from provider_xla.demo import MODELS, Digits, train
 
     print("| model | tiles | weights | bits | error, test images | accuracy | same digit |")
     print("| --- " * 7 + "|")

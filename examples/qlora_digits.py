@@ -11,8 +11,7 @@ import numpy as np
 import optax
 
 from provider_xla import PtqProvider, QuantizationRule
-from provider_xla.demo.models import MODELS
-from provider_xla.demo.training import Digits, train
+from provider_xla.demo import MODELS, Digits, train
 
 MODEL = MODELS[1]  # attention
 BATCH, EPOCHS = 64, 12
