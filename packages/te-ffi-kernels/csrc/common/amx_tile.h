@@ -57,6 +57,12 @@ inline void tile_multiply() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
+// The same of int8 in kB.
+template <int kC, int kA, int kB>
+inline void tile_multiply_signed() {
+  __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
 // kC (float32) += kA times kB (bfloat16, 2 rows interleaved): the products of even and those of odd
 // places are summed apart, in float32, and their sum is added. Subnormal numbers are zeros
 // everywhere, and all sums are rounded half to even, whatever the processor's modes.
@@ -128,8 +134,8 @@ inline void tile_store(void* base, int64_t stride) {
   }
 }
 
-template <int kC, int kA, int kB>
-inline void tile_multiply() {
+template <int kC, int kA, int kB, typename Right>
+inline void emulate_multiply() {
   EmulatedTiles& e = emulated();
   EmulatedTiles::require(e.rows(kA) == e.rows(kC) && e.row_bytes(kB) == e.row_bytes(kC) &&
                          e.row_bytes(kA) == 4 * e.rows(kB));
@@ -139,11 +145,22 @@ inline void tile_multiply() {
       std::memcpy(&sum, &e.data[kC][m][4 * n], 4);
       for (int k = 0; k < e.row_bytes(kA); ++k) {
         const int a = static_cast<int8_t>(e.data[kA][m][k]);
-        sum += static_cast<uint32_t>(a * e.data[kB][k / 4][4 * n + k % 4]);
+        const int b = static_cast<Right>(e.data[kB][k / 4][4 * n + k % 4]);
+        sum += static_cast<uint32_t>(a * b);
       }
       std::memcpy(&e.data[kC][m][4 * n], &sum, 4);
     }
   }
+}
+
+template <int kC, int kA, int kB>
+inline void tile_multiply() {
+  emulate_multiply<kC, kA, kB, uint8_t>();
+}
+
+template <int kC, int kA, int kB>
+inline void tile_multiply_signed() {
+  emulate_multiply<kC, kA, kB, int8_t>();
 }
 
 // A sum of two float32, or of one and a product of two bfloat16, is rounded by this alone: where it

@@ -8,6 +8,7 @@
 #include "ffi/call.h"
 #include "ffi/pack_call.h"
 #include "ffi/product_call.h"
+#include "matmul/floats.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
 #include "matmul/take.h"
@@ -16,16 +17,17 @@ namespace jaxtap::ffi {
 namespace {
 
 // Runs the kernel once on next to nothing, so that its code is in memory.
-void MultiplyOnce(const PanelLayout& layout, int planes, Isa isa) {
+void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int planes, Isa isa) {
   const int64_t k = layout.k, n = layout.columns();
   std::vector<int8_t> codes(k * n, 1);
   std::vector<uint8_t> scales(layout.scale_bytes(), 0), buffer(layout.panel_bytes());
-  std::vector<float> x(k, 1.0f), y(n);
+  std::vector<float> x(rows * k), y(rows * n);
   const Parallel serial;
   pack(codes.data(), scales.data(), n, layout, buffer.data(), 1, layout.panel_bytes(), serial);
   Matmul args;
   args.x = x.data();
-  args.m = 1;
+  args.x_dtype = dtype;
+  args.m = rows;
   args.weights = {buffer.data(), 1, layout.panel_bytes(), n, layout};
   args.y = y.data();
   args.planes = planes;
@@ -41,7 +43,10 @@ void WarmProduct(const typename Op::Config& config) {
   PanelLayout layout = config.layout;
   layout.k = 64;
   layout.group = 0;
-  MultiplyOnce(layout, kPlanes, selected_isa());
+  MultiplyOnce(layout, DType::F32, 1, kPlanes, selected_isa());
+  if (kPlanes == 0 && selected_isa() == Isa::kAmx) {
+    MultiplyOnce(layout, DType::BF16, kManyRows, kPlanes, selected_isa());
+  }
 }
 
 int64_t Bytes(const Array& array) { return static_cast<int64_t>(byte_size(array.dtype)); }

@@ -12,7 +12,7 @@ namespace {
 // Rows from which dequantizing the weight pays. Fewer take the time of reading it, and it is smaller
 // as it lies. Without groups integer products have little to rescale.
 int64_t least_rows(const PanelLayout& layout) {
-  return layout.bits == 4 ? 16 : layout.group != 0 ? 64 : 256;
+  return layout.bits == 4 ? 16 : layout.group != 0 ? 64 : kManyRows;
 }
 
 // Rows of x that are multiplied with all weights of a task before the next ones are, by blocks of

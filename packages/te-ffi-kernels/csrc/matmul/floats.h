@@ -66,6 +66,9 @@ struct FloatKernels {
 const FloatKernels& amx_float_kernels();
 #endif
 
+// Rows from which every weight is multiplied so.
+constexpr int64_t kManyRows = 256;
+
 // Whether a product is computed here: on AMX, with many rows of bfloat16 as they are.
 bool floats_suit(const Matmul& args, Isa isa);
 

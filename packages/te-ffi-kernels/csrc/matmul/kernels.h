@@ -19,7 +19,8 @@ struct Tile {
   const int8_t* x;  // [rows, x_stride]
   int64_t x_stride;
   int64_t rows;
-  const int32_t* offsets;  // [rows, offsets_stride]: zero point * sum of x over each segment
+  // [rows, offsets_stride]: zero point * sum of x over each segment. Null: codes are signed.
+  const int32_t* offsets;
   int64_t offsets_stride;
 
   const uint8_t* codes;  // codes of the first panel
@@ -106,7 +107,7 @@ struct Finish {
   int64_t columns;
 };
 
-// A panel of 4 bits to what two of 8 bits hold, with zero point 8.
+// A panel of 4 bits to what two of 8 bits hold, with zero point 8 or as signed codes.
 struct Expand {
   const uint8_t* payload;  // of the panel, unaligned
   int scale_bits;
@@ -123,6 +124,7 @@ struct Kernels {
   int64_t block_panels;  // panels that are multiplied by all rows before the next ones are
   int64_t block_k;       // rows of K too, for exact sums; a multiple of 64
   int64_t least_rows;    // plane rows from which these kernels are worthwhile
+  bool expands_signed;   // what `expand_panel` gives
   void (*exact8)(const Tile&);
   void (*scaled8)(const Tile&);
   void (*paired8)(const Tile&);

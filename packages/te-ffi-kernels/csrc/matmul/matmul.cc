@@ -97,7 +97,9 @@ class Product {
     grouped_x_ = paired_ || (planes == 1 && layout.group != 0);
     const int64_t most_code = layout.bits == 8 ? 128 : 8;
     whole_ = kPairLimit * most_code * segment_k_ <= INT32_MAX;
-    stride_ = k_ + 64;  // rows a power of two apart would share cache sets
+    // Rows a power of two apart would share cache sets.
+    stride_ = k_ + 64;
+    segments_stride_ = segments_ + 16;
   }
 
   void run(int64_t begin, int64_t end, const Parallel& parallel) {
@@ -105,10 +107,10 @@ class Product {
     rows_ = end - begin;
     const int64_t plane_rows = rows_ * planes_;
     planes_of_x_ = Arena<PlanesTag>::get_array<int8_t>(plane_rows * stride_);
-    offsets_ = Arena<OffsetsTag>::get_array<int32_t>(plane_rows * segments_);
+    offsets_ = Arena<OffsetsTag>::get_array<int32_t>(plane_rows * segments_stride_);
     row_scales_ = Arena<ScalesTag>::get_array<float>(rows_);
     if (grouped_x_) {
-      group_scales_ = Arena<GroupScalesTag>::get_array<float>(rows_ * segments_);
+      group_scales_ = Arena<GroupScalesTag>::get_array<float>(rows_ * segments_stride_);
     }
     const int64_t few = std::max<int64_t>(1, (int64_t{1} << 15) / k_);
     parallel.ranges(rows_, few, [&](int64_t from, int64_t to) {
@@ -130,20 +132,20 @@ class Product {
     q.zero_point = layout_.bits == 8 ? 128 : 8;
     q.out = planes_of_x_ + row * planes_ * stride_;
     q.out_stride = stride_;
-    q.offsets = offsets_ + row * planes_ * segments_;
-    q.offsets_stride = segments_;
+    q.offsets = offsets_ + row * planes_ * segments_stride_;
+    q.offsets_stride = segments_stride_;
     q.scale = row_scales_ + row;
     if (!grouped_x_) return kernels_.quantize(q);
     // What is left to multiply rows with is 1.
     *q.scale = 1.0f;
     if (paired_) {
-      q.scale = group_scales_ + row * segments_;
+      q.scale = group_scales_ + row * segments_stride_;
       return kernels_.quantize_pairs(q);
     }
     // Each group as a row of its own.
     q.k = q.padded_k = layout_.group;
     for (int64_t i = 0; i < segments_; ++i) {
-      q.scale = group_scales_ + row * segments_ + i;
+      q.scale = group_scales_ + row * segments_stride_ + i;
       kernels_.quantize(q);
       q.x += layout_.group * static_cast<int64_t>(byte_size(args_.x_dtype));
       q.out += layout_.group;
@@ -202,10 +204,10 @@ class Product {
     s.rows = rows_;
     s.planes = planes_;
     s.offsets = offsets_;
-    s.offsets_stride = segments_;
+    s.offsets_stride = segments_stride_;
     // Codes of x are rescaled before the scales of the weight, planes after.
     s.x_scales = grouped_x_ ? group_scales_ : planes_ == 1 ? row_scales_ : nullptr;
-    s.x_scales_stride = grouped_x_ ? segments_ : 1;
+    s.x_scales_stride = grouped_x_ ? segments_stride_ : 1;
     s.x_scales_step = grouped_x_ ? 1 : 0;
     s.row_scales = planes_ == 3 ? row_scales_ : nullptr;
     s.whole = whole_;
@@ -232,8 +234,8 @@ class Product {
     t.x = planes_of_x_ + r * stride_;
     t.x_stride = stride_;
     t.rows = rows;
-    t.offsets = offsets_ + r * segments_;
-    t.offsets_stride = segments_;
+    t.offsets = offsets_ + r * segments_stride_;
+    t.offsets_stride = segments_stride_;
     t.codes = first + layout_.codes_offset();
     t.codes_stride = panel_bytes;
     t.panels = panels;
@@ -245,7 +247,7 @@ class Product {
     t.scales_stride = panel_bytes;
     t.scales_step = layout_.group == 0 ? 0 : 64;
     t.whole = whole_;
-    if (grouped_x_) t.x_scales = group_scales_ + r / planes_ * segments_;
+    if (grouped_x_) t.x_scales = group_scales_ + r / planes_ * segments_stride_;
     t.totals = reinterpret_cast<float*>(t.sums);
     if (layout_.bits == 4) {
       uint8_t* codes = Arena<CodesTag>::get_array<uint8_t>(panels * 16 * k_);
@@ -259,6 +261,7 @@ class Product {
       t.scales_stride = 64 * groups;
       t.codes = codes;
       t.codes_stride = 16 * k_;
+      if (kernels_.expands_signed) t.offsets = nullptr;
     }
     if (paired_) {
       kernels_.paired8(t);
@@ -299,7 +302,7 @@ class Product {
   const PanelLayout layout_;
   const int planes_;
   const Kernels& kernels_;
-  int64_t k_, segment_k_, segments_, stride_;
+  int64_t k_, segment_k_, segments_, segments_stride_, stride_;
   bool exact_;
   bool streamed_;   // few rows of a weight of 4 bits
   bool paired_;     // two planes, with a scale for each segment of a row

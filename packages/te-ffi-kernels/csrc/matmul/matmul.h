@@ -1,4 +1,4 @@
-// y = x @ w for packed integer weights, on integer units.
+// y = x @ w for packed integer weights, on integer units, and on AMX in bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +33,14 @@ struct Matmul {
   //   2: x in fixed point with 15 bits of the largest magnitude of each group of the weight, or of
   //      each 256 numbers of a row where it has no groups.
   //   3: x in fixed point with 23 bits of the row's largest magnitude.
-  //   0: 3 for up to 4 rows, and 2 beyond.
+  //   0: 3 for up to 4 rows, and 2 beyond; none for many rows of bfloat16 on AMX, which are
+  //      multiplied as they are with weights in bfloat16: see matmul/floats.h.
   int planes = 0;
 };
 
 // Any m, k, n >= 0; x and y float32, bfloat16 or float16. With planes == 1 a row with a NaN is NaN,
-// one with an infinity has infinities or NaN; otherwise a row with either is NaN.
+// one with an infinity has infinities or NaN; otherwise a row with either is NaN, but for one with an
+// infinity that is multiplied in bfloat16.
 // Throws Error (invalid argument) for dtypes, sizes and weights that do not fit.
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa);
 

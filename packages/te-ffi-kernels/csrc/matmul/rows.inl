@@ -327,15 +327,18 @@ inline void finish(const Finish& f) {
   }
 }
 
-inline void expand_nibbles(const uint8_t* nibbles, int64_t stride, int64_t lines, uint8_t* out) {
+// Codes less `zero`.
+inline void expand_nibbles(const uint8_t* nibbles, int64_t stride, int64_t lines, int zero,
+                           uint8_t* out) {
   for (int64_t i = 0; i < lines; ++i, nibbles += stride, out += 128) {
     for (int j = 0; j < 64; ++j) {
-      out[j] = nibbles[j] & 0x0f;
-      out[64 + j] = static_cast<uint8_t>(nibbles[j] >> 4);
+      out[j] = static_cast<uint8_t>((nibbles[j] & 0x0f) - zero);
+      out[64 + j] = static_cast<uint8_t>((nibbles[j] >> 4) - zero);
     }
   }
 }
 
+template <int kZero>
 inline void expand_panel(const Expand& e) {
   const uint8_t* at = e.payload;
   uint8_t* codes[2] = {e.codes, e.codes + 16 * e.groups * e.group};
@@ -345,7 +348,7 @@ inline void expand_panel(const Expand& e) {
     at += 4 * e.scale_bits;
     for (int half = 0; half < 2; ++half) {
       __builtin_memcpy(e.scales + 16 * (half * e.groups + g), scales + 16 * half, 64);
-      expand_nibbles(at + 64 * half, 128, e.group / 8, codes[half]);
+      expand_nibbles(at + 64 * half, 128, e.group / 8, kZero, codes[half]);
       codes[half] += 16 * e.group;
     }
     at += 16 * e.group;

@@ -78,7 +78,10 @@ def test_weight_only_beside_float64(data, dtype):
     y = op(x, packed(codes, scale, bits), out_dtype=jnp.float32)
     full, wide = matrix(codes, scale), np.asarray(x, np.float64)
     error = np.abs(np.asarray(y, np.float64) - wide @ full)
-    bound = fixed_point_steps(wide, scale) @ np.abs(full) + 2.0**-21 * (np.abs(wide) @ np.abs(full))
+    sums = 2.0**-21
+    if te.isa() == "amx" and dtype == jnp.bfloat16 and bits == 4 and len(x) >= 16:
+        sums += 2.0**-8  # weights are rounded to bfloat16
+    bound = fixed_point_steps(wide, scale) @ np.abs(full) + sums * (np.abs(wide) @ np.abs(full))
     assert (error <= bound + 1e-44).all()
 
 

@@ -29,9 +29,9 @@ inline void configure(const Shape& shape) {
   for (int i = 0; i < 2; ++i) {
     if (rows[i] == 0) continue;
     config.set(4 + i, rows[i], shape.chunk);
-    for (int j = 0; j < shape.panels; ++j) config.set(2 * i + j, rows[i], 64);
+    for (int j = 0; j < 2 && j < shape.panels; ++j) config.set(2 * i + j, rows[i], 64);
   }
-  for (int j = 0; j < shape.panels; ++j) config.set(6 + j, shape.chunk / 4, 64);
+  for (int j = 0; j < 2 && j < shape.panels; ++j) config.set(6 + j, shape.chunk / 4, 64);
   tile_configure(config);
   configured = shape;
 }

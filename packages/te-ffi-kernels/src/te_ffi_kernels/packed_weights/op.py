@@ -73,7 +73,10 @@ def gemm_w8a16(
     Activations are taken in fixed point, so that integer units sum the products exactly: up to four
     rows with 23 bits of the row's largest magnitude; more with 15 bits of the largest of each group
     of rows of the weight, or of each 256 where it has no groups, which is a relative error of about
-    2e-5. Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN.
+    2e-5. On a CPU with AMX 64 rows of bfloat16 or more (256 with a weight without groups) are
+    multiplied in bfloat16: x as it is, a weight with groups rounded to bfloat16, sums in float32.
+    Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN, or in bfloat16 on AMX
+    infinities where x has one.
     """
     return _product("gemm_w8a16", 8, x, weight, out_dtype, index, group_sizes)
 
@@ -98,7 +101,10 @@ def gemv_w4(
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """Multiply as ``gemm_w8a16`` any number of rows, with a weight packed by ``pack_w4``."""
+    """Multiply as ``gemm_w8a16`` any number of rows, with a weight packed by ``pack_w4``.
+
+    On a CPU with AMX it multiplies in bfloat16 from 16 rows of bfloat16 on.
+    """
     return _product("gemv_w4", 4, x, weight, out_dtype, index, group_sizes)
 
 
