@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .box.types import BoxType, mut_types
     from .compat.jaxpr import used_inputs
     from .dataflow.expression import Expression, Leaf
+    from .dataflow.nodes import is_cut
     from .dataflow.replay import carriers_of, mapped_axes, mapped_rows, replay, root_of
     from .engine import TraceEngine
     from .hi.hiprim import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
     from .proxy.move import Move, MoveError
+    from .proxy.shards import Shards
 
 __version__ = version("hijax-trace")
 
@@ -54,6 +56,7 @@ __all__ = [
     "Move",
     "MoveError",
     "Part",
+    "Shards",
     "Shared",
     "TraceEngine",
     "Zero",
@@ -61,6 +64,7 @@ __all__ = [
     "bdims_at_front",
     "carriers_of",
     "instantiate_zeros",
+    "is_cut",
     "is_high",
     "jit",
     "jvp_from_lin",
@@ -99,12 +103,14 @@ _LAZY = {
     "Move": "proxy.move",
     "MoveError": "proxy.move",
     "Part": "proxy.array_proxy",
+    "Shards": "proxy.shards",
     "Shared": "proxy.array_proxy",
     "TraceEngine": "engine",
     "Zero": "hi.hiprim",
     "bdims_at_front": "hi.hiprim",
     "carriers_of": "dataflow.replay",
     "instantiate_zeros": "hi.hiprim",
+    "is_cut": "dataflow.nodes",
     "is_high": "hi.inspect",
     "jit": "box.jit",
     "jvp_from_lin": "hi.hiprim",

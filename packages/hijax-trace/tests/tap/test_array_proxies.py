@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
 from jaxtap_testkit.coded import coded
+from jaxtap_testkit.meshes import line
 
 pytestmark = pytest.mark.sample(2)
 
@@ -303,6 +305,36 @@ def test_a_proxy_that_is_lost_says_why():
     assert "axis 0, which has one scale" in why(stacked, coded(3, 8, 8, axes=(1,)))
     # What is computed from it is another value, and was never to have one.
     assert why(lambda w, x: x @ (2 * w), w) is None
+
+
+CUTS = {
+    "columns": ((8, 8), {}, P(None, "d"), P(), P(None, "d"), True),
+    "rows": ((8, 8), {"axes": (1,)}, P("d"), P(None, "d"), P(), True),
+    "rows in tiles": ((16, 8), {"groups": (8, 1)}, P("d"), P(None, "d"), P(), True),
+    "rows across tiles": ((16, 8), {"groups": (2, 1)}, P("d"), P(None, "d"), P(), False),
+}
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("name", CUTS)
+def test_a_device_has_its_part(name, is_checked):
+    """Inside of shard_map: elements and their scales, where no scale belongs to several parts."""
+    shape, kind, cut, rows, out, expected = CUTS[name]
+    mesh, found = line(size=4), []
+
+    def body(w, x):
+        y = x @ w
+        return jax.lax.psum(y, "d") if out == P() else y
+
+    def model(w, x):
+        specs = {"in_specs": (cut, rows), "out_specs": out, "check_vma": is_checked}
+        return jax.shard_map(body, mesh=mesh, **specs)(w, x)
+
+    w, x = coded(*shape, **kind), jnp.arange(4.0 * shape[0]).reshape(4, shape[0])
+    actual = jax.jit(tap(model, "function", found))(w, x)
+    assert found == [expected]
+    reference = np.asarray(x, np.float64) @ np.asarray(w.restore(), np.float64)
+    np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-4)
 
 
 def test_an_array_twice_is_one():

@@ -100,6 +100,7 @@ from .pjit import (
     scan_parts,
     shard_map_options,
     shard_map_p,
+    shard_of,
     while_p,
     with_rule,
     wrap_fun,

@@ -121,6 +121,13 @@ def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
     return context
 
 
+def shard_of(aval: Any, spec: Any, params: dict[str, Any]) -> Any:
+    """Return the type of what a device has of an operand of that shard_map (0.10.2 - 0.12)."""
+    return core.shard_aval(
+        params["mesh"], params["newly_manual_axes"], params["check_vma"], spec, aval
+    )
+
+
 def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
     """Return how ``jax.shard_map`` is told of all but its results (0.10.2 - 0.12)."""
     return {

@@ -139,6 +139,11 @@ class Shard(Expression):
         return f"shard({operands[0]})"
 
 
+def is_cut(expression: Expression) -> bool:
+    """Return whether a value is made of a device's part of another, inside ``shard_map``."""
+    return any(isinstance(node, Shard) for node in expression.nodes())
+
+
 class Operation(Expression):
     """A result of a primitive.
 

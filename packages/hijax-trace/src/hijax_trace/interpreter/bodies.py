@@ -22,7 +22,7 @@ from .hi_prims import TappedPrim
 from .memo import Tapped
 from .rules import Reinterpret, prim_rule, stage_again, tapped_rule
 from .session import Session
-from .taken import NONE_TAKEN, Taken, taken
+from .taken import NONE_TAKEN, Taken, shared_out, taken
 
 
 class Entered(NamedTuple):
@@ -58,7 +58,10 @@ def enter(
     before = session.numbers.copy()
     bodies = holder.bodies(params, len(values))
     proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
-    held = [taken(body, proxies) for body in bodies]
+    is_sharded = primitive is compat.shard_map_p and bool(proxies)
+    held = [
+        shared_out(body, proxies, params) if is_sharded else taken(body, proxies) for body in bodies
+    ]
     # What JAX would have inlined is no function of the program: each call is one of its own.
     shared = not compat.is_inlined(primitive, params)
     with holder.context(params):
@@ -93,6 +96,10 @@ def enter(
     all_values += trailing
     new = holder.more_steps(params, len(trailing))
     new = holder.rebuild(new, jaxprs, [len(part) for part in extra])
+    if held[0].specs:
+        given, specs = len(tapped[0].extra), new["in_specs"]
+        last = specs[given + len(held[0].specs) :]
+        new["in_specs"] = (*specs[:given], *held[0].specs, *last)
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
     if primitive is compat.call_hi_primitive_p:

@@ -15,6 +15,7 @@ import numpy as np
 from .front import leading
 from .move import Move, MoveError
 from .moves import MOVES, data_of, move
+from .shards import Shards, sliced
 from .updates import UPDATES, Update, axes_of, written
 
 SAME = frozenset(
@@ -197,6 +198,17 @@ class ArrayProxy(abc.ABC):
         if all(is_shared(leaf) or np.shape(leaf)[:1] == count for leaf in leaves):
             return moved
         return Lost(shape, self.dtype, f"steps along axis {axis}, which has one scale or tiles")
+
+    def shards(self, counts: Sequence[int]) -> Shards:
+        """Return how devices share it out where each has a part of the array.
+
+        Args:
+            counts: in how many equal parts each axis of the array is cut.
+
+        Raises:
+            MoveError: a part of the array would need parts of several devices.
+        """
+        return sliced(self, counts)
 
     def encode(self, array: Any, axes: Sequence[int | None]) -> ArrayProxy:
         """Return an array in the form of this proxy, to be written into it.

@@ -178,6 +178,8 @@ def multiply(
     dtype = check_dtypes(product, x, weight.dtype)
     if weight.lead:
         raise NoKernel("a stack of weights")
+    if weight.pieces:
+        raise NoKernel("it is packed in pieces for shard_map")
     if _is_explicit(x):
         raise NoKernel("explicit sharding")
     rank = len(weight.k_sizes)
@@ -223,7 +225,7 @@ def _multiply_groups(
     dtype = check_dtypes(product, x, weight.dtype)
     if len(weight.lead) != 1 or weight.axes() != [0, 1, 2] or weight.order != (0, 1):
         raise NoKernel("groups along another axis than the first")
-    if weight.misses or weight.gone:
+    if weight.misses or weight.gone or weight.pieces:
         raise NoKernel("groups that a program looks up or maps")
     if _is_explicit(x):
         raise NoKernel("explicit sharding")

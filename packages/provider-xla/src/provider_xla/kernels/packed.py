@@ -14,9 +14,11 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 import quant_numerics as qn
-from hijax_trace import ArrayProxy, MoveError, Part, Shared
+from hijax_trace import ArrayProxy, MoveError, Part, Shards, Shared
+from interception_core import get_op
 
 from ..errors import QuantizationError
+from .cuts import shards_of
 from .rows import Rows, rows_of
 
 
@@ -55,6 +57,9 @@ class PrepackedWeight(ArrayProxy):
         gone: which of ``n_sizes`` these are indices of (static).
         lead_at: which axes the leading ones are, in their order; None for the first (static).
         scale_dtype: name of the dtype of the scales that were packed (static).
+        pieces: where a ``shard_map`` cuts it along the first of ``k_sizes``, in how many parts:
+            each is packed as a matrix, and they are an axis of ``packed`` after the leading ones;
+            0 elsewhere (static).
     """
 
     packed: Any
@@ -73,6 +78,7 @@ class PrepackedWeight(ArrayProxy):
     gone: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     lead_at: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
     scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+    pieces: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -205,6 +211,20 @@ class PrepackedWeight(ArrayProxy):
             stack, packed=shared[0], places=shared[1], index=index, lead_at=lead_at
         )
 
+    def shards(self, counts: Sequence[int]) -> Shards:
+        """Return how devices share it out: whole panels of columns, or weights of a stack.
+
+        Any other cut makes it quantized values and scales.
+        """
+        return shards_of(self, counts, packed_form) or self.unpacked().shards(counts)
+
+    def alone(self) -> PrepackedWeight:
+        """Return it without the axis of its pieces, where it has only one."""
+        if self.pieces != 1:
+            return self
+        packed = jax.tree.map(lambda x: jax.lax.squeeze(x, [len(self.lead)]), self.packed)
+        return dataclasses.replace(self, packed=packed, pieces=0, inner=self.inner - 1)
+
     def parts(self) -> dict[str, Part]:
         """Return what has the leading axes: the index, or the packed arrays."""
         name, value = ("packed", self.packed) if self.index is None else ("index", self.index)
@@ -227,7 +247,7 @@ class PrepackedWeight(ArrayProxy):
         lead = len(self.lead)
         if primitive == "transpose":
             return [self.transposed(params["permutation"])]
-        if primitive == "gather" and not lead and not self.gone:
+        if primitive == "gather" and not (lead or self.gone or self.pieces):
             rows = rows_of(self, jnp.asarray(operands[1]), params)
             if rows is not None:
                 return [Rows(rows)]
@@ -272,6 +292,24 @@ def _indexed(weight: Any) -> Any:
     return dataclasses.replace(weight, index=index.astype(jnp.int32))
 
 
+def packed_form(
+    bits: int, k: int, n: int, group: int, platform: str, scale_dtype: str = "float32"
+) -> Any:
+    """Return the type of what a matrix [k, n] is packed in.
+
+    Raises:
+        JaxtapError: no installed package packs in so many bits.
+    """
+    return _form_of(get_op(f"pack_w{bits}"), k, n, group, platform, scale_dtype)
+
+
+@functools.cache
+def _form_of(op: Any, k: int, n: int, group: int, platform: str, scale_dtype: str) -> Any:
+    codes = jax.ShapeDtypeStruct((k, n), jnp.int8)
+    scale = jax.ShapeDtypeStruct((k // group if group else 1, n), jnp.dtype(scale_dtype))
+    return jax.eval_shape(functools.partial(op, platform=platform), codes, scale)
+
+
 def packed_bits(qtype: str) -> int:
     """Returns the bits that codes of a qtype are packed in."""
     return 4 if qn.get_qtype(qtype).bits <= 4 else 8
@@ -298,6 +336,8 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     if misses:
         missed = jnp.expand_dims(index < 0, (count, count + 1))
         scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)
+    if weight.pieces and not weight.group:
+        scale = jax.lax.index_in_dim(scale, 0, count, keepdims=False)  # all have the same
     codes = codes.reshape(*lead, *k_sizes, *n_sizes)
     scale = scale.reshape(*lead, *scale_sizes(k_sizes, weight.group), *n_sizes)
     gone = [len(k_sizes) + part for part in weight.gone]

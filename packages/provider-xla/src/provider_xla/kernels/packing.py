@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import quant_numerics as qn
 from interception_core import get_op
 
-from .packed import PrepackedWeight, scale_sizes
+from .packed import PrepackedWeight, packed_form, scale_sizes
 
 PACK_OPS = ("pack_w4", "pack_w8")
 """The ops that pack weights."""
@@ -34,6 +34,8 @@ class Packing:
         group: rows that share a scale, 0 for all.
         bits: 8 or 4, those of a packed code.
         platform: whose kernels read it.
+        pieces: in how many parts a ``shard_map`` cuts the first of ``k_axes``, each packed as a
+            matrix; 0 where it cuts none.
     """
 
     lead: tuple[int, ...]
@@ -42,6 +44,7 @@ class Packing:
     group: int
     bits: int
     platform: str
+    pieces: int = 0
 
     @property
     def op(self) -> str:
@@ -63,7 +66,7 @@ class Packing:
         Raises:
             JaxtapError: no installed package has the op.
         """
-        return _form(self.op, *self.matrix(shape), self.group, self.platform)
+        return packed_form(self.bits, *self.matrix(shape), self.group, self.platform)
 
     def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
         """Returns why a parameter that is sharded so can't be packed, or None."""
@@ -74,29 +77,35 @@ class Packing:
         if not isinstance(sharding, NamedSharding):
             return f"it is sharded by a {type(sharding).__name__}"
         parts = _parts(sharding, len(shape))
-        if any(parts[axis] for axis in self.k_axes):
-            return "it is sharded along an axis that is contracted"
+        counts = [math.prod(sharding.mesh.shape[name] for name in part) for part in parts]
+        return self._uncut(shape, counts, "it is sharded along")
+
+    def uncuttable(self, shape: Sequence[int], counts: Sequence[int]) -> str | None:
+        """Return why a packed parameter can't enter a ``shard_map``, or None.
+
+        Args:
+            shape: of the parameter.
+            counts: in how many equal parts each of its axes is cut.
+        """
+        return self._uncut(shape, counts, "shard_map cuts it along")
+
+    def _uncut(self, shape: Sequence[int], counts: Sequence[int], what: str) -> str | None:
+        """Return why devices can't share a packed parameter out, or None."""
+        rows, *inner = (counts[axis] for axis in self.k_axes)
+        if rows not in (1, self.pieces) or any(count > 1 for count in inner):
+            return f"{what} an axis that is contracted"
+        if rows > 1 and self.group and shape[self.k_axes[0]] % rows == 0:
+            k, _ = self.matrix(shape)
+            if k // rows % self.group:
+                return f"{what} rows that share a scale, {self.group} of them"
         first, *others = self.n_axes or (None,)
-        if any(parts[axis] for axis in others):
-            return "it is sharded along another than the first of its axes that are kept"
-        if first is not None and parts[first]:
-            count = math.prod(sharding.mesh.shape[name] for name in parts[first])
-            columns = self.matrix(shape)[1]
-            panel = self.form(shape).panel
+        if any(counts[axis] > 1 for axis in others):
+            return f"{what} another than the first of its axes that are kept"
+        if first is not None and counts[first] > 1:
+            count, columns, panel = counts[first], self.matrix(shape)[1], self.form(shape).panel
             if columns % (count * panel):
                 return f"{columns} columns on {count} devices are cut within a panel of {panel}"
         return None
-
-
-@functools.cache
-def _form_of(op: Any, k: int, n: int, group: int, platform: str) -> Any:
-    codes = jax.ShapeDtypeStruct((k, n), jnp.int8)
-    scale = jax.ShapeDtypeStruct((k // group if group else 1, n), jnp.float32)
-    return jax.eval_shape(functools.partial(op, platform=platform), codes, scale)
-
-
-def _form(op: str, k: int, n: int, group: int, platform: str) -> Any:
-    return _form_of(get_op(op), k, n, group, platform)
 
 
 def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
@@ -113,7 +122,13 @@ def packing_of(weight: PrepackedWeight) -> Packing:
     axes = [rest[weight.order.index(part)] for part in range(len(weight.order))]
     rank = len(weight.k_sizes)
     return Packing(
-        lead, tuple(axes[:rank]), tuple(axes[rank:]), weight.group, weight.bits, weight.platform
+        lead,
+        tuple(axes[:rank]),
+        tuple(axes[rank:]),
+        weight.group,
+        weight.bits,
+        weight.platform,
+        weight.pieces,
     )
 
 
@@ -145,7 +160,14 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     # Weights in 4 bits keep scales in float16; float32 holds all others exactly.
     keeps = packing.bits == 4 and scale.dtype == jnp.float16
     given = scale if keeps else scale.astype(jnp.float32)
-    packed = get_op(packing.op)(codes, given.reshape(*lead, -1, n), platform=packing.platform)
+    given = given.reshape(*lead, -1, n)
+    if packing.pieces:
+        codes = codes.reshape(*lead, packing.pieces, -1, n)
+        if packing.group:
+            given = given.reshape(*lead, packing.pieces, -1, n)
+        else:
+            given = jnp.repeat(given[..., None, :, :], packing.pieces, axis=-3)
+    packed = get_op(packing.op)(codes, given, platform=packing.platform)
     places = (*packing.k_axes, *packing.n_axes)
     return PrepackedWeight(
         packed,
@@ -159,6 +181,7 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
         packing.platform,
         lead_at=None if first == tuple(range(count)) else first,
         scale_dtype=scale.dtype.name,
+        pieces=packing.pieces,
     )
 
 
@@ -174,5 +197,6 @@ def _of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | No
         return None
     parts = _parts(sharding, ndim)
     columns = parts[packing.n_axes[0]] if packing.n_axes else ()
-    spec = [*(parts[axis] for axis in packing.lead), columns]
+    pieces = [parts[packing.k_axes[0]]] if packing.pieces else []
+    spec = [*(parts[axis] for axis in packing.lead), *pieces, columns]
     return NamedSharding(sharding.mesh, PartitionSpec(*(part or None for part in spec)))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from hijax_trace import mapped_axes, mapped_rows
+from hijax_trace import is_cut, mapped_axes, mapped_rows
 from interception_core import JaxtapError, get_op
 
 from ..kernels.matmul import GROUPS, NoKernel, check_dtypes, check_groups, layout_of, op_of
@@ -42,6 +42,7 @@ class MatrixUse:
         rows: of the activation.
         dtype: of the activation.
         suffix: of the op that kernels are asked about.
+        cuts: in how many equal parts ``shard_map`` cuts each axis of the parameter, if it cuts any.
     """
 
     gone: frozenset[int]
@@ -52,6 +53,13 @@ class MatrixUse:
     rows: Any
     dtype: Any
     suffix: str = ""
+    cuts: tuple[int, ...] = ()
+
+    def local(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what a device has of the parameter."""
+        if not self.cuts:
+            return tuple(shape)
+        return tuple(size // count for size, count in zip(shape, self.cuts, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +94,8 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
     if site.weights[1 - side] is not None:
         raise NoKernel("both operands are parameters")
     static = is_static(site, 1 - side)
+    cuts = _cuts(site, side, axes, shape, weight.shape)
+    shape = [n // m for n, m in zip(shape, cuts, strict=True)] if cuts else shape
     if isinstance(site.product, RaggedProduct):
         check_groups(site.product, side)
         check_dtypes(site.product, x, weight.dtype)
@@ -93,7 +103,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         gone |= {places[0]}
         how = site.hows[1 - side]
         k_axes, rows = (places[1],), x.shape[0]
-        return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS)
+        return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS, cuts)
     layout = layout_of(site.product, side, x.shape, weight.shape)
     assert isinstance(site.product, MatrixProduct)
     check_dtypes(site.product, x, weight.dtype)
@@ -105,7 +115,26 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
     if view is not None and other is not None:
         columns = mapped_axes(view, other) & gone
         mapped = mapped_rows(other, view)
-    return MatrixUse(gone, columns, k_axes, site.hows[1 - side], static, mapped * rows, x.dtype)
+    how, rows = site.hows[1 - side], mapped * rows
+    return MatrixUse(gone, columns, k_axes, how, static, rows, x.dtype, cuts=cuts)
+
+
+def _cuts(
+    site: Site, side: int, axes: Axes, shape: Sequence[int], operand_shape: Sequence[int]
+) -> tuple[int, ...]:
+    """Return in how many parts ``shard_map`` cuts each axis of a parameter; () if it cuts none."""
+    sizes = [
+        operand_shape[became] if isinstance(became, int) else size
+        for became, size in zip(axes, shape, strict=True)
+    ]
+    if sizes == list(shape) or any(
+        n == 0 or size % n for size, n in zip(shape, sizes, strict=True)
+    ):
+        return ()
+    view = site.call.expression(site.operands[side])
+    if view is None or not is_cut(view):
+        return ()
+    return tuple(size // n for size, n in zip(shape, sizes, strict=True))
 
 
 def _places(
@@ -173,7 +202,7 @@ def _choose_on(
             found = _packing(platform, weight, use, sharding, stacked)
             choices[op_id] = Choice(_select(weight, found, use), None)
             if packing not in (None, found):
-                raise NoKernel("its products contract different axes")
+                raise NoKernel("its products contract different axes, or parts of them")
             packing = found
         except NoKernel as why:
             reasons[op_id] = str(why)
@@ -231,10 +260,15 @@ def _packing(
     k_axes, group = _groups(weight, use.k_axes)
     n_axes = [a for a in range(len(weight.shape)) if a not in (*lead, *k_axes)]
     bits = packed_bits(weight.qtype)
-    packing = Packing(lead, k_axes, tuple(n_axes), group, bits, platform)
+    pieces = use.cuts[k_axes[0]] if use.cuts else 1
+    packing = Packing(
+        lead, k_axes, tuple(n_axes), group, bits, platform, pieces if pieces > 1 else 0
+    )
     if 0 in weight.shape:
         raise NoKernel("nothing is in it")
     why = packing.unshardable(weight.shape, sharding)
+    if why is None and use.cuts:
+        why = packing.uncuttable(weight.shape, use.cuts)
     if why is not None:
         raise NoKernel(why)
     return packing
@@ -260,16 +294,18 @@ def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...],
 
 def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
     """Returns the FFI target for a product."""
-    k_sizes, _ = packing.sizes(weight.shape)
+    # Inside shard_map a device calls the kernel on its part.
+    shape = use.local(weight.shape)
+    k_sizes, _ = packing.sizes(shape)
     try:
-        form = packing.form(weight.shape)
+        form = packing.form(shape)
         op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
         get_op(op)
     except JaxtapError as error:
         raise NoKernel(f"no kernel for {packing.op} on {packing.platform}") from error
     except ValueError as error:
         raise NoKernel(str(error)) from error
-    k, n = packing.matrix(weight.shape)
+    k, n = packing.matrix(shape)
     operands = (
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
@@ -11,7 +12,8 @@ import jax
 from interception_core import Engine
 
 from ..cache.plan import CachePlan
-from ..program.record import Report
+from ..program.fold import fold_lines
+from ..program.record import OpRecord, Report
 from ..program.sites import Rules
 from ..run.static import StaticRange
 from .weight import WeightPlan
@@ -57,7 +59,8 @@ class PlanData:
     notes: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
     caches: Mapping[str, CachePlan] = dataclasses.field(default_factory=dict, kw_only=True)
 
-    @property
+    # Of thousands of parameters each asks for what is beside it.
+    @functools.cached_property
     def derived(self) -> dict[str, WeightPlan]:
         """The derived weights, by the key of their expression."""
         return {
@@ -103,14 +106,19 @@ class PlanData:
     @property
     def floats(self) -> tuple[tuple[str, int, str], ...]:
         """The parameters that stay float: path, bytes, and why, the largest first."""
+        uses: dict[str, list[OpRecord]] = {}
+        for op in self.ops:
+            for path in set((op.weight or "").split(" and ")):
+                uses.setdefault(path, []).append(op)
         found = []
         for path, leaf in self.leaves.items():
             if path not in self.weights and path not in self.absorbed:
-                found.append((path, leaf.size * leaf.dtype.itemsize, self._why_float(path)))
+                why = self._why_float(uses.get(path, []))
+                found.append((path, leaf.size * leaf.dtype.itemsize, why))
         return tuple(sorted(found, key=lambda one: -one[1]))
 
-    def _why_float(self, path: str) -> str:
-        ops = [op for op in self.ops if path in (op.weight or "").split(" and ")]
+    @staticmethod
+    def _why_float(ops: Sequence[OpRecord]) -> str:
         if not ops:
             return "no matmul, convolution or lookup uses it"
         first = next((op for op in ops if op.rule is not None), ops[0])
@@ -128,13 +136,13 @@ class PlanData:
         shown += [f"{len(floats) - 3} more"] * (len(floats) > 3)
         lines.append(": ".join(filter(None, [line, ", ".join(shown)])))
         derived = [weight.derived for weight in self.derived.values() if weight.derived]
-        lines += [f"derived: {one.path}, of {', '.join(one.leaves)}" for one in derived]
+        lines += fold_lines([f"derived: {one.path}, of {', '.join(one.leaves)}" for one in derived])
         if self.lora:
             numbers = sum(adapter.size for adapter in self.lora.values())
             lines.append(f"{len(self.lora)} parameters have adapters: {numbers:,} numbers to train")
-        lines += [f"problem: {problem}" for problem in self.problems]
-        lines += [f"cache: {cache}" for cache in self.caches.values()]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += fold_lines([f"problem: {problem}" for problem in self.problems])
+        lines += fold_lines([f"cache: {cache}" for cache in self.caches.values()])
+        lines += fold_lines([f"note: {note}" for note in self.notes])
         return "\n".join([*lines, "", table])
 
     @property

@@ -10,6 +10,8 @@ from tabulate import tabulate
 
 from interception_core import kernel_platforms, platform_of, select_kernel
 
+from .fold import fold_rows
+
 IN_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 """Operations that consist of others which rules can name."""
 
@@ -130,11 +132,15 @@ class Report(tuple[OpRecord, ...]):
             for record in self
         ]
 
-    def table(self, sizes: Mapping[str, tuple[int, int]] | None = None) -> str:
+    def table(
+        self, sizes: Mapping[str, tuple[int, int]] | None = None, *, fold: bool = True
+    ) -> str:
         """Returns the operations as a table.
 
         Args:
             sizes: by weight, its bytes before and after; None leaves them out.
+            fold: whether operations of equal layers share a row if there are many, such as
+                ``layer_[0-79]/matmul:0``; bytes are those of each.
         """
         headers = ["op", "operands", "runs as", "rule", "weight or reason"]
         rows = [_row(record) for record in self]
@@ -147,6 +153,8 @@ class Report(tuple[OpRecord, ...]):
             for record, row in zip(self, rows, strict=True):
                 size = sizes.get(record.weight or "") if record.quantized else None
                 row.append("" if size is None else f"{size[0]:,} -> {size[1]:,}")
+        if fold:
+            rows = fold_rows(rows, (0, headers.index("weight or reason")))
         count = sum(record.quantized for record in self)
         table = tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
         total = sum(not record.is_in_parts for record in self)

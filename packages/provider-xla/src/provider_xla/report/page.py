@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from interception_core.report_kit import FIRST, SECOND, WARN, Bar, Row, chart
 
+from .fold import float_rows, op_rows, parameter_rows
 from .results import OpQuality, Results
 from .text import show_bytes, show_error, show_ms, show_ranges, show_share, show_sqnr
 
@@ -40,19 +41,20 @@ def page(report: Results, title: str) -> str:
         "sqnr": show_sqnr,
     }
     numbers = {op.op_id: i for i, op in enumerate(report.ops)}
-    sizes = {p.path: (p.bytes_before, p.bytes_after) for p in report.parameters}
     reasons: dict[str, list[Any]] = {}
     for op in report.float_ops:
         reasons.setdefault(op.reason, []).append(op)
+    by_work = sorted(reasons.items(), key=lambda one: -sum(op.flops or 0 for op in one[1]))
+    kept = sorted((p for p in report.parameters if p.qtype is None), key=lambda p: -p.bytes_before)
     return environment.get_template("page.html.jinja").render(
         title=title,
         report=report,
         worst=report.worst_output,
-        sizes=sizes,
-        reasons=sorted(reasons.items(), key=lambda one: -sum(op.flops or 0 for op in one[1])),
-        kept=sorted(
-            (p for p in report.parameters if p.qtype is None), key=lambda p: -p.bytes_before
-        ),
+        rows=op_rows(report.ops, report.parameters),
+        numbers=numbers,
+        reasons=[(reason, len(ops), float_rows(ops)) for reason, ops in by_work],
+        kept=parameter_rows(kept),
+        kept_count=len(kept),
         timed=report.seconds is not None,
         errors=_charts(*_error_rows(report, numbers)),
         weights=_charts(*_size_rows(report)),

@@ -12,6 +12,8 @@ from typing import Any
 from tabulate import tabulate
 
 from ..errors import QuantizationError
+from ..program.fold import fold_lines, fold_rows
+from .fold import op_rows
 from .results import Results
 from .text import show_bytes, show_error, show_ms, show_ranges, show_share, show_sqnr
 
@@ -62,11 +64,13 @@ class QualityReport(Results):
     def table(self, sort: str = "program", top: int | None = None) -> str:
         """Returns the operations that are quantized as a table.
 
+        If there are many, those of equal layers share a row, with the largest error of them and the
+        sums of all else.
+
         Args:
             sort: their order; see ``sorted_ops``.
             top: how many, the first in that order; None for all.
         """
-        sizes = {p.path: f"{p.bytes_before:,} -> {p.bytes_after:,}" for p in self.parameters}
         timed = any(op.seconds is not None for op in self.ops)
         headers = ["op", "runs as", "rule", "SQNR dB", "max error", "Mflop", "weight", "bytes"]
         if timed:
@@ -77,9 +81,10 @@ class QualityReport(Results):
         ranged = any(any(op.ranges) for op in self.ops)
         if ranged:
             headers.append("static range")
-        chosen = self.sorted_ops(sort)[:top]
+        # Who asks for the first few asks for single operations.
+        chosen = op_rows(self.sorted_ops(sort)[:top], self.parameters, fold=top is None)
         rows = []
-        for op in chosen:
+        for op, _, size in chosen:
             row = [
                 op.op_id,
                 " x ".join(qtype or "float" for qtype in op.qtypes),
@@ -88,7 +93,7 @@ class QualityReport(Results):
                 show_error(op.error.max_abs_error),
                 f"{op.flops / 1e6:,.3f}",
                 op.weight or "",
-                sizes.get(op.weight or "", ""),
+                "" if size is None else f"{size[0]:,} -> {size[1]:,}",
             ]
             if timed:
                 row[6:6] = [show_ms(op.float_seconds), show_ms(op.seconds), show_share(op.share)]
@@ -99,7 +104,7 @@ class QualityReport(Results):
             rows.append(row)
         align = ["right" if name in _RIGHT else "left" for name in headers]
         text = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align)
-        left = len(self.ops) - len(chosen)
+        left = len(self.ops) - sum(len(row.members) for row in chosen)
         return f"{text}\nand {left} more" if left else text
 
     def __str__(self) -> str:
@@ -111,6 +116,7 @@ class QualityReport(Results):
         parts.append("\n".join(self.summary()))
         if self.float_ops:
             rows = [[op.op_id, op.reason, op.weight or ""] for op in self.float_ops]
+            rows = fold_rows(rows, (0, 1, 2))
             headers = ["stays float", "because", "weight"]
             parts.append(tabulate(rows, headers, tablefmt="simple", disable_numparse=True))
         return "\n\n".join(parts)
@@ -138,7 +144,7 @@ class QualityReport(Results):
         if self.seconds is not None and self.float_seconds is not None:
             before, after = show_ms(self.float_seconds), show_ms(self.seconds)
             lines.append(f"one call on {self.platform}: {before} ms in float, {after} ms quantized")
-        lines += [f"problem: {problem}" for problem in self.problems]
+        lines += fold_lines([f"problem: {problem}" for problem in self.problems])
         return lines
 
     def save_json(self, path: str | Path) -> None:

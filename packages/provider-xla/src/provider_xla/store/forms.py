@@ -104,7 +104,7 @@ def put_together(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[
     """
     try:
         return _put_together(kind, about, parts)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise StoreError(f"{name} can't be made of what is stored: {error}") from error
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from tabulate import tabulate
 
+from interception_core import JaxtapError
+
 from ..rules.rule import QtRule, QuantizationRule
 from .carriers import is_storable
 from .diff import beside, compare
 from .errors import StoreError
 from .forms import CARRIER, QUANTIZED, Form
+from .manifest_schema import FormatOnly, ManifestSchema
 from .plan_diff import PlanDiff
 from .rules import rule_json
+from .schema import check
 from .tree import describe, indices, unique
 
 if TYPE_CHECKING:
@@ -24,6 +29,10 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """Of the format. A file of a later one is refused."""
+
+_WRONG = (JaxtapError, ArithmeticError, AttributeError, LookupError, RecursionError, re.error,
+          TypeError, ValueError)  # fmt: skip
+"""What the fields of a rule raise that were never a rule's."""
 
 _PACKAGES = ("interception-core", "hijax-trace", "quant-numerics", "provider-xla")
 
@@ -87,7 +96,7 @@ class Manifest:
             fields = {name: value for name, value in found.items() if name != "class"}
             try:
                 rules.append(classes[found["class"]](**fields))
-            except (KeyError, TypeError, ValueError) as error:
+            except _WRONG as error:
                 raise StoreError(f"The rule {found} is none of this version: {error}") from error
         return rules
 
@@ -134,12 +143,14 @@ class Manifest:
             StoreError: a later version of the format, or no manifest.
         """
         try:
-            if found["format"] > VERSION:
+            written = check(found, FormatOnly)
+            if written.format > VERSION:
                 raise StoreError(
-                    f"it has version {found['format']} of the format, and this provider-xla "
+                    f"it has version {written.format} of the format, and this provider-xla "
                     f"reads versions up to {VERSION}. Install the version that wrote it "
-                    f"({dict(found['versions'])}), or a later one."
+                    f"({written.versions}), or a later one."
                 )
+            check(found, ManifestSchema)
             extra = found["extra"]
             result = cls(
                 _tree(found["params"]),
@@ -163,6 +174,11 @@ class Manifest:
         used = [tensor for leaf in leaves for tensor in leaf.tensors.values()]
         if sorted(used) != sorted(self.tensors):
             raise ValueError("its leaves are made of other tensors than it has")
+        for leaf in leaves:
+            if leaf.kind in QUANTIZED:
+                _, scales = self.tensors[leaf.tensors["scale"]]
+                if len(scales) != len(leaf.about["shape"]):
+                    raise ValueError(f"the scales of {leaf.name} have another rank than it")
         for tree in trees:
             if sorted(indices(tree.structure)) != list(range(len(tree.leaves))):
                 raise ValueError("its structure has other leaves than it lists")

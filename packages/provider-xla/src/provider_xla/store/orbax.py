@@ -8,7 +8,6 @@ kept as int8 or uint8; it compresses what it writes.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -16,10 +15,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from msgspec import field
 
 from .errors import StoreError, damaged, require
 from .manifest import Manifest
 from .placing import Placement
+from .schema import Object, check, read_json
 from .seal import BLANK, FIELD, canonical, is_intact, seal
 
 BESIDE = "jaxtap.json"
@@ -49,6 +50,14 @@ def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
     (path / BESIDE).write_bytes(seal(canonical(beside).encode()))
 
 
+class _Beside(Object):
+    """What the file beside orbax's has: checksums by file, and the manifest."""
+
+    sha256: str = field(name=FIELD)
+    files: dict[str, str]
+    manifest: dict[str, Any]
+
+
 class Reader:
     """Reads a checkpoint whose files all have their checksums. A context manager.
 
@@ -68,9 +77,9 @@ class Reader:
         if not is_intact(text):
             raise damaged(path, f"the checksum of {BESIDE} is not its own")
         try:
-            beside = json.loads(text)
-            digests = dict(beside["files"])
-            self.manifest = Manifest.from_json(beside["manifest"])
+            beside = check(read_json(text), _Beside)
+            digests = beside.files
+            self.manifest = Manifest.from_json(beside.manifest)
         except StoreError as error:
             raise StoreError(f"{path} can't be loaded: {error}") from error
         except (KeyError, ValueError, TypeError, RecursionError) as error:

@@ -52,7 +52,9 @@ class Placement:
             array = part((slice(None),) * len(shape))
             return array if self.on_host else jax.device_put(array)
         self.check(shape)
-        return jax.make_array_from_callback(tuple(shape), self.sharding, part)
+        return jax.make_array_from_callback(
+            tuple(shape), self.sharding, lambda index: part(() if index is None else index)
+        )
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises StoreError where an array can't be cut so."""

@@ -18,6 +18,7 @@ import numpy as np
 from .carriers import SAFETENSORS, carrier, decode, encode, nbytes
 from .errors import StoreError, damaged, require
 from .manifest import Manifest
+from .schema import check, read_json
 from .seal import BLANK, FIELD, canonical, is_intact, seal
 
 _LONGEST = 100_000_000
@@ -116,8 +117,9 @@ class Reader:
         self._path = path
         header = _read_header(path)
         try:
-            metadata = json.loads(header)["__metadata__"]
-            manifest, digests = (json.loads(metadata[key]) for key in (_MANIFEST, _TENSORS))
+            metadata = read_json(header)["__metadata__"]
+            manifest, digests = (read_json(metadata[key]) for key in (_MANIFEST, _TENSORS))
+            check(digests, dict[str, str])
         except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise damaged(path, f"its header can't be read ({error!r})") from error
         try:

@@ -119,7 +119,10 @@ def _spread(tree: Any) -> list[str]:
     return [
         jax.tree_util.keystr(path)
         for path, leaf in found
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted() and not leaf.is_fully_addressable
+        if isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)  # refused where leaves are described
+        and not leaf.is_deleted()
+        and not leaf.is_fully_addressable
     ]
 
 

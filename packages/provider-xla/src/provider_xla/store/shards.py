@@ -9,8 +9,6 @@ loads it, each the pieces that its devices need.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -18,17 +16,28 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from msgspec import field
 
 from .errors import StoreError, damaged
 from .manifest import Manifest, StoredLeaf, Tree
 from .placing import Placement
 from .safetensors import Reader as File
 from .safetensors import Writer
+from .schema import FileName, Object, Size, check, read_json
 from .seal import BLANK, FIELD, canonical, is_intact, seal
 
 INDEX = "jaxtap.index.json"
 Block = tuple[tuple[int, int], ...]
 """Where a piece begins and ends along each axis of its tensor."""
+
+
+class _Index(Object):
+    """What the index has: checksums by file, and by tensor the file, name and block of pieces."""
+
+    sha256: str = field(name=FIELD)
+    files: dict[FileName, str]
+    manifest: dict[str, Any]
+    pieces: dict[str, list[tuple[str, str, tuple[tuple[Size, Size], ...]]]]
 
 
 def file_name(process: int, count: int) -> str:
@@ -80,7 +89,10 @@ def write_pieces(
             arrays[name] = array
             types[name] = manifest.tensors[tensor][0], tuple(end - begin for begin, end in block)
             listed.setdefault(tensor, []).append([path.name, name, [list(side) for side in block]])
-    leaves = tuple(StoredLeaf(name, "numpy", {}, {"": name}) for name in arrays)
+    leaves = tuple(
+        StoredLeaf(name, "numpy", {"shape": list(shape), "dtype": dtype}, {"": name})
+        for name, (dtype, shape) in types.items()
+    )
     structure = {"dict": [[name, i] for i, name in enumerate(arrays)]}
     own = Manifest(Tree(structure, leaves), None, types, None, manifest.versions)
     with Writer(path, own) as writer:
@@ -122,21 +134,13 @@ class Reader:
         if not is_intact(text):
             raise damaged(path, f"the checksum of {INDEX} is not its own")
         try:
-            index = json.loads(text)
-            self.manifest = Manifest.from_json(index["manifest"])
-            self._pieces = {
-                tensor: [
-                    (str(file), str(name), tuple((int(a), int(b)) for a, b in block))
-                    for file, name, block in pieces
-                ]
-                for tensor, pieces in index["pieces"].items()
-            }
-            digests = dict(index["files"])
+            index = check(read_json(text), _Index)
+            self.manifest = Manifest.from_json(index.manifest)
+            self._pieces, digests = index.pieces, index.files
         except StoreError as error:
             raise StoreError(f"{path} can't be loaded: {error}") from error
         except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
             raise damaged(path, f"its {INDEX} can't be read ({error!r})") from error
-        self._check()
         self._files = {}
         for name, digest in digests.items():
             if not (path / name).is_file():
@@ -144,6 +148,7 @@ class Reader:
             if _digest(path / name) != digest:
                 raise damaged(path, f"the header of its file {name} is not its own")
             self._files[name] = File(path / name)
+        self._check()
 
     def __enter__(self) -> Self:
         return self
@@ -185,21 +190,30 @@ class Reader:
         return result
 
     def _check(self) -> None:
-        """Raise StoreError unless the pieces of each tensor are all of it."""
+        """Raise StoreError unless the pieces of each tensor are all of it, and in their files."""
         if self._pieces.keys() != self.manifest.tensors.keys():
             raise damaged(self._path, "its manifest names other tensors than it has")
-        for tensor, (_, shape) in self.manifest.tensors.items():
-            total = 0
-            for _, _, block in self._pieces[tensor]:
-                inside = len(block) == len(shape) and all(
-                    0 <= begin <= end <= size
-                    for (begin, end), size in zip(block, shape, strict=True)
-                )
-                if not inside:
-                    raise damaged(self._path, f"a piece of {tensor} is outside of it")
-                total += math.prod(end - begin for begin, end in block)
-            if total != math.prod(shape):
+        for tensor, (dtype, shape) in self.manifest.tensors.items():
+            if not _is_grid([block for _, _, block in self._pieces[tensor]], shape):
                 raise damaged(self._path, f"the pieces of {tensor} are not all of it")
+            for file, name, block in self._pieces[tensor]:
+                kind = dtype, tuple(end - begin for begin, end in block)
+                if file not in self._files or self._files[file].manifest.tensors.get(name) != kind:
+                    raise damaged(self._path, f"{file} has no piece {name} of {tensor}")
+
+
+def _is_grid(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
+    """Return whether blocks are all those of a grid, each once, as those of shardings are."""
+    if len(set(blocks)) != len(blocks) or any(len(block) != len(shape) for block in blocks):
+        return False
+    count = 1
+    for axis, length in enumerate(shape):
+        sides = sorted({block[axis] for block in blocks})
+        ends = [0, *(end for _, end in sides)]
+        if [begin for begin, _ in sides] != ends[:-1] or ends[-1] != length or not sides:
+            return False
+        count *= len(sides)
+    return count == len(blocks)
 
 
 class _Tensors:

@@ -1,0 +1,119 @@
+"""Shards: what a device has of an array proxy where ``shard_map`` gives it a part of the array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import compat
+from .move import MoveError
+
+ArrayProxy = Any  # which has a method that calls this module
+
+
+class Shards(NamedTuple):
+    """How the arrays of a proxy are shared out.
+
+    Attributes:
+        whole: the proxy that enters ``shard_map``, such as quantized values and scales of packed
+            ones.
+        local: the proxy that each device has, with types in place of its arrays.
+        axes: for each of the arrays, and each of its axes, the axis of the array that the proxy
+            stands for along which it is cut; None where all devices have all of it.
+        enter: returns what the program has of ``local`` inside, once its arrays are there.
+    """
+
+    whole: ArrayProxy
+    local: ArrayProxy
+    axes: tuple[tuple[int | None, ...], ...]
+    enter: Callable[[Any], Any] = lambda local: local
+
+
+def sliced(proxy: ArrayProxy, counts: Sequence[int]) -> Shards:
+    """Return how a proxy is shared out that follows slices: a shard is one.
+
+    Args:
+        proxy: the proxy.
+        counts: in how many equal parts each axis of the array is cut.
+
+    Raises:
+        MoveError: it does not follow them, or a scale would belong to several devices' parts.
+    """
+    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), proxy)
+    axes: list[list[int | None]] = [[None] * leaf.ndim for leaf in jax.tree.leaves(types)]
+    local = types
+    for axis, count in enumerate(counts):
+        if count == 1:
+            continue
+        before, local = local, _first(local, axis, count)
+        if _kinds(jax.tree.structure(before)) != _kinds(jax.tree.structure(local)):
+            raise MoveError(f"shard_map cuts axis {axis}, along which it has no parts")
+        leaves = zip(axes, jax.tree.leaves(before), jax.tree.leaves(local), strict=True)
+        for places, old, new in leaves:
+            for place, (whole, part) in enumerate(zip(old.shape, new.shape, strict=True)):
+                if whole == part:
+                    continue
+                if whole != part * count or places[place] is not None:
+                    raise MoveError(f"shard_map cuts axis {axis} where elements share scales")
+                places[place] = axis
+    return Shards(proxy, local, tuple(map(tuple, axes)))
+
+
+def _first(proxy: ArrayProxy, axis: int, count: int) -> ArrayProxy:
+    """Return the first of equal parts along an axis."""
+    limits = list(proxy.shape)
+    limits[axis] //= count
+    params = {"start_indices": (0,) * len(limits), "limit_indices": limits, "strides": None}
+    return jax.eval_shape(lambda one: one.moved("slice", params, [one])[0], proxy)
+
+
+def _kinds(structure: Any) -> Any:
+    """Return the classes of the nodes of a pytree, without what is static in them."""
+    data = structure.node_data()
+    return data and data[0], list(map(_kinds, structure.children()))
+
+
+class Placed(NamedTuple):
+    """A proxy whose arrays ``shard_map`` shares out.
+
+    Attributes:
+        proxy: as it is outside.
+        local: as each device has it, with types in place of its arrays.
+        specs: how each of its arrays is cut.
+        avals: their types inside.
+        enter: see ``Shards``.
+    """
+
+    proxy: ArrayProxy
+    local: ArrayProxy
+    specs: tuple[jax.sharding.PartitionSpec, ...]
+    avals: tuple[Any, ...]
+    enter: Callable[[Any], Any] = lambda local: local
+
+
+def placed(proxy: ArrayProxy, spec: jax.sharding.PartitionSpec, params: dict[str, Any]) -> Placed:
+    """Return how a proxy enters a ``shard_map``.
+
+    Args:
+        proxy: of an operand.
+        spec: of that operand.
+        params: of the equation.
+
+    Raises:
+        MoveError: it can't be cut so.
+    """
+    sizes = params["mesh"].shape
+    names = [*spec, *[None] * (len(proxy.shape) - len(spec))]
+    groups = [(one,) if isinstance(one, str) else tuple(one or ()) for one in names]
+    counts = [int(np.prod([sizes[name] for name in group], dtype=int)) for group in groups]
+    proxy, local, axes, enter = proxy.shards(counts)
+    specs = tuple(
+        jax.sharding.PartitionSpec(*(None if axis is None else names[axis] for axis in places))
+        for places in axes
+    )
+    leaves = map(compat.typeof, jax.tree.leaves(proxy))
+    avals = tuple(compat.shard_of(*pair, params) for pair in zip(leaves, specs, strict=True))
+    return Placed(proxy, local, specs, avals, enter)

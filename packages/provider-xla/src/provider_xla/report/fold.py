@@ -1,0 +1,106 @@
+"""Operations of equal layers in one row of a report, where there are many."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..program.fold import LEAST, folded
+from .results import Error, FloatOp, OpQuality, ParameterQuality
+
+
+class OpRow(NamedTuple):
+    """A row.
+
+    Attributes:
+        op: of several operations their common name, the largest error, and the sums of all else.
+        members: the operations, in the program's order.
+        size: bytes of their parameters before and after; None where they have none.
+    """
+
+    op: OpQuality
+    members: tuple[OpQuality, ...]
+    size: tuple[int, int] | None
+
+
+class NameRow(NamedTuple):
+    """A row of what stays float.
+
+    Attributes:
+        name: of an operation or a parameter.
+        weight: of an operation, the parameter that it uses.
+        first: the first of those that share the row.
+        count: how many these are.
+    """
+
+    name: str
+    weight: str
+    first: FloatOp | ParameterQuality
+    count: int
+
+
+def op_rows(
+    ops: Sequence[OpQuality], parameters: Sequence[ParameterQuality], *, fold: bool = True
+) -> list[OpRow]:
+    """Return the rows of operations, folded if there are many and ``fold`` is given."""
+    sizes = {one.path: (one.bytes_before, one.bytes_after) for one in parameters}
+    if not fold or len(ops) <= LEAST:
+        return [OpRow(op, (op,), sizes.get(op.weight or "")) for op in ops]
+
+    def same(place: int) -> object:
+        op = ops[place]
+        return op.operands, op.qtypes, op.rule, op.kernel, op.kernel_reason, op.weight is None
+
+    rows = []
+    for one in folded([(op.op_id, op.weight or "") for op in ops], same):
+        members = tuple(ops[place] for place in one.rows)
+        paths = dict.fromkeys(op.weight or "" for op in members)
+        found = [sizes[path] for path in paths if path in sizes]
+        size = (sum(pair[0] for pair in found), sum(pair[1] for pair in found)) if found else None
+        rows.append(OpRow(_together(members, *one.texts), members, size))
+    return rows
+
+
+def float_rows(ops: Sequence[FloatOp]) -> list[NameRow]:
+    """Return the rows of operations that stay float for one reason."""
+    names = [(op.op_id, op.weight or "") for op in ops]
+    if len(ops) <= LEAST:
+        return [NameRow(op.op_id, op.weight or "", op, 1) for op in ops]
+    found = folded(names, lambda place: (ops[place].operands, ops[place].kernel, ops[place].flops))
+    return [NameRow(one.texts[0], one.texts[1], ops[one.rows[0]], len(one.rows)) for one in found]
+
+
+def parameter_rows(parameters: Sequence[ParameterQuality]) -> list[NameRow]:
+    """Return the rows of parameters that stay as they are."""
+    names = [(one.path,) for one in parameters]
+    if len(parameters) <= LEAST:
+        return [NameRow(one.path, "", one, 1) for one in parameters]
+    found = folded(names, lambda place: (parameters[place].dtype, parameters[place].shape))
+    return [NameRow(one.texts[0], "", parameters[one.rows[0]], len(one.rows)) for one in found]
+
+
+def _together(members: Sequence[OpQuality], op_id: str, weight: str) -> OpQuality:
+    """Return several operations as one."""
+    if len(members) == 1:
+        return members[0]
+    ratios = [op.error.sqnr_db for op in members if op.error.sqnr_db is not None]
+    errors = [op.error.max_abs_error for op in members if op.error.max_abs_error is not None]
+    return dataclasses.replace(
+        members[0],
+        op_id=op_id,
+        weight=weight or None,
+        calls=sum(op.calls for op in members),
+        error=Error(min(ratios, default=None), max(errors, default=None)),
+        steps=(),
+        flops=sum(op.flops for op in members),
+        float_seconds=_sum([op.float_seconds for op in members]),
+        seconds=_sum([op.seconds for op in members]),
+        share=_sum([op.share for op in members]),
+        ranges=members[0].ranges if len({op.ranges for op in members}) == 1 else (None, None),
+    )
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None

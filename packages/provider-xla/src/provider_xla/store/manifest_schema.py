@@ -1,0 +1,200 @@
+"""The schema of a manifest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType, field
+
+from .schema import Object, OpenObject, Size, check
+
+_Shape = list[Size]
+# 1e999 is JSON, and reads as infinity.
+_Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+_Tile = tuple[Annotated[int, Meta(lt=0)], Annotated[int, Meta(gt=0)]]
+
+
+class _TupleKey(Object):
+    parts: list[_Key] = field(name="tuple")
+
+
+_Key = str | int | float | bool | _TupleKey
+
+
+class _Node(Object):
+    """A node of a tree, of one of four kinds that its fields tell apart: see ``tree.describe``."""
+
+    entries: list[tuple[_Key, _Structure]] | UnsetType = field(default=UNSET, name="dict")
+    items: list[_Structure] | UnsetType = field(default=UNSET, name="list")
+    parts: list[_Structure] | UnsetType = field(default=UNSET, name="tuple")
+    type_name: str | UnsetType = field(default=UNSET, name="object")
+    fields: list[tuple[_Key, _Structure]] | UnsetType = UNSET
+
+    def __post_init__(self):
+        given = {name for name in self.__struct_fields__ if getattr(self, name) is not UNSET}
+        if given not in ({"entries"}, {"items"}, {"parts"}, {"type_name", "fields"}):
+            raise ValueError("A node must be one of dict, list, tuple, and object with fields")
+        pairs = self.fields if isinstance(self.entries, UnsetType) else self.entries
+        if not isinstance(pairs, UnsetType):
+            keys = [json.dumps(msgspec.to_builtins(key)) for key, _ in pairs]
+            if len(set(keys)) != len(keys):
+                raise ValueError(f"A node must have each key once, got a key twice in {keys}")
+
+
+_Structure = None | int | _Node
+
+
+class _Typed(Object):
+    shape: _Shape
+    dtype: str
+
+
+class _PrngKey(_Typed):
+    impl: str
+
+
+class _Quantized(_Typed):
+    qtype: str
+    ragged_tiles: list[_Tile] | UnsetType = UNSET
+
+
+class _Packed(_Quantized):
+    def __post_init__(self):
+        if not self.shape:
+            raise ValueError("A packed array must have an axis, got shape []")
+
+
+class _Step(Object):
+    kind: Literal["scaled", "rotated"]
+    block: Size | UnsetType = UNSET
+
+
+class _Transformed(_Quantized, kw_only=True):
+    inner: Literal["qarray", "packed"]
+    steps: list[_Step]
+    k_axes: list[int]
+
+
+class _Affine(_Quantized, kw_only=True):
+    inner: Literal["qarray", "packed"]
+    shift: _Finite | None
+
+
+class _Nothing(Object):
+    pass
+
+
+class _Statistics(Object):
+    decay: _Finite | None
+    symmetric: bool
+
+
+class _Value(Object):
+    type: Literal["bool", "int", "float", "str"]
+    value: str
+
+
+class _Static(Object):
+    type: str
+
+
+class _Form(Object):
+    kind: str
+    about: dict[str, Any]
+
+    def __post_init__(self):
+        if self.kind not in _FORMS:
+            raise ValueError(f"kind must be one of {', '.join(_FORMS)}, got {self.kind!r}")
+        schema, _ = _FORMS[self.kind]
+        check(self.about, schema)
+
+
+class _Held(_Form):
+    def __post_init__(self):
+        super().__post_init__()
+        if "shape" not in self.about:
+            raise ValueError(f"A held {self.kind} must have a shape")
+
+
+class _Carrier(_Typed):
+    params: str
+    keys: list[str]
+    loops: list[Any]
+    held: list[_Held | None]
+
+    def __post_init__(self):
+        count = len(self.keys)
+        if len(self.held) != count + 1 or len(self.loops) != count:
+            raise ValueError(f"A carrier with {count} keys must hold as many values and itself")
+
+
+_FORMS: dict[str, tuple[Any, set[str]]] = {
+    "array": (_Typed, {""}),
+    "numpy": (_Typed, {""}),
+    "key": (_PrngKey, {"data"}),
+    "qarray": (_Quantized, {"qvalue", "scale"}),
+    "packed": (_Packed, {"planes", "scale"}),
+    "transformed": (_Transformed, {"scale"}),
+    "affine": (_Affine, {"scale", "minimum"}),
+    "calibration": (_Nothing, {"upper"}),
+    "statistics": (_Statistics, {"upper", "count"}),
+    "value": (_Value, set()),
+    "static": (_Static, set()),
+    "carrier": (_Carrier, set()),
+}
+"""By kind of a form: the schema of what is known about it, and the parts that it must have."""
+
+
+class _Leaf(_Form):
+    name: str
+    tensors: dict[str, str]
+
+    def __post_init__(self):
+        super().__post_init__()
+        _, parts = _FORMS[self.kind]
+        missing = parts - self.tensors.keys()
+        if missing:
+            raise ValueError(f"{self.name} must have tensors {sorted(missing)}")
+        if self.kind == "carrier":
+            held = {str(i) for i in range(len(self.about["held"]))}
+            if not {part.partition(".")[0] for part in self.tensors} <= held:
+                raise ValueError(f"{self.name} must have tensors of what it holds alone")
+
+
+class _Tree(Object):
+    structure: _Structure
+    leaves: list[_Leaf]
+
+
+class _Rule(OpenObject):
+    type_name: str = field(name="class")
+
+
+class _Weight(OpenObject):
+    method: str
+
+
+class _Plan(Object):
+    rules: list[_Rule]
+    weights: dict[str, _Weight]
+
+
+class FormatOnly(OpenObject):
+    """What manifests of all versions have."""
+
+    format: Annotated[int, Meta(ge=1)]
+    versions: dict[str, str]
+
+
+class ManifestSchema(Object):
+    """A manifest of this version."""
+
+    format: int
+    params: _Tree
+    extra: _Tree | None
+    tensors: dict[str, tuple[str, _Shape]]
+    plan: _Plan | None
+    versions: dict[str, str]
