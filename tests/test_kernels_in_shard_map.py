@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtap_testkit.meshes import grid
@@ -134,6 +134,23 @@ def test_gradients(mesh):
     floats = restored(stored)
     expected = jax.grad(lambda x: jnp.sum((jax.nn.relu(x @ floats["up"]) @ floats["down"]) ** 2))(X)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_explicit_axes():
+    """What the program reshards before the shard_map is resharded with its scales."""
+    explicit = grid((2, 4), ("data", "model"), AxisType.Explicit)
+
+    def model(params, x):
+        placed = {name: jax.sharding.reshard(w, SPECS[name]) for name, w in params.items()}
+        return sharded(explicit)(placed, jax.sharding.reshard(x, P("data", None)))
+
+    with jax.set_mesh(explicit):
+        params = weights()
+        plan = PtqProvider(RULES["int8 in tiles"]).plan(model, params, X)
+        stored = plan.quantize(params)
+        found = jax.jit(plan.apply(model))(stored, X)
+    expected = in_numpy(restored(stored), X)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be_cut_says_why(mesh):

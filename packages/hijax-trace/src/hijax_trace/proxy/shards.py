@@ -114,6 +114,21 @@ def placed(proxy: ArrayProxy, spec: jax.sharding.PartitionSpec, params: dict[str
         jax.sharding.PartitionSpec(*(None if axis is None else names[axis] for axis in places))
         for places in axes
     )
-    leaves = map(compat.typeof, jax.tree.leaves(proxy))
-    avals = tuple(compat.shard_of(*pair, params) for pair in zip(leaves, specs, strict=True))
+    leaves, structure = jax.tree.flatten(proxy)
+    leaves = [_resharded(*pair) for pair in zip(leaves, specs, strict=True)]
+    proxy = jax.tree.unflatten(structure, leaves)
+    types = map(compat.typeof, leaves)
+    avals = tuple(compat.shard_of(*pair, params) for pair in zip(types, specs, strict=True))
     return Placed(proxy, local, specs, avals, enter)
+
+
+def _resharded(array: Any, spec: jax.sharding.PartitionSpec) -> Any:
+    """Return an array as ``shard_map`` wants it on explicit mesh axes: sharded as it is cut.
+
+    The program has resharded the array that the proxy stands for, not those of the proxy.
+    """
+    sharding = getattr(compat.typeof(array), "sharding", None)
+    if sharding is None or sharding.spec == spec:
+        return array
+    is_explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return jax.sharding.reshard(array, spec) if is_explicit else array
