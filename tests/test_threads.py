@@ -11,7 +11,7 @@ import pytest
 
 from provider_xla import PtqProvider, QuantizationRule
 
-THREADS, ROUNDS = 8, 4
+THREADS, ROUNDS = 8, 3
 RULES = [
     QuantizationRule(weight_qtype="int8"),
     QuantizationRule(weight_qtype="int8", act_qtype="int8"),
