@@ -184,7 +184,8 @@ bool floats_suit(const Matmul& args, Isa isa) {
          args.m >= least_rows(args.weights.layout);
 }
 
-void multiply_floats(const Matmul& args, const Parallel& parallel) {
+void multiply_floats([[maybe_unused]] const Matmul& args,
+                     [[maybe_unused]] const Parallel& parallel) {
 #if defined(__x86_64__)
   FloatProduct(args, parallel, amx_float_kernels()).run();
 #endif
