@@ -23,6 +23,7 @@ from llm.rules import FORMATS, rules_for
 from llm.tokenizer import ByteTokenizer, read_tokenizer, stream_text
 
 import provider_xla as xla
+from jaxtap_testkit.llm_samples import FAMILIES, fields_of, float64_logits, varied
 from jaxtap_testkit.processes import run_python
 
 ROOT = Path(__file__).parent.parent
@@ -30,154 +31,10 @@ tokenizers = pytest.mark.skipif(
     importlib.util.find_spec("tokenizers") is None,
     reason="needs tokenizers, of the dependency group llm (uv run --group llm pytest)",
 )
-BASE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
-LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 16, "sliding_window": 4}
-FAMILIES = {
-    "llama": {"rope_scaling": LLAMA3},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 32},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    | {"norm_topk_prob": True, "head_dim": 16},
-    "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    "gemma3_text": GEMMA | {"sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
-}
-
-
-def fields_of(family):
-    return {"model_type": family, **BASE, **FAMILIES[family]}
 
 
 def drawn(config, seed=0):
-    """Parameters in which norms, biases and angles matter, too."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path, x):
-        if path[-1].key.endswith(("norm", "bias")):
-            return x + rng.normal(0, 0.2, x.shape).astype(np.float32)
-        return x * (3 if path[-1].key == "qkv" else 1)
-
-    return jax.tree_util.tree_map_with_path(draw, checkpoint.init(config, seed))
-
-
-def reference(fields, tensors, tokens, cached=None):
-    """Logits of one sequence in float64, a position and a head at a time, of a file's tensors.
-
-    From position ``cached`` on keys and values are read from a cache of int8.
-    """
-    t = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
-    family, gemma = fields["model_type"], fields["model_type"].startswith("gemma")
-    heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
-    size = fields.get("head_dim", fields["hidden_size"] // heads)
-    scale = fields.get("query_pre_attn_scalar", size) ** -0.5
-
-    def norm(name, x):
-        w = t[f"{name}.weight"] + (1 if gemma else 0)
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["rms_norm_eps"]) * w
-
-    def capped(x, name):
-        cap = fields.get(name)
-        return x if not cap else cap * np.tanh(x / cap)
-
-    def gate(x):
-        if gemma:
-            return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-        return x / (1 + np.exp(-x))
-
-    def angle(j, local):
-        theta = fields["rope_local_base_freq"] if local else fields["rope_theta"]
-        one = theta ** (-2 * j / size)
-        if "rope_scaling" not in fields:
-            return one
-        wave, length = 2 * math.pi / one, LLAMA3["original_max_position_embeddings"]
-        if wave < length / LLAMA3["high_freq_factor"]:
-            return one
-        if wave > length / LLAMA3["low_freq_factor"]:
-            return one / LLAMA3["factor"]
-        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-        smooth = (length / wave - low) / (high - low)
-        return (1 - smooth) * one / LLAMA3["factor"] + smooth * one
-
-    def turned(x, at, local):
-        out = x.copy()
-        for j in range(size // 2):
-            c, s = math.cos(at * angle(j, local)), math.sin(at * angle(j, local))
-            a, b = x[j], x[j + size // 2]
-            out[j], out[j + size // 2] = a * c - b * s, b * c + a * s
-        return out
-
-    def rounded(rows):
-        step = np.abs(rows).max(-1, keepdims=True) / 127
-        return np.round(rows / step) * step
-
-    def attention(i, x):
-        at = f"model.layers.{i}.self_attn"
-        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern")}.get(family)
-        windowed = every is not None and (i + 1) % every != 0
-        local = windowed and family == "gemma3_text"
-
-        def project(name, count):
-            y = x @ t[f"{at}.{name}_proj.weight"].T
-            if f"{at}.{name}_proj.bias" in t:
-                y = y + t[f"{at}.{name}_proj.bias"]
-            y = y.reshape(len(x), count, size)
-            if f"{at}.{name}_norm.weight" in t:
-                y = norm(f"{at}.{name}_norm", y)
-            return y
-
-        q, k, v = project("q", heads), project("k", groups), project("v", groups)
-        out = np.zeros((len(x), heads, size))
-        for n in range(len(x)):
-            first = max(0, n + 1 - fields["sliding_window"]) if windowed else 0
-            for h in range(heads):
-                g = h // (heads // groups)
-                query = turned(q[n, h], n, local)
-                keys = np.array([turned(k[m, g], m, local) for m in range(first, n + 1)])
-                values = v[first : n + 1, g]
-                if cached is not None and n >= cached:
-                    keys, values = rounded(keys), rounded(values)
-                scores = keys @ query * scale
-                weights = np.exp(capped(scores, "attn_logit_softcapping"))
-                out[n, h] = weights @ values / weights.sum()
-        return out.reshape(len(x), -1) @ t[f"{at}.o_proj.weight"].T
-
-    def dense(at, x):
-        inner = gate(x @ t[f"{at}.gate_proj.weight"].T) * (x @ t[f"{at}.up_proj.weight"].T)
-        return inner @ t[f"{at}.down_proj.weight"].T
-
-    def mlp(i, x):
-        at = f"model.layers.{i}.mlp"
-        if family != "qwen3_moe":
-            return dense(at, x)
-        rows = []
-        for row in x:
-            chances = np.exp(t[f"{at}.gate.weight"] @ row)
-            best = np.argsort(-chances)[: fields["num_experts_per_tok"]]
-            parts = [chances[e] * dense(f"{at}.experts.{e}", row) for e in best]
-            rows.append(sum(parts) / chances[best].sum())
-        return np.array(rows)
-
-    x = t["model.embed_tokens.weight"][tokens]
-    x = x * fields["hidden_size"] ** 0.5 if gemma else x
-    for i in range(fields["num_hidden_layers"]):
-        at = f"model.layers.{i}"
-        y = attention(i, norm(f"{at}.input_layernorm", x))
-        x = x + (norm(f"{at}.post_attention_layernorm", y) if gemma else y)
-        before = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
-        y = mlp(i, norm(f"{at}.{before}", x))
-        x = x + (norm(f"{at}.post_feedforward_layernorm", y) if gemma else y)
-    table = t.get("lm_head.weight", t["model.embed_tokens.weight"])
-    return capped(norm("model.norm", x) @ table.T, "final_logit_softcapping")
+    return varied(checkpoint.init(config, seed), seed)
 
 
 @pytest.mark.sample(3)
@@ -188,7 +45,7 @@ def test_logits_prefill_and_decode(family):
     params = drawn(config)
     tokens = np.random.default_rng(1).integers(0, 256, (2, 12))
     tensors = checkpoint.tensors_of(config, params)
-    wanted = np.stack([reference(fields, tensors, row) for row in tokens])
+    wanted = np.stack([float64_logits(fields, tensors, row) for row in tokens])
     near = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-4 * wanted.std())
     near(jax.jit(functools.partial(model.logits, config))(params, tokens), wanted)
     cache = model.make_cache(config, 2, 16)
@@ -265,7 +122,7 @@ def test_an_int8_cache_has_rounded_rows(family):
     config, params = small(family)
     tokens = np.random.default_rng(5).integers(0, 256, (1, 12))
     tensors = checkpoint.tensors_of(config, params)
-    exact, wanted = (reference(fields, tensors, tokens[0], at)[7:] for at in (None, 7))
+    exact, wanted = (float64_logits(fields, tensors, tokens[0], at)[7:] for at in (None, 7))
     made = Generator(config, params, cache="int8")
     _, cache = made._prefill(params, tokens[:, :7], made.make_cache(1, 16), 6)
     step = jax.jit(applying(config, None, "int8")(functools.partial(model.decode, config)))
@@ -307,7 +164,7 @@ def test_quantized_is_near_and_decodes_as_it_prefills(family):
         found = jax.jit(plan.apply(functools.partial(model.logits, config)))(stored, tokens)
         floats = jax.tree.map(lambda x: x.restore() if weight(x) else x, stored, is_leaf=weight)
         tensors = checkpoint.tensors_of(config, floats)
-        exact = reference(fields_of(family), tensors, tokens[0])
+        exact = float64_logits(fields_of(family), tensors, tokens[0])
         error = np.linalg.norm(found[0] - exact) / np.linalg.norm(exact)
         # Where experts are chosen the error of an activation may choose another one.
         # Kernels multiply more than four rows in two planes of int8: 3e-5 for each matmul.
@@ -375,7 +232,7 @@ def test_perplexity():
     tensors, total = checkpoint.tensors_of(config, params), 0.0
     for start in (0, 8, 16):
         window = tokens[start : start + 9]
-        found = reference(fields_of("llama"), tensors, window[:-1])
+        found = float64_logits(fields_of("llama"), tensors, window[:-1])
         chances = np.exp(found) / np.exp(found).sum(-1, keepdims=True)
         total -= np.log(chances[np.arange(8), window[1:]]).sum()
     found = perplexity(config, params, tokens, window=8, batch=2)

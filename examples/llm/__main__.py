@@ -3,6 +3,7 @@
 uv run --group llm python -m examples.llm demo
 uv run --group llm python -m examples.llm quantize FOLDER OUT --rules int4
 uv run --group llm python -m examples.llm generate OUT --prompt "Once upon a time"
+uv run --group llm python -m examples.llm device FOLDER model.tflite --text book.txt
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 from interception_core import JaxtapError
 
 from .config import LlmError
-from .rules import CACHES
+from .rules import CACHES, DEVICE
 
 
 def main(argv=None):
@@ -30,6 +31,7 @@ def main(argv=None):
     _generate(commands)
     _perplexity(commands)
     _bench(commands)
+    _device(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)
@@ -150,6 +152,40 @@ def _bench(commands):
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1)
     _cache(parser)
+
+
+def _device(commands):
+    def run(args):
+        import provider_odml as odml
+
+        from . import checkpoint, device
+        from .tokenizer import read_tokenizer
+
+        if not args.out.parent.is_dir():
+            raise LlmError(f"{args.out} must be in a folder that is there. Make it first.")
+        config, params = checkpoint.read(args.folder)
+        tokens = None
+        if args.text is not None:
+            tokens = read_tokenizer(args.folder, config).encode(_read(args.text))
+            if len(tokens) < 2:
+                raise LlmError(f"{args.text} must have two tokens or more, got {len(tokens)}.")
+        rules = odml.OdmlRule(**DEVICE[args.rules])
+        art = device.export(config, params, rules, args.prompt, args.positions)
+        art.save(args.out)
+        print(art.report)
+        print(f"{args.out}: {len(art.model) / 1e6:.1f} MB")
+        if tokens is not None:
+            print(f"{'':20} {'JAX float':>12} {'device':>12}")
+            for name, *found in device.compare(device.Device(args.out), config, params, tokens):
+                print(f"{name:20} {found[0]:12.4g} {found[1]:12.4g}", flush=True)
+
+    parser = _command(commands, "device", run, "Export a float folder for LiteRT, and compare.")
+    parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
+    parser.add_argument("out", type=Path, help="the .tflite to write")
+    parser.add_argument("--rules", choices=DEVICE, default="dynamic", help="(default dynamic)")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prefill (default 64)")
+    parser.add_argument("--positions", type=int, default=256, help="of the cache (default 256)")
+    parser.add_argument("--text", help="a file of text to compare on, with the float program")
 
 
 def _cache(parser, default="float", text="format of the KV cache (default float)"):

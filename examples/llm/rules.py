@@ -23,6 +23,14 @@ FORMATS = {
 CACHES = ("float", "int8")
 """Formats of the KV cache, which ``--cache`` takes."""
 
+DEVICE = {
+    "float": {},
+    "dynamic": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False},
+    "weights": {"weight_qtype": "int8"},
+    "int4": {"weight_qtype": "int4"},
+}
+"""Fields of ``provider_odml.OdmlRule`` for all weights, by the name that ``device`` takes."""
+
 
 def rules_for(config, fields):
     """Return the rules of a model whose weights all have the same format.

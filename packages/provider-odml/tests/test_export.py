@@ -137,6 +137,15 @@ def test_without_static_ranges(name, rule):
     assert signal_to_noise(fn, params, args, artifact) > 20
 
 
+def test_a_lookup_in_a_table_that_stays_float():
+    fn, params, args = CASES["lookups"]
+    artifact = odml.export(fn, params, None, odml.OdmlRule(), *args)
+    (found,) = artifact.run(ids=np.asarray(args[0])).values()
+    wanted = np.asarray(params["table"], np.float64)[args[0]] @ np.asarray(params["w"], np.float64)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert "int8" not in artifact.report.bytes_by_dtype
+
+
 @pytest.mark.slow
 def test_parameters_of_four_and_two_bits_are_stored_packed():
     fn, params, args = CASES["heads"]

@@ -12,7 +12,16 @@ from flax import linen, nnx
 
 from interception_core import Interceptor, get_engine
 from interception_core.testing import ProviderConformance
-from provider_xla import QtRule, QuantizationRule, model_plan, quantize_model
+from provider_xla import (
+    QtRule,
+    QuantizationRule,
+    StoreError,
+    load,
+    load_extra,
+    model_plan,
+    quantize_model,
+    save,
+)
 from provider_xla.testing import BridgeConformance
 
 W8A8 = {"weight_qtype": "int8", "act_qtype": "int8"}
@@ -100,6 +109,21 @@ def test_a_third_party_s_provider_quantizes_models(provider, framework):
     bridge._close(result, exact, 0.2)
     assert not np.array_equal(result, exact)
     assert (model_plan(made) is None) == (type(provider) is Rounding)
+
+
+def test_a_third_party_s_parameters_are_saved_without_their_plan(tmp_path):
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)}
+    plan = Planning().plan(None, params)
+    stored, path = plan.quantize(params), tmp_path / "w.safetensors"
+    with pytest.raises(StoreError, match=r"got a RoundingPlan\. Of another .* leave plan out"):
+        save(path, stored, plan)
+    assert not path.exists()
+    save(path, stored, extra={"plan": "rounding"})
+    with pytest.raises(StoreError, match=r"got a RoundingPlan\. Of another .* pass template="):
+        load(path, plan=plan)
+    found = load(path, template=jax.eval_shape(plan.quantize, params))
+    np.testing.assert_array_equal(found["w"], np.round(np.asarray(params["w"]) * 64) / 64)
+    assert load_extra(path) == {"plan": "rounding"}
 
 
 @pytest.mark.parametrize("wrong", [3, Interceptor, "ptq"])

@@ -44,8 +44,19 @@ class Provider(Protocol):
 class ProviderPlan(Protocol):
     """What a provider does to a function. It prints itself.
 
-    A plan may also have ``as_json()``, which returns JSON's types, and
-    ``report(params, *args)``, which measures it.
+    A plan may also have:
+
+    - ``as_json()``, which returns JSON's types: ``jaxtap plan --json`` writes it.
+    - ``report(params, *args)``, which measures it: ``jaxtap report`` prints what it returns.
+    - ``ranges``: the activations whose range has to be measured; where there are any,
+      ``quantize_model`` needs ``statistics``, and ``provider.apply_measured(fn, statistics)`` and
+      ``calibrate(fn, params, batches)`` are there, too.
+    - ``ops``: records of operations (``op_id``, ``rule``, ``weight``, ``operands``), by which
+      ``quantize_model`` tells what can't be followed.
+    - ``lora``, with ``init_adapters(key)``: adapters beside stored parameters.
+    - ``prepack``, as an option of ``quantize``: needed where ``quantize_model(prepack=False)`` is.
+
+    ``save`` and ``load`` take other providers' stored parameters without their plan.
 
     Attributes:
         problems: what of the rules can't be followed: one line of text each.

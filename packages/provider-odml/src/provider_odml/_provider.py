@@ -20,7 +20,7 @@ from ._plan import Plan
 from ._qat import Training
 from ._replay import replay
 from ._rules import INT8, OdmlRule, as_rules
-from ._statistics import QuantStats
+from ._statistics import QuantStats, check_statistics
 from ._survey import survey
 from ._trees import is_array, split
 
@@ -160,6 +160,7 @@ class QatModel:
             update_quant_stats: False leaves them as they are: in evaluation.
             kwargs: its keyword arguments.
         """
+        check_statistics("quant_stats", quant_stats)
         runtime = Training(quant_stats, update_quant_stats)
         return self._run(runtime, args, kwargs)
 
@@ -183,6 +184,9 @@ class QatModel:
         Returns:
             The result, and the new state.
         """
+        if stats is None:
+            raise OdmlError("stats must be what init or calibrate returned, got None.")
+        check_statistics("stats", stats)
         own = stats.with_state(state)
         out = self(*args, quant_stats=own, update_quant_stats=update_quant_stats, **kwargs)
         return out, own.state
@@ -198,7 +202,7 @@ class QatModel:
             The statistics, for ``export`` or for training to begin with.
 
         Raises:
-            OdmlError: there is no batch.
+            OdmlError: there is no batch, or one that is not a tuple.
         """
         from tqdm import tqdm
 
@@ -227,7 +231,14 @@ class QatModel:
                     ) from error
                 raise
 
+        if not isinstance(batches, Iterable):
+            raise OdmlError(f"batches must be an iterable of tuples, got {batches!r}.")
         for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
+            if not isinstance(batch, Sequence) or isinstance(batch, str):
+                raise OdmlError(
+                    "Each of batches must be a tuple of the arguments after the parameters, got a "
+                    f"{type(batch).__name__}. Pass [(x,), ...]."
+                )
             args = list(batch)
             args.insert(self._provider.params_argnum, params)
             stats = self.init(*args) if stats is None else stats

@@ -172,7 +172,8 @@ def as_rules(rules: OdmlRule | Iterable[OdmlRule]) -> tuple[OdmlRule, ...]:
     Raises:
         TypeError: something else is among them.
     """
-    rules = (rules,) if isinstance(rules, OdmlRule) else tuple(rules)
+    several = isinstance(rules, Iterable) and not isinstance(rules, str)
+    rules = tuple(rules) if several else (rules,)
     for rule in rules:
         if not isinstance(rule, OdmlRule):
             raise TypeError(

@@ -17,7 +17,7 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import Box
 
-from ._errors import ManifestError
+from ._errors import ManifestError, OdmlError
 from ._manifest import Manifest
 from ._plan import Plan, Site
 from ._ranges import calibration_of, joined_row
@@ -220,6 +220,23 @@ class QuantStats(Mapping[str, SiteStatistics]):
 
     def __repr__(self) -> str:
         return f"QuantStats({len(self)} sites)"
+
+
+def check_statistics(name: str, given: Any) -> None:
+    """Check that an argument is None or holds statistics.
+
+    Args:
+        name: of the argument.
+        given: what was given.
+
+    Raises:
+        OdmlError: it is something else.
+    """
+    if given is not None and not isinstance(given, QuantStats):
+        raise OdmlError(
+            f"{name} must be None or QuantStats, got a {type(given).__name__}. Pass what "
+            "qat(fn, rules).calibrate(params, batches) or .init(params, x) returned."
+        )
 
 
 def _rows(site: Mapping[str, Any], kept: Kept) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._provider import OdmlQatProvider
 from .._replay import replay
 from .._rules import INT8, OdmlRule
-from .._statistics import QuantStats
+from .._statistics import QuantStats, check_statistics
 from ._collect import collect
 from ._emit import Device
 from ._grids import grids_of
@@ -39,6 +39,7 @@ class OdmlConversionProvider(OdmlQatProvider):
         **options: Any,
     ):
         super().__init__(rules, **options)
+        check_statistics("quant_stats", quant_stats)
         self._params = params
         self._stats = quant_stats
 

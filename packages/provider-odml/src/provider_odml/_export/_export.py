@@ -15,7 +15,7 @@ from .._litert import Program, convert, integer_io, read
 from .._plan import ConstantUse, Plan, WeightUse
 from .._provider import OdmlQatProvider
 from .._rules import INT8, OdmlRule
-from .._statistics import QuantStats
+from .._statistics import QuantStats, check_statistics
 from ._aeq import export_with_aeq
 from ._aeq_options import AeqOptions
 from ._artifact import Artifact
@@ -79,6 +79,11 @@ def export(
     ):
         if given not in allowed:
             raise OdmlError(f"{name} must be one of {', '.join(allowed)}, got {given!r}.")
+    if not callable(fn):
+        raise OdmlError(f"fn must be a function fn(params, *args), got a {type(fn).__name__}.")
+    check_statistics("stats", stats)
+    if aeq is not None and not isinstance(aeq, AeqOptions):
+        raise OdmlError(f"aeq must be None or AeqOptions, got {aeq!r}.")
     if aeq is not None and backend != "aeq":
         raise OdmlError(f"aeq={aeq!r} is for backend='aeq', and backend is {backend!r}.")
     provider = OdmlQatProvider(rules, **options)

@@ -47,6 +47,11 @@ def signatures_of(given: Any, args: Sequence[Any]) -> dict[str, Signature]:
         )
     found = {}
     for name, one in given.items():
+        if not isinstance(one, Signature | tuple | list):
+            raise OdmlError(
+                f"Signature {name!r} must be a Signature or a tuple of arguments, got a "
+                f"{type(one).__name__}. Write odml.Signature((x,))."
+            )
         one = one if isinstance(one, Signature) else Signature(tuple(one))
         for leaf in jax.tree.leaves(one.args):
             if is_array(leaf) and isinstance(leaf, jax.ShapeDtypeStruct):

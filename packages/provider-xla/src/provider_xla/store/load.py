@@ -18,6 +18,7 @@ from .errors import StoreError, StoreMismatchError
 from .forms import put_together
 from .manifest import Manifest, Tree
 from .placing import find_placements, shardings_of
+from .plans import check_storable
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def load(
         QuantizationWarning: the rules of the plan are others than in the file, though they give
             the same parameters.
     """
+    check_storable(plan, "load")
     path = Path(path)
     with _open(path) as reader:
         manifest = reader.manifest

@@ -15,6 +15,7 @@ from .errors import StoreError, StoreMismatchError
 from .files import appearing
 from .forms import Form, take_apart
 from .manifest import Manifest, build
+from .plans import check_storable
 from .safetensors import Writer
 from .shards import file_name, own_pieces, write_index, write_pieces
 from .together import appearing_in_all, step
@@ -62,10 +63,11 @@ def save(
     Raises:
         StoreMismatchError: ``params`` is something else than the plan says; the message has a
             diff.
-        StoreError: a leaf that can't be saved, or ``path`` is there. What fails in one of several
-            processes is raised in all.
+        StoreError: a leaf or a plan that can't be saved, or ``path`` is there. What fails
+            in one of several processes is raised in all.
         MissingExtraError: orbax-checkpoint is not installed: ``provider-xla[orbax]``.
     """
+    check_storable(plan, "save")
     path = Path(path)
     spread = [name for tree in (params, extra) for name in _spread(tree)]
     kind = format_of(path, "shards" if _is_folder(path, format) and spread else format)
