@@ -62,19 +62,20 @@ PackedSteps::PackedSteps(const PackedProduct& args) {
   parts = packed_parts(unpacked(args));
   depth = args.quantizes ? layout.padded_k() : args.layout.k;
   cols = panel_count(args.n, layout.columns()) * layout.columns();
-  keeps_sums = library && (args.y_dtype != te::Float::kF32 || cols != args.n);
+  rows = library && args.quantizes ? up_to(args.m, kInt8Rows) : args.m;
+  keeps_sums = library && (args.y_dtype != te::Float::kF32 || cols != args.n || rows != args.m);
 
   const auto part = [&](bool wanted, int64_t size) {
     const size_t begin = bytes, section = kSection;
     if (wanted) bytes += (static_cast<size_t>(size) + section - 1) / section * section;
     return begin;
   };
-  codes = part(args.quantizes, args.m * depth);
+  codes = part(args.quantizes, rows * depth);
   const int64_t factors = args.quantizes ? layout.scales() : 1;
   row_factors = part(args.quantizes || library, 4 * args.m * factors);
   weight = part(library, static_cast<int64_t>(size_of(args)) * parts * cols * depth);
   col_factors = part(library, 4 * cols);
-  sums = part(keeps_sums, 4 * args.m * cols);
+  sums = part(keeps_sums, 4 * rows * cols);
 }
 
 PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args, size_t workspace)
@@ -107,8 +108,8 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args,
                       : args.x_dtype == te::Float::kBF16  ? LtType::kBF16
                                                           : LtType::kF16;
   layout(weight_, type, steps.depth, steps.cols);
-  layout(x_, type, steps.depth, args.m);
-  layout(sums_, exact_ ? LtType::kS32 : LtType::kF32, steps.cols, args.m);
+  layout(x_, type, steps.depth, steps.rows);
+  layout(sums_, exact_ ? LtType::kS32 : LtType::kF32, steps.cols, steps.rows);
   LtCall call;
   call.product = product_.get();
   call.a_layout = weight_.get();
@@ -156,7 +157,8 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
   auto* row_factors = reinterpret_cast<float*>(workspace + steps.row_factors);
   auto* codes = reinterpret_cast<int8_t*>(workspace + steps.codes);
   if (args.quantizes) {
-    packed_rows({args.x, args.x_dtype, args.m, args.layout.k, steps.depth, args.layout.group, codes, row_factors},
+    packed_rows({args.x, args.x_dtype, args.m, args.layout.k, steps.rows, steps.depth,
+                 args.layout.group, codes, row_factors},
                 stream);
   } else {
     packed_finite({args.x, args.x_dtype, args.m, args.layout.k, row_factors}, stream);

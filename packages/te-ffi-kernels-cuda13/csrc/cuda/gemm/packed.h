@@ -38,6 +38,7 @@ struct PackedSteps {
   bool keeps_sums = false;
   int parts = 1;                 // of the unpacked weight
   int64_t depth = 0, cols = 0;   // of the unpacked weight
+  int64_t rows = 0;              // of x in cuBLASLt's product
 
   // Where parts of the workspace begin, and the bytes of all. What is left is cuBLASLt's.
   size_t codes = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;

@@ -276,6 +276,36 @@ TEST(cuda_gemm) {
   }
 }
 
+// Few rows, and those that aren't a multiple, are where cuBLASLt's int8 fails on GPUs.
+TEST(cuda_gemm_of_int8_has_any_number_of_rows) {
+  std::mt19937 random(14);
+  for (int64_t m : {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 77, 129}) {
+    for (int firsts = 0; firsts < 4; ++firsts) {
+      for (int out = 0; out < 3; ++out) {
+        check({m % 2 == 0 ? Scaling::kChannel : Scaling::kCurrentTensor, DType::S8, DType::S8, m, 16,
+               32, (firsts & 1) != 0, (firsts & 2) != 0, static_cast<te::Float>(out), out == 1,
+               false, 0.5f, 0.0f},
+              random);
+      }
+    }
+  }
+}
+
+// What is there already in multiples is read where it is, and summed where the result will be.
+TEST(cuda_gemm_of_int8_copies_only_what_it_must) {
+  te::Gemm args;
+  args.lhs = {nullptr, DType::S8, true, nullptr};
+  args.rhs = {nullptr, DType::S8, true, nullptr};
+  args.scaling = Scaling::kChannel;
+  args.n = args.k = 64;
+  args.m = 96;
+  CHECK(GemmSteps(args, false).bytes == 0);
+  args.m = 97;
+  CHECK(GemmSteps(args, false).bytes == 128 * 64 + 4 * 128 * 64);
+  args.lhs.dtype = args.rhs.dtype = DType::F8E4M3FN;
+  CHECK(GemmSteps(args, false).bytes == 0);
+}
+
 // One that has everything, and one whose bias cuBLASLt adds.
 const Case kCases[] = {{Scaling::kMx, DType::F8E4M3FN, DType::F8E5M2, 3, 5, 32, false, false,
                         te::Float::kBF16, true, true, 1.0f, 0.0f},

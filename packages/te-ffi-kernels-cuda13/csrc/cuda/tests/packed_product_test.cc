@@ -77,6 +77,19 @@ TEST(cuda_products_of_codes_have_the_bits_of_the_cpu) {
   }
 }
 
+TEST(cuda_products_of_codes_have_any_number_of_rows) {
+  std::mt19937 random(29);
+  for (int64_t m : {65, 77, 95, 96, 97, 128, 129}) {
+    for (int64_t n : {16, 20}) {
+      for (int out = 0; out < 3; ++out) {
+        PackedRun run({m, 48, n, 0, 8, true, out, out}, random);
+        check_codes(run);
+        CHECK_THAT(run.multiplied == 1, run.text());
+      }
+    }
+  }
+}
+
 TEST(cuda_products_of_codes_of_long_rows_and_groups) {
   std::mt19937 random(23);
   for (const auto& [k, group] : {std::pair<int64_t, int64_t>{2000, 0}, {4096, 2048}}) {
