@@ -18,15 +18,16 @@ struct Kept {
 // execution, from several threads at once where there are several devices.
 class Site {
  public:
-  // Warms a device up, unless it was: calls `body` inside of a capture. Returns whether it did.
+  // Warms a device up, unless it was: calls body(stream) with a stream of `streams` that captures,
+  // unless XLA's does. Returns whether it did.
   // Threads that come meanwhile with the same device wait; other devices don't. What failed, or was
   // left out since the stream captured already, is tried again at the next execution.
   template <typename Body>
-  bool warm(Runtime& cuda, int device, Stream stream, Body&& body) {
+  bool warm(Runtime& cuda, PrivateStreams& streams, int device, Stream xla, Body&& body) {
     Device& entry = of(device);
     std::lock_guard<std::mutex> hold(entry.lock);
     if (entry.warm) return false;
-    entry.warm = dry_run(cuda, stream, std::forward<Body>(body));
+    entry.warm = dry_run(cuda, streams, device, xla, std::forward<Body>(body));
     return entry.warm;
   }
 
