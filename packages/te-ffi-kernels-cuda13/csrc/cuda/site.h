@@ -21,8 +21,8 @@ class Site {
  public:
   // Warms a device up, unless it was: calls body(stream) with a stream of `streams` that captures,
   // unless XLA's does. Returns whether it did.
-  // Threads that come meanwhile to warm the same device wait. What failed, or was
-  // left out since the stream captured already, is tried again at the next execution.
+  // Threads that come meanwhile to warm the same device wait. What failed, or was left out since the
+  // stream captured already, is tried again at the next execution.
   template <typename Body>
   bool warm(Runtime& cuda, PrivateStreams& streams, int device, Stream xla, Body&& body) {
     Device& entry = of(device);

@@ -204,4 +204,18 @@ void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream
   gemm_finish(finish, stream);
 }
 
+std::string gemm_refusal(CublasLt& lt, LtHandle handle, const te::Gemm& args, bool has_bias,
+                         bool fast, size_t limit) {
+  GemmPlan::Options options;
+  options.has_bias = has_bias;
+  options.fast = fast;
+  options.workspace = GemmSteps(args, has_bias).bytes + kSection + limit;
+  try {
+    const GemmPlan plan(lt, handle, args, options);
+  } catch (const Error& refused) {
+    return refused.what();
+  }
+  return "";
+}
+
 }  // namespace jaxtap::cuda
