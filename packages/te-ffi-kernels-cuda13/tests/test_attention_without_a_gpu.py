@@ -11,7 +11,7 @@ import te_ffi_kernels as te
 from interception_core.testing import installed_plugins
 from te_ffi_kernels import AttnBiasType, QKVLayout
 from te_ffi_kernels import op as ops
-from te_ffi_kernels_cuda13 import _attention, _cudnn, _supports
+from te_ffi_kernels_cuda13 import _attention, _cudnn, _gpus, _supports
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 needs_native = pytest.mark.skipif(not BUILT, reason="built without nvcc")
@@ -85,7 +85,7 @@ def on_gpu(monkeypatch):
 
     monkeypatch.setattr(ops, "has_backend", lambda platform: True)
     monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
-    monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
+    monkeypatch.setattr(_gpus, "used", lambda: {0: 90})
     monkeypatch.setattr(_cudnn, "loaded", lambda: (92800, ""))
     monkeypatch.setattr(_attention, "planned", planned)
     return asked
@@ -142,7 +142,7 @@ def test_what_they_take(monkeypatch, on_gpu, changed, part):
     ("capability", "changed", "part"),
     [
         (0, {}, "there is no NVIDIA GPU here"),
-        (75, {}, "needs compute capability 8.0, and a GPU here has 7.5"),
+        (75, {}, "need a GPU of compute capability 8.0 or newer, and GPU 0 has 7.5"),
         (80, {}, True),
         (80, {"layout": 10, "mask": 1}, "compute capability 9.0 or 10.x, and one here has 8.0"),
         (100, {"layout": 12, "mask": 1}, True),
@@ -150,9 +150,32 @@ def test_what_they_take(monkeypatch, on_gpu, changed, part):
     ],
 )
 def test_which_gpus_they_need(monkeypatch, on_gpu, capability, changed, part):
-    monkeypatch.setattr(_supports, "compute_capability", lambda: capability)
+    monkeypatch.setattr(_gpus, "used", lambda: {0: capability} if capability else {})
     reasons, _ = lowered(monkeypatch, **changed)
     assert all(reason is True if part is True else part in reason for reason in reasons.values())
+
+
+@needs_native
+def test_each_gpu_must_have_it(monkeypatch, on_gpu):
+    monkeypatch.setattr(_gpus, "used", lambda: {0: 90, 1: 120, 2: 90})
+    assert lowered(monkeypatch)[0] == dict.fromkeys(OPS, True)
+    reasons, _ = lowered(monkeypatch, layout=14, mask=1)
+    assert all("and one here has 12.0" in reason for reason in reasons.values())
+
+
+def test_a_plan_is_made_for_each_kind_of_gpu(monkeypatch):
+    asked = []
+
+    class Native:
+        def plan_attention(self, attributes, bfloat16, backward, device):
+            asked.append(device)
+            return (100, "") if device == 0 else (300, "not on this one")
+
+    monkeypatch.setattr(_gpus, "used", lambda: {0: 90, 1: 90, 3: 100})
+    monkeypatch.setattr(_attention, "native", Native)
+    found = _attention.planned.__wrapped__(OPS[0], "bfloat16", ())
+    assert found == (300, "not on this one")
+    assert asked == [0, 3]
 
 
 @needs_native

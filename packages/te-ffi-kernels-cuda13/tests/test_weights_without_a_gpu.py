@@ -12,7 +12,7 @@ import pytest
 import te_ffi_kernels as te
 from interception_core import Aval, KernelCall
 from te_ffi_kernels import op as ops
-from te_ffi_kernels_cuda13 import _cublas, _supports, _workspace
+from te_ffi_kernels_cuda13 import _cublas, _gpus, _supports, _workspace
 from te_ffi_kernels_cuda13._workspace import CUBLASLT, PART
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
@@ -44,7 +44,7 @@ def call(shape, dtype, group, op="gemv_w8"):
 @pytest.mark.parametrize("op", BITS)
 def test_few_rows_need_no_library(monkeypatch, shape, dtype, group, part, op):
     monkeypatch.setattr(_cublas, "missing", lambda: "cuBLASLt can't be loaded")
-    monkeypatch.setattr(_supports, "compute_capability", lambda: 0)
+    monkeypatch.setattr(_gpus, "used", dict)
     found = _supports.packed_product(call(shape, dtype, group, op))
     assert found is True if part is True else part in found
 
@@ -54,18 +54,18 @@ def test_few_rows_need_no_library(monkeypatch, shape, dtype, group, part, op):
 @pytest.mark.parametrize("op", BITS)
 def test_many_rows_need_one_but_for_groups_of_codes(monkeypatch, shape, group, op):
     asked = call(shape, "float32", group, op)
-    monkeypatch.setattr(_supports, "compute_capability", lambda: 0)
+    monkeypatch.setattr(_gpus, "used", dict)
     monkeypatch.setattr(_cublas, "missing", lambda: None)
     alone = op == "gemm_w8a8" and group != 0
     assert _supports.packed_product(asked) in ([True] if alone else ["there is no NVIDIA GPU here"])
-    monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
+    monkeypatch.setattr(_gpus, "used", lambda: {0: 90})
     assert _supports.packed_product(asked) is True
     monkeypatch.setattr(_cublas, "missing", lambda: "cuBLASLt can't be loaded")
     assert _supports.packed_product(asked) == (alone or "cuBLASLt can't be loaded")
 
 
 def test_sums_that_leave_int32(monkeypatch):
-    monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
+    monkeypatch.setattr(_gpus, "used", lambda: {0: 90})
     monkeypatch.setattr(_cublas, "missing", lambda: None)
     most = 131_008
     for rows in (1, 100):
@@ -105,7 +105,7 @@ def test_it_asks_for_the_memory_of_a_product(op):
 def test_a_program_for_gpus_gives_it_memory(monkeypatch, op, rows, bytes_):
     monkeypatch.setattr(ops, "has_backend", lambda platform: True)
     monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
-    monkeypatch.setattr(_supports, "compute_capability", lambda: 90)
+    monkeypatch.setattr(_gpus, "used", lambda: {0: 90})
     monkeypatch.setattr(_cublas, "missing", lambda: None)
     weight = te.PackedWeight(jax.ShapeDtypeStruct((3, 64 + 64 + 16 * 64), jnp.uint8), 64, 40, 8, 0)
     x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)

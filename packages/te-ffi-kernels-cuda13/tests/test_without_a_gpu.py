@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 import te_ffi_kernels_cuda13
+from interception_core import Aval, KernelCall
 from jaxtap_testkit.processes import run_python
-from te_ffi_kernels_cuda13 import _cublas, _cudnn, _doctor, _library, _plugin, _status
+from te_ffi_kernels_cuda13 import (
+    _cublas,
+    _cudnn,
+    _doctor,
+    _gpus,
+    _library,
+    _plugin,
+    _status,
+    _supports,
+)
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 
@@ -19,16 +29,20 @@ class Native:
 
     CUDA_VERSION = 13000
 
-    def __init__(self, driver):
-        self.driver = driver
+    def __init__(self, driver, capabilities=()):
+        self.driver, self.capabilities = driver, capabilities
+
+    def compute_capabilities(self):
+        return list(self.capabilities)
 
     def driver_version(self):
         return self.driver
 
 
-def pretend(monkeypatch, driver=None, **distributions):
-    monkeypatch.setattr(_status, "built", lambda: driver is not None)
-    monkeypatch.setattr(_status, "native", lambda: Native(driver))
+def pretend(monkeypatch, driver=None, capabilities=(), **distributions):
+    for module in (_status, _gpus):
+        monkeypatch.setattr(module, "built", lambda: driver is not None)
+        monkeypatch.setattr(module, "native", lambda: Native(driver, capabilities))
     monkeypatch.setattr(_plugin, "built", lambda: driver is not None)
     names = {name.replace("_", "-"): version for name, version in distributions.items()}
     monkeypatch.setattr(_doctor, "_installed", names.get)
@@ -207,6 +221,47 @@ def test_doctor_of_a_driver_without_a_library(monkeypatch, module, found, messag
     pretend(monkeypatch, 0)
     monkeypatch.setattr(module, "loaded", lambda: found)
     assert all(result.status == "ok" for result in _doctor.cuda())
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "part"),
+    [
+        ((), None),
+        ((80,), None),
+        ((120, 90), None),
+        ((75,), "the kernels need a GPU of compute capability 8.0 or newer, and GPU 0 has 7.5"),
+        (
+            (90, 75, 100),
+            "and GPU 1 has 7.5; set CUDA_VISIBLE_DEVICES=0,2 to run them on the others",
+        ),
+    ],
+)
+def test_gpus_that_are_too_old_run_plain_jax(monkeypatch, capabilities, part):
+    pretend(monkeypatch, 13020, capabilities)
+    x = Aval((4, 64), "float32")
+    calls = [
+        (_supports.anything, KernelCall("act_lu", "cuda", (x,), ())),
+        (_supports.packed_product, KernelCall("gemv_w8", "cuda", (x, Aval((64, 8), "int8")), ())),
+    ]
+    warned = [result for result in _doctor.cuda() if "capability" in result.message]
+    for supports, call in calls:
+        found = supports(call)
+        assert found is True if part is None else part in found
+    assert len(warned) == (part is not None)
+    for result in warned:
+        assert part in result.message
+        assert "run as plain JAX" in result.message
+        assert result.status == "warn"
+
+
+def test_gpus_that_jax_does_not_use_do_not_count(monkeypatch):
+    import jax
+
+    used = [types.SimpleNamespace(local_hardware_id=number) for number in (0, 2)]
+    pretend(monkeypatch, 13020, (90, 75, 100))
+    monkeypatch.setattr(jax, "local_devices", lambda backend: used)
+    assert _gpus.used() == {0: 90, 2: 100}
+    assert _gpus.unfit(_gpus.OLDEST) is None
 
 
 def test_where_libraries_are_looked_for(monkeypatch, tmp_path):

@@ -1,30 +1,27 @@
-// Running a handler's body without running anything on the device: what it does on the stream is
+// Running a handler's body without running anything on the device: what it does on a stream is
 // captured, and thrown away. Its modules are loaded by that, which is what a warm-up is for: a module
 // that is loaded while kernels of NCCL wait for other devices can hang.
+//
+// The stream is one that nothing else uses. Another thread may launch on XLA's own at any time, and
+// if that captured, the launch would be recorded and thrown away. No event orders the two streams:
+// nothing of a capture runs, and a stream that waits for an event of one that captures joins in.
 #pragma once
 
 #include <utility>
 
+#include "cuda/device_scope.h"
 #include "cuda/runtime.h"
+#include "cuda/streams.h"
 
 namespace jaxtap::cuda {
 
 // A capture of a stream, from construction to `finish`, or to destruction where an exception comes
 // first. In either case the stream no longer captures, no graph is left, and no error stays behind
-// in CUDA. Where the stream captures already, somebody records a program of theirs: `active` is
-// false, and the stream is left alone.
+// in CUDA.
 class ScopedStreamCapture {
  public:
   // Throws CudaError where the capture can't begin.
   ScopedStreamCapture(Runtime& cuda, Stream stream) : cuda_(cuda), stream_(stream) {
-    bool outer = false;
-    const int asked = cuda_.is_capturing(stream_, &outer);
-    if (asked != 0) {
-      cuda_.clear_error();
-      cuda_.check(asked, "asking whether the stream captures");
-    }
-    if (outer) return;
-    active_ = true;
     const int begun = cuda_.begin_capture(stream_);
     if (begun == 0) return;
     // The error may be an earlier call's, which CUDA reports late, and the capture have begun.
@@ -43,8 +40,6 @@ class ScopedStreamCapture {
     abandon();
     cuda_.clear_error();
   }
-
-  bool active() const { return active_; }
 
   // Ends the capture and throws away what it recorded. Throws CudaError where that failed; it's
   // over then, too.
@@ -91,17 +86,27 @@ class ScopedStreamCapture {
 
   Runtime& cuda_;
   const Stream stream_;
-  bool active_ = false;
+  bool active_ = true;
 };
 
-// Calls `body` inside of a capture. Returns false, without having called it, where the stream
-// captures already. An exception of the body is what is thrown, whatever fails after it.
+// Calls body(stream) with a stream of `device` that captures. Returns false, without having called
+// it, where `xla` captures already: somebody records a program of theirs, in which loading modules
+// may be forbidden. An exception of the body is what is thrown, whatever fails after it.
 template <typename Body>
-bool dry_run(Runtime& cuda, Stream stream, Body&& body) {
-  ScopedStreamCapture capture(cuda, stream);
-  if (!capture.active()) return false;
-  std::forward<Body>(body)();
+bool dry_run(Runtime& cuda, PrivateStreams& streams, int device, Stream xla, Body&& body) {
+  bool outer = false;
+  const int asked = cuda.is_capturing(xla, &outer);
+  if (asked != 0) {
+    cuda.clear_error();
+    cuda.check(asked, "asking whether the stream captures");
+  }
+  if (outer) return false;
+  const DeviceScope scope(cuda, device);
+  PrivateStream stream(cuda, streams, device);
+  ScopedStreamCapture capture(cuda, stream.get());
+  std::forward<Body>(body)(stream.get());
   capture.finish();
+  stream.keep();
   return true;
 }
 

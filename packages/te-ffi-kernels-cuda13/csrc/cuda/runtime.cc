@@ -9,6 +9,12 @@ namespace {
 
 class Cuda : public Runtime {
  public:
+  int create_stream(Stream* stream) override {
+    return static_cast<int>(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+  }
+  int destroy_stream(Stream stream) override {
+    return static_cast<int>(cudaStreamDestroy(stream));
+  }
   int is_capturing(Stream stream, bool* capturing) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     const cudaError_t code = cudaStreamIsCapturing(stream, &status);

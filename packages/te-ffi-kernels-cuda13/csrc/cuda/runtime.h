@@ -29,6 +29,9 @@ class CudaError : public std::runtime_error {
 class Runtime {
  public:
   virtual ~Runtime() = default;
+  // Of the thread's device; one that doesn't wait for the default stream, nor the other way round.
+  virtual int create_stream(Stream* stream) = 0;
+  virtual int destroy_stream(Stream stream) = 0;
   virtual int is_capturing(Stream stream, bool* capturing) = 0;
   // In the mode "relaxed": the body may do what a strict capture forbids, such as load a module.
   virtual int begin_capture(Stream stream) = 0;

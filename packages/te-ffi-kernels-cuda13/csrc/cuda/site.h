@@ -1,6 +1,7 @@
 // What is kept of a call site: on which devices it was warmed up, and what was made for each.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,41 +19,46 @@ struct Kept {
 // execution, from several threads at once where there are several devices.
 class Site {
  public:
-  // Warms a device up, unless it was: calls `body` inside of a capture. Returns whether it did.
-  // Threads that come meanwhile with the same device wait; other devices don't. What failed, or was
-  // left out since the stream captured already, is tried again at the next execution.
+  // Warms a device up, unless it was: calls body(stream) with a stream of `streams` that captures,
+  // unless XLA's does. Returns whether it did.
+  // Threads that come meanwhile to warm the same device wait. What failed, or was left out since the
+  // stream captured already, is tried again at the next execution.
   template <typename Body>
-  bool warm(Runtime& cuda, int device, Stream stream, Body&& body) {
+  bool warm(Runtime& cuda, PrivateStreams& streams, int device, Stream xla, Body&& body) {
     Device& entry = of(device);
-    std::lock_guard<std::mutex> hold(entry.lock);
     if (entry.warm) return false;
-    entry.warm = dry_run(cuda, stream, std::forward<Body>(body));
+    std::lock_guard<std::mutex> hold(entry.warming);
+    if (entry.warm) return false;
+    entry.warm = dry_run(cuda, streams, device, xla, std::forward<Body>(body));
     return entry.warm;
   }
 
   // What `make`, which returns a std::unique_ptr<Plan>, made for a device: called at the first time,
-  // and again where it threw. `make` and bodies of `warm` don't call this.
+  // and again where it threw. `make` doesn't call this.
   template <typename Plan, typename Make>
   Plan& keep(int device, Make&& make) {
     Device& entry = of(device);
-    std::lock_guard<std::mutex> hold(entry.lock);
-    if (entry.kept == nullptr) entry.kept = std::forward<Make>(make)();
+    if (Plan* made = kept<Plan>(device)) return *made;
+    std::lock_guard<std::mutex> hold(entry.making);
+    if (entry.kept == nullptr) {
+      entry.kept = std::forward<Make>(make)();
+      entry.ready = entry.kept.get();
+    }
     return static_cast<Plan&>(*entry.kept);
   }
 
-  // What was made for a device; nullptr where nothing was.
+  // What was made for a device; nullptr where nothing was. Never waits for what is being made.
   template <typename Plan>
   Plan* kept(int device) {
-    Device& entry = of(device);
-    std::lock_guard<std::mutex> hold(entry.lock);
-    return static_cast<Plan*>(entry.kept.get());
+    return static_cast<Plan*>(of(device).ready.load());
   }
 
  private:
   struct Device {
-    std::mutex lock;
-    bool warm = false;
+    std::mutex warming, making;  // two: a plan takes up to seconds
+    std::atomic<bool> warm{false};
     std::unique_ptr<Kept> kept;
+    std::atomic<Kept*> ready{nullptr};  // `kept`, for those who don't hold `making`
   };
 
   Device& of(int device) {

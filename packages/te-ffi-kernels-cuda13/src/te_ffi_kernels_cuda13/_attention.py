@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from . import _cudnn
+from . import _cudnn, _gpus
 from ._status import native
 
 Attributes = tuple[tuple[str, Any], ...]
@@ -42,15 +42,11 @@ def unfit(op: str, dtype: str, attributes: Attributes, capability: int) -> str |
             "packed segments need a GPU of compute capability 9.0 or 10.x, and one here has "
             f"{capability / 10}"
         )
-    if capability < 80:
-        return (
-            f"cuDNN's attention needs compute capability 8.0, and a GPU here has {capability / 10}"
-        )
     return None
 
 
 def refused(op: str, dtype: str, attributes: Attributes) -> str | None:
-    """Why cuDNN has no plan for a call on this process's first GPU; None where it has one.
+    """Why cuDNN has no plan for a call on a GPU here; None where it has one on each.
 
     Makes the plan, which takes up to seconds, once.
     """
@@ -82,13 +78,13 @@ def _known(op: str, given: dict[str, Any]) -> str | None:
 
 @functools.cache
 def planned(op: str, dtype: str, attributes: Attributes) -> tuple[int, str]:
-    """(bytes of cuDNN's workspace, why it has no plan), for this process's first GPU."""
+    """(bytes of cuDNN's workspace, why it has no plan), for each kind of GPU here.
+
+    The bytes are the most of them; the reason is the first.
+    """
     bfloat16, backward = dtype == "bfloat16", op == BACKWARD
-    return native().plan_attention(dict(attributes), bfloat16, backward, _device())
-
-
-def _device() -> int:
-    """CUDA's number of this process's first GPU."""
-    import jax
-
-    return jax.local_devices(backend="cuda")[0].local_hardware_id or 0
+    plans = [
+        native().plan_attention(dict(attributes), bfloat16, backward, device)
+        for device in _gpus.one_of_each()
+    ]
+    return max(size for size, _ in plans), next((why for _, why in plans if why), "")

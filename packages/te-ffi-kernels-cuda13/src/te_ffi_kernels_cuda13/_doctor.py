@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from interception_core import CheckResult
 
-from . import _cublas, _cudnn, _status
+from . import _cublas, _cudnn, _gpus, _status
 
 _PLUGIN = "jax-cuda13-plugin"
 _OTHERS = ("jax-cuda12-plugin",)
@@ -30,7 +30,19 @@ def cuda() -> Iterator[CheckResult]:
         yield CheckResult("ok", _status.status())
     yield from _jax(plugin, gpu=driver != 0)
     if driver != 0:
+        yield from _devices()
         yield from _libraries()
+
+
+def _devices() -> Iterator[CheckResult]:
+    """Tells whether a GPU is too old for the kernels."""
+    why = _gpus.unfit(_gpus.OLDEST)
+    if why is not None:
+        yield CheckResult(
+            "warn",
+            f"{why}; ops run as plain JAX on all GPUs of this process",
+            "hide older GPUs with CUDA_VISIBLE_DEVICES, if there are newer ones",
+        )
 
 
 def _libraries() -> Iterator[CheckResult]:

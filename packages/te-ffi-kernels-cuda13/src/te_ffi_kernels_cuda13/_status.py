@@ -38,11 +38,6 @@ def status() -> str:
     return f"kernels for CUDA {dotted(wanted)}, a driver for {dotted(driver)}"
 
 
-def compute_capability() -> int:
-    """The least of this machine's GPUs, as 90 for 9.0; 0 without one."""
-    return native().compute_capability() if built() else 0
-
-
 def dotted(version: int) -> str:
     """CUDA's 13020 as 13.2."""
     return f"{version // 1000}.{version % 1000 // 10}"

@@ -4,21 +4,24 @@ import math
 
 from interception_core import KernelCall
 
-from . import _attention, _cublas, _cudnn, _workspace
-from ._status import compute_capability
+from . import _attention, _cublas, _cudnn, _gemm, _gpus, _workspace
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _MOST_EXACT = (1 << 17) - 64
 _MXFP8 = 2
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_NO_GPU = "there is no NVIDIA GPU here"
 
 
 def anything(call: KernelCall) -> bool | str:
-    """Tells that a kernel takes whatever its op lets through, but for symbolic sizes."""
+    """Tells that a kernel takes whatever its op lets through, but for symbolic sizes.
+
+    On GPUs that are too old nothing has a kernel; without a GPU, programs are lowered for others.
+    """
     for operand in call.operands:
         if not all(isinstance(size, int) for size in operand.shape):
             return f"an operand has the symbolic shape {operand}"
-    return True
+    return _gpus.unfit(_gpus.OLDEST) or True
 
 
 def gemm_v2(call: KernelCall) -> bool | str:
@@ -29,21 +32,16 @@ def gemm_v2(call: KernelCall) -> bool | str:
     lhs, _, rhs, *_ = call.operands
     if 0 in lhs.shape or 0 in rhs.shape:
         return "a factor is empty"
-    found = compute_capability()
-    if found == 0:
-        return "there is no NVIDIA GPU here"
-    config = call.param("config") or {}
-    needed = 0
-    if config.get("scaling_mode") == _MXFP8:
+    if not _gpus.used():
+        return _NO_GPU
+    mode = (call.param("config") or {}).get("scaling_mode")
+    needed = _gpus.OLDEST
+    if mode == _MXFP8:
         needed = 100
     elif {lhs.dtype, rhs.dtype} & set(_FLOAT8):
         needed = 89
-    if found < needed:
-        return (
-            f"{lhs.dtype} with scaling_mode {config.get('scaling_mode')} needs a GPU of compute "
-            f"capability {needed / 10}, and one here has {found / 10}"
-        )
-    return _cublas.missing() or True
+    what = f"products of {lhs.dtype} with scaling_mode {mode}"
+    return _gpus.unfit(needed, what) or _cublas.missing() or _gemm.refused(call) or True
 
 
 def attention(call: KernelCall) -> bool | str:
@@ -51,11 +49,15 @@ def attention(call: KernelCall) -> bool | str:
     fits = anything(call)
     if fits is not True:
         return fits
-    found = compute_capability()
-    if found == 0:
-        return "there is no NVIDIA GPU here"
+    capabilities = sorted(set(_gpus.used().values()))
+    if not capabilities:
+        return _NO_GPU
     given = call.op, call.operands[0].dtype, call.params
-    return _attention.unfit(*given, found) or _cudnn.missing() or _attention.refused(*given) or True
+    for capability in capabilities:
+        why = _attention.unfit(*given, capability)
+        if why:
+            return why
+    return _cudnn.missing() or _attention.refused(*given) or True
 
 
 def packed_product(call: KernelCall) -> bool | str:
@@ -76,6 +78,4 @@ def packed_product(call: KernelCall) -> bool | str:
         return f"{k} products of int8 are summed, and {_MOST_EXACT} at most stay in int32"
     if not _workspace.multiplies_with_cublaslt(call.op, math.prod(x.shape[:-1]), group):
         return True
-    if compute_capability() == 0:
-        return "there is no NVIDIA GPU here"
-    return _cublas.missing() or True
+    return _cublas.missing() or True if _gpus.used() else _NO_GPU

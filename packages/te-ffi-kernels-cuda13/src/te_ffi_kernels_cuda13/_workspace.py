@@ -9,11 +9,9 @@ import math
 
 from interception_core import Aval, KernelCall
 
-from . import _attention
+from . import _attention, _gemm
+from ._gemm import CUBLASLT
 from ._status import native
-
-CUBLASLT = 32 << 20
-"""What cuBLASLt may use itself: as much as it's said to make use of on newer GPUs."""
 
 PART = 256
 """Parts of a workspace begin at multiples of this, which its address needn't be."""
@@ -27,31 +25,7 @@ _FOUR_BITS, _CODES = "gemv_w4", "gemm_w8a8"
 
 def gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
     """Bytes for cuBLASLt, and for what it doesn't do."""
-    lhs, _, rhs, _, bias, *_ = call.operands
-    config = call.param("config")
-    lhs_first, rhs_first = not config["lhs_transposed"], config["rhs_transposed"]
-    m, k = _lanes(lhs, config["lhs_axis_boundary"], lhs_first)
-    n, _ = _lanes(rhs, config["rhs_axis_boundary"], rhs_first)
-    beside = native().gemm_workspace(
-        m,
-        n,
-        k,
-        config["scaling_mode"],
-        lhs.dtype == "int8",
-        lhs_first,
-        rhs_first,
-        _FLOATS.index(lhs.dtype) if lhs.dtype in _FLOATS else 0,
-        _FLOATS.index(results[0].dtype),
-        math.prod(bias.shape) > 0,
-        config.get("fuse_gelu", False),
-    )
-    return PART + beside + CUBLASLT
-
-
-def _lanes(factor: Aval, axis: int, first: bool) -> tuple[int, int]:
-    """(rows or columns of the result, what is contracted)."""
-    sides = math.prod(factor.shape[:axis]), math.prod(factor.shape[axis:])
-    return sides if first else sides[::-1]
+    return PART + native().gemm_workspace(*_gemm.product(call, results[0].dtype)) + CUBLASLT
 
 
 def multiplies_with_cublaslt(op: str, rows: int, group: int) -> bool:

@@ -1,6 +1,8 @@
 // As in plan.cc, what is a row to XLA is a column to cuBLASLt: A is the weight, B is x.
 #include "cuda/gemm/packed.h"
 
+#include <algorithm>
+
 #include "common/error.h"
 #include "cuda/gemm/choose.h"
 #include "cuda/gemm/steps.h"
@@ -62,19 +64,30 @@ PackedSteps::PackedSteps(const PackedProduct& args) {
   parts = packed_parts(unpacked(args));
   depth = args.quantizes ? layout.padded_k() : args.layout.k;
   cols = panel_count(args.n, layout.columns()) * layout.columns();
-  keeps_sums = library && (args.y_dtype != te::Float::kF32 || cols != args.n);
+  rows = library && args.quantizes ? up_to(args.m, kInt8Rows) : args.m;
+  keeps_sums = library && (args.y_dtype != te::Float::kF32 || cols != args.n || rows != args.m);
+  chunk = cols;
+  if (library && cols != 0) {
+    const auto most = static_cast<int64_t>(args.most == 0 ? kMostUnpacked : args.most);
+    const int64_t column_bytes = static_cast<int64_t>(size_of(args)) * parts * depth;
+    const int64_t panel_bytes = std::max<int64_t>(1, column_bytes * layout.columns());
+    const int64_t panels = std::max<int64_t>(1, most / panel_bytes);
+    const int64_t chunks = (cols / layout.columns() + panels - 1) / panels;
+    chunk = up_to((cols + chunks - 1) / chunks, layout.columns());  // all about as many
+  }
+  stride = keeps_sums ? chunk : args.n;
 
   const auto part = [&](bool wanted, int64_t size) {
     const size_t begin = bytes, section = kSection;
     if (wanted) bytes += (static_cast<size_t>(size) + section - 1) / section * section;
     return begin;
   };
-  codes = part(args.quantizes, args.m * depth);
+  codes = part(args.quantizes, rows * depth);
   const int64_t factors = args.quantizes ? layout.scales() : 1;
   row_factors = part(args.quantizes || library, 4 * args.m * factors);
-  weight = part(library, static_cast<int64_t>(size_of(args)) * parts * cols * depth);
-  col_factors = part(library, 4 * cols);
-  sums = part(keeps_sums, 4 * args.m * cols);
+  weight = part(library, static_cast<int64_t>(size_of(args)) * parts * chunk * depth);
+  col_factors = part(library, 4 * chunk);
+  sums = part(keeps_sums, 4 * rows * chunk);
 }
 
 PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args, size_t workspace)
@@ -82,12 +95,9 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args,
       handle_(handle),
       exact_(args.quantizes),
       parts_(PackedSteps(args).parts),
-      part_bytes_(size_of(args) *
-                  static_cast<size_t>(PackedSteps(args).cols * PackedSteps(args).depth)),
+      column_bytes_(size_of(args) * static_cast<size_t>(PackedSteps(args).depth)),
       product_(lt),
-      weight_(lt),
-      x_(lt),
-      sums_(lt) {
+      x_(lt) {
   const PackedSteps steps(args);
   if (steps.depth == 0) throw invalid_argument("k is 0: nothing is contracted");
   const size_t needed = steps.bytes + kSection;
@@ -99,44 +109,61 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args,
   lt.check(lt.create_product(product_.place(), exact_ ? LtSums::kS32 : LtSums::kF32),
            "describing a product");
   lt.check(lt.set_number(product_.get(), LtNumber::kTurnA, 1), "describing a product");
-  const auto layout = [&](OwnedLayout& owned, LtType type, int64_t rows, int64_t cols) {
-    lt.check(lt.create_layout(owned.place(), type, rows, cols, rows), "describing a matrix");
+  const auto layout = [&](OwnedLayout& owned, LtType type, int64_t rows, int64_t cols,
+                          int64_t stride) {
+    lt.check(lt.create_layout(owned.place(), type, rows, cols, stride), "describing a matrix");
   };
   const LtType type = exact_                              ? LtType::kS8
                       : args.x_dtype == te::Float::kF32   ? LtType::kF32
                       : args.x_dtype == te::Float::kBF16  ? LtType::kBF16
                                                           : LtType::kF16;
-  layout(weight_, type, steps.depth, steps.cols);
-  layout(x_, type, steps.depth, args.m);
-  layout(sums_, exact_ ? LtType::kS32 : LtType::kF32, steps.cols, args.m);
-  LtCall call;
-  call.product = product_.get();
-  call.a_layout = weight_.get();
-  call.b_layout = x_.get();
-  call.out_layout = sums_.get();
-  if (!lt_choose(lt, handle, call, workspace - needed, &algorithm_, &workspace_)) {
-    throw failed_precondition("cuBLASLt has no algorithm on this GPU for ", args.m, " rows with ",
-                              "a packed weight[", args.layout.k, ", ", args.n,
-                              "]; use the op of te_ffi_kernels.reference");
-  }
+  layout(x_, type, steps.depth, steps.rows, steps.depth);
+  const auto plan = [&](int64_t cols) {
+    auto made = std::make_unique<Chunk>(lt);
+    made->cols = cols;
+    layout(made->weight, type, steps.depth, cols, steps.depth);
+    layout(made->sums, exact_ ? LtType::kS32 : LtType::kF32, cols, steps.rows, steps.stride);
+    if (!lt_choose(lt, handle, call(*made), workspace - needed, &made->algorithm,
+                   &made->workspace)) {
+      throw failed_precondition("cuBLASLt has no algorithm on this GPU for ", args.m, " rows with ",
+                                "a packed weight[", args.layout.k, ", ", args.n,
+                                "]; use the op of te_ffi_kernels.reference");
+    }
+    return made;
+  };
+  chunk_ = plan(steps.chunk);
+  const int64_t rest = steps.cols % steps.chunk;
+  if (rest != 0) last_ = plan(rest);
 }
 
-void PackedSums::run(const void* x, const void* weight, void* sums, char* workspace,
-                     Stream stream) const {
-  const float one = 1.0f, zero = 0.0f;
-  const int32_t exact_one = 1, exact_zero = 0;
+LtCall PackedSums::call(const Chunk& chunk) const {
   LtCall call;
   call.product = product_.get();
-  call.a_layout = weight_.get();
+  call.a_layout = chunk.weight.get();
   call.b_layout = x_.get();
-  call.out_layout = sums_.get();
+  call.out_layout = chunk.sums.get();
+  return call;
+}
+
+size_t PackedSums::workspace() const {
+  return last_ == nullptr ? chunk_->workspace : std::max(chunk_->workspace, last_->workspace);
+}
+
+void PackedSums::run(const void* x, const void* weight, int64_t cols, void* sums, char* workspace,
+                     Stream stream) const {
+  const Chunk& chunk = cols == chunk_->cols ? *chunk_ : *last_;
+  const float one = 1.0f, zero = 0.0f;
+  const int32_t exact_one = 1, exact_zero = 0;
+  LtCall call = this->call(chunk);
   call.alpha = exact_ ? static_cast<const void*>(&exact_one) : &one;
   call.b = x;
   call.out = sums;
   for (int part = 0; part < parts_; ++part) {
-    call.a = static_cast<const char*>(weight) + static_cast<size_t>(part) * part_bytes_;
+    const size_t before = static_cast<size_t>(part * cols) * column_bytes_;
+    call.a = static_cast<const char*>(weight) + before;
     call.beta = exact_ ? static_cast<const void*>(&exact_zero) : part == 0 ? &zero : &one;
-    const int status = lt_.multiply(handle_, call, algorithm_, workspace, workspace_, stream);
+    const int status = 
+        lt_.multiply(handle_, call, chunk.algorithm, workspace, chunk.workspace, stream);
     if (status != 0) runtime().clear_error();
     lt_.check(status, "multiplying");
   }
@@ -156,7 +183,8 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
   auto* row_factors = reinterpret_cast<float*>(workspace + steps.row_factors);
   auto* codes = reinterpret_cast<int8_t*>(workspace + steps.codes);
   if (args.quantizes) {
-    packed_rows({args.x, args.x_dtype, args.m, args.layout.k, steps.depth, args.layout.group, codes, row_factors},
+    packed_rows({args.x, args.x_dtype, args.m, args.layout.k, steps.rows, steps.depth,
+                 args.layout.group, codes, row_factors},
                 stream);
   } else {
     packed_finite({args.x, args.x_dtype, args.m, args.layout.k, row_factors}, stream);
@@ -166,24 +194,33 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
                            args.layout, args.weight, args.y, args.y_dtype};
     return steps.few ? packed_dot(dot, stream) : packed_tiles(dot, stream);
   }
-  PackedWeight weight = unpacked(args);
-  weight.out = workspace + steps.weight;
-  weight.factors = reinterpret_cast<float*>(workspace + steps.col_factors);
-  packed_unpack(weight, stream);
-  void* to = steps.keeps_sums ? workspace + steps.sums : args.y;
-  sums->run(args.quantizes ? codes : args.x, weight.out, to, workspace + steps.bytes, stream);
-  GemmFinish finish;
-  finish.sums = to;
-  finish.exact = args.quantizes;
-  finish.m = args.m;
-  finish.n = args.n;
-  finish.stride = steps.cols;
-  finish.per_lane = true;
-  finish.lhs_scales = row_factors;
-  finish.rhs_scales = weight.factors;
-  finish.out = args.y;
-  finish.dtype = args.y_dtype;
-  gemm_finish(finish, stream);
+  const int64_t wide = args.y_dtype == te::Float::kF32 ? 4 : 2;
+  for (int64_t first = 0; first < args.n; first += steps.chunk) {
+    const int64_t cols = std::min(steps.chunk, steps.cols - first);
+    PackedWeight weight = unpacked(args);
+    weight.weight += first / args.layout.columns() * args.layout.panel_bytes();
+    weight.n = std::min(steps.chunk, args.n - first);
+    weight.out = workspace + steps.weight;
+    weight.factors = reinterpret_cast<float*>(workspace + steps.col_factors);
+    packed_unpack(weight, stream);
+    char* out = static_cast<char*>(args.y) + first * wide;
+    void* to = steps.keeps_sums ? workspace + steps.sums : out;
+    sums->run(args.quantizes ? codes : args.x, weight.out, cols, to, workspace + steps.bytes,
+              stream);
+    GemmFinish finish;
+    finish.sums = to;
+    finish.exact = args.quantizes;
+    finish.m = args.m;
+    finish.n = weight.n;
+    finish.stride = steps.stride;
+    finish.out_stride = args.n;
+    finish.per_lane = true;
+    finish.lhs_scales = row_factors;
+    finish.rhs_scales = weight.factors;
+    finish.out = out;
+    finish.dtype = args.y_dtype;
+    gemm_finish(finish, stream);
+  }
 }
 
 }  // namespace jaxtap::cuda

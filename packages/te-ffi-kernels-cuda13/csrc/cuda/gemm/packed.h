@@ -5,7 +5,8 @@
 // as int8 codes for rows in int8, as codes in the dtype of x for rows in floats, or with groups as
 // codes times scales. In 16 bits those would be rounded to 8 or 11 digits, which results in float32
 // would show; so they are sums of two numbers, and the product is two that are added up. A kernel
-// finishes: scales, rounded once.
+// finishes: scales, rounded once. All of this goes by columns, as many at a time as kMostUnpacked
+// bytes of workspace hold: the head of a language model would take gigabytes at once.
 #pragma once
 
 #include <memory>
@@ -26,7 +27,10 @@ struct PackedProduct {
   const uint8_t* weight = nullptr;
   void* y = nullptr;  // [m, n]
   te::Float y_dtype = te::Float::kF32;
+  size_t most = 0;  // bytes of the weight that are unpacked at a time; 0: kMostUnpacked
 };
+
+constexpr size_t kMostUnpacked = size_t{64} << 20;
 
 // What a product takes, which follows from shapes and dtypes alone.
 struct PackedSteps {
@@ -38,6 +42,9 @@ struct PackedSteps {
   bool keeps_sums = false;
   int parts = 1;                 // of the unpacked weight
   int64_t depth = 0, cols = 0;   // of the unpacked weight
+  int64_t chunk = 0;             // columns at a time: whole panels
+  int64_t rows = 0;              // of x in cuBLASLt's product
+  int64_t stride = 0;            // of rows of sums
 
   // Where parts of the workspace begin, and the bytes of all. What is left is cuBLASLt's.
   size_t codes = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;
@@ -54,21 +61,33 @@ class PackedSums {
   // Takes from `args` everything but addresses. `workspace` is what there will be of all.
   PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args, size_t workspace);
 
-  // sums[m, cols] = x[m, depth] times each part of weight[parts, cols, depth].
-  void run(const void* x, const void* weight, void* sums, char* workspace, Stream stream) const;
+  // sums[m, cols] = x[m, depth] times each part of weight[parts, cols, depth], where cols are those
+  // of a chunk: all but the last have as many.
+  void run(const void* x, const void* weight, int64_t cols, void* sums, char* workspace,
+           Stream stream) const;
 
-  size_t workspace() const { return workspace_; }
+  size_t workspace() const;
 
  private:
+  // A product with so many columns.
+  struct Chunk {
+    explicit Chunk(CublasLt& lt) : weight(lt), sums(lt) {}
+    int64_t cols = 0;
+    OwnedLayout weight, sums;
+    LtAlgorithm algorithm = {};
+    size_t workspace = 0;
+  };
+
+  LtCall call(const Chunk& chunk) const;
+
   CublasLt& lt_;
   const LtHandle handle_;
   const bool exact_;
   const int parts_;
-  const size_t part_bytes_;
+  const size_t column_bytes_;  // of a part
   OwnedProduct product_;
-  OwnedLayout weight_, x_, sums_;
-  LtAlgorithm algorithm_ = {};
-  size_t workspace_ = 0;
+  OwnedLayout x_;
+  std::unique_ptr<Chunk> chunk_, last_;  // the last one where it has fewer columns
 };
 
 // `sums` is there where the steps say so.

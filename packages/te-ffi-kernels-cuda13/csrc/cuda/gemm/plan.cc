@@ -91,7 +91,7 @@ void GemmPlan::describe(const te::Gemm& args, bool fast) {
   const LtType out = steps_.exact      ? LtType::kS32
                      : steps_.finishes ? LtType::kF32
                                        : type_of(args.out_dtype);
-  const int64_t n = steps_.cols, m = args.m, k = steps_.depth;
+  const int64_t n = steps_.cols, m = steps_.rows, k = steps_.depth;
   layout(a_, a, rhs_first ? k : n, rhs_first ? n : k);
   layout(b_, b, lhs_first ? k : m, lhs_first ? m : k);
   layout(out_, out, n, m);
@@ -139,7 +139,7 @@ void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream
   if (steps_.arranges_lhs) {
     call.b = part(steps_.lhs);
     gemm_arrange({static_cast<const uint8_t*>(args.lhs.data), args.lhs.lanes_first, args.m, args.k,
-                  reinterpret_cast<uint8_t*>(part(steps_.lhs)), args.m, steps_.depth},
+                  reinterpret_cast<uint8_t*>(part(steps_.lhs)), steps_.rows, steps_.depth},
                  stream);
   }
   if (steps_.mx) {
@@ -202,6 +202,20 @@ void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream
   finish.out = args.out;
   finish.dtype = args.out_dtype;
   gemm_finish(finish, stream);
+}
+
+std::string gemm_refusal(CublasLt& lt, LtHandle handle, const te::Gemm& args, bool has_bias,
+                         bool fast, size_t limit) {
+  GemmPlan::Options options;
+  options.has_bias = has_bias;
+  options.fast = fast;
+  options.workspace = GemmSteps(args, has_bias).bytes + kSection + limit;
+  try {
+    const GemmPlan plan(lt, handle, args, options);
+  } catch (const Error& refused) {
+    return refused.what();
+  }
+  return "";
 }
 
 }  // namespace jaxtap::cuda

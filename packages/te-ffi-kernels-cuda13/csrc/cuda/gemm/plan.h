@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mutex>
+#include <string>
 
 #include "cuda/cublaslt.h"
 #include "cuda/gemm/steps.h"
@@ -48,5 +49,11 @@ class GemmPlan {
   LtAlgorithm algorithm_ = {};
   size_t workspace_ = 0;
 };
+
+// Why cuBLASLt has no algorithm for a product, within `limit` bytes of its own; empty where it has
+// one. Throws where it can't be asked. Asked when kernels are chosen, so that what it refuses runs
+// as plain JAX; a plan that can't be made later is an error.
+std::string gemm_refusal(CublasLt& lt, LtHandle handle, const te::Gemm& args, bool has_bias,
+                         bool fast, size_t limit);
 
 }  // namespace jaxtap::cuda

@@ -5,8 +5,6 @@
 namespace jaxtap::cuda {
 namespace {
 
-int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
-
 bool is_half(te::Float dtype) { return dtype != te::Float::kF32; }
 
 }  // namespace
@@ -16,8 +14,9 @@ GemmSteps::GemmSteps(const te::Gemm& args, bool has_bias) {
   exact = args.lhs.dtype == DType::S8;
   mx = args.scaling == te::Scaling::kMx;
   depth = codes ? up_to(args.k, kCodeSide) : args.k;
+  rows = exact ? up_to(args.m, kInt8Rows) : args.m;
   cols = codes ? up_to(args.n, kCodeSide) : args.n;
-  arranges_lhs = codes && (!args.lhs.lanes_first || depth != args.k);
+  arranges_lhs = codes && (!args.lhs.lanes_first || depth != args.k || rows != args.m);
   arranges_rhs = codes && (!args.rhs.lanes_first || depth != args.k || cols != args.n);
 
   // Floats of 16 bits become floats of their own kind, or float32.
@@ -28,7 +27,7 @@ GemmSteps::GemmSteps(const te::Gemm& args, bool has_bias) {
   adds_bias = has_bias && plain && args.n % 8 == 0 && args.k % 8 == 0 &&
               (!codes || is_half(args.out_dtype));
   finishes = !plain || (has_bias && !adds_bias);
-  keeps_sums = finishes && (is_half(args.out_dtype) || cols != args.n);
+  keeps_sums = finishes && (is_half(args.out_dtype) || cols != args.n || rows != args.m);
 
   const auto part = [&](bool wanted, int64_t size) {
     const size_t begin = bytes;
@@ -37,11 +36,11 @@ GemmSteps::GemmSteps(const te::Gemm& args, bool has_bias) {
   };
   const int64_t scales = up_to(args.k / te::kBlock, kScaleBlocks);
   factors = part(!finishes, 2 * sizeof(float));
-  lhs = part(arranges_lhs, args.m * depth);
+  lhs = part(arranges_lhs, rows * depth);
   rhs = part(arranges_rhs, cols * depth);
   lhs_scales = part(mx, up_to(args.m, kScaleLanes) * scales);
   rhs_scales = part(mx, up_to(cols, kScaleLanes) * scales);
-  sums = part(keeps_sums, args.m * cols * static_cast<int64_t>(sizeof(float)));
+  sums = part(keeps_sums, rows * cols * static_cast<int64_t>(sizeof(float)));
 }
 
 }  // namespace jaxtap::cuda

@@ -1,7 +1,8 @@
 // The stages of a target on CUDA. XLA calls
 //   instantiate  once per call site and loaded executable, with the attributes: makes a Site
 //   initialize   before each execution, with all that `execute` gets: the Site lets the body run
-//                once per device, inside of a capture, so that its modules are loaded
+//                once per device, inside of a capture of another stream than XLA's, so that its
+//                modules are loaded
 //   execute      for each call: the body, which allocates nothing and never waits for the device.
 //                It may be part of a CUDA graph (XLA's command buffers).
 // Targets whose work is planned have a stage `prepare` as well: planned.h.
@@ -94,6 +95,11 @@ struct Call {
   }
 };
 
+// The same call, on another stream.
+inline Call OnStream(const Call& call, Stream stream) {
+  return {stream, call.args, call.results, call.attributes, call.workspace};
+}
+
 struct Target {
   const char* name;
   XLA_FFI_Handler* instantiate;
@@ -165,7 +171,10 @@ class Handlers : Stages<Op, kWorkspace> {
 
  private:
   static bool Ready(const Call& call, SiteState& site, int device) {
-    return site.warm(runtime(), device, call.stream, [&] { kRun(Op(call), call); });
+    return site.warm(runtime(), private_streams(), device, call.stream, [&](Stream stream) {
+      const Call there = OnStream(call, stream);
+      kRun(Op(there), there);
+    });
   }
 
   static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {

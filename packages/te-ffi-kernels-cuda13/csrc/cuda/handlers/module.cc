@@ -7,8 +7,9 @@
 #include "cuda/attention/steps.h"
 #include "cuda/cublaslt.h"
 #include "cuda/cudnn.h"
+#include "cuda/gemm/handles.h"
 #include "cuda/gemm/packed.h"
-#include "cuda/gemm/steps.h"
+#include "cuda/gemm/plan.h"
 #include "cuda/handlers/attention.h"
 #include "cuda/handlers/handler.h"
 #include "cuda/kernels/grouped.h"
@@ -60,22 +61,21 @@ int DriverVersion() {
   return version;
 }
 
-// The least of the devices', as 90 for 9.0; 0 where there is none.
-int ComputeCapability() {
+// Those of the devices in CUDA's order, as 90 for 9.0.
+python::Object ComputeCapabilities() {
+  python::Object list(PyList_New(0));
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
-    return 0;
+    return list;
   }
-  int least = 0;
   for (int device = 0; device < count; ++device) {
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    const int found = 10 * major + minor;
-    least = device == 0 || found < least ? found : least;
+    python::Check(PyList_Append(list.get(), python::ToPython(10 * major + minor).get()));
   }
-  return least;
+  return list;
 }
 
 // (version, what went wrong), of which one is 0 or empty.
@@ -86,24 +86,51 @@ python::Object LoadLibrary(const std::string& path) {
   return python::Tuple(version, error);
 }
 
-// The workspace that the kernels of a product need beside cuBLASLt's own.
-size_t GemmWorkspace(int64_t m, int64_t n, int64_t k, int64_t scaling, bool int8, bool lhs_first,
-                     bool rhs_first, int64_t dtype, int64_t out, bool bias, bool gelu) {
+// Of the dtypes that products have.
+DType DTypeOf(const std::string& text) {
+  for (const auto& [name, dtype] : {std::pair{"float32", DType::F32}, {"bfloat16", DType::BF16},
+                                    {"float16", DType::F16}, {"float8_e4m3fn", DType::F8E4M3FN},
+                                    {"float8_e5m2", DType::F8E5M2}, {"int8", DType::S8}}) {
+    if (text == name) return dtype;
+  }
+  throw invalid_argument("no product is of ", text);
+}
+
+// A product without addresses.
+te::Gemm GemmOf(int64_t m, int64_t n, int64_t k, int64_t scaling, const std::string& lhs,
+                const std::string& rhs, bool lhs_first, bool rhs_first, const std::string& out,
+                bool gelu) {
   te::Gemm args;
   args.m = m;
   args.n = n;
   args.k = k;
   args.scaling = te::scaling_of(scaling);
-  constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
-  args.lhs.dtype = int8                               ? DType::S8
-                   : args.scaling == te::Scaling::kNone ? kFloats[dtype]
-                                                        : DType::F8E4M3FN;
-  args.rhs.dtype = args.lhs.dtype;
+  args.lhs.dtype = DTypeOf(lhs);
+  args.rhs.dtype = DTypeOf(rhs);
   args.lhs.lanes_first = lhs_first;
   args.rhs.lanes_first = rhs_first;
-  args.out_dtype = static_cast<te::Float>(out);
+  args.out_dtype = te::float_of(DTypeOf(out));
   args.gelu = gelu;
-  return GemmSteps(args, bias).bytes;
+  return args;
+}
+
+// The workspace that the kernels of a product need beside cuBLASLt's own.
+size_t GemmWorkspace(int64_t m, int64_t n, int64_t k, int64_t scaling, std::string lhs,
+                     std::string rhs, bool lhs_first, bool rhs_first, std::string out, bool bias,
+                     bool gelu) {
+  return GemmSteps(GemmOf(m, n, k, scaling, lhs, rhs, lhs_first, rhs_first, out, gelu), bias).bytes;
+}
+
+// Why cuBLASLt has no algorithm for a product on a device within `limit` bytes; empty where it has.
+std::string RefusedGemm(int device, int64_t limit, bool fast, int64_t m, int64_t n, int64_t k,
+                        int64_t scaling, std::string lhs, std::string rhs, bool lhs_first,
+                        bool rhs_first, std::string out, bool bias, bool gelu) {
+  const te::Gemm args = GemmOf(m, n, k, scaling, lhs, rhs, lhs_first, rhs_first, out, gelu);
+  python::OthersRun others_run;
+  CublasLt& lt = cublaslt();
+  const LtHandle handle = lt_handles().of(lt, runtime(), device);
+  const DeviceScope scope(runtime(), device);
+  return gemm_refusal(lt, handle, args, bias, fast, static_cast<size_t>(limit));
 }
 
 // The same of a product with a packed weight. Floats are numbered as kFloats above.
@@ -144,12 +171,13 @@ python::Object PlanAttention(PyObject* attributes, bool bfloat16, bool backward,
 PyMethodDef methods[] = {python::Method<TargetTable>("targets"),
                          python::Method<TypeTable>("types"),
                          python::Method<ffi::WarmCounts>("warm_counts"),
-                         python::Method<ComputeCapability>("compute_capability"),
+                         python::Method<ComputeCapabilities>("compute_capabilities"),
                          python::Method<LoadLibrary<load_cublaslt>>("load_cublaslt"),
                          python::Method<LoadLibrary<load_cudnn>>("load_cudnn"),
                          python::Method<AttentionWorkspace>("attention_workspace"),
                          python::Method<PlanAttention>("plan_attention"),
                          python::Method<GemmWorkspace>("gemm_workspace"),
+                         python::Method<RefusedGemm>("refused_gemm"),
                          python::Method<PackedWorkspace>("packed_workspace"),
                          python::Method<DriverVersion>("driver_version"),
                          {}};

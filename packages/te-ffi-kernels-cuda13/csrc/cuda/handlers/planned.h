@@ -29,7 +29,10 @@ class PlannedHandlers : Stages<Op, kWorkspace> {
 
   static bool Ready(const Call& call, SiteState& site, int device) {
     Plan& plan = PlanOf(call, site, device);
-    return site.warm(runtime(), device, call.stream, [&] { kRun(Op(call), call, plan); });
+    return site.warm(runtime(), private_streams(), device, call.stream, [&](Stream stream) {
+      const Call there = OnStream(call, stream);
+      kRun(Op(there), there, plan);
+    });
   }
 
   static XLA_FFI_Error* Prepare(XLA_FFI_CallFrame* frame) {

@@ -39,7 +39,7 @@ struct GemmFactors {
 };
 
 // From sums of products to the result: scales, alpha, bias, gelu, rounded once. NaN where beta isn't
-// 0. The result may be where the sums are if both have 4 bytes and n is the stride.
+// 0. The result may be where the sums are if both have 4 bytes and the same stride.
 struct GemmFinish {
   const void* sums = nullptr;  // float32, or int32: [m, stride]
   bool exact = false;          // int32
@@ -51,7 +51,8 @@ struct GemmFinish {
   const float* beta = nullptr;        // nullptr: 0
   const void* bias = nullptr;         // of `dtype` [n], or none
   bool gelu = false;
-  void* out = nullptr;  // [m, n]
+  void* out = nullptr;                // [m, out_stride]
+  int64_t out_stride = 0;             // 0: n
   te::Float dtype = te::Float::kF32;
 };
 

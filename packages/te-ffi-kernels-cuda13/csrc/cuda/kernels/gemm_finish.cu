@@ -63,18 +63,21 @@ __global__ void gemm_finish_kernel(Args args) {
     if (given.gelu) x[i] = gelu(x[i]);
     if (bad != 0.0f) x[i] = bad;
   }
-  store<Format>(static_cast<Number*>(given.out) + row * given.n + col, left, args.wide, x);
+  store<Format>(static_cast<Number*>(given.out) + row * given.out_stride + col, left, args.wide, x);
 }
 
 }  // namespace
 
 void gemm_finish(const GemmFinish& given, Stream stream) {
+  Args args = {given, ceil_of(given.n, kPart), false};
+  if (given.out_stride == 0) args.given.out_stride = given.n;
   const size_t bytes = given.dtype == te::Float::kF32 ? 16 : 8;
   const bool wide = given.n % kPart == 0 && given.stride % kPart == 0 &&
+                    args.given.out_stride % kPart == 0 &&
                     aligned(16, static_cast<const char*>(given.sums)) &&
                     aligned(bytes, static_cast<const char*>(given.bias),
                             static_cast<const char*>(given.out));
-  const Args args = {given, ceil_of(given.n, kPart), wide};
+  args.wide = wide;
   const int64_t blocks = ceil_of(given.m * args.parts, kThreads);
   switch (given.dtype) {
     case te::Float::kF32: return launch(gemm_finish_kernel<F32>, blocks, kThreads, stream, args);

@@ -17,7 +17,7 @@ struct Args {
 };
 
 template <class Format>
-__global__ void norm_gradient_weights_kernel(Args args) {
+__global__ void __launch_bounds__(kThreads) norm_gradient_weights_kernel(Args args) {
   __shared__ float products[kSides][kSides + 1], slopes[kSides][kSides + 1];
   const int across = threadIdx.x % kSides, down = threadIdx.x / kSides;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kSides, col = first + across;

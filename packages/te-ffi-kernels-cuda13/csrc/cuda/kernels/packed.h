@@ -15,9 +15,9 @@ namespace jaxtap::cuda {
 struct PackedRows {
   const void* x = nullptr;  // [m, k]
   te::Float x_dtype = te::Float::kF32;
-  int64_t m = 0, k = 0, padded_k = 0;
+  int64_t m = 0, k = 0, padded_m = 0, padded_k = 0;
   int64_t group = 0;
-  int8_t* codes = nullptr;  // [m, padded_k], with zeros beyond k
+  int8_t* codes = nullptr;  // [padded_m, padded_k], with zeros beyond m and k
   float* scales = nullptr;  // [m, groups]
 };
 

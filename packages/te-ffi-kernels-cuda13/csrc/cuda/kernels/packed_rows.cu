@@ -31,8 +31,15 @@ __global__ void packed_rows_kernel(Args args) {
   constexpr float kLeast = 0x1p-126f, kLargestDivisor = 0x1p126f;
   const PackedRows& given = args.given;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;
-  if (at >= given.m * args.segments) return;  // a whole warp, or none
+  if (at >= given.padded_m * args.segments) return;  // a whole warp, or none
   const int64_t row = at / args.segments, from = at % args.segments * args.length;
+  auto* codes = reinterpret_cast<uint32_t*>(given.codes + row * given.padded_k + from);
+  if (row >= given.m) {
+    for (int64_t i = threadIdx.x % kTeam * kPart; i < args.padded; i += kTeam * kPart) {
+      codes[i / kPart] = 0;
+    }
+    return;
+  }
   const auto* x = static_cast<const typename X::Type*>(given.x) + row * given.k + from;
   const int64_t first = threadIdx.x % kTeam * kPart;
   int most = 0;  // bits of the largest magnitude: more than those of infinity if there is a NaN
@@ -54,7 +61,6 @@ __global__ void packed_rows_kernel(Args args) {
   scale = scale < kLeast ? kLeast : scale;
   const float divisor = scale > kLargestDivisor ? kLargestDivisor : scale;
   if (first == 0) given.scales[at] = scale;
-  auto* codes = reinterpret_cast<uint32_t*>(given.codes + row * given.padded_k + from);
   for (int64_t i = first; i < args.padded; i += kTeam * kPart) {
     float numbers[kPart];
     load<X>(x + i, args.length - i, args.wide, numbers);
@@ -94,7 +100,7 @@ bool wide_of(const void* x, te::Float dtype, int64_t k) {
 
 template <class X>
 void run(const Args& args, Stream stream) {
-  const int64_t teams = args.given.m * args.segments;
+  const int64_t teams = args.given.padded_m * args.segments;
   if (args.length <= kShort) {
     launch(packed_rows_kernel<X, kWarp>, ceil_of(teams, kThreads / kWarp), kThreads, stream, args);
   } else {

@@ -15,7 +15,7 @@ struct SumsOf : TileArgs {
 };
 
 template <class Source>
-__global__ void quantize_sums_kernel(SumsOf<Source> args) {
+__global__ void __launch_bounds__(kSumThreads) quantize_sums_kernel(SumsOf<Source> args) {
   using Format = typename Source::Format;
   __shared__ float parts[kSumSides][kSumSides + 1];
   const int across = threadIdx.x % kSumSides, down = threadIdx.x / kSumSides;

@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 512;
 
 template <class Format>
-__global__ void softmax_forward_block_kernel(SoftmaxArgs args) {
+__global__ void __launch_bounds__(kThreads) softmax_forward_block_kernel(SoftmaxArgs args) {
   constexpr int kCount = kWide<Format>;
   __shared__ float scratch[kThreads / kWarp];
   const int64_t row = blockIdx.x;

@@ -1,5 +1,6 @@
-// A small CUDA runtime in memory. It counts calls, knows which streams capture and which graphs
-// there are, and fails when it's told to.
+// A small CUDA runtime in memory. It counts calls, knows which streams there are and which of them
+// capture, and which graphs there are, and fails when it's told to. What is called on a stream that
+// captures is recorded, and doesn't happen.
 #pragma once
 
 #include <cstdint>
@@ -30,11 +31,13 @@ class FakeRuntime : public cuda::Runtime {
   std::vector<std::string> calls;  // names, in order
   std::map<Stream, int> captures;  // streams that capture, and how often that was begun
   std::set<Stream> capturing;
+  std::set<Stream> streams;  // that were created
   std::set<Graph> graphs;
   std::vector<int> failed;  // codes that were returned, in order
   int last_error = 0;
   int device = 0;
-  int misused = 0;  // handles that weren't those of a graph
+  int recorded = 0;  // calls on streams that captured
+  int misused = 0;   // handles that weren't those of a graph or a stream
 
   static Stream stream(intptr_t number) { return reinterpret_cast<Stream>(16 * number); }
 
@@ -42,6 +45,24 @@ class FakeRuntime : public cuda::Runtime {
     int found = 0;
     for (const std::string& call : calls) found += call == name;
     return found;
+  }
+
+  int create_stream(Stream* out) override {
+    return call("create_stream", [&] {
+      *out = stream(1000 + ++made_);
+      streams.insert(*out);
+      return 0;
+    });
+  }
+
+  int destroy_stream(Stream stream) override {
+    // As in CUDA, a handle is gone with the call, even one that fails.
+    {
+      std::lock_guard<std::mutex> hold(lock_);
+      if (streams.erase(stream) == 0) ++misused;
+      capturing.erase(stream);
+    }
+    return call("destroy_stream", [] { return 0; });
   }
 
   int is_capturing(Stream stream, bool* out) override {
@@ -92,9 +113,13 @@ class FakeRuntime : public cuda::Runtime {
     });
   }
 
-  int set_memory(void* memory, int byte, size_t size, Stream) override {
+  int set_memory(void* memory, int byte, size_t size, Stream stream) override {
     return call("set_memory", [&] {
-      std::memset(memory, byte, size);
+      if (capturing.count(stream) != 0) {
+        ++recorded;
+      } else {
+        std::memset(memory, byte, size);
+      }
       return 0;
     });
   }

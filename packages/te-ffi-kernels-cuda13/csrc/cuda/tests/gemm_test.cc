@@ -1,6 +1,10 @@
 // Products by way of a cuBLASLt in memory, on threads in software, against those of the CPU; and
 // plans whose making or running fails: no object is left, and the first error is the one told.
+#include <chrono>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <future>
 #include <random>
 #include <string>
 #include <vector>
@@ -87,6 +91,26 @@ TEST(site_keeps_one_plan_per_device) {
   CHECK(gone == 2);
 }
 
+// Making a plan takes up to seconds, in which nobody who asks for one, or warms up, may wait.
+TEST(site_waits_for_no_plan_that_is_made) {
+  int gone = 0;
+  FakeRuntime cuda;
+  PrivateStreams streams;
+  Site site;
+  bool asked = false;
+  site.keep<Plan>(0, [&] {
+    std::future<bool> other = std::async(std::launch::async, [&] {
+      const bool none = site.kept<Plan>(0) == nullptr;
+      return site.warm(cuda, streams, 0, FakeRuntime::stream(1), [](Stream) {}) && none;
+    });
+    asked = other.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+    if (!asked) std::abort();  // the future would wait for this
+    CHECK(other.get());
+    return std::make_unique<Plan>(&gone);
+  });
+  CHECK(asked && site.kept<Plan>(0) != nullptr);
+}
+
 #if !defined(__SANITIZE_THREAD__)  // it doesn't know of the threads in software
 
 constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
@@ -164,6 +188,7 @@ struct Run {
     args.gelu = c.gelu;
     if (c.bias) args.bias = bias.get();
     args.out = found.get();
+    std::memset(found.get(), 0xFF, static_cast<size_t>(found.size()));
   }
 
   DType out_dtype() const { return kFloats[static_cast<int>(given.out)]; }
@@ -183,6 +208,7 @@ struct Run {
     GemmPlan plan(lt, handle, shapes, options());
     const size_t bytes = options().workspace;
     Buffer workspace(static_cast<int64_t>(bytes), 16);
+    std::memset(workspace.get(), 0xFF, bytes);
     const auto* numbers = reinterpret_cast<const float*>(factors.get());
     plan.run(args, {numbers, numbers + 1, workspace.get(), bytes}, nullptr);
   }
@@ -276,6 +302,73 @@ TEST(cuda_gemm) {
   }
 }
 
+// Few rows, and those that aren't a multiple, are where cuBLASLt's int8 fails on GPUs.
+TEST(cuda_gemm_of_int8_has_any_number_of_rows) {
+  std::mt19937 random(14);
+  for (int64_t m : {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 77, 129}) {
+    for (int firsts = 0; firsts < 4; ++firsts) {
+      for (int out = 0; out < 3; ++out) {
+        check({m % 2 == 0 ? Scaling::kChannel : Scaling::kCurrentTensor, DType::S8, DType::S8, m, 16,
+               32, (firsts & 1) != 0, (firsts & 2) != 0, static_cast<te::Float>(out), out == 1,
+               false, 0.5f, 0.0f},
+              random);
+      }
+    }
+  }
+}
+
+// What is there already in multiples is read where it is, and summed where the result will be.
+TEST(cuda_gemm_of_int8_copies_only_what_it_must) {
+  te::Gemm args;
+  args.lhs = {nullptr, DType::S8, true, nullptr};
+  args.rhs = {nullptr, DType::S8, true, nullptr};
+  args.scaling = Scaling::kChannel;
+  args.n = args.k = 64;
+  args.m = 96;
+  CHECK(GemmSteps(args, false).bytes == 0);
+  args.m = 97;
+  CHECK(GemmSteps(args, false).bytes == 128 * 64 + 4 * 128 * 64);
+  args.lhs.dtype = args.rhs.dtype = DType::F8E4M3FN;
+  CHECK(GemmSteps(args, false).bytes == 0);
+}
+
+// Beta is 0, so that what was in the result before isn't read: NaN there changes no bit, of any
+// dtypes and ways to compute.
+TEST(cuda_gemm_reads_no_result) {
+  std::mt19937 random(15);
+  const DType e4m3 = DType::F8E4M3FN;
+  for (const auto& [scaling, dtype] :
+       {std::pair{Scaling::kNone, DType::F32}, {Scaling::kNone, DType::BF16},
+        {Scaling::kNone, DType::F16}, {Scaling::kCurrentTensor, e4m3}, {Scaling::kChannel, e4m3},
+        {Scaling::kMx, e4m3}, {Scaling::kCurrentTensor, DType::S8},
+        {Scaling::kChannel, DType::S8}}) {
+    for (int64_t n : {16, 5}) {
+      for (int out = 0; out < 3; ++out) {
+        for (int after = 0; after < 4; ++after) {
+          Run run({scaling, dtype, dtype, 3, n, 32, true, true, static_cast<te::Float>(out),
+                   (after & 1) != 0, (after & 2) != 0, 1.0f, 0.0f},
+                  random);
+          Buffer first(run.found.size(), 0);
+          const auto bytes = static_cast<size_t>(first.size());
+          for (int fill : {0, 0xFF}) {
+            FakeCublasLt lt;
+            OwnedHandle handle(lt);
+            lt.create(handle.place());
+            std::memset(run.found.get(), fill, static_cast<size_t>(run.found.size()));
+            run.on_device(lt, handle.get());
+            if (fill == 0) std::memcpy(first.get(), run.found.get(), bytes);
+          }
+          bool good = std::memcmp(first.get(), run.found.get(), bytes) == 0;
+          for (int64_t i = 0; i < 3 * n; ++i) {
+            good = good && !std::isnan(element(run.found.get(), run.out_dtype(), i));
+          }
+          CHECK_THAT(good, run.given.text());
+        }
+      }
+    }
+  }
+}
+
 // One that has everything, and one whose bias cuBLASLt adds.
 const Case kCases[] = {{Scaling::kMx, DType::F8E4M3FN, DType::F8E5M2, 3, 5, 32, false, false,
                         te::Float::kBF16, true, true, 1.0f, 0.0f},
@@ -299,6 +392,16 @@ TEST(cuda_gemm_that_nothing_can_compute) {
     lt.create(handle.place());
     lt.has_algorithms = false;
     CHECK(throws<Error>([&] { run.on_device(lt, handle.get()); }, "cuBLASLt has no algorithm"));
+    te::Gemm shapes = run.args;  // as where kernels are chosen
+    shapes.lhs.data = shapes.rhs.data = shapes.out = nullptr;
+    const std::string why = gemm_refusal(lt, handle.get(), shapes, true, true, 1000);
+    CHECK(why.find("cuBLASLt has no algorithm") != std::string::npos && lt.limit == 1000);
+    lt.has_algorithms = true;
+    CHECK(gemm_refusal(lt, handle.get(), shapes, true, true, 1000).empty());
+    lt.faults = {{static_cast<int>(lt.calls.size()), 15, false}};
+    CHECK(throws<CudaError>([&] { gemm_refusal(lt, handle.get(), shapes, true, true, 1000); },
+                            "fake status 15"));
+    CHECK(lt.count("multiply") == 0);
     GemmPlan::Options options = run.options();
     options.workspace = 100;
     CHECK(throws<Error>([&] { GemmPlan(lt, handle.get(), run.args, options); },

@@ -20,6 +20,12 @@ inline int64_t bytes_of(DType dtype) { return static_cast<int64_t>(byte_size(dty
 // An offset at which no vector can be read, or 0.
 inline int64_t odd(DType dtype, bool wide) { return wide ? 0 : bytes_of(dtype); }
 
+// Fills an array with NaN: of floats, and of codes that have one. Nothing that is read of it before
+// it's written, even if only to be multiplied with 0, goes unnoticed.
+inline void spoil_all(Buffer& buffer) {
+  std::memset(buffer.get(), 0xFF, static_cast<size_t>(buffer.size()));
+}
+
 inline Buffer numbers(int64_t count, DType dtype, bool wide, float size, std::mt19937& random) {
   Buffer buffer(count * bytes_of(dtype), odd(dtype, wide));
   std::normal_distribution<float> normal(0.0f, size);

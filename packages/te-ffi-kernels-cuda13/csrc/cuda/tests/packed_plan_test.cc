@@ -99,6 +99,28 @@ TEST(cuda_packed_steps_by_rows) {
   }
 }
 
+// The head of a language model: 2.1 GB as two numbers of 16 bits for each weight.
+TEST(cuda_packed_steps_of_many_columns) {
+  PackedProduct args;
+  args.m = 128;
+  args.n = 128256;
+  args.x_dtype = args.y_dtype = te::Float::kBF16;
+  for (int64_t group : {0, 32}) {
+    for (bool quantizes : {false, true}) {
+      if (quantizes && group != 0) continue;
+      args.quantizes = quantizes;
+      args.layout = panel_layout(4096, group, quantizes ? 8 : 4);
+      const PackedSteps steps(args);
+      CHECK(steps.parts == (group == 0 ? 1 : 2) && steps.chunk < steps.cols);
+      CHECK(steps.chunk % args.layout.columns() == 0);
+      CHECK(steps.col_factors - steps.weight <= kMostUnpacked + (size_t{2} << 20));
+      CHECK(steps.bytes < (size_t{80} << 20));
+    }
+  }
+  args.n = 4096;  // fits
+  CHECK(PackedSteps(args).chunk == 4096);
+}
+
 }  // namespace
 
 #endif

@@ -77,6 +77,54 @@ TEST(cuda_products_of_codes_have_the_bits_of_the_cpu) {
   }
 }
 
+TEST(cuda_products_of_codes_have_any_number_of_rows) {
+  std::mt19937 random(29);
+  for (int64_t m : {65, 77, 95, 96, 97, 128, 129}) {
+    for (int64_t n : {16, 20}) {
+      for (int out = 0; out < 3; ++out) {
+        PackedRun run({m, 48, n, 0, 8, true, out, out}, random);
+        check_codes(run);
+        CHECK_THAT(run.multiplied == 1, run.text());
+      }
+    }
+  }
+}
+
+// As many columns at a time as there is memory for have the bits of all at once.
+TEST(cuda_products_in_chunks_of_columns) {
+  std::mt19937 random(30);
+  for (const auto& [bits, scale_bits] : kKinds) {
+    for (bool quantizes : {false, true}) {
+      for (int64_t group : {0, 32}) {
+        if (quantizes && (bits == 4 || group != 0)) continue;
+        for (int64_t n : {16, 70, 160}) {
+          for (int kind = 0; kind < 3; ++kind) {
+            // Sums in the result, and apart from it; rows that are padded.
+            const int64_t m = kind == 0 ? 96 : 67;
+            PackedRun run({m, 64, n, group, bits, quantizes, kind, kind, scale_bits}, random);
+            run.on_device();
+            const int parts = run.multiplied;
+            Buffer whole(run.found.size(), 0);
+            std::memcpy(whole.get(), run.found.get(), static_cast<size_t>(whole.size()));
+            const int64_t cols = run.weights.layout.columns();
+            const int64_t weight = quantizes ? 1 : kind == 0 ? 4 : 2 * parts;
+            for (int64_t panels : {1, 2}) {
+              run.args.most = static_cast<size_t>(panels * cols * weight * 64);
+              spoil_all(run.found);
+              run.on_device();
+              const cuda::PackedSteps steps(run.args);
+              const int64_t chunks = (steps.cols + panels * cols - 1) / (panels * cols);
+              CHECK_THAT(run.sound && same(run.found, whole), run.text());
+              CHECK_THAT(run.multiplied == parts * chunks, run.text());
+              CHECK_THAT(steps.chunk % cols == 0 && steps.chunk <= panels * cols, run.text());
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(cuda_products_of_codes_of_long_rows_and_groups) {
   std::mt19937 random(23);
   for (const auto& [k, group] : {std::pair<int64_t, int64_t>{2000, 0}, {4096, 2048}}) {

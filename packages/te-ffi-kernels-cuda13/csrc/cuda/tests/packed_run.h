@@ -34,6 +34,7 @@ struct PackedRun {
     args.layout = weights.layout;
     args.quantizes = c.quantizes;
     args.y_dtype = static_cast<te::Float>(c.out);
+    spoil_all(found);
   }
 
   size_t bytes() const {
@@ -65,6 +66,7 @@ struct PackedRun {
 
   void call(const cuda::PackedSums* sums, size_t size) {
     Buffer workspace(static_cast<int64_t>(size), 16);
+    spoil_all(workspace);
     cuda::PackedProduct there = args;
     there.x = x.get();
     there.weight = weights.buffer.get();
