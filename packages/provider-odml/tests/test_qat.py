@@ -26,7 +26,7 @@ from jaxtap_testkit.odml_samples import (
     mlp,
 )
 from provider_odml import MovingAverage, OdmlError, OdmlRule, qat
-from provider_odml._plan import ConstantUse, WeightUse
+from provider_odml._decision import ConstantUse, WeightUse
 from provider_odml._ranges import How, at_site, calibration_of, fake_quant_constant
 from provider_odml._ranges import fake_quant_weight as weight_of
 

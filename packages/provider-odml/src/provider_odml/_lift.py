@@ -22,7 +22,7 @@ from interception_core import Interceptor, OpCall, PatchEngine, loaded, untapped
 
 from ._compat import bind_again, define_batching, scopes_of
 from ._marks import anywhere, bracketed
-from ._ops import Kind, Op, methods, ops
+from ._ops import Op, Passage, methods, ops
 from ._trees import split
 
 
@@ -71,7 +71,7 @@ def _vmap(call: OpCall, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     handlers = {
         target: functools.partial(_keep, op)
         for target, op in ops().items()
-        if not op.is_primitive and op.kind is not Kind.NAME
+        if not op.is_primitive and op.kind is not Passage.NAME
     }
     whole = PatchEngine(disable_jit=True).wrap(bracketed(fun, methods()), Interceptor(handlers))
     mapped = call.proceed(whole, *args, **kwargs)

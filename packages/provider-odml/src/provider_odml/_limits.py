@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ._graph import ACTIVATION, Node
-from ._ops import Kind
+from ._ops import Scales
 from ._rules import OdmlRule
 
 FUSED_ACTIVATIONS = {"int8": ("relu", "relu6", "max"), "int16": ("relu", "max")}
@@ -42,7 +42,7 @@ def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str 
         fused: says whether an operation is folded into the product before it.
     """
     name, kind = node.op.name, node.op.kind
-    if kind is Kind.AVERAGE and node.begin is not None:
+    if kind is Scales.AVERAGE and node.begin is not None:
         return "the converter knows no average pool in what its module computes"
     if name in _ISLANDS:
         return f"LiteRT has no integer kernel for {name}"
@@ -50,9 +50,9 @@ def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str 
         return "LiteRT has no integer kernel for powers other than the second"
     if rule.act_qtype == "int16" and name in INT16_FLOAT:
         return NO_INT16
-    if kind is Kind.NORM and not fused(node):
+    if kind is Scales.NORM and not fused(node):
         return "no product before it that it could be folded into"
-    if kind is Kind.LINEAR:
+    if kind is Scales.CONTRACTION:
         weights = [use for use in node.uses if use.role != ACTIVATION]
         if weights and rule.weight_qtype is None:
             return "its rule leaves the parameter float"

@@ -22,41 +22,55 @@ from interception_core import loaded, primitive_names
 PRIMITIVE = "primitive:"
 
 
-class Kind(enum.Enum):
-    """How an operation's inputs and outputs are quantized."""
+class Scales(enum.Enum):
+    """What LiteRT's integer kernel of an operation asks of the scales."""
 
-    LINEAR = enum.auto()
-    """A product or convolution; with a parameter, what follows may be fused into it."""
-    ARITH = enum.auto()
-    """Inputs and output have scales of their own; fused where a constant meets a product."""
+    CONTRACTION = enum.auto()
+    """A matmul or convolution; with a parameter, what follows may be fused into it."""
+    ARITHMETIC = enum.auto()
+    """Each input and the output has a scale; fused where a constant meets a contraction."""
     NORM = enum.auto()
-    """BatchNorm: folded into a product before it, computed in float elsewhere."""
-    QUANT = enum.auto()
-    """Inputs and output have scales of their own."""
+    """BatchNorm: folded into a contraction before it, computed in float elsewhere."""
+    OWN = enum.auto()
+    """Each input and the output has a scale."""
     CLAMP = enum.auto()
     """The output's scale is the input's, too; fused into what computes the input."""
     JOIN = enum.auto()
     """The output's scale is that of all inputs, too."""
-    KEEP = enum.auto()
+    PICK = enum.auto()
     """The input's scale is the output's: values are picked from the input."""
     AVERAGE = enum.auto()
     """The input's scale is the output's, which is rounded to it."""
     LOOKUP = enum.auto()
     """Rows of a table, which has one scale."""
-    VIEW = enum.auto()
-    """The same values in another form: the same tensor to LiteRT."""
+
+
+class NoKernel(enum.Enum):
+    """Why LiteRT has no integer kernel for an operation."""
+
     FLOAT = enum.auto()
     """LiteRT computes it in float."""
     UNKNOWN = enum.auto()
-    """Not known to LiteRT's integer kernels at all."""
+    """The table of operations does not list it."""
+
+
+class Passage(enum.Enum):
+    """What a tapped call means to a survey that is not an operation of the device."""
+
     NAME = enum.auto()
     """Let run: it only gives the operations in it a name for rules."""
+    VIEW = enum.auto()
+    """The same values in another form: the same tensor to LiteRT."""
     BEGIN = enum.auto()
-    """The begin of a marked one."""
+    """The begin of a marked operation."""
     LOOP = enum.auto()
     """What goes from one step of a loop to the next, or out of a branch."""
     OUTPUT = enum.auto()
     """An output of the model."""
+
+
+Kind = Scales | NoKernel | Passage
+"""What an operation is to a plan."""
 
 
 @dataclass(frozen=True)
@@ -115,23 +129,23 @@ _RULE_NAMES = {"div": "truediv", "reduce_sum": "sum", "integer_pow": "pow", "gat
                "stack": "concatenate"}  # fmt: skip
 
 _PRIMITIVES = [
-    *_primitives(Kind.LINEAR, "dot_general", "conv_general_dilated"),
-    *_primitives(Kind.ARITH, "add", "sub", "mul", "div"),
-    *_primitives(Kind.QUANT, "tanh", fixed=_SYMMETRIC),
-    *_primitives(Kind.QUANT, "logistic", fixed=_UNIT),
-    *_primitives(Kind.QUANT, "neg", "integer_pow", "pow", "square", "abs", "reduce_sum"),
-    *_primitives(Kind.CLAMP, "max", "min", "clamp", "pad"),
-    *_primitives(Kind.JOIN, "concatenate", "stack", "select_n", "dynamic_update_slice"),
-    *_primitives(Kind.KEEP, "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min"),
-    *_primitives(Kind.LOOKUP, "gather"),
+    *_primitives(Scales.CONTRACTION, "dot_general", "conv_general_dilated"),
+    *_primitives(Scales.ARITHMETIC, "add", "sub", "mul", "div"),
+    *_primitives(Scales.OWN, "tanh", fixed=_SYMMETRIC),
+    *_primitives(Scales.OWN, "logistic", fixed=_UNIT),
+    *_primitives(Scales.OWN, "neg", "integer_pow", "pow", "square", "abs", "reduce_sum"),
+    *_primitives(Scales.CLAMP, "max", "min", "clamp", "pad"),
+    *_primitives(Scales.JOIN, "concatenate", "stack", "select_n", "dynamic_update_slice"),
+    *_primitives(Scales.PICK, "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min"),
+    *_primitives(Scales.LOOKUP, "gather"),
     *_primitives(
-        Kind.VIEW,
+        Passage.VIEW,
         *("reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice", "dynamic_slice"),
         *("copy", "convert_element_type", "split", "name", "sharding_constraint", "real"),
         *("reduce_precision", "device_put", "stop_gradient", "optimization_barrier"),
     ),
     *_primitives(
-        Kind.FLOAT,
+        NoKernel.FLOAT,
         *("sin", "cos", "tan", "exp", "exp2", "log", "log1p", "expm1", "sqrt", "rsqrt", "cbrt"),
         *("erf", "floor", "ceil", "round", "sign", "rem", "eq", "ne", "lt", "le", "gt", "ge"),
         *("is_finite", "argmax", "argmin", "cumsum", "reduce_window_sum"),
@@ -158,33 +172,33 @@ def _unknown() -> list[Op]:
     """Returns the primitives that are not in the table: no integer kernel is known for them."""
     table = {op.target.removeprefix(PRIMITIVE) for op in _PRIMITIVES} | _HOLDS_A_PROGRAM
     public = {p.name for p in vars(primitives).values() if hasattr(p, "bind")}
-    return _primitives(Kind.UNKNOWN, *sorted(public - table))
+    return _primitives(NoKernel.UNKNOWN, *sorted(public - table))
 
 
 _FUNCTIONS = [
-    Op("softmax", Kind.QUANT, "jax.nn.softmax", fixed=_UNIT, operands=(0, "x")),
-    Op("log_softmax", Kind.QUANT, "jax.nn.log_softmax", operands=(0, "x")),
-    Op("gelu", Kind.QUANT, "jax.nn.gelu", operands=(0, "x")),
-    Op("leaky_relu", Kind.QUANT, "jax.nn.leaky_relu", operands=(0, "x")),
-    Op("elu", Kind.QUANT, "jax.nn.elu", operands=(0, "x")),
-    Op("selu", Kind.QUANT, "jax.nn.selu", operands=(0, "x")),
-    Op("softplus", Kind.QUANT, "jax.nn.softplus", operands=(0, "x")),
-    Op("hard_swish", Kind.QUANT, "jax.nn.hard_silu", operands=(0, "x")),
-    Op("mean", Kind.QUANT, "jax.numpy.mean", operands=(0, "a")),
-    Op("var", Kind.QUANT, "jax.numpy.var", operands=(0, "a")),
-    Op("clip", Kind.CLAMP, "jax.numpy.clip", operands=(0, "arr")),
-    Op("pad", Kind.CLAMP, "jax.numpy.pad", operands=(0, "array")),
-    Op("repeat", Kind.KEEP, "jax.numpy.repeat", operands=(0, "a")),
-    Op("resize", Kind.AVERAGE, "jax.image.resize", operands=(0, "image")),
-    Op("einsum", Kind.NAME, "jax.numpy.einsum"),
-    Op("dot", Kind.NAME, "jax.numpy.dot"),
-    Op("matmul", Kind.NAME, "jax.numpy.matmul"),
-    Op("silu", Kind.NAME, "jax.nn.silu"),
-    Op("relu", Kind.CLAMP, "jax.nn.relu", operands=(0, "x")),
-    Op("relu6", Kind.CLAMP, "jax.nn.relu6", operands=(0, "x")),
+    Op("softmax", Scales.OWN, "jax.nn.softmax", fixed=_UNIT, operands=(0, "x")),
+    Op("log_softmax", Scales.OWN, "jax.nn.log_softmax", operands=(0, "x")),
+    Op("gelu", Scales.OWN, "jax.nn.gelu", operands=(0, "x")),
+    Op("leaky_relu", Scales.OWN, "jax.nn.leaky_relu", operands=(0, "x")),
+    Op("elu", Scales.OWN, "jax.nn.elu", operands=(0, "x")),
+    Op("selu", Scales.OWN, "jax.nn.selu", operands=(0, "x")),
+    Op("softplus", Scales.OWN, "jax.nn.softplus", operands=(0, "x")),
+    Op("hard_swish", Scales.OWN, "jax.nn.hard_silu", operands=(0, "x")),
+    Op("mean", Scales.OWN, "jax.numpy.mean", operands=(0, "a")),
+    Op("var", Scales.OWN, "jax.numpy.var", operands=(0, "a")),
+    Op("clip", Scales.CLAMP, "jax.numpy.clip", operands=(0, "arr")),
+    Op("pad", Scales.CLAMP, "jax.numpy.pad", operands=(0, "array")),
+    Op("repeat", Scales.PICK, "jax.numpy.repeat", operands=(0, "a")),
+    Op("resize", Scales.AVERAGE, "jax.image.resize", operands=(0, "image")),
+    Op("einsum", Passage.NAME, "jax.numpy.einsum"),
+    Op("dot", Passage.NAME, "jax.numpy.dot"),
+    Op("matmul", Passage.NAME, "jax.numpy.matmul"),
+    Op("silu", Passage.NAME, "jax.nn.silu"),
+    Op("relu", Scales.CLAMP, "jax.nn.relu", operands=(0, "x")),
+    Op("relu6", Scales.CLAMP, "jax.nn.relu6", operands=(0, "x")),
 ]
 
-_OUTPUT = Op("output", Kind.OUTPUT, "provider_odml._marks.model_output")
+_OUTPUT = Op("output", Passage.OUTPUT, "provider_odml._marks.model_output")
 
 
 MARKS = "provider_odml._marks."
@@ -192,17 +206,17 @@ MARKS = "provider_odml._marks."
 
 
 def _marked(name: str, kind: Kind) -> list[Op]:
-    return [Op(name, Kind.BEGIN, f"{MARKS}{name}_begin"), Op(name, kind, f"{MARKS}{name}")]
+    return [Op(name, Passage.BEGIN, f"{MARKS}{name}_begin"), Op(name, kind, f"{MARKS}{name}")]
 
 
 _MARKED = [
-    Op("loop_value", Kind.LOOP, f"{MARKS}loop_value"),
-    Op("branch_value", Kind.LOOP, f"{MARKS}branch_value"),
-    *_marked("norm_op", Kind.QUANT),
-    *_marked("batch_norm_op", Kind.NORM),
-    *_marked("dropout", Kind.VIEW),
-    *_marked("avg_pool", Kind.AVERAGE),
-    *_marked("max_pool", Kind.KEEP),
+    Op("loop_value", Passage.LOOP, f"{MARKS}loop_value"),
+    Op("branch_value", Passage.LOOP, f"{MARKS}branch_value"),
+    *_marked("norm_op", Scales.OWN),
+    *_marked("batch_norm_op", Scales.NORM),
+    *_marked("dropout", Passage.VIEW),
+    *_marked("avg_pool", Scales.AVERAGE),
+    *_marked("max_pool", Scales.PICK),
 ]
 
 _NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
@@ -220,14 +234,14 @@ _METHODS = {
 """Methods that marks are put around: by package and name of the mark, the classes."""
 
 _POOLS = [
-    Op("avg_pool", Kind.AVERAGE, "flax.linen.avg_pool", operands=(0, "inputs")),
-    Op("max_pool", Kind.KEEP, "flax.linen.max_pool", operands=(0, "inputs")),
+    Op("avg_pool", Scales.AVERAGE, "flax.linen.avg_pool", operands=(0, "inputs")),
+    Op("max_pool", Scales.PICK, "flax.linen.max_pool", operands=(0, "inputs")),
 ]
 
 OP_NAMES = frozenset(
     op.name
     for op in (*_PRIMITIVES, *_FUNCTIONS, *_MARKED)
-    if op.kind not in (Kind.VIEW, Kind.UNKNOWN, Kind.LOOP, Kind.BEGIN)
+    if op.kind not in (Passage.VIEW, NoKernel.UNKNOWN, Passage.LOOP, Passage.BEGIN)
 )
 """The operations that rules can name."""
 

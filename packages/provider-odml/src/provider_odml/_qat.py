@@ -14,8 +14,9 @@ import quant_numerics as qn
 from hijax_trace import Box
 from interception_core import OpCall
 
+from ._decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
 from ._errors import OdmlError
-from ._plan import ConstantUse, Decision, DynamicUse, Plan, Quantize, Site, SiteUse, WeightUse
+from ._plan import Plan
 from ._ranges import (
     How,
     at_site,

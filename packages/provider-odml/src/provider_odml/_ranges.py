@@ -17,7 +17,7 @@ from jax import lax
 
 import quant_numerics as qn
 
-from ._plan import ConstantUse, DynamicUse, Site, WeightUse
+from ._decision import ConstantUse, DynamicUse, Site, WeightUse
 
 
 @dataclass(frozen=True)

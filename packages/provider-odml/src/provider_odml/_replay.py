@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from interception_core import Engine, Interceptor, OpCall
 
-from ._ops import Kind, Op, ops
-from ._plan import ConstantUse, Decision, Plan, Quantize, Site, SiteUse
+from ._decision import ConstantUse, Decision, Quantize, Site, SiteUse
+from ._ops import Op, Passage, ops
+from ._plan import Plan
 from ._survey import prepared
 
 
@@ -91,13 +92,15 @@ class _Handler:
         if decision.is_active or decision.fused:
             return True
         return (
-            self._runtime.walls and decision.is_float and decision.node.op.kind is not Kind.OUTPUT
+            self._runtime.walls
+            and decision.is_float
+            and decision.node.op.kind is not Passage.OUTPUT
         )
 
     def __call__(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
-        if op.kind is Kind.LOOP:
+        if op.kind is Passage.LOOP:
             return args[0] if len(args) == 1 else self._runtime.taken(call, args)
-        if op.kind is Kind.BEGIN:
+        if op.kind is Passage.BEGIN:
             decision = self._begins.get(call.op_id)
             if decision is None:
                 return args[0]

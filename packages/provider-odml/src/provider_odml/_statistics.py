@@ -17,9 +17,10 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import Box
 
+from ._decision import Site
 from ._errors import ManifestError
 from ._manifest import Manifest
-from ._plan import Plan, Site
+from ._plan import Plan
 from ._ranges import calibration_of, joined_row
 
 

@@ -19,7 +19,7 @@ from ._errors import OdmlError
 from ._graph import ACTIVATION, CONSTANT, INSIDE, WEIGHT, Fact, Graph, Node, Use
 from ._lift import lifted
 from ._marks import bracketed, model_output
-from ._ops import MARKS, RANDOM, Kind, Op, is_float, methods, ops
+from ._ops import MARKS, RANDOM, Op, Passage, Scales, is_float, methods, ops
 from ._trees import is_array, split
 
 NOTE = "odml"
@@ -73,7 +73,7 @@ class _Visitor:
 
     def visit(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         """Handles one operation."""
-        if op.kind is Kind.NAME:
+        if op.kind is Passage.NAME:
             return NotImplemented
         if not op.is_primitive:
             self._graph.functions.add(op.target)
@@ -91,7 +91,7 @@ class _Visitor:
         values = [args[slot] if isinstance(slot, int) else kwargs[slot] for slot in slots]
         facts = [self.fact(call, value) for value in values]
         roles = {None if fact is None else fact.role for fact in facts}
-        if op.kind is Kind.LINEAR and all(self._is_unknown(call, value) for value in values):
+        if op.kind is Scales.CONTRACTION and all(self._is_unknown(call, value) for value in values):
             raise OdmlError(
                 f"The patch engine can't tell what the operands of {call.op_id} are: they come "
                 "into the body of a jax.checkpoint or a lax.cond. Use engine='trace'."
@@ -100,7 +100,7 @@ class _Visitor:
         if op.target.startswith(MARKS):
             out = jnp.copy(out)  # another value than its operand, to have facts of its own
         inside = next((f for f in facts if f is not None and f.role == INSIDE), None)
-        if inside is not None and op.kind is Kind.OUTPUT:
+        if inside is not None and op.kind is Passage.OUTPUT:
             return out  # statistics of a BatchNorm, say: no reader of its input
         if inside is not None and not op.target.startswith(MARKS):
             _attach(call, out, inside)
@@ -109,7 +109,7 @@ class _Visitor:
         else:
             known = [fact for x in args if is_array(x) and (fact := self.fact(call, x))]
             others = {fact.role for fact in known}
-            if op.kind is Kind.LOOKUP and WEIGHT in roles and ACTIVATION in others:
+            if op.kind is Scales.LOOKUP and WEIGHT in roles and ACTIVATION in others:
                 self._active(op, call, out, list(zip(slots, facts, values, strict=True)), None)
             elif ACTIVATION in others:
                 _attach(call, out, Fact(ACTIVATION))  # of integers: the indices of a lookup
@@ -126,13 +126,13 @@ class _Visitor:
         """Takes an operation on activations."""
         active = next((f for _, f, _ in operands if f is not None and f.role == ACTIVATION), None)
         first = jax.tree.leaves(out)[0]
-        if op.kind is Kind.LOOP:
+        if op.kind is Passage.LOOP:
             # As in the rolled loop: one tensor for all steps, which is made in none of them.
             _attach(call, out, Fact(ACTIVATION))
-        elif op.kind is Kind.BEGIN and active is not None:
+        elif op.kind is Passage.BEGIN and active is not None:
             fact = inside or Fact(INSIDE, active.tensor, call.op_id, active.channels)
             _attach(call, out, fact)
-        elif op.kind is Kind.VIEW:
+        elif op.kind is Passage.VIEW:
             if inside is not None:  # a marked one
                 _attach(call, out, Fact(ACTIVATION, inside.tensor))
             elif active is not None:
@@ -145,13 +145,13 @@ class _Visitor:
                 begin, active = inside.begin, Fact(ACTIVATION, inside.tensor, None, inside.channels)
                 operands = [(slot, active, value) for slot, _, value in operands]
             channels: tuple[int, ...] = ()
-            if op.kind is Kind.LINEAR:
+            if op.kind is Scales.CONTRACTION:
                 weights = [fact is None or fact.role != ACTIVATION for _, fact, _ in operands]
                 found = channels_of(op, call.params)
                 if sum(weights) == 1 and len(operands) == 2:
                     ndims = [value.ndim for _, _, value in operands]
                     channels = output_channels(found, ndims, weights.index(True))
-            elif op.kind in (Kind.ARITH, Kind.NORM) and active is not None:
+            elif op.kind in (Scales.ARITHMETIC, Scales.NORM) and active is not None:
                 channels = active.channels
             self._add(op, call, operands, first, begin, channels)
             name = call.op_id if is_float(first) else None

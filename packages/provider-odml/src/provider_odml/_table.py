@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from ._decision import ConstantUse, Decision, Decisions, DynamicUse, SiteUse, WeightUse
 from ._graph import ACTIVATION, WEIGHT, Use
-from ._ops import Kind
-from ._plan import ConstantUse, Decision, DynamicUse, Plan, SiteUse, WeightUse
+from ._ops import Passage
 
 BITS = {"int2": 2, "int4": 4, "int8": 8, "int16": 16, "int32": 32}
 INTEGER, FUSED, STORED, FLOAT = "integer", "fused", "float, integer weight", "float"
@@ -48,12 +48,12 @@ class Row:
     bytes_after: int
 
 
-def rows(plan: Plan) -> list[Row]:
+def rows(plan: Decisions) -> list[Row]:
     """Return a row for each operation of a plan; outputs of the program are not operations."""
     heads: dict[str, str] = {}
     found = []
     for op_id, decision in plan.decisions.items():
-        if decision.node.op.kind is Kind.OUTPUT:
+        if decision.node.op.kind is Passage.OUTPUT:
             continue
         if decision.fused:
             made = (use.tensor for use in decision.node.activations)
@@ -63,7 +63,7 @@ def rows(plan: Plan) -> list[Row]:
     return found
 
 
-def table(plan: Plan) -> str:
+def table(plan: Decisions) -> str:
     """Return a plan as a table, with the number of its rows by what computes them."""
     from tabulate import tabulate
 
@@ -98,7 +98,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _row(decision: Decision, plan: Plan, into: str | None) -> Row:
+def _row(decision: Decision, plan: Decisions, into: str | None) -> Row:
     node = decision.node
     kernel = _kernel(decision, plan)
     sites = [use.site for use in decision.inputs.values() if isinstance(use, SiteUse)]
@@ -128,7 +128,7 @@ def _row(decision: Decision, plan: Plan, into: str | None) -> Row:
     )
 
 
-def _kernel(decision: Decision, plan: Plan) -> str:
+def _kernel(decision: Decision, plan: Decisions) -> str:
     if decision.is_float:
         return FLOAT
     if decision.fused:
@@ -138,7 +138,7 @@ def _kernel(decision: Decision, plan: Plan) -> str:
     return INTEGER if is_static or dynamic or decision.output is not None else STORED
 
 
-def _qtype(use: Use, decision: Decision, plan: Plan) -> str | None:
+def _qtype(use: Use, decision: Decision, plan: Decisions) -> str | None:
     """Return the type of an operand on the device."""
     placed = decision.inputs.get(use.slot)
     match placed:
@@ -154,7 +154,7 @@ def _qtype(use: Use, decision: Decision, plan: Plan) -> str | None:
     return str(rule.act_qtype) if rule is not None and rule.is_static else None
 
 
-def why(plan: Plan, decision: Decision) -> str:
+def why(plan: Decisions, decision: Decision) -> str:
     """Return why an operation stays float that no reason was given for."""
     if decision.rule is None:
         return "no rule matches"
@@ -173,7 +173,7 @@ def _itemsize(use: Use) -> int:
     return int("".join(filter(str.isdigit, use.dtype))) // 8
 
 
-def as_json(plan: Plan) -> dict:
+def as_json(plan: Decisions) -> dict:
     """Return a plan as JSON values."""
     return {
         "ops": [asdict(row) for row in rows(plan)],

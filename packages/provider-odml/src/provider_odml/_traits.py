@@ -15,8 +15,8 @@ def is_relu(node: Node) -> bool:
     return node.op.name == "max" and any(use.scalar == 0.0 for use in node.uses)
 
 
-def per_channel(node: Node, use: Use, other: Use) -> bool:
-    """Returns whether a constant is the same but along the channels of a product's output."""
+def per_channel(use: Use, other: Use) -> bool:
+    """Returns whether a constant is the same but along the channels of a contraction's output."""
     if other.scalar is not None or math.prod(other.shape) == 1:
         return True
     offset = len(use.shape) - len(other.shape)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from .._decision import ConstantUse, Decision, WeightUse
 from .._litert import AeqRule, Model, Op, Subgraph, names_of_op
 from .._litert._model import FLOATS
-from .._ops import Kind
-from .._plan import ConstantUse, Decision, WeightUse
+from .._ops import Passage, Scales
 from ._aeq_place import Place
 from ._aeq_program import marker
 from ._program import Exported
@@ -49,7 +49,7 @@ class Matches:
 
 def has_parameters(decision: Decision) -> bool:
     """Returns whether an operation has parameters that its rule quantizes."""
-    is_lookup = decision.node.op.kind is Kind.LOOKUP
+    is_lookup = decision.node.op.kind is Scales.LOOKUP
     return any(
         isinstance(use, WeightUse) or (is_lookup and isinstance(use, ConstantUse))
         for use in decision.inputs.values()
@@ -76,7 +76,7 @@ class _Matcher:
         self._decisions: dict[str, tuple[str, Decision]] = {}
         for one in exported:
             for op_id, decision in one.plan.decisions.items():
-                if decision.node.op.kind is not Kind.OUTPUT:
+                if decision.node.op.kind is not Passage.OUTPUT:
                     self._decisions.setdefault(marker(op_id), (op_id, decision))
         self._ids = dict(self._decisions.values())
         # What is between marks has the path of its module, and no name of its own.
@@ -152,7 +152,7 @@ class _Matcher:
             and len(tensor.shape) > 1
         ]
         found.weights.setdefault(op_id, []).extend(weights)
-        if entry.mode == "static" and decision.node.op.kind is Kind.LOOKUP:
+        if entry.mode == "static" and decision.node.op.kind is Scales.LOOKUP:
             # The library knows no static ranges of lookups; what is looked up is quantized later.
             return replace(entry, mode="dynamic")
         if entry.mode == "static" and decision.is_float:
@@ -164,7 +164,7 @@ class _Matcher:
         found: str | None = op_id
         while found in self._ids and not has_parameters(self._ids[found]):
             node = self._ids[found].node
-            if node.op.kind is Kind.LINEAR:
+            if node.op.kind is Scales.CONTRACTION:
                 return found
             found = next((use.tensor for use in node.activations), None)
         return found if found in self._ids else op_id
@@ -184,7 +184,7 @@ class _Matcher:
     @staticmethod
     def _rank(decision: Decision) -> int:
         """What is fused into a product has its rule; else the last one makes the output."""
-        return 2 if has_parameters(decision) else int(decision.node.op.kind is Kind.LINEAR)
+        return 2 if has_parameters(decision) else int(decision.node.op.kind is Scales.CONTRACTION)
 
     def _outputs(self, model: Model, graph: Subgraph) -> dict[int, str]:
         """Returns what makes the outputs of the model, which have names of their own there."""
@@ -196,7 +196,7 @@ class _Matcher:
             makers = [
                 decision.node.uses[0].tensor if decision.node.uses else None
                 for decision in one.plan.decisions.values()
-                if decision.node.op.kind is Kind.OUTPUT
+                if decision.node.op.kind is Passage.OUTPUT
             ]
             places = [t.index for t in signature.outputs.values() if t.dtype in FLOATS]
             if len(makers) == len(places):

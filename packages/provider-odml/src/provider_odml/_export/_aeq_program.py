@@ -11,10 +11,10 @@ import numpy as np
 
 from interception_core import Interceptor, OpCall
 
+from .._decision import Decision
 from .._device import FORMS
 from .._litert import Program
-from .._ops import PRIMITIVE, Kind, Op, ops
-from .._plan import Decision
+from .._ops import PRIMITIVE, Op, Passage, Scales, ops
 from .._survey import prepared
 from ._program import Exported
 
@@ -51,13 +51,13 @@ class _Visitor:
 
     def __call__(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         # What is tapped is what the survey taps: ids count the operations of a target.
-        if op.kind is Kind.NAME:
+        if op.kind is Passage.NAME:
             return NotImplemented
         decision = self._decisions.get(call.op_id)
-        if decision is None or op.kind is Kind.OUTPUT:
+        if decision is None or op.kind is Passage.OUTPUT:
             return call.proceed(*args, **kwargs)
         form = FORMS.get(op.target.replace(PRIMITIVE, "jax.lax."))
-        if op.kind is Kind.LINEAR or decision.node.begin is not None:
+        if op.kind is Scales.CONTRACTION or decision.node.begin is not None:
             form = None
         with jax.named_scope(marker(call.op_id)):
             return (form or call.proceed)(*args, **kwargs)

@@ -13,8 +13,9 @@ import numpy as np
 from hijax_trace import Box
 from interception_core import Engine, OpCall
 
+from .._decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
 from .._graph import Node
-from .._plan import ConstantUse, Decision, DynamicUse, Plan, Quantize, Site, SiteUse, WeightUse
+from .._plan import Plan
 from .._replay import Runtime, replay
 from .._trees import is_array, split
 from ._composite import Grid

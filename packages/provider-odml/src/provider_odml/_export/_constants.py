@@ -10,8 +10,8 @@ import numpy as np
 
 import quant_numerics as qn
 
+from .._decision import ConstantUse, WeightUse
 from .._graph import Node
-from .._plan import ConstantUse, WeightUse
 from ._composite import Grid
 from ._fold import Fold
 

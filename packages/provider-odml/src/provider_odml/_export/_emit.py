@@ -13,11 +13,11 @@ from jax import lax
 
 from interception_core import OpCall
 
+from .._decision import Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
 from .._device import FORMS, unsplat
 from .._device import wall as walled
 from .._graph import ACTIVATION
-from .._ops import PRIMITIVE, Kind, is_float
-from .._plan import Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
+from .._ops import PRIMITIVE, Scales, is_float
 from .._replay import Runtime, inverted
 from ._collect import Collected
 from ._composite import Grid, dynamic, fake_quant
@@ -79,7 +79,7 @@ class Device(Runtime):
             # Folded into the product before it.
             place = next(u.slot for u in node.activations)
             return self._held[node.op_id] if node.begin else args[int(place)]
-        if node.op.kind is Kind.LOOKUP and node.uses[0].role != ACTIVATION:
+        if node.op.kind is Scales.LOOKUP and node.uses[0].role != ACTIVATION:
             return self._lookup(decision, call, args, kwargs)
         if any(isinstance(use, WeightUse) for use in decision.inputs.values()):
             return self._product(decision, call, args, kwargs)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._decision import ConstantUse, WeightUse
 from .._errors import MismatchError, OdmlError, OdmlWarning
 from .._litert import Program, convert, integer_io, read
-from .._plan import ConstantUse, Plan, WeightUse
+from .._plan import Plan
 from .._provider import OdmlQatProvider
 from .._rules import INT8, OdmlRule
 from .._statistics import QuantStats

@@ -14,9 +14,10 @@ import numpy as np
 from hijax_trace import Box
 from interception_core import Engine, OpCall
 
+from .._decision import Quantize, Site, SiteUse
 from .._graph import Node
 from .._litert import Program
-from .._plan import Plan, Quantize, Site, SiteUse
+from .._plan import Plan
 from .._replay import Runtime, replay
 from .._trees import is_array
 from ._collect import Collected

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .._decision import ConstantUse, WeightUse
 from .._errors import OdmlError
 from .._litert import Model, Tensor, save
-from .._ops import Kind
-from .._plan import ConstantUse, Plan, WeightUse
+from .._ops import Passage
+from .._plan import Plan
 from .._table import stored_bytes, why
 from ._page import page
 from ._results import FloatOp, Interface, Results, Weight
@@ -54,7 +55,7 @@ class Report(Results):
         found = {}
         for plan in plans:
             for op_id, decision in plan.decisions.items():
-                if decision.is_float and decision.node.op.kind is not Kind.OUTPUT:
+                if decision.is_float and decision.node.op.kind is not Passage.OUTPUT:
                     found[op_id] = FloatOp(op_id, decision.reason or why(plan, decision))
         found.update({one.operation: one for one in floats})
         return cls(
