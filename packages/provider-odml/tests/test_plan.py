@@ -9,10 +9,10 @@ from jax import lax
 from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, Cnn, avg_pool, draw, mlp, plan_of
 from jaxtap_testkit.strict import checking_leaks
 from provider_odml import OdmlError, OdmlRule, qat
-from provider_odml._decide import Options, decide
-from provider_odml._decision import ConstantUse, DynamicUse, SiteUse, WeightUse
-from provider_odml._ops import Scales
-from provider_odml._survey import survey
+from provider_odml.capture.ops import Scales
+from provider_odml.capture.survey import survey
+from provider_odml.decide.decide import Options, decide
+from provider_odml.decide.decision import ConstantUse, DynamicUse, SiteUse, WeightUse
 
 pytestmark = pytest.mark.sample(2)
 
