@@ -10,7 +10,7 @@ import optax
 import qwix
 from flax import linen
 
-from provider_odml._litert import Program, Runner, convert
+from provider_odml.litert import Program, Runner, convert
 
 MODES = {
     "W8A8": {"weight_qtype": "int8", "act_qtype": "int8"},

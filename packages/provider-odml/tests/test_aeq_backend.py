@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import provider_odml as odml
-from provider_odml._litert import read
+from provider_odml.litert import read
 
 pytestmark = pytest.mark.sample(2)
 

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 from jaxtap_testkit.litert_samples import fake_quant, program
-from provider_odml import _device as device
-from provider_odml._litert import Runner, convert, read
+from provider_odml import forms as device
+from provider_odml.litert import Runner, convert, read
 
 pytestmark = pytest.mark.sample(2)
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtap_testkit.odml_samples import MLP, W8A8, avg_pool, draw, mlp, nnx_block
 from provider_odml import export, qat
-from provider_odml._litert import read
+from provider_odml.litert import read
 
 
 class Conv(nn.Module):

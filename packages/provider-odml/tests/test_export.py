@@ -18,6 +18,7 @@ from jaxtap_testkit.odml_exports import (
     normal,
     signal_to_noise,
 )
+from provider_odml.litert import read
 
 pytestmark = pytest.mark.sample(2)
 
@@ -174,7 +175,7 @@ def test_several_signatures_with_names_of_their_own():
 def test_integer_inputs_and_outputs():
     fn, params, args = CASES["heads"]
     artifact = exported(fn, params, *args, io="int8")
-    (signature,) = odml._litert.read(artifact.model).signatures.values()
+    (signature,) = read(artifact.model).signatures.values()
     assert {t.dtype for t in (*signature.inputs.values(), *signature.outputs.values())} == {"int8"}
 
 
@@ -187,15 +188,15 @@ def test_a_file_is_written_whole(tmp_path):
 
 def test_a_difference_is_an_error_that_names_the_operation(monkeypatch):
     """A grid that JAX and the file don't share, as a wrong kernel would make it."""
-    from provider_odml._export import _verify
+    from provider_odml.exporting import verify
 
-    honest = _verify.run
+    honest = verify.run
 
     def wrong(model, one):
         found = honest(model, one)
         return {k: v + 0.5 if k.startswith("site_") else v for k, v in found.items()}
 
-    monkeypatch.setattr(_verify, "run", wrong)
+    monkeypatch.setattr(verify, "run", wrong)
     fn, params, args = CASES["heads"]
     with pytest.raises(odml.MismatchError, match=r"dot_general:0"):
         exported(fn, params, *args)

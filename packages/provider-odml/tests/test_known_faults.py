@@ -11,9 +11,10 @@ from jax import lax
 
 import provider_odml as odml
 from jaxtap_testkit.odml_exports import W8A8, W8A16, exported, normal, signal_to_noise
-from provider_odml._device import FORMS
-from provider_odml._export import _collect, _constants, _emit, _export, _program
-from provider_odml._litert import _convert
+from provider_odml.exporting import collect, constants, emit, program
+from provider_odml.exporting import export as exporting
+from provider_odml.forms import FORMS
+from provider_odml.litert import converter
 
 pytestmark = pytest.mark.sample(2)
 
@@ -34,7 +35,7 @@ def test_int16_convolutions_get_biases_of_64_bits(monkeypatch):
     params, x = normal(3, 3, 3, 8), normal(2, 6, 6, 3, seed=1)
     artifact = exported(fn, params, x, rule=W8A16)
     assert signal_to_noise(fn, params, (x,), artifact) > 40
-    monkeypatch.setattr(_convert, "repair", lambda model: model)
+    monkeypatch.setattr(converter, "repair", lambda model: model)
     fails(fn, params, x, rule=W8A16)
 
 
@@ -55,7 +56,7 @@ def test_between_int8_and_int16_there_is_a_wall(monkeypatch):
     artifact = odml.export(fn, params, stats, rules, X)
     assert signal_to_noise(fn, params, (X,), artifact) > 25
     assert {site.qtype for site in artifact.report.sites} == {"int8", "int16"}
-    monkeypatch.setattr(_emit, "walled", lambda x: x)
+    monkeypatch.setattr(emit, "walled", lambda x: x)
     with pytest.raises((odml.ConversionError, odml.MismatchError, odml.OdmlError)):
         odml.export(fn, params, stats, rules, X)
 
@@ -69,7 +70,7 @@ def test_a_tensor_of_two_scales_is_quantized_twice(monkeypatch):
     params = normal(8, 8)
     artifact = exported(fn, params, X)
     assert signal_to_noise(fn, params, (X,), artifact) > 25
-    monkeypatch.setattr(_emit, "walled", lambda x: x)
+    monkeypatch.setattr(emit, "walled", lambda x: x)
     fails(fn, params, X)
 
 
@@ -82,14 +83,14 @@ def test_softmax_has_the_scale_that_its_kernel_insists_on(monkeypatch):
     artifact = exported(fn, params, X)
     assert artifact.report.sites[-1].scale == 1 / 256
     stats = odml.qat(fn, [W8A8]).calibrate(params, [(X,)])
-    honest = _export.grids_of
+    honest = exporting.grids_of
 
     def other(plans, stats):
         found = honest(plans, stats)
         grid = found["softmax:0"]
         return found | {"softmax:0": type(grid)(grid.qtype, grid.scale * 0.7, grid.zero_point)}
 
-    monkeypatch.setattr(_export, "grids_of", other)
+    monkeypatch.setattr(exporting, "grids_of", other)
     odml.export(fn, params, stats, [W8A8], X)  # the kernel's scale, and then the other one
     monkeypatch.setitem(FORMS, "jax.nn.softmax", jax.nn.softmax)
     with pytest.raises(odml.OdmlError):
@@ -104,7 +105,7 @@ def test_a_float_reader_leaves_the_others_integer(monkeypatch):
 
     params = normal(8, 8)
     assert exported(fn, params, X).report.float_ops == 1  # EXP alone
-    monkeypatch.setattr(_emit, "walled", lambda x: x)
+    monkeypatch.setattr(emit, "walled", lambda x: x)
     assert exported(fn, params, X).report.float_ops > 1
 
 
@@ -115,7 +116,7 @@ def test_scans_are_written_out(monkeypatch):
 
     params = normal(3, 8, 8)
     assert exported(fn, params, X).report.float_ops == 0
-    monkeypatch.setattr(_export, "unrolled", lambda fn: fn)
+    monkeypatch.setattr(exporting, "unrolled", lambda fn: fn)
     fails(fn, params, X)
 
 
@@ -126,7 +127,7 @@ def test_half_precision_becomes_float32(monkeypatch):
     params, x = normal(8, 8).astype(jnp.bfloat16), X
     artifact = exported(fn, params, x)
     assert signal_to_noise(fn, params, (x,), artifact) > 25
-    monkeypatch.setattr(_program, "in_float32", lambda fn, types, values: fn(*values))
+    monkeypatch.setattr(program, "in_float32", lambda fn, types, values: fn(*values))
     fails(fn, params, x)
 
 
@@ -170,14 +171,14 @@ def test_channels_of_zeros_have_an_ordinary_scale(monkeypatch):
     fn = lambda w, x: x @ w + 1.0  # noqa: E731
     artifact = exported(fn, params, X)
     assert signal_to_noise(fn, params, (X,), artifact) > 25
-    honest = _constants.product_constant
+    honest = constants.product_constant
 
     def with_zeros(*args):
         values, grid = honest(*args)
         scale = np.where(np.arange(grid.scale.size) == 2, np.float32(0), grid.scale)
         return values, type(grid)(grid.qtype, scale, grid.zero_point, grid.axis, grid.narrow)
 
-    monkeypatch.setattr(_collect, "product_constant", with_zeros)
+    monkeypatch.setattr(collect, "product_constant", with_zeros)
     fails(fn, params, X)
 
 
@@ -187,5 +188,5 @@ def test_a_bias_of_one_value_is_told_from_a_number(monkeypatch):
     params = normal(8, 8) * scales
     fn = lambda w, x: x @ w + 1.0  # noqa: E731
     exported(fn, params, X)
-    monkeypatch.setattr(_emit, "unsplat", np.asarray)
+    monkeypatch.setattr(emit, "unsplat", np.asarray)
     fails(fn, params, X)

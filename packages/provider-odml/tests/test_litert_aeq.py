@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.litert_samples import NHWC, program
-from provider_odml._errors import MissingExtraError, OdmlError
-from provider_odml._litert import (
+from provider_odml.errors import MissingExtraError, OdmlError
+from provider_odml.litert import (
     PRESETS,
     AeqRecipe,
     AeqRule,

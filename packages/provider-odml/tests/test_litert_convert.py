@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.litert_samples import Layer, program
-from provider_odml._errors import ConversionError, MissingExtraError
-from provider_odml._litert import Program, Runner, _convert, convert, read
+from provider_odml.errors import ConversionError, MissingExtraError
+from provider_odml.litert import Program, Runner, convert, converter, read
 
 pytestmark = pytest.mark.sample(2)
 
@@ -36,7 +36,7 @@ def fake_worker(tmp_path_factory, monkeypatch):
     def put(text):
         script = tmp_path_factory.mktemp("worker") / "worker.py"
         script.write_text(text)
-        monkeypatch.setattr(_convert, "WORKER", script)
+        monkeypatch.setattr(converter, "WORKER", script)
 
     return put
 
@@ -207,14 +207,14 @@ def test_the_time_limit_ends_the_worker_and_its_children(
         f"os.rename({str(note)!r} + '.new', {str(note)!r})\n"
         "time.sleep(600)\n"
     )
-    communicate = _convert.subprocess.Popen.communicate
+    communicate = converter.subprocess.Popen.communicate
 
     def at_work(self, *args, timeout=None):
         # The time starts when the worker is at work, however long a busy machine starts it.
         wait_for(lambda: timeout is None or note.exists())
         return communicate(self, *args, timeout=timeout)
 
-    monkeypatch.setattr(_convert.subprocess.Popen, "communicate", at_work)
+    monkeypatch.setattr(converter.subprocess.Popen, "communicate", at_work)
     with pytest.raises(ConversionError, match=r"did not end within 0\.5 s") as error:
         convert([program(double, X)], timeout=0.5)
     assert error.value.log == "at work\n"
@@ -246,8 +246,8 @@ def test_an_interrupt_ends_the_worker(monkeypatch):
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
-    original = _convert.subprocess.Popen.communicate
-    monkeypatch.setattr(_convert.subprocess.Popen, "communicate", interrupted)
+    original = converter.subprocess.Popen.communicate
+    monkeypatch.setattr(converter.subprocess.Popen, "communicate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert([program(double, X)])
     with pytest.raises(ProcessLookupError):

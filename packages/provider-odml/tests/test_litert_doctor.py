@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from provider_odml._demo import _doctor
+from provider_odml.demo import doctor
 
 
 @pytest.fixture
@@ -18,14 +18,14 @@ def found(monkeypatch):
             except KeyError:
                 raise PackageNotFoundError(name) from None
 
-        monkeypatch.setattr(_doctor, "version", version)
-        return {one.message.split()[0]: one for one in _doctor.litert()}
+        monkeypatch.setattr(doctor, "version", version)
+        return {one.message.split()[0]: one for one in doctor.litert()}
 
     return check
 
 
 def test_the_installed_libraries_are_fine():
-    found = list(_doctor.litert())
+    found = list(doctor.litert())
     assert [one.status for one in found] == ["ok"] * len(found)
     for name in ("litert-converter 0.5", "ai-edge-litert 2."):
         assert any(one.message.startswith(name) for one in found)

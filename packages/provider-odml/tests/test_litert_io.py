@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.litert_samples import Layer, fake_quant, program
-from provider_odml._errors import OdmlError
-from provider_odml._litert import Runner, _schema, convert, deduplicate, integer_io, read, save
+from provider_odml.errors import OdmlError
+from provider_odml.litert import Runner, convert, deduplicate, integer_io, read, save, schema
 
 pytestmark = pytest.mark.sample(2)
 
@@ -99,19 +99,19 @@ def test_equal_constants_are_stored_once():
         return jnp.sin(x @ jnp.asarray(rows)) + jnp.asarray(rows)
 
     one = convert([program(fn, rows, name="one"), program(fn, rows[:, ::-1], name="two")])
-    found = _schema.unpack(one)
+    found = schema.unpack(one)
     data = [bytes(b.data) for b in found.buffers if b.data is not None and len(b.data)]
     assert len(data) == len(set(data))
     # The second signature's weights again, in a buffer of their own.
     largest = max(range(len(found.buffers)), key=lambda i: _size(found.buffers[i]))
     tensor = next(t for t in found.subgraphs[1].tensors if t.buffer == largest)
-    copy = _schema.schema().BufferT()
+    copy = schema.schema().BufferT()
     copy.data = np.array(found.buffers[largest].data)
     found.buffers.append(copy)
     tensor.buffer = len(found.buffers) - 1
-    twice = _schema.pack(found)
+    twice = schema.pack(found)
     again = deduplicate(twice)
-    assert len(_schema.unpack(twice).buffers) == len(_schema.unpack(again).buffers) + 1
+    assert len(schema.unpack(twice).buffers) == len(schema.unpack(again).buffers) + 1
     for name, x in (("one", rows), ("two", rows[:, ::-1])):
         results = [Runner(m).run(name, a0=x)["o0"] for m in (one, twice, again)]
         np.testing.assert_array_equal(results[0], results[1])
@@ -123,7 +123,7 @@ def _size(buffer):
 
 
 def test_variables_keep_buffers_of_their_own():
-    fb = _schema.schema()
+    fb = schema.schema()
     model, graph = fb.ModelT(), fb.SubGraphT()
     graph.tensors, graph.operators, graph.inputs, graph.outputs = [], [], [], []
     model.version, model.operatorCodes, model.subgraphs = 3, [], [graph]
@@ -135,13 +135,13 @@ def test_variables_keep_buffers_of_their_own():
         tensor.type = fb.TensorType.INT8
         model.buffers.append(buffer)
         graph.tensors.append(tensor)
-    found = _schema.unpack(deduplicate(_schema.pack(model)))
+    found = schema.unpack(deduplicate(schema.pack(model)))
     assert [t.buffer for t in found.subgraphs[0].tensors] == [1, 1, 2, 3]
     assert len(found.buffers) == 4
 
 
 def test_metadata_is_kept(model):
-    before, after = _schema.unpack(model), _schema.unpack(deduplicate(model))
+    before, after = schema.unpack(model), schema.unpack(deduplicate(model))
     kept = [
         [(one.name, bytes(m.buffers[one.buffer].data)) for one in m.metadata or ()]
         for m in (before, after)

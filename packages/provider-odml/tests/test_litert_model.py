@@ -7,8 +7,8 @@ import pytest
 
 from jaxtap_testkit.litert_samples import Layer, program
 from jaxtap_testkit.processes import run_python
-from provider_odml._errors import OdmlError
-from provider_odml._litert import _schema, convert, read
+from provider_odml.errors import OdmlError
+from provider_odml.litert import convert, read, schema
 
 
 @pytest.fixture(scope="module", params=["i8", "i4", "i2"])
@@ -93,16 +93,16 @@ def test_bytes_that_are_too_few():
 
 
 def test_scales_in_blocks():
-    fb = _schema.schema()
+    fb = schema.schema()
     scales = np.arange(1, 5, dtype=np.float16).reshape(2, 2)
-    found = _schema.unpack(_with_constant("INT4", np.zeros(64, np.uint8), (2, 64)))
+    found = schema.unpack(_with_constant("INT4", np.zeros(64, np.uint8), (2, 64)))
     (graph,) = found.subgraphs
     _add_tensor(found, "FLOAT16", scales.view(np.uint8).reshape(-1), scales.shape)
     details = fb.BlockwiseQuantizationT()
     details.scales, details.blockSize, details.zeroPoints = 1, 32, -1
     one = graph.tensors[0].quantization = fb.QuantizationParametersT()
     one.detailsType, one.details = fb.QuantizationDetails.BlockwiseQuantization, details
-    weights = read(_schema.pack(found)).subgraphs[0].tensors[0]
+    weights = read(schema.pack(found)).subgraphs[0].tensors[0]
     assert weights.block_size == 32
     np.testing.assert_array_equal(weights.scale, scales)
     assert weights.scale.dtype == np.float32
@@ -110,28 +110,28 @@ def test_scales_in_blocks():
 
 
 def test_buffers_behind_the_flatbuffer():
-    found = _schema.unpack(_with_constant("INT8", np.zeros(0, np.uint8), (20,)))
+    found = schema.unpack(_with_constant("INT8", np.zeros(0, np.uint8), (20,)))
     values = np.arange(20, dtype=np.int8)
-    body = _schema.schema().BufferT()
+    body = schema.schema().BufferT()
     # The place is of fixed width, so that the size does not depend on the value.
     body.data, body.offset, body.size = None, 12345, 20
     found.buffers[1] = body
-    builder = _schema.flatbuffers.Builder(0)
+    builder = schema.flatbuffers.Builder(0)
     builder.Finish(found.Pack(builder), file_identifier=b"TFL3")
     body.offset = len(builder.Output())
-    builder = _schema.flatbuffers.Builder(0)
+    builder = schema.flatbuffers.Builder(0)
     builder.Finish(found.Pack(builder), file_identifier=b"TFL3")
     data = bytes(builder.Output()) + values.tobytes()
     np.testing.assert_array_equal(read(data).subgraphs[0].tensors[0].data, values)
-    inside = _schema.pack(_schema.unpack(data))
+    inside = schema.pack(schema.unpack(data))
     np.testing.assert_array_equal(read(inside).subgraphs[0].tensors[0].data, values)
 
 
 def test_stored_data_is_aligned():
-    model = _schema.unpack(_with_constant("INT8", np.ones(5, np.uint8), (5,)))
+    model = schema.unpack(_with_constant("INT8", np.ones(5, np.uint8), (5,)))
     for size in (1, 3, 17, 40):
         _add_tensor(model, "INT8", np.full(size, size, np.uint8), (size,))
-    data = _schema.pack(model)
+    data = schema.pack(model)
     start = np.frombuffer(data, np.uint8).ctypes.data
     places = [tensor.raw.ctypes.data - start for tensor in read(data).subgraphs[0].tensors]
     assert [place % 16 for place in places] == [0] * 5
@@ -149,14 +149,14 @@ def test_nothing_of_the_extras_is_imported_with_the_package():
         "import sys\n"
         "for name in ('litert_converter', 'ai_edge_litert', 'ai_edge_quantizer'):\n"
         "    sys.modules[name] = None\n"
-        "import provider_odml._litert\n"
+        "import provider_odml.litert\n"
     )
     run_python("-c", code)
 
 
 def test_the_chain_imports_no_jax():
     found = set()
-    for file in Path(_schema.__file__).parent.glob("*.py"):
+    for file in Path(schema.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 found |= {one.name.partition(".")[0] for one in node.names}
@@ -166,17 +166,17 @@ def test_the_chain_imports_no_jax():
 
 
 def _with_constant(kind, raw, shape):
-    fb = _schema.schema()
+    fb = schema.schema()
     model, graph = fb.ModelT(), fb.SubGraphT()
     graph.tensors, graph.operators, graph.inputs, graph.outputs = [], [], [], []
     model.version, model.operatorCodes, model.subgraphs = 3, [], [graph]
     model.buffers = [fb.BufferT()]
     _add_tensor(model, kind, raw, shape)
-    return _schema.pack(model)
+    return schema.pack(model)
 
 
 def _add_tensor(model, kind, raw, shape):
-    fb = _schema.schema()
+    fb = schema.schema()
     tensor, buffer = fb.TensorT(), fb.BufferT()
     buffer.data = raw
     model.buffers.append(buffer)

@@ -5,8 +5,8 @@ import pytest
 
 from jaxtap_testkit.litert_samples import Layer, program
 from jaxtap_testkit.processes import run_python
-from provider_odml._errors import OdmlError
-from provider_odml._litert import Runner, _convert, _schema, convert, integer_io, read, repair
+from provider_odml.errors import OdmlError
+from provider_odml.litert import Runner, convert, converter, integer_io, read, repair, schema
 
 KINDS = ["FULLY_CONNECTED", "CONV_2D", "DEPTHWISE_CONV_2D"]
 
@@ -19,7 +19,7 @@ def layer(request):
 @pytest.fixture(scope="module")
 def unrepaired(layer):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_convert, "repair", lambda model: model)
+        patch.setattr(converter, "repair", lambda model: model)
         return convert([program(layer, layer.inputs()[0])])
 
 
@@ -64,20 +64,20 @@ def test_8_bit_activations_are_left_alone():
 
 
 def test_a_bias_that_an_8_bit_operation_reads_too(layer, unrepaired):
-    model = _schema.unpack(unrepaired)
+    model = schema.unpack(unrepaired)
     (graph,) = model.subgraphs
     code = [one.builtinCode for one in model.operatorCodes].index(
-        getattr(_schema.schema().BuiltinOperator, layer.kind)
+        getattr(schema.schema().BuiltinOperator, layer.kind)
     )
     one = next(op for op in graph.operators if op.opcodeIndex == code)
     # A second operation whose output is 8-bit, reading the same bias.
-    other = _schema.unpack(unrepaired).subgraphs[0].operators[graph.operators.index(one)]
-    out = _schema.unpack(unrepaired).subgraphs[0].tensors[int(one.outputs[0])]
-    out.type = _schema.schema().TensorType.INT8
+    other = schema.unpack(unrepaired).subgraphs[0].operators[graph.operators.index(one)]
+    out = schema.unpack(unrepaired).subgraphs[0].tensors[int(one.outputs[0])]
+    out.type = schema.schema().TensorType.INT8
     graph.tensors.append(out)
     other.outputs = np.array([len(graph.tensors) - 1], np.int32)
     graph.operators.append(other)
-    found = read(repair(_schema.pack(model))).subgraphs[0]
+    found = read(repair(schema.pack(model))).subgraphs[0]
     both = [op for op in found.ops if op.name == layer.kind]
     assert [found.tensors[op.inputs[2]].dtype for op in both] == ["int64", "int32"]
 
@@ -99,7 +99,7 @@ def test_the_fault_is_still_there(layer, unrepaired, tmp_path):
     np.save(codes, layer.inputs()[1])
     code = (
         "import json, sys, numpy as np\n"
-        "from provider_odml._litert import Runner\n"
+        "from provider_odml.litert import Runner\n"
         "try:\n"
         "    m = Runner(open(sys.argv[1], 'rb').read(), reference_kernels=True)\n"
         "    print(json.dumps(m.run('main', a0=np.load(sys.argv[2]))['o0'].tolist()))\n"

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.litert_samples import Layer, program
-from provider_odml._errors import OdmlError
-from provider_odml._litert import Runner, _schema, convert, integer_io
+from provider_odml.errors import OdmlError
+from provider_odml.litert import Runner, convert, integer_io, schema
 
 KINDS = ["FULLY_CONNECTED", "CONV_2D", "DEPTHWISE_CONV_2D"]
 
@@ -112,14 +112,14 @@ def test_scalars():
 
 
 def test_a_model_that_litert_can_not_run(dense):
-    model = _schema.unpack(dense)
+    model = schema.unpack(dense)
     (op,) = model.subgraphs[0].operators
     code = model.operatorCodes[op.opcodeIndex]
-    code.builtinCode = code.deprecatedBuiltinCode = _schema.schema().BuiltinOperator.CUSTOM
+    code.builtinCode = code.deprecatedBuiltinCode = schema.schema().BuiltinOperator.CUSTOM
     code.customCode = "Nobody's"
     op.builtinOptions, op.builtinOptionsType = None, 0
     with pytest.raises(OdmlError, match=r"LiteRT can't .*Nobody's"):
-        Runner(_schema.pack(model)).run("main", a0=Layer.make("FULLY_CONNECTED").inputs()[1])
+        Runner(schema.pack(model)).run("main", a0=Layer.make("FULLY_CONNECTED").inputs()[1])
 
 
 def test_a_broken_model(dense):

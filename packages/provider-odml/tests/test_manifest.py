@@ -10,7 +10,7 @@ import pytest
 
 from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, draw, mlp
 from provider_odml import ManifestError, MovingAverage, OdmlError, OdmlRule, QuantStats, export, qat
-from provider_odml._manifest import Manifest
+from provider_odml.train.manifest import Manifest
 
 pytestmark = pytest.mark.sample(2)
 

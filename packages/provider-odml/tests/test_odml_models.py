@@ -8,7 +8,7 @@ import pytest
 
 import provider_odml as odml
 from jaxtap_testkit.odml_models import MODELS, Digits, accuracy, train
-from provider_odml._export import _export as pipeline
+from provider_odml.exporting import export as pipeline
 
 pytestmark = pytest.mark.sample(2)
 

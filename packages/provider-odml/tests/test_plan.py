@@ -9,9 +9,10 @@ from jax import lax
 from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, Cnn, avg_pool, draw, mlp, plan_of
 from jaxtap_testkit.strict import checking_leaks
 from provider_odml import OdmlError, OdmlRule, qat
-from provider_odml._decide import Options, decide
-from provider_odml._plan import ConstantUse, DynamicUse, SiteUse, WeightUse
-from provider_odml._survey import survey
+from provider_odml.capture.ops import Scales
+from provider_odml.capture.survey import survey
+from provider_odml.decide.decide import Options, decide
+from provider_odml.decide.decision import ConstantUse, DynamicUse, SiteUse, WeightUse
 
 pytestmark = pytest.mark.sample(2)
 
@@ -75,7 +76,7 @@ def test_a_product_has_ranges_of_input_and_output_and_a_weight_per_channel():
 )
 def test_channels_are_the_axes_that_are_not_summed(engine, fn, w, x, axes):
     plan = plan_of(fn, draw(*w), draw(*x), engine=engine)
-    (product,) = [d for d in decisions(plan).values() if d.node.op.kind.name == "LINEAR"]
+    (product,) = [d for d in decisions(plan).values() if d.node.op.kind is Scales.CONTRACTION]
     (use,) = [u for u in product.inputs.values() if isinstance(u, WeightUse)]
     assert use.channel_axes == axes
 

@@ -26,9 +26,9 @@ from jaxtap_testkit.odml_samples import (
     mlp,
 )
 from provider_odml import MovingAverage, OdmlError, OdmlRule, qat
-from provider_odml._plan import ConstantUse, WeightUse
-from provider_odml._ranges import How, at_site, calibration_of, fake_quant_constant
-from provider_odml._ranges import fake_quant_weight as weight_of
+from provider_odml.decide.decision import ConstantUse, WeightUse
+from provider_odml.train.ranges import How, at_site, calibration_of, fake_quant_constant
+from provider_odml.train.ranges import fake_quant_weight as weight_of
 
 pytestmark = pytest.mark.sample(2)
 

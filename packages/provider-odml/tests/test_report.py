@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from provider_odml import OdmlError, Report
-from provider_odml._export._report import FloatOp, Interface, Weight
-from provider_odml._export._verify import OutputResult, SiteResult
+from provider_odml.exporting.report import FloatOp, Interface, Weight
+from provider_odml.exporting.verify import OutputResult, SiteResult
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

@@ -12,7 +12,9 @@ __version__ = version("provider-odml")
 if TYPE_CHECKING:
     from quant_numerics import MovingAverage
 
-    from ._errors import (
+    from .decide.plan import Plan
+    from .decide.rules import OdmlRule
+    from .errors import (
         ConversionError,
         ManifestError,
         MismatchError,
@@ -20,16 +22,14 @@ if TYPE_CHECKING:
         OdmlError,
         OdmlWarning,
     )
-    from ._export._aeq_options import AeqOptions
-    from ._export._artifact import Artifact
-    from ._export._conversion import OdmlConversionProvider
-    from ._export._export import export
-    from ._export._report import Report
-    from ._export._signature import Signature
-    from ._plan import Plan
-    from ._provider import OdmlQatProvider, QatModel, qat
-    from ._rules import OdmlRule
-    from ._statistics import QuantStats
+    from .exporting.aeq_options import AeqOptions
+    from .exporting.artifact import Artifact
+    from .exporting.conversion import OdmlConversionProvider
+    from .exporting.export import export
+    from .exporting.report import Report
+    from .exporting.signature import Signature
+    from .train.provider import OdmlQatProvider, QatModel, qat
+    from .train.statistics import QuantStats
 
 __all__ = [
     "AeqOptions",
@@ -54,25 +54,25 @@ __all__ = [
 ]
 
 _LAZY = {
-    "AeqOptions": "._export._aeq_options",
-    "Artifact": "._export._artifact",
-    "ConversionError": "._errors",
-    "ManifestError": "._errors",
-    "MismatchError": "._errors",
-    "MissingExtraError": "._errors",
+    "AeqOptions": ".exporting.aeq_options",
+    "Artifact": ".exporting.artifact",
+    "ConversionError": ".errors",
+    "ManifestError": ".errors",
+    "MismatchError": ".errors",
+    "MissingExtraError": ".errors",
     "MovingAverage": "quant_numerics",
-    "OdmlConversionProvider": "._export._conversion",
-    "OdmlError": "._errors",
-    "OdmlQatProvider": "._provider",
-    "OdmlRule": "._rules",
-    "OdmlWarning": "._errors",
-    "Plan": "._plan",
-    "QatModel": "._provider",
-    "QuantStats": "._statistics",
-    "Report": "._export._report",
-    "Signature": "._export._signature",
-    "export": "._export._export",
-    "qat": "._provider",
+    "OdmlConversionProvider": ".exporting.conversion",
+    "OdmlError": ".errors",
+    "OdmlQatProvider": ".train.provider",
+    "OdmlRule": ".decide.rules",
+    "OdmlWarning": ".errors",
+    "Plan": ".decide.plan",
+    "QatModel": ".train.provider",
+    "QuantStats": ".train.statistics",
+    "Report": ".exporting.report",
+    "Signature": ".exporting.signature",
+    "export": ".exporting.export",
+    "qat": ".train.provider",
 }
 
 

@@ -29,8 +29,8 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="demo-odml",
             summary="train a model for the device, export it to a .tflite and run that in LiteRT",
-            run="provider_odml._demo:run",
-            configure="provider_odml._demo:configure",
+            run="provider_odml.demo:run",
+            configure="provider_odml.demo:configure",
         )
     ]
 
@@ -42,6 +42,6 @@ def jaxtap_doctor_checks() -> list[DoctorCheck]:
         DoctorCheck(
             name="litert",
             summary="the libraries that export a .tflite, run and quantize it",
-            run="provider_odml._demo._doctor:litert",
+            run="provider_odml.demo.doctor:litert",
         )
     ]

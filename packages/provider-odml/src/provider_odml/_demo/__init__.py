@@ -1,5 +1,0 @@
-"""``jaxtap demo-odml``: a small model trained for the device, exported, and run in LiteRT."""
-
-from ._command import configure, run
-
-__all__ = ["configure", "run"]

@@ -1,0 +1,61 @@
+"""Which axes of a product's parameter have scales of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .ops import Op
+
+_CONV_3D = {"float": "LiteRT has no integer kernel for convolutions along three axes"}
+
+
+def channels_of(op: Op, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is needed to find the channel axes of a product's operands; else nothing.
+
+    An operand with batch axes has one scale for all: LiteRT's batched products know no other.
+    """
+    if op.target == "primitive:dot_general":
+        contracted, batch = params["dimension_numbers"]
+        return {"contracted": tuple(map(tuple, contracted)), "batched": bool(batch[0])}
+    if op.target == "primitive:conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        return {
+            "features": (None, numbers.rhs_spec[0]),
+            "lhs_batch": numbers.lhs_spec[0],
+            "out_feature": numbers.out_spec[1],
+        } | (_CONV_3D if len(numbers.lhs_spec) > 4 else {})
+    if op.target == "primitive:gather":
+        numbers = params["dimension_numbers"]
+        return {
+            "rows": tuple(numbers.start_index_map) == (0,) and not numbers.operand_batching_dims
+        }
+    if op.target == "primitive:integer_pow":
+        return {"square": params["y"] == 2}
+    return {}
+
+
+def channel_axes(params: Mapping[str, Any], side: int, ndim: int) -> tuple[int, ...]:
+    """Returns the channel axes of an operand with ``ndim`` axes of a product."""
+    if "features" in params:
+        axis = params["features"][side]
+        return () if axis is None else (axis,)
+    if params["batched"]:
+        return ()
+    return tuple(axis for axis in range(ndim) if axis not in params["contracted"][side])
+
+
+def output_channels(params: Mapping[str, Any], ndims: Sequence[int], side: int) -> tuple[int, ...]:
+    """Returns the axes of a product's output that its parameter's channels are along.
+
+    Args:
+        params: what ``channels_of`` returned.
+        ndims: the number of axes of both operands.
+        side: which of them is the parameter.
+    """
+    if "features" in params:
+        return (params["out_feature"],)
+    if params["batched"]:
+        return ()
+    free = [n - len(c) for n, c in zip(ndims, params["contracted"], strict=True)]
+    return tuple(range(free[0], free[0] + free[1])) if side == 1 else tuple(range(free[0]))

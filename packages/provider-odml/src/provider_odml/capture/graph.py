@@ -1,0 +1,149 @@
+"""The graph of a program: its operations, and the tensors between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .ops import Op
+
+WEIGHT, ACTIVATION, INSIDE, CONSTANT = "weight", "activation", "inside", "constant"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a value.
+
+    Attributes:
+        role: "weight": computed from parameters alone, "activation", "constant", or "inside":
+            between the marks of an operation.
+        tensor: the name of the tensor that it is, in whatever form; None if that has none.
+            Inside an operation, that of its input.
+        begin: inside an operation, the id of the mark that it begins with.
+        channels: of what a product of a parameter has made, the axes that are the parameter's
+            channels, in its order.
+        path: of what is computed from one parameter alone, the parameter's pytree path.
+    """
+
+    role: str
+    tensor: str | None = None
+    begin: str | None = None
+    channels: tuple[int, ...] = ()
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class Use:
+    """One array that an operation reads.
+
+    Attributes:
+        slot: where in the arguments: a position, or a name.
+        role: "weight", "activation", or None for a constant.
+        tensor: the name of the activation.
+        shape: its shape.
+        dtype: its dtype.
+        scalar: its value, if it is a constant number.
+        channels: see ``Fact``.
+        path: see ``Fact``.
+    """
+
+    slot: int | str
+    role: str | None
+    tensor: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    scalar: float | None = None
+    channels: tuple[int, ...] = ()
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a program.
+
+    Attributes:
+        op_id: its id.
+        op: what it is.
+        names: what rules call it.
+        module_path: where it is.
+        uses: the arrays that it reads.
+        shape: that of its (first) output.
+        dtype: that of its (first) output.
+        params: what else is known, see ``channels_of``.
+        begin: the id of the mark that it begins with, if it is marked.
+        channels: those of its output, see ``Fact``.
+        loops: how many steps the loops around it have, the outermost first; None for one of which
+            only a run can tell.
+    """
+
+    op_id: str
+    op: Op
+    names: tuple[str, ...]
+    module_path: str
+    uses: tuple[Use, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    begin: str | None = None
+    channels: tuple[int, ...] = ()
+    loops: tuple[int | None, ...] = ()
+
+    @property
+    def activations(self) -> tuple[Use, ...]:
+        """The uses that are activations."""
+        return tuple(use for use in self.uses if use.role == ACTIVATION)
+
+
+@dataclass
+class Graph:
+    """The operations in their order, and who reads each tensor.
+
+    Attributes:
+        nodes: by op id.
+        functions: the targets that were called and are functions, also those of parameters
+            alone: what they consist of has no numbers.
+    """
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
+
+    def add(self, node: Node) -> None:
+        """Adds an operation; a second visit of the same one replaces the first."""
+        self.nodes[node.op_id] = node
+
+    def readers(self) -> dict[str, list[tuple[Node, Use]]]:
+        """Returns who reads each tensor."""
+        found: dict[str, list[tuple[Node, Use]]] = {}
+        for node in self.nodes.values():
+            for use in node.activations:
+                if use.tensor is not None:
+                    found.setdefault(use.tensor, []).append((node, use))
+        return found
+
+
+def rolled(key: str) -> str:
+    """Returns what an operation of a step of a loop is called where the loop is not written out.
+
+    There it has the label of its innermost loop or branch, behind all scopes.
+    """
+    *scopes, name = key.split("/")
+    steps = [scope for scope in scopes if _STEP.search(scope)]
+    if not steps:
+        return key
+    others = [scope for scope in scopes if not _STEP.search(scope)]
+    if others and _LABEL.fullmatch(others[-1]):
+        return "/".join([*others, name])
+    return "/".join([*others, _STEP.sub("", steps[-1]), name])
+
+
+def steps_in(key: str) -> tuple[int, ...]:
+    """Return the numbers of the steps that an operation is in, where loops are written out."""
+    found = (_STEP.search(scope) for scope in key.split("/"))
+    numbers = (one.group()[1:-1] for one in found if one is not None)
+    return tuple(int(number) for number in numbers if number != "if")
+
+
+_STEP = re.compile(r"(?<=\))\[(\d+|if)\]$")
+_LABEL = re.compile(r"(cond|switch|while|scan|map|fori_loop)\(.*\)")

@@ -1,0 +1,159 @@
+"""Deciding where the tensors of a program are quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..capture.graph import ACTIVATION, Graph, Node
+from ..capture.ops import NoKernel, Passage, Scales
+from .decision import ConstantUse, Decision, Quantize, SiteUse, WeightUse
+from .fusion import Fusion, Ruled
+from .inputs import Inputs
+from .limits import INT16_FLOAT, MASK, NO_INT16
+from .outputs import Outputs
+from .placed import Placed
+from .plan import Plan
+from .rules import OdmlRule
+
+
+@dataclass
+class Options:
+    """How ranges of the model's inputs and outputs are given.
+
+    Attributes:
+        inputs: the range of every float input, or None.
+        outputs: the range of every output, or None.
+        per_channel: whether parameters of contractions have a scale per channel.
+        strict: whether an operation that LiteRT's integer kernels don't know is an error.
+    """
+
+    inputs: tuple[float, float] | None = None
+    outputs: tuple[float, float] | None = None
+    per_channel: bool = True
+    strict: bool = True
+
+
+def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
+    """Returns where the tensors of a program are quantized.
+
+    Every tensor has one scale: it is quantized where it is made, and all that read it read the
+    same quantized values, as on the device. What is made in float is quantized where it is read
+    by an operation that computes in integers.
+    """
+    decider = _Decider(Ruled(graph, tuple(rules)), options)
+    decisions = {node.op_id: decider.decide(node) for node in graph.nodes.values()}
+    used = {decision.rule for decision in decisions.values()}
+    idle = [f"rule {i} decides nothing: {one!r}" for i, one in enumerate(rules) if i not in used]
+    return Plan(
+        decisions,
+        decider.placed.sites,
+        tuple(rules),
+        frozenset(graph.functions),
+        (*decider.problems, *idle),
+    )
+
+
+class _Decider:
+    """Decides about one operation after the other, in the order of the program."""
+
+    def __init__(self, program: Ruled, options: Options):
+        self.program = program
+        self.placed = Placed(program.graph)
+        self.problems: list[str] = []
+        self._options = options
+        self._fusion = Fusion(program, self.placed.made)
+        self._inputs = Inputs(self._fusion, self.placed, options.inputs, options.per_channel)
+        self._outputs = Outputs(program, self._fusion, self.placed)
+
+    def decide(self, node: Node) -> Decision:
+        index, rule, kind = self.program.index[node.op_id], self.program.rule(node), node.op.kind
+        if kind is Passage.OUTPUT:
+            if self._options.outputs is not None:
+                self._outputs.fix(node, self._options.outputs)
+            return Decision(node, None, is_float=True)
+        if kind in (Scales.PICK, Scales.LOOKUP) and node.uses and node.uses[0].role == ACTIVATION:
+            return self._picked(node, index, rule)
+        if kind is Scales.LOOKUP:
+            return self._lookup(node, index, rule)
+        if rule is None:
+            return Decision(node, None, is_float=True)
+        if not rule.is_static:
+            return self._weights_alone(node, index, rule)
+        if isinstance(kind, NoKernel):
+            return self._float(node, index)
+        return self._static(node, index, rule)
+
+    def _static(self, node: Node, index: int | None, rule: OdmlRule) -> Decision:
+        """An operation that a kernel is known for, whose rule has static ranges."""
+        if node.op.name == "select_n" and len(node.activations) < len(node.uses):
+            self.placed.masked.add(node.op_id)
+            return Decision(node, index, is_float=True, reason=MASK)
+        if any(use.tensor in self.placed.masked for use in node.activations):
+            return self._island(node, index, rule, MASK)
+        why = self._fusion.why_float(node, rule)
+        if why is not None and self._fusion.reader(node) is None:
+            return self._island(node, index, rule, why)
+        fused = self._fusion.into(node)
+        inputs = self._inputs.of(node, rule, fused)
+        head = self._fusion.join(node, rule, fused)
+        return Decision(node, index, inputs, self._outputs.of(node, rule), fused=fused, head=head)
+
+    def _weights_alone(self, node: Node, index: int | None, rule: OdmlRule) -> Decision:
+        """An operation whose rule has no static range: contractions alone have more."""
+        if node.op.kind is not Scales.CONTRACTION:
+            return Decision(node, index, is_float=True)
+        inputs = self._inputs.weights(node, rule)
+        if inputs and rule.is_dynamic:
+            inputs |= self._inputs.dynamic(node)
+        return Decision(node, index, inputs, is_float=not inputs)
+
+    def _picked(self, node: Node, index: int | None, rule: OdmlRule | None) -> Decision:
+        """Values picked from a tensor: at its scale, if it has one."""
+        use = node.activations[0]
+        inputs: dict[int | str, Quantize] = {}
+        if use.tensor in self.placed.made:
+            key, qtype = self.placed.made[use.tensor]
+        else:
+            if rule is None or not rule.is_static:
+                return Decision(node, index, is_float=True)
+            read = self._inputs.activation(node, use, rule)
+            key, qtype = str(use.tensor), str(rule.act_qtype)
+            if read is not None:
+                inputs[use.slot] = read
+                key = read.site
+        if qtype == "int16" and node.op.name in INT16_FLOAT:
+            return Decision(node, index, inputs, is_float=True, reason=NO_INT16)
+        self.placed.made[node.op_id] = key, qtype
+        return Decision(node, index, inputs, SiteUse(key, device_only=True))
+
+    def _lookup(self, node: Node, index: int | None, rule: OdmlRule | None) -> Decision:
+        """Rows of a parameter, which has one scale."""
+        if rule is None or (rule.weight_qtype is None and not rule.is_static):
+            return Decision(node, index, is_float=True)
+        if not rule.is_static:
+            use = WeightUse(str(rule.weight_qtype), (0,), rule.weight_calibration_method)
+            return Decision(node, index, {0: use}, is_float=not node.params["rows"])
+        inputs: dict[int | str, Quantize] = {0: ConstantUse("int8")}
+        if rule.act_qtype == "int16":
+            output = SiteUse(self.placed.add_output(node, rule), observe=True)
+            return Decision(node, index, inputs, output, is_float=True, reason=NO_INT16)
+        self.placed.made[node.op_id] = "", "int8"
+        return Decision(node, index, inputs)
+
+    def _float(self, node: Node, index: int | None) -> Decision:
+        if node.op.kind is NoKernel.UNKNOWN and self._options.strict:
+            self.problems.append(
+                f"{node.op_id}: LiteRT's integer kernels don't know {node.op.name}; give it a "
+                "rule without qtypes, or pass strict=False to compute it in float"
+            )
+        reason = f"LiteRT computes {node.op.name} in float"
+        return Decision(node, index, is_float=True, reason=reason)
+
+    def _island(self, node: Node, index: int | None, rule: OdmlRule, why: str) -> Decision:
+        """Computed in float, from and to integers."""
+        inputs = self._inputs.read(node, rule)
+        if node.op.kind is Scales.CONTRACTION:
+            inputs |= self._inputs.weights(node, rule)
+        output = SiteUse(self.placed.add_output(node, rule), observe=True)
+        return Decision(node, index, inputs, output, is_float=True, reason=why)

@@ -1,0 +1,147 @@
+"""What is decided at each operation, and the tensors with static ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..capture.graph import Node
+from .rules import OdmlRule
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor with a static range.
+
+    Attributes:
+        key: its name: what its statistics are kept under.
+        tensor: the tensor.
+        qtype: "int8" or "int16".
+        method: the calibration method.
+        batch_axes: axes of which the mean of the ranges is taken; None if the rule says nothing.
+        fixed: its range, where that is given.
+        shape: of the tensor where it is observed.
+        fingerprint: of the operation that it is observed at.
+        steps: how many steps the loops have whose steps have a range each, the outermost first.
+        is_joined: whether several steps of one call are joined by their extremes.
+    """
+
+    key: str
+    tensor: str
+    qtype: str
+    method: str
+    batch_axes: tuple[int, ...] | None
+    fixed: tuple[float, float] | None
+    shape: tuple[int, ...]
+    fingerprint: str
+    steps: tuple[int, ...] = ()
+    is_joined: bool = False
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether its zero point is 0."""
+        if self.qtype == "int16":
+            return True
+        return self.fixed is not None and self.fixed[0] == -self.fixed[1]
+
+
+@dataclass(frozen=True)
+class SiteUse:
+    """Quantize with the range of a site.
+
+    Attributes:
+        site: its key.
+        observe: whether what is quantized here is what the range is about.
+        device_only: whether training does nothing here: the value is on the grid anyhow, or
+            gets there in the next operation.
+    """
+
+    site: str
+    observe: bool = False
+    device_only: bool = False
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """Quantize the parameter of a product: per channel, symmetric.
+
+    Attributes:
+        qtype: its qtype.
+        channel_axes: the axes with scales of their own.
+        method: the calibration method.
+    """
+
+    qtype: str
+    channel_axes: tuple[int, ...]
+    method: str
+
+
+@dataclass(frozen=True)
+class ConstantUse:
+    """Quantize a parameter or constant that is no product's: one range, that of its values.
+
+    Attributes:
+        qtype: its qtype.
+        inverted: whether it is divided by: its inverse is quantized, and multiplied with.
+    """
+
+    qtype: str
+    inverted: bool = False
+
+
+@dataclass(frozen=True)
+class DynamicUse:
+    """Quantize as the device does in a product whose ranges it finds itself.
+
+    Attributes:
+        channel_axes: the axes with ranges of their own: the rows.
+    """
+
+    channel_axes: tuple[int, ...]
+
+
+Quantize = SiteUse | WeightUse | ConstantUse | DynamicUse
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done at one operation.
+
+    Attributes:
+        node: the operation.
+        rule: the number of its rule; None without one.
+        inputs: by slot, how an operand is quantized.
+        output: how the output is.
+        is_float: whether LiteRT computes it in float.
+        reason: why it stays float, if a rule is about it.
+        fused: whether it is a part of the product before it.
+        head: that product's op id, where it is an affine function of the product's output.
+    """
+
+    node: Node
+    rule: int | None
+    inputs: Mapping[int | str, Quantize] = field(default_factory=dict)
+    output: SiteUse | None = None
+    is_float: bool = False
+    reason: str | None = None
+    fused: bool = False
+    head: str | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is done."""
+        return bool(self.inputs) or self.output is not None
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What is decided about a program: the data of a ``Plan``, and what its table reads.
+
+    Attributes: see ``Plan``.
+    """
+
+    decisions: Mapping[str, Decision]
+    sites: Mapping[str, Site]
+    rules: tuple[OdmlRule, ...]
+    functions: frozenset[str]
+    problems: tuple[str, ...] = ()

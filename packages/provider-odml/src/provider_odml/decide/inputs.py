@@ -1,0 +1,120 @@
+"""How the operands of an operation are quantized where they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..capture.channels import channel_axes
+from ..capture.graph import ACTIVATION, Node, Use
+from ..capture.ops import Scales
+from .decision import ConstantUse, DynamicUse, Quantize, SiteUse, WeightUse
+from .fusion import Fusion
+from .placed import Placed
+from .rules import OdmlRule
+
+
+@dataclass
+class Inputs:
+    """Decides about operands.
+
+    Attributes:
+        fusion: what is folded into what.
+        placed: where tensors are quantized so far; added to.
+        fixed: the range of every float input of the model, or None.
+        per_channel: whether parameters of contractions have a scale per channel.
+    """
+
+    fusion: Fusion
+    placed: Placed
+    fixed: tuple[float, float] | None
+    per_channel: bool
+
+    def of(self, node: Node, rule: OdmlRule, fused: bool) -> dict[int | str, Quantize]:
+        """Return how the operands of an integer operation are quantized, by slot.
+
+        Args:
+            node: the operation.
+            rule: its rule, with a static range.
+            fused: whether it is folded into what makes its input.
+        """
+        found = {} if fused else self._activations(node, rule)
+        if node.op.kind is Scales.CONTRACTION:
+            found |= self.weights(node, rule)
+        elif node.op.kind is Scales.ARITHMETIC and not fused:
+            for use in _others(node):
+                is_divisor = node.op.name == "truediv" and use.slot == 1
+                found[use.slot] = ConstantUse(str(rule.act_qtype), is_divisor)
+        return found
+
+    def read(self, node: Node, rule: OdmlRule) -> dict[int | str, Quantize]:
+        """Return how the activations are quantized that an operation reads."""
+        placed = {use.slot: self.activation(node, use, rule) for use in node.activations}
+        return {slot: use for slot, use in placed.items() if use is not None}
+
+    def weights(self, node: Node, rule: OdmlRule) -> dict[int | str, Quantize]:
+        """Return how the parameters of a contraction are quantized."""
+        if rule.weight_qtype is None:
+            return {}
+        found: dict[int | str, Quantize] = {}
+        for use in _others(node):
+            axes = channel_axes(node.params, int(use.slot), len(use.shape))
+            axes = axes if self.per_channel else ()
+            found[use.slot] = WeightUse(rule.weight_qtype, axes, rule.weight_calibration_method)
+        return found
+
+    def dynamic(self, node: Node) -> dict[int | str, Quantize]:
+        """Return the activations of a contraction whose ranges the device finds."""
+        found: dict[int | str, Quantize] = {}
+        for use in node.activations:
+            axes = channel_axes(node.params, int(use.slot), len(use.shape))
+            if node.op.name == "conv_general_dilated":
+                axes = (node.params["lhs_batch"],)
+            found[use.slot] = DynamicUse(axes)
+        return found
+
+    def activation(self, node: Node, use: Use, rule: OdmlRule) -> SiteUse | None:
+        """Return how an activation is quantized where it is read; None if it has its scale."""
+        qtype, placed = str(rule.act_qtype), self.placed
+        if use.tensor in placed.masked:
+            return None
+        name = use.tensor if use.tensor is not None else f"{node.op_id}#{use.slot}"
+        if name in placed.made:
+            is_ours = placed.made[name][1] == qtype
+            return None if is_ours else self._site(f"{name}@{qtype}", name, node, use, rule)
+        if name in placed.shared:
+            return None
+        maker = placed.graph.nodes.get(name)
+        if maker is not None and self.fusion.reader(maker) is node:
+            return None
+        return self._site(name, name, node, use, rule)
+
+    def _activations(self, node: Node, rule: OdmlRule) -> dict[int | str, Quantize]:
+        kind, activations = node.op.kind, node.activations
+        joined = kind is Scales.JOIN or (kind is Scales.CLAMP and len(activations) > 1)
+        found: dict[int | str, Quantize] = {}
+        for use in activations:
+            placed = self.activation(node, use, rule)
+            if placed is None and joined and use.tensor in self.placed.made:
+                # Others may read it at its own scale.
+                placed = SiteUse(node.op_id, device_only=True)
+            if placed is not None:
+                found[use.slot] = placed
+        return found
+
+    def _site(self, key: str, tensor: str, node: Node, use: Use, rule: OdmlRule) -> SiteUse:
+        """Return the quantization of a float tensor where it is read."""
+        sites = self.placed.sites
+        known = sites.get(key)
+        if known is not None and known.qtype != rule.act_qtype:
+            key = f"{tensor}@{rule.act_qtype}"
+            known = sites.get(key)
+        if known is None:
+            is_input = tensor.startswith(("args[", "kwargs["))
+            self.placed.add(key, node, rule, use.shape, self.fixed if is_input else None, tensor)
+        # Of several branches one alone is run: the tensor is observed in each.
+        return SiteUse(key, observe=known is None or "cond(" in node.op_id)
+
+
+def _others(node: Node) -> list[Use]:
+    """Return the operands that are parameters or constants."""
+    return [use for use in node.uses if use.role != ACTIVATION]

@@ -1,0 +1,68 @@
+"""The limits of LiteRT's integer kernels, as the converter and the interpreter have them.
+
+Found by converting and running each operation (litert-converter 0.5, ai-edge-litert 2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..capture.graph import ACTIVATION, Node
+from ..capture.ops import Scales
+from .rules import OdmlRule
+
+FUSED_ACTIVATIONS = {"int8": ("relu", "relu6", "max"), "int16": ("relu", "max")}
+INT16_FLOAT = frozenset(
+    {"relu6", "clip", "clamp", "gelu", "hard_swish", "concatenate", "select_n", "take"}
+    | {
+        "dynamic_update_slice",
+        "pad",
+        "resize",
+        "elu",
+        "selu",
+        "softplus",
+        "leaky_relu",
+        "log_softmax",
+    }
+)
+"""Operations that the converter refuses in int16."""
+_ISLANDS = frozenset({"norm_op", "var", "elu", "selu", "softplus"})
+"""Operations that LiteRT has no integer kernel for, or none for all of their forms."""
+
+MASK = "a constant among its inputs may lie far outside of their range"
+NO_INT16 = "LiteRT has no int16 kernel for it"
+
+
+def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str | None:
+    """Returns why LiteRT can't compute an operation in integers; None if it can.
+
+    Args:
+        node: the operation.
+        rule: its rule, with a static range.
+        fused: says whether an operation is folded into the product before it.
+    """
+    name, kind = node.op.name, node.op.kind
+    if kind is Scales.AVERAGE and node.begin is not None:
+        return "the converter knows no average pool in what its module computes"
+    if name in _ISLANDS:
+        return f"LiteRT has no integer kernel for {name}"
+    if name == "pow" and not node.params.get("square"):
+        return "LiteRT has no integer kernel for powers other than the second"
+    if rule.act_qtype == "int16" and name in INT16_FLOAT:
+        return NO_INT16
+    if kind is Scales.NORM and not fused(node):
+        return "no product before it that it could be folded into"
+    if kind is Scales.CONTRACTION:
+        weights = [use for use in node.uses if use.role != ACTIVATION]
+        if weights and rule.weight_qtype is None:
+            return "its rule leaves the parameter float"
+        return node.params.get("float")
+    if name == "truediv":
+        divisor = next((u for u in node.uses if u.slot == 1), None)
+        if divisor is None or divisor.role == ACTIVATION:
+            return "LiteRT's integer division overflows"
+    if name == "add" and rule.act_qtype == "int16":
+        shapes = {use.shape for use in node.uses}
+        if len(shapes) > 1 and not fused(node):
+            return "LiteRT adds no int16 of different shapes"
+    return None

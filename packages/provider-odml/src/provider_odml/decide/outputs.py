@@ -1,0 +1,78 @@
+"""How the output of an operation is quantized where it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..capture.graph import Node
+from ..capture.ops import Scales
+from .decision import SiteUse
+from .fusion import Fusion, Ruled
+from .placed import Placed
+from .rules import OdmlRule
+
+
+@dataclass
+class Outputs:
+    """Decides about outputs.
+
+    Attributes:
+        program: the operations with their rules.
+        fusion: what is folded into what.
+        placed: where tensors are quantized so far; added to.
+    """
+
+    program: Ruled
+    fusion: Fusion
+    placed: Placed
+
+    def of(self, node: Node, rule: OdmlRule) -> SiteUse | None:
+        """Return how the output of an integer operation is quantized; None if it is fused on."""
+        if self.fusion.reader(node) is not None:
+            return None
+        alias = self._input_scale(node)
+        if alias is not None:
+            # The same scale for input and output loses no value and needs no kernel.
+            self.placed.made[node.op_id] = alias, str(rule.act_qtype)
+            return SiteUse(alias)
+        shared = self._reader_scale(node, rule)
+        if shared is not None:
+            self.placed.shared.add(node.op_id)
+            return SiteUse(shared, device_only=True)
+        return SiteUse(self.placed.add_output(node, rule), observe=True)
+
+    def fix(self, node: Node, limits: tuple[float, float]) -> None:
+        """Give an output of the model a range, if what makes it leaves that open."""
+        tensor = node.uses[0].tensor if node.uses else None
+        if tensor not in self.placed.made:
+            return
+        key, _ = self.placed.made[tensor]
+        maker, sites = self.program.graph.nodes.get(key), self.placed.sites
+        # LiteRT insists on the ranges of softmax and the like.
+        if key in sites and (maker is None or maker.op.fixed is None):
+            sites[key] = replace(sites[key], fixed=limits)
+
+    def _input_scale(self, node: Node) -> str | None:
+        """Return the site of the input of an operation whose output shares its scale."""
+        if node.op.kind not in (Scales.CLAMP, Scales.AVERAGE) or len(node.activations) != 1:
+            return None
+        name = node.activations[0].tensor
+        if name is None:
+            name = f"{node.op_id}#{node.activations[0].slot}"
+        if name in self.placed.made:
+            return self.placed.made[name][0]
+        return name if name in self.placed.sites else None
+
+    def _reader_scale(self, node: Node, rule: OdmlRule) -> str | None:
+        """Return the site of the one operation that reads the output and shares its scale."""
+        found = self.program.only_reader(node)
+        if found is None or node.op.fixed is not None or node.op.kind is Scales.JOIN:
+            return None
+        reader, _, theirs = found
+        if reader.op.kind not in (Scales.JOIN, Scales.CLAMP) or reader.op.name == "select_n":
+            return None
+        if theirs.act_qtype != rule.act_qtype or self.fusion.why_float(reader, theirs) is not None:
+            return None
+        if self.fusion.reader(reader) is not None:
+            return None
+        return reader.op_id if self._reader_scale(reader, theirs) is None else None

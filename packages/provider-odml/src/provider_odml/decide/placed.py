@@ -1,0 +1,89 @@
+"""Where tensors are quantized, as far as the operations of a program are decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..capture.graph import Graph, Node
+from .decision import Site
+from .rules import MOST_STEPS, OdmlRule
+from .traits import fingerprint
+
+
+@dataclass
+class Placed:
+    """The tensors with a static range, and those that are on a grid where they are made.
+
+    Attributes:
+        graph: the program.
+        sites: the tensors with a static range, by key.
+        made: by tensor that is quantized where it is made: the key of its site, and the qtype.
+        shared: tensors that are on the scale of the one operation that reads them.
+        masked: tensors with constants in them that no integer range should hold, such as -1e9.
+    """
+
+    graph: Graph
+    sites: dict[str, Site] = field(default_factory=dict)
+    made: dict[str, tuple[str, str]] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+    masked: set[str] = field(default_factory=set)
+
+    def add(
+        self,
+        key: str,
+        node: Node,
+        rule: OdmlRule,
+        shape: tuple[int, ...],
+        fixed: tuple[float, float] | None,
+        tensor: str | None = None,
+    ) -> str:
+        """Add a site, and return its key.
+
+        Args:
+            key: what its statistics are kept under.
+            node: the operation that the tensor is observed at.
+            rule: that operation's rule.
+            shape: the tensor's.
+            fixed: its range, if that is known; 8-bit.
+            tensor: its name, if that is not the key.
+        """
+        qtype = str(rule.act_qtype)
+        if qtype == "int16" and fixed is not None:
+            # LiteRT's int16 softmax, logistic and tanh have the scale 1/32768.
+            bound = 32767 / 32768 if fixed == node.op.fixed else max(map(abs, fixed))
+            fixed = (-bound, bound)
+        batch_axes = None if rule.act_batch_axes is None else tuple(rule.act_batch_axes)
+        steps, is_joined = _steps(tensor or key, node, rule, self.graph.nodes)
+        self.sites[key] = Site(
+            key, tensor or key, qtype, rule.act_method, batch_axes, fixed, shape,
+            fingerprint(node), steps, is_joined,
+        )  # fmt: skip
+        return key
+
+    def add_output(self, node: Node, rule: OdmlRule) -> str:
+        """Add the output of an operation, quantized where it is made; return its site's key."""
+        key = self.add(node.op_id, node, rule, node.shape, node.op.fixed)
+        self.made[node.op_id] = key, str(rule.act_qtype)
+        return key
+
+
+def _steps(
+    tensor: str, node: Node, rule: OdmlRule, nodes: Mapping[str, Node]
+) -> tuple[tuple[int, ...], bool]:
+    """Return the loops whose steps have a range each, and whether other steps are joined.
+
+    A tensor that is made outside of a loop is one for all of its steps.
+    """
+    is_own = tensor == node.op_id or tensor.startswith(f"{node.op_id}#")
+    maker = node if is_own else nodes.get(tensor)
+    steps: list[int] = []
+    for length, around in zip(() if maker is None else maker.loops, node.loops, strict=False):
+        if length is None or length != around:
+            break
+        steps.append(length)
+    asked = rule.static_range
+    if asked == "joined" or (asked is None and math.prod(steps) > MOST_STEPS):
+        steps = []
+    return tuple(steps), len(steps) < len(node.loops)

@@ -1,0 +1,183 @@
+"""OdmlRule: which operations of a program are quantized on the device, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import quant_numerics as qn
+from interception_core import check_pattern, matches_path
+
+WEIGHT_QTYPES = ("int8", "int4", "int2")
+ACT_QTYPES = ("int8", "int16")
+MOST_STEPS = 128
+"""Loops of more steps have one static range for all of them, unless their rule says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OdmlRule:
+    """What to do with the operations that it matches. Of several rules, the first match counts.
+
+    Field names are those of Qwix's QuantizationRule, and so is their meaning on the device:
+    ``weight_qtype`` is that of the parameters an operation multiplies with, ``act_qtype`` that
+    of its **output**. Three modes follow from the fields:
+
+    - static range: ``act_qtype`` (``act_static_scale`` is then True unless it is set): inputs
+      and outputs are integers, with ranges from training or calibration.
+    - dynamic range: ``act_qtype="int8", act_static_scale=False``: the device finds the range
+      of each input of a product as it runs; for products of parameters alone.
+    - weight only: ``act_qtype=None``: parameters are kept as integers and multiplied as floats.
+
+    Attributes:
+        module_path: regular expression that must match the whole module path.
+        op_names: names out of ``OP_NAMES``; None or empty for all.
+        weight_qtype: ``"int8"``, ``"int4"``, ``"int2"`` or None: per channel, symmetric, with
+            the narrow range (-127 to 127).
+        act_qtype: ``"int8"`` (with a zero point), ``"int16"`` (symmetric) or None.
+        act_static_scale: see above.
+        weight_calibration_method: as in ``quant_numerics.calibrate``; symmetric.
+        act_calibration_method: the same. None is ``"minmax"``.
+        act_batch_axes: axes of which the mean of the ranges is taken; the extremes are taken
+            over the others. None is the first axis in training, as Qwix's, and none in
+            calibration: of few batches, the mean of each example's extremes cuts off too much.
+        static_range: whether the steps of a loop have a range each (``"step"``), as in the file,
+            where scans are written out; or one that holds those of all (``"joined"``). None is a
+            range for each step of at most ``MOST_STEPS``. Loops whose number of steps only a run
+            can tell have joined ranges.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; names the field.
+    """
+
+    module_path: str = ".*"
+    op_names: Collection[str] | None = None
+    weight_qtype: Any = None
+    act_qtype: Any = None
+    act_static_scale: bool | None = None
+    weight_calibration_method: str = "absmax"
+    act_calibration_method: str | None = None
+    act_batch_axes: Collection[int] | None = None
+    static_range: Literal["step", "joined"] | None = None
+
+    def __post_init__(self):
+        from ..capture.ops import OP_NAMES
+
+        try:
+            check_pattern(self.module_path)
+        except (ValueError, TypeError) as error:
+            raise self._error("module_path", f"a regular expression ({error})") from error
+        names = self.op_names
+        if names is not None and (
+            isinstance(names, str)
+            or not isinstance(names, Collection)
+            or not set(names) <= OP_NAMES
+        ):
+            allowed = f"None or a sequence of names out of {', '.join(sorted(OP_NAMES))}"
+            raise self._error("op_names", allowed)
+        self._set("op_names", tuple(sorted(names)) if names else None)
+        self._set("weight_qtype", self._qtype("weight_qtype", WEIGHT_QTYPES))
+        self._set("act_qtype", self._qtype("act_qtype", ACT_QTYPES))
+        if self.act_qtype is None and self.act_static_scale is not None:
+            raise self._error("act_static_scale", "None where act_qtype is None")
+        if self.act_qtype is not None and self.act_static_scale is None:
+            self._set("act_static_scale", True)
+        if self.static_range not in (None, "step", "joined"):
+            raise self._error("static_range", "None, 'step' or 'joined'")
+        if self.static_range is not None and not self.is_static:
+            raise self._error("static_range", "None where outputs have no static range")
+        if self.act_static_scale is False and (self.act_qtype, self.weight_qtype) == (
+            "int16", self.weight_qtype,
+        ):  # fmt: skip
+            raise self._error("act_qtype", "'int8' with act_static_scale=False: LiteRT finds no "
+                              "int16 ranges as it runs")  # fmt: skip
+        if self.act_static_scale is False and self.weight_qtype is None:
+            raise self._error("weight_qtype", "set with act_static_scale=False: the device finds "
+                              "ranges only for products of quantized parameters")  # fmt: skip
+        for field in ("weight_calibration_method", "act_calibration_method"):
+            self._method(field)
+        axes = self.act_batch_axes
+        if axes is None:
+            return
+        is_several = isinstance(axes, Collection) and not isinstance(axes, str)
+        if not is_several or not all(type(axis) is int for axis in axes):
+            raise self._error("act_batch_axes", "None or a sequence of axes")
+        self._set("act_batch_axes", tuple(axes))
+
+    def matches(self, names: Iterable[str], module_path: str) -> bool:
+        """Returns whether the rule is for an operation with these names."""
+        if self.op_names is not None and not set(names) & set(self.op_names):
+            return False
+        return matches_path(self.module_path, module_path)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether outputs have a static range."""
+        return self.act_qtype is not None and bool(self.act_static_scale)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the device finds the ranges."""
+        return self.act_qtype is not None and not self.act_static_scale
+
+    @property
+    def act_method(self) -> str:
+        """The calibration method of activations: of int16 always symmetric."""
+        method = self.act_calibration_method or "minmax"
+        return method.replace("minmax", "absmax") if self.act_qtype == "int16" else method
+
+    def __str__(self) -> str:
+        bits = {"int8": "8", "int4": "4", "int2": "2", "int16": "16"}
+        weight = f"W{bits[self.weight_qtype]}" if self.weight_qtype else ""
+        act = f"A{bits[self.act_qtype]}" if self.act_qtype else ""
+        mode = " static" if self.is_static else " dynamic" if self.is_dynamic else " weight-only"
+        return f"{weight}{act}{mode}" if weight or act else "float"
+
+    def _set(self, field: str, value: Any) -> None:
+        object.__setattr__(self, field, value)
+
+    def _qtype(self, field: str, allowed: Sequence[str]) -> str | None:
+        value = getattr(self, field)
+        if value is None:
+            return None
+        try:
+            name = qn.get_qtype(value).name
+        except (TypeError, ValueError):
+            name = None
+        if name not in allowed:
+            raise self._error(field, f"None or one of {', '.join(allowed)}")
+        return name
+
+    def _method(self, field: str) -> None:
+        value = getattr(self, field)
+        if value is None and field == "act_calibration_method":
+            return
+        try:
+            method = qn.parse_calibration_method(value)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self._error(field, f"a calibration method. {error}") from error
+        if field == "weight_calibration_method" and not method.is_symmetric:
+            raise self._error(field, "symmetric: LiteRT's weights have no zero point")
+
+    def _error(self, field: str, allowed: str) -> ValueError:
+        return ValueError(f"OdmlRule.{field} must be {allowed}. Got {getattr(self, field)!r}.")
+
+
+INT8 = OdmlRule(weight_qtype="int8", act_qtype="int8")
+
+
+def as_rules(rules: OdmlRule | Iterable[OdmlRule]) -> tuple[OdmlRule, ...]:
+    """Returns one rule or several as a tuple.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    several = isinstance(rules, Iterable) and not isinstance(rules, str)
+    rules = tuple(rules) if several else (rules,)
+    for rule in rules:
+        if not isinstance(rule, OdmlRule):
+            raise TypeError(
+                f"OdmlRules are needed, got {rule!r}. Write for example "
+                "OdmlRule(weight_qtype='int8', act_qtype='int8')."
+            )
+    return rules

@@ -1,0 +1,45 @@
+"""What is to be read off an operation by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+
+from ..capture.graph import ACTIVATION, Node, Use, rolled
+
+
+def is_relu(node: Node) -> bool:
+    """Return whether an operation clips at zero from below, and maybe at six from above."""
+    if node.op.name in ("relu", "relu6"):
+        return True
+    return node.op.name == "max" and any(use.scalar == 0.0 for use in node.uses)
+
+
+def per_channel(use: Use, other: Use) -> bool:
+    """Returns whether a constant is the same but along the channels of a contraction's output."""
+    if other.scalar is not None or math.prod(other.shape) == 1:
+        return True
+    offset = len(use.shape) - len(other.shape)
+    return all(
+        size == 1 or (axis + offset in use.channels and size == use.shape[axis + offset])
+        for axis, size in enumerate(other.shape)
+    )
+
+
+def fingerprint(node: Node) -> str:
+    """Returns what tells an operation from another one with the same id; not by its batch."""
+    reads = [
+        (use.slot, use.role, _COUNTER.sub("", rolled(use.tensor or "")), _size(use))
+        for use in node.uses
+    ]
+    text = repr((node.op.name, len(node.shape), reads))
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _size(use: Use) -> tuple[int, ...]:
+    # Those of activations hold the batch, somewhere.
+    return (len(use.shape),) if use.role == ACTIVATION else use.shape
+
+
+_COUNTER = re.compile(r":\d+$")

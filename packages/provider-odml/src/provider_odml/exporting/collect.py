@@ -1,0 +1,146 @@
+"""Collecting: the values of a program's parameters where they are used, and what is folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hijax_trace import Box
+from interception_core import Engine, OpCall
+
+from ..capture.graph import Node
+from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
+from ..decide.plan import Plan
+from ..train.replay import Runtime, replay
+from ..trees import is_array, split
+from .composite import Grid
+from .constants import constant_grid, product_constant
+from .fold import Fold
+
+_FAR = 2.0**20
+"""Slopes are found from values this far from zero, so that offsets don't cancel their digits."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The constants of a program.
+
+    Attributes:
+        values: by op id, ``#`` and slot: as they are emitted, with their grids.
+        folds: by op id of the product.
+    """
+
+    values: Mapping[str, tuple[np.ndarray, Grid]]
+    folds: Mapping[str, Fold]
+
+
+def collect(
+    engine: Engine, fn: Callable[..., Any], plan: Plan, args: tuple, kwargs: Mapping[str, Any]
+) -> Collected:
+    """Runs a program and keeps its constants.
+
+    Args:
+        engine: runs it.
+        fn: the function.
+        plan: its plan.
+        args: arrays.
+        kwargs: arrays.
+    """
+    uses, boxes = {}, {}
+    for op_id, decision in plan.decisions.items():
+        for slot, use in decision.inputs.items():
+            if isinstance(use, WeightUse | ConstantUse):
+                read = next(u for u in decision.node.uses if u.slot == slot)
+                uses[f"{op_id}#{slot}"] = use
+                boxes[f"{op_id}#{slot}"] = Box(jnp.zeros(read.shape, read.dtype))
+    _run(engine, fn, plan, _Keep(boxes, {}, None), args, kwargs)
+    values = {where: np.asarray(box.get()) for where, box in boxes.items()}
+    chains = plan.chains()
+    ends = {end: head for head, end in chains.items()}
+    seen = {}
+    for at in (0.0, _FAR) if ends else ():
+        kept = {
+            end: Box(jnp.zeros(plan.decisions[end].node.shape, plan.decisions[end].node.dtype))
+            for end in ends
+        }
+        _run(engine, fn, plan, _Keep({}, kept, at, frozenset(chains)), args, kwargs)
+        seen[at] = {ends[end]: np.asarray(box.get(), np.float64) for end, box in kept.items()}
+    folds = {}
+    for head in chains:
+        node = plan.decisions[chains[head]].node
+        offset, far = (_channels(seen[at][head], node) for at in (0.0, _FAR))
+        folds[head] = Fold((far - offset) / _FAR, offset)
+    emitted = {}
+    for where, found in values.items():
+        op_id, _, slot = where.rpartition("#")
+        node, use = plan.decisions[op_id].node, uses[where]
+        found = np.asarray(found, np.float32)
+        if isinstance(use, WeightUse):
+            emitted[where] = product_constant(node, int(slot), found, use, folds.get(op_id))
+        else:
+            found = 1 / found if use.inverted else found
+            emitted[where] = found, constant_grid(found, use)
+    return Collected(emitted, folds)
+
+
+def _channels(values: np.ndarray, node: Node) -> np.ndarray:
+    """Returns one value per channel, of values that are the same but along those."""
+    values = values.reshape(node.shape)
+    others = [axis for axis in range(values.ndim) if axis not in node.channels]
+    return values.transpose([*others, *node.channels])[(0,) * len(others)].reshape(-1)
+
+
+def _run(
+    engine: Engine, fn: Any, plan: Plan, runtime: Runtime, args: tuple, kwargs: Mapping[str, Any]
+) -> None:
+    tapped = replay(engine, fn, plan, runtime)
+    arrays, rebuild = split((args, dict(kwargs)))
+
+    @jax.jit
+    def run(arrays: list[Any]) -> Any:
+        args, kwargs = rebuild(arrays)
+        return [x for x in jax.tree.leaves(tapped(*args, **kwargs)) if is_array(x)]
+
+    jax.block_until_ready(run(arrays))
+
+
+class _Keep(Runtime):
+    """Keeps constants, and what products become."""
+
+    def __init__(
+        self,
+        boxes: Mapping[str, Box],
+        ends: Mapping[str, Box],
+        at: float | None,
+        heads: frozenset[str] = frozenset(),
+    ):
+        self._boxes = boxes
+        self._ends = ends
+        self._at = at
+        self._heads = heads
+
+    def activation(
+        self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
+    ) -> jax.Array:
+        return x
+
+    def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
+        box = self._boxes.get(where)
+        if box is not None and not isinstance(use, DynamicUse):
+            box.set(jax.lax.stop_gradient(x))
+        return x
+
+    def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        op_id = decision.node.op_id
+        if self._at is not None and op_id in self._heads:
+            return jnp.full(decision.node.shape, self._at, decision.node.dtype)
+        out = call.proceed(*args, **kwargs)
+        box = self._ends.get(op_id)
+        if box is not None:
+            box.set(jax.lax.stop_gradient(out))
+        return out

@@ -1,0 +1,124 @@
+"""The ``quant.fake_quant`` composite: how a program tells the converter of its scales."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+
+from ..decide.decision import Site
+
+_CODES = {"int16": ("i16", -32768, 32767), "int8": ("i8", -128, 127), "int4": ("i4", -8, 7),
+          "int2": ("i2", -2, 1)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid of a tensor.
+
+    Attributes:
+        qtype: the name of its qtype.
+        scale: float32, of shape () or (channels,).
+        zero_point: None for 0.
+        axis: that of the channels.
+        narrow: whether the lowest code is not used: in parameters.
+    """
+
+    qtype: str
+    scale: np.ndarray
+    zero_point: int | None = None
+    axis: int | None = None
+    narrow: bool = False
+
+    @classmethod
+    def of(cls, calibration: qn.Calibration, qtype: str) -> Grid:
+        """Returns the grid of a range."""
+        bounds = jax.tree.map(lambda bound: jnp.float32(np.asarray(bound)), calibration)
+        scale, zero_point, _ = qn.scale_of(bounds, qtype)
+        point = None if zero_point is None else int(np.asarray(zero_point))
+        return cls(qtype, np.asarray(scale, np.float32), point)
+
+    @classmethod
+    def fixed(cls, bounds: tuple[float, float], qtype: str) -> Grid:
+        """Returns the grid that LiteRT asks for where the range of an output is known."""
+        if qtype == "int16":
+            return cls(qtype, np.asarray(1 / 32768, np.float32))
+        # In NumPy: it is asked for while a program is traced.
+        scale = np.asarray((bounds[1] - bounds[0]) / 255, np.float32)
+        return cls(qtype, scale, round(-128 - bounds[0] / float(scale)))
+
+    def same(self, other: Grid) -> bool:
+        """Returns whether another grid is this one."""
+        return (
+            (self.qtype, self.zero_point or 0) == (other.qtype, other.zero_point or 0)
+            and bool(np.all(self.scale == other.scale))
+        )  # fmt: skip
+
+    def attributes(self) -> dict[str, Any]:
+        """Returns the attributes of the composite."""
+        found: dict[str, Any] = {
+            "scale": np.asarray(self.scale, np.float32).reshape(-1),
+            "dtype": _CODES[self.qtype][0],
+            "narrow_range": self.narrow,
+        }
+        if self.zero_point is not None:
+            found["zero_point"] = np.asarray([self.zero_point], np.int64)
+        if self.axis is not None:
+            found["quantization_dimension"] = self.axis
+        return found
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """Returns values on the grid, float32."""
+        _, low, high = _CODES[self.qtype]
+        shape = [1] * x.ndim
+        if self.axis is not None:
+            shape[self.axis] = -1
+        scale = np.asarray(self.scale, np.float32).reshape(shape)
+        point = np.float32(self.zero_point or 0)
+        low = np.float32(low + self.narrow)
+        codes = jnp.clip(jnp.round(x / scale) + point, low, np.float32(high))
+        return (codes - point) * scale
+
+
+def fake_quant(x: jax.Array, grid: Grid, converting: bool) -> jax.Array:
+    """Returns a tensor on its grid, as an operation that the converter knows.
+
+    Args:
+        x: the tensor.
+        grid: its grid.
+        converting: for the converter alone, which reads the attributes, and fails at what a
+            tensor of many axes is rounded with.
+    """
+
+    @functools.partial(jax.lax.composite, name="quant.fake_quant")
+    def composite(x: jax.Array, **attributes: Any) -> jax.Array:
+        del attributes  # for the converter
+        return x if converting else grid.round(x)
+
+    return composite(x, **grid.attributes())
+
+
+def dynamic(x: jax.Array, channel_axes: tuple[int, ...]) -> jax.Array:
+    """Returns a tensor whose range the device finds as it runs."""
+    attributes = {"scale": np.zeros(0, np.float32), "dtype": "i8", "narrow_range": False}
+
+    @functools.partial(jax.lax.composite, name="quant.fake_quant")
+    def composite(x: jax.Array, **attributes: Any) -> jax.Array:
+        del attributes
+        return qn.fake_quant(x, "int8", channel_axes=channel_axes, method="minmax")
+
+    return composite(x, **attributes)
+
+
+def grid_of(site: Site, calibration: qn.Calibration) -> Grid:
+    """Returns the grid of a site."""
+    lower, upper = calibration
+    if float(upper) == 0 and (lower is None or float(lower) == 0):
+        upper = jnp.float32(1)  # a tensor of zeros: any scale will do but 0
+    return Grid.of(qn.Calibration(lower, upper), site.qtype)

@@ -1,0 +1,218 @@
+"""export: a function, its parameters and its statistics, to a verified .tflite."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..decide.decision import ConstantUse, WeightUse
+from ..decide.plan import Plan
+from ..decide.rules import INT8, OdmlRule
+from ..errors import MismatchError, OdmlError, OdmlWarning
+from ..litert import Program, convert, integer_io, read
+from ..train.provider import OdmlQatProvider
+from ..train.statistics import QuantStats, check_statistics
+from .aeq import export_with_aeq
+from .aeq_options import AeqOptions
+from .artifact import Artifact
+from .collect import collect
+from .composite import Grid
+from .grids import grids_of
+from .program import Exported, filled, places_of
+from .report import Report
+from .signature import Signature, input_names, output_names, signatures_of
+from .unroll import unrolled
+from .verify import OutputResult, SiteResult, compare_outputs, compare_sites
+
+
+def export(
+    fn: Callable[..., Any],
+    params: Any,
+    stats: QuantStats | None,
+    rules: OdmlRule | Iterable[OdmlRule] = (INT8,),
+    *args: Any,
+    signatures: Mapping[str, Signature | Sequence[Any]] | None = None,
+    io: Literal["float", "int8"] = "float",
+    backend: Literal["converter", "aeq"] = "converter",
+    aeq: AeqOptions | None = None,
+    timeout: float = 600.0,
+    **options: Any,
+) -> Artifact:
+    """Converts a function to a .tflite, and compares it with JAX on sample data.
+
+    Args:
+        fn: called as ``fn(params, *args)``: as in training, or its form for inference.
+        params: the parameters: arrays, stored in the file.
+        stats: the statistics of training or calibration; None if no rule has a static range.
+        rules: those of training.
+        args: the other arguments: arrays of sample data, of the shapes that the file is for.
+        signatures: instead of ``args``, the arguments by name of the signature; see ``Signature``.
+        io: whether inputs and outputs of the file are floats, or the integers inside.
+        backend: "converter" exports what was trained; "aeq" exports the float program and has
+            ai-edge-quantizer quantize it by the rules, with ranges of its own: ``stats`` may be
+            None.
+        aeq: what the rules can't say, for ``backend="aeq"``.
+        timeout: seconds that the converter may take.
+        options: of ``OdmlQatProvider``, as in training.
+
+    Returns:
+        The file, and what was found out about it. ``save`` writes it.
+
+    Warns:
+        OdmlWarning: the range of a tensor costs far more than those of others: the sample data are
+            rounded to it with an SQNR that is 10 dB below theirs.
+
+    Raises:
+        ManifestError: the statistics are not those of this program; shows how they differ.
+        ConversionError: the converter failed.
+        MismatchError: an operation computes something else on the device; names it.
+        MissingExtraError: the extra ``[litert]`` is not installed.
+        OdmlError: arguments that don't fit.
+    """
+    for name, given, allowed in (
+        ("io", io, ("float", "int8")),
+        ("backend", backend, ("converter", "aeq")),
+    ):
+        if given not in allowed:
+            raise OdmlError(f"{name} must be one of {', '.join(allowed)}, got {given!r}.")
+    if not callable(fn):
+        raise OdmlError(f"fn must be a function fn(params, *args), got a {type(fn).__name__}.")
+    check_statistics("stats", stats)
+    if aeq is not None and not isinstance(aeq, AeqOptions):
+        raise OdmlError(f"aeq must be None or AeqOptions, got {aeq!r}.")
+    if aeq is not None and backend != "aeq":
+        raise OdmlError(f"aeq={aeq!r} is for backend='aeq', and backend is {backend!r}.")
+    provider = OdmlQatProvider(rules, **options)
+    wanted = signatures_of(signatures, args)
+    plans = _plans(provider, fn, params, wanted)
+    # ai-edge-quantizer finds ranges of its own.
+    grids = {} if backend == "aeq" else grids_of([plan for _, _, plan in plans.values()], stats)
+    exported = [
+        _exported(provider, name, wanted[name], own, full, plan, grids)
+        for name, (own, full, plan) in plans.items()
+    ]
+    if backend == "aeq":
+        return export_with_aeq(exported, provider, io, timeout, aeq)
+    model = _converted(exported, timeout, probing=False)
+    if io == "int8":
+        model = integer_io(model)
+    sites, outputs = _verified(model, exported, timeout)
+    report = Report.of([one.plan for one in exported], sites, outputs, read(model))
+    if report.warnings:
+        text = "\n".join(f"- {one}" for one in report.warnings)
+        warnings.warn(f"The file is as it was trained, and these ranges fit badly:\n{text}",
+                      OdmlWarning, stacklevel=2)  # fmt: skip
+    return Artifact(model, report)
+
+
+def _plans(
+    provider: OdmlQatProvider, fn: Any, params: Any, wanted: Mapping[str, Signature]
+) -> dict[str, tuple[Any, tuple, Plan]]:
+    found = {}
+    for name, one in wanted.items():
+        own = one.fn or fn
+        full = list(one.args)
+        # NumPy's arrays are constants to a trace, that JAX can't use everywhere.
+        full.insert(provider.params_argnum, jax.tree.map(_as_jax, params))
+        flat = unrolled(own)
+        found[name] = own, tuple(full), provider._plan(flat, tuple(full), {})
+        _check_loops(found[name][2])
+    return found
+
+
+def _check_loops(plan: Plan) -> None:
+    """Refuse a rolled loop whose steps have parameters of their own: a file has one of each."""
+    for op_id, decision in plan.decisions.items():
+        reads = [
+            use for use in decision.inputs.values() if isinstance(use, WeightUse | ConstantUse)
+        ]
+        if reads and any(length is not None for length in decision.node.loops):
+            raise OdmlError(
+                f"{op_id} reads a parameter in a loop of {decision.node.loops} steps, which must "
+                "be written out and was not: jax.lax.scan and fori_loop are, where they are "
+                "called while the model is. Call one of them, or a Python loop."
+            )
+
+
+def _exported(
+    provider: OdmlQatProvider,
+    name: str,
+    signature: Signature,
+    own: Any,
+    full: tuple,
+    plan: Plan,
+    grids: Mapping[str, Grid],
+) -> Exported:
+    flat, argnum = unrolled(own), provider.params_argnum
+    constants = collect(provider._engine, flat, plan, full, {})
+    places = places_of(full, argnum)
+    leaves = jax.tree.leaves(full)
+    inputs = [leaves[place] for place in places]
+    out = jax.eval_shape(lambda inputs: own(*filled(full, places, inputs)), inputs)
+    return Exported(
+        name,
+        flat,
+        plan,
+        provider._engine,
+        full,
+        places,
+        {key: grids[key] for key in plan.sites if key in grids},
+        constants,
+        input_names(own, signature, argnum),
+        output_names(signature, out),
+    )
+
+
+def _converted(exported: Sequence[Exported], timeout: float, probing: bool) -> bytes:
+    programs: list[Program] = [one.program(probing) for one in exported]
+    return convert(programs, timeout=timeout)
+
+
+def _verified(
+    model: bytes, exported: Sequence[Exported], timeout: float
+) -> tuple[list[SiteResult], list[OutputResult]]:
+    """Compares the file with JAX.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    sites: list[SiteResult] = []
+    outputs: list[OutputResult] = []
+    probed: dict[str, Any] = {}
+    if any(one.probes for one in exported):
+        probe = _converted(exported, timeout, probing=True)
+        for one in exported:
+            found, probed[one.name] = compare_sites(probe, one)
+            sites += found
+    wrong = [one for one in sites if not one.lsb <= one.tolerance]
+    if wrong:
+        lines = "\n".join(
+            f"- {one.place} ({one.op_name}, {one.qtype}) of {one.signature!r}: {one.lsb:.1f} steps "
+            f"of {one.scale:.3g}, {one.tolerance:.0f} are allowed"
+            for one in wrong[:10]
+        )
+        raise MismatchError(
+            f"LiteRT computes {len(wrong)} of {len(sites)} tensors otherwise than JAX, given the "
+            f"same inputs:\n{lines}\nGive these operations a rule without qtypes, or report them "
+            "with the versions that `jaxtap doctor` shows."
+        )
+    for one in exported:
+        outputs += compare_outputs(model, one, probed.get(one.name))
+    for one in outputs:
+        if not one.error <= one.tolerance or not one.same:
+            raise MismatchError(
+                f"Output {one.name!r} of signature {one.signature!r} differs from JAX by "
+                f"{one.error:.2%} of its greatest magnitude ({one.tolerance:.2%} is allowed)"
+                + ("" if one.same else ", and from the file whose tensors were compared")
+                + "."
+            )
+    return sites, outputs
+
+
+def _as_jax(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf

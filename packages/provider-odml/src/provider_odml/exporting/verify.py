@@ -1,0 +1,233 @@
+"""Verification: what LiteRT computes from a file, beside what JAX computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..litert import Runner, Tensor
+from .program import PROBE, Exported
+from .unroll import BRANCH
+
+LOOSER = {
+    "int16": {"tanh": 4.0, "softmax": 32.0, "logistic": 4.0, "mean": 2.0, "sum": 2.0},
+    "int8": {"log_softmax": 2.0},
+}
+"""Operations whose kernels read tables or round more than once: how many LSB they may be off."""
+
+
+WORST = {"int8": 7.0, "int16": 20.0}
+"""Decibels below which a range is worth a warning. Training takes means of the extremes of
+examples, which cut off outliers on purpose: of few logits that costs some 10 dB."""
+FAR = 10.0
+"""Decibels by which a range is worse than its neighbours before it is warned of."""
+
+
+@dataclass(frozen=True)
+class SiteResult:
+    """One place where a tensor is quantized.
+
+    Attributes:
+        signature: of the file.
+        place: the op id; with ``#`` and a slot for an operand.
+        op_name: what computes it.
+        qtype: its qtype.
+        scale: its scale.
+        zero_point: its zero point.
+        lsb: the greatest difference between LiteRT and JAX where both are given the same codes,
+            in steps of the scale.
+        tolerance: how great it may be.
+        sqnr: signal to noise between the two programs run by themselves, in decibels.
+        is_float: whether LiteRT computes it in float.
+        reason: why.
+        float_sqnr: signal to noise between LiteRT and the float program, in decibels.
+        range_sqnr: the same of the float program's values rounded to this scale alone: what the
+            range costs. None where LiteRT prescribes it, and in branches.
+    """
+
+    signature: str
+    place: str
+    op_name: str
+    qtype: str
+    scale: float
+    zero_point: int
+    lsb: float
+    tolerance: float
+    sqnr: float
+    is_float: bool
+    reason: str | None
+    float_sqnr: float = float("inf")
+    range_sqnr: float | None = None
+
+
+@dataclass(frozen=True)
+class OutputResult:
+    """One output of the file.
+
+    Attributes:
+        signature: of the file.
+        name: its name.
+        error: the greatest difference from JAX, over the greatest magnitude.
+        sqnr: signal to noise, in decibels.
+        same: whether it is that of the file that shows its sites, but for how floats add up.
+        tolerance: of ``error``.
+    """
+
+    signature: str
+    name: str
+    error: float
+    sqnr: float
+    same: bool
+    tolerance: float
+
+
+def sqnr(signal: np.ndarray, other: np.ndarray) -> float:
+    """Returns signal to noise in decibels: infinity where nothing differs."""
+    signal, other = np.asarray(signal, np.float64), np.asarray(other, np.float64)
+    noise = float(np.sum((signal - other) ** 2))
+    power = float(np.sum(signal**2))
+    if noise == 0:
+        return float("inf")
+    return 10 * float(np.log10(power / noise)) if power else float("-inf")
+
+
+def dequantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Returns the numbers that an output stands for."""
+    if tensor.scale is None or values.dtype.kind == "f" or not np.size(tensor.scale):
+        return values
+    scale = np.asarray(tensor.scale, np.float32).reshape(-1)[0]
+    points = tensor.zero_point
+    point = 0 if points is None or not np.size(points) else np.asarray(points).reshape(-1)[0]
+    return (values.astype(np.float32) - np.float32(point)) * scale
+
+
+def quantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """Returns sample data as an input has it."""
+    if tensor.dtype == values.dtype.name:
+        return values
+    if tensor.scale is None or not np.size(tensor.scale):
+        return values.astype(tensor.dtype)
+    kind = np.dtype(tensor.dtype)
+    scale = np.float32(np.asarray(tensor.scale).reshape(-1)[0])
+    points = tensor.zero_point
+    point = 0 if points is None or not np.size(points) else int(np.asarray(points).reshape(-1)[0])
+    codes = np.round(values.astype(np.float32) / scale) + point
+    bounds = np.iinfo(kind)
+    return np.clip(codes, bounds.min, bounds.max).astype(kind)
+
+
+def run(model: bytes, one: Exported) -> dict[str, np.ndarray]:
+    """Runs a signature of a file on its sample data. Returns numbers, dequantized."""
+    runner = Runner(model)
+    details = runner.details(one.name)
+    inputs = {
+        name: quantized(value, details.inputs[name])
+        for name, value in zip(one.inputs, one.samples, strict=True)
+    }
+    found = runner.run(one.name, **inputs)
+    return {name: dequantized(value, details.outputs[name]) for name, value in found.items()}
+
+
+def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[str, Any]]:
+    """Compares every place where a tensor is quantized.
+
+    Args:
+        probe: a file with the sites as outputs.
+        one: the signature.
+
+    Returns:
+        The places, in the program's order, and the file's outputs.
+    """
+    found = run(probe, one)
+    device = {place: found[f"{PROBE}{i}"] for i, place in enumerate(one.probes)}
+    _, alone = one.alone
+    _, local = one.replay(device)
+    results = []
+    for place, site in one.probes.items():
+        op_id = one.node_of(place).op_id
+        decision = one.plan.decisions[op_id]
+        exact = one.in_float[place]
+        # LiteRT's own ranges, and branches that may not be taken, whose values are not used then.
+        is_judged = not site.fixed and BRANCH not in op_id
+        grid = one.grids[site.key]
+        scale = float(np.asarray(grid.scale))
+        steps = np.abs(device[place].astype(np.float64) - local[place]) / scale
+        tolerance = LOOSER[site.qtype].get(decision.node.op.name, 1.0)
+        results.append(
+            SiteResult(
+                one.name,
+                place,
+                "quantize" if "#" in place[len(op_id) :] else decision.node.op.name,
+                site.qtype,
+                scale,
+                grid.zero_point or 0,
+                float(np.max(steps, initial=0.0)),
+                # Codes are whole; the numbers that they stand for are rounded.
+                tolerance + 0.01,
+                sqnr(alone[place], device[place]),
+                decision.is_float,
+                decision.reason,
+                sqnr(exact, device[place]),
+                sqnr(exact, np.asarray(grid.round(jnp.asarray(exact)))) if is_judged else None,
+            )
+        )
+    return results, found
+
+
+def bad_ranges(sites: Sequence[SiteResult]) -> list[str]:
+    """Return what to warn of: ranges that cost far more than those of their neighbours.
+
+    Verification compares the file with fake quantization in JAX, which has the same ranges: one
+    that cuts values off is the same in both.
+    """
+    found = []
+    for one in sites:
+        own, worst = one.range_sqnr, WORST[one.qtype]
+        others = [
+            other.range_sqnr
+            for other in sites
+            if other is not one and other.qtype == one.qtype and other.range_sqnr is not None
+        ]
+        usual = float(np.percentile(np.clip(others, 0, 99), 75)) if others else worst + FAR
+        if own is not None and own < min(worst, usual - FAR):
+            found.append(
+                f"{one.place} ({one.op_name}, {one.qtype}) of {one.signature!r}: SQNR "
+                f"{own:.1f} dB from its range alone, where others have {usual:.1f} dB. Its scale "
+                f"is {one.scale:.3g}: calibrate on data like this, or give the operation a rule "
+                "without qtypes, act_qtype='int16' or another act_calibration_method."
+            )
+    return found
+
+
+def compare_outputs(
+    model: bytes, one: Exported, probed: dict[str, Any] | None
+) -> list[OutputResult]:
+    """Compares the results of the file itself."""
+    found = run(model, one)
+    expected, _ = one.alone
+    results = []
+    for name, value in zip(one.outputs, expected, strict=True):
+        ours = np.asarray(found[name], np.float64).reshape(value.shape)
+        value = np.asarray(value, np.float64)
+        most = float(np.max(np.abs(value), initial=0.0)) or 1.0
+        error = float(np.max(np.abs(ours - value), initial=0.0)) / most
+        # Both files compute the same codes; floats may be added up otherwise.
+        same = probed is None or bool(
+            np.allclose(found[name], probed[name], rtol=1e-4, atol=1e-5 * most, equal_nan=True)
+        )
+        results.append(
+            OutputResult(one.name, name, error, sqnr(value, ours), same, _tolerance(one))
+        )
+    return results
+
+
+def _tolerance(one: Exported) -> float:
+    """Returns how far outputs may be off: sites are what is held to a step."""
+    rules = one.plan.rules
+    if any(rule.is_static for rule in rules):
+        return float("inf")
+    return 0.1 if any(rule.is_dynamic for rule in rules) else 1e-3

@@ -1,0 +1,98 @@
+"""Activations as the operations that LiteRT has integer kernels for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .barriers import FakeQuant, island, unquantized
+
+UNIT = (0.0, 255 / 256)
+"""The range of SOFTMAX and LOGISTIC: scale 1/256, zero point -128; with 16 bits 1/32768."""
+LOGARITHMIC = (-255 / 16, 0.0)
+"""The range of LOG_SOFTMAX: scale 16/256, zero point 127."""
+
+
+def softmax(
+    x: jax.Array,
+    axis: int | Sequence[int] | None = -1,
+    where: Any = None,
+    *,
+    fake_quant: FakeQuant = unquantized,
+) -> jax.Array:
+    """Returns ``jax.nn.softmax``, taken over the last axis, as LiteRT does.
+
+    Args:
+        x: its input.
+        axis: over which to normalize. Over several, it is float.
+        where: which elements count; with it, it is float.
+        fake_quant: is given ``"softmax"``, at the range that the kernel insists on.
+    """
+    if where is not None or not isinstance(axis, int):
+        return island(jax.nn.softmax)(x, axis, where)
+    y = jax.nn.softmax(jnp.moveaxis(x, axis, -1), -1)
+    return jnp.moveaxis(fake_quant(y, "softmax", UNIT), -1, axis)
+
+
+def log_softmax(
+    x: jax.Array,
+    axis: int | Sequence[int] | None = -1,
+    where: Any = None,
+    *,
+    fake_quant: FakeQuant = unquantized,
+) -> jax.Array:
+    """Returns ``jax.nn.log_softmax`` as the converter recognizes it.
+
+    Args:
+        x: its input.
+        axis: over which to normalize. Over several, it is float.
+        where: which elements count; with it, it is float.
+        fake_quant: is given ``"log_softmax"``, at the range that the kernel insists on.
+    """
+    if where is not None or not isinstance(axis, int):
+        return island(jax.nn.log_softmax)(x, axis, where)
+    moved = jnp.moveaxis(x, axis, -1)
+    shifted = moved - jnp.max(moved, -1, keepdims=True)
+    y = shifted - jnp.log(jnp.sum(jnp.exp(shifted), -1, keepdims=True))
+    return jnp.moveaxis(fake_quant(y, "log_softmax", LOGARITHMIC), -1, axis)
+
+
+def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
+    """Returns ``jax.nn.gelu``, also the exact one, as one GELU."""
+
+    def body(x: jax.Array, *, approximate: str) -> jax.Array:
+        return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+    named = lax.composite(body, name="aten.gelu.default")
+    return named(x, approximate="tanh" if approximate else "none")
+
+
+def neg(x: jax.Array, *, fake_quant: FakeQuant = unquantized) -> jax.Array:
+    """Returns ``jax.lax.neg`` as SUB: NEG is float.
+
+    Args:
+        x: its input.
+        fake_quant: is given ``"zero"``, the constant that `x` is subtracted from.
+    """
+    return fake_quant(jnp.zeros((), x.dtype), "zero", (0.0, 1.0)) - x
+
+
+def div(x: Any, y: Any, *, fake_quant: FakeQuant = unquantized) -> jax.Array:
+    """Returns ``jax.lax.div`` by a constant as MUL; else it is float.
+
+    LiteRT's 8-bit DIV returns an end of its range where the quotient is near 0.
+
+    Args:
+        x: the dividend.
+        y: the divisor.
+        fake_quant: is given ``"reciprocal"``, one over a constant divisor.
+    """
+    if isinstance(y, jax.core.Tracer) or not np.all(y) or not np.all(np.isfinite(y)):
+        return island(lax.div)(x, y)
+    reciprocal = jnp.asarray(1 / np.asarray(y, np.float64), jnp.asarray(y).dtype)
+    return x * fake_quant(reciprocal, "reciprocal", None)

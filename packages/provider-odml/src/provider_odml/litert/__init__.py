@@ -1,0 +1,34 @@
+"""The chain from StableHLO to a .tflite that runs. Nothing here imports jax."""
+
+from __future__ import annotations
+
+from .aeq import PRESETS, AeqRecipe, AeqRule, names_of_op, quantize_weights
+from .converter import Program, artifact_version, convert
+from .faults import repair
+from .io import deduplicate, integer_io
+from .model import Model, Op, Signature, Subgraph, Tensor
+from .reader import read
+from .run import Runner
+from .writer import save
+
+__all__ = [
+    "PRESETS",
+    "AeqRecipe",
+    "AeqRule",
+    "Model",
+    "Op",
+    "Program",
+    "Runner",
+    "Signature",
+    "Subgraph",
+    "Tensor",
+    "artifact_version",
+    "convert",
+    "deduplicate",
+    "integer_io",
+    "names_of_op",
+    "quantize_weights",
+    "read",
+    "repair",
+    "save",
+]

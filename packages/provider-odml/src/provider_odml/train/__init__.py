@@ -1,0 +1,1 @@
+"""A program quantized as planned: calibration, training, and the statistics of both."""

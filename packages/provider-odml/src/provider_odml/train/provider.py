@@ -1,0 +1,298 @@
+"""OdmlQatProvider and OdmlConversionProvider."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+import quant_numerics as qn
+from interception_core import Interceptor, PatchEngine, get_engine
+
+from ..capture.survey import survey
+from ..decide.decide import Options, decide
+from ..decide.plan import Plan
+from ..decide.rules import INT8, OdmlRule, as_rules
+from ..errors import OdmlError
+from ..trees import is_array, split
+from .qat import Training
+from .replay import replay
+from .statistics import QuantStats, check_statistics
+
+# Operations have the source line of the program, not that of the provider.
+source_info_util.register_exclusion(str(Path(__file__).parent))
+
+
+_MEAN = qn.MovingAverage()
+
+
+class OdmlQatProvider:
+    """Trains a program for LiteRT: its tensors rounded as the device will round them.
+
+    Args:
+        rules: the first that matches an operation decides. Default: int8 for everything, static.
+        params_argnum: index of the positional argument that holds the parameters.
+        engine: "trace" (the default where it is installed): JIT stays on; or "patch", which runs
+            programs with JIT off, as Qwix does.
+        disable_per_channel_weights: one scale for each parameter.
+        fixed_range_for_inputs: (lower, upper) of the model's float inputs.
+        fixed_range_for_outputs: (lower, upper) of the model's outputs.
+        average: how ranges are averaged over the steps: ``quant_numerics.MovingAverage()`` (the
+            mean of all, as Qwix's) or with a ``decay`` (exponential).
+        strict: whether an operation that LiteRT's integer kernels don't know, or a rule that
+            decides nothing, is an error.
+
+    Raises:
+        TypeError: ``rules`` holds something else than rules.
+    """
+
+    disable_jit = True
+    """Under the patch engine; the trace engine needs no such thing."""
+
+    def __init__(
+        self,
+        rules: OdmlRule | Iterable[OdmlRule] = (INT8,),
+        *,
+        params_argnum: int = 0,
+        engine: str | None = None,
+        disable_per_channel_weights: bool = False,
+        fixed_range_for_inputs: tuple[float, float] | None = None,
+        fixed_range_for_outputs: tuple[float, float] | None = None,
+        average: qn.MovingAverage = _MEAN,
+        strict: bool = True,
+    ):
+        self.rules = as_rules(rules)
+        self.engine = engine
+        self.params_argnum = params_argnum
+        self.average = average
+        self._options = Options(
+            _range("fixed_range_for_inputs", fixed_range_for_inputs),
+            _range("fixed_range_for_outputs", fixed_range_for_outputs),
+            not disable_per_channel_weights,
+            strict,
+        )
+        found = get_engine(engine)
+        self._engine = PatchEngine(disable_jit=True) if isinstance(found, PatchEngine) else found
+
+    def interceptor(self) -> Interceptor:
+        """Returns what a survey of a program taps: the table of operations."""
+        from ..capture.ops import ops
+
+        return Interceptor(dict.fromkeys(ops(), _let_run), key="odml")
+
+    def plan(self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Plan:
+        """Finds where the rules quantize the tensors of ``fn``. Nothing is run.
+
+        Args:
+            fn: called as ``fn(params, *args, **kwargs)``, ``params`` at ``params_argnum``.
+            params: the parameters: arrays or ``jax.ShapeDtypeStruct``.
+            args: the other arguments: examples, or their types.
+            kwargs: keyword arguments.
+
+        Raises:
+            OdmlError: with ``strict=True``, an operation that LiteRT's integer kernels don't
+                know, or a rule that decides nothing.
+        """
+        given = list(args)
+        given.insert(self.params_argnum, params)
+        return self._plan(fn, tuple(given), kwargs)
+
+    def _plan(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Plan:
+        graph = survey(self._engine, fn, f"args[{self.params_argnum}]", args, kwargs)
+        plan = decide(graph, self.rules, self._options)
+        if plan.problems and self._options.strict:
+            text = "\n".join(f"- {problem}" for problem in plan.problems)
+            raise OdmlError(f"The rules can't be followed (strict=True):\n{text}")
+        return plan
+
+    def apply(self, fn: Callable[..., Any]) -> QatModel:
+        """Returns ``fn`` with its tensors rounded as the device will round them."""
+        return QatModel(self, fn)
+
+
+class QatModel:
+    """A function whose tensors are rounded as the device will round them. See ``qat``."""
+
+    def __init__(self, provider: OdmlQatProvider, fn: Callable[..., Any]):
+        functools.update_wrapper(self, fn, updated=())
+        self._provider = provider
+        self._fn = fn
+        self._plans: dict[Any, Plan] = {}
+
+    @property
+    def provider(self) -> OdmlQatProvider:
+        """The rules, and how they are followed."""
+        return self._provider
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """Finds where the tensors are quantized: arguments are those of the function."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        types = tuple(
+            (tuple(leaf.shape), str(leaf.dtype)) if is_array(leaf) else _hashable(leaf)
+            for leaf in leaves
+        )
+        key = treedef, types
+        if key not in self._plans:
+            self._plans[key] = self._provider._plan(self._fn, args, kwargs)
+        return self._plans[key]
+
+    def init(self, *args: Any, **kwargs: Any) -> QuantStats:
+        """Returns empty statistics. Nothing is run; arguments may be ``jax.ShapeDtypeStruct``."""
+        return QuantStats.empty(self.plan(*args, **kwargs), self._provider.average)
+
+    def __call__(
+        self,
+        *args: Any,
+        quant_stats: QuantStats | None = None,
+        update_quant_stats: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the function.
+
+        Args:
+            args: its arguments.
+            quant_stats: the statistics, which change in place; None takes each tensor's own range.
+            update_quant_stats: False leaves them as they are: in evaluation.
+            kwargs: its keyword arguments.
+        """
+        check_statistics("quant_stats", quant_stats)
+        runtime = Training(quant_stats, update_quant_stats)
+        return self._run(runtime, args, kwargs)
+
+    def with_state(
+        self,
+        stats: QuantStats,
+        state: jax.Array,
+        *args: Any,
+        update_quant_stats: bool = True,
+        **kwargs: Any,
+    ) -> tuple[Any, jax.Array]:
+        """Runs the function with statistics as an explicit argument.
+
+        Args:
+            stats: what ``init`` returned: says what the sites are, and isn't changed.
+            state: the sums and counts: at first ``stats.state``.
+            args: the arguments of the function.
+            update_quant_stats: as in a call.
+            kwargs: keyword arguments of the function.
+
+        Returns:
+            The result, and the new state.
+        """
+        if stats is None:
+            raise OdmlError("stats must be what init or calibrate returned, got None.")
+        check_statistics("stats", stats)
+        own = stats.with_state(state)
+        out = self(*args, quant_stats=own, update_quant_stats=update_quant_stats, **kwargs)
+        return out, own.state
+
+    def calibrate(self, params: Any, batches: Iterable[Sequence[Any]]) -> QuantStats:
+        """Measures the ranges of the float model, batch by batch, with a progress bar.
+
+        Args:
+            params: the parameters.
+            batches: each the other arguments of a call, as a tuple.
+
+        Returns:
+            The statistics, for ``export`` or for training to begin with.
+
+        Raises:
+            OdmlError: there is no batch, or one that is not a tuple.
+        """
+        from tqdm import tqdm
+
+        stats: QuantStats | None = None
+
+        compiled: dict[Any, Any] = {}
+
+        def run(args: tuple, stats: QuantStats) -> Any:
+            arrays, rebuild = split(args)
+            key = jax.tree.structure(args)
+            if key not in compiled:
+                compiled[key] = jax.jit(
+                    lambda arrays, stats: self._run(
+                        Training(stats, calibrating=True), rebuild(arrays), {}
+                    )
+                )
+            # JAX finds it out when it lowers the program, so that here alone it can be said.
+            try:
+                return compiled[key](arrays, stats)
+            except NotImplementedError as error:
+                if "both cond and body" in str(error):
+                    raise OdmlError(
+                        "The condition of a while_loop reads a tensor that is quantized, and JAX "
+                        "lets no condition update statistics. Give what the condition computes a "
+                        "rule without qtypes, by a jax.named_scope around it."
+                    ) from error
+                raise
+
+        if not isinstance(batches, Iterable):
+            raise OdmlError(f"batches must be an iterable of tuples, got {batches!r}.")
+        for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
+            if not isinstance(batch, Sequence) or isinstance(batch, str):
+                raise OdmlError(
+                    "Each of batches must be a tuple of the arguments after the parameters, got a "
+                    f"{type(batch).__name__}. Pass [(x,), ...]."
+                )
+            args = list(batch)
+            args.insert(self._provider.params_argnum, params)
+            stats = self.init(*args) if stats is None else stats
+            jax.block_until_ready(run(tuple(args), stats))
+        if stats is None:
+            raise OdmlError("There is nothing to calibrate from: batches is empty.")
+        return stats
+
+    def _run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
+        plan = self.plan(*args, **kwargs)
+        runtime.begin(plan)
+        try:
+            return replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
+        finally:
+            # JAX keeps what is traced for the handlers, and so them; not the statistics' tracers.
+            runtime.forget()
+
+
+def qat(
+    fn: Callable[..., Any], rules: OdmlRule | Iterable[OdmlRule] = (INT8,), **options: Any
+) -> QatModel:
+    """Returns ``fn`` with its tensors rounded as LiteRT will round them.
+
+    It is an ordinary function: put ``jax.jit``, ``jax.grad``, ``jax.vmap``, ``jax.checkpoint`` or
+    a whole train step around it.
+
+    Args:
+        fn: a model as a function of parameters and inputs: ``module.apply``, an Equinox module's
+            call, a plain function.
+        rules: see ``OdmlRule``.
+        options: of ``OdmlQatProvider``.
+    """
+    return OdmlQatProvider(rules, **options).apply(fn)
+
+
+def _hashable(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        return id(leaf)
+    return leaf
+
+
+def _range(name: str, given: Any) -> tuple[float, float] | None:
+    if given is None:
+        return None
+    try:
+        lower, upper = (float(bound) for bound in given)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be None or (lower, upper), got {given!r}.") from None
+    if not (lower <= 0 <= upper and lower < upper and math.isfinite(upper - lower)):
+        raise ValueError(f"{name} must be finite, hold 0 and be no point, got {given!r}.")
+    return lower, upper
+
+
+def _let_run(call: Any, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented

@@ -1,0 +1,171 @@
+"""Training: fake quantization with ranges that move along."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quant_numerics as qn
+from hijax_trace import Box
+from interception_core import OpCall
+
+from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
+from ..decide.plan import Plan
+from ..errors import OdmlError
+from .ranges import (
+    How,
+    at_site,
+    fake_quant_constant,
+    fake_quant_dynamic,
+    fake_quant_weight,
+    joined_row,
+)
+from .replay import Runtime, inverted
+from .statistics import QuantStats
+
+
+class Training(Runtime):
+    """Quantizes with the average of the ranges so far.
+
+    Args:
+        stats: the statistics; None for the range of each tensor itself.
+        update: whether ranges are added to them.
+        calibrating: whether ranges are added alone, and nothing is rounded.
+    """
+
+    def __init__(self, stats: QuantStats | None, update: bool = True, calibrating: bool = False):
+        self._stats = stats
+        self._update = update
+        self._calibrating = calibrating
+        self._joined: dict[str, int] = {}
+        self._before: jax.Array | None = None
+        self._seen: Box | None = None
+        self._rows: Mapping[str, Any] = {}
+
+    def begin(self, plan: Plan) -> None:
+        """Note what the statistics are before a call of the program."""
+        if self._stats is None:
+            return
+        self._before = self._stats.state
+        self._rows = _numbers(self._stats, self._before)
+        joined = [key for key, site in plan.sites.items() if site.is_joined and site.fixed is None]
+        if not joined or not self._update:
+            return
+        self._joined = {key: row for row, key in enumerate(joined)}
+        nothing = np.tile(np.array([np.inf, -np.inf], np.float32), (len(joined), 1))
+        self._seen = self._stats.box.beside(nothing)
+        # A compiled program has the same Box each time.
+        self._seen.set(nothing)
+
+    def forget(self) -> None:
+        """Forgets the statistics: the model has been run."""
+        self._stats = self._before = self._seen = None
+        self._rows = {}
+
+    def activation(
+        self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
+    ) -> jax.Array:
+        """Returns a tensor on the grid of its site."""
+        if use.device_only:
+            return x
+        stats = self._stats
+        if stats is None or site.fixed is not None:
+            if self._calibrating:
+                return x
+            symmetric = qn.parse_calibration_method(site.method).is_symmetric
+            nothing = jnp.zeros(3, jnp.float32)
+            how = How.of(site, symmetric and site.fixed is None, None, (0,))
+            return at_site(x, nothing, how, False, True)[0]
+        row = self._row(stats, site, call)
+        # Few batches are to say what is an outlier; many steps tell.
+        batch = () if self._calibrating else (0,)
+        how = How.of(site, stats.is_symmetric(site.key), stats.average.decay, batch)
+        update = self._update and use.observe and row is not None
+        if self._calibrating and not update:
+            return x
+        assert self._before is not None
+        # What is read in a branch is state of it, of which JAX has no derivative.
+        state = stats.state if self._update else self._before
+        # Added to what they were before the call: a rematerialized body is run twice.
+        base, quantize = self._before if update else state, not self._calibrating
+        if row is None:
+            first = stats.row(site.key)
+            rows = state[first : first + math.prod(site.steps)]
+            return at_site(x, joined_row(rows, how.decay), how, False, quantize)[0]
+        place = row, np.int32(0)
+        own = jax.lax.dynamic_slice(base, place, (1, 3), allow_negative_indices=False).reshape(3)
+        if not (update and site.is_joined):
+            out, new, _ = at_site(x, own, how, update, quantize)
+        else:
+            assert self._seen is not None
+            index, seen = self._joined[site.key], self._seen.get()
+            out, new, bounds = at_site(x, own, how, True, quantize, seen[index])
+            self._seen.set(seen.at[index].set(bounds))
+        if update:
+            new = new.reshape(1, 3)
+            stats.box.set(
+                jax.lax.dynamic_update_slice(state, new, place, allow_negative_indices=False)
+            )
+        return out
+
+    def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
+        """Returns a parameter on its own grid."""
+        if self._calibrating:
+            return x if not (isinstance(use, ConstantUse) and use.inverted) else 1 / x
+        match use:
+            case WeightUse():
+                return fake_quant_weight(x, use)
+            case ConstantUse():
+                return fake_quant_constant(1 / x if use.inverted else x, use)
+            case DynamicUse():
+                return fake_quant_dynamic(x, use)
+        raise AssertionError(use)
+
+    def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operation."""
+        if inverted(decision):
+            return args[0] * args[1]
+        return call.proceed(*args, **kwargs)
+
+    def _row(self, stats: QuantStats, site: Site, call: OpCall) -> Any:
+        """Return the row of a site, of this step; None where the step is not known."""
+        try:
+            row, steps = self._rows[site.key], stats.steps(site.key)
+        except KeyError:
+            raise OdmlError(
+                f"There are no statistics for {site.key}, only for {len(stats)} other "
+                "sites: they were made for another program, or for other rules. Make them with "
+                "init(params, ...) of this model."
+            ) from None
+        if not steps:
+            return row
+        around = call.steps or ()
+        if steps != site.steps or any(step.index is None for step in around[: len(steps)]):
+            return None
+        inner = np.int32(0)
+        for step, length in zip(around, steps, strict=False):
+            inner = inner * np.int32(length) + step.index
+        return inner + row
+
+
+def _numbers(stats: QuantStats, state: jax.Array) -> dict[str, Any]:
+    """Return the first row of each site in the state, int32.
+
+    XLA on CPU compiles equal kernels once, however often they are in a program. Those of a site
+    read and write its row, and are those of other sites too if the number of the row is an
+    operand. So it must be one that XLA does not know: counted on from the row before.
+    """
+    if not isinstance(state, jax.core.Tracer) or not len(stats):
+        return {key: np.int32(stats.row(key)) for key in stats}
+    # Of floats, x * 0 is not known to be 0; integer divisions are not computed twice.
+    zero = (jax.lax.stop_gradient(state)[0, 2] * np.float32(0)).astype(jnp.int32)
+    row, one, found = zero, zero + np.int32(1), {}
+    for key in stats:
+        found[key] = row = jax.lax.div(row, one)
+        row = row + np.int32(math.prod(stats.steps(key)))
+    return found
