@@ -15,6 +15,9 @@ int64_t least_rows(const PanelLayout& layout) {
   return layout.bits == 4 ? 16 : layout.group != 0 ? 64 : kManyRows;
 }
 
+// The same where x is rounded to int8 by groups.
+constexpr int64_t kLeastRounded = 64;
+
 // Rows of x that are multiplied with all weights of a task before the next ones are, by blocks of
 // steps of K: with its sums and a few columns, such a block of x stays in the second cache.
 constexpr int64_t kChunkRows = 256;
@@ -29,6 +32,8 @@ constexpr int64_t kWide = 32;
 constexpr int64_t kTaskWork = int64_t{1} << 23;
 constexpr int64_t kDequantizeRows = 64;
 
+struct RoundedTag {};
+struct CodesTag {};
 struct RowsTag {};
 struct WeightsTag {};
 struct RestsTag {};
@@ -52,6 +57,8 @@ class FloatProduct {
     for (begin_ = 0; begin_ < args_.m; begin_ += slab) {
       rows_ = std::min(slab, args_.m - begin_);
       x_ = Arena<RowsTag>::get_array<uint16_t>(blocks_of(rows_, kRowTile) * kRowTile * row_bytes / 2);
+      from_ = static_cast<const uint8_t*>(args_.x) + begin_ * 2 * layout_.k;
+      if (args_.planes == 1) round_rows();
       tile_all_rows();
       multiply();
     }
@@ -68,6 +75,23 @@ class FloatProduct {
     return x_ + (row / kRowTile * steps_ + tiles * step) * kTileNumbers;
   }
 
+  void round_rows() {
+    auto* out = Arena<RoundedTag>::get_array<uint16_t>(rows_ * layout_.k);
+    const int64_t few = std::max<int64_t>(1, (int64_t{1} << 15) / layout_.k);
+    parallel_.ranges(rows_, few, [&](int64_t from, int64_t to) {
+      RoundRow r;
+      r.k = layout_.k;
+      r.group = layout_.group;
+      r.codes = Arena<CodesTag>::get_array<int8_t>(layout_.group);
+      for (int64_t row = from; row < to; ++row) {
+        r.x = from_ + row * 2 * layout_.k;
+        r.out = out + row * layout_.k;
+        kernels_.round_row(r);
+      }
+    });
+    from_ = reinterpret_cast<const uint8_t*>(out);
+  }
+
   void tile_all_rows() {
     const int64_t steps = blocks_of(steps_, kBlockSteps);
     parallel_.ranges(blocks_of(rows_, kChunkRows) * steps, 1, [&](int64_t from, int64_t to) {
@@ -75,7 +99,7 @@ class FloatProduct {
         const int64_t row = i / steps * kChunkRows, step = i % steps * kBlockSteps;
         TileRows t;
         t.x_stride = 2 * layout_.k;
-        t.x = static_cast<const uint8_t*>(args_.x) + (begin_ + row) * t.x_stride + 2 * kStep * step;
+        t.x = from_ + row * t.x_stride + 2 * kStep * step;
         t.rows = rows_at(row);
         t.k = layout_.k - kStep * step;
         t.steps = steps_at(step);
@@ -174,14 +198,17 @@ class FloatProduct {
   const int64_t steps_;  // of K
   const int64_t wide_;   // times 32 columns
   int64_t begin_ = 0, rows_ = 0;
+  const uint8_t* from_ = nullptr;  // rows of x from `begin_` on
   uint16_t* x_ = nullptr;
 };
 
 }  // namespace
 
 bool floats_suit(const Matmul& args, Isa isa) {
-  return isa == Isa::kAmx && args.planes == 0 && args.x_dtype == DType::BF16 &&
-         args.m >= least_rows(args.weights.layout);
+  if (isa != Isa::kAmx || args.x_dtype != DType::BF16) return false;
+  const PanelLayout& layout = args.weights.layout;
+  if (args.planes == 1) return layout.group != 0 && args.m >= kLeastRounded;
+  return args.planes == 0 && args.m >= least_rows(layout);
 }
 
 void multiply_floats([[maybe_unused]] const Matmul& args,

@@ -5,6 +5,7 @@
 //
 // A weight with groups is code * scale, rounded to bfloat16. Without groups it is code * the power
 // of two of its column's scale, which is exact, and the rest of the scale waits for the sums.
+// Rows in int8 with a scale for each group are rounded so first: code * scale, in bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +20,15 @@ namespace jaxtap {
 constexpr int64_t kStep = 32;        // rows of K of one instruction
 constexpr int64_t kRowTile = 16;     // rows of x of one instruction
 constexpr int64_t kTileNumbers = kRowTile * kStep;
+
+// A row of bfloat16 to what it is in int8: in each group code * scale, rounded to bfloat16.
+struct RoundRow {
+  const uint8_t* x;  // bfloat16, unaligned
+  int64_t k;         // a multiple of `group`
+  int64_t group;
+  int8_t* codes;  // [group], scratch
+  uint16_t* out;  // [k]
+};
 
 // Of x, rows to tiles: [row tiles][steps][16][32]. What lies beyond k is zero, and beyond `rows`
 // undefined.
@@ -55,6 +65,7 @@ struct FloatTile {
 };
 
 struct FloatKernels {
+  void (*round_row)(const RoundRow&);
   void (*tile_rows)(const TileRows&);
   void (*dequantize)(const Dequantize&);
   void (*multiply)(const FloatTile&);
@@ -69,7 +80,8 @@ const FloatKernels& amx_float_kernels();
 // Rows from which every weight is multiplied so.
 constexpr int64_t kManyRows = 256;
 
-// Whether a product is computed here: on AMX, with many rows of bfloat16 as they are.
+// Whether a product is computed here: on AMX, with many rows of bfloat16, as they are or in int8 by
+// groups.
 bool floats_suit(const Matmul& args, Isa isa);
 
 void multiply_floats(const Matmul& args, const Parallel& parallel);

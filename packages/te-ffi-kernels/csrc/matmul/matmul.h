@@ -29,7 +29,8 @@ struct Matmul {
   // int8 numbers that stand for one of x:
   //   1: x is quantized to int8, per row, or per row and group of the weight; the result is
   //      float32(sum of codes' products) * scale of x * scale of the weight, rounded once per
-  //      operation, and added up over groups in their order.
+  //      operation, and added up over groups in their order. On AMX 64 and more rows of bfloat16
+  //      with groups are code * scale, rounded to bfloat16: see matmul/floats.h.
   //   2: x in fixed point with 15 bits of the largest magnitude of each group of the weight, or of
   //      each 256 numbers of a row where it has no groups.
   //   3: x in fixed point with 23 bits of the row's largest magnitude.

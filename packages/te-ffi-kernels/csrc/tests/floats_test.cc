@@ -30,11 +30,13 @@ struct Case {
   int64_t m;
   const Weights& w;
   DType y_dtype;
+  int planes = 0;
 
   std::string text() const {
     return "m=" + std::to_string(m) + " k=" + std::to_string(w.k) + " n=" + std::to_string(w.n) +
            " group=" + std::to_string(w.group) + " bits=" + std::to_string(w.bits) +
-           " scale_bits=" + std::to_string(w.layout.scale_bits) + " y=" + name(y_dtype);
+           " scale_bits=" + std::to_string(w.layout.scale_bits) + " y=" + name(y_dtype) +
+           " planes=" + std::to_string(planes);
   }
 };
 
@@ -61,21 +63,44 @@ Buffer multiplied(const Case& c, const Buffer& x, Isa isa, const Parallel& paral
   args.weights = c.w.packed();
   args.y = y.get();
   args.y_dtype = c.y_dtype;
+  args.planes = c.planes;
   matmul(args, parallel, isa);
   return y;
+}
+
+// A row of x, in int8 with a scale for each group where that is asked for.
+std::vector<double> row_of(const Case& c, const Buffer& x, int64_t row) {
+  std::vector<double> values;
+  for (int64_t i = 0; i < c.w.k; ++i) values.push_back(element(x.get(), kBf16, row * c.w.k + i));
+  if (c.planes != 1) return values;
+  for (size_t begin = 0; begin < values.size(); begin += static_cast<size_t>(c.w.group)) {
+    const size_t end = begin + static_cast<size_t>(c.w.group);
+    float largest = 0;
+    for (size_t i = begin; i < end; ++i) {
+      largest = std::max(largest, std::fabs(static_cast<float>(values[i])));
+    }
+    const float scale = std::max(largest * (1.0f / 127.0f), 0x1p-126f);
+    for (size_t i = begin; i < end; ++i) {
+      const float code = std::nearbyint(static_cast<float>(values[i]) / scale);
+      values[i] = static_cast<double>(code) * static_cast<double>(scale);
+    }
+  }
+  return values;
 }
 
 // Of the sum of magnitudes: a weight without groups is exact but for its scale, and others are
 // rounded to 8 digits. What other instruction sets do with x is closer.
 void check_near(const Case& c, const Buffer& x, const Buffer& y, Isa isa) {
-  const double sums = isa == Isa::kAmx && c.w.group == 0 ? 0x1p-17 : 0x1p-8 + 0x1p-17;
+  const double both = c.planes == 1 ? 0x1p-7 : 0x1p-8;
+  const double sums = isa == Isa::kAmx && c.w.group == 0 ? 0x1p-17 : both + 0x1p-17;
   const double stored = c.y_dtype == kF32 ? 0x1p-23 : c.y_dtype == kBf16 ? 0x1p-8 : 0x1p-11;
   for (int64_t r = 0; r < c.m; ++r) {
+    const std::vector<double> row = row_of(c, x, r);
     for (int64_t j = 0; j < c.w.n; ++j) {
       double expected = 0, magnitude = 0;
       for (int64_t i = 0; i < c.w.k; ++i) {
-        const double one = element(x.get(), kBf16, r * c.w.k + i) * c.w.code(i, j) *
-                           static_cast<double>(c.w.scale(i, j));
+        const double one =
+            row[static_cast<size_t>(i)] * c.w.code(i, j) * static_cast<double>(c.w.scale(i, j));
         expected += one;
         magnitude += std::fabs(one);
       }
@@ -114,6 +139,26 @@ TEST(floats_groups) {
       }
     }
   }
+}
+
+// int8 by groups, with as many rows and fewer than AMX takes for bfloat16.
+TEST(floats_rounded) {
+  std::mt19937 random(38);
+  Threads pool(2);
+  const Parallel parallel(pool);
+  int turn = 0;
+  for (int64_t group : {8, 24, 32, 64, 136}) {
+    for (int64_t n : {1, 40, 65}) {
+      for (int bits : {4, 8}) {
+        ++turn;
+        const Weights w = random_weights(group * (1 + turn % 3), n, group, bits, random, turn % 4);
+        const DType y_dtype = turn % 3 == 0 ? kF32 : turn % 3 == 1 ? kBf16 : kF16;
+        check_normal({60 + turn % 18, w, y_dtype, 1}, random, parallel, turn % 4);
+      }
+    }
+  }
+  const Weights large = random_weights(1056, 70, 32, 4, random, 1);
+  check_normal({300, large, kF32, 1}, random, parallel, 1);
 }
 
 TEST(floats_without_groups) {
@@ -211,9 +256,9 @@ TEST(floats_tiny_and_huge) {
 TEST(floats_special_rows) {
   std::mt19937 random(36);
   for (int bits : {4, 8}) {
-    for (int64_t group : {0, 32}) {
+    for (const auto& [group, planes] : {std::pair{0, 0}, std::pair{32, 0}, std::pair{32, 1}}) {
       const Weights w = random_weights(96, 33, group, bits, random);
-      const Case c{least_rows(bits, group) + 3, w, kF32};
+      const Case c{std::max<int64_t>(64, least_rows(bits, group)) + 3, w, kF32, planes};
       Buffer x = normal_rows(c, random, 1);
       std::vector<Buffer> clean;
       for (Isa isa : tested_isas()) clean.push_back(multiplied(c, x, isa, Parallel()));

@@ -10,6 +10,62 @@
 namespace jaxtap {
 namespace {
 
+// By definition: what is not finite, and groups that are not whole vectors.
+void round_group(const uint8_t* x, int64_t count, int8_t* codes, uint16_t* out) {
+  float scale;
+  int32_t offset;
+  Quantize q{};
+  q.x = x;
+  q.x_dtype = DType::BF16;
+  q.k = q.padded_k = q.segment_k = count;
+  q.planes = 1;
+  q.out = codes;
+  q.offsets = &offset;
+  q.scale = &scale;
+  amx_kernels().quantize(q);
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = f32_to_bf16(static_cast<float>(codes[i]) * scale);
+  }
+}
+
+#if defined(__AVX512BF16__)
+
+// Returns whether the group is finite; else `out` is not written. `count` is a multiple of 16.
+bool round_finite(const uint8_t* x, int64_t count, uint16_t* out) {
+  const auto load = [&](int64_t i) {
+    const auto* from = reinterpret_cast<const __m256i*>(x + 2 * i);
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16));
+  };
+  // Of magnitudes, as integers, so that NaN is the largest.
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += 16) {
+    largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(load(i))));
+  }
+  const auto bits = static_cast<uint32_t>(_mm512_reduce_max_epi32(largest));
+  if (bits >= 0x7f800000u) return false;
+  const float ratio = bits_float(bits) * (1.0f / 127.0f);
+  const __m512 scale = _mm512_set1_ps(ratio < 0x1p-126f ? 0x1p-126f : ratio);
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512 code = _mm512_roundscale_ps(_mm512_div_ps(load(i), scale),
+                                             _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const auto rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(code, scale));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), rounded);
+  }
+  return true;
+}
+
+#endif
+
+void round_row(const RoundRow& r) {
+  for (int64_t i = 0; i < r.k; i += r.group) {
+#if defined(__AVX512BF16__)
+    if (r.group % 16 == 0 && round_finite(r.x + 2 * i, r.group, r.out + i)) continue;
+#endif
+    round_group(r.x + 2 * i, r.group, r.codes, r.out + i);
+  }
+}
+
 void tile_rows(const TileRows& t) {
   for (int64_t r = 0; r < t.rows; ++r) {
     const uint8_t* from = t.x + r * t.x_stride;
@@ -191,8 +247,8 @@ void multiply(const FloatTile& t) {
 }  // namespace
 
 const FloatKernels& amx_float_kernels() {
-  static const FloatKernels kKernels = {tile_rows, dequantize, multiply, amx_kernels().finish,
-                                        release};
+  static const FloatKernels kKernels = {round_row, tile_rows, dequantize,
+                                        multiply,  amx_kernels().finish, release};
   return kKernels;
 }
 

@@ -39,13 +39,19 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
-    """Multiply int8 codes and sum in int32; see ``te_ffi_kernels.gemm_w8a8``."""
+    """Multiply int8 codes; see ``te_ffi_kernels.gemm_w8a8``.
+
+    Sums of a group are exact, in int32; for many rows of a weight with groups they are float32.
+    """
     codes, scale = weight.unpack()
     scale = scale.astype(jnp.float32)
     groups = group_count(weight.k, weight.group)
     size = weight.k // groups
     # [*rows, groups, size] and [*rows, groups, 1]
     rows, row_scale = quantize_rows(x.reshape(*x.shape[:-1], groups, size))
+    if _has_many_rows(x, weight):
+        rounded = (rows.astype(jnp.float32) * row_scale).reshape(x.shape)
+        return _floats(rounded, dequantized(codes, scale, weight.k), out_dtype)
     sums = jnp.einsum(
         "...gk,gkn->...gn",
         rows,
@@ -59,11 +65,9 @@ def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.A
 
 def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
     """Multiply floats with codes and sum in float32; see ``te_ffi_kernels.gemv_w8``."""
-    x, rows = x.astype(jnp.float32), math.prod(x.shape[:-1])
-    # The sums of groups are as large as the weight here, and written and read a few times.
-    if weight.group and not (isinstance(rows, int) and 4 * rows < weight.group):
-        floats = dequantized(*weight.unpack(), weight.k)
-        return jnp.matmul(x, floats, precision=lax.Precision.HIGHEST).astype(out_dtype)
+    x = x.astype(jnp.float32)
+    if _has_many_rows(x, weight):
+        return _floats(x, dequantized(*weight.unpack(), weight.k), out_dtype)
     codes, scale = weight.unpack()
     groups = group_count(weight.k, weight.group)
     # Codes are exact in every float dtype.
@@ -74,6 +78,17 @@ def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax
         precision=lax.Precision.HIGHEST,
     )
     return (sums * _like(scale.astype(jnp.float32), sums)).sum(-2).astype(out_dtype)
+
+
+def _has_many_rows(x: jax.Array, weight: PackedWeight) -> bool:
+    """Return whether sums of groups are as large as the weight, and better not made."""
+    rows = math.prod(x.shape[:-1])
+    return bool(weight.group) and not (isinstance(rows, int) and 4 * rows < weight.group)
+
+
+def _floats(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """Multiply in float32."""
+    return jnp.matmul(x, weight, precision=lax.Precision.HIGHEST).astype(out_dtype)
 
 
 def dequantized(codes: jax.Array, scale: jax.Array, k: int) -> jax.Array:
