@@ -32,7 +32,8 @@ def gemm_w8a8(
     Products of codes are summed in int32, exactly, and rescaled in float32: times the scale of the
     row, then times that of the column (section 2.2 of Jacob et al. 2018, arXiv:1712.05877; dynamic
     scales per row as in ZeroQuant, arXiv:2206.01861). With groups, the sums of each are rescaled
-    and then added up.
+    and then added up. On a CPU with AMX 64 rows of bfloat16 or more, of a weight with groups, are
+    multiplied in bfloat16 instead: quantized rows and weights are rounded to it, sums are float32.
 
     Args:
         x: [*rows, k], float32, bfloat16 or float16.
