@@ -23,11 +23,11 @@ CASES = {
 }
 
 
-def made(case, *, scale_dtype=np.float32, wide=False):
+def made(case, *, scale_dtype=np.float32, wide=False, seed=0):
     """Return x, the packed weight, and the weight in float64."""
     op, m, k, n, group = CASES[case]
     bits = 4 if op is te.gemv_w4 else 8
-    rng = np.random.default_rng(list(CASES).index(case))
+    rng = np.random.default_rng([list(CASES).index(case), seed])
     codes, scale = weight(rng, k, n, bits, k // group if group else 1)
     if wide:
         scale = scale * 10.0 ** rng.integers(-9, 7, scale.shape)
@@ -91,7 +91,8 @@ def test_weights_of_a_stack(op):
 
 @pytest.mark.parametrize("place", [0, 8, 24, 64, 700])
 def test_damaged_weights_are_refused(place):
-    op, x, w, _ = made("w4, groups of 64")
+    # Sound weights of other tests, of the same bits, may have been where the damaged ones are now.
+    op, x, w, _ = made("w4, groups of 64", seed=place)
     good = op(x, w)
     damaged = jax.tree.map(lambda b: b.at[1, place].set(b[1, place] ^ np.uint8(3)), w)
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="packed weight: panel 1"):

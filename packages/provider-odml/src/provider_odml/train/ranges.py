@@ -113,8 +113,10 @@ def _extremes(x: jax.Array, how: How, batch: tuple[int, ...]) -> tuple[jax.Array
         # are what XLA's time to compile is made of.
         axes = tuple(axis for axis in range(x.ndim) if axis not in batch)
         zero = np.zeros((), x.dtype)
-        found = lax.reduce(x, zero, lax.min, axes), lax.reduce(x, zero, lax.max, axes)
-        return found[0].astype(jnp.float32), found[1].astype(jnp.float32)
+        # Not as the initial value of the reductions: XLA leaves that out where a size is 1.
+        lower = lax.min(lax.reduce_min(x, axes), zero)
+        upper = lax.max(lax.reduce_max(x, axes), zero)
+        return lower.astype(jnp.float32), upper.astype(jnp.float32)
     calibration = qn.calibrate(x, how.qtype, channel_axes=batch, method=how.method)
     upper = calibration.upper.astype(jnp.float32)
     lower = -upper if calibration.lower is None else calibration.lower.astype(jnp.float32)
