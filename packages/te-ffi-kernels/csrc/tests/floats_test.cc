@@ -14,15 +14,6 @@ using namespace jaxtap::testing;
 
 constexpr DType kBf16 = DType::BF16, kF32 = DType::F32, kF16 = DType::F16;
 
-// The tests are linked with emulated tiles where the machine has no real ones.
-std::vector<Isa> tested_isas() {
-  std::vector<Isa> isas = available_isas();
-#if defined(JAXTAP_EMULATE_AMX)
-  if (isas.back() != Isa::kAmx) isas.push_back(Isa::kAmx);
-#endif
-  return isas;
-}
-
 // Least numbers of rows for which AMX multiplies bfloat16.
 int64_t least_rows(int bits, int64_t group) { return bits == 4 ? 16 : group != 0 ? 64 : 256; }
 

@@ -14,15 +14,6 @@ using namespace jaxtap::testing;
 
 constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
 
-// What runs here. The tests are linked with emulated tiles where the machine has no real ones.
-std::vector<Isa> tested_isas() {
-  std::vector<Isa> isas = available_isas();
-#if defined(JAXTAP_EMULATE_AMX)
-  if (isas.back() != Isa::kAmx) isas.push_back(Isa::kAmx);
-#endif
-  return isas;
-}
-
 struct Case {
   int64_t m, k, n, group;
   int bits, planes;

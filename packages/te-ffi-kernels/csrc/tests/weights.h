@@ -9,11 +9,21 @@
 
 #include "common/convert.h"
 #include "common/dtype.h"
+#include "common/isa.h"
 #include "common/packed.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
 
 namespace jaxtap::testing {
+
+// What runs here. The tests are linked with emulated tiles where the machine has no real ones.
+inline std::vector<Isa> tested_isas() {
+  std::vector<Isa> isas = available_isas();
+#if defined(JAXTAP_EMULATE_AMX)
+  if (isas.back() != Isa::kAmx) isas.push_back(Isa::kAmx);
+#endif
+  return isas;
+}
 
 // `bytes` bytes that end where the allocation ends, `offset` after its begin.
 class Buffer {

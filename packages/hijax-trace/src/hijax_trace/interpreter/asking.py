@@ -1,4 +1,4 @@
-"""Equations that a handler is asked about, and what becomes of its results."""
+"""Equations that a handler is asked about, and how its results replace theirs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from interception_core import TargetError
 from .. import compat
 from ..staging.marker import Marker, Packed, check_result, check_value
 from .atoms import KnownAtoms, computed, variable
-from .bodies import enter
 from .call import Place, TraceCall
-from .entering import enter_held, inline, inner_frame
+from .entering import enter_held, entered, inline, inner_frame
 from .moving import computes, follows
 from .one_pass import Pass
 from .tasks import Task
@@ -117,15 +116,7 @@ def _proceed(run: Pass, task: Task, info: Any, *values: Any, **params: Any) -> A
     tasks = run.session.tapping.tasks
     if tasks.enters(eqn.primitive, params, len(values)):
         around = run.around(task, run.frame.within, untapped=True)
-        new = enter(
-            run.reinterpret,
-            run.session,
-            around,
-            eqn.primitive,
-            params,
-            values,
-            run.operands(eqn),
-        )
+        new = entered(run, task, params, values, around)
         eqn, values = eqn.replace(params=new.params), tuple(new.values)
     here = compat.info_of(eqn, info, compat.current_stack())
     own = [run.values.get(variable(atom)) for atom in eqn.invars]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
@@ -9,8 +10,8 @@ from ..dataflow.dataflow import returned_views
 from ..dataflow.flow import handed_on
 from ..staging.marker import Marker, MarkerName
 from .atoms import variable
-from .bodies import custom, enter
-from .frames import Frame
+from .bodies import Entered, custom, enter
+from .frames import Around, Frame
 from .one_pass import Pass, join
 from .tasks import Task
 
@@ -67,22 +68,22 @@ def enter_held(
         inline(run, task, eqn.params["jaxpr"], values, info, within)
         return
     around = run.around(task, frame.within if within is None else within, frame.untapped)
-    new = enter(
-        run.reinterpret,
-        run.session,
-        around,
-        eqn.primitive,
-        eqn.params,
-        values,
-        run.operands(eqn),
-    )
+    new = entered(run, task, eqn.params, values, around)
     run.emit(task, eqn, new, info)
+
+
+def entered(
+    run: Pass, task: Task, params: dict[str, Any], values: Sequence[Any], around: Around
+) -> Entered:
+    """Return an equation, with parameters that may be others, with what it holds tapped."""
+    eqn, operands = task.eqn, run.operands(task.eqn)
+    return enter(run.reinterpret, run.session, around, eqn.primitive, params, values, operands)
 
 
 def _returns_proxy(run: Pass, eqn: Any) -> bool:
     """Return whether an equation is the call of a function that returns what it has moved.
 
-    What it returns as it was given needs no care: see ``hand_on``.
+    What it returns as it was given needs no care: see ``handed_on``.
     """
     proxies = run.frame.proxies
     if not proxies or eqn.primitive is not compat.jit_p:
@@ -99,15 +100,7 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         run.write(eqn.outvars, compat.rebind(eqn, values, info))
         return
     around = run.around(task, run.frame.within, run.frame.untapped)
-    new = enter(
-        run.reinterpret,
-        run.session,
-        around,
-        eqn.primitive,
-        eqn.params,
-        values,
-        run.operands(eqn),
-    )
+    new = entered(run, task, eqn.params, values, around)
     again = Marker(
         marker.owner,
         marker.op_name,
@@ -122,7 +115,7 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
 
 
 def enter_custom(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Make the call of a function with rules of its own, with it and them tapped."""
+    """Make the call of a function with custom derivative rules, with both tapped."""
     eqn, frame = task.eqn, run.frame
     around = run.around(task, frame.within, frame.untapped)
     new = custom(run.reinterpret, run.session, around, eqn.params, values, run.operands(eqn))
