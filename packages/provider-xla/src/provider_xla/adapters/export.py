@@ -89,7 +89,7 @@ def export_model(
     stored = model_parameters(model)
 
     def program(stored: Any, *args: Any) -> Any:
-        # What is no array, such as an activation function of Equinox, is a part of the program.
+        # Leaves that are not arrays, such as activation functions in Equinox, belong to the program.
         held = [stored.get(name, leaf) for name, leaf in leaves.items()]
         return run(jax.tree.unflatten(treedef, held), *args)
 
