@@ -89,7 +89,7 @@ def export_model(
     stored = model_parameters(model)
 
     def program(stored: Any, *args: Any) -> Any:
-        # Leaves that are not arrays, such as activation functions in Equinox, belong to the program.
+        # Leaves that are not arrays, such as Equinox activation functions, belong to the program.
         held = [stored.get(name, leaf) for name, leaf in leaves.items()]
         return run(jax.tree.unflatten(treedef, held), *args)
 
