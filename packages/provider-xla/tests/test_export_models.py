@@ -8,7 +8,7 @@ import pytest
 from flax import linen, nnx
 
 import provider_xla as xla
-from jaxtap_testkit.adapter_nets import TOKENS, equinox_net, linen_net, nnx_net
+from jaxtap_testkit.bridge_nets import TOKENS, equinox_net, linen_net, nnx_net
 from jaxtap_testkit.processes import run_python
 
 SERVER = """

@@ -28,9 +28,9 @@ from .kernels.target import FfiTarget
 from .kernels.workspace import kernel_workspace
 from .plugins.hookspecs import hookimpl
 from .plugins.host import (
-    adapters,
+    bridges,
     engines,
-    find_adapter,
+    find_bridge,
     get_engine,
     get_provider,
     kernels,
@@ -42,7 +42,7 @@ from .plugins.host import (
 from .plugins.kernel_call import Aval, KernelCall
 from .plugins.records import PluginRecord
 from .plugins.specs import (
-    AdapterSpec,
+    BridgeSpec,
     CheckResult,
     CommandSpec,
     DoctorCheck,
@@ -65,10 +65,10 @@ if TYPE_CHECKING:
 __version__ = version("interception-core")
 
 __all__ = [
-    "AdapterSpec",
     "Aval",
     "Bench",
     "BenchCase",
+    "BridgeSpec",
     "CheckResult",
     "CommandSpec",
     "DoctorCheck",
@@ -95,12 +95,12 @@ __all__ = [
     "TargetError",
     "UnknownNameError",
     "ValueKind",
-    "adapters",
+    "bridges",
     "check_pattern",
     "engines",
     "explicit_mesh",
     "explicit_spec",
-    "find_adapter",
+    "find_bridge",
     "get_engine",
     "get_op",
     "get_provider",

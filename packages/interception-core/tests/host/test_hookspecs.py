@@ -17,7 +17,7 @@ def test_the_hooks_are_these():
     assert declared_hooks() == sorted(ALL_HOOKS)
     assert sorted(ALL_HOOKS) == [
         "jaxtap_doctor_checks",
-        "jaxtap_register_adapters",
+        "jaxtap_register_bridges",
         "jaxtap_register_commands",
         "jaxtap_register_engines",
         "jaxtap_register_kernels",

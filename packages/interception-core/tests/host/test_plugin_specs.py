@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from interception_core import (
-    AdapterSpec,
+    BridgeSpec,
     CheckResult,
     CommandSpec,
     DoctorCheck,
@@ -22,8 +22,8 @@ VALID = [
     KernelSpec(**KERNEL),
     KernelSpec(**KERNEL, supports="acme:supports", priority=-1, summary="fast", apply="acme:f"),
     KernelSpec(**KERNEL, workspace="acme:memory"),
-    AdapterSpec("acme", "acme's models", "acme.adapter:Acme", "acme:Model"),
-    AdapterSpec("acme", "acme's models", "acme.adapter:Acme", "acme:Model", install="acme[x]"),
+    BridgeSpec("acme", "acme's models", "acme.bridge:Acme", "acme:Model"),
+    BridgeSpec("acme", "acme's models", "acme.bridge:Acme", "acme:Model", install="acme[x]"),
     QTypeSpec("nf3", "8 quantiles", "acme.formats:nf3"),
     CommandSpec("plan", "plan it", "acme:run"),
     CommandSpec("plan", "plan it", "acme:run", "acme:configure"),
@@ -70,9 +70,9 @@ def test_the_key_of_a_kernel_has_its_platform():
         (lambda: KernelSpec(**KERNEL, priority=True), "KernelSpec.priority"),
         (lambda: QTypeSpec("NF3", "s", "a:b"), "QTypeSpec.name"),
         (lambda: QTypeSpec("x", "s", "a.b"), "QTypeSpec.factory"),
-        (lambda: AdapterSpec("x", "s", "a:b-c", "a:B"), "AdapterSpec.factory"),
-        (lambda: AdapterSpec("x", "s", "a:b", "a.B"), "AdapterSpec.model"),
-        (lambda: AdapterSpec("x", "s", "a:b", "a:B", 3), "AdapterSpec.install"),
+        (lambda: BridgeSpec("x", "s", "a:b-c", "a:B"), "BridgeSpec.factory"),
+        (lambda: BridgeSpec("x", "s", "a:b", "a.B"), "BridgeSpec.model"),
+        (lambda: BridgeSpec("x", "s", "a:b", "a:B", 3), "BridgeSpec.install"),
         (lambda: CommandSpec("x", "s", "a:"), "CommandSpec.run"),
         (lambda: CommandSpec("x", "s", "a:b", "c"), "CommandSpec.configure"),
         (lambda: DoctorCheck("x", "s", "a b:c"), "DoctorCheck.run"),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = version("provider-xla")
 
 if TYPE_CHECKING:
-    from .adapters.adapter import Adapter, Quantized
-    from .adapters.export import export_model, model_parameters
-    from .adapters.model import calibrate_model, merge_model, model_plan, quantize_model
+    from .bridges.bridge import Bridge, Quantized
+    from .bridges.export import export_model, model_parameters
+    from .bridges.model import calibrate_model, merge_model, model_plan, quantize_model
     from .cache.array import CacheArray
     from .cache.plan import CachePlan
     from .cache.rule import CacheRule
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptedWeight",
-    "Adapter",
     "AffineWeight",
     "AllocatedWeight",
     "Allocation",
     "Awq",
+    "Bridge",
     "CacheArray",
     "CachePlan",
     "CacheRule",
@@ -113,7 +113,7 @@ __all__ = [
 
 _LAZY = {
     "AdaptedWeight": "lora.weight",
-    "Adapter": "adapters.adapter",
+    "Bridge": "bridges.bridge",
     "AffineWeight": "run.affine",
     "AllocatedWeight": "plan.allocation",
     "Allocation": "plan.allocation",
@@ -140,7 +140,7 @@ _LAZY = {
     "QuantizationError": "errors",
     "QuantizationRule": "rules.rule",
     "QuantizationWarning": "errors",
-    "Quantized": "adapters.adapter",
+    "Quantized": "bridges.bridge",
     "Report": "program.record",
     "SmoothQuant": "passes.smoothquant",
     "Source": "store.float_files",
@@ -151,18 +151,18 @@ _LAZY = {
     "Wanda": "passes.wanda",
     "WeightPlan": "plan.weight",
     "adapter_mask": "lora.weight",
-    "calibrate_model": "adapters.model",
-    "export_model": "adapters.export",
+    "calibrate_model": "bridges.model",
+    "export_model": "bridges.export",
     "load": "store.load",
     "load_compressed_tensors": "formats.compressed_tensors",
     "load_exported": "export.program",
     "load_extra": "store.load",
     "load_gguf": "formats.gguf",
-    "merge_model": "adapters.model",
-    "model_parameters": "adapters.export",
-    "model_plan": "adapters.model",
+    "merge_model": "bridges.model",
+    "model_parameters": "bridges.export",
+    "model_plan": "bridges.model",
     "quantize_file": "store.quantize_file",
-    "quantize_model": "adapters.model",
+    "quantize_model": "bridges.model",
     "read_gguf_metadata": "formats.gguf",
     "read_manifest": "store.load",
     "rules_of": "formats.rules",

@@ -1,6 +1,6 @@
 """What provider-xla declares to jaxtap. Must not import jax."""
 
-from interception_core import AdapterSpec, CommandSpec, ProviderSpec, hookimpl
+from interception_core import BridgeSpec, CommandSpec, ProviderSpec, hookimpl
 
 API = (1, 2)
 
@@ -23,27 +23,27 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
 
 
 @hookimpl
-def jaxtap_register_adapters() -> list[AdapterSpec]:
+def jaxtap_register_bridges() -> list[BridgeSpec]:
     """Returns the adapters of the frameworks whose model objects can be quantized."""
     return [
-        AdapterSpec(
+        BridgeSpec(
             name="nnx",
             summary="modules of Flax NNX",
-            factory="provider_xla.adapters.nnx:NnxAdapter",
+            factory="provider_xla.bridges.nnx:NnxBridge",
             model="flax.nnx:Module",
             install="provider-xla[nnx]",
         ),
-        AdapterSpec(
+        BridgeSpec(
             name="linen",
             summary="modules of Flax Linen",
-            factory="provider_xla.adapters.linen:LinenAdapter",
+            factory="provider_xla.bridges.linen:LinenBridge",
             model="flax.linen:Module",
             install="provider-xla[linen]",
         ),
-        AdapterSpec(
+        BridgeSpec(
             name="equinox",
             summary="modules of Equinox",
-            factory="provider_xla.adapters.equinox:EquinoxAdapter",
+            factory="provider_xla.bridges.equinox:EquinoxBridge",
             model="equinox:Module",
             install="provider-xla[equinox]",
         ),

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import quant_numerics as qn
-from interception_core import find_adapter
+from interception_core import find_bridge
 
 from . import (
     PtqProvider,
@@ -71,13 +71,13 @@ class BridgeConformance:
 
     def test_parameters_are_the_model_s_arrays(self) -> None:
         model = self.model()
-        leaves = [x for x in jax.tree.leaves(find_adapter(model).parameters(model)) if _is_array(x)]
+        leaves = [x for x in jax.tree.leaves(find_bridge(model).parameters(model)) if _is_array(x)]
         assert len(leaves) >= 2
         assert len({id(leaf) for leaf in leaves}) == len(leaves), "an array is there twice"
 
     def test_function_is_the_method(self) -> None:
         model = self.model()
-        bridge = find_adapter(model)
+        bridge = find_bridge(model)
         fn = bridge.function(model, self.method)
         parameters = bridge.parameters(model)
         self._close(fn(parameters, *self.inputs()), self.run(model), 1e-5)
@@ -91,8 +91,8 @@ class BridgeConformance:
         made = self.quantized(model)
         assert isinstance(made, type(model))
         assert made is not model
-        found = find_adapter(made)
-        assert type(found) is type(find_adapter(model))
+        found = find_bridge(made)
+        assert type(found) is type(find_bridge(model))
         assert found.quantized(made) is not None
         assert found.quantized(model) is None
 
@@ -100,7 +100,7 @@ class BridgeConformance:
         made = self.quantized(self.model())
         assert self._planned(made).weights
         leaves = jax.tree.leaves(
-            find_adapter(made).parameters(made), is_leaf=lambda x: isinstance(x, qn.QArray)
+            find_bridge(made).parameters(made), is_leaf=lambda x: isinstance(x, qn.QArray)
         )
         stored = [leaf for leaf in leaves if isinstance(leaf, qn.QArray)]
         assert len(stored) >= 2
@@ -116,7 +116,7 @@ class BridgeConformance:
         """The method does what the plan's function does on the same stored parameters."""
         model = self.model()
         made = self.quantized(model)
-        bridge = find_adapter(model)
+        bridge = find_bridge(model)
         fn = self._planned(made).apply(bridge.function(model, self.method))
         self._close(self.run(made), fn(bridge.parameters(made), *self.inputs()), 1e-5)
 
@@ -145,7 +145,7 @@ class BridgeConformance:
     def test_jit(self) -> None:
         model = self.model()
         made = self.quantized(model)
-        bridge = find_adapter(model)
+        bridge = find_bridge(model)
         fn = self._planned(made).apply(bridge.function(model, self.method))
         arrays, rest = _parted(bridge.parameters(made), _is_array)
         jitted = jax.jit(lambda arrays: fn(_joined(arrays, rest), *self.inputs()))
@@ -156,7 +156,7 @@ class BridgeConformance:
         model = self.model()
         provider = QtProvider(QuantizationRule(weight_qtype="int8"))
         made = self.quantized(model, provider)
-        bridge = find_adapter(made)
+        bridge = find_bridge(made)
         parameters = bridge.parameters(made)
         fn = provider.apply(bridge.function(model, self.method))
         floats, rest = _parted(parameters, _is_float)
@@ -177,7 +177,7 @@ class BridgeConformance:
         made = self.quantized(model, provider)
         merged = merge_model(made)
         assert type(merged) is type(model)
-        assert find_adapter(merged).quantized(merged) is None
+        assert find_bridge(merged).quantized(merged) is None
         self._close(self.run(merged), self.run(made), 1e-2)
 
     def _planned(self, made: Any) -> Any:

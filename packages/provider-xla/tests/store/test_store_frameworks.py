@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
-from jaxtap_testkit.adapter_nets import TOKENS, equinox_net, linen_net, nnx_net
+from jaxtap_testkit.bridge_nets import TOKENS, equinox_net, linen_net, nnx_net
 from jaxtap_testkit.store_samples import same
 
 equinox = pytest.importorskip("equinox")

@@ -6,7 +6,7 @@ import pluggy
 
 from .kernel_call import KernelCall
 from .specs import (
-    AdapterSpec,
+    BridgeSpec,
     CommandSpec,
     DoctorCheck,
     EngineSpec,
@@ -46,8 +46,8 @@ def jaxtap_register_kernels() -> Iterable[KernelSpec]:
 
 
 @hookspec
-def jaxtap_register_adapters() -> Iterable[AdapterSpec]:
-    """Returns the adapters of this plugin, as `AdapterSpec` objects."""
+def jaxtap_register_bridges() -> Iterable[BridgeSpec]:
+    """Returns the bridges of this plugin, as `BridgeSpec` objects."""
     return ()
 
 
@@ -86,7 +86,7 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_providers": ProviderSpec,
     "jaxtap_register_engines": EngineSpec,
     "jaxtap_register_kernels": KernelSpec,
-    "jaxtap_register_adapters": AdapterSpec,
+    "jaxtap_register_bridges": BridgeSpec,
     "jaxtap_register_qtypes": QTypeSpec,
     "jaxtap_register_commands": CommandSpec,
     "jaxtap_doctor_checks": DoctorCheck,

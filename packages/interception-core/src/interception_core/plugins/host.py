@@ -19,7 +19,7 @@ from .discovery import Found, discover
 from .paths import resolve
 from .records import PluginRecord
 from .registry import Claim, Registry, build, rivals
-from .specs import AdapterSpec, EngineSpec, KernelSpec, ProviderSpec, QTypeSpec
+from .specs import BridgeSpec, EngineSpec, KernelSpec, ProviderSpec, QTypeSpec
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -36,7 +36,7 @@ _QTYPE_MEMBERS = {
     "storage_dtype": "the dtype of quantized values",
     "scale_dtype": "the dtype of scales",
 }
-_ADAPTER_MEMBERS = {
+_BRIDGE_MEMBERS = {
     "parameters": "parameters(model) -> pytree of arrays",
     "function": "function(model, method) -> fn(parameters, *args, **kwargs)",
     "rebuild": "rebuild(model, parameters, quantized) -> model",
@@ -157,13 +157,13 @@ def kernels() -> tuple[KernelSpec, ...]:
     return tuple(claim.spec for claim in ready().of(KernelSpec))
 
 
-def adapters() -> tuple[AdapterSpec, ...]:
-    """Returns the declared adapters, sorted by name, without those that two plugins claim.
+def bridges() -> tuple[BridgeSpec, ...]:
+    """Returns the declared bridges, sorted by name, without those that two plugins claim.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
     """
-    return tuple(claim.spec for claim in ready().of(AdapterSpec))
+    return tuple(claim.spec for claim in ready().of(BridgeSpec))
 
 
 def qtypes() -> tuple[QTypeSpec, ...]:
@@ -175,34 +175,34 @@ def qtypes() -> tuple[QTypeSpec, ...]:
     return tuple(claim.spec for claim in ready().of(QTypeSpec))
 
 
-def find_adapter(model: Any) -> Any:
-    """Builds the adapter for a model object.
+def find_bridge(model: Any) -> Any:
+    """Builds the bridge for a model object.
 
     The classes of the model are looked at in the order in which Python looks attributes up: the
-    adapter of the nearest base decides, so one for a framework that is built on another goes
+    bridge of the nearest base decides, so one for a framework that is built on another goes
     before the other's.
 
     Args:
         model: an object of some framework.
 
     Returns:
-        The adapter: an object with `parameters(model)`, `function(model, method)` and
+        The bridge: an object with `parameters(model)`, `function(model, method)` and
         `rebuild(model, parameters, quantized)`.
 
     Raises:
-        UnknownNameError: no adapter is for such an object. The known ones are listed, with what
+        UnknownNameError: no bridge is for such an object. The known ones are listed, with what
             to install for them, and the plugins that failed, one of which might have had it.
-        PluginError: adapters of several plugins are for the same class, the factory cannot be
-            imported, or what it returns is not an adapter.
+        PluginError: bridges of several plugins are for the same class, the factory cannot be
+            imported, or what it returns is not a bridge.
     """
     registry = ready()
-    claims = registry.of(AdapterSpec)
+    claims = registry.of(BridgeSpec)
     for cls in type(model).__mro__:
         found = [claim for claim in claims if claim.spec.is_for(cls)]
         if len(found) > 1:
             raise rivals(found, f"{cls.__module__}.{cls.__qualname__}")
         if found:
-            return _made(found[0], {}, _ADAPTER_MEMBERS)
+            return _made(found[0], {}, _BRIDGE_MEMBERS)
     known = "; ".join(
         f"{spec.name!r} for {spec.model.replace(':', '.')}"
         + (f" ({spec.install})" if spec.install else "")
@@ -212,10 +212,10 @@ def find_adapter(model: Any) -> Any:
     hint = f" Failed: {' '.join(failed)}" if failed else ""
     cls = type(model)
     error = UnknownNameError(
-        f"No adapter is for a {cls.__module__}.{cls.__qualname__}. There are: {known or 'none'}. "
-        f"A plugin can declare another with jaxtap_register_adapters.{hint}"
+        f"No bridge is for a {cls.__module__}.{cls.__qualname__}. There are: {known or 'none'}. "
+        f"A plugin can declare another with jaxtap_register_bridges.{hint}"
     )
-    error.kind, error.given = "adapter", f"{cls.__module__}.{cls.__qualname__}"
+    error.kind, error.given = "bridge", f"{cls.__module__}.{cls.__qualname__}"
     error.known = tuple(claim.spec.name for claim in claims)
     raise error
 
@@ -305,7 +305,7 @@ _PATCH = EngineSpec(
 
 
 def _made(
-    claim: Claim[ProviderSpec] | Claim[EngineSpec] | Claim[AdapterSpec] | Claim[QTypeSpec],
+    claim: Claim[ProviderSpec] | Claim[EngineSpec] | Claim[BridgeSpec] | Claim[QTypeSpec],
     config: Mapping[str, Any],
     members: Mapping[str, str],
 ) -> Any:

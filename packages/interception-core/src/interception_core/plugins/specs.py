@@ -174,14 +174,14 @@ class KernelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSpec(_FactorySpec):
-    """Declares an adapter: how the model objects of a framework are quantized.
+class BridgeSpec(_FactorySpec):
+    """Declares a bridge: how the model objects of a framework are quantized.
 
     Args:
         name: what the framework is called, such as ``"nnx"``.
         summary: one line about it.
         factory: ``"module:attribute"`` of a callable without arguments that
-            returns the adapter: an object with `parameters(model)`,
+            returns the bridge: an object with `parameters(model)`,
             `function(model, method)` and `rebuild(model, parameters, quantized)`.
         model: ``"package:Class"``, the class that the framework's models
             inherit from. A model is known by it without importing anything:
@@ -193,7 +193,7 @@ class AdapterSpec(_FactorySpec):
         PluginError: a field has the wrong type or form; the message names it.
     """
 
-    kind: ClassVar[str] = "adapter"
+    kind: ClassVar[str] = "bridge"
     model: str
     install: str = ""
 
@@ -319,5 +319,5 @@ class CheckResult:
 
 
 Spec: TypeAlias = (
-    ProviderSpec | EngineSpec | KernelSpec | AdapterSpec | QTypeSpec | CommandSpec | DoctorCheck
+    ProviderSpec | EngineSpec | KernelSpec | BridgeSpec | QTypeSpec | CommandSpec | DoctorCheck
 )

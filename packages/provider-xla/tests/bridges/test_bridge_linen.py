@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from interception_core import JaxtapError
-from jaxtap_testkit.adapter_nets import (
+from jaxtap_testkit.bridge_nets import (
     TOKENS,
     WIDTH,
     close,

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtap_testkit.adapter_nets import (
+from jaxtap_testkit.bridge_nets import (
     TOKENS,
     close,
     equinox_net,

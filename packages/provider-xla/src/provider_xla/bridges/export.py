@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
-from interception_core import find_adapter
+from interception_core import find_bridge
 
 from ..errors import QuantizationError
 from ..export.make import export
 from ..export.program import ExportedProgram
 from ..program.sites import is_array
-from .adapter import Adapter, is_kept, path_of
+from .bridge import Bridge, is_kept, path_of
 
 
 def model_parameters(model: Any) -> dict[str, Any]:
@@ -29,17 +29,17 @@ def model_parameters(model: Any) -> dict[str, Any]:
     Raises:
         QuantizationError: the model is not quantized, or holds no parameters.
     """
-    found, _ = _flattened(find_adapter(model), model)
+    found, _ = _flattened(find_bridge(model), model)
     return {name: leaf for name, leaf in found.items() if is_kept(leaf) or is_array(leaf)}
 
 
-def _flattened(adapter: Adapter, model: Any) -> tuple[dict[str, Any], Any]:
+def _flattened(bridge: Bridge, model: Any) -> tuple[dict[str, Any], Any]:
     """Return the leaves of a model's parameters by path, and their tree."""
-    if adapter.quantized(model) is None:
+    if bridge.quantized(model) is None:
         raise QuantizationError(
             f"This {type(model).__name__} is not quantized. Pass what quantize_model returned."
         )
-    parameters = adapter.parameters(model)
+    parameters = bridge.parameters(model)
     if parameters is None:
         raise QuantizationError(
             f"A {type(model).__name__} must hold its variables to be exported, got one that is not "
@@ -75,17 +75,17 @@ def export_model(
         QuantizationError: the model is not quantized, holds no parameters, or holds caches that
             its methods change; or the program doesn't hold for every size of symbolic shapes.
     """
-    adapter = find_adapter(model)
-    leaves, treedef = _flattened(adapter, model)
-    quantized = adapter.quantized(model)
+    bridge = find_bridge(model)
+    leaves, treedef = _flattened(bridge, model)
+    quantized = bridge.quantized(model)
     assert quantized is not None
-    if adapter.caches(model) is not None:
+    if bridge.caches(model) is not None:
         raise QuantizationError(
             f"A {type(model).__name__} must hold no caches to be exported, since a program changes "
             "no state. Plan a function that takes the cache and returns it, and export that: "
             "provider.plan(fn, params, ...).export(fn, ...)."
         )
-    run = quantized.apply(adapter.function(model, method or quantized.methods[0]))
+    run = quantized.apply(bridge.function(model, method or quantized.methods[0]))
     stored = model_parameters(model)
 
     def program(stored: Any, *args: Any) -> Any:

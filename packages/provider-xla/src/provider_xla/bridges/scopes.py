@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from .adapter import Quantized
+from .bridge import Quantized
 
 MARK = "jaxtap_original"
 """The attribute of a subclass that holds what it is a subclass of."""

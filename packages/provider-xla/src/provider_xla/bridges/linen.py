@@ -1,4 +1,4 @@
-"""The adapter of Flax Linen."""
+"""The bridge of Flax Linen."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import quant_numerics as qn
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..lora.weight import AdaptedWeight, is_adapted
-from .adapter import Adapter, Quantized, holds_kept, is_kept, path_of
+from .bridge import Bridge, Quantized, holds_kept, is_kept, path_of
 from .scopes import MARK, Subclasses, is_ours
 
 _FIELD = "jaxtap_quantized"
 _CACHE = "cache"
 
 
-class LinenAdapter(Adapter):
+class LinenBridge(Bridge):
     """Takes ``linen.Module`` objects.
 
     Unbound, they hold no parameters: only the methods are quantized, for ``apply`` with float

@@ -11,14 +11,14 @@ from interception_core import Provider
 
 from ..cache.find import prefix_of
 from ..errors import QuantizationError
-from .adapter import Adapter
+from .bridge import Bridge
 
 NAMES = ("cache", "state")
 """What the argument is called: the first that the method has no argument for."""
 
 
 def planned_function(
-    adapter: Adapter, model: Any, method: str, provider: Provider, given: Collection[str]
+    bridge: Bridge, model: Any, method: str, provider: Provider, given: Collection[str]
 ) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """Return a method as a plan takes it, and what it takes beside the inputs.
 
@@ -26,7 +26,7 @@ def planned_function(
     leaves of them is a result. Arguments have the method's names.
 
     Args:
-        adapter: of the model's framework.
+        bridge: of the model's framework.
         model: the model.
         method: the name of the method.
         provider: whose rules count.
@@ -35,7 +35,7 @@ def planned_function(
     Raises:
         QuantizationError: a rule for caches names the parameters.
     """
-    fn = adapter.function(model, method)
+    fn = bridge.function(model, method)
     if not getattr(provider, "cache_rules", ()):
         return fn, {}
     wrong = next((rule for rule in provider.cache_rules if rule.argument == 0), None)
@@ -45,13 +45,13 @@ def planned_function(
             f"caches that the model holds, got {wrong!r}. Write CacheRule('cache')."
         )
     signature = _signature(getattr(model, method))
-    own = adapter.caches(model)
+    own = bridge.caches(model)
     if own is None:
         run = _named(fn)
         held = {}
     else:
         name = next(one for one in NAMES if one not in {*given, *signature.parameters})
-        step = adapter.step(model, method)
+        step = bridge.step(model, method)
 
         def run(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             caches = kwargs.pop(name)
@@ -76,11 +76,11 @@ def check_planned(model: Any, provider: Provider) -> None:
         )
 
 
-def with_caches(adapter: Adapter, model: Any, plan: Any, held: Mapping[str, Any]) -> Any:
+def with_caches(bridge: Bridge, model: Any, plan: Any, held: Mapping[str, Any]) -> Any:
     """Return a model that was rebuilt, with the caches quantized that the plan carries.
 
     Args:
-        adapter: of the model's framework.
+        bridge: of the model's framework.
         model: the model.
         plan: of ``planned_function``.
         held: what that function takes beside the inputs.
@@ -88,12 +88,12 @@ def with_caches(adapter: Adapter, model: Any, plan: Any, held: Mapping[str, Any]
     for name, caches in held.items():
         carried = [one for one in plan.caches.values() if one.axis is not None]
         if any(one.path.startswith(prefix_of(name)) for one in carried):
-            model = adapter.with_caches(model, plan.quantize_cache(caches, name))
+            model = bridge.with_caches(model, plan.quantize_cache(caches, name))
     return model
 
 
 def _named(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that has attributes, whatever the adapter returned."""
+    """Return a function that has attributes, whatever the bridge returned."""
     return functools.wraps(fn)(lambda *args, **kwargs: fn(*args, **kwargs))
 
 

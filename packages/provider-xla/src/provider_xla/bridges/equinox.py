@@ -1,4 +1,4 @@
-"""The adapter of Equinox."""
+"""The bridge of Equinox."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .adapter import Adapter, Quantized, path_of
+from .bridge import Bridge, Quantized, path_of
 from .scopes import MARK, Subclasses, Tag, by_tag, is_ours
 
 _TAG = "jaxtap_tag"
 
 
-class EquinoxAdapter(Adapter):
+class EquinoxBridge(Bridge):
     """Takes ``eqx.Module`` objects. Parameters are all of their arrays: the module itself."""
 
     def parameters(self, model: eqx.Module) -> Any:

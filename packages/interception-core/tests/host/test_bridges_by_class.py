@@ -1,4 +1,4 @@
-"""Which adapter a model object gets: by the names of its classes, with nothing imported."""
+"""Which bridge a model object gets: by the names of its classes, with nothing imported."""
 
 import sys
 import types
@@ -6,11 +6,11 @@ import types
 import pytest
 
 from interception_core import (
-    AdapterSpec,
+    BridgeSpec,
     PluginError,
     UnknownNameError,
-    adapters,
-    find_adapter,
+    bridges,
+    find_bridge,
 )
 
 
@@ -18,7 +18,7 @@ def model_class(module, name="Model", bases=()):
     return type(name, bases, {"__module__": module})
 
 
-class Adapter:
+class Bridge:
     def __init__(self, name):
         self.name = name
 
@@ -31,17 +31,17 @@ class Adapter:
 
 @pytest.fixture
 def implementation(monkeypatch):
-    """A module with factories of adapters, under a name that specs can give."""
-    module = types.ModuleType("acme_adapters")
-    module.acme = lambda: Adapter("acme")
-    module.deep = lambda: Adapter("deep")
+    """A module with factories of bridges, under a name that specs can give."""
+    module = types.ModuleType("acme_bridges")
+    module.acme = lambda: Bridge("acme")
+    module.deep = lambda: Bridge("deep")
     module.half = lambda: object()
-    monkeypatch.setitem(sys.modules, "acme_adapters", module)
+    monkeypatch.setitem(sys.modules, "acme_bridges", module)
     return module
 
 
 def spec(name, model, factory="acme", **more):
-    return AdapterSpec(name, "models", f"acme_adapters:{factory}", model, **more)
+    return BridgeSpec(name, "models", f"acme_bridges:{factory}", model, **more)
 
 
 @pytest.fixture
@@ -51,15 +51,15 @@ def two(declare, host, implementation):
         spec("acme", "acme.nn:Model", install="acme[all]"),
         spec("deep", "deep:Net", factory="deep"),
     ]
-    host(declare("frameworks", jaxtap_register_adapters=specs, api=(1, 2)))
+    host(declare("frameworks", jaxtap_register_bridges=specs, api=(1, 2)))
 
 
 def test_a_model_is_known_by_a_class_in_the_package_or_below(two):
-    assert [one.name for one in adapters()] == ["acme", "deep"]
+    assert [one.name for one in bridges()] == ["acme", "deep"]
     base = model_class("acme.nn.core.base")
     mine = model_class("my_program", "Mine", (base,))
-    assert find_adapter(base()).name == "acme"
-    assert find_adapter(mine()).name == "acme"
+    assert find_bridge(base()).name == "acme"
+    assert find_bridge(mine()).name == "acme"
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_a_model_is_known_by_a_class_in_the_package_or_below(two):
 )
 def test_others_are_not(two, other):
     with pytest.raises(UnknownNameError) as caught:
-        find_adapter(other())
-    assert caught.value.kind == "adapter"
+        find_bridge(other())
+    assert caught.value.kind == "bridge"
     assert caught.value.known == ("acme", "deep")
     for part in (
         "'acme' for acme.nn.Model (acme[all])",
@@ -89,32 +89,32 @@ def test_the_nearest_class_decides(two):
     base = model_class("acme.nn")
     net = model_class("deep.layers", "Net", (base,))
     mine = model_class("my_program", "Mine", (net,))
-    assert find_adapter(mine()).name == "deep"
+    assert find_bridge(mine()).name == "deep"
 
 
-def test_two_adapters_for_one_class(declare, host, implementation):
-    one = declare("one", jaxtap_register_adapters=[spec("acme", "acme:Model")])
-    two = declare("two", jaxtap_register_adapters=[spec("rival", "acme:Model")])
+def test_two_bridges_for_one_class(declare, host, implementation):
+    one = declare("one", jaxtap_register_bridges=[spec("acme", "acme:Model")])
+    two = declare("two", jaxtap_register_bridges=[spec("rival", "acme:Model")])
     host(one, two)
     with pytest.raises(PluginError, match=r"'one' .*'two' .*JAXTAP_DISABLE_PLUGINS=one or "):
-        find_adapter(model_class("acme")())
+        find_bridge(model_class("acme")())
     host(one, two, JAXTAP_DISABLE_PLUGINS="two")
-    assert find_adapter(model_class("acme")()).name == "acme"
+    assert find_bridge(model_class("acme")()).name == "acme"
 
 
 def test_what_a_factory_must_return(declare, host, implementation):
-    host(declare("half", jaxtap_register_adapters=[spec("half", "acme:Model", factory="half")]))
+    host(declare("half", jaxtap_register_bridges=[spec("half", "acme:Model", factory="half")]))
     with pytest.raises(PluginError, match="lacks: parameters"):
-        find_adapter(model_class("acme")())
+        find_bridge(model_class("acme")())
 
 
 def test_a_plugin_that_failed_is_told(declare, host):
     def fails():
         raise RuntimeError("no driver")
 
-    host(declare("broken", jaxtap_register_adapters=fails))
+    host(declare("broken", jaxtap_register_bridges=fails))
     with (
         pytest.warns(UserWarning, match="broken"),
         pytest.raises(UnknownNameError, match=r"There are: none.*no driver"),
     ):
-        find_adapter(3)
+        find_bridge(3)

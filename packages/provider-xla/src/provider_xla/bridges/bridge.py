@@ -1,4 +1,4 @@
-"""Adapter: how the model objects of a framework are taken apart and put together."""
+"""Bridge: how the model objects of a framework are taken apart and put together."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Quantized:
         return self.provider.apply_measured(fn, self.statistics)  # type: ignore[attr-defined]
 
 
-class Adapter(abc.ABC):
-    """Base of adapters, which a plugin declares by ``AdapterSpec``.
+class Bridge(abc.ABC):
+    """Base of bridges, which a plugin declares by ``BridgeSpec``.
 
     ``quantize_model`` asks for the parameters and for the model as a function of them, makes the
     plan, stores the parameters, and has the model built again around those.
@@ -132,7 +132,7 @@ class Adapter(abc.ABC):
             parameters: its parameters, float arrays.
         """
         raise QuantizationError(
-            f"The adapter of {type(model).__name__} makes no float models. Merge its parameters: "
+            f"The bridge of {type(model).__name__} makes no float models. Merge its parameters: "
             "plan.merge(params, adapters)."
         )
 

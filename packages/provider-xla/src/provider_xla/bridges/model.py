@@ -1,4 +1,4 @@
-"""quantize_model: quantizes a model object of any framework that there is an adapter for."""
+"""quantize_model: quantizes a model object of any framework that there is a bridge for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from interception_core import Provider, ProviderPlan, find_adapter
+from interception_core import Provider, ProviderPlan, find_bridge
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
 from ..program.sites import is_array, short
-from .adapter import Quantized, holds_kept, keeps_floats, path_of
+from .bridge import Quantized, holds_kept, keeps_floats, path_of
 from .caches import check_planned, planned_function, with_caches
 
 
@@ -47,7 +47,7 @@ def quantize_model(
     Args:
         model: an NNX module, a Linen module (bound to its variables where they are to be stored:
             ``net.bind(variables)``), an Equinox module, or an object of another framework that a
-            plugin has an adapter for. A model that was quantized for training is quantized anew
+            plugin has a bridge for. A model that was quantized for training is quantized anew
             from its parameters.
         provider: a ``PtqProvider``, a ``QtProvider``, or any ``interception_core.Provider``. Its
             rules name modules by the framework's own paths.
@@ -69,7 +69,7 @@ def quantize_model(
         its plan.
 
     Raises:
-        UnknownNameError: there is no adapter for such a model. The known ones are listed.
+        UnknownNameError: there is no bridge for such a model. The known ones are listed.
         TypeError: the provider is not one (``interception_core.Provider``).
         QuantizationError: the parameters are stored as codes already, there are no example
             inputs where they are needed, no statistics where a rule needs them, or rules do not
@@ -79,8 +79,8 @@ def quantize_model(
         QuantizationWarning: what ``PtqProvider.plan`` warns about, and weights that can't be
             followed to where they are used. Errors with ``strict=True``.
     """
-    adapter, plan, held = _planned(model, provider, args, methods, kwargs)
-    parameters = adapter.parameters(model)
+    bridge, plan, held = _planned(model, provider, args, methods, kwargs)
+    parameters = bridge.parameters(model)
     if not keeps_floats(provider) and parameters is not None:
         if plan is None:
             raise QuantizationError(
@@ -103,7 +103,7 @@ def quantize_model(
             "provider, batches), and pass statistics=statistics."
         )
     quantized = Quantized(provider, plan, tuple(methods), statistics)
-    return with_caches(adapter, adapter.rebuild(model, stored, quantized), plan, held)
+    return with_caches(bridge, bridge.rebuild(model, stored, quantized), plan, held)
 
 
 def calibrate_model(
@@ -132,13 +132,13 @@ def calibrate_model(
     batches = list(batches)
     if not batches:
         raise QuantizationError("There is nothing to calibrate from: batches is empty.")
-    adapter, plan, _ = _planned(model, provider, batches[0], methods, {})
+    bridge, plan, _ = _planned(model, provider, batches[0], methods, {})
     if plan is None:
         raise QuantizationError(
             "This model holds no parameters to calibrate with. Bind a Linen module first: "
             "calibrate_model(net.bind(variables), provider, batches)."
         )
-    fn = adapter.function(model, next(iter(methods)))
+    fn = bridge.function(model, next(iter(methods)))
 
     def call(parameters: Any, *args: Any) -> Any:
         def one(leaf: Any) -> Any:
@@ -150,7 +150,7 @@ def calibrate_model(
 
     # What is no array (an activation function in an Equinox module) stays what it is under jit.
     parameters = jax.tree.map(
-        lambda leaf: leaf if is_array(leaf) else _Constant(leaf), adapter.parameters(model)
+        lambda leaf: leaf if is_array(leaf) else _Constant(leaf), bridge.parameters(model)
     )
     return plan.calibrate(call, parameters, batches)
 
@@ -171,7 +171,7 @@ def model_plan(model: Any) -> ProviderPlan | None:
     Raises:
         QuantizationError: the model is not quantized.
     """
-    quantized = find_adapter(model).quantized(model)
+    quantized = find_bridge(model).quantized(model)
     if quantized is None:
         raise QuantizationError(
             f"This {type(model).__name__} is not quantized. Pass what quantize_model returned."
@@ -193,16 +193,16 @@ def merge_model(model: Any) -> Any:
         QuantizationError: the model is not quantized, holds no parameters, or holds one only as
             what is computed from it.
     """
-    adapter = find_adapter(model)
-    quantized = adapter.quantized(model)
-    parameters = adapter.parameters(model)
+    bridge = find_bridge(model)
+    quantized = bridge.quantized(model)
+    parameters = bridge.parameters(model)
     if quantized is None or parameters is None:
         what = "is not quantized" if quantized is None else "holds no parameters"
         raise QuantizationError(
             f"This {type(model).__name__} {what}, so that there is nothing to merge. Pass what "
             "quantize_model returned."
         )
-    return adapter.restore(model, merged(parameters, "args[0]"))
+    return bridge.restore(model, merged(parameters, "args[0]"))
 
 
 def _planned(
@@ -212,7 +212,7 @@ def _planned(
     methods: Collection[str],
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, Any, Mapping[str, Any]]:
-    """Checks what it is given; returns the adapter, a plan where there is one to make, and caches.
+    """Checks what it is given; returns the bridge, a plan where there is one to make, and caches.
 
     The caches are those that the model holds, by the name of the argument that the plan has them
     in.
@@ -221,7 +221,7 @@ def _planned(
         raise TypeError(
             f"quantize_model takes a model object, and {model.__name__} is a class. Build one."
         )
-    adapter = find_adapter(model)
+    bridge = find_bridge(model)
     if not isinstance(provider, Provider):
         raise TypeError(
             f"quantize_model takes a provider, such as "
@@ -241,7 +241,7 @@ def _planned(
     for name in methods:
         if not callable(getattr(model, name, None)):
             raise QuantizationError(f"{type(model).__name__} has no method {name!r} to quantize.")
-    parameters = adapter.parameters(model)
+    parameters = bridge.parameters(model)
     if holds_kept(parameters):
         raise QuantizationError(
             f"The parameters of this {type(model).__name__} are stored as codes already, or have "
@@ -257,8 +257,8 @@ def _planned(
     if parameters is None:
         check_planned(model, provider)
     if parameters is None or make_plan is None or not (args or kwargs):
-        return adapter, None, {}
-    fn, held = planned_function(adapter, model, next(iter(methods)), provider, kwargs)
+        return bridge, None, {}
+    fn, held = planned_function(bridge, model, next(iter(methods)), provider, kwargs)
     plan = make_plan(fn, parameters, *args, **kwargs, **held)
     lost = list(_lost(plan, provider, parameters))
     if lost:
@@ -270,7 +270,7 @@ def _planned(
         if getattr(provider, "strict", False):
             raise QuantizationError(f"{text}\n(strict=True)")
         warnings.warn(text, QuantizationWarning, stacklevel=3)
-    return adapter, plan, held
+    return bridge, plan, held
 
 
 def _lost(plan: Any, provider: Any, parameters: Any) -> Iterator[str]:

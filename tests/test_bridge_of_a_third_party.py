@@ -1,4 +1,4 @@
-"""An adapter from a distribution of its own: the one of docs/adapters.md, word for word."""
+"""A bridge from a distribution of its own: the one of docs/bridges.md, word for word."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from jaxtap_testkit.processes import run_python
 from jaxtap_testkit.wheels import build_wheel, install_wheel
 
-GUIDE = Path(__file__).parent.parent / "docs" / "adapters.md"
+GUIDE = Path(__file__).parent.parent / "docs" / "bridges.md"
 
 PROJECT = """
 [build-system]
@@ -42,7 +42,7 @@ class Model:
 def site(built_once):
     """A folder that the wheel is installed in."""
     blocks = dict(re.findall(r"```python\n# (acme_nn/\S+)\n(.*?)```", GUIDE.read_text(), re.DOTALL))
-    assert set(blocks) == {"acme_nn/adapter.py", "acme_nn/plugin.py"}
+    assert set(blocks) == {"acme_nn/bridge.py", "acme_nn/plugin.py"}
     blocks |= {
         "acme_nn/__init__.py": "",
         "acme_nn/model.py": MODEL,
@@ -52,7 +52,7 @@ def site(built_once):
     def build(folder):
         install_wheel(build_wheel(folder / "source", blocks), folder / "site")
 
-    return built_once("adapter", build) / "site"
+    return built_once("bridge", build) / "site"
 
 
 def run(code, site, **environment):
@@ -63,8 +63,8 @@ def test_it_is_found_and_used(site):
     (use,) = re.findall(r"```py\n# use\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     imports_nothing = (
         "import sys, interception_core as c\n"
-        "assert [s.name for s in c.adapters()] == ['acme', 'equinox', 'linen', 'nnx']\n"
-        "assert not {'jax', 'flax', 'equinox', 'acme_nn.adapter'} & set(sys.modules)\n"
+        "assert [s.name for s in c.bridges()] == ['acme', 'equinox', 'linen', 'nnx']\n"
+        "assert not {'jax', 'flax', 'equinox', 'acme_nn.bridge'} & set(sys.modules)\n"
     )
     # Nor does quantizing a model of one framework import another.
     others = "import sys\nassert not {'flax', 'equinox'} & set(sys.modules)\n"
@@ -82,6 +82,6 @@ def test_without_the_plugin_the_message_lists_the_others(site):
             print(error)
     """
     said = run(code, site, JAXTAP_DISABLE_PLUGINS="acme")
-    assert "No adapter is for a acme_nn.model.Model" in said
+    assert "No bridge is for a acme_nn.model.Model" in said
     assert "'nnx' for flax.nnx.Module (provider-xla[nnx])" in said
-    assert "jaxtap_register_adapters" in said
+    assert "jaxtap_register_bridges" in said

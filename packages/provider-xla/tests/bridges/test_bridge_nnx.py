@@ -10,7 +10,7 @@ import pytest
 
 import quant_numerics as qn
 from interception_core import JaxtapError
-from jaxtap_testkit.adapter_nets import (
+from jaxtap_testkit.bridge_nets import (
     TOKENS,
     WIDTH,
     close,

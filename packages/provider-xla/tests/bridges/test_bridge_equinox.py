@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtap_testkit.adapter_nets import (
+from jaxtap_testkit.bridge_nets import (
     TOKENS,
     WIDTH,
     close,

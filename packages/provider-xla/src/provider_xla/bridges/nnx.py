@@ -1,4 +1,4 @@
-"""The adapter of Flax NNX."""
+"""The bridge of Flax NNX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax import nnx
 from ..cache.find import is_cache
 from ..lora.weight import AdaptedWeight, is_adapted
 from ..run.stored import is_stored
-from .adapter import Adapter, Quantized, is_kept, path_of
+from .bridge import Bridge, Quantized, is_kept, path_of
 from .scopes import MARK, Subclasses, Tag, by_tag, is_ours
 
 _TAG = "jaxtap_tag"
@@ -20,7 +20,7 @@ _CONTEXT = "jaxtap"
 _FORM = "jaxtap_form"
 
 
-class NnxAdapter(Adapter):
+class NnxBridge(Bridge):
     """Takes ``nnx.Module`` objects. Parameters are the ``nnx.Param`` variables.
 
     Parameters are a nested dictionary by attribute, as ``nnx.to_pure_dict`` has it. Adapters are

@@ -1,1 +1,0 @@
-"""Adapters: quantizes model objects of frameworks, and gives back objects of the same kind."""
