@@ -28,8 +28,10 @@ void run(int blocks, int threads, const std::function<void()>& thread);
 // Waits for all threads of the block.
 void block_barrier();
 
-// Shows a number to the warp, and returns that of another of its threads.
-uint32_t exchange(uint32_t bits, unsigned lane);
+// Shows words, at most 8, to the warp, of which `shown` returns those of another thread until the
+// next time.
+void show(const uint32_t* words, int count);
+const uint32_t* shown(int lane);
 
 extern Index thread_index, block_index, block_size, grid_size;
 
@@ -48,13 +50,13 @@ T __shfl_xor_sync(unsigned, T value, int lanes) {
   static_assert(sizeof(T) == 4, "of 4 bytes");
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
-  bits = ::jaxtap::cuda::emulator::exchange(bits,
-                                            (threadIdx.x % 32) ^ static_cast<unsigned>(lanes));
+  ::jaxtap::cuda::emulator::show(&bits, 1);
+  bits = *::jaxtap::cuda::emulator::shown(static_cast<int>(threadIdx.x % 32) ^ lanes);
   __builtin_memcpy(&value, &bits, 4);
   return value;
 }
 
-inline void __syncwarp() { ::jaxtap::cuda::emulator::exchange(0, threadIdx.x % 32); }
+inline void __syncwarp() { ::jaxtap::cuda::emulator::show(nullptr, 0); }
 
 inline unsigned __ballot_sync(unsigned, int condition) {
   unsigned bits = static_cast<unsigned>(condition != 0) << (threadIdx.x % 32);
@@ -66,12 +68,4 @@ inline int atomicMax(int* at, int value) {
   const int before = *at;
   if (value > before) *at = value;
   return before;
-}
-
-// c and the products of four pairs of int8.
-inline int __dp4a(int a, int b, int c) {
-  for (int i = 0; i < 4; ++i) {
-    c += static_cast<int8_t>(a >> (8 * i) & 0xff) * static_cast<int8_t>(b >> (8 * i) & 0xff);
-  }
-  return c;
 }

@@ -185,11 +185,11 @@ void AttentionPlan::run(const AttentionMemory& memory, Stream stream) const {
   const AttentionArrays given = arrays(memory, workspace);
   prepare(memory, workspace, stream);
   {
-    std::lock_guard<std::mutex> hold(*entry_.lock);
-    int status = dnn_.set_stream(entry_.handle, stream);
+    std::lock_guard<std::mutex> hold(entry_.running);
+    int status = dnn_.set_stream(entry_.handle.get(), stream);
     if (status != 0) cuda_.clear_error();
     dnn_.check(status, "giving cuDNN a stream");
-    status = dnn_.execute(entry_.handle, entry_.plan.get(), given, workspace + steps_.bytes);
+    status = dnn_.execute(entry_.handle.get(), entry_.plan.get(), given, workspace + steps_.bytes);
     if (status != 0) cuda_.clear_error();
     dnn_.check(status, "attention");
   }

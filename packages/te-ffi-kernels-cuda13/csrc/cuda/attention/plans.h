@@ -1,11 +1,13 @@
-// cuDNN's handles, one per device, and its plans, one per device and graph, for the whole process:
-// building one takes up to seconds, and the layers of a model ask for the same.
+// cuDNN's plans, one per device and graph, for the whole process: building one takes up to seconds,
+// and the layers of a model ask for the same. Each has its handle, since a handle is of one thread at
+// a time: running a plan waits for no other that is being built.
 #pragma once
 
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "cuda/cudnn.h"
 #include "cuda/device_scope.h"
@@ -16,42 +18,36 @@ class DnnPlans {
  public:
   // A plan on a device, or why cuDNN has none.
   struct Entry {
-    explicit Entry(Cudnn& dnn) : plan(dnn) {}
-    OwnedDnnPlan plan;
+    explicit Entry(Cudnn& dnn) : handle(dnn), plan(dnn) {}
+    OwnedDnnHandle handle;
+    OwnedDnnPlan plan;  // destroyed before the handle
     size_t workspace = 0;
     std::string why;
-    DnnHandle handle = nullptr;
-    std::mutex* lock = nullptr;  // of the handle, whose stream is set before each run
+    mutable std::mutex running;  // the handle's stream is set before each run
   };
 
-  // Builds it where it's the first of its kind. What failed is tried again next time; that cuDNN
-  // doesn't have a graph is kept.
+  // Builds it where it's the first of its kind, for which others that ask for the same wait. What
+  // failed is tried again next time; that cuDNN doesn't have a graph is kept.
   const Entry& of(Cudnn& dnn, Runtime& cuda, int device, const AttentionGraph& graph) {
-    Device& place = on(device);
-    std::lock_guard<std::mutex> hold(place.lock);
-    const auto found = place.entries.find(graph.key());
-    if (found != place.entries.end()) return *found->second;
+    Place& place = at(device, graph.key());
+    std::lock_guard<std::mutex> hold(place.building);
+    if (place.entry != nullptr) return *place.entry;
     const DeviceScope scope(cuda, device);
-    if (place.handle == nullptr) {
-      auto made = std::make_unique<OwnedDnnHandle>(dnn);
-      check(dnn, cuda, dnn.create(made->place()), "starting cuDNN");
-      place.handle = std::move(made);
-    }
     auto entry = std::make_unique<Entry>(dnn);
-    entry->handle = place.handle->get();
-    entry->lock = &place.lock;
+    check(dnn, cuda, dnn.create(entry->handle.place()), "starting cuDNN");
     check(dnn, cuda,
-          dnn.build(entry->handle, graph, entry->plan.place(), &entry->workspace, &entry->why),
+          dnn.build(entry->handle.get(), graph, entry->plan.place(), &entry->workspace,
+                    &entry->why),
           "planning attention");
     cuda.clear_error();  // what cuDNN tried and left
-    return *(place.entries[graph.key()] = std::move(entry));
+    place.entry = std::move(entry);
+    return *place.entry;
   }
 
  private:
-  struct Device {
-    std::mutex lock;
-    std::unique_ptr<OwnedDnnHandle> handle;
-    std::map<AttentionGraph::Key, std::unique_ptr<Entry>> entries;  // destroyed before the handle
+  struct Place {
+    std::mutex building;
+    std::unique_ptr<Entry> entry;
   };
 
   static void check(Cudnn& dnn, Runtime& cuda, int status, const char* what) {
@@ -59,15 +55,15 @@ class DnnPlans {
     dnn.check(status, what);
   }
 
-  Device& on(int device) {
+  Place& at(int device, const AttentionGraph::Key& key) {
     std::lock_guard<std::mutex> hold(lock_);
-    std::unique_ptr<Device>& entry = devices_[device];
-    if (entry == nullptr) entry = std::make_unique<Device>();
-    return *entry;
+    std::unique_ptr<Place>& place = places_[{device, key}];
+    if (place == nullptr) place = std::make_unique<Place>();
+    return *place;
   }
 
-  std::mutex lock_;
-  std::map<int, std::unique_ptr<Device>> devices_;
+  std::mutex lock_;  // of the map, never while anything is built
+  std::map<std::pair<int, AttentionGraph::Key>, std::unique_ptr<Place>> places_;
 };
 
 }  // namespace jaxtap::cuda

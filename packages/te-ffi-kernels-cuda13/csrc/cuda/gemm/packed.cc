@@ -7,14 +7,13 @@
 #include "cuda/gemm/choose.h"
 #include "cuda/gemm/steps.h"
 #include "cuda/kernels/gemm.h"
-#include "cuda/kernels/gemv.h"
 #include "cuda/kernels/packed.h"
 
 namespace jaxtap::cuda {
 namespace {
 
 size_t size_of(const PackedProduct& args) {
-  return args.quantizes ? 1 : args.x_dtype == te::Float::kF32 ? 4 : 2;
+  return args.quantizes ? 1 : 2;
 }
 
 PackedWeight unpacked(const PackedProduct& args) {
@@ -27,17 +26,13 @@ PackedWeight unpacked(const PackedProduct& args) {
   return weight;
 }
 
-void few_floats(const PackedProduct& args, Stream stream) {
-  Gemv gemv;
-  gemv.x = args.x;
-  gemv.x_dtype = args.x_dtype;
-  gemv.m = args.m;
-  gemv.n = args.n;
-  gemv.layout = args.layout;
-  gemv.weight = args.weight;
-  gemv.y = args.y;
-  gemv.y_dtype = args.y_dtype;
-  jaxtap::cuda::gemv(gemv, stream);
+void multiply(const PackedMma& mma, const PackedProduct& args, Stream stream) {
+  if (args.quantizes) return packed_mma_int8(mma, stream);
+  switch (args.x_dtype) {
+    case te::Float::kF32: return packed_mma_f32(mma, stream);
+    case te::Float::kBF16: return packed_mma_bf16(mma, stream);
+    case te::Float::kF16: return packed_mma_f16(mma, stream);
+  }
 }
 
 void check_call(const PackedProduct& args, const PackedSums* sums) {
@@ -54,14 +49,17 @@ void check_call(const PackedProduct& args, const PackedSums* sums) {
 
 PackedSteps::PackedSteps(const PackedProduct& args) {
   const PanelLayout& layout = args.layout;
-  if (args.quantizes && args.layout.group == 0 && args.layout.k > kMostExact) {
+  if (args.quantizes && layout.group == 0 && layout.k > kMostExact) {
     throw invalid_argument("sums of ", args.layout.k, " products of int8 don't fit in int32; there may ",
                            "be ", kMostExact, ", or groups");
   }
+  if (layout.group % kGroupRows != 0) {
+    throw invalid_argument("groups have ", layout.group, " rows, and must have a multiple of ",
+                           kGroupRows, " on GPUs; use the op of te_ffi_kernels.reference");
+  }
   empty = args.m == 0 || args.n == 0;
-  few = args.m <= kFewRows;
-  library = !few && !(args.quantizes && args.layout.group != 0);
-  parts = packed_parts(unpacked(args));
+  library = args.m > kFewRows && layout.group == 0 &&
+            (args.quantizes || args.x_dtype != te::Float::kF32);
   depth = args.quantizes ? layout.padded_k() : args.layout.k;
   cols = panel_count(args.n, layout.columns()) * layout.columns();
   rows = library && args.quantizes ? up_to(args.m, kInt8Rows) : args.m;
@@ -69,7 +67,7 @@ PackedSteps::PackedSteps(const PackedProduct& args) {
   chunk = cols;
   if (library && cols != 0) {
     const auto most = static_cast<int64_t>(args.most == 0 ? kMostUnpacked : args.most);
-    const int64_t column_bytes = static_cast<int64_t>(size_of(args)) * parts * depth;
+    const int64_t column_bytes = static_cast<int64_t>(size_of(args)) * depth;
     const int64_t panel_bytes = std::max<int64_t>(1, column_bytes * layout.columns());
     const int64_t panels = std::max<int64_t>(1, most / panel_bytes);
     const int64_t chunks = (cols / layout.columns() + panels - 1) / panels;
@@ -83,9 +81,8 @@ PackedSteps::PackedSteps(const PackedProduct& args) {
     return begin;
   };
   codes = part(args.quantizes, rows * depth);
-  const int64_t factors = args.quantizes ? layout.scales() : 1;
-  row_factors = part(args.quantizes || library, 4 * args.m * factors);
-  weight = part(library, static_cast<int64_t>(size_of(args)) * parts * chunk * depth);
+  row_factors = part(args.quantizes, 4 * args.m * layout.scales());
+  weight = part(library, static_cast<int64_t>(size_of(args)) * chunk * depth);
   col_factors = part(library, 4 * chunk);
   sums = part(keeps_sums, 4 * rows * chunk);
 }
@@ -94,8 +91,6 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args,
     : lt_(lt),
       handle_(handle),
       exact_(args.quantizes),
-      parts_(PackedSteps(args).parts),
-      column_bytes_(size_of(args) * static_cast<size_t>(PackedSteps(args).depth)),
       product_(lt),
       x_(lt) {
   const PackedSteps steps(args);
@@ -113,10 +108,9 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args,
                           int64_t stride) {
     lt.check(lt.create_layout(owned.place(), type, rows, cols, stride), "describing a matrix");
   };
-  const LtType type = exact_                              ? LtType::kS8
-                      : args.x_dtype == te::Float::kF32   ? LtType::kF32
-                      : args.x_dtype == te::Float::kBF16  ? LtType::kBF16
-                                                          : LtType::kF16;
+  const LtType type = exact_                             ? LtType::kS8
+                      : args.x_dtype == te::Float::kBF16 ? LtType::kBF16
+                                                         : LtType::kF16;
   layout(x_, type, steps.depth, steps.rows, steps.depth);
   const auto plan = [&](int64_t cols) {
     auto made = std::make_unique<Chunk>(lt);
@@ -158,22 +152,27 @@ void PackedSums::run(const void* x, const void* weight, int64_t cols, void* sums
   call.alpha = exact_ ? static_cast<const void*>(&exact_one) : &one;
   call.b = x;
   call.out = sums;
-  for (int part = 0; part < parts_; ++part) {
-    const size_t before = static_cast<size_t>(part * cols) * column_bytes_;
-    call.a = static_cast<const char*>(weight) + before;
-    call.beta = exact_ ? static_cast<const void*>(&exact_zero) : part == 0 ? &zero : &one;
-    const int status = 
-        lt_.multiply(handle_, call, chunk.algorithm, workspace, chunk.workspace, stream);
-    if (status != 0) runtime().clear_error();
-    lt_.check(status, "multiplying");
-  }
+  call.a = weight;
+  call.beta = exact_ ? static_cast<const void*>(&exact_zero) : &zero;
+  const int status =
+      lt_.multiply(handle_, call, chunk.algorithm, workspace, chunk.workspace, stream);
+  if (status != 0) runtime().clear_error();
+  lt_.check(status, "multiplying");
 }
 
 void packed_product(const PackedProduct& args, const PackedSums* sums, void* given, size_t bytes,
                     Stream stream) {
   const PackedSteps steps(args);
   if (steps.empty) return;
-  if (steps.bytes == 0) return few_floats(args, stream);
+  PackedMma mma;
+  mma.x = args.x;
+  mma.m = args.m;
+  mma.n = args.n;
+  mma.layout = args.layout;
+  mma.weight = args.weight;
+  mma.y = args.y;
+  mma.y_dtype = args.y_dtype;
+  if (steps.bytes == 0) return multiply(mma, args, stream);
   if (steps.library) check_call(args, sums);
   char* workspace = section_of(given);
   const size_t needed = steps.bytes + (sums == nullptr ? 0 : sums->workspace());
@@ -186,14 +185,10 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
     packed_rows({args.x, args.x_dtype, args.m, args.layout.k, steps.rows, steps.depth,
                  args.layout.group, codes, row_factors},
                 stream);
-  } else {
-    packed_finite({args.x, args.x_dtype, args.m, args.layout.k, row_factors}, stream);
+    mma.x = codes;
+    mma.x_scales = row_factors;
   }
-  if (!steps.library) {
-    const PackedDot dot = {codes,       row_factors, args.m, args.n,
-                           args.layout, args.weight, args.y, args.y_dtype};
-    return steps.few ? packed_dot(dot, stream) : packed_tiles(dot, stream);
-  }
+  if (!steps.library) return multiply(mma, args, stream);
   const int64_t wide = args.y_dtype == te::Float::kF32 ? 4 : 2;
   for (int64_t first = 0; first < args.n; first += steps.chunk) {
     const int64_t cols = std::min(steps.chunk, steps.cols - first);
@@ -215,7 +210,7 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
     finish.stride = steps.stride;
     finish.out_stride = args.n;
     finish.per_lane = true;
-    finish.lhs_scales = row_factors;
+    finish.lhs_scales = args.quantizes ? row_factors : nullptr;
     finish.rhs_scales = weight.factors;
     finish.out = out;
     finish.dtype = args.y_dtype;

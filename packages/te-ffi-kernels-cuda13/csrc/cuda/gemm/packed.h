@@ -1,12 +1,10 @@
 // Products with packed weights, as many rows as there may be.
 //
-// A few rows have kernels that read the panels. Many rows of codes with groups do too, since sums
-// of each group are scaled apart. Otherwise the weight is unpacked into the workspace for cuBLASLt,
-// as int8 codes for rows in int8, as codes in the dtype of x for rows in floats, or with groups as
-// codes times scales. In 16 bits those would be rounded to 8 or 11 digits, which results in float32
-// would show; so they are sums of two numbers, and the product is two that are added up. A kernel
-// finishes: scales, rounded once. All of this goes by columns, as many at a time as kMostUnpacked
-// bytes of workspace hold: the head of a language model would take gigabytes at once.
+// A kernel on tensor cores reads the panels. For many rows of int8 or of 16 bits with a weight
+// without groups, cuBLASLt is used, and the weight is unpacked into the workspace: quantized values,
+// which are exact in any dtype. A kernel finishes: scales, rounded once. This goes by columns, as
+// many at a time as kMostUnpacked bytes of workspace hold: the head of a language model would take a
+// gigabyte at once.
 #pragma once
 
 #include <memory>
@@ -37,10 +35,8 @@ struct PackedSteps {
   explicit PackedSteps(const PackedProduct& args);
 
   bool empty = false;
-  bool few = false;
   bool library = false;  // cuBLASLt multiplies
   bool keeps_sums = false;
-  int parts = 1;                 // of the unpacked weight
   int64_t depth = 0, cols = 0;   // of the unpacked weight
   int64_t chunk = 0;             // columns at a time: whole panels
   int64_t rows = 0;              // of x in cuBLASLt's product
@@ -50,7 +46,10 @@ struct PackedSteps {
   size_t codes = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;
 };
 
-constexpr int64_t kFewRows = 64;
+// Up to so many rows the kernel multiplies. Beyond, unpacking takes less than it saves; not measured.
+constexpr int64_t kFewRows = 256;
+
+constexpr int64_t kGroupRows = 32;  // groups have a multiple of these
 
 // The most rows of a weight without groups whose products with int8 are exact in int32.
 constexpr int64_t kMostExact = (int64_t{1} << 17) - 64;
@@ -61,8 +60,8 @@ class PackedSums {
   // Takes from `args` everything but addresses. `workspace` is what there will be of all.
   PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args, size_t workspace);
 
-  // sums[m, cols] = x[m, depth] times each part of weight[parts, cols, depth], where cols are those
-  // of a chunk: all but the last have as many.
+  // sums[m, cols] = x[m, depth] times weight[cols, depth], where cols are those of a chunk: all but
+  // the last have as many.
   void run(const void* x, const void* weight, int64_t cols, void* sums, char* workspace,
            Stream stream) const;
 
@@ -83,8 +82,6 @@ class PackedSums {
   CublasLt& lt_;
   const LtHandle handle_;
   const bool exact_;
-  const int parts_;
-  const size_t column_bytes_;  // of a part
   OwnedProduct product_;
   OwnedLayout x_;
   std::unique_ptr<Chunk> chunk_, last_;  // the last one where it has fewer columns

@@ -1,4 +1,4 @@
-// Handlers of products with packed weights: gemm_w8a8, gemm_w8a16, gemv_w8 and gemv_w4.
+// Handlers of products with packed weights: gemm_w8a8, gemm_w4a8, gemm_w8a16, gemv_w8 and gemv_w4.
 
 #include "cuda/gemm/handles.h"
 #include "cuda/gemm/packed.h"
@@ -56,6 +56,7 @@ template <class Op, bool kQuantizes = false>
 using Product = PlannedHandlers<Op, Planned, Make<Op, kQuantizes>, Run<Op, kQuantizes>>;
 
 const Product<ffi::ProductCall<ffi::kGemmW8A8, 8>, true> kW8A8;
+const Product<ffi::ProductCall<ffi::kGemmW4A8, 4>, true> kW4A8;
 const Product<ffi::ProductCall<ffi::kGemmW8A16, 8>> kW8A16;
 const Product<ffi::ProductCall<ffi::kGemvW8, 8>> kW8;
 const Product<ffi::ProductCall<ffi::kGemvW4, 4>> kW4;

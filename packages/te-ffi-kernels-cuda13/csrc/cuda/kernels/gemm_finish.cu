@@ -51,12 +51,11 @@ __global__ void gemm_finish_kernel(Args args) {
   for (int i = 0; i < kPart; ++i) {
     x[i] = given.exact ? static_cast<float>(static_cast<int32_t>(bits.at[i]))
                        : bits_float(bits.at[i]);
-    if (given.lhs_scales != nullptr) {
-      if (given.per_lane) {
-        x[i] = x[i] * given.lhs_scales[row] * (i < left ? given.rhs_scales[col + i] : 1.0f);
-      } else {
-        x[i] *= *given.lhs_scales * *given.rhs_scales;
-      }
+    if (given.per_lane) {
+      if (given.lhs_scales != nullptr) x[i] *= given.lhs_scales[row];
+      if (given.rhs_scales != nullptr && i < left) x[i] *= given.rhs_scales[col + i];
+    } else if (given.lhs_scales != nullptr) {
+      x[i] *= *given.lhs_scales * *given.rhs_scales;
     }
     x[i] *= alpha;
     if (given.bias != nullptr) x[i] += bias[i];

@@ -1,5 +1,5 @@
-// What products with packed weights are made of where gemv.h isn't enough: rows in codes, products
-// of codes, weights as cuBLASLt's products take them; and packing.
+// What products with packed weights are made of: rows in codes, products on tensor cores, weights as
+// cuBLASLt's products take them; and packing.
 #pragma once
 
 #include <cstdint>
@@ -21,48 +21,33 @@ struct PackedRows {
   float* scales = nullptr;  // [m, groups]
 };
 
-// 1 for rows without an infinity or NaN, NaN for those with one.
-struct PackedFinite {
-  const void* x = nullptr;  // [m, k]
-  te::Float x_dtype = te::Float::kF32;
-  int64_t m = 0, k = 0;
-  float* factors = nullptr;  // [m]
-};
-
-// Products of codes, each sum of a group exact, then times the scale of the row and that of the
-// column; groups are added up in their order, so that results are the CPU's, bit by bit. Columns of
-// a panel whose header isn't that of a weight of this shape are NaN.
-struct PackedDot {
-  const int8_t* x = nullptr;        // [m, padded_k]
-  const float* x_scales = nullptr;  // [m, groups]
+// Products with a packed weight whose groups, if it has any, are multiples of 32 rows, by tensor
+// cores: of floats with quantized values, which are exact, summed in float32; or of int8 with them,
+// sums of a group exact in int32, then times the scale of the row and that of the column. Rows with
+// an infinity or NaN have no finite results. Columns of a panel whose header isn't that of a weight
+// of this shape are NaN; checksums of what it holds aren't looked at.
+struct PackedMma {
+  const void* x = nullptr;  // [m, k]; int8: [m, padded_k]
+  const float* x_scales = nullptr;  // [m, groups], of int8
   int64_t m = 0, n = 0;
-  PanelLayout layout;  // of 8 bits
-  const uint8_t* weight = nullptr;
+  PanelLayout layout;
+  const uint8_t* weight = nullptr;  // the packed format, at a multiple of 16
   void* y = nullptr;                // [m, n]
   te::Float y_dtype = te::Float::kF32;
 };
 
-// A weight as [cols, depth], where cols are those of all panels, and what columns of sums are to be
-// multiplied with: NaN where a panel's header isn't that of this weight.
-//
-// As int8 without groups: depth is padded_k, and the factors are the scales.
-// As floats: depth is k. Without groups these are codes, which are exact, and the factors are the
-// scales. With groups they are codes times scales, relative to a power of two, which is the factor:
-// in float32 rounded once; in 16 bits in two parts, the second of which is what rounding to the
-// first one took away.
+// A weight without groups as [cols, depth], where cols are those of all panels, and what columns of
+// sums are to be multiplied with: its scales, NaN where a panel's header isn't that of this weight.
+// Quantized values as int8, with depth padded_k; or as they are in 16 bits, where depth is k.
 struct PackedWeight {
   const uint8_t* weight = nullptr;
   PanelLayout layout;
   int64_t n = 0;
   bool as_codes = false;
-  te::Float dtype = te::Float::kF32;
-  void* out = nullptr;       // [parts, cols, depth]
+  te::Float dtype = te::Float::kBF16;
+  void* out = nullptr;       // [cols, depth]
   float* factors = nullptr;  // [cols]
 };
-
-inline int packed_parts(const PackedWeight& args) {
-  return !args.as_codes && args.layout.group != 0 && args.dtype != te::Float::kF32 ? 2 : 1;
-}
 
 // The bytes that the CPU's `pack` writes. Codes beyond 4 bits wrap around.
 struct PackedPack {
@@ -74,9 +59,10 @@ struct PackedPack {
 };
 
 void packed_rows(const PackedRows& args, Stream stream);
-void packed_finite(const PackedFinite& args, Stream stream);
-void packed_dot(const PackedDot& args, Stream stream);    // for a few rows
-void packed_tiles(const PackedDot& args, Stream stream);  // for many
+void packed_mma_f32(const PackedMma& args, Stream stream);
+void packed_mma_bf16(const PackedMma& args, Stream stream);
+void packed_mma_f16(const PackedMma& args, Stream stream);
+void packed_mma_int8(const PackedMma& args, Stream stream);
 void packed_unpack(const PackedWeight& args, Stream stream);
 void packed_pack(const PackedPack& args, Stream stream);
 

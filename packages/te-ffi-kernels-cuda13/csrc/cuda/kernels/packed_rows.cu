@@ -71,28 +71,6 @@ __global__ void packed_rows_kernel(Args args) {
   }
 }
 
-struct FiniteArgs {
-  PackedFinite given;
-  bool wide;
-};
-
-template <class X>
-__global__ void packed_finite_kernel(FiniteArgs args) {
-  const PackedFinite& given = args.given;
-  const int64_t row = blockIdx.x;
-  const auto* x = static_cast<const typename X::Type*>(given.x) + row * given.k;
-  float sum = 1.0f;
-  for (int64_t i = threadIdx.x * kPart; i < given.k; i += kThreads * kPart) {
-    float numbers[kPart];
-    load<X>(x + i, given.k - i, args.wide, numbers);
-    JAXTAP_UNROLL
-    for (int j = 0; j < kPart; ++j) sum = fmaf(numbers[j], 0.0f, sum);
-  }
-  __shared__ float scratch[kThreads / kWarp];
-  sum = sum_of_block(sum, scratch);
-  if (threadIdx.x == 0) given.factors[row] = sum == sum ? 1.0f : sum;
-}
-
 bool wide_of(const void* x, te::Float dtype, int64_t k) {
   return k % kPart == 0 &&
          aligned(dtype == te::Float::kF32 ? 16 : 8, static_cast<const char*>(x));
@@ -120,16 +98,6 @@ void packed_rows(const PackedRows& given, Stream stream) {
     case te::Float::kF32: return run<F32>(args, stream);
     case te::Float::kBF16: return run<BF16>(args, stream);
     case te::Float::kF16: return run<F16>(args, stream);
-  }
-}
-
-void packed_finite(const PackedFinite& given, Stream stream) {
-  const FiniteArgs args = {given, wide_of(given.x, given.x_dtype, given.k)};
-  switch (given.x_dtype) {
-    case te::Float::kF32: return launch(packed_finite_kernel<F32>, given.m, kThreads, stream, args);
-    case te::Float::kBF16:
-      return launch(packed_finite_kernel<BF16>, given.m, kThreads, stream, args);
-    case te::Float::kF16: return launch(packed_finite_kernel<F16>, given.m, kThreads, stream, args);
   }
 }
 

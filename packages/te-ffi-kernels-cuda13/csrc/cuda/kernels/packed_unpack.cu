@@ -1,22 +1,22 @@
-// A thread has some codes of a column that follow each other; columns of a panel are side by side.
+// A thread has 16 values of a column that follow each other; columns of a panel are side by side.
 #include <limits>
 
 #include "cuda/kernels/packed.h"
 #include "cuda/kernels/panels.h"
+#include "cuda/kernels/tensor_core.h"
 
 namespace jaxtap::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLinesAsCodes = 4;  // 16 codes, which are 16 bytes
-constexpr int kRun = 8;           // numbers of a thread
+constexpr int kRun = 16;  // values of a thread
 
 struct Args {
   Panels weight;
   void* out;
   float* factors;
-  int64_t runs;  // of a column
-  bool wide;     // columns may be written in vectors
+  int64_t depth, runs;  // of a column
+  bool wide;            // columns may be written in vectors
 };
 
 template <int kBits>
@@ -26,117 +26,69 @@ __global__ void packed_factors_kernel(Args args) {
   if (at >= weight.count * kColsOf<kBits>) return;
   const int64_t index = at / kColsOf<kBits>;
   const int col = static_cast<int>(at % kColsOf<kBits>);
-  const uint8_t* panel = weight.data + index * weight.bytes;
-  float factor;
-  if (weight.group == 0) {
-    factor = scale_of<kBits>(weight, panel, 0, col);
+  args.factors[at] = fits(weight, index)
+                         ? scale_of<kBits>(weight, weight.data + index * weight.bytes, 0, col)
+                         : std::numeric_limits<float>::quiet_NaN();
+}
+
+// Int8Values or a float of 16 bits.
+template <class X, int kBits>
+__global__ void packed_values_kernel(Args args) {
+  constexpr int kLines = kRun / kDepthOf<kBits>, kHalves = kBits == 8 ? 1 : 2;
+  const Panels& weight = args.weight;
+  const int64_t line = thread_number() / kColsOf<kBits>;
+  const int col = static_cast<int>(thread_number() % kColsOf<kBits>);
+  const int64_t index = line / args.runs, run = line % args.runs;
+  if (index >= weight.count) return;
+  uint32_t four[kRun / 4];  // bytes of int8
+  JAXTAP_UNROLL
+  for (int i = 0; i < kLines; ++i) {
+    const uint8_t* values = line_of<kBits>(weight, weight.data + index * weight.bytes, 0,
+                                           run * kLines + i);
+    const uint32_t word = reinterpret_cast<const uint32_t*>(values)[col];
+    JAXTAP_UNROLL
+    for (int half = 0; half < kHalves; ++half) {
+      four[kHalves * i + half] = int8_of<kBits>(word >> (4 * half));
+    }
+  }
+  const int64_t from = run * kRun, column = index * kColsOf<kBits> + col;
+  auto* out = static_cast<typename X::Type*>(args.out) + column * args.depth + from;
+  if constexpr (sizeof(typename X::Type) == 1) {
+    Vector<uint32_t, kRun / 4> all;
+    JAXTAP_UNROLL
+    for (int i = 0; i < kRun / 4; ++i) all.at[i] = four[i];
+    write<kRun / 4>(reinterpret_cast<uint32_t*>(out), all);
   } else {
-    // The power of two that's at most the largest scale, within those that have a reciprocal.
-    uint32_t most = 0;
-    for (int64_t g = 0; g < weight.groups; ++g) {
-      const uint32_t bits = float_bits(scale_of<kBits>(weight, panel, g, col)) & 0x7fffffffu;
-      most = bits > most ? bits : most;
-    }
-    constexpr uint32_t kInfinity = 0x7f800000u, kLargest = 253u << 23;
-    const uint32_t power = most & kInfinity;
-    factor = power == 0 || power == kInfinity ? 1.0f
-                                              : bits_float(power > kLargest ? kLargest : power);
-  }
-  if (!fits(weight, index)) factor = std::numeric_limits<float>::quiet_NaN();
-  args.factors[at] = factor;
-}
-
-// The panel, and the run of a column in it.
-struct Place {
-  int64_t panel, run;
-  int col;
-};
-
-template <int kBits>
-JAXTAP_DEVICE Place place_of(const Args& args) {
-  const int64_t at = thread_number(), line = at / kColsOf<kBits>;
-  return {line / args.runs, line % args.runs, static_cast<int>(at % kColsOf<kBits>)};
-}
-
-template <int kBits>
-JAXTAP_DEVICE uint32_t word_of(const Panels& weight, const Place& place, int64_t line) {
-  const int64_t group = kBits == 8 || weight.group == 0 ? 0 : line / weight.group_lines;
-  const uint8_t* panel = weight.data + place.panel * weight.bytes;
-  const uint8_t* codes = line_of<kBits>(weight, panel, group, line);
-  return reinterpret_cast<const uint32_t*>(codes)[place.col];
-}
-
-__global__ void packed_codes_kernel(Args args) {
-  constexpr int kBits = 8;
-  const Panels& weight = args.weight;
-  const Place place = place_of<kBits>(args);
-  if (place.panel >= weight.count) return;
-  Vector<uint32_t, kLinesAsCodes> out;
-  JAXTAP_UNROLL
-  for (int i = 0; i < kLinesAsCodes; ++i) {
-    out.at[i] = word_of<kBits>(weight, place, place.run * kLinesAsCodes + i) ^ 0x80808080u;
-  }
-  const int64_t column = place.panel * kColsOf<kBits> + place.col;
-  write<kLinesAsCodes>(
-      static_cast<uint32_t*>(args.out) + (column * args.runs + place.run) * kLinesAsCodes, out);
-}
-
-template <class X, int kBits>
-__global__ void packed_numbers_kernel(Args args) {
-  const Panels& weight = args.weight;
-  const Place place = place_of<kBits>(args);
-  if (place.panel >= weight.count) return;
-  const int64_t from = place.run * kRun;
-  float numbers[kRun];
-  JAXTAP_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t word =
-        word_of<kBits>(weight, place, kBits == 8 ? 2 * place.run + half : place.run);
     JAXTAP_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t byte = word >> (8 * j) & 0xffu;
-      numbers[4 * half + j] = number<kBits>(kBits == 8 ? byte : byte >> (4 * half) & 0xfu);
-    }
-  }
-  const int64_t column = place.panel * kColsOf<kBits> + place.col;
-  auto* out = static_cast<typename X::Type*>(args.out) + column * weight.k + from;
-  if (weight.group != 0) {
-    const uint8_t* panel = weight.data + place.panel * weight.bytes;
-    const float scale = scale_of<kBits>(weight, panel, from / weight.group, place.col) /
-                        args.factors[column];
-    JAXTAP_UNROLL
-    for (int i = 0; i < kRun; ++i) numbers[i] *= scale;
-    if constexpr (sizeof(typename X::Type) == 2) {
-      float rest[kRun];
+    for (int part = 0; part < kRun; part += 8) {
+      float numbers[8];
       JAXTAP_UNROLL
-      for (int i = 0; i < kRun; ++i) rest[i] = numbers[i] - X::load(X::store(numbers[i]));
-      store<X>(out + weight.count * kColsOf<kBits> * weight.k, weight.k - from, args.wide, rest);
+      for (int i = 0; i < 8; ++i) {
+        const int at = part + i;
+        numbers[i] = static_cast<int8_t>(four[at / 4] >> (8 * (at % 4)) & 0xffu);
+      }
+      store<X>(out + part, args.depth - from - part, args.wide, numbers);
     }
   }
-  store<X>(out, weight.k - from, args.wide, numbers);
 }
 
 template <class X, int kBits>
-void run_numbers(Args args, Stream stream) {
-  args.runs = ceil_of(args.weight.k, kRun);
-  args.wide = args.weight.k % kRun == 0;
+void run_values(Args args, int64_t depth, Stream stream) {
+  args.depth = depth;
+  args.runs = ceil_of(depth, kRun);
+  args.wide = depth % 8 == 0;
   const int64_t blocks = ceil_of(args.weight.count * kColsOf<kBits> * args.runs, kThreads);
-  launch(packed_numbers_kernel<X, kBits>, blocks, kThreads, stream, args);
+  launch(packed_values_kernel<X, kBits>, blocks, kThreads, stream, args);
 }
 
 template <int kBits>
-void run(const PackedWeight& given, Args args, Stream stream) {
+void run(const PackedWeight& given, const Args& args, Stream stream) {
   const int64_t cols = args.weight.count * kColsOf<kBits>;
   launch(packed_factors_kernel<kBits>, ceil_of(cols, kThreads), kThreads, stream, args);
-  if (given.as_codes) {
-    args.runs = args.weight.lines / kLinesAsCodes;
-    return launch(packed_codes_kernel, ceil_of(cols * args.runs, kThreads), kThreads, stream, args);
-  }
-  switch (given.dtype) {
-    case te::Float::kF32: return run_numbers<F32, kBits>(args, stream);
-    case te::Float::kBF16: return run_numbers<BF16, kBits>(args, stream);
-    case te::Float::kF16: return run_numbers<F16, kBits>(args, stream);
-  }
+  const PanelLayout& layout = given.layout;
+  if (given.as_codes) return run_values<Int8Values, kBits>(args, layout.padded_k(), stream);
+  if (given.dtype == te::Float::kBF16) return run_values<BF16, kBits>(args, layout.k, stream);
+  run_values<F16, kBits>(args, layout.k, stream);
 }
 
 }  // namespace

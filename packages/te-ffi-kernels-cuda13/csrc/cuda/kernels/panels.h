@@ -7,8 +7,6 @@
 namespace jaxtap::cuda {
 namespace {
 
-constexpr int kQuad = 4;  // columns of a line in 16 bytes
-
 // A line has the codes of all columns of a panel in as many rows as a word of them has.
 template <int kBits>
 constexpr int kColsOf = kBits == 8 ? 16 : 32;
@@ -82,13 +80,6 @@ JAXTAP_DEVICE bool fits(const Panels& weight, int64_t index) {
   return words[0] == kMagic && words[1] == panel_kind(weight, index) &&
          words[2] == static_cast<uint32_t>(weight.k) &&
          words[3] == static_cast<uint32_t>(weight.group) && words[6] == (sum ^ kSalt);
-}
-
-// The code in the lowest bits of a word, whose others are zero, as a number: it's the last places
-// of a float32 of 2**23.
-template <int kBits>
-JAXTAP_DEVICE float number(uint32_t code) {
-  return bits_float(0x4b000000u | code) - (8388608.0f + (1 << (kBits - 1)));
 }
 
 }  // namespace

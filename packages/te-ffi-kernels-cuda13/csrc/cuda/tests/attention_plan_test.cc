@@ -1,11 +1,14 @@
 // Attention by way of a cuDNN in memory, on threads in software, against the CPU's; and plans whose
 // making or running fails: no object is left, and the first error is the one told.
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <map>
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
@@ -318,7 +321,7 @@ void check(const Case& c, std::mt19937& random) {
     if (c.softmax != 0) {
       CHECK_THAT(alike(run.sink_grad, run.wanted_sink, DType::F32), c.text() + ": of the sink");
     }
-    CHECK(dnn.stream == FakeRuntime::stream(6) && dnn.count("create") == 1);
+    CHECK(dnn.stream == FakeRuntime::stream(6) && dnn.count("create") == 2);
   }
   CHECK_THAT(dnn.left() == 0 && dnn.misused == 0, c.text() + ": objects or calls that can't be");
 }
@@ -562,6 +565,37 @@ TEST(cuda_attention_plans_are_shared) {
     }
     plans.of(dnn, cuda, 0, AttentionSteps(ffi::AttentionConfig(c), c.dtype, true).graph);
     CHECK(dnn.count("build") == ++built);
+  }
+  CHECK(dnn.left() == 0 && dnn.misused == 0);
+}
+
+// A plan takes seconds: calls of others don't wait for it.
+TEST(cuda_attention_runs_while_another_plan_is_built) {
+  struct Slow : FakeCudnn {
+    int build(DnnHandle handle, const AttentionGraph& graph, DnnPlan* plan, size_t* workspace,
+              std::string* why) override {
+      if (during) std::exchange(during, nullptr)();
+      return FakeCudnn::build(handle, graph, plan, workspace, why);
+    }
+    std::function<void()> during;
+  } dnn;
+  FakeRuntime cuda;
+  {
+    DnnPlans plans;
+    Case c;
+    const AttentionSteps forward(ffi::AttentionConfig(c), c.dtype, false);
+    const AttentionSteps back(ffi::AttentionConfig(c), c.dtype, true);
+    const DnnPlans::Entry& entry = plans.of(dnn, cuda, 0, forward.graph);
+    bool found = false, free = false;
+    dnn.during = [&] {
+      std::thread([&] {
+        found = &plans.of(dnn, cuda, 0, forward.graph) == &entry;
+        free = entry.running.try_lock();
+        if (free) entry.running.unlock();
+      }).join();
+    };
+    const DnnPlans::Entry& other = plans.of(dnn, cuda, 0, back.graph);
+    CHECK(found && free && other.handle.get() != entry.handle.get());
   }
   CHECK(dnn.left() == 0 && dnn.misused == 0);
 }

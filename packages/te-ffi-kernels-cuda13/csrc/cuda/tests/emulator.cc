@@ -86,7 +86,7 @@ struct Fiber {
   Context context;
   std::unique_ptr<char[]> stack{new char[kStack]};
   State state = State::kReady;
-  uint32_t shown[2] = {};
+  uint32_t shown[2][8] = {};
   unsigned turn = 0;
   void* fake_stack = nullptr;
 };
@@ -197,13 +197,17 @@ void run(int blocks, int threads, const std::function<void()>& thread) {
 
 void block_barrier() { to_scheduler(State::kAtBlock); }
 
-uint32_t exchange(uint32_t bits, unsigned lane) {
+void show(const uint32_t* words, int count) {
   Fiber& mine = fibers[current];
   // In turns, so that what is shown next doesn't overwrite what others have yet to read.
-  const unsigned turn = mine.turn++ % 2;
-  mine.shown[turn] = bits;
+  ++mine.turn;
+  for (int i = 0; i < count; ++i) mine.shown[mine.turn % 2][i] = words[i];
   to_scheduler(State::kAtWarp);
-  return fibers[current / kWarp * kWarp + lane].shown[turn];
+}
+
+const uint32_t* shown(int lane) {
+  const unsigned other = current / kWarp * kWarp + static_cast<unsigned>(lane);
+  return fibers[other].shown[fibers[current].turn % 2];
 }
 
 }  // namespace jaxtap::cuda::emulator

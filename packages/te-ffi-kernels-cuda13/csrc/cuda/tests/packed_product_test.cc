@@ -1,5 +1,6 @@
 // Products with packed weights, and packing, on threads in software, against the CPU's.
 #include <cmath>
+#include <iterator>
 #include <random>
 #include <string>
 
@@ -54,37 +55,96 @@ TEST(cuda_pack_wraps_around_beyond_4_bits) {
   CHECK(same(found, wanted));
 }
 
-void check_codes(PackedRun& run) {
+// Against sums in float64, of the numbers that x stands for: for int8 those that the CPU rounds it
+// to, whose scales are its own.
+void check_values(PackedRun& run) {
   run.on_device();
-  CHECK_THAT(run.sound && same(run.found, run.on_cpu()), run.text());
+  const PackedCase& c = run.given;
+  const Buffer cpu = run.on_cpu();
+  // Sums that no order of the groups changes, or that are added up in that of the CPU.
+  const bool same_bits = c.quantizes && (c.group == 0 || c.m > 128);
+  const double step = c.out == 0 ? 1e-6 : c.out == 1 ? 8e-3 : 1e-3;
+  const double least = c.out == 2 ? 0x1p-25 : 0;  // half the least number of float16
+  bool good = run.sound && (!same_bits || same(run.found, cpu));
+  for (int64_t i = 0; i < c.m * c.n && !same_bits; ++i) {
+    const int64_t row = i / c.n, col = i % c.n;
+    double sum = 0, size = 0;
+    for (int64_t j = 0; j < c.k; ++j) {
+      const double one = element(run.x.get(), kFloats[c.in], row * c.k + j) *
+                         run.weights.code(j, col) *
+                         static_cast<double>(run.weights.scale(j, col));
+      sum += one;
+      size += std::fabs(one);
+    }
+    if (c.quantizes) sum = element(cpu.get(), kFloats[c.out], i);
+    // Beyond float32 there are infinities, and differences of them.
+    const bool alike = run.at(i) == sum || (std::isnan(run.at(i)) && std::isnan(sum));
+    good = good && (alike || std::fabs(run.at(i) - sum) <=
+                                 step * std::fabs(sum) + 1e-6 * size + least);
+  }
+  CHECK_THAT(good, run.text());
+  const bool library =
+      c.m > 256 && c.n != 0 && c.group == 0 && (c.quantizes || c.in != 0);
+  CHECK_THAT(run.multiplied == library, run.text());
 }
 
-// The sizes and layouts at which ways part: one row, a few, and many.
-constexpr int64_t kRows[] = {0, 1, 3, 6, 64, 65, 131};
+// Sizes at which ways part: rows of a tile, of a block, and of each kernel; columns of a panel and
+// of a tile; steps of 32 rows of the weight, eight of them at a time, and parts of warps.
+constexpr int64_t kRows[] = {0, 1, 3, 8, 9, 33, 128, 129, 200};
+constexpr int64_t kColumns[] = {0, 1, 16, 32, 35, 70, 130};
+constexpr std::pair<int64_t, int64_t> kDepths[] = {{1, 0},   {30, 0},   {64, 0},   {257, 0},
+                                                   {600, 0}, {32, 32},  {192, 96}, {192, 64},
+                                                   {320, 160}, {576, 32}};
 
-TEST(cuda_products_of_codes_have_the_bits_of_the_cpu) {
+TEST(cuda_products_with_packed_weights) {
   std::mt19937 random(22);
-  for (int64_t m : kRows) {
-    for (int64_t n : {0, 1, 16, 32, 35, 70}) {
-      for (const auto& [k, group] : {std::pair<int64_t, int64_t>{1, 0}, {30, 0}, {64, 0}, {600, 0},
-                                     {16, 8}, {192, 24}, {192, 64}, {320, 160}}) {
-        const int in = static_cast<int>(random() % 3), out = static_cast<int>(random() % 3);
-        PackedRun run({m, k, n, group, 8, true, in, out}, random);
-        check_codes(run);
-        CHECK_THAT(run.multiplied == (m > 64 && n != 0 && group == 0), run.text());
+  for (bool quantizes : {false, true}) {
+    for (const auto& [bits, scale_bits] : kKinds) {
+      for (int64_t m : kRows) {
+        // All pairs with the rows; of columns and depths each several times.
+        for (int in = 0; in < 3; ++in) {
+          for (const auto& [k, group] : kDepths) {
+            const int64_t n = kColumns[random() % std::size(kColumns)];
+            const int out = static_cast<int>(random() % 3);
+            PackedRun run({m, k, n, group, bits, quantizes, in, out, scale_bits}, random);
+            check_values(run);
+          }
+        }
       }
     }
   }
 }
 
-TEST(cuda_products_of_codes_have_any_number_of_rows) {
+TEST(cuda_products_with_few_rows_have_any_number_of_columns) {
+  std::mt19937 random(23);
+  for (int64_t n : kColumns) {
+    for (int64_t m : {1, 8}) {
+      for (const auto& [bits, scale_bits] : kKinds) {
+        for (bool quantizes : {false, true}) {
+          for (int64_t group : {0, 128}) {
+            PackedRun run({m, 640, n, group, bits, quantizes, static_cast<int>(random() % 3), 0,
+                           scale_bits},
+                          random);
+            check_values(run);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(cuda_products_by_cublaslt) {
   std::mt19937 random(29);
-  for (int64_t m : {65, 77, 95, 96, 97, 128, 129}) {
-    for (int64_t n : {16, 20}) {
-      for (int out = 0; out < 3; ++out) {
-        PackedRun run({m, 48, n, 0, 8, true, out, out}, random);
-        check_codes(run);
-        CHECK_THAT(run.multiplied == 1, run.text());
+  for (int64_t m : {257, 288, 289}) {
+    for (const auto& [bits, scale_bits] : kKinds) {
+      for (bool quantizes : {false, true}) {
+        for (int kind = 0; kind < 3; ++kind) {
+          PackedRun run({m, 33 + static_cast<int64_t>(random() % 40),
+                         kColumns[random() % std::size(kColumns)], 0, bits, quantizes, kind, kind,
+                         scale_bits},
+                        random);
+          check_values(run);
+        }
       }
     }
   }
@@ -95,29 +155,25 @@ TEST(cuda_products_in_chunks_of_columns) {
   std::mt19937 random(30);
   for (const auto& [bits, scale_bits] : kKinds) {
     for (bool quantizes : {false, true}) {
-      for (int64_t group : {0, 32}) {
-        if (quantizes && (bits == 4 || group != 0)) continue;
-        for (int64_t n : {16, 70, 160}) {
-          for (int kind = 0; kind < 3; ++kind) {
-            // Sums in the result, and apart from it; rows that are padded.
-            const int64_t m = kind == 0 ? 96 : 67;
-            PackedRun run({m, 64, n, group, bits, quantizes, kind, kind, scale_bits}, random);
+      for (int64_t n : {16, 70, 160}) {
+        for (int kind = quantizes ? 0 : 1; kind < 3; ++kind) {
+          // Sums in the result, and apart from it; rows that are padded.
+          const int64_t m = kind == 0 ? 288 : 259;
+          PackedRun run({m, 64, n, 0, bits, quantizes, kind, kind, scale_bits}, random);
+          run.on_device();
+          CHECK_THAT(run.multiplied == 1, run.text());
+          Buffer whole(run.found.size(), 0);
+          std::memcpy(whole.get(), run.found.get(), static_cast<size_t>(whole.size()));
+          const int64_t cols = run.weights.layout.columns(), weight = quantizes ? 1 : 2;
+          for (int64_t panels : {1, 2}) {
+            run.args.most = static_cast<size_t>(panels * cols * weight * 64);
+            spoil_all(run.found);
             run.on_device();
-            const int parts = run.multiplied;
-            Buffer whole(run.found.size(), 0);
-            std::memcpy(whole.get(), run.found.get(), static_cast<size_t>(whole.size()));
-            const int64_t cols = run.weights.layout.columns();
-            const int64_t weight = quantizes ? 1 : kind == 0 ? 4 : 2 * parts;
-            for (int64_t panels : {1, 2}) {
-              run.args.most = static_cast<size_t>(panels * cols * weight * 64);
-              spoil_all(run.found);
-              run.on_device();
-              const cuda::PackedSteps steps(run.args);
-              const int64_t chunks = (steps.cols + panels * cols - 1) / (panels * cols);
-              CHECK_THAT(run.sound && same(run.found, whole), run.text());
-              CHECK_THAT(run.multiplied == parts * chunks, run.text());
-              CHECK_THAT(steps.chunk % cols == 0 && steps.chunk <= panels * cols, run.text());
-            }
+            const cuda::PackedSteps steps(run.args);
+            const int64_t chunks = (steps.cols + panels * cols - 1) / (panels * cols);
+            CHECK_THAT(run.sound && same(run.found, whole), run.text());
+            CHECK_THAT(run.multiplied == chunks, run.text());
+            CHECK_THAT(steps.chunk % cols == 0 && steps.chunk <= panels * cols, run.text());
           }
         }
       }
@@ -125,21 +181,78 @@ TEST(cuda_products_in_chunks_of_columns) {
   }
 }
 
-TEST(cuda_products_of_codes_of_long_rows_and_groups) {
+TEST(cuda_products_of_long_rows_and_groups) {
   std::mt19937 random(23);
   for (const auto& [k, group] : {std::pair<int64_t, int64_t>{2000, 0}, {4096, 2048}}) {
     for (int64_t m : {1, 3}) {
       for (int in = 0; in < 3; ++in) {
-        PackedRun run({m, k, 20, group, 8, true, in, 0}, random);
-        check_codes(run);
+        for (int bits : {8, 4}) {
+          for (bool quantizes : {false, true}) {
+            PackedRun run({m, k, 20, group, bits, quantizes, in, 0}, random);
+            check_values(run);
+          }
+        }
       }
+    }
+  }
+}
+
+// All quantized values there are, those beyond the narrow range too, times one: what comes out is
+// the value.
+TEST(cuda_products_with_each_quantized_value) {
+  std::mt19937 random(31);
+  for (int bits : {8, 4}) {
+    for (int in = 0; in < 3; ++in) {
+      for (int64_t m : {8, 130}) {
+        const int64_t k = 256, n = 4, least = bits == 8 ? -128 : -8;
+        PackedRun run({m, k, n, 0, bits, false, in, 0}, random);
+        Weights& w = run.weights;
+        for (int64_t i = 0; i < k * n; ++i) {
+          w.codes[static_cast<size_t>(i)] =
+              static_cast<int8_t>(least + (i / n + 5 * (i % n)) % (-2 * least));
+        }
+        for (float& scale : w.scales) scale = 1.0f;
+        w.pack_again();
+        for (int64_t first = 0; first < k; first += m) {
+          for (int64_t i = 0; i < m * k; ++i) {
+            set_element(run.x.get(), kFloats[in], i, i % k == first + i / k ? 1.0f : 0.0f);
+          }
+          run.on_device();
+          bool good = true;
+          for (int64_t i = 0; i < m && first + i < k; ++i) {
+            for (int64_t c = 0; c < n; ++c) good = good && run.at(i * n + c) == w.code(first + i, c);
+          }
+          CHECK_THAT(good, run.text());
+        }
+      }
+    }
+  }
+}
+
+// float32 has 24 bits, which three numbers of bfloat16 have together.
+TEST(cuda_products_keep_all_bits_of_float32) {
+  std::mt19937 random(32);
+  for (int bits : {8, 4}) {
+    PackedRun run({8, 64, 5, 0, bits, false, 0, 0}, random);
+    Weights& w = run.weights;
+    for (int8_t& value : w.codes) value = 1;
+    for (float& scale : w.scales) scale = 1.0f;
+    w.pack_again();
+    for (float number : {16777215.0f, -8388609.0f, 1.00000012f, 3.4028234e38f, 1.17549435e-30f}) {
+      for (int64_t i = 0; i < 8 * 64; ++i) {
+        set_element(run.x.get(), DType::F32, i, i % 64 == i / 64 * 7 ? number : 0.0f);
+      }
+      run.on_device();
+      bool good = true;
+      for (int64_t i = 0; i < 40; ++i) good = good && run.at(i) == static_cast<double>(number);
+      CHECK_THAT(good, run.text());
     }
   }
 }
 
 TEST(cuda_products_of_codes_at_the_ends_of_float32) {
   std::mt19937 random(24);
-  for (int64_t m : {2, 66}) {
+  for (int64_t m : {2, 66, 260}) {
     for (int64_t group : {0, 32}) {
       for (float size : {1e-37f, 1e-20f, 3e37f}) {
         PackedRun run({m, 64, 17, group, 8, true, 0, 0}, random);
@@ -147,7 +260,7 @@ TEST(cuda_products_of_codes_at_the_ends_of_float32) {
           set_element(run.x.get(), DType::F32, i, size * static_cast<float>(i % 9 - 4));
         }
         for (int64_t i = 0; i < 64; ++i) set_element(run.x.get(), DType::F32, i, 0.0f);
-        check_codes(run);
+        check_values(run);
       }
     }
   }
@@ -156,23 +269,25 @@ TEST(cuda_products_of_codes_at_the_ends_of_float32) {
 TEST(cuda_products_of_rows_that_are_not_finite) {
   std::mt19937 random(25);
   for (bool quantizes : {true, false}) {
-    for (int64_t m : {3, 70}) {
-      for (int64_t group : {0, 32}) {
-        for (float bad : {kNan, kInfinity, -kInfinity}) {
-          PackedRun run({m, 64, 20, group, 8, quantizes, 1, 0}, random);
-          run.on_device();
-          Buffer before(run.found.size(), 0);
-          std::memcpy(before.get(), run.found.get(), static_cast<size_t>(before.size()));
-          set_element(run.x.get(), DType::BF16, 64 + 63, bad);
-          run.on_device();
-          bool good = run.sound;
-          for (int64_t i = 0; i < m * 20; ++i) {
-            const bool mine = i / 20 == 1;
-            good = good && (mine ? !std::isfinite(run.at(i))
-                                 : run.at(i) == element(before.get(), DType::F32, i));
-            if (mine && (!quantizes || std::isnan(bad))) good = good && std::isnan(run.at(i));
+    for (int64_t m : {3, 70, 270}) {
+      for (int in : {0, 1}) {
+        for (int64_t group : {0, 32}) {
+          for (float bad : {kNan, kInfinity, -kInfinity}) {
+            PackedRun run({m, 64, 20, group, 8, quantizes, in, 0}, random);
+            run.on_device();
+            Buffer before(run.found.size(), 0);
+            std::memcpy(before.get(), run.found.get(), static_cast<size_t>(before.size()));
+            set_element(run.x.get(), kFloats[in], 64 + 63, bad);
+            run.on_device();
+            bool good = run.sound;
+            for (int64_t i = 0; i < m * 20; ++i) {
+              const bool mine = i / 20 == 1;
+              good = good && (mine ? !std::isfinite(run.at(i))
+                                   : run.at(i) == element(before.get(), DType::F32, i));
+              if (mine && std::isnan(bad)) good = good && std::isnan(run.at(i));
+            }
+            CHECK_THAT(good, run.text());
           }
-          CHECK_THAT(good, run.text());
         }
       }
     }
@@ -182,10 +297,10 @@ TEST(cuda_products_of_rows_that_are_not_finite) {
 TEST(cuda_products_with_a_damaged_header) {
   std::mt19937 random(26);
   for (bool quantizes : {true, false}) {
-    for (int64_t m : {3, 70}) {
+    for (int64_t m : {3, 70, 270}) {
       for (int64_t group : {0, 32}) {
         for (int64_t byte : {0, 4, 5, 6, 7, 8, 12, 17, 24}) {
-          PackedRun run({m, 64, 35, group, quantizes ? 8 : 4, quantizes, 0, 0}, random);
+          PackedRun run({m, 64, 35, group, quantizes ? 8 : 4, quantizes, 1, 0}, random);
           const int64_t cols = run.weights.layout.columns();
           run.weights.buffer.get()[run.weights.packed().panel_bytes + byte] ^= 1;
           run.on_device();
@@ -194,51 +309,6 @@ TEST(cuda_products_with_a_damaged_header) {
             good = good && std::isnan(run.at(i)) == (i % 35 / cols == 1);
           }
           CHECK_THAT(good, run.text());
-        }
-      }
-    }
-  }
-}
-
-// Against sums in float64. Weights in two parts of 16 bits have 16 digits at least.
-void check_floats(PackedRun& run) {
-  run.on_device();
-  const PackedCase& c = run.given;
-  const double step = c.out == 0 ? 1e-6 : c.out == 1 ? 8e-3 : 1e-3;
-  const double part = c.group == 0 || c.in == 0 ? 4e-7 : c.in == 1 ? 0x1p-17 : 1e-6;
-  bool good = run.sound;
-  for (int64_t i = 0; i < c.m * c.n; ++i) {
-    const int64_t row = i / c.n, col = i % c.n;
-    double sum = 0, size = 0;
-    for (int64_t j = 0; j < c.k; ++j) {
-      const double one = element(run.x.get(), kFloats[c.in], row * c.k + j) *
-                         run.weights.code(j, col) *
-                         static_cast<double>(run.weights.scale(j, col));
-      sum += one;
-      size += std::fabs(one);
-    }
-    // Half the least number of float16.
-    const double least = c.out == 2 ? 0x1p-25 : 0;
-    good = good && std::fabs(run.at(i) - sum) <= step * std::fabs(sum) + part * size + least;
-  }
-  CHECK_THAT(good, run.text());
-  const bool two = c.group != 0 && c.in != 0;
-  CHECK_THAT(run.multiplied == (c.m > 64 && c.n != 0 ? 1 + two : 0), run.text());
-}
-
-TEST(cuda_products_of_floats_with_many_rows) {
-  std::mt19937 random(27);
-  for (const auto& [bits, scale_bits] : kKinds) {
-    for (int in = 0; in < 3; ++in) {
-      for (int out = 0; out < 3; ++out) {
-        for (int64_t n : {0, 1, 16, 35}) {
-          for (const auto& [k, group] : {std::pair<int64_t, int64_t>{1, 0}, {30, 0}, {64, 0},
-                                         {257, 0}, {16, 8}, {192, 24}, {192, 64}}) {
-            PackedRun run({65 + static_cast<int64_t>(random() % 9), k, n, group, bits, false, in,
-                           out, scale_bits},
-                          random);
-            check_floats(run);
-          }
         }
       }
     }
@@ -257,7 +327,7 @@ TEST(cuda_products_of_floats_with_scales_of_many_sizes) {
       }
       for (size_t g = 0; g < 3; ++g) w.scales[g * 20 + 3] = 0.0f;
       w.pack_again();
-      check_floats(run);
+      check_values(run);
     }
   }
 }
