@@ -188,7 +188,7 @@ class _Tapped:
     def _stage(
         self, watcher: Watcher, packed: Packed, held: dict[int, ArrayProxy], origins: _Origins
     ) -> tuple[Any, list[Any], Packed] | None:
-        """Stage the function. Return None if it must be staged in another mode."""
+        """Stage the function. Return None if another mode is needed."""
         result: Packed | None = None
         taps = watcher.session.tapping.taps
         values = [*packed.arrays, *leaves_of(list(held.values()))]
@@ -227,7 +227,7 @@ def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:
 
 
 def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:
-    """Return the structure and the first array's number of proxies that the program carries."""
+    """Return structure and first array's number of carried proxies."""
     found, first = {}, len(packed.arrays)
     for i, proxy in held.items():
         structure = jax.tree.structure(proxy)

@@ -1,1 +1,1 @@
-"""Box: a mutable cell for a pytree of arrays that works under JAX's transformations."""
+"""Box: a mutable cell that works under all of JAX's transformations."""

@@ -15,7 +15,7 @@ from .types import BoxType
 
 
 class Box:
-    """A mutable cell with one value: a pytree of arrays, numbers and hi values.
+    """A mutable cell for a pytree of arrays, numbers and hi values.
 
     Functions under any transformation may close over a Box or get it as an argument. Writes inside
     are seen outside. A Box is a pytree node, and ``jax.jit`` and others pass it by reference.
@@ -54,7 +54,7 @@ class Box:
         return cls(value)
 
     def beside(self, value: Any) -> Box:
-        """Return a new Box that belongs to the same trace as this one.
+        """Return a new Box that belongs to this Box's trace.
 
         A Box that is made in a differentiated or mapped function is differentiated or mapped with
         it. A Box beside one from outside is not.
@@ -121,7 +121,7 @@ class Box:
             return "Box(...)"
 
     def _resolved(self) -> Box:
-        """Return the argument that is this Box in the runs around, or the Box."""
+        """Return the argument that this Box is in a run, or itself."""
         box = self
         for run in scope.LOCAL.runs:
             box = run.as_argument(box)
@@ -204,7 +204,7 @@ class Box:
         self._contents = contents
 
     def _renewed(self, leaves: list, type_: BoxType) -> Contents:
-        """Return contents for values of another type; earlier ones of that type, if any."""
+        """Return contents of another type: earlier ones, if there are any."""
         contents = None if self._earlier is None else self._earlier.get(type_)
         if contents is None or not contents.lies_like(leaves):
             return Contents.of(leaves, type_)

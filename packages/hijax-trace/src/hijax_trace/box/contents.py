@@ -1,4 +1,4 @@
-"""Contents: what a Box holds at one time, as one reference per leaf.
+"""Contents: what a Box holds at one time, one reference per leaf.
 
 The references are JAX's (``jax.new_ref``), so reads and writes are ordinary operations under every
 transformation. Contents of another type need new references: a new ``Contents``.
@@ -112,7 +112,7 @@ def undifferentiated(leaf: Any) -> Any:
 
 
 def flatten(value: Any) -> tuple[list, BoxType]:
-    """Return the leaves of a value and its type as contents of a Box.
+    """Return a value's leaves and its type as contents of a Box.
 
     Raises:
         TypeError: the value can't be held.

@@ -1,4 +1,4 @@
-"""Guard: the identity on a value that is written to a Box from outside.
+"""Guard: the identity on values that are written to a Box.
 
 A Box from outside of a transformed function is not differentiated and not mapped. JAX finds that
 when it transforms the program, with an error that does not mention Boxes. The rules of this
@@ -76,7 +76,7 @@ written = Written("written_to_box")
 
 
 def explained(error: Exception) -> Exception:
-    """Return the error to raise instead of JAX's at a read or write."""
+    """Return the error to raise instead of JAX's."""
     if type(error) is Exception and "set/swap operation" in str(error):
         return TypeError(STOP_GRADIENT if "differentiated" in str(error) else VMAPPED)
     return error

@@ -177,7 +177,7 @@ class BoxJit:
                 self._calls.stale = True
 
     def _prepare(self, boxes: list[Box], args: tuple, kwargs: dict) -> tuple[Any, ...]:
-        """Return the program, the passed Boxes, the arguments and a context for the call."""
+        """Return program, passed Boxes, arguments and context of a call."""
         passed = list(dict.fromkeys(box._resolved() for box in boxes))
         if len(passed) < len(boxes):
             args, kwargs = _once(args, kwargs)
@@ -199,7 +199,7 @@ class BoxJit:
         return program, passed, args, kwargs, nullcontext() if key is None else _PROGRAM(key)
 
     def _fitting(self) -> _Program:
-        """Return the program for the Boxes' contents; a new one if there is none."""
+        """Return the program for the Boxes' contents, a new one if needed."""
         last = self._programs[0]
         found = next((program for program in self._programs if program.fits()), None)
         if found is None:

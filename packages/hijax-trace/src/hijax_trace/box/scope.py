@@ -1,4 +1,4 @@
-"""Scope: the traces and the runs of ``hijax_trace.jit`` in which a Box is used.
+"""Scope: the traces and runs in which a Box is used.
 
 A Box belongs to the trace that it was made in, if any. It may be read and written in all traces
 inside of that one. Its type may change in its own trace, and in a function that
@@ -17,7 +17,7 @@ _LOOPS = {"scan": "scan", "while_body": "while_loop", "while_cond": "while_loop"
 
 
 class BoxFound(BaseException):
-    """Ends a call that was made as if no argument held a Box."""
+    """Ends a call that assumed that no argument holds a Box."""
 
 
 class _Local(threading.local):
@@ -102,7 +102,7 @@ def check_unmixed(leaves: list, between: list[Any]) -> None:
 
 
 def frozen_error(old: Any, new: Any, trace: Any, passed: bool) -> TypeError:
-    """Return the error for a change of type where the type is fixed.
+    """Return the error for a change of a fixed type.
 
     Args:
         old: the type of the contents.
@@ -131,7 +131,7 @@ def frozen_error(old: Any, new: Any, trace: Any, passed: bool) -> TypeError:
 
 
 def captured_error(old: Any, new: Any, label: str) -> TypeError:
-    """Return the error for a change of type after a plain trace used the Box.
+    """Return the error for a type that a plain trace has fixed.
 
     Args:
         old: the type of the contents.
@@ -146,7 +146,7 @@ def captured_error(old: Any, new: Any, label: str) -> TypeError:
 
 
 def escaped_error() -> RuntimeError:
-    """Return the error for a Box that is used after its trace ended."""
+    """Return the error for a Box whose trace has ended."""
     return RuntimeError(
         "A Box must be used inside of the function that JAX traced it in, got one that escaped its "
         "trace. Return box.get() from the function, return the Box itself from a function under "

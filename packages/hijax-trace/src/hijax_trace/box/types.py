@@ -1,4 +1,4 @@
-"""BoxType: the type of a Box's contents, and the types that a program changes."""
+"""BoxType: the type of a Box's contents, and who changes it."""
 
 from __future__ import annotations
 

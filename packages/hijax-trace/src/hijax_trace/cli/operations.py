@@ -91,7 +91,7 @@ def default_targets(loaded: Iterable[str]) -> list[str]:
 
 
 def _is_there(name: str) -> bool:
-    """Return whether the installed version has the function, and it can be tapped."""
+    """Return whether the installed version's function can be tapped."""
     with contextlib.suppress(TargetError, LookupError):
         from interception_core.engine_api import Taps
 
@@ -162,7 +162,7 @@ def _is_value(leaf: Any) -> bool:
 
 
 def high_jaxprs(jaxpr: Any, name: str = "the program") -> list[tuple[str, int]]:
-    """Return the high jaxprs in a program: their names and numbers of equations."""
+    """Return names and sizes of the high jaxprs in a program."""
     jaxpr = compat.open_of(jaxpr)
     found = [(name, len(jaxpr.eqns))] if jaxpr.is_high else []
     for eqn in jaxpr.eqns:

@@ -1,4 +1,4 @@
-"""Axes: where a value's axes are after operations that only move its elements."""
+"""Axes: where a value's axes are after moves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compose(first: Axes, then: Axes) -> Axes:
 
 
 def dropped(axis: int, rank: int) -> Axes:
-    """Return the axes of one index along an axis: a step of a scan, an example of a vmap."""
+    """Return the axes of one index along an axis."""
     return tuple(None if i == axis else i - (i > axis) for i in range(rank))
 
 
@@ -67,7 +67,7 @@ def _broadcast(params: dict[str, Any], before: Sequence[int], after: Sequence[in
 
 
 def _reshape(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes | None:
-    """Pair runs of axes of equal size: one to one, one to many, many to one."""
+    """Pair runs of axes of equal size."""
     if params.get("dimensions") is not None:
         return None
     if not all(isinstance(size, int) for size in (*before, *after)):

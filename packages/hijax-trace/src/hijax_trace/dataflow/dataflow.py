@@ -1,4 +1,4 @@
-"""Dataflow: expressions of a jaxpr's values, each made when it is asked for."""
+"""Dataflow: expressions of a jaxpr's values, made on demand."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Dataflow:
         return self._known[atom]
 
     def _needed(self, atom: Any) -> list[Any]:
-        """Return the equations that a value depends on and that are not known yet, in order."""
+        """Return the equations behind a value that are not known yet."""
         # A stack instead of recursion: programs are thousands of equations deep.
         found: set[int] = set()
         stack = [atom]
@@ -145,7 +145,7 @@ def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
 
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
-    """Return the expressions of an equation's results that its programs tell, by number."""
+    """Return the expressions of results that an equation's programs tell."""
     if eqn.primitive in CUSTOM_CALLS:
         return dict(enumerate(_inside(eqn.params["call_jaxpr"], operands)))
     holder = holder_of(eqn.primitive, eqn.params)
@@ -206,7 +206,7 @@ _MOVED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDiction
 
 
 def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
-    """Return for each result of a jaxpr which inputs it may be a view of.
+    """Return which inputs each result of a jaxpr may view.
 
     Each item is a set of inputs, as the bits of an integer.
     """
@@ -231,7 +231,7 @@ def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
 
 
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
-    """Return which results of a call, branch or loop may be views of operands.
+    """Return which results of an equation may be views of operands.
 
     Args:
         eqn: the equation.
@@ -249,7 +249,7 @@ _COMPUTED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDict
 
 
 def _computed(eqn: Any) -> Sequence[int]:
-    """Return for each result the operands that make it an activation if they are one.
+    """Return for each result the operands that make it an activation.
 
     Each item is a set of operands, as the bits of an integer. Some may be missing.
     """
@@ -278,7 +278,7 @@ def _computed(eqn: Any) -> Sequence[int]:
 
 
 def _last_body(eqn: Any) -> Body | None:
-    """Return the body whose results the equation's are; one of them, for branches."""
+    """Return the body whose results are the equation's."""
     if eqn.primitive in CUSTOM_CALLS:
         count = len(eqn.invars)
         return Body(eqn.params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
@@ -288,7 +288,7 @@ def _last_body(eqn: Any) -> Body | None:
 
 
 def _outside(body: Body, operands: Sequence[int]) -> list[int]:
-    """Return the marks of a body's results, from those of the equation's operands.
+    """Return the marks of a body's results, from the operands' marks.
 
     A mark is an integer of bits. A result has the marks of all inputs that it may be a view of.
     """

@@ -1,4 +1,4 @@
-"""Evaluate: compute the values of expressions, for all steps of the loops around them."""
+"""Evaluate: the values of expressions, for all steps of loops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluated(expression: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _computed(expression: Any, known: Mapping[int, Any], inputs: Mapping[str, Any]) -> Any:
-    """Compute the value of one step, from the nodes that are known by ``id``."""
+    """Compute the value of one step."""
     values = dict(known)
     results: dict[tuple, Any] = {}
     stack = [expression]

@@ -1,4 +1,4 @@
-"""Expressions: how a value is computed from the inputs of the wrapped function."""
+"""Expressions: how a value is computed from the function's inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["view", "derived", "activation", "constant"]
 
 
 class Expression:
-    """How one value is computed. Nodes are shared, so an expression is a graph.
+    """How one value is computed: a graph with shared nodes.
 
     Attributes:
         aval: the type of the value.
@@ -95,11 +95,11 @@ class Expression:
         return self.judged(is_parameter).kind
 
     def is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether a view or a derived value has an index that the program computes."""
+        """Return whether the program computes an index of the value."""
         return self.judged(is_parameter).is_dynamic
 
     def judged(self, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return the kind with the parameters behind it; see ``kind`` for the argument."""
+        """Return the kind and the parameters behind it; see ``kind``."""
 
         def known(node: Expression) -> bool:
             return node._judged is not None and node._judged[0] == is_parameter
@@ -136,11 +136,11 @@ class Expression:
 
     @property
     def loops(self) -> int:
-        """How many leading axes ``evaluate`` adds: one for each loop and map around."""
+        """How many leading axes ``evaluate`` adds: one per loop and map."""
         return len({node.depth for node in self.nodes() if node.depth is not None})
 
     def base(self, is_parameter: Callable[[str], bool]) -> Expression | None:
-        """Return the part of a view or derived value that is known before the run.
+        """Return the part of a value that is known before the run.
 
         That is the value to which the first dynamic index is applied: ``w.T`` for ``w.T[i]``.
         Without a dynamic index it is the value itself.
@@ -162,7 +162,7 @@ class Expression:
 
     @property
     def moved(self) -> list[int] | None:
-        """The operands whose elements it consists of; None if it computes new ones."""
+        """The operands whose elements it has; None if it computes new ones."""
         return None
 
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:

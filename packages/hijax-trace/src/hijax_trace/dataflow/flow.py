@@ -1,4 +1,4 @@
-"""Flow: which input of a jaxpr a value is, if only moves are in between."""
+"""Flow: which input of a jaxpr a value is a move of."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The input of the wrapped function that a value is a move of.
+    """The wrapped function's input that a value is a move of.
 
     Attributes:
         path: the input's pytree path.
@@ -56,7 +56,7 @@ class Flow:
         self._found: dict[Any, Source | None] = {}
 
     def source(self, atom: Any) -> Source | None:
-        """Return the source of a variable or literal of the jaxpr, or None."""
+        """Return the source of a variable or literal, or None."""
         if isinstance(atom, compat.Literal):
             return None
         if atom not in self._found:
@@ -105,7 +105,7 @@ def flow_of(jaxpr: Any) -> Flow:
 
 
 def axes_inside(kind: str, aval: Any) -> Axes | None:
-    """Return where an operand's axes are in a body's input of a kind."""
+    """Return where an operand's axes are in a body's input."""
     shape = getattr(aval, "shape", None)
     if shape is None:
         return None
@@ -115,7 +115,7 @@ def axes_inside(kind: str, aval: Any) -> Axes | None:
 def move_of(
     primitive: Any, params: dict[str, Any], ins: list[Any], outs: list[Any], result: int
 ) -> tuple[int, Axes | None] | None:
-    """Return which operand a result is a move of, and where its axes are.
+    """Return which operand a result is a move of, and the axes.
 
     Args:
         primitive: the primitive that made the result.

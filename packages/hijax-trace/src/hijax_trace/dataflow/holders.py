@@ -73,7 +73,7 @@ def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:
 
 
 def _carried(jaxpr: Any, consts: int, carry: int) -> tuple[str, ...]:
-    """Return the kinds of the carry of a loop's body: SAME if it returns the input."""
+    """Return the kinds of a loop's carry: SAME if unchanged."""
     jaxpr = compat.open_of(jaxpr)
     return tuple(
         SAME if jaxpr.outvars[i] is jaxpr.invars[consts + i] else CHANGES for i in range(carry)
@@ -224,7 +224,7 @@ def _slots(params: dict[str, Any]) -> tuple[Slot, ...]:
 
 
 def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
-    """Return the holder of an unknown primitive that has jaxprs in these parameters."""
+    """Return the holder of an unknown primitive with jaxprs in these parameters."""
 
     def bodies(params: dict[str, Any], operands: int) -> list[Body]:
         found = []
@@ -253,7 +253,7 @@ def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
 
 
 def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
-    """Return the holder of an equation, or None if it holds no part of the program."""
+    """Return the holder of an equation, or None if there is none."""
     holder = HOLDERS.get(primitive)
     if holder is not None:
         return holder

@@ -56,7 +56,7 @@ class Constant(Expression):
 
 
 class Unknown(Expression):
-    """A value that only the running program knows, such as a loop's carry.
+    """A value that only a run knows, such as a loop's carry.
 
     Attributes:
         why: what it is, in words.
@@ -82,7 +82,7 @@ class Unknown(Expression):
 
 
 class Part(Expression):
-    """One step of a loop along an axis of a value, or one example of a ``vmap``.
+    """One step of a loop or ``vmap`` along an axis.
 
     Attributes:
         axis: the axis of the whole value that the part is without.
@@ -169,7 +169,7 @@ class Operation(Expression):
 
     @property
     def moved(self) -> list[int] | None:
-        """The operands whose elements it consists of; None if it computes new ones."""
+        """The operands whose elements it has; None if it computes new ones."""
         name = self.primitive.name
         if name not in VIEWS:
             return None
@@ -232,7 +232,7 @@ class Operation(Expression):
 
 
 def is_zero(expression: Expression) -> bool:
-    """Return whether a value is known to be all zeros before the program runs."""
+    """Return whether a value is known to be all zeros."""
     while isinstance(expression, Operation) and expression.primitive.name in (
         "broadcast_in_dim",
         "convert_element_type",

@@ -20,7 +20,7 @@ from .nodes import Constant, Operation, Part, is_zero
 def replay(
     expression: Expression, stands_for: Callable[[Expression], ArrayProxy | None]
 ) -> ArrayProxy:
-    """Return the array proxy of a view, from proxies of the values before it.
+    """Return the array proxy of a view, from proxies before it.
 
     Under ``jax.eval_shape`` this tells which proxies follow a view before the program runs. The
     first step stands for all steps of a loop, and index zero for one that the program computes.
@@ -51,7 +51,7 @@ def replay(
 
 
 def root_of(expression: Expression) -> Expression:
-    """Return the value that a view is of: an input, a computed or a joined value."""
+    """Return the input, or computed or joined value, of a view."""
     node = expression
     while len(data := _data(node)) == 1:
         (node,) = data
@@ -106,7 +106,7 @@ def mapped_rows(value: Expression, beside: Expression) -> int:
 
 
 def carriers_of(expression: Expression) -> list[str]:
-    """Return the inputs that go through all loops and maps around a value.
+    """Return the inputs that pass all loops and maps of a value.
 
     Each step of the loops has a part of such an input, so that values for the steps can travel
     with it; see ``Carrier``.
@@ -135,7 +135,7 @@ def carriers_of(expression: Expression) -> list[str]:
 
 
 def _data(node: Expression) -> list[Expression]:
-    """Return the operands whose elements a node consists of; none if it computes new ones."""
+    """Return the operands whose elements a node has."""
     if isinstance(node, Operation) and node.moved is not None:
         return [node.operands[i] for i in node.moved]
     return [*node.operands] if isinstance(node, Part) else []

@@ -1,4 +1,4 @@
-"""HiPrim: an operation as a class, with one instance per types and parameters.
+"""HiPrim: an operation as a class, an instance per application.
 
 JAX's class is called ``VJPHiPrimitive`` on 0.10.2 and ``HiPrim`` since. This one has the interface
 of JAX 0.12 on all versions. It is called with pytrees. JAX's ``custom_vjp`` is made of it.

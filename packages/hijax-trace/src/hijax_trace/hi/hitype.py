@@ -54,7 +54,7 @@ class HiType(compat.HiTypeBase):
         must_implement(self, "__eq__", "type equality")
 
     def lo_ty(self) -> list[Any]:
-        """Return the JAX types that a value of this type is lowered to."""
+        """Return the array types that a value is lowered to."""
         must_implement(self, "lo_ty", "lowering (e.g. under jit)")
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
@@ -82,11 +82,11 @@ class HiType(compat.HiTypeBase):
         must_implement(self, "vspace_add", "use as a tangent/cotangent type")
 
     def dec_rank(self, size: int | None, spec: Any) -> Any:
-        """Return the type of one example of a batch that is mapped by ``spec``."""
+        """Return the type of one example of a batch."""
         must_implement(self, "dec_rank", "vmap")
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
-        """Return the type of a batch of values of this type: the reverse of ``dec_rank``."""
+        """Return the type of a batch: the reverse of ``dec_rank``."""
         must_implement(self, "inc_rank", "vmap")
 
     def leading_axis_spec(self) -> Any:
@@ -136,7 +136,7 @@ def _with_options(str_short: Callable[..., str]) -> Callable[..., str]:
 
 
 class HiPspec(compat.HiPspecBase):
-    """How ``shard_map`` splits a value of a hi type. Subclasses are immutable and hashable."""
+    """How ``shard_map`` splits a value of a hi type, immutable and hashable."""
 
     def to_lo(self) -> tuple:
         """Return a ``PartitionSpec`` per entry of the type's ``lo_ty()``."""

@@ -40,7 +40,7 @@ def is_high(jaxpr: Any) -> bool:
 
 
 def lower(jaxpr: Any) -> Any:
-    """Return the lojax jaxpr of a hi one, which computes on lowered values.
+    """Return the lojax jaxpr of a hi one.
 
     Args:
         jaxpr: see ``is_high``. A jaxpr that is not high is returned as it is.

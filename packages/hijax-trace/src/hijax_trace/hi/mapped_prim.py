@@ -142,7 +142,7 @@ class MappedPrim(compat.HiPrimBase):
         compat.accumulate(pick(leaves, is_linear=True), found)
 
     def _summed(self) -> Any:
-        """Return the axes of the operands' cotangents; those of unmapped operands are summed."""
+        """Return the axes of the operands' cotangents, summed for unmapped operands."""
 
         def axis(dim: Any) -> Any:
             return compat.SUMMED if dim is None else dim

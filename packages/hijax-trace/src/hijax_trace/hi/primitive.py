@@ -1,4 +1,4 @@
-"""HiPrimitive: an operation with a rule per transformation and a lowering in Python.
+"""HiPrimitive: an operation with rules and a lowering in Python.
 
 The semantics are those of jax pull request 28781. In ``bind``, JAX asks ``is_high(*avals,
 **params)``. If that is true and the current trace requires low, ``to_lojax`` runs at once. A trace
@@ -39,7 +39,7 @@ class HiPrimitive(compat.PrimitiveBase):
         return False
 
     def abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, set]:
-        """Return the type of the result, or a list of types, and the effects."""
+        """Return the type, or list of types, and the effects."""
         must_implement(self, "abstract_eval", "tracing (e.g. under jit)")
 
     def to_lojax(self, *args: Any, **params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Derivative rules of a HiPrim that follow from another rule, for JAX 0.10.2.
+"""Derivative rules that follow from another rule, for JAX 0.10.2.
 
 Later versions have these rules, and theirs are used. The rules here compute the primal part again
 in the linear part, which is correct, but slower.
@@ -28,7 +28,7 @@ def instantiate_zeros(tree: Any) -> Any:
 
 
 def _transposed(prim: Any, tangent_map: Any, cotangent: Any) -> Any:
-    """Return the cotangents of a HiPrim's arguments under a linear map of their tangents."""
+    """Return the arguments' cotangents under a linear map of tangents."""
     avals = [aval.to_tangent_aval() for aval in prim.in_avals_flat]
     # Tangents of integers have dtype float0, which a linear map can't take.
     linear = [getattr(aval, "dtype", None) != jax.dtypes.float0 for aval in avals]

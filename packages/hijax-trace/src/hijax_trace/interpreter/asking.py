@@ -1,4 +1,4 @@
-"""Asking: equations that a handler is asked about, and how its results replace theirs."""
+"""Asking: equations that a handler is asked about, and its results."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _call(
     atoms: Sequence[Any],
     proceed: Callable[..., Any],
 ) -> TraceCall:
-    """Return what a handler is given, for arrays that are the values of atoms."""
+    """Return what a handler is given for these arrays."""
     place, number = run.place(task), run.number(task, name)
     known = KnownAtoms(values, run.frame, atoms)
     return TraceCall(name, level, args, params, place, number, known, proceed, run.session)

@@ -1,4 +1,4 @@
-"""Atoms: what is known of a jaxpr's variables and literals while it is re-interpreted."""
+"""Atoms: what is known of a jaxpr's variables and literals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTHING: Metadata = {}
 
 
 class KnownAtoms(NamedTuple):
-    """What is known of arrays that are atoms of a jaxpr; see ``call.Known``."""
+    """``call.Known`` for arrays that are atoms of a jaxpr."""
 
     values: Sequence[Any]
     frame: Frame
@@ -49,7 +49,7 @@ class KnownAtoms(NamedTuple):
 
 
 def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
-    """Return the array proxies of an equation's results; None if it moves no proxy."""
+    """Return the proxies of an equation's results, or None."""
     held = [proxy_of(frame.proxies.get(variable(atom))) for atom in eqn.invars]
     if eqn.primitive.name not in VIEWS or not any(held):
         return None
@@ -64,7 +64,7 @@ def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
 def computed(
     frame: Frame, eqn: Any, values: Sequence[Any], own: Sequence[Any]
 ) -> Sequence[Any] | None:
-    """Return an equation's results as an operand's array proxy computes them, or None.
+    """Return an equation's results as an operand's proxy computes them.
 
     Args:
         frame: what is known of the operands.
@@ -96,7 +96,7 @@ def carry(frame: Frame, eqn: Any) -> None:
 
 
 def forward(frame: Frame, eqn: Any) -> None:
-    """Keep what is known of operands that a call, branch or loop returns."""
+    """Keep what is known of operands that an equation returns."""
     for i, operand in forwarded(eqn):
         if metadata := metadata_of(frame, eqn.invars[operand]):
             frame.metadata.setdefault(eqn.outvars[i], metadata)

@@ -1,4 +1,4 @@
-"""Bodies: one program that an equation holds, re-interpreted or taken from the memo."""
+"""Bodies: a program in an equation, re-interpreted or from the memo."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BodyHere:
         return self._session.interceptor.resolve_path(self._place.frame.path(self._place.scopes))
 
     def number(self, key: Key) -> int:
-        """Return how many operations of a key, relative to the body, came before."""
+        """Return how many operations of a key came before."""
         return self._session.numbers.get(under(self.path, key), 0)
 
     def expressions(self) -> list[Express] | None:
@@ -182,7 +182,7 @@ def tap_body(
 def _as_before(
     tapped: Tapped, session: Session, place: Place, body: Body, operands: Operands
 ) -> Tapped:
-    """Return a body in which nothing was replaced, with a jaxpr that is the same each time.
+    """Return an unchanged body with the same jaxpr each time.
 
     JAX then knows its derivative and its compiled program.
     """
@@ -198,7 +198,7 @@ def _as_before(
 
 
 def _unused_in(jaxpr: Any, count: int, proxies: BodyProxies, is_numbered: bool) -> tuple[int, ...]:
-    """Return which inputs with array proxies a re-interpreted body does not use themselves."""
+    """Return which inputs with array proxies a body does not use."""
     if proxies is NO_PROXIES:
         return ()
     used = compat.used_inputs(compat.open_of(jaxpr))

@@ -1,4 +1,4 @@
-"""Body proxies: array proxies that a loop's, branch's or call's body takes as operands."""
+"""Body proxies: array proxies that a body takes as operands."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class BodyProxies:
         return jax.tree.leaves(self.proxies[self.whole :], is_leaf=is_shared)
 
     def avals(self) -> tuple[list[Any], list[Any]]:
-        """Return the types of the body's new inputs, before and after the old ones."""
+        """Return the types of the leading and trailing new inputs."""
         if self.placed:
             return [aval for one in self.placed for aval in one.avals], []
         trailing = [compat.step_type(compat.typeof(value)) for value in self.trailing]
         return [compat.typeof(value) for value in self.leading], trailing
 
     def key(self) -> tuple:
-        """Return a hashable that is equal for proxies that a body treats alike."""
+        """Return a key that is equal for proxies treated alike."""
         leading, trailing = self.avals()
         structure = jax.tree.structure(self.proxies)
         return self.inputs, self.whole, structure, tuple(leading), tuple(trailing), self.specs

@@ -19,7 +19,7 @@ _NOTHING: Metadata = {}
 
 
 class Known(Protocol):
-    """What is known of the arrays among the arguments of an operation, by number."""
+    """What is known of an operation's arrays, by number."""
 
     @property
     def values(self) -> Sequence[Any]:

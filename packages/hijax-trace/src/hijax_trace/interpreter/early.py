@@ -105,7 +105,7 @@ class Early:
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
-        """Ask the handlers of a primitive and of the programs that it holds.
+        """Ask the handlers of a primitive and of its programs.
 
         Args:
             path: the module path.
@@ -145,7 +145,7 @@ class Early:
                 return self._bind_rebuilt(place, primitive, params, values)
 
     def _marker(self, path: str, trace: Any, marker: Marker, closed: Any, values: list[Any]) -> Any:
-        """Ask the handler of a marker that another engine staged and makes now."""
+        """Ask the handler of a marker that another engine makes."""
         where, entry = self._where(trace, path), self._session.tapping.functions.get(marker.site)
         if where is None or entry is None:
             return NotImplemented
@@ -175,7 +175,7 @@ class Early:
                 return self._session.reinterpret(inner, jaxpr, [*compat.consts_of(closed), *values])
 
     def _where(self, trace: Any, path: str) -> Where | None:
-        """Return the module path and label, or None if this mode does not ask here."""
+        """Return path and label, or None if this mode does not ask."""
         base = self.tracers.base()
         staging = compat.staging_trace(trace)
         nested = staging is not base
@@ -190,7 +190,7 @@ class Early:
         return None
 
     def meet(self, nested: bool) -> None:
-        """Record that a handler must be asked early, and stage the program again.
+        """Stage the program again, because a handler must be asked early.
 
         The staging ends at once: other calls would reuse traces that JAX kept of it. A rule that
         runs after the staging continues.
@@ -237,7 +237,7 @@ class Early:
         return result
 
     def _frame(self, where: Where, values: Sequence[Any]) -> Frame:
-        """Return a frame for the place of an operation whose jaxpr does not exist yet."""
+        """Return a frame for an operation that has no jaxpr yet."""
         return Frame(None, (), {}, *where, depth=self.tracers.depth(values))
 
     def _proceed(self, primitive: Any, *values: Any, **params: Any) -> Any:
@@ -271,7 +271,7 @@ class Early:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count operations here now, and in the session when their place is reached."""
+        """Count operations here, and later in the session."""
         self._count_staged()
         before, kept = self._numbers.copy(), self._session.numbers
         self._session.numbers = self._numbers
@@ -283,7 +283,7 @@ class Early:
                 self._session.asked.append((self._looked_at, key, self._numbers[key] - 1))
 
     def _count_staged(self) -> None:
-        """Count the operations staged since the last call, whose handlers are asked later."""
+        """Count the operations that were staged since the last call."""
         base = self.tracers.base()
         if base is None:
             return

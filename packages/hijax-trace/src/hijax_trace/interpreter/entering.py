@@ -23,7 +23,7 @@ def inline(
     info: Any,
     within: frozenset[str] | None = None,
 ) -> None:
-    """Re-interpret the program of a call here, and make its results the call's.
+    """Re-interpret the program of a call instead of the call.
 
     Args:
         run: the pass.
@@ -54,7 +54,7 @@ def inner_frame(
     within: frozenset[str] | None = None,
     untapped: bool | None = None,
 ) -> Frame:
-    """Return the frame of a program that a call's operands are the inputs of."""
+    """Return the frame of a program for a call's operands."""
     operands = run.operands(task.eqn)
     return run.place(task, within, untapped).inside(
         compat.open_of(closed),
@@ -84,7 +84,7 @@ def enter(
 
 
 def _returns_proxy(run: Pass, eqn: Any) -> bool:
-    """Return whether a call returns a moved operand that has an array proxy.
+    """Return whether a call moves and returns a proxied operand.
 
     Operands that it returns as they are need no care: see ``forwarded``.
     """
@@ -118,7 +118,7 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
 
 
 def enter_custom(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Make the call of a function with custom derivative rules, with all of it tapped."""
+    """Make a call with custom derivative rules, with all of it tapped."""
     eqn = task.eqn
     new = rebuild_custom(run.session, run.place(task), eqn.params, values, run.operands(eqn))
     run.emit(task, eqn, new, info)

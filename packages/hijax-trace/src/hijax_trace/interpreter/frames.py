@@ -1,4 +1,4 @@
-"""Frames: what is known of the values of one jaxpr while it is re-interpreted."""
+"""Frames: what is known of the values of one jaxpr."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Frame:
             frame.numbers_were_read = True
 
     def steps(self) -> tuple[Step, ...] | None:
-        """Return, for a handler, the loops around; None if they are not known."""
+        """Return, for a handler, the loops around, or None."""
         found, are_over, is_known = [], False, True
         for frame in self._and_around():
             frame.steps_were_read = True

@@ -12,7 +12,7 @@ from ..proxy.follow import follow
 
 
 def moved_proxy(value: Any, operands: Mapping[int, ArrayProxy]) -> ArrayProxy | None:
-    """Return the array proxy of a value that a handler computed, or None.
+    """Return the array proxy of a handler's value, or None.
 
     Args:
         value: the value.

@@ -89,7 +89,7 @@ class Expansions:
         self._known: dict[int, tuple[weakref.ref[Any], Expansion | None]] = {}
 
     def of(self, prim: Any) -> Expansion | None:
-        """Return what a HiPrim expands to, or None if it does not expand."""
+        """Return what a HiPrim expands to, or None."""
         number = id(prim)
         if number not in self._known:
             forget = functools.partial(_forget, weakref.ref(self), number)
@@ -189,7 +189,7 @@ class TappedPrim(compat.HiPrimBase):
         return prim.vjp_bwd(*residuals, *accums)
 
     def transpose(self, out_ct: Any, *maybe_accums: Any) -> Any:
-        """Add the cotangents of the operands that it is linear in to their accumulators."""
+        """Add the cotangents of linear operands to their accumulators."""
         return self.prim.transpose(out_ct, *maybe_accums[1:])
 
     def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
@@ -203,7 +203,7 @@ class TappedPrim(compat.HiPrimBase):
 
 
 class _Program:
-    """What a tapped HiPrim expands to, and what calls its rules. Compared by identity."""
+    """A tapped HiPrim's expansion and rules, compared by identity."""
 
     def __init__(self, jaxpr: Any, rule: Rule):
         self.jaxpr = jaxpr

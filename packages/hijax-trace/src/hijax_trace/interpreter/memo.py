@@ -24,7 +24,7 @@ class Here(Protocol):
         """Return what stands for the module path."""
 
     def number(self, key: Key) -> int:
-        """Return how many operations of a key, relative to the program, came before."""
+        """Return how many operations of a key came before."""
 
     def expressions(self) -> Sequence[Express] | None:
         """Return what finds the expressions of the inputs."""
@@ -100,7 +100,7 @@ class Memo:
         )
 
     def find(self, jaxpr: Any, key: Hashable, here: Here) -> Tapped | None:
-        """Return what was made of a program whose handlers saw the same, or None.
+        """Return a tapped program whose handlers saw the same, or None.
 
         Args:
             jaxpr: the original, open.
@@ -130,7 +130,7 @@ class Memo:
     def kinds_of(
         self, expressions: Sequence[Express] | None, is_parameter: Callable[[str], bool]
     ) -> tuple[Hashable, ...]:
-        """Return the kinds of a program's inputs, on which those of its values depend."""
+        """Return the kinds of a program's inputs."""
         found = []
         for express in expressions or ():
             expression = express()

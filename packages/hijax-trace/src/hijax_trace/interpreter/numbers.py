@@ -1,4 +1,4 @@
-"""Numbers: how operations that share module path, label and name are counted for op ids."""
+"""Numbers: how operations are counted for op ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def join_path(*parts: str) -> str:
 
 
 def under(path: str, key: Key) -> Key:
-    """Return the key of an operation of a body that is called at a module path."""
+    """Return a key that is relative to a module path, as absolute."""
     return join_path(path, key[0]), *key[1:]
 
 

@@ -1,4 +1,4 @@
-"""One pass over a jaxpr: its values, and how equations are made again."""
+"""One pass over a jaxpr: its values and how it makes equations."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Once:
 
 
 class Linear(NamedTuple):
-    """The linear function of a derivative, made together with the equation that it is of.
+    """A derivative's linear function, made together with its equation.
 
     Attributes:
         count: how many operands that equation has.
@@ -155,7 +155,7 @@ class Linear(NamedTuple):
 
 
 class Derivatives:
-    """The derivatives in a jaxpr, and what was made of the equations that they are of.
+    """The derivatives in a jaxpr, and what was made of them.
 
     JAX may inline a jaxpr twice, with the same functions. Their equations differ by operands.
 
@@ -186,7 +186,7 @@ class Derivatives:
         return max(found, key=lambda one: one.is_backward, default=None)
 
     def keep(self, function: Function, eqn: Any, linear: Linear) -> None:
-        """Keep the linear function of a derivative that was made with its equation."""
+        """Keep the linear function of an equation's derivative."""
         self._linear[_at(function, eqn, linear.count)] = linear
 
     def linear(self, eqn: Any) -> Linear | None:

@@ -75,7 +75,7 @@ def compute(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
 
 
 def _is_view(run: Pass, eqn: Any, held: Sequence[Any]) -> bool:
-    """Return whether an equation is a call that returns a view of an operand with a proxy."""
+    """Return whether an equation is a call that returns a proxied view."""
     if eqn.primitive is not compat.jit_p:
         return False
     return bool(returned_views(eqn, [proxy is not None for proxy in held]))

@@ -127,7 +127,7 @@ def rebuild_custom(
     values: Sequence[Any],
     operands: Operands,
 ) -> Rebuilt:
-    """Return the call of a function with custom derivative rules, with all of it tapped.
+    """Return a call with custom derivative rules, with all of it tapped.
 
     A rule runs instead of the function, when JAX gets to it: its operations count from where the
     function's do.
@@ -160,13 +160,13 @@ def rebuild_custom(
 
 
 def _shifted(out_trees: Callable[[], tuple], extra: int) -> tuple:
-    """Return a rule's output trees, with operands that it forwards ``extra`` places later."""
+    """Return a rule's output trees for ``extra`` more leading operands."""
     out_tree, res_tree, forwarded = out_trees()
     return out_tree, res_tree, [None if i is None else i + extra for i in forwarded]
 
 
 def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
-    """Return the operands that bodies take as array proxies, and no body as arrays."""
+    """Return the operands that bodies take only as array proxies."""
     unused = {body.inputs[i] for body, one in zip(bodies, tapped, strict=True) for i in one.unused}
     used = {
         operand
@@ -178,7 +178,7 @@ def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
 
 
 def _metadata(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Metadata]:
-    """Return the metadata of an equation's results: that on which all bodies agree."""
+    """Return the metadata of results on which all bodies agree."""
     if results == "carry":
         return {}
     first, *rest = tapped
@@ -190,7 +190,7 @@ def _metadata(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Metadata]:
 
 
 def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Give every branch the new inputs of all. A value that several have is one input.
+    """Give every branch the new inputs of all, each value once.
 
     JAX refuses a reference that is given twice, and loses what is written to one of them.
     """

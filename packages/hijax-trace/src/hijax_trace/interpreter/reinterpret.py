@@ -17,7 +17,7 @@ from .tasks import Do, Task
 def reinterpret(
     session: Session, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
 ) -> list[Any]:
-    """Make the equations of a jaxpr again in the current trace, as handlers want them.
+    """Make a jaxpr's equations again, as handlers want them.
 
     Args:
         session: the call of the wrapped function.

@@ -100,7 +100,7 @@ def _rule_frame(
     sources: Sequence[int | None],
     consts: Sequence[Any],
 ) -> Frame:
-    """Return the frame of a derivative rule, whose inputs are operands of these numbers."""
+    """Return the frame of a derivative rule."""
 
     def express(var: Any, source: int | None) -> Express:
         if source is None or operands.expressions is None:
@@ -118,7 +118,7 @@ def _rule_frame(
 
 
 def prim_rule(session: Session, place: Place, operands: Operands, numbers: Numbers) -> Rule:
-    """Return what calls a derivative rule of a HiPrim with its operations tapped.
+    """Return what calls a HiPrim's derivative rule, tapped.
 
     Args:
         session: the call of the wrapped function.

@@ -1,4 +1,4 @@
-"""Sessions: one call of a wrapped function, from staging it to re-interpreting it."""
+"""Sessions: one call of a wrapped function, from staging to results."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Session:
         ]
 
     def counting(self, numbers: Numbers) -> Session:
-        """Return a session with other numbers, for a rule that runs later or instead."""
+        """Return a session with other numbers, for a derivative rule."""
         session = Session(self.tapping, numbers)
         session.kept = self.kept
         return session

@@ -132,7 +132,7 @@ class Tasks:
         return self._plan(jaxpr)[1]
 
     def holder(self, primitive: Any, params: dict[str, Any]) -> Holder | None:
-        """Return the holder of an equation, or None if it holds no program."""
+        """Return the holder of an equation, or None."""
         if primitive is not compat.call_hi_primitive_p:
             return holder_of(primitive, params)
         expansion = self._expansions.of(params["_prim"])
@@ -153,7 +153,7 @@ class Tasks:
         return marker is not None and marker.owner == self._owner
 
     def counted(self, eqn: Any) -> dict[Key, int]:
-        """Return how many operations an equation has if handlers let all of them run."""
+        """Return how many operations an equation has, by key."""
         task = self.task(eqn)
         base = join_path(*task.scopes)
         if task.settled or task.do is Do.PASS:

@@ -1,4 +1,4 @@
-"""Tracers: what is known of the values of a program while it is being staged."""
+"""Tracers: what is known of values that are being staged."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NOTHING: Metadata = {}
 
 
 def _no_trace() -> None:
-    """Return None, as the weak reference to a trace does once that is gone."""
+    """Return None, as a dead weak reference does."""
 
 
 class Tracers:
-    """What is known of the values of one program while it is staged.
+    """The values of one program while it is staged.
 
     Attributes:
         base: returns the program's trace, or None before and after the staging.
@@ -70,7 +70,7 @@ class Tracers:
         self._metadata[id(value)] = value, metadata
 
     def replace(self, value: Any) -> None:
-        """Mark a value as computed by a handler, not by the program's operation."""
+        """Mark a value as computed by a handler."""
         while (inner := compat.inner_value(value)) is not None:
             value = inner[0]
         if self._is_here(value):
@@ -111,7 +111,7 @@ class Tracers:
         return None if origin is None else origin.moved(step[1])
 
     def expression(self, value: Any) -> Expression:
-        """Return how a value is computed, in one example of the maps around it."""
+        """Return the expression of a value, in one example of maps."""
         axes = []
         while (inner := compat.inner_value(value)) is not None:
             value, axis = inner
@@ -123,7 +123,7 @@ class Tracers:
         return found
 
     def depth(self, values: Sequence[Any]) -> int:
-        """Return the largest number of maps and derivatives around any of the values."""
+        """Return how many maps and derivatives are around values."""
         return max(map(_levels, values), default=0)
 
     def _unmapped(self, value: Any) -> Expression:
@@ -190,7 +190,7 @@ class _StagedEqn(NamedTuple):
 
 
 class _Staged:
-    """The equations that compute a value which is being staged, as a jaxpr.
+    """The equations behind a value that is being staged.
 
     Args:
         value: the value.
@@ -235,7 +235,7 @@ class _Staged:
 
 
 class KnownTracers(NamedTuple):
-    """What is known of arrays while a program is staged; see ``call.Known``."""
+    """``call.Known`` for arrays of a program that is being staged."""
 
     values: Sequence[Any]
     tracers: Tracers

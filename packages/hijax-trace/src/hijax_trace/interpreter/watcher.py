@@ -20,7 +20,7 @@ from .session import Session
 
 
 class Watcher:
-    """Observes each tapped call while a program is staged, and stages a marker for it.
+    """Observes tapped calls while a program is staged, and stages markers.
 
     It implements ``interception_core.engine_api.Observer``.
 
@@ -88,7 +88,7 @@ class Watcher:
         )
 
     def _staged(self, call: Any, packed: Packed) -> Staged:
-        """Stage a function's call as a separate jaxpr, under a vmap or derivative."""
+        """Stage a function's call as a separate jaxpr."""
         values, key = packed.arrays, key_of(self.session.context, call.site, packed)
         found = None if key is None else self.session.tapping.mapped.get(key)
         if found is None:
@@ -113,7 +113,7 @@ class Watcher:
         return body
 
     def keep(self, trace: Any) -> None:
-        """Let a trace keep the calls of jitted functions that JAX would inline.
+        """Let a trace keep jitted calls that JAX would inline.
 
         They are inlined when the program is re-interpreted. Until then each is one equation that
         JAX has traced before, and whose derivative it makes once for all such calls.

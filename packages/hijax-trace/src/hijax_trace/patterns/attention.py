@@ -79,7 +79,7 @@ class Attention:
     _inputs: tuple[str, ...] = ()
 
     def of(self, result: Expression) -> tuple[Attention, list[int]]:
-        """Return the attention with another result, and the numbers of its input leaves.
+        """Return the attention with another result, and its inputs' numbers.
 
         Args:
             result: the result, computed from the second contraction's (the leaf ``RESULT``).
@@ -98,7 +98,7 @@ class Attention:
 
     @property
     def places(self) -> list[list[int]]:
-        """For queries, keys and values, the numbers of the inputs that they are computed from."""
+        """The numbers of the inputs of queries, keys and values."""
         return [[self._inputs.index(leaf.path) for leaf in x.leaves()] for x in self.contracted]
 
     @property

@@ -1,4 +1,4 @@
-"""Find: the attentions that a program spells out, by one pass over its equations."""
+"""Find: the attentions in a program, by one pass over equations."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _Walk:
         return [dataclasses.replace(value, members=members)]
 
     def _inside(self, body: Any, operands: Sequence[Value]) -> list[Value]:
-        """Return what is known of the results of a function that the program calls."""
+        """Return what is known of the results of a called function."""
         jaxpr = compat.open_of(body)
         consts = [Constant(compat.typeof(value), value) for value in compat.consts_of(body)]
         env: dict[Any, Value] = dict(
@@ -158,7 +158,7 @@ def _operation(eqn: Any, operands: Sequence[Any], result: int) -> Operation:
 
 
 def _is_cheap(eqn: Any, value: Value) -> bool:
-    """Return whether a pattern may compute a value again, instead of reading it."""
+    """Return whether a pattern may compute a value again."""
     if not isinstance(value, Expression):
         return False
     return eqn.primitive.name in VIEWS or (value.is_constant and not eqn.effects)

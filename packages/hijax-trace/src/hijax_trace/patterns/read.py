@@ -200,7 +200,7 @@ _TAKE = {
 def _order(
     logits: Logits, query: int, over: frozenset[str], steps: _Steps
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the labels of batch, key heads, heads that share keys, queries, and keys."""
+    """Return the labels of batch, heads, groups, queries and keys."""
     own = [label for labels in logits.axes[query] for label in labels]
     theirs = [label for labels in logits.axes[1 - query] for label in labels]
     keys = tuple(label for label in theirs if label in over)

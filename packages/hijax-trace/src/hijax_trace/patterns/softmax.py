@@ -1,4 +1,4 @@
-"""Softmax: which step of a softmax of scores a value of a program is."""
+"""Softmax: the values from scores to probabilities."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ Rule = Callable[[Any, Sequence[Operand]], Tracked | None]
 
 
 def follow(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
-    """Return an equation's result if it is a step of a softmax, or None.
+    """Return an equation's result as a step of a softmax.
 
     Args:
         eqn: the equation.
@@ -231,7 +231,7 @@ def _binary(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
 
 
 def _axes(scores: Tracked, other: Expression) -> Labels:
-    """Return the labels of the axes of a bias or mask, none for axes of one element."""
+    """Return the labels of the axes of a bias or mask."""
     pairs = zip(scores.axes, other.aval.shape, strict=True) if other.aval.shape else ()
     return tuple(labels if size > 1 else () for labels, size in pairs)
 
@@ -261,7 +261,7 @@ def _both(name: str, left: Tracked, right: Tracked) -> Tracked | None:
 
 
 def _is_along(row: Tracked, value: Tracked) -> bool:
-    """Return whether a row has a value's axes, without those that it was reduced over."""
+    """Return whether a row has a value's axes but the reduced ones."""
     kept = [tuple(x for x in labels if x not in row.over) for labels in value.axes]
     return row.kind in _OF_ROWS and list(row.axes) == kept
 

@@ -23,7 +23,7 @@ VIEWS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squee
 
 
 def compact(value: Expression, axes: Labels) -> tuple[Expression, Labels]:
-    """Return a value before it was broadcast, and the labels of its axes there."""
+    """Return a value before its broadcasts, and its axes' labels."""
     while isinstance(value, Operation):
         name, inner = value.primitive.name, value.operands[0] if value.operands else None
         if inner is None or not hasattr(inner.aval, "shape"):
@@ -53,13 +53,13 @@ def _is_wider(before: Any, after: Any) -> bool:
 
 def evaluated(value: Expression) -> np.ndarray:
     """Return the value of an expression of constants."""
-    # While JAX binds a primitive there is no current trace, so set one.
+    # JAX has no current trace while it binds a primitive, so set one.
     with compat.set_current_trace(compat.eval_trace):
         return np.asarray(value.evaluate({}))
 
 
 def constant(value: Expression) -> float | None:
-    """Return the number that all elements of a value are, or None if it is not known."""
+    """Return the number that a value is everywhere, or None."""
     value, _ = compact(value, ((),) * len(value.aval.shape))
     if not value.is_constant or value.aval.size != 1:
         return None

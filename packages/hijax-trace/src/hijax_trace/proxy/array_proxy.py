@@ -1,4 +1,4 @@
-"""ArrayProxy: a value in another form that a program takes for an array."""
+"""ArrayProxy: another form of an array that a program moves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .updates import UPDATES, Update, axes_of, written
 
 
 class ArrayProxy(abc.ABC):
-    """Base class of pytrees that stand for one array, such as quantized values and scales.
+    """Base class of pytrees that stand for one array.
 
     An argument of a function wrapped by TraceEngine may hold proxies where the function expects
     arrays. The program is traced for the arrays. A handler gets the proxy of an operand from
@@ -64,7 +64,7 @@ class ArrayProxy(abc.ABC):
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return the proxies of the results of a primitive that only moves elements.
+        """Return the proxies of the results of a move.
 
         Args:
             primitive: its name, such as ``"transpose"``.
@@ -122,7 +122,7 @@ class ArrayProxy(abc.ABC):
         return Move(primitive, params, operands, data, shapes)
 
     def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
-        """Return a proxy of which each step of a loop has one index along axis 0.
+        """Return a proxy whose axis 0 is the steps of a loop.
 
         An array in it that is wrapped in ``Shared`` is not cut: every step has it whole, for
         example a stack of packed weights with one index per step. XLA would copy each cut.
@@ -158,7 +158,7 @@ class ArrayProxy(abc.ABC):
         return Lost(shape, self.dtype, f"steps along axis {axis}, which has one scale or tiles")
 
     def shards(self, counts: Sequence[int]) -> Shards:
-        """Return how the proxy is distributed when devices get parts of the array.
+        """Return how devices that get parts of the array share it.
 
         Args:
             counts: into how many equal parts each axis of the array is cut.
@@ -169,7 +169,7 @@ class ArrayProxy(abc.ABC):
         return sliced(self, counts)
 
     def encode(self, array: Any, axes: Sequence[int | None]) -> ArrayProxy:
-        """Return an array in the form of this proxy, to be written into it.
+        """Return an array in this proxy's form, to be written into it.
 
         Args:
             array: the new elements.
@@ -236,7 +236,7 @@ class ArrayProxy(abc.ABC):
         return None
 
     def left(self, why: str) -> None:  # noqa: B027
-        """Learn why the program continues with the array and not with this proxy.
+        """Learn why the program continues with the array.
 
         Args:
             why: the reason, in words.
@@ -277,7 +277,7 @@ def _is_proxy_type(kind: type) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lost(ArrayProxy):
-    """A proxy that could not follow a primitive. The program has the array.
+    """A proxy that could not follow a primitive.
 
     Attributes:
         shape: the shape of the array.

@@ -1,4 +1,4 @@
-"""Carrier: an input together with stored values that the program derives from it."""
+"""Carrier: an input together with stored values derived from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .array_proxy import ArrayProxy, Lost
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carrier(ArrayProxy):
-    """An input, with array proxies of values that the program derives from it.
+    """An input, with array proxies of values derived from it.
 
     The proxies travel with the input, and with values that are computed from it, into loops and
     calls. When the program computes a value whose ``Expression.key`` is that of a proxy, the proxy
@@ -44,14 +44,14 @@ class Carrier(ArrayProxy):
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     def restore(self) -> jax.Array:
-        """Return the input; if nothing of it is stored, NaNs of its shape and dtype."""
+        """Return the input, or NaNs if nothing of it is stored."""
         if self.own is None:
             # A use that a plan did not expect must show in the results.
             return jnp.full(self.shape, jnp.nan, self.dtype)
         return self.own.restore() if isinstance(self.own, ArrayProxy) else self.own
 
     def inside(self) -> Carrier:
-        """Return this without an input that the program has as an array anyway."""
+        """Return this without an input that is a plain array."""
         if isinstance(self.own, ArrayProxy):
             return self
         return dataclasses.replace(self, own=None)
@@ -59,7 +59,7 @@ class Carrier(ArrayProxy):
     def at(
         self, others: Sequence[Carrier], key: str, value: Any, own: ArrayProxy | None
     ) -> Carrier:
-        """Return the carrier of a value that was computed from this and other inputs.
+        """Return the carrier of a value computed from this and others.
 
         Args:
             others: the carriers of the other inputs.
@@ -81,7 +81,7 @@ class Carrier(ArrayProxy):
         )
 
     def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
-        """Return the carrier for a loop that steps along an axis of the input.
+        """Return the carrier for a loop along an axis.
 
         Args:
             axis: the axis of the input.
@@ -113,5 +113,5 @@ class Carrier(ArrayProxy):
 
 
 def proxy_of(held: ArrayProxy | None) -> ArrayProxy | None:
-    """Return the proxy of a value itself, without the derived values of a carrier."""
+    """Return the proxy of a value itself, without derived values."""
     return held.own if isinstance(held, Carrier) else held

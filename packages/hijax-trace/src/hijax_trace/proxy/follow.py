@@ -20,7 +20,7 @@ def follow(
     avals: Sequence[Any],
     is_known_zero: Callable[[int], bool],
 ) -> list[ArrayProxy | None]:
-    """Return the array proxies of an equation's results, from those of its operands.
+    """Return the array proxies of an equation's results.
 
     Args:
         primitive: the name of its primitive.

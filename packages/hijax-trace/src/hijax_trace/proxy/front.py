@@ -1,4 +1,4 @@
-"""Front: moves of the first axes, for parts whose other axes are not the array's.
+"""Front: moves of the first axes of parts with other axes.
 
 An example is a weight that is packed for a kernel: a stack of packed matrices can be sliced along
 the stack, but not inside a matrix.
@@ -37,7 +37,7 @@ def leading(how: Move, count: int) -> Move:
 
 
 def _first(name: str) -> Callable[[Move, int], dict[str, Any] | None]:
-    """Return the rule for a parameter that is the axis along which a primitive moves."""
+    """Return the rule for a primitive that moves along one axis."""
     return lambda how, count: {} if how.params[name] < count else None
 
 

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 class MoveError(JaxtapError, ValueError):
-    """An array proxy can't follow a primitive. The message is the reason, as a phrase."""
+    """An array proxy can't follow a primitive; the message says why."""
 
 
 class Move(NamedTuple):
@@ -43,7 +43,7 @@ class Move(NamedTuple):
         return self.shapes[0]
 
     def kept_axes(self) -> dict[int, int]:
-        """Return which axis of the results each axis of ``tiles`` becomes, if it is left.
+        """Return which axis of the results each axis of ``tiles`` becomes.
 
         Raises:
             MoveError: a reshape merges or splits one of these axes.
@@ -78,7 +78,7 @@ def numbers_of(how: Move) -> lax.GatherDimensionNumbers:
 
 
 def _reshaped(how: Move, axis: int) -> int:
-    """Return which axis of a reshape's result an axis of its operand becomes."""
+    """Return which axis of a reshape's result an axis becomes."""
     old, new = how.shape, tuple(how.params["new_sizes"])
     before = math.prod(old[:axis])
     for place, size in enumerate(new):

@@ -1,4 +1,4 @@
-"""Moves: what primitives that only move elements do to the parts of an array proxy.
+"""Moves: what moving primitives do to an array proxy's parts.
 
 Quantized values and their scales, for example, are moved alike. Along each axis the scales have the
 size of the array, or 1, or one scale per tile. If the last tile is shorter than the others,
@@ -42,7 +42,7 @@ def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> l
 
 
 def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], bool]) -> list[int]:
-    """Return the numbers of the operands that a primitive moves to its results."""
+    """Return the numbers of the operands that a primitive moves."""
     if primitive in ("concatenate", "stack"):
         return list(range(len(operands)))
     if primitive == "select_n":

@@ -9,7 +9,7 @@ import jax
 
 
 class Part(NamedTuple):
-    """One of the arrays that a proxy is made of, such as its scales.
+    """One array of a proxy, such as its scales.
 
     Attributes:
         value: the array, a pytree of such arrays, or another proxy. Its first axes are those of

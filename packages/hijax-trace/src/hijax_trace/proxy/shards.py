@@ -1,4 +1,4 @@
-"""Shards: the part of an array proxy that a device has inside of ``shard_map``."""
+"""Shards: a device's part of an array proxy, in ``shard_map``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shards(NamedTuple):
 
 
 def sliced(proxy: ArrayProxy, counts: Sequence[int]) -> Shards:
-    """Return how a proxy that follows slices is distributed: a shard is a slice.
+    """Return how a proxy is distributed whose shards are slices.
 
     Args:
         proxy: the proxy.
@@ -124,7 +124,7 @@ def placed(proxy: ArrayProxy, spec: jax.sharding.PartitionSpec, params: dict[str
 
 
 def _resharded(array: Any, spec: jax.sharding.PartitionSpec) -> Any:
-    """Return an array sharded by a spec, if its mesh has axes of type Explicit.
+    """Return an array, resharded by a spec on an Explicit mesh.
 
     ``shard_map`` requires that of its operands. The program resharded the array that the proxy
     stands for, not the proxy's arrays.

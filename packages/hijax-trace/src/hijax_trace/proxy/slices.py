@@ -1,4 +1,4 @@
-"""Slices: moves of a part of an axis, which must fit the tiles that share scales."""
+"""Slices: moves of a part of an axis, which must fit tiles."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .move import Move, MoveError, numbers_of
 
 
 def rest_of(how: Move, x: jax.Array) -> range:
-    """Return the axes of a part that come after those of the array."""
+    """Return a part's axes after those of the array."""
     return range(len(how.shape), x.ndim)
 
 
 def tile_of(how: Move, x: jax.Array, axis: int) -> int:
-    """Return how many elements of an axis share each element of a part."""
+    """Return how many elements of an axis share a scale."""
     size, groups = how.shape[axis], max(x.shape[axis], 1)
     return how.tiles.get(axis, 0) if axis in how.tiles and 1 < groups < size else size // groups
 
@@ -43,7 +43,7 @@ def _cut(how: Move, x: jax.Array, bounds: Sequence[tuple[int, int, int]]) -> jax
 def _bounds(
     how: Move, x: jax.Array, axis: int, bound: tuple[int, int, int]
 ) -> tuple[int, int, int]:
-    """Return the slice of the scales along an axis, for a slice of the elements."""
+    """Return the slice of scales for a slice of elements."""
     (start, limit, step), size, groups = bound, how.shape[axis], x.shape[axis]
     if groups == size:
         return bound
@@ -78,7 +78,7 @@ def dynamic_slice_rule(
 
 
 def _window(how: Move, x: jax.Array, axis: int, start: Any, size: int) -> tuple[Any, int]:
-    """Return the start and the number of the scales of a window of an axis."""
+    """Return the start and number of a window's scales."""
     full, groups, tile = how.shape[axis], x.shape[axis], tile_of(how, x, axis)
     if groups == full:
         return start, size
@@ -131,7 +131,7 @@ def gather_rule(
 
 
 def _spread(how: Move, x: jax.Array, axis: int) -> jax.Array:
-    """Repeat scales along an axis, so that each element has a separate one."""
+    """Repeat scales so that each element of an axis has one."""
     size = how.shape[axis]
     if x.shape[axis] == size:
         return x
@@ -141,7 +141,7 @@ def _spread(how: Move, x: jax.Array, axis: int) -> jax.Array:
 def _filled(
     how: Move, found: jax.Array, indices: Any, offsets: Sequence[int], is_whole: bool
 ) -> jax.Array:
-    """Put NaN where an index is out of bounds, if the program's gather does so."""
+    """Put NaN where an index is out of bounds, as gather does."""
     if how.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return found
     fill = how.params["fill_value"]

@@ -1,4 +1,4 @@
-"""Tiles: which moves scales per tile can't follow, and how a reshape regroups them."""
+"""Tiles: how moves rearrange the tiles that share scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .move import Move, Shape
 
 
 def rearranged(how: Move) -> Sequence[int]:
-    """Return the axes along which a primitive changes where tiles begin or end."""
+    """Return the axes along which a primitive rearranges tiles."""
     params = how.params
     if how.primitive == "rev":
         return params["dimensions"]

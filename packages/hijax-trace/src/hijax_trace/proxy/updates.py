@@ -1,4 +1,4 @@
-"""Updates: what primitives that write elements do to the parts of an array proxy.
+"""Updates: what writing primitives do to an array proxy's parts.
 
 The new elements are encoded in the form of the proxy first. Then quantized values and scales are
 written in the same way. A scale that several elements share can only be replaced with all of them.
@@ -46,7 +46,7 @@ def written(primitive: str, how: Update, parts: Sequence[jax.Array]) -> jax.Arra
 
 
 def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) -> list[int | None]:
-    """Return along which axis of the updated array each axis of an operand runs.
+    """Return the updated array's axis for each axis of an operand.
 
     Args:
         primitive: its name, one of ``UPDATES``.
@@ -66,7 +66,7 @@ def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) 
 
 
 def _window(numbers: lax.ScatterDimensionNumbers) -> dict[int, int]:
-    """Return the axes of a scatter's updates, by the axis of the array along which they run."""
+    """Return the axes of a scatter's updates, by axis of the array."""
     gone = {*map(int, numbers.inserted_window_dims), *map(int, numbers.operand_batching_dims)}
     places = list(map(int, numbers.update_window_dims))
     kept = [axis for axis in range(len(places) + len(gone)) if axis not in gone]
@@ -80,7 +80,7 @@ def _coarse(how: Update, part: jax.Array) -> list[int]:
 
 
 def _check_whole(primitive: str, how: Update, part: jax.Array, window: Sequence[int]) -> None:
-    """Raise MoveError unless a window covers all axes along which elements share scales."""
+    """Raise MoveError unless a window covers axes that share scales."""
     full = how.shapes[0]
     for axis in _coarse(how, part):
         if window[axis] != full[axis]:
@@ -127,7 +127,7 @@ _ELEMENTWISE = frozenset(
 
 
 def _is_constant_along(mask: Any, axis: int) -> bool:
-    """Return whether a mask is surely constant along an axis, by how it was computed."""
+    """Return whether a mask is surely constant along an axis."""
     while compat.is_staged(mask):
         _, eqn = compat.producer(mask)
         if eqn is None:

@@ -40,8 +40,8 @@ class Function:
     Attributes:
         program: the program that it is made of.
         levels: the maps around the program, outermost first.
-        places: for each argument of the program, the number of its own argument that it is; None
-            if it is not an argument.
+        places: for each argument of the program, the number of this function's argument that it
+            is; None if it is not an argument.
         key: equal for equal functions.
         base: the function that it is a derivative of, if it takes the same arguments first.
         is_derived: whether it returns derivatives, not the program's results.
@@ -70,7 +70,7 @@ class Function:
         raise NotImplementedError
 
     def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
-        """Return the results of ``base``, and the linear function of the other arguments."""
+        """Return the results of ``base``, and the linear function."""
         raise NotImplementedError
 
     def __call__(self, *values: Any) -> list[Any]:
@@ -96,7 +96,7 @@ class Function:
         return Transposed(self, linear, given)
 
     def batched(self, axis: Any, axes: Sequence[int | None]) -> Batched:
-        """Return the function of all examples of a ``vmap``, stacked along axis 0.
+        """Return the function of all examples, stacked along axis 0.
 
         Args:
             axis: the axis, as JAX has it.

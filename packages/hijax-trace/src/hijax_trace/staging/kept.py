@@ -1,4 +1,4 @@
-"""Kept: operations that meet a derivative in a nested part of the program.
+"""Kept: operations that meet a derivative in a nested function.
 
 JAX takes the derivative while it traces the part, and stages only the derivative's operations. A
 handler is to be asked about the operation before that, and can't be asked yet: where the operands
@@ -23,7 +23,7 @@ from .mapped import Staged
 
 
 def keeps(trace: Any, program: Any) -> bool:
-    """Return whether operations that are bound in a trace are staged as kept ones.
+    """Return whether operations of a trace are staged as kept ones.
 
     Args:
         trace: the trace.
@@ -45,5 +45,5 @@ def can_keep(call: Staged) -> bool:
 
 
 def keep(call: Staged, values: Sequence[Any]) -> list[Any]:
-    """Stage a call as a kept operation in the current trace. Return its results."""
+    """Stage a call as a kept operation. Return its results."""
     return compat.kept_p.bind(*call.more, *values, function=Program(call.jaxpr))

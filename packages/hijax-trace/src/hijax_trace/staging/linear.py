@@ -25,7 +25,7 @@ def _pushed(linear: Callable[..., list[Any]], tangents: list[Any]) -> list[Any]:
 
 
 def pulled(pullback: Callable[[list[Any]], Any]) -> Call:
-    """Return the function of ``jax.vjp`` as one that returns a list of cotangents."""
+    """Return ``jax.vjp``'s function as one that returns a list."""
     return Partial(_pulled, pullback)
 
 

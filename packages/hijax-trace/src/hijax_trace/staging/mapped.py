@@ -112,14 +112,14 @@ def stepped(
 
 
 class MappedName(str):
-    """The name of such a call. ``mapped`` is None until JAX has mapped it."""
+    """The name of a call. ``mapped`` is None before it is mapped."""
 
     __slots__ = ("mapped",)
     mapped: Mapped | None
 
 
 def mapped_in(primitive: Any, params: dict[str, Any]) -> Mapped | None:
-    """Return the operation that JAX mapped to an equation, or None for other equations."""
+    """Return the operation that JAX mapped to an equation, or None."""
     if primitive is not compat.jit_p or type(params["name"]) is not MappedName:
         return None
     mapped = params["name"].mapped
@@ -135,7 +135,7 @@ def is_being_mapped(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def can_map(trace: Any, values: Sequence[Any]) -> bool:
-    """Return whether a trace is a staging one under maps of array axes alone."""
+    """Return whether only maps are between a trace and staging."""
     traces = compat.maps_above_staging(trace)
     for one in traces:
         values, axes = _peel(values, one)
@@ -172,7 +172,7 @@ def staged(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -
 
 
 def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
-    """Make a call in a trace for which ``can_map`` holds. Return its results."""
+    """Make a call that JAX maps. Return its results."""
     called, stack = MappedName(name), compat.current_stack()
     called.mapped = None
     ins = [*call.more, *values]

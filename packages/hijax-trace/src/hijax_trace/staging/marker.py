@@ -1,4 +1,4 @@
-"""Markers: how the call of a tapped function stays visible in a jaxpr.
+"""Markers: how a tapped function's call stays visible in a jaxpr.
 
 While a program is staged, the call of a tapped function becomes a nested call under the
 function's name, as a jitted function's call does. The name is a ``MarkerName``, a string that
@@ -22,7 +22,7 @@ from .packed import NUMBERS, NUMPY, Packed
 
 @dataclass(eq=False, slots=True)
 class Marker:
-    """The staged call of a function. Its equation's jaxpr is what the function does.
+    """The staged call of a function, whose jaxpr its equation calls.
 
     Attributes:
         owner: the owner of the target; see ``Tapping``.
@@ -65,7 +65,7 @@ def marker_of(eqn: Any) -> Marker | None:
 
 
 def marker_in(primitive: Any, params: dict[str, Any]) -> Marker | None:
-    """Return the marker of a primitive that is about to be bound, or None."""
+    """Return the marker that a primitive and parameters are, or None."""
     if primitive is not compat.jit_p:
         return None
     name = params["name"]
@@ -148,7 +148,7 @@ class Markers:
 
 
 def key_of(context: Hashable, site: Any, packed: Packed) -> Hashable | None:
-    """Return a key that is equal for calls that do the same; None if unknown.
+    """Return a key that is equal for equal calls, or None.
 
     Args:
         context: stands for JAX's configuration.

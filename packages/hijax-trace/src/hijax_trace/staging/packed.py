@@ -69,7 +69,7 @@ class Packed:
         return arrays
 
     def key(self) -> tuple | None:
-        """Return a key that is equal for equal trees, arrays aside; None if unhashable."""
+        """Return a key of all but the arrays; None if unhashable."""
         key = (self.treedef, tuple(self._places), tuple((type(x), x) for x in self.rest))
         try:
             hash(key)
@@ -89,7 +89,7 @@ def is_plain(tree: Any) -> bool:
 
 
 def _is_object(node: Any) -> bool:
-    """Return whether a pytree's node may be mutable, and so more than its children."""
+    """Return whether a pytree's node may be mutable."""
     if isinstance(node, jax.core.Tracer):
         return False
     return _is_object_type(type(node))
@@ -131,7 +131,7 @@ def _is_constant(leaf: Any) -> bool:
 
 
 def _is_global(function: Any) -> bool:
-    """Return whether a function is the global of its name, and so closes over nothing."""
+    """Return whether a function is a global, which closes over nothing."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     found: Any = module
     for part in getattr(function, "__qualname__", "?").split("."):

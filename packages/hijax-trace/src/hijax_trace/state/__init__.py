@@ -1,1 +1,1 @@
-"""State: programs that update and return array proxies, such as a quantized KV cache."""
+"""State: programs that update array proxies, such as a KV cache."""

@@ -1,4 +1,4 @@
-"""Carry: stages a program again so that it carries array proxies instead of arrays."""
+"""Carry: stages a program again so that it carries array proxies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Carried(NamedTuple):
 
 
 def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]]) -> Carried:
-    """Stage a program again so that it carries the proxies of some arguments.
+    """Stage a program again so that it carries array proxies.
 
     Args:
         jaxpr: the open jaxpr, as ``stage`` returned it.
@@ -71,7 +71,7 @@ def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]
 
 
 class Carrying:
-    """Runs jaxprs on values, some of which are proxies, and stages what they do.
+    """Runs jaxprs on values, some of which are array proxies.
 
     Args:
         by_position: whether to fill ``starts`` while the first jaxpr is run.
@@ -129,7 +129,7 @@ class Carrying:
         return list(map(read, jaxpr.outvars))
 
     def _carried(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
-        """Return the results of an equation on proxies; None if it needs arrays."""
+        """Return an equation's results on proxies; None if it needs arrays."""
         name = eqn.primitive.name
         if name in _PLACES:
             return [_placed(eqn, operands[0])]
@@ -200,7 +200,7 @@ _PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
 
 def _placed(eqn: Any, proxy: ArrayProxy) -> ArrayProxy:
-    """Return a proxy whose arrays are sharded as the program shards the array."""
+    """Return a proxy that is sharded as the program shards the array."""
     name = _PLACES[eqn.primitive.name]
     sharding = eqn.params[name]
 
@@ -219,7 +219,7 @@ def _placed(eqn: Any, proxy: ArrayProxy) -> ArrayProxy:
 
 
 def _why_not_along(proxy: ArrayProxy, axes: Sequence[int | None]) -> str | None:
-    """Return why a proxy can't be mapped along axes, one after another; None if it can."""
+    """Return why a proxy can't be mapped along axes, or None."""
     for axis in axes:
         if axis is not None:
             proxy = proxy.step(axis, is_mapped=True)
@@ -229,7 +229,7 @@ def _why_not_along(proxy: ArrayProxy, axes: Sequence[int | None]) -> str | None:
 
 
 def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    """Return the results of an equation that moves or writes elements; None for arrays."""
+    """Return the results of a move or update; None for arrays."""
     name = eqn.primitive.name
     if name in UPDATES:
         proxies = [operands[i] for i in UPDATES[name](operands) if is_proxy(operands[i])]

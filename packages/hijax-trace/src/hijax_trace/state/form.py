@@ -1,4 +1,4 @@
-"""Form: what proxies must share so that one can replace the other in a carry."""
+"""Form: what proxies in one place of a carry must share."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _function(run: Run, closed: Any) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def _labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
-    """Give a new loop's bodies the labels of the original's, for op ids.
+    """Give a new loop's bodies the original's labels, for op ids.
 
     Args:
         results: the results of the new loop.
@@ -66,7 +66,7 @@ def _settled(
     loop: str,
     body: Any,
 ) -> list[Any]:
-    """Return the carry with arrays instead of proxies whose form a step changes.
+    """Return the carry with arrays for proxies that change form.
 
     Args:
         step: returns the carry after a step, from the carry before it and ``xs``.

@@ -1,4 +1,4 @@
-"""Restoring: the staged call that restores the array of a proxy which a program carries."""
+"""Restoring: the staged call that restores a carried proxy's array."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..proxy.array_proxy import ArrayProxy
 
 
 class RestoringName(str):
-    """The name of the call. Its structure and the call's operands make the proxy."""
+    """The name of the call, with the structure of the proxy."""
 
     __slots__ = ("jaxpr", "treedef")
     jaxpr: Any
@@ -19,7 +19,7 @@ class RestoringName(str):
 
 
 def stage_restoring(proxy: ArrayProxy, aval: Any) -> Any:
-    """Stage the restoring of a proxy. Return the array, whose proxy the interpreter finds.
+    """Stage the restoring of a proxy. Return the array.
 
     Args:
         proxy: a proxy of tracers of the trace that is being staged.
@@ -39,7 +39,7 @@ def stage_restoring(proxy: ArrayProxy, aval: Any) -> Any:
 
 
 def restored_proxy(primitive: Any, params: dict[str, Any], values: Any) -> ArrayProxy | None:
-    """Return the proxy that an equation restores the array of; None for other equations."""
+    """Return the proxy that an equation restores, or None."""
     if not is_restoring(primitive, params):
         return None
     return jax.tree.unflatten(params["name"].treedef, values)
