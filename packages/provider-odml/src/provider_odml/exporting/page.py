@@ -100,9 +100,9 @@ def _summary(report: Results) -> str:
         facts.append(("Greatest difference", f"{max(s.lsb for s in report.sites):.2f} LSB"))
     if worst is not None:
         facts.append(("Least SQNR of outputs", _number(worst, " dB")))
-    if report.backend == "aeq":
-        how = "Quantized after training by ai-edge-quantizer; outputs are compared with JAX in"
-        how += " float."
+    if report.backend != "converter":
+        how = f"Quantized after training by the backend {report.backend!r}; outputs are compared "
+        how += "with JAX in float."
         if report.sqnr_floor is not None:
             how += f" Each was held to {_number(report.sqnr_floor)} dB at least."
     else:
