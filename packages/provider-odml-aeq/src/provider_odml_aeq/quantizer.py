@@ -112,9 +112,7 @@ def quantize_file(
             one = quantizer.Quantizer(bytes(model), _recipe(chosen))
             found = None
             if one.need_calibration:
-                data = {
-                    name: [dict(run) for run in runs] for name, runs in (calibration or {}).items()
-                }
+                data: dict[str, Any] = dict(calibration or {})
                 found = one.calibrate(data, num_threads=1)
             result = one.quantize(found, enable_progress_bar=False, enable_progress_report=False)
     except (ValueError, RuntimeError, KeyError, NotImplementedError) as error:
