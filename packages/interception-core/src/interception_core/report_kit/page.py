@@ -53,8 +53,7 @@ def render(template: Path, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"bytes": show_bytes, "share": show_share, "sqnr": show_sqnr}
-    environment.globals["sort_key"] = sort_key
-    return environment.get_template(template.name).render(values)
+    return environment.get_template(template.name).render(values, sort_key=sort_key)
 
 
 def charts(rows: Sequence[Row], label: str) -> dict[str, Any] | None:
