@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .patch.engine import PatchEngine, untapped
     from .patch.targets import loaded, primitive_names
     from .patterns import check_pattern, matches_path
-    from .provider import Provider, ProviderPlan
+    from .provider import Provider, ProviderPlan, StorablePlan
 
 __version__ = version("interception-core")
 
@@ -95,6 +95,7 @@ __all__ = [
     "ProviderSpec",
     "QTypeSpec",
     "Step",
+    "StorablePlan",
     "TargetError",
     "UnknownNameError",
     "ValueKind",
@@ -139,6 +140,7 @@ _LAZY = {
     "PatchEngine": "patch.engine",
     "Provider": "provider",
     "ProviderPlan": "provider",
+    "StorablePlan": "provider",
     "check_pattern": "patterns",
     "explicit_mesh": "explicit",
     "explicit_spec": "explicit",
