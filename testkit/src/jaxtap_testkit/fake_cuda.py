@@ -23,5 +23,5 @@ def jaxtap_register_kernels():
 
 
 def supports(call):
-    """As te-ffi-kernels-cuda13: groups of a multiple of 8 rows."""
+    """Tell whether groups have a multiple of 8 rows."""
     return call.param("group", 0) % 8 == 0 or "groups"

@@ -7,7 +7,7 @@ from ._status import built
 API = (1, 3)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
-_MATMULS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
+_MATMULS = ("gemm_w8a8", "gemm_w4a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
 _ROUTER = ("fused_topk_with_score_function", "fused_moe_aux_loss")
 OPS = (
     "dbias_quantize",

@@ -4,10 +4,12 @@ import math
 
 from interception_core import KernelCall
 
-from . import _attention, _cublas, _cudnn, _gemm, _gpus, _workspace
+from . import _attention, _cublas, _cudnn, _gemm, _gpus, _limits, _workspace
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _MOST_EXACT = (1 << 17) - 64
+GROUP_ROWS = 32
+"""Rows of a weight that tensor cores take at once: groups are multiples of these."""
 _MXFP8 = 2
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _NO_GPU = "there is no NVIDIA GPU here"
@@ -61,21 +63,27 @@ def attention(call: KernelCall) -> bool | str:
 
 
 def packed_matmul(call: KernelCall) -> bool | str:
-    """Tells whether a matmul of x[rows, k] with a weight[k, n] has a kernel."""
+    """Tells whether a matmul of x[rows, k] with a weight[k, n] has a kernel.
+
+    With ``to_pack`` a plan asks, which would pack the weight for it: whether that is worth it.
+    """
     fits = anything(call)
     if fits is not True:
         return fits
     x, weight = call.operands
-    k, group = weight.shape[0], call.param("group", 0)
-    quantizes = call.op == "gemm_w8a8"
+    k, group, rows = weight.shape[0], call.param("group", 0), math.prod(x.shape[:-1])
     if x.dtype not in _FLOATS:
         return f"x is {x.dtype}"
     if k == 0:
         return "nothing is contracted"
-    if group and (group % 8 or k % group):
-        return f"groups of {group} rows, and not a multiple of 8 that divides {k}"
-    if quantizes and not group and k > _MOST_EXACT:
+    if group and (group % GROUP_ROWS or k % group):
+        return f"groups of {group} rows, and not a multiple of {GROUP_ROWS} that divides {k}"
+    if call.op in _workspace.QUANTIZE and not group and k > _MOST_EXACT:
         return f"{k} products of int8 are summed, and {_MOST_EXACT} at most stay in int32"
-    if not _workspace.multiplies_with_cublaslt(call.op, math.prod(x.shape[:-1]), group):
+    if call.param("to_pack", False):
+        why = _limits.unworthy(call.op, rows, group)
+        if why:
+            return why
+    if not _workspace.multiplies_with_cublaslt(call.op, rows, group, x.dtype):
         return True
     return _cublas.missing() or True if _gpus.used() else _NO_GPU

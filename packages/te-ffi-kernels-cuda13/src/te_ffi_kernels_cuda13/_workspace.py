@@ -16,11 +16,14 @@ from ._status import native
 PART = 256
 """Parts of a workspace begin at multiples of this, which its address needn't be."""
 
-FEW_ROWS = 64
-"""Up to so many rows, kernels read the panels of a packed weight."""
+FEW_ROWS = 256
+"""Up to so many rows, a kernel reads the panels of a packed weight, whatever it is."""
+
+QUANTIZE = ("gemm_w8a8", "gemm_w4a8")
+"""The ops that quantize x to int8."""
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_FOUR_BITS, _CODES = "gemv_w4", "gemm_w8a8"
+_FOUR_BITS = ("gemv_w4", "gemm_w4a8")
 
 
 def gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
@@ -28,9 +31,9 @@ def gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
     return PART + native().gemm_workspace(*_gemm.matmul(call, results[0].dtype)) + CUBLASLT
 
 
-def multiplies_with_cublaslt(op: str, rows: int, group: int) -> bool:
+def multiplies_with_cublaslt(op: str, rows: int, group: int, dtype: str) -> bool:
     """Whether cuBLASLt multiplies with a packed weight. Otherwise a kernel of this package does."""
-    return rows > FEW_ROWS and not (op == _CODES and group)
+    return rows > FEW_ROWS and not group and (op in QUANTIZE or dtype != "float32")
 
 
 def packed_matmul(call: KernelCall, results: tuple[Aval, ...]) -> int:
@@ -41,12 +44,12 @@ def packed_matmul(call: KernelCall, results: tuple[Aval, ...]) -> int:
         call.param("k"),
         call.param("n"),
         group,
-        4 if call.op == _FOUR_BITS else 8,
-        call.op == _CODES,
+        4 if call.op in _FOUR_BITS else 8,
+        call.op in QUANTIZE,
         _FLOATS.index(x.dtype),
         _FLOATS.index(results[0].dtype),
     )
-    if multiplies_with_cublaslt(call.op, x.shape[0], group):
+    if multiplies_with_cublaslt(call.op, x.shape[0], group, x.dtype):
         return PART + beside + CUBLASLT
     # XLA's arrays have bytes.
     return PART + beside if beside else 1

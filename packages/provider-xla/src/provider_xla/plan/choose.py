@@ -310,7 +310,8 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    kernel, why = choice(op + use.suffix, packing.platform, operands, **form.question)
+    question = form.question | {"to_pack": True}
+    kernel, why = choice(op + use.suffix, packing.platform, operands, **question)
     if kernel is None:
         raise NoKernel(str(why))
     return kernel

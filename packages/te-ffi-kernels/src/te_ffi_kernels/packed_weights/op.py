@@ -188,7 +188,10 @@ def _results(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.ShapeDtypeS
 
 
 def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
-    """Ask as provider-xla does, so that a plan shows what will run."""
+    """Ask as provider-xla does, so that a plan shows what will run.
+
+    It says `to_pack` besides: here the weight is packed already.
+    """
     layout = form.layout
     return (rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)), layout.question
 
