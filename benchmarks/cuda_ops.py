@@ -184,11 +184,10 @@ def exercise_packed():
     for bits, groups, k in ((8, 1, 192), (8, 3, 192), (8, 1, 2100), (4, 1, 190), (4, 3, 192)):
         weight = packed(k, 70, bits, groups)
         for dtype in DTYPES.values():
-            for rows in (1, 5, 70):
+            for rows in (1, 8, 9, 70, 130, 260):
                 x = normal(rows, k, dtype=dtype)
                 jax.block_until_ready(MATMULS[bits](x, weight))
-                if bits == 8:
-                    jax.block_until_ready(te.gemm_w8a8(x, weight))
+                jax.block_until_ready((te.gemm_w8a8 if bits == 8 else te.gemm_w4a8)(x, weight))
     jax.block_until_ready(te.gemm_w8a16(normal(3, 192, dtype=jnp.float32), packed(192, 70, 8, 1)))
 
 
@@ -404,29 +403,27 @@ def matmuls(side):
             yield f"gemm_v2, {name}", run, in_xla, args, 2 * side**3
 
 
-def one_row(side):
-    """As `matmuls`, of a row with weights."""
-    x, w = normal(1, side, dtype=jnp.bfloat16), normal(side, side, dtype=jnp.bfloat16)
-    for bits, run in MATMULS.items():
-        weight = packed(side, side, bits)
-        args = (x, weight, w)
-        kernel = lambda x, weight, w, run=run: run(x, weight)  # noqa: E731
-        yield f"gemv_w{bits}", kernel, lambda x, weight, w: x @ w, args, 2 * side**2
+ROWS = (1, 4, 8, 9, 16, 32, 64, 128, 129, 256, 257, 512, 1024, 2048, 4096)
+"""The rows at which ways part, and those between: limits are set from these."""
 
 
-def many_rows(side):
-    """As `matmuls`, of rows with packed weights."""
-    x, w = (normal(side, side, dtype=jnp.bfloat16) for _ in range(2))
-    for name, run, bits in (
-        ("gemm_w8a8", te.gemm_w8a8, 8),
-        ("gemm_w8a16", te.gemm_w8a16, 8),
-        ("gemv_w4", te.gemv_w4, 4),
+def packed_matmuls(side):
+    """As `matmuls`, of rows with packed weights, and the bytes that must be read."""
+    w = normal(side, side, dtype=jnp.bfloat16)
+    for run, bits in (
+        (te.gemm_w8a16, 8),
+        (te.gemv_w4, 4),
+        (te.gemm_w8a8, 8),
+        (te.gemm_w4a8, 4),
     ):
-        for group in (0, 128):
-            args = (x, packed(side, side, bits, side // group if group else 1), w)
-            kernel = lambda x, weight, w, run=run: run(x, weight)  # noqa: E731
-            label = f"{name}, {side} rows" + (f", groups of {group}" if group else "")
-            yield label, kernel, lambda x, weight, w: x @ w, args, 2 * side**3
+        for group in (0, 32, 128):
+            weight = packed(side, side, bits, side // group if group else 1)
+            for rows in ROWS:
+                x = normal(rows, side, dtype=jnp.bfloat16)
+                kernel = lambda x, weight, w, run=run: run(x, weight)  # noqa: E731
+                label = f"{run.__name__}, {rows} rows" + (f", groups of {group}" if group else "")
+                in_xla = lambda x, weight, w: x @ w  # noqa: E731
+                yield label, kernel, in_xla, (x, weight, w), 2 * rows * side**2, weight.nbytes
 
 
 def packing(side):
@@ -480,11 +477,13 @@ def measure(path, side):
             )
             print(found[-1], file=sys.stderr)
     half = side // 2
-    for name, run, in_xla, args, flops in itertools.chain(
-        matmuls(half), one_row(half), many_rows(half), attentions(half)
+    for name, run, in_xla, args, flops, *read in itertools.chain(
+        matmuls(half), packed_matmuls(half), attentions(half)
     ):
         seconds, _ = compare({"kernel": run, "xla": in_xla}, args)
         found.append({"case": name, "seconds": seconds, "flops": flops})
+        if read:
+            found[-1] |= {"read": read[0], "copy_bytes_per_second": copy}
         print(found[-1], file=sys.stderr)
     device = jax.devices()[0]
     run = {"device": device.device_kind, "jax": jax.__version__, "side": side, "results": found}

@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import te_ffi_kernels as te
@@ -43,6 +45,20 @@ def test_once_per_device():
     for _ in range(10):
         jax.block_until_ready(compiled(x))
     assert warm_ups() == before + 2
+
+
+def test_warm_ups_from_two_threads():
+    """Each records on a private stream: nothing of the other's is lost."""
+
+    def run(i):
+        x = jnp.full((8, 64 + i), 0.5)
+        compiled = jax.jit(lambda x: te.softmax(te.softmax(x) * (i + 2.0))).lower(x).compile()
+        return [np.asarray(compiled(x + j)) for j in range(20)]
+
+    with ThreadPoolExecutor(2) as threads:
+        for i, found in enumerate(threads.map(run, range(8))):
+            for y in found:
+                np.testing.assert_allclose(y, np.full((8, 64 + i), 1 / (64 + i)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("graphs", ["", "--xla_gpu_enable_command_buffer="])

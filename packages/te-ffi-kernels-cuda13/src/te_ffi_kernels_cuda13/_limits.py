@@ -34,8 +34,8 @@ FEW = Span(
     0,
     8,
     True,
-    "counted: tensor cores take 8 rows at least, so that up to 8 cost what one does, and the weight "
-    "is read once, at 0.5 or 1 byte a value; XLA reads 2, or writes and reads them in addition",
+    "counted: tensor cores take 8 rows at least, so that up to 8 cost what one does, and the "
+    "weight is read once, at 0.5 or 1 byte a value; XLA reads 2, or writes and reads them as well",
 )
 LIBRARY = Span(
     1024,

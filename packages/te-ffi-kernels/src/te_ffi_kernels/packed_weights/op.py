@@ -77,8 +77,8 @@ def gemm_w8a16(
     of rows of the weight, or of each 256 where it has no groups, which is a relative error of about
     2e-5. On a CPU with AMX 64 rows of bfloat16 or more (256 with a weight without groups) are
     multiplied in bfloat16: x as it is, a weight with groups rounded to bfloat16, sums in float32.
-    Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN, or in bfloat16 on AMX
-    infinities where x has one.
+    Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN, or infinities where x
+    has one, in bfloat16 on AMX and in 16 bits on GPUs.
     """
     return _matmul("gemm_w8a16", 8, x, weight, out_dtype, index, group_sizes)
 
