@@ -101,27 +101,27 @@ class TestImport:
         monkeypatch.delitem(sys.modules, "jax")
         record, _, _ = load(found)
         assert record.status == "ok"
-        assert "imports jax" in record.notes[0]
+        assert "must not import jax, and it does" in record.notes[0]
 
         del sys.modules["jax"], sys.modules["written_plugin"]
         record, specs, _ = load(found, strict=True)
         assert (record.status, record.phase, specs) == ("failed", "import", ())
-        assert "imports jax" in str(record.error)
+        assert "must not import jax, and it does" in str(record.error)
 
 
 class TestApi:
     @pytest.mark.parametrize(
         ("api", "message"),
         [
-            (None, "add `API = (1, 6)`"),
+            (None, "Add `API = (1, 6)`"),
             ("1.0", "tuple of two ints"),
             ((1,), "tuple of two ints"),
             ((1, 0, 0), "tuple of two ints"),
             ((1, True), "tuple of two ints"),
             ([1, 0], "tuple of two ints"),
-            ((2, 0), "upgrade interception-core"),
-            ((1, 7), "upgrade interception-core"),
-            ((0, 9), "upgrade the plugin"),
+            ((2, 0), "Upgrade interception-core"),
+            ((1, 7), "Upgrade interception-core"),
+            ((0, 9), "Upgrade the plugin"),
         ],
     )
     def test_refused(self, declare, api, message):
@@ -184,13 +184,13 @@ class TestDeclare:
     @pytest.mark.parametrize(
         ("result", "message"),
         [
-            (None, "returned None: return a list of ProviderSpec objects"),
+            (None, "must return a list of ProviderSpec objects, got None"),
             (SPEC, "must return a list of ProviderSpec objects"),
             (3, "must return a list of ProviderSpec objects"),
             (["acme"], "must return ProviderSpec objects, got 'acme'"),
             ("acme", "must return ProviderSpec objects, got 'a'"),
             ([EngineSpec("acme", "s", "a:b")], "must return ProviderSpec objects, got EngineSpec"),
-            ([SPEC, SPEC], "declares the provider 'acme' twice"),
+            ([SPEC, SPEC], "must declare each provider once, got 'acme' twice"),
         ],
     )
     def test_a_wrong_result_is_refused(self, declare, result, message):

@@ -221,9 +221,9 @@ class TestHook:
         [
             (lambda call, candidates: 1 / 0, "ZeroDivisionError"),
             (lambda call, candidates: sys.exit("enough"), "SystemExit"),
-            (lambda call, candidates: "acme.c", "one of its candidates.*It returned 'acme.c'"),
-            (lambda call, candidates: 3, "It returned 3"),
-            (lambda call, candidates: spec("acme.a", priority=5), "It returned KernelSpec"),
+            (lambda call, candidates: "acme.c", "got 'acme.c'. Return one of acme.*, or None"),
+            (lambda call, candidates: 3, "target, got 3"),
+            (lambda call, candidates: spec("acme.a", priority=5), "target, got KernelSpec"),
         ],
     )
     def test_a_broken_hook_is_warned_about_and_passed_over(self, declare, host, hook, message):
