@@ -134,7 +134,10 @@ class TestBench:
             (["acme.gemm", "--skip", "float"], "--skip must leave the sides kernel and float"),
             (["acme.gemm", "--only", "rows"], "--only must be LABEL=VALUE, got 'rows'"),
             (["acme.gemm", "--cases", "acme_bench:wrong"], "must return a Bench, got 7"),
-            (["acme.gemm", "--cases", "acme_bench:tableless", "--write"], "must have a table for --write, got acme.gemm"),
+            (
+                ["acme.gemm", "--cases", "acme_bench:tableless", "--write"],
+                "must have a table for --write, got acme.gemm",
+            ),
         ],
     )
     def test_what_is_wrong(self, bench, capsys, arguments, message):

@@ -146,7 +146,7 @@ class TestHooks:
     def test_an_unmarked_function_is_refused(self, declare, name):
         found = declare("acme")
         setattr(sys.modules[found.value], name, lambda: [SPEC])
-        refused(found, "hooks", "put `@hookimpl` above it")
+        refused(found, "hooks", "Put `@hookimpl` above it")
 
     def test_an_argument_too_many_is_refused(self, declare):
         found = declare("acme", jaxtap_register_providers=lambda config: [SPEC])
@@ -217,7 +217,7 @@ class TestDeclare:
         found = declare("acme")
         module = sys.modules[found.value]
         module.jaxtap_select_kernel = hookimpl(wrapper=True)(wrapper)
-        refused(found, "declare", "jaxtap_select_kernel is a wrapper")
+        refused(found, "declare", "jaxtap_select_kernel must not be a wrapper")
 
     def test_choosing_is_not_done_while_loading(self, declare):
         def choose(call, candidates):

@@ -127,7 +127,7 @@ class TestSelect:
         [
             (lambda call: 1 / 0, "ZeroDivisionError: division by zero"),
             (lambda call: sys.exit("enough"), "SystemExit: enough"),
-            (lambda call: None, "must return a bool or a str saying why not, got None"),
+            (lambda call: None, "must return a bool or a str that tells why not, got None"),
             (lambda: True, "TypeError"),
             (None, "must be callable"),
         ],

@@ -60,19 +60,19 @@ def jaxtap_register_qtypes() -> Iterable[QTypeSpec]:
 
 @hookspec
 def jaxtap_register_export_backends() -> Iterable[ExportBackendSpec]:
-    """Return what this plugin quantizes exported files with, as `ExportBackendSpec` objects."""
+    """Return the export backends of this plugin, as `ExportBackendSpec` objects."""
     return ()
 
 
 @hookspec
 def jaxtap_register_commands() -> Iterable[CommandSpec]:
-    """Return the commands that this plugin adds to `jaxtap`."""
+    """Return the commands that this plugin adds to `jaxtap`, as `CommandSpec` objects."""
     return ()
 
 
 @hookspec
 def jaxtap_doctor_checks() -> Iterable[DoctorCheck]:
-    """Return the checks that this plugin adds to `jaxtap doctor`."""
+    """Return the checks for `jaxtap doctor`, as `DoctorCheck` objects."""
     return ()
 
 
