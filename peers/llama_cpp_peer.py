@@ -123,6 +123,7 @@ def _write_vocabulary(writer, size):
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
 
 
 class Llama:

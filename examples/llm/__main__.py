@@ -3,6 +3,7 @@
 uv run --group llm python -m examples.llm demo
 uv run --group llm python -m examples.llm quantize FOLDER OUT --rules int4
 uv run --group llm python -m examples.llm generate OUT --prompt "Once upon a time"
+uv run --group llm python -m examples.llm export OUT PROGRAMS
 uv run --group llm python -m examples.llm device FOLDER model.tflite --text book.txt
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from interception_core import JaxtapError
 
 from .config import LlmError
-from .rules import CACHES, DEVICE
+from .rules import CACHES, DEVICE, DTYPES
 
 
 def main(argv=None):
@@ -31,6 +32,7 @@ def main(argv=None):
     _generate(commands)
     _perplexity(commands)
     _bench(commands)
+    _export(commands)
     _device(commands)
     args = parser.parse_args(argv)
     try:
@@ -84,12 +86,18 @@ def _quantize(commands):
 def _generate(commands):
     def run(args):
         from .generate import Sampling
+        from .serving import Exported, is_exported
         from .tokenizer import read_tokenizer, stream_text
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         _keep_programs(args.compilation_cache)
-        config, generator = _open(args.out, args.cache)
-        tokenizer = read_tokenizer(args.out, config)
+        if is_exported(args.out):
+            if args.cache or args.dtype:
+                raise LlmError("--cache and --dtype are export's. Export again, or leave them out.")
+            generator = Exported(args.out)
+        else:
+            _, generator = _open(args)
+        tokenizer = read_tokenizer(args.out, generator.config)
         prompt = tokenizer.encode(args.prompt)
         stop = _stops(args.out)
         blocks = generator.stream(
@@ -102,7 +110,7 @@ def _generate(commands):
         print()
 
     parser = _command(commands, "generate", run, "Continue a prompt.")
-    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("out", help="what quantize or export wrote")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--count", type=int, default=128, help="tokens (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
@@ -111,7 +119,7 @@ def _generate(commands):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--context", type=int, help="positions of the cache (default: as needed)")
     parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs in it")
-    _cache(parser)
+    _forms(parser)
 
 
 def _perplexity(commands):
@@ -121,7 +129,7 @@ def _perplexity(commands):
         from .tokenizer import read_tokenizer
 
         text = _read(args.text)
-        config, plan, params = load(args.out)
+        config, plan, params = load(args.out, args.dtype or "float32")
         tokens = read_tokenizer(args.out, config).encode(text)
         found = perplexity(config, params, tokens, plan, args.window, cache=args.cache)
         print(f"perplexity {found:.4f} of {len(tokens)} tokens in windows of {args.window}")
@@ -130,14 +138,14 @@ def _perplexity(commands):
     parser.add_argument("out", help="what quantize wrote")
     parser.add_argument("text", help="a file of text")
     parser.add_argument("--window", type=int, default=512, help="tokens (default 512)")
-    _cache(parser, None, "decode token by token from such a cache (default: none, all at once)")
+    _forms(parser, "decode token by token from such a cache (default: none, all at once)")
 
 
 def _bench(commands):
     def run(args):
         from .bench import measure
 
-        _, generator = _open(args.out, args.cache)
+        _, generator = _open(args)
         print("tokens a second: median, best")
         for name, middle, best in measure(
             generator, args.prompts, args.contexts, args.steps, args.rounds, args.batch
@@ -151,7 +159,24 @@ def _bench(commands):
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=1)
-    _cache(parser)
+    _forms(parser)
+
+
+def _export(commands):
+    def run(args):
+        from .serving import export
+
+        plan, generator = _open(args)
+        export(args.out, args.programs, generator, plan, args.prompt, args.positions)
+        print(f"{args.programs}: prompts of {args.prompt} tokens, {args.positions} positions")
+
+    text = "Write lowered programs and packed parameters, from which generate starts quickly."
+    parser = _command(commands, "export", run, text)
+    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("programs", help="folder to write")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens at most (default 128)")
+    parser.add_argument("--positions", type=int, default=1024, help="of the cache (default 1024)")
+    _forms(parser)
 
 
 def _device(commands):
@@ -188,8 +213,10 @@ def _device(commands):
     parser.add_argument("--text", help="a file of text to compare on, with the float program")
 
 
-def _cache(parser, default="float", text="format of the KV cache (default float)"):
-    parser.add_argument("--cache", choices=CACHES, default=default, help=text)
+def _forms(parser, text="format of the KV cache (default float)"):
+    parser.add_argument("--cache", choices=CACHES, help=text)
+    text = "of activations, and of what is not quantized (default float32)"
+    parser.add_argument("--dtype", choices=DTYPES, help=text)
 
 
 def _keep_programs(folder):
@@ -206,12 +233,17 @@ def _keep_programs(folder):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _open(out, cache):
+def _open(args):
+    """Return the plan and the generator of a quantized folder."""
+    import jax.numpy as jnp
+
     from .generate import Generator
     from .quantize import load
 
-    config, plan, params = load(out)
-    return config, Generator(config, params, plan, cache=cache)
+    dtype = args.dtype or "float32"
+    config, plan, params = load(args.out, dtype)
+    cache = args.cache or "float"
+    return plan, Generator(config, params, plan, jnp.dtype(dtype), cache)
 
 
 def _read(path):

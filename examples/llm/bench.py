@@ -6,9 +6,8 @@ import time
 import jax
 import numpy as np
 
-from .generate import Sampling
+from .generate import GREEDY
 
-GREEDY = Sampling()
 
 
 class Timed:
