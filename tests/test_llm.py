@@ -190,13 +190,13 @@ def test_generation():
     config, params = small()
     made = Generator(config, params)
     prompts = np.random.default_rng(3).integers(0, 256, (2, 5))
-    blocks = list(made.stream(prompts, 12, steps=4))
-    assert [block.shape[1] for block in blocks] == [1, 4, 4, 3]
+    blocks = list(made.stream(prompts, 12))
+    assert [block.shape[1] for block in blocks] == [1, 8, 3]
     found = np.concatenate(blocks, axis=1)
     for row, prompt in zip(found, prompts, strict=True):
         assert row.tolist() == greedy(config, params, prompt, 12)
     stop = (int(found[0, 2]),)
-    ended = np.concatenate(list(made.stream(prompts[:1], 12, stop=stop, steps=4)), axis=1)[0]
+    ended = np.concatenate(list(made.stream(prompts[:1], 12, stop=stop)), axis=1)[0]
     assert stop[0] in ended
     assert len(ended) < 12
     warm = Sampling(1.5, top_k=20, top_p=0.9)
@@ -462,6 +462,10 @@ def test_commands(folder, tmp_path, capsys):
     options = ["--prompt", "abc", "--compilation-cache", str(tmp_path / "text")]
     with pytest.raises(SystemExit, match="error: --compilation-cache must be a folder, got the"):
         command.main(["generate", out, *options])
+    for wrong in ("0", "-5", "many"):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(["generate", out, "--prompt", "abc", "--count", wrong])
+        assert f"--count: must be a whole number, 1 or more, got {wrong}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"error: .* must be what the command quantize wrote"):
         command.main(["generate", str(folder), "--prompt", "abc"])
     with pytest.raises(SystemExit, match=r"error: .* must be a file of text"):

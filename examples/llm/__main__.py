@@ -80,7 +80,9 @@ def _quantize(commands):
     parser.add_argument(
         "--rules", default="int4", help="float, int8, w8a8, int4, nf4, or a JSON file"
     )
-    parser.add_argument("--plan", action="store_true", help="print what becomes of each operation")
+    parser.add_argument(
+        "--plan", action="store_true", help="print what each operation is quantized to"
+    )
 
 
 def _generate(commands):
@@ -112,12 +114,14 @@ def _generate(commands):
     parser = _command(commands, "generate", run, "Continue a prompt.")
     parser.add_argument("out", help="what quantize or export wrote")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--count", type=int, default=128, help="tokens (default 128)")
+    parser.add_argument("--count", type=_count, default=128, help="tokens (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many (default all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from this much probability")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--context", type=int, help="positions of the cache (default: as needed)")
+    parser.add_argument(
+        "--context", type=_count, help="positions of the cache (default: as needed)"
+    )
     parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs in it")
     _forms(parser)
 
@@ -137,7 +141,7 @@ def _perplexity(commands):
     parser = _command(commands, "perplexity", run, "Measure how well a model expects a text.")
     parser.add_argument("out", help="what quantize wrote")
     parser.add_argument("text", help="a file of text")
-    parser.add_argument("--window", type=int, default=512, help="tokens (default 512)")
+    parser.add_argument("--window", type=_count, default=512, help="tokens (default 512)")
     _forms(parser, "decode token by token from such a cache (default: none, all at once)")
 
 
@@ -154,11 +158,11 @@ def _bench(commands):
 
     parser = _command(commands, "bench", run, "Time prefill and decoding.")
     parser.add_argument("out", help="what quantize wrote")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512])
-    parser.add_argument("--contexts", type=int, nargs="*", default=[128, 1024])
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompts", type=_count, nargs="*", default=[128, 512])
+    parser.add_argument("--contexts", type=_count, nargs="*", default=[128, 1024])
+    parser.add_argument("--steps", type=_count, default=64)
+    parser.add_argument("--rounds", type=_count, default=5)
+    parser.add_argument("--batch", type=_count, default=1)
     _forms(parser)
 
 
@@ -174,8 +178,10 @@ def _export(commands):
     parser = _command(commands, "export", run, text)
     parser.add_argument("out", help="what quantize wrote")
     parser.add_argument("programs", help="folder to write")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens at most (default 128)")
-    parser.add_argument("--positions", type=int, default=1024, help="of the cache (default 1024)")
+    parser.add_argument("--prompt", type=_count, default=128, help="tokens at most (default 128)")
+    parser.add_argument(
+        "--positions", type=_count, default=1024, help="of the cache (default 1024)"
+    )
     _forms(parser)
 
 
@@ -208,9 +214,18 @@ def _device(commands):
     parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
     parser.add_argument("out", type=Path, help="the .tflite to write")
     parser.add_argument("--rules", choices=DEVICE, default="dynamic", help="(default dynamic)")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prefill (default 64)")
-    parser.add_argument("--positions", type=int, default=256, help="of the cache (default 256)")
+    parser.add_argument(
+        "--prompt", type=_count, default=64, help="tokens of a prefill (default 64)"
+    )
+    parser.add_argument("--positions", type=_count, default=256, help="of the cache (default 256)")
     parser.add_argument("--text", help="a file of text to compare on, with the float program")
+
+
+def _count(text):
+    """Return a number of things, from an argument."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text}")
+    return int(text)
 
 
 def _forms(parser, text="format of the KV cache (default float)"):

@@ -111,15 +111,17 @@ class Generator:
         self._check(prompts, count, positions)
         padded = np.pad(prompts, ((0, 0), (0, self._filled(length, positions) - length)))
         cache = self.make_cache(len(prompts), positions)
-        key, first = jax.random.split(jax.random.key(seed))
+        # Keys that nothing draws with would be programs to compile, or to load.
+        key = jax.random.key(seed) if sampling.temperature else None
+        key, own = _split(key)
         logits, cache = self._prefill(self.params, padded, cache, length - 1)
-        token = self._sample(sampling, first, logits)
+        token = self._sample(sampling, own, logits)
         ended = np.isin(token, stop)
         yield np.asarray(token)[:, None]
         for start in range(length, length + count - 1, STEPS):
             if ended.all():
                 return
-            key, own = jax.random.split(key)
+            key, own = _split(key)
             now = min(STEPS, length + count - 1 - start)
             tokens, cache = self._decode(
                 self.params, token, cache, start, own, sampling=sampling, steps=STEPS
@@ -150,6 +152,10 @@ class Generator:
                 f"Prompt and completion must fit into the cache of {positions} positions, got "
                 f"{length} + {count}. Shorten the prompt, or raise --context."
             )
+
+
+def _split(key):
+    return (None, None) if key is None else jax.random.split(key)
 
 
 def _multiple(length):

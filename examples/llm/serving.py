@@ -100,8 +100,13 @@ class Exported(Generator):
     def __init__(self, folder):
         folder = Path(folder)
         self.config = read_config(folder)
-        facts = json.loads((folder / FACTS).read_text())
-        self._prompt, self.positions = facts["prompt"], facts["positions"]
+        try:
+            facts = json.loads((folder / FACTS).read_text())
+            self._prompt, self.positions = facts["prompt"], facts["positions"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LlmError(
+                f"{folder / FACTS} must be what export wrote: {error!r}. Export again."
+            ) from error
         self._exported = {}
         for name in PROGRAMS:
             self._exported[name] = xla.load_exported(folder / f"{name}.program").exported
@@ -123,7 +128,7 @@ class Exported(Generator):
                 f"The programs are for one sequence and a cache of {self.positions} positions, got "
                 f"{batch} and {positions}. Export them again, or leave --context out."
             )
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._cache)
+        return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype)), self._cache)
 
     def _decode(self, params, token, cache, start, key, sampling, steps):
         assert steps == STEPS, "The program was exported for as many."
@@ -172,5 +177,5 @@ def _mapped(folder, types):
                 f"{path} must be {wanted.shape}, got {array.shape}. It is another model's; export "
                 "again."
             )
-        arrays.append(jnp.asarray(array))
+        arrays.append(jax.device_put(array))
     return jax.tree.unflatten(tree, arrays)

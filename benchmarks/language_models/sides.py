@@ -73,7 +73,7 @@ def wheel(shape, path):
 
 def in_onnxruntime(shape):
     """Return onnxruntime's side."""
-    from .onnx_decoder import OnnxDecoder
+    from onnxruntime_peer import OnnxDecoder
 
     config = parse_config(SHAPES[shape])
     return OnnxDecoder(config, checkpoint.init(config))

@@ -1,7 +1,7 @@
-"""onnxruntime's side: the same decoder as an ONNX graph, with its operators for language models.
+"""onnxruntime beside examples/llm: a decoder as an ONNX graph, with operators for such models.
 
-Matmuls are MatMulNBits: 4 bits, blocks of 32. Attention is GroupQueryAttention, which turns queries and keys, and writes to the
-cache where it lies.
+Matmuls are MatMulNBits: 4 bits, blocks of 32. Attention is GroupQueryAttention, which turns queries
+and keys, and writes to the cache where it lies.
 """
 
 import time
@@ -75,6 +75,8 @@ def make_model(config, params, positions, accuracy=4):
         positions: of the cache.
         accuracy: of matmuls: 1 has float32 activations, 4 rounds them to int8, which is fastest.
     """
+    if config.family not in ("llama", "qwen2"):
+        raise ValueError(f"The decoder must be a Llama or Qwen 2, got {config.family}.")
     graph = _Graph(accuracy)
     table = graph.constant("embed", np.asarray(params["embed"], np.float16))
     x = graph.add("Gather", [table, "tokens"], ["embed.half"])

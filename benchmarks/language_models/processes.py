@@ -6,12 +6,18 @@ Threads of one side that wait for work would take time from another.
 import multiprocessing
 import os
 import signal
+import threading
+
+from tqdm import tqdm
 
 CONTEXT = multiprocessing.get_context("spawn")
 
 
 def serve(connection, make, args):
     """Make a side in this process, and time what is asked for until nothing is."""
+    # tqdm's own lock is also for processes: a semaphore, which nobody gives back when this one is
+    # killed.
+    tqdm.set_lock(threading.RLock())
     side = make(*args)
     connection.send(side.size)
     while (asked := connection.recv()) is not None:

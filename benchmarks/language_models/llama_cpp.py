@@ -72,8 +72,12 @@ class Native:
 
     def perplexity(self, text, window):
         """Return the perplexity of the second half of each window of a text."""
-        found = self._run("llama-perplexity", "-f", text, "-c", window, "-b", window)
-        return float(re.search(r"PPL = ([\d.]+)", found.stdout + found.stderr)[1])
+        for _ in range(5):
+            # Its log is written by a thread, whose last lines the end of the process may cut off.
+            found = self._run("llama-perplexity", "-f", text, "-c", window, "-b", window)
+            if line := re.search(r"PPL = ([\d.]+)", found.stdout + found.stderr):
+                return float(line[1])
+        raise RuntimeError(f"llama-perplexity must print its result, got {found.stderr[-400:]}")
 
     def quantized(self, path, kind):
         """Return the tools with a file that is written in another format, all its matrices."""
