@@ -53,7 +53,7 @@ def test_an_exported_model_generates_the_same(tmp_path, family, rules, dtype, ca
             assert tokens_of(served, prompt, **options) == tokens_of(made, prompt, **options)
     with pytest.raises(LlmError, match="at most 16 tokens, which the programs were exported for"):
         tokens_of(served, np.zeros((1, 17), int))
-    with pytest.raises(LlmError, match="must fit into the cache of 64 positions"):
+    with pytest.raises(LlmError, match="must fit into the 64 positions that the"):
         tokens_of(served, np.zeros((1, 3), int), 62)
     with pytest.raises(LlmError, match="for one sequence and a cache of 64 positions, got 2"):
         tokens_of(served, np.zeros((2, 3), int))

@@ -98,7 +98,7 @@ def run_half_b(args, folder):
 def run_experts(args, folder):
     names = [name for name in args.sides if name in FEW and "onnx" not in name]
     times, sizes = speeds("experts", names, [(128, 1)], [(128, 1)], 2, folder, args.tools)
-    text = "Qwen 3 with experts (364M parameters, of which a token uses 75M), tokens a second, 2 rounds:"
+    text = "Qwen 3 with experts (364M, of which a token uses 75M), tokens a second, 2 rounds:"
     yield text, page.table(times, sizes)
 
 

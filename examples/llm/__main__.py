@@ -8,6 +8,7 @@ uv run --group llm python -m examples.llm device FOLDER model.tflite --text book
 """
 
 import argparse
+import itertools
 import json
 import resource
 import sys
@@ -106,8 +107,9 @@ def _generate(commands):
             [prompt], args.count, sampling, args.seed, stop, positions=args.context
         )
         ids = _until(stop, (one for block in blocks for one in block[0].tolist()))
-        print(args.prompt, end="", flush=True)
-        for text in stream_text(tokenizer, ids):
+        texts = stream_text(tokenizer, ids)
+        first = next(texts)  # an error of the prompt comes before anything is shown
+        for text in itertools.chain((args.prompt, first), texts):
             print(text, end="", flush=True)
         print()
 

@@ -148,12 +148,19 @@ class Exported(Generator):
         return self._prompt
 
     def _check(self, prompts, count, positions):
-        super()._check(prompts, count, positions)
-        if prompts.shape[1] > self._prompt:
+        length = prompts.shape[1]
+        if length > self._prompt:
             raise LlmError(
                 f"The prompt must have at most {self._prompt} tokens, which the programs were "
-                f"exported for, got {prompts.shape[1]}. Export them again with --prompt."
+                f"exported for, got {length}. Export them again with --prompt."
             )
+        if length + count > self.positions:
+            raise LlmError(
+                f"Prompt and completion must fit into the {self.positions} positions that the "
+                f"programs were exported for, got {length} + {count}. Lower --count, or export "
+                "them again with --positions."
+            )
+        super()._check(prompts, count, positions)
 
     def _arguments(self, name):
         """Return the types of a program's arguments."""
