@@ -88,7 +88,7 @@ def read_config(folder):
     """Return the ``Config`` of a folder.
 
     Raises:
-        LlmError: there is no config.json, or it is of another family or form.
+        LlmError: config.json is missing, or is of another family or form.
     """
     path = Path(folder) / "config.json"
     try:
