@@ -275,7 +275,7 @@ register_kernel(spec("acme.scale"))
 from interception_core import KernelSpec
 first = KernelSpec("acme.scale2", "cpu", "other_kernels.ffi:handlers", "scale")
 refused(first, "'acme.scale2@cpu' (which no plugin declares)", "got ['acme.scale']")
-refused(KernelSpec("acme.scale2", "cpu", "other_kernels.ffi:others", "scale"), "is that of")
+refused(KernelSpec("acme.scale2", "cpu", "other_kernels.ffi:others", "scale"), "belongs to")
 """)
 
 

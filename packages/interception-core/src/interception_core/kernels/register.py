@@ -164,8 +164,8 @@ def _check_version(target: FfiTarget, owner: _Owner) -> None:
     raise KernelError(
         f"{owner.label} cannot be registered: its handlers must be built with headers of XLA FFI "
         f"{runtime[0]}.{runtime[1]}, as in jaxlib {_compat.jaxlib_version}, or older ones of that "
-        f"major version, got {major}.{minor}. Build the plugin with the oldest jaxlib that it "
-        f"supports, or upgrade jaxlib, or {owner.remedy}."
+        f"major version, got XLA FFI {major}.{minor}. Build the plugin with the oldest jaxlib that "
+        f"it supports, or upgrade jaxlib, or {owner.remedy}."
     )
 
 
