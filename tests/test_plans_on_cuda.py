@@ -10,7 +10,8 @@ import pytest
 from interception_core.testing import installed_plugins
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
 from te_ffi_kernels import op as ops
-from te_ffi_kernels_cuda13 import _cublas, _gpus, _limits, _plugin
+from te_ffi_kernels.op import reference_ops
+from te_ffi_kernels_cuda13 import _cublas, _cudnn, _gpus, _limits, _plugin
 
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 K, N = 512, 96
@@ -90,18 +91,32 @@ def test_no_gpu_that_is_too_old_gets_kernels(monkeypatch):
     assert op.kernels["cpu"].kernel == "te_ffi_kernels.gemv_w8"
 
 
-def test_functions_in_one_pass():
-    def fused(params, x):
-        h = jax.nn.softmax(x @ params["w"])
-        q = h.reshape(1, 8, 3, 32)
-        return jax.nn.dot_product_attention(q, q, q, is_causal=True)
+def fused(params, x):
+    h = jax.nn.softmax(x @ params["w"])
+    q = h.reshape(1, 8, 3, 32)
+    return jax.nn.dot_product_attention(q, q, q, is_causal=True)
 
+
+def test_functions_in_one_pass(monkeypatch):
+    monkeypatch.setattr(_cudnn, "missing", lambda: None)
     rules = [QuantizationRule(op_names=("softmax", "attention"), kernel="fused"), W8]
-    params = {"w": jnp.ones((K, N), jnp.float32)}
-    plan = PtqProvider(rules).plan(fused, params, jax.ShapeDtypeStruct((8, K), jnp.float32))
-    found = {op.op_name: op.kernels["cuda"] for op in plan.ops if op.kernels}
-    assert found["softmax"].kernel == "te_ffi_kernels.scaled_softmax_forward"
-    assert "cuDNN's attention is of bfloat16 or float16" in found["attention"].reason
+    attention = "te_ffi_kernels.fused_attn_forward"
+    for dtype, gpus, wanted in (
+        ("float32", {0: 90}, "cuDNN's attention is of bfloat16 or float16"),
+        ("bfloat16", {}, "no NVIDIA GPU"),
+        ("bfloat16", {0: 90}, attention),
+    ):
+        monkeypatch.setattr(_gpus, "used", lambda gpus=gpus: gpus)
+        params = {"w": jnp.ones((K, N), dtype)}
+        x = jax.ShapeDtypeStruct((8, K), dtype)
+        # Kernels are chosen once per different call; without references, cuDNN would be asked.
+        again = installed_plugins(_plugin.__name__, without={"te-ffi-kernels-cuda13"})
+        with again, reference_ops():
+            plan = PtqProvider(rules).plan(fused, params, x)
+        found = {op.op_name: op.kernels["cuda"] for op in plan.ops if op.kernels}
+        assert found["softmax"].kernel == "te_ffi_kernels.scaled_softmax_forward"
+        kernel, reason = found["attention"]
+        assert kernel == wanted if wanted == attention else wanted in reason
 
 
 @pytest.mark.skipif(not BUILT, reason="workspaces are asked of the compiled part")

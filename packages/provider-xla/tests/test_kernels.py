@@ -167,8 +167,9 @@ def test_the_kernel_is_shown():
     plan = PtqProvider(W8A8).plan(lambda w, x: x @ w, w, x)
     assert "fake.gemm_w8a8" in str(plan)
     values = json.loads(json.dumps(plan.as_json()))
-    assert values["ops"][0]["kernels"] == {"cpu": {"kernel": "fake.gemm_w8a8", "reason": None}}
-    assert values["weights"][0]["packed"] == ["cpu"]
+    cpu = {"kernel": "fake.gemm_w8a8", "reason": None}
+    assert values["ops"][0]["kernels"]["cpu"] == cpu
+    assert "cpu" in values["weights"][0]["packed"]
     assert plan.bytes_after == plan.quantize(w).nbytes
 
 

@@ -21,18 +21,11 @@ _LEAST_FOR_PACKED_OFFSETS = 92600
 def unfit(op: str, dtype: str, attributes: Attributes, capability: int) -> str | None:
     """Why a call isn't for cuDNN, whatever its version; None where it may be."""
     given = dict(attributes)
-    sizes = given["qk_head_dim"], given["v_head_dim"]
-    if dtype not in _DTYPES:
-        return f"q is {dtype}, and cuDNN's attention is of {' or '.join(_DTYPES)}"
+    why = unfit_operands(dtype, (given["qk_head_dim"], given["v_head_dim"]))
+    if why:
+        return why
     if not given["input_batch"] * given["q_max_seqlen"] * given["kv_max_seqlen"]:
         return "there are no queries, or no keys"
-    if any(size % 8 for size in sizes):
-        return f"heads are of {sizes[0]} and {sizes[1]} numbers, which must be multiples of 8"
-    if max(sizes) > 128 and (sizes[0] != sizes[1] or sizes[0] > 256):
-        return (
-            f"heads are of {sizes[0]} and {sizes[1]} numbers, which must be 128 at most, or of one "
-            "size up to 256"
-        )
     if given["bias_type"] == _PRE_SCALE:
         return "a bias before the scale, which cuDNN doesn't have"
     if not given["scaling_factor"] > 0:
@@ -41,6 +34,20 @@ def unfit(op: str, dtype: str, attributes: Attributes, capability: int) -> str |
         return (
             "packed segments need a GPU of compute capability 9.0 or 10.x, and one here has "
             f"{capability / 10}"
+        )
+    return None
+
+
+def unfit_operands(dtype: str, sizes: tuple[int, int]) -> str | None:
+    """Why numbers or heads of these sizes, of keys and of values, aren't for cuDNN; or None."""
+    if dtype not in _DTYPES:
+        return f"q is {dtype}, and cuDNN's attention is of {' or '.join(_DTYPES)}"
+    if any(size % 8 for size in sizes):
+        return f"heads are of {sizes[0]} and {sizes[1]} numbers, which must be multiples of 8"
+    if max(sizes) > 128 and (sizes[0] != sizes[1] or sizes[0] > 256):
+        return (
+            f"heads are of {sizes[0]} and {sizes[1]} numbers, which must be 128 at most, or of one "
+            "size up to 256"
         )
     return None
 

@@ -47,10 +47,18 @@ def gemm_v2(call: KernelCall) -> bool | str:
 
 
 def attention(call: KernelCall) -> bool | str:
-    """Tells whether cuDNN has this attention on the GPUs of this machine."""
+    """Tells whether cuDNN has this attention on the GPUs of this machine.
+
+    A plan asks before there are attributes: what the operands tell, so that cuDNN is asked when the
+    program is traced.
+    """
     fits = anything(call)
     if fits is not True:
         return fits
+    if not call.params:
+        q, _, v, *_ = call.operands
+        why = _attention.unfit_operands(q.dtype, (q.shape[-1], v.shape[-1]))
+        return why or _cudnn.missing() or True if _gpus.used() else _NO_GPU
     capabilities = sorted(set(_gpus.used().values()))
     if not capabilities:
         return _NO_GPU
