@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,33 +91,33 @@ def partition_rows(
     whole: set[str],
     sums: Sequence[int] = (),
     *,
-    sizes: dict[str, int] | None = None,
+    alike: Mapping[str, str] | None = None,
     on_device: Callable[[Sequence[Spec]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Return an op that can be partitioned along all axes but some.
 
     Args:
         fn: the op, a function of its operands.
-        axes_given: names of the operands' axes. Axes of one name are shared out alike. One that
-            is made of several, ``"(a b)"``, is shared out as the first of them.
+        axes_given: names of the operands' axes. Axes of one name are shared out alike.
         axes_found: of the results' axes.
         whole: names of axes that each device has all of.
         sums: the numbers of those results that are sums over the axes that they haven't.
-        sizes: of parts of axes.
+        alike: by name of an axis, that of one of another size which is shared out as it is.
         on_device: what runs on a device, made of the specs of operands; else `fn`.
     """
-    firsts_given, firsts_found = (
-        [[name.strip("()").split()[0] for name in names] for names in side]
+    alike = alike or {}
+    keys_given, keys_found = (
+        [[alike.get(name, name) for name in names] for names in side]
         for side in (axes_given, axes_found)
     )
 
     def specs(arguments: Any) -> tuple[list[Spec], list[Spec]]:
         found: dict[str, Any] = {}
         lengths: dict[str, set[int]] = {}
-        for names, argument in zip(firsts_given, arguments, strict=True):
+        for names, argument in zip(keys_given, arguments, strict=True):
             for name, length in zip(names, argument.shape, strict=True):
                 lengths.setdefault(name, set()).add(length)
-        for names, argument in zip(firsts_given, arguments, strict=True):
+        for names, argument in zip(keys_given, arguments, strict=True):
             given = spec_of(argument, range(len(names)))
             for name, axes in zip(names, given, strict=True):
                 if axes is None or name in whole or name in found:
@@ -128,7 +128,7 @@ def partition_rows(
                     found[name] = axes
         given, out = (
             [tuple(found.get(name) for name in names) for names in side]
-            for side in (firsts_given, firsts_found)
+            for side in (keys_given, keys_found)
         )
         return given, out
 
@@ -136,7 +136,7 @@ def partition_rows(
         block = fn if on_device is None else on_device(given)
         return _summed(block, sums, given, found)
 
-    return partitioned(fn, specs, axes_given, axes_found, whole, sizes=sizes, on_device=run)
+    return partitioned(fn, specs, axes_given, axes_found, whole, on_device=run)
 
 
 def _summed(

@@ -30,12 +30,12 @@ def sharded_like(fn: Callable[..., Any], like: jax.Array, *operands: Any) -> Any
     spec = explicit_spec(like)
 
     def specs(found: Any) -> Any:
-        return jax.tree.map(lambda x: _followed(mesh, spec, like.shape, x.shape), found)
+        return jax.tree.map(lambda x: followed_spec(mesh, spec, like.shape, x.shape), found)
 
     return with_auto_axes(mesh, fn, specs, *operands)
 
 
-def _followed(
+def followed_spec(
     mesh: Any, spec: Sequence[Any], shape: Sequence[int], found: Sequence[int]
 ) -> PartitionSpec:
     """Return the spec of scales: along an axis they are cut where the tiles are."""

@@ -126,9 +126,9 @@ def _partition(
     first.append(["offset0", "h", "offset2", "offset3"] if offset.ndim == 4 else ["offset0"])
     names = [*first, *middle, ["b"], ["b"], ["starts0"], ["starts1"]]
     # Heads of queries that share keys are side by side: they are shared out as those of keys.
-    shared = sizes.heads // sizes.kv_heads
-    replaced = {"h": "(g r)" if shared > 1 else "g"}
-    cut = {"b", "g"}
+    grouped = sizes.heads != sizes.kv_heads
+    replaced = {} if grouped else {"g": "h"}
+    cut = {"b", "h", "g"}
     if unshared(config) is None and sizes.q_length == sizes.kv_length:
         replaced |= {"s0": "s", "s1": "s", "s2": "s"}
         cut.add("s")
@@ -147,8 +147,7 @@ def _partition(
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         return functools.partial(around, block, axes, config)
 
-    sizes_of_parts = {"r": shared} if shared > 1 else None
-    options: dict[str, Any] = {"sizes": sizes_of_parts, "on_device": on_device}
+    options: dict[str, Any] = {"alike": {"g": "h"}, "on_device": on_device}
     return partition_rows(run, names, found, whole - cut, sums, **options)
 
 
