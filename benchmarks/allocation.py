@@ -72,7 +72,8 @@ def plan_maker(fn, params, example, before=()):
 
 def digits():
     """Both models of ``jaxtap demo``, on the images that they weren't trained on."""
-    from provider_xla.demo import MODELS, Digits, train
+    from interception_core.demo_kit import Digits
+    from provider_xla.demo import MODELS, train
 
     print("| model | tiles | weights | bits | error, test images | accuracy | same digit |")
     print("| --- " * 7 + "|")
@@ -197,8 +198,8 @@ def estimates():
                 if name is not None:
                     how = plans[name]._rules.how(plans[name]._rules.rules[site.index], True)
                     w = operands[side]
-                    operands[side] = qn.dequantize(site.product.quantize(side, w, how)) - w
-                sums.append(jnp.sum(site.product.run(*operands, *site.extras) ** 2))
+                    operands[side] = qn.dequantize(site.contraction.quantize(side, w, how)) - w
+                sums.append(jnp.sum(site.contraction.run(*operands, *site.extras) ** 2))
             return jnp.stack(sums)
 
         by_op = {op.op_id: op.weight for op in wide.ops}

@@ -182,7 +182,7 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
             plan = xla.PtqProvider(xla.QuantizationRule(**rule, weights_only=True)).plan(
                 decode, params, *given
             )
-            run, stored = plan.apply(decode), plan.stored_types(params)
+            run, stored = plan.apply(decode), plan.quantized_types(params)
         seconds["plan"] = time.perf_counter() - start
         return jax.jit(run, donate_argnums=2).trace(stored, *given).lower()
 
@@ -214,7 +214,7 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
 
     rules = xla.QuantizationRule(**rule, rank=RANK, weights_only=True)
     plan = xla.PtqProvider(rules).plan(loss, params, tokens)
-    run, stored = plan.apply(loss), plan.stored_types(params)
+    run, stored = plan.apply(loss), plan.quantized_types(params)
     adapters = whole(jax.eval_shape(plan.init_adapters, jax.random.key(0)))
     optimizer = optax.adam(1e-4)
     state = whole(jax.eval_shape(optimizer.init, adapters))

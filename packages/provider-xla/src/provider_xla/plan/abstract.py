@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .plan import PlanData
 
 
-def stored_types(plan: PlanData, params: Any, *, prepack: bool = True) -> Any:
-    """Return the types of what ``Plan.quantize`` stores: see ``Plan.stored_types``."""
+def quantized_types(plan: PlanData, params: Any, *, prepack: bool = True) -> Any:
+    """Return the types of what ``Plan.quantize`` stores: see ``Plan.quantized_types``."""
     found, treedef = jax.tree_util.tree_flatten_with_path(params)
     given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
     check_parameters(plan, given, are_types=True)

@@ -77,7 +77,7 @@ def check_parameters(plan: PlanData, given: Mapping[str, Any], *, are_types: boo
         if is_type or not hasattr(leaf, "shape"):
             raise QuantizationError(
                 f"{about} is {leaf!r}, and only arrays can be quantized. Plan with abstract "
-                "parameters, quantize real ones; plan.stored_types has the types of the result."
+                "parameters, quantize real ones; plan.quantized_types has the types of the result."
             )
         if leaf.shape != expected.shape or leaf.dtype != expected.dtype:
             raise QuantizationError(
