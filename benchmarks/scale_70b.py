@@ -4,9 +4,9 @@
     uv run python benchmarks/scale_70b.py --print --meshes 8 --programs decode --formats float int8
 
 Parameters are shapes alone, devices are threads of the CPU that never run. Each program is planned,
-lowered and compiled in a process, for a mesh of `data` x `model`: kernels are cut along both, so
-that a layer's weights are gathered over `data` as it is trained (FSDP) and its columns or rows
-computed on `model` (tensor parallelism).
+lowered and compiled in a process, for a mesh of `data` x `model`. In training, kernels are cut
+along both: a layer's are gathered over `data` when it runs (FSDP), and its columns or rows are
+computed on `model` (tensor parallelism). In decoding all devices share columns or rows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,13 +51,20 @@ class Sizes:
     vocabulary: int = 128256
 
 
-def make_params(sizes: Sizes, of: Callable[..., Any]) -> Any:
-    """Return the parameters: ``of(shape, *spec)`` for each."""
+def make_params(sizes: Sizes, of: Callable[..., Any], across: Any, along: Any) -> Any:
+    """Return the parameters.
+
+    Args:
+        sizes: of the decoder.
+        of: called as ``of(shape, *spec)`` for each.
+        across: the mesh axes of the width.
+        along: those of heads, of the inner width and of the vocabulary.
+    """
     n, d, f = sizes.layers, sizes.width, sizes.inner
     q, kv = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    columns, rows = (None, "data", "model"), (None, "model", "data")
+    columns, rows = (None, across, along), (None, along, across)
     return {
-        "embed": of((sizes.vocabulary, d), "model", "data"),
+        "embed": of((sizes.vocabulary, d), along, across),
         "layers": {
             "attention_norm": of((n, d)),
             "mlp_norm": of((n, d)),
@@ -69,7 +77,7 @@ def make_params(sizes: Sizes, of: Callable[..., Any]) -> Any:
             "down": of((n, f, d), *rows),
         },
         "norm": of((d,)),
-        "head": of((d, sizes.vocabulary), "data", "model"),
+        "head": of((d, sizes.vocabulary), across, along),
     }
 
 
@@ -142,7 +150,11 @@ def model(
     step = layer if cache is not None else jax.checkpoint(layer)
     x, cache = lax.scan(step, params["embed"][tokens], (params["layers"], cache))
     with jax.named_scope("head"):
-        return norm(params["norm"], x) @ params["head"], cache
+        head = params["head"]
+        if rows is not None:
+            columns = NamedSharding(rows.mesh, PartitionSpec(None, "model"))
+            head = lax.with_sharding_constraint(head, columns)
+        return norm(params["norm"], x) @ head, cache
 
 
 def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str, float]) -> Any:
@@ -163,7 +175,8 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
     def whole(tree: Any) -> Any:
         return jax.tree.map(lambda x: of(x.shape, dtype=x.dtype), tree)
 
-    params = make_params(sizes, of)
+    axes = (None, ("data", "model")) if program == "decode" else ("data", "model")
+    params = make_params(sizes, of, *axes)
     rule = FORMATS[name]
     start = time.perf_counter()
     if program == "decode":
@@ -179,9 +192,8 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
 
         run, stored = decode, params
         if rule:
-            plan = xla.PtqProvider(xla.QuantizationRule(**rule, weights_only=True)).plan(
-                decode, params, *given
-            )
+            provider = xla.PtqProvider(xla.QuantizationRule(**rule, weights_only=True))
+            plan = provider.plan(decode, params, *given, kernels=False)
             run, stored = plan.apply(decode), plan.quantized_types(params)
         seconds["plan"] = time.perf_counter() - start
         return jax.jit(run, donate_argnums=2).trace(stored, *given).lower()
@@ -213,7 +225,7 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
         return jax.jit(step, donate_argnums=(0, 1)).trace(params, state, tokens).lower()
 
     rules = xla.QuantizationRule(**rule, rank=RANK, weights_only=True)
-    plan = xla.PtqProvider(rules).plan(loss, params, tokens)
+    plan = xla.PtqProvider(rules).plan(loss, params, tokens, kernels=False)
     run, stored = plan.apply(loss), plan.quantized_types(params)
     adapters = whole(jax.eval_shape(plan.init_adapters, jax.random.key(0)))
     optimizer = optax.adam(1e-4)
@@ -238,14 +250,22 @@ def measure(program: str, name: str, side: int, sizes: Sizes) -> dict[str, Any]:
     start = time.perf_counter()
     found = lowered(program, name, side, sizes, seconds)
     seconds["trace, lower"] = time.perf_counter() - start - seconds["plan"]
-    start = time.perf_counter()
-    compiled = found.compile()
-    seconds["compile"] = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        # After the partitioner, before the CPU's passes, which widen bfloat16 to float32.
+        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partition.*"}
+        start = time.perf_counter()
+        compiled = found.compile(options)
+        seconds["compile"] = time.perf_counter() - start
+        (text,) = (
+            path.read_text()
+            for path in Path(folder).glob("*.txt")
+            if "after_spmd-partitioning" in path.name
+        )
     memory = compiled.memory_analysis()
     return {
         "arguments": memory.argument_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
-        "collectives": [[*key, size] for key, size in sorted(collectives(compiled).items())],
+        "collectives": [[*key, size] for key, size in sorted(collectives(text).items())],
         "seconds": seconds,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
