@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+
+from interception_core import followed_spec
 
 from .array_proxy import ArrayProxy, is_proxy
 
@@ -34,17 +35,10 @@ def placed(
         return proxy
     spec = (*sharding.spec, *(None,) * (len(proxy.shape) - len(sharding.spec)))
 
-    def along(names: Any, size: int, full: int) -> Any:
-        if names in (None, PartitionSpec.UNCONSTRAINED) or size == full:
-            return names
-        every = (names,) if isinstance(names, str) else names
-        parts = math.prod(sharding.mesh.shape[name] for name in every)
-        return names if size % parts == 0 else None
-
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.ndim != len(proxy.shape):
             return leaf
-        own = PartitionSpec(*map(along, spec, leaf.shape, proxy.shape))
+        own = followed_spec(sharding.mesh, spec, proxy.shape, leaf.shape)
         return bind(leaf, **{**params, name: sharding.update(spec=own)})
 
     found = {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from quant_numerics.array.explicit import followed_spec
+from interception_core import followed_spec
 
 from ..kernels.packing import abstract, of_panels
 from .quantize import carried, check_parameters
@@ -56,7 +56,7 @@ def _stored_type(weight: WeightPlan, leaf: Any, prepack: bool) -> Any:
         if len(x.shape) > len(sizes):  # bit planes, whose bits come before the last axis
             along, sizes = (*spec[:-1], None, None), (*sizes[:-1], *x.shape[-2:])
         followed = followed_spec(sharding.mesh, along, sizes, x.shape)
-        followed = NamedSharding(sharding.mesh, PartitionSpec(*followed))
+        followed = NamedSharding(sharding.mesh, followed)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=followed)
 
     return jax.tree.map(placed, stored)
