@@ -19,7 +19,7 @@ _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|rag
 
 
 def collectives(compiled):
-    """Return the bytes of the results on a device, by kind of collective and dtype.
+    """Return the bytes of collectives' results, by kind and dtype.
 
     Args:
         compiled: what ``jax.jit(fn).lower(...).compile()`` returns, or the text of a program.

@@ -3,8 +3,8 @@
 Importing this package does not import jax: the names that need it are imported when they are
 first used. A plugin module may therefore import its specs and `hookimpl` from here.
 
-`kernels` and `plugins` are functions. The folders of these names hold how they work; the imports
-below load both folders before they bind the functions, so nothing rebinds the names later.
+`kernels` and `plugins` are functions, and folders have these names, too. The imports below load
+both folders before they bind the functions, so that no later import rebinds the names.
 """
 
 import importlib
