@@ -255,8 +255,8 @@ def _provider(args: argparse.Namespace, module: ModuleType) -> Any:
     if isinstance(found, Provider):
         if args.engine is not None or args.strict:
             raise JaxtapError(
-                f"--engine and --strict must be left out for the provider {args.rules}. Set them in "
-                "the file."
+                f"--engine and --strict must be left out for the provider {args.rules}. Set them "
+                "in the file."
             )
         return found
     return PtqProvider(found, **config)
