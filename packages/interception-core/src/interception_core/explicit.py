@@ -81,6 +81,29 @@ def parts_of(mesh: Any, axes: Any) -> int:
     return count
 
 
+def followed_spec(
+    mesh: Any, spec: Sequence[Any], shape: Sequence[int], found: Sequence[int]
+) -> PartitionSpec:
+    """Return the spec of an array that follows another.
+
+    Scales follow quantized values so.
+
+    Args:
+        mesh: the mesh.
+        spec: mesh axes of each axis of the other array.
+        shape: of the other array.
+        found: of this one. Along an axis it has the same size, a number of tiles, or 1.
+    """
+
+    def follows(axes: Any, size: int, n: int) -> bool:
+        if n == size or axes in (None, PartitionSpec.UNCONSTRAINED):
+            return True
+        return n > 1 and size % n == 0 and n % parts_of(mesh, axes) == 0
+
+    pairs = zip(spec, shape, found, strict=True)
+    return PartitionSpec(*(axes if follows(axes, size, n) else None for axes, size, n in pairs))
+
+
 def _sharding(x: Any) -> NamedSharding | None:
     """Return the explicit sharding in an array's type, or None."""
     sharding = getattr(jax.typeof(x), "sharding", None)
