@@ -108,6 +108,32 @@ def _matmul(dtype: str, size: Size) -> Call:
     return fn, (_normal(size, dtype), _normal((size[1], size[1]), dtype))
 
 
+def _groups(dtype: str, size: Size) -> Call:
+    sizes = jnp.full(8, size[0] // 8, jnp.int32)
+    return te.grouped_dense, (_normal(size, dtype), _normal((8, size[1], size[1]), dtype), sizes)
+
+
+def _routing_map(size: Size) -> jax.Array:
+    return te.fused_topk_with_score_function(_normal(size), CHOSEN)[1]
+
+
+def _dispatch(dtype: str, size: Size) -> Call:
+    """Move tokens of 1024 numbers to rows."""
+    fn = lambda x, routed: te.token_dispatch(x, routed, CHOSEN * size[0], align_size=16)[0]  # noqa: E731
+    return fn, (_normal((size[0], 1024), dtype), _routing_map(size))
+
+
+def _combine(dtype: str, size: Size) -> Call:
+    """Move them back, each row with its weight."""
+    tokens, routed = _normal((size[0], 1024), dtype), _routing_map(size)
+    rows, _, row_map, *_ = te.token_dispatch(tokens, routed, CHOSEN * size[0])
+    return te.token_combine, (rows, row_map, jax.nn.softmax(_normal(size, dtype)))
+
+
+def _topk(dtype: str, size: Size) -> Call:
+    return functools.partial(te.topk, k_value=CHOSEN), (_normal(size, dtype),)
+
+
 def _attention(dtype: str, size: Size) -> Call:
     kinds = (
         te.AttnBiasType.NO_BIAS,
@@ -172,6 +198,12 @@ _CALLS = {
     "dequantize": (_dequantize, ROWS),
     "grouped_quantize": (_grouped_quantize, ROWS),
     "gemm_v2": (_matmul, ROWS),
+    "grouped_gemm_v2": (_groups, ROWS),
+    "make_row_id_map": (_dispatch, EXPERTS),
+    "permute_with_mask_map": (_dispatch, EXPERTS),
+    "unpermute_with_mask_map": (_combine, EXPERTS),
+    "unpermute_bwd_with_merging_probs": (functools.partial(_gradient, _combine), EXPERTS),
+    "topk": (_topk, (*EXPERTS, (8, 32000))),
     "pack_w8": (functools.partial(_pack, 8), TABLES),
     "pack_w4": (functools.partial(_pack, 4), TABLES),
 }
