@@ -22,7 +22,7 @@ def test_values_and_indices(dtype):
             wanted, at = jax.lax.top_k(x, k)
             assert (values.dtype, indices.dtype) == (x.dtype, jnp.int32)
             np.testing.assert_array_equal(indices, at)
-            np.testing.assert_array_equal(values, wanted)
+            np.testing.assert_array_equal(np.float32(values), np.float32(wanted))
 
 
 def test_gradient_vmap_and_mesh(mesh):
@@ -42,7 +42,7 @@ def test_gradient_vmap_and_mesh(mesh):
     [
         (jnp.zeros((2, 3)), 0, ValueError, "k_value is 0"),
         (jnp.zeros((2, 3)), 4, ValueError, "k_value is 4, and x has shape"),
-        (jnp.zeros(()), 1, ValueError, "must be from 1 to the size"),
+        (jnp.zeros(()), 1, ValueError, ".* must be from 1 to the size"),
         (jnp.zeros((2, 3), jnp.int32), 1, TypeError, "x is int32"),
         (jnp.zeros((2, 3)), 1.5, TypeError, "k_value is of type float"),
     ],

@@ -116,7 +116,10 @@ void GemmPlan::choose(const te::Gemm& args, size_t workspace) {
 }
 
 void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream) {
-  for (const void* address : {args.lhs.data, args.rhs.data, const_cast<const void*>(args.out)}) {
+  // Those that cuBLASLt reads and writes itself.
+  for (const void* address : {steps_.arranges_lhs ? nullptr : args.lhs.data,
+                              steps_.arranges_rhs ? nullptr : args.rhs.data,
+                              steps_.keeps_sums ? nullptr : const_cast<const void*>(args.out)}) {
     if (reinterpret_cast<uintptr_t>(address) % alignment_ != 0) {
       throw invalid_argument("an array begins at ", address, ", which isn't a multiple of ",
                              alignment_, "; XLA's arrays are");

@@ -68,8 +68,7 @@ CASE(grouped_gemm) {
            {set("lhs_axis_boundary", 0), "lhs_axis_boundary is 0"},
            {set("rhs_axis_boundary", 1), "and must have a first axis of 3, one for each"},
            {set("lhs_is_trans", true), "and must have the 7 of lhs"},
-           {operand(0, kS8, {kLength, kK}), "lhs is int8[7, 32], and must be of"},
-           {operand(0, kF32, {kLength, 2, 16}), "and must have the 32 of lhs"},
+           {operand(0, kS8, {kLength, kK}), "and must be of int8 like lhs"},
            {[](Program& p) {
               p.operands[0] = Tensor(kF32, {kLength, 1, kK});
               p.attributes.at("lhs_axis_boundary") = 2;
@@ -101,12 +100,16 @@ CASE(grouped_gemm_of_quantized_values) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE4M3, {kLength, kK});
               p.operands[1] = Tensor(kU8, {6});
+              p.operands[2] = Tensor(kE4M3, {kGroups, kK, kN});
+              p.operands[3] = Tensor(kU8, {kGroups * kN});
             },
             "one for 32 numbers"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE4M3, {kK, kLength});
               p.attributes.at("lhs_is_trans") = true;
+              p.operands[2] = Tensor(kE4M3, {kGroups, kK, kN});
+              p.operands[3] = Tensor(kU8, {kGroups * kN});
             },
             "and MX needs its first axis to be what is divided"}}};
 }
@@ -125,7 +128,11 @@ CASE(grouped_gemm_of_what_is_contracted) {
             }, 2e-5);
           },
           {{operand(4, kF32, {kGroups, kN}), "must be empty where the contracted axis is divided"},
-           {set("rhs_is_trans", true), "what is divided must be its last axis alone"},
+           {[](Program& p) {
+              p.operands[2] = Tensor(kF32, {kN, kLength, 1});
+              p.attributes.at("rhs_is_trans") = true;
+            },
+            "what is divided must be its last axis alone"},
            {first_size(5), "group_sizes has the sum 9"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;

@@ -32,22 +32,14 @@ def grouped(
     owners = owner(group_sizes, config.length)
     left = divided(config, config.left, decoded(config, config.left, lhs, lhs_scale_inv), owners,
                    group_sizes)  # fmt: skip
-    dtype = jnp.int32 if left.dtype == jnp.int8 else jnp.float32
-    asked: dict[str, Any] = {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
     wide = decoded(config, config.right, rhs, rhs_scale_inv)
     if config.rows:
         right = matrices(config, wide)
-        sums = lax.ragged_dot(left, right, group_sizes, **asked).astype(jnp.float32)
+        sums = _of_rows(left, right, group_sizes)
         of_group = lambda x: per_row(x, owners)  # noqa: E731
     else:
         right = divided(config, config.right, wide, owners, group_sizes)
-        dims = lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((0,), (0,)), ((), ())),
-            lhs_ragged_dimensions=(0,),
-            rhs_group_dimensions=(),
-        )
-        sums = lax.ragged_dot_general(left, right, group_sizes, dims, **asked)
-        sums, of_group = sums.astype(jnp.float32), lambda x: x
+        sums, of_group = _of_contracted(left, right, group_sizes), lambda x: x
     each = (-1,) + (1,) * (sums.ndim - 1)
     if mode.is_tensor:
         sums = sums * of_group(lhs_scale_inv * rhs_scale_inv).reshape(each)
@@ -60,6 +52,38 @@ def grouped(
         out = out + of_group(bias.reshape(groups, -1).astype(jnp.float32))
     out = jnp.where(of_group(beta).reshape(each) == 0, out, jnp.nan)
     return out.astype(config.out_dtype).reshape(config.shape)
+
+
+def _exact(x: jax.Array) -> dict[str, Any]:
+    """Return how factors like this one are multiplied."""
+    dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    return {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
+
+
+def _of_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot(left, right, sizes, **_exact(left)).astype(jnp.float32)
+
+
+# JAX has no gradient of this ragged_dot_general.
+@jax.custom_vjp
+def _of_contracted(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(),
+    )
+    found = lax.ragged_dot_general(left, right, sizes, dims, **_exact(left))
+    return found.astype(jnp.float32)
+
+
+def _contracted_backward(saved: Any, ct: jax.Array) -> Any:
+    left, right, sizes = saved
+    if left.dtype == jnp.int8:
+        return None, None, None
+    return _of_rows(right, ct.swapaxes(1, 2), sizes), _of_rows(left, ct, sizes), None
+
+
+_of_contracted.defvjp(lambda *given: (_of_contracted(*given), given), _contracted_backward)
 
 
 def divided(

@@ -13,11 +13,11 @@ def row_map(_: None, routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
     ones = routed.astype(jnp.int32)
     counts = ones.sum(0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
-    rows = jnp.where(routed, starts + jnp.cumsum(ones, 0) - 1, -1)
+    rows = jnp.where(routed, starts[None] + jnp.cumsum(ones, 0) - 1, -1)
     # The experts of a token first, in their order.
     order = jnp.argsort(~routed, axis=1, stable=True).astype(jnp.int32)
     total = ones.sum(1, keepdims=True, dtype=jnp.int32)
-    used = jnp.arange(experts) < total
+    used = jnp.arange(experts)[None] < total
     rows = jnp.where(used, jnp.take_along_axis(rows, order, 1), -1)
     entries = [rows, jnp.where(used, order, -1), total]
     return jnp.concatenate(entries, 1).astype(jnp.int32), counts
@@ -29,7 +29,7 @@ def _places(
     """Return rows and experts [tokens, experts], and which of them there are."""
     experts = row_id_map.shape[1] // 2
     place, expert = row_id_map[:, :experts], row_id_map[:, experts:-1]
-    used = jnp.arange(experts) < row_id_map[:, -1:]
+    used = jnp.arange(experts)[None] < row_id_map[:, -1:]
     used &= (expert >= 0) & (expert < experts)
     expert = jnp.where(used, expert, 0)
     if pad_offsets.size:
