@@ -64,8 +64,8 @@ def test_cublaslt_is_asked_about_a_small_group_and_about_all(monkeypatch):
     asked = []
 
     class Native:
-        def refused_gemm(self, device, limit, fast, *product):
-            asked.append(product)
+        def refused_gemm(self, device, limit, fast, *matmul):
+            asked.append(matmul)
             return ""
 
     monkeypatch.setattr(_gpus, "used", lambda: {0: 90})
@@ -143,5 +143,5 @@ def test_groups_have_the_memory_that_the_largest_could_need():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     found = int(re.search(r"@te_ffi_kernels\.grouped_gemm_v2.*tensor<(\d+)xui8>", text)[1])
     native = importlib.import_module("te_ffi_kernels_cuda13._native")
-    product = (40, 48, 64, 1, x.dtype.name, x.dtype.name, True, False, "bfloat16", False, False)
-    assert found == _workspace.PART + native.gemm_workspace(*product) + _workspace.CUBLASLT
+    matmul = (40, 48, 64, 1, x.dtype.name, x.dtype.name, True, False, "bfloat16", False, False)
+    assert found == _workspace.PART + native.gemm_workspace(*matmul) + _workspace.CUBLASLT

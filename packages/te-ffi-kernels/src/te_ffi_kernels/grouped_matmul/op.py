@@ -269,23 +269,21 @@ def _of_factor(
         return cotangent_of(x, numbers.multiply_by_power(back, wide)), None
     wide = _spread(config, side, scales, owners)
     assert wide is not None
-    products = grad * _arranged(config, side, x, owners, sizes).astype(jnp.float32)
-    scales_ct = _reduced(config, side, products, owners).reshape(scales.shape)
+    matmuls = grad * _arranged(config, side, x, owners, sizes).astype(jnp.float32)
+    scales_ct = _reduced(config, side, matmuls, owners).reshape(scales.shape)
     return (
         cotangent_of(x, _back(config, side, grad * wide, sizes)),
         cotangent_of(scales, scales_ct),
     )
 
 
-def _reduced(
-    config: GroupedConfig, side: Side, products: jax.Array, owners: jax.Array
-) -> jax.Array:
+def _reduced(config: GroupedConfig, side: Side, matmuls: jax.Array, owners: jax.Array) -> jax.Array:
     """Return sums over what shares a scale."""
     if not _is_divided(config, side):
-        return products.sum((1, 2) if config.mode.is_tensor else 1)
+        return matmuls.sum((1, 2) if config.mode.is_tensor else 1)
     if config.mode.is_tensor:
-        return sums_by_group(products.sum(1), owners, config.groups)
-    return products.sum(1) if config.rows else sums_by_group(products, owners, config.groups)
+        return sums_by_group(matmuls.sum(1), owners, config.groups)
+    return matmuls.sum(1) if config.rows else sums_by_group(matmuls, owners, config.groups)
 
 
 GROUPED = Op(

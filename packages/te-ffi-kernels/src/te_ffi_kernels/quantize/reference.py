@@ -16,7 +16,7 @@ from .modes import BLOCK, turn
 
 
 def dequantized(config: DequantizeConfig, x: jax.Array, scale_inv: jax.Array) -> jax.Array:
-    """Return the numbers of codes, for checked arguments."""
+    """Return the numbers of quantized values, for checked arguments."""
     found = numbers.decode(x, scale_inv, config.mode, config.axis, by_column=config.by_column)
     return found.astype(config.dtype)
 
@@ -42,9 +42,9 @@ def quantized(
     matrix = _matrix(x, axis)
     found: dict[int, jax.Array] = {}
     if mode.is_tensor:
-        codes = numbers.encode(matrix * scale.reshape(()), config.out_dtype).reshape(x.shape)
+        qvalue = numbers.encode(matrix * scale.reshape(()), config.out_dtype).reshape(x.shape)
         inverse = 1 / scale.reshape(1)
-        found |= {0: codes, 1: turn(codes, axis), 2: inverse, 3: inverse}
+        found |= {0: qvalue, 1: turn(qvalue, axis), 2: inverse, 3: inverse}
         most = numbers.of_bits(numbers.absmax_bits(matrix)).reshape(1)
         before = amax.reshape(1)
         found[4] = jnp.where(before >= most, before, most)
@@ -120,8 +120,8 @@ def grouped(
     most = jnp.zeros(groups, jnp.float32)
     found: list[jax.Array | None] = [None] * 4
     if mode.is_tensor:
-        codes = numbers.encode(matrix * per_row(scale, owners)[:, None], config.out_dtype)
-        found = [codes, _turned_groups(codes, sizes), 1 / scale, 1 / scale]
+        qvalue = numbers.encode(matrix * per_row(scale, owners)[:, None], config.out_dtype)
+        found = [qvalue, _turned_groups(qvalue, sizes), 1 / scale, 1 / scale]
         bits = numbers.absmax_bits(matrix, axis=1)
         bits = jnp.zeros(groups, jnp.int32).at[owners].max(bits, mode="drop")
         most = numbers.of_bits(bits)
@@ -135,8 +135,8 @@ def grouped(
         bits = jnp.zeros((groups, matrix.shape[1]), jnp.int32)
         bits = bits.at[owners].max(numbers.magnitudes(matrix), mode="drop")
         scales = numbers.channel_scale(bits, config.out_dtype)
-        codes = numbers.encode(matrix * per_row(scales, owners), config.out_dtype)
-        found[1], found[3] = _turned_groups(codes, sizes), 1 / scales
+        qvalue = numbers.encode(matrix * per_row(scales, owners), config.out_dtype)
+        found[1], found[3] = _turned_groups(qvalue, sizes), 1 / scales
     return (
         *(
             _shaped(array, result) if wanted and array is not None else _nothing(result)
@@ -148,7 +148,7 @@ def grouped(
     )
 
 
-def _turned_groups(codes: jax.Array, sizes: jax.Array) -> jax.Array:
+def _turned_groups(qvalue: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return the matrices of the groups one after the other, each transposed, as one vector."""
-    raw = lax.bitcast_convert_type(codes, jnp.uint8)
-    return lax.bitcast_convert_type(as_matrices(raw, sizes), codes.dtype)
+    raw = lax.bitcast_convert_type(qvalue, jnp.uint8)
+    return lax.bitcast_convert_type(as_matrices(raw, sizes), qvalue.dtype)
