@@ -1,4 +1,4 @@
-"""The ops of a layer of experts, for cuda_ops.py: tokens to rows and back, and matmuls of groups."""
+"""The ops of a layer of experts, for cuda_ops.py: tokens to rows and back, matmuls, topk."""
 
 import jax
 import jax.numpy as jnp

@@ -214,7 +214,7 @@ SHAPES = {"lhs": (8, 4), "rhs": (2, 4, 3), "bias": (0,), "sizes": (2,), "alpha":
         ({"rhs_dtype": "bfloat16"}, None, 0, TypeError, "lhs is float32 and rhs is bfloat16"),
         ({"mode": MX, "dtype": E4M3}, None, 0, ValueError, "must be a multiple of 32"),
         ({"mode": DELAYED, "dtype": "int8"}, None, 0, ValueError, "lhs_scale_inv has shape"),
-        ({"scales": (2,)}, None, 0, ValueError, "there are no scales without scaling"),
+        ({"scales": (2,)}, None, 0, ValueError, "NO_SCALING has none"),
         ({"mode": 4}, None, 0, NotImplementedError, "NVFP4"),
     ],
 )  # fmt: skip

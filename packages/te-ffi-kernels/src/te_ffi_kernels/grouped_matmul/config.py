@@ -117,24 +117,23 @@ class GroupedConfig:
 
 def grouped_config(
     op: str,
-    lhs: jax.Array,
-    lhs_scale_inv: jax.Array,
-    rhs: jax.Array,
-    rhs_scale_inv: jax.Array,
-    bias: jax.Array,
-    group_sizes: jax.Array,
-    alpha: jax.Array,
-    beta: jax.Array,
+    operands: Sequence[jax.Array],
     out_dtype: DTypeLike,
     contracting_dims: tuple[Sequence[int], Sequence[int]],
     scaling_mode: Any,
     ragged_axis: int,
 ) -> GroupedConfig:
-    """Check arguments against each other.
+    """Check the arguments of grouped_gemm_v2 against each other.
+
+    Args:
+        op: for errors.
+        operands: the arrays, in their order.
+        out_dtype, contracting_dims, scaling_mode, ragged_axis: the rest.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``te_ffi_kernels.grouped_gemm_v2``.
     """
+    lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, alpha, beta = operands
     mode = arguments.scaling_mode(op, scaling_mode, quantized=False)
     checks.dtype(op, "group_sizes", group_sizes.dtype, (jnp.int32,))
     if group_sizes.ndim != 1 or group_sizes.size == 0:
@@ -165,7 +164,7 @@ def grouped_config(
         strict=True,
     ):  # fmt: skip
         if mode is ScalingMode.NO_SCALING:
-            checks.shape(op, name, scales, (0,), "there are no scales without scaling")
+            checks.shape(op, name, scales, (0,), "NO_SCALING has none")
         else:
             arguments.scales_dtype(op, name, scales.dtype, mode)
             if scales.size != arguments.size(shape):

@@ -88,7 +88,7 @@ def grouped_gemm_v2(
     """
     operands = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, alpha, beta)
     config = grouped_config(
-        "grouped_gemm_v2", *operands, out_dtype, contracting_dims, scaling_mode, ragged_axis
+        "grouped_gemm_v2", operands, out_dtype, contracting_dims, scaling_mode, ragged_axis
     )
     scales = (lhs_scale_inv, rhs_scale_inv)
     left, right = (x.reshape(s) for x, s in zip(scales, config.scale_shapes, strict=True))

@@ -39,7 +39,7 @@ def token_dispatch(
     Returns:
         - the rows [num_out_tokens, hidden], or with padding as many as there can be: the multiple
           of `align_size` at or below ``num_out_tokens + experts * (align_size - 1)``. Zero where
-          there is no token.
+          no token goes.
         - the probabilities of rows, or None.
         - int32 [tokens, 2 * experts + 1]: for each token its rows without padding, as many experts,
           in ascending order, and the number of either; -1 between.
