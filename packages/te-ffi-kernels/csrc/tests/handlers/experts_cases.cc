@@ -107,6 +107,7 @@ CASE(grouped_gemm_of_quantized_values) {
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE4M3, {kK, kLength});
+              p.operands[1] = Tensor(kU8, {kLength});
               p.attributes.at("lhs_is_trans") = true;
               p.operands[2] = Tensor(kE4M3, {kGroups, kK, kN});
               p.operands[3] = Tensor(kU8, {kGroups * kN});
