@@ -203,6 +203,13 @@ def test_each_device_has_its_columns_or_its_groups(mesh):
         assert f"f32[{groups},{K},{columns}]" in compiled.as_text(), spec
         assert "all-gather" not in compiled.as_text(), spec
         np.testing.assert_allclose(compiled(lhs, weight, added), wanted, rtol=1e-5, atol=1e-5)
+    # Groups on both axes of the mesh, in an order that isn't that of their names.
+    wide = normal(8, K, 8, seed=4)
+    sizes = np.asarray([1, 0, 4, 2, 0, 3, 1, 4], np.int32)
+    run = functools.partial(te.grouped_dense, group_sizes=jnp.asarray(sizes))
+    for spec in (("model", "data"), ("data", "model")):
+        found = jax.jit(run)(lhs, put(mesh, wide, spec, None, None))
+        np.testing.assert_allclose(found, run(lhs, wide), rtol=1e-5, atol=1e-5)
     left = put(mesh, lhs, None, "data")
     right = put(mesh, normal(LENGTH, 8, seed=3), None, "model")
     found = jax.jit(contracted)(left, right)

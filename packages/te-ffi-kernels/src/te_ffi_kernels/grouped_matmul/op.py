@@ -84,7 +84,7 @@ def grouped_gemm_v2(
         NotImplementedError: NVFP4.
         jax.errors.JaxRuntimeError: when it runs: sizes that are negative, have a larger sum, or cut
             MX blocks, or a `beta` that isn't 0. (The reference can't tell; on CUDA the result is
-            NaN for such a `beta`.)
+            NaN for such a `beta`; devices that share groups out see only their sizes.)
     """
     operands = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, alpha, beta)
     config = grouped_config(
@@ -269,21 +269,21 @@ def _of_factor(
         return cotangent_of(x, numbers.multiply_by_power(back, wide)), None
     wide = _spread(config, side, scales, owners)
     assert wide is not None
-    matmuls = grad * _arranged(config, side, x, owners, sizes).astype(jnp.float32)
-    scales_ct = _reduced(config, side, matmuls, owners).reshape(scales.shape)
+    terms = grad * _arranged(config, side, x, owners, sizes).astype(jnp.float32)
+    scales_ct = _reduced(config, side, terms, owners).reshape(scales.shape)
     return (
         cotangent_of(x, _back(config, side, grad * wide, sizes)),
         cotangent_of(scales, scales_ct),
     )
 
 
-def _reduced(config: GroupedConfig, side: Side, matmuls: jax.Array, owners: jax.Array) -> jax.Array:
+def _reduced(config: GroupedConfig, side: Side, terms: jax.Array, owners: jax.Array) -> jax.Array:
     """Return sums over what shares a scale."""
     if not _is_divided(config, side):
-        return matmuls.sum((1, 2) if config.mode.is_tensor else 1)
+        return terms.sum((1, 2) if config.mode.is_tensor else 1)
     if config.mode.is_tensor:
-        return sums_by_group(matmuls.sum(1), owners, config.groups)
-    return matmuls.sum(1) if config.rows else sums_by_group(matmuls, owners, config.groups)
+        return sums_by_group(terms.sum(1), owners, config.groups)
+    return terms.sum(1) if config.rows else sums_by_group(terms, owners, config.groups)
 
 
 GROUPED = Op(

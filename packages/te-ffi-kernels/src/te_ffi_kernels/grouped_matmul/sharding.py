@@ -42,7 +42,8 @@ def partition_grouped(
         return _laid_out(config, arguments, a, b, g, None)
 
     def on_device(given: Sequence[Spec], _: Any) -> Callable[..., Any]:
-        over = tuple(sorted(axes_in(given[2][:1]))) if rows else ()
+        axes = given[2][0] if rows else None
+        over = (axes,) if isinstance(axes, str) else tuple(axes or ())
 
         def run(*operands: jax.Array) -> jax.Array:
             here = config.block(operands[0].shape, operands[2].shape)
