@@ -224,7 +224,7 @@ def _adapter(
     extras: tuple[Any, ...],
     number: Any,
 ) -> jax.Array:
-    """Returns the contraction of an activation with an adapter, scaled."""
+    """Return the contraction of an activation with an adapter, scaled."""
     seen = dropped_out(x, weight, number)
     return adapter_contraction(
         contraction, side, seen, weight.a, weight.b, weight.shape, extras
@@ -232,7 +232,7 @@ def _adapter(
 
 
 def _typed(key: Any) -> jax.Array:
-    """Returns a random key of the new style."""
+    """Return a random key of the new style."""
     dtype = getattr(key, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ():
         return key

@@ -1,4 +1,4 @@
-"""Sites: the operations of a program that rules are about, found and read."""
+"""Sites: find and read a program's operations that rules match."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Site:
     hows: tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 
     def key(self, side: int) -> str:
-        """Returns what the statistics of an operand are kept under."""
+        """Return what the statistics of an operand are kept under."""
         return f"{self.call.op_id}#{SIDES[side]}"
 
 
 @dataclass(frozen=True)
 class Under:
-    """Tells the parameters among the inputs of a program: their pytree paths begin alike."""
+    """Recognize parameters among inputs by a common pytree path prefix."""
 
     prefix: str
 
@@ -127,13 +127,13 @@ class Rules:
         return weights_among(call, operands, self.is_parameter)
 
     def paths(self, weights: Weights) -> tuple[str, ...]:
-        """Return the paths of parameters for ``find``, if any rule asks for them."""
+        """Return paths of parameters for ``find``, if a rule needs them."""
         if not self._by_weight:  # type: ignore[attr-defined]
             return ()
         return tuple(path.removeprefix(self.params) for path in weights.paths)
 
     def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
-        """Returns how a rule quantizes an operand."""
+        """Return how a rule quantizes an operand."""
         qtype = rule.weight_qtype if is_weight else rule.act_qtype
         if qtype is None:
             return None
@@ -145,12 +145,12 @@ class Rules:
 
     @property
     def adapts(self) -> bool:
-        """Whether any parameter may have an adapter."""
+        """Return whether any parameter may have an adapter."""
         return any(rule.rank is not None for rule in self.rules)
 
     @property
     def is_static(self) -> bool:
-        """Whether any activation has a static range."""
+        """Return whether any activation has a static range."""
         return any(rule.act_static_scale for rule in self.rules)
 
 
@@ -169,7 +169,7 @@ _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 
 
 class Sites:
-    """The handlers of a provider: find the rule, read the call, and hand a Site on.
+    """A provider's handlers: find the rule, read the call, pass a Site on.
 
     Args:
         rules: the rules.
@@ -178,7 +178,7 @@ class Sites:
         record: called for every operation seen.
         lookup: the handler of lookups of parameters, or None.
         leave: called for each contraction that stays float, or None. What consists of another
-            contraction that is looked at by itself is not one.
+            contraction that is looked at alone is not one.
         remark: called with a call, and what is done with it that its rule does not say.
         keyed: whether operations in jitted functions are treated alike where no rule tells
             their module paths, and whether their operands are parameters, apart; or each by
@@ -283,14 +283,14 @@ class Sites:
         if result is not NotImplemented:
             return result
         result = call.proceed(*args, **kwargs)
-        # What was quantized is no weight, whatever it was computed from: it is another array here,
+        # A quantized value is not a weight, whatever it was computed from: it is another array,
         # as it is where the quantized program runs.
         return jax.tree.map(jnp.copy, result) if self._surveys else result
 
     def _fuse(
         self, op: FusedOp, function: Callable[..., Any], call: OpCall, *args: Any, **kwargs: Any
     ) -> Any:
-        """Computes a named function by the op of a kernel, where its rule asks for it."""
+        """Compute a function by a kernel's op, where its rule asks for it."""
         index = self._rules.find((op.name,), call.module_path)
         if index is None or self._is_fused_around(call):
             return NotImplemented
@@ -327,7 +327,7 @@ class Sites:
         written: Attention,
         also_used: Sequence[str],
     ) -> Any:
-        """Compute an attention that the program writes out, unless its parts are a rule's."""
+        """Compute a written-out attention, unless rules match its parts."""
         kinds = (call.kind(value, self._rules.is_parameter) for value in values)
         weights = [kind is not None and kind.kind in ("view", "derived") for kind in kinds]
         if is_of_weights(written, weights):
@@ -335,7 +335,7 @@ class Sites:
         return self._fuse(op, function, call, *values, written=written, also_used=also_used)
 
     def _is_fused_around(self, call: OpCall) -> bool:
-        """Returns whether a rule is about a function that this operation is a part of.
+        """Return whether a rule matches a function around this operation.
 
         Then its parts are not looked at, fused or not.
         """
@@ -371,7 +371,7 @@ class Sites:
         operands: Sequence[Any],
         hows: Sequence[Any],
     ) -> tuple[str | None, bool]:
-        """Returns why an operation stays float, and whether that is against its rule."""
+        """Return why an operation stays float, and if its rule forbids that."""
         if not any(hows):
             if rule.weight_qtype is None and rule.rank is None:
                 return "the rule leaves it float", False
@@ -403,12 +403,12 @@ class Sites:
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """A Pallas kernel computes on blocks in memory that it manages: it stays as it was written."""
+    """Leave a Pallas kernel as written: it manages blocks of memory."""
     return untapped(call.proceed(*args, **kwargs))
 
 
 def short(x: Any) -> str:
-    """Returns dtype and shape as ``f32[8,64]``."""
+    """Return dtype and shape as ``f32[8,64]``."""
     return f"{_SHORT.get(x.dtype.name, x.dtype.name)}{list(x.shape)}".replace(" ", "")
 
 

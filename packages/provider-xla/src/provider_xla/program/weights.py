@@ -22,7 +22,7 @@ def follows_values(engine: Engine) -> bool:
 
 @dataclass(frozen=True)
 class Weight:
-    """An operand that is a parameter, a view of parameters, or derived from them.
+    """An operand that is a parameter, a view, or a derived weight.
 
     Attributes:
         path: the pytree path of the parameter; of several, joined by " and ".

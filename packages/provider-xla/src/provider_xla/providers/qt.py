@@ -37,7 +37,7 @@ class QtProvider(XlaProvider):
         *,
         update: bool = True,
     ) -> Callable[..., Any]:
-        """Returns ``fn`` with its operations quantized by the rules, to be differentiated.
+        """Return ``fn`` with its operations quantized by the rules, to be differentiated.
 
         Args:
             fn: the function: a model, or a whole loss.
@@ -81,7 +81,7 @@ class QtProvider(XlaProvider):
     def init_statistics(
         self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
     ) -> Statistics:
-        """Returns empty statistics for the activations of ``fn`` that need them.
+        """Return empty statistics for the activations of ``fn`` that need them.
 
         Arguments as for ``plan``. What is returned is a pytree of Boxes: save it with the
         parameters.
@@ -111,7 +111,7 @@ class QtProvider(XlaProvider):
             if key is None:
                 raise JaxtapError(
                     f"The rule of {site.call.op_id} rounds gradients stochastically, and there "
-                    "is no random key. Pass one, new at each step: "
+                    "is not a random key. Pass one, new at each step: "
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))

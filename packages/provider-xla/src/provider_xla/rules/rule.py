@@ -39,7 +39,7 @@ MOST_STEPS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationRule:
-    r"""What to do with the operations that it matches. Of several rules, the first match counts.
+    r"""What to do with matching operations. The first matching rule counts.
 
     Field names and meaning are Qwix's; differences are listed in docs/quantization.md.
 
@@ -70,7 +70,7 @@ class QuantizationRule:
         weights_only: whether the rule is for operations with a weight alone. An operation of
             activations (attention scores, the fixed coefficients of a solver) does not match.
         act_static_scale: whether activations have scales that were measured before (static
-            range) instead of their own (dynamic range). None is False.
+            range) instead of one per call (dynamic range). None is False.
         static_range: whether the steps of a loop have a static range each (``"step"``), or one
             that holds those of all (``"joined"``). None is a range for each step of at most
             ``MOST_STEPS``. Loops whose number of steps only a run can tell have joined ranges.
@@ -158,7 +158,7 @@ class QuantizationRule:
         *,
         has_weight: bool = True,
     ) -> bool:
-        """Returns whether the rule is for this operation.
+        """Return whether the rule is for this operation.
 
         Args:
             op_name: its name.
@@ -178,13 +178,13 @@ class QuantizationRule:
         return named and matches_path(self.module_path, module_path)
 
     def matches_weight(self, weight_paths: Iterable[str]) -> bool:
-        """Returns whether the rule is for operations of parameters with these paths."""
+        """Return whether the rule is for operations of parameters with these paths."""
         pattern = self.weight_path
         return pattern is None or any(matches_path(pattern, p) for p in weight_paths)
 
     @property
     def is_acting(self) -> bool:
-        """Whether it does something to contractions: quantizes operands, or gives them adapters."""
+        """Return whether it quantizes operands or gives them adapters."""
         return any(x is not None for x in (self.weight_qtype, self.act_qtype, self.rank))
 
     @property
@@ -193,11 +193,11 @@ class QuantizationRule:
         return self.act_calibration_method or "absmax"
 
     def _qtypes(self) -> Sequence[str]:
-        """Returns the fields that hold a qtype."""
+        """Return the fields that hold a qtype."""
         return ("weight_qtype", "act_qtype")
 
     def _methods(self) -> Sequence[str]:
-        """Returns the fields that hold a calibration method."""
+        """Return the fields that hold a calibration method."""
         return ("weight_calibration_method", "act_calibration_method")
 
     def _set(self, field: str, value: Any) -> None:
@@ -294,7 +294,9 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class QtRule(QuantizationRule):
-    """A rule for quantized training; a plain QuantizationRule is one with these defaults.
+    """A rule for quantized training, with fields for the backward pass.
+
+    A plain QuantizationRule counts as a QtRule with these fields at their defaults.
 
     The backward pass of a contraction of an activation and a parameter has two contractions: one
         gives the
@@ -435,7 +437,7 @@ class QtRule(QuantizationRule):
 
     @classmethod
     def of(cls, rule: QuantizationRule) -> QtRule:
-        """Returns ``rule`` as a QtRule."""
+        """Return ``rule`` as a QtRule."""
         if isinstance(rule, cls):
             return rule
         return cls(**{field.name: getattr(rule, field.name) for field in fields(rule)})

@@ -34,7 +34,7 @@ class LeadingAxis(ht.MappingSpec):
 
     It goes into ``in_axes`` and ``out_axes``.
 
-    Pass ``axis_size`` to ``vmap``, too. ``scan`` uses it by itself, and needs ``length``.
+    Pass ``axis_size`` to ``vmap``, too. ``scan`` steps along it, and needs ``length``.
     """
 
 

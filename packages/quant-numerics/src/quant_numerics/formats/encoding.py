@@ -8,7 +8,7 @@ from jax import lax
 from quant_numerics.formats.qtypes import QType
 
 _LARGEST_DIVISOR = 2.0**126
-"""Its reciprocal is no subnormal, which the hardware may flush to zero."""
+"""Its reciprocal is not a subnormal, which the hardware may flush to zero."""
 
 
 def encode(

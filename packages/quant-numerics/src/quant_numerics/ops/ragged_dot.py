@@ -130,7 +130,7 @@ def ragged_dot_general(
       ragged_dot_dimension_numbers: as in ``lax``.
       precision: as in ``dot_general``.
       preferred_element_type: as in ``dot_general``.
-      group_offset: None; JAX has it for kernels of its own only.
+      group_offset: None; JAX has it for its own kernels only.
 
     Raises:
       TypeError: a side that is neither a QArray nor a supported float array; what ``lax`` refuses.

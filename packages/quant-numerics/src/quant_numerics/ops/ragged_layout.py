@@ -48,7 +48,7 @@ class Layout:
 
     Attributes:
       contract: the contracted axes of both sides.
-      outputs: for each side, which axis of the output each of its own axes is.
+      outputs: for each side, which axis of the output each of the side's axes is.
       ragged: the lhs axis that is in groups.
       group: the rhs axis of groups, or None.
     """

@@ -74,7 +74,7 @@ def make_config(
     max_segments_per_seq: int,
     window_size: Sequence[int] | None,
 ) -> Config:
-    """Return the config for the arguments of an op, which its errors name."""
+    """Return the config of an op's arguments; errors name the op."""
     layout = checks.member(op, "qkv_layout", qkv_layout, QKVLayout)
     mask = checks.member(op, "attn_mask_type", attn_mask_type, AttnMaskType)
     bias = checks.member(op, "attn_bias_type", attn_bias_type, AttnBiasType)
@@ -171,7 +171,7 @@ def _parsed(shapes: Sequence[tuple[int, ...]], layout: QKVLayout) -> Sizes | Non
 
 
 def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any) -> None:
-    """Raise where there is none but should be, or one of another shape or dtype."""
+    """Raise where a bias is missing, or has another shape or dtype."""
     if config.bias_type is AttnBiasType.NO_BIAS:
         if bias is not None:
             raise ValueError(f"{op}: bias is given, and attn_bias_type is NO_BIAS: pass None")

@@ -29,7 +29,7 @@ def random_words(random: jax.Array) -> jax.Array:
 
 
 def _random_state(seed: jax.Array) -> jax.Array:
-    """Return seed, and an offset of 0, in rows of four words; as many rows as the seed has."""
+    """Return seed and offset 0 in rows of four words."""
     words = seed.reshape(-1)[:2]
     return jnp.pad(words, (0, 4 * seed.shape[0] - 2)).reshape(seed.shape[0], 4)
 
@@ -73,7 +73,7 @@ def _attributes(config: Config, *given: jax.Array) -> dict[str, Any]:
 
 
 def _lowered(config: Config, *given: jax.Array) -> Arrays:
-    """Return the operands with the cumulative sums of lengths, as kernels have them."""
+    """Return the operands with cumulative lengths, as kernels take them."""
     *first, q_lengths, kv_lengths, q_starts, kv_starts = given
     lengths = map(operands.cumulative, (q_lengths, kv_lengths))
     return *first, *lengths, q_starts, kv_starts
@@ -133,7 +133,7 @@ def _partition(
 
 
 def _batch_forward(run: Any, config: Config, size: int, in_batched: Any, *given: jax.Array) -> Any:
-    """Make the mapped axis one with the batch, where the rest allows it."""
+    """Merge the mapped axis with the batch, where the rest allows it."""
     random = in_batched[5] or config.dropout > 0  # random numbers depend on the batch
     folded = None if random or in_batched[4] else _folded_bias(config, size, given, in_batched)
     if folded is None:
@@ -183,7 +183,7 @@ def _split(size: int, x: jax.Array) -> jax.Array:
 
 
 def _merged(size: int, in_batched: Any, *arrays: jax.Array) -> Arrays:
-    """Merge the mapped axis of arrays with the next; repeat where they have none."""
+    """Merge arrays' mapped axis with the next; repeat where they lack it."""
     wide = widened(size, in_batched, *arrays)
     return tuple(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in wide)
 
@@ -194,7 +194,7 @@ def _merged_arrays(config: Config, size: int, in_batched: Any, given: Arrays) ->
 
 
 def _folded_bias(config: Config, size: int, given: Arrays, in_batched: Any) -> jax.Array | None:
-    """Return a bias for each batch entry of each index; None where a batch shares one."""
+    """Return a bias per mapped batch entry; None where a batch shares one."""
     bias = given[3]
     if not config.has_bias:
         return bias

@@ -77,7 +77,7 @@ def fused_attn_bwd(
     max_segments_per_seq: int = 1,
     window_size: Sequence[int] | None = None,
 ) -> tuple[Qkv, jax.Array | None, jax.Array | None]:
-    """Return the gradients of attention. Probabilities are computed anew, block by block.
+    """Return the gradients of attention. Probabilities are computed again, block by block.
 
     Args:
         qkv, bias, softmax_offset, sequence_descriptor, ...: as given to ``fused_attn_fwd``.
@@ -144,7 +144,7 @@ def fused_attn(
         seed: uint32 of two numbers at least, or a key; needed with dropout. The words are those of
             Philox 4x32-10 with the seed as the key; their counter is (key's place // 4, query's
             place, segment * h + head, 0), and the word that of key's place % 4.
-        attn_bias_type: an ``AttnBiasType``, its name or its number; likewise the next three.
+        attn_bias_type: an ``AttnBiasType``, its name or its number; also the next three.
         attn_mask_type: an ``AttnMaskType``.
         qkv_layout: a ``QKVLayout``.
         softmax_type: an ``AttnSoftmaxType``.

@@ -151,7 +151,7 @@ def grouped(
 def _turned_groups(
     qvalue: jax.Array, group: jax.Array, ends: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """Return the matrices of the groups one after the other, each transposed, as one vector."""
+    """Return the transposed matrices of groups as one vector."""
     rows, cols = qvalue.shape
     if rows == 0:
         return qvalue.reshape(-1)

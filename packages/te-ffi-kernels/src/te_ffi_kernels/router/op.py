@@ -113,7 +113,7 @@ def fused_topk_with_score_function_bwd(
 
     Args:
         routing_map: what the forward pass gave; not used with `compute_aux_scores`.
-        saved_scores: likewise, float32.
+        saved_scores: also, float32.
         grad_probs: the cotangent of the weights or scores: float32, bfloat16 or float16.
         ...: as in the forward pass.
 
