@@ -16,8 +16,8 @@ from ..errors import QuantizationError
 from ..plan.make import look, weights_of
 from ..plan.survey import Survey
 from ..plan.weight import WeightPlan
+from ..program.matching import Rules
 from ..program.record import OpRecord
-from ..program.sites import Rules
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData

@@ -12,7 +12,7 @@ from interception_core import find_bridge
 from ..errors import QuantizationError
 from ..export.make import export
 from ..export.program import ExportedProgram
-from ..program.sites import is_array
+from ..program.arrays import is_array
 from .bridge import Bridge, is_kept, path_of
 
 

@@ -13,7 +13,8 @@ from interception_core import Provider, ProviderPlan, find_bridge
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
-from ..program.sites import is_array, short
+from ..program.arrays import is_array
+from ..program.sites import short
 from .bridge import Quantized, holds_kept, keeps_floats, path_of
 from .caches import check_planned, planned_function, with_caches
 

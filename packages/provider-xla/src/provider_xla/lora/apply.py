@@ -19,8 +19,9 @@ from interception_core import Engine, Interceptor
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
+from ..program.matching import Rules
 from ..program.record import OpRecord
-from ..program.sites import Rules, Site, ignore
+from ..program.sites import Site, ignore
 from ..run.contraction import quantized_contraction, stored_operands
 from ..run.infer import prepared, sites_of, sparse
 from ..run.lookup import gather

@@ -13,8 +13,8 @@ from interception_core import Engine
 
 from ..cache.plan import CachePlan
 from ..program.fold import fold_lines
+from ..program.matching import Rules
 from ..program.record import OpRecord, Report
-from ..program.sites import Rules
 from ..run.static import StaticRange
 from .weight import WeightPlan
 

@@ -18,8 +18,9 @@ from ..cache.find import find_caches
 from ..cache.rule import CacheRule
 from ..errors import QuantizationError, QuantizationWarning
 from ..plan.make import make_plan
+from ..program.matching import Rules
 from ..program.record import OpRecord, Report
-from ..program.sites import Rules, Site, Sites
+from ..program.sites import Site, Sites
 from ..rules.rule import QuantizationRule
 from ..run.infer import sites_of
 from .plan import Plan

@@ -12,7 +12,8 @@ import jax
 from interception_core import JaxtapError
 
 from ..program.sites import Site
-from ..rules.rule import QtRule, QuantizationRule
+from ..rules.qt_rule import QtRule
+from ..rules.rule import QuantizationRule
 from ..run.contraction import trained_contraction
 from ..run.static import Observation, Statistics, calibrations, read
 from .provider import XlaProvider
@@ -111,7 +112,7 @@ class QtProvider(XlaProvider):
             if key is None:
                 raise JaxtapError(
                     f"The rule of {site.call.op_id} rounds gradients stochastically, and there "
-                    "is not a random key. Pass one, new at each step: "
+                    "is no random key. Pass one, new at each step: "
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))

@@ -12,7 +12,8 @@ from hijax_trace import Carrier
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
-from ..program.sites import Site, Under
+from ..program.matching import Under
+from ..program.sites import Site
 from .affine import AffineWeight, takes_minimum
 from .transformed import TransformedWeight
 

@@ -74,7 +74,7 @@ def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
     """
     shape = tuple(shape)
     if (array.dtype, array.shape) != carrier(dtype, shape):
-        raise ValueError(f"{array.dtype.name}{list(array.shape)} is no {dtype}{list(shape)}")
+        raise ValueError(f"{array.dtype.name}{list(array.shape)} is not {dtype}{list(shape)}")
     if dtype in SAFETENSORS:
         return array
     if dtype in _COMPLEX:

@@ -15,7 +15,7 @@ from hijax_trace import Carrier
 
 from ..kernels.packed import PrepackedWeight, qarray_of
 from ..program.granularity import Granularity
-from ..program.sites import Under
+from ..program.matching import Under
 from ..run.affine import AffineWeight
 from ..run.transformed import Rotated, Scaled, TransformedWeight
 from .carriers import is_storable

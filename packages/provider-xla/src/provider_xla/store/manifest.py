@@ -13,7 +13,8 @@ from tabulate import tabulate
 
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
-from ..rules.rule import QtRule, QuantizationRule
+from ..rules.qt_rule import QtRule
+from ..rules.rule import QuantizationRule
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
 from .errors import StoreError

@@ -12,7 +12,7 @@ import jax
 
 from ..plan.quantize import carried, prepacked
 from ..plan.weight import WeightPlan, quantize_leaf
-from ..program.sites import is_array
+from ..program.arrays import is_array
 from .errors import StoreError
 from .files import appearing
 from .float_files import FloatFiles, Names, Source, source_of
