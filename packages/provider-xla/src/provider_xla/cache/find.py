@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from interception_core import Engine
 
-from ..program.weights import follows_values
+from ..program.matching import follows_values
 from .array import CacheArray
 from .plan import CachePlan
 from .rule import CacheRule

@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Result:
-    """One model's results in each format, and its operations in int8."""
+    """One model's outcomes, and what happens to its operations in int8."""
 
     model: str
     test_images: int
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def _quantize(
     model: Model, params: Any, digits: demo_kit.Digits, engine: str | None
 ) -> tuple[list[Outcome], Plan]:
-    """Run a model in all formats; return the results and the int8 plan."""
+    """Run a model in all formats. Returns the outcomes, and the plan for int8."""
     images, labels = digits.test_images, digits.test_labels
 
     def digits_of(fn: Any, params: Any) -> Any:
@@ -113,7 +113,7 @@ def _quantize(
 
 
 def _ops(plan: Plan) -> list[dict[str, Any]]:
-    """Return operations without kernels, which depend on machine and engine."""
+    """Return the operations without their kernels, which depend on the machine and the engine."""
     return [
         {name: value for name, value in op.items() if not name.startswith("kernel")}
         for op in plan.ops.as_json()

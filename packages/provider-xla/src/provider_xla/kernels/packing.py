@@ -1,4 +1,4 @@
-"""Packing: which matrix of a kernel a parameter is, and its layout."""
+"""Packing: which matrix of a kernel a parameter is, and how it is packed for that."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACK_OPS = ("pack_w4", "pack_w8")
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How a parameter is a kernel's [K, N], or a stack of them. Hashable.
+    """How a parameter is the matrix [K, N] that kernels take, or a stack of those. Hashable.
 
     Attributes:
         lead: those of its axes that are stacks: steps of loops, and examples.
@@ -69,7 +69,7 @@ class Packing:
         return packed_form(self.bits, *self.matrix(shape), self.group, self.platform)
 
     def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
-        """Return why a sharded parameter cannot be packed, or None."""
+        """Return why a parameter that is sharded so can't be packed, or None."""
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             return "it is on a mesh with explicit axes"
         if sharding is None or sharding.is_fully_replicated:
@@ -109,10 +109,10 @@ class Packing:
 
 
 def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
-    """Pack a parameter on its devices, and wait for it."""
+    """Pack a parameter, on the devices that it is on; waits until that is done."""
     arrays = jax.tree.leaves(q)
     sharding = getattr(arrays[0], "sharding", None)
-    return jax.block_until_ready(_prepack(q, packing, _of_panels(packing, q.ndim, sharding)))
+    return jax.block_until_ready(_prepack(q, packing, of_panels(packing, q.ndim, sharding)))
 
 
 def packing_of(weight: PrepackedWeight) -> Packing:
@@ -133,7 +133,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
 
 
 def abstract(q: Any, packing: Packing) -> Any:
-    """Return the type of ``prepack``'s result for an array type."""
+    """Return the type of what ``prepack`` gives for an array of this type."""
     return jax.eval_shape(lambda q: _packed(q, packing), q)
 
 
@@ -186,13 +186,13 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
 
 
 def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """Return the mesh axes that each axis is sharded along."""
+    """Return the names of the mesh axes that each axis is sharded along."""
     spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
 
 
-def _of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
-    """Return the sharding of what is packed, for that of the quantized values."""
+def of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
+    """Return the packed sharding for that of the quantized values."""
     if not isinstance(sharding, NamedSharding):
         return None
     parts = _parts(sharding, ndim)

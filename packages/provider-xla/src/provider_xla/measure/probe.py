@@ -24,8 +24,8 @@ from ..errors import QuantizationError
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.contractions import Contraction
+from ..program.matching import follows_values
 from ..program.sites import Site, Sites, ignore
-from ..program.weights import follows_values
 from ..run.stored import is_stored, unpacked_leaf
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.contractions import Matmul
+from ..program.matching import Weight as ProgramWeight
 from ..program.sites import Site, Sites, ignore
-from ..program.weights import Weight as ProgramWeight
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData

@@ -16,8 +16,8 @@ from ..measure.probe import Largest, probe
 from ..measure.whole import whole_results
 from ..plan.quantize import carried, check_parameters, prepacked
 from ..plan.weight import quantize_leaf
+from ..program.matching import follows_values
 from ..program.sites import Site
-from ..program.weights import follows_values
 from .base import Pass
 from .layout import Layout, Operand, as_matrices, layouts, rows_of
 from .report import PassReport, WeightErrors

@@ -16,9 +16,8 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..program.contractions import Matmul, RaggedMatmul
-from ..program.matching import Rules
+from ..program.matching import Rules, Weight, follows_values
 from ..program.sites import Site, short
-from ..program.weights import Weight, follows_values
 from ..rules.rule import QuantizationRule
 from .views import places_in
 

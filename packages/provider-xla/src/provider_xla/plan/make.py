@@ -16,10 +16,9 @@ from interception_core.log import logger
 
 from ..program.arrays import is_array, of_arrays
 from ..program.granularity import Granularity
-from ..program.matching import Rules
+from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites, ignore
-from ..program.weights import follows_values
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
 from .choose import choose

@@ -26,10 +26,9 @@ from ..program.granularity import (
     tile_elements,
     tiles_of,
 )
-from ..program.matching import Rules
+from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
 from ..program.sites import Site, short
-from ..program.weights import Weight
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure, steps_of
 from .choose import MatrixUse, RowsUse, use_of

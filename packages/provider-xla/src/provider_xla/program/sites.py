@@ -22,11 +22,10 @@ from .attention import WRITTEN, is_of_weights
 from .contractions import Contraction
 from .fused import FusedOp, fused_ops
 from .granularity import fitted, misfit
-from .matching import Rules
+from .matching import Rules, Weight
 from .ops import OPS, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
 from .record import OpRecord, choices
-from .weights import Weight
 
 SIDES = ("lhs", "rhs")
 

@@ -20,8 +20,8 @@ from ..plan.quantize import prepack, quantize
 from ..plan.weight import WeightPlan
 from ..program.arrays import is_array, of_arrays
 from ..program.contractions import Contraction
+from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
-from ..program.weights import follows_values
 from ..run.infer import infer, run_operands
 from ..run.static import Statistics, calibrations, key_of, read
 from ..run.stored import is_stored

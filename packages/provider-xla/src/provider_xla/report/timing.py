@@ -21,8 +21,8 @@ from ..kernels.packed import PrepackedWeight, scale_sizes
 from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
 from ..program.contractions import Contraction, RaggedMatmul
+from ..program.matching import follows_values
 from ..program.sites import Site, Sites
-from ..program.weights import follows_values
 from ..run.contraction import quantized_contraction
 from ..run.infer import prepared, run_operands
 from ..run.static import Statistics, calibrations

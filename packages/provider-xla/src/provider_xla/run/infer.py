@@ -11,10 +11,9 @@ import jax
 from interception_core import Engine
 
 from ..errors import QuantizationError
-from ..program.matching import Rules
+from ..program.matching import Rules, follows_values
 from ..program.record import OpRecord
 from ..program.sites import Site, Sites, ignore
-from ..program.weights import follows_values
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, quantized_contraction, stored_operands
 from .static import Statistics, calibrations

@@ -1,4 +1,4 @@
-"""Linear maps with a given transpose, under vmap and shard_map."""
+"""Linear maps with custom transposes, under vmap and shard_map."""
 
 from __future__ import annotations
 
