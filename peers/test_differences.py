@@ -382,7 +382,7 @@ def test_static_ranges_have_no_gradient_outside():
 
 @pytest.mark.parametrize("what", ["weight", "act"])
 def test_zero_points_with_bwd_qtype(what):
-    """bwd_qtype goes with zero points: that operand is quantized again; Qwix asserts there are none.
+    """bwd_qtype goes with zero points: the operand is quantized again; Qwix asserts there are none.
 
     The gradient of the other operand is within what two quantized operands give.
     """
