@@ -50,7 +50,7 @@ _WORKSPACES = _SIZED | {
 
 @hookimpl
 def jaxtap_register_kernels():
-    """Returns the kernels, where they were built."""
+    """Return the kernels, where they were built."""
     if not built():
         return []
     return [
@@ -71,6 +71,6 @@ def jaxtap_register_kernels():
 
 @hookimpl
 def jaxtap_doctor_checks():
-    """Returns the checks for ``jaxtap doctor``."""
+    """Return the checks for ``jaxtap doctor``."""
     run = "te_ffi_kernels_cuda13._doctor:cuda"
     return [DoctorCheck("cuda", "whether the CUDA kernels, JAX and the driver fit", run)]

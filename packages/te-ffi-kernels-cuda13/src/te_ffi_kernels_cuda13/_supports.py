@@ -15,7 +15,7 @@ _NO_GPU = "there is no NVIDIA GPU here"
 
 
 def anything(call: KernelCall) -> bool | str:
-    """Tells that a kernel takes whatever its op lets through, but for symbolic sizes.
+    """Tell that a kernel takes whatever its op lets through, but for symbolic sizes.
 
     On GPUs that are too old nothing has a kernel; without a GPU, programs are lowered for others.
     """
@@ -26,7 +26,7 @@ def anything(call: KernelCall) -> bool | str:
 
 
 def gemm_v2(call: KernelCall) -> bool | str:
-    """Tells whether cuBLASLt has this matmul on the GPUs of this machine."""
+    """Tell whether cuBLASLt has this matmul on the GPUs of this machine."""
     fits = anything(call)
     if fits is not True:
         return fits
@@ -74,7 +74,7 @@ def _multiplies(lhs: str, rhs: str, mode: int | None) -> str | None:
 
 
 def attention(call: KernelCall) -> bool | str:
-    """Tells whether cuDNN has this attention on the GPUs of this machine."""
+    """Tell whether cuDNN has this attention on the GPUs of this machine."""
     fits = anything(call)
     if fits is not True:
         return fits
@@ -90,7 +90,7 @@ def attention(call: KernelCall) -> bool | str:
 
 
 def packed_matmul(call: KernelCall) -> bool | str:
-    """Tells whether a matmul of x[rows, k] with a weight[k, n] has a kernel."""
+    """Tell whether a matmul of x[rows, k] with a weight[k, n] has a kernel."""
     fits = anything(call)
     if fits is not True:
         return fits

@@ -35,7 +35,7 @@ def grouped_gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
 
 
 def multiplies_with_cublaslt(op: str, rows: int, group: int) -> bool:
-    """Whether cuBLASLt multiplies with a packed weight. Otherwise a kernel of this package does."""
+    """Return whether cuBLASLt, and not a kernel here, multiplies."""
     return rows > FEW_ROWS and not (op == _CODES and group)
 
 

@@ -1,4 +1,4 @@
-"""What ``jaxtap bench`` times of the ops without packed weights, beside their references.
+"""Cases of ``jaxtap bench`` for ops without packed weights.
 
 ``jaxtap ops`` reads the signatures of ops off the same calls.
 """
@@ -49,7 +49,7 @@ def _pack(bits: int, dtype: str, size: Size) -> Call:
 
 
 def _take(dtype: str, size: Size) -> Call:
-    """Look up a few tokens in the embedding table that the head is packed from."""
+    """Look up a few tokens in an embedding packed for the head."""
     pack, operands = _pack(4, "float16", size)
     fn = functools.partial(te.packed_take, out_dtype=dtype)
     return fn, (pack(*operands), jnp.arange(8, dtype=jnp.int32))
@@ -164,7 +164,7 @@ def _router_loss(dtype: str, size: Size) -> Call:
 
 
 def _gradient(make: Callable[[str, Size], Call], dtype: str, size: Size) -> Call:
-    """Return the backward pass alone: what it keeps of the forward pass is an argument."""
+    """Return the backward pass alone, with its residuals as arguments."""
     fn, operands = make(dtype, size)
     out, back = jax.vjp(fn, *operands)
     # Neither ones nor x: the gradients of a softmax and of a norm are zero for these.

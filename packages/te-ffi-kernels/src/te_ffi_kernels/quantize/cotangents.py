@@ -1,4 +1,4 @@
-"""Cotangents of quantized values and scales, and of the numbers that they are made of."""
+"""Cotangents of quantized values, scales, and their sources."""
 
 from __future__ import annotations
 

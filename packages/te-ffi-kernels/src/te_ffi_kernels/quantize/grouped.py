@@ -1,4 +1,4 @@
-"""grouped_quantize: groups of rows, each with scales of its own."""
+"""grouped_quantize: groups of rows, each with separate scales."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def grouped_quantize(
     flatten_axis: int = -1,
     scale_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantize groups of x one by one, as ``dbias_quantize`` does with one array.
+    """Quantize groups of x one by one, as ``dbias_quantize`` would.
 
     The arguments are those of Transformer Engine's primitive. Groups are of x's first axis, one
     after the other; the axes from there to `flatten_axis` are rows of theirs.

@@ -149,6 +149,6 @@ def grouped(
 
 
 def _turned_groups(qvalue: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the matrices of the groups one after the other, each transposed, as one vector."""
+    """Return the transposed matrices of groups as one vector."""
     raw = lax.bitcast_convert_type(qvalue, jnp.uint8)
     return lax.bitcast_convert_type(as_matrices(raw, sizes), qvalue.dtype)
