@@ -69,3 +69,9 @@ inline int atomicMax(int* at, int value) {
   if (value > before) *at = value;
   return before;
 }
+
+inline int atomicAdd(int* at, int value) {
+  const int before = *at;
+  *at += value;
+  return before;
+}
