@@ -263,9 +263,6 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
 
 def measure(program: str, name: str, side: int, sizes: Sizes) -> dict[str, Any]:
     """Return what is known of a compiled program."""
-    import jax
-    import jax.numpy as jnp
-
     from jaxtap_testkit.collectives import collectives
 
     seconds: dict[str, float] = {}
@@ -281,11 +278,8 @@ def measure(program: str, name: str, side: int, sizes: Sizes) -> dict[str, Any]:
         dumped = Path(folder).glob("*after_spmd-partitioning*.txt")
         text = max(dumped, key=lambda path: path.stat().st_size).read_text()
     memory = compiled.memory_analysis()
-    # A CPU keeps an int4 in a byte, other devices two of them. All are cut for all devices.
-    given = jax.tree.leaves(found.args_info)
-    nibbles = sum(math.prod(x.shape) for x in given if x.dtype == jnp.int4)
     return {
-        "arguments": memory.argument_size_in_bytes - nibbles / 2 / side**2,
+        "arguments": memory.argument_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
         "collectives": [[*key, size] for key, size in sorted(collectives(text).items())],
         "seconds": seconds,
