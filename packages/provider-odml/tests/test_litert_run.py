@@ -86,7 +86,7 @@ def test_inputs_that_do_not_fit(dense):
     )
     with pytest.raises(OdmlError, match=r"\['a0'\] are missing; inputs \['b'\] are unknown"):
         runner.run("main", b=np.zeros(3))
-    with pytest.raises(OdmlError, match=r"no signature 'other'; there are: 'main'"):
+    with pytest.raises(OdmlError, match=r"signature must be one of 'main', got 'other'"):
         runner.run("other")
 
 

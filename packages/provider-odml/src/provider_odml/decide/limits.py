@@ -1,4 +1,4 @@
-"""The limits of LiteRT's integer kernels, as the converter and the interpreter have them.
+"""The limits of LiteRT's integer kernels.
 
 Found by converting and running each operation (litert-converter 0.5, ai-edge-litert 2.3).
 """
@@ -34,7 +34,7 @@ NO_INT16 = "LiteRT has no int16 kernel for it"
 
 
 def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str | None:
-    """Returns why LiteRT can't compute an operation in integers; None if it can.
+    """Return why LiteRT can't compute an operation in integers, or None.
 
     Args:
         node: the operation.

@@ -105,7 +105,7 @@ class OdmlRule:
         self._set("act_batch_axes", tuple(axes))
 
     def matches(self, names: Iterable[str], module_path: str) -> bool:
-        """Returns whether the rule is for an operation with these names."""
+        """Return whether the rule is for an operation with these names."""
         if self.op_names is not None and not set(names) & set(self.op_names):
             return False
         return matches_path(self.module_path, module_path)
@@ -160,14 +160,14 @@ class OdmlRule:
             raise self._error(field, "symmetric: LiteRT's weights have no zero point")
 
     def _error(self, field: str, allowed: str) -> ValueError:
-        return ValueError(f"OdmlRule.{field} must be {allowed}. Got {getattr(self, field)!r}.")
+        return ValueError(f"OdmlRule.{field} must be {allowed}, got {getattr(self, field)!r}.")
 
 
 INT8 = OdmlRule(weight_qtype="int8", act_qtype="int8")
 
 
 def as_rules(rules: OdmlRule | Iterable[OdmlRule]) -> tuple[OdmlRule, ...]:
-    """Returns one rule or several as a tuple.
+    """Return one rule or several as a tuple.
 
     Raises:
         TypeError: something else is among them.
@@ -177,7 +177,7 @@ def as_rules(rules: OdmlRule | Iterable[OdmlRule]) -> tuple[OdmlRule, ...]:
     for rule in rules:
         if not isinstance(rule, OdmlRule):
             raise TypeError(
-                f"OdmlRules are needed, got {rule!r}. Write for example "
+                f"rules must be OdmlRule objects, got {rule!r}. Write for example "
                 "OdmlRule(weight_qtype='int8', act_qtype='int8')."
             )
     return rules

@@ -13,7 +13,7 @@ _OURS = "provider-odml"
 
 
 def litert() -> Iterator[CheckResult]:
-    """Compare the libraries of the extra with what this package's metadata asks for."""
+    """Compare the installed libraries with the requirements of the extra."""
     for need in (Requirement(text) for text in requires(_OURS) or ()):
         marker = need.marker
         # What this package needs anyway, with an extra, is there.

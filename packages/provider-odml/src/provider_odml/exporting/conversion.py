@@ -44,7 +44,7 @@ class OdmlConversionProvider(OdmlQatProvider):
         self._stats = quant_stats
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:  # pyrefly: ignore[bad-override]
-        """Returns ``fn`` as the device computes it; of the parameters, those given here count.
+        """Return ``fn`` as the device computes it, with the provider's parameters.
 
         Raises (at the call):
             ManifestError: the statistics are not those of the program.

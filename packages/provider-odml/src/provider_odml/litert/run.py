@@ -1,4 +1,4 @@
-"""Runs a .tflite on this machine, with values as they are typed in the file."""
+"""Running a .tflite on this machine, in the file's types."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Runner:
         self._last: int | None = None
 
     def details(self, signature: str) -> Signature:
-        """Returns a signature's inputs and outputs.
+        """Return a signature's inputs and outputs.
 
         Raises:
             OdmlError: there is no such signature.
@@ -68,10 +68,10 @@ class Runner:
             return self.model.signatures[signature]
         except KeyError:
             known = ", ".join(map(repr, self.model.signatures)) or "none"
-            raise OdmlError(f"There is no signature {signature!r}; there are: {known}.") from None
+            raise OdmlError(f"signature must be one of {known}, got {signature!r}.") from None
 
     def run(self, signature: str, /, **inputs: np.ndarray) -> dict[str, np.ndarray]:
-        """Runs a signature.
+        """Run a signature.
 
         Args:
             signature: its name.
@@ -89,7 +89,9 @@ class Runner:
         values = {name: np.asarray(value, order="C") for name, value in inputs.items()}
         faults = _faults(one.inputs, values)
         if faults:
-            raise OdmlError(f"Signature {signature!r}: {'; '.join(faults)}.")
+            raise OdmlError(
+                f"Inputs must be those of signature {signature!r}, got others: {'; '.join(faults)}."
+            )
         try:
             found = self._runners[signature](**values)
         except (RuntimeError, ValueError) as error:
@@ -98,7 +100,7 @@ class Runner:
         return {name: np.array(found[name]) for name in one.outputs}
 
     def tensor(self, index: int, subgraph: int | None = None) -> np.ndarray:
-        """Returns what a tensor had in the last run.
+        """Return what a tensor had in the last run.
 
         Args:
             index: of the tensor.
@@ -108,7 +110,7 @@ class Runner:
             OdmlError: nothing was run, or tensors are not preserved.
         """
         if not self._preserves or self._last is None:
-            raise OdmlError("Tensors are there after a run with preserve_all_tensors=True.")
+            raise OdmlError("tensor must be asked for after a run with preserve_all_tensors=True.")
         graph = self._last if subgraph is None else subgraph
         try:
             return np.array(self._interpreter.get_tensor(index, graph))
@@ -117,7 +119,7 @@ class Runner:
 
 
 def _faults(expected: dict[str, Tensor], given: dict[str, np.ndarray]) -> list[str]:
-    """Returns what is wrong with inputs, in words."""
+    """Return what is wrong with inputs, in words."""
     missing = [name for name in expected if name not in given]
     unknown = [name for name in given if name not in expected]
     faults = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def save(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Writes a file under a temporary name beside it, then renames it.
+    """Write a file under a temporary name beside it, then renames it.
 
     Args:
         path: where to; what is there is replaced.
