@@ -144,7 +144,7 @@ def test_a_version_that_the_converter_can_not_read():
 
 
 def test_what_is_no_artifact():
-    with pytest.raises(ConversionError, match="no StableHLO portable artifact"):
+    with pytest.raises(ConversionError, match="must be a StableHLO portable artifact"):
         convert([Program("main", b"func.func @main() {", (), ())])
 
 

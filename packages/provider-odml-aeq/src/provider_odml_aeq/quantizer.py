@@ -171,7 +171,7 @@ def _recipe(chosen: Mapping[Key, Entry]) -> list[dict[str, Any]]:
             f"{exact}(?:)": entry.algorithm,
         }
         if entry.mode == "static" and entry.algorithm == "gptq":
-            # It finds no statistics of its own where another algorithm came first, and then
+            # It finds no statistics where another algorithm came first, and then
             # leaves the weights' bytes in float under an integer type.
             del algorithms[exact]
         for regex, algorithm in algorithms.items():

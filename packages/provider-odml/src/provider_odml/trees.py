@@ -16,7 +16,7 @@ def is_array(leaf: Any) -> bool:
 def split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return a tree's arrays, and a function that puts in others.
 
-    What is no array (a number, a function that an Equinox module holds) stays where it is.
+    What is not an array (a number, a function that an Equinox module holds) stays where it is.
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]

@@ -1,4 +1,4 @@
-"""Which axes of a product's parameter have scales of their own."""
+"""The axes along which the scales of a contraction's parameter differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CONV_3D = {"float": "LiteRT has no integer kernel for convolutions along three 
 def channels_of(op: Op, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return what finds the channel axes of a contraction's operands.
 
-    An operand with batch axes has one scale for all: LiteRT's batched products know no other.
+    An operand with batch axes has one scale for all: LiteRT's batched contractions know no other.
     """
     if op.target == "primitive:dot_general":
         contracted, batch = params["dimension_numbers"]

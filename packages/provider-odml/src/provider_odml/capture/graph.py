@@ -22,7 +22,7 @@ class Fact:
         tensor: the name of the tensor that it is, in whatever form; None if that has none.
             Inside an operation, that of its input.
         begin: inside an operation, the id of the mark that it begins with.
-        channels: of what a product of a parameter has made, the axes that are the parameter's
+        channels: of what a contraction of a parameter has made, the axes that are the parameter's
             channels, in its order.
         path: of what is computed from one parameter alone, the parameter's pytree path.
     """

@@ -97,7 +97,7 @@ class _Visitor:
             )
         out = call.proceed(*args, **kwargs)
         if op.target.startswith(MARKS):
-            out = jnp.copy(out)  # another value than its operand, to have facts of its own
+            out = jnp.copy(out)  # another value than its operand, so that it has separate facts
         inside = next((f for f in facts if f is not None and f.role == INSIDE), None)
         if inside is not None and op.kind is Passage.OUTPUT:
             return out  # statistics of a BatchNorm, say: no reader of its input
@@ -183,7 +183,7 @@ class _Visitor:
 
     def _loops(self, call: OpCall) -> tuple[int | None, ...]:
         if not self._knows_loops:
-            return ()  # they run with JIT off: each step is a call of its own
+            return ()  # they run with JIT off: each step is a separate call
         steps = call.steps
         return (None,) if steps is None else tuple(step.length for step in steps)
 

@@ -63,7 +63,7 @@ class SiteUse:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """Quantize the parameter of a product: per channel, symmetric.
+    """Quantize the parameter of a contraction: per channel, symmetric.
 
     Attributes:
         qtype: its qtype.
@@ -114,8 +114,8 @@ class Decision:
         output: how the output is.
         is_float: whether LiteRT computes it in float.
         reason: why it stays float, if a rule is about it.
-        fused: whether it is a part of the product before it.
-        head: that product's op id, where it is an affine function of the product's output.
+        fused: whether it is a part of the contraction before it.
+        head: that contraction's op id, where it is an affine function of the contraction's output.
     """
 
     node: Node

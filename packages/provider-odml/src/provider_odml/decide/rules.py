@@ -26,8 +26,8 @@ class OdmlRule:
     - static range: ``act_qtype`` (``act_static_scale`` is then True unless it is set): inputs
       and outputs are integers, with ranges from training or calibration.
     - dynamic range: ``act_qtype="int8", act_static_scale=False``: the device finds the range
-      of each input of a product as it runs; for products of parameters alone.
-    - weight only: ``act_qtype=None``: parameters are kept as integers and multiplied as floats.
+      of each input of a contraction as it runs; for contractions of parameters alone.
+    - weight only: ``act_qtype=None``: parameters are stored as integers and multiplied as floats.
 
     Attributes:
         module_path: regular expression that must match the whole module path.
@@ -93,7 +93,7 @@ class OdmlRule:
                               "int16 ranges as it runs")  # fmt: skip
         if self.act_static_scale is False and self.weight_qtype is None:
             raise self._error("weight_qtype", "set with act_static_scale=False: the device finds "
-                              "ranges only for products of quantized parameters")  # fmt: skip
+                              "ranges only for contractions of quantized parameters")  # fmt: skip
         for field in ("weight_calibration_method", "act_calibration_method"):
             self._method(field)
         axes = self.act_batch_axes

@@ -1,4 +1,4 @@
-"""What is to be read off an operation by itself."""
+"""Traits of an operation that need no other operation."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Collected:
 
     Attributes:
         values: by op id, ``#`` and slot: as they are emitted, with their grids.
-        folds: by op id of the product.
+        folds: by op id of the contraction.
     """
 
     values: Mapping[str, tuple[np.ndarray, Grid]]
@@ -110,7 +110,7 @@ def _run(
 
 
 class _Keep(Runtime):
-    """Keeps constants, and what products become."""
+    """Keeps constants, and what contractions become."""
 
     def __init__(
         self,

@@ -82,8 +82,8 @@ class Grid:
         scale = np.asarray(self.scale, np.float32).reshape(shape)
         point = np.float32(self.zero_point or 0)
         low = np.float32(low + self.narrow)
-        codes = jnp.clip(jnp.round(x / scale) + point, low, np.float32(high))
-        return (codes - point) * scale
+        rounded = jnp.clip(jnp.round(x / scale) + point, low, np.float32(high))
+        return (rounded - point) * scale
 
 
 def fake_quant(x: jax.Array, grid: Grid, converting: bool) -> jax.Array:

@@ -21,9 +21,9 @@ _LEAST_SCALE = 1e-30
 def product_constant(
     node: Node, slot: int, values: np.ndarray, use: WeightUse, fold: Fold | None
 ) -> tuple[np.ndarray, Grid]:
-    """Return a product's parameter as it is emitted, and its grid.
+    """Return a contraction's parameter as it is emitted, and its grid.
 
-    That of a matrix product is a matrix, of the contracted axes and the others: LiteRT's
+    That of a matmul is a matrix, of the contracted axes and the others: LiteRT's
     parameters have scales along one axis.
     """
     params = node.params
@@ -49,9 +49,9 @@ def weight_axes(node: Node, slot: int, ndim: int) -> tuple[list[int], list[int]]
 def weight_on_grid(
     values: np.ndarray, use: WeightUse, axis: int | None, fold: Fold | None
 ) -> tuple[np.ndarray, Grid]:
-    """Return a product's parameter, scaled by what follows, and its grid.
+    """Return a contraction's parameter, scaled by what follows, and its grid.
 
-    The codes are those of training: the parameter's own ranges are scaled with it.
+    The quantized values are those of training: the parameter's own ranges are scaled with it.
     """
     if not use.channel_axes:
         axis_of_range: tuple[int, ...] = ()

@@ -68,20 +68,20 @@ class Device(Runtime):
         return walled(x) if decision.is_float else x
 
     def taken(self, call: OpCall, args: tuple) -> jax.Array:
-        """Emit the choice of a branch in float: results have scales of their own."""
+        """Emit the choice of a branch in float: results have different scales."""
         return walled(call.proceed(args[0], *map(walled, args[1:])))
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Emit one operation."""
         node = decision.node
         if decision.head is not None:
-            # Folded into the product before it.
+            # Folded into the contraction before it.
             place = next(u.slot for u in node.activations)
             return self._held[node.op_id] if node.begin else args[int(place)]
         if node.op.kind is Scales.LOOKUP and 0 in decision.inputs:
             return self._lookup(decision, call, args, kwargs)
         if any(isinstance(use, WeightUse) for use in decision.inputs.values()):
-            return self._product(decision, call, args, kwargs)
+            return self._contraction(decision, call, args, kwargs)
         if decision.is_float:
             args = tuple(walled(a) if is_float(a) else a for a in args)
             kwargs = {k: walled(v) if is_float(v) else v for k, v in kwargs.items()}
@@ -139,7 +139,7 @@ class Device(Runtime):
             return walled(out)
         return self._quantized(out, grid, f"{decision.node.op_id}.rows")
 
-    def _product(
+    def _contraction(
         self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]
     ) -> Any:
         """Emit a contraction of a parameter, with all folded into it."""
@@ -196,7 +196,7 @@ class Device(Runtime):
     def _matrix(
         self, decision: Decision, slot: int, weight: jax.Array, fold: Fold | None, x: jax.Array
     ) -> jax.Array:
-        """Emit a product as that of rows and a matrix: FULLY_CONNECTED."""
+        """Emit a contraction as that of rows and a matrix: FULLY_CONNECTED."""
         node = decision.node
         given = next(use.shape for use in node.uses if use.slot == slot)
         _, free_w = weight_axes(node, slot, len(given))

@@ -116,7 +116,7 @@ def _plans(
 
 
 def _check_loops(plan: Plan) -> None:
-    """Refuse a rolled loop whose steps have parameters of their own: a file has one of each."""
+    """Refuse a rolled loop whose steps read different parameters: a file has one of each."""
     for op_id, decision in plan.decisions.items():
         reads = [
             use for use in decision.inputs.values() if isinstance(use, WeightUse | ConstantUse)

@@ -37,8 +37,9 @@ def grids_of(plans: Sequence[Plan], stats: QuantStats | None) -> dict[str, Grid]
     elif (difference := stats.manifest.diff(_manifest(plans))) is not None:
         raise ManifestError(
             f"stats must be those of this program (JAX {jax.__version__}), got others (made with "
-            f"JAX {stats.manifest.jax_version}). Export the function that was trained, or calibrate "
-            "this one. - is in the statistics alone, + in the program alone, ~ has changed:\n"
+            f"JAX {stats.manifest.jax_version}). Export the function that was trained, or "
+            "calibrate this one. Below, - is in the statistics alone, + in the program alone, "
+            "~ has changed.\n"
             f"{difference}"
         )
     unseen = sorted(key for key in needed if not int(stats[rolled(key)].count))

@@ -111,7 +111,7 @@ class _Matcher:
                 if decision.node.op.kind is not Passage.OUTPUT:
                     self._decisions.setdefault(marker(op_id), (op_id, decision))
         self._ids = dict(self._decisions.values())
-        # What is between marks has the path of its module, and no name of its own.
+        # What is between marks has the path of its module, and not a separate name.
         self._between = {
             f"/{decision.node.module_path}/": op_id
             for op_id, decision in self._ids.items()

@@ -127,7 +127,7 @@ class Exported:
 
         Args:
             forced: by place, what the operations behind it are given instead: LiteRT's values,
-                so that each place shows the difference of its own operation alone.
+                so that each place shows the difference of one operation alone.
 
         Returns:
             The results, and by place what was computed there.

@@ -21,7 +21,7 @@ class Signature:
 
     Attributes:
         args: arguments of the function but for the parameters: arrays of sample data, of the
-            shapes that the file is for; what is no array is a constant.
+            shapes that the file is for; other values are constants.
         fn: the function, if it is another than that of ``export``.
         inputs: a name for each array among the arguments; None for those of the arguments.
         outputs: a name for each result; None for ``output_0`` and so on, or keys of a dictionary.

@@ -120,7 +120,7 @@ def _one_of(index: jax.Array, results: Sequence[Any]) -> jax.Array:
     results = [jnp.asarray(one) for one in results]
     if is_float(results[0]):
         return module_calls.branch_value(index, *results)
-    # Integers are no tensors with a range.
+    # Integers don't have a range.
     return untapped(module_calls.branch_value)(index, *results)
 
 

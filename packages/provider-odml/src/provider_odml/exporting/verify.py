@@ -38,8 +38,8 @@ class SiteResult:
         qtype: its qtype.
         scale: its scale.
         zero_point: its zero point.
-        lsb: the greatest difference between LiteRT and JAX where both are given the same codes,
-            in steps of the scale.
+        lsb: the greatest difference between LiteRT and JAX where both are given the same
+            quantized values, in steps of the scale.
         tolerance: how great it may be.
         sqnr: signal to noise between the two programs run by themselves, in decibels.
         is_float: whether LiteRT computes it in float.
@@ -115,9 +115,9 @@ def quantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
     scale = np.float32(np.asarray(tensor.scale).reshape(-1)[0])
     points = tensor.zero_point
     point = 0 if points is None or not np.size(points) else int(np.asarray(points).reshape(-1)[0])
-    codes = np.round(values.astype(np.float32) / scale) + point
+    rounded = np.round(values.astype(np.float32) / scale) + point
     bounds = np.iinfo(kind)
-    return np.clip(codes, bounds.min, bounds.max).astype(kind)
+    return np.clip(rounded, bounds.min, bounds.max).astype(kind)
 
 
 def run(model: bytes, one: Exported) -> dict[str, np.ndarray]:
@@ -166,7 +166,7 @@ def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[s
                 scale,
                 grid.zero_point or 0,
                 float(np.max(steps, initial=0.0)),
-                # Codes are whole; the numbers that they stand for are rounded.
+                # Quantized values are whole; the numbers that they stand for are rounded.
                 tolerance + 0.01,
                 sqnr(alone[place], device[place]),
                 decision.is_float,
@@ -215,7 +215,7 @@ def compare_outputs(
         value = np.asarray(value, np.float64)
         most = float(np.max(np.abs(value), initial=0.0)) or 1.0
         error = float(np.max(np.abs(ours - value), initial=0.0)) / most
-        # Both files compute the same codes; floats may be added up otherwise.
+        # Both files compute the same quantized values; floats may be added up otherwise.
         same = probed is None or bool(
             np.allclose(found[name], probed[name], rtol=1e-4, atol=1e-5 * most, equal_nan=True)
         )

@@ -1,4 +1,4 @@
-"""Products and convolutions as FULLY_CONNECTED and CONV_2D."""
+"""Contractions and convolutions as FULLY_CONNECTED and CONV_2D."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dilate(x: jax.Array, axis: int, factor: int) -> jax.Array:
     if factor == 1:
         return x
     before, count, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
-    # Interior padding is float, padding at the end of an axis of its own is not.
+    # Interior padding is float, padding at the end of a separate axis is not.
     rows = x.reshape(int(np.prod(before)), count, 1, int(np.prod(after)))
     padded = jnp.pad(rows, ((0, 0), (0, 0), (0, factor - 1), (0, 0)))
     wide = padded.reshape(*before, count * factor, *after)

@@ -22,7 +22,7 @@ def avg_pool(
 ) -> jax.Array:
     """Return ``flax.linen.avg_pool``.
 
-    AVERAGE_POOL_2D does not count its padding: padding that counts is a PAD of its own. One
+    AVERAGE_POOL_2D does not count its padding: padding that counts is a separate PAD. One
     axis is pooled as two. Averages over more axes are float, and so are those at explicit
     padding that does not count.
     """

@@ -152,7 +152,7 @@ def _explain(error: dict[str, Any], programs: Sequence[Program]) -> str:
         version = artifact_version(one.artifact)
         text = f"The converter can't read {whose}: {said}."
         if version is None:
-            return f"{text} This is no StableHLO portable artifact."
+            return f"{text} The program must be a StableHLO portable artifact."
         text += f" It is of StableHLO {version}, and the converter has {error['converter']}"
         if _numbers(version) > _numbers(error["converter"]):
             return f"{text}: install a newer litert-converter, or an older jax."

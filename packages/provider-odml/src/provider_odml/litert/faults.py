@@ -60,7 +60,7 @@ def _widen(model: Any, graph: Any, op: Any, place: int) -> bool:
     is_wide = graph.tensors[op.outputs[0]].type == kinds.INT16
     if not is_wide or bias.type != kinds.INT32 or data is None:
         return False
-    # A tensor of its own: operations on 8-bit activations may read the old one.
+    # A separate tensor: operations on 8-bit activations may read the old one.
     new, buffer = copy.copy(bias), schema().BufferT()
     values = np.asarray(data, np.uint8).view(np.int32)
     buffer.data = values.astype(np.int64).view(np.uint8)

@@ -29,7 +29,7 @@ def deduplicate(model: bytes) -> bytes:
 
 def compact(model: Any) -> None:
     """Make a ``ModelT``'s tensors share equal buffers, and drop unused ones."""
-    # Buffer 0 is by convention empty. Variables start from buffers of their own.
+    # Buffer 0 is by convention empty. Variables start from separate buffers.
     used = {0}
     own = set()
     for graph in model.subgraphs:

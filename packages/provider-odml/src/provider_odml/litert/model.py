@@ -84,7 +84,7 @@ class Op:
     Attributes:
         name: the builtin's, such as "FULLY_CONNECTED"; a custom operation's own.
         inputs: indices of tensors in the subgraph, -1 for one left out.
-        outputs: likewise.
+        outputs: indices of tensors in the subgraph.
         fused_activation: such as "RELU", or "NONE".
         composite: the name of the composite that it is, or "".
         options: other options of interest, by their names in the schema.

@@ -62,7 +62,7 @@ class Runner:
         """Return a signature's inputs and outputs.
 
         Raises:
-            OdmlError: there is no such signature.
+            OdmlError: the file lacks the signature.
         """
         try:
             return self.model.signatures[signature]
@@ -81,7 +81,7 @@ class Runner:
             The outputs, typed as in the file: integers are not dequantized.
 
         Raises:
-            OdmlError: there is no such signature, the inputs are not those of it, or a kernel
+            OdmlError: the file lacks the signature, the inputs are not those of it, or a kernel
                 failed.
         """
         one = self.details(signature)

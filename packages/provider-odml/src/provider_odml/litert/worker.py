@@ -1,4 +1,4 @@
-"""Turns StableHLO into a .tflite, in a process of its own. Run as a script, never imported.
+"""Turns StableHLO into a .tflite, in a separate process. Run as a script, never imported.
 
 A folder is its only argument. It has ``job.json`` and the programs; what comes out is
 ``model.tflite``, or ``error.json``. Imports litert_converter and the standard library alone.

@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], data: bytes) -> Path:
 
 
 def _umask() -> int:
-    # Read by setting it: there is no other portable way.
+    # Read by setting it: no other way is portable.
     value = os.umask(0)
     os.umask(value)
     return value

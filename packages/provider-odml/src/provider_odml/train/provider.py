@@ -202,7 +202,7 @@ class QatModel:
             The statistics, for ``export`` or for training to begin with.
 
         Raises:
-            OdmlError: there is no batch, or one that is not a tuple.
+            OdmlError: batches are empty, or one of them is not a tuple.
         """
         from tqdm import tqdm
 

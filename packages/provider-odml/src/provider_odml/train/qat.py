@@ -139,7 +139,8 @@ class Training(Runtime):
         except KeyError:
             raise OdmlError(
                 f"quant_stats must be those of this program and its rules, got those of "
-                f"{len(stats)} sites without {site.key}. Make them with init(params, ...) of this model."
+                f"{len(stats)} sites without {site.key}. Make them with init(params, ...) of this "
+                "model."
             ) from None
         if not steps:
             return row

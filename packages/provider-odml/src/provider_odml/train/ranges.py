@@ -156,7 +156,7 @@ def at_site(
     """
     # The barriers are for XLA on CPU, whose compile time is a few milliseconds for each kernel,
     # however small. This one: else it computes what made the tensor again for each of the minimum,
-    # the maximum, the codes and the mask of the gradient.
+    # the maximum, the rounded values and the mask of the gradient.
     x = lax.optimization_barrier(x)
     if how.fixed is not None:
         lower, upper = map(jnp.float32, how.fixed)

@@ -187,7 +187,7 @@ class QuantStats(Mapping[str, SiteStatistics]):
         """Return what ``to_json`` wrote.
 
         Raises:
-            ManifestError: it is no such text.
+            ManifestError: the text is something else.
         """
         try:
             found = json.loads(text)
