@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from interception_core import explicit_mesh, explicit_spec, parts_of, with_auto_axes
+from interception_core import explicit_mesh, explicit_spec, followed_spec, with_auto_axes
 
 
 def sharded_like(fn: Callable[..., Any], like: jax.Array, *operands: Any) -> Any:
@@ -30,24 +30,9 @@ def sharded_like(fn: Callable[..., Any], like: jax.Array, *operands: Any) -> Any
     spec = explicit_spec(like)
 
     def specs(found: Any) -> Any:
-        return jax.tree.map(lambda x: _followed(mesh, spec, like.shape, x.shape), found)
+        return jax.tree.map(lambda x: followed_spec(mesh, spec, like.shape, x.shape), found)
 
     return with_auto_axes(mesh, fn, specs, *operands)
-
-
-def _followed(
-    mesh: Any, spec: Sequence[Any], shape: Sequence[int], found: Sequence[int]
-) -> PartitionSpec:
-    """Return the spec of scales: along an axis they are cut where the tiles are."""
-    pairs = zip(spec, shape, found, strict=True)
-    return PartitionSpec(
-        *(
-            axes
-            if n == size or (n > 1 and size % n == 0 and n % parts_of(mesh, axes) == 0)
-            else None
-            for axes, size, n in pairs
-        )
-    )
 
 
 def sharded_as(
