@@ -89,9 +89,7 @@ class Runner:
         values = {name: np.asarray(value, order="C") for name, value in inputs.items()}
         faults = _faults(one.inputs, values)
         if faults:
-            raise OdmlError(
-                f"Inputs must be those of signature {signature!r}, got others: {'; '.join(faults)}."
-            )
+            raise OdmlError(f"Inputs of signature {signature!r}: {'; '.join(faults)}.")
         try:
             found = self._runners[signature](**values)
         except (RuntimeError, ValueError) as error:
@@ -124,9 +122,9 @@ def _faults(expected: dict[str, Tensor], given: dict[str, np.ndarray]) -> list[s
     unknown = [name for name in given if name not in expected]
     faults = []
     if missing:
-        faults.append(f"inputs {missing} are missing")
+        faults.append(f"{missing} are missing")
     if unknown:
-        faults.append(f"inputs {unknown} are unknown, it has {list(expected)}")
+        faults.append(f"{unknown} are unknown, it has {list(expected)}")
     for name in expected.keys() & given.keys():
         tensor, value = expected[name], given[name]
         fits = len(tensor.shape) == value.ndim and all(
@@ -135,8 +133,8 @@ def _faults(expected: dict[str, Tensor], given: dict[str, np.ndarray]) -> list[s
         kind = "int8" if tensor.dtype in ("int4", "int2") else tensor.dtype
         if not fits or value.dtype.name != kind:
             faults.append(
-                f"input {name!r} is {tensor.dtype}{list(tensor.shape)}, but"
-                f" {value.dtype.name}{list(value.shape)} was given"
+                f"{name!r} must be {tensor.dtype}{list(tensor.shape)}, got"
+                f" {value.dtype.name}{list(value.shape)}"
             )
     return sorted(faults)
 
