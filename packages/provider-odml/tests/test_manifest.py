@@ -149,7 +149,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_a_broken_file(tmp_path, texts, name):
     (tmp_path / "stats.json").write_text(texts[name])
-    with pytest.raises(ManifestError, match="what QuantStats.to_json writes"):
+    with pytest.raises(ManifestError, match=r"what QuantStats\.to_json writes"):
         QuantStats.load(tmp_path / "stats.json")
 
 

@@ -130,7 +130,15 @@ class QatModel:
         return self._provider
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """Find where the tensors are quantized: arguments are those of the function."""
+        """Find where the tensors are quantized. Nothing is run.
+
+        Args:
+            args: those of the function: arrays or ``jax.ShapeDtypeStruct``.
+            kwargs: its keyword arguments.
+
+        Raises:
+            OdmlError: with ``strict=True``, the rules can't be followed.
+        """
         leaves, treedef = jax.tree.flatten((args, kwargs))
         types = tuple(
             (tuple(leaf.shape), str(leaf.dtype)) if is_array(leaf) else _hashable(leaf)
@@ -142,7 +150,15 @@ class QatModel:
         return self._plans[key]
 
     def init(self, *args: Any, **kwargs: Any) -> QuantStats:
-        """Return empty statistics. Nothing is run; arguments may be ``jax.ShapeDtypeStruct``."""
+        """Return empty statistics. Nothing is run.
+
+        Args:
+            args: those of the function: arrays or ``jax.ShapeDtypeStruct``.
+            kwargs: its keyword arguments.
+
+        Raises:
+            OdmlError: with ``strict=True``, the rules can't be followed.
+        """
         return QuantStats.empty(self.plan(*args, **kwargs), self._provider.average)
 
     def __call__(
@@ -159,6 +175,9 @@ class QatModel:
             quant_stats: the statistics, which change in place; None takes each tensor's own range.
             update_quant_stats: False leaves them as they are: in evaluation.
             kwargs: its keyword arguments.
+
+        Raises:
+            OdmlError: ``quant_stats`` is something else, or lacks a site of this program.
         """
         check_statistics("quant_stats", quant_stats)
         runtime = Training(quant_stats, update_quant_stats)
@@ -176,13 +195,17 @@ class QatModel:
 
         Args:
             stats: what ``init`` returned: says what the sites are, and isn't changed.
-            state: the sums and counts: at first ``stats.state``.
+            state: sums and counts, float32[rows, 3]; at first ``stats.state``.
             args: the arguments of the function.
-            update_quant_stats: as in a call.
+            update_quant_stats: False returns the state as it is.
             kwargs: keyword arguments of the function.
 
         Returns:
-            The result, and the new state.
+            The result, and the new state, float32[rows, 3].
+
+        Raises:
+            OdmlError: ``stats`` is something else, or lacks a site of this program.
+            ManifestError: the state has another shape.
         """
         if stats is None:
             raise OdmlError("stats must be what init or calibrate returned, got None.")
@@ -195,11 +218,12 @@ class QatModel:
         """Measure the ranges of the float model, batch by batch.
 
         Args:
-            params: the parameters.
-            batches: each the other arguments of a call, as a tuple.
+            params: the parameters: a pytree of arrays.
+            batches: for each batch the other arguments of a call, as a tuple. A bar shows how
+                far it is.
 
         Returns:
-            The statistics, for ``export`` or for training to begin with.
+            The statistics, for ``export`` or as the start of training.
 
         Raises:
             OdmlError: batches are empty, or one of them is not a tuple.
