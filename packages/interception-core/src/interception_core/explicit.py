@@ -84,7 +84,9 @@ def parts_of(mesh: Any, axes: Any) -> int:
 def followed_spec(
     mesh: Any, spec: Sequence[Any], shape: Sequence[int], found: Sequence[int]
 ) -> PartitionSpec:
-    """Return how an array is sharded that follows another, as scales follow quantized values.
+    """Return the spec of an array that follows another.
+
+    Scales follow quantized values so.
 
     Args:
         mesh: the mesh.

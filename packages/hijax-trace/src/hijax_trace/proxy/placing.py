@@ -1,4 +1,4 @@
-"""Placing: the parts of an array proxy are sharded as the program shards the array."""
+"""Placing: proxies are sharded as the program shards their arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 def placed(
     params: Mapping[str, Any], name: str, proxy: ArrayProxy, bind: Callable[..., Any]
 ) -> ArrayProxy:
-    """Return a proxy whose parts are sharded as the program shards the array.
+    """Return a proxy that is sharded as the program shards its array.
 
     A part that has no element, or no tile, for each device along an axis is whole along it. Parts
     with other axes than the array stay where they are.

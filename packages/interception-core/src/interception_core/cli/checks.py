@@ -18,13 +18,14 @@ from ..plugins.specs import CheckResult, KernelSpec
 
 _DISTRIBUTION = "interception-core"
 _PREFIX = "JAXTAP_"
-# All variables that jaxtap's packages read, also those of kernels and their builds.
+# All variables that jaxtap reads, also those of kernels, their builds and the benchmarks.
 _VARIABLES = {
     DISABLE: "plugins that are not loaded",
     STRICT: "a broken plugin is an error",
     DEBUG: "errors have a traceback, and logs go to stderr",
     "JAXTAP_ISA": "the instruction set of te-ffi-kernels",
     "JAXTAP_CUDA": "whether a build of te-ffi-kernels-cuda13 compiles its kernels",
+    "JAXTAP_LLAMA_CPP": "the folder of llama.cpp's tools, for benchmarks/language_models",
 }
 # JAX reads these values of a boolean variable as false, in upper and lower case.
 _FALSE = ("", "0", "false", "f", "no", "n", "off")

@@ -13,7 +13,7 @@ _OURS = "provider-odml"
 
 
 def litert() -> Iterator[CheckResult]:
-    """Compare the installed libraries with the requirements of the extra."""
+    """Compare the libraries of the extra with what this package's metadata asks for."""
     for need in (Requirement(text) for text in requires(_OURS) or ()):
         marker = need.marker
         # What this package needs anyway, with an extra, is there.
@@ -28,7 +28,7 @@ def _compared(need: Requirement) -> CheckResult:
     try:
         found = version(need.name)
     except PackageNotFoundError:
-        # Training does without: so a missing library is only warned of.
+        # Training does not need it, so an installation without it is not broken.
         message = f"{need.name} is not installed, which export needs; training does not"
         return CheckResult("warn", message, hint)
     if need.specifier.contains(found, prereleases=True):
