@@ -1,4 +1,4 @@
-"""Attention over a cache that is carried as int8: the kernel reads quantized values and scales."""
+"""Attention over an int8 cache: kernels read values and scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTENTION = "decode_attention"
 
 
 def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the op of attention, of what keys and values are carried as.
+    """Return the attention op for caches of quantized keys and values.
 
     Args:
         call: the call.
@@ -38,13 +38,13 @@ def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> C
 
 
 def _has_heads_first(cache: qn.QArray) -> bool:
-    """Return whether a cache lies in memory with heads before positions, and was transposed."""
+    """Return whether a cache has heads before positions in memory."""
     rank = len(cache.shape)
     return untransposed(cache.qvalue)[1] == (*range(rank - 3), rank - 2, rank - 3, rank - 1)
 
 
 def _is_read(cache: Any) -> bool:
-    """Return whether the kernel reads a cache: int8, and a scale for each head and position."""
+    """Return whether the kernel reads a cache: int8, scales per head and position."""
     if not isinstance(cache, qn.QArray) or cache.qvalue.dtype != jnp.int8:
         return False
     if cache.zero_point is not None or cache.scale.dtype != jnp.float32:
@@ -53,7 +53,7 @@ def _is_read(cache: Any) -> bool:
 
 
 def _flat(cache: qn.QArray, is_transposed: bool) -> tuple[jax.Array, jax.Array]:
-    """Return quantized values and scales with one batch axis, as they lie in memory."""
+    """Return values and scales with one batch axis, in memory order."""
     values, scale = cache.qvalue, cache.scale
     if is_transposed:
         values, scale = jnp.swapaxes(values, -2, -3), jnp.swapaxes(scale, -2, -3)

@@ -18,7 +18,7 @@ def attend(
     lengths: jax.Array,
     *rest: jax.Array,
 ) -> jax.Array:
-    """Attend with the operands of the kernel; as its result, [b, t, k, g, d]."""
+    """Attend with the kernel's operands; return [b, t, k, g, d]."""
     scales, mask = rest[: 2 * config.scaled], rest[2 * config.scaled :]
     if not config.heads_first:
         keys, values, *scales = (x.swapaxes(1, 2) for x in (keys, values, *scales))
