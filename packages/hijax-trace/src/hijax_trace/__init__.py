@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
-    from .interpreter.moved import untransposed
+    from .interpreter.moved import is_same, unsliced, untransposed
     from .patterns.attention import Attention, attention
     from .proxy.array_proxy import ArrayProxy, Part, Shared
     from .proxy.carrier import Carrier
@@ -66,6 +66,7 @@ __all__ = [
     "instantiate_zeros",
     "is_cut",
     "is_high",
+    "is_same",
     "jit",
     "jvp_from_lin",
     "linearize_from_jvp",
@@ -79,6 +80,7 @@ __all__ = [
     "root_of",
     "typeof",
     "unmap_avals",
+    "unsliced",
     "untransposed",
     "used_inputs",
     "vjp_from_jvp",
@@ -112,6 +114,7 @@ _LAZY = {
     "instantiate_zeros": "hi.hiprim",
     "is_cut": "dataflow.nodes",
     "is_high": "hi.inspect",
+    "is_same": "interpreter.moved",
     "jit": "box.jit",
     "jvp_from_lin": "hi.hiprim",
     "linearize_from_jvp": "hi.hiprim",
@@ -125,6 +128,7 @@ _LAZY = {
     "root_of": "dataflow.replay",
     "typeof": "hi.inspect",
     "unmap_avals": "hi.hiprim",
+    "unsliced": "interpreter.moved",
     "untransposed": "interpreter.moved",
     "used_inputs": "compat.jaxpr",
     "vjp_from_jvp": "hi.hiprim",

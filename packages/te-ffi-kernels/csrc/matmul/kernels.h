@@ -62,6 +62,17 @@ struct Quantize {
   float* scale;  // of the row, or of each segment
 };
 
+// One row of x times signs, then times Hadamard's matrix of each block.
+struct Rotate {
+  const uint8_t* x;  // [k] of x_dtype, unaligned
+  DType x_dtype;
+  int64_t k;
+  const int8_t* signs;  // [k]
+  int64_t block;        // a power of two from 2 that divides k
+  float factor;         // of the result: 1 / sqrt(block)
+  float* out;           // [k, rounded up to a multiple of 16]
+};
+
 // Products of a few rows with one panel of 4 bits, to rows of y. The planes of a row are put
 // together before they are rescaled, in int32 where they are two and that is `whole`:
 //   total += (sum of plane 2 * 65536 + sum of plane 1 * 256 + sum of plane 0) [* scale of x] * scale
@@ -130,6 +141,7 @@ struct Kernels {
   void (*paired8)(const Tile&);
   void (*expand_panel)(const Expand&);
   void (*stream)(const Stream&);  // null where least_rows is beyond kStreamRows
+  void (*rotate)(const Rotate&);
   void (*quantize)(const Quantize&);
   void (*quantize_pairs)(const Quantize&);  // two planes, with a scale for each segment
   void (*finish)(const Finish&);

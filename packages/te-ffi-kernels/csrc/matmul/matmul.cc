@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 
 #include "common/arena.h"
@@ -29,6 +30,7 @@ constexpr int64_t kSlabBytes = int64_t{16} << 20;
 // Steps of multiplying 64 bytes that are worth a task: about 10 microseconds.
 constexpr int64_t kTaskSteps = 30000;
 
+struct RotatedTag {};
 struct PlanesTag {};
 struct OffsetsTag {};
 struct ScalesTag {};
@@ -70,6 +72,11 @@ void check(const Matmul& a) {
   if (a.planes < 0 || a.planes > 3) {
     throw invalid_argument("matmul: planes must be 0, 1, 2 or 3, got ", a.planes);
   }
+  const int64_t block = a.rotation.block;
+  if (block != 0 && (block < 2 || (block & (block - 1)) != 0 || w.layout.k % block != 0)) {
+    throw invalid_argument("matmul: the block of a rotation must be 0 or a power of two from 2 that "
+                           "divides k = ", w.layout.k, ", got ", block);
+  }
   check_size(w.layout, w.n, w.panels, w.panel_bytes);
 }
 
@@ -99,6 +106,8 @@ class Product {
     whole_ = kPairLimit * most_code * segment_k_ <= INT32_MAX;
     // Rows a power of two apart would share cache sets.
     stride_ = k_ + 64;
+    const auto block = static_cast<double>(std::max<int64_t>(1, args.rotation.block));
+    factor_ = static_cast<float>(1 / std::sqrt(block));
     segments_stride_ = segments_ + 16;
   }
 
@@ -125,6 +134,7 @@ class Product {
     q.x = static_cast<const uint8_t*>(args_.x) +
           (begin_ + row) * layout_.k * static_cast<int64_t>(byte_size(args_.x_dtype));
     q.x_dtype = args_.x_dtype;
+    if (args_.rotation.block != 0) rotate(&q);
     q.k = layout_.k;
     q.padded_k = k_;
     q.planes = planes_;
@@ -147,10 +157,19 @@ class Product {
     for (int64_t i = 0; i < segments_; ++i) {
       q.scale = group_scales_ + row * segments_stride_ + i;
       kernels_.quantize(q);
-      q.x += layout_.group * static_cast<int64_t>(byte_size(args_.x_dtype));
+      q.x += layout_.group * static_cast<int64_t>(byte_size(q.x_dtype));
       q.out += layout_.group;
       ++q.offsets;
     }
+  }
+
+  // Has the row that is quantized rotated first.
+  void rotate(Quantize* q) {
+    float* out = Arena<RotatedTag>::get_array<float>((layout_.k + 15) / 16 * 16);
+    const Rotation& rotation = args_.rotation;
+    kernels_.rotate({q->x, q->x_dtype, layout_.k, rotation.signs, rotation.block, factor_, out});
+    q->x = reinterpret_cast<const uint8_t*>(out);
+    q->x_dtype = DType::F32;
   }
 
   // Splits the panels, and the rows too where there are many.
@@ -303,6 +322,7 @@ class Product {
   const int planes_;
   const Kernels& kernels_;
   int64_t k_, segment_k_, segments_, segments_stride_, stride_;
+  float factor_;  // of rotated rows
   bool exact_;
   bool streamed_;   // few rows of a weight of 4 bits
   bool paired_;     // two planes, with a scale for each segment of a row

@@ -44,13 +44,22 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 
 
-def transformed(product: Product, operands: Sequence[Any]) -> list[Any]:
-    """Returns the operands of a product, a transformed parameter's and its activation's inside."""
+def transformed(
+    product: Product, operands: Sequence[Any], *, but_rotated: bool = False
+) -> list[Any]:
+    """Returns the operands of a product, a transformed parameter's and its activation's inside.
+
+    Args:
+        product: the product.
+        operands: activations and stored parameters.
+        but_rotated: whether a rotation that a kernel may do stays with the parameter.
+    """
     found = list(operands)
     for side, held in enumerate(operands):
         if isinstance(held, TransformedWeight):
-            found[1 - side] = held.activation(product, side, found[1 - side])
-            found[side] = held.inner
+            first, rotated = held.split() if but_rotated else (held, None)
+            found[1 - side] = first.activation(product, side, found[1 - side])
+            found[side] = held.inner if rotated is None else rotated
     return found
 
 

@@ -13,6 +13,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/rotate.inl"
 
 constexpr int64_t kAhead = 1024;  // bytes
 
@@ -265,6 +266,7 @@ const Kernels& avx2_kernels() {
                                        paired8,
                                        expand_panel<0>,
                                        stream,
+                                       rotate_row,
                                        quantize_row,
                                        quantize_pairs,
                                        finish,

@@ -12,6 +12,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/rotate.inl"
 
 constexpr int64_t kRows = 6;  // 6 rows by 4 panels of sums leave 8 registers for the operands
 constexpr int64_t kFewRows = 4;  // up to here memory is the limit: prefetch
@@ -281,8 +282,8 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
-      4,       4096,   1,      false,        exact8,         scaled8, paired8,
-      expand_panel<0>, stream, quantize_row, quantize_pairs, finish,  nullptr};
+      4,          4096,         1,              false,  exact8, scaled8, paired8, expand_panel<0>, stream,
+      rotate_row, quantize_row, quantize_pairs, finish, nullptr};
   return kKernels;
 }
 

@@ -312,6 +312,44 @@ CASE(decode) {
            {result(0, kS8, {kBatch, 1, 2, kGroup, kSize}), "out is int8"}}};
 }
 
+// The second of three caches.
+Case decode_of_stack(bool scaled) {
+  Program program = decode_program(scaled ? kS8 : kF32, scaled, true);
+  const Program plain = program;
+  for (size_t i = 1; i < program.operands.size() - 1; ++i) {
+    if (i == 3) continue;
+    const Tensor one = program.operands[i];
+    Tensor stack(one.dtype, one.dims);
+    stack.dims.insert(stack.dims.begin(), 3);
+    stack.fit();
+    std::copy(one.bytes.begin(), one.bytes.end(),
+              stack.bytes.begin() + static_cast<int64_t>(one.bytes.size()));
+    program.operands[i] = stack;
+  }
+  Tensor index(kS32, {});
+  index.as<int32_t>()[0] = -2;
+  program.operands.push_back(index);
+  program.attributes.insert({"stacked", true});
+  const size_t last = program.operands.size() - 1;
+  return {program,
+          [plain](const Program& p) {
+            Program one = plain;
+            one.results = p.results;
+            expect_decoded(one);
+          },
+          {{operand(last, kS32, {1}), "that of a scalar"},
+           {operand(last, kF32, {}), "index is float32[]"},
+           {operand(1, scaled ? kS8 : kF32, {0, kBatch, kPositions, 2, kSize}),
+            "and must be a stack of one or more"},
+           {operand(1, scaled ? kS8 : kF32, {kBatch, kPositions, 2, kSize}),
+            "and must have 4 axes"}},
+          {"stacked"}};
+}
+
+CASE(decode_of_a_stack) { return decode_of_stack(false); }
+
+CASE(decode_of_a_stack_of_int8) { return decode_of_stack(true); }
+
 CASE(decode_of_int8) {
   return {decode_program(kS8, true, false), expect_decoded,
           {{operand(4, kF32, {1}), "that of keys but for the last"},

@@ -67,6 +67,11 @@ class PackedWeight:
         """What kernels are asked about, beside shapes and dtypes of activation and weight."""
         return self.layout.question
 
+    @property
+    def rotates(self) -> bool:
+        """Whether ops that multiply with it can rotate the activation: by ``signs=``."""
+        return True
+
     def product_op(self, rows: Any, *, quantizes: bool) -> str | None:
         """Return the op that multiplies with it the fastest, or None where there is none.
 
