@@ -33,6 +33,8 @@ struct Tile {
   int32_t* sums;  // [rows, sums_stride]; 16 columns for each panel
   int64_t sums_stride;
   bool first;
+  // Not null: the sums are those of all rows of K, and are rescaled and stored by this.
+  const struct Finish* finish;
 
   // Scaled: sums over segments of (float32 sum of products - offset) * scale of x * scale. Paired:
   // the same of two plane rows put together, sum of plane 1 * 256 + sum of plane 0, in int32 where
@@ -136,6 +138,7 @@ struct Kernels {
   int64_t block_k;       // rows of K too, for exact sums; a multiple of 64
   int64_t least_rows;    // plane rows from which these kernels are worthwhile
   bool expands_signed;   // what `expand_panel` gives
+  bool finishes;         // `exact8` knows `finish`, for one plane
   void (*exact8)(const Tile&);
   void (*scaled8)(const Tile&);
   void (*paired8)(const Tile&);

@@ -282,6 +282,7 @@ class Product {
       t.codes_stride = 16 * k_;
       if (kernels_.expands_signed) t.offsets = nullptr;
     }
+    const Finish f = finish_of(t, r / planes_, rows / planes_, panel);
     if (paired_) {
       kernels_.paired8(t);
     } else if (!exact_) {
@@ -290,15 +291,17 @@ class Product {
       for (int64_t i = 0; i < k_; i += kernels_.block_k) {
         t.k = std::min(kernels_.block_k, k_ - i);
         t.first = i == 0;
+        if (kernels_.finishes && planes_ == 1 && i + t.k == k_) t.finish = &f;
         kernels_.exact8(t);
         t.x += t.k;
         t.codes += t.k * 16;
       }
     }
-    finish(t, r / planes_, rows / planes_, panel);
+    if (t.finish == nullptr) kernels_.finish(f);
   }
 
-  void finish(const Tile& t, int64_t row, int64_t rows, int64_t panel) {
+  // From sums to rows of y.
+  Finish finish_of(const Tile& t, int64_t row, int64_t rows, int64_t panel) const {
     const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
     const int64_t column = panel * layout_.columns();
     Finish f;
@@ -314,7 +317,7 @@ class Product {
     f.y_dtype = args_.y_dtype;
     f.y_stride = n * size;
     f.columns = std::min(n - column, t.panels * kPanelColumns);
-    kernels_.finish(f);
+    return f;
   }
 
   const Matmul& args_;

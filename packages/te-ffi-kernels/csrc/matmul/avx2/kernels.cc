@@ -261,6 +261,7 @@ const Kernels& avx2_kernels() {
                                        4096,
                                        1,
                                        false,
+                                       false,
                                        all_blocks<false>,
                                        all_blocks<true>,
                                        paired8,
