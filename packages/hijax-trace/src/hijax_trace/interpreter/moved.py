@@ -6,10 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from .. import compat
 from ..dataflow.nodes import VIEWS
 from ..proxy.array_proxy import ArrayProxy, follow
+
+_OF_INDEXING = frozenset(
+    (
+        "dynamic_slice",
+        "slice",
+        "squeeze",
+        "reshape",
+        "lt",
+        "add",
+        "select_n",
+        "convert_element_type",
+    )
+)
+"""What functions that take one array of a stack consist of."""
 
 
 def moved_proxy(value: Any, operands: Mapping[int, ArrayProxy]) -> ArrayProxy | None:
@@ -73,10 +88,10 @@ def unsliced(value: Any) -> tuple[Any, Any] | None:
         array that is not cut out of a stack by the program that is being staged.
     """
     shape = value.shape
-    found = _made_of(value, ("squeeze", "reshape"))
+    found = _made_of(_inlined(value), ("squeeze", "reshape"))
     if found is None or found.in_tracers[0].shape != (1, *shape):
         return None
-    cut = _made_of(found.in_tracers[0], ("dynamic_slice", "slice"))
+    cut = _made_of(_inlined(found.in_tracers[0]), ("dynamic_slice", "slice"))
     if cut is None or cut.in_tracers[0].shape[1:] != shape:
         return None
     if cut.primitive.name == "dynamic_slice":  # which starts at 0 along axes that it takes all of
@@ -109,6 +124,21 @@ def is_same(one: Any, other: Any) -> bool:
         and made.params == also_made.params
         and all(map(is_same, operands, others))
     )
+
+
+def _inlined(value: Any) -> Any:
+    """Return a value that a small jitted function cuts out as made by its equations.
+
+    ``lax.dynamic_index_in_dim`` is such a function. What is not used of it is not compiled.
+    """
+    eqn = _made_of(value, ("jit", "pjit"))
+    if eqn is None or len(eqn.outvars) != 1:
+        return value
+    names = {one.primitive.name for one in compat.open_of(eqn.params["jaxpr"]).eqns}
+    if not names & {"dynamic_slice", "slice"} or not names <= _OF_INDEXING:
+        return value
+    (found,) = jaxpr_as_fun(eqn.params["jaxpr"])(*eqn.in_tracers)
+    return found
 
 
 def _made_of(value: Any, primitives: tuple[str, ...]) -> Any:

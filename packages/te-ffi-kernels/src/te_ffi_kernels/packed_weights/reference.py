@@ -49,12 +49,12 @@ def rotate(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
     Returns:
         float32[m, k].
     """
-    return _hadamard(x.astype(jnp.float32) * signs.astype(jnp.float32), block)
+    return _hadamard(x.astype(jnp.float32) * signs.astype(jnp.float32)[None], block)
 
 
 def rotate_back(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
     """Multiply with the inverse of ``rotate``, for float32[m, k]."""
-    return _hadamard(x, block) * signs.astype(jnp.float32)
+    return _hadamard(x, block) * signs.astype(jnp.float32)[None]
 
 
 def _hadamard(x: jax.Array, block: int) -> jax.Array:
