@@ -31,7 +31,7 @@ def hadamard(size):
 
 def rotated(x, signs, block):
     """Rotate rows in float64, by matrices."""
-    blocks = (np.asarray(x, np.float64) * np.asarray(signs)).reshape(*x.shape[:-1], -1, block)
+    blocks = (np.asarray(x, np.float64) * np.asarray(signs)).reshape(len(x), K // block, block)
     return (blocks @ hadamard(block)).reshape(x.shape) / np.sqrt(block)
 
 

@@ -1,8 +1,9 @@
 """Attention over a cache: the kernel reads it where it lies, and as it is carried.
 
-A cache that is carried as int8 is read as quantized values and scales. One that a program transposes
-for its attention is read in the order that it has in memory. One that a program takes out of the
-caches of all layers, by an index, is read in their stack. XLA would copy what a kernel reads.
+A cache that is carried as int8 is read as quantized values and scales. One that a program
+transposes for its attention is read in the order that it has in memory. One that a program takes
+out of the caches of all layers, by an index, is read in their stack. XLA would copy what a kernel
+reads.
 """
 
 from __future__ import annotations
