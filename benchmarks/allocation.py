@@ -197,8 +197,8 @@ def estimates():
                 if name is not None:
                     how = plans[name]._rules.how(plans[name]._rules.rules[site.index], True)
                     w = operands[side]
-                    operands[side] = qn.dequantize(site.product.quantize(side, w, how)) - w
-                sums.append(jnp.sum(site.product.run(*operands, *site.extras) ** 2))
+                    operands[side] = qn.dequantize(site.contraction.quantize(side, w, how)) - w
+                sums.append(jnp.sum(site.contraction.run(*operands, *site.extras) ** 2))
             return jnp.stack(sums)
 
         by_op = {op.op_id: op.weight for op in wide.ops}

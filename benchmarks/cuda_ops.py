@@ -25,7 +25,7 @@ ONE, ZERO = np.ones((1,), np.float32), np.zeros((1,), np.float32)
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
 MODES = {"tensor": 1, "mx": 2, "channel": 64}
-PRODUCTS = {8: te.gemv_w8, 4: te.gemv_w4}
+MATMULS = {8: te.gemv_w8, 4: te.gemv_w4}
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = (("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear"))
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -40,9 +40,9 @@ def quantize(x, module=te, mode=1, layout=2, out=jnp.float8_e4m3fn, dbias=False)
     return module.dbias_quantize(x, jnp.asarray(ONE), jnp.asarray(ZERO), *extra, *rest)
 
 
-def dequantize(codes, scales, module=te, mode=1, dtype=jnp.bfloat16):
-    """Codes by row."""
-    return module.dequantize(codes, jnp.asarray(ZERO), jnp.asarray(ZERO), scales, dtype, mode)
+def dequantize(qvalue, scales, module=te, mode=1, dtype=jnp.bfloat16):
+    """Quantized values by row."""
+    return module.dequantize(qvalue, jnp.asarray(ZERO), jnp.asarray(ZERO), scales, dtype, mode)
 
 
 def backward(dz, y, kind, module=te):
@@ -51,7 +51,7 @@ def backward(dz, y, kind, module=te):
     return getattr(module, f"{kind}_softmax_bwd")(dz, y, *rest, 1.0)
 
 
-def product(lhs, lhs_scale, rhs, rhs_scale, bias, mode, out=jnp.bfloat16, module=te, **options):
+def matmul(lhs, lhs_scale, rhs, rhs_scale, bias, mode, out=jnp.bfloat16, module=te, **options):
     """gemm_v2 of factors that both have what is contracted last."""
     alpha, beta = jnp.asarray(ONE), jnp.asarray(ZERO)
     dims = ((1,), (1,))
@@ -60,24 +60,24 @@ def product(lhs, lhs_scale, rhs, rhs_scale, bias, mode, out=jnp.bfloat16, module
 
 
 def factors(m, n, k, mode, code, dtype=jnp.bfloat16):
-    """(lhs, its scales, rhs, its scales), in codes where there is a mode."""
+    """(lhs, its scales, rhs, its scales), in quantized values where there is a mode."""
     found = []
     for rows in (m, n):
         x = normal(rows, k, dtype=dtype)
         if mode == 0:
             found += [x, jnp.zeros((0,))]
         else:
-            codes, _, scales, *_ = quantize(x, mode=mode, layout=0, out=code)
-            found += [codes, scales]
+            qvalue, _, scales, *_ = quantize(x, mode=mode, layout=0, out=code)
+            found += [qvalue, scales]
     return found
 
 
 def packed(k, n, bits, groups=1):
     """A weight."""
     rng, most = np.random.default_rng(), 2 ** (bits - 1) - 1
-    codes = jnp.asarray(rng.integers(-most, most + 1, (k, n)), jnp.int8)
+    qvalue = jnp.asarray(rng.integers(-most, most + 1, (k, n)), jnp.int8)
     scale = jnp.asarray(rng.uniform(0.5, 1, (groups, n)), jnp.float32)
-    return (te.pack_w8 if bits == 8 else te.pack_w4)(codes, scale)
+    return (te.pack_w8 if bits == 8 else te.pack_w4)(qvalue, scale)
 
 
 def norm(x, gamma, kind, module=te, **outputs):
@@ -173,7 +173,7 @@ def exercise():
                 given = factors(m, n, k, mode, code)
                 for bias in (jnp.zeros((0,)), normal(n, dtype=jnp.bfloat16)):
                     for gelu in (False, True):
-                        jax.block_until_ready(product(*given, bias, mode, fuse_gelu=gelu))
+                        jax.block_until_ready(matmul(*given, bias, mode, fuse_gelu=gelu))
     exercise_packed()
     jax.effects_barrier()
     print("every kernel ran")
@@ -186,7 +186,7 @@ def exercise_packed():
         for dtype in DTYPES.values():
             for rows in (1, 5, 70):
                 x = normal(rows, k, dtype=dtype)
-                jax.block_until_ready(PRODUCTS[bits](x, weight))
+                jax.block_until_ready(MATMULS[bits](x, weight))
                 if bits == 8:
                     jax.block_until_ready(te.gemm_w8a8(x, weight))
     jax.block_until_ready(te.gemm_w8a16(normal(3, 192, dtype=jnp.float32), packed(192, 70, 8, 1)))
@@ -302,9 +302,9 @@ def cases(side, dtype):
                 lambda m, x, mode=mode, at=layout: quantize(x, m, mode, at),
                 (x,),
             )
-        codes, _, scales, *_ = quantize(x, mode=mode, layout=0)
+        qvalue, _, scales, *_ = quantize(x, mode=mode, layout=0)
         run = lambda m, c, s, mode=mode: dequantize(c, s, m, mode, dtype)  # noqa: E731
-        yield f"dequantize, {name}", run, (codes, scales)
+        yield f"dequantize, {name}", run, (qvalue, scales)
     for k in (512, 4096):
         rows = side * side // (8 * 128 * k) or 1
         logits = normal(rows, 8, 128, k, dtype=dtype)
@@ -330,10 +330,10 @@ def norm_cases(side, dtype):
             *_, mu, rsigma = norm(x, gamma, kind)
             yield f"{kind}, gradient, rows of {k}", back, (x, x, mu, rsigma, gamma)
             for name, mode in MODES.items():
-                codes = lambda m, x, gamma, kind=kind, mode=mode: norm(  # noqa: E731
+                qvalue = lambda m, x, gamma, kind=kind, mode=mode: norm(  # noqa: E731
                     x, gamma, kind, m, scaling_mode=mode
                 )
-                yield f"{kind}, {name} by row, rows of {k}", codes, (x, gamma)
+                yield f"{kind}, {name} by row, rows of {k}", qvalue, (x, gamma)
 
 
 def activation_cases(side, dtype):
@@ -379,8 +379,8 @@ def expert_cases(side, dtype):
         )
 
 
-def products(side):
-    """(name, function of codes and of floats, the same in XLA, operands, operations)."""
+def matmuls(side):
+    """(name, function of quantized values and of floats, the same in XLA, operands, operations)."""
     floats = [normal(side, side, dtype=jnp.bfloat16) for _ in range(2)]
     none = jnp.zeros((0,))
 
@@ -396,18 +396,18 @@ def products(side):
     ):
 
         def run(lhs, lhs_scale, rhs, rhs_scale, x, w, mode=mode):
-            return product(lhs, lhs_scale, rhs, rhs_scale, none, mode)
+            return matmul(lhs, lhs_scale, rhs, rhs_scale, none, mode)
 
         args = (*factors(side, side, side, mode, code), *floats)
-        # Where there is no kernel, the op is plain JAX, and not in codes.
+        # Where there is no kernel, the op is plain JAX, and not in quantized values.
         if "te_ffi_kernels.gemm_v2" in jax.jit(run).lower(*args).as_text():
             yield f"gemm_v2, {name}", run, in_xla, args, 2 * side**3
 
 
 def one_row(side):
-    """As `products`, of a row with weights."""
+    """As `matmuls`, of a row with weights."""
     x, w = normal(1, side, dtype=jnp.bfloat16), normal(side, side, dtype=jnp.bfloat16)
-    for bits, run in PRODUCTS.items():
+    for bits, run in MATMULS.items():
         weight = packed(side, side, bits)
         args = (x, weight, w)
         kernel = lambda x, weight, w, run=run: run(x, weight)  # noqa: E731
@@ -415,7 +415,7 @@ def one_row(side):
 
 
 def many_rows(side):
-    """As `products`, of rows with packed weights."""
+    """As `matmuls`, of rows with packed weights."""
     x, w = (normal(side, side, dtype=jnp.bfloat16) for _ in range(2))
     for name, run, bits in (
         ("gemm_w8a8", te.gemm_w8a8, 8),
@@ -431,15 +431,15 @@ def many_rows(side):
 
 def packing(side):
     """As `cases`, of packing a weight."""
-    codes = jnp.asarray(np.random.default_rng().integers(-7, 8, (side, side), np.int8))
+    qvalue = jnp.asarray(np.random.default_rng().integers(-7, 8, (side, side), np.int8))
     scale = jnp.ones((1, side))
-    for bits in PRODUCTS:
+    for bits in MATMULS:
         run = lambda m, *given, bits=bits: getattr(m, f"pack_w{bits}")(*given)  # noqa: E731
-        yield f"pack_w{bits}", run, (codes, scale)
+        yield f"pack_w{bits}", run, (qvalue, scale)
 
 
 def attentions(side):
-    """As `products`, beside XLA's own call of cuDNN, forward and with gradients."""
+    """As `matmuls`, beside XLA's own call of cuDNN, forward and with gradients."""
     length, heads = max(side // 2, 8), 16
     on_gpu = jax.default_backend() == "gpu"
     in_xla = partial(jax.nn.dot_product_attention, implementation="cudnn" if on_gpu else None)
@@ -448,7 +448,7 @@ def attentions(side):
         for causal in (False, True):
             ours = partial(attend, mask=CAUSAL if causal else 0)
             theirs = partial(in_xla, is_causal=causal)
-            # Two products, of which a causal mask needs half; five more for gradients.
+            # Two matmuls, of which a causal mask needs half; five more for gradients.
             flops = 4 * 2 * heads * length**2 * size // (2 if causal else 1)
             name = f"attention, heads of {size}{', causal' if causal else ''}"
             yield name, ours, theirs, args, flops
@@ -460,7 +460,7 @@ def attentions(side):
 
 
 def measure(path, side):
-    """Writes seconds and bytes of each case and of a copy, and operations of products."""
+    """Writes seconds and bytes of each case and of a copy, and operations of matmuls."""
     found = []
     for label, dtype in DTYPES.items():
         x = normal(side, side, dtype=dtype)
@@ -481,7 +481,7 @@ def measure(path, side):
             print(found[-1], file=sys.stderr)
     half = side // 2
     for name, run, in_xla, args, flops in itertools.chain(
-        products(half), one_row(half), many_rows(half), attentions(half)
+        matmuls(half), one_row(half), many_rows(half), attentions(half)
     ):
         seconds, _ = compare({"kernel": run, "xla": in_xla}, args)
         found.append({"case": name, "seconds": seconds, "flops": flops})

@@ -23,12 +23,12 @@ RNG = np.random.default_rng(0)
 
 
 @functools.cache
-def codes_and_scale(bits, group, index=0):
+def qvalue_and_scale(bits, group, index=0):
     most = 2 ** (bits - 1) - 1
     rng = np.random.default_rng(index)
-    codes = rng.integers(-most, most + 1, (SIZE, SIZE), np.int8)
+    qvalue = rng.integers(-most, most + 1, (SIZE, SIZE), np.int8)
     groups = SIZE // group if group else 1
-    return codes, rng.uniform(0.001, 0.01, (groups, SIZE)).astype(np.float32)
+    return qvalue, rng.uniform(0.001, 0.01, (groups, SIZE)).astype(np.float32)
 
 
 def copies(weight):
@@ -56,21 +56,21 @@ def often(make):
 
 
 def ours(op, bits, x, group=0, cold=False):
-    codes, scale = codes_and_scale(bits, group)
-    packed = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.asarray(codes), jnp.asarray(scale))
+    qvalue, scale = qvalue_and_scale(bits, group)
+    packed = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.asarray(qvalue), jnp.asarray(scale))
     return in_turn(op, x, copies(packed) if cold else [packed])
 
 
 def in_float(x, cold=False):
-    codes, scale = codes_and_scale(8, 0)
-    weight = jnp.asarray(codes * scale).astype(x.dtype)
+    qvalue, scale = qvalue_and_scale(8, 0)
+    weight = jnp.asarray(qvalue * scale).astype(x.dtype)
     return in_turn(jnp.matmul, x, copies(weight) if cold else [weight])
 
 
 def xla_int8(x, act, cold=False):
-    """XLA's product of int8 codes; activations quantized in the same way, or float."""
-    codes, scale = codes_and_scale(8, 0)
-    weight = qn.qarray(jnp.asarray(codes), jnp.asarray(scale), qtype="int8", dtype=jnp.float32)
+    """XLA's product of int8 values; activations quantized in the same way, or float."""
+    qvalue, scale = qvalue_and_scale(8, 0)
+    weight = qn.qarray(jnp.asarray(qvalue), jnp.asarray(scale), qtype="int8", dtype=jnp.float32)
 
     def product(x, weight):
         dims = (((1,), (0,)), ((), ()))
@@ -104,7 +104,7 @@ def in_turns(calls):
 
 
 def ort_dynamic(x):
-    codes, scale = codes_and_scale(8, 0)
+    qvalue, scale = qvalue_and_scale(8, 0)
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
         helper.make_node("MatMulInteger", ["q", "w", "z"], ["sums"]),
@@ -112,13 +112,13 @@ def ort_dynamic(x):
         helper.make_node("Mul", ["s", "ws"], ["scale"]),
         helper.make_node("Mul", ["floats", "scale"], ["y"]),
     ]
-    return session(nodes, {"w": codes, "ws": scale[0]}, x)
+    return session(nodes, {"w": qvalue, "ws": scale[0]}, x)
 
 
 def ort_4_bits(x, group):
-    codes, scale = codes_and_scale(4, group)
-    # [n, blocks, bytes], two codes a byte, the lower first; 8 stands for 0.
-    values = (codes + 8).astype(np.uint8).T.reshape(SIZE, SIZE // group, group)
+    qvalue, scale = qvalue_and_scale(4, group)
+    # [n, blocks, bytes], two quantized values a byte, the lower first; 8 stands for 0.
+    values = (qvalue + 8).astype(np.uint8).T.reshape(SIZE, SIZE // group, group)
     values = values[..., ::2] | values[..., 1::2] << 4
     node = helper.make_node(
         "MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft",
@@ -183,11 +183,11 @@ def weights(bits, k, n):
     """Return a packed weight, and the same in float32."""
     most, group = 2 ** (bits - 1) - 1, 32 if bits == 4 else k
     rng = np.random.default_rng(0)
-    codes = rng.integers(-most, most + 1, (k, n), np.int8)
+    qvalue = rng.integers(-most, most + 1, (k, n), np.int8)
     scale = rng.uniform(0.001, 0.01, (k // group, n)).astype(np.float16).astype(np.float32)
     small = jnp.asarray(scale, jnp.float32 if bits == 8 else jnp.float16)
-    packed = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.asarray(codes), small)
-    return packed, jnp.asarray(codes * np.repeat(scale, group, 0))
+    packed = (te.pack_w8 if bits == 8 else te.pack_w4)(jnp.asarray(qvalue), small)
+    return packed, jnp.asarray(qvalue * np.repeat(scale, group, 0))
 
 
 def rounds_of(m, k, n):
@@ -286,12 +286,12 @@ def quantize_sides(x, dtype, mode, layout, dbias):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("codes", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8],
+@pytest.mark.parametrize("qvalue", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8],
                          ids=["e4m3", "e5m2", "int8"])  # fmt: skip
-def test_quantize_transpose_dbias(benchmark, dtype, codes):
+def test_quantize_transpose_dbias(benchmark, dtype, qvalue):
     mode = te.ScalingMode.CURRENT_TENSOR_SCALING
     layout = te.QuantizeLayout.ROWWISE_COLWISE
-    sides = quantize_sides(square(dtype), codes, mode, layout, dbias=True)
+    sides = quantize_sides(square(dtype), qvalue, mode, layout, dbias=True)
     compare(benchmark, sides, often, rounds=10, unit="ms", per=10)
 
 
@@ -323,7 +323,9 @@ def test_dequantize(benchmark, mode):
 
 
 def test_float_gemm(benchmark):
-    """gemm_v2 in float32 beside XLA's own product: it is there for its epilogues and codes."""
+    """gemm_v2 in float32 beside XLA's own product: it is there for its epilogues and quantized
+    values.
+    """
     a, b = (jnp.asarray(RNG.normal(size=(1024, 1024)), jnp.float32) for _ in range(2))
     none = jnp.zeros(0)
 
@@ -342,8 +344,8 @@ import jax, jax.numpy as jnp, numpy as np
 import te_ffi_kernels as te
 
 rng = np.random.default_rng(0)
-codes = jnp.asarray(rng.integers(-127, 128, (4096, 4096)), jnp.int8)
-weight = te.reference.pack_w8(codes, jnp.ones((1, 4096)))
+qvalue = jnp.asarray(rng.integers(-127, 128, (4096, 4096)), jnp.int8)
+weight = te.reference.pack_w8(qvalue, jnp.ones((1, 4096)))
 x = jnp.asarray(rng.normal(size=(1, 4096)), jnp.float32)
 jax.block_until_ready((weight, x))
 program = te.warmup(te.gemv_w8, x, weight)

@@ -104,7 +104,7 @@ def test_step(benchmark, net, case):
 
 
 class Wide(linen.Module):
-    """Products large enough that they are what a step takes its time for."""
+    """Contractions large enough that they are what a step takes its time for."""
 
     @linen.compact
     def __call__(self, x):
@@ -180,4 +180,6 @@ def test_peak_memory_while_quantizing_1_gib(benchmark, donate):
 
     peak, after, seconds = benchmark.pedantic(run, rounds=1)
     benchmark.extra_info["mib"] = {"peak": peak, "after": after, "seconds": seconds}
-    assert peak <= 256 + 64 + 32  # codes of all, one float parameter, and what the process needs
+    assert (
+        peak <= 256 + 64 + 32
+    )  # quantized values of all, one float parameter, and what the process needs

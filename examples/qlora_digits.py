@@ -1,7 +1,7 @@
 """Teaches a digits model, quantized to 4 bits, to read digits that are turned by 90 degrees.
 
 The base was trained on upright digits. Full fine-tuning changes all of its 15,360 numbers; QLoRA
-keeps them as nf4 codes, and trains 6,544 numbers of adapters beside them.
+keeps them as nf4 quantized values, and trains 6,544 numbers of adapters beside them.
 
 uv run python examples/qlora_digits.py
 """

@@ -88,7 +88,7 @@ def accuracy(model):
 
 
 def main():
-    """Trains with quantized products, stores the weights, and compares."""
+    """Trains with quantized contractions, stores the weights, and compares."""
     # Rules name modules by their attributes.
     aware = xla.QtRule(module_path="blocks/.*", weight_qtype="int8", act_qtype="int8")
     rules = [
@@ -98,7 +98,7 @@ def main():
     ]
 
     model = train(xla.quantize_model(Net(jax.random.key(0)), xla.QtProvider(aware)))
-    print(f"trained with int8 products: {accuracy(model):.1%}")
+    print(f"trained with int8 contractions: {accuracy(model):.1%}")
     stored = xla.quantize_model(model, xla.PtqProvider(rules), IMAGES[0])
     print(xla.model_plan(stored))
     print(f"stored: {accuracy(stored):.1%}")

@@ -66,7 +66,7 @@ def accuracy(net, variables):
 
 
 def main():
-    """Trains with quantized products, stores the variables, and compares."""
+    """Trains with quantized contractions, stores the variables, and compares."""
     # Linen's paths begin with the class of the model.
     aware = xla.QtRule(module_path="Net/block.*", weight_qtype="int8", act_qtype="int8")
     rules = [
@@ -77,7 +77,7 @@ def main():
 
     net = xla.quantize_model(Net(), xla.QtProvider(aware))  # unbound: what apply runs
     variables = train(net, net.init(jax.random.key(0), IMAGES[:1]))
-    print(f"trained with int8 products: {accuracy(net, variables):.1%}")
+    print(f"trained with int8 contractions: {accuracy(net, variables):.1%}")
 
     bound = xla.quantize_model(Net().bind(variables), xla.PtqProvider(rules), IMAGES[:1])
     print(xla.model_plan(bound))

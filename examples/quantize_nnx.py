@@ -83,7 +83,7 @@ def main():
 
     plain = train(Net(nnx.Rngs(0)))
     aware = train(xla.quantize_model(Net(nnx.Rngs(0)), xla.QtProvider(int8)))
-    print(f"trained in float: {accuracy(plain):.1%}, with int8 products: {accuracy(aware):.1%}")
+    print(f"trained in float: {accuracy(plain):.1%}, with int8 contractions: {accuracy(aware):.1%}")
 
     for name, model in {"float": plain, "int8": aware}.items():
         stored = xla.quantize_model(model, xla.PtqProvider(int4), IMAGES[:1])

@@ -1,8 +1,9 @@
 """How far from the exact result a quantized one can be, and how far it is on average.
 
 A quantized operand is off by at most an error per element, known from the range, the number of
-codes and the input alone. An operation sums products, so with operands off by ``dx`` and ``dw`` its
-result is off by at most ``|dx| |w| + |x| |dw| + |dx| |dw|``, summed as the operation sums.
+quantized values and the input alone. An operation sums products, so with operands off by ``dx`` and
+``dw`` its result is off by at most ``|dx| |w| + |x| |dw| + |dx| |dw|``, summed as the operation
+sums.
 
 Rounding errors are spread evenly over a step, so their mean square is a twelfth of its square, and
 those of different elements add up as squares: the root of the sum of squares is what a result is
@@ -90,7 +91,7 @@ class Grid:
             return half + beyond, half
         return step / 2 + beyond, np.where(beyond > 0, step / 2, step / np.sqrt(12))
 
-    def codes(self, x):
+    def qvalue(self, x):
         """Returns the largest magnitude that each code can have; that of a float is its own."""
         x = np.abs(np.asarray(x, np.float64))
         return x if self.qtype is None else (x + self.error(x)[0]) / self.scale(x)
@@ -140,7 +141,7 @@ def backward(op, side, x, w, cotangent, pair, rule, *, wide):
     """The same for the gradient of one operand, with a quantized cotangent.
 
     The scales of the other operand lie along axes that the gradient sums over. They are multiplied
-    into the cotangent, which is then rounded; what is summed are products with codes.
+    into the cotangent, which is then rounded; what is summed are products with quantized values.
     """
     other, grid = (x, w)[1 - side], pair[1 - side]
     g = np.abs(np.asarray(cotangent, np.float64))
@@ -152,10 +153,10 @@ def backward(op, side, x, w, cotangent, pair, rule, *, wide):
     method = rule.get("bwd_calibration_method", "absmax")
     shifted = Grid(_name(rule["bwd_qtype"]), method, own, None, wide)
     (dg, ng), (dy, ny) = shifted.error(g * scale), grid.error(other)
-    codes = grid.codes(other)
-    worst = op.exact_gradient(side, g, dy) + op.exact_gradient(side, dg, codes)
-    worst += SUMS * op.exact_gradient(side, g * scale, codes)
-    mean = op.exact_gradient(side, g**2, ny**2) + op.exact_gradient(side, ng**2, codes**2)
+    qvalue = grid.qvalue(other)
+    worst = op.exact_gradient(side, g, dy) + op.exact_gradient(side, dg, qvalue)
+    worst += SUMS * op.exact_gradient(side, g * scale, qvalue)
+    mean = op.exact_gradient(side, g**2, ny**2) + op.exact_gradient(side, ng**2, qvalue**2)
     return worst, np.sqrt(mean.sum())
 
 

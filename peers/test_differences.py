@@ -54,7 +54,7 @@ def test_scales_are_float32():
 
 
 def test_tiny_arrays():
-    """Arrays below 1e-17: ours have codes like all others, Qwix's become zero."""
+    """Arrays below 1e-17: ours have quantized values like all others, Qwix's become zero."""
     assert np.abs(qn.quantize(ROW * 1e-20, "int8").qvalue).max() == 127
     assert not qwix.quantize(ROW * 1e-20, "int8").qvalue.any()
 
@@ -113,7 +113,9 @@ def test_convolutions_of_mixed_formats():
 
 
 def test_ragged_dot_for_inference():
-    """ragged_dot: our PtqProvider stores and multiplies codes, Qwix's leaves it float."""
+    """ragged_dot: our PtqProvider stores and multiplies quantized values, Qwix's leaves it
+    float.
+    """
     x, w = RAGGED.draw()
     plan = xla.PtqProvider([xla.QuantizationRule(**W8A8)]).plan(lambda w, x: RAGGED.fn(x, w), w, x)
     assert plan.weights["args[0]"].qtype == "int8"
@@ -394,7 +396,7 @@ def test_zero_points_with_bwd_qtype(what):
 
 
 def _backward_dots(run, rule):
-    """Returns of each product of the backward pass whether it is one of integers."""
+    """Returns of each contraction of the backward pass whether it is one of integers."""
     x, w = DOT.draw()
     g = cotangent(DOT)
     text = jax.jit(lambda w, x: gradients(run, DOT.fn, rule, w, x, g)).lower(w, x).as_text()

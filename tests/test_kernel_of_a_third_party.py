@@ -27,14 +27,14 @@ static ffi::Error Gemm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> buffer,
   if (group != 0) return ffi::Error::InvalidArgument("acme: groups");
   ++calls;
   const int64_t panel = buffer.dimensions()[1];
-  std::vector<int8_t> codes(k);
+  std::vector<int8_t> qvalue(k);
   for (int64_t row = 0; row < x.dimensions()[0]; ++row) {
     const float* in = x.typed_data() + row * k;
     float most = 0;
     for (int64_t i = 0; i < k; ++i) most = std::fmax(most, std::fabs(in[i]));
     const float scale = std::fmax(most * (1.0f / 127.0f), 0x1p-126f);
     for (int64_t i = 0; i < k; ++i) {
-      codes[i] = static_cast<int8_t>(std::nearbyint(in[i] / scale));
+      qvalue[i] = static_cast<int8_t>(std::nearbyint(in[i] / scale));
     }
     for (int64_t column = 0; column < n; ++column) {
       const uint8_t* from = buffer.typed_data() + column / 16 * panel + 64;
@@ -42,7 +42,7 @@ static ffi::Error Gemm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> buffer,
       std::memcpy(&column_scale, from + 4 * (column % 16), 4);
       int32_t sum = 0;
       for (int64_t i = 0; i < k; ++i) {
-        sum += codes[i] * (from[64 + i / 4 * 64 + column % 16 * 4 + i % 4] - 128);
+        sum += qvalue[i] * (from[64 + i / 4 * 64 + column % 16 * 4 + i % 4] - 128);
       }
       y->typed_data()[row * n + column] = static_cast<float>(sum) * scale * column_scale;
     }

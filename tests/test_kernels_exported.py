@@ -213,8 +213,8 @@ def test_programs_that_do_not_hold_for_every_size():
 def test_other_ops_hold_for_all_sizes_without_their_kernels():
     """Where a kernel needs sizes, its reference is exported for symbolic ones."""
     (b,) = jax.export.symbolic_shape("b")
-    codes = jnp.ones((32, 16), jnp.int8)
-    w = te.pack_w8(codes, jnp.ones((1, 16)))
+    qvalue = jnp.ones((32, 16), jnp.int8)
+    w = te.pack_w8(qvalue, jnp.ones((1, 16)))
 
     def both(x, gamma):
         return te.gemm_w8a8(x, w), te.layernorm(x, gamma, jnp.zeros(32))
@@ -224,8 +224,8 @@ def test_other_ops_hold_for_all_sizes_without_their_kernels():
     exported = jax.export.export(jax.jit(both), disabled_checks=te.export_checks())(typed, gamma)
     assert "te_ffi_kernels.gemm_w8a8" in exported.mlir_module()
     assert "te_ffi_kernels.norm_forward" not in exported.mlir_module()
-    product, norm = exported.call(x, gamma)
-    np.testing.assert_array_equal(product, te.gemm_w8a8(x, w))
+    contraction, norm = exported.call(x, gamma)
+    np.testing.assert_array_equal(contraction, te.gemm_w8a8(x, w))
     centred = np.asarray(x, "float64") - np.asarray(x, "float64").mean(-1, keepdims=True)
     wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(norm, wanted, atol=1e-5)

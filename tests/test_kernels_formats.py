@@ -38,7 +38,7 @@ def blocks(kind, seed):
 
 
 def model(params, x):
-    """A product with each weight, stored [out, in]."""
+    """A contraction with each weight, stored [out, in]."""
     return {name: x @ w.T for name, w in params.items()}
 
 

@@ -185,7 +185,7 @@ def model(params, x):
 PARAMS = {"up": jnp.ones((12, 24)) * 0.1, "down": jnp.eye(24)}
 
 
-def test_beside_quantized_products():
+def test_beside_quantized_contractions():
     rules = [FUSED, xla.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
     plan, _ = planned(model, PARAMS, X, rules=rules)
     assert [(r.op_name, r.quantized, r.rule) for r in plan.ops] == [

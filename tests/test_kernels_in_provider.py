@@ -57,15 +57,15 @@ def is_stored(node):
 def packed_of(plan, params):
     """The parameters, packed and not, when the plan has a kernel for each of its operations."""
     assert all((r.kernel or "").startswith("te_ffi_kernels.") for r in plan.ops), str(plan)
-    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    packed, qvalue = plan.quantize(params), plan.quantize(params, prepack=False)
     count = len(plan.weights)
     assert sum(map(is_packed, jax.tree.leaves(packed, is_leaf=is_stored))) == count
-    assert not any(map(is_packed, jax.tree.leaves(codes, is_leaf=is_stored)))
-    return packed, codes
+    assert not any(map(is_packed, jax.tree.leaves(qvalue, is_leaf=is_stored)))
+    return packed, qvalue
 
 
 def check(rule, actual, expected, layers=1, exact=True):
-    """W8A8 is integers and two products: bit for bit. Sums of floats have another order.
+    """W8A8 is integers and two contractions: bit for bit. Sums of floats have another order.
 
     Where the parameter is the left operand, XLA multiplies by its scales first, the kernel last.
     In tiles, the results of each are summed as floats. Kernels take more than four rows of floats
@@ -84,16 +84,16 @@ def check(rule, actual, expected, layers=1, exact=True):
 
 
 def compare(fn, rule, params, *args, transform=jax.jit, layers=1):
-    """Checks that a function is the same with packed parameters as with codes in XLA."""
+    """Checks that a function is the same with packed parameters as with quantized values in XLA."""
     plan = PtqProvider(rule).plan(fn, params, *args)
-    packed, codes = packed_of(plan, params)
+    packed, qvalue = packed_of(plan, params)
     run = transform(plan.apply(fn))
-    check(rule, run(packed, *args), run(codes, *args), layers)
-    return plan, packed, codes
+    check(rule, run(packed, *args), run(qvalue, *args), layers)
+    return plan, packed, qvalue
 
 
 def away_from_ties(x, tile):
-    """Without the values whose codes are next to a tie.
+    """Without the values whose quantized values are next to a tie.
 
     Some versions of XLA divide by a scale by multiplying with its reciprocal, which is off by a
     rounding: there the code is then the other one.
@@ -130,7 +130,7 @@ def stack(ws, x):
 )
 @example("w8a8", 1, 16, 1, "float32", 0)
 @example("w8", 5, 96, 33, "float32", 0)
-def test_products(name, m, k, n, dtype, seed):
+def test_contractions(name, m, k, n, dtype, seed):
     w, x = draw((k, n), (m, k), dtype=dtype, seed=seed)
     rule = RULES[name]
     if k == 16 and rule.tile_size is not None:
@@ -154,8 +154,8 @@ def test_extreme_activations_in_int8(special):
         "non-finite": x.at[1, 3].set(jnp.inf).at[4, 0].set(jnp.nan),
     }[special]
     plan = PtqProvider(W8A8).plan(matmul, w, x)
-    packed, codes = packed_of(plan, w)
-    actual, expected = (np.asarray(jax.jit(plan.apply(matmul))(q, x)) for q in (packed, codes))
+    packed, qvalue = packed_of(plan, w)
+    actual, expected = (np.asarray(jax.jit(plan.apply(matmul))(q, x)) for q in (packed, qvalue))
     np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
     finite = np.isfinite(expected).all(axis=1)
     np.testing.assert_array_equal(actual[finite], expected[finite])
@@ -256,10 +256,10 @@ def test_models_of_frameworks(make, rule):
     # Attention multiplies two activations, which don't come in tiles.
     attention = [QuantizationRule(op_names=["einsum"])] if make is linen_model else []
     plan = PtqProvider([*attention, rule]).plan(fn, params, x)
-    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    packed, qvalue = plan.quantize(params), plan.quantize(params, prepack=False)
     assert sum(map(is_packed, jax.tree.leaves(packed, is_leaf=is_stored))) == count
     run = jax.jit(plan.apply(fn))
-    check(rule, run(packed, x), run(codes, x), count, exact)
+    check(rule, run(packed, x), run(qvalue, x), count, exact)
 
 
 def test_exported_and_called_again():
@@ -290,13 +290,13 @@ jax.monitoring.register_event_listener(
 rng = np.random.default_rng(0)
 w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((64, 48), (8, 64)))
 plan = PtqProvider().plan(lambda w, x: jax.nn.relu(x @ w), w, x)
-packed, codes = plan.quantize(w), plan.quantize(w, prepack=False)
+packed, qvalue = plan.quantize(w), plan.quantize(w, prepack=False)
 assert plan.ops[0].kernel == "te_ffi_kernels.gemm_w8a8"
 hits.clear()
 run = jax.jit(plan.apply(lambda w, x: jax.nn.relu(x @ w)))
 actual = run(packed, x)
 print(len(hits))
-np.testing.assert_array_equal(actual, run(codes, x))
+np.testing.assert_array_equal(actual, run(qvalue, x))
 """
 
 
@@ -311,15 +311,15 @@ def test_compiled_programs_are_cached_across_processes(tmp_path):
     assert run_python("-c", CACHED, **cache).stdout.strip() == "1"
 
 
-def relu_of_product(w, x):
+def relu_of_contraction(w, x):
     return jax.nn.relu(x @ w)
 
 
 def check_sharded(rule):
     mesh = line()
     x, w = draw((16, 64), (64, 256))
-    plan = PtqProvider(rule).plan(relu_of_product, w, x)
-    fn = plan.apply(relu_of_product)
+    plan = PtqProvider(rule).plan(relu_of_contraction, w, x)
+    fn = plan.apply(relu_of_contraction)
     run = jax.jit(fn)
     expected = run(plan.quantize(w, prepack=False), x)
 
@@ -347,18 +347,19 @@ def check_sharded(rule):
     close(result)
     np.testing.assert_array_equal(stored.restore(), plan.quantize(w).restore())
 
-    # What can't be shared out in panels stays codes, and the plan of such parameters says so.
+    # What can't be shared out in panels stays quantized values, and the plan of such parameters
+    # says so.
     for stays, why in (
         (put(mesh, w, "d"), "an axis that is contracted"),
         (put(mesh, w[:, :64], None, "d"), "cut within a panel of"),
     ):
-        sharded = PtqProvider(rule).plan(relu_of_product, stays, x)
+        sharded = PtqProvider(rule).plan(relu_of_contraction, stays, x)
         assert why in sharded.ops[0].kernel_reason, sharded.ops[0].kernel_reason
         shape = jax.ShapeDtypeStruct(stays.shape, stays.dtype)
-        abstract = PtqProvider(rule).plan(relu_of_product, shape, x)
+        abstract = PtqProvider(rule).plan(relu_of_contraction, shape, x)
         stored = abstract.quantize(stays)
         assert not isinstance(stored, PrepackedWeight)
-        actual = jax.jit(abstract.apply(relu_of_product))(stored, x)
+        actual = jax.jit(abstract.apply(relu_of_contraction))(stored, x)
         close(actual, expected[:, : stays.shape[1]])
 
 
@@ -379,8 +380,8 @@ def test_w4_in_tiles_on_eight_devices():
 def test_shardings_in_types():
     mesh = line(AxisType.Explicit)
     x, w = draw((16, 64), (64, 256))
-    plan = PtqProvider().plan(relu_of_product, w, x)
-    stored, run = plan.quantize(w), jax.jit(plan.apply(relu_of_product))
+    plan = PtqProvider().plan(relu_of_contraction, w, x)
+    stored, run = plan.quantize(w), jax.jit(plan.apply(relu_of_contraction))
     with jax.set_mesh(mesh):
         result = run(put(mesh, stored), put(mesh, x, "d"))
         assert result.sharding.spec[0] == "d", result.sharding
@@ -476,13 +477,13 @@ def test_a_tied_table_is_packed_and_looked_up(mode, qtype, tile, shape):
     ]
     packed = plan.quantize({"table": table})
     assert isinstance(packed["table"], PrepackedWeight)
-    codes = plan.quantize({"table": table}, prepack=False)
+    qvalue = plan.quantize({"table": table}, prepack=False)
     run = jax.jit(plan.apply(rows))
-    np.testing.assert_array_equal(run(packed, ids), run(codes, ids))
+    np.testing.assert_array_equal(run(packed, ids), run(qvalue, ids))
     assert np.isnan(np.asarray(run(packed, ids))[1, 2]).all() == (mode == "fill")
     mapped = jax.jit(jax.vmap(plan.apply(rows), (None, 0)))
-    np.testing.assert_array_equal(mapped(packed, ids), run(codes, ids))
+    np.testing.assert_array_equal(mapped(packed, ids), run(qvalue, ids))
     whole = jax.jit(plan.apply(model))
-    expected = whole(codes, ids)
+    expected = whole(qvalue, ids)
     off = 1e-4 * np.nanmax(np.abs(expected))  # a row that is not there is NaN
     np.testing.assert_allclose(whole(packed, ids), expected, rtol=1e-4, atol=off)

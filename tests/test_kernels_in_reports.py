@@ -1,4 +1,4 @@
-"""Reports of programs whose products run in te-ffi-kernels' kernels."""
+"""Reports of programs whose contractions run in te-ffi-kernels' kernels."""
 
 import jax
 import jax.numpy as jnp

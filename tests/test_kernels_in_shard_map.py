@@ -82,8 +82,8 @@ def test_columns_and_rows(mesh, name):
     expected = in_numpy(restored(stored), X)
     for given in (stored, whole, plan.quantize(params, prepack=False)):
         np.testing.assert_allclose(jax.jit(run)(given, X), expected, rtol=1e-4, atol=1e-4)
-    codes = plan.quantize(params, prepack=False)
-    for packed, one in zip(whole.values(), codes.values(), strict=True):
+    qvalue = plan.quantize(params, prepack=False)
+    for packed, one in zip(whole.values(), qvalue.values(), strict=True):
         np.testing.assert_array_equal(packed.restore(), one.restore())
 
 
@@ -91,19 +91,19 @@ def test_quantized_activations(mesh):
     """Rows are quantized by the kernel: where columns are shared out, as without shard_map."""
     params = {"w": weights()["up"]}
 
-    def product(p, x):
+    def contraction(p, x):
         return x @ p["w"]
 
     def model(p, x):
         specs = {"in_specs": ({"w": P(None, "model")}, P("data")), "out_specs": P("data", "model")}
-        return jax.shard_map(product, mesh=mesh, **specs)(p, x)
+        return jax.shard_map(contraction, mesh=mesh, **specs)(p, x)
 
     rule = QuantizationRule(weight_qtype="int8", act_qtype="int8")
-    inside, outside = (PtqProvider(rule).plan(fn, params, X) for fn in (model, product))
+    inside, outside = (PtqProvider(rule).plan(fn, params, X) for fn in (model, contraction))
     assert inside.ops[0].kernel is not None
     assert inside.ops[0].kernel == outside.ops[0].kernel
     found = jax.jit(inside.apply(model))(inside.quantize(params), X)
-    expected = jax.jit(outside.apply(product))(outside.quantize(params), X)
+    expected = jax.jit(outside.apply(contraction))(outside.quantize(params), X)
     np.testing.assert_array_equal(found, expected)
 
 

@@ -86,18 +86,18 @@ def test_a_mapped_weight_is_one_matmul(program, rule):
     plan = PtqProvider(rule).plan(program, w, x)
     (op,) = [op for op in plan.ops if op.quantized]
     assert op.kernel is not None, op.kernel_reason
-    packed, codes = plan.quantize(w), plan.quantize(w, prepack=False)
+    packed, qvalue = plan.quantize(w), plan.quantize(w, prepack=False)
     assert isinstance(packed, PrepackedWeight)
     assert packed.nbytes < w.nbytes / 2
     lowered = jax.jit(plan.apply(program)).lower(packed, x)
     assert lowered.as_text().count(f"@{op.kernel}") == 1
     run = lowered.compile()
     assert "while" not in run.as_text()
-    close(run(packed, x), jax.jit(plan.apply(program))(codes, x), rule)
+    close(run(packed, x), jax.jit(plan.apply(program))(qvalue, x), rule)
     plain = plan.apply(lambda w, x: jnp.tensordot(x, w, 1))
-    close(plain(packed, x), plain(codes, x), rule)
+    close(plain(packed, x), plain(qvalue, x), rule)
     gradient = jax.grad(lambda x, w: jnp.sum(plan.apply(program)(w, x) ** 2))
-    close(gradient(x, packed), gradient(x, codes), rule)
+    close(gradient(x, packed), gradient(x, qvalue), rule)
 
 
 @pytest.mark.parametrize("program", [columns, named, blocks])
@@ -143,10 +143,10 @@ def test_a_stack_that_is_mapped(program, rule):
     w, x = arguments((3, 64, 64))
     plan = PtqProvider(rule).plan(program, w, x)
     assert all(op.kernel for op in plan.ops if op.quantized), plan
-    packed, codes = plan.quantize(w), plan.quantize(w, prepack=False)
+    packed, qvalue = plan.quantize(w), plan.quantize(w, prepack=False)
     assert packed.lead == (3,)
     run = jax.jit(plan.apply(program))
-    close(run(packed, x), run(codes, x), rule)
+    close(run(packed, x), run(qvalue, x), rule)
 
 
 def a_later_axis(w, x):
@@ -166,14 +166,14 @@ def test_a_stack_along_a_later_axis(program, rule):
     w, x = arguments((64, 3, 64))
     plan = PtqProvider(rule).plan(program, w, x)
     assert all(op.kernel for op in plan.ops if op.quantized), plan
-    packed, codes = plan.quantize(w), plan.quantize(w, prepack=False)
+    packed, qvalue = plan.quantize(w), plan.quantize(w, prepack=False)
     assert isinstance(packed, PrepackedWeight)
     assert (packed.lead, packed.shape) == ((3,), w.shape)
-    np.testing.assert_array_equal(packed.restore(), codes.restore())
-    jax.tree.map(np.testing.assert_array_equal, plan.convert(packed), codes)
+    np.testing.assert_array_equal(packed.restore(), qvalue.restore())
+    jax.tree.map(np.testing.assert_array_equal, plan.convert(packed), qvalue)
     for fn in (program, lambda w, x: x @ w[:, 1], lambda w, x: jnp.einsum("bk,kne->be", x, w)):
         run = jax.jit(plan.apply(fn))
-        close(run(packed, x), run(codes, x), rule)
+        close(run(packed, x), run(qvalue, x), rule)
 
 
 def test_other_functions_of_mapped_columns():
@@ -181,7 +181,7 @@ def test_other_functions_of_mapped_columns():
     w, x = arguments()
     rule = RULES["w8"]
     plan = PtqProvider(rule).plan(columns, w, x)
-    packed, codes = plan.quantize(w), plan.quantize(w, prepack=False)
+    packed, qvalue = plan.quantize(w), plan.quantize(w, prepack=False)
     for fn in (
         lambda w, x: jax.vmap(lambda w: jnp.tanh(w).sum() * x, in_axes=1)(w),
         lambda w, x: jax.vmap(lambda w: x @ w[::-1], in_axes=1)(w),
@@ -191,4 +191,4 @@ def test_other_functions_of_mapped_columns():
         lambda w, x: lax.map(lambda w: x @ w, w.T, batch_size=6),
     ):
         run = jax.jit(plan.apply(fn))
-        close(run(packed, x), run(codes, x), rule)
+        close(run(packed, x), run(qvalue, x), rule)

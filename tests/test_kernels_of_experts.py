@@ -1,4 +1,4 @@
-"""A mixture of experts: ragged products whose packed weights kernels read where they lie."""
+"""A mixture of experts: ragged matmuls whose packed weights kernels read where they lie."""
 
 import re
 
@@ -35,7 +35,7 @@ def assert_near(found, wanted, rule):
     """The third expert's five rows have 15 bits in kernels, those of up to four rows 23."""
     off = np.full(len(found), 1e-5)
     if "act_qtype" not in RULES[rule][0]:
-        off[3:8] = 2e-4  # of six products, one after the other
+        off[3:8] = 2e-4  # of six contractions, one after the other
     error = np.abs(found - wanted).max(1)
     assert (error <= off * np.abs(wanted).max()).all(), error
 
@@ -100,7 +100,7 @@ def test_gradients_of_activations(rule):
     assert_near(slope(x, stored), slope(x, bare), rule)
 
 
-def test_other_ragged_products_are_left_to_xla():
+def test_other_ragged_contractions_are_left_to_xla():
     """The gradient of the weight contracts the rows of each group."""
     params, x = drawn()
     numbers = jax.lax.RaggedDotDimensionNumbers((([1], [2]), ([], [])), [0], [0])

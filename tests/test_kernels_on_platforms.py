@@ -86,14 +86,14 @@ def test_a_reason_for_each_platform():
 def test_stored_forms_of_platforms(rule):
     params, x = arguments()
     plan = PtqProvider(rule).plan(model, params, x)
-    here, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    here, qvalue = plan.quantize(params), plan.quantize(params, prepack=False)
     there = plan.convert(here, platform="cuda")
     for tree, platform in ((here, "cpu"), (there, "cuda")):
         found = [one for one in leaves(tree) if isinstance(one, PrepackedWeight)]
         assert [one.platform for one in found] == [platform] * 2
         back = plan.convert(tree)
-        assert jax.tree.structure(back) == jax.tree.structure(codes)
-        jax.tree.map(np.testing.assert_array_equal, back, codes)
+        assert jax.tree.structure(back) == jax.tree.structure(qvalue)
+        jax.tree.map(np.testing.assert_array_equal, back, qvalue)
         jax.tree.map(np.testing.assert_array_equal, plan.convert(tree, "gpu"), there)
         jax.tree.map(np.testing.assert_array_equal, plan.convert(tree, "cpu"), here)
     assert not any(isinstance(one, PrepackedWeight) for one in leaves(plan.convert(here, "tpu")))

@@ -45,8 +45,8 @@ def test_the_kernel_rotates(fn, rules):
     text = run.lower(stored, x).as_text()
     assert text.count("rotation = 32") == 2
     assert "concatenate" not in text  # of sums and differences
-    codes, _ = plan.optimize(params, [(x,)], [xla.SmoothQuant(), xla.Hadamard(32)], prepack=False)
-    unpacked = run(codes, x)
+    qvalue, _ = plan.optimize(params, [(x,)], [xla.SmoothQuant(), xla.Hadamard(32)], prepack=False)
+    unpacked = run(qvalue, x)
     np.testing.assert_allclose(run(stored, x), unpacked, rtol=1e-3, atol=1e-3 * abs(unpacked).max())
     wanted = jax.jit(fn)(params, x)
     error = np.linalg.norm(unpacked - wanted) / np.linalg.norm(wanted)

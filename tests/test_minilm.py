@@ -163,7 +163,8 @@ def test_quantizing_a_file_of_berts_tensors(tmp_path):
 def test_quantizing_the_published_file(tmp_path):
     source = load.find_files() / "model.safetensors"
     size = check_quantizing_the_file(source, load.read_params(), tmp_path / "int4.safetensors")
-    # With a scale for each 8 codes, and the table of words: a lookup that no rule names is float.
+    # With a scale for each 8 quantized values, and the table of words: a lookup that no rule names
+    # is float.
     assert size < 0.7 * source.stat().st_size
 
 

@@ -19,7 +19,8 @@ def engine(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """No kernels, installed or not: tests look at codes, and at the products that XLA is given.
+    """No kernels, installed or not: tests look at quantized values, and at the contractions that
+    XLA is given.
 
     Not JAXTAP_DISABLE_PLUGINS: that counts once per process, which other packages' tests share.
     The tests of kernels have a fixture of this name of their own.

@@ -96,7 +96,7 @@ def test_two_parameters_are_a_part_of_a_weight():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_closed_over_is_not_a_parameter(rule):
-    """Products of two values that both come from parameters are parts of one, and no fault."""
+    """Contractions of two values that both come from parameters are parts of one, and no fault."""
     params = {"q": W, "k": -W}
     fn = lambda p: jax.nn.softmax((X @ p["q"]) @ (X @ p["k"]).T)  # noqa: E731
     plan = PtqProvider([RULES[rule]], strict=True).plan(fn, params)

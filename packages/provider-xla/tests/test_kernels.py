@@ -24,8 +24,8 @@ from provider_xla import (
     QuantizationError,
     QuantizationRule,
 )
-from provider_xla.program.products import MatrixProduct
-from provider_xla.run.product import quantized_product
+from provider_xla.program.contractions import Matmul
+from provider_xla.run.contraction import quantized_contraction
 
 pytestmark = pytest.mark.sample(2)
 
@@ -44,14 +44,14 @@ def stored_leaves(params):
 
 
 def both_ways(fn, rule, params, x):
-    """The plan, and what a function gives with packed parameters and with codes."""
+    """The plan, and what a function gives with packed parameters and with quantized values."""
     plan = PtqProvider(rule).plan(fn, params, x)
-    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
-    assert not any(map(is_packed, stored_leaves(codes)))
+    packed, qvalue = plan.quantize(params), plan.quantize(params, prepack=False)
+    assert not any(map(is_packed, stored_leaves(qvalue)))
     run = jax.jit(plan.apply(fn))
-    quantized_product.clear_cache()  # a product that was traced before calls nothing again
+    quantized_contraction.clear_cache()  # a contraction that was traced before calls nothing again
     fake_kernels.CALLS.clear()
-    return plan, run(packed, x), run(codes, x)
+    return plan, run(packed, x), run(qvalue, x)
 
 
 def same(actual, expected, exact=False):
@@ -65,7 +65,7 @@ def same(actual, expected, exact=False):
         assert np.max(np.abs(difference), initial=0) <= tolerance * scale
 
 
-# How many products of a program run in kernels. All parameters of these are packed, but for the
+# How many contractions of a program run in kernels. All parameters of these are packed, but for the
 # table of "tied", which is looked up and then multiplied with its transpose.
 TAKEN = {
     "operator": 1,
@@ -107,12 +107,12 @@ def test_programs_give_what_xla_gives(name, rule):
 @pytest.mark.parametrize(
     ("name", "reason"),
     {
-        "twice": "its products contract different axes",
+        "twice": "its contractions contract different axes",
         "heads": "it has batch axes",
         "tied": "a lookup",
         "reshaped, split": "its axes are cut, merged or split on the way",
         "reshaped, merged": "its axes are cut, merged or split on the way",
-        "convolution": "no plain matrix product",
+        "convolution": "not a plain matmul",
         "experts": "no kernel for gemm_w8a16_groups",
     }.items(),
 )
@@ -178,7 +178,7 @@ def test_few_rows_and_many():
     plan = PtqProvider(W8).plan(fn, w, x)
     assert plan.ops[0].kernel == "fake.gemv_w8"
     stored = plan.quantize(w)
-    quantized_product.clear_cache()
+    quantized_contraction.clear_cache()
     plan.apply(fn)(stored, x)
     plan.apply(fn)(stored, draw((5, 12))[0])
     assert fake_kernels.CALLS == [
@@ -188,7 +188,7 @@ def test_few_rows_and_many():
     assert PtqProvider(W8).plan(fn, w, draw((5, 12))[0]).ops[0].kernel == "fake.gemm_w8a16"
 
 
-# A product in every order of axes: subscripts, shapes of activation and weight.
+# A contraction in every order of axes: subscripts, shapes of activation and weight.
 EINSUMS = [
     ("bi,io->bo", (5, 12), (12, 6)),
     ("bi,io->ob", (5, 12), (12, 6)),
@@ -251,20 +251,20 @@ def test_dot_general_in_any_order(lhs):
 
 
 @pytest.mark.parametrize("qtype", ["int2", "int3", "int4", "int5", "int6", "int7", "int8"])
-def test_codes_survive_packing(qtype):
+def test_qvalue_survive_packing(qtype):
     (w, x) = draw((3, 8, 6, 5), (4, 8))
     rule = QuantizationRule(weight_qtype=qtype, tile_size=4)
     plan = PtqProvider(rule).plan(
         lambda w, x: lax.scan(lambda c, w: (c, jnp.einsum("bd,dhe->bhe", x, w)), 0, w)[1], w, x
     )
-    codes, packed = plan.quantize(w, prepack=False), plan.quantize(w)
-    codes = qn.unpack(codes) if isinstance(codes, qn.PackedQArray) else codes
+    qvalue, packed = plan.quantize(w, prepack=False), plan.quantize(w)
+    qvalue = qn.unpack(qvalue) if isinstance(qvalue, qn.PackedQArray) else qvalue
     assert (packed.shape, packed.dtype, packed.ndim) == (w.shape, w.dtype, 4)
     assert packed.bits == (4 if qtype in ("int2", "int3", "int4") else 8)
     unpacked = packed.unpacked()
     assert unpacked.qtype == qtype
-    jax.tree.map(np.testing.assert_array_equal, unpacked, codes)
-    np.testing.assert_array_equal(packed.restore(), codes.restore())
+    jax.tree.map(np.testing.assert_array_equal, unpacked, qvalue)
+    np.testing.assert_array_equal(packed.restore(), qvalue.restore())
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -299,8 +299,8 @@ def stored_matrix(shape=(12, 6), rule=W8):
     return plan, plan.quantize(w), plan.quantize(w, prepack=False), x
 
 
-def test_moves_are_those_of_the_codes():
-    _, packed, codes, _ = stored_matrix((3, 8, 8))
+def test_moves_are_those_of_the_qvalue():
+    _, packed, qvalue, _ = stored_matrix((3, 8, 8))
     for primitive, params, stays in (
         ("transpose", {"permutation": (0, 2, 1)}, True),
         ("transpose", {"permutation": (2, 0, 1)}, True),
@@ -325,7 +325,7 @@ def test_moves_are_those_of_the_codes():
         ("split", {"axis": 0, "sizes": (1, 2)}, True),
     ):
         try:
-            expected = codes.moved(primitive, params, [codes])
+            expected = qvalue.moved(primitive, params, [qvalue])
         except MoveError:
             with pytest.raises(MoveError):
                 packed.moved(primitive, params, [packed])
@@ -342,30 +342,32 @@ def test_moves_are_those_of_the_codes():
 
 
 def test_an_expert_of_packed_weights_stays_packed():
-    _, packed, codes, _ = stored_matrix((3, 8, 8))
+    _, packed, qvalue, _ = stored_matrix((3, 8, 8))
     for fn in (lambda w: w[1], lambda w: w[w[0, 0, 0].astype(int)], lambda w: w[np.array([2, 0])]):
-        actual, expected = followed(fn, packed), followed(fn, codes)
+        actual, expected = followed(fn, packed), followed(fn, qvalue)
         assert is_packed(actual)
         np.testing.assert_array_equal(actual.restore(), expected.restore())
 
 
 def test_what_is_looked_up_out_of_bounds_is_nan():
-    _, packed, codes, x = stored_matrix((3, 8, 8))
+    _, packed, qvalue, x = stored_matrix((3, 8, 8))
 
     def fn(w, i):
         return w.at[i].get(mode="fill", fill_value=np.nan)
 
     for i in (2, 3, -1, np.array([0, 7])):
-        actual, expected = (followed(lambda w, i=i: fn(w, i), one) for one in (packed, codes))
+        actual, expected = (followed(lambda w, i=i: fn(w, i), one) for one in (packed, qvalue))
         assert is_packed(actual)
         np.testing.assert_array_equal(actual.restore(), expected.restore())
         if np.ndim(i) == 0:
-            found = quantized_product(product_of(x), (None, None), x, actual, (), (None, None))
+            found = quantized_contraction(
+                contraction_of(x), (None, None), x, actual, (), (None, None)
+            )
             np.testing.assert_allclose(found, x @ expected.restore(), rtol=1e-5)
 
 
-def product_of(x):
-    return MatrixProduct(((((x.ndim - 1,), (0,)), ((), ()))), None, None, None)
+def contraction_of(x):
+    return Matmul(((((x.ndim - 1,), (0,)), ((), ()))), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -384,9 +386,9 @@ def product_of(x):
     ],
 )
 def test_a_packed_parameter_is_right_in_any_function(other):
-    plan, packed, codes, x = stored_matrix()
+    plan, packed, qvalue, x = stored_matrix()
     run = jax.jit(plan.apply(other))
-    same(run(packed, x), run(codes, x))
+    same(run(packed, x), run(qvalue, x))
 
 
 def test_a_parameter_that_is_taken_apart():
@@ -402,17 +404,17 @@ def test_a_parameter_that_is_taken_apart():
 
 
 def test_another_rule_for_the_activation():
-    _, packed, codes, x = stored_matrix()
+    _, packed, qvalue, x = stored_matrix()
     for rule in (W8A8, QuantizationRule(weight_qtype="int8", act_qtype="float8_e4m3fn")):
         run = jax.jit(PtqProvider(rule).apply(lambda w, x: x @ w))
-        same(run(packed, x), run(codes, x))
+        same(run(packed, x), run(qvalue, x))
     untouched = PtqProvider(QuantizationRule(act_qtype="int8")).apply(lambda w, x: x @ w)
-    same(untouched(packed, x), untouched(codes, x))
+    same(untouched(packed, x), untouched(qvalue, x))
 
 
 def test_the_patch_engine_says_that_it_cannot():
     _, packed, _, x = stored_matrix()
-    with pytest.raises(QuantizationError, match="int8 codes"):
+    with pytest.raises(QuantizationError, match="int8 values"):
         PtqProvider(W8, engine="patch").apply(lambda w, x: x @ w)(packed, x)
     w, x = draw((12, 6), (4, 12))
     plan = PtqProvider(W8, engine="patch").plan(lambda w, x: x @ w, w, x)
@@ -440,7 +442,7 @@ def test_uses_that_are_float_keep_a_parameter_unpacked():
 def test_transformations(rule):
     fn, params, x = make("scan")
     plan = PtqProvider(rule).plan(fn, params, x)
-    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    packed, qvalue = plan.quantize(params), plan.quantize(params, prepack=False)
     assert is_packed(packed)
     run = plan.apply(fn)
     batch = draw((5, 4, 8), seed=3)[0]
@@ -452,7 +454,7 @@ def test_transformations(rule):
         (lambda w, x: jax.jvp(functools.partial(run, w), (x,), (jnp.ones_like(x),))[1], x),
         (jax.checkpoint(run), x),
     ):
-        same(transformed(packed, given), transformed(codes, given))
+        same(transformed(packed, given), transformed(qvalue, given))
 
 
 def test_gradients_do_not_reach_what_is_packed():
@@ -461,7 +463,7 @@ def test_gradients_do_not_reach_what_is_packed():
     packed = plan.quantize(params)
     found = jax.grad(lambda w, x: plan.apply(fn)(w, x).sum(), allow_int=True)(packed, x)
     assert jax.tree.structure(found) == jax.tree.structure(packed)
-    assert found.packed.codes.dtype == jax.dtypes.float0
+    assert found.packed.qvalue.dtype == jax.dtypes.float0
 
 
 # --- storing -------------------------------------------------------------------------------------
@@ -470,14 +472,14 @@ def test_gradients_do_not_reach_what_is_packed():
 def test_packing_what_was_stored():
     fn, params, x = make("grouped queries")
     plan = PtqProvider(QuantizationRule(weight_qtype="int5")).plan(fn, params, x)
-    codes, packed = plan.quantize(params, prepack=False), plan.quantize(params)
-    again = plan.prepack(codes)
+    qvalue, packed = plan.quantize(params, prepack=False), plan.quantize(params)
+    again = plan.prepack(qvalue)
     assert all(map(is_packed, stored_leaves(again)))
     assert jax.tree.structure(again) == jax.tree.structure(packed)
     jax.tree.map(np.testing.assert_array_equal, again, packed)
     assert plan.prepack(packed)["q"] is packed["q"]
     assert plan.prepack(params)["q"] is params["q"]  # an array stays one
-    other = {**codes, "q": qn.quantize(params["q"], "int8", channel_axes=(1, 2, 3))}
+    other = {**qvalue, "q": qn.quantize(params["q"], "int8", channel_axes=(1, 2, 3))}
     with pytest.raises(QuantizationError, match=r"\['q'\] \(rule 0\) is int8.*the plan has int5"):
         plan.prepack(other)
 
@@ -518,23 +520,23 @@ def test_tiles_of_flattened_axes_are_groups_of_rows(kernels, rule, shape, tile, 
 
     rule = dataclasses.replace(rule, tile_size=tile)
     params, x = {"w": draw((*shape, 20))[0]}, draw((5, *shape))[0]
-    plan, packed, codes = both_ways(model, [rule], params, x)
+    plan, packed, qvalue = both_ways(model, [rule], params, x)
     (weight,) = plan.weights.values()
     assert weight.packings["cpu"].group == 64 // groups
     assert fake_kernels.CALLS
-    same(packed, codes)
+    same(packed, qvalue)
     stored = plan.quantize(params)["w"]
     same(stored.restore(), plan.quantize(params, prepack=False)["w"].restore(), exact=True)
 
 
 def test_a_shorter_last_tile_is_left_to_xla(kernels):  # noqa: F811
     rule = dataclasses.replace(W4, tile_size=32, tile_fallback="padded")
-    plan, packed, codes = both_ways(
+    plan, packed, qvalue = both_ways(
         lambda p, x: x @ p["w"], [rule], {"w": draw((72, 20))[0]}, draw((5, 72))[0]
     )
     assert plan.ops[0].kernel_reason == "its last tile is shorter"
     assert not fake_kernels.CALLS
-    same(packed, codes, exact=True)
+    same(packed, qvalue, exact=True)
 
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
@@ -542,8 +544,8 @@ def test_a_shorter_last_tile_is_left_to_xla(kernels):  # noqa: F811
 def test_scales_in_16_bits_are_packed(kernels, qtype, dtype, tmp_path):  # noqa: F811
     rule = QuantizationRule(weight_qtype=qtype, tile_size=32, scale_dtype=dtype)
     params = {"w": draw((64, 32))[0]}
-    plan, packed, codes = both_ways(lambda p, x: x @ p["w"], [rule], params, draw((5, 64))[0])
-    same(packed, codes)
+    plan, packed, qvalue = both_ways(lambda p, x: x @ p["w"], [rule], params, draw((5, 64))[0])
+    same(packed, qvalue)
     stored = plan.quantize(params)["w"]
     assert fake_kernels.CALLS
     keeps = (qtype, dtype) == ("int4", "float16")

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import quant_numerics as qn
-from jaxtap_testkit.xla_samples import PROGRAMS, draw, make, products, stack, tied
+from jaxtap_testkit.xla_samples import PROGRAMS, contractions, draw, make, stack, tied
 from provider_xla import (
     PtqProvider,
     QtProvider,
@@ -25,16 +25,16 @@ W8 = QuantizationRule(weight_qtype="int8")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
 
-def is_codes(node):
+def is_qvalue(node):
     return isinstance(node, qn.QArray | qn.PackedQArray)
 
 
 def restored(params):
     def one(leaf):
         leaf = qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
-        return qn.dequantize(leaf) if is_codes(leaf) else leaf
+        return qn.dequantize(leaf) if is_qvalue(leaf) else leaf
 
-    return jax.tree.map(one, params, is_leaf=is_codes)
+    return jax.tree.map(one, params, is_leaf=is_qvalue)
 
 
 @pytest.fixture(params=PROGRAMS)
@@ -48,7 +48,7 @@ def test_every_parameter_is_stored_and_used(name, transform):
     plan = PtqProvider([W8], strict=True).plan(fn, params, x)
     assert len(plan.weights) == len(jax.tree.leaves(params))
     stored = plan.quantize(params)
-    assert all(map(is_codes, jax.tree.leaves(stored, is_leaf=is_codes)))
+    assert all(map(is_qvalue, jax.tree.leaves(stored, is_leaf=is_qvalue)))
     actual = transform(plan.apply(fn))(stored, x)
     expected = fn(restored(stored), x)
     assert actual.dtype == expected.dtype
@@ -58,11 +58,11 @@ def test_every_parameter_is_stored_and_used(name, transform):
     )
 
 
-def test_codes_are_what_is_multiplied(name):
+def test_qvalue_are_what_is_multiplied(name):
     fn, params, x = make(name)
     plan = PtqProvider([W8A8]).plan(fn, params, x)
     stored = plan.quantize(params)
-    found = products(plan.apply(fn), stored, x)
+    found = contractions(plan.apply(fn), stored, x)
     assert found == [("int8", "int8")] * PROGRAMS[name][3]
     text = jax.jit(plan.apply(fn)).lower(stored, x).compile().as_text()
     for leaf in jax.tree.leaves(params):
@@ -75,7 +75,7 @@ def test_error_of_each_parameter_is_half_a_scale(name):
     fn, params, x = make(name)
     stored = PtqProvider([W8]).plan(fn, params, x).quantize(params)
     for q, leaf in zip(
-        jax.tree.leaves(stored, is_leaf=is_codes), jax.tree.leaves(params), strict=True
+        jax.tree.leaves(stored, is_leaf=is_qvalue), jax.tree.leaves(params), strict=True
     ):
         scale = np.broadcast_to(
             np.kron(
@@ -112,7 +112,7 @@ def test_scales_are_as_fine_as_all_uses_allow(program, shapes):
     fn, params, x = make(program)
     plan = PtqProvider([W8]).plan(fn, params, x)
     assert [w.granularity.scale_shape(w.shape) for w in plan.weights.values()] == shapes
-    stored = jax.tree.leaves(plan.quantize(params), is_leaf=is_codes)
+    stored = jax.tree.leaves(plan.quantize(params), is_leaf=is_qvalue)
     assert [q.scale.shape for q in stored] == shapes
 
 
@@ -130,7 +130,7 @@ def test_every_format_runs_as_it_is_stored(qtype, program):
     np.testing.assert_allclose(
         jax.jit(plan.apply(fn))(stored, x), fn(restored(stored), x), rtol=1e-3, atol=1e-3
     )
-    sizes = [q.nbytes for q in jax.tree.leaves(stored, is_leaf=is_codes)]
+    sizes = [q.nbytes for q in jax.tree.leaves(stored, is_leaf=is_qvalue)]
     assert sum(sizes) == plan.bytes_after == sum(w.bytes_after for w in plan.weights.values())
     assert plan.bytes_before == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
@@ -368,7 +368,9 @@ def test_static_ranges_in_programs(program):
     stored = plan.quantize(params)
     actual, expected = jax.jit(plan.apply(fn, ranges))(stored, x), fn(params, x)
     assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
-    assert products(plan.apply(fn, ranges), stored, x) == [("int8", "int8")] * PROGRAMS[program][3]
+    assert (
+        contractions(plan.apply(fn, ranges), stored, x) == [("int8", "int8")] * PROGRAMS[program][3]
+    )
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -583,10 +585,10 @@ def test_parameters_that_the_plan_is_not_for():
     jax.tree.map(np.testing.assert_array_equal, params, before)  # nothing was deleted
 
 
-def test_codes_for_another_engine():
+def test_qvalue_for_another_engine():
     fn, params, x = make("operator")
     stored = PtqProvider([W8]).plan(fn, params, x).quantize(params)
-    with pytest.raises(QuantizationError, match="int8 codes"):
+    with pytest.raises(QuantizationError, match="int8 values"):
         PtqProvider([W8], engine="patch").apply(fn)(stored, x)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from interception_core import UnknownNameError, get_provider
-from jaxtap_testkit.xla_samples import products
+from jaxtap_testkit.xla_samples import contractions
 from provider_xla import PtqProvider, QuantizationRule
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
@@ -68,13 +68,13 @@ def own_dot_general(lhs, rhs, *args, **kwargs):
 
 
 def int8_grid(x, axes):
-    """NumPy's own quantize-dequantize: codes -127 to 127, absmax scale, in float64."""
+    """NumPy's own quantize-dequantize: quantized values -127 to 127, absmax scale, in float64."""
     x = np.asarray(x, np.float64)
     scale = np.abs(x).max(axis=axes, keepdims=True) / 127
     return np.round(x / scale) * scale
 
 
-integer_dots = functools.partial(products, results=True)
+integer_dots = functools.partial(contractions, results=True)
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
@@ -87,7 +87,7 @@ def test_every_op_equals_the_grid_in_float64(op, transform):
         expected = fn(jnp.asarray(int8_grid(x, x_axes)), jnp.asarray(int8_grid(w, w_axes)))
     assert actual.dtype == jnp.float32
     actual, expected = np.asarray(actual), np.asarray(expected)
-    # Codes may differ where float32 and float64 round a tie apart: one scale's worth.
+    # Quantized values may differ where float32 and float64 round a tie apart: one scale's worth.
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=0.05)
     assert np.mean(np.abs(actual - expected) < 1e-4) > 0.9
     assert provider.get_unused_rules() == []
@@ -387,7 +387,8 @@ def test_tiles_that_do_not_fit_are_reported():
 
 @pytest.mark.slow
 def test_control_flow_and_transformations():
-    # Drawn once: four quantized products in a row bound their error for most draws, not for all.
+    # Drawn once: four quantized contractions in a row bound their error for most draws, not for
+    # all.
     x, w = draw((6, 8), (8, 8), seed=0)
 
     def model(w, x):

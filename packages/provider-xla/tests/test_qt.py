@@ -69,10 +69,10 @@ def test_gradients_are_near_those_in_float(name, rule, bound):
         assert (leaf.shape, leaf.dtype) == (grad.shape, grad.dtype)
 
 
-def test_backward_products_are_of_integers(name):
+def test_backward_contractions_are_of_integers(name):
     fn, params, x = make(name)
     if x.dtype == jnp.int32 or name == "while":
-        return  # lookups have no product, and JAX differentiates no while loop of another kind
+        return  # lookups have no contraction, and JAX differentiates no while loop of another kind
     qt = QtProvider([QT]).apply(fn)
 
     def gradient(params, x):
@@ -327,7 +327,7 @@ def gradients_of(fn, w, x, g):
     return jax.vjp(fn, w, x)[1](g)
 
 
-def test_either_product_of_the_backward_pass_has_a_format_of_its_own():
+def test_either_contraction_of_the_backward_pass_has_a_format_of_its_own():
     """A rule is a Backward for each gradient."""
     w, x, g = draw((16, 8), (6, 16), (6, 8))
     how = qn.HowToQuantize("int8")
@@ -367,7 +367,7 @@ def test_either_product_of_the_backward_pass_has_a_format_of_its_own():
         for swapped in (False, True):  # the parameter may be either operand
             dims = (((0,), (1,)), ((), ())) if swapped else (((1,), (0,)), ((), ()))
 
-            def product(w, x, swapped=swapped, dims=dims):
+            def contraction(w, x, swapped=swapped, dims=dims):
                 return lax.dot_general(w, x, dims) if swapped else lax.dot_general(x, w, dims)
 
             def expected(w, x, swapped=swapped, dims=dims, pair=(of_x, of_w)):
@@ -377,7 +377,7 @@ def test_either_product_of_the_backward_pass_has_a_format_of_its_own():
                 )
 
             cotangent = g.T if swapped else g
-            found = gradients_of(QtProvider(rule).apply(product), w, x, cotangent)
+            found = gradients_of(QtProvider(rule).apply(contraction), w, x, cotangent)
             wanted = gradients_of(expected, w, x, cotangent)
             for one, other in zip(found, wanted, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=name)
@@ -423,7 +423,7 @@ RAGGED_RULES = {
 
 
 @pytest.mark.parametrize("kind", RAGGED_RULES)
-def test_grouped_products_in_small_formats(kind):
+def test_grouped_contractions_in_small_formats(kind):
     """Values are float64 sums of the dequantized operands."""
     (w,), (x,), (g,) = draw((3, 32, 8)), draw((7, 32), seed=1), draw((7, 8), seed=2)
     sizes = jnp.array([3, 0, 4], jnp.int32)

@@ -26,7 +26,7 @@ INT8_DOT = ("int8", "int8", "int32")
 FP8_DOT = ("float8_e4m3fn", "float8_e4m3fn", "float32")
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 @pytest.fixture(params=[PtqProvider, QtProvider])
@@ -40,16 +40,16 @@ def jitted(request):
     return request.param
 
 
-def products(fn, *args):
-    """The dtypes of both operands and of the result of every product in ``fn``."""
+def contractions(fn, *args):
+    """The dtypes of both operands and of the result of every contraction in ``fn``."""
     return [
         tuple(v.aval.dtype.name for v in (*eqn.invars[:2], *eqn.outvars))
         for eqn, _ in equations(fn, *args)
-        if eqn.primitive.name in PRODUCTS
+        if eqn.primitive.name in CONTRACTIONS
     ]
 
 
-def lowered_products(fn, *args):
+def lowered_contractions(fn, *args):
     """The same of the program that is compiled, where derivatives are written out."""
     text = jax.jit(fn).lower(*args).as_text()
     element = r"tensor<(?:\d+x)*(\w+)>"
@@ -74,14 +74,14 @@ def planned(fn, params, *args, rules=(INT8,)):
 def test_a_function_imported_by_its_name(make, jitted):
     w, x = draw((8, 3), (4, 8))
     quantized = make([INT8]).apply(jitted(lambda w, x: dot(x, w)))
-    assert products(quantized, w, x) == [INT8_DOT]
+    assert contractions(quantized, w, x) == [INT8_DOT]
     assert near(quantized(w, x), x @ w)
 
 
 def test_a_method(make, jitted):
     w, x = draw((8, 3), (4, 8))
     quantized = make([INT8]).apply(jitted(lambda w, x: x.dot(w)))
-    assert products(quantized, w, x) == [INT8_DOT]
+    assert contractions(quantized, w, x) == [INT8_DOT]
     assert near(quantized(w, x), x @ w)
 
 
@@ -104,19 +104,19 @@ def test_a_weight_behind_a_cast_and_moves(make, move):
     provider = make([W4A8])
     plan = provider.plan(model, {"w": w}, x)
     assert list(plan.weights) == ["args[0]['w']"]
-    assert products(provider.apply(model), {"w": w}, x) == [INT8_DOT]
+    assert contractions(provider.apply(model), {"w": w}, x) == [INT8_DOT]
     (record,) = provider.report()
     assert (record.qtypes, record.weight) == (("int8", "int4"), "args[0]['w']")
 
 
-def test_stored_codes_behind_a_cast_are_multiplied_as_they_are():
+def test_stored_qvalue_behind_a_cast_are_multiplied_as_they_are():
     w, x = draw((8, 3), dtype=jnp.bfloat16) + draw((4, 8))
-    _, codes, quantized = planned(lambda w, x: x @ w.astype(jnp.float32), w, x)
-    assert codes.qvalue.dtype == jnp.int8
-    assert products(quantized, codes, x) == [INT8_DOT]
-    rounds = [eqn for eqn, _ in equations(quantized, codes, x) if eqn.primitive.name == "round"]
+    _, qvalue, quantized = planned(lambda w, x: x @ w.astype(jnp.float32), w, x)
+    assert qvalue.qvalue.dtype == jnp.int8
+    assert contractions(quantized, qvalue, x) == [INT8_DOT]
+    rounds = [eqn for eqn, _ in equations(quantized, qvalue, x) if eqn.primitive.name == "round"]
     assert len(rounds) == 1  # the activation's alone
-    assert near(quantized(codes, x), x @ w.astype(jnp.float32))
+    assert near(quantized(qvalue, x), x @ w.astype(jnp.float32))
 
 
 def test_two_parameters_of_one_shape_are_told_apart():
@@ -126,17 +126,17 @@ def test_two_parameters_of_one_shape_are_told_apart():
     def model(params, x):
         return (x @ params["b"]) @ params["a"] + x @ (x.T @ x * params["scale"])
 
-    plan, codes, quantized = planned(model, params, x)
+    plan, qvalue, quantized = planned(model, params, x)
     assert {path: weight.ops for path, weight in plan.weights.items()} == {
         "args[0]['a']": ("matmul:1",),
         "args[0]['b']": ("matmul:0",),
     }
     for name in ("a", "b"):
-        assert isinstance(codes[name], qn.QArray)
-        assert near(qn.dequantize(codes[name]), params[name])
-    assert codes["scale"] is params["scale"]
-    assert products(quantized, codes, x) == [INT8_DOT] * 4
-    assert near(quantized(codes, x), model(params, x), 0.1)
+        assert isinstance(qvalue[name], qn.QArray)
+        assert near(qn.dequantize(qvalue[name]), params[name])
+    assert qvalue["scale"] is params["scale"]
+    assert contractions(quantized, qvalue, x) == [INT8_DOT] * 4
+    assert near(quantized(qvalue, x), model(params, x), 0.1)
 
 
 def test_every_one_of_many_weights_of_one_shape_is_found(make):
@@ -150,7 +150,7 @@ def test_every_one_of_many_weights_of_one_shape_is_found(make):
     provider = make([W4A8])
     plan = provider.plan(model, weights, x)
     assert list(plan.weights) == [f"args[0][{i}]" for i in range(5)]
-    assert products(provider.apply(model), weights, x) == [INT8_DOT] * 5
+    assert contractions(provider.apply(model), weights, x) == [INT8_DOT] * 5
     assert [record.weight for record in provider.report()] == list(plan.weights)
     assert {record.qtypes for record in provider.report()} == {("int8", "int4")}
 
@@ -164,13 +164,13 @@ def test_nested_dicts_of_plain_arrays():
         first, second = params["net"]["layers"]
         return jax.nn.relu(x @ first["up"]) @ second["down"]
 
-    plan, codes, quantized = planned(model, params, x)
+    plan, qvalue, quantized = planned(model, params, x)
     assert list(plan.weights) == [
         "args[0]['net']['layers'][0]['up']",
         "args[0]['net']['layers'][1]['down']",
     ]
-    assert products(quantized, codes, x) == [INT8_DOT] * 2
-    assert near(quantized(codes, x), model(params, x))
+    assert contractions(quantized, qvalue, x) == [INT8_DOT] * 2
+    assert near(quantized(qvalue, x), model(params, x))
 
 
 def test_a_weight_on_the_left(make):
@@ -179,9 +179,9 @@ def test_a_weight_on_the_left(make):
     provider.apply(lambda w, x: w @ x)(w, x)
     (record,) = provider.report()
     assert (record.qtypes, record.weight) == (("int4", "int8"), "args[0]")
-    plan, codes, quantized = planned(lambda w, x: w @ x, w, x)
+    plan, qvalue, quantized = planned(lambda w, x: w @ x, w, x)
     assert plan.weights["args[0]"].granularity.channel_axes == (0,)
-    assert products(quantized, codes, x) == [INT8_DOT]
+    assert contractions(quantized, qvalue, x) == [INT8_DOT]
 
 
 # --- which operations ----------------------------------------------------------------------------
@@ -196,33 +196,33 @@ def test_a_convolution_with_only_its_weight_quantized(make):
     provider = make([WEIGHT_ONLY])
     result = provider.apply(conv)(k, x)
     assert [record.qtypes for record in provider.report()] == [(None, "int8")]
-    plan, codes, quantized = planned(conv, k, x, rules=[WEIGHT_ONLY])
+    plan, qvalue, quantized = planned(conv, k, x, rules=[WEIGHT_ONLY])
     assert plan.weights["args[0]"].granularity.channel_axes == (3,)
-    assert codes.qvalue.dtype == jnp.int8
-    np.testing.assert_allclose(quantized(codes, x), result, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(result, conv(qn.dequantize(codes), x), rtol=1e-4, atol=1e-4)
+    assert qvalue.qvalue.dtype == jnp.int8
+    np.testing.assert_allclose(quantized(qvalue, x), result, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result, conv(qn.dequantize(qvalue), x), rtol=1e-4, atol=1e-4)
     assert near(result, conv(k, x))
 
 
 def test_a_convolution_of_int4_weights_and_int8_activations(make):
     k, x = draw((3, 3, 4, 5), (2, 6, 6, 4))
     provider = make([W4A8])
-    assert products(provider.apply(conv), k, x) == [INT8_DOT]
+    assert contractions(provider.apply(conv), k, x) == [INT8_DOT]
     assert [record.qtypes for record in provider.report()] == [("int8", "int4")]
 
 
-def test_ragged_dot_with_stored_codes():
+def test_ragged_dot_with_stored_qvalue():
     w, x = draw((3, 8, 5), (12, 8))
     sizes = jnp.array([5, 0, 7], jnp.int32)
 
     def model(w, x):
         return lax.ragged_dot(x, w, sizes)
 
-    plan, codes, quantized = planned(model, w, x)
+    plan, qvalue, quantized = planned(model, w, x)
     assert plan.weights["args[0]"].granularity.channel_axes == (0, 2)
-    assert codes.scale.shape == (3, 1, 5)
-    assert set(products(quantized, codes, x)) == {INT8_DOT}
-    assert near(quantized(codes, x), model(w, x))
+    assert qvalue.scale.shape == (3, 1, 5)
+    assert set(contractions(quantized, qvalue, x)) == {INT8_DOT}
+    assert near(quantized(qvalue, x), model(w, x))
 
 
 @pytest.mark.parametrize("rules", [[INT8], [QuantizationRule(op_names=["einsum"], **{
@@ -236,7 +236,7 @@ def test_an_einsum_of_three_operands_is_quantized_in_its_parts(make, rules):
     provider = make(rules)
     plan = provider.plan(model, [a, b], x)
     assert list(plan.weights) == ["args[0][0]", "args[0][1]"]
-    assert products(provider.apply(model), [a, b], x) == [INT8_DOT] * 2
+    assert contractions(provider.apply(model), [a, b], x) == [INT8_DOT] * 2
     assert near(provider.apply(model)([a, b], x), model([a, b], x), 0.1)
 
 
@@ -262,7 +262,7 @@ def test_an_einsum_of_three_operands_is_quantized_in_its_parts(make, rules):
 def test_preferred_element_type_is_kept(make, model):
     w, x = draw((8, 3), (4, 8), dtype=jnp.bfloat16)
     quantized = make([INT8]).apply(model)
-    assert products(quantized, w, x) == [INT8_DOT]
+    assert contractions(quantized, w, x) == [INT8_DOT]
     result = quantized(w, x)
     assert result.dtype == jnp.float32
     assert near(result, model(w, x))
@@ -285,7 +285,9 @@ def test_forward_mode(bwd_qtype, jitted):
     for provider in (PtqProvider([INT8]), QtProvider([QtRule(
         weight_qtype="int8", act_qtype="int8", bwd_qtype=bwd_qtype)])):  # fmt: skip
         quantized = provider.apply(jitted(model))
-        forward = products(lambda *args, f=quantized: jax.jvp(f, args[:2], args[2:]), w, x, dw, dx)
+        forward = contractions(
+            lambda *args, f=quantized: jax.jvp(f, args[:2], args[2:]), w, x, dw, dx
+        )
         assert forward.count(INT8_DOT) == 1
         assert set(forward) <= {INT8_DOT, FLOAT_DOT}
         value, tangent = jax.jvp(quantized, (w, x), (dw, dx))
@@ -330,7 +332,7 @@ def test_gradients_in_shard_map_that_checks_varying_axes(bwd_qtype):
     }
     expected = jax.grad(loss)(w, x)
     for name, gradient in gradients.items():
-        first, *backward = lowered_products(gradient, w, x)
+        first, *backward = lowered_contractions(gradient, w, x)
         assert first == INT8_DOT, (name, first)
         assert backward, name
         quantized = [kind == INT8_DOT for kind in backward]
@@ -370,7 +372,7 @@ def test_equal_blocks_share_a_trace_and_each_keeps_its_rule(make):
         ]
     )
     quantized = jax.jit(provider.apply(model))
-    assert products(quantized, weights, x) == [FLOAT_DOT] + [INT8_DOT] * 3 + [FP8_DOT] * 2
+    assert contractions(quantized, weights, x) == [FLOAT_DOT] + [INT8_DOT] * 3 + [FP8_DOT] * 2
     assert block.traces <= 3
     assert provider.get_unused_rules() == []
     plan = provider.plan(model, weights, x)
@@ -392,8 +394,8 @@ def test_rules_on_equal_layers_each_apply(make):
         QuantizationRule(module_path="second", weight_qtype="fp8", act_qtype="fp8"),
     ]
     params = {"first": a, "second": b}
-    assert products(make(rules).apply(model), params, x) == [INT8_DOT, FP8_DOT]
-    assert products(make(rules[::-1]).apply(model), params, x) == [INT8_DOT, FP8_DOT]
+    assert contractions(make(rules).apply(model), params, x) == [INT8_DOT, FP8_DOT]
+    assert contractions(make(rules[::-1]).apply(model), params, x) == [INT8_DOT, FP8_DOT]
     plan = make(rules).plan(model, params, x)
     qtypes = [weight.qtype for weight in plan.weights.values()]
     assert qtypes == ["int8", "float8_e4m3fn"]
@@ -405,9 +407,9 @@ def test_rules_on_equal_layers_each_apply(make):
 def test_what_ran_in_float_before_is_quantized(make, block):
     w, x = draw((8, 8), (4, 8))
     plain = block(w, x)
-    assert products(block, w, x) == [FLOAT_DOT]
+    assert contractions(block, w, x) == [FLOAT_DOT]
     quantized = make([INT8]).apply(lambda w, x: block(w, x))
-    assert products(quantized, w, x) == [INT8_DOT]
+    assert contractions(quantized, w, x) == [INT8_DOT]
     for fn in (quantized, jax.jit(quantized)):
         assert near(fn(w, x), plain)
 
@@ -422,7 +424,7 @@ def test_float_stays_float_after_a_quantized_run(make, block):
     for fn in (quantized, jax.jit(quantized)):
         assert near(fn(w, x), block(w, x))
     jax.grad(lambda w: quantized(w, x).sum())(w)
-    assert products(block, w, x) == [FLOAT_DOT]
+    assert contractions(block, w, x) == [FLOAT_DOT]
     fresh = jax.jit(lambda w, x: jnp.tanh(x @ w)) if hasattr(block, "lower") else jnp.matmul
     expected = fresh(w, x) if hasattr(block, "lower") else fresh(x, w)
     np.testing.assert_array_equal(block(w, x), expected)
@@ -444,7 +446,7 @@ def test_providers_one_after_the_other_share_nothing(make):
                 jax.clear_caches()
             rule = QuantizationRule(weight_qtype=qtype, act_qtype=qtype)
             quantized = make([rule]).apply(model)
-            assert products(quantized, w, x) == [kind]
+            assert contractions(quantized, w, x) == [kind]
             results[qtype] = np.asarray(quantized(w, x))
     for qtype in formats:
         np.testing.assert_array_equal(after[qtype], alone[qtype])
@@ -494,7 +496,7 @@ def test_transformations_are_kept_with_jit_on(make, program):
     w, x = draw((8, 8), (4, 8))
     provider = make([W4A8])
     quantized = jax.jit(provider.apply(program))
-    assert products(quantized, w, x) == [INT8_DOT]
+    assert contractions(quantized, w, x) == [INT8_DOT]
     kept = PROGRAMS[program]
     if kept:
         (within,) = [w for e, w in equations(quantized, w, x) if e.primitive.name == "dot_general"]
@@ -503,10 +505,10 @@ def test_transformations_are_kept_with_jit_on(make, program):
     assert (record.qtypes, record.weight) == (("int8", "int4"), "args[0]")
     assert near(quantized(w, x), program(w, x), 0.4)
 
-    _, codes, stored = planned(program, w, x)
-    assert products(stored, codes, x) == [INT8_DOT]
+    _, qvalue, stored = planned(program, w, x)
+    assert contractions(stored, qvalue, x) == [INT8_DOT]
     for fn in (stored, jax.jit(stored)):
-        assert near(fn(codes, x), program(w, x), 0.1)
+        assert near(fn(qvalue, x), program(w, x), 0.1)
 
 
 @pytest.mark.slow
@@ -519,7 +521,7 @@ def test_gradients_of_transformed_programs_are_quantized(program):
     rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
     quantized = QtProvider([rule]).apply(lambda w, x: jnp.sum(program(w, x) ** 2))
     gradient = jax.grad(quantized, (0, 1))
-    found = lowered_products(gradient, w, x)
+    found = lowered_contractions(gradient, w, x)
     assert len(found) >= 3  # forward, and for each of the two gradients
     assert set(found) == {INT8_DOT}
     expected = jax.grad(lambda w, x: jnp.sum(program(w, x) ** 2), (0, 1))(w, x)
@@ -534,7 +536,7 @@ def test_layers_of_a_scan_are_stored_layer_by_layer():
     def model(w, x):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
-    plan, codes, quantized = planned(model, w, x)
+    plan, qvalue, quantized = planned(model, w, x)
     assert plan.weights["args[0]"].granularity.channel_axes == (0, 2)
-    assert products(quantized, codes, x) == [INT8_DOT]
-    assert near(quantized(codes, x), model(w, x), 0.1)
+    assert contractions(quantized, qvalue, x) == [INT8_DOT]
+    assert near(quantized(qvalue, x), model(w, x), 0.1)

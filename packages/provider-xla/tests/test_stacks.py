@@ -10,7 +10,7 @@ from jaxtap_testkit import fake_kernels
 from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from jaxtap_testkit.xla_samples import draw
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
-from provider_xla.run.product import quantized_product
+from provider_xla.run.contraction import quantized_contraction
 
 W8 = QuantizationRule(weight_qtype="int8")
 PERM = np.array([2, 1, 0, 3])
@@ -62,7 +62,7 @@ def test_whole_weights_of_a_stack_stay_packed(kernels, case):  # noqa: F811
     assert matmul.kernel is not None, matmul.kernel_reason
     stored = plan.quantize(stack)
     assert isinstance(stored, PrepackedWeight)
-    quantized_product.clear_cache()
+    quantized_contraction.clear_cache()
     fake_kernels.CALLS.clear()
     y = jax.jit(plan.apply(program))(stored, x, jnp.int32(1))
     assert len(fake_kernels.CALLS) == 1
@@ -99,7 +99,7 @@ def test_rows_of_a_quantized_table_are_an_activation_of_a_kernel(kernels):  # no
         plan = PtqProvider(rule, strict=True).plan(program, params, ids)
         stored = plan.quantize(params)
         assert isinstance(stored["w"], PrepackedWeight)
-        quantized_product.clear_cache()
+        quantized_contraction.clear_cache()
         fake_kernels.CALLS.clear()
         y = jax.jit(plan.apply(program))(stored, ids)
         assert len(fake_kernels.CALLS) == 1

@@ -328,13 +328,13 @@ def test_the_rules_of_a_custom_vjp_in_a_loop_use_the_joined_range():
     """They are run when the loop is over: its number is unknown there."""
 
     @jax.custom_vjp
-    def product(c, w):
+    def contraction(c, w):
         return c @ w
 
-    product.defvjp(lambda c, w: (c @ w, (c, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+    contraction.defvjp(lambda c, w: (c @ w, (c, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
 
     def program(w, x):
-        return lax.scan(lambda c, w: (jnp.tanh(product(c, w)), None), 10 * x, w)[0]
+        return lax.scan(lambda c, w: (jnp.tanh(contraction(c, w)), None), 10 * x, w)[0]
 
     y, slope, statistics = trained(program, updates=False)
     assert np.isfinite(slope).all()

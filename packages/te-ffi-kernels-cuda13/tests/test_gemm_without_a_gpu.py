@@ -65,7 +65,7 @@ def test_a_library_that_is_not_there(monkeypatch, module, package):
 
 @needs_native
 @pytest.mark.parametrize("mode", [0, 1, 2, 64])
-def test_it_asks_for_the_memory_of_a_product(mode):
+def test_it_asks_for_the_memory_of_a_matmul(mode):
     native = importlib.import_module("te_ffi_kernels_cuda13._native")
     dtype = "float8_e4m3fn" if mode else "bfloat16"
     m, n, k = 10, 48, 64
@@ -102,7 +102,7 @@ def lowers_for_hopper(monkeypatch):
     monkeypatch.setattr(_gemm, "refused", lambda call: None)
 
 
-def product_of(m=4, split=False):
+def matmul_of(m=4, split=False):
     none = Aval((0,), "float32")
     config = Attributes({
         "scaling_mode": 0, "lhs_axis_boundary": 1, "rhs_axis_boundary": 1, "lhs_transposed": False,
@@ -126,16 +126,16 @@ def test_what_cublaslt_refuses_runs_as_plain_jax(monkeypatch):
     monkeypatch.setattr(_cublas, "missing", lambda: None)
     monkeypatch.setattr(_gemm, "native", Native)
     _gemm._refused.cache_clear()
-    assert _supports.gemm_v2(product_of(3)) is True
+    assert _supports.gemm_v2(matmul_of(3)) is True
     # Of one GPU of each kind, and each dtype that the result may have, once.
     rest = (_gemm.CUBLASLT, True, 3, 8, 32, 0, "bfloat16", "bfloat16", True, True)
     outs = ("float32", "bfloat16", "float16")
     assert asked == [(gpu, *rest, out, False, False) for out in outs for gpu in (0, 2)]
-    assert _supports.gemm_v2(product_of(3)) is True
+    assert _supports.gemm_v2(matmul_of(3)) is True
     assert len(asked) == 6
-    assert _supports.gemm_v2(product_of(4)) == "cuBLASLt has no algorithm"
-    assert _supports.gemm_v2(product_of(5)) == "starting cuBLASLt failed"
-    assert _supports.gemm_v2(product_of(3, split=True)) is True
+    assert _supports.gemm_v2(matmul_of(4)) == "cuBLASLt has no algorithm"
+    assert _supports.gemm_v2(matmul_of(5)) == "starting cuBLASLt failed"
+    assert _supports.gemm_v2(matmul_of(3, split=True)) is True
     assert asked[-1][2] is False
     _gemm._refused.cache_clear()
 
@@ -143,7 +143,7 @@ def test_what_cublaslt_refuses_runs_as_plain_jax(monkeypatch):
 @needs_native
 def test_a_gpu_that_cannot_be_asked_is_a_reason(monkeypatch):
     monkeypatch.setattr(_gpus, "used", lambda: {99: 90})
-    why = str(_gemm.refused(product_of(6)))
+    why = str(_gemm.refused(matmul_of(6)))
     assert "cuBLASLt isn't loaded" in why or "failed" in why
 
 
@@ -153,11 +153,11 @@ def test_a_program_for_gpus_gives_it_memory():
     one, none = jnp.ones((1,)), jnp.zeros((0,))
     rest = (none, one, 0 * one, jnp.bfloat16, ((1,), (0,)), 64)
 
-    def product(x, w, scales):
+    def matmul(x, w, scales):
         return te.gemm_v2(x, scales, w, scales, *rest)
 
-    codes = jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn)
-    traced = jax.jit(product).trace(codes, codes, jax.ShapeDtypeStruct((64,), jnp.float32))
+    qvalue = jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn)
+    traced = jax.jit(matmul).trace(qvalue, qvalue, jax.ShapeDtypeStruct((64,), jnp.float32))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     found = re.search(r"@te_ffi_kernels\.gemm_v2.*tensor<(\d+)xui8>", text)
     # rhs with its lanes first, and sums in float32.
@@ -170,11 +170,11 @@ def test_a_program_for_gpus_gives_it_memory():
 def test_the_deprecated_gemm_is_gemm_v2_with_epilogues():
     one, none = jnp.ones((1,)), jnp.zeros((0,))
 
-    def product(x, w, before):
+    def matmul(x, w, before):
         rest = (jnp.bfloat16, ((1,), (0,)), 0, False, True, True)
         return te.gemm(x, none, w, none, none.astype(x.dtype), before, one, 0 * one, *rest)
 
     x = jax.ShapeDtypeStruct((48, 48), jnp.bfloat16)
-    text = jax.jit(product).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(matmul).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     assert "@te_ffi_kernels.gemm_v2" in text
     assert "dot_general" not in text

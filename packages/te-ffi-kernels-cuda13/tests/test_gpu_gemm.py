@@ -38,7 +38,7 @@ from te_ffi_kernels import reference
 
 pytestmark = marks
 
-# Beta is on the device, where it isn't looked at before the product: its result is NaN then.
+# Beta is on the device, where it isn't looked at before the matmul: its result is NaN then.
 REFUSED = [
     case
     for case in test_gemm_v2_target_refuses.pytestmark[0].args[1]
@@ -100,11 +100,11 @@ def test_it_is_planned_once_and_may_be_part_of_a_graph(graphs):
 import jax, jax.numpy as jnp, numpy as np
 import te_ffi_kernels as te, te_ffi_kernels_cuda13
 one, none = jnp.ones((1,)), jnp.zeros((0,))
-def product(x, w):
+def matmul(x, w):
     return te.gemm_v2(x, none, w, none, none, one, 0 * one, jnp.float32, ((1,), (0,)), 0)
 rng = np.random.default_rng()
 x, w = (jnp.asarray(rng.normal(size=(96, 96)), jnp.float32) for _ in range(2))
-run = jax.jit(lambda x, w: product(product(x, w), w))
+run = jax.jit(lambda x, w: matmul(matmul(x, w), w))
 for _ in range(100):
     y = jax.block_until_ready(run(x, w))
 wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64) @ np.asarray(w, np.float64)

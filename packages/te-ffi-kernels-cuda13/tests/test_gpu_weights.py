@@ -1,9 +1,23 @@
-"""Products with packed weights on a GPU: the tests of the CPU, and what is otherwise there."""
+"""Matmuls with packed weights on a GPU: the tests of the CPU, and what is otherwise there."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtap_testkit.te.cpu_tests.weights.test_matmuls import (  # noqa: F401
+    WEIGHT_ONLY,
+    packed,
+    test_a_bad_value_spoils_its_row_alone,
+    test_bad_input,
+    test_extremes_of_qvalue,
+    test_gradient_is_that_of_floats,
+    test_matmuls_take_leading_axes,
+    test_reference_and_kernel_agree,
+    test_weight_only_beside_float64,
+)
+from jaxtap_testkit.te.cpu_tests.weights.test_matmuls import (
+    test_int8_is_exact_integer_arithmetic as integer_arithmetic,
+)
 from jaxtap_testkit.te.cpu_tests.weights.test_packing import (  # noqa: F401
     test_4_bits_by_hand,
     test_8_bits_by_hand,
@@ -11,20 +25,6 @@ from jaxtap_testkit.te.cpu_tests.weights.test_packing import (  # noqa: F401
     test_a_stack_is_packed_layer_by_layer,
     test_kernel_and_reference_write_the_same_bytes,
     test_what_is_packed_is_unpacked,
-)
-from jaxtap_testkit.te.cpu_tests.weights.test_products import (  # noqa: F401
-    WEIGHT_ONLY,
-    packed,
-    test_a_bad_value_spoils_its_row_alone,
-    test_bad_input,
-    test_extremes_of_codes,
-    test_gradient_is_that_of_floats,
-    test_products_take_leading_axes,
-    test_reference_and_kernel_agree,
-    test_weight_only_beside_float64,
-)
-from jaxtap_testkit.te.cpu_tests.weights.test_products import (
-    test_int8_is_exact_integer_arithmetic as integer_arithmetic,
 )
 
 import te_ffi_kernels as te
@@ -60,24 +60,24 @@ def test_packing_is_a_kernel(op):
     assert f'custom_call_target="te_ffi_kernels.{op.__name__}"' in text
 
 
-def test_codes_beyond_4_bits_wrap_around():
+def test_qvalue_beyond_4_bits_wrap_around():
     """As in the reference: an error can't be raised, since nobody waits for the device."""
-    codes, scale = jnp.arange(-128, 128, dtype=jnp.int8).reshape(16, 16), jnp.ones((1, 16))
-    found = te.pack_w4(codes, scale).buffer
-    np.testing.assert_array_equal(found, te.reference.pack_w4(codes, scale).buffer)
+    qvalue, scale = jnp.arange(-128, 128, dtype=jnp.int8).reshape(16, 16), jnp.ones((1, 16))
+    found = te.pack_w4(qvalue, scale).buffer
+    np.testing.assert_array_equal(found, te.reference.pack_w4(qvalue, scale).buffer)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("rows", "k", "n"), [(65, 96, 40), (200, 192, 129), (130, 2112, 64)])
-def test_many_rows_of_codes_are_exact(rows, k, n, dtype, groups):
+def test_many_rows_of_qvalue_are_exact(rows, k, n, dtype, groups):
     rng = np.random.default_rng(1)
-    codes, scale = weight(rng, k, n, 8, groups)
+    qvalue, scale = weight(rng, k, n, 8, groups)
     x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
-    y = te.gemm_w8a8(x, packed(codes, scale))
+    y = te.gemm_w8a8(x, packed(qvalue, scale))
     of_x, row_scale = quantized_rows(np.asarray(x, np.float32).reshape(rows, groups, -1))
     expected = np.zeros((rows, n), np.float32)
-    for g, part in enumerate(np.split(codes.astype(np.int64), groups)):
+    for g, part in enumerate(np.split(qvalue.astype(np.int64), groups)):
         expected += (of_x[:, g] @ part).astype(np.float32) * row_scale[:, g] * scale[g]
     np.testing.assert_array_equal(y, jnp.asarray(expected).astype(dtype))
 
@@ -91,10 +91,10 @@ def test_many_rows_of_codes_are_exact(rows, k, n, dtype, groups):
 def test_many_rows_beside_float64(op, rows, k, n, groups, dtype):
     bits = WEIGHT_ONLY[op]
     rng = np.random.default_rng(2)
-    codes, scale = weight(rng, k, n, bits, groups)
+    qvalue, scale = weight(rng, k, n, bits, groups)
     x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
-    y = np.asarray(op(x, packed(codes, scale, bits), out_dtype=jnp.float32), np.float64)
-    wide, full = np.asarray(x, np.float64), matrix(codes, scale)
+    y = np.asarray(op(x, packed(qvalue, scale, bits), out_dtype=jnp.float32), np.float64)
+    wide, full = np.asarray(x, np.float64), matrix(qvalue, scale)
     # Weights with groups have 16 digits at least, and tensor cores add up fewer than float32's.
     slack = 2e-6 if dtype == jnp.float32 else 3e-5
     assert (np.abs(y - wide @ full) <= slack * (np.abs(wide) @ np.abs(full))).all()
@@ -105,9 +105,9 @@ def test_many_rows_beside_float64(op, rows, k, n, groups, dtype):
 @pytest.mark.parametrize("op", BITS)
 def test_a_bad_value_spoils_its_row_alone_of_many(op, groups, bad):
     bits = BITS[op]
-    codes, scale = weight(np.random.default_rng(3), 64, 20, bits, groups)
-    codes[codes == 0] = 1
-    w = packed(codes, scale, bits)
+    qvalue, scale = weight(np.random.default_rng(3), 64, 20, bits, groups)
+    qvalue[qvalue == 0] = 1
+    w = packed(qvalue, scale, bits)
     x = np.random.default_rng(4).normal(size=(70, 64)).astype(np.float32)
     clean = np.asarray(op(jnp.asarray(x), w))
     x[2, 17] = bad

@@ -1,4 +1,4 @@
-"""Products with packed weights on any machine: which calls have a kernel, and its memory."""
+"""Matmuls with packed weights on any machine: which calls have a kernel, and its memory."""
 
 import importlib
 import importlib.util
@@ -45,23 +45,23 @@ def call(shape, dtype, group, op="gemv_w8"):
 def test_few_rows_need_no_library(monkeypatch, shape, dtype, group, part, op):
     monkeypatch.setattr(_cublas, "missing", lambda: "cuBLASLt can't be loaded")
     monkeypatch.setattr(_gpus, "used", dict)
-    found = _supports.packed_product(call(shape, dtype, group, op))
+    found = _supports.packed_matmul(call(shape, dtype, group, op))
     assert found is True if part is True else part in found
 
 
 @pytest.mark.parametrize("shape", [(65, 64), (5, 13, 64)])
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("op", BITS)
-def test_many_rows_need_one_but_for_groups_of_codes(monkeypatch, shape, group, op):
+def test_many_rows_need_one_but_for_groups_of_qvalue(monkeypatch, shape, group, op):
     asked = call(shape, "float32", group, op)
     monkeypatch.setattr(_gpus, "used", dict)
     monkeypatch.setattr(_cublas, "missing", lambda: None)
     alone = op == "gemm_w8a8" and group != 0
-    assert _supports.packed_product(asked) in ([True] if alone else ["there is no NVIDIA GPU here"])
+    assert _supports.packed_matmul(asked) in ([True] if alone else ["there is no NVIDIA GPU here"])
     monkeypatch.setattr(_gpus, "used", lambda: {0: 90})
-    assert _supports.packed_product(asked) is True
+    assert _supports.packed_matmul(asked) is True
     monkeypatch.setattr(_cublas, "missing", lambda: "cuBLASLt can't be loaded")
-    assert _supports.packed_product(asked) == (alone or "cuBLASLt can't be loaded")
+    assert _supports.packed_matmul(asked) == (alone or "cuBLASLt can't be loaded")
 
 
 def test_sums_that_leave_int32(monkeypatch):
@@ -69,16 +69,16 @@ def test_sums_that_leave_int32(monkeypatch):
     monkeypatch.setattr(_cublas, "missing", lambda: None)
     most = 131_008
     for rows in (1, 100):
-        assert _supports.packed_product(call((rows, most), "float32", 0, "gemm_w8a8")) is True
-        found = _supports.packed_product(call((rows, most + 1), "float32", 0, "gemm_w8a8"))
+        assert _supports.packed_matmul(call((rows, most), "float32", 0, "gemm_w8a8")) is True
+        found = _supports.packed_matmul(call((rows, most + 1), "float32", 0, "gemm_w8a8"))
         assert "131008 at most" in str(found)
-        assert _supports.packed_product(call((rows, 2 * most), "float32", 8, "gemm_w8a8")) is True
-        assert _supports.packed_product(call((rows, most + 1), "float32", 0)) is True
+        assert _supports.packed_matmul(call((rows, 2 * most), "float32", 8, "gemm_w8a8")) is True
+        assert _supports.packed_matmul(call((rows, most + 1), "float32", 0)) is True
 
 
 @needs_native
 @pytest.mark.parametrize("op", BITS)
-def test_it_asks_for_the_memory_of_a_product(op):
+def test_it_asks_for_the_memory_of_a_matmul(op):
     native = importlib.import_module("te_ffi_kernels_cuda13._native")
     for (k, n, group), m, kind, out in itertools.product(SHAPES, ROWS, FLOATS, FLOATS):
         beside = native.packed_workspace(
@@ -89,14 +89,15 @@ def test_it_asks_for_the_memory_of_a_product(op):
         asked = KernelCall(op, "cuda", operands, params)
         library = m > 64 and not (op == "gemm_w8a8" and group)
         wanted = CUBLASLT * library + PART + beside if library or beside else 1
-        assert _workspace.packed_product(asked, (Aval((m, n), out),)) == wanted
+        assert _workspace.packed_matmul(asked, (Aval((m, n), out),)) == wanted
 
 
 @needs_native
 @pytest.mark.parametrize(
     ("op", "rows", "bytes_"),
     [
-        # Codes and a scale; a NaN or 1 for each row, the weight as floats, a scale of each column.
+        # Quantized values and a scale; a NaN or 1 for each row, the weight as floats, a scale of
+        # each column.
         ("gemm_w8a8", 1, 256 + 256 + 256),
         ("gemv_w8", 64, 1),
         ("gemv_w8", 65, 256 + 512 + 4 * 64 * 48 + 256 + 4 * 65 * 48 + 64 + CUBLASLT),

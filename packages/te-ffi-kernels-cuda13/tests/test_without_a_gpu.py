@@ -241,7 +241,7 @@ def test_gpus_that_are_too_old_run_plain_jax(monkeypatch, capabilities, part):
     x = Aval((4, 64), "float32")
     calls = [
         (_supports.anything, KernelCall("act_lu", "cuda", (x,), ())),
-        (_supports.packed_product, KernelCall("gemv_w8", "cuda", (x, Aval((64, 8), "int8")), ())),
+        (_supports.packed_matmul, KernelCall("gemv_w8", "cuda", (x, Aval((64, 8), "int8")), ())),
     ]
     warned = [result for result in _doctor.cuda() if "capability" in result.message]
     for supports, call in calls:
@@ -314,7 +314,7 @@ def test_every_target_is_warmed_up():
 
     found = _ffi.registrations()
     assert set(found) == {f"te_ffi_kernels.{op}" for op in _plugin.OPS}
-    planned_ops = ("gemm_v2", "fused_attn_forward", "fused_attn_backward", *_plugin._PRODUCTS)
+    planned_ops = ("gemm_v2", "fused_attn_forward", "fused_attn_backward", *_plugin._MATMULS)
     with_plans = {f"te_ffi_kernels.{op}" for op in planned_ops}
     for name, target in found.items():
         planned = {"prepare"} if name in with_plans else set()

@@ -26,7 +26,7 @@ BLOCKS = [
 ]
 
 
-def products():
+def matmuls():
     for op, pack in OPS:
         yield op, pack(jnp.asarray(CODES), jnp.full((1, 256), 0.1))
 
@@ -34,7 +34,7 @@ def products():
 def test_matmuls_with_packed_weights():
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)
     wanted = X.astype(np.float64) @ (0.1 * CODES.astype(np.float64))
-    for op, packed in products():
+    for op, packed in matmuls():
         with jax.set_mesh(mesh):
             for rows, panels, block, spec in BLOCKS:
                 case = f"{op.__name__} {rows} {panels}"
@@ -50,7 +50,7 @@ def test_matmuls_with_packed_weights():
 
 def test_gradients_of_activations():
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)
-    _, packed = next(products())
+    _, packed = next(matmuls())
     with jax.set_mesh(mesh):
         x = put(mesh, X, "a", None)
         weight = jax.tree.map(lambda b: put(mesh, b, "b", None), packed)

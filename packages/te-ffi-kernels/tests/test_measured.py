@@ -12,7 +12,7 @@ from interception_core.cli.bench import bench_of
 from te_ffi_kernels import _measured, _supports
 
 OURS = [spec for spec in kernels() if spec.target.startswith("te_ffi_kernels.")]
-MEASURED = ("product", "attention")
+MEASURED = ("matmul", "attention")
 BENCHED = [spec for spec in OURS if spec.bench.partition(":")[2] in MEASURED]
 """Those that are refused where XLA is faster."""
 
@@ -29,27 +29,27 @@ def measured(monkeypatch):
     return make
 
 
-def product(rows, dtype="bfloat16", k=4096, n=4096):
+def matmul(rows, dtype="bfloat16", k=4096, n=4096):
     operands = [jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((k, n), "int8")]
-    return _supports.product(KernelCall.of("gemm_w8a16", "cpu", operands, group=0, bits=8))
+    return _supports.matmul(KernelCall.of("gemm_w8a16", "cpu", operands, group=0, bits=8))
 
 
-def test_a_product_that_is_slower_is_refused(measured):
+def test_a_matmul_that_is_slower_is_refused(measured):
     measured("gemm_w8a16", "rows", {1: 0.2, 128: 1.2}, dtype="bfloat16", k=4096, n=4096)
-    assert product(127) is True
+    assert matmul(127) is True
     reason = f"XLA is faster on {te.isa()} from 128 rows on (measured with k=4096, n=4096)"
-    assert product(128) == product(1000) == reason
-    assert product(128, "float16") == reason
-    assert product(128, "float32") is True
-    assert product(128, k=0) == "nothing is contracted"
+    assert matmul(128) == matmul(1000) == reason
+    assert matmul(128, "float16") == reason
+    assert matmul(128, "float32") is True
+    assert matmul(128, k=0) == "nothing is contracted"
 
 
 def test_other_instruction_sets_say_nothing(measured):
     other = next(isa for isa in ("generic", "avx2") if isa != te.isa())
     measured("gemm_w8a16", "rows", {1: 9.0}, isa=other, dtype="bfloat16", k=4096, n=4096)
-    assert product(1) is True
+    assert matmul(1) is True
     measured("gemm_w8a8", "rows", {1: 9.0}, dtype="bfloat16", k=4096, n=4096)
-    assert product(1) is True
+    assert matmul(1) is True
 
 
 @pytest.mark.parametrize("heads_first", [True, False])

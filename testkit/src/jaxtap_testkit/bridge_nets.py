@@ -24,13 +24,15 @@ def qat(*rules, **options):
 
 
 def dequantized(tree):
-    """Float parameters in place of stored ones, computed by NumPy from codes and scales."""
+    """Float parameters in place of stored ones, computed by NumPy from quantized values and
+    scales.
+    """
 
     def one(leaf):
         if not isinstance(leaf, qn.QArray):
             return leaf
-        codes, scale = np.asarray(leaf.qvalue, np.float64), np.asarray(leaf.scale, np.float64)
-        return jnp.asarray(codes * scale, leaf.dtype)
+        qvalue, scale = np.asarray(leaf.qvalue, np.float64), np.asarray(leaf.scale, np.float64)
+        return jnp.asarray(qvalue * scale, leaf.dtype)
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, qn.QArray))
 

@@ -42,9 +42,11 @@ def supports(call):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """Codes of a panel side by side: int8[*lead, panels, k, 16], float32[*lead, panels, G, 16]."""
+    """Quantized values of a panel side by side: int8[*lead, panels, k, 16], float32[*lead, panels,
+    G, 16].
+    """
 
-    codes: jax.Array
+    qvalue: jax.Array
     scale: jax.Array
     n: int = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
@@ -52,9 +54,9 @@ class Packed:
 
     @property
     def question(self):
-        return {"group": self.codes.shape[-2] // self.scale.shape[-2] % self.codes.shape[-2]}
+        return {"group": self.qvalue.shape[-2] // self.scale.shape[-2] % self.qvalue.shape[-2]}
 
-    def product_op(self, rows, *, quantizes):
+    def matmul_op(self, rows, *, quantizes):
         if self.bits == 4:
             return None if quantizes else "gemv_w4"
         few = isinstance(rows, int) and rows <= 4
@@ -65,29 +67,29 @@ class Packed:
             x = jnp.moveaxis(x, -3, -2)
             return x.reshape(*x.shape[:-2], -1)[..., : self.n]
 
-        return columns(self.codes), columns(self.scale)
+        return columns(self.qvalue), columns(self.scale)
 
 
-def _pack(codes, scale, bits):
-    assert codes.dtype == jnp.int8
+def _pack(qvalue, scale, bits):
+    assert qvalue.dtype == jnp.int8
     assert scale.dtype == jnp.float32 or (bits == 4 and scale.dtype == jnp.float16)
-    assert codes.shape[:-2] == scale.shape[:-2]
-    assert codes.shape[-1] == scale.shape[-1]
-    assert codes.shape[-2] % scale.shape[-2] == 0
+    assert qvalue.shape[:-2] == scale.shape[:-2]
+    assert qvalue.shape[-1] == scale.shape[-1]
+    assert qvalue.shape[-2] % scale.shape[-2] == 0
 
     def panels(x):
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)])
         return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, 16), -2, -3)
 
-    return Packed(panels(codes), panels(scale), codes.shape[-1], bits)
+    return Packed(panels(qvalue), panels(scale), qvalue.shape[-1], bits)
 
 
-def pack_w8(codes, scale, platform=None):
-    return _pack(codes, scale, 8)
+def pack_w8(qvalue, scale, platform=None):
+    return _pack(qvalue, scale, 8)
 
 
-def pack_w4(codes, scale, platform=None):
-    return _pack(codes, scale, 4)
+def pack_w4(qvalue, scale, platform=None):
+    return _pack(qvalue, scale, 4)
 
 
 def _one(weight, index):
@@ -97,10 +99,10 @@ def _one(weight, index):
 
 def _weight_only(op, bits, x, weight, out_dtype):
     assert weight.bits == bits
-    codes, scale = weight.unpack()
-    CALLS.append((op, x.shape, codes.shape))
-    scale = jnp.repeat(scale.astype(jnp.float32), codes.shape[0] // scale.shape[0], axis=0)
-    values = codes.astype(jnp.float32) * scale
+    qvalue, scale = weight.unpack()
+    CALLS.append((op, x.shape, qvalue.shape))
+    scale = jnp.repeat(scale.astype(jnp.float32), qvalue.shape[0] // scale.shape[0], axis=0)
+    values = qvalue.astype(jnp.float32) * scale
     return (x.astype(jnp.float32) @ values).astype(out_dtype)
 
 
@@ -117,13 +119,13 @@ def gemv_w4(x, weight, *, out_dtype=None, index=None):
 
 
 def gemm_w8a8(x, weight, *, out_dtype=None, index=None):
-    codes, scale = _one(weight, index).unpack()
-    CALLS.append(("gemm_w8a8", x.shape, codes.shape))
+    qvalue, scale = _one(weight, index).unpack()
+    CALLS.append(("gemm_w8a8", x.shape, qvalue.shape))
     groups = scale.shape[0]
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
     own = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
     rows = jnp.round(x / own).astype(jnp.int8)
-    parts = codes.reshape(groups, -1, codes.shape[-1])
+    parts = qvalue.reshape(groups, -1, qvalue.shape[-1])
     sums = jnp.einsum("...gk,gkn->...gn", rows, parts, preferred_element_type=jnp.int32)
     return (sums.astype(jnp.float32) * own * scale).sum(-2).astype(out_dtype)
 

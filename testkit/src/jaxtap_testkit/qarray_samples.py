@@ -74,11 +74,11 @@ def value(q):
     if not isinstance(q, QArray):
         return np.asarray(q).astype(np.float64)
     kind = get_qtype(q.qtype)
-    codes = np.asarray(q.qvalue)
+    qvalue = np.asarray(q.qvalue)
     if kind.codebook is None:
-        numbers = codes.astype(np.float64)
+        numbers = qvalue.astype(np.float64)
     else:
-        numbers = np.array(kind.codebook)[codes.astype(int)]
+        numbers = np.array(kind.codebook)[qvalue.astype(int)]
     if q.zero_point is not None:
         numbers = numbers - per_element(q.zero_point, q.shape)
     scale = per_element(q.scale, q.shape)

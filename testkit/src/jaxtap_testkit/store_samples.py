@@ -22,28 +22,28 @@ def random_bits(dtype, shape, seed=0):
         return rng.integers(0, 2, shape).astype(bool)
     bits = BITS.get(dtype.name)
     if bits is not None:
-        codes = rng.integers(0, 2**bits, shape).astype(np.uint8)
+        qvalue = rng.integers(0, 2**bits, shape).astype(np.uint8)
         if dtype.name.startswith("int"):
-            return (codes.astype(np.int8) - 2 ** (bits - 1)).astype(dtype)
-        return codes.view(dtype) if dtype.name.startswith("float") else codes.astype(dtype)
+            return (qvalue.astype(np.int8) - 2 ** (bits - 1)).astype(dtype)
+        return qvalue.view(dtype) if dtype.name.startswith("float") else qvalue.astype(dtype)
     data = rng.integers(0, 256, (*shape, dtype.itemsize)).astype(np.uint8)
     return data.view(dtype).reshape(shape)
 
 
 def quantized(qtype, shape=(3, 64, 6), zero_point=False, dtype="float32", seed=0):
-    """A QArray of any codes and scales; of 3, 5, 6 and 7 bits, packed."""
+    """A QArray of any quantized values and scales; of 3, 5, 6 and 7 bits, packed."""
     kind = qn.get_qtype(qtype)
     scales = (shape[0], shape[1] // (kind.block or 8), shape[2])
 
     def draw(dtype, shape):
         return jnp.asarray(random_bits(dtype, shape, seed))
 
-    codes = draw(kind.storage_dtype, shape)
-    if kind.bits in (3, 5, 6, 7):  # the storage has codes that the format has not
-        low = np.asarray(codes, np.int8) >> (4 if kind.bits == 3 else 8) - kind.bits
-        codes = jnp.asarray(low.astype(kind.storage_dtype))
+    qvalue = draw(kind.storage_dtype, shape)
+    if kind.bits in (3, 5, 6, 7):  # the storage has quantized values that the format has not
+        low = np.asarray(qvalue, np.int8) >> (4 if kind.bits == 3 else 8) - kind.bits
+        qvalue = jnp.asarray(low.astype(kind.storage_dtype))
     q = qn.qarray(
-        codes,
+        qvalue,
         draw(kind.scale_dtype, scales),
         qtype,
         dtype,

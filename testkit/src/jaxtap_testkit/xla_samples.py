@@ -34,15 +34,17 @@ def equations(fn, *args):
     return list(visit(jax.make_jaxpr(fn)(*args).jaxpr, ()))
 
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
-def products(fn, *args, results=False):
-    """The dtypes of the operands of every product, with ``results`` those of its result as well."""
+def contractions(fn, *args, results=False):
+    """The dtypes of the operands of every contraction, with ``results`` those of its result as
+    well.
+    """
     return [
         tuple(v.aval.dtype.name for v in (*eqn.invars[:2], *(eqn.outvars if results else ())))
         for eqn, _ in equations(fn, *args)
-        if eqn.primitive.name in PRODUCTS
+        if eqn.primitive.name in CONTRACTIONS
     ]
 
 
@@ -96,12 +98,12 @@ def experts(params, x):
 
 
 def heads(w, x):
-    """A matrix whose columns are kept by one product; the other sums those of each head."""
+    """A matrix whose columns are kept by one contraction; the other sums those of each head."""
     q = x @ w
     return jnp.einsum("bhe,dhe->bhd", q.reshape(4, 4, 4), w.reshape(8, 4, 4))
 
 
-# name: function, parameters' shapes, the other argument, products of int8 in w8a8.
+# name: function, parameters' shapes, the other argument, contractions of int8 in w8a8.
 PROGRAMS = {
     "operator": (lambda w, x: x @ w, (8, 6), (4, 8), 1),
     "left": (lambda w, x: w @ x.T, (6, 8), (4, 8), 1),

@@ -1,4 +1,4 @@
-"""provider-xla: quantizes the matrix products and convolutions of a JAX program, JIT on.
+"""provider-xla: quantizes the matmuls and convolutions of a JAX program, JIT on.
 
 Importing this package does not import jax, so that plugin discovery stays light.
 """

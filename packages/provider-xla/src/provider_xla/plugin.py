@@ -11,12 +11,12 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
     return [
         ProviderSpec(
             name="ptq",
-            summary="post-training quantization: parameters and products in int8, int4, fp8",
+            summary="post-training quantization: parameters and contractions in int8, int4, fp8",
             factory="provider_xla:PtqProvider",
         ),
         ProviderSpec(
             name="qt",
-            summary="quantized training: products in int8, int4 or fp8, forward and backward",
+            summary="quantized training: contractions in int8, int4 or fp8, forward and backward",
             factory="provider_xla:QtProvider",
         ),
     ]

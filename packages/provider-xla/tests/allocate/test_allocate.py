@@ -19,12 +19,12 @@ W8 = QuantizationRule(weight_qtype="int8")
 QTYPES = ("int2", "int4", "int8")
 
 
-def is_codes(node):
+def is_qvalue(node):
     return isinstance(node, qn.QArray | qn.PackedQArray)
 
 
 def stored_bytes(params):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params, is_leaf=is_codes))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params, is_leaf=is_qvalue))
 
 
 def chosen(plan):
@@ -97,14 +97,14 @@ def test_the_plan_runs_what_was_measured(model):
     actual, expected = jax.jit(plan.apply(mlp))(stored, x), mlp(params, x)
     error = float(jnp.sum((actual - expected) ** 2) / jnp.sum(expected**2))
     assert error == pytest.approx(plan.allocation.measured, rel=1e-3)
-    assert [leaf.qtype for leaf in jax.tree.leaves(stored, is_leaf=is_codes)] == [
+    assert [leaf.qtype for leaf in jax.tree.leaves(stored, is_leaf=is_qvalue)] == [
         row.qtype for row in plan.allocation.weights
     ]
 
 
 def test_bits_go_where_they_matter(model):
     params, x = model
-    # Codes and scales of three in int8, and of the one beside in int2.
+    # Quantized values and scales of three in int8, and of the one beside in int2.
     size = (192 + 64) + (256 + 64) + (80 + 20) + (15 + 20)
     plan = planned(params, x).allocate(params, x, budget_bytes=size, qtypes=QTYPES)
     assert chosen(plan) == {
@@ -428,7 +428,7 @@ def test_a_parameter_that_the_batch_does_not_use():
     )
 
 
-def test_two_parameters_in_one_product():
+def test_two_parameters_in_one_contraction():
     a, b, x = draw((8, 4), (8, 2), (3, 8))
     params = {"a": a, "b": b}
 

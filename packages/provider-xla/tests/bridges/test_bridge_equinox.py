@@ -367,13 +367,13 @@ def test_static_ranges_and_random_keys():
         weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform"
     )
 
-    class Product(eqx.Module):
+    class Contraction(eqx.Module):
         weight: jax.Array
 
         def __call__(self, x):
             return x @ self.weight
 
-    model, xs = quantize_model(Product(net.weight.T), qat(noisy)), jnp.stack([x, x / 3, x**2])
+    model, xs = quantize_model(Contraction(net.weight.T), qat(noisy)), jnp.stack([x, x / 3, x**2])
 
     @jax.jit
     def grad(key):

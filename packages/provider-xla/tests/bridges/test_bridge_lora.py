@@ -320,7 +320,7 @@ def test_equinox_trains_what_its_partition_selects():
 
 
 def test_the_frozen_rest_gets_no_gradient():
-    """No product has the shape of the gradient of a parameter."""
+    """No contraction has the shape of the gradient of a parameter."""
     model = quantize_model(nnx_net(), ptq(), TOKENS)
     graph, lora, rest = nnx.split(model, nnx.LoRAParam, ...)
 

@@ -159,7 +159,7 @@ def test_checkpoints_as_vllm_has_them(tmp_path, case, parts):
     q = tree[f"{NAME}.weight"]
     assert q.dtype == jnp.bfloat16
     found = np.asarray(qn.dequantize(q.astype("float32")))
-    # Of float32 products of bfloat16 scales.
+    # Of float32 contractions of bfloat16 scales.
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     np.testing.assert_array_equal(tree["lm_head.weight"], head)
 

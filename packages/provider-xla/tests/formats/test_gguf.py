@@ -195,7 +195,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_products_with_a_minimum(name):
+def test_contractions_with_a_minimum(name):
     program, shape, x_shape = PROGRAMS[name]
     held, exact = affine(shape)
     x = np.random.default_rng(7).normal(size=x_shape).astype(np.float32)

@@ -10,12 +10,12 @@ from jaxtap_testkit import fake_kernels
 from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from jaxtap_testkit.xla_samples import draw
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
-from provider_xla.run.product import quantized_product
+from provider_xla.run.contraction import quantized_contraction
 
 
 @pytest.fixture(autouse=True)
 def fresh_programs():
-    quantized_product.clear_cache()
+    quantized_contraction.clear_cache()
 
 
 PROGRAMS = {
@@ -27,7 +27,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_base_product_runs_in_its_kernel(program, qtype):
+def test_the_base_contraction_runs_in_its_kernel(program, qtype):
     fn, shape = PROGRAMS[program]
     w, x = draw(shape, (8, 32))
     plan = PtqProvider(QuantizationRule(weight_qtype=qtype, rank=4)).plan(fn, w, x)

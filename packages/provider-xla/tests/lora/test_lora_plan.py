@@ -130,7 +130,7 @@ def test_one_parameter_has_one_adapter():
         QuantizationWarning, match="is ambiguous: rule 1 gives it an adapter of rank 2"
     ):
         plan = PtqProvider(rules).plan(fn, params, x)
-    assert plan.lora["args[0]['table']"].rank == 2  # the product's
+    assert plan.lora["args[0]['table']"].rank == 2  # the contraction's
 
 
 @pytest.mark.parametrize(

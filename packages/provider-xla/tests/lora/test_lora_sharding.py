@@ -77,7 +77,7 @@ def check_inside(body, in_specs, out_specs):
     y, gradient = formulas(stored, adapters)
     step = jax.value_and_grad(lambda a: (run(stored, X, adapters=a) ** 2).sum())
     assert_close(jax.jit(step)(adapters), ((y**2).sum(), gradient))
-    assert_close(jax.jit(run)(stored, X), X @ W, 0.02)  # without adapters, from codes
+    assert_close(jax.jit(run)(stored, X), X @ W, 0.02)  # without adapters, from quantized values
 
 
 def test_inside_of_shard_map_that_takes_the_parameter_whole():

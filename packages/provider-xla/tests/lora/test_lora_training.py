@@ -55,9 +55,9 @@ def test_the_base_gets_no_gradient_work(name):
     _, stored, adapters, x, run = prepared(fn, shapes, QLORA)
     step = jax.jit(jax.grad(lambda a, s, x: (run(s, x, adapters=a) ** 2).sum()))
     text = step.lower(adapters, stored, x).compile().as_text()
-    products = re.findall(r"= (\S+?)\{\S* dot\(", text)
-    assert len(products) >= 10  # it is there that a gradient would be
-    assert not {p for p in products if "16,40" in p or "40,16" in p}
+    contractions = re.findall(r"= (\S+?)\{\S* dot\(", text)
+    assert len(contractions) >= 10  # it is there that a gradient would be
+    assert not {p for p in contractions if "16,40" in p or "40,16" in p}
     # Nor is there ever a float array of all layers, in the backward pass either.
     assert not re.search(r"f32\[3,(16,40|40,16)\]", text)
 
@@ -154,7 +154,7 @@ def test_dropout_drops_what_the_adapter_sees():
     np.testing.assert_array_equal(first, old)
 
 
-def test_each_step_of_a_scan_and_each_product_drops_others():
+def test_each_step_of_a_scan_and_each_contraction_drops_others():
     def fn(ws, x):
         return lax.scan(lambda h, w: (h, (x @ w, x @ w)), x, ws)[1]
 

@@ -39,19 +39,19 @@ def prepared(fn, params, x, *rules):
     return plan, plan.quantize(params), filled(plan), plan.apply(fn)
 
 
-def is_codes(node):
+def is_qvalue(node):
     return isinstance(node, qn.QArray | qn.PackedQArray)
 
 
 def f64(x):
-    if is_codes(x):
+    if is_qvalue(x):
         x = qn.dequantize(qn.unpack(x) if isinstance(x, qn.PackedQArray) else x)
     return np.asarray(x, np.float64)
 
 
 def merged(plan, stored, adapters):
     """``Wq + alpha / rank * A B`` in float64, by one einsum per parameter."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_codes)
+    found, treedef = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_qvalue)
     leaves = []
     for path, leaf in found:
         w = f64(leaf)
@@ -82,8 +82,8 @@ def test_every_program_is_that_of_the_merged_parameters(name, qtype):
     fn, params, x = make(name)
     plan, stored, adapters, run = prepared(fn, params, x, rule(qtype))
     assert len(plan.lora) == len(jax.tree.leaves(params))
-    assert all(is_codes(leaf) == (qtype is not None)
-               for leaf in jax.tree.leaves(stored, is_leaf=is_codes))  # fmt: skip
+    assert all(is_qvalue(leaf) == (qtype is not None)
+               for leaf in jax.tree.leaves(stored, is_leaf=is_qvalue))  # fmt: skip
 
     def loss(adapters):
         y = run(stored, x, adapters=adapters)
@@ -205,7 +205,7 @@ def test_two_layers_in_float64():
     close(gradient["args[0]['v']"]["b"], s * (h @ a2).T @ dy)
 
 
-def test_activations_are_quantized_for_the_codes_alone():
+def test_activations_are_quantized_for_the_qvalue_alone():
     (w,), (x,) = draw((16, 8)), draw((4, 16), seed=1)
     both = rule("int8", act_qtype="int4")
     _, stored, adapters, run = prepared(lambda w, x: x @ w, w, x, both)

@@ -11,7 +11,7 @@ import provider_xla as xla
 import provider_xla.passes.optimize as driver
 from interception_core import JaxtapError
 from jaxtap_testkit.meshes import line, put
-from jaxtap_testkit.xla_samples import PROGRAMS, draw, make, products
+from jaxtap_testkit.xla_samples import PROGRAMS, contractions, draw, make
 from provider_xla import (
     Awq,
     Gptq,
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.sample(2)
 W4 = QuantizationRule(weight_qtype="int4")
 W8A8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 LEFT = {
-    "convolution": "no plain matrix product",
-    "transposed kernel": "no plain matrix product",
+    "convolution": "not a plain matmul",
+    "transposed kernel": "not a plain matmul",
     "tied": "take:0 uses it too",
     "indexed": "take:0 uses it too",
-    "experts": "no plain matrix product",
+    "experts": "not a plain matmul",
     "heads": "batch axes",
     "twice": "different axes",
     "cond": "different axes",
@@ -64,9 +64,10 @@ def test_every_program(name):
         assert any(isinstance(x, TransformedWeight) for x in jax.tree.leaves(
             stored, is_leaf=lambda x: isinstance(x, TransformedWeight)
         ))  # fmt: skip
-        # Codes reach all products, through scans and transposes: rotations are float products.
-        found = [dtypes for dtypes in products(plan.apply(fn), stored, x) if "int8" in dtypes]
-        assert found == products(plan.apply(fn), plan.quantize(params), x)
+        # Quantized values reach all contractions, through scans and transposes: rotations are float
+        # contractions.
+        found = [dtypes for dtypes in contractions(plan.apply(fn), stored, x) if "int8" in dtypes]
+        assert found == contractions(plan.apply(fn), plan.quantize(params), x)
 
 
 def two_layers(params, x):
@@ -110,7 +111,7 @@ def test_other_dtypes(dtype):
 
 
 def test_other_uses_get_the_parameter():
-    """A norm of the parameter, beside its product, and a lookup that the plan did not know."""
+    """A norm of the parameter, beside its contraction, and a lookup that the plan did not know."""
 
     def fn(w, x):
         return x @ w + jnp.square(w).sum()
@@ -155,7 +156,7 @@ def test_each_step_has_scales_of_its_own(passes):
     assert relative(jax.jit(plan.apply(fn))(stored, X), fn(params, X)) < limit
 
 
-def test_a_parameter_of_several_products_has_the_sum_of_their_activations():
+def test_a_parameter_of_several_contractions_has_the_sum_of_their_activations():
     def fn(w, x):
         return jnp.tanh(x @ w) @ w
 
@@ -195,7 +196,7 @@ def test_static_ranges_are_those_of_the_transformed_activation():
         plan.apply(two_layers, plan.calibrate(two_layers, TWO, [(x,)]))(stored, x)
     statistics = plan.calibrate(two_layers, stored, [(x,)])
     range_ = statistics["matmul:0#lhs (transformed)"]
-    # The mean over the rows, which are the batch axis, of what the product is given.
+    # The mean over the rows, which are the batch axis, of what the contraction is given.
     expected = np.abs(x / stored["up"].steps[0].by).max(1).mean()
     np.testing.assert_allclose(range_.upper.reshape(()), expected, rtol=1e-5)
     result = plan.apply(two_layers, statistics)(stored, x)
@@ -266,7 +267,7 @@ def test_sparsity_that_is_none(given):
         QuantizationRule(weight_qtype="int8", sparsity=given)
 
 
-def test_sparsity_needs_codes_and_is_not_for_training():
+def test_sparsity_needs_qvalue_and_is_not_for_training():
     with pytest.raises(ValueError, match="sparsity must be None where weight_qtype is None"):
         QuantizationRule(sparsity="2:4")
     with pytest.raises(ValueError, match="training keeps parameters dense"):
@@ -316,7 +317,7 @@ def test_the_report():
     assert "SmoothQuant: its activations stay float" in text
     rows = {row["path"]: row for row in report.as_json()}
     assert rows["args[0]['kernel']"]["rounded"] is None
-    assert "no plain matrix product" in rows["args[0]['kernel']"]["reasons"][""]
+    assert "not a plain matmul" in rows["args[0]['kernel']"]["reasons"][""]
     assert list(rows["args[0]['up']"]["after"]) == ["Hadamard", "SmoothQuant", "Gptq"]
     twice = plan.optimize(params, [(X,)], [Hadamard(), Hadamard(seed=1)]).report
     assert list(twice[0].after or twice[1].after) == ["Hadamard", "Hadamard 2"]
@@ -334,8 +335,8 @@ def test_sharded_parameters():
     for spec in (P(None, "d"), P("d", None)):
         given = put(mesh, w, *spec)
         stored, _ = plan.optimize(given, [(rows,)], [Hadamard(), Gptq()])
-        codes = stored.inner.qvalue
-        assert codes.sharding.is_equivalent_to(given.sharding, 2), codes.sharding
+        qvalue = stored.inner.qvalue
+        assert qvalue.sharding.is_equivalent_to(given.sharding, 2), qvalue.sharding
         expected = model(stored.restore(), x)
         result = jax.jit(plan.apply(model))(stored, rows)
         np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3, err_msg=str(spec))

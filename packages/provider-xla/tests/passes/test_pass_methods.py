@@ -37,7 +37,7 @@ def optimized(passes, w=W, batches=((X[:25],), (X[25:],)), fn=matmul, **fields):
     return plan, stored, report
 
 
-def codes_of(stored):
+def qarray_of(stored):
     return np.asarray(stored.qvalue, np.int32)
 
 
@@ -45,7 +45,7 @@ def float64_gptq(w, gram, scale, keep=None, damping=0.01, order=None, levels=7):
     """Optimal brain quantization in a given order: the inverse of what is left, each time."""
     w, order = w.astype(np.float64).copy(), list(range(len(w)) if order is None else order)
     gram = gram + damping * np.mean(np.diag(gram)) * np.eye(len(gram))
-    codes = np.zeros(w.shape, int)
+    qvalue = np.zeros(w.shape, int)
     while order:
         inverse = np.linalg.inv(gram[np.ix_(order, order)])
         first, rest = order[0], order[1:]
@@ -54,9 +54,9 @@ def float64_gptq(w, gram, scale, keep=None, damping=0.01, order=None, levels=7):
             code = code if keep is None or keep[first, n] else 0
             error = (w[first, n] - code * scale[first, n]) / inverse[0, 0]
             w[rest, n] -= error * inverse[0, 1:]
-            codes[first, n] = code
+            qvalue[first, n] = code
         order = rest
-    return codes
+    return qvalue
 
 
 def magnitude_mask(score, n, m):
@@ -76,13 +76,13 @@ GRAM = X.astype(np.float64).T @ X
     ("tile", "act_order", "block"),
     [(None, False, 128), (4, False, 5), (4, True, 128), (None, True, 1)],
 )
-def test_gptq_has_the_codes_of_optimal_brain_quantization(tile, act_order, block):
+def test_gptq_has_the_qvalue_of_optimal_brain_quantization(tile, act_order, block):
     passes = [Gptq(act_order=act_order, block=block)]
     _, stored, report = optimized(passes, weight_qtype="int4", tile_size=tile)
     tiles = np.abs(W).reshape(-1, tile or K, N).max(1) / 7
     order = np.argsort(-np.diag(GRAM), kind="stable") if act_order else None
     expected = float64_gptq(W, GRAM, np.repeat(tiles, tile or K, axis=0), order=order)
-    np.testing.assert_array_equal(codes_of(stored), expected)
+    np.testing.assert_array_equal(qarray_of(stored), expected)
     assert report[0].after["Gptq"] < 0.8 * report[0].rounded
 
 
@@ -90,7 +90,7 @@ def test_gptq_with_zeros_makes_up_for_them():
     _, stored, _ = optimized([Gptq(act_order=False)], weight_qtype="int4", sparsity="2:4")
     keep = magnitude_mask(np.abs(W), 2, 4)
     scale = np.broadcast_to(np.abs(np.where(keep, W, 0)).max(0) / 7, W.shape)
-    np.testing.assert_array_equal(codes_of(stored), float64_gptq(W, GRAM, scale, keep))
+    np.testing.assert_array_equal(qarray_of(stored), float64_gptq(W, GRAM, scale, keep))
 
 
 def test_gptq_of_a_channel_that_is_always_0():
@@ -98,7 +98,7 @@ def test_gptq_of_a_channel_that_is_always_0():
     x[:, 5] = 0
     _, stored, _ = optimized([Gptq()], weight_qtype="int4", batches=[(x,)])
     rounded = qn.quantize(W, "int4", channel_axes=(1,))
-    np.testing.assert_array_equal(codes_of(stored)[5], codes_of(rounded)[5])
+    np.testing.assert_array_equal(qarray_of(stored)[5], qarray_of(rounded)[5])
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_smoothquant_scales(alpha):
     expected /= np.abs(W).max(1).astype(np.float64) ** (1 - alpha)
     np.testing.assert_allclose(stored.steps[0].by, expected, rtol=1e-5)
     rounded = qn.quantize(W * stored.steps[0].by[:, None], "int8", channel_axes=(1,))
-    np.testing.assert_array_equal(codes_of(stored.inner), codes_of(rounded))
+    np.testing.assert_array_equal(qarray_of(stored.inner), qarray_of(rounded))
 
 
 def test_smoothquant_of_channels_that_are_always_0():
@@ -153,7 +153,7 @@ def test_smoothquant_of_channels_that_are_always_0():
     assert np.isfinite(by).all()
 
 
-def test_smoothquant_leaves_products_with_float_activations():
+def test_smoothquant_leaves_contractions_with_float_activations():
     _, stored, report = optimized([SmoothQuant()], weight_qtype="int8")
     assert isinstance(stored, qn.QArray)
     assert report[0].reasons == {"SmoothQuant": "its activations stay float"}
@@ -200,7 +200,7 @@ def test_wanda_keeps_the_largest_products():
     fields = {"weight_qtype": "int8", "sparsity": "2:4"}
     _, stored, _ = optimized([Wanda()], **fields)
     keep = magnitude_mask(np.abs(W) * np.linalg.norm(X.astype(np.float64), axis=0)[:, None], 2, 4)
-    np.testing.assert_array_equal(codes_of(stored) != 0, keep)
+    np.testing.assert_array_equal(qarray_of(stored) != 0, keep)
     assert (keep != magnitude_mask(np.abs(W), 2, 4)).any()
 
 
@@ -248,7 +248,7 @@ def test_hadamard_where_it_is_told():
 
 @pytest.mark.slow
 def test_passes_compose():
-    """The codes after both are those of Gptq with the rotated Gram matrix."""
+    """The quantized values after both are those of Gptq with the rotated Gram matrix."""
     passes = [Hadamard(), SmoothQuant(), Gptq(act_order=False)]
     fields = {"weight_qtype": "int4", "act_qtype": "int8"}
     _, stored, _ = optimized(passes, **fields)
@@ -259,7 +259,7 @@ def test_passes_compose():
     np.testing.assert_allclose(scaled.by, by, rtol=1e-4)
     x, w = x / by, w * by[:, None]
     scale = np.broadcast_to(np.abs(w).max(0) / 7, w.shape)
-    np.testing.assert_array_equal(codes_of(stored.inner), float64_gptq(w, x.T @ x, scale))
+    np.testing.assert_array_equal(qarray_of(stored.inner), float64_gptq(w, x.T @ x, scale))
 
 
 @pytest.mark.slow

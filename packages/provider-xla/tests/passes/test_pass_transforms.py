@@ -1,4 +1,4 @@
-"""What passes do to activations and parameters leaves their product what it is."""
+"""What passes do to activations and parameters leaves their contraction what it is."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import quant_numerics as qn
 from jaxtap_testkit import examples
 from jaxtap_testkit.coded import followed
 from provider_xla import TransformedWeight
-from provider_xla.program.products import MatrixProduct
+from provider_xla.program.contractions import Matmul
 from provider_xla.run.transformed import Rotated, Scaled, hadamard
 
 
@@ -49,7 +49,7 @@ def steps(draw, k, lead=()):
 @pytest.mark.slow
 @examples(25)
 @given(data=st.data(), k=st.sampled_from([1, 3, 4, 12, 16]), seed=st.integers(0, 2**32 - 1))
-def test_the_product_is_unchanged(data, k, seed):
+def test_the_contraction_is_unchanged(data, k, seed):
     x, w = normal(seed, 5, k), normal(seed + 1, k, 4)
     y, v = jnp.asarray(x), jnp.asarray(w)
     used = data.draw(steps(k))
@@ -91,8 +91,8 @@ def test_several_contracted_axes_in_any_place(data):
     x = normal(5, *sizes)
     x_axes = [places.index(k_axes.index(axis)) for axis in pairs]
     dims = ((tuple(x_axes), tuple(pairs)), ((), ()))
-    product = MatrixProduct(dims, None, None, None)
-    turned = weight.activation(product, 1, jnp.asarray(x))
+    contraction = Matmul(dims, None, None, None)
+    turned = weight.activation(contraction, 1, jnp.asarray(x))
     assert turned.shape == x.shape
     expected = np.tensordot(x.astype(np.float64), w, (x_axes, pairs))
     actual = np.tensordot(turned, qn.dequantize(weight.inner), (x_axes, pairs))

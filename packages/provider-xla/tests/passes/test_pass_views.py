@@ -29,7 +29,7 @@ LEFT = {
     "masked and used twice": "different axes",
     "masked steps under remat": "computed in a loop",
     "mapped and scaled": "cut, merged or split",
-    "flipped kernel": "no plain matrix product",
+    "flipped kernel": "not a plain matmul",
 }
 
 

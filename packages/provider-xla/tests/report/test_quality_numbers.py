@@ -39,7 +39,9 @@ def reported(fn, params, *batch, rules=W8A8, provider=PtqProvider, time=False, *
 
 
 def rounded(x, axes, top):
-    """Codes and scales in float64: the largest magnitude along ``axes`` is the code ``top``."""
+    """Quantized values and scales in float64: the largest magnitude along ``axes`` is the code
+    ``top``.
+    """
     x = np.asarray(x, np.float64)
     scale = np.abs(x).max(axes, keepdims=True).astype(np.float32).astype(np.float64) / top
     return np.rint(x / scale) * scale
@@ -59,7 +61,7 @@ def check(error, expected, found, about=0.02):
 @pytest.mark.parametrize(
     ("rule", "top", "acts"), [(W8, 127, False), (W8A8, 127, True), (W4, 7, False)]
 )
-def test_a_product(rule, top, acts, engine):
+def test_a_contraction(rule, top, acts, engine):
     w, x = rows(0, 32, 24), rows(1, 16, 32)
 
     def fn(w, x):
@@ -67,9 +69,9 @@ def test_a_product(rule, top, acts, engine):
 
     report = reported(fn, w, x, rules=rule, engine=engine, time=engine == "patch")
     (op,) = report.ops
-    codes = rounded(w, 0, top)
+    qvalue = rounded(w, 0, top)
     expected = np.float64(x) @ np.float64(w)
-    found = (rounded(x, 1, 127) if acts else np.float64(x)) @ codes
+    found = (rounded(x, 1, 127) if acts else np.float64(x)) @ qvalue
     check(op.error, expected, found)
     assert op.calls == 1
     assert op.flops == 2 * 16 * 32 * 24
@@ -81,7 +83,7 @@ def test_a_product(rule, top, acts, engine):
     assert output.cosine == pytest.approx(cosine, abs=1e-6)
     assert output.shape == (16, 24)
     (parameter,) = report.parameters
-    check(parameter.error, np.float64(w), codes)
+    check(parameter.error, np.float64(w), qvalue)
     assert parameter.bytes_before == 32 * 24 * 4
     assert parameter.bytes_after == 32 * 24 * (1 if top == 127 else 0.5) + 24 * 4
 
@@ -134,15 +136,15 @@ def test_parameters_that_are_mapped_over():
 
 
 def test_the_error_is_that_of_what_is_stored():
-    """Both products have one scale for all of the parameter, which each alone would not."""
+    """Both contractions have one scale for all of the parameter, which each alone would not."""
     w, x = rows(0, 8, 6), rows(1, 4, 8)
     w *= np.geomspace(0.1, 1, 6, dtype=np.float32)
     report = reported(lambda w, x: jnp.tanh(x @ w) @ w.T, w, x, rules=W8)
-    codes = rounded(w, None, 127)
+    qvalue = rounded(w, None, 127)
     first, second = report.ops
     hidden = np.tanh(np.float64(x) @ np.float64(w))
-    check(first.error, np.float64(x) @ np.float64(w), np.float64(x) @ codes)
-    check(second.error, hidden @ np.float64(w).T, hidden @ codes.T)
+    check(first.error, np.float64(x) @ np.float64(w), np.float64(x) @ qvalue)
+    check(second.error, hidden @ np.float64(w).T, hidden @ qvalue.T)
     assert abs(first.error.sqnr_db - sqnr(x @ w, x @ rounded(w, 0, 127))) > 0.5
 
 
@@ -174,7 +176,7 @@ def test_lookups():
     assert (op.op_name, op.flops, op.seconds) == ("take", 0, None)
 
 
-def test_codes_of_odd_bits():
+def test_qvalue_of_odd_bits():
     w, x = rows(0, 16, 8), rows(1, 4, 16)
     report = reported(
         lambda w, x: x @ w, w, x, rules=QuantizationRule(weight_qtype="int5"), time=True

@@ -1,4 +1,6 @@
-"""Weights that are packed for kernels are saved as codes and scales, and packed when loaded."""
+"""Weights that are packed for kernels are saved as quantized values and scales, and packed when
+loaded.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import quant_numerics as qn
 from jaxtap_testkit import fake_kernels
 from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, same
-from provider_xla.kernels.packed import codes_of
+from provider_xla.kernels.packed import qarray_of
 
 RULES = {
     "int8": xla.QuantizationRule(weight_qtype="int8"),
@@ -30,34 +32,34 @@ def is_packed(node):
 def test_round_trip(tmp_path, rule, path):
     params, path = mlp_params(), tmp_path / path
     plan = mlp_plan(RULES[rule], params=params)
-    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
+    packed, qvalue = plan.quantize(params), plan.quantize(params, prepack=False)
     assert sum(map(is_packed, jax.tree.leaves(packed, is_leaf=is_packed))) == 3
     xla.save(path, packed, plan)
-    same(xla.load(path), codes)
-    same(xla.load(path, plan=plan, prepack=False), codes)
+    same(xla.load(path), qvalue)
+    same(xla.load(path, plan=plan, prepack=False), qvalue)
     same(xla.load(path, plan=plan), packed)
     x = jnp.ones((2, 16))
     run = jax.jit(plan.apply(mlp))
     np.testing.assert_array_equal(run(xla.load(path, plan=plan), x), run(packed, x))
 
 
-def test_the_file_is_that_of_codes(tmp_path):
+def test_the_file_is_that_of_qvalue(tmp_path):
     params = mlp_params()
     plan = mlp_plan(params=params)
-    for name, prepack in (("packed", True), ("codes", False)):
+    for name, prepack in (("packed", True), ("qvalue", False)):
         xla.save(tmp_path / f"{name}.safetensors", plan.quantize(params, prepack=prepack), plan)
-    packed, codes = (tmp_path / f"{n}.safetensors" for n in ("packed", "codes"))
-    assert packed.read_bytes() == codes.read_bytes()
+    packed, qvalue = (tmp_path / f"{n}.safetensors" for n in ("packed", "qvalue"))
+    assert packed.read_bytes() == qvalue.read_bytes()
 
 
 def test_weights_of_one_layout_are_unpacked_by_one_program(tmp_path):
     params = mlp_params(depth=6, width=24, out=8)
     plan = mlp_plan(params=params)
     packed = plan.quantize(params)
-    before = codes_of._cache_size()
+    before = qarray_of._cache_size()
     xla.save(tmp_path / "a.safetensors", packed, plan)
     # The layers' and the head's.
-    assert codes_of._cache_size() - before == 2
+    assert qarray_of._cache_size() - before == 2
 
 
 def test_one_scale_for_all(tmp_path):
@@ -65,14 +67,14 @@ def test_one_scale_for_all(tmp_path):
     params = mlp_params()
     rule = xla.QtRule(weight_qtype="int8", disable_channelwise_axes=True)
     plan = xla.QtProvider(rule).plan(mlp, params, jnp.ones((2, 16)))
-    packed, codes = plan.quantize(params), plan.quantize(params, prepack=False)
-    assert codes["head"].scale.shape == (1, 1)
+    packed, qvalue = plan.quantize(params), plan.quantize(params, prepack=False)
+    assert qvalue["head"].scale.shape == (1, 1)
     if is_packed(packed["head"]):
         xla.save(tmp_path / "a", packed, plan)
-        same(xla.load(tmp_path / "a"), codes)
+        same(xla.load(tmp_path / "a"), qvalue)
     xla.save(tmp_path / "b", packed)
     loaded = xla.load(tmp_path / "b")
-    np.testing.assert_array_equal(qn.dequantize(loaded["head"]), qn.dequantize(codes["head"]))
+    np.testing.assert_array_equal(qn.dequantize(loaded["head"]), qn.dequantize(qvalue["head"]))
 
 
 def test_what_cannot_be_unpacked(tmp_path, monkeypatch):
@@ -100,8 +102,8 @@ def test_transformed_and_packed(tmp_path):
     plan = mlp_plan(RULES["int8"], params=params)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
     packed = plan.optimize(params, [(x,)], [xla.Hadamard()]).params
-    codes = plan.optimize(params, [(x,)], [xla.Hadamard()], prepack=False).params
+    qvalue = plan.optimize(params, [(x,)], [xla.Hadamard()], prepack=False).params
     assert is_packed(packed["head"].inner)
     xla.save(tmp_path / "a.safetensors", packed, plan)
-    same(xla.load(tmp_path / "a.safetensors"), codes)
+    same(xla.load(tmp_path / "a.safetensors"), qvalue)
     same(xla.load(tmp_path / "a.safetensors", plan=plan), packed)

@@ -192,21 +192,21 @@ def test_any_tree_in_a_checkpoint(tmp_path, tree):
 
 
 def unpacked_by_hand(found, dtype, last):
-    """The codes in bytes, one after the other, the first in the lowest bits."""
+    """The quantized values in bytes, one after the other, the first in the lowest bits."""
     n = BITS[dtype]
     flat = [(int(byte) >> (n * i)) % 2**n for byte in found.reshape(-1) for i in range(8 // n)]
     return np.array(flat, np.uint8).reshape(*found.shape[:-1], -1)[..., :last]
 
 
 @pytest.mark.parametrize("dtype", sorted(BITS))
-def test_codes_are_packed_as_documented(tmp_path, dtype):
+def test_qvalue_are_packed_as_documented(tmp_path, dtype):
     array = random_bits(dtype, (3, 7))
-    xla.save(tmp_path / "a.safetensors", {"codes": jnp.asarray(array)})
-    found = safetensors.numpy.load_file(tmp_path / "a.safetensors")["codes"]
+    xla.save(tmp_path / "a.safetensors", {"qvalue": jnp.asarray(array)})
+    found = safetensors.numpy.load_file(tmp_path / "a.safetensors")["qvalue"]
     assert found.dtype == np.uint8
     assert found.shape == (3, -(-7 * BITS[dtype] // 8))
-    codes = array.view(np.uint8) & (2 ** BITS[dtype] - 1)
-    np.testing.assert_array_equal(unpacked_by_hand(found, dtype, 7), codes)
+    qvalue = array.view(np.uint8) & (2 ** BITS[dtype] - 1)
+    np.testing.assert_array_equal(unpacked_by_hand(found, dtype, 7), qvalue)
 
 
 def test_any_reader_reads_the_other_dtypes(tmp_path):
@@ -219,10 +219,10 @@ def test_any_reader_reads_the_other_dtypes(tmp_path):
 
 
 def test_the_file_is_small(tmp_path):
-    codes = {"w": jnp.asarray(random_bits("int4", (256, 256)))}
+    qvalue = {"w": jnp.asarray(random_bits("int4", (256, 256)))}
     for name, most in (("a.safetensors", 256 * 128 + 4096), ("a", 256 * 128 * 1.1 + 8192)):
         path = tmp_path / name
-        xla.save(path, codes)
+        xla.save(path, qvalue)
         files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
         assert sum(file.stat().st_size for file in files) < most
 

@@ -128,7 +128,8 @@ def test_every_format(tmp_path, name, other):
             packed = isinstance(q, qn.PackedQArray)
             first = q.planes if packed else q.qvalue
             parts = {str(shard.index) for shard in first.addressable_shards}
-            # The 16 last codes of int3, int5, int6 and int7 are in 2 bytes, not in 4 parts.
+            # The 16 last quantized values of int3, int5, int6 and int7 are in 2 bytes, not in 4
+            # parts.
             assert len(parts) > 1 or (packed and spec[-1] == "b"), (qtype, spec)
 
 

@@ -129,7 +129,7 @@ def test_derivatives_reach_the_scales_of_what_it_is_made_of(jit):
     np.testing.assert_allclose(ours, want, rtol=1e-5)
 
 
-def test_no_derivative_goes_through_the_codes(jit):
+def test_no_derivative_goes_through_the_qvalue(jit):
     grad = jit(jax.grad(lambda h: jnp.sum(as_lo(h).scale) + jnp.sum(dequantize(h))))(hi(X[0]))
     np.testing.assert_array_equal(grad, np.ones((3, 8)))
 

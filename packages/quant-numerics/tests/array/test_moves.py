@@ -20,11 +20,11 @@ pytestmark = pytest.mark.sample(2)
 def of_groups(shape, groups, seed=0, qtype="int8", zero_point=False):
     """A QArray with `groups` scales along each axis, all different."""
     rng = np.random.default_rng(seed)
-    codes = rng.integers(-7, 8, shape).astype(get_qtype(qtype).storage_dtype)
+    qvalue = rng.integers(-7, 8, shape).astype(get_qtype(qtype).storage_dtype)
     scale = (1 + rng.permutation(int(np.prod(groups))).reshape(groups)).astype(np.float32)
-    points = rng.integers(-3, 4, groups).astype(codes.dtype) if zero_point else None
+    points = rng.integers(-3, 4, groups).astype(qvalue.dtype) if zero_point else None
     return QArray(
-        jnp.asarray(codes), jnp.asarray(scale), points, qtype=qtype, dtype=jnp.dtype("float32")
+        jnp.asarray(qvalue), jnp.asarray(scale), points, qtype=qtype, dtype=jnp.dtype("float32")
     )
 
 

@@ -23,7 +23,7 @@ PACKABLE = ["int3", "int5", "int6", "int7"]
 @pytest.mark.parametrize("qtype", PACKABLE)
 @pytest.mark.parametrize("shape", [(16,), (3, 5), (2, 1, 9), (2, 0), (0, 8)])
 @pytest.mark.parametrize("method", ["absmax", "minmax"])
-def test_codes_come_back(qtype, shape, method):
+def test_qvalue_come_back(qtype, shape, method):
     rng = np.random.default_rng(0)
     q = quantize(rng.normal(size=shape).astype(np.float32), qtype, method=method)
     p = jax.jit(pack)(q)
@@ -49,9 +49,9 @@ def test_every_code(qtype):
 
 def test_bit_planes_are_numpys_packbits():
     q = quantize(np.arange(-15, 16, dtype=np.float32), "int5")
-    codes = np.asarray(q.qvalue).astype(np.uint8)
+    qvalue = np.asarray(q.qvalue).astype(np.uint8)
     for bit, plane in enumerate(np.asarray(pack(q).planes)):
-        np.testing.assert_array_equal(plane, np.packbits(codes >> bit & 1, bitorder="little"))
+        np.testing.assert_array_equal(plane, np.packbits(qvalue >> bit & 1, bitorder="little"))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ def sample(qtype="int8", **options):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
-def test_it_flattens_to_codes_and_scale(qtype):
+def test_it_flattens_to_qvalue_and_scale(qtype):
     q = sample(qtype=qtype, channel_axes=(0,))
     leaves, tree = jax.tree.flatten(q)
     assert [leaf.shape for leaf in leaves] == [(4, 6), (4, 1)]
@@ -54,7 +54,7 @@ def test_static_fields_are_part_of_the_jit_key():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
-def test_scan_slices_codes_and_scales_together(qtype):
+def test_scan_slices_qvalue_and_scales_together(qtype):
     x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
     stacked = jax.jit(jax.vmap(lambda x: quantize(x, qtype, channel_axes=(0,))))(x)
     assert stacked.scale.shape == (3, 4, 1)
@@ -112,21 +112,21 @@ def test_qarray_checks_zero_points():
 
 
 def test_qarray_checks_global_scales():
-    codes = jnp.ones((4, 32), jnp.float4_e2m1fn)
+    qvalue = jnp.ones((4, 32), jnp.float4_e2m1fn)
     scale = jnp.ones((4, 2), jnp.float8_e4m3fn)
     outer = jnp.full((4, 1), 2.0)
-    q = qarray(codes, scale, "nvfp4", jnp.float32, global_scale=outer)
+    q = qarray(qvalue, scale, "nvfp4", jnp.float32, global_scale=outer)
     assert jnp.array_equal(dequantize(q), jnp.full((4, 32), 2.0))
     with pytest.raises(ValueError, match="must be given for qtype 'nvfp4', got None"):
-        qarray(codes, scale, "nvfp4", jnp.float32)
+        qarray(qvalue, scale, "nvfp4", jnp.float32)
     with pytest.raises(ValueError, match="must be None for qtype 'int8', got one"):
         qarray(CODES, jnp.ones((1, 1)), "int8", jnp.float32, global_scale=outer)
     with pytest.raises(ValueError, match="global_scale must have the axes of a scale"):
-        qarray(codes, scale, "nvfp4", jnp.float32, global_scale=jnp.ones((2, 1)))
+        qarray(qvalue, scale, "nvfp4", jnp.float32, global_scale=jnp.ones((2, 1)))
     with pytest.raises(TypeError, match="global_scale must be float32"):
-        qarray(codes, scale, "nvfp4", jnp.float32, global_scale=scale[:, :1])
+        qarray(qvalue, scale, "nvfp4", jnp.float32, global_scale=scale[:, :1])
     with pytest.raises(TypeError, match="scale must be float8_e4m3fn"):
-        qarray(codes, outer, "nvfp4", jnp.float32, global_scale=outer)
+        qarray(qvalue, outer, "nvfp4", jnp.float32, global_scale=outer)
 
 
 @pytest.mark.slow

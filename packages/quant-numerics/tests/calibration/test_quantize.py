@@ -49,7 +49,7 @@ def expand(scale, shape):
 @pytest.mark.slow
 @examples(30)
 @given(cases())
-def test_scale_and_codes_follow_their_definition(case):
+def test_scale_and_qvalue_follow_their_definition(case):
     x, kinds, qtype = case
     q = compiled(x, qtype, **axes(kinds))
     qmax = get_qtype(qtype).qmax
@@ -70,8 +70,8 @@ def test_scale_and_codes_follow_their_definition(case):
         want = max(absmax / qmax, TINY)
         np.testing.assert_allclose(scale[index], want, rtol=3e-7)
     per_element = expand(scale, x.shape)
-    codes = np.clip(np.rint(x / per_element), -qmax, qmax)
-    np.testing.assert_array_equal(np.asarray(q.qvalue).astype(np.float32), codes)
+    qvalue = np.clip(np.rint(x / per_element), -qmax, qmax)
+    np.testing.assert_array_equal(np.asarray(q.qvalue).astype(np.float32), qvalue)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_halves_round_to_even():
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_codes_come_back_exactly_in_every_dtype(qtype, dtype):
+def test_qvalue_come_back_exactly_in_every_dtype(qtype, dtype):
     qmax = get_qtype(qtype).qmax
     x = jnp.arange(-qmax, qmax + 1, dtype=jnp.float32).astype(dtype)
     q = compiled(x, qtype)
@@ -128,8 +128,8 @@ def test_special_slices(fn):
     x = np.array([row for row, _, _ in ROWS.values()], np.float32)
     q = fn(x, "int8", channel_axes=(0,))
     scale, back = np.asarray(q.scale), np.asarray(dequantize(q))
-    for i, (row, want, codes) in enumerate(ROWS.values()):
-        assert q.qvalue[i].tolist() == codes
+    for i, (row, want, qvalue) in enumerate(ROWS.values()):
+        assert q.qvalue[i].tolist() == qvalue
         if want is not None:
             np.testing.assert_allclose(scale[i, 0], want, rtol=1e-6)
         # All of a slice is non-finite, or none of it.

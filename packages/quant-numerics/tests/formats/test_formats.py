@@ -77,13 +77,13 @@ def test_integers_are_within_half_a_step(qtype, method, seed):
     q = compiled(x, qtype, method=method, **rows(qtype))
     step = per_element(q.scale, x.shape)
     assert np.all(np.abs(value(q) - x) <= step * (0.5 + 1e-2 * (qtype == "int16") + 1e-4))
-    codes = np.asarray(q.qvalue).astype(int)
+    qvalue = np.asarray(q.qvalue).astype(int)
     kind = get_qtype(qtype)
     low, high = (-kind.qmax, kind.qmax) if method == "absmax" else kind.asymmetric
-    assert low <= codes.min()
-    assert codes.max() <= high
+    assert low <= qvalue.min()
+    assert qvalue.max() <= high
     # The range is used to its ends.
-    assert codes.max() - codes.min() >= (high - low) // 2
+    assert qvalue.max() - qvalue.min() >= (high - low) // 2
 
 
 @pytest.mark.slow
@@ -133,9 +133,9 @@ def test_mx_scales_are_the_specifications_powers_of_two(qtype, magnitude):
     want = 2.0 ** np.maximum(np.floor(np.log2(blocks)) - largest, -126)
     np.testing.assert_array_equal(np.asarray(q.scale).astype(np.float64), want)
     kind = get_qtype(qtype)
-    codes = np.clip(x / per_element(want, x.shape), -kind.qmax, kind.qmax)
+    qvalue = np.clip(x / per_element(want, x.shape), -kind.qmax, kind.qmax)
     np.testing.assert_array_equal(
-        np.asarray(q.qvalue).astype(np.float32), codes.astype(ML[qtype]).astype(np.float32)
+        np.asarray(q.qvalue).astype(np.float32), qvalue.astype(ML[qtype]).astype(np.float32)
     )
 
 

@@ -68,10 +68,10 @@ def test_aliases_and_dtypes(given, name):
 
 
 def test_int4_storage_keeps_every_code():
-    codes = jnp.arange(-7, 8, dtype=jnp.int8)
-    stored = jax.jit(lambda c: c.astype(jnp.int4))(codes)
+    qvalue = jnp.arange(-7, 8, dtype=jnp.int8)
+    stored = jax.jit(lambda c: c.astype(jnp.int4))(qvalue)
     assert stored.dtype == jnp.int4
-    assert jnp.array_equal(stored.astype(jnp.int8), codes)
+    assert jnp.array_equal(stored.astype(jnp.int8), qvalue)
 
 
 def test_the_table_and_its_entries_are_frozen():

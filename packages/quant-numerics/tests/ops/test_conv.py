@@ -39,10 +39,10 @@ def reference(lhs, rhs, *args, **options):
 def coarse(shape, channel_axis, seed, qtype="int8"):
     """A QArray with scales 0.5, 1 and 2 and few bits, so that float32 sums are exact."""
     rng = np.random.default_rng(seed)
-    codes = rng.integers(-7, 8, shape).astype(get_qtype(qtype).storage_dtype)
+    qvalue = rng.integers(-7, 8, shape).astype(get_qtype(qtype).storage_dtype)
     scale_shape = [n if a == channel_axis else 1 for a, n in enumerate(shape)]
     scale = (2.0 ** rng.integers(-1, 2, scale_shape)).astype(np.float32)
-    return qarray(codes, scale, qtype, jnp.float32)
+    return qarray(qvalue, scale, qtype, jnp.float32)
 
 
 def channel_axes(shape_l, shape_r, options):
@@ -276,7 +276,7 @@ def test_other_scales_are_refused():
 
 
 def ones(shape, qtype="int8"):
-    """All codes are as large as can be."""
+    """All quantized values are as large as can be."""
     return jax.jit(lambda: quantize(jnp.ones(shape), qtype))()
 
 
@@ -384,11 +384,11 @@ def test_on_cpu_floats_are_used_where_they_are_exact(features, window, in_floats
 
     Files of others have -128, whose 1024 products reach 2**24.
     """
-    codes = np.full((1, features, window), -128, np.int8)
-    codes[0, 0, 0] = -127
+    qvalue = np.full((1, features, window), -128, np.int8)
+    qvalue[0, 0, 0] = -127
     one = np.ones((1, 1, 1), np.float32)
-    lhs = qarray(codes, one, "int8", jnp.float32)
-    rhs = qarray(codes, one, "int8", jnp.float32)
+    lhs = qarray(qvalue, one, "int8", jnp.float32)
+    rhs = qarray(qvalue, one, "int8", jnp.float32)
     lowered = jax.jit(lambda a, b: conv_general_dilated(a, b, (1,), "VALID")).lower(lhs, rhs)
     lines = [x for x in lowered.as_text().splitlines() if "stablehlo.convolution" in x]
     assert len(lines) == convolutions

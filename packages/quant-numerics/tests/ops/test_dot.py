@@ -66,10 +66,13 @@ def problems(draw, qtypes=QTYPES):
         ]
         qtype = draw(qtypes)
         qmax = get_qtype(qtype).qmax
-        codes = rng.integers(-qmax, qmax + 1, [n for _, n in axes]).astype(np.int8)
+        qvalue = rng.integers(-qmax, qmax + 1, [n for _, n in axes]).astype(np.int8)
         scale = 2.0 ** rng.integers(-1, 2, groups)
         q = qarray(
-            codes.astype(get_qtype(qtype).storage_dtype), scale.astype(np.float32), qtype, "float32"
+            qvalue.astype(get_qtype(qtype).storage_dtype),
+            scale.astype(np.float32),
+            qtype,
+            "float32",
         )
         sides.append(("".join(c for c, _ in axes), q))
     (in_l, lhs), (in_r, rhs) = sides

@@ -117,17 +117,17 @@ def test_a_bfloat16_side_is_widened_where_it_must_be(primitives, qtype, dtype):
     assert [e[1] for e in eqns if e[0] == "dot_general"] == [[dtype, dtype]]
 
 
-def whole_codes(draw, rng, qtype, shape, scale_shape, zero_point):
+def whole_qvalue(draw, rng, qtype, shape, scale_shape, zero_point):
     """A QArray with power-of-two scales, so that all arithmetic is exact."""
     kind = get_qtype(qtype)
     low, high = kind.asymmetric if zero_point else (-kind.qmax, kind.qmax)
-    codes = rng.integers(low, high + 1, shape).astype(np.int16).astype(kind.storage_dtype)
+    qvalue = rng.integers(low, high + 1, shape).astype(np.int16).astype(kind.storage_dtype)
     point = None
     if zero_point:
         point = rng.integers(low, high + 1, scale_shape).astype(np.int16)
         point = point.astype(kind.storage_dtype)
     scale = (2.0 ** rng.integers(-1, 2, scale_shape)).astype(np.float32)
-    return qarray(codes, scale, qtype, jnp.float32, zero_point=point)
+    return qarray(qvalue, scale, qtype, jnp.float32, zero_point=point)
 
 
 @st.composite
@@ -146,7 +146,7 @@ def problems(draw):
         scale_shape = [
             draw(st.sampled_from([1, tiles[c]] if c in tiles else [1, n])) for c, n in axes
         ]
-        sides.append(("".join(c for c, _ in axes), whole_codes(
+        sides.append(("".join(c for c, _ in axes), whole_qvalue(
             draw, rng, draw(st.sampled_from(SMALL_INTS)), [n for _, n in axes], scale_shape,
             draw(st.booleans())
         )))  # fmt: skip
@@ -185,8 +185,8 @@ def test_zero_points_at_their_ends_do_not_overflow():
 @pytest.mark.parametrize("zero_point", [False, True])
 def test_long_sums_of_int16_do_not_overflow(other, zero_point):
     rng = np.random.default_rng(0)
-    lhs = whole_codes(None, rng, "int16", (2, 3000), (2, 1), zero_point)
-    rhs = whole_codes(None, rng, other, (3000, 2), (1, 2), zero_point)
+    lhs = whole_qvalue(None, rng, "int16", (2, 3000), (2, 1), zero_point)
+    rhs = whole_qvalue(None, rng, other, (3000, 2), (1, 2), zero_point)
     want = value(lhs) @ value(rhs)
     bound = np.abs(value(lhs)) @ np.abs(value(rhs)) * 1e-6
     assert np.all(np.abs(np.asarray(run(lhs, rhs)) - want) <= bound)
@@ -249,9 +249,9 @@ def gemv_problems():
         ((512,), (2048, 512), (((0,), (1,)), ((), ()))),
         ((1, 8, 1, 64), (64, 64, 8, 32), (((3, 1), (0, 2)), ((), ()))),
     ]:
-        codes = [rng.integers(-127, 128, shape).astype(np.int8) for shape in (row, matrix)]
+        qvalue = [rng.integers(-127, 128, shape).astype(np.int8) for shape in (row, matrix)]
         ones = [np.ones([1] * len(shape), np.float32) for shape in (row, matrix)]
-        sides = [qarray(*parts, "int8", jnp.float32) for parts in zip(codes, ones, strict=True)]
+        sides = [qarray(*parts, "int8", jnp.float32) for parts in zip(qvalue, ones, strict=True)]
         yield sides, dims
 
 

@@ -25,12 +25,14 @@ def run(spec, lhs, rhs, **options):
 
 
 def coarse(shape, seed):
-    """A QArray with small codes, so that float32 sums are exact; per-channel on the first axis."""
+    """A QArray with small quantized values, so that float32 sums are exact; per-channel on the
+    first axis.
+    """
     rng = np.random.default_rng(seed)
-    codes = rng.integers(-7, 8, shape).astype(np.int8)
+    qvalue = rng.integers(-7, 8, shape).astype(np.int8)
     scale_shape = [n if a == 0 else 1 for a, n in enumerate(shape)]
     scale = (2.0 ** rng.integers(-1, 2, scale_shape)).astype(np.float32)
-    return qarray(codes, scale, "int8", jnp.float32)
+    return qarray(qvalue, scale, "int8", jnp.float32)
 
 
 SPECS = [

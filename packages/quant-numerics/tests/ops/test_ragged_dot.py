@@ -34,13 +34,13 @@ def coarse(shape, groups, seed=0, qtype="int8", zero_point=False):
     """Few bits and scales of 0.5, 1 and 2, so that float32 is exact."""
     rng = np.random.default_rng(seed)
     kind = get_qtype(qtype)
-    codes = rng.integers(-1, 2, shape).astype(kind.storage_dtype)
+    qvalue = rng.integers(-1, 2, shape).astype(kind.storage_dtype)
     scale = (2.0 ** rng.integers(-1, 2, groups)).astype(np.float32)
     points = None
     if zero_point:
         low, high = kind.asymmetric
         points = rng.integers(low, high + 1, groups).astype(kind.storage_dtype)
-    return qarray(codes, scale, qtype, jnp.float32, zero_point=points)
+    return qarray(qvalue, scale, qtype, jnp.float32, zero_point=points)
 
 
 def reference(lhs, rhs, sizes):
@@ -174,9 +174,9 @@ def test_derivatives_of_float_operands_and_scales():
     groups = np.repeat(np.arange(4), SIZES)
     weights = value(rhs)[groups]
     np.testing.assert_array_equal(gx, np.einsum("mn,mkn->mk", g, weights))
-    codes = np.asarray(rhs.qvalue).astype(np.float64)[groups]
+    qvalue = np.asarray(rhs.qvalue).astype(np.float64)[groups]
     want = np.zeros((4, 1, 3))
-    np.add.at(want[:, 0], groups, g * np.einsum("mk,mkn->mn", x, codes))
+    np.add.at(want[:, 0], groups, g * np.einsum("mk,mkn->mn", x, qvalue))
     np.testing.assert_array_equal(gs, want)
     _, tangent = jax.jit(lambda x: jax.jvp(lambda x: ragged_dot(x, rhs, SIZES), (x,), (x,)))(x)
     np.testing.assert_array_equal(tangent, reference(x, rhs, SIZES))
@@ -285,8 +285,8 @@ def test_the_backward_products_are_integer():
         return np.round(x / scale) * scale
 
     _, gx, gw = grads(f)
-    codes = np.round(W / sw[:, None])
-    want = np.einsum("mn,mkn->mk", rounded(G[:23] * sw[groups], 1), codes[groups])
+    qvalue = np.round(W / sw[:, None])
+    want = np.einsum("mn,mkn->mk", rounded(G[:23] * sw[groups], 1), qvalue[groups])
     np.testing.assert_allclose(gx[:23], want, rtol=1e-4, atol=1e-4)
     want = np.zeros_like(W)
     g = rounded(G * sx, 0)

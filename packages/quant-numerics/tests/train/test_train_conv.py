@@ -75,21 +75,21 @@ def test_gradients_of_all_kinds_of_convolutions(name, backward):
     np.testing.assert_array_equal(out, jax.jit(ptq)(x, w))
 
 
-def test_gradients_are_products_of_codes():
+def test_gradients_are_products_of_qvalue():
     x, w, g, exact, train = problem("nhwc same")
     _, gx, gw = grads(functools.partial(train, backward=Backward("int8")), x, w, g)
 
-    def codes(x, axes):
+    def qvalue(x, axes):
         scale = np.abs(x).max(axes, keepdims=True) / 127
         return np.round(x / scale), scale
 
-    x_codes, sx = codes(x, (1, 2, 3))
-    w_codes, sw = codes(w, (0, 1, 2))
-    g_codes, s = codes(g * sw, (1, 2, 3))
-    want = float64_grads(exact, x, w_codes, g_codes * s)[1]
+    x_qvalue, sx = qvalue(x, (1, 2, 3))
+    w_qvalue, sw = qvalue(w, (0, 1, 2))
+    g_qvalue, s = qvalue(g * sw, (1, 2, 3))
+    want = float64_grads(exact, x, w_qvalue, g_qvalue * s)[1]
     np.testing.assert_allclose(gx, want, rtol=1e-4, atol=1e-4)
-    g_codes, s = codes(g * sx, (0, 1, 2))
-    want = float64_grads(exact, x_codes, w, g_codes * s)[2]
+    g_qvalue, s = qvalue(g * sx, (0, 1, 2))
+    want = float64_grads(exact, x_qvalue, w, g_qvalue * s)[2]
     np.testing.assert_allclose(gw, want, rtol=1e-4, atol=1e-4)
 
 

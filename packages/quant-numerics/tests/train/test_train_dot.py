@@ -126,7 +126,9 @@ def test_gradients_of_any_layout(problem, qtype):
     sizes = dict(zip(in_l + in_r, x.shape + w.shape, strict=True))
 
     def check(ours, mine, other, labels, values):
-        """Codes of the other operand and of the shifted cotangent are within half a step."""
+        """Quantized values of the other operand and of the shifted cotangent are within half a
+        step.
+        """
         want = np.einsum(f"{out},{labels}->{mine}", g.astype(np.float64), values)
         assert ours.shape == want.shape
         if qtype is None:
@@ -136,7 +138,7 @@ def test_gradients_of_any_layout(problem, qtype):
         # In units of the residual's scales (at most 1/127 of its magnitude each).
         contracted = tuple(i for i, c in enumerate(labels) if c not in out)
         scale = np.abs(values).max(contracted, keepdims=True) / 127
-        codes = np.broadcast_to(np.abs(values) / scale, values.shape)
+        qvalue = np.broadcast_to(np.abs(values) / scale, values.shape)
         shifted = np.einsum(
             f"{out},{labels}->{out}",
             np.abs(g.astype(np.float64)),
@@ -146,21 +148,21 @@ def test_gradients_of_any_layout(problem, qtype):
         axes = tuple(out.index(c) for c in summed)
         step = shifted.max(axes, keepdims=True) / 127 if axes else shifted / 127
         step = np.broadcast_to(step, shifted.shape)
-        bound = np.einsum(f"{out},{labels}->{mine}", step / 2, codes + 0.5)
-        bound += np.einsum(f"{out},{labels}->{mine}", shifted, np.full_like(codes, 0.5))
+        bound = np.einsum(f"{out},{labels}->{mine}", step / 2, qvalue + 0.5)
+        bound += np.einsum(f"{out},{labels}->{mine}", shifted, np.full_like(qvalue, 0.5))
         assert np.all(np.abs(ours - want) <= bound * (1 + 1e-3) + 1e-6)
 
     check(gx, in_l, in_r, in_r, w.astype(np.float64))
     check(gw, in_r, in_l, in_l, x.astype(np.float64))
 
 
-def test_gradients_are_products_of_codes():
-    """Both gradients in float64 from the very codes that the products should use."""
+def test_gradients_are_products_of_qvalue():
+    """Both gradients in float64 from the very quantized values that the products should use."""
     _, gx, gw = grads(functools.partial(train, backward=Backward("int8")), X, W)
     sx, sw = (np.abs(a).max(axis, keepdims=True) / 127 for a, axis in ((X, 1), (W, 0)))
-    x_codes, w_codes = np.round(X / sx), np.round(W / sw)
-    np.testing.assert_allclose(gx, rounded(G * sw, 1) @ w_codes.T, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(gw, x_codes.T @ rounded(G * sx, 0), rtol=1e-4, atol=1e-5)
+    x_qvalue, w_qvalue = np.round(X / sx), np.round(W / sw)
+    np.testing.assert_allclose(gx, rounded(G * sw, 1) @ w_qvalue.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gw, x_qvalue.T @ rounded(G * sx, 0), rtol=1e-4, atol=1e-5)
 
 
 def test_the_products_of_the_backward_pass_are_integer(primitives):

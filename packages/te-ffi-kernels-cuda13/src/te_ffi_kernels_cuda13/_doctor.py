@@ -46,9 +46,9 @@ def _devices() -> Iterator[CheckResult]:
 
 
 def _libraries() -> Iterator[CheckResult]:
-    """Tells whether the libraries are there that products and attention are computed with."""
+    """Tells whether the libraries are there that matmuls and attention are computed with."""
     for name, module, package, ops in (
-        ("cuBLASLt", _cublas, "nvidia-cublas", "products"),
+        ("cuBLASLt", _cublas, "nvidia-cublas", "matmuls"),
         ("cuDNN", _cudnn, "nvidia-cudnn-cu13", "attention"),
     ):
         why = module.missing()

@@ -15,12 +15,12 @@ CUBLASLT = 32 << 20
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
-Product = tuple[int | str | bool, ...]
-"""What the compiled part knows a product by."""
+Matmul = tuple[int | str | bool, ...]
+"""What the compiled part knows a matmul by."""
 
 
-def product(call: KernelCall, out: str) -> Product:
-    """Return the product of a call whose result is of dtype `out`."""
+def matmul(call: KernelCall, out: str) -> Matmul:
+    """Return the matmul of a call whose result is of dtype `out`."""
     lhs, _, rhs, _, bias, *_ = call.operands
     config = call.param("config")
     lhs_first, rhs_first = not config["lhs_transposed"], config["rhs_transposed"]
@@ -55,14 +55,14 @@ def refused(call: KernelCall) -> str | None:
     fast = not call.param("config").get("use_split_accumulator", False)
     for out in _FLOATS:
         for device in _gpus.one_of_each():
-            why = _refused(device, product(call, out), fast)
+            why = _refused(device, matmul(call, out), fast)
             if why:
                 return why
     return None
 
 
 @functools.cache
-def _refused(device: int, given: Product, fast: bool) -> str:
+def _refused(device: int, given: Matmul, fast: bool) -> str:
     try:
         return native().refused_gemm(device, CUBLASLT, fast, *given)
     except RuntimeError as error:

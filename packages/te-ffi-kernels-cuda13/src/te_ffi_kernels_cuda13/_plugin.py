@@ -7,7 +7,7 @@ from ._status import built
 API = (1, 3)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
-_PRODUCTS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
+_MATMULS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
 _ROUTER = ("fused_topk_with_score_function", "fused_moe_aux_loss")
 OPS = (
     "dbias_quantize",
@@ -16,7 +16,7 @@ OPS = (
     "fused_attn_forward",
     "fused_attn_backward",
     "gemm_v2",
-    *_PRODUCTS,
+    *_MATMULS,
     "pack_w8",
     "pack_w4",
     *(f"{op}_{direction}" for op in (*_SOFTMAX, *_ROUTER) for direction in ("forward", "backward")),
@@ -33,7 +33,7 @@ _SIZED = {
     "gemm_v2": "gemm_v2",
     "fused_attn_forward": "attention",
     "fused_attn_backward": "attention",
-} | dict.fromkeys(_PRODUCTS, "packed_product")
+} | dict.fromkeys(_MATMULS, "packed_matmul")
 _WORKSPACES = _SIZED | {
     "grouped_quantize": "grouped_quantize",
     "fused_moe_aux_loss_forward": "moe_aux_loss",

@@ -25,7 +25,7 @@ def anything(call: KernelCall) -> bool | str:
 
 
 def gemm_v2(call: KernelCall) -> bool | str:
-    """Tells whether cuBLASLt has this product on the GPUs of this machine."""
+    """Tells whether cuBLASLt has this matmul on the GPUs of this machine."""
     fits = anything(call)
     if fits is not True:
         return fits
@@ -40,7 +40,7 @@ def gemm_v2(call: KernelCall) -> bool | str:
         needed = 100
     elif {lhs.dtype, rhs.dtype} & set(_FLOAT8):
         needed = 89
-    what = f"products of {lhs.dtype} with scaling_mode {mode}"
+    what = f"matmuls of {lhs.dtype} with scaling_mode {mode}"
     return _gpus.unfit(needed, what) or _cublas.missing() or _gemm.refused(call) or True
 
 
@@ -60,8 +60,8 @@ def attention(call: KernelCall) -> bool | str:
     return _cudnn.missing() or _attention.refused(*given) or True
 
 
-def packed_product(call: KernelCall) -> bool | str:
-    """Tells whether a product of x[rows, k] with a weight[k, n] has a kernel."""
+def packed_matmul(call: KernelCall) -> bool | str:
+    """Tells whether a matmul of x[rows, k] with a weight[k, n] has a kernel."""
     fits = anything(call)
     if fits is not True:
         return fits

@@ -25,7 +25,7 @@ _FOUR_BITS, _CODES = "gemv_w4", "gemm_w8a8"
 
 def gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
     """Bytes for cuBLASLt, and for what it doesn't do."""
-    return PART + native().gemm_workspace(*_gemm.product(call, results[0].dtype)) + CUBLASLT
+    return PART + native().gemm_workspace(*_gemm.matmul(call, results[0].dtype)) + CUBLASLT
 
 
 def multiplies_with_cublaslt(op: str, rows: int, group: int) -> bool:
@@ -33,8 +33,8 @@ def multiplies_with_cublaslt(op: str, rows: int, group: int) -> bool:
     return rows > FEW_ROWS and not (op == _CODES and group)
 
 
-def packed_product(call: KernelCall, results: tuple[Aval, ...]) -> int:
-    """Bytes for codes of the rows, and for cuBLASLt and the weight as it takes it."""
+def packed_matmul(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for quantized values of the rows, and for cuBLASLt and the weight as it takes it."""
     x, group = call.operands[0], call.param("group")
     beside = native().packed_workspace(
         x.shape[0],

@@ -1,4 +1,4 @@
-"""What ``jaxtap bench`` times of this package's kernels, beside XLA's float products."""
+"""What ``jaxtap bench`` times of this package's kernels, beside XLA's float matmuls."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ HEADS = ((16, 16), (16, 4))
 """Of queries and of keys."""
 
 
-def product(spec: KernelSpec) -> Bench:
-    """Return products with a packed weight, beside XLA's product with the float weight.
+def matmul(spec: KernelSpec) -> Bench:
+    """Return matmuls with a packed weight, beside XLA's matmul with the float weight.
 
     What runs where the kernel does not is the reference, which dequantizes for many rows.
     """
     bits = 4 if "w4" in spec.op else 8
     # Rows change fastest, so that it is made once.
     cases = (
-        _product(spec.op, bits, k, n, dtype, rows)
+        _matmul(spec.op, bits, k, n, dtype, rows)
         for k, n in WEIGHTS
         for dtype in DTYPES
         for rows in ROWS
@@ -43,7 +43,7 @@ def product(spec: KernelSpec) -> Bench:
     return Bench(cases, "reference", TABLE, isa())
 
 
-def _product(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> BenchCase:
+def _matmul(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> BenchCase:
     def x() -> jax.Array:
         return jnp.asarray(np.random.default_rng(1).normal(size=(rows, k)), dtype)
 
@@ -56,7 +56,7 @@ def _product(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> Bench
 
 
 def of_stack(spec: KernelSpec) -> Bench:
-    """Return products with one weight of a stack, or of groups of rows with a weight each."""
+    """Return matmuls with one weight of a stack, or of groups of rows with a weight each."""
     op, _, kind = spec.op.rpartition("_")
     bits, k, n, rows = 4 if "w4" in op else 8, 1024, 1024, 8
 

@@ -39,13 +39,13 @@ def _normal(shape: Size, dtype: str = "float32", seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def _codes(shape: Size) -> jax.Array:
+def _qvalue(shape: Size) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).integers(-7, 8, shape, np.int8))
 
 
 def _pack(bits: int, dtype: str, size: Size) -> Call:
     groups = size[0] // GROUP if bits == 4 else 1
-    return getattr(te, f"pack_w{bits}"), (_codes(size), jnp.ones((groups, size[1]), dtype))
+    return getattr(te, f"pack_w{bits}"), (_qvalue(size), jnp.ones((groups, size[1]), dtype))
 
 
 def _take(dtype: str, size: Size) -> Call:

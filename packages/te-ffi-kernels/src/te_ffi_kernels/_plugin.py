@@ -46,29 +46,29 @@ def _both(op: str, summary: str, gradient: str) -> list[KernelSpec]:
     return [forward, _kernel(f"{op}_backward", f"{gradient} {summary}", f"{op}_bwd")]
 
 
-def _product(op: str, summary: str) -> Iterator[KernelSpec]:
+def _matmul(op: str, summary: str) -> Iterator[KernelSpec]:
     """Return the kernels of a matmul with a packed weight."""
-    yield _kernel(op, summary, supports="product", bench="_bench:product")
+    yield _kernel(op, summary, supports="matmul", bench="_bench:matmul")
     # What the op calls with an index or with sizes of groups, so without a function.
     for kind, what in (
         ("stack", "one weight of a stack"),
         ("groups", "each group of rows with its weight of a stack"),
     ):
-        more = {"supports": "product_of_stack", "bench": "_bench:of_stack"}
+        more = {"supports": "matmul_of_stack", "bench": "_bench:of_stack"}
         yield _kernel(f"{op}_{kind}", f"{summary}; {what}", "", **more)
 
 
 _KERNELS = [
     _kernel("pack_w8", "packs a weight in 8 bits", supports="packing"),
     _kernel("pack_w4", "packs a weight in 4 bits", supports="packing"),
-    *_product("gemm_w8a8", "int8 weights, activations quantized to int8 by row"),
-    *_product("gemm_w8a16", "int8 weights, float activations"),
-    *_product("gemv_w8", "int8 weights, float activations of a few rows"),
-    *_product("gemv_w4", "int4 weights, float activations"),
-    *_product("gemm_w4a8", "int4 weights, activations quantized to int8 by row and group"),
+    *_matmul("gemm_w8a8", "int8 weights, activations quantized to int8 by row"),
+    *_matmul("gemm_w8a16", "int8 weights, float activations"),
+    *_matmul("gemv_w8", "int8 weights, float activations of a few rows"),
+    *_matmul("gemv_w4", "int4 weights, float activations"),
+    *_matmul("gemm_w4a8", "int4 weights, activations quantized to int8 by row and group"),
     _kernel("packed_take", "rows or columns of packed weights, dequantized", supports="taking"),
     _kernel("dbias_quantize", "quantizes by row, by column or both, and sums columns"),
-    _kernel("dequantize", "codes times their scales"),
+    _kernel("dequantize", "quantized values times their scales"),
     _kernel(
         "grouped_quantize",
         "quantizes groups of rows, each with scales of its own",
@@ -76,7 +76,7 @@ _KERNELS = [
     ),
     _kernel(
         "gemm_v2",
-        "product of floats, or of codes with scales; bias, gelu",
+        "matmul of floats, or of quantized values with scales; bias, gelu",
         workspace="of_gemm_v2",
     ),
     _kernel(
@@ -110,12 +110,14 @@ _KERNELS = [
         "gradient of:",
     ),
     *_both("fused_moe_aux_loss", "the loss that evens experts out", "gradient of:"),
-    _kernel("norm_forward", "layer norm or RMS norm of rows, as floats or codes", "layernorm"),
+    _kernel(
+        "norm_forward", "layer norm or RMS norm of rows, as floats or quantized values", "layernorm"
+    ),
     _kernel("norm_backward", "gradient of a layer norm or RMS norm", "normalization_bwd"),
-    _kernel("act_lu", "activation, plain or gated, as floats or codes", "activation"),
+    _kernel("act_lu", "activation, plain or gated, as floats or quantized values", "activation"),
     _kernel(
         "dact_dbias_quantize",
-        "gradient of an activation, as floats or codes, and its sums over rows",
+        "gradient of an activation, as floats or quantized values, and its sums over rows",
         "quantize_dact_dbias",
     ),
 ]

@@ -16,8 +16,8 @@ def anything(call: KernelCall) -> bool | str:
     return True
 
 
-def product(call: KernelCall) -> bool | str:
-    """Tell whether a product of x[m, k] with a weight[k, n] has a kernel."""
+def matmul(call: KernelCall) -> bool | str:
+    """Tell whether a matmul of x[m, k] with a weight[k, n] has a kernel."""
     x, weight = call.operands
     if x.dtype not in _FLOATS:
         return f"x is {x.dtype}"
@@ -56,8 +56,8 @@ def _like(dtype: str) -> dict[str, str]:
     return {"dtype": "bfloat16" if dtype == "float16" else dtype}
 
 
-def product_of_stack(call: KernelCall) -> bool | str:
-    """Tell whether a product of x[m, k] with weights of a stack reads the stack."""
+def matmul_of_stack(call: KernelCall) -> bool | str:
+    """Tell whether a matmul of x[m, k] with weights of a stack reads the stack."""
     op = call.op.rpartition("_")[0]
     found = select_kernel(op, call.platform, call.operands, **dict(call.params))
     if found.spec is None:
@@ -67,7 +67,7 @@ def product_of_stack(call: KernelCall) -> bool | str:
 
 
 def packing(call: KernelCall) -> bool | str:
-    """Tell whether codes[k, n] have a packed form."""
+    """Tell whether quantized values[k, n] have a packed form."""
     return packing_of(call.operands[0].shape[0], call.param("group", 0))
 
 

@@ -117,7 +117,7 @@ def raw(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", list(QuantizeLayout))
-def test_codes_are_those_of_the_result(mode, layout):
+def test_qvalue_are_those_of_the_result(mode, layout):
     number = int(mode) + int(layout)
     rng = np.random.default_rng(number)
     dtype, names = FLOATS[number % 3], NAMES[number % 12]
@@ -136,8 +136,8 @@ def test_codes_are_those_of_the_result(mode, layout):
             wanted = wanted.astype(dtype).astype(jnp.float32)
             scale = te.compute_scale_from_amax(jnp.max(jnp.abs(wanted)).reshape(1), out)
         extra = jnp.zeros((0,), jnp.uint32), scale, jnp.zeros((1, 1), jnp.bfloat16)
-        codes = te.dbias_quantize(wanted, scale, scale * 0, *extra, out, mode, layout, axis)
-        for one, other in zip(found[:5], codes[:5], strict=True):
+        qvalue = te.dbias_quantize(wanted, scale, scale * 0, *extra, out, mode, layout, axis)
+        for one, other in zip(found[:5], qvalue[:5], strict=True):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
             np.testing.assert_array_equal(raw(one), raw(other))
     assert backward[5].dtype == dtype
@@ -148,7 +148,7 @@ def test_codes_are_those_of_the_result(mode, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [ScalingMode(0), *MODES])
-def test_codes_of_the_reference_are_near(mode):
+def test_qvalue_of_the_reference_are_near(mode):
     x = jax.random.normal(jax.random.key(0), (64, 2, 96)) * 2
     dz = jax.random.normal(jax.random.key(1), (64, 96))
     names, out = ("silu", "linear"), "float8_e5m2" if mode else None

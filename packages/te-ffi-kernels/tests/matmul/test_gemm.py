@@ -31,10 +31,10 @@ def factor(rng, mode, dtype, lanes, k, lanes_first):
         wide = np.asarray(x, np.float64)
         return x, NONE, wide if lanes_first else wide.T
     if dtype == "int8":
-        codes = rng.integers(-128, 128, shape).astype(np.int8)
+        qvalue = rng.integers(-128, 128, shape).astype(np.int8)
     else:
-        codes = rng.normal(size=shape).astype(expected.FORMATS[dtype])
-    numbers = codes.astype(np.float64)
+        qvalue = rng.normal(size=shape).astype(expected.FORMATS[dtype])
+    numbers = qvalue.astype(np.float64)
     numbers = numbers if lanes_first else numbers.T
     if mode is ScalingMode.MXFP8_1D_SCALING:
         scales = rng.integers(120, 134, (lanes, k // 32)).astype(np.uint8)
@@ -44,7 +44,7 @@ def factor(rng, mode, dtype, lanes, k, lanes_first):
         count = 1 if mode.is_tensor else lanes
         scales = rng.uniform(0.5, 2, count).astype(np.float32)
         wide = scales.astype(np.float64)[:, None]
-    return jnp.asarray(codes), jnp.asarray(scales), numbers * wide
+    return jnp.asarray(qvalue), jnp.asarray(scales), numbers * wide
 
 
 @st.composite
@@ -119,8 +119,8 @@ def test_int8_has_the_bits_of_exact_sums(m, n, k, mode, seed):
 
 
 def test_int8_sums_beyond_float32():
-    codes = jnp.full((3, 4001), 127, jnp.int8)
-    sums = te.gemm_v2(codes, ONE, codes, ONE, NONE, ONE, ZERO, "float32", ((1,), (1,)), 1)
+    qvalue = jnp.full((3, 4001), 127, jnp.int8)
+    sums = te.gemm_v2(qvalue, ONE, qvalue, ONE, NONE, ONE, ZERO, "float32", ((1,), (1,)), 1)
     np.testing.assert_array_equal(sums, np.float32(4001 * 127**2))
 
 
@@ -152,7 +152,7 @@ def test_from_floats_to_floats():
 
     for mode in (2, 3, 64):
         left, right = quantize(x, mode, 0), quantize(w, mode, 1)
-        # By column, codes of MXFP8 stay where they are.
+        # By column, quantized values of MXFP8 stay where they are.
         dims = ((1,), (0,)) if mode == 2 else ((1,), (1,))
         found = te.gemm_v2(
             left[0], left[2], right[1], right[3], NONE, ONE, ZERO, jnp.float32, dims, mode
@@ -179,7 +179,7 @@ class TestDeprecated:
             rng.normal(size=shape).astype(np.float32) for shape in ((20, 33), (33, 18), (20, 18))
         )
         self.bias = rng.normal(size=18).astype(np.float32)
-        self.product = self.lhs.astype(np.float64) @ self.rhs
+        self.matmul = self.lhs.astype(np.float64) @ self.rhs
 
     def run(self, op=te.gemm, **options):
         bias = options.pop("bias", NONE)
@@ -200,15 +200,15 @@ class TestDeprecated:
     @pytest.mark.slow
     def test_forward(self):
         empty = np.zeros(0)
-        self.both((self.product, empty, empty))
-        before = self.product + self.bias
+        self.both((self.matmul, empty, empty))
+        before = self.matmul + self.bias
         self.both((before, empty, empty), bias=self.bias, fuse_bias=True)
         self.both((before, empty, empty), bias=self.bias)
         self.both((expected.gelu(before), empty, before), bias=self.bias, fuse_gelu=True)
 
     def test_backward(self):
         slope = expected.gelu_slope(self.x.astype(np.float64))
-        out = self.product * slope
+        out = self.matmul * slope
         options = {"x": self.x, "fuse_gelu": True, "grad": True}
         self.both((out, np.zeros(0), self.x), **options)
         options |= {"bias": self.bias, "fuse_bias": True}
@@ -216,7 +216,7 @@ class TestDeprecated:
 
     def test_gradient_of_the_bias_alone(self):
         options = {"bias": self.bias, "fuse_bias": True, "grad": True}
-        self.both((self.product, self.rhs.sum(0), np.zeros(0)), **options)
+        self.both((self.matmul, self.rhs.sum(0), np.zeros(0)), **options)
 
     def test_gradient(self):
         def loss(op, lhs, bias):
@@ -232,7 +232,7 @@ class TestDeprecated:
             np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
     @pytest.mark.slow
-    def test_bias_grad_of_codes(self):
+    def test_bias_grad_of_qvalue(self):
         rng = np.random.default_rng(1)
         for mode in (ScalingMode(1), ScalingMode(2), ScalingMode(64)):
             for first in (False, True):
@@ -274,7 +274,7 @@ def test_gradients_of_floats(dims, gelu):
 
 
 @pytest.mark.parametrize("mode", [ScalingMode(3), ScalingMode(64), ScalingMode(2)])
-def test_gradients_of_codes_and_scales(mode):
+def test_gradients_of_qvalue_and_scales(mode):
     rng = np.random.default_rng(0)
     lhs, lhs_scale, _ = factor(rng, mode, "float8_e5m2", 6, 64, True)
     rhs, rhs_scale, _ = factor(rng, mode, "float8_e4m3fn", 7, 64, False)

@@ -122,7 +122,7 @@ def raw(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", list(QuantizeLayout))
-def test_codes_are_those_of_the_result(mode, layout):
+def test_qvalue_are_those_of_the_result(mode, layout):
     rng = np.random.default_rng(int(mode) * 3 + int(layout))
     dtype = FLOATS[rng.integers(3)]
     x = jnp.asarray(rng.normal(3, 2, (2, 32, 96)), dtype)
@@ -147,7 +147,7 @@ def test_codes_are_those_of_the_result(mode, layout):
     np.testing.assert_array_equal(found[6], rsigma)
 
 
-def test_reference_of_codes_is_near():
+def test_reference_of_qvalue_is_near():
     x = jax.random.normal(jax.random.key(5), (64, 96))
     gamma, beta = jnp.ones(96), jnp.zeros(96)
     for mode in MODES:
@@ -196,7 +196,7 @@ def test_a_quantized_layer_is_straight_through(mode):
         assert 0 < np.abs(out - plain).max() < 0.3
         for one, other in zip(grads, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    # Of the op itself: cotangents of codes are codes.
+    # Of the op itself: cotangents of quantized values are quantized values.
     args = (gamma, beta, False, 1e-6, kind, "float8_e5m2", mode, 2, scale)
     loss = lambda x: jnp.sum(te.normalization_fwd(x, *args)[0].astype(jnp.float32) * dz)  # noqa: E731
     assert np.isfinite(jax.jit(jax.grad(loss))(x)).all()

@@ -105,7 +105,7 @@ def test_grouped():
             te.grouped_quantize(*given)
 
 
-def product(op, lhs=X, ls=NONE, rhs=X, rs=NONE, bias=NONE, alpha=ONE, beta=ZERO, **options):
+def matmul(op, lhs=X, ls=NONE, rhs=X, rs=NONE, bias=NONE, alpha=ONE, beta=ZERO, **options):
     given = {"out": jnp.float32, "dims": ((1,), (1,)), "mode": 0} | options
     out, dims, mode = given.pop("out"), given.pop("dims"), given.pop("mode")
     return op(lhs, ls, rhs, rs, bias, alpha, beta, out, dims, mode, **given)
@@ -158,7 +158,7 @@ BLOCKS = jnp.ones((32, 2), E8M0)
 )
 def test_gemm_v2(op, given, error, message):
     with pytest.raises(error, match=f"gemm_v2: .*{message}"):
-        product(op, **given)
+        matmul(op, **given)
 
 
 @pytest.mark.filterwarnings("ignore:te_ffi_kernels.gemm is deprecated")

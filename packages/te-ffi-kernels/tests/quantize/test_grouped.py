@@ -55,14 +55,14 @@ def test_each_group_by_itself(problem):
             if not (layout.has_rowwise, layout.has_colwise)[at]:
                 continue
             if mode.is_mx:
-                codes, scales = expected.mx(part, out, axis)
+                qvalue, scales = expected.mx(part, out, axis)
             elif mode is ScalingMode.CHANNEL_SCALING:
-                codes, scales = expected.per_channel(part, out, axis)
+                qvalue, scales = expected.per_channel(part, out, axis)
             else:
-                codes = expected.per_tensor(part, factor, out)
+                qvalue = expected.per_tensor(part, factor, out)
                 scales = (np.float32(1) / np.asarray(factor))[None]
             turned = axis == 0 and not mode.is_mx
-            parts[at].append(raw(codes.T if turned else codes).ravel())
+            parts[at].append(raw(qvalue.T if turned else qvalue).ravel())
             parts[at + 2].append(raw(scales).ravel())
         assert amax == (np.abs(part).max(initial=0) if mode.is_tensor else 0)
     for i, wanted in enumerate((layout.has_rowwise, layout.has_colwise) * 2):

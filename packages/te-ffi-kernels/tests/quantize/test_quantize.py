@@ -100,7 +100,7 @@ def near(sums, others, x):
 @given(problems())
 def test_kernel_against_numpy(problem):
     x, out, mode, layout, axis = problem
-    codes, colwise, scale_inv, colwise_inv, amax, dbias = run(te.dbias_quantize, *problem)
+    qvalue, colwise, scale_inv, colwise_inv, amax, dbias = run(te.dbias_quantize, *problem)
     axis %= x.ndim
     matrix = expected.flushed(x).reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -113,7 +113,7 @@ def test_kernel_against_numpy(problem):
             make = lambda over: (expected.per_tensor(matrix, 37.5, out), inverse)  # noqa: E731
         if layout.has_rowwise:
             wanted, scales = make(1)
-            np.testing.assert_array_equal(raw(codes).reshape(matrix.shape), raw(wanted))
+            np.testing.assert_array_equal(raw(qvalue).reshape(matrix.shape), raw(wanted))
             np.testing.assert_array_equal(raw(scale_inv).ravel(), raw(scales).ravel())
         if layout.has_colwise:
             wanted, scales = make(0)
@@ -136,9 +136,9 @@ def test_every_half_precision_number(out, dtype):
 
 
 @pytest.mark.parametrize("out", ["float8_e4m3fn", "float8_e5m2"])
-def test_numbers_halfway_between_codes(out):
-    codes = np.arange(0x7F if out == "float8_e4m3fn" else 0x7B, dtype=np.uint8)
-    values = codes.view(expected.FORMATS[out]).astype(np.float64)
+def test_numbers_halfway_between_qvalue(out):
+    qvalue = np.arange(0x7F if out == "float8_e4m3fn" else 0x7B, dtype=np.uint8)
+    values = qvalue.view(expected.FORMATS[out]).astype(np.float64)
     halfway = (values[1:] + values[:-1]) / 2
     around = np.stack([np.nextafter(np.float32(halfway), np.float32(d)) for d in (0, 1e9)])
     x = np.concatenate([np.float32(halfway)[None], around]).astype(np.float32)
@@ -174,9 +174,9 @@ def test_current_scaling_reaches_the_largest_code():
 
 def test_an_infinity_in_a_block():
     x = jnp.ones((1, 64)).at[0, 3].set(jnp.inf).at[0, 4].set(2.0**127)
-    codes, _, scales, *_ = run(te.dbias_quantize, x, "float8_e4m3fn", 2, 0)
+    qvalue, _, scales, *_ = run(te.dbias_quantize, x, "float8_e4m3fn", 2, 0)
     assert raw(scales).tolist() == [[254, 119]]
-    numbers = np.asarray(codes, np.float32)[0]
+    numbers = np.asarray(qvalue, np.float32)[0]
     assert (numbers[3], numbers[4], numbers[5], numbers[40]) == (448, 1, 0, 256)
 
 
@@ -194,7 +194,7 @@ def test_dequantize(seed, name, dtype, mode, by_column):
     if mode.is_mx and name == "int8":
         name = "float8_e4m3fn"
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 256, (96, 160)).astype(np.uint8).view(expected.FORMATS[name])
+    qvalue = rng.integers(0, 256, (96, 160)).astype(np.uint8).view(expected.FORMATS[name])
     if mode.is_mx:
         shape = (3, 160) if by_column else (96, 5)
         scales = rng.integers(0, 256, shape).astype(np.uint8)
@@ -209,12 +209,12 @@ def test_dequantize(seed, name, dtype, mode, by_column):
         scales = rng.uniform(0.01, 2, 1).astype(np.float32)
         wide = scales.astype(np.float64)
     zero = jnp.zeros((1,))
-    args = (jnp.asarray(codes), zero, zero, jnp.asarray(scales), dtype, mode, by_column, -1)
+    args = (jnp.asarray(qvalue), zero, zero, jnp.asarray(scales), dtype, mode, by_column, -1)
     same = jax.jit(reference.dequantize, static_argnums=range(4, 8))(*args)
     found = te.dequantize(*args)
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(same, np.float32))
     with np.errstate(invalid="ignore", over="ignore"):
-        wanted = (codes.astype(np.float64) * wide).astype(np.float32).astype(np.dtype(dtype))
+        wanted = (qvalue.astype(np.float64) * wide).astype(np.float32).astype(np.dtype(dtype))
         tiny = np.abs(wanted.astype(np.float64)) < 2.0**-126
     got = np.where(tiny, 0, np.asarray(found).astype(np.float64))
     np.testing.assert_array_equal(got, np.where(tiny, 0, wanted.astype(np.float64)))
@@ -222,10 +222,10 @@ def test_dequantize(seed, name, dtype, mode, by_column):
 
 @pytest.mark.parametrize("name", list(expected.FORMATS))
 def test_every_code(name):
-    codes = np.arange(256, dtype=np.uint8).view(expected.FORMATS[name]).reshape(2, 128)
+    qvalue = np.arange(256, dtype=np.uint8).view(expected.FORMATS[name]).reshape(2, 128)
     one = jnp.ones((1,))
-    found = te.dequantize(jnp.asarray(codes), one, one, one)
-    np.testing.assert_array_equal(found, codes.astype(np.float32))
+    found = te.dequantize(jnp.asarray(qvalue), one, one, one)
+    np.testing.assert_array_equal(found, qvalue.astype(np.float32))
 
 
 @pytest.mark.parametrize("mode", MODES)

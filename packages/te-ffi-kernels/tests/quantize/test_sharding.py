@@ -16,7 +16,7 @@ ONE, ZERO, NONE = np.ones(1, np.float32), np.zeros(1, np.float32), np.zeros(0, n
 EXTRA = np.zeros(0, np.uint32), ZERO, np.zeros((1, 1), jnp.bfloat16)
 MATMUL = ((1,), (0,))
 
-# mode, layout, sharding, and the codes that each device writes
+# mode, layout, sharding, and the quantized values that each device writes
 QUANTIZED = [
     (1, 2, ("data", "model"), "f8e4m3fn[128,64]"),
     (1, 2, (("data", "model"), None), "f8e4m3fn[32,256]"),
@@ -87,7 +87,7 @@ def operands(mode, dims):
     return tuple(out)
 
 
-def test_products(mesh):
+def test_matmuls(mesh):
     for mode, dims in itertools.product((0, 1, 2, 64), (MATMUL, ((0,), (1,)))):
 
         def run(lhs, ls, rhs, rs, bias, mode=mode, dims=dims):
@@ -106,7 +106,7 @@ def test_products(mesh):
         )
 
 
-def product(a, b):
+def matmul(a, b):
     # Made here: jaxlib 0.11.2 crashes on an empty array that a shard_map closes over.
     none = jnp.zeros((0,))
     one, zero = jnp.ones((1,)), jnp.zeros((1,))
@@ -116,8 +116,8 @@ def product(a, b):
 def test_what_is_contracted_is_gathered(mesh):
     lhs, _, rhs, _ = operands(0, MATMUL)
     args = put(mesh, lhs, None, "model"), put(mesh, rhs, "model", None)
-    np.testing.assert_allclose(jax.jit(product)(*args), lhs @ rhs, rtol=1e-4, atol=1e-4)
-    grads = jax.jit(jax.grad(lambda a, b: jnp.sum(product(a, b) ** 2), (0, 1)))
+    np.testing.assert_allclose(jax.jit(matmul)(*args), lhs @ rhs, rtol=1e-4, atol=1e-4)
+    grads = jax.jit(jax.grad(lambda a, b: jnp.sum(matmul(a, b) ** 2), (0, 1)))
     for one, other in zip(grads(*args), grads(lhs, rhs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
 
@@ -125,5 +125,5 @@ def test_what_is_contracted_is_gathered(mesh):
 def test_shard_map(mesh):
     lhs, _, rhs, _ = operands(0, MATMUL)
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
-    mapped = jax.jit(jax.shard_map(product, mesh=mesh, **specs))
+    mapped = jax.jit(jax.shard_map(matmul, mesh=mesh, **specs))
     np.testing.assert_allclose(mapped(lhs, rhs), lhs @ rhs, rtol=1e-4, atol=1e-4)

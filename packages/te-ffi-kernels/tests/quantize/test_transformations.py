@@ -30,7 +30,7 @@ def normal(*shape, seed=0):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", [0, 1, 2])
 def test_straight_through(mode, layout):
-    """Codes times scales are x, to a gradient, whichever direction they are of."""
+    """Quantized values times scales are x, to a gradient, whichever direction they are of."""
     x, weight, bias_weight = normal(32, 64) * 1e3, normal(32, 64, seed=1), normal(64, seed=2)
 
     def loss(x):
@@ -45,7 +45,7 @@ def test_straight_through(mode, layout):
 
     found = jax.jit(jax.grad(loss))(x)
     times = 2 if layout == 2 else 1
-    # Cotangents of codes are float8_e5m2 themselves, which are off by up to an eighth.
+    # Cotangents of quantized values are float8_e5m2 themselves, which are off by up to an eighth.
     error = np.abs(found - times * weight - bias_weight[None])
     assert (error <= 0.13 * times * np.abs(weight) + 2e-3).all()
 
@@ -58,13 +58,13 @@ def test_sums_of_columns_have_an_exact_gradient():
 
 
 def test_gradient_of_dequantize():
-    codes, scales = normal(6, 8).astype(jnp.float8_e4m3fn), jnp.linspace(0.5, 2, 6)
+    qvalue, scales = normal(6, 8).astype(jnp.float8_e4m3fn), jnp.linspace(0.5, 2, 6)
 
     def loss(scales):
-        out = te.dequantize(codes, ZERO, ZERO, scales, jnp.float32, ScalingMode.CHANNEL_SCALING)
+        out = te.dequantize(qvalue, ZERO, ZERO, scales, jnp.float32, ScalingMode.CHANNEL_SCALING)
         return jnp.sum(out**2)
 
-    wanted = 2 * scales * jnp.sum(codes.astype(jnp.float32) ** 2, axis=1)
+    wanted = 2 * scales * jnp.sum(qvalue.astype(jnp.float32) ** 2, axis=1)
     np.testing.assert_allclose(jax.grad(loss)(scales), wanted, rtol=1e-5)
 
 
@@ -85,7 +85,7 @@ def gemm(lhs, rhs):
 
 
 @pytest.mark.slow
-def test_vmap_of_products():
+def test_vmap_of_matmuls():
     lhs, rhs = normal(3, 5, 7), normal(3, 7, 4, seed=1)
     np.testing.assert_allclose(jax.vmap(gemm)(lhs, rhs), lhs @ rhs, rtol=1e-5, atol=1e-5)
     found = jax.vmap(gemm, (0, None))(lhs, rhs[0])
@@ -159,7 +159,7 @@ def quantized(x):
             yield from found[:5]
             yield te.dequantize(found[0], zero, zero, found[2], x.dtype, mode)
 
-def product(lhs, rhs):
+def matmul(lhs, rhs):
     yield te.gemm_v2(lhs, one, rhs, one, zero[:0], one, zero, "float32", ((1,), (0,)), 1)
 
 def run(op, *operands):
@@ -172,7 +172,7 @@ for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
         x.reshape(-1)[::37] = np.nan
         run(quantized, x.astype(dtype))
 for m, n, k in ((1, 1, 1), (5, 17, 33), (12, 32, 256), (13, 33, 257), (100, 70, 300)):
-    run(product, *(np.asarray(rng.integers(-127, 128, s), np.int8) for s in ((m, k), (k, n))))
+    run(matmul, *(np.asarray(rng.integers(-127, 128, s), np.int8) for s in ((m, k), (k, n))))
 print(te.isa(), digest.hexdigest())
 """
 

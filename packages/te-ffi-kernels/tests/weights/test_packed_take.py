@@ -15,11 +15,11 @@ SHAPES = [(1, 1, 1), (70, 40, 1), (64, 33, 8), (96, 130, 3)]
 
 
 def packed(bits, dtype, k, n, groups, seed=0):
-    codes, scale = weight(np.random.default_rng(seed), k, n, bits, groups)
+    qvalue, scale = weight(np.random.default_rng(seed), k, n, bits, groups)
     scale = scale.astype(dtype)
-    given = jnp.asarray(codes), jnp.asarray(scale)
+    given = jnp.asarray(qvalue), jnp.asarray(scale)
     made = te.pack_w8(*given) if bits == 8 else te.pack_w4(*given)
-    return made, codes.astype(np.float32) * np.repeat(scale.astype(np.float32), k // groups, 0)
+    return made, qvalue.astype(np.float32) * np.repeat(scale.astype(np.float32), k // groups, 0)
 
 
 @pytest.mark.parametrize(("bits", "dtype"), FORMS)

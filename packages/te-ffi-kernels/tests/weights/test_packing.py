@@ -23,21 +23,21 @@ def weights(draw):
     group = draw(st.sampled_from([0, 0, 8, 24, 32, 64]))
     groups = draw(st.integers(2, 5)) if group else 1
     k = group * groups or draw(SIZES)
-    codes, scale = weight(rng, k, draw(SIZES), bits, groups)
+    qvalue, scale = weight(rng, k, draw(SIZES), bits, groups)
     if bits == 4:
         scale = scale.astype(draw(st.sampled_from([np.float16, np.float32])))
-    return bits, group, codes, scale
+    return bits, group, qvalue, scale
 
 
 @pytest.mark.slow
 @examples(20)
 @given(weights())
 def test_what_is_packed_is_unpacked(made):
-    bits, group, codes, scale = made
-    packed = PACKS[bits](jnp.asarray(codes), jnp.asarray(scale))
-    assert (packed.bits, packed.group, packed.shape) == (bits, group, codes.shape)
+    bits, group, qvalue, scale = made
+    packed = PACKS[bits](jnp.asarray(qvalue), jnp.asarray(scale))
+    assert (packed.bits, packed.group, packed.shape) == (bits, group, qvalue.shape)
     again, its_scale = packed.unpack()
-    np.testing.assert_array_equal(again, codes)
+    np.testing.assert_array_equal(again, qvalue)
     np.testing.assert_array_equal(its_scale, scale)
     assert its_scale.dtype == scale.dtype
 
@@ -46,16 +46,16 @@ def test_what_is_packed_is_unpacked(made):
 @examples(20)
 @given(weights())
 def test_kernel_and_reference_write_the_same_bytes(made):
-    bits, _, codes, scale = made
-    ours = PACKS[bits](jnp.asarray(codes), jnp.asarray(scale)).buffer
-    np.testing.assert_array_equal(ours, REFERENCES[bits](codes, scale).buffer)
+    bits, _, qvalue, scale = made
+    ours = PACKS[bits](jnp.asarray(qvalue), jnp.asarray(scale)).buffer
+    np.testing.assert_array_equal(ours, REFERENCES[bits](qvalue, scale).buffer)
 
 
 def test_8_bits_by_hand():
     """A weight of 4 rows and 2 columns, byte by byte."""
-    codes = np.array([[-128, 1], [127, -1], [0, 5], [-7, 64]], np.int8)
+    qvalue = np.array([[-128, 1], [127, -1], [0, 5], [-7, 64]], np.int8)
     scale = np.array([[0.5, 2.0]], np.float32)
-    buffer = np.asarray(te.pack_w8(jnp.asarray(codes), jnp.asarray(scale)).buffer)
+    buffer = np.asarray(te.pack_w8(jnp.asarray(qvalue), jnp.asarray(scale)).buffer)
     assert buffer.shape == (1, 64 + 64 + 16 * 64)
     panel = buffer[0]
     assert panel[:8].tolist() == [*b"JTWP", 1, 8, 2, 0]
@@ -69,19 +69,19 @@ def test_8_bits_by_hand():
     assert panel[24:28].view(np.uint32)[0] == (head.sum() % 2**32) ^ 0x9E3779B9
     assert panel[64:128].view(np.float32).tolist() == [0.5, 2.0] + [0.0] * 14
     # Byte j of column c: row j.
-    wide = codes.astype(int) + 128
+    wide = qvalue.astype(int) + 128
     assert panel[128:136].tolist() == wide.T.reshape(-1).tolist()
     assert set(panel[136:].tolist()) == {128}
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_4_bits_by_hand(dtype):
-    """Two groups of 32 rows and 2 columns: scales, codes, scales, codes."""
+    """Two groups of 32 rows and 2 columns: scales, quantized values, scales, quantized values."""
     rng = np.random.default_rng(3)
-    codes = rng.integers(-8, 8, (64, 2)).astype(np.int8)
+    qvalue = rng.integers(-8, 8, (64, 2)).astype(np.int8)
     # The largest and the least number of float16, and a subnormal one: stored as they are.
     scale = np.array([[65504, 6e-8], [1e-6, 0.1]], dtype)
-    weight = te.pack_w4(jnp.asarray(codes), jnp.asarray(scale))
+    weight = te.pack_w4(jnp.asarray(qvalue), jnp.asarray(scale))
     panel = np.asarray(weight.buffer)[0]
     size = 32 * np.dtype(dtype).itemsize
     assert weight.nbytes == len(panel) == 64 + 2 * (size + 512)
@@ -92,7 +92,7 @@ def test_4_bits_by_hand(dtype):
         expected[:2] = scale[g]
         np.testing.assert_array_equal(panel[at : at + size].view(dtype), expected)
         lines = panel[at + size : at + size + 512].reshape(4, 32, 4)
-        wide = (codes[32 * g : 32 * g + 32].astype(int) + 8).reshape(4, 2, 4, 2)
+        wide = (qvalue[32 * g : 32 * g + 32].astype(int) + 8).reshape(4, 2, 4, 2)
         # Byte j of column c in line i: row 8 * i + j in the low half, 8 * i + 4 + j in the high.
         np.testing.assert_array_equal(
             lines[:, :2], (wide[:, 0] | wide[:, 1] << 4).transpose(0, 2, 1)
@@ -101,9 +101,9 @@ def test_4_bits_by_hand(dtype):
 
 
 def test_scales_of_float16_cost_half_a_bit_less():
-    codes = jnp.zeros((1024, 64), jnp.int8)
+    qvalue = jnp.zeros((1024, 64), jnp.int8)
     bits = {
-        dtype: 8 * te.pack_w4(codes, jnp.ones((32, 64), dtype)).nbytes / codes.size
+        dtype: 8 * te.pack_w4(qvalue, jnp.ones((32, 64), dtype)).nbytes / qvalue.size
         for dtype in (jnp.float16, jnp.float32)
     }
     assert bits[jnp.float16] == pytest.approx(4.5, abs=0.02)
@@ -126,19 +126,19 @@ def test_scales_that_there_are_not(op, dtype, message):
 def test_a_stack_is_packed_layer_by_layer():
     rng = np.random.default_rng(0)
     made = [weight(rng, 40, 20) for _ in range(6)]
-    codes, scale = (np.stack(x).reshape(2, 3, *x[0].shape) for x in zip(*made, strict=True))
-    stack = te.pack_w8(jnp.asarray(codes), jnp.asarray(scale))
+    qvalue, scale = (np.stack(x).reshape(2, 3, *x[0].shape) for x in zip(*made, strict=True))
+    stack = te.pack_w8(jnp.asarray(qvalue), jnp.asarray(scale))
     assert stack.shape == (2, 3, 40, 20)
     for i, (one, its_scale) in enumerate(made):
         alone = te.pack_w8(jnp.asarray(one), jnp.asarray(its_scale))
         np.testing.assert_array_equal(stack.buffer[i // 3, i % 3], alone.buffer)
-    np.testing.assert_array_equal(stack.unpack()[0], codes)
+    np.testing.assert_array_equal(stack.unpack()[0], qvalue)
 
 
 @pytest.mark.parametrize("rows", [np.s_[1:2], np.s_[2:4]])
 def test_a_slice_of_panels_is_a_weight(rows):
-    codes, scale = weight(np.random.default_rng(1), 64, 64)
-    whole = te.pack_w8(jnp.asarray(codes), jnp.asarray(scale))
+    qvalue, scale = weight(np.random.default_rng(1), 64, 64)
+    whole = te.pack_w8(jnp.asarray(qvalue), jnp.asarray(scale))
     columns = slice(16 * rows.start, 16 * rows.stop)
     part = te.PackedWeight(whole.buffer[rows], 64, columns.stop - columns.start, 8, 0)
     x = jax.random.normal(jax.random.key(0), (3, 64))
@@ -147,9 +147,9 @@ def test_a_slice_of_panels_is_a_weight(rows):
 
 
 @pytest.mark.parametrize(
-    ("codes", "scale", "message"),
+    ("qvalue", "scale", "message"),
     [
-        (jnp.zeros((4, 4), jnp.int16), jnp.ones((1, 4)), "pack_w8: codes is int16"),
+        (jnp.zeros((4, 4), jnp.int16), jnp.ones((1, 4)), "pack_w8: qvalue is int16"),
         (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 4), jnp.bfloat16), "scale is bfloat16"),
         (jnp.zeros((4, 4), jnp.int8), jnp.ones(4), r"\[\*lead, groups, n\]"),
         (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 5)), "scale has shape"),
@@ -158,12 +158,12 @@ def test_a_slice_of_panels_is_a_weight(rows):
         (jnp.zeros((24, 4), jnp.int8), jnp.ones((5, 4)), "divides the 24 rows"),
     ],
 )
-def test_bad_input(codes, scale, message):
+def test_bad_input(qvalue, scale, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        te.pack_w8(codes, scale)
+        te.pack_w8(qvalue, scale)
 
 
-def test_codes_beyond_4_bits():
+def test_qvalue_beyond_4_bits():
     with pytest.raises(
         (ValueError, jax.errors.JaxRuntimeError), match=r"te_ffi_kernels\.pack_w4.*code"
     ):

@@ -37,10 +37,10 @@ def rotated(x, signs, block):
 
 def made(op, pack, bits, m=7, groups=1, dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    codes, scale = weight(rng, K, N, bits, groups)
+    qvalue, scale = weight(rng, K, N, bits, groups)
     signs = jnp.asarray(rng.choice([-1, 1], K), jnp.int8)
     x = jnp.asarray(rng.normal(size=(m, K)), dtype)
-    return x, signs, matrix(codes, scale), pack(jnp.asarray(codes), jnp.asarray(scale))
+    return x, signs, matrix(qvalue, scale), pack(jnp.asarray(qvalue), jnp.asarray(scale))
 
 
 @pytest.mark.parametrize(("op", "pack", "bits"), OPS)

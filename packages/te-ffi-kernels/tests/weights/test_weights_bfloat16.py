@@ -28,13 +28,13 @@ def made(case, *, scale_dtype=np.float32, wide=False, seed=0):
     op, m, k, n, group = CASES[case]
     bits = 4 if op is te.gemv_w4 else 8
     rng = np.random.default_rng([list(CASES).index(case), seed])
-    codes, scale = weight(rng, k, n, bits, k // group if group else 1)
+    qvalue, scale = weight(rng, k, n, bits, k // group if group else 1)
     if wide:
         scale = scale * 10.0 ** rng.integers(-9, 7, scale.shape)
     scale = scale.astype(scale_dtype)
     pack = te.pack_w4 if bits == 4 else te.pack_w8
     x = jnp.asarray(rng.normal(size=(m, k)), jnp.bfloat16)
-    return op, x, pack(jnp.asarray(codes), jnp.asarray(scale)), matrix(codes, scale)
+    return op, x, pack(jnp.asarray(qvalue), jnp.asarray(scale)), matrix(qvalue, scale)
 
 
 def assert_near(y, x, full, groups):
@@ -73,8 +73,8 @@ def test_weights_of_a_stack(op):
     """By index and by groups: the bits are those of each weight alone."""
     rng, k, n, group = np.random.default_rng(7), 96, 70, 32
     parts = [weight(rng, k, n, 4 if op is te.gemv_w4 else 8, k // group) for _ in range(3)]
-    codes, scale = (jnp.asarray(np.stack(part)) for part in zip(*parts, strict=True))
-    w = (te.pack_w4 if op is te.gemv_w4 else te.pack_w8)(codes, scale)
+    qvalue, scale = (jnp.asarray(np.stack(part)) for part in zip(*parts, strict=True))
+    w = (te.pack_w4 if op is te.gemv_w4 else te.pack_w8)(qvalue, scale)
     x = jnp.asarray(rng.normal(size=(180, k)), jnp.bfloat16)
     sizes = (70, 3, 100)  # and 7 rows without a weight
     y = op(x, w, group_sizes=jnp.array(sizes), out_dtype=jnp.float32)

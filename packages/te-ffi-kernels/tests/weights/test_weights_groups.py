@@ -22,13 +22,13 @@ def op(request):
 
 def stack(op, k=64, n=48, group=0, scale_dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    codes, scale = [], []
+    qvalue, scale = [], []
     for _ in range(4):
         c, s = weight(rng, k, n, OPS[op], groups=k // group if group else 1)
-        codes.append(c)
+        qvalue.append(c)
         scale.append(s)
     pack = te.pack_w8 if OPS[op] == 8 else te.pack_w4
-    return pack(jnp.asarray(np.stack(codes)), jnp.asarray(np.stack(scale), scale_dtype))
+    return pack(jnp.asarray(np.stack(qvalue)), jnp.asarray(np.stack(scale), scale_dtype))
 
 
 def rows(m=11, k=64, dtype=jnp.float32):
@@ -57,8 +57,8 @@ def test_each_group_with_its_weight(op, sizes):
 
 def test_against_floats(op):
     x, w = rows(), stack(op, group=32)
-    codes, scale = (np.asarray(part, np.float64) for part in w.unpack())
-    floats = codes * np.repeat(scale, 32, axis=1)
+    qvalue, scale = (np.asarray(part, np.float64) for part in w.unpack())
+    floats = qvalue * np.repeat(scale, 32, axis=1)
     sizes = np.array([2, 0, 4, 4])
     expected = np.zeros((11, 48))
     for row in range(sizes.sum()):
@@ -88,10 +88,10 @@ def test_float16_scales():
     )
 
 
-def test_the_gradient_is_that_of_a_product_of_floats(op):
+def test_the_gradient_is_that_of_a_matmul_of_floats(op):
     x, w, sizes = rows(), stack(op, group=32), jnp.array([3, 0, 5, 1], jnp.int32)
-    codes, scale = w.unpack()
-    floats = np.asarray(codes, np.float64) * np.repeat(scale, 32, axis=1)
+    qvalue, scale = w.unpack()
+    floats = np.asarray(qvalue, np.float64) * np.repeat(scale, 32, axis=1)
     ct = jax.random.normal(jax.random.key(2), (11, 48))
     found = jax.jit(jax.grad(lambda x: (op(x, w, group_sizes=sizes) * ct).sum()))(x)
     expected = np.zeros((11, 64))

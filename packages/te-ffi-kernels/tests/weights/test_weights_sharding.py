@@ -31,8 +31,8 @@ BLOCKS = [
 
 
 def weight_of_8_bits(rng):
-    codes = jnp.asarray(rng.integers(-127, 128, (64, 128)), jnp.int8)
-    return codes, te.pack_w8(codes, jnp.full((1, 128), 0.1))
+    qvalue = jnp.asarray(rng.integers(-127, 128, (64, 128)), jnp.int8)
+    return qvalue, te.pack_w8(qvalue, jnp.full((1, 128), 0.1))
 
 
 def activation(rng):
@@ -45,8 +45,8 @@ def test_blocks(mesh):
     for op, pack in OPS:
         for n, rows, panels, block in BLOCKS:
             case = (op.__name__, n, rows, panels)
-            codes = jnp.asarray(rng.integers(-7, 8, (64, n)), jnp.int8)
-            w, x = pack(codes, jnp.full((1, n), 0.1)), activation(rng)
+            qvalue = jnp.asarray(rng.integers(-7, 8, (64, n)), jnp.int8)
+            w, x = pack(qvalue, jnp.full((1, n), 0.1)), activation(rng)
             xs = put(mesh, x, rows, None)
             ws = jax.tree.map(lambda b, panels=panels: put(mesh, b, panels, None), w)
             compiled = jax.jit(op).lower(xs, ws).compile()
@@ -60,8 +60,8 @@ def test_one_weight_of_a_stack_in_blocks(mesh):
     rng = np.random.default_rng(0)
     x = activation(rng)
     for op, pack in OPS[2:]:
-        codes = jnp.asarray(rng.integers(-7, 8, (3, 64, 256)), jnp.int8)
-        stack = pack(codes, jnp.full((3, 1, 256), 0.1))
+        qvalue = jnp.asarray(rng.integers(-7, 8, (3, 64, 256)), jnp.int8)
+        stack = pack(qvalue, jnp.full((3, 1, 256), 0.1))
         xs = put(mesh, x, "data", None)
         ws = jax.tree.map(lambda b: put(mesh, b, None, "model", None), stack)
         compiled = jax.jit(lambda x, w, i, op=op: op(x, w, index=i)).lower(xs, ws, 1).compile()
@@ -73,8 +73,8 @@ def test_groups_of_rows_in_blocks_of_columns(mesh):
     rng = np.random.default_rng(0)
     x, sizes = activation(rng), jnp.array([3, 0, 9], jnp.int32)
     for op, pack in OPS[2:]:
-        codes = jnp.asarray(rng.integers(-7, 8, (3, 64, 256)), jnp.int8)
-        stack = pack(codes, jnp.full((3, 1, 256), 0.1))
+        qvalue = jnp.asarray(rng.integers(-7, 8, (3, 64, 256)), jnp.int8)
+        stack = pack(qvalue, jnp.full((3, 1, 256), 0.1))
         xs = put(mesh, x, "data", None)
         ws = jax.tree.map(lambda b: put(mesh, b, None, "model", None), stack)
         run = jax.jit(lambda x, w, s, op=op: op(x, w, group_sizes=s))
@@ -97,8 +97,8 @@ def test_in_shard_map_the_block_is_the_whole(mesh):
 
 def test_scan_over_layers_whose_weights_are_shared_out(mesh):
     rng = np.random.default_rng(0)
-    (codes, _), x = weight_of_8_bits(rng), activation(rng)
-    alone = te.pack_w8(jnp.stack([codes[:, :64]] * 3), jnp.full((3, 1, 64), 0.01))
+    (qvalue, _), x = weight_of_8_bits(rng), activation(rng)
+    alone = te.pack_w8(jnp.stack([qvalue[:, :64]] * 3), jnp.full((3, 1, 64), 0.01))
     stack = jax.tree.map(lambda b: put(mesh, b, None, "model", None), alone)
 
     def run(x, stack):

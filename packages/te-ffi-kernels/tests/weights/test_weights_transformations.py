@@ -25,8 +25,8 @@ def stack(op, layers=3, k=48, n=48):
     bits = OPS[op]
     rng = np.random.default_rng(0)
     made = [weight(rng, k, n, bits) for _ in range(layers)]
-    codes, scale = (jnp.asarray(np.stack(x)) for x in zip(*made, strict=True))
-    return (te.pack_w8 if bits == 8 else te.pack_w4)(codes, scale)
+    qvalue, scale = (jnp.asarray(np.stack(x)) for x in zip(*made, strict=True))
+    return (te.pack_w8 if bits == 8 else te.pack_w4)(qvalue, scale)
 
 
 def layer(weights, i):
@@ -235,10 +235,10 @@ def test_programs_for_platforms_that_a_process_has_not(op):
 
 def test_the_op_for_a_number_of_rows():
     w8, w4 = layer(stack(te.gemv_w8), 0), layer(stack(te.gemv_w4), 0)
-    assert [w8.product_op(n, quantizes=False) for n in (1, 4, 5, "n")] == [
+    assert [w8.matmul_op(n, quantizes=False) for n in (1, 4, 5, "n")] == [
         "gemv_w8", "gemv_w8", "gemm_w8a16", "gemm_w8a16"
     ]  # fmt: skip
-    assert w8.product_op(1, quantizes=True) == "gemm_w8a8"
+    assert w8.matmul_op(1, quantizes=True) == "gemm_w8a8"
     for n in (1, 9, "n"):
-        assert w4.product_op(n, quantizes=False) == "gemv_w4"
-        assert w4.product_op(n, quantizes=True) == "gemm_w4a8"
+        assert w4.matmul_op(n, quantizes=False) == "gemv_w4"
+        assert w4.matmul_op(n, quantizes=True) == "gemm_w4a8"

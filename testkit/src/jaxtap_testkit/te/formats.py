@@ -27,14 +27,14 @@ def flushed(x):
 
 
 def rounded(ratio, name):
-    """Codes of numbers: half to even, saturated; NaN is NaN, or 0 in int8."""
+    """Quantized values of numbers: half to even, saturated; NaN is NaN, or 0 in int8."""
     nan = np.isnan(ratio)
     cut = np.clip(np.where(nan, 0, ratio), -most(name), most(name))
     if name == "int8":
         return np.rint(cut).astype(np.int8)
-    codes = cut.astype(FORMATS[name])
-    codes.view(np.uint8)[nan] = 0x7F
-    return codes
+    qvalue = cut.astype(FORMATS[name])
+    qvalue.view(np.uint8)[nan] = 0x7F
+    return qvalue
 
 
 def absmax(x, axis=None):
@@ -44,12 +44,12 @@ def absmax(x, axis=None):
 
 
 def per_tensor(matrix, scale, name):
-    """Codes of a float32 matrix."""
+    """Quantized values of a float32 matrix."""
     return rounded(matrix * np.float32(scale), name)
 
 
 def per_channel(matrix, name, axis):
-    """Codes and scales of rows (axis 1) or columns (axis 0)."""
+    """Quantized values and scales of rows (axis 1) or columns (axis 0)."""
     largest = absmax(matrix, axis).astype(np.float32)
     usable = (largest > 0) & np.isfinite(largest)
     scale = np.minimum(
@@ -60,7 +60,7 @@ def per_channel(matrix, name, axis):
 
 
 def mx(matrix, name, axis):
-    """Codes and biased exponents of blocks of 32 along an axis, all in float64."""
+    """Quantized values and biased exponents of blocks of 32 along an axis, all in float64."""
     rows, cols = matrix.shape
     shape = (rows, cols // 32, 32) if axis == 1 else (rows // 32, 32, cols)
     blocks = matrix.astype(np.float64).reshape(shape)
@@ -74,8 +74,8 @@ def mx(matrix, name, axis):
     exponent[finite & (largest <= most(name) * 2.0 ** (exponent - 1))] -= 1
     exponent = np.where(np.isinf(largest), 127, np.maximum(exponent, -127))
     with np.errstate(invalid="ignore"):
-        codes = rounded(blocks / 2.0**exponent, name)
-    return codes.reshape(rows, cols), (exponent + 127).astype(np.uint8).squeeze(over)
+        qvalue = rounded(blocks / 2.0**exponent, name)
+    return qvalue.reshape(rows, cols), (exponent + 127).astype(np.uint8).squeeze(over)
 
 
 def gelu(x):

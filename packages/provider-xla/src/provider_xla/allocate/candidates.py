@@ -63,7 +63,7 @@ class Option:
 
     Attributes:
         candidate: the format; None for what the plan had, where no candidate is possible.
-        weights: how they are quantized then, in codes and scales as they are saved.
+        weights: how they are quantized then, in quantized values and scales as they are saved.
     """
 
     candidate: Candidate | None
@@ -78,7 +78,7 @@ class Option:
 
     @property
     def bytes(self) -> int:
-        """Of codes and scales."""
+        """Of quantized values and scales."""
         return sum(weight.bytes_after for weight in self.weights)
 
     @property

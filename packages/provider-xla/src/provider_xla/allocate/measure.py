@@ -1,9 +1,9 @@
 """The error of the output: what quantized parameters do to what a program returns.
 
 The error of one parameter's format is measured: the program runs in float with the values that
-this parameter's codes stand for. No gradient, no second derivative and no statistics of operations
-stand in for it, as in HAWQ (Dong et al. 2020, arXiv:1911.03852) or OBS; what is assumed is that
-errors of several parameters add up, as squares of small independent ones do.
+this parameter's quantized values stand for. No gradient, no second derivative and no statistics of
+operations stand in for it, as in HAWQ (Dong et al. 2020, arXiv:1911.03852) or OBS; what is assumed
+is that errors of several parameters add up, as squares of small independent ones do.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ class Bridge(abc.ABC):
 
         Args:
             model: the model, which stays as it is.
-            parameters: the tree of ``parameters``, of which leaves may be stored as codes and
-                scales (``quant_numerics.QArray``, ``PrepackedWeight``), and with an adapter
-                (``AdaptedWeight``).
+            parameters: the tree of ``parameters``, of which leaves may be stored as quantized
+                values and scales (``quant_numerics.QArray``, ``PrepackedWeight``), and with an
+                adapter (``AdaptedWeight``).
             quantized: the methods ``quantized.methods`` of the new model are to run
                 ``quantized.apply(fn)(parameters, *args, **kwargs)``, with an ``fn`` as that of
                 ``function``. It is hashable by identity.

@@ -163,8 +163,8 @@ def _plain(cls: type, method: Any) -> Any:
     """Returns what of a method is run.
 
     Equinox's own layers run without the name scope of their kind: ``head/eqx.nn.Linear`` is
-    ``head`` to rules, as in other frameworks. Norms keep theirs: they hold no products, and what
-    fuses them taps the method as it is.
+    ``head`` to rules, as in other frameworks. Norms keep theirs: they hold no contractions, and
+    what fuses them taps the method as it is.
     """
     own = cls.__module__.startswith("equinox.") and not issubclass(cls, _NORMS)
     return getattr(method, "__wrapped__", method) if own and inspect.isfunction(method) else method

@@ -30,9 +30,9 @@ def quantize_model(
 ) -> Any:
     """Returns a quantized model of the same kind; the given one stays as it is.
 
-    With a ``PtqProvider`` parameters are stored as codes and scales, in the model's own places,
-    and the methods run on those. With a ``QtProvider`` they stay float arrays, those of the given
-    model (which are not copied), and the methods run quantized and are differentiated so.
+    With a ``PtqProvider`` parameters are stored as quantized values and scales, in the model's own
+    places, and the methods run on those. With a ``QtProvider`` they stay float arrays, those of the
+    given model (which are not copied), and the methods run quantized and are differentiated so.
 
     Where a rule of a ``PtqProvider`` has a rank, parameters get adapters, which are what is to be
     trained: ``nnx.LoRAParam`` variables beside the ``nnx.Param`` of an NNX module, the collection
@@ -57,8 +57,8 @@ def quantize_model(
         methods: names of the methods that run quantized, of the model and of its parts; the
             others call these. The plan is for the first: parameters that only the others use are
             quantized at each call.
-        prepack: whether parameters whose products run in kernels of this machine are packed for
-            these; False for codes and scales, to be saved and used anywhere.
+        prepack: whether parameters whose contractions run in kernels of this machine are packed for
+            these; False for quantized values and scales, to be saved and used anywhere.
         statistics: the ranges of activations whose rules have ``act_static_scale``: what
             ``calibrate_model`` returns.
         adapter_key: random key that adapters begin with; None is ``jax.random.key(0)``.
@@ -71,7 +71,7 @@ def quantize_model(
     Raises:
         UnknownNameError: there is no bridge for such a model. The known ones are listed.
         TypeError: the provider is not one (``interception_core.Provider``).
-        QuantizationError: the parameters are stored as codes already, there are no example
+        QuantizationError: the parameters are quantized already, there are no example
             inputs where they are needed, no statistics where a rule needs them, or rules do not
             fit; see ``PtqProvider.plan``.
 
@@ -127,7 +127,7 @@ def calibrate_model(
 
     Raises:
         QuantizationError: no rule has ``act_static_scale``, there is no batch, the model holds no
-            parameters, or they are stored as codes.
+            parameters, or they are stored as quantized values.
     """
     batches = list(batches)
     if not batches:
@@ -244,7 +244,7 @@ def _planned(
     parameters = bridge.parameters(model)
     if holds_kept(parameters):
         raise QuantizationError(
-            f"The parameters of this {type(model).__name__} are stored as codes already, or have "
+            f"The parameters of this {type(model).__name__} are quantized already, or have "
             "adapters. Quantize the float model, or what merge_model returns."
         )
     if parameters is None and (args or kwargs):

@@ -123,10 +123,10 @@ def _quantize(
     for name, fields in FORMATS.items():
         provider = get_provider("ptq", rules=QuantizationRule(**fields), engine=engine)
         plan = provider.plan(model.apply, params, images)
-        codes = plan.quantize(params, prepack=False)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(codes, is_leaf=is_stored))
+        qvalue = plan.quantize(params, prepack=False)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(qvalue, is_leaf=is_stored))
         # The patch engine quantizes parameters at each call, with the same result.
-        stored = params if engine == "patch" else plan.prepack(codes)
+        stored = params if engine == "patch" else plan.prepack(qvalue)
         found = digits_of(provider.apply(model.apply), stored)
         accuracy, agreement = float(np.mean(found == labels)), float(np.mean(found == in_float))
         outcomes.append(Outcome(name, size, accuracy, agreement))

@@ -86,7 +86,7 @@ def _fitted(given: Any, wanted: Any) -> Any:
         if fits and _type(abstract(given, packing)) == _type(wanted):
             return prepack(given, packing)
     if isinstance(wanted, qn.QArray | qn.PackedQArray) and isinstance(given, PrepackedWeight):
-        return given.codes(wanted.scale.shape)
+        return given.qarray(wanted.scale.shape)
     return given
 
 

@@ -157,11 +157,11 @@ def _portable(name: str, value: Any) -> Any:
     """Return a leaf as quantized values and scales, or as a NumPy array."""
     if isinstance(value, AffineWeight):
         inner = value.inner
-        if hasattr(inner, "codes"):
-            inner = inner.codes(value.minimum.shape)
+        if hasattr(inner, "qarray"):
+            inner = inner.qarray(value.minimum.shape)
         return dataclasses.replace(value, inner=inner).unpacked()
-    if hasattr(value, "codes"):
-        value = value.codes()
+    if hasattr(value, "qarray"):
+        value = value.qarray()
     if isinstance(value, qn.PackedQArray):
         return qn.unpack(value)
     if isinstance(value, qn.QArray):

@@ -1,4 +1,4 @@
-"""Products under ``vmap``: rows of a batch are rows, and mapped columns are columns.
+"""Contractions under ``vmap``: rows of a batch are rows, and mapped columns are columns.
 
 Programs with named axes map a weight over the axes that are not contracted, so that what they
 multiply is a vector. A kernel multiplies with the whole weight all the same, once.
@@ -18,8 +18,8 @@ Run = Callable[[jax.Array, Any], jax.Array]
 """Multiplies [*rows, K] with a packed weight, to [*rows, N]."""
 
 
-def mapped_product(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) -> Callable[..., Any]:
-    """Return a product with some of a packed weight's columns, with a rule for ``vmap``.
+def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) -> Callable[..., Any]:
+    """Return a contraction with some of a packed weight's columns, with a rule for ``vmap``.
 
     Args:
         run: multiplies with all of them.
@@ -51,7 +51,7 @@ def mapped_product(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) -> Cal
             if not others and not is_rows and size == n_sizes[part]:
                 rest = [i for i in range(len(gone)) if i != first]
                 left = [gone[i] for i in rest]
-                y = mapped_product(run, n_sizes, left)(x, weight, [places[i] for i in rest])
+                y = mapped_contraction(run, n_sizes, left)(x, weight, [places[i] for i in rest])
                 axis = x.ndim - 1 + part - sum(other < part for other in left)
                 return jnp.moveaxis(y, axis, 0), True
         axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, in_batched)

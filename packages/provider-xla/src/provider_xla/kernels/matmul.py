@@ -1,4 +1,4 @@
-"""Kernels: which op of a kernel package a product of a packed parameter is, and calling it."""
+"""Kernels: which op of a kernel package a contraction of a packed parameter is, and calling it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from opt_einsum import parser
 import quant_numerics as qn
 from interception_core import get_op
 
+from ..program.contractions import Contraction, Matmul, RaggedMatmul
 from ..program.granularity import tile_elements
-from ..program.products import MatrixProduct, Product, RaggedProduct
 from ..program.record import choice
-from .mapped import mapped_product
+from .mapped import mapped_contraction
 from .packed import PrepackedWeight
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -43,17 +43,17 @@ class Rotation(NamedTuple):
 
 
 class NoKernel(Exception):
-    """A product that kernels don't compute; says why, in a few words."""
+    """A contraction that kernels don't compute; says why, in a few words."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a product of an activation and a weight is one of matrices.
+    """How a contraction of an activation and a weight is one of matrices.
 
     Attributes:
         kept: the axes of the activation that the result has.
         pairs: by contracted axis of the weight, that of the activation.
-        result: where the axes of the product are in the result, those of the activation first,
+        result: where the axes of the contraction are in the result, those of the activation first,
             then those of the weight in their order.
     """
 
@@ -63,24 +63,24 @@ class Layout:
 
 
 def layout_of(
-    product: Product, side: int, x_shape: Sequence[int], w_shape: Sequence[int]
+    contraction: Contraction, side: int, x_shape: Sequence[int], w_shape: Sequence[int]
 ) -> Layout:
-    """Returns how a product is read as one of matrices.
+    """Returns how a contraction is read as one of matrices.
 
     Args:
-        product: the product.
+        contraction: the contraction.
         side: which operand the weight is.
         x_shape: shape of the other one.
         w_shape: shape of the weight.
 
     Raises:
-        NoKernel: it is another kind of product.
+        NoKernel: it is another kind of contraction.
     """
-    if not isinstance(product, MatrixProduct):
-        raise NoKernel("no plain matrix product")
-    if product.out_sharding is not None:
+    if not isinstance(contraction, Matmul):
+        raise NoKernel("not a plain matmul")
+    if contraction.out_sharding is not None:
         raise NoKernel("out_sharding is given")
-    contracted, batch = product.dims
+    contracted, batch = contraction.dims
     if batch[0]:
         raise NoKernel("it has batch axes")
     w_axes, x_axes = contracted[side], contracted[1 - side]
@@ -92,9 +92,9 @@ def layout_of(
     columns = [axis for axis in range(len(w_shape)) if axis not in w_axes]
     ours = [(1 - side, axis) for axis in kept] + [(side, axis) for axis in columns]
     theirs = sorted(ours)  # the axes of the lhs come first
-    if product.spec is not None:
+    if contraction.spec is not None:
         shapes = (w_shape, x_shape) if side == 0 else (x_shape, w_shape)
-        inputs, output, _ = parser.parse_einsum_input((product.spec, *shapes), shapes=True)
+        inputs, output, _ = parser.parse_einsum_input((contraction.spec, *shapes), shapes=True)
         labels = inputs.split(",")
         theirs.sort(key=lambda place: output.index(labels[place[0]][place[1]]))
     pairs = tuple(zip(w_axes, x_axes, strict=True))
@@ -109,7 +109,7 @@ def op_of(
     k_sizes: Sequence[int],
     rows: Any,
 ) -> str:
-    """Return the op for a product with a packed weight.
+    """Return the op for a contraction with a packed weight.
 
     Args:
         how: how the activation is quantized.
@@ -123,14 +123,14 @@ def op_of(
         NoKernel: there is no such op.
     """
     if how is None:
-        return packed.product_op(rows, quantizes=False)
+        return packed.matmul_op(rows, quantizes=False)
     if how.qtype != "int8":
         raise NoKernel(f"activations in {how.qtype}")
     if is_static:
         raise NoKernel("activations with a static range")
     if how.method != "absmax" or not how.channelwise:
         raise NoKernel("activations with another range than the largest of each row")
-    op = packed.product_op(rows, quantizes=True)
+    op = packed.matmul_op(rows, quantizes=True)
     if op is None:
         raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
     k = math.prod(k_sizes)
@@ -140,19 +140,19 @@ def op_of(
     return op
 
 
-def check_groups(product: RaggedProduct, side: int) -> None:
-    """Raise NoKernel for a ragged product that is not ``lax.ragged_dot`` with a weight."""
-    if side != 1 or not product.trains:
-        raise NoKernel("a ragged product of other axes than those of ragged_dot")
+def check_groups(contraction: RaggedMatmul, side: int) -> None:
+    """Raise NoKernel for a ragged matmul that is not ``lax.ragged_dot`` with a weight."""
+    if side != 1 or not contraction.trains:
+        raise NoKernel("a ragged matmul of other axes than those of ragged_dot")
 
 
-def check_dtypes(product: MatrixProduct | RaggedProduct, x: Any, dtype: Any) -> np.dtype:
+def check_dtypes(contraction: Matmul | RaggedMatmul, x: Any, dtype: Any) -> np.dtype:
     """Returns the dtype of the result, for an activation and a weight of that dtype.
 
     Raises:
         NoKernel: kernels don't have one of the dtypes.
     """
-    out = product.preferred_element_type
+    out = contraction.preferred_element_type
     if out is None:
         out = x.dtype if x.dtype == dtype else jnp.float32
     for found in (x.dtype, dtype, out):
@@ -162,7 +162,7 @@ def check_dtypes(product: MatrixProduct | RaggedProduct, x: Any, dtype: Any) -> 
 
 
 def multiply(
-    product: Product,
+    contraction: Contraction,
     how: qn.HowToQuantize | None,
     is_static: bool,
     x: jax.Array,
@@ -171,16 +171,16 @@ def multiply(
     extras: Sequence[jax.Array] = (),
     rotation: Rotation | None = None,
 ) -> jax.Array:
-    """Return a product with a packed weight, by a kernel's op.
+    """Return a contraction with a packed weight, by a kernel's op.
 
     Args:
-        product: the product.
+        contraction: the contraction.
         how: how ``x`` is quantized.
         is_static: whether it has a range that was measured before.
         x: the activation.
         weight: the other operand.
         side: which operand the weight is.
-        extras: of a ragged product, the sizes of groups.
+        extras: of a ragged matmul, the sizes of groups.
         rotation: what the op does to ``x`` first, if anything.
 
     Raises:
@@ -188,11 +188,11 @@ def multiply(
     """
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")
-    if isinstance(product, RaggedProduct):
-        return _multiply_groups(product, how, is_static, x, weight, side, *extras)
-    layout = layout_of(product, side, x.shape, weight.shape)
-    assert isinstance(product, MatrixProduct)
-    dtype = check_dtypes(product, x, weight.dtype)
+    if isinstance(contraction, RaggedMatmul):
+        return _multiply_groups(contraction, how, is_static, x, weight, side, *extras)
+    layout = layout_of(contraction, side, x.shape, weight.shape)
+    assert isinstance(contraction, Matmul)
+    dtype = check_dtypes(contraction, x, weight.dtype)
     if weight.lead:
         raise NoKernel("a stack of weights")
     if weight.pieces:
@@ -224,7 +224,7 @@ def multiply(
     if rotation is not None:
         options, static = options | {"signs": rotation.signs}, {"rotation": rotation.block}
     stored = weight.packed, options
-    y = mapped_product(run, weight.n_sizes, weight.gone)(rows, stored, weight.places)
+    y = mapped_contraction(run, weight.n_sizes, weight.gone)(rows, stored, weight.places)
     if weight.misses:
         y = jnp.where(weight.index < 0, jnp.asarray(jnp.nan, y.dtype), y)
     left = [part for part in range(rank, rank + len(weight.n_sizes)) if part in places]
@@ -244,15 +244,15 @@ def _check_rotation(
     if tuple(places) != rotation.axes:
         raise NoKernel("it was packed in another order than it was rotated in")
     rows = jax.ShapeDtypeStruct((math.prod(kept), k), x.dtype)
-    codes = jax.ShapeDtypeStruct((k, math.prod(weight.n_sizes)), jnp.int8)
+    qvalue = jax.ShapeDtypeStruct((k, math.prod(weight.n_sizes)), jnp.int8)
     question = packed.question | {"rotation": rotation.block}
-    kernel, why = choice(op, weight.platform, (rows, codes), **question)
+    kernel, why = choice(op, weight.platform, (rows, qvalue), **question)
     if kernel is None:
         raise NoKernel(str(why))
 
 
 def _multiply_groups(
-    product: RaggedProduct,
+    contraction: RaggedMatmul,
     how: qn.HowToQuantize | None,
     is_static: bool,
     x: jax.Array,
@@ -261,8 +261,8 @@ def _multiply_groups(
     sizes: jax.Array,
 ) -> jax.Array:
     """Return ``lax.ragged_dot`` with a stack of packed weights, one for each group of rows."""
-    check_groups(product, side)
-    dtype = check_dtypes(product, x, weight.dtype)
+    check_groups(contraction, side)
+    dtype = check_dtypes(contraction, x, weight.dtype)
     if len(weight.lead) != 1 or weight.axes() != [0, 1, 2] or weight.order != (0, 1):
         raise NoKernel("groups along another axis than the first")
     if weight.misses or weight.gone or weight.pieces:

@@ -27,9 +27,9 @@ from .rows import Rows, rows_of
 class PrepackedWeight(ArrayProxy):
     """A quantized parameter in the order in which a kernel reads it; a pytree of its arrays.
 
-    ``plan.quantize`` makes it of parameters all of whose products run in a kernel. It is what the
-    kernels of one platform read; on others it is unpacked at each use. ``plan.convert`` changes the
-    form. Under ``scan`` and ``vmap`` the leading axes may be mapped, those of the steps.
+    ``plan.quantize`` makes it of parameters all of whose contractions run in a kernel. It is what
+    the kernels of one platform read; on others it is unpacked at each use. ``plan.convert`` changes
+    the form. Under ``scan`` and ``vmap`` the leading axes may be mapped, those of the steps.
 
     A program that takes one weight of a stack, by a loop or an index, keeps the stack and the
     index: a kernel reads the weight where it lies, and XLA would copy what is cut out for it.
@@ -39,7 +39,7 @@ class PrepackedWeight(ArrayProxy):
             that begin with the leading axes. ``unpack()`` gives quantized values, int8
             [*lead, K, N], and scales, float32 [*lead, K / group, N]; ``panel`` is the columns that
             are packed together, ``question`` what kernels are asked about it, and
-            ``product_op(rows, quantizes=)`` the op that multiplies with it. Where ``rotates`` is
+            ``matmul_op(rows, quantizes=)`` the op that multiplies with it. Where ``rotates`` is
             there and true, its ops take ``signs=`` and ``rotation=``.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).
@@ -146,10 +146,10 @@ class PrepackedWeight(ArrayProxy):
         return packed_bits(self.qtype)
 
     def unpacked(self) -> qn.QArray:
-        """Returns its codes and scales, in the order of its axes."""
+        """Returns its quantized values and scales, in the order of its axes."""
         return _unpacked(self)
 
-    def codes(self, scale_shape: Sequence[int] | None = None) -> qn.QArray | qn.PackedQArray:
+    def qarray(self, scale_shape: Sequence[int] | None = None) -> qn.QArray | qn.PackedQArray:
         """Return quantized values and scales, as they were before they were packed.
 
         Args:
@@ -243,7 +243,7 @@ class PrepackedWeight(ArrayProxy):
         """Return what a primitive that only moves elements makes of it.
 
         It stays packed where leading axes are moved, where the order of the others changes, and
-        its dtype. Any other move makes it codes and scales.
+        its dtype. Any other move makes it quantized values and scales.
         """
         lead = len(self.lead)
         if primitive == "transpose":
@@ -306,19 +306,19 @@ def packed_form(
 
 @functools.cache
 def _form_of(op: Any, k: int, n: int, group: int, platform: str, scale_dtype: str) -> Any:
-    codes = jax.ShapeDtypeStruct((k, n), jnp.int8)
+    qvalue = jax.ShapeDtypeStruct((k, n), jnp.int8)
     scale = jax.ShapeDtypeStruct((k // group if group else 1, n), jnp.dtype(scale_dtype))
-    return jax.eval_shape(functools.partial(op, platform=platform), codes, scale)
+    return jax.eval_shape(functools.partial(op, platform=platform), qvalue, scale)
 
 
 def packed_bits(qtype: str) -> int:
-    """Returns the bits that codes of a qtype are packed in."""
+    """Returns the bits that quantized values of a qtype are packed in."""
     return 4 if qn.get_qtype(qtype).bits <= 4 else 8
 
 
 # Jitted once: weights of one layout share a program.
-codes_of = jax.jit(PrepackedWeight.codes, static_argnums=1)
-"""``PrepackedWeight.codes`` of a weight and a shape of scales."""
+qarray_of = jax.jit(PrepackedWeight.qarray, static_argnums=1)
+"""``PrepackedWeight.qvalue`` of a weight and a shape of scales."""
 
 
 # Jitted: a program in which it ends up unused has one equation of it, traced once per shape.
@@ -331,7 +331,7 @@ def _restored(weight: PrepackedWeight) -> jax.Array:
 def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     index, misses = weight.index, weight.misses
     weight = weight.gathered()
-    codes, scale = weight.packed.unpack()
+    qvalue, scale = weight.packed.unpack()
     lead, k_sizes, n_sizes = weight.lead, weight.k_sizes, weight.n_sizes
     count = len(lead)
     if misses:
@@ -339,18 +339,18 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
         scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)
     if weight.pieces and not weight.group:
         scale = jax.lax.index_in_dim(scale, 0, count, keepdims=False)  # all have the same
-    codes = codes.reshape(*lead, *k_sizes, *n_sizes)
+    qvalue = qvalue.reshape(*lead, *k_sizes, *n_sizes)
     scale = scale.reshape(*lead, *scale_sizes(k_sizes, weight.group), *n_sizes)
     gone = [len(k_sizes) + part for part in weight.gone]
     order = (*range(count), *(count + part for part in (*weight.order, *gone)))
-    codes, scale = codes.transpose(order), scale.transpose(order)
+    qvalue, scale = qvalue.transpose(order), scale.transpose(order)
     for place in reversed(weight.places):
         one = functools.partial(jax.lax.dynamic_index_in_dim, index=place, axis=-1, keepdims=False)
-        codes, scale = one(codes), one(scale)
+        qvalue, scale = one(qvalue), one(scale)
     axes = weight.axes()
-    codes, scale = codes.transpose(axes), scale.transpose(axes)
+    qvalue, scale = qvalue.transpose(axes), scale.transpose(axes)
     return qn.QArray(
-        codes.astype(qn.get_qtype(weight.qtype).storage_dtype),
+        qvalue.astype(qn.get_qtype(weight.qtype).storage_dtype),
         scale.astype(weight.scale_dtype),
         qtype=weight.qtype,
         dtype=weight.dtype,

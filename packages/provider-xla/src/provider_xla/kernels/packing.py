@@ -28,8 +28,8 @@ class Packing:
 
     Attributes:
         lead: those of its axes that are stacks: steps of loops, and examples.
-        k_axes: those that its products contract, in an order in which the rows of a group follow
-            one another.
+        k_axes: those that its contractions contract, in an order in which the rows of a group
+            follow one another.
         n_axes: the others.
         group: rows that share a scale, 0 for all.
         bits: 8 or 4, those of a packed code.
@@ -151,7 +151,7 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     order = (*first, *packing.k_axes, *packing.n_axes)
     k_sizes, n_sizes = packing.sizes(q.shape)
     lead, (k, n) = [q.shape[axis] for axis in first], packing.matrix(q.shape)
-    codes = q.qvalue.astype(jnp.int8).transpose(order).reshape(*lead, k, n)
+    qvalue = q.qvalue.astype(jnp.int8).transpose(order).reshape(*lead, k, n)
     scale = q.scale.transpose(order)
     sizes = (*lead, *scale_sizes(k_sizes, packing.group), *n_sizes)
     for axis, size in enumerate(sizes):
@@ -162,12 +162,12 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     given = scale if keeps else scale.astype(jnp.float32)
     given = given.reshape(*lead, -1, n)
     if packing.pieces:
-        codes = codes.reshape(*lead, packing.pieces, -1, n)
+        qvalue = qvalue.reshape(*lead, packing.pieces, -1, n)
         if packing.group:
             given = given.reshape(*lead, packing.pieces, -1, n)
         else:
             given = jnp.repeat(given[..., None, :, :], packing.pieces, axis=-3)
-    packed = get_op(packing.op)(codes, given, platform=packing.platform)
+    packed = get_op(packing.op)(qvalue, given, platform=packing.platform)
     places = (*packing.k_axes, *packing.n_axes)
     return PrepackedWeight(
         packed,
@@ -192,7 +192,7 @@ def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
 
 
 def _of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
-    """Returns the sharding of what is packed, for that of the codes."""
+    """Returns the sharding of what is packed, for that of the quantized values."""
     if not isinstance(sharding, NamedSharding):
         return None
     parts = _parts(sharding, ndim)

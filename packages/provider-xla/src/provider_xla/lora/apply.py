@@ -18,15 +18,15 @@ from interception_core import Engine, Interceptor
 
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
-from ..program.products import Product
+from ..program.contractions import Contraction
 from ..program.record import OpRecord
 from ..program.sites import Rules, Site, ignore
+from ..run.contraction import quantized_contraction, stored_operands
 from ..run.infer import prepared, sites_of, sparse
 from ..run.lookup import gather
-from ..run.product import quantized_product, stored_operands
 from ..run.static import Statistics, calibrations
 from ..run.stored import is_stored, unpacked_leaf
-from .contract import adapter_product
+from .contract import adapter_contraction
 from .lookup import adapter_rows
 from .tree import adapted, salt
 from .weight import AdaptedWeight, LoraWeight, dropped_out, is_adapted
@@ -185,16 +185,16 @@ def _run_site(adapted_paths: frozenset[str], statistics: Statistics | None, site
         return NotImplemented
     ranges = calibrations(statistics, site)
     if any(hows) or any(map(is_stored, operands)):
-        y = quantized_product(site.product, tuple(hows), *operands, site.extras, ranges)  # type: ignore[arg-type]
+        y = quantized_contraction(site.contraction, tuple(hows), *operands, site.extras, ranges)  # type: ignore[arg-type]
     else:
-        y = site.product.run(*operands, *site.extras)
+        y = site.contraction.run(*operands, *site.extras)
     for side, weight in among.items():
         # Of two adapted operands the second is multiplied with all of the first.
         other = site.operands[1 - side]
         if side == 0 and 1 in among:
             other = among[1].base_array()
         number = None if weight.key is None else np.uint32(salt(site.call.op_id))
-        delta = _adapter(site.product, side, other, weight, site.extras, number)
+        delta = _adapter(site.contraction, side, other, weight, site.extras, number)
         y = y + delta.astype(y.dtype)
     return y
 
@@ -217,18 +217,18 @@ def _lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
 # Jitted so that a model with many equal layers traces it once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _adapter(
-    product: Product,
+    contraction: Contraction,
     side: int,
     x: jax.Array,
     weight: LoraWeight,
     extras: tuple[Any, ...],
     number: Any,
 ) -> jax.Array:
-    """Returns the product of an activation with an adapter, scaled."""
+    """Returns the contraction of an activation with an adapter, scaled."""
     seen = dropped_out(x, weight, number)
-    return adapter_product(product, side, seen, weight.a, weight.b, weight.shape, extras) * (
-        weight.scale
-    )
+    return adapter_contraction(
+        contraction, side, seen, weight.a, weight.b, weight.shape, extras
+    ) * (weight.scale)
 
 
 def _typed(key: Any) -> jax.Array:

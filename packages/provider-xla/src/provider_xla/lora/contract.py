@@ -1,4 +1,4 @@
-"""Products of an activation with an adapter, without the product of its factors."""
+"""Contractions of an activation with an adapter, without the product of its factors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from opt_einsum import get_symbol, parser
 
-from ..program.products import Convolution, MatrixProduct, Product, RaggedProduct
+from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
 
 Labels = list[str]
 
@@ -25,8 +25,8 @@ def delta_of(a: jax.Array, b: jax.Array, shape: Sequence[int]) -> jax.Array:
     return jnp.broadcast_to(y.reshape(sizes), tuple(shape))
 
 
-def adapter_product(
-    product: Product,
+def adapter_contraction(
+    contraction: Contraction,
     side: int,
     x: jax.Array,
     a: jax.Array,
@@ -34,39 +34,40 @@ def adapter_product(
     shape: tuple[int, ...],
     extras: tuple[Any, ...],
 ) -> jax.Array:
-    """Returns a product of an activation and ``sum(a * b, axis=-1)``, one factor after the other.
+    """Returns a contraction of an activation and ``sum(a * b, axis=-1)``, one factor after the
+    other.
 
     Args:
-        product: the product.
+        contraction: the contraction.
         side: which of its operands the factors are.
         x: the other operand; the factors are taken in its dtype.
         a: [*(n or 1), rank]: see ``LoraWeight``.
         b: alike.
         shape: of the operand that they are the adapter of.
-        extras: the product's other arrays.
+        extras: the contraction's other arrays.
     """
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     result = None
-    if isinstance(product, MatrixProduct) and product.out_sharding is None:
-        result = _matrix(product, side, x, a, b, shape)
-    elif isinstance(product, Convolution) and side == 1:
-        result = _convolution(product, x, a, b)
-    elif isinstance(product, RaggedProduct) and side == 1 and product.trains:
-        result = _ragged(product, x, a, b, extras)
+    if isinstance(contraction, Matmul) and contraction.out_sharding is None:
+        result = _matrix(contraction, side, x, a, b, shape)
+    elif isinstance(contraction, Convolution) and side == 1:
+        result = _convolution(contraction, x, a, b)
+    elif isinstance(contraction, RaggedMatmul) and side == 1 and contraction.trains:
+        result = _ragged(contraction, x, a, b, extras)
     if result is not None:
         return result
-    # Rare: a form without two products in a row. The adapter alone is multiplied out.
+    # Rare: a form without two contractions in a row. The adapter alone is multiplied out.
     delta = delta_of(a, b, shape)
     operands = (delta, x) if side == 0 else (x, delta)
-    return product.run(*operands, *extras)
+    return contraction.run(*operands, *extras)
 
 
-def labels_of(product: MatrixProduct, shapes: Sequence[Sequence[int]]) -> list[Labels]:
+def labels_of(contraction: Matmul, shapes: Sequence[Sequence[int]]) -> list[Labels]:
     """Returns a label for each axis of both operands, and of the result."""
-    if product.spec is not None:
-        inputs, output, _ = parser.parse_einsum_input((product.spec, *shapes), shapes=True)
+    if contraction.spec is not None:
+        inputs, output, _ = parser.parse_einsum_input((contraction.spec, *shapes), shapes=True)
         return [list(part) for part in (*inputs.split(","), output)]
-    (contracted, batch), (left, right) = product.dims, shapes
+    (contracted, batch), (left, right) = contraction.dims, shapes
     pool = iter(_symbols(len(left) + len(right)))
     lhs = [next(pool) for _ in left]
     shared = {**dict(zip(contracted[1], contracted[0], strict=True)),
@@ -79,7 +80,7 @@ def labels_of(product: MatrixProduct, shapes: Sequence[Sequence[int]]) -> list[L
 
 
 def _matrix(
-    product: MatrixProduct,
+    contraction: Matmul,
     side: int,
     x: jax.Array,
     a: jax.Array,
@@ -87,7 +88,7 @@ def _matrix(
     shape: tuple[int, ...],
 ) -> jax.Array:
     shapes = (shape, x.shape) if side == 0 else (x.shape, shape)
-    *operands, out = labels_of(product, shapes)
+    *operands, out = labels_of(contraction, shapes)
     ours, theirs = operands[side], operands[1 - side]
     rank = get_symbol(next(n for n in range(99) if get_symbol(n) not in {*ours, *theirs}))
     factors = [_squeezed(factor, ours, rank) for factor in (a, b)]
@@ -106,15 +107,17 @@ def _matrix(
     kept = [label for label in theirs if label in out or label in second[1]]
     kept += [label for label in first[1] if label not in kept and
              (label in out or label in second[1])]  # fmt: skip
-    small = _einsum([(x, theirs), first], kept, product.precision)
-    return _einsum([(small, kept), second], out, product.precision, product.preferred_element_type)
+    small = _einsum([(x, theirs), first], kept, contraction.precision)
+    return _einsum(
+        [(small, kept), second], out, contraction.precision, contraction.preferred_element_type
+    )
 
 
 def _convolution(
-    product: Convolution, x: jax.Array, a: jax.Array, b: jax.Array
+    contraction: Convolution, x: jax.Array, a: jax.Array, b: jax.Array
 ) -> jax.Array | None:
     """Returns the convolution with the one factor and then, per pixel, the other."""
-    numbers, arguments = product.numbers, dict(product.arguments)
+    numbers, arguments = contraction.numbers, dict(contraction.arguments)
     out, groups, rank = numbers.rhs_spec[0], arguments["feature_group_count"], a.shape[-1]
     if a.shape[out] != 1:
         a, b = b, a
@@ -136,13 +139,13 @@ def _convolution(
 
 
 def _ragged(
-    product: RaggedProduct, x: jax.Array, a: jax.Array, b: jax.Array, extras: tuple[Any, ...]
+    contraction: RaggedMatmul, x: jax.Array, a: jax.Array, b: jax.Array, extras: tuple[Any, ...]
 ) -> jax.Array | None:
     """Factors of [groups, K, N], each group with its own."""
     if a.shape[2] != 1 or b.shape[1] != 1 or a.shape[0] != b.shape[0]:
         return None
-    small = product.run(x, a[:, :, 0, :], *extras).astype(x.dtype)
-    return product.run(small, jnp.swapaxes(b[:, 0], 1, 2), *extras)
+    small = contraction.run(x, a[:, :, 0, :], *extras).astype(x.dtype)
+    return contraction.run(small, jnp.swapaxes(b[:, 0], 1, 2), *extras)
 
 
 def _squeezed(factor: jax.Array, labels: Sequence[str], rank: str) -> tuple[jax.Array, Labels]:

@@ -23,7 +23,7 @@ from interception_core import OpCall
 from ..errors import QuantizationError
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
-from ..program.products import Product
+from ..program.contractions import Contraction
 from ..program.sites import Site, Sites, ignore
 from ..program.weights import follows_values
 from ..run.stored import is_stored, unpacked_leaf
@@ -37,8 +37,10 @@ Visit = Callable[[Site], Any]
 VisitLookup = Callable[["Lookup"], Any]
 """The same of a lookup in a parameter that is quantized."""
 
-VisitFloat = Callable[[str, Product, tuple[Any, Any], tuple[Any, ...]], Any]
-"""The same of a product that stays float: its id, what it computes, of what, its other arrays."""
+VisitFloat = Callable[[str, Contraction, tuple[Any, Any], tuple[Any, ...]], Any]
+"""The same of a contraction that stays float: its id, what it computes, of what, its other
+arrays.
+"""
 
 
 class Largest(NamedTuple):
@@ -104,7 +106,7 @@ def probe(
         stored: the parameters as ``plan.quantize`` or ``plan.optimize`` returned them, for
             visitors that ask for them by ``stored_operand``.
         lookup: what to measure at lookups; None leaves them out.
-        leave: what to measure at products that stay float; None leaves them out.
+        leave: what to measure at contractions that stay float; None leaves them out.
 
     Returns:
         By operation id, in the order of the program.
@@ -138,9 +140,9 @@ def probe(
             take(found.op_id, call, [operand], lambda: lookup(found))
             return NotImplemented
 
-        def run_left(call: OpCall, product: Product, operands: Any, extras: Any) -> None:
+        def run_left(call: OpCall, contraction: Contraction, operands: Any, extras: Any) -> None:
             if leave is not None:
-                measured = functools.partial(leave, call.op_id, product, operands, extras)
+                measured = functools.partial(leave, call.op_id, contraction, operands, extras)
                 take(call.op_id, call, (), measured)
 
         handler = run_lookup if traces and lookup is not None else None
@@ -205,7 +207,7 @@ class _Numbered(ArrayProxy):
     """A parameter with the number of the step that each part of it is for.
 
     The number goes along with the parameter, through transposes and backward scans: it is kept
-    as the scale of a QArray whose codes are the values. So does the quantized parameter.
+    as the scale of a QArray whose quantized values are the values. So does the quantized parameter.
     """
 
     def __init__(self, moving: qn.QArray, stored: ArrayProxy | None = None, stepped: bool = True):

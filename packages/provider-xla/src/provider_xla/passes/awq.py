@@ -27,7 +27,7 @@ class Awq(Pass):
 
     Lin et al. 2023, arXiv:2306.00978, section 3.2: the grid is 0, 1/grid, ... below 1. ``size`` is
     the root of the mean square, which the Gram matrix has; the paper's is the mean magnitude. The
-    error is that of the product, by the Gram matrix. Then, as in the authors' code, ranges are
+    error is that of the contraction, by the Gram matrix. Then, as in the authors' code, ranges are
     clipped: per scale, the fraction of its range that gives the least error.
 
     Attributes:

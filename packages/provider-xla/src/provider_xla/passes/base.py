@@ -15,7 +15,7 @@ class Pass(abc.ABC):
 
     Attributes:
         stage: passes that transform channels come before those that choose zeros, and these
-            before the one that chooses codes.
+            before the one that chooses quantized values.
         needs_peaks: whether it asks for ``Weight.peaks``.
     """
 

@@ -25,8 +25,8 @@ class Gptq(Pass):
     The channels to come change by ``-error * inv(H)[k, k + 1:] / inv(H)[k, k]``, for the Gram
     matrix ``H`` of the activations (Frantar et al. 2022, arXiv:2210.17323, algorithm 1), in
     blocks. Scales are those of the rule, from the parameter before (static groups), so that every
-    qtype, granularity and calibration method goes, and codes stay in the plan's format. Elements
-    that the rule's ``sparsity`` makes zeros stay zeros, and are made up for, too. All Gram
+    qtype, granularity and calibration method goes, and quantized values stay in the plan's format.
+    Elements that the rule's ``sparsity`` makes zeros stay zeros, and are made up for, too. All Gram
     matrices are those of the float model.
 
     Attributes:
@@ -68,10 +68,10 @@ class Gptq(Pass):
             upper = self._factor(weight, gram[np.ix_(order, order)])
             parts = (weight.w, scale, zero, mask)
             w, s, z, m = (None if part is None else part[step][order] for part in parts)
-            codes = _codes(w, jnp.asarray(upper, jnp.float32), s, z, m, element, self.block)
-            found.append(codes[np.argsort(order)])
-        codes = layout.array(jnp.stack(found)).astype(kind.storage_dtype)
-        weight.codes = dataclasses.replace(q, qvalue=codes)
+            qvalue = _qvalue(w, jnp.asarray(upper, jnp.float32), s, z, m, element, self.block)
+            found.append(qvalue[np.argsort(order)])
+        qvalue = layout.array(jnp.stack(found)).astype(kind.storage_dtype)
+        weight.qarray = dataclasses.replace(q, qvalue=qvalue)
         return None
 
     def _factor(self, weight: Weight, gram: np.ndarray) -> np.ndarray:
@@ -95,7 +95,9 @@ class Gptq(Pass):
 
 
 def spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the scale and the zero point of each element, of the shape of the codes."""
+    """Returns the scale and the zero point of each element, of the shape of the quantized
+    values.
+    """
     scale = q.scale.astype(jnp.float32)
     if q.global_scale is not None:
         scale = scale * q.global_scale
@@ -113,7 +115,7 @@ def spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
-def _codes(
+def _qvalue(
     w: jax.Array,
     upper: jax.Array,
     scale: jax.Array,
@@ -122,7 +124,7 @@ def _codes(
     qtype: str,
     block: int,
 ) -> jax.Array:
-    """Returns codes as float32 [K, N], channels in the order in which they are rounded.
+    """Returns quantized values as float32 [K, N], channels in the order in which they are rounded.
 
     Args:
         w: float32 [K, N].
@@ -162,9 +164,9 @@ def _codes(
             return rows - own[i][:, None] * error, (q.qvalue[0].astype(jnp.float32), error)
 
         rows = lax.dynamic_slice_in_dim(w, start, block, axis=0)
-        _, (codes, errors) = lax.scan(one_row, rows, (jnp.arange(block), parts))
-        return w - jnp.matmul(across.T, errors, precision="highest"), codes
+        _, (qvalue, errors) = lax.scan(one_row, rows, (jnp.arange(block), parts))
+        return w - jnp.matmul(across.T, errors, precision="highest"), qvalue
 
     starts = jnp.arange(0, k + pad, block)
-    _, codes = lax.scan(one_block, w, (starts, blocks))
-    return codes.reshape(k + pad, -1)[:k]
+    _, qvalue = lax.scan(one_block, w, (starts, blocks))
+    return qvalue.reshape(k + pad, -1)[:k]

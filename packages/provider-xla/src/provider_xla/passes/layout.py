@@ -1,4 +1,4 @@
-"""Which axes of a parameter its products contract: how it is [steps, K, N] to a pass."""
+"""Which axes of a parameter its contractions contract: how it is [steps, K, N] to a pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..measure.whole import whole
 from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
-from ..program.products import MatrixProduct
+from ..program.contractions import Matmul
 from ..program.sites import Site, Sites, ignore
 from ..program.weights import Weight as ProgramWeight
 
@@ -38,7 +38,7 @@ class Layout:
         shape: of the parameter.
         lead: how many of its axes, the first, are steps of loops.
         k_axes: those that are contracted, in their order.
-        quantized: whether the activations of all its products are quantized.
+        quantized: whether the activations of all its contractions are quantized.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def k(self) -> int:
-        """Elements that one product sums over."""
+        """Elements that one contraction sums over."""
         return math.prod(self.shape[axis] for axis in self.k_axes)
 
     def matrices(self, x: jax.Array) -> jax.Array:
@@ -114,7 +114,7 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
         for side, weight in enumerate(site.weights):
             for path in () if weight is None else _stored_for(plan, op_id, weight.paths):
                 try:
-                    _check_product(site, side)
+                    _check_contraction(site, side)
                     view = _view(plan.weights[path], site, side)
                     operand = Operand(path, _axes(plan.weights[path], weight, view))
                     if operands.setdefault((op_id, side), operand) != operand:
@@ -213,26 +213,26 @@ def _settled(
         and record.op_id not in computed
     ]
     if others:
-        return f"{others[0]} uses it too, and is no product that a pass can change"
+        return f"{others[0]} uses it too, and is no contraction that a pass can change"
     if not uses:
-        return "no product of it was seen in the first batch"
+        return "no contraction of it was seen in the first batch"
     for one in uses.values():
         if isinstance(one, str):
             return one
     first, *rest = (one for one in uses.values() if isinstance(one, Layout))
     if any((one.lead, one.k_axes) != (first.lead, first.k_axes) for one in rest):
-        return "its products contract different axes"
+        return "its contractions contract different axes"
     if 0 in weight.shape:
         return "nothing is in it"
     quantized = all(one.quantized for one in (first, *rest))
     return dataclasses.replace(first, quantized=quantized)
 
 
-def _check_product(site: Site, side: int) -> None:
-    """Raise NotMatrix for products that passes can't change."""
-    if not isinstance(site.product, MatrixProduct):
-        raise NotMatrix("no plain matrix product")
-    if site.product.dims[1][0]:
+def _check_contraction(site: Site, side: int) -> None:
+    """Raise NotMatrix for contractions that passes can't change."""
+    if not isinstance(site.contraction, Matmul):
+        raise NotMatrix("not a plain matmul")
+    if site.contraction.dims[1][0]:
         raise NotMatrix("it has batch axes")
     if site.weights[1 - side] is not None:
         raise NotMatrix("both operands are parameters")
@@ -250,12 +250,12 @@ def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None
         axes: the axis of the operand that each of its axes became.
 
     Raises:
-        NotMatrix: passes can't change this product.
+        NotMatrix: passes can't change this contraction.
     """
     weight, x = site.weights[side], site.operands[1 - side]
     assert weight is not None
-    assert isinstance(site.product, MatrixProduct)
-    contracted = site.product.dims[0]
+    assert isinstance(site.contraction, Matmul)
+    contracted = site.contraction.dims[0]
     lead = [axis for axis, became in enumerate(axes) if became is None]
     places = {became: axis for axis, became in enumerate(axes) if became is not None}
     # What is kept may be a part; what is contracted is whole.
@@ -278,7 +278,7 @@ def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None
 
 
 def rows_of(site: Site, side: int, axes: Sequence[int | None], x: jax.Array) -> jax.Array:
-    """Return the activation of a product as float32 [rows, K].
+    """Return the activation of a contraction as float32 [rows, K].
 
     Args:
         site: the operation.
@@ -286,8 +286,8 @@ def rows_of(site: Site, side: int, axes: Sequence[int | None], x: jax.Array) -> 
         axes: the axis of the operand that each axis of what is stored became.
         x: the activation, which is the other operand.
     """
-    assert isinstance(site.product, MatrixProduct)
-    contracted = site.product.dims[0]
+    assert isinstance(site.contraction, Matmul)
+    contracted = site.contraction.dims[0]
     pairs = dict(zip(contracted[side], contracted[1 - side], strict=True))
     # In the order of the stored axes, wherever these are in the operand.
     along = [pairs[became] for became in axes if became in pairs]

@@ -115,7 +115,7 @@ def _checked(passes: Sequence[Pass]) -> list[Pass]:
             raise ValueError(
                 f"{second.name} can't follow {first.name}: passes that transform channels "
                 "(SmoothQuant, Awq, Hadamard) come first, then Wanda, which chooses zeros, then "
-                "Gptq, which chooses codes; each of these two once."
+                "Gptq, which chooses quantized values; each of these two once."
             )
     return passes
 
@@ -125,7 +125,7 @@ def _parts(seen: Mapping[str, Layout]) -> Iterator[dict[str, Layout]]:
     part: dict[str, Layout] = {}
     total = 0
     for path, layout in seen.items():
-        size = 4 * layout.k**2 * max(1, _product(layout.steps))
+        size = 4 * layout.k**2 * max(1, _contraction(layout.steps))
         if part and total + size > GRAM_BYTES:
             yield part
             part, total = {}, 0
@@ -135,7 +135,7 @@ def _parts(seen: Mapping[str, Layout]) -> Iterator[dict[str, Layout]]:
         yield part
 
 
-def _product(sizes: Sequence[int]) -> int:
+def _contraction(sizes: Sequence[int]) -> int:
     result = 1
     for size in sizes:
         result *= size
@@ -209,7 +209,8 @@ def _measured(
     measure: Any,
     steps: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
-    """Returns by path what a measure of the activations gives, over all products of a parameter.
+    """Returns by path what a measure of the activations gives, over all contractions of a
+    parameter.
 
     Args:
         plan: of the function.

@@ -17,7 +17,7 @@ class WeightErrors:
         path: its pytree path.
         qtype: the name of its quantized type.
         rounded: the error by rounding alone; None where no pass can change it. Errors are those
-            of the results of its products with the activations of the batches, root of the mean
+            of the results of its contractions with the activations of the batches, root of the mean
             square relative to the results; the activations themselves as they are, in float.
         after: the error after each pass, by its name.
         reasons: by name of a pass, why it left the parameter as it was; for ``""`` why none

@@ -18,8 +18,9 @@ class SmoothQuant(Pass):
         ``s[k] = max|x[:, k]| ** alpha / max|w[k, :]| ** (1 - alpha)``
 
     (Xiao et al. 2022, arXiv:2211.10438, equation 4), so that both are as easy to quantize. For
-    products whose activations are quantized; others are left. Where the paper folds the scales
-    into the layer before, they are applied at the product here: it needs no such layer, and each
+    contractions whose activations are quantized; others are left. Where the paper folds the scales
+    into the layer before, they are applied at the contraction here: it needs no such layer, and
+        each
     parameter has its own.
 
     Attributes:
@@ -45,7 +46,7 @@ class SmoothQuant(Pass):
         assert weight.peaks is not None
         x, w = weight.peaks, jnp.abs(weight.w).max(-1)
         by = x**self.alpha / w ** (1 - self.alpha)
-        # A channel that is always 0, here or there, has no say in the product.
+        # A channel that is always 0, here or there, has no say in the contraction.
         usable = (x > 0) & (w > 0) & jnp.isfinite(by) & (by > 0)
         weight.transform(Scaled(jnp.where(usable, by, 1.0)))
         return None

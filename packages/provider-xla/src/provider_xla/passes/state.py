@@ -18,7 +18,7 @@ from .layout import Layout
 
 
 class Weight:
-    """A parameter with what its products' activations are like. Passes change it in place.
+    """A parameter with what its contractions' activations are like. Passes change it in place.
 
     Attributes:
         path: its pytree path.
@@ -27,12 +27,12 @@ class Weight:
         layout: how it is seen as [S, K, N]: steps, contracted axes, others.
         w: as it is now, transformed: float32 [S, K, N].
         gram: of the activations that it is multiplied with now: the sum of ``x.T @ x`` over the
-            rows of all products and batches, float32 [S, K, K].
+            rows of all contractions and batches, float32 [S, K, K].
         peaks: their largest magnitudes by channel, float32 [S, K]; None if no pass needs it now.
         steps: what activations go through, in order.
         keep: which elements stay, bool [S, K, N], as a pass has chosen; None without one.
         ranges: the ranges of scales, as a pass has chosen; None for the rule's.
-        codes: the quantized parameter, as a pass has chosen its codes; None to round.
+        qvalue: the quantized parameter, as a pass has chosen its quantized values; None to round.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Weight:
         self.steps: list[Step] = []
         self.keep: jax.Array | None = None
         self.ranges: qn.Calibration | None = None
-        self.codes: qn.QArray | None = None
-        # Of the product itself; an orthogonal or diagonal step leaves it what it is.
+        self.qarray: qn.QArray | None = None
+        # Of the contraction itself; an orthogonal or diagonal step leaves it what it is.
         self._size = output_squares(w, gram).sum()
 
     def transform(self, step: Step) -> None:
@@ -80,11 +80,11 @@ class Weight:
         return quantized(w if mask is None else jnp.where(mask, w, 0), self)
 
     def quantized(self) -> qn.QArray:
-        """Returns its codes as they are now, in the shape of the parameter."""
-        return self.rounded() if self.codes is None else self.codes
+        """Returns its quantized values as they are now, in the shape of the parameter."""
+        return self.rounded() if self.qarray is None else self.qarray
 
     def errors(self, q: qn.QArray | None = None) -> jax.Array:
-        """Returns the squared error of the products' results by step, float32 [S]."""
+        """Returns the squared error of the contractions' results by step, float32 [S]."""
         q = self.quantized() if q is None else q
         return output_squares(difference(self.w, q, self.layout), self.gram)
 

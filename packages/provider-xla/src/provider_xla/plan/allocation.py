@@ -19,7 +19,7 @@ class AllocatedWeight:
         elements: how many it has.
         qtype: its format.
         tile_size: elements per scale along a tiled axis; None without tiles.
-        bytes: of codes and scales, as they are saved.
+        bytes: of quantized values and scales, as they are saved.
         error: of the output, where this alone is quantized, with what shares parameters with it.
     """
 
@@ -81,7 +81,7 @@ class Allocation:
 
     @property
     def bytes(self) -> int:
-        """Of codes and scales of all quantized parameters, as they are saved."""
+        """Of quantized values and scales of all quantized parameters, as they are saved."""
         return sum(weight.bytes for weight in self.weights)
 
     @property

@@ -1,4 +1,4 @@
-"""Choices: which kernel each product of a plan gets, and which parameters are packed for it."""
+"""Choices: which kernel each contraction of a plan gets, and which parameters are packed for it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..kernels.matmul import GROUPS, NoKernel, check_dtypes, check_groups, layou
 from ..kernels.packed import packed_bits
 from ..kernels.packing import Packing
 from ..kernels.rows import TAKE
+from ..program.contractions import Matmul, RaggedMatmul
 from ..program.granularity import Axes
-from ..program.products import MatrixProduct, RaggedProduct
 from ..program.record import Choice, choice
 from ..program.sites import Site
 from ..run.static import is_static
@@ -31,7 +31,7 @@ SMALL = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class MatrixUse:
-    """A product of a parameter, as one of matrices.
+    """A contraction of a parameter, as one of matrices.
 
     Attributes:
         gone: the axes of the parameter that the matrix has not: steps, groups, and what is mapped.
@@ -96,17 +96,17 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
     static = is_static(site, 1 - side)
     cuts = _cuts(site, side, axes, shape, weight.shape)
     shape = [n // m for n, m in zip(shape, cuts, strict=True)] if cuts else shape
-    if isinstance(site.product, RaggedProduct):
-        check_groups(site.product, side)
-        check_dtypes(site.product, x, weight.dtype)
+    if isinstance(site.contraction, RaggedMatmul):
+        check_groups(site.contraction, side)
+        check_dtypes(site.contraction, x, weight.dtype)
         gone, places = _places(axes, shape, weight.shape)
         gone |= {places[0]}
         how = site.hows[1 - side]
         k_axes, rows = (places[1],), x.shape[0]
         return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS, cuts)
-    layout = layout_of(site.product, side, x.shape, weight.shape)
-    assert isinstance(site.product, MatrixProduct)
-    check_dtypes(site.product, x, weight.dtype)
+    layout = layout_of(site.contraction, side, x.shape, weight.shape)
+    assert isinstance(site.contraction, Matmul)
+    check_dtypes(site.contraction, x, weight.dtype)
     gone, places = _places(axes, shape, weight.shape)
     k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
     rows = math.prod(x.shape[axis] for axis in layout.kept)
@@ -188,9 +188,9 @@ def _choose_on(
     reasons: dict[str, str] = {}
     choices: dict[str, Choice] = {}
     packing = None
-    products = [use for use in uses.values() if isinstance(use, MatrixUse)]
+    contractions = [use for use in uses.values() if isinstance(use, MatrixUse)]
     # What is a step for one of them is not a column for another.
-    stacked = frozenset[int]().union(*(use.gone - use.columns for use in products))
+    stacked = frozenset[int]().union(*(use.gone - use.columns for use in contractions))
     # Lookups last: they read what the others have packed.
     for op_id, use in sorted(uses.items(), key=lambda pair: isinstance(pair[1], RowsUse)):
         try:
@@ -202,7 +202,7 @@ def _choose_on(
             found = _packing(platform, weight, use, sharding, stacked)
             choices[op_id] = Choice(_select(weight, found, use), None)
             if packing not in (None, found):
-                raise NoKernel("its products contract different axes, or parts of them")
+                raise NoKernel("its contractions contract different axes, or parts of them")
             packing = found
         except NoKernel as why:
             reasons[op_id] = str(why)
@@ -242,14 +242,14 @@ def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: A
 def _packing(
     platform: str, weight: WeightPlan, use: MatrixUse, sharding: Any, stacked: frozenset[int]
 ) -> Packing:
-    """Return how a parameter is packed for a product.
+    """Return how a parameter is packed for a contraction.
 
     Args:
         platform: where it runs.
         weight: the parameter.
-        use: the product.
+        use: the contraction.
         sharding: of the parameter, where it has one.
-        stacked: the axes that are a stack of matrices for any of its products.
+        stacked: the axes that are a stack of matrices for any of its contractions.
     """
     lead = tuple(sorted(use.gone & stacked))
     kind = qn.get_qtype(weight.qtype)
@@ -293,7 +293,7 @@ def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...],
 
 
 def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
-    """Returns the FFI target for a product."""
+    """Returns the FFI target for a contraction."""
     # Inside shard_map a device calls the kernel on its part.
     shape = use.local(weight.shape)
     k_sizes, _ = packing.sizes(shape)

@@ -15,7 +15,7 @@ from hijax_trace import Expression, Leaf
 from interception_core import OpCall
 
 from ..errors import QuantizationError
-from ..program.products import MatrixProduct, RaggedProduct
+from ..program.contractions import Matmul, RaggedMatmul
 from ..program.sites import Rules, Site, short
 from ..program.weights import Weight, follows_values
 from ..rules.rule import QuantizationRule
@@ -32,11 +32,11 @@ class LoraForm:
     Attributes:
         shape: of the parameter.
         rank: of the adapter.
-        alpha: its product is scaled by ``alpha / rank``.
+        alpha: its contraction is scaled by ``alpha / rank``.
         dropout: share of the activation that it doesn't see in training.
         lead: axes of the parameter that A and B both have: steps of a scan, groups, batch axes.
-        contracted: those that A has: the ones that the first product of the parameter sums, or a
-            lookup goes along.
+        contracted: those that A has: the ones that the first contraction of the parameter sums, or
+            a lookup goes along.
         kept: those that B has.
         stepped: those of `lead` that loops go along.
         is_lookup: whether the parameter is only looked up.
@@ -178,15 +178,15 @@ class LoraSurvey:
         # By operation and rule: the parameters that its weight is computed from, and how.
         self._computed: dict[tuple[str, int], tuple[tuple[str, ...], Expression | None]] = {}
 
-    def product(self, site: Site) -> None:
-        """Takes a product that a rule is about."""
+    def contraction(self, site: Site) -> None:
+        """Takes a contraction that a rule is about."""
         if site.rule.rank is None:
             return
         for side, weight in enumerate(site.weights):
             if weight is None:
                 continue
             operand = site.operands[side]
-            contracted = site.product.shared(side, operand.ndim)
+            contracted = site.contraction.shared(side, operand.ndim)
             asked = _Asked(site.call.op_id, site.index, contracted, _batch(site, side), False)
             self._use(asked, weight, site.call, operand)
 
@@ -306,11 +306,11 @@ class LoraSurvey:
 
 def _batch(site: Site, side: int) -> tuple[int, ...]:
     """Returns the axes of an operand that both operands, and the result, have."""
-    product = site.product
-    if isinstance(product, MatrixProduct):
-        return product.dims[1][side]
-    if isinstance(product, RaggedProduct):
-        dims, _, groups = product.numbers
+    contraction = site.contraction
+    if isinstance(contraction, Matmul):
+        return contraction.dims[1][side]
+    if isinstance(contraction, RaggedMatmul):
+        dims, _, groups = contraction.numbers
         return (*dims[1][side], *(groups if side == 1 else ()))
     return ()
 

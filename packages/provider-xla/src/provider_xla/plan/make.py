@@ -125,7 +125,7 @@ def in_float(site: Site) -> Any:
         x if one is None else one.restore().astype(x.dtype)
         for x, one in zip(site.operands, held, strict=True)
     ]
-    return site.product.run(*operands, *site.extras)
+    return site.contraction.run(*operands, *site.extras)
 
 
 def look(
@@ -173,7 +173,7 @@ def _with_kernels(
     names = platforms(platform)
     for path, weight in weights.items():
         sharding = getattr(params.get(path), "sharding", None)
-        packings, found = choose(weight, survey.products.get(path, {}), sharding, names)
+        packings, found = choose(weight, survey.contractions.get(path, {}), sharding, names)
         packed[path] = dataclasses.replace(weight, packings=packings, platform=platform)
         choices.update(found)
     none = dict.fromkeys(names, Choice(None, "no parameter that is stored"))
@@ -209,16 +209,18 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
                     f"for {first.op_id}, rule {other.rule} to {other.how.qtype} for "  # type: ignore[union-attr]
                     f"{other.op_id}; the first counts"
                 )
-        products = [use for use in uses if not use.is_lookup] or deciding
-        granularity = functools.reduce(Granularity.join, (use.granularity for use in products))
+        contractions = [use for use in uses if not use.is_lookup] or deciding
+        granularity = functools.reduce(Granularity.join, (use.granularity for use in contractions))
         block = qn.get_qtype(first.how.qtype).block
         if block is not None and list(granularity.tile_axes.values()) != [block]:
             survey.problems.append(
                 f"{path} stays an array: {first.how.qtype} needs tiles of {block} along one axis "
-                f"that all of its products contract ({', '.join(u.op_id for u in products)})"
+                f"that all of its uses contract ({', '.join(u.op_id for u in contractions)})"
             )
             continue
-        stepped = set(products[0].stepped).intersection(*(use.stepped for use in products[1:]))
+        stepped = set(contractions[0].stepped).intersection(
+            *(use.stepped for use in contractions[1:])
+        )
         plans[path] = WeightPlan(
             path,
             leaf.shape,
@@ -229,7 +231,7 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             granularity,
             tuple(sorted(stepped)),
             tuple(dict.fromkeys(use.op_id for use in uses)),
-            sparsity=_sparsity(survey, leaf, products),
+            sparsity=_sparsity(survey, leaf, contractions),
             derived=derived.get(path),
             scale_dtype=first.how.scale_dtype,
         )

@@ -112,7 +112,7 @@ class Survey:
         self.uses: list[Use] = []
         self.ranges: dict[str, StaticRange] = {}
         # By parameter and operation: what a kernel is asked to do.
-        self.products: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
+        self.contractions: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
         self.notes: dict[str, None] = {}
         # By the key of their expressions.
         self.derived: dict[str, Derived] = {}
@@ -123,7 +123,7 @@ class Survey:
         self.records.setdefault((record.op_id, record.operands), record)
         if not record.quantized:
             for path in filter(None, (record.weight or "").split(" and ")):
-                self._product(path, record.op_id, NoKernel("it stays float"))
+                self._contraction(path, record.op_id, NoKernel("it stays float"))
         if problem is None or record.rule is None:
             return
         rule = self.rules.rules[record.rule]
@@ -152,12 +152,12 @@ class Survey:
     def run(self, site: Site) -> Any:
         """Takes an operation that is quantized, or has an adapter."""
         if self.lora is not None:
-            self.lora.product(site)
+            self.lora.contraction(site)
         op_id = site.call.op_id
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
                 for path in () if weight is None else weight.paths:
-                    self._product(path, op_id, NoKernel("its parameter stays float"))
+                    self._contraction(path, op_id, NoKernel("its parameter stays float"))
                 continue
             if weight is None:
                 if is_static(site, side):
@@ -167,8 +167,8 @@ class Survey:
                     self.ranges[site.key(side)] = of
                 continue
             ndim = site.operands[side].ndim
-            shared = site.product.shared(side, ndim)
-            along = site.product.sparse_axis(side, ndim)
+            shared = site.contraction.shared(side, ndim)
+            along = site.contraction.sparse_axis(side, ndim)
             asked = _Asked(op_id, site.index, how, shared, along)
             for stored in self._stored(site.call, site.operands[side], weight, asked):
                 self._use(stored, asked, weight)
@@ -177,7 +177,7 @@ class Survey:
                     use = use_of(site, side, axes, stored.shape)
                 except NoKernel as why:
                     use = why
-                self._product(stored.path, op_id, use)
+                self._contraction(stored.path, op_id, use)
         return NotImplemented
 
     def lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
@@ -215,14 +215,14 @@ class Survey:
             if axes and not is_mapped and set(axes) <= {*where}:
                 count = math.prod(indices.shape[:-1])
                 use = RowsUse(tuple(map(where.index, axes)), count)
-            self._product(stored.path, record.op_id, use)
+            self._contraction(stored.path, record.op_id, use)
         if self.lora is not None:
             self.lora.lookup(call, operand, index, weight, along)
         return NotImplemented
 
-    def _product(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:
+    def _contraction(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:
         """Takes what a kernel is asked to do with a parameter."""
-        self.products.setdefault(path, {})[op_id] = use
+        self.contractions.setdefault(path, {})[op_id] = use
 
     def _stored(self, call: OpCall, operand: Any, weight: Weight, asked: _Asked) -> list[_Stored]:
         """Return what is to be stored for an operand; nothing, with a problem, if it can't be."""

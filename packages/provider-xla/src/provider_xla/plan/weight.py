@@ -15,7 +15,7 @@ import quant_numerics as qn
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..kernels.packed import PrepackedWeight, codes_of
+from ..kernels.packed import PrepackedWeight, qarray_of
 from ..kernels.packing import Packing, abstract, prepack
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
@@ -68,11 +68,11 @@ class WeightPlan:
 
     @functools.cached_property
     def bytes_after(self) -> int:
-        """Bytes of its codes and scales, packed for a kernel where it is."""
+        """Bytes of its quantized values and scales, packed for a kernel where it is."""
         return self.bytes_on(self.packings.get(self.platform))
 
     def bytes_on(self, packing: Packing | None) -> int:
-        """Return bytes of its codes and scales, or of what is packed so."""
+        """Return bytes of its quantized values and scales, or of what is packed so."""
         stored = jax.eval_shape(self._quantize, self.abstract())
         return (stored if packing is None else abstract(stored, packing)).nbytes
 
@@ -177,7 +177,7 @@ def portable_leaf(plan: WeightPlan | None, held: Any) -> Any:
     if not isinstance(held, PrepackedWeight):
         return held
     shape = None if plan is None else plan.granularity.scale_shape(plan.shape)
-    return codes_of(held, shape)
+    return qarray_of(held, shape)
 
 
 def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:

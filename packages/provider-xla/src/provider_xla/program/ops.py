@@ -1,4 +1,4 @@
-"""How each tapped function is read as a product of two operands."""
+"""How each tapped function is read as a contraction of two operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opt_einsum import parser
 
 import quant_numerics as qn
 
-from .products import Convolution, MatrixProduct, Product, RaggedProduct
+from .contractions import Contraction, Convolution, Matmul, RaggedMatmul
 
 
 class StaysFloat(Exception):
@@ -46,12 +46,12 @@ class Reading(NamedTuple):
     """A call, read.
 
     Attributes:
-        product: what it computes.
+        contraction: what it computes.
         operands: of what.
         extras: its other arrays: the sizes of groups.
     """
 
-    product: Product
+    contraction: Contraction
     operands: tuple[Any, Any]
     extras: tuple[Any, ...] = ()
 
@@ -63,24 +63,24 @@ def _dot_general(arguments: dict[str, Any]) -> Reading:
         dims = (((lhs.ndim - 1,), (0,)), ((), ()))
     (lc, rc), (lb, rb) = dims
     normal = ((_axes(lc, lhs), _axes(rc, rhs)), (_axes(lb, lhs), _axes(rb, rhs)))
-    return Reading(MatrixProduct(normal, None, *_options(arguments)), (lhs, rhs))
+    return Reading(Matmul(normal, None, *_options(arguments)), (lhs, rhs))
 
 
 def _dot(arguments: dict[str, Any]) -> Reading:
     a, b = _promoted(arguments["a"], arguments["b"])
     dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
-    return Reading(MatrixProduct(dims, None, *_options(arguments)), (a, b))
+    return Reading(Matmul(dims, None, *_options(arguments)), (a, b))
 
 
 def _matmul(arguments: dict[str, Any]) -> Reading:
     a, b = _promoted(arguments["a"], arguments["b"])
     if a.ndim <= 2 and b.ndim <= 2:
         dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
-        return Reading(MatrixProduct(dims, None, *_options(arguments)), (a, b))
+        return Reading(Matmul(dims, None, *_options(arguments)), (a, b))
     left = "j" if a.ndim == 1 else "...ij"
     right = "j" if b.ndim == 1 else "...jk"
     out = "..." + "i" * (a.ndim > 1) + "k" * (b.ndim > 1)
-    return _einsum_product(f"{left},{right}->{out}", a, b, arguments)
+    return _einsum_contraction(f"{left},{right}->{out}", a, b, arguments)
 
 
 def _einsum(arguments: dict[str, Any]) -> Reading:
@@ -91,10 +91,10 @@ def _einsum(arguments: dict[str, Any]) -> Reading:
         raise StaysFloat(f"{len(operands)} operands are seen in their parts", in_parts=True)
     if arguments["_dot_general"] is not lax.dot_general:
         raise StaysFloat("it is computed by a dot_general of the program's own", in_parts=True)
-    return _einsum_product(spec, *_promoted(*operands), arguments)
+    return _einsum_contraction(spec, *_promoted(*operands), arguments)
 
 
-def _einsum_product(
+def _einsum_contraction(
     spec: str, lhs: jax.Array, rhs: jax.Array, arguments: Mapping[str, Any]
 ) -> Reading:
     try:
@@ -105,7 +105,7 @@ def _einsum_product(
     left, right = (set(labels) for labels in inputs.split(","))
     if (left ^ right) - set(output):
         raise StaysFloat("a label of one operand alone is summed first: in parts", in_parts=True)
-    return Reading(MatrixProduct(dims, spec, *_options(arguments)), (lhs, rhs))
+    return Reading(Matmul(dims, spec, *_options(arguments)), (lhs, rhs))
 
 
 def _conv(arguments: dict[str, Any]) -> Reading:
@@ -147,8 +147,8 @@ def _ragged(arguments: dict[str, Any], numbers: lax.RaggedDotDimensionNumbers) -
     precision, preferred, _ = _options(arguments)
     if arguments["group_offset"] is not None:
         raise StaysFloat("group_offset is given")
-    product = RaggedProduct(RaggedProduct.freeze(numbers), precision, preferred)
-    return Reading(product, (lhs, rhs), (arguments["group_sizes"],))
+    contraction = RaggedMatmul(RaggedMatmul.freeze(numbers), precision, preferred)
+    return Reading(contraction, (lhs, rhs), (arguments["group_sizes"],))
 
 
 def _frozen(value: Any) -> Any:
@@ -205,7 +205,7 @@ class TappedOp:
     signature: inspect.Signature
 
     def read(self, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
-        """Returns the call as a product. Raises StaysFloat with the reason if it is none."""
+        """Returns the call as a contraction. Raises StaysFloat with the reason if it is none."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:  # the function itself will say it best

@@ -19,11 +19,11 @@ from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
+from .contractions import Contraction
 from .fused import FusedOp, fused_ops
 from .granularity import fitted, misfit
 from .ops import OPS, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
-from .products import Product
 from .record import OpRecord, choices
 from .weights import Weight, Weights, weights_among
 
@@ -36,7 +36,7 @@ class Site:
 
     Attributes:
         call: the call.
-        product: what it computes.
+        contraction: what it computes.
         operands: of what.
         extras: its other arrays.
         rule: the rule that decides.
@@ -46,7 +46,7 @@ class Site:
     """
 
     call: OpCall
-    product: Product
+    contraction: Contraction
     operands: tuple[Any, Any]
     extras: tuple[Any, ...]
     rule: QuantizationRule
@@ -158,8 +158,8 @@ Record = Callable[[OpRecord, str | None], None]
 """Takes an operation, and what is wrong with it, if a rule is about it and can't be followed."""
 
 
-Leave = Callable[[OpCall, Product, tuple[Any, Any], tuple[Any, ...]], None]
-"""Takes a product that stays float: the call, what it computes, of what, its other arrays."""
+Leave = Callable[[OpCall, Contraction, tuple[Any, Any], tuple[Any, ...]], None]
+"""Takes a contraction that stays float: the call, what it computes, of what, its other arrays."""
 
 PART_OF_A_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
 """Why an operation stays float."""
@@ -177,8 +177,8 @@ class Sites:
             it run as it is, with nothing in it tapped.
         record: called for every operation seen.
         lookup: the handler of lookups of parameters, or None.
-        leave: called for each product that stays float, or None. What consists of another
-            product that is looked at by itself is not one.
+        leave: called for each contraction that stays float, or None. What consists of another
+            contraction that is looked at by itself is not one.
         remark: called with a call, and what is done with it that its rule does not say.
         keyed: whether operations in jitted functions are treated alike where no rule tells
             their module paths, and whether their operands are parameters, apart; or each by
@@ -250,30 +250,30 @@ class Sites:
             weights = () if reason.in_parts else among.found
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
             return NotImplemented
-        product, operands, extras = reading
+        contraction, operands, extras = reading
         if rule is None or index is None:
             self._note(op, call, operands, None, reason="no rule matches")
             if self._leave is not None and op.name in _WHOLE:
-                self._leave(call, product, operands, extras)
+                self._leave(call, contraction, operands, extras)
             return NotImplemented
         weights = among.found
         if among.is_part:
             self._note(op, call, operands, index, reason=PART_OF_A_WEIGHT)
             return call.proceed(*args, **kwargs)
         hows = tuple(self._rules.how(rule, weight is not None) for weight in weights)
-        hows = self._fitted(call, rule, product, operands, hows)
+        hows = self._fitted(call, rule, contraction, operands, hows)
         why, wrong = None, False
         # A parameter that stays float may still have an adapter.
         if any(hows) or rule.rank is None or not any(weights):
-            why, wrong = self._why_not(call, rule, product, operands, hows)
+            why, wrong = self._why_not(call, rule, contraction, operands, hows)
         if why is not None:
             self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
             if self._leave is not None:
-                self._leave(call, product, operands, extras)
+                self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
         self._note(op, call, operands, index, hows=hows, weights=weights)
-        site = Site(call, product, operands, extras, rule, index, weights, hows)  # type: ignore[arg-type]
+        site = Site(call, contraction, operands, extras, rule, index, weights, hows)  # type: ignore[arg-type]
         try:
             result = self._run(site)
         except (TypeError, ValueError):
@@ -347,12 +347,12 @@ class Sites:
         self,
         call: OpCall,
         rule: QuantizationRule,
-        product: Product,
+        contraction: Contraction,
         operands: Sequence[Any],
         hows: tuple[qn.HowToQuantize | None, ...],
     ) -> tuple[qn.HowToQuantize | None, ...]:
         """Return how operands are quantized, with tiles that their contracted axis has."""
-        sizes = product.tiled_sizes([operand.shape for operand in operands], hows)
+        sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
         tiled = [how for how in hows if how]
         found = {how: fitted(how, sizes, rule.tile_fallback) for how in tiled}
         # Both sides have the same tiles, those of a format with blocks.
@@ -367,7 +367,7 @@ class Sites:
         self,
         call: OpCall,
         rule: QuantizationRule,
-        product: Product,
+        contraction: Contraction,
         operands: Sequence[Any],
         hows: Sequence[Any],
     ) -> tuple[str | None, bool]:
@@ -376,7 +376,7 @@ class Sites:
             if rule.weight_qtype is None and rule.rank is None:
                 return "the rule leaves it float", False
             return "the rule is for weights, and no operand is known as a parameter", False
-        sizes = product.tiled_sizes([operand.shape for operand in operands], hows)
+        sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
         tiles = {how.tile_size for how in hows if how is not None}
         for tile in sorted(tiles - {None}):
             reason = misfit(sizes, tile, rule.tile_fallback)

@@ -51,10 +51,10 @@ class Plan(PlanData):
 
         Args:
             params: the same tree as the plan's, of arrays.
-            donate: whether each parameter is deleted as soon as its codes are made. All are
-                looked at first, so that nothing is deleted if one can't be quantized.
-            prepack: whether parameters whose products run in kernels are packed for these; False
-                for codes and scales alone, to be saved: see ``prepack``.
+            donate: whether each parameter is deleted as soon as its quantized values are made. All
+                are looked at first, so that nothing is deleted if one can't be quantized.
+            prepack: whether parameters whose contractions run in kernels are packed for these;
+                False for quantized values and scales alone, to be saved: see ``prepack``.
 
         Returns:
             The tree with a ``quant_numerics.QArray`` in place of each quantized parameter
@@ -69,7 +69,7 @@ class Plan(PlanData):
         return quantize.quantize(self, params, donate=donate, prepack=prepack)
 
     def prepack(self, params: Any) -> Any:
-        """Packs quantized parameters for the kernels that compute their products.
+        """Packs quantized parameters for the kernels that compute their contractions.
 
         ``quantize`` does it for the platform that they are on. This is for parameters that were
         stored without; ``convert`` packs for other platforms.
@@ -114,9 +114,9 @@ class Plan(PlanData):
     ) -> Optimized:
         """Quantizes the parameters as ``quantize`` does, after passes that look at data.
 
-        The function is run in float on the batches, and what is measured at its products decides
-        how parameters are transformed and rounded. The function stays what it is: what becomes of
-        an activation goes along with the parameter.
+        The function is run in float on the batches, and what is measured at its contractions
+        decides how parameters are transformed and rounded. The function stays what it is: what
+        becomes of an activation goes along with the parameter.
 
         Args:
             params: the same tree as the plan's, of arrays.
@@ -128,7 +128,7 @@ class Plan(PlanData):
         Returns:
             The stored parameters, in which a ``TransformedWeight`` stands for each parameter that
             was transformed, and a report. Parameters that passes can't change (of convolutions,
-            lookups, products with batch axes and such) are quantized as by ``quantize``; the
+            lookups, contractions with batch axes and such) are quantized as by ``quantize``; the
             report says why.
 
         Raises:

@@ -112,7 +112,7 @@ class XlaProvider(abc.ABC):
             fn: called as ``fn(params, *args, **kwargs)``, ``params`` at ``params_argnum``.
             params: the parameters: arrays or ``jax.ShapeDtypeStruct``.
             args: the other arguments: examples, or their types.
-            kernels: whether products may run in the kernels of installed packages, such as
+            kernels: whether contractions may run in the kernels of installed packages, such as
                 te-ffi-kernels, for which their parameters are packed; or all in XLA.
             kwargs: keyword arguments.
 

@@ -18,12 +18,12 @@ R = TypeVar("R")
 
 
 class PtqProvider(XlaProvider):
-    """Runs matrix products and convolutions in integers or small floats, as rules say.
+    """Runs matmuls and convolutions in integers or small floats, as rules say.
 
     ``plan`` finds what there is to quantize, ``plan.quantize(params)`` stores the parameters as
-    codes and scales, and ``apply`` runs a function on those. Parameters that are still arrays are
-    quantized each time. Activations have their own range each time (dynamic), or one that was
-    measured (``act_static_scale``).
+    quantized values and scales, and ``apply`` runs a function on those. Parameters that are still
+    arrays are quantized each time. Activations have their own range each time (dynamic), or one
+    that was measured (``act_static_scale``).
 
     Two quantized integer operands are multiplied as integers with int32 sums and rescaled in
     float32. Gradients are the float operation's (straight-through). Use one provider per model:

@@ -13,18 +13,18 @@ from interception_core import JaxtapError
 
 from ..program.sites import Site
 from ..rules.rule import QtRule, QuantizationRule
-from ..run.product import trained_product
+from ..run.contraction import trained_contraction
 from ..run.static import Observation, Statistics, calibrations, read
 from .provider import XlaProvider
 
 
 class QtProvider(XlaProvider):
-    """Trains with quantized products: forward, and with ``bwd_qtype`` backward as well.
+    """Trains with quantized contractions: forward, and with ``bwd_qtype`` backward as well.
 
     The forward pass has the values that PtqProvider's has. Without ``bwd_qtype`` gradients are
     those of the float operation (straight through; quantization-aware training). With it, the
-    incoming gradient is quantized for each of the two products of the backward pass, and
-    multiplied with the codes of the forward pass (quantized training). Arguments: see
+    incoming gradient is quantized for each of the two contractions of the backward pass, and
+    multiplied with the quantized values of the forward pass (quantized training). Arguments: see
     ``XlaProvider``; rules are ``QtRule`` or ``QuantizationRule``.
     """
 
@@ -115,8 +115,8 @@ class QtProvider(XlaProvider):
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
-        return trained_product(
-            site.product,
+        return trained_contraction(
+            site.contraction,
             site.hows,
             None if backward == (None, None) else backward,
             *site.operands,

@@ -13,9 +13,9 @@ import quant_numerics as qn
 
 from ..measure.probe import Largest
 from ..measure.whole import whole_results
-from ..program.products import Convolution, MatrixProduct, Product, RaggedProduct
+from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
 from ..program.sites import Site
-from ..run.product import Hows, Operands, quantized_product
+from ..run.contraction import Hows, Operands, quantized_contraction
 
 Ranges = tuple[qn.Calibration | None, qn.Calibration | None]
 
@@ -56,10 +56,10 @@ def site_error(
         ranges: static ranges of the operands that have one.
         operands: those to quantize instead, such as a parameter that is stored quantized.
     """
-    expected = site.product.run(*site.operands, *site.extras)
+    expected = site.contraction.run(*site.operands, *site.extras)
     hows = site.hows if hows is None else hows
     given = site.operands if operands is None else operands
-    found = quantized_product(site.product, hows, *given, site.extras, ranges)
+    found = quantized_contraction(site.contraction, hows, *given, site.extras, ranges)
     return difference(expected, found)
 
 
@@ -110,27 +110,27 @@ def decibels(signal: Any, noise: Any) -> float | None:
     return 10 * math.log10(signal / noise) if signal > 0 else None
 
 
-def flops(product: Product, lhs: Any, rhs: Any, extras: tuple[Any, ...]) -> int:
-    """Returns the floating-point operations of a product: two per multiplication.
+def flops(contraction: Contraction, lhs: Any, rhs: Any, extras: tuple[Any, ...]) -> int:
+    """Returns the floating-point operations of a contraction: two per multiplication.
 
     What a convolution multiplies with padding counts too.
 
     Args:
-        product: the product.
+        contraction: the contraction.
         lhs: the type of the left operand.
         rhs: that of the right one.
         extras: those of its other arrays.
     """
-    out = jax.eval_shape(product.run, lhs, rhs, *extras)
+    out = jax.eval_shape(contraction.run, lhs, rhs, *extras)
     size = int(np.prod(out.shape, dtype=np.int64))
-    if isinstance(product, Convolution):
-        return 2 * size * (int(np.prod(rhs.shape)) // rhs.shape[product.numbers.rhs_spec[0]])
-    dims = product.dims if isinstance(product, MatrixProduct) else product.numbers[0]  # type: ignore[attr-defined]
+    if isinstance(contraction, Convolution):
+        return 2 * size * (int(np.prod(rhs.shape)) // rhs.shape[contraction.numbers.rhs_spec[0]])
+    dims = contraction.dims if isinstance(contraction, Matmul) else contraction.numbers[0]  # type: ignore[attr-defined]
     left, right = dims[0]
     contracted = math.prod(
         max(lhs.shape[a], rhs.shape[b]) for a, b in zip(left, right, strict=True)
     )
-    if isinstance(product, RaggedProduct) and set(product.numbers[1]) & set(left):
+    if isinstance(contraction, RaggedMatmul) and set(contraction.numbers[1]) & set(left):
         # The contracted axis is cut in groups: each is in one of the results.
         size //= extras[0].shape[-1]
     return 2 * size * contracted

@@ -19,7 +19,7 @@ from ..measure.probe import Lookup, Probed, probe, stored_operand
 from ..plan.quantize import prepack, quantize
 from ..plan.weight import WeightPlan
 from ..program.arrays import is_array, of_arrays
-from ..program.products import Product
+from ..program.contractions import Contraction
 from ..program.sites import SIDES, Site
 from ..program.weights import follows_values
 from ..run.infer import infer, run_operands
@@ -91,22 +91,24 @@ def _probe(
     batches: Sequence[tuple],
     statistics: Statistics | None,
 ) -> tuple[dict[str, int], dict[str, Probed]]:
-    """Returns the floating-point operations of one visit of each product, and what was measured."""
+    """Returns the floating-point operations of one visit of each contraction, and what was
+    measured.
+    """
     per_visit: dict[str, int] = {}
 
-    def count(op_id: str, product: Product, operands: Any, extras: Any) -> None:
+    def count(op_id: str, contraction: Contraction, operands: Any, extras: Any) -> None:
         if op_id not in per_visit:
             lhs, rhs, *others = map(_type_of, (*operands, *extras))
-            per_visit[op_id] = flops(product, lhs, rhs, tuple(others))
+            per_visit[op_id] = flops(contraction, lhs, rhs, tuple(others))
 
     def visit(site: Site) -> Sums:
-        count(site.call.op_id, site.product, site.operands, site.extras)
+        count(site.call.op_id, site.contraction, site.operands, site.extras)
         held = [stored_operand(site, side) for side in (0, 1)]
         operands, hows = run_operands(site, held)
-        # What can't be multiplied as codes is multiplied as what they stand for.
+        # What can't be multiplied as quantized values is multiplied as what they stand for.
         operands = tuple(
-            codes.restore().astype(x.dtype) if codes is not None and given is x else given
-            for given, x, codes in zip(operands, site.operands, held, strict=True)
+            qvalue.restore().astype(x.dtype) if qvalue is not None and given is x else given
+            for given, x, qvalue in zip(operands, site.operands, held, strict=True)
         )
         return site_error(site, hows, calibrations(statistics, site), operands)  # type: ignore[arg-type]
 
@@ -116,8 +118,8 @@ def _probe(
         table = found.stored.restore().astype(found.table.dtype)
         return difference(found.read(found.table), found.read(table))
 
-    def leave(op_id: str, product: Product, operands: Any, extras: Any) -> Any:
-        count(op_id, product, operands, extras)
+    def leave(op_id: str, contraction: Contraction, operands: Any, extras: Any) -> Any:
+        count(op_id, contraction, operands, extras)
         return visits(*operands)
 
     found = probe(plan, params, batches, visit, stored=stored, lookup=lookup, leave=leave)
@@ -254,7 +256,7 @@ def _parameters(
             values[path] = weight.derived.expression.evaluate(given)
     parameters = []
     for path, leaf in values.items():
-        (codes, run), weight = parts[path], plan.weights.get(path)
+        (qvalue, run), weight = parts[path], plan.weights.get(path)
         parameters.append(
             ParameterQuality(
                 path,
@@ -264,7 +266,7 @@ def _parameters(
                 None if weight is None else weight.rule,
                 leaf.size * leaf.dtype.itemsize if weight is None or not weight.derived else 0,
                 _bytes_run(run, leaf, weight),
-                _error(jax.device_get(_stored_error(leaf, codes))) if is_stored(codes) else None,
+                _error(jax.device_get(_stored_error(leaf, qvalue))) if is_stored(qvalue) else None,
             )
         )
     return tuple(parameters)

@@ -94,7 +94,7 @@ class FloatOp:
         weight: pytree path of the parameter among the operands, where it is known.
         kernel: the FFI target that computes it; None if XLA does.
         flops: floating-point operations in one call of the program; None where it is not a
-            product of floats, or was not seen to run.
+            contraction of floats, or was not seen to run.
     """
 
     op_id: str
@@ -118,8 +118,8 @@ class ParameterQuality:
         qtype: the name of its quantized type; None if it stays float.
         rule: index of the rule that decided, or None.
         bytes_before: bytes as it is.
-        bytes_after: bytes of its codes and scales, packed for a kernel where it is.
-        error: of what its codes stand for; None if it stays float.
+        bytes_after: bytes of its quantized values and scales, packed for a kernel where it is.
+        error: of what its quantized values stand for; None if it stays float.
     """
 
     path: str
@@ -197,7 +197,7 @@ class Results:
 
     @property
     def flops_quantized(self) -> float | None:
-        """Fraction of the floating-point operations of all products that are quantized."""
+        """Fraction of the floating-point operations of all contractions that are quantized."""
         quantized = sum(op.flops for op in self.ops)
         total = quantized + sum(op.flops or 0 for op in self.float_ops)
         return quantized / total if total else None

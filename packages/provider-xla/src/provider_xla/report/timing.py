@@ -20,11 +20,11 @@ from hijax_trace import ArrayProxy
 from ..kernels.packed import PrepackedWeight, scale_sizes
 from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
-from ..program.products import Product, RaggedProduct
+from ..program.contractions import Contraction, RaggedMatmul
 from ..program.sites import Site, Sites
 from ..program.weights import follows_values
+from ..run.contraction import quantized_contraction
 from ..run.infer import prepared, run_operands
-from ..run.product import quantized_product
 from ..run.static import Statistics, calibrations
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class _Call:
     def __init__(self, site: Site, statistics: Statistics | None, mapped: int):
         held = map(site.call.proxy, site.operands)
         operands, self.hows = run_operands(site, held)
-        self.product = site.product
+        self.contraction = site.contraction
         self.operands, self.floats, self.extras = map(
             _types, (operands, site.operands, site.extras)
         )
@@ -64,15 +64,15 @@ class _Call:
         leaves, structure = jax.tree.flatten((self.operands, self.floats, self.extras))
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
         static = tuple(range_ is None for range_ in self.ranges)
-        self.key = (self.product, self.hows, structure, shapes, static, self.axes, self.mapped)
+        self.key = (self.contraction, self.hows, structure, shapes, static, self.axes, self.mapped)
 
     def seconds(self) -> tuple[float, float]:
         """Returns the median time in float and quantized, for what is mapped at once."""
         rng = np.random.default_rng(0)
-        extras = tuple(map(functools.partial(_extra, self.product, self.floats), self.extras))
-        in_float = self._mapped(lambda x, y, e, c: self.product.run(x, y, *e), self.floats)
+        extras = tuple(map(functools.partial(_extra, self.contraction, self.floats), self.extras))
+        in_float = self._mapped(lambda x, y, e, c: self.contraction.run(x, y, *e), self.floats)
         quantized = self._mapped(
-            lambda x, y, e, c: quantized_product(self.product, self.hows, x, y, e, c),
+            lambda x, y, e, c: quantized_contraction(self.contraction, self.hows, x, y, e, c),
             self.operands,
         )
         floats = [
@@ -121,10 +121,10 @@ def time_ops(
     statistics: Statistics | None,
     mapped: Mapping[str, int],
 ) -> dict[str, tuple[float, float]]:
-    """Returns the seconds of each product, alone, in float and quantized, by operation id.
+    """Returns the seconds of each contraction, alone, in float and quantized, by operation id.
 
-    Each is compiled by itself for the types of its operands, which hold random numbers; products
-    that are alike are timed once.
+    Each is compiled by itself for the types of its operands, which hold random numbers;
+    contractions that are alike are timed once.
 
     Args:
         plan: of the function.
@@ -179,10 +179,10 @@ def _types(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _extra(product: Product, operands: Sequence[Any], x: Any) -> np.ndarray:
-    """Returns the other array of a grouped product: groups of one size."""
-    assert isinstance(product, RaggedProduct)
-    rows = operands[0].shape[product.numbers[1][0]]
+def _extra(contraction: Contraction, operands: Sequence[Any], x: Any) -> np.ndarray:
+    """Returns the other array of a grouped matmul: groups of one size."""
+    assert isinstance(contraction, RaggedMatmul)
+    rows = operands[0].shape[contraction.numbers[1][0]]
     return np.full(x.shape, rows // x.shape[-1], x.dtype)
 
 
@@ -219,9 +219,9 @@ def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight
     for axis, count in zip(k_axes, scale_sizes(weight.k_sizes, weight.group), strict=True):
         scale[axis] = count
     kind = qn.get_qtype(weight.qtype)
-    codes = _random(rng, weight.shape, kind.storage_dtype, weight)
+    qvalue = _random(rng, weight.shape, kind.storage_dtype, weight)
     ones = jnp.ones(scale, weight.scale_dtype)
-    q = qn.QArray(codes, ones, qtype=weight.qtype, dtype=weight.dtype)
+    q = qn.QArray(qvalue, ones, qtype=weight.qtype, dtype=weight.dtype)
     sizes = weight.group, weight.bits, weight.platform
     made = prepack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes))
     places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)

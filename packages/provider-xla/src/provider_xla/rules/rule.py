@@ -50,9 +50,9 @@ class QuantizationRule:
         weight_path: regular expression that must match the whole pytree path of a parameter among
             the operands, below the argument that holds the parameters: ``r"\['layers'\]\[3\].*"``
             for what a plan shows as ``args[0]['layers'][3]['up']``. A rule with it is about
-            products and lookups of such a parameter alone; what is computed from parameters is
+            contractions and lookups of such a parameter alone; what is computed from parameters is
             none. None is for all operations.
-        op_names: names out of ``OP_NAMES`` and ``FUSED_NAMES``; None or empty for all products,
+        op_names: names out of ``OP_NAMES`` and ``FUSED_NAMES``; None or empty for all contractions,
             and with a `kernel` for all of ``FUSED_NAMES``. A rule must name ``take``.
         weight_qtype: qtype of an operand that is a parameter; None leaves it float. A name or a
             dtype, such as ``"int4"`` or ``jnp.int4``.
@@ -85,11 +85,11 @@ class QuantizationRule:
             magnitudes stay, and the others are zeros, before it is quantized; None keeps all.
         kernel: ``"fused"`` to compute softmax, attention, norms and activations by the kernels of
             an installed package such as te-ffi-kernels, in one pass each; they stay float. None
-            leaves them to XLA. It has no say in products: a rule without qtypes, rank and
+            leaves them to XLA. It has no say in contractions: a rule without qtypes, rank and
             `op_names` isn't about these.
         rank: rank of the float adapters that parameters get (LoRA, arXiv:2106.09685; with
             `weight_qtype` QLoRA, arXiv:2305.14314); None for no adapters. See docs/lora.md.
-        alpha: the product of the adapters is scaled by ``alpha / rank``. None is `rank`.
+        alpha: the contraction of the adapters is scaled by ``alpha / rank``. None is `rank`.
         dropout: share of the activation's elements that its adapter doesn't see in training,
             in [0, 1); the others are scaled by ``1 / (1 - dropout)``.
 
@@ -184,7 +184,7 @@ class QuantizationRule:
 
     @property
     def is_acting(self) -> bool:
-        """Whether it does something to products: quantizes operands, or gives them adapters."""
+        """Whether it does something to contractions: quantizes operands, or gives them adapters."""
         return any(x is not None for x in (self.weight_qtype, self.act_qtype, self.rank))
 
     @property
@@ -296,14 +296,15 @@ def _is_number(value: Any) -> bool:
 class QtRule(QuantizationRule):
     """A rule for quantized training; a plain QuantizationRule is one with these defaults.
 
-    The backward pass of a product of an activation and a parameter has two products: one gives the
+    The backward pass of a contraction of an activation and a parameter has two contractions: one
+        gives the
     gradient of the activation, from the incoming gradient and the parameter; the other gives the
     gradient of the parameter, from the incoming gradient and the activation. Fields beginning with
     ``bwd_act_grad_`` are for the first, those with ``bwd_weight_grad_`` for the second, and those
     with ``bwd_`` alone for both. Where both operands are activations, both are of the first kind.
 
     Attributes:
-        bwd_qtype: qtype of the incoming gradient in the two products of the backward pass; None
+        bwd_qtype: qtype of the incoming gradient in the two contractions of the backward pass; None
             leaves the backward pass float, at the unquantized operands (straight through).
         bwd_act_grad_qtype: the same for the gradient of activations alone; None is `bwd_qtype`.
         bwd_weight_grad_qtype: the same for the gradient of parameters alone; None is `bwd_qtype`.
@@ -314,8 +315,8 @@ class QtRule(QuantizationRule):
         bwd_act_grad_tile_size: elements that share a scale along the axis that is contracted for
             the gradient of an activation (the output channels); as ``tile_size``.
         bwd_weight_grad_tile_size: the same for the gradient of a parameter (batch and sequence).
-        bwd_original_residuals: whether the other operand of both products is the unquantized one,
-            instead of the quantized values of the forward pass.
+        bwd_original_residuals: whether the other operand of both contractions is the unquantized
+            one, instead of the quantized values of the forward pass.
         bwd_act_residual_qtype: qtype that an activation is quantized to again for the gradient of
             its parameter, whatever it had in the forward pass; None for none.
         bwd_weight_residual_qtype: qtype that a parameter is quantized to again for the gradient of
@@ -362,7 +363,7 @@ class QtRule(QuantizationRule):
         self._check_backward()
 
     def backward(self, of_weight: bool) -> qn.Backward | None:
-        """Return how the product that gives a gradient is quantized.
+        """Return how the contraction that gives a gradient is quantized.
 
         Args:
             of_weight: whether it is the gradient of a parameter.
@@ -371,7 +372,8 @@ class QtRule(QuantizationRule):
         qtype = self.backward_qtype(of_weight)
         if qtype is None:
             return None
-        # What this product multiplies the incoming gradient with is the operand of the other kind.
+        # What this contraction multiplies the incoming gradient with is the operand of the other
+        # kind.
         again = self.bwd_act_residual_qtype if of_weight else self.bwd_weight_residual_qtype
         residual: Any = "original" if self.bwd_original_residuals else None
         tile = getattr(self, f"bwd_{kind}_grad_tile_size")
@@ -417,7 +419,7 @@ class QtRule(QuantizationRule):
                 raise self._error(name, "a symmetric method, such as 'absmax' or 'rms,7'")
 
     def backward_qtype(self, of_weight: bool) -> str | None:
-        """Return the incoming gradient's qtype in one of both products."""
+        """Return the incoming gradient's qtype in one of both contractions."""
         own = self.bwd_weight_grad_qtype if of_weight else self.bwd_act_grad_qtype
         return own or self.bwd_qtype
 

@@ -13,7 +13,7 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, Move, MoveError, Part
 
-from ..program.products import MatrixProduct, Product
+from ..program.contractions import Contraction, Matmul
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,8 +60,8 @@ class AroundStored(ArrayProxy):
 class AffineWeight(AroundStored):
     """A quantized parameter that stands for ``(value + shift) * scale + minimum``.
 
-    It is what GGUF's formats with a minimum are (Q4_1, Q4_K, ...). A product with it is that with
-    ``inner``, in a kernel if there is one, and one of sums of the activation with a number for
+    It is what GGUF's formats with a minimum are (Q4_1, Q4_K, ...). A contraction with it is that
+    with ``inner``, in a kernel if there is one, and one of sums of the activation with a number for
     each group. A pytree of its arrays.
 
     Attributes:
@@ -119,16 +119,16 @@ class AffineWeight(AroundStored):
         """Return it for a parameter of another float dtype."""
         return dataclasses.replace(self, inner=self.inner.astype(dtype))
 
-    def correction(self, product: Product, side: int, x: jax.Array) -> jax.Array:
-        """Return what the product lacks without minimum and shift, in float32.
+    def correction(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
+        """Return what the contraction lacks without minimum and shift, in float32.
 
         Args:
-            product: one that ``takes_minimum`` allows.
+            contraction: one that ``takes_minimum`` allows.
             side: which operand the parameter is.
             x: the other one.
         """
-        assert isinstance(product, MatrixProduct)
-        w_axes, x_axes = (product.dims[0][i] for i in (side, 1 - side))
+        assert isinstance(contraction, Matmul)
+        w_axes, x_axes = (contraction.dims[0][i] for i in (side, 1 - side))
         scale = _scale_of(self.inner, self.minimum.shape)
         lacks = self.minimum.astype(jnp.float32) + scale.astype(jnp.float32) * self.shift
         for axis, size in enumerate(self.shape):
@@ -138,29 +138,29 @@ class AffineWeight(AroundStored):
         for axis, x_axis in zip(w_axes, x_axes, strict=True):
             shape = (*sums.shape[:x_axis], lacks.shape[axis], -1, *sums.shape[x_axis + 1 :])
             sums = sums.reshape(shape).sum(x_axis + 1)
-        wide = dataclasses.replace(product, preferred_element_type=jnp.dtype(jnp.float32))
+        wide = dataclasses.replace(contraction, preferred_element_type=jnp.dtype(jnp.float32))
         return wide.run(*((lacks, sums) if side == 0 else (sums, lacks)))
 
 
-def takes_minimum(product: Product) -> bool:
-    """Return whether a product with a minimum is a product of sums: one of matrices."""
-    return isinstance(product, MatrixProduct)
+def takes_minimum(contraction: Contraction) -> bool:
+    """Return whether a contraction with a minimum is a contraction of sums: one of matrices."""
+    return isinstance(contraction, Matmul)
 
 
 def without_minimum(
-    product: Product, operands: Sequence[Any]
+    contraction: Contraction, operands: Sequence[Any]
 ) -> tuple[list[Any], jax.Array | None]:
-    """Return the operands of a product, without minima, and what it lacks then."""
+    """Return the operands of a contraction, without minima, and what it lacks then."""
     found, lacks = list(operands), None
     for side, held in enumerate(operands):
         if isinstance(held, AffineWeight):
-            lacks = held.correction(product, side, operands[1 - side])
+            lacks = held.correction(contraction, side, operands[1 - side])
             found[side] = held.inner
     return found, lacks
 
 
 def _scale_of(inner: Any, shape: Sequence[int]) -> jax.Array:
-    return inner.scale if hasattr(inner, "scale") else inner.codes(tuple(shape)).scale
+    return inner.scale if hasattr(inner, "scale") else inner.qarray(tuple(shape)).scale
 
 
 def _values_of(inner: Any) -> qn.QArray:

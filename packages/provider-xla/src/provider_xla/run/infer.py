@@ -15,7 +15,7 @@ from ..program.record import OpRecord
 from ..program.sites import Rules, Site, Sites, ignore
 from ..program.weights import follows_values
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
-from .product import Hows, Operands, quantized_product, stored_operands
+from .contraction import Hows, Operands, quantized_contraction, stored_operands
 from .static import Statistics, calibrations
 from .stored import is_stored, unpacked_leaf
 
@@ -66,7 +66,7 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
     """Return the result of an operation that rules quantize."""
     operands, hows = run_operands(site, map(site.call.proxy, site.operands))
     ranges = calibrations(statistics, site)
-    return quantized_product(site.product, hows, *operands, site.extras, ranges)
+    return quantized_contraction(site.contraction, hows, *operands, site.extras, ranges)
 
 
 def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
@@ -76,7 +76,7 @@ def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
         if is_stored(leaf) and not stored:
             kind = getattr(leaf, "qtype", "derived")
             raise QuantizationError(
-                f"A parameter is kept as {kind} codes, which the patch engine can't hand "
+                f"A parameter is stored as {kind} values, which the patch engine can't hand "
                 "to the operations that use it. Use PtqProvider(engine='trace'), or parameters "
                 "that are arrays."
             )
@@ -91,7 +91,7 @@ def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
 
 
 def run_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
-    """Returns what the product of a site is run with; see ``stored_operands``."""
+    """Returns what the contraction of a site is run with; see ``stored_operands``."""
     found, hows = stored_operands(site, stored)
     operands = [
         x if how is None or weight is None else sparse(site, side, x)
@@ -102,7 +102,7 @@ def run_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
 
 def sparse(site: Site, side: int, w: jax.Array) -> jax.Array:
     """Returns a parameter that is still an array, with the zeros that its rule asks for."""
-    axis = site.product.sparse_axis(side, w.ndim)
+    axis = site.contraction.sparse_axis(side, w.ndim)
     if site.rule.sparsity is None or axis is None:
         return w
     pattern = parse_sparsity(site.rule.sparsity)

@@ -1,4 +1,4 @@
-"""Lookups: rows of a quantized parameter, gathered as codes and scales."""
+"""Lookups: rows of a quantized parameter, gathered as quantized values and scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def looked_up(params: dict[str, Any]) -> tuple[int, ...]:
 def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Array | None:
     """Returns what ``lax.gather_p`` gives of the dequantized array.
 
-    Codes and scales are gathered alike, so that only what was looked up is dequantized.
+    Quantized values and scales are gathered alike, so that only what was looked up is dequantized.
 
     Args:
         q: the parameter.
@@ -28,7 +28,7 @@ def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Arra
         params: those of the primitive.
 
     Returns:
-        The slices; or None where scales can't be gathered with the codes.
+        The slices; or None where scales can't be gathered with the quantized values.
     """
     if q.ragged_tiles:
         return None
@@ -67,7 +67,7 @@ def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Arra
     fill = params["fill_value"]
     if fill is not None and not np.isnan(fill):
         return None
-    # Codes of zero with a scale of NaN are what NaN is to a lookup out of bounds.
+    # Quantized values of zero with a scale of NaN are what NaN is to a lookup out of bounds.
     zero, whole = (x if x is None else one(x, 0) for x in (q.zero_point, q.global_scale))
     rows = qn.QArray(
         one(q.qvalue, 0),

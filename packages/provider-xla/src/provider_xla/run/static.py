@@ -71,9 +71,9 @@ def measure(site: Site, side: int) -> qn.Calibration:
     how, x = site.hows[side], jax.lax.stop_gradient(site.operands[side])
     assert how is not None
     held = beside(site, side)
-    x = x if held is None else held.activation(site.product, 1 - side, x)
+    x = x if held is None else held.activation(site.contraction, 1 - side, x)
     batch = {a % x.ndim for a in site.rule.act_batch_axes if -x.ndim <= a < x.ndim}
-    shared = site.product.shared(side, x.ndim)
+    shared = site.contraction.shared(side, x.ndim)
     axes = tuple(sorted(batch - set(shared)))
     found = qn.calibrate(x, how.qtype, channel_axes=axes, method=how.method)
     return jax.tree.map(lambda bound: _mean(jnp.mean(bound, axis=axes, keepdims=True)), found)

@@ -11,7 +11,7 @@ from hijax_trace import Carrier
 
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
-from ..program.products import Product
+from ..program.contractions import Contraction
 from ..program.sites import Site, Under
 from .affine import AffineWeight, takes_minimum
 from .transformed import TransformedWeight
@@ -45,12 +45,12 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
 
 
 def transformed(
-    product: Product, operands: Sequence[Any], *, but_rotated: bool = False
+    contraction: Contraction, operands: Sequence[Any], *, but_rotated: bool = False
 ) -> list[Any]:
-    """Returns the operands of a product, a transformed parameter's and its activation's inside.
+    """Returns the operands of a contraction, a transformed parameter's and its activation's inside.
 
     Args:
-        product: the product.
+        contraction: the contraction.
         operands: activations and stored parameters.
         but_rotated: whether a rotation that a kernel may do stays with the parameter.
     """
@@ -58,14 +58,14 @@ def transformed(
     for side, held in enumerate(operands):
         if isinstance(held, TransformedWeight):
             first, rotated = held.split() if but_rotated else (held, None)
-            found[1 - side] = first.activation(product, side, found[1 - side])
+            found[1 - side] = first.activation(contraction, side, found[1 - side])
             found[side] = held.inner if rotated is None else rotated
     return found
 
 
 def takes(site: Site, side: int, held: Any) -> bool:
     """Returns whether a stored parameter can be that operand of a site: a transformed one needs
-    a product and an activation that it was made for, one with minima a product of matrices.
+    a contraction and an activation that it was made for, one with minima a contraction of matrices.
     """
     if not isinstance(held, TransformedWeight | AffineWeight):
         return True
@@ -73,8 +73,8 @@ def takes(site: Site, side: int, held: Any) -> bool:
     if site.call.proxy(other) is not None:
         return False
     if isinstance(held, AffineWeight):
-        return takes_minimum(site.product)
-    return held.pairs(site.product, side, other.shape) is not None
+        return takes_minimum(site.contraction)
+    return held.pairs(site.contraction, side, other.shape) is not None
 
 
 def beside(site: Site, side: int) -> TransformedWeight | None:
@@ -85,7 +85,7 @@ def beside(site: Site, side: int) -> TransformedWeight | None:
 
 
 def stored_form(held: Any) -> Any:
-    """Returns what holds the codes of a stored parameter."""
+    """Returns what holds the quantized values of a stored parameter."""
     return held.inner if isinstance(held, TransformedWeight | AffineWeight) else held
 
 

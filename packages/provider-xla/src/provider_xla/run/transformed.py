@@ -1,4 +1,6 @@
-"""TransformedWeight: a stored parameter whose activations are transformed before each product."""
+"""TransformedWeight: a stored parameter whose activations are transformed before each
+contraction.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from interception_core import explicit_mesh, explicit_spec, with_auto_axes
 
 from ..kernels.matmul import Rotation
 from ..kernels.packed import PrepackedWeight
-from ..program.products import MatrixProduct, Product
+from ..program.contractions import Contraction, Matmul
 from .affine import AroundStored
 
 
 class Step(Protocol):
-    """An invertible linear map T of vectors of K elements: a product ``x @ w`` is that of
+    """An invertible linear map T of vectors of K elements: a contraction ``x @ w`` is that of
     ``x @ T`` and ``T**-1 @ w``. A pytree; its arrays begin with the axes of the loops' steps.
     """
 
@@ -124,7 +126,7 @@ def _hadamard(x: jax.Array, block: int) -> jax.Array:
 class TransformedWeight(AroundStored):
     """A stored parameter, transformed, with what its activations are transformed by.
 
-    ``plan.optimize`` makes it where a pass balances or rotates channels: the product of the
+    ``plan.optimize`` makes it where a pass balances or rotates channels: the contraction of the
     transformed activation and ``inner`` is that of the activation and the parameter. Any other
     use of it gets the parameter itself, within the error of quantizing. A pytree of its arrays.
 
@@ -183,15 +185,15 @@ class TransformedWeight(AroundStored):
         return super().moved(primitive, params, operands)
 
     def pairs(
-        self, product: Product, side: int, x_shape: Sequence[int]
+        self, contraction: Contraction, side: int, x_shape: Sequence[int]
     ) -> list[tuple[int, int]] | None:
         """Returns the contracted axes of the parameter and of the activation, in the order of K.
 
-        None where the product is one that the transformed parameter can't be an operand of.
+        None where the contraction is one that the transformed parameter can't be an operand of.
         """
-        if not isinstance(product, MatrixProduct) or self.lead:
+        if not isinstance(contraction, Matmul) or self.lead:
             return None
-        contracted, batch = product.dims
+        contracted, batch = contraction.dims
         pairs = dict(zip(contracted[side], contracted[1 - side], strict=True))
         k_axes = [axis + self.ndim for axis in self.k_axes]
         if batch[0] or sorted(pairs) != sorted(k_axes):
@@ -211,18 +213,18 @@ class TransformedWeight(AroundStored):
         first = dataclasses.replace(self, steps=self.steps[:-1])
         return first, dataclasses.replace(self, steps=self.steps[-1:])
 
-    def rotation(self, product: Product, side: int, x_shape: Sequence[int]) -> Rotation:
+    def rotation(self, contraction: Contraction, side: int, x_shape: Sequence[int]) -> Rotation:
         """Return the rotation that it has alone, as a kernel is told of it."""
-        pairs = self.pairs(product, side, x_shape)
+        pairs = self.pairs(contraction, side, x_shape)
         assert pairs is not None
         (step,) = self.steps
         return Rotation(step.signs, step.block, tuple(axis for axis, _ in pairs))
 
-    def activation(self, product: Product, side: int, x: jax.Array) -> jax.Array:
-        """Returns the transformed activation of a product, for one that ``pairs`` allows."""
+    def activation(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
+        """Returns the transformed activation of a contraction, for one that ``pairs`` allows."""
         if not self.steps:
             return x
-        pairs = self.pairs(product, side, x.shape)
+        pairs = self.pairs(contraction, side, x.shape)
         assert pairs is not None
         axes = [axis for _, axis in pairs]
         others = [axis for axis in range(x.ndim) if axis not in axes]

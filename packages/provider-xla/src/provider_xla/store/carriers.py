@@ -1,8 +1,8 @@
 """How arrays of every dtype become arrays of the dtypes that any reader of safetensors knows.
 
 Readers differ in the small formats they know (the one for NumPy has no float8), and one tensor of
-an unknown dtype makes some refuse the file. So codes of 2 and 4 bits are packed, and 8-bit floats
-are kept as their bits, all as uint8. A complex number is a pair of floats.
+an unknown dtype makes some refuse the file. So quantized values of 2 and 4 bits are packed, and
+8-bit floats are kept as their bits, all as uint8. A complex number is a pair of floats.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def is_storable(dtype: str) -> bool:
 def carrier(dtype: str, shape: Sequence[int]) -> tuple[np.dtype, tuple[int, ...]]:
     """Returns dtype and shape of the array that stands for one of this dtype and shape.
 
-    Codes of less than a byte are packed along the last axis, which is filled up to whole bytes.
+    Quantized values of less than a byte are packed along the last axis, which is filled up to whole
+    bytes.
     """
     shape = tuple(shape)
     if dtype in SAFETENSORS:
@@ -61,8 +62,8 @@ def encode(array: np.ndarray) -> np.ndarray:
         return array
     if dtype in _COMPLEX:
         return array.reshape(*shape, 1).view(_COMPLEX[dtype])
-    codes = array.view(np.uint8)
-    return codes if dtype not in _BITS else _pack(codes, _BITS[dtype])
+    qvalue = array.view(np.uint8)
+    return qvalue if dtype not in _BITS else _pack(qvalue, _BITS[dtype])
 
 
 def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
@@ -81,35 +82,35 @@ def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
     if dtype not in _BITS:
         return array.view(jnp.dtype(dtype))
     bits = _BITS[dtype]
-    codes = _unpack(array, bits, shape[-1] if shape else 1).reshape(shape)
+    qvalue = _unpack(array, bits, shape[-1] if shape else 1).reshape(shape)
     if dtype.startswith("int"):
         # The bits above the sign bit are copies of it. np.subtract, since - warns of a scalar that
         # wraps around.
         sign = np.uint8(1 << (bits - 1))
-        return np.subtract(codes ^ sign, sign).view(np.int8).astype(jnp.dtype(dtype))
-    return codes.view(jnp.dtype(dtype))
+        return np.subtract(qvalue ^ sign, sign).view(np.int8).astype(jnp.dtype(dtype))
+    return qvalue.view(jnp.dtype(dtype))
 
 
-def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+def _pack(qvalue: np.ndarray, bits: int) -> np.ndarray:
     """Packs along the last axis; the first code of a byte is in its lowest bits."""
     count = 8 // bits
-    codes = np.atleast_1d(codes) & np.uint8(2**bits - 1)
-    missing = -codes.shape[-1] % count
+    qvalue = np.atleast_1d(qvalue) & np.uint8(2**bits - 1)
+    missing = -qvalue.shape[-1] % count
     if missing:
-        codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
-    result = codes[..., ::count].copy()
+        qvalue = np.pad(qvalue, [(0, 0)] * (qvalue.ndim - 1) + [(0, missing)])
+    result = qvalue[..., ::count].copy()
     for place in range(1, count):
-        result |= codes[..., place::count] << np.uint8(bits * place)
+        result |= qvalue[..., place::count] << np.uint8(bits * place)
     return result
 
 
 def _unpack(packed: np.ndarray, bits: int, last: int) -> np.ndarray:
     count = 8 // bits
-    codes = np.empty((*packed.shape, count), np.uint8)
+    qvalue = np.empty((*packed.shape, count), np.uint8)
     for place in range(count):
-        codes[..., place] = (packed >> np.uint8(bits * place)) & np.uint8(2**bits - 1)
+        qvalue[..., place] = (packed >> np.uint8(bits * place)) & np.uint8(2**bits - 1)
     full = packed.shape[-1] * count
-    return codes.reshape(*packed.shape[:-1], full)[..., :last]
+    return qvalue.reshape(*packed.shape[:-1], full)[..., :last]
 
 
 def nbytes(dtype: np.dtype, shape: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from ..kernels.packed import PrepackedWeight, codes_of
+from ..kernels.packed import PrepackedWeight, qarray_of
 from ..program.granularity import Granularity
 from ..program.sites import Under
 from ..run.affine import AffineWeight
@@ -22,7 +22,7 @@ from .carriers import is_storable
 from .errors import StoreError
 
 QUANTIZED = ("qarray", "packed", "transformed", "affine")
-"""The kinds that are codes and scales."""
+"""The kinds that are quantized values and scales."""
 
 CARRIER = "carrier"
 """The kind of a parameter with derived weights beside it."""
@@ -239,7 +239,9 @@ def _carrier(
 
 
 def _transformed(name: str, leaf: TransformedWeight, granularity: Granularity | None) -> Form:
-    """Takes a weight apart whose activations are transformed: codes, scales, and an array each."""
+    """Takes a weight apart whose activations are transformed: quantized values, scales, and an
+    array each.
+    """
     inner = take_apart(name, leaf.inner, granularity)
     steps, arrays = [], {}
     for i, step in enumerate(leaf.steps):
@@ -336,11 +338,11 @@ def _check(name: str, array: Any) -> None:
 
 
 def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | None) -> Form:
-    """Takes a weight apart that is packed for kernels, as codes and scales."""
+    """Takes a weight apart that is packed for kernels, as quantized values and scales."""
 
     scales = None if granularity is None else granularity.scale_shape(weight.shape)
     try:
-        abstract = codes_of.eval_shape(weight, scales)
+        abstract = qarray_of.eval_shape(weight, scales)
     except (AttributeError, NotImplementedError) as error:
         raise StoreError(
             f"{name} is packed for a kernel whose package can't unpack it ({error}). Save "
@@ -351,7 +353,7 @@ def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | Non
     def arrays() -> Mapping[str, Any]:
         for leaf in jax.tree.leaves(weight):
             _check(name, leaf)
-        found = _fields(codes_of(weight, scales))
+        found = _fields(qarray_of(weight, scales))
         return {part: found[part] for part in form.parts}
 
     return dataclasses.replace(form, arrays=arrays)

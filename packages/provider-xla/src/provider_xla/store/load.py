@@ -48,8 +48,8 @@ def load(
             lists and tuples come back as such, and other nodes as dicts of their fields.
         sharding: where they go: a ``jax.sharding.Sharding`` for all; a function that returns one,
             or None, for a name such as ``"layers.0.up"``; or a tree of them, in the structure of
-            the parameters or the beginning of it. Scales are cut like the codes, where they can
-            be. Default: JAX's default device.
+            the parameters or the beginning of it. Scales are cut like the quantized values, where
+            they can be. Default: JAX's default device.
         prepack: whether parameters are packed for kernels as the plan says; see ``Plan.prepack``.
 
     Raises:

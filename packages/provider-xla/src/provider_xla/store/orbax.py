@@ -1,8 +1,8 @@
 """Checkpoints of orbax-checkpoint, with a file beside that has the manifest and the checksums.
 
 A checkpoint is a folder: orbax's item ``tensors``, one array per tensor under the name that a
-safetensors file would have it, and ``jaxtap.json``. Codes of dtypes that tensorstore has not are
-kept as int8 or uint8; it compresses what it writes.
+safetensors file would have it, and ``jaxtap.json``. Quantized values of dtypes that tensorstore has
+not are kept as int8 or uint8; it compresses what it writes.
 """
 
 from __future__ import annotations

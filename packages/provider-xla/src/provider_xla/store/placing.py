@@ -157,8 +157,8 @@ def _of_tree(
 def derived(sharding: Sharding, leaf: StoredLeaf, part: str, shape: Sequence[int]) -> Sharding:
     """Returns the sharding of a part, for that of the array which the leaf stands for.
 
-    Codes are cut as the array is. Scales and zero points are where they have an index or a tile
-    for each cut, and are on every device otherwise.
+    Quantized values are cut as the array is. Scales and zero points are where they have an index or
+    a tile for each cut, and are on every device otherwise.
     """
     if leaf.kind == CARRIER:
         number, _, part = part.partition(".")
@@ -173,7 +173,8 @@ def derived(sharding: Sharding, leaf: StoredLeaf, part: str, shape: Sequence[int
         if sharding.is_fully_replicated:
             return sharding
         raise StoreError(
-            f"{leaf.name} has codes and scales, whose shardings can't be derived from {sharding}. "
+            f"{leaf.name} has quantized values and scales, whose shardings can't be derived "
+            f"from {sharding}. "
             "Give a jax.sharding.NamedSharding, or a sharding for each of its arrays, as in "
             "jax.tree.map(lambda x: x.sharding, stored)."
         )

@@ -46,8 +46,8 @@ def save(
         path: of the file, or for orbax of the folder.
         params: any tree: arrays of numbers and random keys, ``QArray``, ``PackedQArray``,
             ``Calibration``, ``Statistics``, and Python's bool, int, float and str.
-            ``PrepackedWeight`` is saved as codes and scales, ``TransformedWeight`` with what its
-            activations are transformed by. Other leaves, such as functions, are
+            ``PrepackedWeight`` is saved as quantized values and scales, ``TransformedWeight`` with
+            what its activations are transformed by. Other leaves, such as functions, are
             noted by name alone: give ``load`` a template with them.
         plan: what quantized them. It is kept in the file, and ``params`` must be what it says.
         extra: another tree, for example the ranges that ``plan.calibrate`` returned; see

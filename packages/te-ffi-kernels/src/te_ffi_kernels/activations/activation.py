@@ -44,13 +44,13 @@ def activation(
         x: float32, bfloat16 or float16, of shape (..., 1, n), or (..., 2, n) for a gated one.
         activation_type: see ``act_lu``.
         act_params: of ``("clamped_silu", "clamped_linear")``.
-        out_dtype: of codes, see ``act_lu``.
+        out_dtype: of quantized values, see ``act_lu``.
         scaling_mode: a ``ScalingMode`` or its number.
         scale: float32[1], used with DELAYED_TENSOR_SCALING.
 
     Returns:
         An array of shape (..., n) and x's dtype. Differentiable with respect to x, by the kernel
-        of ``dact_lu``; straight through codes.
+        of ``dact_lu``; straight through quantized values.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``act_lu``.

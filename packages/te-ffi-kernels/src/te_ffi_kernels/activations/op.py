@@ -1,4 +1,6 @@
-"""act_lu, dact_lu and quantize_dact_dbias: activations and their gradients, floats or codes."""
+"""act_lu, dact_lu and quantize_dact_dbias: activations and their gradients, floats or quantized
+values.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def act_lu(
             "squared_relu", alone or with "linear"; ``("sigmoid", "linear")``;
             ``("clamped_silu", "clamped_linear")``.
         act_params: of the last.
-        out_dtype: of codes: float8_e4m3fn (the default), float8_e5m2, or (ours) int8, which MXFP8
-            hasn't. Without scaling, x's.
+        out_dtype: of quantized values: float8_e4m3fn (the default), float8_e5m2, or (ours) int8,
+            which MXFP8 hasn't. Without scaling, x's.
         scaling_mode: a ``ScalingMode`` or its number.
         q_layout: a ``QuantizeLayout`` or its number.
         scale: float32[1], used with DELAYED_TENSOR_SCALING.
@@ -68,7 +70,8 @@ def act_lu(
         ``(output, colwise_output, scale_inv, colwise_scale_inv, updated_amax)`` of an array of
         shape (..., n), as ``normalization_fwd`` has them.
 
-    Differentiable with respect to x, by the kernel of ``dact_lu``; straight through codes.
+    Differentiable with respect to x, by the kernel of ``dact_lu``; straight through quantized
+    values.
 
     Raises:
         TypeError: a dtype that isn't taken.

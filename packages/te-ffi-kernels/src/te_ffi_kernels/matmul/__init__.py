@@ -1,1 +1,1 @@
-"""Products of floats, or of codes with scales, after Transformer Engine."""
+"""Matmuls of floats, or of quantized values with scales, after Transformer Engine."""

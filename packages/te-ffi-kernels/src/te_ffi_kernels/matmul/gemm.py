@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from .. import checks
 from .config import GemmConfig, gemm_config
-from .op import PRODUCT, numbers_of
+from .op import MATMUL, numbers_of
 
 
 def gemm(
@@ -42,7 +42,7 @@ def gemm(
 
     - Forward (`grad` False): a bias that isn't empty is added; with `fuse_gelu` the result is
       passed through gelu, and what it was before is a result too.
-    - Backward (`grad` True) of gelu, with `fuse_gelu`: the product times the derivative of gelu at
+    - Backward (`grad` True) of gelu, with `fuse_gelu`: the matmul times the derivative of gelu at
       `gelu_input`; with `fuse_bias`, bias_grad is the sum of that over the axes of lhs.
     - Backward with `fuse_bias` alone: bias_grad is the sum of rhs over its contracted axes, which
       is the gradient of the bias where rhs is that of the output.
@@ -82,7 +82,7 @@ def gemm(
 
 @dataclasses.dataclass(frozen=True)
 class _Epilogue:
-    """What is done with a product."""
+    """What is done with a matmul."""
 
     fuse_bias: bool
     fuse_gelu: bool
@@ -102,11 +102,11 @@ def _gemm(
     alpha: jax.Array,
     beta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the product in float32, and results that are rounded once."""
+    """Return the matmul in float32, and results that are rounded once."""
     dtype = config.out_dtype
     wide = dataclasses.replace(config, out_dtype=jnp.dtype(jnp.float32))
     used = jnp.zeros((0,), jnp.float32) if of.grad else bias.astype(jnp.float32)
-    sums = PRODUCT(wide, lhs, lhs_scale_inv, rhs, rhs_scale_inv, used, alpha, beta)
+    sums = MATMUL(wide, lhs, lhs_scale_inv, rhs, rhs_scale_inv, used, alpha, beta)
     bias_grad = jnp.zeros(bias.shape if of.grad else (0,), bias.dtype)
     before = jnp.zeros(config.shape if of.fuse_gelu else (0,), dtype)
     if not of.grad:

@@ -1,4 +1,4 @@
-"""gemm_v2: a product of two matrices, in floats or in codes with scales."""
+"""gemm_v2: a matmul of two matrices, in floats or in quantized values with scales."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def gemm_v2(
     collective_op: Any = 0,
     fuse_gelu: bool = False,
 ) -> jax.Array:
-    """Return ``gelu(alpha * product(lhs, rhs) + bias)``; bias and gelu may be left out.
+    """Return ``gelu(alpha * matmul(lhs, rhs) + bias)``; bias and gelu may be left out.
 
     The arguments are those of Transformer Engine's primitive, and `fuse_gelu`. Sums are in
     float32 (of float8 on GPUs, in what their tensor cores have), and the result is rounded once.
-    Sums of int8 codes are exact.
+    Sums of int8 values are exact.
 
     Args:
-        lhs: float32, bfloat16 or float16 without scaling; codes otherwise.
-        lhs_scale_inv: what its codes are multiplied with: float32[1]; per channel float32 in the
-            shape of the axes that are kept; MXFP8 float8_e8m0fnu or uint8 in lhs's shape, with 32
-            made one along the last axis (where the last axes are contracted) or the last of the
-            first axes (where these are). Empty without scaling.
+        lhs: float32, bfloat16 or float16 without scaling; quantized values otherwise.
+        lhs_scale_inv: what its quantized values are multiplied with: float32[1]; per channel
+            float32 in the shape of the axes that are kept; MXFP8 float8_e8m0fnu or uint8 in lhs's
+            shape, with 32 made one along the last axis (where the last axes are contracted) or the
+            last of the first axes (where these are). Empty without scaling.
         rhs: as lhs. float8_e5m2 for both is refused, as on GPUs.
         rhs_scale_inv: as `lhs_scale_inv`.
         bias: of `out_dtype`, in the shape of the axes of rhs that are kept; empty for none.
@@ -60,8 +60,8 @@ def gemm_v2(
             ones.
         scaling_mode: a ``ScalingMode`` or its number, for both factors.
         use_split_accumulator: for GPUs, whose sums of float8 have fewer digits without it.
-        transpose_batch_sequence: not used (collective products).
-        sequence_dim: not used (collective products).
+        transpose_batch_sequence: not used (collective matmuls).
+        sequence_dim: not used (collective matmuls).
         is_outer: not used.
         collective_op: must be 0.
         fuse_gelu: whether the result is passed through gelu, in its form with tanh (ours; the
@@ -70,13 +70,13 @@ def gemm_v2(
     Returns:
         An array with the axes of lhs that are kept, and those of rhs.
 
-    Differentiable with respect to floats, float8 codes, float32 scales, bias and alpha; the
-    products of the gradient are in floats. Int8 codes and MXFP8 scales count as constant.
+    Differentiable with respect to floats, float8 values, float32 scales, bias and alpha; the
+    matmuls of the gradient are in floats. Int8 values and MXFP8 scales count as constant.
 
     Raises:
         TypeError: a dtype that the mode doesn't have, or two that don't go together.
         ValueError: shapes that don't go together.
-        NotImplementedError: NVFP4, or collective products.
+        NotImplementedError: NVFP4, or collective matmuls.
         jax.errors.JaxRuntimeError: when it runs: a `beta` that isn't 0. (On GPUs the result is NaN
             then.)
     """
@@ -86,7 +86,7 @@ def gemm_v2(
         "gemm_v2", *operands, out_dtype, contracting_dims, scaling_mode, use_split_accumulator,
         collective_op, fuse_gelu=fuse_gelu,
     )  # fmt: skip
-    return PRODUCT(config, *map(jnp.asarray, operands))
+    return MATMUL(config, *map(jnp.asarray, operands))
 
 
 def _attributes(config: GemmConfig, *_: jax.Array) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _gradient(config: GemmConfig, saved: Any, ct: jax.Array) -> Any:
     factor = alpha.reshape(())
     if config.fuse_gelu:
         linear = dataclasses.replace(config, fuse_gelu=False, out_dtype=jnp.dtype(jnp.float32))
-        before = PRODUCT(linear, *saved[:4], bias.astype(jnp.float32), alpha, beta)
+        before = MATMUL(linear, *saved[:4], bias.astype(jnp.float32), alpha, beta)
         _, pull = jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), before)
         ct = pull(ct.astype(jnp.float32))[0].astype(ct.dtype)
     left, right = config.left, config.right
@@ -114,13 +114,13 @@ def _gradient(config: GemmConfig, saved: Any, ct: jax.Array) -> Any:
     assert ct.ndim == m + n
     turned_right, turned_left = _other(right), _other(left)
     if left.leading:
-        left_grad = _product(right_numbers, turned_right, ct, by_right)
+        left_grad = _matmul(right_numbers, turned_right, ct, by_right)
     else:
-        left_grad = _product(ct, by_right, right_numbers, turned_right)
+        left_grad = _matmul(ct, by_right, right_numbers, turned_right)
     if right.leading:
-        right_grad = _product(left_numbers, turned_left, ct, by_left)
+        right_grad = _matmul(left_numbers, turned_left, ct, by_left)
     else:
-        right_grad = _product(ct, by_left, left_numbers, turned_left)
+        right_grad = _matmul(ct, by_left, left_numbers, turned_left)
     left_grad, right_grad = left_grad.reshape(lhs.shape), right_grad.reshape(rhs.shape)
     bias_ct = ct.astype(jnp.float32).sum(tuple(range(m))) if bias.size else None
     alpha_ct = (left_grad * left_numbers.astype(jnp.float32)).sum().reshape(alpha.shape)
@@ -138,12 +138,12 @@ def _other(side: Side) -> Side:
     return Side(side.shape, side.boundary, not side.leading)
 
 
-def _product(lhs: jax.Array, left: Side, rhs: jax.Array, right: Side) -> jax.Array:
-    """Return the product of floats, in float32."""
+def _matmul(lhs: jax.Array, left: Side, rhs: jax.Array, right: Side) -> jax.Array:
+    """Return the matmul of floats, in float32."""
     config = GemmConfig(jnp.dtype(jnp.float32), ScalingMode.NO_SCALING, left, right)
     none = jnp.zeros((0,), jnp.float32)
     one = jnp.ones((1,), jnp.float32)
-    return PRODUCT(config, lhs, none, rhs, none, none, one, 0 * one)
+    return MATMUL(config, lhs, none, rhs, none, none, one, 0 * one)
 
 
 def numbers_of(
@@ -170,9 +170,9 @@ def _of_factor(
     return cotangent_of(x, grad * wide), cotangent_of(scales, scales_ct)
 
 
-PRODUCT = Op(
+MATMUL = Op(
     "gemm_v2",
-    reference.product,
+    reference.matmul,
     results=lambda config, *_: config.result,
     attributes=_attributes,
     partition=partition_gemm,

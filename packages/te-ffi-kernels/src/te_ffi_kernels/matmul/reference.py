@@ -12,7 +12,7 @@ from .config import GemmConfig
 from .sides import Side
 
 
-def product(
+def matmul(
     config: GemmConfig,
     lhs: jax.Array,
     lhs_scale_inv: jax.Array,

@@ -21,9 +21,9 @@ def partition_gemm(
     What is contracted is gathered.
 
     Args:
-        config: of the whole product.
+        config: of the whole matmul.
         block: called as ``block(config, *operands)``.
-        operands: of the whole product.
+        operands: of the whole matmul.
     """
     left, right, mode = config.left, config.right, config.mode
 

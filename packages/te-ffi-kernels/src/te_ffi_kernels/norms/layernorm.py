@@ -40,13 +40,13 @@ def layernorm(
         norm_type: "layernorm" or "rmsnorm".
         zero_centered_gamma: whether 1 is added to gamma, in float32.
         epsilon: what is added to the variance (or mean square).
-        out_dtype: of codes, see ``normalization_fwd``.
+        out_dtype: of quantized values, see ``normalization_fwd``.
         scaling_mode: a ``ScalingMode`` or its number.
         scale: float32[1], used with DELAYED_TENSOR_SCALING.
 
     Returns:
         An array of x's shape and dtype. Differentiable with respect to x, gamma and beta, by the
-        kernel of ``normalization_bwd``; straight through codes.
+        kernel of ``normalization_bwd``; straight through quantized values.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``normalization_fwd``.

@@ -46,8 +46,8 @@ def normalization_fwd(
         zero_centered_gamma: whether 1 is added to gamma, in float32.
         epsilon: what is added to the variance (or mean square).
         norm_type: "layernorm" or "rmsnorm".
-        out_dtype: of codes: float8_e4m3fn (the default), float8_e5m2, or (ours) int8, which MXFP8
-            hasn't. Without scaling, x's.
+        out_dtype: of quantized values: float8_e4m3fn (the default), float8_e5m2, or (ours) int8,
+            which MXFP8 hasn't. Without scaling, x's.
         scaling_mode: a ``ScalingMode`` or its number. With CURRENT_TENSOR_SCALING the scale is
             made of the largest magnitude of the result, which is rounded to x's dtype before, as
             if it had been stored.
@@ -63,7 +63,7 @@ def normalization_fwd(
         dtype without scaling; mu and rsigma in float32 of shape ``x.shape[:-1]``. Those that there
         aren't are zeros of shape (1,): mu of "rmsnorm" among them.
 
-    Differentiable with respect to x, gamma and beta; straight through codes, as
+    Differentiable with respect to x, gamma and beta; straight through quantized values, as
     ``dbias_quantize``.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Products with weights in 8 and 4 bits, and how these are packed."""
+"""Matmuls with weights in 8 and 4 bits, and how these are packed."""

@@ -1,4 +1,4 @@
-"""Form: what a product with packed weights knows at compile time, and its checks."""
+"""Form: what a matmul with packed weights knows at compile time, and its checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weight import PackedWeight
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a product knows of its weight and its result at compile time. Hashable.
+    """What a matmul knows of its weight and its result at compile time. Hashable.
 
     Attributes:
         op: its name.
@@ -61,7 +61,7 @@ def check(
     if not isinstance(weight, PackedWeight):
         raise TypeError(
             f"{op}: weight is a {type(weight).__name__}, and must be a PackedWeight: pack it once "
-            f"with pack_w{bits}(codes, scale)"
+            f"with pack_w{bits}(qvalue, scale)"
         )
     if weight.bits != bits:
         raise ValueError(

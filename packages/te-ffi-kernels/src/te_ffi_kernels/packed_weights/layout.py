@@ -18,15 +18,17 @@ needs to know of them::
 
 All words are of 32 bits, little-endian. The payload is, with C columns:
 
-- in 8 bits scales float32[groups][C], then the codes of all rows;
-- in 4 bits for each group scales[C], float32 or float16, then the codes of its rows. So a panel
-  is read from its first byte to its last: with float16 scales in groups of 32, nine cache lines for
+- in 8 bits scales float32[groups][C], then the quantized values of all rows;
+- in 4 bits for each group scales[C], float32 or float16, then the quantized values of its rows. So
+  a panel is read from its first byte to its last: with float16 scales in groups of 32, nine cache
+      lines for
   each 32 rows, 4.5 bits a weight.
 
-In 8 bits, codes are ``[K / 4][C][4]`` bytes of code + 128, so that 64 bytes are what a dot-product
-instruction takes: four rows of 16 columns. In 4 bits, the low half of byte ``[i][column][j]`` is
-row ``8 * i + j``, the high half row ``8 * i + 4 + j``, both code + 8. Rows are padded to a multiple
-of 64 with code 0; groups are multiples of 8 rows that divide K, which is not padded then.
+In 8 bits, quantized values are ``[K / 4][C][4]`` bytes of code + 128, so that 64 bytes are what a
+dot-product instruction takes: four rows of 16 columns. In 4 bits, the low half of byte
+``[i][column][j]`` is row ``8 * i + j``, the high half row ``8 * i + 4 + j``, both code + 8. Rows
+are padded to a multiple of 64 with code 0; groups are multiples of 8 rows that divide K, which is
+not padded then.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ HEADER = 64
 ROW_ALIGNMENT = 64
 GROUP_ALIGNMENT = 8
 FEW_ROWS = 4
-"""Rows of an activation up to which a product takes as long as reading the weight."""
+"""Rows of an activation up to which a matmul takes as long as reading the weight."""
 _MAGIC = int.from_bytes(b"JTWP", "little")
 _SALT = 0x9E3779B9
 
@@ -109,7 +111,7 @@ class Layout:
 
     @property
     def _parts(self) -> int:
-        """Return how many times scales and the codes of their rows follow each other."""
+        """Return how many times scales and the quantized values of their rows follow each other."""
         return 1 if self.bits == 8 else self.groups
 
     def panels(self, n: int) -> int:
@@ -120,16 +122,16 @@ class Layout:
         """Return the type of n packed columns."""
         return jax.ShapeDtypeStruct((self.panels(n), self.panel_bytes), jnp.uint8)
 
-    def pack(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
+    def pack(self, qvalue: jax.Array, scale: jax.Array) -> jax.Array:
         """Pack int8[k, n] with scale_dtype[groups, n] to uint8[panels, panel_bytes]."""
-        k, n = codes.shape
+        k, n = qvalue.shape
         panels = self.panels(n)
         wide = panels * self.columns
-        codes = jnp.pad(codes, ((0, self.rows - k), (0, wide - n)))
+        qvalue = jnp.pad(qvalue, ((0, self.rows - k), (0, wide - n)))
         # [panel, row, column]
-        codes = codes.reshape(self.rows, panels, self.columns).transpose(1, 0, 2)
+        qvalue = qvalue.reshape(self.rows, panels, self.columns).transpose(1, 0, 2)
         per_line = 32 // self.bits
-        lines = codes.reshape(panels, self.rows // per_line, per_line, self.columns).swapaxes(2, 3)
+        lines = qvalue.reshape(panels, self.rows // per_line, per_line, self.columns).swapaxes(2, 3)
         values = lax.bitcast_convert_type(lines, jnp.uint8) + np.uint8(1 << (self.bits - 1))
         if self.bits == 4:
             values = values & np.uint8(15)
@@ -146,7 +148,7 @@ class Layout:
         return jnp.concatenate([self._headers(payload, n), payload], axis=1)
 
     def unpack(self, buffer: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-        """Unpack uint8[*lead, panels, panel_bytes] to codes and scales.
+        """Unpack uint8[*lead, panels, panel_bytes] to quantized values and scales.
 
         The header is not looked at, which only values could tell.
 
@@ -166,12 +168,12 @@ class Layout:
             values = values.reshape(*lead, panels, self.rows // 8, self.columns, 4)
             halves = jnp.stack([values & np.uint8(15), values >> np.uint8(4)], axis=-2)
             lines = halves.reshape(*lead, panels, self.rows // 8, self.columns, 8)
-            codes = lax.bitcast_convert_type(lines, jnp.int8) - np.int8(8)
+            qvalue = lax.bitcast_convert_type(lines, jnp.int8) - np.int8(8)
         else:
             lines = values.reshape(*lead, panels, self.rows // 4, self.columns, 4)
-            codes = lax.bitcast_convert_type(lines ^ np.uint8(128), jnp.int8)
-        codes = codes.swapaxes(-2, -1).reshape(*lead, panels, self.rows, self.columns)
-        return _columns(codes, n)[..., : self.k, :], _columns(scale, n)
+            qvalue = lax.bitcast_convert_type(lines ^ np.uint8(128), jnp.int8)
+        qvalue = qvalue.swapaxes(-2, -1).reshape(*lead, panels, self.rows, self.columns)
+        return _columns(qvalue, n)[..., : self.k, :], _columns(scale, n)
 
     def _headers(self, payload: jax.Array, n: int) -> jax.Array:
         """Return uint8[panels, 64] for uint8[panels, bytes]."""

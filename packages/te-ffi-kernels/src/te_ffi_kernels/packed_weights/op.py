@@ -1,4 +1,4 @@
-"""Products of activations with packed weights."""
+"""Matmuls of activations with packed weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..op import Op
 from . import reference
 from .config import Form, check, check_rotation
-from .sharding import partition_product
+from .sharding import partition_matmul
 from .weight import PackedWeight
 
 
@@ -31,7 +31,8 @@ def gemm_w8a8(
 ) -> jax.Array:
     """Multiply activations that are quantized to int8 on the way, row by row.
 
-    Products of codes are summed in int32, exactly, and rescaled in float32: times the scale of the
+    Products of quantized values are summed in int32, exactly, and rescaled in float32: times the
+        scale of the
     row, then times that of the column (section 2.2 of Jacob et al. 2018, arXiv:1712.05877; dynamic
     scales per row as in ZeroQuant, arXiv:2206.01861). With groups, the sums of each are rescaled
     and then added up. On a CPU with AMX 64 rows of bfloat16 or more, of a weight with groups, are
@@ -57,7 +58,7 @@ def gemm_w8a8(
 
     Returns:
         [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
-        columns that are all zero. The gradient with respect to x is that of the product of floats.
+        columns that are all zero. The gradient with respect to x is that of the matmul of floats.
 
     Raises:
         TypeError: another dtype, or a weight that isn't a PackedWeight.
@@ -67,7 +68,7 @@ def gemm_w8a8(
             negative size of a group. On a GPU the columns of a panel with a damaged header are NaN.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
-    return _product("gemm_w8a8", 8, *given)
+    return _matmul("gemm_w8a8", 8, *given)
 
 
 def gemm_w8a16(
@@ -91,7 +92,7 @@ def gemm_w8a16(
     infinities where x has one.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
-    return _product("gemm_w8a16", 8, *given)
+    return _matmul("gemm_w8a16", 8, *given)
 
 
 def gemv_w8(
@@ -106,7 +107,7 @@ def gemv_w8(
 ) -> jax.Array:
     """Multiply as ``gemm_w8a16`` one row or a few: it takes as long as reading the weight."""
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
-    return _product("gemv_w8", 8, *given)
+    return _matmul("gemv_w8", 8, *given)
 
 
 def gemv_w4(
@@ -124,7 +125,7 @@ def gemv_w4(
     On a CPU with AMX it multiplies in bfloat16 from 16 rows of bfloat16 on.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
-    return _product("gemv_w4", 4, *given)
+    return _matmul("gemv_w4", 4, *given)
 
 
 def gemm_w4a8(
@@ -143,10 +144,10 @@ def gemm_w4a8(
     up to twice as fast as ``gemv_w4`` with many rows.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
-    return _product("gemm_w4a8", 4, *given)
+    return _matmul("gemm_w4a8", 4, *given)
 
 
-def _product(
+def _matmul(
     op: str,
     bits: int,
     x: jax.Array,
@@ -175,7 +176,7 @@ def _product(
 @functools.partial(jax.jit, static_argnums=0)
 def _run(form: Form, x: jax.Array, *weight: jax.Array) -> jax.Array:
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return _PRODUCT(form, rows, *weight).reshape(*x.shape[:-1], form.n)
+    return _MATMUL(form, rows, *weight).reshape(*x.shape[:-1], form.n)
 
 
 def _name(form: Form) -> str:
@@ -186,15 +187,15 @@ def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
     if form.rotation:
         *weight, signs = weight
         rotated = reference.rotate(rows, signs, form.rotation)
-        return _PRODUCT(dataclasses.replace(form, rotation=0), rotated, *weight)
+        return _MATMUL(dataclasses.replace(form, rotation=0), rotated, *weight)
     one = dataclasses.replace(form, picks="")
     if form.picks == "groups":
         return _group_by_group(one, rows, *weight)
     if form.picks == "stack":  # cut out, and multiplied by whatever multiplies one weight here
-        return _PRODUCT(one, rows, form.weight(*weight).buffer)
+        return _MATMUL(one, rows, form.weight(*weight).buffer)
     quantizes = form.op in ("gemm_w8a8", "gemm_w4a8")
-    product = reference.quantized if quantizes else reference.weight_only
-    return product(rows, form.weight(*weight), form.dtype)
+    matmul = reference.quantized if quantizes else reference.weight_only
+    return matmul(rows, form.weight(*weight), form.dtype)
 
 
 def _group_by_group(
@@ -206,7 +207,7 @@ def _group_by_group(
 
     def step(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
         i, begin, end = group
-        found = _PRODUCT(one, rows, one.weight(stack, i).buffer)
+        found = _MATMUL(one, rows, one.weight(stack, i).buffer)
         return jnp.where((begin <= at) & (at < end), found, y), None
 
     nothing = jnp.zeros((rows.shape[0], one.n), one.dtype)
@@ -248,23 +249,23 @@ def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[
     grouped = form.picks == "groups"
     if grouped:  # of each group, so that all of them are floats at once
         weight_of = jax.vmap(lambda i: form.weight(weight[0], i).buffer)
-        codes, scale = form.weight(weight_of(weight[1])).unpack()
+        qvalue, scale = form.weight(weight_of(weight[1])).unpack()
     else:
-        codes, scale = form.weight(*weight).unpack()
-    turned = reference.dequantized(codes, scale, form.layout.k).swapaxes(-2, -1)
+        qvalue, scale = form.weight(*weight).unpack()
+    turned = reference.dequantized(qvalue, scale, form.layout.k).swapaxes(-2, -1)
     grad = lax.ragged_dot(ct, turned, weight[2]) if grouped else ct @ turned
     if form.rotation:
         grad = reference.rotate_back(grad, given[-1], form.rotation)
     return grad.astype(like.dtype), *(None for _ in given)
 
 
-_PRODUCT = Op(
+_MATMUL = Op(
     _name,
     _reference,
     results=_results,
     attributes=_attributes,
     asked=_asked,
-    partition=partition_product,
+    partition=partition_matmul,
     batch=_batch,
     save=_save,
     gradient=_gradient,

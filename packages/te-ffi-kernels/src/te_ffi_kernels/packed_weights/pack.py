@@ -12,13 +12,13 @@ from .layout import GROUP_ALIGNMENT, Layout
 from .weight import PackedWeight
 
 
-def pack_w8(codes: jax.Array, scale: jax.Array, *, platform: str | None = None) -> PackedWeight:
+def pack_w8(qvalue: jax.Array, scale: jax.Array, *, platform: str | None = None) -> PackedWeight:
     """Pack a weight in 8 bits, for ``gemm_w8a8``, ``gemm_w8a16`` and ``gemv_w8``.
 
     Args:
-        codes: int8[*lead, k, n], what a product sums over first.
-        scale: float32[*lead, groups, n]: the weight is ``codes * scale``, with one scale per column
-            (groups 1), or one for each k / groups rows of it, a multiple of 8.
+        qvalue: int8[*lead, k, n], what a matmul sums over first.
+        scale: float32[*lead, groups, n]: the weight is ``qvalue * scale``, with one scale per
+            column (groups 1), or one for each k / groups rows of it, a multiple of 8.
         platform: what it is packed for, as kernels spell it: ``"cpu"``, ``"cuda"``. All that have
             kernels here read the same form.
 
@@ -29,18 +29,18 @@ def pack_w8(codes: jax.Array, scale: jax.Array, *, platform: str | None = None) 
         TypeError: another dtype.
         ValueError: shapes that don't fit together, no rows, or groups of another size.
     """
-    return _pack("pack_w8", codes, scale, 8)
+    return _pack("pack_w8", qvalue, scale, 8)
 
 
-def pack_w4(codes: jax.Array, scale: jax.Array, *, platform: str | None = None) -> PackedWeight:
+def pack_w4(qvalue: jax.Array, scale: jax.Array, *, platform: str | None = None) -> PackedWeight:
     """Pack a weight in 4 bits, for ``gemv_w4``.
 
     Args:
-        codes: int4[*lead, k, n], or int8 between -8 and 7 (those beyond are an error of the kernel
+        qvalue: int4[*lead, k, n], or int8 between -8 and 7 (those beyond are an error of the kernel
             on CPU, and wrap around elsewhere).
         scale: float32 or float16 [*lead, groups, n], as for ``pack_w8``. Scales are stored as they
             are: float16 makes 4.5 bits a weight of 5 in groups of 32. Round scales to float16
-            before the codes are chosen, not after; only where all of them fit.
+            before the quantized values are chosen, not after; only where all of them fit.
         platform: as for ``pack_w8``.
 
     Returns:
@@ -50,46 +50,48 @@ def pack_w4(codes: jax.Array, scale: jax.Array, *, platform: str | None = None) 
         TypeError: another dtype.
         ValueError: shapes that ``pack_w8`` would refuse.
     """
-    return _pack("pack_w4", codes, scale, 4)
+    return _pack("pack_w4", qvalue, scale, 4)
 
 
-def _pack(op: str, codes: jax.Array, scale: jax.Array, bits: int) -> PackedWeight:
-    layout = layout_of(op, codes, scale, bits)
+def _pack(op: str, qvalue: jax.Array, scale: jax.Array, bits: int) -> PackedWeight:
+    layout = layout_of(op, qvalue, scale, bits)
     one = functools.partial(_PACK, layout)
-    for _ in codes.shape[:-2]:
+    for _ in qvalue.shape[:-2]:
         one = jax.vmap(one)
-    return PackedWeight.of(one(codes.astype(jnp.int8), scale), codes.shape[-1], layout)
+    return PackedWeight.of(one(qvalue.astype(jnp.int8), scale), qvalue.shape[-1], layout)
 
 
 _PACK = Op(
     lambda layout: f"pack_w{layout.bits}",
-    lambda layout, codes, scale: layout.pack(codes, scale),
-    results=lambda layout, codes, scale: layout.buffer(codes.shape[1]),
+    lambda layout, qvalue, scale: layout.pack(qvalue, scale),
+    results=lambda layout, qvalue, scale: layout.buffer(qvalue.shape[1]),
     attributes=lambda layout, *_: layout.attributes,
 )
 
 
-def layout_of(op: str, codes: jax.Array, scale: jax.Array, bits: int) -> Layout:
-    """Return how codes and scales are packed; raise as ``pack_w8`` and ``pack_w4`` do."""
+def layout_of(op: str, qvalue: jax.Array, scale: jax.Array, bits: int) -> Layout:
+    """Return how quantized values and scales are packed; raise as ``pack_w8`` and ``pack_w4``
+    do.
+    """
     allowed = ("int8", "int4") if bits == 4 else ("int8",)
-    if codes.dtype.name not in allowed:
-        raise TypeError(f"{op}: codes is {codes.dtype.name}, and must be {' or '.join(allowed)}")
+    if qvalue.dtype.name not in allowed:
+        raise TypeError(f"{op}: qvalue is {qvalue.dtype.name}, and must be {' or '.join(allowed)}")
     floats = ("float32", "float16") if bits == 4 else ("float32",)
     if scale.dtype.name not in floats:
         raise TypeError(f"{op}: scale is {scale.dtype.name}, and must be {' or '.join(floats)}")
-    if codes.ndim < 2 or scale.ndim != codes.ndim:
+    if qvalue.ndim < 2 or scale.ndim != qvalue.ndim:
         raise ValueError(
-            f"{op}: codes has shape {codes.shape} and scale {scale.shape}; they must be "
+            f"{op}: qvalue has shape {qvalue.shape} and scale {scale.shape}; they must be "
             "[*lead, k, n] and [*lead, groups, n]"
         )
-    *lead, k, n = codes.shape
+    *lead, k, n = qvalue.shape
     groups = scale.shape[-2]
     if k == 0:
-        raise ValueError(f"{op}: codes has shape {codes.shape}: there is no row to pack")
+        raise ValueError(f"{op}: qvalue has shape {qvalue.shape}: there is no row to pack")
     if scale.shape != (*lead, groups, n) or groups == 0 or k % groups:
         raise ValueError(
             f"{op}: scale has shape {scale.shape}, and must be [*{lead}, groups, {n}], with a "
-            f"number of groups that divides the {k} rows of codes"
+            f"number of groups that divides the {k} rows of quantized values"
         )
     group = 0 if groups == 1 else k // groups
     if group % GROUP_ALIGNMENT:

@@ -23,19 +23,19 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x: [*rows, k], any float.
 
     Returns:
-        Codes, int8[*rows, k], and scales, float32[*rows, 1]: the largest magnitude of the row times
-        1 / 127 (what XLA makes of a division by 127), and at least the smallest normal float32.
-        Ratios are rounded half to even. A row with an infinity or NaN has a scale that is one; NaN
-        gets code 0.
+        Quantized values, int8[*rows, k], and scales, float32[*rows, 1]: the largest magnitude of
+        the row times 1 / 127 (what XLA makes of a division by 127), and at least the smallest
+        normal float32. Ratios are rounded half to even. A row with an infinity or NaN has a scale
+        that is one; NaN gets code 0.
     """
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) * np.float32(1 / 127)
     scale = lax.select(scale < _LEAST_SCALE, jnp.full_like(scale, _LEAST_SCALE), scale)
     # An infinite scale would make NaN of the infinities; divided by this, they go to ±127.
     divisor = jnp.where(scale > 2.0**126, np.float32(2.0**126), scale)
-    codes = lax.round(x / divisor, lax.RoundingMethod.TO_NEAREST_EVEN)
-    codes = jnp.clip(jnp.where(jnp.isnan(codes), np.float32(0), codes), -127, 127)
-    return codes.astype(jnp.int8), scale
+    qvalue = lax.round(x / divisor, lax.RoundingMethod.TO_NEAREST_EVEN)
+    qvalue = jnp.clip(jnp.where(jnp.isnan(qvalue), np.float32(0), qvalue), -127, 127)
+    return qvalue.astype(jnp.int8), scale
 
 
 def rotate(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
@@ -70,11 +70,11 @@ def _hadamard(x: jax.Array, block: int) -> jax.Array:
 
 
 def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
-    """Multiply int8 codes; see ``te_ffi_kernels.gemm_w8a8``.
+    """Multiply int8 values; see ``te_ffi_kernels.gemm_w8a8``.
 
     Sums of a group are exact, in int32; for many rows of a weight with groups they are float32.
     """
-    codes, scale = weight.unpack()
+    qvalue, scale = weight.unpack()
     scale = scale.astype(jnp.float32)
     groups = group_count(weight.k, weight.group)
     size = weight.k // groups
@@ -82,11 +82,11 @@ def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.A
     rows, row_scale = quantize_rows(x.reshape(*x.shape[:-1], groups, size))
     if _has_many_rows(x, weight):
         rounded = (rows.astype(jnp.float32) * row_scale).reshape(x.shape)
-        return _floats(rounded, dequantized(codes, scale, weight.k), out_dtype)
+        return _floats(rounded, dequantized(qvalue, scale, weight.k), out_dtype)
     sums = jnp.einsum(
         "...gk,gkn->...gn",
         rows,
-        codes.reshape(groups, size, weight.n),
+        qvalue.reshape(groups, size, weight.n),
         preferred_element_type=jnp.int32,
     )
     # In this order, each product rounded, as a kernel has to.
@@ -95,17 +95,17 @@ def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.A
 
 
 def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
-    """Multiply floats with codes and sum in float32; see ``te_ffi_kernels.gemv_w8``."""
+    """Multiply floats with quantized values and sum in float32; see ``te_ffi_kernels.gemv_w8``."""
     x = x.astype(jnp.float32)
     if _has_many_rows(x, weight):
         return _floats(x, dequantized(*weight.unpack(), weight.k), out_dtype)
-    codes, scale = weight.unpack()
+    qvalue, scale = weight.unpack()
     groups = group_count(weight.k, weight.group)
-    # Codes are exact in every float dtype.
+    # Quantized values are exact in every float dtype.
     sums = jnp.einsum(
         "...gk,gkn->...gn",
         x.reshape(*x.shape[:-1], groups, weight.k // groups),
-        codes.astype(jnp.float32).reshape(groups, weight.k // groups, weight.n),
+        qvalue.astype(jnp.float32).reshape(groups, weight.k // groups, weight.n),
         precision=lax.Precision.HIGHEST,
     )
     return (sums * _like(scale.astype(jnp.float32), sums)).sum(-2).astype(out_dtype)
@@ -122,10 +122,10 @@ def _floats(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     return jnp.matmul(x, weight, precision=lax.Precision.HIGHEST).astype(out_dtype)
 
 
-def dequantized(codes: jax.Array, scale: jax.Array, k: int) -> jax.Array:
-    """Return codes [*stack, k, n] times their scales [*stack, groups, n], in float32."""
+def dequantized(qvalue: jax.Array, scale: jax.Array, k: int) -> jax.Array:
+    """Return quantized values [*stack, k, n] times their scales [*stack, groups, n], in float32."""
     scale = jnp.repeat(scale.astype(jnp.float32), k // scale.shape[-2], -2)
-    return codes.astype(jnp.float32) * scale
+    return qvalue.astype(jnp.float32) * scale
 
 
 def _like(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -135,15 +135,15 @@ def _like(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def take(weight: PackedWeight, indices: jax.Array, axis: int, out_dtype: DTypeLike) -> jax.Array:
     """Take columns or rows, dequantized; see ``te_ffi_kernels.packed_take``."""
-    codes, scale = weight.unpack()
+    qvalue, scale = weight.unpack()
     size = weight.shape[axis]
     at = jnp.clip(jnp.where(indices < 0, indices + size, indices), 0, size - 1)
-    codes = jnp.take(codes, at, axis=axis, mode="clip").astype(jnp.float32)
+    qvalue = jnp.take(qvalue, at, axis=axis, mode="clip").astype(jnp.float32)
     scale = scale.astype(jnp.float32)
     rows = weight.group or weight.k
     if axis == 0:
-        values = codes * jnp.take(scale, at // rows, axis=0, mode="clip")
+        values = qvalue * jnp.take(scale, at // rows, axis=0, mode="clip")
     else:
         scale = jnp.take(scale, at, axis=1, mode="clip")
-        values = jnp.moveaxis(codes * jnp.repeat(scale, rows, axis=0), 0, -1)
+        values = jnp.moveaxis(qvalue * jnp.repeat(scale, rows, axis=0), 0, -1)
     return values.astype(out_dtype)

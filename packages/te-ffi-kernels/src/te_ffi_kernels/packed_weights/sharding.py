@@ -13,7 +13,7 @@ from ..partition import axes_in, partitioned, spec_of
 from .config import Form
 
 
-def partition_product(
+def partition_matmul(
     form: Form, block: Callable[..., jax.Array], *operands: jax.Array
 ) -> Callable[..., jax.Array]:
     """Return a matmul that can be partitioned along the rows of x and along panels.

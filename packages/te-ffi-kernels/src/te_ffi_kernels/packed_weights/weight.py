@@ -23,7 +23,7 @@ class PackedWeight:
     Attributes:
         buffer: uint8[*lead, panels, bytes of a panel]: see ``packed_weights.layout``. A panel is 16
             columns (32 in 4 bits) and has a header, so the axis of panels can be sharded.
-        k: rows, those that a product contracts (static).
+        k: rows, those that a matmul contracts (static).
         n: columns (static).
         bits: 8 or 4 (static).
         group: rows that share a scale, 0 for all (static).
@@ -72,7 +72,7 @@ class PackedWeight:
         """Whether ops that multiply with it can rotate the activation: by ``signs=``."""
         return True
 
-    def product_op(self, rows: Any, *, quantizes: bool) -> str | None:
+    def matmul_op(self, rows: Any, *, quantizes: bool) -> str | None:
         """Return the op that multiplies with it the fastest, or None where there is none.
 
         Args:
@@ -86,7 +86,9 @@ class PackedWeight:
         return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
 
     def unpack(self) -> tuple[jax.Array, jax.Array]:
-        """Return codes, int8[*lead, k, n], and scales [*lead, groups, n], in plain JAX."""
+        """Return quantized values, int8[*lead, k, n], and scales [*lead, groups, n], in plain
+        JAX.
+        """
         self.check()
         return self.layout.unpack(self.buffer, self.n)
 

@@ -1,1 +1,1 @@
-"""Transformer Engine's quantization and matrix products, with its arguments and mathematics."""
+"""Transformer Engine's quantization and matmuls, with its arguments and mathematics."""

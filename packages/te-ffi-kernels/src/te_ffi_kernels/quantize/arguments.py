@@ -44,7 +44,7 @@ def layout(op: str, given: Any) -> QuantizeLayout:
 
 
 def code_dtype(op: str, name: str, given: DTypeLike, mode: ScalingMode) -> Any:
-    """Return the dtype of codes, which with MX can't be int8."""
+    """Return the dtype of quantized values, which with MX can't be int8."""
     return dtype(op, name, given, _CODES[:2] if mode.is_mx else _CODES)
 
 
@@ -89,7 +89,7 @@ def scales(
     mode: ScalingMode,
     wanted: tuple[int, ...],
 ) -> None:
-    """Raise where scales have another dtype or number than their codes need."""
+    """Raise where scales have another dtype or number than their quantized values need."""
     scales_dtype(op, name, array.dtype, mode)
     if mode.is_tensor and array.size == 1:
         return

@@ -106,7 +106,7 @@ def quantize_config(
     mode = arguments.scaling_mode(op, scaling_mode, quantized=True)
     layout = arguments.layout(op, q_layout)
     checks.dtype(op, name, x.dtype, checks.FLOATS)
-    codes = arguments.code_dtype(op, "out_dtype", out_dtype, mode)
+    qvalue = arguments.code_dtype(op, "out_dtype", out_dtype, mode)
     scales = arguments.scales_dtype(op, "scale_dtype", scale_dtype, mode)
     axis = arguments.axis(op, "flatten_axis", flatten_axis, name, x.shape)
     if mode.is_mx:
@@ -117,4 +117,4 @@ def quantize_config(
             arguments.blocks(op, name, x.shape, axis - 1)
         if layout.has_colwise and grouped and arguments.size(x.shape[:axis]) % 32:
             arguments.blocks(op, name, x.shape, axis - 1)
-    return QuantizeConfig(codes, mode, layout, axis, scales, is_dbias)
+    return QuantizeConfig(qvalue, mode, layout, axis, scales, is_dbias)

@@ -1,4 +1,4 @@
-"""Cotangents of codes and scales, and of the numbers that they are made of."""
+"""Cotangents of quantized values and scales, and of the numbers that they are made of."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .modes import qmax, turn
 def cotangent_of(primal: jax.Array, value: jax.Array | None) -> Any:
     """Return a value as a cotangent of a primal, None for zero.
 
-    Integers and scales in e8m0 have none. Codes in float8 have their own dtype; what is beyond a
-    float8 saturates.
+    Integers and scales in e8m0 have none. Quantized values in float8 have their own dtype; what is
+    beyond a float8 saturates.
     """
     inexact = jnp.issubdtype(primal.dtype, jnp.inexact)
     if value is None or not inexact or primal.dtype == jnp.float8_e8m0fnu:
@@ -39,10 +39,10 @@ def straight_through(
     """Return the cotangent of quantized numbers, float32 of their shape.
 
     Args:
-        config: how they are quantized. Codes in int8 have no cotangent.
+        config: how they are quantized. Quantized values in int8 have no cotangent.
         shape: of the numbers.
         scales: by row, and by column.
-        cotangents: of the codes by row, and by column.
+        cotangents: of the quantized values by row, and by column.
     """
     mode, axis = config.scaling_mode, config.axis
     grad = jnp.zeros(shape, jnp.float32)
@@ -53,7 +53,7 @@ def straight_through(
         if not wanted[by_column]:
             continue
         wide = numbers.spread(scale, shape, mode, axis, by_column=by_column)
-        codes = turn(given, len(shape) - axis) if by_column and not mode.is_mx else given
-        codes = codes.astype(jnp.float32)
-        grad = grad + (numbers.divide_by_power(codes, wide) if mode.is_mx else codes / wide)
+        qvalue = turn(given, len(shape) - axis) if by_column and not mode.is_mx else given
+        qvalue = qvalue.astype(jnp.float32)
+        grad = grad + (numbers.divide_by_power(qvalue, wide) if mode.is_mx else qvalue / wide)
     return grad

@@ -1,4 +1,4 @@
-"""dequantize: codes times their scales."""
+"""dequantize: quantized values times their scales."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def dequantize(
     is_colwise: bool = False,
     flatten_axis: int = -1,
 ) -> jax.Array:
-    """Multiply codes with their scales, in float32.
+    """Multiply quantized values with their scales, in float32.
 
     The arrays are those of Transformer Engine's target, which takes float8 with one scale for all;
     the other modes are ours.
@@ -35,9 +35,10 @@ def dequantize(
         x: float8_e4m3fn, float8_e5m2, or (not with MXFP8) int8.
         amax: not used.
         scale: not used.
-        scale_inv: float32[1]; MXFP8: float8_e8m0fnu or uint8, one for 32 codes along the last
-            axis, or with `is_colwise` along the axis before `flatten_axis`; per channel:
-            float32[x.shape[:flatten_axis]] (of codes by column, which are transposed, too).
+        scale_inv: float32[1]; MXFP8: float8_e8m0fnu or uint8, one for 32 quantized values along the
+            last axis, or with `is_colwise` along the axis before `flatten_axis`; per channel:
+            float32[x.shape[:flatten_axis]] (of quantized values by column, which are transposed,
+            too).
         out_dtype: float32, bfloat16 or float16.
         scaling_mode: a ``ScalingMode`` or its number.
         is_colwise: whether MXFP8 blocks go along rows.
@@ -45,7 +46,7 @@ def dequantize(
 
     Returns:
         An array of x's shape. Numbers beyond `out_dtype` are infinite; an MXFP8 scale of 255 gives
-        NaN. Differentiable with respect to float8 codes and float32 scales.
+        NaN. Differentiable with respect to float8 values and float32 scales.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``dbias_quantize``.
@@ -96,16 +97,16 @@ def _gradient(config: DequantizeConfig, saved: Any, ct: jax.Array) -> Any:
     mode, axis = config.mode, config.axis
     x, scale_inv = saved
     ct = ct.astype(jnp.float32)
-    codes_ct = None
+    qvalue_ct = None
     if x.dtype != jnp.int8:
         wide = numbers.spread(scale_inv, x.shape, mode, axis, by_column=config.by_column)
-        codes_ct = numbers.multiply_by_power(ct, wide) if mode.is_mx else ct * wide
+        qvalue_ct = numbers.multiply_by_power(ct, wide) if mode.is_mx else ct * wide
     scale_ct = None
     if not mode.is_mx:
-        products = ct * x.astype(jnp.float32)
+        matmuls = ct * x.astype(jnp.float32)
         over = tuple(range(0 if mode.is_tensor else axis, x.ndim))
-        scale_ct = products.sum(over).reshape(scale_inv.shape)
-    return cotangent_of(x, codes_ct), None, None, cotangent_of(scale_inv, scale_ct)
+        scale_ct = matmuls.sum(over).reshape(scale_inv.shape)
+    return cotangent_of(x, qvalue_ct), None, None, cotangent_of(scale_inv, scale_ct)
 
 
 DEQUANTIZE = Op(

@@ -41,9 +41,10 @@ def grouped_quantize(
 
     Returns:
         ``(out, colwise_out, scale_inv, colwise_scale_inv, updated_amax)``, all flat: the results of
-        the groups one after the other, codes by column transposed within each group (not with
-        MXFP8). There is a scale for each group, empty ones too. `updated_amax` is float32[groups]:
-        per tensor the largest magnitude of each group, else 0. What isn't wanted has shape (1,).
+        the groups one after the other, quantized values by column transposed within each group (not
+        with MXFP8). There is a scale for each group, empty ones too. `updated_amax` is
+        float32[groups]: per tensor the largest magnitude of each group, else 0. What isn't wanted
+        has shape (1,).
 
     There is no gradient.
 

@@ -60,12 +60,12 @@ class QuantizeLayout(enum.IntEnum):
 
     @property
     def has_rowwise(self) -> bool:
-        """Return whether codes have scales along rows."""
+        """Return whether quantized values have scales along rows."""
         return self is not self.COLWISE
 
     @property
     def has_colwise(self) -> bool:
-        """Return whether codes have scales along columns."""
+        """Return whether quantized values have scales along columns."""
         return self is not self.ROWWISE
 
 

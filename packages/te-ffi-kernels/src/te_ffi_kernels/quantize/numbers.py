@@ -1,4 +1,6 @@
-"""Numbers to codes and back, in plain JAX: what the kernels' loops do, in the same order."""
+"""Numbers to quantized values and back, in plain JAX: what the kernels' loops do, in the same
+order.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,17 @@ def of_bits(bits: jax.Array) -> jax.Array:
 
 
 def encode(ratio: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Round float32 to codes, half to even; saturates. NaN is NaN (0x7f) in float8, 0 in int8."""
+    """Round float32 to quantized values, half to even; saturates. NaN is NaN (0x7f) in float8, 0 in
+    int8.
+    """
     dtype = jnp.dtype(dtype)
     most = np.float32(qmax(dtype))
     nan = ratio != ratio
     cut = lax.clamp(-most, jnp.where(nan, 0, ratio), most)
     if dtype == jnp.int8:
         return lax.round(cut, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
-    codes = lax.bitcast_convert_type(cut.astype(dtype), jnp.uint8)
-    return lax.bitcast_convert_type(jnp.where(nan, np.uint8(0x7F), codes), dtype)
+    qvalue = lax.bitcast_convert_type(cut.astype(dtype), jnp.uint8)
+    return lax.bitcast_convert_type(jnp.where(nan, np.uint8(0x7F), qvalue), dtype)
 
 
 def channel_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -102,9 +106,9 @@ def spread(
 
 
 def decode(
-    codes: jax.Array, scales: jax.Array, mode: ScalingMode, axis: int, *, by_column: bool
+    qvalue: jax.Array, scales: jax.Array, mode: ScalingMode, axis: int, *, by_column: bool
 ) -> jax.Array:
-    """Return codes times their scales, in float32."""
-    numbers = codes.astype(jnp.float32)
-    wide = spread(scales, codes.shape, mode, axis, by_column=by_column)
+    """Return quantized values times their scales, in float32."""
+    numbers = qvalue.astype(jnp.float32)
+    wide = spread(scales, qvalue.shape, mode, axis, by_column=by_column)
     return multiply_by_power(numbers, wide) if mode.is_mx else numbers * wide

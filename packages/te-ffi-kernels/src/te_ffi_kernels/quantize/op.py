@@ -1,4 +1,6 @@
-"""dbias_quantize: codes, transposed codes, scales and column sums in one pass."""
+"""dbias_quantize: quantized values, transposed quantized values, scales and column sums in one
+pass.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,18 @@ def dbias_quantize(
     """Quantize an array, by row, by column or both, and sums its columns.
 
     The arguments are those of Transformer Engine's primitive. x is taken as a matrix whose rows
-    are the axes before `flatten_axis`. Codes round half to even and saturate, infinities too; NaN
-    has the code NaN (0x7f) in float8 and 0 in int8, and counts in no maximum. Subnormal float32
-    numbers count as zero.
+    are the axes before `flatten_axis`. Quantized values round half to even and saturate, infinities
+    too; NaN has the code NaN (0x7f) in float8 and 0 in int8, and counts in no maximum. Subnormal
+    float32 numbers count as zero.
 
-    - Per tensor, codes are of ``x * scale``; codes by column are those by row, transposed.
+    - Per tensor, quantized values are of ``x * scale``; quantized values by column are those by
+      row, transposed.
     - MXFP8: blocks of 32 along the last axis, or by column along the axis before `flatten_axis`;
       not transposed. Scales as in ``ScalingMode``; that of a block with an infinity is 2**127.
     - Per channel (ours): each row has a scale as ``compute_scale_from_amax`` gives it, by column
       each column: ``largest code / absmax``, at most 2**126, and 1 where absmax is 0 or infinite.
-      Codes are of x times that, `scale_inv` is 1 over it. Codes by column are transposed.
+      Quantized values are of x times that, `scale_inv` is 1 over it. Quantized values by column are
+      transposed.
 
     Args:
         x: float32, bfloat16 or float16, of 2 or more axes.
@@ -70,9 +74,9 @@ def dbias_quantize(
         `amax` and the magnitudes of x, else `amax`. `dbias` is summed in float32 and rounded to
         x's dtype, of shape ``x.shape[flatten_axis:]``.
 
-    The gradient is straight-through: codes count as x over their scale, which counts as constant,
-    and nothing as cut off. Cotangents of float8 codes are of their dtype, with its few bits and
-    its range; codes in int8 have none.
+    The gradient is straight-through: quantized values count as x over their scale, which counts as
+    constant, and nothing as cut off. Cotangents of float8 values are of their dtype, with its few
+    bits and its range; quantized values in int8 have none.
 
     Raises:
         TypeError: a dtype that the mode doesn't have.

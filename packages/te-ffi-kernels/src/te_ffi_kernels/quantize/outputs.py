@@ -1,4 +1,4 @@
-"""Results of ops that quantize what they compute: floats, or codes with their scales."""
+"""Results of ops that quantize what they compute: floats, or quantized values with their scales."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Outputs:
         return reference.quantized(config, found, scale, before)[:5]
 
     def as_floats(self, found: Sequence[jax.Array]) -> jax.Array:
-        """Return the first of all results; codes by row dequantized."""
+        """Return the first of all results; quantized values by row dequantized."""
         if not self.quantizes:
             return found[0]
         out, _, scale_inv, _, amax = found[:5]
@@ -86,8 +86,8 @@ class Outputs:
         plain = make(Outputs(self.dtype, self.trailing, self.dtype))[0]
         return reference.straight(plain, lax.stop_gradient(quantized))
 
-    def _dequantize(self, codes: jax.Array) -> DequantizeConfig:
-        axis = 0 if self.mode.is_tensor else codes.ndim - self.trailing
+    def _dequantize(self, qvalue: jax.Array) -> DequantizeConfig:
+        axis = 0 if self.mode.is_tensor else qvalue.ndim - self.trailing
         return DequantizeConfig(self.mode, self.dtype, axis)
 
     def rounded(self, found: jax.Array) -> jax.Array:
@@ -98,7 +98,7 @@ class Outputs:
 
     @property
     def quantizes(self) -> bool:
-        """Return whether there are codes."""
+        """Return whether there are quantized values."""
         return self.mode is not ScalingMode.NO_SCALING
 
     @property
@@ -130,7 +130,9 @@ class Outputs:
         colwise_scale_inv: jax.Array,
         cts: Sequence[Any],
     ) -> jax.Array:
-        """Return that of the numbers, straight through the codes, from those of the results."""
+        """Return that of the numbers, straight through the quantized values, from those of the
+        results.
+        """
         if self.mode is ScalingMode.NO_SCALING:
             return cts[0]
         scales = (scale_inv, colwise_scale_inv)

@@ -15,7 +15,7 @@ from .modes import BLOCK, turn
 
 
 def dequantized(config: DequantizeConfig, x: jax.Array, scale_inv: jax.Array) -> jax.Array:
-    """Return the numbers of codes, for checked arguments."""
+    """Return the numbers of quantized values, for checked arguments."""
     found = numbers.decode(x, scale_inv, config.mode, config.axis, by_column=config.by_column)
     return found.astype(config.dtype)
 
@@ -41,9 +41,9 @@ def quantized(
     matrix = _matrix(x, axis)
     found: dict[int, jax.Array] = {}
     if mode.is_tensor:
-        codes = numbers.encode(matrix * scale.reshape(()), config.out_dtype).reshape(x.shape)
+        qvalue = numbers.encode(matrix * scale.reshape(()), config.out_dtype).reshape(x.shape)
         inverse = 1 / scale.reshape(1)
-        found |= {0: codes, 1: turn(codes, axis), 2: inverse, 3: inverse}
+        found |= {0: qvalue, 1: turn(qvalue, axis), 2: inverse, 3: inverse}
         most = numbers.of_bits(numbers.absmax_bits(matrix)).reshape(1)
         before = amax.reshape(1)
         found[4] = jnp.where(before >= most, before, most)
@@ -122,8 +122,8 @@ def grouped(
     most = jnp.zeros(groups, jnp.float32)
     found: list[jax.Array | None] = [None] * 4
     if mode.is_tensor:
-        codes = numbers.encode(matrix * scale[group, None], config.out_dtype)
-        found = [codes, _turned_groups(codes, group, ends, sizes), 1 / scale, 1 / scale]
+        qvalue = numbers.encode(matrix * scale[group, None], config.out_dtype)
+        found = [qvalue, _turned_groups(qvalue, group, ends, sizes), 1 / scale, 1 / scale]
         bits = jnp.zeros(groups, jnp.int32).at[group].max(numbers.absmax_bits(matrix, axis=1))
         most = numbers.of_bits(bits)
     elif mode.is_mx:
@@ -135,8 +135,8 @@ def grouped(
         bits = jnp.zeros((groups, matrix.shape[1]), jnp.int32)
         bits = bits.at[group].max(numbers.magnitudes(matrix))
         scales = numbers.channel_scale(bits, config.out_dtype)
-        codes = numbers.encode(matrix * scales[group], config.out_dtype)
-        found[1], found[3] = _turned_groups(codes, group, ends, sizes), 1 / scales
+        qvalue = numbers.encode(matrix * scales[group], config.out_dtype)
+        found[1], found[3] = _turned_groups(qvalue, group, ends, sizes), 1 / scales
     return (
         *(
             _shaped(array, result) if wanted and array is not None else _nothing(result)
@@ -149,15 +149,15 @@ def grouped(
 
 
 def _turned_groups(
-    codes: jax.Array, group: jax.Array, ends: jax.Array, sizes: jax.Array
+    qvalue: jax.Array, group: jax.Array, ends: jax.Array, sizes: jax.Array
 ) -> jax.Array:
     """Return the matrices of the groups one after the other, each transposed, as one vector."""
-    rows, cols = codes.shape
+    rows, cols = qvalue.shape
     if rows == 0:
-        return codes.reshape(-1)
+        return qvalue.reshape(-1)
     start, size = (ends - sizes)[group][:, None], sizes[group][:, None]
     row, col = jnp.arange(rows)[:, None], jnp.arange(cols)[None]
     at = start * cols + col * size + row - start
-    raw = lax.bitcast_convert_type(codes, jnp.uint8)
+    raw = lax.bitcast_convert_type(qvalue, jnp.uint8)
     moved = jnp.zeros(rows * cols, jnp.uint8).at[at.reshape(-1)].set(raw.reshape(-1))
-    return lax.bitcast_convert_type(moved, codes.dtype)
+    return lax.bitcast_convert_type(moved, qvalue.dtype)

@@ -12,8 +12,8 @@ import quant_numerics as qn
 
 from ..kernels.matmul import NoKernel, multiply
 from ..kernels.packed import PrepackedWeight
-from ..program.products import Product
-from ..program.products import fits as scales_fit
+from ..program.contractions import Contraction
+from ..program.contractions import fits as scales_fit
 from .affine import AffineWeight, without_minimum
 from .stored import stored_form, takes, transformed
 from .transformed import TransformedWeight
@@ -26,11 +26,11 @@ Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 Stored = qn.QArray | PrepackedWeight | TransformedWeight | AffineWeight
 
 
-def fits(product: Product, side: int, held: Stored) -> bool:
-    """Return whether a stored operand is one that ``quantized_product`` takes."""
+def fits(contraction: Contraction, side: int, held: Stored) -> bool:
+    """Return whether a stored operand is one that ``quantized_contraction`` takes."""
     form: Any = stored_form(held)
     scales = form.scale_shape if isinstance(form, PrepackedWeight) else form.scale.shape
-    return scales_fit(product, side, form.shape, scales)
+    return scales_fit(contraction, side, form.shape, scales)
 
 
 def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
@@ -38,7 +38,8 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
 
     Args:
         site: the operation.
-        stored: what each operand is stored as; anything that is no codes for one that isn't.
+        stored: what each operand is stored as; anything that is no quantized values for one that
+            isn't.
     """
     operands, hows, stored = list(site.operands), list(site.hows), list(stored)
     for side, held in enumerate(stored):
@@ -46,7 +47,7 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
         if site.weights[side] is None and isinstance(stored[1 - side], PrepackedWeight):
             continue
         if isinstance(held, Stored):
-            fitting = held.shape == operands[side].shape and fits(site.product, side, held)
+            fitting = held.shape == operands[side].shape and fits(site.contraction, side, held)
             if hows[side] is not None and fitting and takes(site, side, held):
                 operands[side] = held
             # What was quantized is not quantized once more, whatever the rule says.
@@ -56,24 +57,24 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
 
 # Jitted so that a model with many equal layers traces it once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def quantized_product(
-    product: Product,
+def quantized_contraction(
+    contraction: Contraction,
     hows: Hows,
     lhs: jax.Array | Stored,
     rhs: jax.Array | Stored,
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
 ) -> jax.Array:
-    """Quantizes the operands that are still float and have to be; runs the product.
+    """Quantizes the operands that are still float and have to be; runs the contraction.
 
-    A product of a packed parameter runs in the kernel that it was packed for, if it is such a
-    product; of its codes otherwise.
+    A contraction of a packed parameter runs in the kernel that it was packed for, if it is such a
+    contraction; of its quantized values otherwise.
 
     Derivatives, with respect to the operands that are float, are the float operation's.
     """
 
     def unpacked(operands: Operands) -> list[Any]:
-        found = transformed(product, operands)
+        found = transformed(contraction, operands)
         return [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in found]
 
     # All arrays are arguments: a derivative's rule can't close over those of a trace.
@@ -81,16 +82,16 @@ def quantized_product(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
     ) -> jax.Array:
         # With a rotation in the kernel, or else before it.
-        for given in (operands, transformed(product, operands)):
+        for given in (operands, transformed(contraction, operands)):
             for side, held in enumerate(given):
                 rotation, weight, x = None, held, given[1 - side]
                 if isinstance(held, TransformedWeight):
-                    weight, rotation = held.inner, held.rotation(product, side, x.shape)
+                    weight, rotation = held.inner, held.rotation(contraction, side, x.shape)
                 if not isinstance(weight, PrepackedWeight):
                     continue
                 how, static = hows[1 - side], calibrations[1 - side] is not None
                 try:
-                    return multiply(product, how, static, x, weight, side, extras, rotation)
+                    return multiply(contraction, how, static, x, weight, side, extras, rotation)
                 except NoKernel:
                     continue
         sides = []
@@ -100,19 +101,19 @@ def quantized_product(
             if how is None or isinstance(x, qn.QArray):
                 sides.append(x)
             elif range_ is None:
-                sides.append(product.quantize(i, x, how))
+                sides.append(contraction.quantize(i, x, how))
             else:
                 sides.append(qn.quantize_with(x, how.qtype, *qn.scale_of(range_, how.qtype)))
-        return product.run(*sides, *extras)
+        return contraction.run(*sides, *extras)
 
     def in_float(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
     ) -> jax.Array:
-        return product.run(*unpacked(operands), *extras)
+        return contraction.run(*unpacked(operands), *extras)
 
     # The activation is transformed exactly, and so are its derivatives.
-    lhs, rhs = transformed(product, (lhs, rhs), but_rotated=True)
-    (lhs, rhs), lacks = without_minimum(product, (lhs, rhs))
+    lhs, rhs = transformed(contraction, (lhs, rhs), but_rotated=True)
+    (lhs, rhs), lacks = without_minimum(contraction, (lhs, rhs))
     stored = any(isinstance(x, Stored) for x in (lhs, rhs))
     # The backward pass dequantizes again: kept for it would be a float array for each step of a
     # scan, that is, the float model.
@@ -122,8 +123,8 @@ def quantized_product(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def trained_product(
-    product: Product,
+def trained_contraction(
+    contraction: Contraction,
     hows: Hows,
     backward: tuple[qn.Backward | None, qn.Backward | None] | None,
     lhs: jax.Array,
@@ -132,10 +133,10 @@ def trained_product(
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
     key: jax.Array | None,
 ) -> jax.Array:
-    """Runs the product of quantized operands, with the gradients of quantized training."""
-    if not product.trains:
-        return quantized_product(product, hows, lhs, rhs, extras, calibrations)
-    return product.train(
+    """Runs the contraction of quantized operands, with the gradients of quantized training."""
+    if not contraction.trains:
+        return quantized_contraction(contraction, hows, lhs, rhs, extras, calibrations)
+    return contraction.train(
         lhs,
         rhs,
         *extras,

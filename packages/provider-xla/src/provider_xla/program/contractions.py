@@ -1,4 +1,4 @@
-"""Products: what a bilinear operation computes, without its operands."""
+"""Contractions: what a bilinear operation computes, without its operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tup
 Side = jax.Array | qn.QArray
 
 
-class Product(abc.ABC):
+class Contraction(abc.ABC):
     """A bilinear operation of two float arrays, without them. Hashable: it keys a jit cache.
 
     Attributes:
@@ -28,7 +28,7 @@ class Product(abc.ABC):
 
     @property
     def trains(self) -> bool:
-        """Whether its gradients can be products of quantized arrays."""
+        """Whether its gradients can be contractions of quantized arrays."""
         return True
 
     @abc.abstractmethod
@@ -77,7 +77,7 @@ class Product(abc.ABC):
 
 
 @dataclass(frozen=True)
-class MatrixProduct(Product):
+class Matmul(Contraction):
     """What ``lax.dot_general`` and a two-operand einsum can say; one of the latter has a spec."""
 
     dims: Dims
@@ -87,11 +87,11 @@ class MatrixProduct(Product):
     out_sharding: Any = None
 
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
-        """Return the axes that share a scale: see ``Product.shared``."""
+        """Return the axes that share a scale: see ``Contraction.shared``."""
         return self.dims[0][side]
 
     def quantize(self, side: int, x: jax.Array, how: qn.HowToQuantize) -> qn.QArray:
-        """Quantize an operand: see ``Product.quantize``."""
+        """Quantize an operand: see ``Contraction.quantize``."""
         return qn.quantize_for_dot(
             x,
             self.dims[0][side],
@@ -103,13 +103,13 @@ class MatrixProduct(Product):
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
-        """Run it: see ``Product.run``."""
+        """Run it: see ``Contraction.run``."""
         if self.spec is not None:
             return qn.einsum(self.spec, lhs, rhs, **self._options)
         return qn.dot_general(lhs, rhs, self.dims, **self._options)
 
     def train(self, lhs: jax.Array, rhs: jax.Array, *extras: Any, **options: Any) -> jax.Array:
-        """Return the result with quantized gradients: see ``Product.train``."""
+        """Return the result with quantized gradients: see ``Contraction.train``."""
         if self.spec is not None:
             return qn.train_einsum(self.spec, lhs, rhs, **self._options, **options)
         return qn.train_dot_general(lhs, rhs, self.dims, **self._options, **options)
@@ -126,7 +126,7 @@ class MatrixProduct(Product):
 
 
 @dataclass(frozen=True)
-class Convolution(Product):
+class Convolution(Contraction):
     """What ``lax.conv_general_dilated`` can say: its arguments but the operands, as tuples."""
 
     numbers: lax.ConvDimensionNumbers
@@ -135,24 +135,24 @@ class Convolution(Product):
     takes_tiles = False
 
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
-        """Return the axes that share a scale: see ``Product.shared``."""
+        """Return the axes that share a scale: see ``Contraction.shared``."""
         channel = (self.numbers.lhs_spec, self.numbers.rhs_spec)[side][0]
         return tuple(axis for axis in range(ndim) if axis != channel)
 
     def tiled_sizes(
         self, shapes: Sequence[tuple[int, ...]], hows: Sequence[qn.HowToQuantize | None]
     ) -> tuple[int, ...]:
-        """Return those of the kernel, if the input is float: see ``Product.tiled_sizes``."""
+        """Return those of the kernel, if the input is float: see ``Contraction.tiled_sizes``."""
         kernel = shapes[1]
         axes = self.shared(1, len(kernel)) if hows[0] is None else ()
         return tuple(kernel[axis] for axis in axes)
 
     def sparse_axis(self, side: int, ndim: int) -> int | None:
-        """Return the axis of N:M sparsity: see ``Product.sparse_axis``."""
+        """Return the axis of N:M sparsity: see ``Contraction.sparse_axis``."""
         return (self.numbers.lhs_spec, self.numbers.rhs_spec)[side][1]
 
     def quantize(self, side: int, x: jax.Array, how: qn.HowToQuantize) -> qn.QArray:
-        """Quantize an operand: see ``Product.quantize``."""
+        """Quantize an operand: see ``Contraction.quantize``."""
         return qn.quantize_for_conv(
             x,
             how.qtype,
@@ -165,20 +165,20 @@ class Convolution(Product):
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
-        """Run it: see ``Product.run``."""
+        """Run it: see ``Contraction.run``."""
         return qn.conv_general_dilated(
             lhs, rhs, dimension_numbers=self.numbers, **dict(self.arguments)
         )
 
     def train(self, lhs: jax.Array, rhs: jax.Array, *extras: Any, **options: Any) -> jax.Array:
-        """Return the result with quantized gradients: see ``Product.train``."""
+        """Return the result with quantized gradients: see ``Contraction.train``."""
         return qn.train_conv_general_dilated(
             lhs, rhs, dimension_numbers=self.numbers, **dict(self.arguments), **options
         )
 
 
 @dataclass(frozen=True)
-class RaggedProduct(Product):
+class RaggedMatmul(Contraction):
     """What ``lax.ragged_dot_general`` can say; ``numbers`` holds its dimension numbers."""
 
     numbers: tuple[Dims, tuple[int, ...], tuple[int, ...]]
@@ -200,11 +200,11 @@ class RaggedProduct(Product):
         return dims, tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
 
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
-        """Return the axes that share a scale: see ``Product.shared``."""
+        """Return the axes that share a scale: see ``Contraction.shared``."""
         return self.numbers[0][0][side]
 
     def quantize(self, side: int, x: jax.Array, how: qn.HowToQuantize) -> qn.QArray:
-        """Quantize an operand: see ``Product.quantize``."""
+        """Quantize an operand: see ``Contraction.quantize``."""
         return qn.quantize_for_dot(
             x,
             self.shared(side, x.ndim),
@@ -216,7 +216,7 @@ class RaggedProduct(Product):
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
-        """Run it: see ``Product.run``."""
+        """Run it: see ``Contraction.run``."""
         (sizes,) = extras
         return qn.ragged_dot_general(
             lhs,
@@ -228,7 +228,7 @@ class RaggedProduct(Product):
         )
 
     def train(self, lhs: jax.Array, rhs: jax.Array, *extras: Any, **options: Any) -> jax.Array:
-        """Return the result with quantized gradients: see ``Product.train``."""
+        """Return the result with quantized gradients: see ``Contraction.train``."""
         (sizes,) = extras
         return qn.train_ragged_dot(
             lhs,
@@ -245,9 +245,11 @@ class RaggedProduct(Product):
         return lax.RaggedDotDimensionNumbers(dims, list(ragged), list(groups))
 
 
-def fits(product: Product, side: int, shape: Sequence[int], scale_shape: Sequence[int]) -> bool:
+def fits(
+    contraction: Contraction, side: int, shape: Sequence[int], scale_shape: Sequence[int]
+) -> bool:
     """Return whether an operand's scales allow the matmul of its quantized values."""
-    shared = product.shared(side, len(shape))
+    shared = contraction.shared(side, len(shape))
     sums = math.prod(scale_shape[axis] for axis in shared)
-    # A tile per index would be a product per index.
-    return sums == 1 or (product.takes_tiles and sums < math.prod(shape[a] for a in shared))
+    # A tile per index would be a contraction per index.
+    return sums == 1 or (contraction.takes_tiles and sums < math.prod(shape[a] for a in shared))

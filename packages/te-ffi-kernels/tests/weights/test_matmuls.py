@@ -29,9 +29,9 @@ def problems(draw, bits=8):
     return x, *weight(rng, k, draw(SIZES), bits, groups)
 
 
-def packed(codes, scale, bits=8):
+def packed(qvalue, scale, bits=8):
     pack = te.pack_w8 if bits == 8 else te.pack_w4
-    return pack(jnp.asarray(codes), jnp.asarray(scale))
+    return pack(jnp.asarray(qvalue), jnp.asarray(scale))
 
 
 @pytest.mark.slow
@@ -39,15 +39,15 @@ def packed(codes, scale, bits=8):
 @examples(25)
 @given(st.data(), FLOATS, st.sampled_from([None, jnp.float32, jnp.bfloat16]))
 def test_int8_is_exact_integer_arithmetic(op, data, dtype, out_dtype):
-    x, codes, scale = data.draw(problems(QUANTIZED[op]))
+    x, qvalue, scale = data.draw(problems(QUANTIZED[op]))
     x = jnp.asarray(x).astype(dtype)
-    y = op(x, packed(codes, scale, QUANTIZED[op]), out_dtype=out_dtype)
+    y = op(x, packed(qvalue, scale, QUANTIZED[op]), out_dtype=out_dtype)
     assert y.dtype == (out_dtype or dtype)
     groups = scale.shape[0]
     in_groups = np.asarray(x, np.float32).reshape(len(x), groups, -1 if len(x) else 1)
     rows, row_scale = quantized_rows(in_groups)
-    expected = np.zeros((len(x), codes.shape[1]), np.float32)
-    for g, part in enumerate(np.split(codes.astype(np.int64), groups) if len(x) else ()):
+    expected = np.zeros((len(x), qvalue.shape[1]), np.float32)
+    for g, part in enumerate(np.split(qvalue.astype(np.int64), groups) if len(x) else ()):
         expected += (rows[:, g] @ part).astype(np.float32) * row_scale[:, g] * scale[g]
     np.testing.assert_array_equal(y, jnp.asarray(expected).astype(y.dtype))
 
@@ -71,12 +71,12 @@ def fixed_point_steps(x, scale):
 def test_weight_only_beside_float64(data, dtype):
     op = data.draw(st.sampled_from(list(WEIGHT_ONLY)))
     bits = WEIGHT_ONLY[op]
-    x, codes, scale = data.draw(problems(bits))
+    x, qvalue, scale = data.draw(problems(bits))
     x = jnp.asarray(x).astype(dtype)
     if bits == 4:
         scale = scale.astype(data.draw(st.sampled_from([np.float16, np.float32])))
-    y = op(x, packed(codes, scale, bits), out_dtype=jnp.float32)
-    full, wide = matrix(codes, scale), np.asarray(x, np.float64)
+    y = op(x, packed(qvalue, scale, bits), out_dtype=jnp.float32)
+    full, wide = matrix(qvalue, scale), np.asarray(x, np.float64)
     error = np.abs(np.asarray(y, np.float64) - wide @ full)
     sums = 2.0**-21
     if te.isa() == "amx" and dtype == jnp.bfloat16 and bits == 4 and len(x) >= 16:
@@ -96,8 +96,8 @@ def test_accuracy_of_the_formats(data, bits, group):
     if data == "outliers":
         x[:, rng.choice(k, 2, replace=False)] *= 100
     x = x.astype(np.float32)
-    codes, scale = weight(rng, k, n, bits, k // group if group else 1)
-    w, exact = packed(codes, scale, bits), x.astype(np.float64) @ matrix(codes, scale)
+    qvalue, scale = weight(rng, k, n, bits, k // group if group else 1)
+    w, exact = packed(qvalue, scale, bits), x.astype(np.float64) @ matrix(qvalue, scale)
     op, quantizing = (te.gemv_w4, te.gemm_w4a8) if bits == 4 else (te.gemm_w8a16, te.gemm_w8a8)
 
     def error(y):
@@ -123,7 +123,7 @@ def test_reference_and_kernel_agree(op):
         np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=off)
 
 
-def test_products_take_leading_axes():
+def test_matmuls_take_leading_axes():
     rng = np.random.default_rng(4)
     w = packed(*weight(rng, 32, 20))
     x = jnp.asarray(rng.normal(size=(2, 3, 32)), jnp.float32)
@@ -134,12 +134,12 @@ def test_products_take_leading_axes():
     assert te.gemm_w8a8(x[:0], w).shape == (0, 3, 20)
 
 
-def test_extremes_of_codes():
+def test_extremes_of_qvalue():
     """Every code at its largest: the sums that are closest to the end of int32."""
     k = 70_000
-    codes = np.full((k, 3), -127, np.int8)
+    qvalue = np.full((k, 3), -127, np.int8)
     x = jnp.full((2, k), -3.0)
-    y = te.gemm_w8a8(x, packed(codes, np.ones((1, 3), np.float32)))
+    y = te.gemm_w8a8(x, packed(qvalue, np.ones((1, 3), np.float32)))
     scale = np.float32(3) / np.float32(127)
     np.testing.assert_array_equal(y, np.full((2, 3), np.float32(127 * 127 * k) * scale))
     lowest = packed(np.full((k, 3), -128, np.int8), np.ones((1, 3), np.float32))
@@ -162,12 +162,12 @@ def test_rows_of_zeros_and_of_extremes():
 @pytest.mark.parametrize("op", [*QUANTIZED, *WEIGHT_ONLY])
 def test_a_bad_value_spoils_its_row_alone(op, bad):
     bits = {**QUANTIZED, **WEIGHT_ONLY}[op]
-    codes, scale = weight(np.random.default_rng(6), 64, 20, bits)
-    codes[codes == 0] = 1
+    qvalue, scale = weight(np.random.default_rng(6), 64, 20, bits)
+    qvalue[qvalue == 0] = 1
     x = np.random.default_rng(7).normal(size=(5, 64)).astype(np.float32)
-    clean = op(jnp.asarray(x), packed(codes, scale, bits))
+    clean = op(jnp.asarray(x), packed(qvalue, scale, bits))
     x[2, 17] = bad
-    y = np.asarray(op(jnp.asarray(x), packed(codes, scale, bits)))
+    y = np.asarray(op(jnp.asarray(x), packed(qvalue, scale, bits)))
     assert not np.isfinite(y[2]).any()
     np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(np.asarray(clean), 2, 0))
 
@@ -176,11 +176,11 @@ def test_a_bad_value_spoils_its_row_alone(op, bad):
 def test_gradient_is_that_of_floats(op):
     bits = {**QUANTIZED, **WEIGHT_ONLY}[op]
     rng = np.random.default_rng(8)
-    codes, scale = weight(rng, 64, 20, bits, groups=2)
-    w = packed(codes, scale, bits)
+    qvalue, scale = weight(rng, 64, 20, bits, groups=2)
+    w = packed(qvalue, scale, bits)
     x, ct = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 64), (3, 20)))
     (grad,) = jax.vjp(lambda x: op(x, w), x)[1](ct)
-    np.testing.assert_allclose(grad, np.asarray(ct) @ matrix(codes, scale).T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grad, np.asarray(ct) @ matrix(qvalue, scale).T, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
