@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import optax
 
+from interception_core.demo_kit import BATCH, Digits
 from provider_xla import PtqProvider, QuantizationRule
-from provider_xla.demo import MODELS, Digits, train
+from provider_xla.demo import MODELS, train
 
 MODEL = MODELS[1]  # attention
-BATCH, EPOCHS = 64, 12
+EPOCHS = 12
 RULE = QuantizationRule(weight_qtype="nf4", rank=8, alpha=16, dropout=0.05)
 
 
@@ -33,8 +34,7 @@ def fine_tuned(loss, params, digits, learning_rate, epochs=EPOCHS):
         learning_rate: at first; it decays to zero.
         epochs: how often each image is seen.
     """
-    images, labels = turned(digits.train_images), digits.train_labels
-    steps = len(images) // BATCH
+    steps = len(digits.train_images) // BATCH
     optimizer = optax.adam(optax.cosine_decay_schedule(learning_rate, steps * epochs))
     state = optimizer.init(params)
 
@@ -43,13 +43,10 @@ def fine_tuned(loss, params, digits, learning_rate, epochs=EPOCHS):
         updates, state = optimizer.update(jax.grad(loss)(params, images, labels, key), state)
         return optax.apply_updates(params, updates), state
 
-    rng, key = np.random.default_rng(0), jax.random.key(0)
-    for _ in range(epochs):
-        order = rng.permutation(len(images))
-        for i in range(steps):
-            batch = order[i * BATCH : (i + 1) * BATCH]
-            key, dropout_key = jax.random.split(key)
-            params, state = step(params, state, images[batch], labels[batch], dropout_key)
+    key = jax.random.key(0)
+    for images, labels in digits.batches(epochs):
+        key, dropout_key = jax.random.split(key)
+        params, state = step(params, state, turned(images), labels, dropout_key)
     return params
 
 

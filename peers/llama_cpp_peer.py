@@ -35,11 +35,21 @@ NAMES = {
 }
 
 
-def write_gguf(path, config, params, qtype="F32", context=4096):
-    """Write a file of llama.cpp: matrices in ``qtype``, norms and biases in float32."""
+def write_gguf(path, config, params, qtype="F32", context=4096, vocabulary="ids"):
+    """Write a file of llama.cpp: matrices in ``qtype``, norms and biases in float32.
+
+    Args:
+        path: of the file.
+        config: of the model.
+        params: its parameters, float.
+        qtype: of matrices.
+        context: positions that the file names.
+        vocabulary: ``"ids"`` for prompts of ids; ``"bytes"`` for text in ASCII whose bytes are
+            the tokens of the model.
+    """
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.family])
     _write_fields(writer, config, context)
-    _write_vocabulary(writer, config.vocabulary)
+    (_write_bytes if vocabulary == "bytes" else _write_vocabulary)(writer, config.vocabulary)
     kind = gguf.GGMLQuantizationType[qtype]
 
     def add(name, array):
@@ -116,13 +126,26 @@ def _write_vocabulary(writer, size):
     kinds = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType.BYTE] * 128]
     tokens += [f"t{i}" for i in range(len(tokens), size)]
     kinds += [gguf.TokenType.NORMAL] * (size - len(kinds))
+    _write_tokens(writer, tokens, kinds)
+
+
+def _write_bytes(writer, size):
+    """Write a vocabulary in which each byte is the token of its number."""
+    tokens = [f"<0x{i:02X}>" for i in range(size)]
+    kinds = [gguf.TokenType.BYTE] * size
+    tokens[ord(" ")], kinds[ord(" ")] = "\u2581", gguf.TokenType.NORMAL  # what it makes of a space
+    _write_tokens(writer, tokens, kinds)
+
+
+def _write_tokens(writer, tokens, kinds):
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * size)
+    writer.add_token_scores([0.0] * len(tokens))
     writer.add_token_types(kinds)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
 
 
 class Llama:

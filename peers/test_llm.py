@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import llama_cpp_peer
+import onnxruntime_peer
 from llm import checkpoint, model
 from llm.config import parse_config
 
@@ -144,3 +145,30 @@ def test_log_probabilities_are_llama_cpps(fields, near, tmp_path):
         np.testing.assert_allclose(found, expected, atol=near)
         # Those that are nearer than the tolerance have no order.
         assert found[np.argmax(expected)] >= found.max() - 2 * near
+
+
+@pytest.mark.parametrize("fields", [{"model_type": "llama"}, {"model_type": "qwen2"}])
+def test_logits_are_onnxruntimes(fields):
+    """Those of weights that are exactly what its 4 bits stand for; its table is float16."""
+    config, params = drawn(fields)
+
+    def rounded(kernel):
+        values, scale = onnxruntime_peer.quantized(kernel)
+        values = values.reshape(-1, onnxruntime_peer.BLOCK // 2)
+        pairs = np.stack([values & 15, values >> 4], axis=-1).reshape(len(values), -1)
+        whole = (pairs - 8.0) * scale[:, None]
+        return whole.reshape(kernel.shape[::-1]).T.astype(np.float32)
+
+    near = params | {"embed": params["embed"].astype(np.float16).astype(np.float32)}
+    near["head"] = rounded(params["head"])
+    near["layers"] = dict(params["layers"])
+    for name in ("qkv", "out", "gate_up", "down"):
+        near["layers"][name] = np.stack([rounded(kernel) for kernel in params["layers"][name]])
+    theirs = onnxruntime_peer.OnnxDecoder(config, params, positions=32, accuracy=1)
+    tokens = np.random.default_rng(4).integers(0, VOCABULARY, (2, 12))
+    logits = jax.jit(functools.partial(model.logits, config))(near, tokens)
+    for start, end in ((0, 9), (9, 10), (10, 11)):
+        found = theirs.run(tokens[:, start:end], start, "head.out")[:, 0]
+        np.testing.assert_allclose(found, logits[:, end - 1], atol=1e-4 * np.std(logits))
+    with pytest.raises(ValueError, match="Llama or Qwen 2"):
+        onnxruntime_peer.make_model(*drawn({"model_type": "gemma3_text", **GEMMA}), 32)

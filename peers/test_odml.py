@@ -8,8 +8,15 @@ import pytest
 from odml_peer import MODES, QwixModel
 
 import provider_odml as odml
-
-from jaxtap_testkit.odml_models import MODELS, Attention, Cnn, Digits, accuracy, train  # isort: skip
+from jaxtap_testkit.odml_models import (
+    MODELS,
+    Attention,
+    Cnn,
+    accuracy,
+    load_digits,
+    some_batches,
+    train,
+)  # isort: skip
 
 MODULES = {"cnn": Cnn(), "attention": Attention()}
 QWIX_CANT_CALIBRATE = {"W8A16"}
@@ -18,7 +25,7 @@ QWIX_CANT_CONVERT = {"W4A8", "W8A16"}
 """Qwix's conversion knows int8 alone."""
 LITERT_CANT_RUN = {("attention", "dynamic")}
 """Qwix's file: LiteRT's XNNPACK refuses it."""
-DIGITS = Digits.load()
+DIGITS = load_digits()
 
 
 @functools.cache
@@ -33,7 +40,7 @@ def ours(name, mode):
     variables, _ = trained(name)
     rules, fn, x = [odml.OdmlRule(**MODES[mode])], MODELS[name].apply, DIGITS.test_images
     quantized = odml.qat(fn, rules)
-    stats = quantized.calibrate(variables, [(batch,) for batch in DIGITS.batches(4)])
+    stats = quantized.calibrate(variables, [(batch,) for batch in some_batches(DIGITS, 4)])
 
     def run(variables, x):
         return quantized(variables, x, quant_stats=stats, update_quant_stats=False)
@@ -48,7 +55,7 @@ def qwixs(name, mode):
     if mode in QWIX_CANT_CALIBRATE:
         return None, None
     model = QwixModel(MODULES[name], mode)
-    state = model.calibrate(variables, DIGITS.batches(4))
+    state = model.calibrate(variables, some_batches(DIGITS, 4))
     fake = model.logits(variables, state, DIGITS.test_images)
     if mode in QWIX_CANT_CONVERT or (name, mode) in LITERT_CANT_RUN:
         return fake, None

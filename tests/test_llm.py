@@ -190,13 +190,13 @@ def test_generation():
     config, params = small()
     made = Generator(config, params)
     prompts = np.random.default_rng(3).integers(0, 256, (2, 5))
-    blocks = list(made.stream(prompts, 12, steps=4))
-    assert [block.shape[1] for block in blocks] == [1, 4, 4, 3]
+    blocks = list(made.stream(prompts, 12))
+    assert [block.shape[1] for block in blocks] == [1, 8, 3]
     found = np.concatenate(blocks, axis=1)
     for row, prompt in zip(found, prompts, strict=True):
         assert row.tolist() == greedy(config, params, prompt, 12)
     stop = (int(found[0, 2]),)
-    ended = np.concatenate(list(made.stream(prompts[:1], 12, stop=stop, steps=4)), axis=1)[0]
+    ended = np.concatenate(list(made.stream(prompts[:1], 12, stop=stop)), axis=1)[0]
     assert stop[0] in ended
     assert len(ended) < 12
     warm = Sampling(1.5, top_k=20, top_p=0.9)
@@ -374,6 +374,31 @@ def test_bad_folders_leave_nothing(folder, tmp_path, what, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_configs_that_can_not_be():
+    """Fields of the wrong type or size are said before anything is computed with them."""
+    for change, message in (
+        ({"hidden_size": "big"}, "hidden_size must be a whole number, above 0, got 'big'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number, above 0, got 0"),
+        (
+            {"num_hidden_layers": True},
+            "num_hidden_layers must be a whole number, above 0, got True",
+        ),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, above 0, got '1e-5'"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, got 4 and 3"),
+        ({"head_dim": 15}, "head_dim must be even, for rotary positions, got 15"),
+        ({"hidden_size": None}, "must have hidden_size, as llama's files do"),
+        ({"rope_scaling": ["linear"]}, "must be as llama's files are"),
+    ):
+        with pytest.raises(LlmError, match=re.escape(message)):
+            parse_config(fields_of("llama") | change)
+    with pytest.raises(LlmError, match="must be an object of fields, got a list"):
+        parse_config([1])
+    with pytest.raises(LlmError, match="num_experts_per_tok must be at most num_experts"):
+        parse_config(fields_of("qwen3_moe") | {"num_experts": 1})
+    config = parse_config(fields_of("llama") | {"rms_norm_eps": None, "head_dim": None})
+    assert (config.epsilon, config.head_size) == (1e-6, 16)
+
+
 def test_rules_of_a_file(folder, tmp_path):
     config = read_config(folder)
     path = tmp_path / "rules.json"
@@ -462,6 +487,10 @@ def test_commands(folder, tmp_path, capsys):
     options = ["--prompt", "abc", "--compilation-cache", str(tmp_path / "text")]
     with pytest.raises(SystemExit, match="error: --compilation-cache must be a folder, got the"):
         command.main(["generate", out, *options])
+    for wrong in ("0", "-5", "many"):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(["generate", out, "--prompt", "abc", "--count", wrong])
+        assert f"--count: must be a whole number, 1 or more, got {wrong}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"error: .* must be what the command quantize wrote"):
         command.main(["generate", str(folder), "--prompt", "abc"])
     with pytest.raises(SystemExit, match=r"error: .* must be a file of text"):

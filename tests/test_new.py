@@ -17,7 +17,7 @@ KINDS = ["provider", "kernel", "bridge", "format"]
 FAULTS = {
     "does nothing": (
         "provider/provider.py",
-        "proceed(lhs, self._rounded(rhs, contracted), **params)",
+        "proceed(lhs, rounded(rhs, contracted, self.bits).array(), **params)",
         "proceed(lhs, rhs, **params)",
         ["test_changes_the_result_a_little", "test_the_float_function_stays_as_it_is"],
     ),
@@ -26,6 +26,18 @@ FAULTS = {
         "get_engine(self.engine)",
         'get_engine("patch")',
         ["test_jit_inside", "test_loops"],
+    ),
+    "stores something else than it says": (
+        "provider/provider.py",
+        "jax.eval_shape(self._round, x)",
+        "x",
+        ["test_plan_is_stored", "test_what_is_stored_is_saved_and_loaded"],
+    ),
+    "forgets its bits": (
+        "provider/provider.py",
+        '"config": {"bits": self.provider.bits}',
+        '"config": {}',
+        ["test_what_is_stored_is_saved_and_loaded"],
     ),
     "is too coarse": (
         "format/formats.py",

@@ -20,6 +20,13 @@ NEEDS = {
     "quant-numerics": ["interception-core", "hijax-trace", "quant-numerics"],
     "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
     "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
+    "provider-odml-aeq": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-odml",
+        "provider-odml-aeq",
+    ],
     "te-ffi-kernels": ["interception-core", "te-ffi-kernels"],
     "te-ffi-kernels-cuda13": ["interception-core", "te-ffi-kernels", "te-ffi-kernels-cuda13"],
 }
@@ -39,6 +46,8 @@ CHECKS = {
     "try: odml.export(jnp.dot, w, stats, [model.provider.rules[0]], w)\n"
     "except odml.MissingExtraError as error: assert error.extra == 'litert'\n"
     "else: raise AssertionError('exported without a converter')",
+    "provider-odml-aeq": "import interception_core as ic, provider_odml as odml; "
+    "assert isinstance(ic.get_export_backend('aeq', algorithm='mse'), odml.ExportBackend)",
     "te-ffi-kernels": "import jax.numpy as jnp, te_ffi_kernels as te; "
     "w = te.pack_w8(jnp.eye(4, dtype=jnp.int8), jnp.ones((1, 4))); "
     "assert (te.gemv_w8(jnp.ones(4), w) == 1).all(); assert te.warm_counts()",

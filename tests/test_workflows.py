@@ -32,3 +32,15 @@ def test_paths_of_jobs_exist():
     parts = re.findall(r"^ {10}- ([\w/-]+)$", text, re.MULTILINE)
     assert {"packages/provider-xla", "tests"} <= set(parts)
     assert all((ROOT / part).is_dir() for part in parts)
+
+
+def test_a_release_publishes_the_site_that_is_built_for_every_change():
+    text = (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+    built, published = re.findall(r"^  (\w+):\n    (?:needs|runs-on)", text, re.MULTILINE)
+    assert (built, published) == ("build", "publish")
+    (folder,) = re.findall(r"tools/build_site (\S+)", text)
+    assert f"path: {folder}" in text
+    build, publish = text.split("  publish:")
+    assert "pages: write" in publish
+    assert "write" not in build
+    assert "if: github.event_name == 'release'" in publish

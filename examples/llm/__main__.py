@@ -3,10 +3,12 @@
 uv run --group llm python -m examples.llm demo
 uv run --group llm python -m examples.llm quantize FOLDER OUT --rules int4
 uv run --group llm python -m examples.llm generate OUT --prompt "Once upon a time"
+uv run --group llm python -m examples.llm export OUT PROGRAMS
 uv run --group llm python -m examples.llm device FOLDER model.tflite --text book.txt
 """
 
 import argparse
+import itertools
 import json
 import resource
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 from interception_core import JaxtapError
 
 from .config import LlmError
-from .rules import CACHES, DEVICE
+from .rules import CACHES, DEVICE, DTYPES
 
 
 def main(argv=None):
@@ -31,6 +33,7 @@ def main(argv=None):
     _generate(commands)
     _perplexity(commands)
     _bench(commands)
+    _export(commands)
     _device(commands)
     args = parser.parse_args(argv)
     try:
@@ -78,40 +81,51 @@ def _quantize(commands):
     parser.add_argument(
         "--rules", default="int4", help="float, int8, w8a8, int4, nf4, or a JSON file"
     )
-    parser.add_argument("--plan", action="store_true", help="print what becomes of each operation")
+    parser.add_argument(
+        "--plan", action="store_true", help="print what each operation is quantized to"
+    )
 
 
 def _generate(commands):
     def run(args):
         from .generate import Sampling
+        from .serving import Exported, is_exported
         from .tokenizer import read_tokenizer, stream_text
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         _keep_programs(args.compilation_cache)
-        config, generator = _open(args.out, args.cache)
-        tokenizer = read_tokenizer(args.out, config)
+        if is_exported(args.out):
+            if args.cache or args.dtype:
+                raise LlmError("--cache and --dtype are export's. Export again, or leave them out.")
+            generator = Exported(args.out)
+        else:
+            _, generator = _open(args)
+        tokenizer = read_tokenizer(args.out, generator.config)
         prompt = tokenizer.encode(args.prompt)
         stop = _stops(args.out)
         blocks = generator.stream(
             [prompt], args.count, sampling, args.seed, stop, positions=args.context
         )
         ids = _until(stop, (one for block in blocks for one in block[0].tolist()))
-        print(args.prompt, end="", flush=True)
-        for text in stream_text(tokenizer, ids):
+        texts = stream_text(tokenizer, ids)
+        first = next(texts)  # an error of the prompt comes before anything is shown
+        for text in itertools.chain((args.prompt, first), texts):
             print(text, end="", flush=True)
         print()
 
     parser = _command(commands, "generate", run, "Continue a prompt.")
-    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("out", help="what quantize or export wrote")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--count", type=int, default=128, help="tokens (default 128)")
+    parser.add_argument("--count", type=_count, default=128, help="tokens (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many (default all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from this much probability")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--context", type=int, help="positions of the cache (default: as needed)")
+    parser.add_argument(
+        "--context", type=_count, help="positions of the cache (default: as needed)"
+    )
     parser.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs in it")
-    _cache(parser)
+    _forms(parser)
 
 
 def _perplexity(commands):
@@ -121,7 +135,7 @@ def _perplexity(commands):
         from .tokenizer import read_tokenizer
 
         text = _read(args.text)
-        config, plan, params = load(args.out)
+        config, plan, params = load(args.out, args.dtype or "float32")
         tokens = read_tokenizer(args.out, config).encode(text)
         found = perplexity(config, params, tokens, plan, args.window, cache=args.cache)
         print(f"perplexity {found:.4f} of {len(tokens)} tokens in windows of {args.window}")
@@ -129,15 +143,15 @@ def _perplexity(commands):
     parser = _command(commands, "perplexity", run, "Measure how well a model expects a text.")
     parser.add_argument("out", help="what quantize wrote")
     parser.add_argument("text", help="a file of text")
-    parser.add_argument("--window", type=int, default=512, help="tokens (default 512)")
-    _cache(parser, None, "decode token by token from such a cache (default: none, all at once)")
+    parser.add_argument("--window", type=_count, default=512, help="tokens (default 512)")
+    _forms(parser, "decode token by token from such a cache (default: none, all at once)")
 
 
 def _bench(commands):
     def run(args):
         from .bench import measure
 
-        _, generator = _open(args.out, args.cache)
+        _, generator = _open(args)
         print("tokens a second: median, best")
         for name, middle, best in measure(
             generator, args.prompts, args.contexts, args.steps, args.rounds, args.batch
@@ -146,12 +160,31 @@ def _bench(commands):
 
     parser = _command(commands, "bench", run, "Time prefill and decoding.")
     parser.add_argument("out", help="what quantize wrote")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512])
-    parser.add_argument("--contexts", type=int, nargs="*", default=[128, 1024])
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=1)
-    _cache(parser)
+    parser.add_argument("--prompts", type=_count, nargs="*", default=[128, 512])
+    parser.add_argument("--contexts", type=_count, nargs="*", default=[128, 1024])
+    parser.add_argument("--steps", type=_count, default=64)
+    parser.add_argument("--rounds", type=_count, default=5)
+    parser.add_argument("--batch", type=_count, default=1)
+    _forms(parser)
+
+
+def _export(commands):
+    def run(args):
+        from .serving import export
+
+        plan, generator = _open(args)
+        export(args.out, args.programs, generator, plan, args.prompt, args.positions)
+        print(f"{args.programs}: prompts of {args.prompt} tokens, {args.positions} positions")
+
+    text = "Write lowered programs and packed parameters, from which generate starts quickly."
+    parser = _command(commands, "export", run, text)
+    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("programs", help="folder to write")
+    parser.add_argument("--prompt", type=_count, default=128, help="tokens at most (default 128)")
+    parser.add_argument(
+        "--positions", type=_count, default=1024, help="of the cache (default 1024)"
+    )
+    _forms(parser)
 
 
 def _device(commands):
@@ -183,13 +216,24 @@ def _device(commands):
     parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
     parser.add_argument("out", type=Path, help="the .tflite to write")
     parser.add_argument("--rules", choices=DEVICE, default="dynamic", help="(default dynamic)")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prefill (default 64)")
-    parser.add_argument("--positions", type=int, default=256, help="of the cache (default 256)")
+    parser.add_argument(
+        "--prompt", type=_count, default=64, help="tokens of a prefill (default 64)"
+    )
+    parser.add_argument("--positions", type=_count, default=256, help="of the cache (default 256)")
     parser.add_argument("--text", help="a file of text to compare on, with the float program")
 
 
-def _cache(parser, default="float", text="format of the KV cache (default float)"):
-    parser.add_argument("--cache", choices=CACHES, default=default, help=text)
+def _count(text):
+    """Return a number of things, from an argument."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text}")
+    return int(text)
+
+
+def _forms(parser, text="format of the KV cache (default float)"):
+    parser.add_argument("--cache", choices=CACHES, help=text)
+    text = "of activations, and of what is not quantized (default float32)"
+    parser.add_argument("--dtype", choices=DTYPES, help=text)
 
 
 def _keep_programs(folder):
@@ -206,12 +250,17 @@ def _keep_programs(folder):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _open(out, cache):
+def _open(args):
+    """Return the plan and the generator of a quantized folder."""
+    import jax.numpy as jnp
+
     from .generate import Generator
     from .quantize import load
 
-    config, plan, params = load(out)
-    return config, Generator(config, params, plan, cache=cache)
+    dtype = args.dtype or "float32"
+    config, plan, params = load(args.out, dtype)
+    cache = args.cache or "float"
+    return plan, Generator(config, params, plan, jnp.dtype(dtype), cache)
 
 
 def _read(path):

@@ -88,7 +88,7 @@ def read_config(folder):
     """Return the ``Config`` of a folder.
 
     Raises:
-        LlmError: there is no config.json, or it is of another family or form.
+        LlmError: config.json is missing, or is of another family or form.
     """
     path = Path(folder) / "config.json"
     try:
@@ -104,16 +104,50 @@ def read_config(folder):
 
 def parse_config(fields, path="config.json"):
     """Return the ``Config`` of the fields of a config.json."""
+    if not isinstance(fields, dict):
+        raise LlmError(f"{path} must be an object of fields, got a {type(fields).__name__}.")
+    fields = {name: value for name, value in fields.items() if value is not None}
     family = fields.get("model_type")
     if family not in FAMILIES:
         raise LlmError(
             f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}. Only these "
             "families are written in examples/llm/model.py."
         )
+    _check_numbers(fields, path)
     try:
         return _parse(family, fields, path)
     except KeyError as error:
         raise LlmError(f"{path} must have {error.args[0]}, as {family}'s files do.") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise LlmError(f"{path} must be as {family}'s files are, got: {error}.") from error
+
+
+COUNTS = {
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
+    *("num_experts", "num_experts_per_tok", "sliding_window_pattern"),
+}
+NUMBERS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
+CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"}
+
+
+def _check_numbers(fields, path):
+    """Check that sizes are whole numbers, and the others numbers, which may be 0 for caps."""
+    for name in sorted(fields.keys() & (COUNTS | NUMBERS | CAPS)):
+        value = fields[name]
+        kinds, text = ((int,), "whole number") if name in COUNTS else ((int, float), "number")
+        fits = isinstance(value, kinds) and not isinstance(value, bool)
+        if not fits or value < 0 or (value == 0 and name not in CAPS):
+            what = "0 or more" if name in CAPS else "above 0"
+            raise LlmError(f"{path}: {name} must be a {text}, {what}, got {value!r}.")
+    heads, groups = (fields.get(f"num_{one}_heads") for one in ("attention", "key_value"))
+    if heads and groups and heads % groups:
+        raise LlmError(
+            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "
+            f"and {groups}."
+        )
+    if fields.get("num_experts_per_tok", 0) > fields.get("num_experts", math.inf):
+        raise LlmError(f"{path}: num_experts_per_tok must be at most num_experts.")
 
 
 def _parse(family, fields, path):
@@ -121,6 +155,8 @@ def _parse(family, fields, path):
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
     default = {"gemma2": 256, "gemma3_text": 256}.get(family, width // heads)
     size = fields.get("head_dim") or default
+    if size % 2:
+        raise LlmError(f"{path}: head_dim must be even, for rotary positions, got {size}.")
     rope, local = _ropes(family, fields, path)
     _check_activation(family, fields, path)
     if family == "qwen3_moe" and (fields.get("mlp_only_layers") or _sparse_step(fields) != 1):

@@ -107,16 +107,19 @@ def train(config, params, corpus, seconds, seed):
             bar.update(min(int(spent), bar.total) - bar.n)
 
 
+def calibration_batches(corpus):
+    """Return what passes look at: batches of windows of the text that was trained on."""
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, len(corpus) - WINDOW, (8, BATCH))
+    return [(np.stack([corpus[i : i + WINDOW] for i in row]).astype(np.int32),) for row in starts]
+
+
 def compare(config, params, corpus, held_out):
     """Yield a row for each of ``VARIANTS``: perplexity, bytes of parameters and of a
     position of the cache, tokens a second, a completion.
     """
     fn, example = functools.partial(model.logits, config), jnp.zeros((1, WINDOW), jnp.int32)
-    rng = np.random.default_rng(0)
-    starts = rng.integers(0, len(corpus) - WINDOW, (8, BATCH))
-    batches = [
-        (np.stack([corpus[i : i + WINDOW] for i in row]).astype(np.int32),) for row in starts
-    ]
+    batches = calibration_batches(corpus)
     prompt = [ByteTokenizer().encode(PROMPT)]
     for name, (kind, passes, cache) in VARIANTS.items():
         plan, stored = None, params

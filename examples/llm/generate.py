@@ -14,6 +14,8 @@ from .config import LlmError
 
 BLOCK = 64
 """Prompts and caches are filled up to multiples of it, so that few programs are compiled."""
+STEPS = 8
+"""Tokens that one call of the compiled program decodes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Sampling:
                 "temperature must be 0 or more, top-k 0 or more and top-p above 0 and at most 1, "
                 f"got {self.temperature}, {self.top_k} and {self.top_p}."
             )
+
+
+GREEDY = Sampling()
 
 
 def sample(sampling, key, logits):
@@ -74,9 +79,9 @@ class Generator:
     def __init__(self, config, params, plan=None, dtype=jnp.float32, cache="float"):
         self.config, self.params, self.dtype, self.cache = config, params, dtype, cache
         apply = applying(config, plan, cache)
-        self._prefill = jax.jit(apply(functools.partial(_first, config)), donate_argnums=2)
+        self._prefill = jax.jit(apply(functools.partial(first, config)), donate_argnums=2)
         self._decode = jax.jit(
-            apply(functools.partial(_following, config)),
+            apply(functools.partial(following, config)),
             donate_argnums=2,
             static_argnames=("sampling", "steps"),
         )
@@ -86,8 +91,8 @@ class Generator:
         """Return an empty cache for its programs."""
         return make_cache(self.config, self.cache, batch, positions, self.dtype)
 
-    def stream(self, prompts, count, sampling=Sampling(), seed=0, stop=(), steps=8, positions=None):
-        """Yield int ``[batch, n]``: first one token of each sequence, then up to ``steps`` at once.
+    def stream(self, prompts, count, sampling=GREEDY, seed=0, stop=(), positions=None):
+        """Yield int ``[batch, n]``: first one token of each sequence, then up to ``STEPS`` at once.
 
         Args:
             prompts: int ``[batch, length]``.
@@ -95,7 +100,6 @@ class Generator:
             sampling: how they are chosen.
             seed: of what is drawn.
             stop: tokens that end a sequence; it ends when all sequences had one.
-            steps: tokens that one call of the compiled program decodes.
             positions: of the cache; None for as many as are needed.
 
         Raises:
@@ -103,26 +107,36 @@ class Generator:
         """
         prompts = np.asarray(prompts, np.int32)
         length = prompts.shape[1]
-        positions = positions or _filled(length + count)
+        positions = positions or self._room(length + count)
         self._check(prompts, count, positions)
-        padded = np.pad(prompts, ((0, 0), (0, min(_filled(length), positions) - length)))
+        padded = np.pad(prompts, ((0, 0), (0, self._filled(length, positions) - length)))
         cache = self.make_cache(len(prompts), positions)
-        key, first = jax.random.split(jax.random.key(seed))
+        # Keys that nothing draws with would be programs to compile, or to load.
+        key = jax.random.key(seed) if sampling.temperature else None
+        key, own = _split(key)
         logits, cache = self._prefill(self.params, padded, cache, length - 1)
-        token = self._sample(sampling, first, logits)
+        token = self._sample(sampling, own, logits)
         ended = np.isin(token, stop)
         yield np.asarray(token)[:, None]
-        for start in range(length, length + count - 1, steps):
+        for start in range(length, length + count - 1, STEPS):
             if ended.all():
                 return
-            key, own = jax.random.split(key)
-            now = min(steps, length + count - 1 - start)
+            key, own = _split(key)
+            now = min(STEPS, length + count - 1 - start)
             tokens, cache = self._decode(
-                self.params, token, cache, start, own, sampling=sampling, steps=steps
+                self.params, token, cache, start, own, sampling=sampling, steps=STEPS
             )
             token, tokens = tokens[:, -1], np.asarray(tokens)[:, :now]
             ended |= np.isin(tokens, stop).any(axis=1)
             yield tokens
+
+    def _room(self, wanted):
+        """Return the positions of a cache for so many tokens."""
+        return _multiple(wanted)
+
+    def _filled(self, length, positions):
+        """Return the length that a prompt is filled up to."""
+        return min(_multiple(length), positions)
 
     def _check(self, prompts, count, positions):
         length = prompts.shape[1]
@@ -140,15 +154,20 @@ class Generator:
             )
 
 
-def _filled(length):
+def _split(key):
+    return (None, None) if key is None else jax.random.split(key)
+
+
+def _multiple(length):
     return -(-length // BLOCK) * BLOCK
 
 
-def _first(config, params, tokens, cache, last):
+def first(config, params, tokens, cache, last):
+    """Run a prompt: see ``model.prefill``."""
     return model.prefill(config, params, tokens, cache, last)
 
 
-def _following(config, params, token, cache, position, key, sampling, steps):
+def following(config, params, token, cache, position, key, sampling, steps):
     """Decode tokens behind the given ones, ``[batch]``: ``[batch, steps]``, and the cache.
 
     Those beyond the end of the cache are not to be used.

@@ -29,11 +29,11 @@ SOURCE = "source.json"
 COPIED = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def whole_plan(config, rules):
-    """Return the plan of the whole model."""
+def whole_plan(config, rules, dtype=jnp.float32):
+    """Return the plan of the whole model, with parameters and activations of a dtype."""
     fn = functools.partial(model.logits, config)
     example = jax.ShapeDtypeStruct((1, 32), jnp.int32)
-    return xla.PtqProvider(rules).plan(fn, checkpoint.shapes(config), example)
+    return xla.PtqProvider(rules).plan(fn, checkpoint.shapes(config, dtype), example)
 
 
 def part_plans(config, rules):
@@ -109,8 +109,13 @@ def _begin(folder, out, files, rules):
             shutil.copy(folder / name, out / name)
 
 
-def load(out):
+def load(out, dtype="float32"):
     """Return the config, the plan and the stored parameters of a quantized folder.
+
+    Args:
+        out: that ``quantize`` wrote.
+        dtype: of the activations, and of parameters that are not quantized. Quantized values and
+            their scales are the same for all.
 
     Raises:
         LlmError: it is not quantized, or not completely.
@@ -123,13 +128,14 @@ def load(out):
     if missing:
         raise LlmError(f"{out} lacks {missing[0]}: quantize was interrupted. Run it again.")
     rules = xla.read_manifest(out / ENDS).rules()
-    plan, (ends, layer) = whole_plan(config, rules), part_plans(config, rules)
+    plan, (ends, layer) = whole_plan(config, rules, dtype), part_plans(config, rules)
     params = xla.load(out / ENDS, plan=ends, prepack=False)
     layers = [
         xla.load(out / _layer(i), plan=layer, prepack=False)["layers"] for i in range(config.layers)
     ]
     # Of values and scales alike: the first axis is that of the layers.
     params["layers"] = jax.tree.map(lambda *each: jnp.concatenate(each), *layers)
+    params = jax.tree.map(lambda x: x.astype(dtype), params, is_leaf=lambda x: hasattr(x, "qtype"))
     return config, plan, plan.prepack(params)
 
 

@@ -23,6 +23,9 @@ FORMATS = {
 CACHES = ("float", "int8")
 """Formats of the KV cache, which ``--cache`` takes."""
 
+DTYPES = ("float32", "bfloat16")
+"""Dtypes of activations, which ``--dtype`` takes."""
+
 DEVICE = {
     "float": {},
     "dynamic": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False},

@@ -15,7 +15,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids):
-        """Return the text of ids; what is no UTF-8 as replacement characters."""
+        """Return the text of ids; bytes that are not UTF-8 as replacement characters."""
         return bytes(ids).decode(errors="replace")
 
 

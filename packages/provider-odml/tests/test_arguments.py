@@ -25,8 +25,9 @@ def export(*args, **options):
         (export(model, PARAMS, X, RULE, X), "stats must be None or QuantStats, got a "),
         (export("model", PARAMS, None, RULE, X), "fn must be a function .*, got a str"),
         (
-            export(model, PARAMS, None, RULE, X, backend="aeq", aeq={}),
-            "aeq must be None or AeqOptions, got {}",
+            export(model, PARAMS, None, RULE, X, backend={}),
+            "backend must be 'converter', the name of an export backend or an ExportBackend, got {}"
+            ". Install a plugin",
         ),
         (
             export(model, PARAMS, None, RULE, signatures={"one": X}),

@@ -1,4 +1,4 @@
-"""The check that ``jaxtap doctor`` makes of the extras."""
+"""The check that ``jaxtap doctor`` makes of the libraries for export."""
 
 from importlib.metadata import PackageNotFoundError
 
@@ -33,17 +33,15 @@ def test_the_installed_libraries_are_fine():
 
 def test_a_missing_library_names_its_extra_and_its_use(found):
     found = found(litert_converter="0.5.0")
-    assert set(found) == {"litert-converter", "ai-edge-litert", "ai-edge-quantizer"}
+    assert set(found) == {"litert-converter", "ai-edge-litert"}
     assert found["litert-converter"].status == "ok"
     missing = found["ai-edge-litert"]
     assert (missing.status, missing.hint) == ("warn", "pip install 'provider-odml[litert]'")
     assert "training does not" in missing.message
-    assert found["ai-edge-quantizer"].hint == "pip install 'provider-odml[aeq]'"
-    assert "backend='aeq'" in found["ai-edge-quantizer"].message
 
 
 def test_another_version_is_warned_about(found):
-    found = found(litert_converter="0.9", ai_edge_litert="2.3.1", ai_edge_quantizer="0.10.0")
-    assert sorted(one.status for one in found.values()) == ["ok", "ok", "warn"]
+    found = found(litert_converter="0.9", ai_edge_litert="2.3.1")
+    assert sorted(one.status for one in found.values()) == ["ok", "warn"]
     assert "litert-converter 0.9 is not one" in found["litert-converter"].message
     assert found["litert-converter"].hint == "pip install 'provider-odml[litert]'"

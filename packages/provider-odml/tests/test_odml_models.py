@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import provider_odml as odml
-from jaxtap_testkit.odml_models import MODELS, Digits, accuracy, train
+from jaxtap_testkit.odml_models import MODELS, accuracy, load_digits, some_batches, train
 from provider_odml.exporting import export as pipeline
 
 pytestmark = pytest.mark.sample(2)
@@ -22,7 +22,7 @@ MODES = {
 POINTS = {"W8A8": 0.02, "W4A8": 0.05, "W8A16": 0.01, "dynamic": 0.02, "weight-only": 0.01}
 """How much accuracy a mode may cost."""
 COMPARED = ("cnn", "attention")
-DIGITS = Digits.load()
+DIGITS = load_digits()
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def trained(name):
 def calibrated(name, mode):
     """The model with fake quantization, and its ranges in float: of PTQ."""
     quantized = odml.qat(MODELS[name].apply, [odml.OdmlRule(**MODES[mode])])
-    return quantized, quantized.calibrate(trained(name), [(b,) for b in DIGITS.batches(4)])
+    return quantized, quantized.calibrate(trained(name), [(b,) for b in some_batches(DIGITS, 4)])
 
 
 @functools.cache

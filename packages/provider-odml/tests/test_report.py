@@ -1,12 +1,13 @@
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from provider_odml import OdmlError, Report
+from provider_odml import MissingExtraError, OdmlError, Report
 from provider_odml.exporting.report import FloatOp, Interface, Weight
 from provider_odml.exporting.verify import OutputResult, SiteResult
 
@@ -37,7 +38,7 @@ REPORT = Report(
 
 
 class Page(HTMLParser):
-    """The tags, texts and styles of a page; fails where tags don't match."""
+    """The tags and texts of a page; fails where tags don't match."""
 
     def __init__(self, text):
         super().__init__()
@@ -52,24 +53,23 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open[-1:] != ["style"] and data.strip():
-            self.texts.append(data.strip())
-
-    def cells(self, name):
-        """The widths of the bars in a column."""
-        return [v for k, v in self.attributes if k == "style" and v.startswith(name)]
+        if self.open[-1:] not in (["style"], ["script"]) and data.strip():
+            self.texts.append(" ".join(data.split()))
 
 
 def test_the_page_says_what_is_in_the_report():
     texts = Page(REPORT.to_html()).texts
     for text in (
-        "6.0 KiB", "int8 2.9 KiB, 75.0%", "net/dense/dot_general:0", "0.0125", "-7", "41.2",
+        "6.00 KiB", "2.93 KiB, 75.0%", "net/dense/dot_general:0", "0.0125", "-7", "41.2",
         "0.50 of 1.01", "logits", "1.230%", "float32[1, 8]", "in float: no kernel",
-        "computed in float: 2", "net/sin:0", "int4, blocks of 32", "8 x 4", "16 B", "SIN",
+        "computed in float", "(2 operations)", "net/sin:0", "blocks of 32", "8 × 4", "16 B", "SIN",
     ):  # fmt: skip
         assert text in texts, text
 
@@ -77,10 +77,21 @@ def test_the_page_says_what_is_in_the_report():
 def test_the_page_needs_nothing_else():
     text = REPORT.to_html()
     page = Page(text)
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not {"link", "img", "iframe"} & set(page.tags)
     assert not re.search(r"https?:|url\(|@import|src=", text)
+    assert "default-src 'none'" in text
     assert "prefers-color-scheme: dark" in text
     assert ("name", "viewport") in page.attributes
+    assert page.tags.count("script") == 1
+
+
+def test_bars_lead_to_their_rows():
+    attributes = Page(REPORT.to_html()).attributes
+    ids = [value for name, value in attributes if name == "id"]
+    links = {value for name, value in attributes if name == "href"}
+    assert links == {"#site-0", "#site-1"}
+    assert len(set(ids)) == len(ids)
+    assert {link[1:] for link in links} <= set(ids)
 
 
 @pytest.mark.parametrize(
@@ -103,41 +114,48 @@ def test_everything_is_escaped(change):
     assert any("<b>" in text for text in page.texts)
 
 
-def test_a_bar_is_as_long_as_its_share_and_no_longer():
-    sites = [replace(SITE, lsb=lsb, tolerance=2.0, sqnr=30.0) for lsb in (0.0, 0.5, 2.0, 9.0)]
-    empty = replace(REPORT, outputs=(), weights=(), ops={})
-    page = Page(replace(empty, sites=tuple(sites)).to_html())
-    assert page.cells("width")[::3] == ["width:0.0%", "width:25.0%", "width:100.0%", "width:100.0%"]
-    assert set(page.cells("width")[1::3]) == {"width:50.0%"}  # of 60 dB
-    assert set(page.cells("width")[2::3]) == {"width:100.0%"}
-    bad = [value for _, value in page.attributes if value == "bar bad"]
-    assert len(bad) == 1
+def test_the_worst_places_come_first_in_the_chart():
+    values = (30.0, 2.0, math.inf, math.nan)
+    sites = [replace(SITE, place=f"p{value}", float_sqnr=value) for value in values]
+    text = replace(REPORT, sites=tuple(sites)).to_html()
+    wide = re.search(r"<svg.*?</svg>", text, re.DOTALL)[0]
+    assert re.findall(r">(p[\w.]+)</text>", wide) == ["p2.0", "p30.0", "pinf"]
+    bars = re.findall(r'width="([\d.]+)" height="\d+" rx="2" fill="var\(--(\w+)\)"', wide)
+    lengths = [float(length) for length, _ in bars]
+    assert lengths[1] == lengths[2] == pytest.approx(15 * lengths[0], rel=0.01)
+    assert [colour for _, colour in bars] == ["warn", "first", "first"]
+
+
+def test_a_place_that_is_off_is_marked():
+    text = replace(REPORT, sites=(replace(SITE, lsb=9.0),)).to_html()
+    assert 'class="n low" data-label="LSB"' in text
+    assert 'class="n low"' not in REPORT.to_html()
 
 
 def test_what_is_no_number_is_said_in_words():
     values = (math.inf, -math.inf, math.nan)
     outputs = tuple(OutputResult("main", "y", 0.0, value, True, 1.0) for value in values)
     texts = Page(replace(REPORT, outputs=outputs).to_html()).texts
-    assert {"equal", "none", "not a number"} <= set(texts)
+    assert {"exact", "none", "not a number"} <= set(texts)
 
 
 def test_the_page_of_an_empty_report():
     texts = Page(Report((), (), (), {}, {}, 0).to_html()).texts
-    assert "In float: nothing" in texts
+    assert "Nothing does." in texts
 
 
 def test_reasons_are_grouped_the_most_frequent_first():
     text = REPORT.to_html()
-    assert text.index("computed in float: 2") < text.index("no kernel: 1")
+    assert text.index("<b>computed in float</b>") < text.index("<b>no kernel</b>")
     assert text.count("<summary>") == 2
 
 
 def test_the_backend_is_named():
     report = replace(REPORT, backend="aeq", sqnr_floor=15.0)
     text = " ".join(Page(report.to_html()).texts)
-    assert "ai-edge-quantizer" in text
+    assert "the backend aeq" in text
     assert "15.0 dB" in text
-    assert "ai-edge-quantizer" not in REPORT.to_html()
+    assert "the backend" not in REPORT.to_html()
 
 
 def test_save_by_suffix(tmp_path):
@@ -157,3 +175,13 @@ def test_json_has_no_values_that_json_has_not():
     text = json.dumps(REPORT.as_json(), allow_nan=False)
     assert json.loads(text)["outputs"][0]["tolerance"] == "Infinity"
     assert json.loads(text)["weights"][0]["block_size"] == 32
+
+
+def test_the_error_without_jinja_names_the_extra(monkeypatch):
+    for name in ("provider_odml.exporting.page", "interception_core.report_kit.page"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "jinja2"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingExtraError, match=r"jinja2.*provider-odml\[litert\]"):
+        REPORT.to_html()

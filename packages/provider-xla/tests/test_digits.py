@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from interception_core.demo_kit import Digits
 from provider_xla import QtProvider, QtRule
 from provider_xla.demo.models import MODELS
-from provider_xla.demo.training import Digits, train
+from provider_xla.demo.training import train
 
 SEED = 0
 RULES = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,36 +19,21 @@ import numpy as np
 import optax
 from flax import linen, nnx
 from jax import lax
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
-BATCH = 64
+from interception_core.demo_kit import BATCH, Digits
+
 CLASSES = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Digits:
-    """1797 scans of handwritten digits, 8x8x1, in [0, 1]; a quarter is for testing."""
+@functools.cache
+def load_digits() -> Digits:
+    """Returns the digits, 8x8x1."""
+    return Digits.load(shape=(8, 8, 1))
 
-    train_images: np.ndarray
-    test_images: np.ndarray
-    train_labels: np.ndarray
-    test_labels: np.ndarray
 
-    @classmethod
-    @functools.cache
-    def load(cls) -> Digits:
-        pixels, targets = map(np.asarray, load_digits(return_X_y=True))
-        images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-        labels = targets.astype(np.int32)
-        return cls(
-            *train_test_split(images, labels, test_size=0.25, random_state=0, stratify=labels)
-        )
-
-    def batches(self, count: int, seed: int = 0) -> list[np.ndarray]:
-        """Returns the images of some training batches."""
-        order = np.random.default_rng(seed).permutation(len(self.train_images))
-        return [self.train_images[order[i * BATCH :][:BATCH]] for i in range(count)]
+def some_batches(digits: Digits, count: int) -> list[np.ndarray]:
+    """Returns the images of some training batches."""
+    return [images for images, _ in itertools.islice(digits.batches(), count)]
 
 
 # Flax Linen
@@ -317,15 +303,9 @@ def train(model, digits, *, epochs, variables=None, quantized=None, stats=None, 
         params = optax.apply_updates(variables["params"], updates)
         return {**variables, **others, "params": params}, state
 
-    rng = np.random.default_rng(0)
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules need it
-        for _ in range(epochs):
-            order = rng.permutation(len(digits.train_images))
-            for start in range(0, len(order) - BATCH + 1, BATCH):
-                batch = order[start : start + BATCH]
-                variables, state = step(
-                    variables, state, digits.train_images[batch], digits.train_labels[batch]
-                )
+        for images, labels in digits.batches(epochs):
+            variables, state = step(variables, state, images, labels)
     return variables
 
 

@@ -1,6 +1,6 @@
-"""hijax-trace: high-level JAX types, Box, and the engine that taps primitives under jit.
+"""hijax-trace: high-level JAX types, Box, and an engine that taps jitted programs.
 
-Importing this package does not import jax: names are imported when they are first used.
+Importing this package does not import jax. Each name is imported when it is first used.
 """
 
 import importlib
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
-    from .interpreter.moved import is_same, unsliced, untransposed
+    from .interpreter.handler_proxies import is_same, unsliced, untransposed
     from .patterns.attention import Attention, attention
-    from .proxy.array_proxy import ArrayProxy, Part, Shared
+    from .proxy.array_proxy import ArrayProxy
     from .proxy.carrier import Carrier
     from .proxy.move import Move, MoveError
+    from .proxy.parts import Part, Shared
     from .proxy.shards import Shards
 
 __version__ = version("hijax-trace")
@@ -104,9 +105,9 @@ _LAZY = {
     "MappingSpec": "hi.hitype",
     "Move": "proxy.move",
     "MoveError": "proxy.move",
-    "Part": "proxy.array_proxy",
+    "Part": "proxy.parts",
     "Shards": "proxy.shards",
-    "Shared": "proxy.array_proxy",
+    "Shared": "proxy.parts",
     "TraceEngine": "engine",
     "Zero": "hi.hiprim",
     "bdims_at_front": "hi.hiprim",
@@ -114,7 +115,7 @@ _LAZY = {
     "instantiate_zeros": "hi.hiprim",
     "is_cut": "dataflow.nodes",
     "is_high": "hi.inspect",
-    "is_same": "interpreter.moved",
+    "is_same": "interpreter.handler_proxies",
     "jit": "box.jit",
     "jvp_from_lin": "hi.hiprim",
     "linearize_from_jvp": "hi.hiprim",
@@ -128,8 +129,8 @@ _LAZY = {
     "root_of": "dataflow.replay",
     "typeof": "hi.inspect",
     "unmap_avals": "hi.hiprim",
-    "unsliced": "interpreter.moved",
-    "untransposed": "interpreter.moved",
+    "unsliced": "interpreter.handler_proxies",
+    "untransposed": "interpreter.handler_proxies",
     "used_inputs": "compat.jaxpr",
     "vjp_from_jvp": "hi.hiprim",
     "vjp_from_lin": "hi.hiprim",

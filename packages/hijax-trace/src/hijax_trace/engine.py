@@ -1,4 +1,4 @@
-"""TraceEngine: taps by tracing a program and running it again."""
+"""TraceEngine: taps a program by tracing it and re-interpreting the jaxpr."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .dataflow.axes import identity
 from .dataflow.expression import Expression, Leaf
 from .dataflow.flow import Origin
 from .dataflow.nodes import Unknown
+from .interpreter.body_proxies import leaves_of
 from .interpreter.early import Restage
 from .interpreter.frames import Frame
 from .interpreter.reinterpret import reinterpret
 from .interpreter.session import Session, Tapping, mode_of, widen_mode
-from .interpreter.taken import leaves_of
 from .interpreter.watcher import Watcher
 from .proxy.array_proxy import ArrayProxy, is_proxy
 from .proxy.carrier import Carrier
-from .staging.marker import Packed
+from .staging.packed import Packed
 from .state.carry import carry
 
 _log = logger("trace")
@@ -37,22 +37,21 @@ R = TypeVar("R")
 
 
 class TraceEngine:
-    """Traces a wrapped function to a jaxpr, and runs that again with its operations tapped.
+    """An engine that traces a function, and re-interprets the jaxpr with handlers.
 
-    Functions and primitives are shown under ``jit``, whatever of the program was traced or
+    Handlers see functions and primitives under ``jit``, also in programs that were traced or
     compiled before: in nested jitted functions, the bodies of loops and branches, ``remat``,
-    ``custom_jvp``, ``custom_vjp`` and ``shard_map``; and before they are differentiated or
-    batched where the program does that itself. What a program does is otherwise unchanged: the
-    result is an ordinary JAX function, and what no handler has replaced is made again as it was.
+    ``custom_jvp``, ``custom_vjp`` and ``shard_map``. They see an operation before the program
+    differentiates or batches it. The result is an ordinary JAX function. Operations that no
+    handler replaces stay as they were.
 
     Arguments may hold an ``ArrayProxy`` where the function expects an array.
 
-    A program must be traceable, as for ``jax.jit``. Its arrays are traced values; Python's
-    numbers, strings and other objects among its arguments are constants.
+    A program must be traceable, as for ``jax.jit``. Arrays among its arguments are traced. Python
+    numbers, strings and other objects are constants.
 
     Args:
-        disable_jit: an option of other engines, which means nothing here: what is jitted is tapped
-            all the same.
+        disable_jit: an option of other engines, without effect here.
 
     Warns:
         UserWarning: ``disable_jit`` is true.
@@ -69,39 +68,43 @@ class TraceEngine:
             )
 
     def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
-        """Return ``fn``, run with ``interceptor`` active.
+        """Return ``fn`` with its operations tapped.
 
-        It is traced at each call; what it calls is traced once for all calls, as far as JAX
-        does so. Where the interceptor is active already, the wrapper does nothing.
+        The function is traced at each call. Functions that it calls are traced as often as JAX
+        does that. The wrapper does nothing while the interceptor is active already.
 
-        A handler is asked once for each operation, and for those of nested functions once for
-        each way in which they are called that makes a difference to it: with other types, or
-        where it looks at them, under another module path or with operands of other origin.
+        A handler is asked once for each operation. For an operation of a nested function it is
+        asked again if the function is called with other types, or if something differs that the
+        handler looked at, such as the module path or the origin of an operand.
 
         Args:
-            fn: any callable whose result is a pytree: plain or jitted.
-            interceptor: the targets and their handlers. They are looked up at the first call.
+            fn: a callable, plain or jitted, whose result is a pytree.
+            interceptor: the targets and their handlers. Targets are looked up at the first call.
 
         Raises:
-            TargetError: at once for wrong types; at the call for a target that is unknown, can't
-                be tapped or is named twice, and for a handler whose result is not of the
-                structure, shapes and dtypes of the original's.
+            TargetError: at once, for wrong types. At the call, for a target that is unknown, can't
+                be tapped or is named twice, and for a handler whose result differs from the
+                original's in structure, shapes or dtypes.
         """
         if not callable(fn):
-            raise TargetError(f"TraceEngine.wrap needs a callable, got {fn!r}.")
+            raise TargetError(
+                f"TraceEngine.wrap's first argument must be a callable, got {fn!r}. Pass the "
+                "function to tap."
+            )
         if not isinstance(interceptor, Interceptor):
             raise TargetError(
-                f"TraceEngine.wrap needs an Interceptor, got {type(interceptor).__name__}. Build "
-                "one with Interceptor({'jax.numpy.dot': handler})."
+                "TraceEngine.wrap's second argument must be an Interceptor, got "
+                f"{type(interceptor).__name__}. Build one with "
+                "Interceptor({'jax.numpy.dot': handler})."
             )
         if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
             raise TargetError(
-                f"{fn!r} is asynchronous, and can't be traced. Wrap what it calls, or use "
-                "PatchEngine."
+                f"TraceEngine.wrap's function must not be asynchronous, got {fn!r}, which can't be "
+                "traced. Wrap what it calls, or use PatchEngine."
             )
         tapped = _Tapped(self, fn, interceptor)
 
-        # A function, not the object: as an attribute of a class it is a method.
+        # A plain function, so that it becomes a method as an attribute of a class.
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             return tapped.call(args, kwargs)
 
@@ -165,7 +168,9 @@ class _Tapped:
     def _current(self) -> Tapping:
         mode, tapping = mode_of(self._interceptor), self._tapping
         if tapping is None or tapping.mode != mode:
-            tapping = self._tapping = Tapping(self._interceptor, self._rewrap, mode, _observe)
+            tapping = self._tapping = Tapping(
+                self._interceptor, self._rewrap, mode, _observe, reinterpret
+            )
         return tapping
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,15 +180,15 @@ class _Tapped:
             if hasattr(value, "close"):
                 value.close()
             raise TargetError(
-                f"{self._fn!r} returned a {type(value).__name__}, which can't be traced. Wrap "
-                "what it calls, or use PatchEngine."
+                f"{self._fn!r} must return a pytree, got a {type(value).__name__}, which can't be "
+                "traced. Wrap what it calls, or use PatchEngine."
             )
         return value
 
     def _stage(
         self, watcher: Watcher, packed: Packed, held: dict[int, ArrayProxy], origins: _Origins
     ) -> tuple[Any, list[Any], Packed] | None:
-        """Stage the function. Return None where it must be staged in another mode."""
+        """Stage the function. Return None if another mode is needed."""
         result: Packed | None = None
         taps = watcher.session.tapping.taps
         values = [*packed.arrays, *leaves_of(list(held.values()))]
@@ -222,7 +227,7 @@ def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:
 
 
 def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:
-    """Return the structures of proxies that the program carries, and where their arrays begin."""
+    """Return structure and first array's number of carried proxies."""
     found, first = {}, len(packed.arrays)
     for i, proxy in held.items():
         structure = jax.tree.structure(proxy)
@@ -237,11 +242,11 @@ def _chain(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..
 
 
 def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, ArrayProxy]]:
-    """Return the arguments with arrays in place of array proxies, and these, by array."""
+    """Return the arguments with array proxies restored, and the proxies by array."""
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
     if not any(map(is_proxy, leaves)):
         return Packed((args, kwargs)), {}
-    # One that is there twice is one array, as an array is.
+    # A proxy that is passed twice becomes one array, as an array that is passed twice is one.
     arrays = {id(leaf): leaf.restore() for leaf in leaves if is_proxy(leaf)}
     packed = Packed(jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves]))
     places = {id(array): i for i, array in enumerate(packed.arrays)}
@@ -254,10 +259,10 @@ def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, Ar
 
 
 class _Origins:
-    """The pytree paths of a function's arguments, made when one is asked for."""
+    """The origins of a function's arguments, made when one is asked for."""
 
     def __init__(self, packed: Packed):
-        # No arrays: the rules of a program may run, and be tapped, when its call is long over.
+        # Arrays are not kept: rules of the program may run long after its call.
         self._treedef = packed.treedef
         self._leaves = [packed.leaf_of(i) for i in range(len(packed.arrays))]
         self._shapes = [getattr(array, "shape", None) for array in packed.arrays]

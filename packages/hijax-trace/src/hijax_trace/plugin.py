@@ -1,4 +1,4 @@
-"""hijax-trace's plugin module: what it adds to jaxtap. Must not import jax."""
+"""hijax-trace's plugin: its engine and command. It must not import jax."""
 
 from interception_core import CommandSpec, EngineSpec, hookimpl
 
@@ -7,7 +7,7 @@ API = (1, 0)
 
 @hookimpl
 def jaxtap_register_engines() -> list[EngineSpec]:
-    """Return the engine that works by tracing."""
+    """Return TraceEngine's spec."""
     return [
         EngineSpec(
             name="trace",
@@ -20,7 +20,7 @@ def jaxtap_register_engines() -> list[EngineSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Return the command that shows a program's operations."""
+    """Return the command ``jaxtap trace``."""
     return [
         CommandSpec(
             name="trace",

@@ -25,7 +25,7 @@ ALL = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, ht.jit], ids=["eager
 def test_a_box_in_a_box(jit, empty):
     inner, outer = Box(None if empty else 1.0), Box(2.0)
     for put in (lambda: Box({"a": [inner]}), lambda: outer.set(inner)):
-        with pytest.raises(TypeError, match=r"got a Box in it. Put what that holds there"):
+        with pytest.raises(TypeError, match=r"got a Box in them. Put what that holds there"):
             jit(put)()
     assert outer.get() == 2.0
     outer.set({"a": inner.get()})
@@ -33,7 +33,9 @@ def test_a_box_in_a_box(jit, empty):
 
 
 def test_a_reference_in_a_box():
-    with pytest.raises(TypeError, match="it can't hold Ref"):
+    with pytest.raises(
+        TypeError, match=r"must be arrays, numbers and values of hi types.*got .*Ref"
+    ):
         Box(jax.new_ref(jnp.ones(2)))
 
 
@@ -73,9 +75,7 @@ def test_change_in_a_scan(jit):
         box.set([box.get()])
         return c, None
 
-    message = (
-        r"type change in a loop: this Box holds Box\(float32\[\]\), and Box\(\[float32\[\]\]\)"
-    )
+    message = r"keep its type in a loop, which is Box\(float32\[\]\), got .*Box\(\[float32\[\]\]\)"
     with pytest.raises(TypeError, match=message + ".* in the body of scan"):
         jit(lambda: lax.scan(body, 0, None, length=2)[0])()
     assert box.get() == 1.0
@@ -99,7 +99,7 @@ def test_change_in_a_scan_to_a_box_that_is_scanned_over(jit):
         b.set([b.get()])
         return c, None
 
-    with pytest.raises(TypeError, match="type change in a loop"):
+    with pytest.raises(TypeError, match="keep its type in a loop"):
         jit(lambda b: lax.scan(body, 0, b)[0])(Box(X))
 
 
@@ -125,7 +125,7 @@ def test_change_under_plain_jit_of_a_box_passed():
 
 
 def test_change_under_plain_jit_of_an_empty_box():
-    with pytest.raises(TypeError, match=r"holds Box\(None\), and Box\(float32\[\]\) was written"):
+    with pytest.raises(TypeError, match=r"is Box\(None\).*got a value of type Box\(float32\[\]\)"):
         jax.jit(lambda b, x: b.set(x))(Box(None), 1.0)
 
 
@@ -267,7 +267,7 @@ def test_a_box_as_a_carry():
 
 def test_donating_a_box():
     f = ht.jit(lambda x, b: b.set(x), donate_argnums=(0, 1))
-    with pytest.raises(TypeError, match=r"argument 1 is donated and holds a Box.*donate_argnums"):
+    with pytest.raises(TypeError, match=r"must not hold a Box.*argument 1.*donate_argnums"):
         f(1.0, Box(1.0))
 
 
@@ -279,9 +279,9 @@ def test_a_program_ahead_of_time_that_changes_a_type():
 
 @pytest.mark.parametrize("value", ["text", object(), {"a": "text"}, [b"bytes"]])
 def test_contents_that_are_no_values(value):
-    with pytest.raises(TypeError, match="a Box holds arrays, numbers and values of hi types"):
+    with pytest.raises(TypeError, match="must be arrays, numbers and values of hi types"):
         Box(value)
-    with pytest.raises(TypeError, match="Keep that beside the Box"):
+    with pytest.raises(TypeError, match="Keep that outside of the Box"):
         Box().set(value)
 
 

@@ -133,7 +133,7 @@ def test_wrapper_can_be_collected():
 
 @pytest.mark.parametrize("fn", [None, 1, "jax.numpy.dot"])
 def test_what_is_not_callable(fn):
-    with pytest.raises(TargetError, match="needs a callable, got"):
+    with pytest.raises(TargetError, match="must be a callable, got"):
         ENGINE.wrap(fn, Interceptor({EXP: Log()}))
 
 
@@ -197,7 +197,7 @@ def test_what_returns_a_coroutine():
         return x
 
     tapped = tap(lambda x: inner(x), Log(), EXP)
-    with pytest.raises(TargetError, match=r"returned a coroutine"):
+    with pytest.raises(TargetError, match=r"must return a pytree, got a coroutine"):
         tapped(X)
     gc.collect()
 
@@ -206,7 +206,7 @@ def test_generator_function():
     def fn(x):
         yield lax.exp(x)
 
-    with pytest.raises(TargetError, match=r"returned a generator.*PatchEngine"):
+    with pytest.raises(TargetError, match=r"must return a pytree, got a generator.*PatchEngine"):
         tap(fn, Log(), EXP)(X)
 
 

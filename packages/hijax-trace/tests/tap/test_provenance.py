@@ -351,7 +351,7 @@ def test_provenance_of_a_key():
 def test_after_the_call_it_is_an_error():
     calls = []
     tap(lambda x: x @ x.T, lambda call, *a, **p: calls.append(call) or NotImplemented, DOT)(X)
-    with pytest.raises(RuntimeError, match="only while the wrapped function runs"):
+    with pytest.raises(RuntimeError, match="must be read while the wrapped function runs"):
         _ = calls[0].operands
 
 

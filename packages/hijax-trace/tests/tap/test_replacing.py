@@ -502,11 +502,14 @@ def handler_pytree(call, *args, **kwargs):
 # --- errors -----------------------------------------------------------------------------------
 
 WRONG = {
-    "shape": (lambda call, x, **_: x[0], r"exp:0 returned float32\[4\].*float32\[3,4\]"),
-    "dtype": (lambda call, x, **_: x.astype(jnp.int32), r"exp:0 returned int32.*float32\[3,4\]"),
-    "text": (lambda call, x, **_: "no", "exp:0 returned 'no', which is no array"),
-    "none": (lambda call, x, **_: None, "exp:0 returned None"),
-    "list": (lambda call, x, **_: [x], "exp:0 returned"),
+    "shape": (lambda call, x, **_: x[0], r"exp:0.*must be .*float32\[3,4\].*got float32\[4\]"),
+    "dtype": (
+        lambda call, x, **_: x.astype(jnp.int32),
+        r"exp:0.*must be .*float32\[3,4\].*got int32",
+    ),
+    "text": (lambda call, x, **_: "no", "exp:0.*must be an array.*got 'no'"),
+    "none": (lambda call, x, **_: None, "exp:0.*must be an array.*got None"),
+    "list": (lambda call, x, **_: [x], r"exp:0.*must be an array.*got "),
 }
 BODIES = {
     "plain": lambda x: jnp.exp(x),
@@ -533,26 +536,28 @@ def test_wrong_result_of_a_primitive(wrong, body, mode):
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_result_inside_of_a_transformation(wrong, body):
     handler, _ = WRONG[wrong]
-    with pytest.raises(TargetError, match="exp:0 returned"):
+    with pytest.raises(TargetError, match=r"exp:0.*must be an array.*got "):
         tap(BODIES[body], handler, "primitive:exp")(X)
 
 
 def test_wrong_number_of_results():
     handler = lambda call, x, **params: call.proceed(x, **params)[:1]  # noqa: E731
-    with pytest.raises(TargetError, match="top_k:0 returned 1 results, but top_k has 2"):
+    with pytest.raises(TargetError, match=r"top_k:0 must return 2 results.*got 1"):
         tap(lambda x: lax.top_k(x, 2), handler, "primitive:top_k")(X)
 
 
 @pytest.mark.parametrize("wrong", [lambda x: (x, x), lambda x: {"y": x}, lambda x: None])
 def test_wrong_structure_of_a_function(wrong):
     handler = lambda call, x, **_: wrong(x)  # noqa: E731
-    with pytest.raises(TargetError, match=r"softmax:0 returned PyTreeDef.*same structure"):
+    with pytest.raises(
+        TargetError, match=r"softmax:0.*must be PyTreeDef.*got PyTreeDef.*same structure"
+    ):
         tap(lambda x: jax.nn.softmax(x), handler, "jax.nn.softmax")(X)
 
 
 def test_wrong_type_of_a_function():
     handler = lambda call, x, **_: x.astype(jnp.bfloat16)  # noqa: E731
-    with pytest.raises(TargetError, match=r"softmax:0 returned bfloat16.*Convert"):
+    with pytest.raises(TargetError, match=r"softmax:0.*must be .*got bfloat16.*Convert"):
         jax.jit(tap(lambda x: jax.nn.softmax(x), handler, "jax.nn.softmax"))(X)
 
 
@@ -571,5 +576,5 @@ def test_closed_over_tracer_where_it_can_not_be_given_teaches_or_works():
 
     from interception_core import JaxtapError
 
-    with pytest.raises(JaxtapError, match=r"custom_linear_solve.*can't be given more operands"):
+    with pytest.raises(JaxtapError, match=r"custom_linear_solve.*can't take more operands"):
         outer(W, 2.0)

@@ -392,7 +392,7 @@ def test_cached_jaxprs_print_hi_types():
 
 
 def test_register_hitype_refuses_what_is_a_value_already():
-    with pytest.raises(TypeError, match="wrap it in a class of your own"):
+    with pytest.raises(TypeError, match="Wrap the value in a new class"):
         ht.register_hitype(jax.Array, lambda x: x)
-    with pytest.raises(TypeError, match="needs the class of the values"):
+    with pytest.raises(TypeError, match="must be the class of the values"):
         ht.register_hitype(quantize(X), lambda x: x)

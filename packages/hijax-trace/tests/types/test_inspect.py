@@ -69,7 +69,7 @@ def test_a_jaxpr_that_only_passes_a_hi_value_is_high():
 
 
 def test_is_high_wants_a_jaxpr():
-    with pytest.raises(TypeError, match="trace the function first"):
+    with pytest.raises(TypeError, match="Trace the function first"):
         ht.is_high(lambda x: x)
 
 

@@ -32,6 +32,7 @@ from .plugins.host import (
     engines,
     find_bridge,
     get_engine,
+    get_export_backend,
     get_provider,
     kernels,
     make_qtype,
@@ -47,6 +48,7 @@ from .plugins.specs import (
     CommandSpec,
     DoctorCheck,
     EngineSpec,
+    ExportBackendSpec,
     KernelSpec,
     ProviderSpec,
     QTypeSpec,
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from .patch.engine import PatchEngine, untapped
     from .patch.targets import loaded, primitive_names
     from .patterns import check_pattern, matches_path
-    from .provider import Provider, ProviderPlan
+    from .provider import Provider, ProviderPlan, StorablePlan
 
 __version__ = version("interception-core")
 
@@ -74,6 +76,7 @@ __all__ = [
     "DoctorCheck",
     "Engine",
     "EngineSpec",
+    "ExportBackendSpec",
     "FfiTarget",
     "Interceptor",
     "JaxtapError",
@@ -92,6 +95,7 @@ __all__ = [
     "ProviderSpec",
     "QTypeSpec",
     "Step",
+    "StorablePlan",
     "TargetError",
     "UnknownNameError",
     "ValueKind",
@@ -102,6 +106,7 @@ __all__ = [
     "explicit_spec",
     "find_bridge",
     "get_engine",
+    "get_export_backend",
     "get_op",
     "get_provider",
     "hookimpl",
@@ -135,6 +140,7 @@ _LAZY = {
     "PatchEngine": "patch.engine",
     "Provider": "provider",
     "ProviderPlan": "provider",
+    "StorablePlan": "provider",
     "check_pattern": "patterns",
     "explicit_mesh": "explicit",
     "explicit_spec": "explicit",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from .interceptor import Interceptor
@@ -47,7 +47,8 @@ class ProviderPlan(Protocol):
     A plan may also have:
 
     - ``as_json()``, which returns JSON's types: ``jaxtap plan --json`` writes it.
-    - ``report(params, *args)``, which measures it: ``jaxtap report`` prints what it returns.
+    - ``report(params, *args)``, which measures it: ``jaxtap report`` prints what it returns, and
+      ``--json`` writes its ``as_json()``.
     - ``ranges``: the activations whose range has to be measured; where there are any,
       ``quantize_model`` needs ``statistics``, and ``provider.apply_measured(fn, statistics)`` and
       ``calibrate(fn, params, batches)`` are there, too.
@@ -55,8 +56,7 @@ class ProviderPlan(Protocol):
       ``quantize_model`` tells what can't be followed.
     - ``lora``, with ``init_adapters(key)``: adapters beside stored parameters.
     - ``prepack``, as an option of ``quantize``: needed where ``quantize_model(prepack=False)`` is.
-
-    ``save`` and ``load`` take other providers' stored parameters without their plan.
+    - ``manifest()`` and ``stored_types()``: see ``StorablePlan``.
 
     Attributes:
         problems: what of the rules can't be followed: one line of text each.
@@ -72,4 +72,29 @@ class ProviderPlan(Protocol):
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``fn``, to be called with stored parameters."""
+        ...
+
+
+@runtime_checkable
+class StorablePlan(ProviderPlan, Protocol):
+    """A plan that ``provider_xla.save`` stores with its parameters and ``load`` checks.
+
+    What ``quantize`` returns must then be a pytree of arrays: register a class of stored
+    parameters with ``jax.tree_util.register_dataclass``.
+    """
+
+    def manifest(self) -> Mapping[str, Any]:
+        """Return what made the plan, as JSON's types.
+
+        ``"provider"`` is the name that the provider is registered with, and ``"config"`` the
+        keyword arguments of its factory: ``get_provider(name, **config)`` makes the provider
+        again. Other keys say what else must be equal for stored parameters to fit, such as formats.
+        """
+        ...
+
+    def stored_types(self) -> Any:
+        """Return the tree that ``quantize`` returns, as jax.ShapeDtypeStruct.
+
+        ``jax.eval_shape(plan.quantize, types_of_params)`` gives it.
+        """
         ...

@@ -188,7 +188,7 @@ class TestPlugins:
         host(OWN, BROKEN)
         assert main(["plugins", "--json"]) == 0
         content = json.loads(capsys.readouterr().out)
-        assert content["api"] == [1, 5]
+        assert content["api"] == [1, 6]
         own, broken = content["plugins"]
         assert own["status"] == "ok"
         assert own["error"] is None

@@ -113,14 +113,14 @@ class TestApi:
     @pytest.mark.parametrize(
         ("api", "message"),
         [
-            (None, "add `API = (1, 5)`"),
+            (None, "add `API = (1, 6)`"),
             ("1.0", "tuple of two ints"),
             ((1,), "tuple of two ints"),
             ((1, 0, 0), "tuple of two ints"),
             ((1, True), "tuple of two ints"),
             ([1, 0], "tuple of two ints"),
             ((2, 0), "upgrade interception-core"),
-            ((1, 6), "upgrade interception-core"),
+            ((1, 7), "upgrade interception-core"),
             ((0, 9), "upgrade the plugin"),
         ],
     )

@@ -22,19 +22,22 @@ if TYPE_CHECKING:
         OdmlError,
         OdmlWarning,
     )
-    from .exporting.aeq_options import AeqOptions
     from .exporting.artifact import Artifact
+    from .exporting.backend import ExportBackend, FloatFile, QuantizedFile
     from .exporting.conversion import OdmlConversionProvider
     from .exporting.export import export
+    from .exporting.match import FileOp
     from .exporting.report import Report
     from .exporting.signature import Signature
     from .train.provider import OdmlQatProvider, QatModel, qat
     from .train.statistics import QuantStats
 
 __all__ = [
-    "AeqOptions",
     "Artifact",
     "ConversionError",
+    "ExportBackend",
+    "FileOp",
+    "FloatFile",
     "ManifestError",
     "MismatchError",
     "MissingExtraError",
@@ -47,6 +50,7 @@ __all__ = [
     "Plan",
     "QatModel",
     "QuantStats",
+    "QuantizedFile",
     "Report",
     "Signature",
     "export",
@@ -54,9 +58,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    "AeqOptions": ".exporting.aeq_options",
     "Artifact": ".exporting.artifact",
     "ConversionError": ".errors",
+    "ExportBackend": ".exporting.backend",
+    "FileOp": ".exporting.match",
+    "FloatFile": ".exporting.backend",
     "ManifestError": ".errors",
     "MismatchError": ".errors",
     "MissingExtraError": ".errors",
@@ -68,6 +74,7 @@ _LAZY = {
     "OdmlWarning": ".errors",
     "Plan": ".decide.plan",
     "QatModel": ".train.provider",
+    "QuantizedFile": ".exporting.backend",
     "QuantStats": ".train.statistics",
     "Report": ".exporting.report",
     "Signature": ".exporting.signature",

@@ -30,7 +30,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             name="demo-odml",
             summary="train a model for the device, export it to a .tflite and run that in LiteRT",
             run="provider_odml.demo:run",
-            configure="provider_odml.demo:configure",
+            configure="interception_core.demo_kit:configure",
         )
     ]
 

@@ -70,6 +70,6 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             name="demo-xla",
             summary="train two small models on handwritten digits and run them in int8 and int4",
             run="provider_xla.demo.command:run",
-            configure="provider_xla.demo.command:configure",
+            configure="interception_core.demo_kit:configure",
         ),
     ]

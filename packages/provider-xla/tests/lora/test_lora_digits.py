@@ -5,9 +5,9 @@ import numpy as np
 import optax
 import pytest
 
+from interception_core.demo_kit import BATCH, Digits
 from provider_xla import PtqProvider, QuantizationRule
 from provider_xla.demo.models import MODELS
-from provider_xla.demo.training import BATCH, Digits
 
 MODEL = MODELS[1]  # attention
 EPOCHS, SEED = 8, 0

@@ -169,3 +169,52 @@ def test_help_does_without_jax(command):
     run = run_python("-c", code)
     assert run.stdout.splitlines()[-1] == "False"
     assert "--rules RULES" in run.stdout
+
+
+OF_ANOTHER = '''
+
+class Another:
+    """A provider with a report, which is not provider-xla's."""
+
+    engine, disable_jit, problems, weights = None, False, (), ("w",)
+
+    def interceptor(self):
+        return None
+
+    def apply(self, fn):
+        return fn
+
+    def plan(self, fn, params, *args):
+        return self
+
+    def quantize(self, params):
+        return params
+
+    def report(self, params, *args):
+        return Found()
+
+class Found:
+    def __str__(self):
+        return "no error at all"
+
+    def as_json(self):
+        return {"error": 0}
+
+another = Another()
+'''
+
+
+def test_the_report_of_another_provider(file, capsys, tmp_path):
+    with open(file, "a") as program:
+        program.write(OF_ANOTHER)
+    given = ["report", f"{file}:case", "--rules", "another"]
+    assert printed(capsys, *given) == "no error at all\n"
+    assert json.loads(printed(capsys, *given, "--json", "-")) == {"error": 0}
+    path = tmp_path / "found.json"
+    assert printed(capsys, *given, "--json", str(path)) == f"no error at all\nWrote {path}.\n"
+    assert json.loads(path.read_text()) == {"error": 0}
+    said = refused(capsys, *given, "--html", "x.html", "--no-time")
+    assert "--html and --no-time must be left out with a Another" in said
+    assert "--json needs as_json(), got a Another without" in refused(
+        capsys, "plan", *given[1:], "--json", "-"
+    )

@@ -136,7 +136,8 @@ def test_the_page_is_whole_or_not_there(tmp_path):
 
 
 def test_the_error_without_a_library_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "provider_xla.report.page", raising=False)
+    for name in ("provider_xla.report.page", "interception_core.report_kit.page"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "jinja2"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jinja2", None)

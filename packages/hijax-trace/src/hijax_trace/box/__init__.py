@@ -1,1 +1,1 @@
-"""Box: a mutable cell for arrays, of any structure, that JAX's transformations carry along."""
+"""Box: a mutable cell that works under all of JAX's transformations."""

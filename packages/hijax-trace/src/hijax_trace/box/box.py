@@ -15,13 +15,16 @@ from .types import BoxType
 
 
 class Box:
-    """Holds one value, a pytree of arrays, numbers and hi values, which can be replaced.
+    """A mutable cell for a pytree of arrays, numbers and hi values.
 
-    A Box may be closed over or passed to functions under any transformation; writes inside are
-    seen outside. A pytree node itself: ``jax.jit`` and others pass it by reference.
+    Functions under any transformation may close over a Box or get it as an argument. Writes inside
+    are seen outside. A Box is a pytree node, and ``jax.jit`` and others pass it by reference.
 
     The type of the contents may change outside of traces, in the trace that made the Box, and in
     functions under ``hijax_trace.jit``. In other traces it is fixed.
+
+    Args:
+        value: the first value.
     """
 
     __slots__ = ("__weakref__", "_contents", "_earlier", "_fixed_by", "_home", "_passed")
@@ -39,7 +42,7 @@ class Box:
     def _set_up(self, contents: Contents, passed: bool) -> None:
         home = scope.home_trace()
         self._contents = contents
-        # Those of other types, for as long as a program that was made for them does.
+        # Contents of earlier types, for as long as a program for them lives.
         self._earlier = None
         self._home = None if home is None else weakref.ref(home)
         self._passed = passed
@@ -51,19 +54,19 @@ class Box:
         return cls(value)
 
     def beside(self, value: Any) -> Box:
-        """Return a new Box that lives where this one does.
+        """Return a new Box that belongs to this Box's trace.
 
-        A Box that is made in a function which is differentiated or mapped counts as that, with
-        what it holds: one beside a Box from outside is as constant as that.
+        A Box that is made in a differentiated or mapped function is differentiated or mapped with
+        it. A Box beside one from outside is not.
 
         Args:
-            value: no value of a trace.
+            value: its value, without tracers.
 
         Raises:
             RuntimeError: this Box escaped its trace.
         """
         home = self._resolved()._home_trace()
-        scope.traces_up_to(home)  # else it escaped
+        scope.traces_up_to(home)  # raises if this Box escaped
         with compat.set_current_trace(compat.eval_trace if home is None else home):
             return Box(value)
 
@@ -83,8 +86,8 @@ class Box:
         """Replace the value.
 
         Raises:
-            TypeError: the value has another type than the contents where that is fixed; or it is
-                differentiated, or mapped by ``vmap``, and the Box is not.
+            TypeError: the value has another type than the contents, and the type is fixed here. Or
+                the value is differentiated or mapped by ``vmap``, and the Box is not.
             RuntimeError: the Box escaped its trace.
             NotImplementedError: it was closed over by a function under ``shard_map``.
         """
@@ -118,10 +121,10 @@ class Box:
             return "Box(...)"
 
     def _resolved(self) -> Box:
-        """Return the Box that stands for this one: an argument, in the run it was passed to."""
+        """Return the argument that this Box is in a run, or itself."""
         box = self
         for run in scope.LOCAL.runs:
-            box = run.stand_in(box)
+            box = run.as_argument(box)
         return box
 
     def _current(self) -> Contents:
@@ -132,10 +135,10 @@ class Box:
         return self._contents
 
     def _home_trace(self) -> Any:
-        """Return the trace that the Box belongs to, None if it belongs to no trace.
+        """Return the trace that the Box belongs to, or None.
 
         Raises:
-            RuntimeError: that trace is over.
+            RuntimeError: that trace has ended.
         """
         if self._home is None:
             return None
@@ -145,7 +148,7 @@ class Box:
         return home
 
     def _used(self) -> Contents:
-        """Return the contents, having noted who uses them."""
+        """Return the contents, and record which run or trace uses them."""
         between = scope.traces_up_to(self._home_trace())
         scope.check_not_sharded(between)
         contents = self._current()
@@ -155,12 +158,12 @@ class Box:
         runs = scope.LOCAL.runs
         for run in runs:
             run.uses(self)
-        run = next((run for run in runs if run.hands_out(contents, self)), None)
+        run = next((run for run in runs if run.will_return(contents, self)), None)
         if run is not None and staging is not run.trace:
             with compat.set_current_trace(run.trace):
-                _ = contents.refs  # a loop must see a reference
+                _ = contents.refs  # a loop needs a reference, made outside of it
         label = compat.traced_for(staging)
-        # Inside of a run it is the run that keeps the program, and traces again for other types.
+        # A run traces its program again for other types. A plain trace can't, so the type is fixed.
         within = any(staging is run.trace for run in runs) or (runs and label != "jit")
         if not within:
             self._fixed_by = label
@@ -187,7 +190,8 @@ class Box:
                 run.changed[self] = contents
                 return
         elif inner:
-            # References made under grad or vmap would be theirs: make them where the Box lives.
+            # References that are made under grad or vmap would be transformed with the program.
+            # Make them in the Box's trace.
             with compat.set_current_trace(
                 home if home is not None else compat.parent_trace(inner[-1])
             ):
@@ -200,7 +204,7 @@ class Box:
         self._contents = contents
 
     def _renewed(self, leaves: list, type_: BoxType) -> Contents:
-        """Return contents for values of another type: those of before, if they had that type."""
+        """Return contents of another type: earlier ones, if there are any."""
         contents = None if self._earlier is None else self._earlier.get(type_)
         if contents is None or not contents.lies_like(leaves):
             return Contents.of(leaves, type_)
@@ -209,9 +213,10 @@ class Box:
 
 
 class _Structure:
-    """The static part of a Box: its structure. The Box itself is no part of equality.
+    """The static part of a Box as a pytree node: its structure.
 
-    It is kept (weakly) so that ``jax.tree.map(lambda x: x, box)`` gives back the same Box.
+    The Box is kept weakly, so that ``jax.tree.map(lambda x: x, box)`` returns the same Box. It does
+    not count for equality.
     """
 
     __slots__ = ("owner", "treedef")
@@ -256,7 +261,7 @@ def _unflatten(structure: _Structure, refs: Any) -> Box:
     if owner is not None:
         own = owner._resolved()._current()._refs or ()
         same = len(own) == len(refs) and all(a is b for a, b in zip(own, refs, strict=True))
-        # An empty Box looks the same everywhere; in a trace it is always a new one.
+        # A Box without references can't be recognized by them: in a trace it is a new one.
         if same and (refs or scope.home_trace() is None):
             return owner
     box = object.__new__(Box)
@@ -268,7 +273,7 @@ jax.tree_util.register_pytree_with_keys(Box, _flatten_with_keys, _unflatten, _fl
 
 
 def collect(tree: Any) -> list[Box]:
-    """Return the Boxes in a pytree, in its order, each as often as it is there."""
+    """Return the Boxes in a pytree, in order, with repetitions."""
     local = scope.LOCAL
     outer, local.collected = local.collected, []
     try:

@@ -1,7 +1,7 @@
-"""Contents: what a Box holds at one time, as one reference per leaf.
+"""Contents: what a Box holds at one time, one reference per leaf.
 
-The references are JAX's own (``jax.new_ref``), so reads and writes are ordinary operations under
-every transformation. Another type of contents needs other references: a new ``Contents``.
+The references are JAX's (``jax.new_ref``), so reads and writes are ordinary operations under every
+transformation. Contents of another type need new references: a new ``Contents``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from .types import BoxType, leaf_type
 
 
 class Contents:
-    """References and structure. Its identity stands for the references it has.
+    """References and their structure. Compared by identity.
 
-    New contents that a function under ``hijax_trace.jit`` hands out are ``pending``: plain values
-    until a loop or an inner jit uses them, for references made inside of a program count as
-    differentiated and as mapped when the program is. The Box is neither.
+    New contents that a function under ``hijax_trace.jit`` returns are ``pending``: plain values
+    until a loop or an inner jit uses them. References that are made inside of a program would be
+    differentiated and mapped with it, and the Box is not.
+
+    Args:
+        treedef: the structure of the value.
+        refs: a reference for each leaf; None for pending contents.
+        type_: the type, if it is known.
     """
 
     __slots__ = ("__weakref__", "_refs", "_type", "pending", "treedef", "values")
@@ -34,19 +39,19 @@ class Contents:
 
     @classmethod
     def of(cls, leaves: list, type_: BoxType) -> Contents:
-        """Make new references, in the current trace."""
+        """Return contents with new references, made in the current trace."""
         return cls(type_.treedef, tuple(map(jax.new_ref, leaves)), type_)
 
     @classmethod
     def to_come(cls, leaves: list, type_: BoxType) -> Contents:
-        """Make pending contents."""
+        """Return pending contents."""
         contents = cls(type_.treedef, None, type_)
         contents.values, contents.pending = leaves, True
         return contents
 
     @property
     def refs(self) -> tuple:
-        """The references; pending values get theirs in the current trace."""
+        """The references. Those of pending contents are made in the current trace."""
         if self._refs is None:
             assert self.values is not None
             self._refs, self.values = tuple(map(jax.new_ref, self.values)), None
@@ -54,14 +59,15 @@ class Contents:
 
     @property
     def type(self) -> BoxType:
-        """The type, found out when first asked for: JAX rebuilds Boxes of all kinds of leaves."""
+        """The type of the contents."""
+        # Found when it is asked for: JAX rebuilds Boxes with leaves that have no type.
         if self._type is None:
             avals = tuple(jax.typeof(ref).inner_aval for ref in self.refs)
             self._type = BoxType(self.treedef, avals)
         return self._type
 
     def lies_like(self, leaves: list) -> bool:
-        """Return whether values have the types of these, and lie on the same devices."""
+        """Return whether values have the types and devices of these contents."""
         return all(
             jax.typeof(leaf).strip_weak_type() == jax.typeof(ref).inner_aval
             and (isinstance(leaf, jax.core.Tracer) or _place(leaf) in (None, _place(ref)))
@@ -85,7 +91,7 @@ class Contents:
 
         Args:
             leaves: the values.
-            passed: whether the Box came in as an argument.
+            passed: whether the Box is an argument.
         """
         refs = self.refs
         traced = not compat.is_eval(compat.current_trace())
@@ -106,7 +112,7 @@ def undifferentiated(leaf: Any) -> Any:
 
 
 def flatten(value: Any) -> tuple[list, BoxType]:
-    """Return the leaves of a value and its type as contents of a Box.
+    """Return a value's leaves and its type as contents of a Box.
 
     Raises:
         TypeError: the value can't be held.
@@ -117,8 +123,8 @@ def flatten(value: Any) -> tuple[list, BoxType]:
         leaves, treedef = jax.tree.flatten(value)
     except scope.BoxFound:
         raise TypeError(
-            "the contents of a Box must be arrays, numbers and values of hi types, got a Box in "
-            "it. Put what that holds there, box.get(), or keep both Boxes side by side."
+            "The contents of a Box must be arrays, numbers and values of hi types, got a Box in "
+            "them. Put what that holds there, box.get(), or keep both Boxes side by side."
         ) from None
     finally:
         local.none_expected = before

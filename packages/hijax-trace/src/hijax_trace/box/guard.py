@@ -1,8 +1,9 @@
-"""The identity on what is written to a Box that may be from outside of a transformed function.
+"""Guard: the identity on values that are written to a Box.
 
-Such a Box is not differentiated and not mapped. JAX finds that out when it transforms the
-program, and its error doesn't know of Boxes; the rules of this primitive say what to do. It has
-the reference as an operand, for its rules to see whether the Box is transformed too.
+A Box from outside of a transformed function is not differentiated and not mapped. JAX finds that
+when it transforms the program, with an error that does not mention Boxes. The rules of this
+primitive raise one that says what to do. Its second operand is the reference, so that the rules
+know whether the Box is transformed, too.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from .. import compat
 from ..hi.primitive import HiPrimitive
 
 STOP_GRADIENT = (
-    "a differentiated value was written to a Box that is not differentiated. Write "
-    "box.set(jax.lax.stop_gradient(value)), or make the Box inside of the differentiated function."
+    "A value that is written to a Box from outside of grad must not be differentiated, got one "
+    "that is. Write box.set(jax.lax.stop_gradient(value)), or make the Box inside of the "
+    "differentiated function."
 )
 VMAPPED = (
-    "a value of one example of vmap was written to a Box that is shared by all examples. Pass the "
-    "Box to the mapped function with a batch axis (in_axes=0), make it inside, or return the "
-    "values and write them to the Box after vmap."
+    "A value that is written to a Box which is shared by all examples of vmap must be the same for "
+    "all, got the value of one example. Pass the Box to the mapped function with a batch axis "
+    "(in_axes=0), make it inside, or return the values and write them to the Box after vmap."
 )
 
 
 class Written(HiPrimitive):
-    """``written.bind(value, ref, constant=...)`` is ``value``; lowered to nothing.
+    """The primitive: ``written.bind(value, ref, constant=...)`` returns ``value``.
 
-    With ``constant`` the Box is known not to be differentiated, though ``ref`` may be: JAX counts
-    all references made inside of a differentiated program.
+    It is lowered to nothing. With ``constant`` the Box is not differentiated, though ``ref`` may
+    be: JAX differentiates all references that are made inside of a differentiated program.
     """
 
     def __init__(self, name: str):
@@ -35,7 +37,7 @@ class Written(HiPrimitive):
         compat.register_discharge_to_first(self)
 
     def is_high(self, *avals: Any, **params: Any) -> bool:
-        """Only hi values need lowering: other programs stay as fast as they are."""
+        """Return whether the value is a hi one: no other needs ``to_lojax``."""
         return avals[0].is_high
 
     def abstract_eval(self, *avals: Any, **params: Any) -> tuple[Any, set]:
@@ -47,7 +49,7 @@ class Written(HiPrimitive):
         return args[0]
 
     def jvp(self, primals: tuple, tangents: tuple, **params: Any) -> tuple[Any, Any]:
-        """Return value and tangent.
+        """Return the value and its tangent.
 
         Raises:
             TypeError: the value is differentiated and the Box is not.
@@ -59,7 +61,7 @@ class Written(HiPrimitive):
         return self.bind(*primals, **params), value
 
     def batch(self, axis_data: Any, args: tuple, dims: tuple, **params: Any) -> tuple[Any, Any]:
-        """Return the value with its axis.
+        """Return the value and its axis.
 
         Raises:
             TypeError: the value is mapped and the Box is not.
@@ -74,7 +76,7 @@ written = Written("written_to_box")
 
 
 def explained(error: Exception) -> Exception:
-    """Return the error to raise for one that JAX raised at a read or write of a Box."""
+    """Return the error to raise instead of JAX's."""
     if type(error) is Exception and "set/swap operation" in str(error):
         return TypeError(STOP_GRADIENT if "differentiated" in str(error) else VMAPPED)
     return error

@@ -1,9 +1,9 @@
 """jit: ``jax.jit`` for functions that change the types of Boxes.
 
-The function is compiled by one ``jax.jit``, with the options given. Where it changed the type of
-a Box, the new contents are extra outputs of the program, and the Box gets them after the call.
-Boxes closed over are part of the program, as arrays closed over are for ``jax.jit``; when one has
-got another type the program is made anew.
+One ``jax.jit`` compiles the function, with the given options. If the function changes the type of a
+Box, the new contents are extra outputs of the program, and the Box gets them after the call. Boxes
+that are closed over are part of the program, as closed-over arrays are for ``jax.jit``. If one gets
+another type, the function is compiled again.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from . import scope
 from .box import Box, collect
 from .contents import Contents
 from .guard import explained
-from .run import Again, Result, Run, apply, is_box
+from .run import Repeated, Result, Run, apply, is_box
 from .types import BoxType, mut_types, record_mut_types
 
-# Part of the key of JAX's caches: what is traced inside of one program isn't found by another.
+# A part of the key of JAX's caches, so that programs do not share the traces made inside of them.
 _PROGRAM = jax.make_user_context(None)
 _NUMBERS = itertools.count(1)
 
 
 _KEPT = 8
-"""How many programs are kept. One holds what the Boxes that it closes over held last."""
+"""How many programs are kept. Each keeps the contents of the Boxes that it closes over."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Program:
-    """A compiled function, good while the Boxes that are closed over have the same contents.
+    """A compiled function, valid while its closed-over Boxes have the same contents.
 
     Attributes:
-        held: the Boxes, with what they held when it was traced.
-        number: tells what is traced inside of it from what is inside of others.
+        held: these Boxes, with their contents when it was traced.
+        number: identifies the traces that are made inside of it.
         jitted: the function.
     """
 
@@ -50,12 +50,12 @@ class _Program:
     jitted: Any = None
 
     def fits(self) -> bool:
-        """Return whether the Boxes hold that now."""
+        """Return whether the Boxes have the same contents now."""
         return all(box._resolved()._current() is held for box, held in self.held.items())
 
 
 class BoxJit:
-    """A function under ``hijax_trace.jit``. Called as the function is."""
+    """A function under ``hijax_trace.jit``, called like the function."""
 
     def __init__(self, fun: Callable, options: dict[str, Any]):
         functools.update_wrapper(self, fun)
@@ -66,7 +66,7 @@ class BoxJit:
             options = {**options, "out_shardings": Result(options["out_shardings"], None)}
         self._jit_options = options
         self._lock = threading.RLock()
-        self._boxes: list[Box] = []  # those closed over, as the programs number them
+        self._boxes: list[Box] = []  # the closed-over Boxes, as programs number them
         self._calls = threading.local()
         self._programs = [self._made(_Program({}))]  # the last one used comes first
 
@@ -77,14 +77,14 @@ class BoxJit:
         return f"<hijax_trace.jit of {getattr(self._fun, '__name__', self._fun)!r}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function, compiled for the types of the arguments and of its Boxes.
+        """Run the function, compiled for the types of its arguments and Boxes.
 
         Raises:
-            TypeError: a type changed where it can't, as ``Box.set`` says.
+            TypeError: a type changed where it is fixed; see ``Box.set``.
         """
         program = self._programs[0]
         if not program.held:
-            # Nearly all calls: JAX takes the arguments apart, and finds no Box there.
+            # The fast path. Arguments are not searched for Boxes: flattening one raises BoxFound.
             local = scope.LOCAL
             local.none_expected = True
             try:
@@ -92,14 +92,14 @@ class BoxJit:
             except scope.BoxFound:
                 pass
             else:
-                # The first trace may have found Boxes that are closed over.
+                # The first trace may have found closed-over Boxes.
                 return apply(result, [], self._boxes) if type(result) is Result else result
             finally:
                 local.none_expected = False
         return self._through(lambda jitted: jitted, collect((args, kwargs)), args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``jax.jit(f).trace`` returns. ``mut_types`` knows of its ``jaxpr``."""
+        """Return the result of ``jax.jit(f).trace``, whose jaxpr ``mut_types`` knows."""
         traced = self._stage("trace", args, kwargs)
         out = traced.out_info
         if type(out) is Result and out.writes is not None:
@@ -115,22 +115,22 @@ class BoxJit:
         return traced
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``jax.jit(f).lower`` returns.
+        """Return the result of ``jax.jit(f).lower``.
 
         Raises:
-            TypeError: the function changes the type of a Box, which is done by calling it.
+            TypeError: the function changes the type of a Box.
         """
         changed = mut_types(self.trace(*args, **kwargs).jaxpr)
         if changed:
             raise TypeError(
-                f"a program that was compiled ahead of time can't change the type of a Box, and "
-                f"this one does: {changed}. Call the function once, so that the Box has its final "
+                "A program that is compiled ahead of time can't change the type of a Box, got one "
+                f"that does: {changed}. Call the function once, so that the Box has its final "
                 "type, and lower it then."
             )
         return self._stage("lower", args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the types of the results. Boxes keep theirs."""
+        """Return the types of the results. No Box changes."""
         out = self.trace(*args, **kwargs).out_info
         return out.out if type(out) is Result else out
 
@@ -140,7 +140,7 @@ class BoxJit:
             self._programs = [self._made(_Program({}))]
 
     def index(self, box: Box, contents: Contents) -> int:
-        """Return the number of a Box that is closed over."""
+        """Return the number of a closed-over Box."""
         with self._lock:
             for i, known in enumerate(self._boxes):
                 if known is box:
@@ -155,7 +155,7 @@ class BoxJit:
         def traced(*args: Any, **kwargs: Any) -> Any:
             scope.LOCAL.none_expected = False
             if not compat.is_staging(compat.current_trace()):
-                return fun(*args, **kwargs)  # under jax.disable_jit nothing needs to be handed out
+                return fun(*args, **kwargs)  # under jax.disable_jit, writes happen at once
             run = Run(self.index, getattr(calls, "arguments", ()))
             args, kwargs = run.adopt(args, kwargs)
             with run:
@@ -167,16 +167,17 @@ class BoxJit:
         return program
 
     def _note(self, run: Run, program: _Program) -> None:
-        """Remember what the Boxes closed over held when a program was traced."""
+        """Record the contents of closed-over Boxes when a program was traced."""
         with self._lock:
             unknown = [box for box in run.used if box not in program.held]
             program.held.update(run.used)
             if run.aliased and any(box in unknown for box in run.outer):
-                # Made without knowing that this argument is closed over too: good for one call.
+                # It was traced without the key for an argument that is also closed over, so it is
+                # valid for one call alone.
                 self._calls.stale = True
 
     def _prepare(self, boxes: list[Box], args: tuple, kwargs: dict) -> tuple[Any, ...]:
-        """Return the program, the Boxes passed, the arguments and the context."""
+        """Return program, passed Boxes, arguments and context of a call."""
         passed = list(dict.fromkeys(box._resolved() for box in boxes))
         if len(passed) < len(boxes):
             args, kwargs = _once(args, kwargs)
@@ -189,7 +190,7 @@ class BoxJit:
                 if known._resolved() is box
             )
             known = list(program.held)
-        for run in scope.LOCAL.runs:  # the program around this one uses them too
+        for run in scope.LOCAL.runs:  # the program around this one uses these Boxes, too
             for box in known:
                 if box._resolved() is box:
                     run.uses(box)
@@ -198,7 +199,7 @@ class BoxJit:
         return program, passed, args, kwargs, nullcontext() if key is None else _PROGRAM(key)
 
     def _fitting(self) -> _Program:
-        """Return the program for what the Boxes hold, made anew where there's none."""
+        """Return the program for the Boxes' contents, a new one if needed."""
         last = self._programs[0]
         found = next((program for program in self._programs if program.fits()), None)
         if found is None:
@@ -242,13 +243,13 @@ class BoxJit:
         for i in (donated,) if isinstance(donated, int) else donated or ():
             if i < len(args) and collect(args[i]):
                 raise TypeError(
-                    f"argument {i} is donated and holds a Box. A Box is updated in place already: "
-                    "leave it out of donate_argnums."
+                    f"A donated argument must not hold a Box, got one in argument {i}, and a Box "
+                    "is updated without a copy already. Leave it out of donate_argnums."
                 )
 
 
 def _once(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return the arguments with each Box once, its other places marked."""
+    """Return the arguments with repetitions of a Box replaced by ``Repeated``."""
     seen: dict[Box, int] = {}
 
     def mark(x: Any) -> Any:
@@ -256,7 +257,7 @@ def _once(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             return x
         box = x._resolved()
         if box in seen:
-            return Again(seen[box])
+            return Repeated(seen[box])
         seen[box] = len(seen)
         return x
 
@@ -264,7 +265,7 @@ def _once(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def _places(args: tuple, kwargs: dict) -> list[str]:
-    """Return where each Box is among the arguments."""
+    """Return the pytree path of each Box among the arguments."""
     found: dict[Box, str] = {}
     for name, tree in (("args", args), ("kwargs", kwargs)):
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_box):
@@ -274,16 +275,16 @@ def _places(args: tuple, kwargs: dict) -> list[str]:
 
 
 def jit(fun: Callable | None = None, /, **options: Any) -> Any:
-    """Compile a function as ``jax.jit`` does, and let it change the types of Boxes.
+    """Compile a function like ``jax.jit``, and let it change types of Boxes.
 
     Args:
         fun: the function. Without it, a decorator is returned.
-        **options: those of ``jax.jit``: static and donated arguments, shardings and so on.
+        **options: options of ``jax.jit``, such as static and donated arguments, and shardings.
 
     Returns:
-        The function, with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``. It may be
-        called under ``jax.grad``, ``jax.vmap`` and ``jax.jit``; what it may do to a Box there is
-        what that transformation allows. It may return Boxes.
+        The function, with ``trace``, ``lower``, ``eval_shape`` and ``clear_cache``. It may return
+        Boxes, and may be called under ``jax.grad``, ``jax.vmap`` and ``jax.jit``, within what these
+        allow for a Box.
     """
     if fun is None:
         return functools.partial(jit, **options)

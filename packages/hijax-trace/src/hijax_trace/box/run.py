@@ -1,4 +1,4 @@
-"""Run: one tracing of a function under ``hijax_trace.jit``, and what it hands out."""
+"""Run: one tracing of a function under ``hijax_trace.jit``, and its new contents."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .types import BoxType
 
 
 @jax.tree_util.register_pytree_node_class
-class Again:
-    """Stands for a Box that is among the arguments already, as the ``index``-th."""
+class Repeated:
+    """Another occurrence of the Box that is argument ``index``."""
 
     def __init__(self, index: int):
         self.index = index
@@ -26,19 +26,26 @@ class Again:
         return (), self.index
 
     @classmethod
-    def tree_unflatten(cls, index: int, leaves: tuple) -> Again:
-        """The reverse."""
+    def tree_unflatten(cls, index: int, leaves: tuple) -> Repeated:
+        """Reverse ``tree_flatten``."""
         return cls(index)
 
 
 @jax.tree_util.register_pytree_node_class
-class Returned(Again):
-    """Stands for a Box in the result: an argument, one closed over, or a new one."""
+class Returned(Repeated):
+    """A Box in the result: number ``index`` of ``Writes.returned``."""
 
 
 @jax.tree_util.register_pytree_node_class
 class Writes:
-    """New contents of Boxes: ``entries`` are (kind, index, type), ``values`` lists of leaves."""
+    """New contents of Boxes, as outputs of a program.
+
+    Args:
+        entries: for each changed or new Box its kind ("argument", "closed over" or "new"), its
+            number in that kind, and its type.
+        returned: the kind and number of each Box in the result.
+        values: the leaves for each entry.
+    """
 
     def __init__(self, entries: tuple, returned: tuple, values: list):
         self.entries = entries
@@ -46,12 +53,12 @@ class Writes:
         self.values = values
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
-        """The leaves are outputs of the program."""
+        """Return the values, which are outputs of the program."""
         return (self.values,), (self.entries, self.returned)
 
     @classmethod
     def tree_unflatten(cls, meta: tuple, children: tuple) -> Writes:
-        """The reverse."""
+        """Reverse ``tree_flatten``."""
         return cls(*meta, *children)
 
 
@@ -64,12 +71,12 @@ class Result:
         self.writes = writes
 
     def tree_flatten(self) -> tuple[tuple, None]:
-        """Both are outputs."""
+        """Return both as outputs."""
         return (self.out, self.writes), None
 
     @classmethod
     def tree_unflatten(cls, meta: None, children: tuple) -> Result:
-        """The reverse."""
+        """Reverse ``tree_flatten``."""
         return cls(*children)
 
 
@@ -79,21 +86,29 @@ def is_box(x: Any) -> bool:
 
 
 class Run:
-    """What is known while the function is traced. A context manager.
+    """The Boxes of a function while it is traced. A context manager.
 
     Args:
-        index: returns the number of a Box that is closed over, and of its contents.
-        outer: the Boxes in the call's arguments, as the caller has them.
+        index: returns the number of a closed-over Box, from the Box and its contents.
+        outer: the Boxes among the call's arguments, as the caller has them.
+
+    Attributes:
+        trace: the trace of the function.
+        arguments: the Boxes among the arguments, as the function has them.
+        initial: their contents at the start.
+        changed: new contents of closed-over Boxes.
+        used: the closed-over Boxes, with their contents at the start.
+        aliased: whether a Box is an argument and closed over.
     """
 
     def __init__(self, index: Callable[[Box, Contents], int], outer: tuple[Box, ...]):
         self._index = index
         self.trace = compat.current_trace()
         self.outer = outer
-        self.arguments: list[Box] = []  # the same as the function has them
+        self.arguments: list[Box] = []
         self.initial: list[Contents] = []
-        self.changed: dict[Box, Contents] = {}  # new contents of Boxes closed over
-        self.used: dict[Box, Contents] = {}  # Boxes closed over, with what they held
+        self.changed: dict[Box, Contents] = {}
+        self.used: dict[Box, Contents] = {}
         self.aliased = False
 
     def __enter__(self) -> Run:
@@ -104,10 +119,10 @@ class Run:
         scope.LOCAL.runs.remove(self)
 
     def adopt(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments with one Box for each that was passed."""
+        """Return the arguments with a new Box for each that was passed."""
 
         def own(x: Any) -> Any:
-            if isinstance(x, Again):
+            if isinstance(x, Repeated):
                 return self.arguments[x.index]
             if not is_box(x):
                 return x
@@ -117,13 +132,13 @@ class Run:
             self.initial.append(box._contents)
             return box
 
-        # Before this run is the innermost one: the Boxes here are the ones that JAX has rebuilt.
+        # The run has not begun yet, so the Boxes here are those that JAX rebuilt.
         return jax.tree.map(
-            own, (args, kwargs), is_leaf=lambda x: isinstance(x, (Box, Again)) or x is None
+            own, (args, kwargs), is_leaf=lambda x: isinstance(x, (Box, Repeated)) or x is None
         )
 
-    def stand_in(self, box: Box) -> Box:
-        """Return the argument for a Box that is closed over and passed as well."""
+    def as_argument(self, box: Box) -> Box:
+        """Return the argument that is a closed-over Box, or the Box."""
         for outer, argument in zip(self.outer, self.arguments, strict=False):
             if outer is box:
                 self.aliased = True
@@ -132,55 +147,61 @@ class Run:
         return box
 
     def is_argument(self, box: Box) -> bool:
-        """Return whether ``box`` came in as an argument."""
+        """Return whether a Box is one of the arguments."""
         return any(box is argument for argument in self.arguments)
 
     def uses(self, box: Box) -> None:
-        """Note that the function uses a Box from outside."""
+        """Record that the function uses a Box from outside."""
         if not self.is_argument(box) and box not in self.used:
             home = box._home_trace()
             if home is not self.trace and box not in self.changed:
                 self.used[box] = box._contents
 
     def owns(self, box: Box, staging: Any) -> bool:
-        """Return whether this run can hand out new contents of ``box``."""
+        """Return whether this run can return new contents of a Box."""
         return staging is self.trace or (staging is None and self.is_argument(box))
 
-    def hands_out(self, contents: Contents, box: Box) -> bool:
-        """Return whether ``contents`` are what this run is about to hand out for ``box``."""
+    def will_return(self, contents: Contents, box: Box) -> bool:
+        """Return whether this run will return pending contents for a Box."""
         return contents.pending and (self.changed.get(box) is contents or self.is_argument(box))
 
     def finish(self, out: Any, always: bool) -> Any:
-        """Return what the program returns: the result, with new contents where there are any."""
+        """Return the program's outputs: the function's result and new contents.
+
+        Args:
+            out: the function's result.
+            always: whether to return a ``Result`` even if no Box changed.
+        """
         entries: list[tuple[str, int, BoxType]] = []
         values: list[list] = []
         for i, (box, before) in enumerate(zip(self.arguments, self.initial, strict=True)):
-            self._hand_out("argument", i, before, box._contents, entries, values)
+            self._add("argument", i, before, box._contents, entries, values)
         for box, after in self.changed.items():
             index = self._index(box, self.used[box])
-            self._hand_out("closed over", index, box._contents, after, entries, values)
+            self._add("closed over", index, box._contents, after, entries, values)
         out, returned = self._without_boxes(out, entries, values)
         if not (entries or returned or always):
             return out
         return Result(out, Writes(tuple(entries), returned, values))
 
     @staticmethod
-    def _hand_out(
+    def _add(
         kind: str, index: int, before: Contents, after: Contents, entries: list, values: list
     ) -> None:
+        """Add an entry for a Box whose contents changed."""
         if after is before:
             return
         leaves = after.leaves()
-        if after.values is None:  # an undifferentiated reference, which JAX can't know
+        if after.values is None:  # references, which JAX would differentiate
             leaves = list(map(undifferentiated, leaves))
-        if after.type == before.type:  # it changed and changed back
+        if after.type == before.type:  # the type changed and changed back
             before.write(leaves, passed=True)
             return
         entries.append((kind, index, after.type))
         values.append(leaves)
 
     def _without_boxes(self, out: Any, entries: list, values: list) -> tuple[Any, tuple]:
-        """Replace the Boxes in the result, which can't leave a trace, by stand-ins."""
+        """Replace Boxes in the result, which can't leave a trace, by ``Returned``."""
         returned: list[tuple[str, int]] = []
         seen: dict[Box, int] = {}
 
@@ -206,7 +227,13 @@ class Run:
 
 
 def apply(result: Result, arguments: list[Box], closed_over: list[Box]) -> Any:
-    """Give the Boxes their new contents, where the program was called. Return its result."""
+    """Give Boxes their new contents after a call. Return the function's result.
+
+    Args:
+        result: the program's outputs.
+        arguments: the Boxes among the call's arguments.
+        closed_over: the closed-over Boxes, by number.
+    """
     writes = result.writes
     if writes is None:
         return result.out

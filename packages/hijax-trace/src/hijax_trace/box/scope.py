@@ -1,8 +1,8 @@
-"""Where a Box is used: traces, and the runs of ``hijax_trace.jit`` that are being traced.
+"""Scope: the traces and runs in which a Box is used.
 
-A Box belongs to the trace that it was made in, or to none. It may be read and written from every
-trace inside of that one. Its type may change in its own trace, and in a function traced by
-``hijax_trace.jit``, which hands the new contents out.
+A Box belongs to the trace that it was made in, if any. It may be read and written in all traces
+inside of that one. Its type may change in its own trace, and in a function that
+``hijax_trace.jit`` traces, which returns the new contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOOPS = {"scan": "scan", "while_body": "while_loop", "while_cond": "while_loop"
 
 
 class BoxFound(BaseException):
-    """Ends a call that was made on the assumption that no argument holds a Box."""
+    """Ends a call that assumed that no argument holds a Box."""
 
 
 class _Local(threading.local):
@@ -28,22 +28,26 @@ class _Local(threading.local):
 
 
 LOCAL = _Local()
-"""The runs being traced on this thread, the Boxes found by ``collect``, and if one may be."""
+"""Of this thread: the runs that are being traced, the Boxes that ``collect`` found, and whether
+flattening a Box must raise ``BoxFound``."""
 
 
 def home_trace() -> Any:
-    """Return the current trace, or None outside of any."""
+    """Return the current trace, or None outside of all traces."""
     trace = compat.current_trace()
     return None if compat.is_eval(trace) else trace
 
 
 def traces_up_to(home: Any) -> list[Any]:
-    """Return the traces from the current one outwards, up to but without ``home``.
+    """Return the traces from the current one outwards, without ``home``.
 
-    Beyond a trace that builds a jaxpr nothing is known, so that one is the last.
+    A trace that builds a jaxpr is the last, because it does not know the traces around it.
+
+    Args:
+        home: the trace of a Box, or None.
 
     Raises:
-        RuntimeError: ``home`` is not among them, so it is over.
+        RuntimeError: ``home`` is not around the current trace, so it has ended.
     """
     between = []
     trace = compat.current_trace()
@@ -58,30 +62,37 @@ def traces_up_to(home: Any) -> list[Any]:
 
 
 def staging_in(traces: list[Any]) -> Any:
-    """Return the trace among them that builds a jaxpr, if any."""
+    """Return the trace that builds a jaxpr among traces, or None."""
     return next(filter(compat.is_staging, traces), None)
 
 
 def check_not_sharded(traces: list[Any]) -> None:
-    """Refuse a Box inside of ``shard_map`` that wasn't passed to it.
+    """Refuse a closed-over Box inside of ``shard_map``.
+
+    Args:
+        traces: the traces between the current one and the Box's.
 
     Raises:
         NotImplementedError: one of the traces is for ``shard_map``.
     """
     if any(compat.traced_for(trace) == "shard_map" for trace in traces):
         raise NotImplementedError(
-            "a Box from outside was used inside of shard_map, where JAX's references must be "
-            "arguments. Pass the Box to the function with a spec (in_specs=P() if each device has "
-            "all of it), put it on the mesh (Box(jax.device_put(value, sharding))), and call it "
-            "under jit."
+            "A Box that is used inside of shard_map must be an argument, as JAX's references "
+            "must, got one that is closed over. Pass the Box to the function with a spec "
+            "(in_specs=P() if each device has all of it), put it on the mesh "
+            "(Box(jax.device_put(value, sharding))), and call it under jit."
         )
 
 
 def check_unmixed(leaves: list, between: list[Any]) -> None:
-    """Refuse values of inner traces for a Box that belongs to an outer one.
+    """Refuse values of inner traces for a Box of an outer trace.
+
+    Args:
+        leaves: the values.
+        between: the traces between the current one and the Box's.
 
     Raises:
-        TypeError: a leaf is differentiated or mapped where the Box is not.
+        TypeError: a value is differentiated or mapped, and the Box is not.
     """
     for leaf in leaves:
         trace = compat.trace_of(leaf)
@@ -91,40 +102,53 @@ def check_unmixed(leaves: list, between: list[Any]) -> None:
 
 
 def frozen_error(old: Any, new: Any, trace: Any, passed: bool) -> TypeError:
-    """Return the error for a change of type where none is possible."""
+    """Return the error for a change of a fixed type.
+
+    Args:
+        old: the type of the contents.
+        new: the type of the value that was written.
+        trace: the trace in which the type is fixed, if it is known.
+        passed: whether the Box is an argument there.
+    """
     kind = compat.traced_for(trace) if trace is not None else "a transformation"
-    change = f"this Box holds {old}, and {new} was written to it"
     if kind in _LOOPS:
         return TypeError(
-            f"type change in a loop: {change} in the body of {_LOOPS[kind]}, where each step must "
-            "leave the types as they were. Give the Box its final type before the loop."
+            f"A Box must keep its type in a loop, which is {old}, got a value of type {new} in the "
+            f"body of {_LOOPS[kind]}. Give the Box its final type before the loop."
         )
     if kind == "cond":
         return TypeError(
-            f"type change in a branch of cond: {change} in one branch, and the other ones don't. "
-            "Give the Box its final type before, or return the value and write it after cond."
+            f"A Box must keep its type in a branch of cond, which is {old}, got a value of type "
+            f"{new} in one branch. Give the Box its final type before, or return the value and "
+            "write it after cond."
         )
     how = "passed into" if passed else "used in"
     return TypeError(
-        f"the type of a Box is fixed inside of {kind}: {change} where it was {how} {kind} from "
-        "outside. Use hijax_trace.jit, which carries the new contents out, or keep structure, "
-        "shapes and dtypes."
+        f"A Box must keep its type, which is {old} and fixed inside of {kind}, got a value of type "
+        f"{new} where the Box was {how} {kind} from outside. Use hijax_trace.jit, which returns "
+        "the new contents, or keep structure, shapes and dtypes."
     )
 
 
 def captured_error(old: Any, new: Any, label: str) -> TypeError:
-    """Return the error for a change of type after a plain trace has captured the Box."""
+    """Return the error for a type that a plain trace has fixed.
+
+    Args:
+        old: the type of the contents.
+        new: the type of the value that was written.
+        label: what the trace was for, such as "jit".
+    """
     return TypeError(
-        f"the type of this Box is fixed since {label} used it from outside: {old} can't become "
-        f"{new}, for the program that JAX keeps of {label} would go on using the old contents. Use "
-        "hijax_trace.jit there, pass the Box as an argument, or make a new Box."
+        f"A Box must keep its type, which is {old} and fixed since {label} used it from outside, "
+        f"got a value of type {new}. The program that JAX keeps of {label} would use the old "
+        "contents. Use hijax_trace.jit there, pass the Box as an argument, or make a new Box."
     )
 
 
 def escaped_error() -> RuntimeError:
-    """Return the error for a Box that outlived its trace."""
+    """Return the error for a Box whose trace has ended."""
     return RuntimeError(
-        "a Box escaped its trace: it was made, or passed, inside of a function that JAX traced, "
-        "and used after that. Return box.get() from the function, return the Box itself from a "
-        "function under hijax_trace.jit, or make the Box outside and write to it."
+        "A Box must be used inside of the function that JAX traced it in, got one that escaped its "
+        "trace. Return box.get() from the function, return the Box itself from a function under "
+        "hijax_trace.jit, or make the Box outside and write to it."
     )

@@ -1,4 +1,4 @@
-"""BoxType: the type of a Box's contents, and which types a traced program changes."""
+"""BoxType: the type of a Box's contents, and who changes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def leaf_type(leaf: Any) -> Any:
     """Return the type of one leaf of a Box's contents, not weak.
 
     Raises:
-        TypeError: the leaf is no JAX value.
+        TypeError: the leaf is not a JAX value.
     """
     try:
         if compat.is_ref(leaf):
@@ -23,14 +23,14 @@ def leaf_type(leaf: Any) -> Any:
         return jax.typeof(leaf).strip_weak_type()
     except TypeError:
         raise TypeError(
-            f"a Box holds arrays, numbers and values of hi types, in any pytree; it can't hold "
-            f"{leaf!r} of type {type(leaf).__name__}. Keep that beside the Box, or make it part of "
+            "The contents of a Box must be arrays, numbers and values of hi types in any pytree, "
+            f"got {type(leaf).__name__} {leaf!r}. Keep that outside of the Box, or make it part of "
             "the structure (as a registered static pytree node)."
         ) from None
 
 
 def _signature(aval: Any) -> Any:
-    # Where an array lies is no part of the type of the Box that holds it.
+    # The sharding of an array is not a part of the type.
     return aval if aval.is_high else (aval.shape, aval.dtype)
 
 
@@ -38,7 +38,7 @@ def _signature(aval: Any) -> Any:
 class BoxType:
     """The structure of a Box's contents and the type of each leaf.
 
-    Two are equal if structures, shapes, dtypes and hi types are.
+    Two types are equal if their structures, shapes, dtypes and hi types are.
     """
 
     treedef: Any
@@ -71,7 +71,7 @@ _MUT_TYPES: weakref.WeakKeyDictionary[Any, dict[str, BoxType]] = weakref.WeakKey
 
 
 def record_mut_types(jaxpr: Any, types: dict[str, BoxType]) -> None:
-    """Note the Boxes whose type the program ``jaxpr`` changes."""
+    """Record the new types of Boxes for a program; see ``mut_types``."""
     _MUT_TYPES[jaxpr] = types
 
 
@@ -79,12 +79,12 @@ def mut_types(jaxpr: Any) -> dict[str, BoxType]:
     """Return the final type of each Box whose type a program changes.
 
     Args:
-        jaxpr: a jaxpr made by ``hijax_trace.jit(f).trace(*args)``, or what that returned. Any
-            other program changes the type of no Box.
+        jaxpr: the result of ``hijax_trace.jit(f).trace(*args)``, or its jaxpr. Other programs
+            change no type.
 
     Returns:
-        The types, by where the Box is: ``args[0]['stats']``, or ``closed over[0]``, in the order
-        in which the program first used them.
+        The types, by the place of the Box: a pytree path such as ``args[0]['stats']``, or
+        ``closed over[0]``, numbered in the order of first use.
     """
     found = _MUT_TYPES.get(jaxpr) if hasattr(type(jaxpr), "__weakref__") else None
     if found is None:

@@ -1,1 +1,1 @@
-"""Lists the operations of a program, for people to read."""
+"""The command ``jaxtap trace``, which lists the operations of a program."""

@@ -1,4 +1,4 @@
-"""``jaxtap trace``: prints the operations of a function in a file."""
+"""``jaxtap trace``: print the operations of a function in a file."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from interception_core.cli import find_function, read_argument
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``jaxtap trace``."""
-    parser.add_argument("function", metavar="FILE:FUNCTION", help="model.py:forward, say")
+    parser.add_argument("function", metavar="FILE:FUNCTION", help="such as model.py:forward")
     parser.add_argument(
         "args",
         nargs="*",
         metavar="ARG",
-        help="its arguments: types such as 'f32[8,64]', or expressions on what FILE defines, such "
-        "as 'params'",
+        help="its arguments: types such as 'f32[8,64]', or expressions of names in FILE such as "
+        "'params'",
     )
     parser.add_argument(
         "--tap",
         action="append",
         metavar="TARGET",
-        help="list only this ('jax.numpy.dot', 'primitive:dot_general'); may be repeated",
+        help="list only this target ('jax.numpy.dot', 'primitive:dot_general'); may be repeated",
     )
     parser.add_argument(
         "--params",
         metavar="PATH",
-        help="also say how operands are computed from the inputs whose path begins so ('args[0]'); "
-        "each call of a jitted function is then listed",
+        help="prefix of the parameters' paths ('args[0]'): also print how operands are computed "
+        "from parameters, and list each call of a jitted function",
     )
-    parser.add_argument("--high", action="store_true", help="also list the jaxprs that are high")
+    parser.add_argument(
+        "--high", action="store_true", help="also list jaxprs with high-level types"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -60,10 +62,11 @@ def run(args: argparse.Namespace) -> int:
     except JaxtapError:
         raise
     except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise JaxtapError(
-            f"{args.function} can't be traced with {len(values)} arguments: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]} Give its arguments after it, "
-            "as types ('f32[8,64]') or expressions on what the file defines ('params')."
+            f"{args.function} must be traceable with the given arguments, got {reason} from "
+            f"{len(values)} arguments. Give its arguments after it, as types ('f32[8,64]') or "
+            "expressions of names in the file ('params')."
         ) from error
     high = high_jaxprs(jaxpr)
     if args.json:
@@ -105,7 +108,7 @@ def _operand(shape: str, path: str | None, axes: tuple | None, computed: str | N
 
 
 def _moved(axes: tuple | None) -> str:
-    """Say where the axes are, unless they are where they were."""
+    """Describe where the input's axes are, if they have moved."""
     if axes is None or axes == tuple(range(len(axes))):
         return ""
     return f" axes {list(axes)}"

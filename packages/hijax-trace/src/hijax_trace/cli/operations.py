@@ -1,4 +1,4 @@
-"""The operations of a program, as the trace engine shows them."""
+"""The operations of a program, as TraceEngine shows them to handlers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BY_MODULE = {
         GroupNorm.__call__ MultiheadAttention.__call__""",
 }
 NAMES = tuple(f"{module}.{name}" for module, names in _BY_MODULE.items() for name in names.split())
-"""The functions that are listed by name, if they are there and their package is in use."""
+"""The functions that are listed by name, if their package is imported."""
 
 _CALLS = frozenset(
     {
@@ -48,7 +48,7 @@ _CALLS = frozenset(
         "custom_vmap_call",
     }
 )
-"""Primitives that only call what they hold: their operations are listed in their place."""
+"""Primitives that only call a program: its operations are listed instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Operation:
     Attributes:
         op_id: module path, name and number.
         level: "function" or "primitive".
-        within: the named functions that it is a part of.
+        within: the names of the tapped functions around it.
         operands: the types of its array operands, such as ``f32[4,8]``.
-        provenance: of each operand, the pytree path of the input that it is, or None.
-        axes: of each, where that input's axes are.
-        computed: of each, how it is computed from parameters, such as ``view: split(args[0])``, if
-            it is a view or a derived value of them; None otherwise, and where nobody asked.
+        provenance: for each operand, the pytree path of the input that it is, or None.
+        axes: for each operand, where that input's axes are.
+        computed: for each operand, how it is computed from parameters, such as
+            ``view: split(args[0])``; None if it is not a view or derived value of parameters.
         high: whether an operand has a high-level type, or the primitive is a high-level one.
         hi_prim: the class of the ``HiPrim``, if it is one.
     """
@@ -80,10 +80,10 @@ class Operation:
 
 
 def default_targets(loaded: Iterable[str]) -> list[str]:
-    """Return the targets to list: functions with a name, and all primitives.
+    """Return the targets to list: well-known functions and all primitives.
 
     Args:
-        loaded: the packages in use; those of others are left out, and not imported.
+        loaded: the packages that are imported. Functions of others are left out.
     """
     names = [name for name in NAMES if name.partition(".")[0] in loaded]
     primitives = [f"primitive:{name}" for name in compat.primitive_names() if name not in _CALLS]
@@ -91,7 +91,7 @@ def default_targets(loaded: Iterable[str]) -> list[str]:
 
 
 def _is_there(name: str) -> bool:
-    """Whether this version of the library has the function, and it can be tapped."""
+    """Return whether the installed version's function can be tapped."""
     with contextlib.suppress(TargetError, LookupError):
         from interception_core.engine_api import Taps
 
@@ -106,19 +106,19 @@ def _ignore(call: OpCall, *args: Any, **kwargs: Any) -> Any:
 def operations(
     fn: Callable, args: tuple, targets: Iterable[str], params: str | None = None
 ) -> tuple[list[Operation], Any]:
-    """Trace ``fn`` and return its operations in their order, and its jaxpr.
+    """Trace a function. Return its operations in order, and its jaxpr.
 
-    Nothing is computed; what is jitted is shown once for each way in which it is called.
+    Nothing is computed. A jitted function is shown once for each way in which it is called.
 
     Args:
         fn: the function.
         args: its positional arguments: arrays or ``jax.ShapeDtypeStruct``, in pytrees.
-        targets: what to list, as for an ``Interceptor``.
-        params: begins the pytree path of every parameter. Then calls of one jitted function are
-            shown one by one, since their operands are computed in different ways.
+        targets: the targets to list, as for an ``Interceptor``.
+        params: prefix of the pytree paths of all parameters. If given, calls of one jitted function
+            are shown one by one, since their operands are computed in different ways.
 
     Raises:
-        TargetError: as ``TraceEngine.wrap``.
+        TargetError: see ``TraceEngine.wrap``.
     """
     found: list[Operation] = []
 
@@ -162,7 +162,7 @@ def _is_value(leaf: Any) -> bool:
 
 
 def high_jaxprs(jaxpr: Any, name: str = "the program") -> list[tuple[str, int]]:
-    """Return the jaxprs in a program that are high: their names and numbers of equations."""
+    """Return names and sizes of the high jaxprs in a program."""
     jaxpr = compat.open_of(jaxpr)
     found = [(name, len(jaxpr.eqns))] if jaxpr.is_high else []
     for eqn in jaxpr.eqns:

@@ -1,6 +1,7 @@
-"""The only place of hijax-trace that touches private JAX, or depends on its version.
+"""Private JAX, by subject: the only place that depends on JAX's version.
 
-Each name says for which versions it holds; all were checked on 0.10.2, 0.11.2 and 0.12.0.1.
+All names were checked on 0.10.2, 0.11.2 and 0.12.0.1. A comment at an import says which versions
+have it; names without a version are equal on all.
 """
 
 from .emit import (

@@ -1,4 +1,4 @@
-"""Emitting: how an equation is made again, and what its source and name stack are."""
+"""Emitting: equations made again, with their source and name stack."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .pjit import _EARLY, jit_p
 
 
 def scopes_of(stack: Any) -> list[str]:
-    """Return the names of a name stack's scopes, outermost first, without its transforms."""
+    """Return the names of a name stack's scopes, outermost first."""
     return [entry.name for entry in stack.stack if type(entry) is _source_info.Scope]
 
 
 def name_scope(name: str) -> Any:
-    """Return a context manager: a name scope that is no part of the module path."""
+    """Return a context manager that opens a name scope."""
     return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
 
 
 def current_stack() -> Any:
-    """Return the name stack that is open now (0.10.2 - 0.12)."""
+    """Return the name stack that is open now."""
     return _source_info.current_name_stack()
 
 
@@ -37,24 +37,24 @@ def stack_without(stack: Any, names: Container[str]) -> Any:
 
 
 def info_of(eqn: Any, outer: Any, stack: Any) -> Any:
-    """Return where an equation is said to come from when it is made again.
+    """Return the source for an equation that is made again.
 
     Args:
         eqn: the equation.
         outer: the source of the call that it is inlined for, as JAX has it, or None.
-        stack: its name stack.
+        stack: its new name stack.
     """
     info = eqn.source_info if outer is None else outer
     return info if info.name_stack is stack else info.replace(name_stack=stack)
 
 
 def at(info: Any) -> Any:
-    """Return a context manager: operations are said to come from there (0.10.2 - 0.12)."""
+    """Return a context manager that sets the source of operations."""
     return _source_info.user_context(info.traceback, name_stack=info.name_stack)
 
 
 def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
-    """Bind an equation anew. Return its results."""
+    """Bind an equation again. Return its results."""
     params = eqn.primitive.get_bind_params(eqn.params)
     with at(info), eqn.ctx.manager:
         try:
@@ -66,9 +66,9 @@ def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
 
 
 def can_append(eqn: Any) -> bool:
-    """Return whether an equation may be appended as it is to a jaxpr that is being built.
+    """Return whether an equation may be appended to a jaxpr as is.
 
-    Its types are known then, and no rule has to be run again.
+    The types of its results are known then, and no JAX rule must run again.
     """
     if eqn.effects or eqn.primitive.ref_allocating:
         return False
@@ -79,7 +79,7 @@ def can_append(eqn: Any) -> bool:
 
 
 def _tracers(trace: Any, values: Sequence[Any], info: Any) -> list[Any]:
-    """Return values as a trace has them; numbers and NumPy arrays as JAX's, as ``bind`` does."""
+    """Return values as a trace's tracers, converted as ``bind`` does."""
     return [trace.to_jaxpr_tracer(_dtypes.canonicalize_value(value), info) for value in values]
 
 
@@ -96,7 +96,7 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
 
 
 def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
-    """Put the body of a call for which ``is_inlined`` holds in its place, as JAX does."""
+    """Inline the body of a call for which ``is_inlined`` holds."""
     tracers = _tracers(trace, values, info)
     jaxpr = eqn.params["jaxpr"]
     consts = consts_of(jaxpr)

@@ -1,4 +1,4 @@
-"""High-level types."""
+"""HiJAX: high-level types, HiPrims and their rules."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ from jax.extend import core as _extend_core
 from .trace import mapped
 
 HiTypeBase: type = _hijax.HiType
-"""0.10.2 - 0.12; its messages for missing methods are bare asserts on 0.10.2."""
+"""Its errors for missing methods are bare asserts on 0.10.2."""
 
 if not hasattr(_hijax, "HiPrim"):  # 0.10.2
-    # vmap of jit reads it to fit shardings, of which hi types have none (jax issue 38125).
+    # vmap of jit reads ``ndim`` to fit shardings, which hi types do not have (jax issue 38125).
     HiTypeBase = type("HiType", (HiTypeBase,), {"ndim": 0, "__module__": __name__})
 
 MappingSpec: type = _hijax.MappingSpec
-"""How a high-level type is mapped by ``vmap`` or ``scan``, 0.10.2 - 0.12."""
+"""How ``vmap`` or ``scan`` maps a high-level type."""
 
 HiPspecBase: type = _hijax.HiPspec
-"""How a high-level type is split by ``shard_map``, 0.10.2 - 0.12."""
+"""How ``shard_map`` splits a high-level type."""
 
 Zero: type = _ad_util.Zero
-"""A tangent that is known to be zero, with its type as ``aval``, 0.10.2 - 0.12."""
+"""A tangent that is known to be zero, with its type as ``aval``."""
 
 register_hitype_base: Callable = _hijax.register_hitype
-"""0.10.2 - 0.12."""
 
 call_hi_primitive_p = _hijax.call_hi_primitive_p
-"""The primitive that every HiPrim is an application of, as its ``_prim``, 0.10.2 - 0.12."""
+"""The primitive of every HiPrim's application, with the HiPrim as its parameter ``_prim``."""
 
 _solves: Any = importlib.import_module("jax._src.lax.control_flow.solves")  # 0.10.2 - 0.12
 ROOT_DERIVATIVE: type | None = getattr(_solves, "_RootLinearMap", None)
@@ -48,38 +47,38 @@ ROOT_DERIVATIVE: type | None = getattr(_solves, "_RootLinearMap", None)
 
 
 def is_changeable(aval: Any) -> bool:
-    """Return whether values of a type may change their own types, as a Box (0.10.2 - 0.12)."""
+    """Return whether values of a type may change their types."""
     return bool(getattr(aval, "has_qdd", False))
 
 
 def lo_types(aval: Any) -> list[Any]:
-    """Return the types of the arrays that a value of a type consists of (0.10.2 - 0.12)."""
+    """Return the types of the arrays of a type's values."""
     return list(aval.lo_ty()) if aval.is_high else [aval]
 
 
 def lowered(aval: Any, value: Any) -> list[Any]:
-    """Return the arrays that a value of a type consists of (0.10.2 - 0.12)."""
+    """Return the arrays of a value."""
     return list(aval.lower_val(value)) if aval.is_high else [value]
 
 
 def raised(aval: Any, arrays: Sequence[Any]) -> Any:
-    """Return the value of a type that consists of these arrays (0.10.2 - 0.12)."""
+    """Return the value of a type that consists of arrays."""
     return aval.raise_val(*arrays) if aval.is_high else arrays[0]
 
 
 def expands(prim: Any) -> bool:
-    """Return whether a HiPrim says what it is in other operations (0.10.2 - 0.12)."""
+    """Return whether a HiPrim defines ``expand``."""
     base = getattr(_hijax, "HiPrim", None) or _hijax.VJPHiPrimitive
     return type(prim).expand is not base.expand
 
 
 def cotangents(prim: Any, residuals: Sequence[Any], cotangent: Any) -> Any:
-    """Return what a HiPrim's backward rule gives for each of its operands (0.10.2 - 0.12).
+    """Return the cotangents of a HiPrim's operands, by its backward rule.
 
     Args:
         prim: the HiPrim.
-        residuals: what its forward rule has left, and structured residuals where it has some.
-        cotangent: that of its result.
+        residuals: the residuals of its forward rule, and structured ones if it has any.
+        cotangent: the cotangent of its result.
     """
     accums = [accumulator(aval) for aval in prim.in_avals_flat]
     prim.vjp_bwd(*residuals, cotangent, *jax.tree.unflatten(prim.in_tree, accums))
@@ -87,17 +86,17 @@ def cotangents(prim: Any, residuals: Sequence[Any], cotangent: Any) -> Any:
 
 
 def accumulator(aval: Any) -> Any:
-    """Return an empty accumulator of cotangents of values of a type (0.10.2 - 0.12)."""
+    """Return an empty accumulator of cotangents for a type."""
     return ad.ValAccum(aval.to_ct_aval())
 
 
 def is_accumulator(value: Any) -> bool:
-    """Return whether a value collects cotangents (0.10.2 - 0.12)."""
+    """Return whether a value collects cotangents."""
     return isinstance(value, ad.GradAccum)
 
 
 def accumulate(accumulators: Any, found: Any) -> None:
-    """Add cotangents to the accumulators that a backward rule is given (0.10.2 - 0.12)."""
+    """Add cotangents to a backward rule's accumulators."""
     leaves, treedef = jax.tree.flatten(accumulators)
     for target, one in zip(leaves, treedef.flatten_up_to(found), strict=True):
         if is_accumulator(target):
@@ -105,30 +104,30 @@ def accumulate(accumulators: Any, found: Any) -> None:
 
 
 INFERRED: Any = batching.infer
-"""An axis of ``vmap``'s results that is found, and returned beside them (0.10.2 - 0.12)."""
+"""An axis of ``vmap``'s results that JAX finds and returns beside the results."""
 SUMMED: Any = batching.sum_axis
-"""An axis of a cotangent that is summed over (0.10.2 - 0.12)."""
+"""An axis of a cotangent that is summed."""
 
 
 def instantiate(tangent: Any) -> Any:
-    """Return a tangent with a symbolic zero replaced by an array or hi value of zeros."""
+    """Return a tangent, with zeros instead of a symbolic zero."""
     return _ad_util.instantiate(tangent)
 
 
 def zeros_like_aval(aval: Any) -> Any:
-    """Return the zero of a type: ``vspace_zero()`` of a hi type."""
+    """Return the zero of a type; of a hi type, ``vspace_zero()``."""
     return ad.zeros_like_aval(aval)
 
 
 class PrimitiveBase(_extend_core.Primitive):
-    """A ``Primitive`` whose rules are its methods, in JAX's tables (0.10.2 - 0.12)."""
+    """A ``Primitive`` whose rules are its methods, in JAX's tables."""
 
     def __init__(self, name: str):
         super().__init__(name)
         ad.primitive_jvps[self] = self._rule("jvp")
         ad.primitive_transposes[self] = self._rule("transpose")
         batching.fancy_primitive_batchers[self] = self._rule("batch")
-        # Reached where `is_high` says no: then the primitive is lowered with the rest.
+        # If `is_high` is false, the primitive is lowered with the rest of the program.
         lowering = _mlir.lower_fun(self._rule("to_lojax"), multiple_results=self.multiple_results)
         _mlir.register_lowering(self, lowering)
 
@@ -179,13 +178,13 @@ else:  # 0.10.2, 0.11.2
                 cls.remat = _residuals_closed_over(vars(cls)["remat"])
 
         def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-            """Raise: a subclass that is mapped has its own."""
+            """Raise: a class that is mapped must define it."""
             raise NotImplementedError(
                 f"for vmap support, subclass {type(self)} must implement `batch`"
             )
 
         def dce(self, used_outs: Any, live_ins: Any = None) -> Any:
-            """Return what is needed for the results that are used."""
+            """Return which operands and results are needed."""
             if self.effects or any(jax.tree.leaves(used_outs)):
                 return True, True, self
             return False, False, None
@@ -199,7 +198,7 @@ else:  # 0.10.2, 0.11.2
             return f"{type(self).__name__}[{shown}]"
 
     def unmap_avals(axis_data: Any, avals: Any, dims: Any) -> Any:
-        """Return the types of the whole batch for the types of one example."""
+        """Return the types of whole batches, from those of one example."""
         return jax.tree.map(
             lambda aval, dim: core.unmapped_aval(
                 axis_data.size, dim, aval, axis_data.explicit_mesh_axis
@@ -209,7 +208,7 @@ else:  # 0.10.2, 0.11.2
         )
 
     def bdims_at_front(axis_data: Any, args: Any, dims: Any) -> Any:
-        """Return the arguments with the batch axis first, broadcast where they have none."""
+        """Return the arguments with the batch axis first, broadcast if needed."""
         return jax.tree.map(
             lambda x, dim: batching.bdim_at_front(
                 x, dim, axis_data.size, axis_data.explicit_mesh_axis
@@ -241,5 +240,5 @@ else:  # 0.10.2, 0.11.2
 
 
 def native_rule(name: str) -> Any | None:
-    """Return JAX's own ``vjp_from_jvp`` and the like, which 0.10.2 lacks."""
+    """Return JAX's rule such as ``vjp_from_jvp``; None on 0.10.2."""
     return getattr(_hijax, name, None)

@@ -1,4 +1,4 @@
-"""Jaxprs: what is in them, and how others are made of them."""
+"""Jaxprs: what is in them, and how they are changed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from .kept import kept_p
 
 Jaxpr: type = core.Jaxpr
-"""0.10.2 - 0.12."""
 ClosedJaxpr: type = getattr(core, "ClosedJaxpr", core.Jaxpr)
 JAXPRS: tuple[type, ...] = (core.Jaxpr,) if ClosedJaxpr is core.Jaxpr else (core.Jaxpr, ClosedJaxpr)
-"""0.10.2 has open and closed ones; since 0.11 there is one class, which may hold constants."""
+"""0.10.2 has open and closed jaxprs. Since 0.11 there is one class, which may hold constants."""
 Literal: type = core.Literal
-"""0.10.2 - 0.12."""
 
 
 def open_of(jaxpr: Any) -> Any:
@@ -27,12 +25,12 @@ def open_of(jaxpr: Any) -> Any:
 
 
 def consts_of(jaxpr: Any) -> list[Any]:
-    """Return the values of a closed jaxpr's constants; none for an open one."""
+    """Return the values of a closed jaxpr's constants."""
     return list(getattr(jaxpr, "consts", ()))
 
 
 def is_open(jaxpr: Any) -> bool:
-    """Return whether a jaxpr has no place for constants: those of remat and shard_map (0.10.2)."""
+    """Return whether a jaxpr must be open: in remat and shard_map."""
     return len(JAXPRS) > 1 and isinstance(jaxpr, core.Jaxpr)
 
 
@@ -42,17 +40,17 @@ def like_closed(jaxpr: Any) -> Any:
 
 
 def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
-    """Return the function of flat values that a closed jaxpr is (0.10.2 - 0.12)."""
+    """Return the function of flat values that a closed jaxpr is."""
     return core.jaxpr_as_fun(jaxpr)
 
 
 def positional_effects(jaxpr: Any) -> frozenset[Any]:
-    """Return a jaxpr's effects, those on its inputs by number (0.10.2 - 0.12)."""
+    """Return a jaxpr's effects, with inputs by number."""
     return frozenset(core.positional_effects(jaxpr))
 
 
 def with_consts(jaxpr: Any, consts: list[Any]) -> Any:
-    """Return the closed jaxpr of ``jaxpr``, as ``stage`` returned it, and its constants."""
+    """Close a jaxpr, as ``stage`` returned it, with its constants."""
     if (core.Jaxpr,) == JAXPRS:
         return jaxpr.with_consts(consts) if consts else jaxpr
     return core.ClosedJaxpr(jaxpr, consts)
@@ -67,12 +65,12 @@ def inputs_of(jaxpr: Any) -> list[Any]:
 
 
 def used_inputs(jaxpr: Any) -> list[bool]:
-    """Return which arguments of an open jaxpr its results, or its effects, depend on."""
+    """Return which arguments of an open jaxpr are used."""
     return list(pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
 def used_equations(jaxpr: Any) -> list[bool]:
-    """Return which equations of an open jaxpr its results, or its effects, depend on."""
+    """Return which equations of an open jaxpr are used."""
     used = {var for var in jaxpr.outvars if type(var) is not Literal}
     found = []
     for eqn in reversed(jaxpr.eqns):
@@ -83,41 +81,41 @@ def used_equations(jaxpr: Any) -> list[bool]:
 
 
 def consts_as_args(jaxpr: Any) -> Any:
-    """Return the jaxpr with its constants as leading arguments (0.10.2 - 0.12)."""
+    """Return the jaxpr with its constants as leading arguments."""
     return pe.convert_constvars_jaxpr(jaxpr)
 
 
 typeof = core.typeof
-"""0.10.2 - 0.12; public as ``jax.typeof``."""
+"""Public as ``jax.typeof``."""
 
 
 def same_type(given: Any, expected: Any) -> bool:
-    """Return whether a value of one type may stand for one of the other.
+    """Return whether two types are equal, weak types aside.
 
-    Weak types may differ (0.10.2 - 0.12).
+    Weak types may differ.
     """
     return core.typematch(given, expected)
 
 
 def primitive_names() -> list[str]:
-    """Return the names of all primitives that JAX and what is loaded beside it have a rule for."""
+    """Return the names of all primitives with a lowering rule."""
     tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
     lowered = {primitive.name for table in tables for primitive in table}
     return sorted(lowered | {_hijax.call_hi_primitive_p.name})
 
 
 def is_high_type(aval: Any) -> bool:
-    """Return whether a type is a high-level one (0.10.2 - 0.12)."""
+    """Return whether a type is a high-level one."""
     return bool(aval.is_high)
 
 
 def operand_count(eqn: Any) -> int:
-    """Return how many operands an equation has, staged or being staged (0.10.2 - 0.12)."""
+    """Return how many operands an equation has, staged or being staged."""
     return len(eqn.in_tracers if isinstance(eqn, pe.TracingEqn) else eqn.invars)
 
 
 def forgettable(jaxpr: Any) -> dict[Any, list[Any]]:
-    """Return the variables that nothing needs any more after each equation, by that."""
+    """Return the variables that each equation is the last to use."""
     after: dict[Any, list[Any]] = {}
     for var, eqn in core.last_used(jaxpr).items():
         if eqn is not None:
@@ -131,9 +129,9 @@ _HOLDING: dict[Any, bool] = {}
 
 
 def holds_jaxprs(eqn: Any) -> bool:
-    """Return whether an equation's primitive has programs among its parameters.
+    """Return whether an equation's primitive holds programs.
 
-    It is looked at once for each primitive, of which some thousand equations may come along.
+    The answer is kept for each primitive: programs have thousands of equations.
     """
     held = _HOLDING.get(eqn.primitive)
     if held is None and eqn.primitive in (_hijax.call_hi_primitive_p, kept_p):
@@ -159,9 +157,9 @@ def has_effects(params: dict[str, Any]) -> bool:
 
 
 def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
-    """Return a jaxpr whose first inputs are those of several jaxprs.
+    """Return a jaxpr with the first inputs of several jaxprs.
 
-    0.10.2 - 0.12.
+
 
     Args:
         jaxpr: the jaxpr.
@@ -179,7 +177,7 @@ def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
 
 
 def without_last_input(jaxpr: Any, names: Any) -> Any:
-    """Return an open jaxpr without its last argument, which it does not use (0.10.2 - 0.12).
+    """Return an open jaxpr without its last argument, which is unused.
 
     Args:
         jaxpr: the jaxpr.
@@ -191,12 +189,12 @@ def without_last_input(jaxpr: Any, names: Any) -> Any:
 
 
 def label(jaxpr: Any) -> str:
-    """Return what a body was traced for, as ``scan(body)``."""
+    """Return a body's label, such as ``scan(body)``."""
     return _label(open_of(jaxpr).debug_info)
 
 
 def labelled(jaxpr: Any, like: Any) -> Any:
-    """Return a jaxpr that says that it was traced for what another one was (0.10.2 - 0.12)."""
+    """Return a jaxpr with another jaxpr's label."""
     opened, info = open_of(jaxpr), open_of(like).debug_info
     if info is None or opened.debug_info is None:
         return jaxpr
@@ -217,12 +215,12 @@ def step_type(aval: Any, axis: int = 0) -> Any:
 
 
 def lower_jaxpr(jaxpr: Any) -> Any:
-    """Return the lojax jaxpr of a jaxpr with hi types and primitives (0.10.2 - 0.12)."""
+    """Return the lojax jaxpr of a jaxpr with hi types and primitives."""
     return pe.lower_jaxpr2(jaxpr)
 
 
 def as_closed(jaxpr: Any) -> Any:
-    """Return a jaxpr as what ``lower_jaxpr`` takes: closed, on 0.10.2."""
+    """Return a jaxpr as ``lower_jaxpr`` takes it: closed, on 0.10.2."""
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr
     return pe.close_jaxpr(jaxpr)

@@ -1,4 +1,4 @@
-"""The primitive for an operation that meets a derivative, with all of JAX's rules for it."""
+"""The primitive ``kept`` and JAX's rules for it; see ``staging.kept``."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
 kept_p = core.Primitive("kept")
-"""Calls its parameter ``function``, a ``staging.functions.Function``. 0.10.2 - 0.12."""
+"""Calls its parameter ``function``, a ``staging.functions.Function``."""
 kept_p.multiple_results = True
 
 
 def tangent_type(aval: Any) -> Any:
-    """Return the type of the tangents of values of a type (0.10.2 - 0.12)."""
+    """Return the type of the tangents of values of a type."""
     return aval.to_tangent_aval()
 
 
 def cotangent_type(aval: Any) -> Any:
-    """Return the type of the cotangents of values of a type (0.10.2 - 0.12)."""
+    """Return the type of the cotangents of values of a type."""
     return aval.to_ct_aval()
 
 
 def batch_type(axis: Any, place: int, aval: Any) -> Any:
-    """Return the type of all examples of a ``vmap``, in an axis at ``place`` (0.10.2 - 0.12)."""
+    """Return the type of all examples of a ``vmap``."""
     return core.unmapped_aval(axis.size, place, aval, axis.explicit_mesh_axis)
 
 
@@ -41,7 +41,7 @@ def derivative_above_staging(trace: Any) -> Any:
     """Return the trace that builds a jaxpr below a derivative.
 
     None where there is none, or something else lies between than derivatives, maps and partial
-    evaluation (0.10.2 - 0.12).
+    evaluation.
     """
     is_derived = False
     while isinstance(trace, _DERIVATIVES + _OTHERS):
@@ -88,7 +88,7 @@ def _batch(axis: Any, values: Any, dims: Any, *, function: Any) -> tuple[list[An
     if all(dim is None for dim in dims):
         results = kept_p.bind(*values, function=function)
         return results, [None] * len(results)
-    # JAX's rules compute some axes with NumPy, whose integers are no ints.
+    # JAX's rules compute some axes with NumPy, whose integers are not ints.
     axes = tuple(None if dim is None else int(dim) for dim in dims)
     results = kept_p.bind(*values, function=function.batched(axis, axes))
     return results, [0] * len(results)

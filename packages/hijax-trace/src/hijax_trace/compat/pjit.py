@@ -31,7 +31,7 @@ except ImportError:  # 0.10.2; 0.11 - 0.12 have it
     _flat_tree: Any = None
 
 PjitFunction: type = type(jax.jit(lambda: None))
-"""The C++ type of every jitted function, 0.10.2 - 0.12."""
+"""The C++ type of every jitted function."""
 
 jit_p = _pjit.jit_p
 scan_p = _loops.scan_p
@@ -41,16 +41,16 @@ custom_jvp_call_p = _custom_derivatives.custom_jvp_call_p
 custom_vjp_call_p = _custom_derivatives.custom_vjp_call_p
 custom_vmap_p = _custom_batching.custom_vmap_p
 shard_map_p = _shard_map.shard_map_p
-"""The primitives whose bodies need more than an exchange of a parameter, 0.10.2 - 0.12."""
+"""The primitives whose programs can't be replaced by changing one parameter alone."""
 
 
 def named_info(name: str) -> Any:
-    """Return the same of what has a name alone: no signature is looked for (0.10.2 - 0.12)."""
+    """Return ``debug_info`` for a name, without a signature."""
     return core.DebugInfo(name, name, None, None)
 
 
 def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Bind a call of a closed jaxpr under ``name``, as a jitted function makes it."""
+    """Bind a call of a closed jaxpr, as jitted functions do."""
     ins, outs = len(values), len(open_of(jaxpr).outvars)
     return jit_p.bind(
         *values,
@@ -82,18 +82,18 @@ if not hasattr(_hijax, "vmap_rule"):  # 0.10.2, 0.11.2
 _EARLY: tuple[Any, ...] = (_api.Inline.JAX_EARLY,) if hasattr(_api, "Inline") else (True,)
 
 UNSPECIFIED: Any = _sharding_impls.UNSPECIFIED
-"""No sharding asked for, 0.10.2 - 0.12."""
+"""No sharding is asked for."""
 
 _NOT_INLINE: Any = _api.Inline.AUTO if hasattr(_api, "Inline") else False  # 0.11: an enumeration
 
 
 def wrap_fun(fn: Callable[..., Any], debug_info: Any) -> Any:
-    """Return ``fn`` as JAX's transformations want it (0.10.2 - 0.12)."""
+    """Return a function as JAX's transformations take it."""
     return lu.wrap_init(fn, debug_info=debug_info)
 
 
 def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
-    """Return whether JAX puts the body of a jitted function's call in its place at once."""
+    """Return whether JAX inlines a call while it traces."""
     return (
         primitive is jit_p
         and params["inline"] in _EARLY
@@ -105,14 +105,14 @@ def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
-    """Return the vmap rule of a ``custom_vmap_call``, wrapped (0.10.2 - 0.12)."""
+    """Return the vmap rule of a ``custom_vmap_call``, wrapped."""
     again = copy.copy(rule)
     again.rule = wrap(rule.rule)
     return again
 
 
 def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
-    """Return a context manager: what is traced in it is the body of that shard_map."""
+    """Return a context manager to trace a ``shard_map``'s body in."""
     mesh, manual = params["mesh"], params["newly_manual_axes"]
     context = contextlib.ExitStack()
     context.enter_context(_shard_map._extend_axis_env(mesh, manual))
@@ -122,14 +122,14 @@ def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
 
 
 def shard_of(aval: Any, spec: Any, params: dict[str, Any]) -> Any:
-    """Return the type of what a device has of an operand of that shard_map (0.10.2 - 0.12)."""
+    """Return the type of a device's part of a ``shard_map``'s operand."""
     return core.shard_aval(
         params["mesh"], params["newly_manual_axes"], params["check_vma"], spec, aval
     )
 
 
 def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
-    """Return how ``jax.shard_map`` is told of all but its results (0.10.2 - 0.12)."""
+    """Return the arguments of ``jax.shard_map`` apart from ``out_specs``."""
     return {
         "mesh": params["mesh"],
         "in_specs": tuple(params["in_specs"]),
@@ -139,7 +139,7 @@ def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
-    """Return the parameters of a scan that takes ``extra`` more leading constants."""
+    """Return a scan's parameters with ``extra`` more leading constants."""
     if "num_consts" in params:  # 0.10.2
         return {**params, "num_consts": params["num_consts"] + extra}
     consts, carry, xs = params["ft_in"].unpack()
@@ -148,7 +148,7 @@ def more_scan_consts(params: dict[str, Any], extra: int) -> dict[str, Any]:
 
 
 def more_scan_steps(params: dict[str, Any], extra: int) -> dict[str, Any]:
-    """Return the parameters of a scan that steps along ``extra`` more operands, its last."""
+    """Return a scan's parameters with ``extra`` more trailing operands."""
     if "ft_in" not in params:  # 0.10.2 counts the others alone
         return params
     consts, carry, xs = params["ft_in"].unpack()
@@ -157,7 +157,7 @@ def more_scan_steps(params: dict[str, Any], extra: int) -> dict[str, Any]:
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many constants and how much carry a scan has."""
+    """Return how many constants and carried values a scan has."""
     if "num_consts" in params:  # 0.10.2
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -165,7 +165,7 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 if "to_lojax" not in vars(core.closed_call_p):  # 0.10.2
-    # 0.10.2 has no rule for what remat of a scan becomes. Nothing that worked is changed.
+    # 0.10.2 has no rule for what remat of a scan becomes. The rule changes nothing that worked.
     def _closed_call_to_lojax(*args: Any, call_jaxpr: Any) -> Any:
         return core.jaxpr_as_fun(call_jaxpr)(*args)
 

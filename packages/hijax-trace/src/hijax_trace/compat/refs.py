@@ -1,4 +1,4 @@
-"""References, which Boxes are made of."""
+"""References: JAX's mutable arrays, of which Boxes are made."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
 from jax._src.state import types as _state  # 0.10.2 - 0.12
 
-Ref: type = core.Ref
-"""0.10.2 - 0.12."""
-
 
 def is_ref(value: Any) -> bool:
-    """Return whether ``value`` is a Ref, or stands for one (0.10.2 - 0.12)."""
+    """Return whether a value is a Ref or a tracer of one."""
     if isinstance(value, core.Ref):
         return True
     return isinstance(value, core.Tracer) and isinstance(core.typeof(value), _state.AbstractRef)
@@ -29,8 +26,8 @@ _swap_mapped = batching.fancy_primitive_batchers[_state_primitives.swap_p]
 def _swap_vmap(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """Write to a reference, under ``vmap``.
 
-    JAX refuses where the reference isn't mapped, also if nothing is that is written: then it is
-    written once. Nothing that worked is changed (0.10.2 - 0.12).
+    JAX refuses a write to a reference that isn't mapped, even of a value that isn't mapped. This
+    rule writes such a value once. It changes nothing that worked.
     """
     if any(dim is not None for dim in dims):
         return _swap_mapped(axis_data, args, dims, **params)
@@ -41,16 +38,16 @@ batching.fancy_primitive_batchers[_state_primitives.swap_p] = _swap_vmap
 
 
 undifferentiated_refs: bool = hasattr(_hijax, "HiPrim")
-"""Whether a loop can be transposed that writes only constants to a reference made before it.
+"""Whether JAX can transpose a loop that writes only constants to a reference from outside.
 
 0.10.2 fails with "DynamicJaxprTracer has no attribute accum".
 """
 
 
 def register_discharge_to_first(primitive: Any) -> None:
-    """Let a primitive of a value and a reference become the value, where references end.
+    """Discharge a primitive of a value and a reference to the value.
 
-    JAX's rules get the operands last, after two other arguments on 0.10.2 and one since.
+    JAX passes a rule the operands last, after two other arguments on 0.10.2 and one since.
     """
 
     @_discharge.register_discharge_rule(primitive)

@@ -1,4 +1,4 @@
-"""Traces: where a program is being traced, and what its tracers stand for."""
+"""Traces: where a program is traced, and what tracers stand for."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from .jaxpr import _label
 
 Tracer: type = core.Tracer
-"""0.10.2 - 0.12."""
 
 
 def stage(
     fn: Callable[..., Sequence[Any]], in_avals: Sequence[Any], debug_info: Any
 ) -> tuple[Any, list[Any]]:
-    """Trace ``fn`` on flat arguments to a jaxpr, which may be high.
+    """Trace a function of flat arguments to a jaxpr.
 
     Returns:
         The jaxpr, open, and the values of its constants: see ``inputs_of``.
@@ -41,31 +40,31 @@ def stage(
 
 
 def debug_info(traced_for: str, fn: Any, args: tuple, kwargs: dict) -> Any:
-    """Return what error messages and HLO call the function and its arguments."""
+    """Return the names of a function and its arguments."""
     return _api_util.debug_info(traced_for, fn, args, kwargs)
 
 
 def current_trace() -> Any:
-    """Return the trace that operations are bound in now (0.10.2 - 0.12)."""
+    """Return the trace that operations are bound in."""
     return core.trace_ctx.trace
 
 
 def is_staging(trace: Any) -> bool:
-    """Return whether a trace builds a jaxpr (0.10.2 - 0.12)."""
+    """Return whether a trace builds a jaxpr."""
     return isinstance(trace, pe.DynamicJaxprTrace)
 
 
 set_current_trace = core.set_current_trace
-"""Context manager, 0.10.2 - 0.12."""
+"""Context manager."""
 
 
 def trace_context() -> Hashable:
-    """Return all of JAX's configuration that a trace depends on (0.10.2 - 0.12)."""
+    """Return the part of JAX's configuration that traces depend on."""
     return _config.trace_context()
 
 
 def is_jax_type(value: Any) -> bool:
-    """Return whether ``value`` can be an argument of a traced function as it is."""
+    """Return whether a value can be an argument of traced functions."""
     try:
         core.typeof(value)
     except TypeError:
@@ -74,16 +73,16 @@ def is_jax_type(value: Any) -> bool:
 
 
 def is_plain_array(value: Any) -> bool:
-    """Return whether ``value`` is an array or stands for one, and no Ref; False if in doubt."""
+    """Return whether a value is surely an array, concrete or traced."""
     if isinstance(value, pe.DynamicJaxprTracer):
         return type(value.aval) is core.ShapedArray
     return type(value) is _array.ArrayImpl
 
 
 def inner_value(tracer: Any) -> tuple[Any, int | None] | None:
-    """Return what a tracer of ``grad``, ``jvp`` or ``vmap`` stands for, and its mapped axis.
+    """Return a tracer's inner value and its mapped axis.
 
-    None for any other value (0.10.2 - 0.12).
+    None for any other value.
     """
     if isinstance(tracer, ad.JVPTracer | ad.LinearizeTracer):
         return tracer.primal, None
@@ -93,19 +92,21 @@ def inner_value(tracer: Any) -> tuple[Any, int | None] | None:
 
 
 def _axis(tracer: Any) -> Any:
-    # JAX's rules compute some with NumPy, whose integers are no ints.
+    # JAX's rules compute some axes with NumPy, whose integers are not ints.
     axis = tracer.batch_dim
     return int(axis) if isinstance(axis, np.integer) else axis
 
 
 def is_batched(value: Any) -> bool:
-    """Return whether a value is one of ``vmap`` (0.10.2 - 0.12)."""
+    """Return whether a value is a tracer of ``vmap``."""
     return isinstance(value, batching.BatchTracer)
 
 
 def maps_above_staging(trace: Any) -> list[Any]:
-    """Return the traces of ``vmap``, innermost first, if ``trace`` is one of them and below them
-    is one that builds a jaxpr; none otherwise (0.10.2 - 0.12)."""
+    """Return the ``vmap`` traces between a trace and staging, innermost first.
+
+    The list is empty if other traces are in between, or no trace below builds a jaxpr.
+    """
     found = []
     while isinstance(trace, batching.BatchTrace):
         found.append(trace)
@@ -114,21 +115,21 @@ def maps_above_staging(trace: Any) -> list[Any]:
 
 
 def unmapped(value: Any, trace: Any) -> tuple[Any, Any]:
-    """Return what ``value`` stands for in the trace of a ``vmap``, and its mapped axis."""
+    """Return a value's batch in a ``vmap``'s trace, and the axis."""
     if isinstance(value, batching.BatchTracer) and value._trace.tag is trace.tag:
         return value.val, _axis(value)
     return value, None
 
 
 def axis_of(trace: Any) -> Any:
-    """Return the name and size of the axis of a ``vmap`` (0.10.2 - 0.12)."""
+    """Return the name and size of the axis of a ``vmap``."""
     return trace.axis_data
 
 
 def mapped(
     fn: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any, sum_match: bool = False
 ) -> Callable[..., Any]:
-    """Return ``vmap`` of a function along an axis that is given by ``axis_of``."""
+    """Return ``vmap`` of a function along an axis from ``axis_of``."""
     return _api.vmap(
         fn,
         in_axes=in_axes,
@@ -141,36 +142,36 @@ def mapped(
 
 
 def is_staged(value: Any) -> bool:
-    """Return whether ``value`` is one of the values of any staging trace (0.10.2 - 0.12)."""
+    """Return whether a value is a tracer of any staging trace."""
     return isinstance(value, pe.DynamicJaxprTracer)
 
 
 def producer(tracer: Any) -> tuple[Any, Any]:
-    """Return a staged value's variable and the equation that made it, or None for that.
+    """Return a staged value's variable, and its equation or None.
 
-    0.10.2 - 0.12. The equation has ``in_tracers`` and ``outvars``.
+    The equation has ``in_tracers`` and ``outvars``.
     """
     return tracer.val, tracer.parent
 
 
 def constants_of(trace: Any) -> Mapping[Any, Any]:
-    """Return the constants of a staging trace so far, by variable (0.10.2 - 0.12)."""
+    """Return the constants of a staging trace so far, by variable."""
     return trace.frame.constvar_to_val
 
 
 def is_staged_in(value: Any, trace: Any) -> bool:
-    """Return whether ``value`` is one of the values of a staging trace (0.10.2 - 0.12)."""
+    """Return whether a value is a tracer of a staging trace."""
     return isinstance(value, pe.DynamicJaxprTracer) and value._trace is trace
 
 
 def staged_in(trace: Any) -> list[Any]:
-    """Return the equations of a staging trace so far that are still needed (0.10.2 - 0.12)."""
+    """Return the equations of a staging trace so far."""
     eqns = (eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in trace.frame.tracing_eqns)
     return [eqn for eqn in eqns if eqn is not None]
 
 
 def staging_trace(trace: Any) -> Any:
-    """Return the trace that builds a jaxpr below ``trace``, or None (0.10.2 - 0.12)."""
+    """Return the staging trace at or below a trace, or None."""
     while trace is not None and not is_staging(trace):
         trace = getattr(trace, "parent_trace", None)
     return trace
@@ -180,7 +181,7 @@ _LOOPS = ("scan", "while", "fori_loop", "map", "cond", "switch")
 
 
 def loop_label(trace: Any, base: Any) -> str:
-    """Return the label of the innermost loop or branch that is staged between two traces."""
+    """Return the label of the innermost loop between two traces."""
     while trace is not None and trace is not base:
         if is_staging(trace) and trace.frame.debug_info is not None:
             info = trace.frame.debug_info
@@ -191,11 +192,10 @@ def loop_label(trace: Any, base: Any) -> str:
 
 
 eval_trace: Any = core.eval_trace
-"""0.10.2 - 0.12."""
 
 
 def is_eval(trace: Any) -> bool:
-    """Return whether a trace is none: operations are computed at once."""
+    """Return whether operations of a trace are computed at once."""
     return trace is None or isinstance(trace, core.EvalTrace)
 
 
@@ -205,7 +205,7 @@ def parent_trace(trace: Any) -> Any:
 
 
 def traced_for(trace: Any) -> str:
-    """Return what a trace is for: "jit", "scan", "while_body", "vmap", "grad" ..."""
+    """Return what a trace is for, such as "jit" or "vmap"."""
     if is_staging(trace):
         info = trace.frame.debug_info
         return "a trace" if info is None else info.traced_for

@@ -1,1 +1,1 @@
-"""Dataflow: how the values of a program are computed from its inputs."""
+"""Dataflow: how a program's values are computed from its inputs."""

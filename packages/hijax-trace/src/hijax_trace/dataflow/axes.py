@@ -1,4 +1,4 @@
-"""Axes: where the axes of a value are after operations that move it without changing it."""
+"""Axes: where a value's axes are after moves."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..proxy.array_proxy import SAME
+from ..proxy.moves import SAME
 
 Axes = tuple[int | tuple[int, ...] | None, ...]
-"""For each axis of a value, the axis that it became: see ``interception_core.Operand.axes``."""
+"""For each axis of an input, where it is in a value: see ``interception_core.Operand.axes``."""
 
 Move = Callable[[dict[str, Any], Sequence[int], Sequence[int]], Axes | None]
 """``move(params, shape_before, shape_after)``; None where the axes can't be followed."""
 
 
 def identity(rank: int) -> Axes:
-    """Return the axes of a value that stays as it is."""
+    """Return the axes of a value that does not move."""
     return tuple(range(rank))
 
 
 def compose(first: Axes, then: Axes) -> Axes:
-    """Return where axes are after two moves."""
+    """Return where axes are after one move and then another."""
 
     def after(axis: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
         if axis is None:
@@ -40,7 +40,7 @@ def compose(first: Axes, then: Axes) -> Axes:
 
 
 def dropped(axis: int, rank: int) -> Axes:
-    """Return the axes after one of them is taken away (a step of a scan, a row of a vmap)."""
+    """Return the axes of one index along an axis."""
     return tuple(None if i == axis else i - (i > axis) for i in range(rank))
 
 
@@ -59,7 +59,7 @@ def _squeeze(params: dict[str, Any], before: Sequence[int], after: Sequence[int]
 
 
 def _broadcast(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes:
-    # vmap's rule computes them with NumPy.
+    # vmap's rule computes them with NumPy, whose integers are not ints.
     places = [int(place) for place in params["broadcast_dimensions"]]
     return tuple(
         place if before[axis] == after[place] else None for axis, place in enumerate(places)
@@ -67,7 +67,7 @@ def _broadcast(params: dict[str, Any], before: Sequence[int], after: Sequence[in
 
 
 def _reshape(params: dict[str, Any], before: Sequence[int], after: Sequence[int]) -> Axes | None:
-    """Pairs runs of axes of equal size: one to one, one to many, many to one."""
+    """Pair runs of axes of equal size."""
     if params.get("dimensions") is not None:
         return None
     if not all(isinstance(size, int) for size in (*before, *after)):
@@ -75,7 +75,7 @@ def _reshape(params: dict[str, Any], before: Sequence[int], after: Sequence[int]
     axes: list[int | tuple[int, ...] | None] = [None] * len(before)
     i = j = 0
     while i < len(before) and j < len(after):
-        # Axes of size one carry nothing: they are followed only where they stay in place.
+        # An axis of size one can be anywhere: it is followed only where it stays in place.
         if before[i] == 1 and after[j] != 1:
             i += 1
             continue
@@ -109,4 +109,4 @@ MOVES: dict[str, Move] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
 }
-"""By primitive. Result ``k`` of each is a move of operand ``k``, or of operand 0."""
+"""By primitive. Its result ``k`` is a move of operand ``k``, or of operand 0."""

@@ -1,4 +1,4 @@
-"""Dataflow: the expressions of a jaxpr's values, each made when it is asked for."""
+"""Dataflow: expressions of a jaxpr's values, made on demand."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Dataflow:
     """The expressions of one jaxpr's values, in one place of a program.
 
     Args:
-        jaxpr: the jaxpr, open.
-        inputs: how the expressions of its arguments are found.
+        jaxpr: the open jaxpr.
+        inputs: finds the expression of each argument.
         consts: the values of its constants; see ``inputs_of``.
-        foreign: the variables whose values are a handler's.
+        foreign: the variables whose values handlers computed.
     """
 
     def __init__(
@@ -54,10 +54,14 @@ class Dataflow:
         return self._of(atom)
 
     def is_activation(self, atom: Any, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether a value is known to be an activation without its expression.
+        """Return whether a value is surely an activation, without its expression.
 
-        Most operands are. What a handler returned is one, and what is computed from one. False
-        says nothing.
+        Most operands are: a handler's result is an activation, and so is a value that is computed
+        from one. If this returns False, the expression decides.
+
+        Args:
+            atom: the variable or literal.
+            is_parameter: whether the input of a pytree path is a parameter.
         """
         seen: set[Any] = set()
         stack = [atom]
@@ -91,8 +95,8 @@ class Dataflow:
         return self._known[atom]
 
     def _needed(self, atom: Any) -> list[Any]:
-        """Return the equations that a value depends on and that are not known yet, in order."""
-        # No recursion: programs are thousands of equations deep.
+        """Return the equations behind a value that are not known yet."""
+        # A stack instead of recursion: programs are thousands of equations deep.
         found: set[int] = set()
         stack = [atom]
         while stack:
@@ -104,7 +108,7 @@ class Dataflow:
         return [self._eqns[place] for place in sorted(found)]
 
     def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
-        # What handlers have replaced isn't looked into: there may be many of these.
+        # A handler replaced this equation, so its program need not be looked into.
         if self._foreign and all(var in self._foreign for var in eqn.outvars):
             return [unknown(var.aval, "a handler's result", operands) for var in eqn.outvars]
         opaque = f"a result of {eqn.primitive.name}" if eqn.effects else None
@@ -122,7 +126,7 @@ class Dataflow:
 
 
 def constant(value: Any) -> Expression:
-    """Return the expression of an array that a program closes over."""
+    """Return the expression of a value that a program closes over."""
     aval = compat.typeof(value)
     if isinstance(value, compat.Tracer) or compat.is_ref(value):
         return Unknown(aval, "a value of an outer trace", 0)
@@ -130,16 +134,18 @@ def constant(value: Any) -> Expression:
 
 
 def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
-    """Return the expression of a value that only the running program knows."""
+    """Return the expression of a value that only the running program knows.
+
+    Args:
+        aval: its type.
+        why: what it is, in words.
+        operands: what it is computed from.
+    """
     return Unknown(aval, why, united(operands), maps_of(operands))
 
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
-    """Look into the programs that an equation holds.
-
-    Returns:
-        The expressions of the results, by number, that it need not be run for as a whole.
-    """
+    """Return the expressions of results that an equation's programs tell."""
     if eqn.primitive in CUSTOM_CALLS:
         return dict(enumerate(_inside(eqn.params["call_jaxpr"], operands)))
     holder = holder_of(eqn.primitive, eqn.params)
@@ -149,7 +155,7 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     if any(None in body.inputs for body in bodies):
         return {}
     if holder.results == "carry":
-        # The last body is the one that steps; the while loop's condition returns no carry.
+        # The last body makes the step. The condition of a while loop comes before it.
         body = bodies[-1]
         carry = [(i, k) for i, k in enumerate(body.carry) if body.kinds[k] == SAME]
         return {i: operands[body.inputs[k]] for i, k in carry}  # type: ignore[index]
@@ -161,19 +167,19 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
 
 
 def _inside(jaxpr: Any, operands: Sequence[Expression]) -> list[Expression]:
-    """Return the expressions of a body's results: one pass over it for all of them."""
+    """Return the expressions of a body's results."""
     inputs = [lambda operand=operand: operand for operand in operands]
     flow = Dataflow(compat.open_of(jaxpr), inputs, compat.consts_of(jaxpr))
     return [flow.expression(atom) for atom in compat.open_of(jaxpr).outvars]
 
 
-def entering(body: Body, operands: Sequence[Express], depth: int) -> list[Express]:
-    """Return how the expressions of a body's inputs are found.
+def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> list[Express]:
+    """Return what finds the expression of each input of a body.
 
     Args:
         body: the body.
-        operands: how those of the equation's operands are found.
-        depth: how many loops and maps there are around the equation.
+        operands: finds the expression of each operand of the equation.
+        depth: how many loops and maps are around the equation.
     """
 
     def resolve(i: int) -> Express:
@@ -182,7 +188,7 @@ def entering(body: Body, operands: Sequence[Express], depth: int) -> list[Expres
 
         def find() -> Expression:
             if kind == CHANGES or operand is None:
-                # What a loop changes may come from any of its operands.
+                # A changing carry may come from any of the loop's operands.
                 return unknown(aval, "a loop's carry", [find() for find in operands])
             whole = operands[operand]()
             if kind == SLICE:
@@ -200,9 +206,9 @@ _MOVED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDiction
 
 
 def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
-    """Return for each result of a jaxpr the inputs that it may be a view of.
+    """Return which inputs each result of a jaxpr may view.
 
-    The inputs are the bits of an integer.
+    Each item is a set of inputs, as the bits of an integer.
     """
     jaxpr = compat.open_of(jaxpr)
     found = _MOVED.get(jaxpr)
@@ -225,7 +231,15 @@ def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
 
 
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
-    """Return which results of a call, branch or loop may be views of its marked operands."""
+    """Return which results of an equation may be views of operands.
+
+    Args:
+        eqn: the equation.
+        held: for each operand, whether views of it count.
+
+    Returns:
+        The numbers of the results.
+    """
     body = _last_body(eqn)
     found = [] if body is None else _outside(body, [int(mark) for mark in held])
     return [i for i, mark in enumerate(found) if mark]
@@ -235,11 +249,11 @@ _COMPUTED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDict
 
 
 def _computed(eqn: Any) -> Sequence[int]:
-    """Return for each result the operands that make an activation of it if they are one.
+    """Return for each result the operands that make it an activation.
 
-    They are the bits of an integer; not all of them are found.
+    Each item is a set of operands, as the bits of an integer. Some may be missing.
     """
-    # Views may have activations as indices.
+    # A view of a parameter stays a view if its index is an activation.
     if eqn.effects or (eqn.primitive.name in VIEWS and len(eqn.invars) > 1):
         return [0] * len(eqn.outvars)
     if not compat.holds_jaxprs(eqn):
@@ -264,17 +278,20 @@ def _computed(eqn: Any) -> Sequence[int]:
 
 
 def _last_body(eqn: Any) -> Body | None:
-    """Return the body whose results an equation's are; of branches, one."""
+    """Return the body whose results are the equation's."""
     if eqn.primitive in CUSTOM_CALLS:
         count = len(eqn.invars)
         return Body(eqn.params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
     holder = holder_of(eqn.primitive, eqn.params)
-    # The while loop's condition, which is first, returns nothing of its operands.
+    # The condition of a while loop, which comes first, returns only a boolean.
     return None if holder is None else holder.bodies(eqn.params, len(eqn.invars))[-1]
 
 
 def _outside(body: Body, operands: Sequence[int]) -> list[int]:
-    """Return what is known of a body's results, from what is known of the operands."""
+    """Return the marks of a body's results, from the operands' marks.
+
+    A mark is an integer of bits. A result has the marks of all inputs that it may be a view of.
+    """
     inputs = [0 if i is None else operands[i] for i in body.inputs]
     marked = [known for known in enumerate(inputs) if known[1]]
     return [

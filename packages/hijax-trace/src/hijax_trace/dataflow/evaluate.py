@@ -1,4 +1,4 @@
-"""Evaluate: the values of expressions, for all steps of the loops that they are in."""
+"""Evaluate: the values of expressions, for all steps of loops."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def evaluated(expression: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
     def run(known: dict[int, Any], level: int) -> Any:
         if level == len(depths):
             return _computed(expression, known, inputs)
+        # Each level of loops becomes one vmap, over all values that the loop steps along.
         parts = [x for x in nodes if x.depth == depths[level]]
         wholes = [_computed(part.operands[0], known, inputs) for part in parts]
 
@@ -29,7 +30,7 @@ def evaluated(expression: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _computed(expression: Any, known: Mapping[int, Any], inputs: Mapping[str, Any]) -> Any:
-    """Compute a value of one step of the loops whose parts are known."""
+    """Compute the value of one step."""
     values = dict(known)
     results: dict[tuple, Any] = {}
     stack = [expression]

@@ -1,4 +1,4 @@
-"""Expressions: how a value of a program is computed from the inputs of the wrapped function."""
+"""Expressions: how a value is computed from the function's inputs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Kind = Literal["view", "derived", "activation", "constant"]
 
 
 class Expression:
-    """One value. Nodes are shared: an expression is a graph.
+    """How one value is computed: a graph with shared nodes.
 
     Attributes:
         aval: the type of the value.
         inputs: the numbers of the inputs that it is computed from, as the bits of an integer;
-            None where they are not known.
+            None if they are not known.
         is_constant: whether it is computed from constants alone.
         maps: the depths of the ``vmap``s that it may vary over, as the bits of an integer.
-        operands: what it is computed from.
-        axis: the axis of its operand that it is one step of a loop along, or one example of a map;
-            None for other values.
-        depth: how many loops and maps there are around that loop.
+        operands: the values that it is computed from.
+        axis: if it is one step of a loop or one example of a map, the axis of its operand along
+            which the loop or map goes; else None.
+        depth: how many loops and maps are around that loop or map.
     """
 
     __slots__ = (
@@ -53,14 +53,14 @@ class Expression:
         self.maps = maps_of(self.operands)
         self.is_constant = bool(operands) and all(x.is_constant for x in operands)
         self._key: str | None = None
-        # By whom and what for: programs have many operands, each computed from those before.
+        # The predicate and its answer. Operands share nodes, so each node is judged once.
         self._judged: tuple[Callable[[str], bool], ValueKind] | None = None
 
     def nodes(self, known: Callable[[Expression], bool] | None = None) -> Iterator[Expression]:
-        """Yield the nodes that this one is computed from, operands first, and itself.
+        """Yield this node and those that it is computed from, operands first.
 
         Args:
-            known: which to leave out, with what they are computed from.
+            known: whether to leave out a node, with those that it is computed from.
         """
         seen: set[int] = set()
         stack: list[tuple[Expression, bool]] = [(self, False)]
@@ -74,32 +74,32 @@ class Expression:
                 stack += [(operand, False) for operand in node.operands]
 
     def leaves(self) -> list[Leaf]:
-        """Return the inputs that it is computed from, in the order of the program."""
+        """Return the inputs that it is computed from, in the program's order."""
         found = {node.number: node for node in self.nodes() if isinstance(node, Leaf)}
         return [found[number] for number in sorted(found)]
 
     def kind(self, is_parameter: Callable[[str], bool]) -> Kind:
-        """Return what the value is to somebody who wants to store parameters in another form.
+        """Return what the value is for a provider that stores parameters.
 
         - ``"view"``: a part or an arrangement of parameters, such as ``w.T[i]``. The index may be
           any value.
         - ``"derived"``: another value of parameters and constants alone, such as ``mask * w``,
           or a part of one.
         - ``"constant"``: computed from constants.
-        - ``"activation"``: anything else.
+        - ``"activation"``: any other value.
 
         Args:
-            is_parameter: whether the input of that pytree path is one. Ask with the same function
-                each time: what is found is kept.
+            is_parameter: whether the input of a pytree path is a parameter. Pass the same function
+                each time: answers are kept for the last one.
         """
         return self.judged(is_parameter).kind
 
     def is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether a view or a derived value has an index that the program computes."""
+        """Return whether the program computes an index of the value."""
         return self.judged(is_parameter).is_dynamic
 
     def judged(self, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return the kind, whether an index is dynamic, and the parameters behind it."""
+        """Return the kind and the parameters behind it; see ``kind``."""
 
         def known(node: Expression) -> bool:
             return node._judged is not None and node._judged[0] == is_parameter
@@ -112,7 +112,7 @@ class Expression:
 
     @property
     def key(self) -> str:
-        """A hash of what is computed: equal in every process and each time it is traced."""
+        """A hash of the computation, equal in every process and trace."""
         for node in self.nodes(lambda node: node._key is not None):
             parts = (*node._described(), *(x._key for x in node.operands))
             node._key = hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
@@ -126,24 +126,30 @@ class Expression:
             inputs: the values of its leaves, by pytree path.
 
         Returns:
-            The value; that of all steps and examples, in leading axes, the outermost loop first,
-            where it is that of one.
+            The value. If it is that of one step or example, the values of all of them, with a
+            leading axis for each loop, the outermost first.
 
         Raises:
-            ValueError: a part of it is not known before the program runs, or is not given.
+            ValueError: an input is missing, or a part is not known before the program runs.
         """
         return evaluated(self, inputs)
 
     @property
     def loops(self) -> int:
-        """How many leading axes ``evaluate`` adds: the loops and maps that the value is in."""
+        """How many leading axes ``evaluate`` adds: one per loop and map."""
         return len({node.depth for node in self.nodes() if node.depth is not None})
 
     def base(self, is_parameter: Callable[[str], bool]) -> Expression | None:
-        """Return what of a view or a derived value is known before the program runs.
+        """Return the part of a value that is known before the run.
 
-        That is what the first dynamic index is applied to: ``w.T`` of ``w.T[i]``; the value itself
-        if there is none. None for other kinds, and where parts with dynamic indices are joined.
+        That is the value to which the first dynamic index is applied: ``w.T`` for ``w.T[i]``.
+        Without a dynamic index it is the value itself.
+
+        Args:
+            is_parameter: see ``kind``.
+
+        Returns:
+            The part; None for other kinds, and if several parts with dynamic indices are joined.
         """
         if self.kind(is_parameter) not in ("view", "derived"):
             return None
@@ -156,7 +162,7 @@ class Expression:
 
     @property
     def moved(self) -> list[int] | None:
-        """Which operands' values it consists of; None where it computes new ones."""
+        """The operands whose elements it has; None if it computes new ones."""
         return None
 
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
@@ -165,12 +171,18 @@ class Expression:
         Args:
             operands: the values of its operands.
             inputs: the values of leaves, by pytree path.
-            results: what was computed for all results of an equation.
+            results: a cache for the results of equations that have several.
+
+        Raises:
+            ValueError: it is not known before the program runs, or an input is missing.
         """
-        raise ValueError(f"{self} is not known before the program runs.")
+        raise ValueError(
+            f"An expression must be known before the program runs, got {self}. Evaluate one whose "
+            "kind is view, derived or constant."
+        )
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return it in words, from its operands in words."""
+        """Return the expression in words, from its operands in words."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -187,7 +199,7 @@ class Leaf(Expression):
     """An input of the wrapped function.
 
     Attributes:
-        number: which.
+        number: its number among the inputs.
         path: its pytree path.
     """
 
@@ -210,7 +222,9 @@ class Leaf(Expression):
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
         """Return the value of the input."""
         if self.path not in inputs:
-            raise ValueError(f"{self.path} is needed to evaluate the expression. Add it to inputs.")
+            raise ValueError(
+                f"Inputs must have all leaves of the expression, got none for {self.path}. Add it."
+            )
         return inputs[self.path]
 
     def text(self, operands: Sequence[str]) -> str:
@@ -219,7 +233,7 @@ class Leaf(Expression):
 
 
 def maps_of(operands: Sequence[Expression]) -> int:
-    """Return the maps that any of them varies over, as ``Expression.maps``."""
+    """Return the maps that any operand varies over, as ``Expression.maps``."""
     found = 0
     for operand in operands:
         found |= operand.maps
@@ -227,7 +241,7 @@ def maps_of(operands: Sequence[Expression]) -> int:
 
 
 def united(operands: Sequence[Expression]) -> int | None:
-    """Return the inputs behind all of them, as ``Expression.inputs``."""
+    """Return the inputs behind any operand, as ``Expression.inputs``."""
     found = 0
     for operand in operands:
         if operand.inputs is None:
@@ -237,7 +251,7 @@ def united(operands: Sequence[Expression]) -> int | None:
 
 
 def _text(expression: Expression) -> str:
-    """Write an expression down; what would be long, as three dots."""
+    """Write an expression in words; nodes deeper than four levels as dots."""
 
     def write(node: Expression, depth: int) -> str:
         if depth == 4 and node.operands:

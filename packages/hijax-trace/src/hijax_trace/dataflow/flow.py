@@ -1,4 +1,4 @@
-"""Flow: which input of a jaxpr a value in it is, if nothing but moves lie between."""
+"""Flow: which input of a jaxpr a value is a move of."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
 
 
 class Source(NamedTuple):
-    """A value is a moved input.
+    """The input of a jaxpr that a value is a move of.
 
     Attributes:
-        index: which input.
-        axes: where the input's axes are in the value; None where the type has none.
-        through: the variables in between, this one included.
+        index: the number of the input.
+        axes: where the input's axes are in the value; None if its type has no axes.
+        through: the variables in between, the value's included.
     """
 
     index: int
@@ -26,11 +26,11 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Which input of the wrapped function a value is.
+    """The wrapped function's input that a value is a move of.
 
     Attributes:
         path: the input's pytree path.
-        axes: where the input's axes are in the value; None where its type has none.
+        axes: where the input's axes are in the value; None if its type has no axes.
     """
 
     path: str
@@ -43,11 +43,11 @@ class Origin(NamedTuple):
 
 
 Resolve = Callable[[], Origin | None]
-"""Finds the origin of an input of a frame, when somebody wants to know it."""
+"""Finds the origin of an input of a frame, when it is asked for."""
 
 
 class Flow:
-    """The sources of the values of one jaxpr, found when they are asked for."""
+    """The sources of one jaxpr's values, found when they are asked for."""
 
     def __init__(self, jaxpr: Any):
         jaxpr = compat.open_of(jaxpr)
@@ -56,7 +56,7 @@ class Flow:
         self._found: dict[Any, Source | None] = {}
 
     def source(self, atom: Any) -> Source | None:
-        """Return where ``atom``, a variable or literal of the jaxpr, comes from."""
+        """Return the source of a variable or literal, or None."""
         if isinstance(atom, compat.Literal):
             return None
         if atom not in self._found:
@@ -104,8 +104,8 @@ def flow_of(jaxpr: Any) -> Flow:
     return flow
 
 
-def entered(kind: str, aval: Any) -> Axes | None:
-    """Return where the axes of an operand are once it is an input, of that kind, of a body."""
+def axes_inside(kind: str, aval: Any) -> Axes | None:
+    """Return where an operand's axes are in a body's input."""
     shape = getattr(aval, "shape", None)
     if shape is None:
         return None
@@ -115,14 +115,17 @@ def entered(kind: str, aval: Any) -> Axes | None:
 def move_of(
     primitive: Any, params: dict[str, Any], ins: list[Any], outs: list[Any], result: int
 ) -> tuple[int, Axes | None] | None:
-    """Return which operand a result is, and where that operand's axes are in it.
+    """Return which operand a result is a move of, and the axes.
 
     Args:
-        primitive: what made the result.
+        primitive: the primitive that made the result.
         params: its parameters.
         ins: the types of its operands.
         outs: the types of its results.
-        result: which of them.
+        result: the number of the result.
+
+    Returns:
+        The number of the operand and its axes; None if the result is not a move.
     """
     move = MOVES.get(primitive.name)
     if move is not None:
@@ -142,7 +145,7 @@ def move_of(
             return None
         bodies, results = holder.bodies(params, len(ins)), holder.results
     if results == "carry":
-        # The last body is the one that steps; the while loop's condition returns no carry.
+        # The last body makes the step. The condition of a while loop comes before it.
         return _unchanged(bodies[-1], ins, result)
     found = {_through(body, ins, result) for body in bodies}
     return found.pop() if len(found) == 1 else None
@@ -155,7 +158,7 @@ def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None]
     operand = body.inputs[source.index]
     if operand is None:
         return None
-    inside = entered(body.kinds[source.index], ins[operand])
+    inside = axes_inside(body.kinds[source.index], ins[operand])
     both = None if inside is None or source.axes is None else compose(inside, source.axes)
     return operand, both
 
@@ -167,8 +170,8 @@ def _unchanged(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | Non
     return None if operand is None else (operand, _identity(ins[operand]))
 
 
-def handed_on(eqn: Any) -> list[tuple[int, int]]:
-    """Return which results of a call, branch or loop are operands, just as they were.
+def forwarded(eqn: Any) -> list[tuple[int, int]]:
+    """Return which results of a call, branch or loop are operands, unchanged.
 
     Returns:
         Pairs of the number of a result and that of an operand.

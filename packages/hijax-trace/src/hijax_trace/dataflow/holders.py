@@ -1,4 +1,4 @@
-"""Forms: the primitives that hold programs, taken apart and put together again."""
+"""Holders: primitives that hold programs, such as calls, loops and branches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from .. import compat
 
 SAME, SLICE, CHANGES = "same", "slice", "changes"
+"""The kinds of a body's inputs; see ``Body.kinds``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,13 @@ class Body:
 
     Attributes:
         jaxpr: open or closed.
-        inputs: for each of its inputs the operand of the equation that it is, or None.
-        kinds: for each how it is that: SAME, SLICE (one step along axis 0), CHANGES (in the first
-            step of a loop only).
-        carry: which inputs a loop carries from step to step.
-        label: what stands for it in op ids, or "" where its operations count as the caller's.
-        length: how many steps it is run for: 0 if it is in no loop of the primitive, None if only
-            a run can tell.
+        inputs: for each input, the number of the equation's operand that it is, or None.
+        kinds: for each input, how it is the operand: SAME; SLICE, one step along axis 0; CHANGES,
+            in a loop's first step alone.
+        carry: the inputs that a loop carries from step to step.
+        label: its name in op ids; "" if its operations count as the caller's.
+        length: how many steps it is run for: 0 if it is not the body of a loop, None if only a run
+            can tell.
     """
 
     jaxpr: Any
@@ -39,17 +40,20 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """How to take a primitive apart.
+    """How a primitive holds programs.
 
     Attributes:
-        bodies: its programs, from its parameters and the number of its operands.
-        rebuild: its parameters with other bodies, which take ``extra[i]`` more leading inputs.
-        places: where those operands are inserted, by body; -1 where they can't be.
-        hoists: whether its bodies can't have constants, only operands.
-        context: returns a context manager, in which its bodies are traced.
-        more_steps: its parameters with that many more operands, the last, that its steps go along.
-        results: "same" (those of the body), "branches" (where all bodies agree) or "carry"
-            (those of the carry that the loop doesn't change).
+        bodies: ``bodies(params, operand_count)`` returns its programs.
+        rebuild: ``rebuild(params, jaxprs, extra)`` returns its parameters with other programs, the
+            ``i``th of which takes ``extra[i]`` more leading inputs.
+        places: ``places(params)`` returns, for each program, where the operands for those inputs
+            are inserted; -1 if the primitive can't take more operands.
+        results: which results are known from its programs: "same", all; "branches", those on which
+            all programs agree; "carry", the carry that the loop does not change.
+        hoists: whether its programs can't have constants, only operands.
+        more_steps: ``more_steps(params, count)`` returns its parameters with ``count`` more
+            trailing operands that a loop steps along.
+        context: ``context(params)`` returns the context manager to trace its programs in.
     """
 
     bodies: Callable[[dict[str, Any], int], list[Body]]
@@ -69,7 +73,7 @@ def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:
 
 
 def _carried(jaxpr: Any, consts: int, carry: int) -> tuple[str, ...]:
-    """Return the kinds of the carry of a loop's body: what it hands on unchanged is the same."""
+    """Return the kinds of a loop's carry: SAME if unchanged."""
     jaxpr = compat.open_of(jaxpr)
     return tuple(
         SAME if jaxpr.outvars[i] is jaxpr.invars[consts + i] else CHANGES for i in range(carry)
@@ -159,7 +163,7 @@ HOLDERS: dict[Any, Holder] = {
     compat.while_p: Holder(
         _while_bodies, _while_rebuild, lambda params: [0, params["cond_nconsts"]], "carry"
     ),
-    # The branches share their operands: see ``emit``, which gives each the others' as well.
+    # Branches share their operands: ``rebuild._share`` gives each the new operands of all.
     compat.cond_p: Holder(
         _cond_bodies, _cond_rebuild, lambda params: [1] * len(params["branches"]), "branches"
     ),
@@ -177,12 +181,12 @@ HOLDERS: dict[Any, Holder] = {
 
 _KEPT = Holder(
     lambda params, n: [_all_same(params["function"].jaxpr, 0)],
-    lambda params, jaxprs, extra: params,  # it is never made again as it is
+    lambda params, jaxprs, extra: params,  # never used: ``deriving`` makes it
     lambda params: [-1],
 )
 
 CUSTOM_CALLS = (compat.custom_jvp_call_p, compat.custom_vjp_call_p)
-"""Hold a program in ``call_jaxpr``, and rules; see ``custom``."""
+"""Hold a program in ``call_jaxpr``, and derivative rules; see ``rebuild.rebuild_custom``."""
 
 _KERNELS = frozenset(
     {
@@ -199,11 +203,11 @@ _KERNELS = frozenset(
         "call_hi_primitive_linearized",
     }
 )
-"""What they hold is how they are computed, not a part of the program."""
+"""Primitives whose jaxprs tell how they are computed, and are not a part of the program."""
 
 
 _TAKE_MORE = frozenset({"remat2", "checkpoint", "closed_call", "core_call"})
-"""More leading operands are all that more leading inputs of their body need."""
+"""Primitives that need no other parameters for more leading operands of their body."""
 
 Slot = tuple[str, int | None]
 """A parameter, and the place in it where it is a tuple."""
@@ -220,7 +224,7 @@ def _slots(params: dict[str, Any]) -> tuple[Slot, ...]:
 
 
 def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
-    """Return the form of a primitive that is known only to hold jaxprs in these places."""
+    """Return the holder of an unknown primitive with jaxprs in these parameters."""
 
     def bodies(params: dict[str, Any], operands: int) -> list[Body]:
         found = []
@@ -249,12 +253,12 @@ def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
 
 
 def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
-    """Return how to take an equation apart, or None where it holds no part of the program."""
+    """Return the holder of an equation, or None if there is none."""
     holder = HOLDERS.get(primitive)
     if holder is not None:
         return holder
     if primitive is compat.kept_p:
-        # What was made of a program by derivatives and maps is no part of the program.
+        # Only a Program is a part of the program, not its derivatives and maps.
         return _KEPT if hasattr(params["function"], "jaxpr") else None
     if primitive in CUSTOM_CALLS or primitive.name in _KERNELS or "scatter" in primitive.name:
         return None

@@ -12,12 +12,11 @@ import numpy as np
 from interception_core import ValueKind
 
 from .. import compat
-from ..proxy.array_proxy import SAME
-from ..proxy.moves import MOVES
+from ..proxy.moves import MOVES, SAME
 from .expression import Expression
 
 VIEWS = SAME | MOVES
-"""Primitives that move values and compute none: scales can be moved in the same way."""
+"""Primitives that move elements and compute none, so that scales can be moved alike."""
 
 
 class Constant(Expression):
@@ -57,10 +56,10 @@ class Constant(Expression):
 
 
 class Unknown(Expression):
-    """A value that only the running program knows: a loop's carry, what a handler returned.
+    """A value that only a run knows, such as a loop's carry.
 
     Attributes:
-        why: what it is.
+        why: what it is, in words.
     """
 
     __slots__ = ("why",)
@@ -83,11 +82,11 @@ class Unknown(Expression):
 
 
 class Part(Expression):
-    """One step of a loop along an axis of a value, or one example of a ``vmap``.
+    """One step of a loop or ``vmap`` along an axis.
 
     Attributes:
-        axis: which axis is gone.
-        depth: how many loops and maps there are around that loop.
+        axis: the axis of the whole value that the part is without.
+        depth: how many loops and maps are around the loop.
         is_mapped: whether it is an example of a ``vmap``.
     """
 
@@ -104,7 +103,7 @@ class Part(Expression):
 
     @property
     def moved(self) -> list[int]:
-        """Those of the whole."""
+        """The whole value, its only operand."""
         return [0]
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
@@ -114,12 +113,12 @@ class Part(Expression):
         return "part", self.axis, self.depth
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return it as an index."""
+        """Return the operand with an index."""
         return f"{operands[0]}[{', '.join([':'] * self.axis + ['step'])}]"
 
 
 class Shard(Expression):
-    """What a device has of a value, inside of ``shard_map``."""
+    """The part of a value that a device has inside of ``shard_map``."""
 
     __slots__ = ()
 
@@ -128,19 +127,19 @@ class Shard(Expression):
 
     @property
     def moved(self) -> list[int]:
-        """Those of the whole."""
+        """The whole value, its only operand."""
         return [0]
 
     def _described(self) -> tuple:
         return ("shard",)
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return it as a call."""
+        """Return a call of ``shard``."""
         return f"shard({operands[0]})"
 
 
 def is_cut(expression: Expression) -> bool:
-    """Return whether a value is made of a device's part of another, inside ``shard_map``."""
+    """Return whether a value depends on a shard, inside of ``shard_map``."""
     return any(isinstance(node, Shard) for node in expression.nodes())
 
 
@@ -150,7 +149,7 @@ class Operation(Expression):
     Attributes:
         primitive: the primitive.
         params: its parameters.
-        result: which of its results.
+        result: the number of the result.
     """
 
     __slots__ = ("params", "primitive", "result")
@@ -170,13 +169,14 @@ class Operation(Expression):
 
     @property
     def moved(self) -> list[int] | None:
-        """Which operands' values it consists of; None where it computes new ones."""
+        """The operands whose elements it has; None if it computes new ones."""
         name = self.primitive.name
         if name not in VIEWS:
             return None
         if name in ("concatenate", "stack"):
             return list(range(len(self.operands)))
         if name == "select_n":
+            # A constant mask that keeps some elements of one value, and zeros the others.
             which, *cases = self.operands
             zeros = [i for i, case in enumerate(cases, 1) if is_zero(case)]
             moved = [i for i in range(1, len(self.operands)) if i not in zeros]
@@ -198,6 +198,7 @@ class Operation(Expression):
             paths = frozenset[str]().union(*(one.paths for one in found))
             return ValueKind("derived", False, paths, closes_over)
         data = [found[i] for i in moved]
+        # The other operands are indices, masks and padding.
         indices = [one for i, one in enumerate(found) if i not in moved]
         moved_kinds = {one.kind for one in data}
         by_program = any(one.kind == "activation" or one.is_dynamic for one in indices)
@@ -226,12 +227,12 @@ class Operation(Expression):
         return results[key][self.result]
 
     def text(self, operands: Sequence[str]) -> str:
-        """Return it as a call."""
+        """Return a call of the primitive."""
         return f"{self.primitive.name}({', '.join(operands)})"
 
 
 def is_zero(expression: Expression) -> bool:
-    """Return whether all of a value is zero wherever the program runs."""
+    """Return whether a value is known to be all zeros."""
     while isinstance(expression, Operation) and expression.primitive.name in (
         "broadcast_in_dim",
         "convert_element_type",
@@ -241,7 +242,7 @@ def is_zero(expression: Expression) -> bool:
 
 
 def _stable(value: Any) -> str:
-    """Return the text of a parameter without what differs from process to process."""
+    """Return a parameter as text that is equal in every process."""
     if isinstance(value, compat.JAXPRS):
         return str(value)
     if isinstance(value, frozenset):

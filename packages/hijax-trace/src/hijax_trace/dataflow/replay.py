@@ -1,4 +1,4 @@
-"""Replay: array proxies moved as an expression moves the arrays that they stand for."""
+"""Replay: moves array proxies as an expression moves their arrays."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..proxy.array_proxy import SAME, ArrayProxy, Lost, is_shared
+from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.move import MoveError
+from ..proxy.moves import SAME
+from ..proxy.parts import is_shared
 from .expression import Expression, Leaf
 from .nodes import Constant, Operation, Part, is_zero
 
@@ -18,17 +20,18 @@ from .nodes import Constant, Operation, Part, is_zero
 def replay(
     expression: Expression, stands_for: Callable[[Expression], ArrayProxy | None]
 ) -> ArrayProxy:
-    """Return the proxy of a view, from the proxies of what it is a view of.
+    """Return the array proxy of a view, from proxies before it.
 
-    Under ``jax.eval_shape`` this tells, before a program runs, which proxies follow it. One step
-    of a loop is its first; an index that only the running program knows is zero.
+    Under ``jax.eval_shape`` this tells which proxies follow a view before the program runs. The
+    first step stands for all steps of a loop, and index zero for one that the program computes.
 
     Args:
-        expression: the view: a chain of moves.
-        stands_for: the proxy of a node, where there is one; the nodes before it are not asked.
+        expression: the view, a chain of moves.
+        stands_for: returns the proxy of a node, or None. Nodes before one with a proxy are not
+            asked.
 
     Raises:
-        MoveError: a proxy does not follow a move, or the expression does more than move values.
+        MoveError: a proxy does not follow a move, or the expression does more than move elements.
     """
     found: dict[int, Any] = {}
     results: dict[tuple, Any] = {}
@@ -48,7 +51,7 @@ def replay(
 
 
 def root_of(expression: Expression) -> Expression:
-    """Return what a view is a view of: an input, a computed value, or several that are joined."""
+    """Return the input, or computed or joined value, of a view."""
     node = expression
     while len(data := _data(node)) == 1:
         (node,) = data
@@ -56,13 +59,14 @@ def root_of(expression: Expression) -> Expression:
 
 
 def mapped_axes(view: Expression, beside: Expression) -> frozenset[int]:
-    """Return the axes of an input along which a ``vmap`` takes the view alone.
+    """Return the input's axes along which a ``vmap`` maps a view alone.
 
-    A matmul of an activation and such a view is a column of that with the whole input.
+    A matmul of an activation and such a view is a part of the matmul with the whole input.
 
     Args:
-        view: one input, transposed, or a step or an example of it; another view has none.
-        beside: what it is multiplied with. A map of both is not one of the view alone.
+        view: a view of one input by transposes, steps and examples. For others the result is
+            empty.
+        beside: the other operand of the matmul. A map of both does not count.
     """
     node, chain = view, []
     while not isinstance(node, Leaf):
@@ -85,7 +89,12 @@ def mapped_axes(view: Expression, beside: Expression) -> frozenset[int]:
 
 
 def mapped_rows(value: Expression, beside: Expression) -> int:
-    """Return over how many examples a ``vmap`` takes a value alone, and not what is beside it."""
+    """Return over how many examples a ``vmap`` maps a value alone.
+
+    Args:
+        value: the value.
+        beside: the other operand of the matmul. A map of both does not count.
+    """
     count, node = 1, value
     while isinstance(node, Part) or (isinstance(node, Operation) and len(_data(node)) == 1):
         (whole,) = _data(node)
@@ -97,10 +106,16 @@ def mapped_rows(value: Expression, beside: Expression) -> int:
 
 
 def carriers_of(expression: Expression) -> list[str]:
-    """Return the inputs that go through all loops and maps that a value is computed in.
+    """Return the inputs that pass all loops and maps of a value.
 
-    Each step of these loops has a part of them, so that what is computed for the steps can go
-    along with any of them.
+    Each step of the loops has a part of such an input, so that values for the steps can travel
+    with it; see ``Carrier``.
+
+    Args:
+        expression: the value.
+
+    Returns:
+        The inputs' pytree paths.
     """
     nodes = list(expression.nodes())
     depths = frozenset(node.depth for node in nodes if isinstance(node, Part))
@@ -120,7 +135,7 @@ def carriers_of(expression: Expression) -> list[str]:
 
 
 def _data(node: Expression) -> list[Expression]:
-    """Return the operands of which a node consists."""
+    """Return the operands whose elements a node has."""
     if isinstance(node, Operation) and node.moved is not None:
         return [node.operands[i] for i in node.moved]
     return [*node.operands] if isinstance(node, Part) else []

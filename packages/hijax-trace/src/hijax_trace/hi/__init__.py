@@ -1,1 +1,1 @@
-"""High-level types: values that are one JAX value to the program and several arrays to XLA."""
+"""High-level types: one value to a program, several arrays to XLA."""

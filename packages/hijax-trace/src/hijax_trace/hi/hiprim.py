@@ -1,8 +1,7 @@
-"""HiPrim: an operation as a class, one instance per types and parameters.
+"""HiPrim: an operation as a class, an instance per application.
 
-JAX calls the class ``VJPHiPrimitive`` on 0.10.2 and ``HiPrim`` since; this is it with the
-interface of JAX 0.12 on all of them. It is called with pytrees, and JAX's ``custom_vjp`` is made
-of it.
+JAX's class is called ``VJPHiPrimitive`` on 0.10.2 and ``HiPrim`` since. This one has the interface
+of JAX 0.12 on all versions. It is called with pytrees. JAX's ``custom_vjp`` is made of it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from .. import compat
 from . import rules
 
 HiPrim = compat.HiPrimBase
-"""Base of operations on hi types and arrays.
+"""Base class of operations on hi types and arrays.
 
 A subclass's ``__init__`` sets ``in_avals`` (a tuple of pytrees of types), ``out_aval``, and
 ``params`` (hashable), then calls ``super().__init__()``. ``expand(*args)`` computes the result.
@@ -23,7 +22,7 @@ Optional: ``jvp``; ``vjp_fwd`` with ``vjp_bwd`` or ``vjp_bwd_retval``; ``lin`` w
 Zero = compat.Zero
 """A tangent or cotangent that is known to be zero; ``aval`` is its type.
 
-Derivative rules get one for what isn't differentiated, and may return one.
+Derivative rules get one for an operand that isn't differentiated, and may return one.
 """
 instantiate_zeros = rules.instantiate_zeros
 

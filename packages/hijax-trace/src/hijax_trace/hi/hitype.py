@@ -1,8 +1,8 @@
-"""HiType: a JAX type of your own, which lowers to arrays.
+"""HiType: a user-defined JAX type, which lowers to arrays.
 
 The interface is that of ``jax.experimental.hijax.HiType``, of which this is a subclass on every
-version. A method that a transformation needs and the type lacks is named by the error, which
-JAX 0.10.2 does with a bare ``AssertionError``.
+version. If a type lacks a method that a transformation needs, the error names the method. JAX
+0.10.2 raises a bare ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ MappingSpec = compat.MappingSpec
 
 
 def must_implement(owner: Any, method: str, needed_for: str) -> NoReturn:
-    """Raise the error for a method that is not there.
+    """Raise the error for a missing method.
+
+    Args:
+        owner: the instance that lacks the method.
+        method: the name of the method.
+        needed_for: the transformation that needs it.
 
     Raises:
-        NotImplementedError: "``<transformation>`` requires ``<Type>`` to implement ...".
+        NotImplementedError: always. The message names all three.
     """
     raise NotImplementedError(
         f"{needed_for} requires {type(owner).__name__} to implement the `{method}` method"
@@ -31,10 +36,10 @@ def must_implement(owner: Any, method: str, needed_for: str) -> NoReturn:
 
 
 class HiType(compat.HiTypeBase):
-    """Base of high-level types. Subclasses are immutable, usually frozen dataclasses.
+    """Base class of high-level types. Subclasses are immutable, usually frozen dataclasses.
 
-    A type defines equality and hash, ``lo_ty``, ``lower_val`` and ``raise_val``; the others are
-    needed by one transformation each. Register the class of its values by ``register_hitype``.
+    A type defines equality and hash, ``lo_ty``, ``lower_val`` and ``raise_val``. Each other method
+    is needed by one transformation. Register the class of its values with ``register_hitype``.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -49,7 +54,7 @@ class HiType(compat.HiTypeBase):
         must_implement(self, "__eq__", "type equality")
 
     def lo_ty(self) -> list[Any]:
-        """Return the JAX types that a value of this type is lowered to."""
+        """Return the array types that a value is lowered to."""
         must_implement(self, "lo_ty", "lowering (e.g. under jit)")
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
@@ -57,19 +62,19 @@ class HiType(compat.HiTypeBase):
         must_implement(self, "lower_val", "lowering values (e.g. under jit)")
 
     def raise_val(self, *lo_vals: Any) -> Any:
-        """Return the value that ``lower_val`` took apart. Makes no array itself."""
+        """Return the value that ``lower_val`` took apart, without computing an array."""
         must_implement(self, "raise_val", "raising lowered values (e.g. under jit)")
 
     def to_tangent_aval(self) -> Any:
-        """Return the type of tangents: a hi type, or an array type."""
+        """Return the type of tangents: a hi type or an array type."""
         must_implement(self, "to_tangent_aval", "autodiff")
 
     def to_ct_aval(self) -> Any:
-        """Return the type of cotangents: that of tangents, unless overridden."""
+        """Return the type of cotangents; by default that of tangents."""
         return self.to_tangent_aval()
 
     def vspace_zero(self) -> Any:
-        """Return the zero of this type, where it is a tangent type."""
+        """Return the zero of this type, if it is a tangent type."""
         must_implement(self, "vspace_zero", "use as a tangent/cotangent type")
 
     def vspace_add(self, x: Any, y: Any) -> Any:
@@ -77,11 +82,11 @@ class HiType(compat.HiTypeBase):
         must_implement(self, "vspace_add", "use as a tangent/cotangent type")
 
     def dec_rank(self, size: int | None, spec: Any) -> Any:
-        """Return the type of one example of a batch that is mapped as ``spec`` says."""
+        """Return the type of one example of a batch."""
         must_implement(self, "dec_rank", "vmap")
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
-        """Return the type of a batch of values of this type: the reverse of ``dec_rank``."""
+        """Return the type of a batch: the reverse of ``dec_rank``."""
         must_implement(self, "inc_rank", "vmap")
 
     def leading_axis_spec(self) -> Any:
@@ -89,7 +94,7 @@ class HiType(compat.HiTypeBase):
         must_implement(self, "leading_axis_spec", "scan")
 
     def shard(self, mesh: Any, manual_axes: frozenset, check_vma: bool, spec: Any) -> Any:
-        """Return the type of one shard, split as the ``HiPspec`` says."""
+        """Return the type of one shard, split by the ``HiPspec``."""
         must_implement(self, "shard", "shard_map")
 
     def unshard(self, mesh: Any, check_vma: bool, spec: Any) -> Any:
@@ -106,17 +111,17 @@ class HiType(compat.HiTypeBase):
 
     @property
     def mat(self) -> Any:
-        """What ``cond`` compares of the branches' results: the manual axes of the arrays.
+        """The manual axes of the arrays, which ``cond`` compares between branches.
 
-        JAX reads this attribute of every result (0.10.2 - 0.12) and documents it nowhere.
+        JAX reads this undocumented attribute of every result (0.10.2 - 0.12).
         """
         return tuple(getattr(ty, "mat", None) for ty in self.lo_ty())
 
 
 def _with_options(str_short: Callable[..., str]) -> Callable[..., str]:
-    """Return a ``str_short`` that takes all options that JAX gives one.
+    """Return a ``str_short`` that takes all options that JAX passes.
 
-    They differ by version and caller: references give both.
+    They differ by version and caller. References pass both.
     """
     known = inspect.signature(str_short).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -131,7 +136,7 @@ def _with_options(str_short: Callable[..., str]) -> Callable[..., str]:
 
 
 class HiPspec(compat.HiPspecBase):
-    """How ``shard_map`` splits a value of a hi type. Subclasses are immutable and hashable."""
+    """How ``shard_map`` splits a value of a hi type, immutable and hashable."""
 
     def to_lo(self) -> tuple:
         """Return a ``PartitionSpec`` per entry of the type's ``lo_ty()``."""
@@ -147,7 +152,7 @@ class HiPspec(compat.HiPspecBase):
 
 
 def register_hitype(val_cls: type, typeof_fn: Callable[[Any], Any]) -> None:
-    """Tell JAX that instances of ``val_cls`` are values of a high-level type.
+    """Register a class whose instances are values of a high-level type.
 
     Args:
         val_cls: the Python class of concrete values. Under jit a value is a tracer instead, so
@@ -158,10 +163,13 @@ def register_hitype(val_cls: type, typeof_fn: Callable[[Any], Any]) -> None:
         TypeError: ``val_cls`` is not a class, or already a JAX value of another kind.
     """
     if not isinstance(val_cls, type):
-        raise TypeError(f"register_hitype needs the class of the values, got {val_cls!r}")
+        raise TypeError(
+            "register_hitype's first argument must be the class of the values, got "
+            f"{val_cls!r}. Pass a class."
+        )
     if issubclass(val_cls, (jax.Array, int, float, complex)):
         raise TypeError(
-            f"{val_cls.__name__} is a JAX value already and can't be a high-level one as well: "
-            "wrap it in a class of your own"
+            "register_hitype's first argument must be a class that JAX does not know, got "
+            f"{val_cls.__name__}. Wrap the value in a new class."
         )
     compat.register_hitype_base(val_cls, typeof_fn)

@@ -1,7 +1,7 @@
-"""MappedPrim: a HiPrim under ``vmap``, by mapping each of its rules.
+"""MappedPrim: a HiPrim under ``vmap``, made by mapping each of its rules.
 
-A HiPrim's own ``batch`` rule makes another instance of its class, which knows nothing of what an
-engine has put in the place of the first one's expansion. This keeps the instance.
+A HiPrim's ``batch`` rule makes another instance of its class, without the expansion that an engine
+gave the first instance. This class keeps the first instance.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _is_none(x: Any) -> bool:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Axes:
-    """The mapped axes of residuals, as a part of them that is no array."""
+    """The mapped axes of residuals, as a static part of the residuals."""
 
     leaves: tuple[Any, ...]
     treedef: Any
@@ -34,7 +34,7 @@ class _Axes:
         return cls(tuple(leaves), treedef)
 
     def tree(self) -> Any:
-        """Return them as a pytree."""
+        """Return the axes as a pytree."""
         return jax.tree.unflatten(self.treedef, self.leaves)
 
 
@@ -44,7 +44,7 @@ class MappedPrim(compat.HiPrimBase):
     Args:
         prim: the HiPrim of one example.
         axis_data: size and name of the mapped axis.
-        dims: the mapped axis of each operand; None where it isn't mapped.
+        dims: the mapped axis of each operand; None for one that isn't mapped.
     """
 
     prim: Any
@@ -88,7 +88,7 @@ class MappedPrim(compat.HiPrimBase):
         def one(*primals: Any) -> Any:
             nonlocal nzs_out
             out, residuals, *rest = rule(nzs_in, *primals)
-            # Structured residuals, where there are some, are mapped with the others.
+            # Structured residuals, if there are any, are mapped with the others.
             nzs_out, structured = tuple(rest[:1]), tuple(rest[1:])
             return out, (residuals, *structured)
 
@@ -117,7 +117,7 @@ class MappedPrim(compat.HiPrimBase):
         compat.accumulate(arg_accums, found)
 
     def transpose(self, out_ct: Any, *maybe_accums: Any) -> None:
-        """Add the cotangents of the operands that it is linear in to their accumulators."""
+        """Add the cotangents of linear operands to their accumulators."""
         leaves, treedef = jax.tree.flatten(maybe_accums)
         linear = [compat.is_accumulator(leaf) for leaf in leaves]
         dims = treedef.flatten_up_to(self.dims)
@@ -142,7 +142,7 @@ class MappedPrim(compat.HiPrimBase):
         compat.accumulate(pick(leaves, is_linear=True), found)
 
     def _summed(self) -> Any:
-        """Return the axes of the operands' cotangents: one that isn't mapped has their sum."""
+        """Return the axes of the operands' cotangents, summed for unmapped operands."""
 
         def axis(dim: Any) -> Any:
             return compat.SUMMED if dim is None else dim

@@ -1,7 +1,7 @@
-"""Derivative rules of a HiPrim that follow from another one, for JAX 0.10.2.
+"""Derivative rules that follow from another rule, for JAX 0.10.2.
 
-Later versions have them and theirs are used. These compute the primal part again in the linear
-one, which is right, and slower.
+Later versions have these rules, and theirs are used. The rules here compute the primal part again
+in the linear part, which is correct, but slower.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def instantiate_zeros(tree: Any) -> Any:
 
 
 def _transposed(prim: Any, tangent_map: Any, cotangent: Any) -> Any:
-    """Return the cotangents of a HiPrim's arguments under a linear map of their tangents."""
+    """Return the arguments' cotangents under a linear map of tangents."""
     avals = [aval.to_tangent_aval() for aval in prim.in_avals_flat]
-    # Integers have tangents of type float0, on which no map can act.
+    # Tangents of integers have dtype float0, which a linear map can't take.
     linear = [getattr(aval, "dtype", None) != jax.dtypes.float0 for aval in avals]
 
     def of_linear(*tangents: Any) -> Any:
@@ -80,15 +80,23 @@ def _vjp_bwd_from_lin(self: Any, residuals: Any, cotangent: Any) -> Any:
 
 
 def jvp_from_lin(self: Any, primals: Any, tangents: Any) -> Any:
-    """The ``jvp`` of a HiPrim that has ``lin`` and ``linearized``.
+    """Compute ``jvp`` of a HiPrim by its ``lin`` and ``linearized``.
+
+    Args:
+        primals: the operands.
+        tangents: their tangents, some of which may be a symbolic ``Zero``.
+
+    Returns:
+        The result and its tangent.
 
     Raises:
-        TypeError: ``lin`` was itself derived from ``jvp``.
+        TypeError: ``lin`` is derived from ``jvp``.
     """
     if type(self).lin is _lin:
         raise TypeError(
-            f"subclass {type(self)} can't set both `jvp = jvp_from_lin` and `lin, linearized = "
-            "linearize_from_jvp`: write one of the two rules out"
+            "One of `jvp` and `lin` must be defined by the class, got `jvp = jvp_from_lin` and "
+            f"`lin, linearized = linearize_from_jvp` in {type(self)}, which can't set both. Write "
+            "one of the two rules."
         )
     nzs_in = jax.tree.map(lambda t: not _is_zero(t), tangents, is_leaf=_is_zero)
     out, residuals, *_ = self.lin(nzs_in, *primals)

@@ -1,4 +1,4 @@
-"""Equations that a handler is asked about, and how its results replace theirs."""
+"""Asking: equations that a handler is asked about, and its results."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 from interception_core import TargetError
 
 from .. import compat
-from ..staging.marker import Marker, Packed, check_result, check_value
+from ..staging.marker import Marker, check_result, check_value
+from ..staging.packed import Packed
 from .atoms import KnownAtoms, computed, variable
-from .call import Place, TraceCall
-from .entering import enter_held, entered, inline, inner_frame
-from .moving import computes, follows
+from .call import TraceCall
+from .entering import enter, inline, inner_frame
 from .one_pass import Pass
+from .proxy_equations import compute, follow_moves
+from .rebuild import rebuild
 from .tasks import Task
 
 
@@ -22,24 +24,24 @@ def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     """Ask the handler of a primitive."""
     eqn, frame = task.eqn, run.frame
     name, handler = run.session.tapping.primitives[eqn.primitive]
-    within = frame.within | task.within
     if frame.untapped:
-        _let_run(run, task, values, info, within)
+        _let_run(run, task, values, info, frame.within)
         return
     proceed = functools.partial(_proceed, run, task, info)
-    call = _call(run, name, "primitive", tuple(values), eqn.params, task, values, 0, proceed)
+    atoms = eqn.invars
+    call = _call(run, name, "primitive", tuple(values), eqn.params, task, values, atoms, proceed)
     with compat.at(info), eqn.ctx.manager:
         result = handler(call, *values, **eqn.params)
-    _annotate(run, call, eqn.invars, values)
+    _annotate(run, call, atoms, values)
     if result is NotImplemented:
-        if not (frame.proxies and follows(run, task, values, info)):
-            _let_run(run, task, values, info, within | {name})
+        if not (frame.proxies and follow_moves(run, task, values, info)):
+            _let_run(run, task, values, info, frame.within | {name})
         return
     results = list(result) if eqn.primitive.multiple_results else [result]
     if len(results) != len(eqn.outvars):
         raise TargetError(
-            f"The handler of {call.op_id} returned {len(results)} results, but "
-            f"{eqn.primitive.name} has {len(eqn.outvars)}."
+            f"The handler of {call.op_id} must return {len(eqn.outvars)} results, as "
+            f"{eqn.primitive.name} does, got {len(results)}. Return one value for each result."
         )
     for value, var in zip(results, eqn.outvars, strict=True):
         check_value(call, value, var.aval)
@@ -47,24 +49,23 @@ def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:
 
 
 def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Ask the handler of a function."""
-    eqn, marker, within = task.eqn, task.marker, run.frame.within | task.within
+    """Ask the handler of a function whose call is a marker."""
+    eqn, marker, within = task.eqn, task.marker, run.frame.within
     assert marker is not None
     entry = run.session.tapping.functions.get(marker.site)
     if run.frame.untapped or entry is None:
-        inline(run, task, eqn.params["jaxpr"], values, info, within)
+        inline(run, task, eqn.params["jaxpr"], values, info)
         return
     _, handler = entry
     arrays, atoms = values[marker.extra :], eqn.invars[marker.extra :]
     args, kwargs = marker.packed.build(arrays)
     proceed = functools.partial(_proceed_call, run, task, marker, values, info)
-    call = _call(run, marker.op_name, "function", args, kwargs, task, arrays, marker.extra, proceed)
+    call = _call(run, marker.op_name, "function", args, kwargs, task, arrays, atoms, proceed)
     with compat.at(info), eqn.ctx.manager:
         result = handler(call, *args, **kwargs)
     _annotate(run, call, atoms, arrays)
     if result is NotImplemented:
-        within |= {marker.op_name}
-        inline(run, task, eqn.params["jaxpr"], values, info, within)
+        inline(run, task, eqn.params["jaxpr"], values, info, within | {marker.op_name})
         return
     avals = [var.aval for var in eqn.outvars]
     results = check_result(call, result, marker.results, avals)
@@ -72,25 +73,20 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
 
 
 def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Ask the handler of a function that several equations write out."""
-    gathered, frame = task.gathered, run.frame
+    """Ask the handler of a function that several equations spell out."""
+    gathered = task.gathered
     assert gathered is not None
     group, eqn = gathered.group, task.eqn
-    entry = None if frame.untapped else run.session.tapping.functions.get(gathered.site)
-    result: Any = NotImplemented
+    entry = None if run.frame.untapped else run.session.tapping.functions.get(gathered.site)
     if entry is not None:
         arrays = [run.values[var] for var in group.inputs]
         params = {"written": group.written, "also_used": group.also_used}
-        number = run.number(task, group.name)
-        place = Place(frame, task.scopes, frame.within | task.within, number)
-        known = KnownAtoms(arrays, frame, group.inputs)
 
         def proceed(*values: Any, written: Any, also_used: Any) -> Any:
             return written(*values)
 
-        call = TraceCall(
-            group.name, "function", tuple(arrays), params, place, known, proceed, run.session
-        )
+        name, args = group.name, tuple(arrays)
+        call = _call(run, name, "function", args, params, task, arrays, group.inputs, proceed)
         with compat.at(info), eqn.ctx.manager:
             result = entry[1](call, *arrays, **params)
         _annotate(run, call, group.inputs, arrays)
@@ -103,10 +99,11 @@ def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
 
 
 def _let_run(run: Pass, task: Task, values: list[Any], info: Any, within: frozenset[str]) -> None:
+    """Make an equation that its handler left, with what it holds tapped."""
     eqn = task.eqn
     if run.session.tapping.tasks.enters(eqn.primitive, eqn.params, len(values)):
-        enter_held(run, task, values, info, within=within)
-    elif not (run.frame.proxies and computes(run, task, values, info)):
+        enter(run, task, values, info, within)
+    elif not (run.frame.proxies and compute(run, task, values, info)):
         run.again(task, eqn, values, info)
 
 
@@ -115,8 +112,8 @@ def _proceed(run: Pass, task: Task, info: Any, *values: Any, **params: Any) -> A
     eqn = task.eqn.replace(params=params)
     tasks = run.session.tapping.tasks
     if tasks.enters(eqn.primitive, params, len(values)):
-        around = run.around(task, run.frame.within, untapped=True)
-        new = entered(run, task, params, values, around)
+        place, operands = run.place(task, untapped=True), run.operands(task.eqn)
+        new = rebuild(run.session, place, eqn.primitive, params, values, operands)
         eqn, values = eqn.replace(params=new.params), tuple(new.values)
     here = compat.info_of(eqn, info, compat.current_stack())
     own = [run.values.get(variable(atom)) for atom in eqn.invars]
@@ -141,19 +138,19 @@ def _proceed_call(
     key = marker.packed.key()
     if key is None or packed.key() != key or avals != list(map(compat.typeof, packed.arrays)):
         return marker.function(*args, **kwargs)
-    # What was staged is what the function does, and holds no value of the staging any more.
-    inner = inner_frame(run, task, closed, run.frame.within, untapped=True)
+    # Same structure and types as when it was staged: the staged program does what the function
+    # would, and the function itself may hold tracers of a trace that has ended.
+    jaxpr, inner = compat.open_of(closed), inner_frame(run, task, closed, untapped=True)
     for i, (given, own) in enumerate(zip(packed.arrays, values[marker.extra :], strict=True)):
-        if given is not own:  # a handler's, which no proxy stands for
-            inner.proxies.pop(compat.open_of(closed).invars[marker.extra + i], None)
+        if given is not own:  # another value of the handler, which has no array proxy
+            inner.proxies.pop(jaxpr.invars[marker.extra + i], None)
     given = [*compat.consts_of(closed), *values[: marker.extra], *packed.arrays]
     here = compat.info_of(task.eqn, info, compat.current_stack())
-    jaxpr = compat.open_of(closed)
-    return marker.results.build(run.reinterpret(run.session, inner, jaxpr, given, here))
+    return marker.results.build(run.session.reinterpret(inner, jaxpr, given, here))
 
 
 def _annotate(run: Pass, call: TraceCall, atoms: Sequence[Any], values: Sequence[Any]) -> None:
-    """Keep what a handler attached to its arguments."""
+    """Keep the metadata that a handler attached to its arguments."""
     if call.given:
         for atom, value in zip(atoms, values, strict=True):
             metadata = call.metadata_of(value)
@@ -162,7 +159,7 @@ def _annotate(run: Pass, call: TraceCall, atoms: Sequence[Any], values: Sequence
 
 
 def _replace(run: Pass, call: TraceCall, eqn: Any, results: list[Any], is_own: bool) -> None:
-    """Go on with a handler's results."""
+    """Continue with a handler's results instead of the equation's."""
     run.frame.replaced.update(eqn.outvars)
     if not is_own:
         run.frame.foreign.update(eqn.outvars)
@@ -181,11 +178,10 @@ def _call(
     params: Mapping[str, Any],
     task: Task,
     values: list[Any],
-    first: int,
+    atoms: Sequence[Any],
     proceed: Callable[..., Any],
 ) -> TraceCall:
-    frame, atoms = run.frame, task.eqn.invars[first:]
-    number = run.number(task, name)
-    place = Place(frame, task.scopes, frame.within | task.within, number)
-    known = KnownAtoms(values, frame, atoms)
-    return TraceCall(name, level, args, params, place, known, proceed, run.session)
+    """Return what a handler is given for these arrays."""
+    place, number = run.place(task), run.number(task, name)
+    known = KnownAtoms(values, run.frame, atoms)
+    return TraceCall(name, level, args, params, place, number, known, proceed, run.session)

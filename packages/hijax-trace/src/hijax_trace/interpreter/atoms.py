@@ -1,4 +1,4 @@
-"""Atoms: what is known of the variables and literals of a jaxpr that is interpreted."""
+"""Atoms: what is known of a jaxpr's variables and literals."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from interception_core import ValueKind
 from .. import compat
 from ..dataflow.dataflow import returned_views
 from ..dataflow.expression import Expression
-from ..dataflow.flow import Origin, handed_on
+from ..dataflow.flow import Origin, forwarded
 from ..dataflow.nodes import VIEWS, is_zero
-from ..proxy.array_proxy import ArrayProxy, Lost, follow, is_proxy
+from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
 from ..proxy.carrier import Carrier, proxy_of
+from ..proxy.follow import follow
 from .frames import Frame, Metadata
 
 _NOTHING: Metadata = {}
 
 
 class KnownAtoms(NamedTuple):
-    """What is known of arrays that are atoms of a jaxpr; see ``Known``."""
+    """``call.Known`` for arrays that are atoms of a jaxpr."""
 
     values: Sequence[Any]
     frame: Frame
@@ -35,7 +36,7 @@ class KnownAtoms(NamedTuple):
         return metadata_of(self.frame, self.atoms[index])
 
     def proxy(self, index: int) -> ArrayProxy | None:
-        """Return what it is kept as."""
+        """Return its array proxy."""
         return self.frame.proxies.get(variable(self.atoms[index]))
 
     def expression(self, index: int) -> Expression:
@@ -43,12 +44,12 @@ class KnownAtoms(NamedTuple):
         return self.frame.expression(self.atoms[index])
 
     def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return what it is to somebody who stores parameters in another form."""
+        """Return its kind: view, derived, constant or activation."""
         return self.frame.kind(self.atoms[index], is_parameter)
 
 
 def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
-    """Return the array proxies of what an equation moves; None where it moves none."""
+    """Return the proxies of an equation's results, or None."""
     held = [proxy_of(frame.proxies.get(variable(atom))) for atom in eqn.invars]
     if eqn.primitive.name not in VIEWS or not any(held):
         return None
@@ -63,12 +64,12 @@ def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
 def computed(
     frame: Frame, eqn: Any, values: Sequence[Any], own: Sequence[Any]
 ) -> Sequence[Any] | None:
-    """Return the results of an equation as the array proxies of its operands compute them.
+    """Return an equation's results as an operand's proxy computes them.
 
     Args:
-        frame: what is known of them.
+        frame: what is known of the operands.
         eqn: the equation.
-        values: its operands, or what a handler gave instead.
+        values: its operands, or what a handler gave instead. Those have no proxy.
         own: its operands.
     """
     held = [proxy_of(frame.proxies.get(variable(atom))) for atom in eqn.invars]
@@ -81,7 +82,7 @@ def computed(
 
 
 def carry(frame: Frame, eqn: Any) -> None:
-    """Keep what travels with an equation's operands beside its results."""
+    """Let carriers of an equation's operands go along with its results."""
     held = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
     carriers = [one for one in held if isinstance(one, Carrier)]
     for var in eqn.outvars if carriers else ():
@@ -94,13 +95,14 @@ def carry(frame: Frame, eqn: Any) -> None:
             frame.proxies[var] = own
 
 
-def hand_on(frame: Frame, eqn: Any) -> None:
-    """Keep what is known of operands that a call, branch or loop returns."""
-    for i, operand in handed_on(eqn):
+def forward(frame: Frame, eqn: Any) -> None:
+    """Keep what is known of operands that an equation returns."""
+    for i, operand in forwarded(eqn):
         if metadata := metadata_of(frame, eqn.invars[operand]):
             frame.metadata.setdefault(eqn.outvars[i], metadata)
         if proxy := frame.proxies.get(variable(eqn.invars[operand])):
             frame.proxies.setdefault(eqn.outvars[i], proxy)
+    # A view that was moved inside has lost its proxy, and a handler can learn why.
     held = [variable(atom) in frame.proxies for atom in eqn.invars]
     for i in returned_views(eqn, held) if any(held) else ():
         aval = eqn.outvars[i].aval

@@ -1,9 +1,9 @@
-"""What a handler of the trace engine is told."""
+"""TraceCall: what a handler of TraceEngine is given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from interception_core import OpCall, Operand, Step, ValueKind
 
@@ -11,15 +11,15 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
-from .frames import Frame, Metadata
-from .moved import by_variable, moved_proxy
+from .frames import Metadata, Place
+from .handler_proxies import by_variable, moved_proxy
 from .session import Session
 
 _NOTHING: Metadata = {}
 
 
 class Known(Protocol):
-    """What is known of the arrays among the arguments of an operation, by number."""
+    """What is known of an operation's arrays, by number."""
 
     @property
     def values(self) -> Sequence[Any]:
@@ -32,29 +32,13 @@ class Known(Protocol):
         """Return what handlers attached to it."""
 
     def proxy(self, index: int) -> ArrayProxy | None:
-        """Return what it is kept as."""
+        """Return its array proxy."""
 
     def expression(self, index: int) -> Expression:
         """Return how it is computed."""
 
     def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return what it is to somebody who stores parameters in another form."""
-
-
-class Place(NamedTuple):
-    """Where an operation is.
-
-    Attributes:
-        frame: the program that it is an operation of.
-        scopes: the names of the scopes around it in that.
-        within: the names of the functions that it is a part of.
-        number: its number among such operations.
-    """
-
-    frame: Frame
-    scopes: Sequence[str]
-    within: frozenset[str]
-    number: int
+        """Return its kind: view, derived, constant or activation."""
 
 
 class TraceCall(OpCall):
@@ -66,12 +50,16 @@ class TraceCall(OpCall):
         args: the positional arguments that its handler gets.
         params: the keyword arguments.
         place: where it is.
+        number: its number among operations of the same path, label and name.
         known: what is known of the arrays among its arguments.
         proceed: runs the original.
-        session: the call of the wrapped function that it is a part of.
+        session: the call of the wrapped function.
+
+    Attributes:
+        given: metadata that the handler attached, with the value, by the value's ``id``.
     """
 
-    __slots__ = ("_known", "_own", "_place", "_proceed", "_session", "given")
+    __slots__ = ("_known", "_number", "_own", "_place", "_proceed", "_session", "given")
 
     def __init__(
         self,
@@ -80,6 +68,7 @@ class TraceCall(OpCall):
         args: tuple,
         params: Mapping[str, Any],
         place: Place,
+        number: int,
         known: Known,
         proceed: Callable[..., Any],
         session: Session,
@@ -89,11 +78,12 @@ class TraceCall(OpCall):
         self.params = params
         self._args = args
         self._place = place
+        self._number = number
         self._known = known
         self._proceed = proceed
         self._session = session
         self._own: Any = None
-        # By identity; the value is held, so that its id isn't given to another one.
+        # The value is kept with its metadata, so that its id isn't given to another one.
         self.given: dict[int, tuple[Any, Metadata]] = {}
 
     @property
@@ -104,7 +94,7 @@ class TraceCall(OpCall):
     def op_id(self) -> str:
         self._place.frame.read_numbers()
         parts = filter(None, (self.module_path, self._place.frame.label, self.op_name))
-        return f"{'/'.join(parts)}:{self._place.number}"
+        return f"{'/'.join(parts)}:{self._number}"
 
     @property
     def within(self) -> frozenset[str]:
@@ -112,6 +102,7 @@ class TraceCall(OpCall):
 
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
         result = self._proceed(*args, **kwargs)
+        # With its own arguments, the result is what the program would have computed.
         if len(args) == len(self._args) and kwargs.keys() == self.params.keys():
             pairs = [*zip(args, self._args, strict=True)]
             pairs += [(kwargs[name], value) for name, value in self.params.items()]
@@ -139,6 +130,7 @@ class TraceCall(OpCall):
         index = self._index(value)
         if index is not None:
             return proxy_of(self._known.proxy(index))
+        # A handler may have moved an operand, for example transposed a weight.
         values = self._known.values
         held = by_variable(values, [proxy_of(self._known.proxy(i)) for i in range(len(values))])
         return moved_proxy(value, held) if held else None
@@ -188,8 +180,8 @@ class TraceCall(OpCall):
     def _origin(self, value: Any) -> Origin | None:
         if self._session.finished:
             raise RuntimeError(
-                "OpCall.operands is known only while the wrapped function runs. Read it in the "
-                "handler and keep the result."
+                "OpCall.operands must be read while the wrapped function runs, got a call that "
+                "has ended. Read it in the handler and keep the result."
             )
         index = self._index(value)
         return None if index is None else self._known.origin(index)

@@ -1,4 +1,4 @@
-"""Equations that JAX has mapped or derived: made of what they were before."""
+"""Deriving: equations that JAX mapped or derived, made from their originals."""
 
 from __future__ import annotations
 
@@ -7,44 +7,47 @@ from typing import Any
 
 from .. import compat
 from ..staging.mapped import Level, mapped_in
-from .apart import Apart, Derivatives, Linear, Once
 from .atoms import metadata_of
 from .entering import inline
 from .frames import Frame, Operands
-from .one_pass import Pass, join
+from .one_pass import Pass, mark_replaced
+from .original import Derivatives, Linear, Once, Original
 from .tasks import Task
 
 
 def make_mapped(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Map what an equation was before JAX has mapped it, with that tapped."""
+    """Tap the operation that JAX mapped, and map the result."""
     eqn, operands = task.eqn, run.operands(task.eqn)
     mapped = mapped_in(eqn.primitive, eqn.params)
     assert mapped is not None
-    apart = _apart(run, task, mapped.jaxpr, mapped.levels, operands, info)
+    original = _original(run, task, mapped.jaxpr, mapped.levels, operands, info)
     with compat.at(info), eqn.ctx.manager:
-        results = mapped.run(apart.run, values, operands.proxies)
-    _finish(run, eqn, apart.frame, results, mapped.jaxpr)
+        results = mapped.run(original.run, values, operands.proxies)
+    _finish(run, eqn, original.frame, results, mapped.jaxpr)
 
 
 def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Make an equation of the program that JAX has derived it from, with that tapped."""
+    """Tap the operation that JAX derived, and derive the result.
+
+    A derivative reuses what was made for its operation: a handler is asked once, and forward and
+    backward compute the same.
+    """
     eqn, operands = task.eqn, run.operands(task.eqn)
     function, program = eqn.params["function"], eqn.params["function"].program
     if run.derivatives is None:
         run.derivatives = Derivatives(run.jaxpr)
     derivatives = run.derivatives
     if function is program and derivatives.is_alone(program):
-        within = run.frame.within | task.within
-        inline(run, task, program.jaxpr, values, info, within)
+        inline(run, task, program.jaxpr, values, info)
         return
     made, derivative = derivatives.linear(eqn), derivatives.of(eqn)
-    # A derivative does again what was made of the function: its handlers were asked for that.
+    # A derivative in a nested jaxpr finds the original of one around it in the session.
     kept = derivatives.program(eqn) or run.session.kept.get(program)
     once = kept if made is None else made.once
     if once is None or not function.is_derived:
         is_known = function.places == list(range(len(function.places)))
         levels, closed = function.levels, program.jaxpr
-        once = Once(_apart(run, task, closed, levels, operands, info, is_known))
+        once = Once(_original(run, task, closed, levels, operands, info, is_known))
         run.session.kept[program] = once
         derivatives.keep_program(eqn, once)
     with compat.at(info), eqn.ctx.manager:
@@ -58,7 +61,7 @@ def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     _finish(run, eqn, once.frame, results, None if function.is_derived else program.jaxpr)
 
 
-def _apart(
+def _original(
     run: Pass,
     task: Task,
     closed: Any,
@@ -66,24 +69,23 @@ def _apart(
     operands: Operands,
     info: Any,
     is_known: bool = True,
-) -> Apart:
-    """Return what an equation was before JAX has transformed it."""
+) -> Original:
+    """Return the program of an equation before JAX transformed it."""
 
     def again(frame: Frame, jaxpr: Any, values: list[Any]) -> list[Any]:
-        return run.reinterpret(run.session, frame, jaxpr, values, info)
+        return run.session.reinterpret(frame, jaxpr, values, info)
 
-    around = run.around(task, run.frame.within, run.frame.untapped)
-    return Apart(again, around, closed, levels, operands, is_known)
+    return Original(again, run.place(task), closed, levels, operands, is_known)
 
 
 def _finish(
     run: Pass, eqn: Any, inner: Frame | None, results: list[Any], closed: Any = None
 ) -> None:
-    """Go on with what an equation was, made again; with its results, if they are this one's."""
+    """Continue with results; those of the original ``closed`` have its metadata."""
     assert inner is not None
     atoms = [] if closed is None else compat.open_of(closed).outvars
     for var, atom in zip(eqn.outvars, atoms, strict=False):
         if metadata := metadata_of(inner, atom):
             run.frame.metadata[var] = metadata
-    join(run.frame, eqn, inner)
+    mark_replaced(run.frame, eqn, inner)
     run.write(eqn.outvars, results)

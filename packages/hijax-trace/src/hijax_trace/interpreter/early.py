@@ -1,9 +1,10 @@
-"""Early: what meets grad and its like while the program is still being staged.
+"""Early: handlers that are asked while the program is still being staged.
 
-What is differentiated inside the wrapped function can't be told from its derivative afterwards,
-so a handler is asked at once, before the transformation's own rule. What it, and the rules, leave
-behind in the staged program is marked by a name scope, and passed later on. What is only mapped
-can wait (see ``mapped``), but for calls with objects among their arguments.
+JAX replaces an operation that the program differentiates by the operations of its derivative, so
+its handler is asked before that, while the program is staged. A name scope marks the operations
+that the handler and JAX's rules leave in the staged program as settled: they are passed later.
+Operations that are only mapped can wait (see ``staging.mapped``), except for calls with objects
+among their arguments.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from interception_core.engine_api import settled
 
 from .. import compat
 from ..staging.marker import Marker, check_result, marker_in
-from .bodies import enter
-from .call import Place, TraceCall
-from .frames import Around, Frame, Metadata, Numbers, Operands
-from .reinterpret import reinterpret
+from .call import TraceCall
+from .frames import Frame, Operands, Place
+from .numbers import Numbers, join_path
+from .rebuild import rebuild
 from .session import Session
 from .tasks import OURS, WITHIN
 from .tracers import KnownTracers, Tracers
 
-_NOTHING: Metadata = {}
+_NO_FUNCTIONS: frozenset[str] = frozenset()
 
 
 class Restage(BaseException):
-    """Ends the staging of a program, to begin again. Not an ``Exception``: programs catch those.
+    """Ends the staging of a program, so that it is staged again.
+
+    It is not an ``Exception``, because programs catch those.
 
     Args:
-        early: what asked for it.
+        early: the object that asked for it.
     """
 
     def __init__(self, early: Early):
@@ -43,11 +46,11 @@ class Restage(BaseException):
 
 
 class Where(NamedTuple):
-    """Where an operation is.
+    """Where an operation is in a program that is being staged.
 
     Attributes:
         path: the module path.
-        label: of the innermost loop or branch that it is in.
+        label: the label of the innermost loop or branch around it.
     """
 
     path: str
@@ -58,12 +61,13 @@ class Early:
     """Asks handlers while a program is staged.
 
     Args:
-        session: the call of the wrapped function that this is for.
+        session: the call of the wrapped function.
 
     Attributes:
-        met: whether a handler should have been asked, but was not expected to.
-        met_nested: whether that was inside of a nested trace, which JAX keeps and uses again: then
-            it must be told apart by module path.
+        tracers: what is known of the program's values.
+        met: whether a handler had to be asked in a mode that does not ask early.
+        met_nested: whether that was in a nested trace. JAX reuses those, so they must then be
+            kept apart by module path.
     """
 
     def __init__(self, session: Session):
@@ -74,25 +78,45 @@ class Early:
         self.met = self.met_nested = False
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
-        """Ask the handler of a function. ``call`` is what PatchEngine tells of the call."""
+        """Ask the handler of a function.
+
+        Args:
+            handler: the handler.
+            call: the ``TappedCall`` of the function.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The result, or NotImplemented where the handler is asked later.
+        """
         where = self._where(compat.current_trace(), call.module_path)
         if where is None:
             return NotImplemented
         values = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "dtype")]
-        told = self._told(
-            call.op_name, "function", args, kwargs, where, call.within, values, call.proceed
-        )
+        name, within = call.op_name, call.within
+        asked = self._call(name, "function", args, kwargs, where, within, values, call.proceed)
         with settled():
-            result = self._keep(told, handler(told, *args, **kwargs))
+            result = self._keep(asked, handler(asked, *args, **kwargs))
         if result is not NotImplemented:
             return result
-        with compat.name_scope(WITHIN + call.op_name):
+        with compat.name_scope(WITHIN + name):
             return call.let_run(*args, **kwargs)
 
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
-        """Ask the handler of a primitive, and those of what it holds: there are some."""
+        """Ask the handlers of a primitive and of its programs.
+
+        Args:
+            path: the module path.
+            trace: the trace that the primitive is bound in.
+            primitive: the primitive; ``Tasks.wants_call`` holds for it.
+            values: its operands.
+            params: its parameters.
+
+        Returns:
+            The results, or NotImplemented where no handler replaced anything.
+        """
         tapping = self._session.tapping
         marker = marker_in(primitive, params)
         if marker is not None and marker.owner == self._session.tapping.owner:
@@ -104,39 +128,37 @@ class Early:
             return NotImplemented
         values = list(values)
         with compat.set_current_trace(trace):
-            within: frozenset[str] = frozenset()
+            within = _NO_FUNCTIONS
             if entry is not None:
                 name, handler = entry
-                proceed = functools.partial(self._proceed, primitive)
-                told = self._told(
-                    name, "primitive", tuple(values), params, where, within, values, proceed
-                )
+                proceed, args = functools.partial(self._proceed, primitive), tuple(values)
+                asked = self._call(name, "primitive", args, params, where, within, values, proceed)
                 with settled():
-                    result = handler(told, *values, **params)
+                    result = handler(asked, *values, **params)
                     if result is not NotImplemented:
-                        return self._keep(told, result)
+                        return self._keep(asked, result)
                 within = within | {name}
             if not enters:
                 return NotImplemented
             with settled():
-                around = Around(self._frame(where, values), (), within, untapped=False)
-                return self._bind_entered(around, primitive, params, values)
+                place = Place(self._frame(where, values), (), within)
+                return self._bind_rebuilt(place, primitive, params, values)
 
     def _marker(self, path: str, trace: Any, marker: Marker, closed: Any, values: list[Any]) -> Any:
-        """Ask the handler of a function whose call another engine has staged, and makes now."""
+        """Ask the handler of a marker that another engine makes."""
         where, entry = self._where(trace, path), self._session.tapping.functions.get(marker.site)
         if where is None or entry is None:
             return NotImplemented
-        arrays, name = values[marker.extra :], marker.op_name
+        arrays, name, proceed = values[marker.extra :], marker.op_name, marker.function
         args, kwargs = marker.packed.build(arrays)
-        nothing: frozenset[str] = frozenset()
-        told = self._told(name, "function", args, kwargs, where, nothing, arrays, marker.function)
+        nothing = _NO_FUNCTIONS
+        asked = self._call(name, "function", args, kwargs, where, nothing, arrays, proceed)
         jaxpr = compat.open_of(closed)
         with compat.set_current_trace(trace), settled():
-            result = self._keep(told, entry[1](told, *args, **kwargs))
+            result = self._keep(asked, entry[1](asked, *args, **kwargs))
             if result is not NotImplemented:
                 avals = [atom.aval for atom in jaxpr.outvars]
-                return check_result(told, result, marker.results, avals)
+                return check_result(asked, result, marker.results, avals)
             known = self._operands(values)
             inner = Frame(
                 jaxpr,
@@ -150,29 +172,31 @@ class Early:
                 depth=self.tracers.depth(values),
             )
             with self._counting():
-                return reinterpret(
-                    self._session, inner, jaxpr, [*compat.consts_of(closed), *values]
-                )
+                return self._session.reinterpret(inner, jaxpr, [*compat.consts_of(closed), *values])
 
     def _where(self, trace: Any, path: str) -> Where | None:
-        """Return the module path and label, or None where they can't be known."""
+        """Return path and label, or None if this mode does not ask."""
         base = self.tracers.base()
         staging = compat.staging_trace(trace)
         nested = staging is not base
         mode = self._session.tapping.mode
         if mode.early and (mode.by_path or not nested):
-            # In the program's own trace, what another engine runs again has its name stack only.
+            # Another engine re-interprets in the program's own trace; its frames' paths are
+            # unknown here, but the name stack has their scopes.
             if not nested:
-                return Where("/".join(self._scopes()), "")
+                return Where(join_path(*self._scopes()), "")
             return Where(path, compat.loop_label(staging, base))
         self.meet(nested)
         return None
 
     def meet(self, nested: bool) -> None:
-        """End the staging of the program, which is to be staged otherwise.
+        """Stage the program again, because a handler must be asked early.
 
-        It ends at once: what JAX kept of it, other runs would find. What runs later, a rule that
-        JAX kept, goes on.
+        The staging ends at once: other calls would reuse traces that JAX kept of it. A rule that
+        runs after the staging continues.
+
+        Args:
+            nested: whether the operation is in a nested trace.
         """
         self.met = True
         self.met_nested |= nested
@@ -183,7 +207,7 @@ class Early:
         names = compat.scopes_of(compat.current_stack())
         return [name for name in names if not name.startswith(OURS)]
 
-    def _told(
+    def _call(
         self,
         name: str,
         level: str,
@@ -194,47 +218,41 @@ class Early:
         values: list[Any],
         proceed: Callable[..., Any],
     ) -> TraceCall:
+        """Return what a handler is given."""
         self._count_staged()
         path, label = where
         frame, key = Frame(None, (), {}, path, label), (path, label, name)
         number = self._numbers.next(*key)
         self._session.asked.append((self._looked_at, key, number))
-        place, known = Place(frame, (), within, number), KnownTracers(values, self.tracers)
-        return TraceCall(name, level, args, params, place, known, proceed, self._session)
+        place, known = Place(frame, (), within), KnownTracers(values, self.tracers)
+        return TraceCall(name, level, args, params, place, number, known, proceed, self._session)
 
-    def _keep(self, told: TraceCall, result: Any) -> Any:
-        """Keep what a handler attached to values, and which values are its own."""
-        for value, metadata in told.given.values():
+    def _keep(self, call: TraceCall, result: Any) -> Any:
+        """Keep the metadata that a handler attached, and which values it replaced."""
+        for value, metadata in call.given.values():
             self.tracers.attach(value, metadata)
-        if result is not NotImplemented and not told.is_own(result):
+        if result is not NotImplemented and not call.is_own(result):
             for value in jax.tree.leaves(result):
                 self.tracers.replace(value)
         return result
 
     def _frame(self, where: Where, values: Sequence[Any]) -> Frame:
-        """Return the frame that stands for what is around an operation."""
+        """Return a frame for an operation that has no jaxpr yet."""
         return Frame(None, (), {}, *where, depth=self.tracers.depth(values))
 
     def _proceed(self, primitive: Any, *values: Any, **params: Any) -> Any:
-        frame = self._frame(Where("", ""), values)
-        around = Around(frame, (), frozenset(), untapped=True)
+        """Run a primitive for its handler: nothing in it is tapped."""
         if self._session.tapping.tasks.enters(primitive, params, len(values)):
-            return self._bind_entered(around, primitive, params, list(values))
+            place = Place(self._frame(Where("", ""), values), (), _NO_FUNCTIONS, untapped=True)
+            return self._bind_rebuilt(place, primitive, params, list(values))
         return primitive.bind(*values, **primitive.get_bind_params(params))
 
-    def _bind_entered(
-        self, around: Around, primitive: Any, params: dict[str, Any], values: list[Any]
+    def _bind_rebuilt(
+        self, place: Place, primitive: Any, params: dict[str, Any], values: list[Any]
     ) -> Any:
         with self._counting():
-            new = enter(
-                reinterpret,
-                self._session,
-                around,
-                primitive,
-                params,
-                values,
-                self._operands(values),
-            )
+            operands = self._operands(values)
+            new = rebuild(self._session, place, primitive, params, values, operands)
         result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
         if new.foreign:
             for value in jax.tree.leaves(result):
@@ -253,7 +271,7 @@ class Early:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Let what is run count here, and be counted when its place is reached."""
+        """Count operations here, and later in the session."""
         self._count_staged()
         before, kept = self._numbers.copy(), self._session.numbers
         self._session.numbers = self._numbers
@@ -265,7 +283,7 @@ class Early:
                 self._session.asked.append((self._looked_at, key, self._numbers[key] - 1))
 
     def _count_staged(self) -> None:
-        """Count what has been staged since the last time, and is to be asked later on."""
+        """Count the operations that were staged since the last call."""
         base = self.tracers.base()
         if base is None:
             return

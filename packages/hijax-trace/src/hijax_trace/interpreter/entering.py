@@ -1,28 +1,41 @@
-"""Equations that hold a program: made again with it tapped, or run in their place."""
+"""Entering: equations that hold programs, rebuilt with those tapped, or inlined."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
 from ..dataflow.dataflow import returned_views
-from ..dataflow.flow import handed_on
+from ..dataflow.flow import forwarded
 from ..staging.marker import Marker, MarkerName
 from .atoms import variable
-from .bodies import Entered, custom, enter
-from .frames import Around, Frame
-from .one_pass import Pass, join
+from .frames import Frame
+from .one_pass import Pass, mark_replaced
+from .rebuild import rebuild, rebuild_custom
 from .tasks import Task
 
 
 def inline(
-    run: Pass, task: Task, closed: Any, values: list[Any], info: Any, within: frozenset[str]
+    run: Pass,
+    task: Task,
+    closed: Any,
+    values: list[Any],
+    info: Any,
+    within: frozenset[str] | None = None,
 ) -> None:
-    """Run what an equation stands for in its place."""
+    """Re-interpret the program of a call instead of the call.
+
+    Args:
+        run: the pass.
+        task: the call's task.
+        closed: the program, closed.
+        values: the operands.
+        info: the source of the call.
+        within: names of tapped functions around it; by default those of the frame.
+    """
     eqn, frame, jaxpr = task.eqn, run.frame, compat.open_of(closed)
-    inner = inner_frame(run, task, closed, within, frame.untapped)
-    results = run.reinterpret(run.session, inner, jaxpr, compat.consts_of(closed) + values, info)
+    inner = inner_frame(run, task, closed, within)
+    results = run.session.reinterpret(inner, jaxpr, compat.consts_of(closed) + values, info)
     for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
         if type(atom) is compat.Literal:
             continue
@@ -30,77 +43,67 @@ def inline(
             frame.metadata[var] = inner.metadata[atom]
         if atom in inner.proxies:
             frame.proxies[var] = inner.proxies[atom]
-    join(frame, eqn, inner)
+    mark_replaced(frame, eqn, inner)
     run.write(eqn.outvars, results)
 
 
 def inner_frame(
-    run: Pass, task: Task, closed: Any, within: frozenset[str], untapped: bool
+    run: Pass,
+    task: Task,
+    closed: Any,
+    within: frozenset[str] | None = None,
+    untapped: bool | None = None,
 ) -> Frame:
-    """Return the frame of what an equation stands for."""
-    frame, operands = run.frame, run.operands(task.eqn)
-    path = frame.own_path(task.scopes)
-    jaxpr = compat.open_of(closed)
-    known = (operands.origins, operands.metadata)
-    where = (path, frame.label, within, untapped, frame)
-    return Frame(
-        jaxpr,
-        *known,
-        *where,
-        operands.proxies,
-        operands.expressions,
-        compat.consts_of(closed),
-        frame.depth,
+    """Return the frame of a program for a call's operands."""
+    operands = run.operands(task.eqn)
+    return run.place(task, within, untapped).inside(
+        compat.open_of(closed),
+        operands.origins,
+        operands.metadata,
+        proxies=operands.proxies,
+        expressions=operands.expressions,
+        consts=compat.consts_of(closed),
     )
 
 
-def enter_held(
+def enter(
     run: Pass,
     task: Task,
     values: list[Any],
     info: Any,
     within: frozenset[str] | None = None,
 ) -> None:
-    """Make an equation with what it holds tapped."""
-    eqn, frame = task.eqn, run.frame
+    """Make an equation with the programs that it holds tapped."""
+    eqn = task.eqn
     if (task.inlined and run.appends) or _returns_proxy(run, eqn):
-        within = (within or frame.within) | task.within
         inline(run, task, eqn.params["jaxpr"], values, info, within)
         return
-    around = run.around(task, frame.within if within is None else within, frame.untapped)
-    new = entered(run, task, eqn.params, values, around)
+    place, operands = run.place(task, within), run.operands(eqn)
+    new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
     run.emit(task, eqn, new, info)
 
 
-def entered(
-    run: Pass, task: Task, params: dict[str, Any], values: Sequence[Any], around: Around
-) -> Entered:
-    """Return an equation, with parameters that may be others, with what it holds tapped."""
-    eqn, operands = task.eqn, run.operands(task.eqn)
-    return enter(run.reinterpret, run.session, around, eqn.primitive, params, values, operands)
-
-
 def _returns_proxy(run: Pass, eqn: Any) -> bool:
-    """Return whether an equation is the call of a function that returns what it has moved.
+    """Return whether a call moves and returns a proxied operand.
 
-    What it returns as it was given needs no care: see ``handed_on``.
+    Operands that it returns as they are need no care: see ``forwarded``.
     """
     proxies = run.frame.proxies
     if not proxies or eqn.primitive is not compat.jit_p:
         return False
     views = returned_views(eqn, [variable(atom) in proxies for atom in eqn.invars])
-    return not set(views) <= {i for i, _ in handed_on(eqn)}
+    return not set(views) <= {i for i, _ in forwarded(eqn)}
 
 
 def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Make another interceptor's marker again, with what it stands for tapped."""
+    """Make another interceptor's marker again, with its program tapped."""
     marker, eqn = task.marker, task.eqn
     assert marker is not None
     if not run.session.tapping.tasks.wants(eqn.params["jaxpr"]):
         run.write(eqn.outvars, compat.rebind(eqn, values, info))
         return
-    around = run.around(task, run.frame.within, run.frame.untapped)
-    new = entered(run, task, eqn.params, values, around)
+    place, operands = run.place(task), run.operands(eqn)
+    new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
     again = Marker(
         marker.owner,
         marker.op_name,
@@ -115,8 +118,7 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
 
 
 def enter_custom(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Make the call of a function with custom derivative rules, with both tapped."""
-    eqn, frame = task.eqn, run.frame
-    around = run.around(task, frame.within, frame.untapped)
-    new = custom(run.reinterpret, run.session, around, eqn.params, values, run.operands(eqn))
+    """Make a call with custom derivative rules, with all of it tapped."""
+    eqn = task.eqn
+    new = rebuild_custom(run.session, run.place(task), eqn.params, values, run.operands(eqn))
     run.emit(task, eqn, new, info)

@@ -1,8 +1,8 @@
-"""Frames: what is known of the values of a program while it is run again."""
+"""Frames: what is known of the values of one jaxpr."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import Step, ValueKind
@@ -12,35 +12,40 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, Resolve, flow_of
 from ..dataflow.nodes import Unknown
 from ..proxy.array_proxy import ArrayProxy
+from .numbers import join_path
 
 Metadata = Mapping[str, Any]
-"""The metadata of one value."""
+"""What handlers attached to one value."""
 
 
 class Frame:
-    """One jaxpr that is being run again, in one place.
+    """One jaxpr that is re-interpreted, in one place of the program.
 
-    It keeps book of what its handlers have asked for, so that what they did can be used again
-    wherever the answers are the same.
+    It records what handlers ask for. What they did can be reused wherever the answers are the
+    same: see ``memo``.
 
     Args:
-        jaxpr: the jaxpr, open; None where there's none, but a single operation.
-        inputs: the origins of its inputs.
+        jaxpr: the open jaxpr; None where there is only a single operation.
+        inputs: finds the origin of each input.
         metadata: the metadata of its inputs, by number.
-        path: the module path that it runs under.
-        label: of the innermost loop or branch that it is in, for op ids.
-        within: the names of the functions, tapped but let run, that it is a part of.
+        path: the module path around it.
+        label: the label, in op ids, of the innermost loop or branch around it.
+        within: names of the tapped functions around it whose handlers let them run.
         untapped: whether no handler is asked.
         parent: the frame around it.
-        proxies: what its inputs are kept as, by number.
-        expressions: how those of its inputs are found; None where they are not known.
+        proxies: the array proxies of its inputs, by number.
+        expressions: finds the expression of each input; None where they are not known.
         consts: the values of the jaxpr's constants.
-        depth: how many loops and maps there are around it.
+        depth: how many loops and maps are around it.
         length: how many steps of a loop it is run for; see ``Body``.
-        is_rule: whether it is a derivative's, and so run when the loops around it are over.
+        is_rule: whether it is a derivative rule, which runs after the loops around it have ended.
 
     Attributes:
-        index: the number of its step, while it is staged as the body of a loop.
+        index: the step's number, while the frame is staged as the body of a loop.
+        replaced: variables whose values come from a handler's result.
+        foreign: those of them that the program's own operation did not compute.
+        read: the origins of inputs that handlers looked at.
+        is_parameter: the predicate with which handlers asked for kinds; None if none asked.
     """
 
     __slots__ = (
@@ -108,13 +113,18 @@ class Frame:
             jaxpr.invars[i]: proxy for i, proxy in (proxies or {}).items()
         }
         self.replaced: set[Any] = set()
-        # Of these, the values that the program's own operation did not compute.
         self.foreign: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
         self.path_was_read = self.expressions_were_read = self.numbers_were_read = False
         self.steps_were_read = False
-        # By which handlers have asked for the kinds of values.
         self.is_parameter: Callable[[str], bool] | None = None
+
+    def _and_around(self) -> Iterator[Frame]:
+        """Yield this frame and those around it, innermost first."""
+        frame: Frame | None = self
+        while frame is not None:
+            yield frame
+            frame = frame._parent
 
     @property
     def is_program(self) -> bool:
@@ -124,6 +134,7 @@ class Frame:
     def origin(self, atom: Any) -> Origin | None:
         """Return the origin of a variable or literal of the jaxpr."""
         source = None if self._flow is None else self._flow.source(atom)
+        # A value that passed through a handler's result is not the input any more.
         if source is None or not self.replaced.isdisjoint(source.through):
             return None
         origin = self.input(source.index)
@@ -137,93 +148,108 @@ class Frame:
         return self.read[index]
 
     def expression(self, atom: Any) -> Expression:
-        """Return how a variable or literal of the jaxpr is computed, for a handler to see."""
-        frame: Frame | None = self
-        while frame is not None:
+        """Return, for a handler, how a variable or literal is computed."""
+        for frame in self._and_around():
             frame.expressions_were_read = True
-            frame = frame._parent
         return self.own_expression(atom)
 
-    def kind(self, atom: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return the kind of a variable or literal of the jaxpr, for a handler to see."""
-        self.ask_kinds(is_parameter)
-        flow = self._own_flow()
-        if flow is not None and flow.is_activation(atom, is_parameter):
-            return ValueKind("activation")
-        return self.own_expression(atom).judged(is_parameter)
-
-    def ask_kinds(self, is_parameter: Callable[[str], bool]) -> None:
-        """Note that what is done in this program depends on the kinds of its inputs."""
-        frame: Frame | None = self
-        while frame is not None:
-            frame.is_parameter = is_parameter
-            frame = frame._parent
-
     def own_expression(self, atom: Any) -> Expression:
-        """Return how a variable or literal of the jaxpr is computed, for our own use."""
+        """Return how a variable or literal is computed, without recording the question."""
         flow = self._own_flow()
         if flow is None:
             return Unknown(getattr(atom, "aval", None), "a value of a derivative", None)
         return flow.expression(atom)
 
+    def kind(self, atom: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return, for a handler, the kind of a variable or literal."""
+        self.read_kinds(is_parameter)
+        flow = self._own_flow()
+        # Most operands are activations. That is found without building their expressions.
+        if flow is not None and flow.is_activation(atom, is_parameter):
+            return ValueKind("activation")
+        return self.own_expression(atom).judged(is_parameter)
+
+    def read_kinds(self, is_parameter: Callable[[str], bool]) -> None:
+        """Record that handlers depend on the kinds of inputs."""
+        for frame in self._and_around():
+            frame.is_parameter = is_parameter
+
     def _own_flow(self) -> Dataflow | None:
         if self._dataflow is None and self._jaxpr is not None and self._expressions is not None:
-            where = (self._jaxpr, self._expressions, self._consts, self.foreign)
-            self._dataflow = Dataflow(*where)
+            self._dataflow = Dataflow(self._jaxpr, self._expressions, self._consts, self.foreign)
         return self._dataflow
 
     def read_numbers(self) -> None:
-        """Say that a handler has looked at the number of an operation."""
-        frame: Frame | None = self
-        while frame is not None:
+        """Record that a handler looked at the number of an operation."""
+        for frame in self._and_around():
             frame.numbers_were_read = True
-            frame = frame._parent
 
     def steps(self) -> tuple[Step, ...] | None:
-        """Return the loops around, for a handler to see; None if they are not known."""
-        found, frame, are_over, is_known = [], self, False, True
-        while frame is not None:
+        """Return, for a handler, the loops around, or None."""
+        found, are_over, is_known = [], False, True
+        for frame in self._and_around():
             frame.steps_were_read = True
             if frame.length != 0:
                 found.append(Step(None if are_over else frame.index, frame.length))
             are_over |= frame.is_rule
-            # What is asked early, in a program that JAX still stages, knows the label alone.
+            # A handler that is asked early, while JAX still stages the loop, has only its label.
             is_known = frame._parent is not None or not frame.label
-            frame = frame._parent
         return tuple(reversed(found)) if is_known else None
 
     def lengths(self) -> tuple[int | None, ...] | None:
-        """Return how many steps the loops around have, for a handler to see."""
+        """Return, for a handler, how many steps the loops around have."""
         steps = self.steps()
         return None if steps is None else tuple(step.length for step in steps)
 
     def path(self, scopes: Sequence[str]) -> str:
-        """Return the module path within ``scopes``, for a handler to see."""
-        frame: Frame | None = self
-        while frame is not None:
+        """Return, for a handler, the module path within ``scopes``."""
+        for frame in self._and_around():
             frame.path_was_read = True
-            frame = frame._parent
         return self.own_path(scopes)
 
     def own_path(self, scopes: Sequence[str]) -> str:
-        """Return the module path within ``scopes``, for our own use."""
-        return "/".join(filter(None, (self._path, *scopes)))
+        """Return the module path within ``scopes``, without recording the question."""
+        return join_path(self._path, *scopes)
 
 
-class Around(NamedTuple):
+class Place(NamedTuple):
     """Where an equation is.
 
     Attributes:
         frame: its frame.
-        scopes: the names of the scopes around it in that.
-        within: the names of the functions that it is a part of.
+        scopes: the names of the scopes around it in that frame.
+        within: names of the tapped functions around it whose handlers let them run.
         untapped: whether no handler is asked.
     """
 
     frame: Frame
     scopes: Sequence[str]
     within: frozenset[str]
-    untapped: bool
+    untapped: bool = False
+
+    def inside(
+        self,
+        jaxpr: Any,
+        origins: Sequence[Resolve | None],
+        metadata: Mapping[int, Metadata],
+        *,
+        label: str = "",
+        loops: int = 0,
+        **known: Any,
+    ) -> Frame:
+        """Return the frame of a jaxpr that the equation here holds.
+
+        Args:
+            jaxpr: the open jaxpr.
+            origins: finds the origin of each input.
+            metadata: the metadata of its inputs, by number.
+            label: its label in op ids; "" for the label of this place.
+            loops: how many loops and maps the equation adds.
+            **known: more arguments of ``Frame``.
+        """
+        outer = self.frame
+        where = (outer.own_path(self.scopes), label or outer.label, self.within, self.untapped)
+        return Frame(jaxpr, origins, metadata, *where, outer, depth=outer.depth + loops, **known)
 
 
 class Operands(NamedTuple):
@@ -231,10 +257,10 @@ class Operands(NamedTuple):
 
     Attributes:
         avals: their types.
-        origins: how the origin of each is found.
+        origins: finds the origin of each.
         metadata: their metadata, by number.
-        proxies: what they are kept as, by number.
-        expressions: how that of each is found; None where they are not known.
+        proxies: their array proxies, by number.
+        expressions: finds the expression of each; None where they are not known.
     """
 
     avals: Sequence[Any]
@@ -242,31 +268,3 @@ class Operands(NamedTuple):
     metadata: Mapping[int, Metadata]
     proxies: Mapping[int, ArrayProxy]
     expressions: Sequence[Express] | None = None
-
-
-Key = tuple[str, str, str]
-"""Module path, label and operation name."""
-
-
-class Numbers(dict[Key, int]):
-    """How many operations there have been, by what they have in common."""
-
-    def next(self, path: str, label: str, name: str) -> int:
-        """Count one operation. Return how many there were before it."""
-        key = (path, label, name)
-        number = self.get(key, 0)
-        self[key] = number + 1
-        return number
-
-    def since(self, before: Numbers) -> dict[Key, int]:
-        """Return what has been counted since there was ``before``."""
-        return {key: n - before.get(key, 0) for key, n in self.items() if n != before.get(key, 0)}
-
-    def add(self, counted: Mapping[Key, int]) -> None:
-        """Count what was counted elsewhere."""
-        for key, number in counted.items():
-            self[key] = self.get(key, 0) + number
-
-    def copy(self) -> Numbers:
-        """Return numbers that go on from here by themselves."""
-        return Numbers(self)

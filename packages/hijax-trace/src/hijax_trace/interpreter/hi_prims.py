@@ -1,8 +1,8 @@
-"""HiPrims: operations that say in Python what they are in others, entered like a jitted function.
+"""HiPrims: operations that expand to others, entered like jitted functions.
 
-``Expansions`` stages what a HiPrim expands to, with the targets tapped, so that it can be
-re-interpreted. ``TappedPrim`` expands to the result of that. Its other rules are the HiPrim's own,
-run with their operations tapped.
+``Expansions`` stages what a HiPrim expands to, with targets as markers, so that it can be
+re-interpreted. ``TappedPrim`` expands to the result. Its other rules are the HiPrim's, run with
+their operations tapped.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import jax
 from .. import compat
 from ..dataflow.holders import SAME, Body, Holder
 from ..hi.mapped_prim import MappedPrim
-from ..staging.marker import NUMBERS, NUMPY, Packed
+from ..staging.packed import NUMBERS, NUMPY, Packed
 
 Run = Callable[[Callable[..., Any], tuple], Any]
-"""Calls a function with a tuple of arguments, and the targets tapped."""
+"""Calls a function with a tuple of arguments, while the targets are tapped."""
 Rule = Callable[[Callable[..., Any], int, tuple], Any]
 """``rule(fn, first, args)`` calls a rule with its operations tapped. The leaves of ``args`` from
 ``first`` on are the HiPrim's operands."""
 
 
 class Expansion:
-    """What a HiPrim is in other operations.
+    """What a HiPrim expands to.
 
     Args:
         prim: the HiPrim.
-        run: how to call its ``expand``.
+        run: calls its ``expand``.
 
     Attributes:
-        jaxpr: closed; of the arrays that the operands consist of.
+        jaxpr: closed. Its inputs are the arrays that the operands consist of.
     """
 
     def __init__(self, prim: Any, run: Run):
@@ -45,7 +45,7 @@ class Expansion:
         flat = functools.partial(_expanded, prim, lambda *args: expand(args))
         info = compat.named_info(type(prim).__name__)
         self.jaxpr = compat.with_consts(*compat.stage(flat, avals, info))
-        # What an operand of a high-level type consists of is no operand.
+        # The arrays of an operand of a high-level type are not operands of the equation.
         self._inputs = tuple(
             None if aval.is_high else i
             for i, aval in enumerate(prim.in_avals_flat)
@@ -54,18 +54,18 @@ class Expansion:
         self._results = "carry" if any(aval.is_high for aval in prim.out_avals_flat) else "same"
 
     def holder(self) -> Holder:
-        """Return how to take the HiPrim's application apart."""
+        """Return the holder of the HiPrim's application."""
         body = Body(self.jaxpr, self._inputs, (SAME,) * len(self._inputs))
         return Holder(
             lambda params, operands: [body],
-            lambda params, jaxprs, extra: params,  # a TappedPrim needs more than that
+            lambda params, jaxprs, extra: params,  # ``rebuild`` makes a TappedPrim instead
             lambda params: [0],
             self._results,
         )
 
 
 def _expanded(prim: Any, expand: Callable[..., Any], *arrays: Any) -> list[Any]:
-    """Return the arrays that the results consist of, from those that the operands do."""
+    """Return the arrays of the results, from the arrays of the operands."""
     given = iter(arrays)
     values = [
         compat.raised(aval, list(itertools.islice(given, len(compat.lo_types(aval)))))
@@ -77,19 +77,19 @@ def _expanded(prim: Any, expand: Callable[..., Any], *arrays: Any) -> list[Any]:
 
 
 class Expansions:
-    """What HiPrims are in other operations, each staged once.
+    """What HiPrims expand to, each staged once.
 
     Args:
-        run: how to call their ``expand``.
+        run: calls their ``expand``.
     """
 
     def __init__(self, run: Run):
         self._run = run
-        # By identity: those that are equal may have operands of other types.
+        # By identity: equal HiPrims may have operands of different types.
         self._known: dict[int, tuple[weakref.ref[Any], Expansion | None]] = {}
 
     def of(self, prim: Any) -> Expansion | None:
-        """Return what a HiPrim is in other operations, or None if it is not a composition."""
+        """Return what a HiPrim expands to, or None."""
         number = id(prim)
         if number not in self._known:
             forget = functools.partial(_forget, weakref.ref(self), number)
@@ -98,7 +98,7 @@ class Expansions:
         return self._known[number][1]
 
     def forget(self, number: int) -> None:
-        """Let go of what a HiPrim was, when it is gone."""
+        """Forget the HiPrim of an ``id``, when it is deleted."""
         del self._known[number]
 
 
@@ -109,7 +109,7 @@ def _forget(expansions: weakref.ref[Expansions], number: int, _: Any) -> None:
 
 
 def _can_expand(prim: Any) -> bool:
-    # What custom_root derives of its function is a derivative, not a part of the program.
+    # custom_root's linear map is a derivative that JAX made, not a part of the program.
     if not compat.expands(prim) or type(prim) in (TappedPrim, MappedPrim, compat.ROOT_DERIVATIVE):
         return False
     avals = [*prim.in_avals_flat, *prim.out_avals_flat]
@@ -119,13 +119,13 @@ def _can_expand(prim: Any) -> bool:
 
 
 class TappedPrim(compat.HiPrimBase):
-    """A HiPrim with handlers' work in it.
+    """A HiPrim with its operations tapped.
 
     Args:
         prim: the HiPrim.
-        jaxpr: what it expands to; its first inputs are the new operands.
-        extra: how many these are.
-        rule: how to call its derivative rules.
+        jaxpr: what it expands to. Its first inputs are the new operands.
+        extra: how many new operands there are.
+        rule: calls its derivative rules.
     """
 
     prim: Any
@@ -142,7 +142,7 @@ class TappedPrim(compat.HiPrimBase):
         super().__init__()
 
     def expand(self, extra: tuple[Any, ...], *args: Any) -> Any:
-        """Return the results, with handlers' work in them."""
+        """Return the results of the tapped operations."""
         prim = self.prim
         arrays = [
             array
@@ -183,13 +183,13 @@ class TappedPrim(compat.HiPrimBase):
         """Add the cotangents of the operands to their accumulators."""
         places = len(self.in_avals)
         residuals, accums = given[:-places], given[-places + 1 :]
-        # A backward rule may transpose the linear one, whose operations are the program's.
+        # A backward rule may transpose ``linearized``, whose operations are tapped, too.
         prim = copy.copy(self.prim)
         prim.linearized = self._linearized
         return prim.vjp_bwd(*residuals, *accums)
 
     def transpose(self, out_ct: Any, *maybe_accums: Any) -> Any:
-        """Add the cotangents of the operands that it is linear in to their accumulators."""
+        """Add the cotangents of linear operands to their accumulators."""
         return self.prim.transpose(out_ct, *maybe_accums[1:])
 
     def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
@@ -203,7 +203,7 @@ class TappedPrim(compat.HiPrimBase):
 
 
 class _Program:
-    """What a tapped HiPrim expands to, and how to call its rules. Equal to itself alone."""
+    """A tapped HiPrim's expansion and rules, compared by identity."""
 
     def __init__(self, jaxpr: Any, rule: Rule):
         self.jaxpr = jaxpr
@@ -213,7 +213,11 @@ class _Program:
 def staged_rule(
     fn: Callable[..., Any], args: tuple, run: Run
 ) -> tuple[Packed, Packed, Any, list[Any]]:
-    """Return a rule's arguments and result, taken apart, and the jaxpr and constants between."""
+    """Stage a rule.
+
+    Returns:
+        Its arguments and its result, both packed, and the jaxpr and constants between them.
+    """
     packed = Packed(args, ())
     result: Packed | None = None
 

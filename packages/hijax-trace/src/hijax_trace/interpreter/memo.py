@@ -1,67 +1,96 @@
-"""Memo: what was made of a program, to be used again where its handlers would do the same."""
+"""Memo: re-interpreted programs, reused where their handlers would do the same."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ..dataflow.dataflow import Express
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import is_zero
-from .frames import Key, Metadata
+from .frames import Metadata
+from .numbers import Key
+
+
+class Here(Protocol):
+    """What handlers would see if a program was re-interpreted in this place."""
+
+    def origin(self, index: int) -> Origin | None:
+        """Return the origin of an input."""
+
+    def path_key(self) -> Hashable:
+        """Return what stands for the module path."""
+
+    def number(self, key: Key) -> int:
+        """Return how many operations of a key came before."""
+
+    def expressions(self) -> Sequence[Express] | None:
+        """Return what finds the expressions of the inputs."""
+
+    def lengths(self) -> tuple[int | None, ...] | None:
+        """Return how many steps the loops around have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What handlers looked at while a program was re-interpreted.
+
+    Where all of it is the same, they would do the same again. A field is None, or empty, if no
+    handler looked.
+
+    Attributes:
+        origins: the origins of inputs, by number.
+        path_key: what stood for the module path, in a tuple.
+        numbers: how many operations of a key came before.
+        is_parameter: the predicate with which they asked for the kinds of values.
+        kinds: the kinds of the inputs, by that predicate; see ``Memo.kinds_of``.
+        lengths: how many steps the loops around had, in a tuple.
+    """
+
+    origins: Mapping[int, Origin | None] = field(default_factory=dict)
+    path_key: tuple[Hashable] | None = None
+    numbers: Mapping[Key, int] = field(default_factory=dict)
+    is_parameter: Callable[[str], bool] | None = None
+    kinds: tuple[Hashable, ...] = ()
+    lengths: tuple[tuple[int | None, ...] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tapped:
-    """A program with its handlers' work in it.
+    """A program after its handlers were asked.
 
     Attributes:
         jaxpr: open or closed, as the original is.
         extra: the values of its new leading inputs.
         metadata: the metadata of its results, by number.
-        replaced: whether any operation was.
+        replaced: whether a handler replaced any operation.
+        foreign: whether any of those values was not the operation's own result.
         counted: its operations, by module path below its own, label and name.
-        read: the origins of its inputs that handlers looked at, by number.
-        path: what stands for the module path that they looked at.
-        path_was_read: whether they did.
-        taken: whether it takes the array proxies of its operands.
-        unused: its inputs that it takes an array proxy for, and does not use themselves.
-        foreign: whether any operation's value was replaced by one that is not its own.
-        before: how many such operations there were before, as ``counted``, if handlers looked at
-            their numbers.
-        is_parameter: by which handlers have asked for the kinds of values; None if they have not.
-        kinds: those of its inputs then; see ``kinds_of``.
-        steps_were_read: whether handlers looked at the loops around.
-        lengths: how many steps those have, then.
-        is_numbered: whether the number of the step is its last input.
+        takes_proxies: whether it takes the array proxies of its operands.
+        unused: the inputs that it takes an array proxy for and does not use themselves.
+        is_numbered: whether its last input is the number of the step.
+        seen: what its handlers looked at.
     """
 
     jaxpr: Any
-    extra: tuple[Any, ...]
-    metadata: Mapping[int, Metadata]
-    replaced: bool
-    counted: Mapping[Key, int]
-    read: Mapping[int, Origin | None]
-    path: Hashable
-    path_was_read: bool
-    taken: bool
-    before: Mapping[Key, int] | None = None
-    unused: tuple[int, ...] = ()
+    extra: tuple[Any, ...] = ()
+    metadata: Mapping[int, Metadata] = field(default_factory=dict)
+    replaced: bool = False
     foreign: bool = False
-    is_parameter: Callable[[str], bool] | None = None
-    kinds: tuple[Hashable, ...] = ()
-    steps_were_read: bool = False
-    lengths: tuple[int | None, ...] | None = None
+    counted: Mapping[Key, int] = field(default_factory=dict)
+    takes_proxies: bool = False
+    unused: tuple[int, ...] = ()
     is_numbered: bool = False
+    seen: Seen = field(default_factory=Seen)
 
 
 class Memo:
     """Keeps tapped programs for as long as the originals live.
 
     Args:
-        resolve_origin: what stands for an input of the program.
+        resolve_origin: returns what stands for an input of the program, from its pytree path.
     """
 
     def __init__(self, resolve_origin: Callable[[str], Hashable]) -> None:
@@ -70,63 +99,50 @@ class Memo:
             weakref.WeakKeyDictionary()
         )
 
-    def find(
-        self,
-        jaxpr: Any,
-        key: Hashable,
-        origin: Callable[[int], Origin | None],
-        path: Callable[[], Hashable],
-        count: Callable[[Key], int],
-        expressions: Callable[[], Sequence[Express] | None],
-        lengths: Callable[[], tuple[int | None, ...] | None],
-    ) -> Tapped | None:
-        """Return what was made of ``jaxpr`` where all that its handlers looked at was the same.
+    def find(self, jaxpr: Any, key: Hashable, here: Here) -> Tapped | None:
+        """Return a tapped program whose handlers saw the same, or None.
 
         Args:
             jaxpr: the original, open.
-            key: what must be the same in any case.
-            origin: tells the origin of an input now.
-            path: tells what stands for the module path now.
-            count: tells how many such operations there were before.
-            expressions: returns what finds how its inputs are computed.
-            lengths: tells how many steps the loops around have.
+            key: what must be equal in any case.
+            here: what handlers would see now.
         """
-        for tapped in self._kept.get(jaxpr, {}).get(key, ()):
-            if tapped.path_was_read and tapped.path != path():
-                continue
-            if tapped.is_parameter is not None and tapped.kinds != self.kinds_of(
-                expressions(), tapped.is_parameter
-            ):
-                continue
-            if tapped.steps_were_read and tapped.lengths != lengths():
-                continue
-            before = tapped.before or {}
-            if any(count(key) != number for key, number in before.items()):
-                continue
-            if all(self._same(origin(index), before) for index, before in tapped.read.items()):
-                return tapped
-        return None
+        candidates = self._kept.get(jaxpr, {}).get(key, ())
+        return next((one for one in candidates if self._sees_the_same(one.seen, here)), None)
+
+    def keep(self, jaxpr: Any, key: Hashable, tapped: Tapped) -> None:
+        """Keep what was made of ``jaxpr``."""
+        self._kept.setdefault(jaxpr, {}).setdefault(key, []).append(tapped)
+
+    def _sees_the_same(self, seen: Seen, here: Here) -> bool:
+        if seen.path_key is not None and seen.path_key != (here.path_key(),):
+            return False
+        if seen.is_parameter is not None:
+            kinds = self.kinds_of(here.expressions(), seen.is_parameter)
+            if kinds != seen.kinds:
+                return False
+        if seen.lengths is not None and seen.lengths != (here.lengths(),):
+            return False
+        if any(here.number(key) != number for key, number in seen.numbers.items()):
+            return False
+        return all(self._is_same(here.origin(i), before) for i, before in seen.origins.items())
 
     def kinds_of(
         self, expressions: Sequence[Express] | None, is_parameter: Callable[[str], bool]
     ) -> tuple[Hashable, ...]:
-        """Return what the kinds of the values in a program depend on: those of its inputs."""
+        """Return the kinds of a program's inputs."""
         found = []
         for express in expressions or ():
             expression = express()
             kind = expression.judged(is_parameter)
             keys = frozenset(map(self._resolve_origin, kind.paths))
-            # A mask of zeros is one because of its value.
+            # A mask of zeros makes a view of a select; another constant does not.
             is_mask = kind.kind == "constant" and is_zero(expression)
             found.append((*kind._replace(paths=frozenset()), keys, is_mask))
         return tuple(found)
 
-    def _same(self, now: Origin | None, before: Origin | None) -> bool:
+    def _is_same(self, now: Origin | None, before: Origin | None) -> bool:
         if now is None or before is None or now == before:
             return now == before
         resolve = self._resolve_origin
         return now.axes == before.axes and resolve(now.path) == resolve(before.path)
-
-    def keep(self, jaxpr: Any, key: Hashable, tapped: Tapped) -> None:
-        """Keep what was made of ``jaxpr``."""
-        self._kept.setdefault(jaxpr, {}).setdefault(key, []).append(tapped)

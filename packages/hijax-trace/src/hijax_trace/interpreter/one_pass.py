@@ -1,39 +1,40 @@
-"""One pass over a jaxpr: the values of its variables, and how its equations are made again."""
+"""One pass over a jaxpr: its values and how it makes equations."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
-from .apart import Derivatives
 from .atoms import metadata_of, variable
-from .bodies import Entered
-from .frames import Around, Frame, Operands
+from .frames import Frame, Operands, Place
+from .original import Derivatives
+from .rebuild import Rebuilt
 from .session import Session
 from .tasks import Task
 
 
 class Pass:
-    """What actions on equations share while a jaxpr is run again.
+    """What the actions on equations share while a jaxpr is re-interpreted.
 
-    Where it is run to build another jaxpr, most equations are appended to that as they are: the
-    types of their results are known. Only what depends on a value of another type than the
-    original's (a handler may return one that is less weakly typed) is bound, as is everything
-    in other traces.
+    A pass that builds another jaxpr appends most equations as they are: the types of their results
+    are known, so no JAX rule needs to run. It binds an equation only if an operand's type changed
+    (a handler's result may be less weakly typed). In other traces every equation is bound.
+
+    Args:
+        session: the call of the wrapped function.
+        frame: what is known of the jaxpr's values.
+        jaxpr: the open jaxpr.
+        values: the values of its constants and arguments.
+        caller: the source of the call that the jaxpr is inlined for, or None.
 
     Attributes:
-        session: the call of the wrapped function that this is for.
-        frame: what is known of its values.
-        values: of variables, as far as they have one.
+        values: the values of variables so far.
         appends: whether equations are appended to another jaxpr.
-        changed: variables whose value has another type.
-        derivatives: of functions that the jaxpr holds, once it is asked for them.
-        reinterpret: runs another jaxpr; see ``reinterpret.reinterpret``.
+        changed: variables whose value has another type than the variable.
+        derivatives: the derivatives in the jaxpr, once an equation asked for them.
     """
-
-    reinterpret: Callable[..., list[Any]]
 
     def __init__(
         self, session: Session, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
@@ -51,11 +52,11 @@ class Pass:
         self.write(compat.inputs_of(jaxpr), values)
 
     def run(self, task: Task) -> None:
-        """Make one equation, as its task says."""
+        """Make one equation by the action of its task."""
         raise NotImplementedError
 
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Set variables."""
+        """Set the values of variables."""
         for var, value in zip(variables, values, strict=True):
             self.values[var] = value
             if self.appends:
@@ -74,11 +75,11 @@ class Pass:
         else:
             self.values.update(zip(eqn.outvars, make(self.trace, eqn, values, info), strict=True))
 
-    def emit(self, task: Task, eqn: Any, new: Any, info: Any) -> None:
-        """Make an equation with the new program that it holds, of ``enter``."""
+    def emit(self, task: Task, eqn: Any, new: Rebuilt, info: Any) -> None:
+        """Make an equation that was rebuilt with its programs tapped."""
         for i, note in new.metadata.items():
             self.frame.metadata[eqn.outvars[i]] = note
-        join(self.frame, eqn, new)
+        mark_replaced(self.frame, eqn, new)
         again = eqn.replace(params=new.params)
         if len(new.values) == len(eqn.invars) and not compat.has_effects(new.params):
             self.again(task, again, new.values, info)
@@ -86,13 +87,17 @@ class Pass:
             self.write(eqn.outvars, compat.rebind(again, new.values, info))
 
     def number(self, task: Task, name: str) -> int:
-        """Return the number of a call of a name among those in the same place."""
+        """Count an operation. Return its number among those of its key."""
         frame = self.frame
         return self.session.numbers.next(frame.own_path(task.scopes), frame.label, name)
 
-    def around(self, task: Task, within: frozenset[str], untapped: bool) -> Around:
-        """Return what is known around the program that an equation holds."""
-        return Around(self.frame, task.scopes, within | task.within, untapped)
+    def place(
+        self, task: Task, within: frozenset[str] | None = None, untapped: bool | None = None
+    ) -> Place:
+        """Return the place of an equation; by default as its frame says."""
+        frame = self.frame
+        within = (frame.within if within is None else within) | task.within
+        return Place(frame, task.scopes, within, frame.untapped if untapped is None else untapped)
 
     def operands(self, eqn: Any) -> Operands:
         """Return what is known of the operands of an equation."""
@@ -110,8 +115,8 @@ class Pass:
         return Operands([atom.aval for atom in eqn.invars], origins, metadata, proxies, expressions)
 
 
-def join(frame: Frame, eqn: Any, inner: Frame | Entered) -> None:
-    """Take over whether anything was replaced in what an equation holds."""
+def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Rebuilt) -> None:
+    """Mark an equation's results as replaced if anything inside of it was."""
     if inner.replaced:
         frame.replaced.update(eqn.outvars)
     if inner.foreign:

@@ -1,4 +1,4 @@
-"""Interpreter: runs a staged program again, operation by operation, asking the handlers."""
+"""Re-interpretation: goes through a staged program, equation by equation, and asks handlers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import compat
-from . import asking, deriving, entering, moving
-from .atoms import carry, hand_on
+from . import asking, deriving, entering, proxy_equations
+from .atoms import carry, forward
 from .frames import Frame
 from .one_pass import Pass
 from .session import Session
@@ -17,18 +17,18 @@ from .tasks import Do, Task
 def reinterpret(
     session: Session, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
 ) -> list[Any]:
-    """Run a jaxpr in the current trace.
+    """Make a jaxpr's equations again, as handlers want them.
 
     Args:
-        session: the call of the wrapped function that this is for.
-        frame: what is known of its values.
-        jaxpr: the jaxpr, open.
-        values: of its constants and arguments.
-        caller: the source of the call in whose place it is run. Its equations then have that
-            instead of their own: JAX shares the jaxprs of equal calls.
+        session: the call of the wrapped function.
+        frame: what is known of the jaxpr's values.
+        jaxpr: the open jaxpr.
+        values: the values of its constants and arguments.
+        caller: the source of the call that the jaxpr is inlined for, or None. Its equations get
+            this source: JAX shares the jaxpr of equal calls, so their own may be another call's.
 
     Returns:
-        Its results.
+        The values of its results.
     """
     return Interpreter(session, frame, jaxpr, values, caller).results()
 
@@ -36,16 +36,14 @@ def reinterpret(
 class Interpreter(Pass):
     """A pass that makes each equation by the action of its task."""
 
-    reinterpret = staticmethod(reinterpret)
-
     def results(self) -> list[Any]:
-        """Run the equations."""
+        """Make the equations. Return the jaxpr's results."""
         env, literal, frame = self.values, compat.Literal, self.frame
-        # What is staged costs nothing to keep; arrays are let go as soon as they can be.
+        # Tracers cost nothing to keep. Concrete arrays are freed after their last use.
         forget = {} if compat.is_staging(self.trace) else compat.forgettable(self.jaxpr)
         tasks = self.session.tapping.tasks.tasks(self.jaxpr)
         if any(task.do is Do.GROUP for task in tasks):
-            forget = {}  # groups are run later than they are written
+            forget = {}  # the last equation of a group needs the operands of all
         for position, task in enumerate(tasks):
             if frame.is_program:
                 self.session.reach(position)
@@ -56,18 +54,19 @@ class Interpreter(Pass):
         return [a.val if type(a) is literal else env[a] for a in self.jaxpr.outvars]
 
     def run(self, task: Task) -> None:
-        """Run one equation."""
+        """Make one equation by the action of its task."""
         eqn, frame, outer = task.eqn, self.frame, self._outer
-        # The last of a group may have operands that are made if its handler leaves it.
+        # Operands of a group's last equation are only made if the handler leaves the group.
         atoms = () if task.do is Do.GROUP else eqn.invars
         values = [a.val if type(a) is compat.Literal else self.values[a] for a in atoms]
         stack = task.stack
+        # An engine around this one must see that the equation is settled.
         if (task.settled or task.unused) and self.session.is_observed:
             stack = eqn.source_info.name_stack
         if len(outer):
             stack = outer + stack if len(stack) else outer
         info = compat.info_of(eqn, self._caller, stack)
-        if frame.proxies and moving.moves(self, task, values, info):
+        if frame.proxies and proxy_equations.make(self, task, values, info):
             pass
         elif task.do is Do.PASS:
             self.again(task, eqn, values, info)
@@ -76,7 +75,7 @@ class Interpreter(Pass):
             _ACTIONS[task.do](self, task, values, info)
             frame.untapped = untapped
         if (frame.metadata or frame.proxies) and compat.holds_jaxprs(eqn):
-            hand_on(frame, eqn)
+            forward(frame, eqn)
         if frame.proxies:
             carry(frame, eqn)
 
@@ -85,10 +84,10 @@ _ACTIONS: dict[Do, Callable[[Pass, Task, list[Any], Any], None]] = {
     Do.ASK: asking.ask,
     Do.MARKER: asking.ask_of_function,
     Do.GROUP: asking.ask_of_group,
-    Do.ENTER: entering.enter_held,
+    Do.ENTER: entering.enter,
     Do.OTHERS: entering.enter_marker,
     Do.CUSTOM: entering.enter_custom,
     Do.MAPPED: deriving.make_mapped,
     Do.KEPT: deriving.make_kept,
-    Do.HELD: moving.held,
+    Do.RESTORE: proxy_equations.restore,
 }

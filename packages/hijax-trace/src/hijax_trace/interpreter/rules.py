@@ -1,4 +1,4 @@
-"""Rules: the derivative rules of functions and HiPrims, with their operations tapped."""
+"""Rules: derivative rules of functions and HiPrims, with their operations tapped."""
 
 from __future__ import annotations
 
@@ -11,56 +11,70 @@ import numpy as np
 from .. import compat
 from ..dataflow.dataflow import Express
 from ..dataflow.nodes import Unknown
-from .frames import Around, Frame, Numbers, Operands
+from .body_proxies import NO_PROXIES, BodyProxies
+from .frames import Frame, Operands, Place
 from .hi_prims import Rule, staged_rule
+from .numbers import Numbers
 from .session import Session
-from .taken import NONE_TAKEN, Taken
-
-Reinterpret = Callable[[Session, Frame, Any, Sequence[Any]], list[Any]]
-"""``reinterpret(session, frame, jaxpr, values)``: it needs this module, and so is passed in."""
 
 
 def stage_again(
-    reinterpret: Reinterpret,
     session: Session,
     frame: Frame,
     jaxpr: Any,
     consts: Sequence[Any],
-    held: Taken = NONE_TAKEN,
+    proxies: BodyProxies = NO_PROXIES,
 ) -> tuple[Any, list[Any]]:
-    """Return a jaxpr made of another one and its handlers, and its constants.
+    """Stage the re-interpretation of a jaxpr.
 
-    The body of a loop of known length gets one more input, the last: the number of the step.
+    Args:
+        session: the call of the wrapped function.
+        frame: the jaxpr's frame.
+        jaxpr: the jaxpr, open or closed.
+        consts: the values of its constants.
+        proxies: the array proxies that it takes.
+
+    Returns:
+        The new open jaxpr and the values of its constants. The body of a loop of known length has
+        one more input, the last: the number of the step.
     """
     jaxpr = compat.open_of(jaxpr)
     own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
-    before, after = held.avals()
+    before, after = proxies.avals()
     start, end = len(before), len(before) + len(own)
     number = [compat.typeof(np.int32(0))] if frame.length else []
 
     def flat(*args: Any) -> list[Any]:
         if number:
             frame.index, args = args[-1], args[:-1]
-        for i, proxy in held.inside(args[:start], args[end:]).items():
+        for i, proxy in proxies.inside(args[:start], args[end:]).items():
             frame.proxies[jaxpr.invars[i]] = proxy
         try:
-            return reinterpret(session, frame, jaxpr, [*consts, *args[start:end]])
+            return session.reinterpret(frame, jaxpr, [*consts, *args[start:end]])
         finally:
-            frame.index = None  # of a trace that is over then
+            frame.index = None  # a tracer of the trace that ends here
 
     return compat.stage(flat, [*before, *own, *after, *number], jaxpr.debug_info)
 
 
 def tapped_rule(
-    reinterpret: Reinterpret,
     session: Session,
-    around: Around,
+    place: Place,
     rule: Any,
     operands: Operands,
     first: int,
     numbers: Numbers,
 ) -> Callable[..., tuple]:
-    """Return a rule of a function, tapped, whose first arguments are its operands from `first`."""
+    """Return a derivative rule of a function with its operations tapped.
+
+    Args:
+        session: the call of the wrapped function.
+        place: where the function's call is.
+        rule: the rule, as JAX keeps it.
+        operands: what is known of the call's operands.
+        first: how many of those the rule is not given: the call's constants.
+        numbers: the numbers from which the rule's operations count.
+    """
 
     @functools.cache
     def tapped(*zeros: Any) -> tuple:
@@ -72,52 +86,46 @@ def tapped_rule(
         before = len(consts) - (len(compat.inputs_of(opened)) - len(opened.invars))
         places = [i - before + first for i in range(len(opened.invars))]
         known = [k if first <= k < len(operands.avals) else None for k in places]
-        inner = _rule_frame(opened, around, operands, known, consts)
+        inner = _rule_frame(opened, place, operands, known, consts)
         counting = session.counting(numbers.copy())
-        return (*stage_again(reinterpret, counting, inner, jaxpr, consts), *rest)
+        return (*stage_again(counting, inner, jaxpr, consts), *rest)
 
     return tapped
 
 
 def _rule_frame(
     jaxpr: Any,
-    around: Around,
+    place: Place,
     operands: Operands,
-    places: Sequence[int | None],
+    sources: Sequence[int | None],
     consts: Sequence[Any],
 ) -> Frame:
-    """Return the frame of a derivative's rule, whose inputs are the operands in these places."""
+    """Return the frame of a derivative rule."""
 
-    def express(var: Any, place: int | None) -> Express:
-        if place is None or operands.expressions is None:
+    def express(var: Any, source: int | None) -> Express:
+        if source is None or operands.expressions is None:
             return functools.partial(Unknown, var.aval, "a value of a derivative", None)
-        return operands.expressions[place]
+        return operands.expressions[source]
 
-    frame = around.frame
-    return Frame(
+    return place.inside(
         jaxpr,
-        [None if k is None else operands.origins[k] for k in places],
+        [None if k is None else operands.origins[k] for k in sources],
         {},
-        frame.own_path(around.scopes),
-        frame.label,
-        around.within,
-        around.untapped,
-        frame,
-        expressions=list(map(express, jaxpr.invars, places)),
+        expressions=list(map(express, jaxpr.invars, sources)),
         consts=consts,
-        depth=frame.depth,
         is_rule=True,
     )
 
 
-def prim_rule(
-    reinterpret: Reinterpret,
-    session: Session,
-    around: Around,
-    operands: Operands,
-    numbers: Numbers,
-) -> Rule:
-    """Return how to call a derivative rule of a HiPrim with its operations tapped."""
+def prim_rule(session: Session, place: Place, operands: Operands, numbers: Numbers) -> Rule:
+    """Return what calls a HiPrim's derivative rule, tapped.
+
+    Args:
+        session: the call of the wrapped function.
+        place: where the HiPrim's application is.
+        operands: what is known of its operands.
+        numbers: the numbers from which the rule's operations count.
+    """
 
     def rule(fn: Callable[..., Any], first: int, args: tuple) -> Any:
         packed, result, jaxpr, consts = staged_rule(fn, args, session.tapping.run)
@@ -126,8 +134,8 @@ def prim_rule(
         leaves = [packed.leaf_of(i) - first for i in range(len(packed.arrays))]
         known = [k if first >= 0 and 0 <= k < len(operands.avals) else None for k in leaves]
         places = [*[None] * (len(jaxpr.invars) - len(known)), *known]
-        inner = _rule_frame(jaxpr, around, operands, places, consts)
+        inner = _rule_frame(jaxpr, place, operands, places, consts)
         counting = session.counting(numbers.copy())
-        return result.build(reinterpret(counting, inner, jaxpr, [*consts, *packed.arrays]))
+        return result.build(counting.reinterpret(inner, jaxpr, [*consts, *packed.arrays]))
 
     return rule

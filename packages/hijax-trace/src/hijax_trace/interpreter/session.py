@@ -1,4 +1,4 @@
-"""A session: one call of a wrapped function, from staging it to interpreting it."""
+"""Sessions: one call of a wrapped function, from staging to results."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from .. import compat
 from ..dataflow.flow import Origin
 from ..staging.mapped import Staged
 from ..staging.marker import Markers
-from .frames import Key, Numbers
+from .frames import Frame
 from .hi_prims import Expansions
 from .memo import Memo
+from .numbers import Key, Numbers
 from .tasks import Tasks
 
 
 class Mode(NamedTuple):
-    """How a program has to be staged; see ``early``.
+    """How a program must be staged; see ``early``.
 
     Attributes:
-        early: whether handlers are asked meanwhile.
-        by_path: whether the traces of nested functions depend on handlers too: they are then
-            the interceptor's alone, and told apart by module path.
+        early: whether handlers are asked while it is staged.
+        by_path: whether that happens in traces of nested functions, too. These traces then
+            depend on handlers: they are not shared with other interceptors, and differ by module
+            path.
     """
 
     early: bool = False
@@ -35,7 +37,7 @@ class Mode(NamedTuple):
 
 
 _MODES: weakref.WeakKeyDictionary[Interceptor, Mode] = weakref.WeakKeyDictionary()
-"""The modes other than the first, by interceptor."""
+"""The modes other than the default, by interceptor."""
 
 
 def mode_of(interceptor: Interceptor) -> Mode:
@@ -44,22 +46,23 @@ def mode_of(interceptor: Interceptor) -> Mode:
 
 
 def widen_mode(interceptor: Interceptor, nested: bool) -> None:
-    """Let handlers be asked early, from now on; in the traces of nested functions too."""
+    """Let handlers be asked early from now on, optionally in nested traces."""
     by_path = nested or mode_of(interceptor).by_path
     _MODES[interceptor] = Mode(True, by_path)
 
 
 class Tapping:
-    """What the runs of one wrapped function share.
+    """What the calls of one wrapped function share.
 
     Args:
         interceptor: the targets and their handlers.
         rewrap: wraps another function with the same interceptor.
-        mode: see ``Mode``.
-        observe: makes an observer of what is staged for them later.
+        mode: how programs are staged.
+        observe: makes an observer of what derivative rules stage later.
+        reinterpret: the function ``reinterpret.reinterpret``, which imports this module.
 
     Attributes:
-        owner: what tells its markers from others': equal for those that share JAX's traces.
+        owner: identifies its markers. Equal for interceptors that share JAX's traces.
     """
 
     def __init__(
@@ -68,13 +71,15 @@ class Tapping:
         rewrap: Callable[[Callable[..., Any]], Callable[..., Any]],
         mode: Mode,
         observe: Callable[[Tapping], Any],
+        reinterpret: Callable[..., list[Any]],
     ):
         self.rewrap = rewrap
         self.mode = mode
         self.interceptor = interceptor
+        self.reinterpret = reinterpret
         key, path_key = ("staged", interceptor.cache_key), interceptor.resolve_path
         staged = Interceptor(dict(interceptor), key=key, path_key=path_key)
-        # A staged program has marks of what is to be asked, whoever asks.
+        # Markers are the same whoever asks about them, so interceptors with one key share traces.
         shared = None if mode.by_path else ("staged", interceptor.given_key)
         self.taps = Taps(staged, on_call=_on_call, shared_key=shared)
         self.owner = self.taps.key
@@ -87,7 +92,7 @@ class Tapping:
         self.mapped: dict[Hashable, Staged] = {}
 
     def run(self, fn: Callable[..., Any], args: tuple) -> Any:
-        """Call a function with what it calls staged as the program is."""
+        """Call a function while the targets that it calls become markers."""
         if self.taps.holds():
             return fn(*args)
         return self.taps.run(fn, args, {}, observer=self._observe(self))
@@ -99,12 +104,12 @@ def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) 
 
 @functools.lru_cache(maxsize=256)
 def _interned(context: Hashable) -> object:
-    """Return an object that stands for JAX's configuration: one that is hashed fast."""
+    """Return an object that stands for JAX's configuration and is hashed fast."""
     return object()
 
 
 def _no_origin(index: int) -> Origin:
-    raise AssertionError("the program has not been staged yet")
+    raise AssertionError("The program must be staged before an origin is asked for.")
 
 
 class Session:
@@ -116,12 +121,12 @@ class Session:
 
     Attributes:
         context: stands for JAX's configuration.
-        is_observed: whether an engine around this one looks on: what was settled for this one is
-            so for that.
+        is_observed: whether another engine taps this call from outside. Operations that are
+            settled for this engine are settled for that one.
         finished: whether the call is over.
-        origin: tells the origin of an input of the wrapped function.
-        asked: the operations whose handlers were asked while the program was staged: how many
-            equations it had, and the operation's key and number.
+        origin: returns the origin of an input of the wrapped function.
+        asked: operations whose handlers were asked early: how many equations the program had
+            then, and the operation's key and number.
         kept: what was made of each program that meets a derivative; see ``staging.kept``.
     """
 
@@ -140,21 +145,27 @@ class Session:
         """The targets and their handlers."""
         return self.tapping.interceptor
 
+    def reinterpret(
+        self, frame: Frame, jaxpr: Any, values: Sequence[Any], caller: Any = None
+    ) -> list[Any]:
+        """Re-interpret an open jaxpr; see ``reinterpret.reinterpret``."""
+        return self.tapping.reinterpret(self, frame, jaxpr, values, caller)
+
     def reach(self, position: int) -> None:
-        """Count the operations whose handlers were asked before an equation of the program.
+        """Count the early operations that come before an equation of the program.
 
         Args:
-            position: of the equation, as the program is interpreted.
+            position: the equation's number.
         """
         while self.asked and self.asked[0][0] <= position:
             _, key, number = self.asked.pop(0)
             self.numbers[key] = max(self.numbers.get(key, 0), number + 1)
 
     def move(self, starts: Sequence[int]) -> None:
-        """Take note that the program was made again, with other equations.
+        """Follow the equations of the program, which was staged again with others.
 
         Args:
-            starts: how many there are now before each of the equations of before.
+            starts: for each old equation, how many new ones are before its replacement.
         """
         self.asked = [
             (starts[place] if place < len(starts) else sys.maxsize, key, number)
@@ -162,12 +173,12 @@ class Session:
         ]
 
     def counting(self, numbers: Numbers) -> Session:
-        """Return a session for what happens later, or instead."""
+        """Return a session with other numbers, for a derivative rule."""
         session = Session(self.tapping, numbers)
         session.kept = self.kept
         return session
 
     def finish(self) -> None:
-        """Say that the call is over."""
+        """End the call."""
         self.finished = True
         self.kept.clear()

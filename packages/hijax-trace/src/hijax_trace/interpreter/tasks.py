@@ -1,4 +1,4 @@
-"""Tasks: what is to be done with each equation of a jaxpr."""
+"""Tasks: what the interpreter does with each equation of a jaxpr."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from interception_core.engine_api import AHEAD, SETTLED
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
 from ..patterns.find import FINDERS, contractions
-from ..patterns.pattern import Group
+from ..patterns.group import Group
 from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
-from ..state.held import is_held
-from .frames import Key, Numbers
+from ..state.restoring import is_restoring
 from .hi_prims import Expansions
+from .numbers import Key, Numbers, join_path
 
 OURS = "jaxtap."
-"""Begins all name scopes that are no part of the program."""
+"""Prefix of the name scopes that jaxtap adds to a program."""
 WITHIN = "jaxtap.within."
-"""Begins the name scope of a function's operations whose handler was asked early."""
+"""Prefix of the name scope of a function whose handler was asked early and let it run."""
 _NOTHING: frozenset[str] = frozenset()
 
 
 class Do(enum.Enum):
-    """What is to be done with an equation."""
+    """What the interpreter does with an equation."""
 
     PASS = enum.auto()
     """Make it again as it is."""
@@ -36,38 +36,38 @@ class Do(enum.Enum):
     MARKER = enum.auto()
     """Ask the handler of the function whose call it stands for."""
     OTHERS = enum.auto()
-    """Make it again as a marker: another interceptor's."""
+    """Make it again as a marker of another interceptor, with its program tapped."""
     ENTER = enum.auto()
-    """Make it again with what it holds tapped."""
+    """Make it again with the programs that it holds tapped."""
     CUSTOM = enum.auto()
-    """The same, for the call of a function with rules of its own."""
+    """Do the same with the call of a function that has custom derivative rules."""
     MAPPED = enum.auto()
-    """Map what it was before it met vmap, with that tapped."""
+    """Tap the operation that JAX mapped, then map that."""
     KEPT = enum.auto()
-    """Make it of what it was before it met a derivative, with that tapped."""
+    """Tap the operation that JAX derived, then derive that."""
     LATER = enum.auto()
-    """Make nothing: the last equation of its group decides."""
+    """Make nothing yet: the last equation of its group decides."""
     GROUP = enum.auto()
-    """Ask the handler of the function that the equations of its group write out."""
-    HELD = enum.auto()
-    """Take an array from the proxy that the program carries."""
+    """Ask the handler of the function that the equations of its group spell out."""
+    RESTORE = enum.auto()
+    """Restore the array of a proxy that the program carries."""
 
 
 class Task(NamedTuple):
-    """One equation of a plan.
+    """What to do with one equation.
 
     Attributes:
         eqn: the equation.
         do: what to do with it.
         simple: whether it may be appended to a jaxpr without running any rule.
-        inlined: whether it is a call that JAX puts the body of into a jaxpr.
-        marker: the marker that it is, if it is one.
-        stack: its name stack, without the scopes that are ours.
-        scopes: the names of its scopes.
-        within: the names of the functions, asked early but let run, that it is a part of.
+        inlined: whether it is a call whose body JAX inlines.
+        marker: its marker, if it is one.
+        stack: its name stack, without jaxtap's scopes.
+        scopes: the names of the scopes in ``stack``.
+        within: the names of the functions around it whose handlers were asked early.
         settled: whether a transformation or a handler left it behind; see ``early``.
-        unused: whether it was computed ahead, and nothing uses it: no handler is asked.
-        gathered: the group that it is the last equation of.
+        unused: whether it was traced ahead and nothing uses it: no handler is asked.
+        gathered: the group whose last equation it is.
     """
 
     eqn: Any
@@ -87,9 +87,9 @@ class Gathered(NamedTuple):
     """A group of equations whose handler is asked.
 
     Attributes:
-        site: what they write out.
+        site: the target that they spell out.
         group: the group.
-        tasks: what is done where the handler leaves them.
+        tasks: what to do with them if the handler leaves them.
     """
 
     site: Any
@@ -98,13 +98,13 @@ class Gathered(NamedTuple):
 
 
 class Tasks:
-    """The tasks for one interceptor; each is made once.
+    """The tasks for one interceptor, found once for each jaxpr.
 
     Args:
-        primitives: the primitives that it targets, with names and handlers.
-        owner: its markers are asked, those of others kept.
-        expansions: what HiPrims are in other operations.
-        functions: the sites of the functions that it targets.
+        primitives: the targeted primitives, with names and handlers.
+        owner: the owner of the interceptor's markers.
+        expansions: what HiPrims expand to.
+        functions: the targeted functions.
     """
 
     def __init__(
@@ -128,46 +128,45 @@ class Tasks:
         return self._plan(jaxpr)[0]
 
     def wants(self, jaxpr: Any) -> bool:
-        """Return whether there is anything in it, at any depth, that is not just passed."""
+        """Return whether a jaxpr, at any depth, has more than passed equations."""
         return self._plan(jaxpr)[1]
 
     def holder(self, primitive: Any, params: dict[str, Any]) -> Holder | None:
-        """Return how to take an equation apart, or None if it holds no part of the program."""
+        """Return the holder of an equation, or None."""
         if primitive is not compat.call_hi_primitive_p:
             return holder_of(primitive, params)
         expansion = self._expansions.of(params["_prim"])
         return None if expansion is None else expansion.holder()
 
     def enters(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
-        """Return whether a primitive holds anything that is not just passed."""
+        """Return whether a primitive holds a program that ``wants`` is true for."""
         holder = self.holder(primitive, params)
         if holder is None:
             return False
         return any(self.wants(body.jaxpr) for body in holder.bodies(params, operands))
 
     def wants_call(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
-        """Return whether a primitive that is about to be bound is not just passed."""
+        """Return whether a primitive that is about to be bound concerns handlers."""
         if primitive in self._primitives or self.enters(primitive, params, operands):
             return True
         marker = marker_in(primitive, params)
         return marker is not None and marker.owner == self._owner
 
     def counted(self, eqn: Any) -> dict[Key, int]:
-        """Return how many operations an equation is, at most: if all is let run."""
+        """Return how many operations an equation has, by key."""
         task = self.task(eqn)
-        base = tuple(task.scopes)
+        base = join_path(*task.scopes)
         if task.settled or task.do is Do.PASS:
             return {}
         counts = Numbers()
         if task.do is Do.ASK:
-            counts.next("/".join(base), "", self._primitives[eqn.primitive][0])
+            counts.next(base, "", self._primitives[eqn.primitive][0])
         elif task.marker is not None:
-            counts.next("/".join(base), "", task.marker.op_name)
+            counts.next(base, "", task.marker.op_name)
         for jaxpr, label in self._bodies(eqn):
             for inner in compat.open_of(jaxpr).eqns:
                 for (path, own, name), number in self.counted(inner).items():
-                    path = "/".join(filter(None, (*base, path)))
-                    counts.add({(path, own or label, name): number})
+                    counts.add({(path, own or label, name): number}, base)
         return counts
 
     def _bodies(self, eqn: Any) -> Iterator[tuple[Any, str]]:
@@ -198,7 +197,7 @@ class Tasks:
     def task(self, eqn: Any) -> Task:
         """Return what to do with one equation, staged or being staged."""
         primitive, mapped = eqn.primitive, mapped_in(eqn.primitive, eqn.params)
-        # JAX's rule for the call, or an engine within it, has put its own scopes there.
+        # JAX's batching rule, or an engine inside, added scopes to the equation's stack.
         stack = eqn.source_info.name_stack if mapped is None else mapped.stack
         scopes: Sequence[str] = ()
         settled, within = False, _NOTHING
@@ -210,10 +209,10 @@ class Tasks:
         simple = compat.can_append(eqn)
         inlined = compat.is_inlined(primitive, eqn.params)
         if primitive is compat.kept_p:
-            # JAX's rules, which settle what they leave, have made it of the program.
+            # JAX's rules made it, in a scope that settles what they leave. It is not settled.
             return Task(eqn, Do.KEPT, False, False, None, stack, scopes, within, False)
-        if is_held(primitive, eqn.params):
-            return Task(eqn, Do.HELD, simple, inlined, None, *where)
+        if is_restoring(primitive, eqn.params):
+            return Task(eqn, Do.RESTORE, simple, inlined, None, *where)
         if settled:
             return Task(eqn, Do.PASS, simple, inlined, None, *where)
         if primitive not in self._asked and not compat.holds_jaxprs(eqn):
@@ -235,7 +234,7 @@ class Tasks:
 
 
 def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
-    """Mark what a program has computed while it traced a function ahead, and never uses."""
+    """Mark equations that were traced ahead and that nothing uses."""
     if not any(map(_is_ahead, tasks)):
         return tasks
     used = compat.used_equations(jaxpr)
@@ -257,7 +256,7 @@ def _gathered(tasks: list[Task], site: Any, groups: Iterable[Group]) -> list[Tas
         if not all(map(_can_wait, members)):
             continue
         alone = not group.also_used
-        # What uses them and is not used itself is not made.
+        # Equations that only dead code needs are not made, either.
         for i in (*group.members, *group.unused) if alone else ():
             found[i] = tasks[i]._replace(do=Do.LATER)
         gathered = Gathered(site, group, members if alone else members[-1:])
@@ -266,20 +265,20 @@ def _gathered(tasks: list[Task], site: Any, groups: Iterable[Group]) -> list[Tas
 
 
 def _can_wait(task: Task) -> bool:
-    """Return whether an equation may be run later, or not at all."""
-    # A contraction that is settled is what handlers have made of one.
+    """Return whether an equation may be made later, or not at all."""
+    # A settled contraction is a handler's result: its handler has decided already.
     asked = task.settled and contractions(task.eqn) > 0
     return not (asked or task.unused or task.do in (Do.OTHERS, Do.KEPT))
 
 
 def _is_ahead(task: Task) -> bool:
-    # Its stack differs from the equation's if there is a scope of ours.
+    # The stacks differ only if jaxtap's scopes were removed.
     stack = task.eqn.source_info.name_stack
     return task.stack is not stack and AHEAD in compat.scopes_of(stack)
 
 
 def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozenset[str], Any]:
-    """Take our own scopes out of a name stack."""
+    """Take jaxtap's scopes out of a name stack."""
     settled, within, scopes = False, [], []
     for name in names:
         if name.startswith(SETTLED):

@@ -1,4 +1,4 @@
-"""Tracers: what is known of the values of a program while it is being staged."""
+"""Tracers: what is known of values that are being staged."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from ..dataflow.dataflow import Dataflow, Express, constant
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
 from ..dataflow.nodes import Part, Unknown
-from ..proxy.array_proxy import ArrayProxy, follow
+from ..proxy.array_proxy import ArrayProxy
+from ..proxy.follow import follow
 from .frames import Metadata
 
 _NOTHING: Metadata = {}
 
 
 def _no_trace() -> None:
-    """Stands for the weak reference to the program's trace before and after there is one."""
+    """Return None, as a dead weak reference does."""
 
 
 class Tracers:
-    """What is known of the values of one program while it is staged."""
+    """The values of one program while it is staged.
+
+    Attributes:
+        base: returns the program's trace, or None before and after the staging.
+    """
 
     def __init__(self) -> None:
         self.base: Callable[[], Any] = _no_trace
@@ -42,34 +47,41 @@ class Tracers:
         origins: Callable[[int], Origin],
         proxies: Mapping[int, ArrayProxy],
     ) -> None:
-        """Say in which trace the program is staged, on what, and what that is kept as."""
+        """Begin the staging of the program.
+
+        Args:
+            trace: the program's trace.
+            tracers: its inputs.
+            origins: returns the origin of the input of a number.
+            proxies: the array proxies of inputs, by number.
+        """
         self.base = weakref.ref(trace)
         self._variables = {compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
         self._origins = origins
         self._proxies = proxies
 
     def end(self) -> None:
-        """Say that it is."""
+        """End the staging of the program."""
         self.base, self._origins = _no_trace, None
         self._metadata, self._proxies, self._foreign = {}, {}, set()
 
     def attach(self, value: Any, metadata: Metadata) -> None:
-        """Keep what a handler attached to a value."""
+        """Keep the metadata that a handler attached to a value."""
         self._metadata[id(value)] = value, metadata
 
     def replace(self, value: Any) -> None:
-        """Keep that a handler has computed a value, and not the program's own operation."""
+        """Mark a value as computed by a handler."""
         while (inner := compat.inner_value(value)) is not None:
             value = inner[0]
         if self._is_here(value):
             self._foreign.add(compat.producer(value)[0])
 
     def metadata(self, value: Any) -> Metadata:
-        """Return what handlers attached to a value."""
+        """Return the metadata that handlers attached to a value."""
         return self._metadata.get(id(value), (None, _NOTHING))[1]
 
     def origin(self, value: Any) -> Origin | None:
-        """Return which input of the wrapped function a value is."""
+        """Return the origin of a value, or None."""
         inner = compat.inner_value(value)
         if inner is not None:
             value, axis = inner
@@ -99,7 +111,7 @@ class Tracers:
         return None if origin is None else origin.moved(step[1])
 
     def expression(self, value: Any) -> Expression:
-        """Return how a value is computed, in each example of the maps that it is in."""
+        """Return the expression of a value, in one example of maps."""
         axes = []
         while (inner := compat.inner_value(value)) is not None:
             value, axis = inner
@@ -111,7 +123,7 @@ class Tracers:
         return found
 
     def depth(self, values: Sequence[Any]) -> int:
-        """Return the number of maps and derivatives that values are in, at most."""
+        """Return how many maps and derivatives are around values."""
         return max(map(_levels, values), default=0)
 
     def _unmapped(self, value: Any) -> Expression:
@@ -134,10 +146,10 @@ class Tracers:
         return find
 
     def proxy(self, value: Any) -> ArrayProxy | None:
-        """Return what a value, mapped over or not, is kept as."""
+        """Return the array proxy of a value, mapped or not, or None."""
         if not self._proxies:
             return None
-        # What vmap doesn't map is the value itself; a derivative needs the array.
+        # A value that vmap does not map has its proxy inside, too. A derivative needs the array.
         if compat.is_batched(value):
             value, axis = compat.inner_value(value) or (None, None)
             return self.proxy(value) if axis is None else None
@@ -168,7 +180,7 @@ def _levels(value: Any) -> int:
 
 
 class _StagedEqn(NamedTuple):
-    """An equation that is being staged, like one of a jaxpr."""
+    """An equation that is being staged, with the attributes of a jaxpr's."""
 
     primitive: Any
     params: dict[str, Any]
@@ -178,7 +190,7 @@ class _StagedEqn(NamedTuple):
 
 
 class _Staged:
-    """What a value of a program that is being staged is computed by, like a jaxpr.
+    """The equations behind a value that is being staged.
 
     Args:
         value: the value.
@@ -186,10 +198,10 @@ class _Staged:
 
     Attributes:
         eqns: the equations, in order.
-        invars: the variables that they begin with, without constants.
-        constvars: those that are constants.
+        invars: their free variables, without constants.
+        constvars: their free variables that are constants.
         all_invars: both, as JAX 0.12 has them.
-        consts: the values of these.
+        consts: the values of the constants.
     """
 
     def __init__(self, value: Any, trace: Any):
@@ -223,7 +235,7 @@ class _Staged:
 
 
 class KnownTracers(NamedTuple):
-    """What is known of arrays while a program is staged; see ``Known``."""
+    """``call.Known`` for arrays of a program that is being staged."""
 
     values: Sequence[Any]
     tracers: Tracers
@@ -237,7 +249,7 @@ class KnownTracers(NamedTuple):
         return self.tracers.metadata(self.values[index])
 
     def proxy(self, index: int) -> ArrayProxy | None:
-        """Return what it is kept as."""
+        """Return its array proxy."""
         return self.tracers.proxy(self.values[index])
 
     def expression(self, index: int) -> Expression:
@@ -245,5 +257,5 @@ class KnownTracers(NamedTuple):
         return self.tracers.expression(self.values[index])
 
     def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return what it is to somebody who stores parameters in another form."""
+        """Return its kind: view, derived, constant or activation."""
         return self.expression(index).judged(is_parameter)

@@ -1,4 +1,4 @@
-"""The watcher: what happens at tapped calls, and at transformations, while a program is staged."""
+"""The watcher: what happens at tapped calls while a program is staged."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from interception_core.engine_api import AHEAD, known_ahead, settled, unknown_ah
 from .. import compat
 from ..staging.kept import can_keep, keep, keeps
 from ..staging.mapped import Staged, can_map, is_being_mapped, map_call, staged
-from ..staging.marker import NUMBERS, NUMPY, Packed, is_plain, key_of
+from ..staging.marker import key_of
+from ..staging.packed import NUMBERS, NUMPY, Packed, is_plain
 from .early import Early
 from .session import Session
 
 
 class Watcher:
-    """Sees each tapped call while a program is staged, and puts a marker in its place.
+    """Observes tapped calls while a program is staged, and stages markers.
+
+    It implements ``interception_core.engine_api.Observer``.
 
     Args:
-        session: the call of the wrapped function that is staged.
+        session: the call of the wrapped function.
 
     Attributes:
         early: asks handlers that can't wait.
@@ -36,7 +39,19 @@ class Watcher:
     def on_call(
         self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Called in place of a function's handler while the program is staged."""
+        """Stage a marker for a function's call, or ask its handler early.
+
+        ``Taps`` calls this instead of the handler.
+
+        Args:
+            handler: the handler.
+            call: the ``TappedCall``.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+
+        Returns:
+            The call's result, or NotImplemented to let the function run.
+        """
         if is_plain((args, kwargs)):
             trace = compat.current_trace()
             if compat.is_staging(trace):
@@ -47,6 +62,7 @@ class Watcher:
                 return found.results.build(map_call(call.op_name, found, packed.arrays))
             known = known_ahead(trace, packed.arrays)
             if known is not None:
+                # The operation depends on known values alone, so it belongs to the trace around.
                 args, kwargs = packed.build(known)
                 with compat.set_current_trace(compat.parent_trace(trace)), settled(AHEAD):
                     return self.on_call(handler, call, args, kwargs)
@@ -72,7 +88,7 @@ class Watcher:
         )
 
     def _staged(self, call: Any, packed: Packed) -> Staged:
-        """Stage the call of a function apart, under the program's own vmap or derivative."""
+        """Stage a function's call as a separate jaxpr."""
         values, key = packed.arrays, key_of(self.session.context, call.site, packed)
         found = None if key is None else self.session.tapping.mapped.get(key)
         if found is None:
@@ -97,21 +113,32 @@ class Watcher:
         return body
 
     def keep(self, trace: Any) -> None:
-        """Let ``trace`` keep the calls of jitted functions that JAX would inline.
+        """Let a trace keep jitted calls that JAX would inline.
 
-        They are inlined when the program is run again. Until then they are one equation that
-        JAX knows already: its derivative, too, is made once for all such calls.
+        They are inlined when the program is re-interpreted. Until then each is one equation that
+        JAX has traced before, and whose derivative it makes once for all such calls.
         """
         self._keeping.add(trace)
 
     def keeps(self, trace: Any) -> bool:
-        """Return whether ``trace`` does."""
+        """Return whether a trace keeps such calls."""
         return trace in self._keeping
 
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
-        """Called with what meets a transformation while the program is staged."""
+        """Stage a primitive that meets a transformation, or ask its handlers early.
+
+        Args:
+            path: the module path.
+            trace: the trace that the primitive is bound in.
+            primitive: the primitive.
+            values: its operands.
+            params: its parameters.
+
+        Returns:
+            Its results, or NotImplemented to let JAX bind it.
+        """
         if primitive is compat.kept_p or is_being_mapped(primitive, params):
             return NotImplemented
         values = list(values)
@@ -136,9 +163,10 @@ class Watcher:
         return results if primitive.multiple_results else results[0]
 
     def meet_tapped(self) -> None:
-        """Called where the program calls a function that is wrapped itself.
+        """Require separate traces: the program calls a function that is wrapped itself.
 
-        Whether that is tapped once more depends on the interceptor: the traces are its own.
+        The interceptor decides whether that function's operations are tapped twice, so traces
+        can't be shared between interceptors.
         """
         if not self.session.tapping.mode.by_path:
             self.early.meet(nested=True)

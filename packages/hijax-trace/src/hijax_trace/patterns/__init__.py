@@ -1,1 +1,1 @@
-"""Patterns: functions that programs write out in several operations, found in the dataflow."""
+"""Patterns: functions that programs spell out in several operations, such as attention."""

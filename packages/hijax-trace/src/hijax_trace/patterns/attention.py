@@ -1,4 +1,4 @@
-"""Attention: a contraction, a softmax of it, and a contraction of that, as one operation."""
+"""Attention: two contractions with a softmax in between, as one operation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from .softmax import Logits
 from .values import Labels, arranged
 
 RESULT = "result"
-"""The path of the leaf that stands for the result of the second contraction."""
+"""Pytree path of the leaf that stands for the second contraction's result."""
 
 
 class Operands(NamedTuple):
-    """The operands of an attention.
+    """The operands of an attention, in the layout of kernels.
 
     Attributes:
-        query: [batch, queries, heads, size].
-        key: [batch, keys, key heads, size]; heads are a multiple of these.
-        value: [batch, keys, key heads, value size].
-        bias: added to the logits, [1 or batch, 1 or heads, 1 or queries, 1 or keys]; or None.
-        mask: bool of such a shape, False where logits are left out; or None.
+        query: float[batch, queries, heads, size].
+        key: float[batch, keys, key heads, size]; heads are a multiple of key heads.
+        value: float[batch, keys, key heads, value size].
+        bias: float32[1 or batch, 1 or heads, 1 or queries, 1 or keys], added to the logits; or
+            None.
+        mask: bool of such a shape, False where a key is masked; or None.
     """
 
     query: jax.Array
@@ -36,7 +37,14 @@ class Operands(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """An array beside the scores, what its axes are, and what it is multiplied with."""
+    """A bias or mask of the scores.
+
+    Attributes:
+        value: the array.
+        axes: the labels of its axes.
+        factor: of a bias, what it is multiplied with.
+        keeps: of a mask, whether True keeps a score.
+    """
 
     value: Expression
     axes: Labels
@@ -46,14 +54,13 @@ class Beside(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Attention:
-    """An attention that a program has written out.
+    """An attention that a program spells out.
 
     Attributes:
-        scale: of logits.
-        softcap: logits become softcap * tanh(logits / softcap); None if they do not.
-        is_causal: whether a query sees the keys up to its own number alone. It is not a part of
-            the mask then.
-        fills: whether queries that see no key have the same probability for all of them.
+        scale: the factor of the logits.
+        softcap: if not None, logits become softcap * tanh(logits / softcap).
+        is_causal: whether query ``i`` sees keys 0 to ``i`` alone. The mask is without that then.
+        fills: whether a query that sees no key has equal probabilities for all keys, not NaN.
     """
 
     scale: float
@@ -72,7 +79,11 @@ class Attention:
     _inputs: tuple[str, ...] = ()
 
     def of(self, result: Expression) -> tuple[Attention, list[int]]:
-        """Return it for another result, and the numbers of the leaves that are its inputs."""
+        """Return the attention with another result, and its inputs' numbers.
+
+        Args:
+            result: the result, computed from the second contraction's (the leaf ``RESULT``).
+        """
         beside = [one.value for one in (*self._biases, *self._masks)]
         factors = [value for value, _ in self._factors]
         used = [leaf for x in (*self.contracted, *beside, *factors, result) for leaf in x.leaves()]
@@ -81,22 +92,22 @@ class Attention:
 
     @property
     def contracted(self) -> tuple[Expression, Expression, Expression]:
-        """The queries, keys and values as the program has them: expressions of the inputs."""
+        """The queries, keys and values that the program contracts."""
         query, key = self._logits.operands[self._query], self._logits.operands[1 - self._query]
         return query, key, self._values[0]
 
     @property
     def places(self) -> list[list[int]]:
-        """The numbers of the inputs that queries, keys and values are computed from."""
+        """The numbers of the inputs of queries, keys and values."""
         return [[self._inputs.index(leaf.path) for leaf in x.leaves()] for x in self.contracted]
 
     @property
     def bias_dtypes(self) -> list[Any]:
-        """The dtypes of what is added to the logits."""
+        """The dtypes of the biases."""
         return [one.value.aval.dtype for one in self._biases]
 
     def operands(self, *values: jax.Array) -> Operands:
-        """Return the operands, from the values of the inputs."""
+        """Return the operands of a kernel, from the values of the inputs."""
         inputs = dict(zip(self._inputs, values, strict=True))
         sizes, (batch, heads, group, queries, keys) = self._logits.sizes, self._order
         query, key, value = (one.evaluate(inputs) for one in self.contracted)
@@ -127,11 +138,11 @@ class Attention:
         return Operands(query, key, value, bias, mask)
 
     def result(self, out: jax.Array, *values: jax.Array) -> jax.Array:
-        """Return the result of the program, from that of attention.
+        """Return the program's result from a kernel's.
 
         Args:
-            out: [batch, queries, heads, value size].
-            values: of the inputs.
+            out: float[batch, queries, heads, value size], the kernel's result.
+            values: the values of the inputs.
         """
         inputs = dict(zip(self._inputs, values, strict=True))
         batch, heads, group, queries, _ = self._order
@@ -162,17 +173,17 @@ class Attention:
 
 
 def attention(*values: jax.Array, written: Attention, also_used: Sequence[str] = ()) -> jax.Array:
-    """Compute an attention that a program has written out.
+    """Compute an attention that a program spells out.
 
-    No program calls it: a handler of this function is asked by TraceEngine where a program
-    contracts two activations, takes the softmax of the result, scaled, capped, biased and masked
-    in any order that has a meaning, and contracts that with a third one. If it returns a result,
-    none of these operations is run, or shown to other handlers.
+    Programs do not call it. TraceEngine asks a handler of this function where a program contracts
+    two activations, takes the softmax of the result, and contracts that with a third one. The
+    scores may be scaled, capped, biased and masked in any order that attention allows. If the
+    handler returns a result, none of these operations is run, or shown to other handlers.
 
     Args:
-        values: what the operations read.
-        written: what they compute of it.
-        also_used: what of it the program uses elsewhere. If there is anything, the operations
-            run, whatever the handler returns.
+        values: the values that the operations read.
+        written: what they compute.
+        also_used: the intermediate values that the program uses elsewhere, in words. If there are
+            any, the operations run in any case.
     """
     return written(*values)

@@ -1,4 +1,4 @@
-"""Find: the attentions that a program has written out, by one pass over its equations."""
+"""Find: the attentions in a program, by one pass over equations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..dataflow.expression import Expression, Leaf
 from ..dataflow.holders import CUSTOM_CALLS, holder_of
 from ..dataflow.nodes import Constant, Operation
 from .attention import RESULT, Attention, attention
-from .pattern import Group, uses
+from .group import Group, uses
 from .read import NotAttention, finish, start
 from .softmax import Tracked, follow
 from .values import VIEWS
 
 _MANY = 2
-"""More contractions than an operation of a pattern may hold."""
+"""More contractions than an equation of a pattern may hold."""
 _HOLDING = ("conv_general_dilated", "ragged_dot_general", "pallas_call", "call_hi_primitive")
 
 Value = Tracked | Expression | None
-"""What is known of a value; None of one that was computed from scores in another way."""
+"""What is known of a value; None if it was computed from scores in another way."""
 
 
 def find(jaxpr: Any) -> list[Group]:
@@ -34,7 +34,7 @@ def find(jaxpr: Any) -> list[Group]:
 
 
 FINDERS: Mapping[Any, Callable[[Any], Sequence[Group]]] = {attention: find}
-"""What finds the groups of equations that a function stands for, which no program calls."""
+"""By target: what finds the groups of equations that spell out the function in a jaxpr."""
 
 
 class _Walk:
@@ -48,7 +48,7 @@ class _Walk:
         self._found: tuple[Attention, Tracked] | None = None
 
     def groups(self) -> list[Group]:
-        """Return what is found."""
+        """Return the attentions."""
         groups = []
         for place, eqn in enumerate(self._jaxpr.eqns):
             self._place, self._found = place, None
@@ -107,7 +107,7 @@ class _Walk:
         return [dataclasses.replace(value, members=members)]
 
     def _inside(self, body: Any, operands: Sequence[Value]) -> list[Value]:
-        """Return what is known of the results of a function, called in the program."""
+        """Return what is known of the results of a called function."""
         jaxpr = compat.open_of(body)
         consts = [Constant(compat.typeof(value), value) for value in compat.consts_of(body)]
         env: dict[Any, Value] = dict(
@@ -121,7 +121,7 @@ class _Walk:
         for eqn in jaxpr.eqns:
             results = self._results(eqn, [read(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, results, strict=True))
-        # A function that returns an operand as it is has made it, too.
+        # The call belongs to the group of what it returns, even if that is an operand.
         results = [read(atom) for atom in jaxpr.outvars]
         return [
             dataclasses.replace(one, members=one.members | {self._place})
@@ -158,7 +158,7 @@ def _operation(eqn: Any, operands: Sequence[Any], result: int) -> Operation:
 
 
 def _is_cheap(eqn: Any, value: Value) -> bool:
-    """Return whether a pattern may compute a value of the program again."""
+    """Return whether a pattern may compute a value again."""
     if not isinstance(value, Expression):
         return False
     return eqn.primitive.name in VIEWS or (value.is_constant and not eqn.effects)
@@ -169,14 +169,14 @@ def _has_result(value: Expression) -> bool:
 
 
 def _called(eqn: Any) -> Any:
-    """Return the program of a function that an equation calls; None for anything else."""
+    """Return the program of a function's call; None for other equations."""
     if eqn.primitive is compat.jit_p:
         return eqn.params["jaxpr"]
     return eqn.params["call_jaxpr"] if eqn.primitive in CUSTOM_CALLS else None
 
 
 def _name(value: Value, eqn: Any) -> str:
-    """Return what a value on the way is, in words."""
+    """Describe an intermediate value in words."""
     if isinstance(value, Tracked):
         return {"scores": "its scores", "probs": "its probabilities"}.get(
             value.kind, "a part of its softmax"

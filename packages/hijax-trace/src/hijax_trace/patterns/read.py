@@ -1,4 +1,4 @@
-"""Read: an attention from a contraction, what was done with its result, and another contraction."""
+"""Read: an attention from two contractions and the steps in between."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from .softmax import Logits, Step, Tracked
 from .values import Labels, compact, constant, evaluated
 
 _MASKED = -1e4
-"""What masked scores are at most: the exponential of what is left is zero in any float."""
+"""The largest masked score: the exponential of it is zero in any float."""
 _LARGEST_KNOWN = 1 << 24
-"""Elements of a mask that is looked at, to see whether it is causal."""
+"""The most elements that a mask may have to be checked for being causal."""
 
 
 class NotAttention(Exception):
-    """What a program computes is another function; says why."""
+    """The program computes another function. The message is the reason."""
 
 
 def start(operands: tuple[Expression, Expression], dims: Any) -> tuple[Logits, Labels]:
-    """Return a contraction as scores, and what its axes are."""
+    """Return a contraction as scores, and the labels of its axes.
+
+    Args:
+        operands: its operands.
+        dims: its dimension numbers.
+    """
     (lc, rc), (lb, rb) = dims
     sizes: dict[str, int] = {}
     own: list[list[tuple[str, ...]]] = [[()] * len(x.aval.shape) for x in operands]
@@ -33,7 +38,7 @@ def start(operands: tuple[Expression, Expression], dims: Any) -> tuple[Logits, L
     def name(label: str, *places: tuple[int, int]) -> tuple[str, ...]:
         (side, axis) = places[0]
         size = operands[side].aval.shape[axis]
-        # Axes of one element have no name: programs drop and add them as they like.
+        # Axes of one element have no label, because programs drop and add them anywhere.
         found = (label,) if size > 1 else ()
         sizes.update(dict.fromkeys(found, size))
         for side, axis in places:
@@ -59,12 +64,12 @@ def finish(
         probs: the probabilities.
         values: the values.
         dims: the dimension numbers of the contraction.
-        side: which of its operands the probabilities are.
-        aval: the type of its result.
-        result: stands for the result.
+        side: the number of the operand that is the probabilities, 0 or 1.
+        aval: the type of the contraction's result.
+        result: the leaf that stands for the result.
 
     Raises:
-        NotAttention: it is another function.
+        NotAttention: the program computes another function.
     """
     logits, over = probs.logits, probs.over
     contracted, batch = dims
@@ -119,7 +124,7 @@ def finish(
 
 
 class _Steps:
-    """What is done to scores, in a form that kernels have."""
+    """The steps between scores and softmax, in the form that kernels have."""
 
     def __init__(self, steps: Sequence[Step]):
         self.scale, self._outer = 1.0, 1.0
@@ -137,7 +142,7 @@ class _Steps:
             raise NotAttention("its cap is negative")
 
     def multiply(self, step: Step) -> None:
-        """Take a factor."""
+        """Apply a factor."""
         assert step.by is not None
         if self.masks:
             raise NotAttention("it is scaled after its mask")
@@ -145,7 +150,7 @@ class _Steps:
         if by is None:
             value, _ = compact(step.by, step.axes)
             if self._is_capped or self.biases or value.aval.size != 1:
-                raise NotAttention("its scale is no number")
+                raise NotAttention("its scale is not a number")
             self.factors.append((value, divides))
             return
         if not math.isfinite(by) or (divides and by == 0):
@@ -158,13 +163,13 @@ class _Steps:
             self.scale *= by
 
     def cap(self, step: Step) -> None:
-        """Take a tanh."""
+        """Apply a tanh."""
         if self._is_capped or self.biases or self.masks:
             raise NotAttention("it is capped twice, or after a bias or mask")
         self._is_capped = True
 
     def add(self, step: Step) -> None:
-        """Take a bias."""
+        """Apply a bias."""
         assert step.by is not None
         if self.masks:
             raise NotAttention("something is added after its mask")
@@ -172,12 +177,12 @@ class _Steps:
         self.biases.append(Beside(*compact(step.by, step.axes), sign))
 
     def mask(self, step: Step) -> None:
-        """Take a mask."""
+        """Apply a mask."""
         assert step.by is not None
         assert step.fill is not None
         fill = constant(step.fill)
         if fill is None or not fill <= _MASKED:
-            raise NotAttention("masked scores are no large negative number")
+            raise NotAttention("masked scores are not a large negative number")
         self.fills |= fill > -math.inf
         self.masks.append(Beside(*compact(step.by, step.axes), keeps=step.keeps))
 
@@ -195,12 +200,12 @@ _TAKE = {
 def _order(
     logits: Logits, query: int, over: frozenset[str], steps: _Steps
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the labels of batch, key heads, heads that share keys, queries and keys."""
+    """Return the labels of batch, heads, groups, queries and keys."""
     own = [label for labels in logits.axes[query] for label in labels]
     theirs = [label for labels in logits.axes[1 - query] for label in labels]
     keys = tuple(label for label in theirs if label in over)
     batch = [label for label in theirs if label[0] == "b"]
-    # Heads that lie between keys and sizes are read in place, and so are those before the keys.
+    # A kernel reads key heads after the keys in place. Batch axes before the keys stay batch.
     heads = [label for label in batch if theirs.index(label) > theirs.index(keys[0])]
     rows = [label for label in own if label[0] in "lr"]
     varying = {x for one in (*steps.biases, *steps.masks) for labels in one.axes for x in labels}
@@ -214,7 +219,7 @@ def _order(
 def _causal(
     steps: _Steps, order: tuple[tuple[str, ...], ...], sizes: Mapping[str, int]
 ) -> tuple[bool, bool]:
-    """Return whether a mask is causal, which is taken out of the masks; and ``fills``."""
+    """Return ``is_causal`` and ``fills``, and remove causal masks from the steps."""
     *_, queries, keys = order
     found = False
     for one in list(steps.masks):

@@ -1,4 +1,4 @@
-"""Softmax of scores: which of its steps a value of a program is, and what primitives make of it."""
+"""Softmax: the values from scores to probabilities."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..dataflow.expression import Expression
 from .values import Labels, constant
 
 Kind = Literal["scores", "row", "shifted", "exp", "sum", "inverse", "log", "lse", "logp", "probs"]
-"""``row`` is anything computed from the scores' maxima, ``shifted`` the scores less a row, ``lse``
+"""``row`` is a value computed from the scores' maxima, ``shifted`` the scores minus a row, ``lse``
 the logarithm of the sum plus that row, ``logp`` the logarithm of the probabilities."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a program does to scores before their softmax.
+    """One operation on scores before their softmax.
 
     Attributes:
         name: "mul", "div", "add", "sub", "tanh" or "where".
-        by: the other operand; of ``where`` the condition.
-        axes: what its axes are.
-        fill: of ``where``, what is put in the other places.
-        keeps: of ``where``, whether the scores are left where the condition is true.
+        by: the other operand; for "where" the condition.
+        axes: the labels of its axes.
+        fill: for "where", the value of the other elements.
+        keeps: for "where", whether scores are kept where the condition is True.
     """
 
     name: str
@@ -37,13 +37,14 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Logits:
-    """A contraction of two activations, and what was done with it.
+    """A contraction of two activations, and the steps after it.
 
     Attributes:
-        operands: of the contraction.
-        axes: what their axes are; a contracted one has a label that begins with "c".
-        sizes: of the labels.
-        steps: in order.
+        operands: the operands of the contraction.
+        axes: the labels of their axes. Labels of contracted axes begin with "c", of batch axes
+            with "b", of others with "l" or "r" for the left or right operand.
+        sizes: the sizes of the labels.
+        steps: the steps, in order.
     """
 
     operands: tuple[Expression, Expression]
@@ -57,12 +58,12 @@ class Tracked:
     """A value on the way from scores to probabilities.
 
     Attributes:
-        kind: which step it is.
-        logits: of what.
-        axes: what its axes are.
-        members: the places of the equations that have made it.
+        kind: which value it is.
+        logits: the scores.
+        axes: the labels of its axes.
+        members: the numbers of the equations that made it.
         over: the labels that were reduced.
-        row: tells rows apart, also those that were subtracted from the scores; None for none.
+        row: identifies the row that it is, or that was subtracted from the scores; None for none.
     """
 
     kind: Kind
@@ -78,14 +79,19 @@ Rule = Callable[[Any, Sequence[Operand]], Tracked | None]
 
 
 def follow(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
-    """Return what an equation makes of values on this way; None if it leaves it.
+    """Return an equation's result as a step of a softmax.
 
-    The members are those of the first such operand.
+    Args:
+        eqn: the equation.
+        operands: its operands, at least one of which is ``Tracked``.
+
+    Returns:
+        The result, with the members of the first tracked operand.
     """
     rule = _RULES.get(eqn.primitive.name)
     found = None if rule is None else rule(eqn, operands)
     if found is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
-        # Whether a row is finite is a row, too.
+        # ``is_finite`` of a row is a row of booleans, with which programs select.
         return found if found is not None and found.kind == "row" else None
     return found
 
@@ -110,7 +116,7 @@ def _reshape(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
     assert isinstance(value, Tracked)
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     sizes = value.logits.sizes
-    # An axis along which a row is repeated can't be told from others any more.
+    # Labels can't tell where an axis goes along which a row is repeated.
     if any(size > 1 and not labels for size, labels in zip(before, value.axes, strict=True)):
         return None
     left, axes = [label for labels in value.axes for label in labels], []
@@ -220,17 +226,18 @@ def _binary(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
         return None
     (other,) = [x for x in operands if isinstance(x, Expression)]
     if eqn.outvars[0].aval.shape != eqn.invars[operands.index(first)].aval.shape:
-        return None  # the other one has more axes
+        return None  # the other operand broadcasts the scores
     return _stepped(first, Step(name, other, _axes(first, other)))
 
 
 def _axes(scores: Tracked, other: Expression) -> Labels:
-    """Return what the axes of a value beside scores are, along which some may be of one element."""
+    """Return the labels of the axes of a bias or mask."""
     pairs = zip(scores.axes, other.aval.shape, strict=True) if other.aval.shape else ()
     return tuple(labels if size > 1 else () for labels, size in pairs)
 
 
 def _both(name: str, left: Tracked, right: Tracked) -> Tracked | None:
+    # Bring commutative operations into the order of the table below.
     if name in ("add", "mul") and left.kind in _OF_ROWS and right.kind not in ("log", "row"):
         left, right = right, left
     if name == "add" and left.kind == "row" and right.kind == "log":
@@ -254,7 +261,7 @@ def _both(name: str, left: Tracked, right: Tracked) -> Tracked | None:
 
 
 def _is_along(row: Tracked, value: Tracked) -> bool:
-    """Return whether a row has the axes of a value, but for those that it was reduced over."""
+    """Return whether a row has a value's axes but the reduced ones."""
     kept = [tuple(x for x in labels if x not in row.over) for labels in value.axes]
     return row.kind in _OF_ROWS and list(row.axes) == kept
 

@@ -1,4 +1,4 @@
-"""Values beside a pattern: without their broadcasts, known ones, and with other axes."""
+"""Values: helpers for the biases, masks and operands of a pattern."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..dataflow.expression import Expression
 from ..dataflow.nodes import Operation
 
 Labels = tuple[tuple[str, ...], ...]
-"""Of each axis of a value, the axes of the scores that it consists of. Those of one element have
-none, and so have axes along which a value is the same."""
+"""For each axis of a value, the labels of the scores' axes that it consists of. An axis of one
+element has none, and neither has an axis along which the value is repeated."""
 
 VIEWS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose"})
-"""Primitives that a pattern may compute again: XLA joins them, or does nothing for them."""
+"""Primitives that a pattern may compute again, because they cost nothing in XLA."""
 
 
 def compact(value: Expression, axes: Labels) -> tuple[Expression, Labels]:
-    """Return a value before it was broadcast, and what its axes then are."""
+    """Return a value before its broadcasts, and its axes' labels."""
     while isinstance(value, Operation):
         name, inner = value.primitive.name, value.operands[0] if value.operands else None
         if inner is None or not hasattr(inner.aval, "shape"):
@@ -44,7 +44,7 @@ def compact(value: Expression, axes: Labels) -> tuple[Expression, Labels]:
 
 
 def _is_wider(before: Any, after: Any) -> bool:
-    """Return whether a conversion leaves numbers as they are."""
+    """Return whether a conversion is exact."""
     if before == jnp.bool_:
         return True
     both = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
@@ -52,14 +52,14 @@ def _is_wider(before: Any, after: Any) -> bool:
 
 
 def evaluated(value: Expression) -> np.ndarray:
-    """Return what a value of constants is."""
-    # Also while JAX binds something, and there is no current trace.
+    """Return the value of an expression of constants."""
+    # JAX has no current trace while it binds a primitive, so set one.
     with compat.set_current_trace(compat.eval_trace):
         return np.asarray(value.evaluate({}))
 
 
 def constant(value: Expression) -> float | None:
-    """Return the number that a value is everywhere, if it is known now."""
+    """Return the number that a value is everywhere, or None."""
     value, _ = compact(value, ((),) * len(value.aval.shape))
     if not value.is_constant or value.aval.size != 1:
         return None
@@ -69,14 +69,14 @@ def constant(value: Expression) -> float | None:
 def arranged(
     x: jax.Array, axes: Labels, wanted: Sequence[Sequence[str]], sizes: Mapping[str, int]
 ) -> jax.Array:
-    """Return an array with other axes.
+    """Return an array with its axes split, transposed and merged.
 
     Args:
         x: the array.
         axes: the labels of each of its axes.
-        wanted: those of each axis of the result. One of which the array has none is of size 1;
-            where it has some, it is repeated along the others.
-        sizes: of the labels.
+        wanted: the labels of each axis of the result. An axis of which the array has no label is
+            of size 1. If it has some of the labels, it is repeated along the others.
+        sizes: the sizes of the labels.
     """
     own = [label for labels in axes for label in labels]
     x = x.reshape([sizes[label] for label in own])

@@ -1,1 +1,1 @@
-"""Array proxies: pytrees that travel through a program in place of an array."""
+"""Array proxies: pytrees that travel through a program instead of an array."""

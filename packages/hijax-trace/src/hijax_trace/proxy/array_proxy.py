@@ -1,12 +1,12 @@
-"""ArrayProxy: a value that a program takes for an array, kept in another form."""
+"""ArrayProxy: another form of an array that a program moves."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,80 +15,27 @@ import numpy as np
 from .front import leading
 from .move import Move, MoveError
 from .moves import MOVES, data_of, move
+from .parts import Part, is_shared
 from .shards import Shards, sliced
 from .updates import UPDATES, Update, axes_of, written
 
-SAME = frozenset(
-    {
-        "copy",
-        "copy_p",
-        "device_put",
-        "mesh_cast",
-        "name",
-        "optimization_barrier",
-        "pcast",
-        "pvary",
-        "reduce_precision",
-        "reshard",
-        "sharding_constraint",
-        "stop_gradient",
-    }
-)
-"""Primitives whose result ``k`` is operand ``k``, element by element."""
-
-
-class Part(NamedTuple):
-    """One of the arrays that a proxy is made of.
-
-    Attributes:
-        value: the array, a pytree of such arrays, or another proxy. Each of its first axes is one
-            of the array that the proxy stands for, and has its size, or 1, or a divisor of it, or
-            as many as there are tiles in ``Move.tiles``. Others may follow.
-        is_whole: whether it has the size of that array along all these axes, and must keep it.
-        zero: what a new element is where the program has a zero, such as padding.
-        axes: how many axes of that array it has, the first; None for all. A primitive that
-            touches the others can't be followed.
-    """
-
-    value: Any
-    is_whole: bool = False
-    zero: Any = 0
-    axes: int | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shared:
-    """An array in a proxy of steps that every step has whole: see ``ArrayProxy.step``.
-
-    Attributes:
-        value: the array.
-    """
-
-    value: Any
-
-
-def is_shared(value: Any) -> bool:
-    """Return whether a value is an array that every step has whole."""
-    return isinstance(value, Shared)
-
 
 class ArrayProxy(abc.ABC):
-    """Base of pytrees that stand for one array, such as its quantized values and scales.
+    """Base class of pytrees that stand for one array.
 
     An argument of a function wrapped by TraceEngine may hold proxies where the function expects
-    arrays. The program is traced for the arrays; a handler finds the proxy of an operand by
-    ``call.proxy(operand)``, moved as the program has moved the array: through slices, transposes
-    and the like, calls, branches, and the steps of loops. An operation that no handler replaces
-    gets the array, from ``restore``.
+    arrays. The program is traced for the arrays. A handler gets the proxy of an operand from
+    ``call.proxy(operand)``. It has moved as the program moved the array: through slices,
+    transposes and the like, calls, branches, and the steps of loops. An operation that no handler
+    replaces gets the array from ``restore``.
 
-    A frozen dataclass that says by ``parts`` what its fields are follows every move.
+    A frozen dataclass whose ``parts`` describe its fields follows every move.
 
     Attributes:
-        shape: that of the array.
-        dtype: that of the array.
-        is_carried: whether it goes where the program writes to the array, carries it through
-            loops and returns it, too: see ``encode``.
+        shape: the shape of the array.
+        dtype: the dtype of the array.
+        is_carried: whether the proxy also goes where the program writes to the array, carries it
+            through loops and returns it: see ``encode``.
     """
 
     is_carried: ClassVar[bool] = False
@@ -100,27 +47,30 @@ class ArrayProxy(abc.ABC):
         """Return the array."""
 
     def parts(self) -> Mapping[str, Part]:
-        """Return the fields that are moved with the array."""
+        """Return the fields that are moved with the array, by name."""
         return {}
 
     def astype(self, dtype: Any) -> ArrayProxy:
-        """Return a proxy for the array converted to a float dtype.
+        """Return a proxy for the array converted to a dtype.
+
+        Args:
+            dtype: a float dtype.
 
         Raises:
-            TypeError: there is none.
+            TypeError: this class stands for one dtype alone.
         """
         raise TypeError(f"{type(self).__name__} stands for {self.dtype} alone, not for {dtype}")
 
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what stands for the results of a primitive that only moves elements.
+        """Return the proxies of the results of a move.
 
         Args:
             primitive: its name, such as ``"transpose"``.
             params: the parameters of the equation.
-            operands: its operands: this proxy, other proxies, arrays; as NumPy arrays, those
-                known to be zero.
+            operands: its operands: this proxy, other proxies, and arrays. Arrays known to be zero
+                are NumPy arrays.
 
         Raises:
             MoveError: this proxy does not follow the primitive.
@@ -147,10 +97,15 @@ class ArrayProxy(abc.ABC):
             raise MoveError(str(error)) from error
 
     def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
-        """Return a primitive as the move of one or more proxies like this one.
+        """Return a primitive's application as a ``Move`` of proxies like this one.
+
+        Args:
+            primitive: its name.
+            params: the parameters of the equation.
+            operands: its operands; see ``moved``.
 
         Raises:
-            MoveError: it computes new elements, or joins this proxy with values of another form.
+            MoveError: it computes new elements, or joins this proxy with a value in another form.
         """
         if primitive not in MOVES:
             raise MoveError(f"{primitive} does more than move elements")
@@ -167,14 +122,17 @@ class ArrayProxy(abc.ABC):
         return Move(primitive, params, operands, data, shapes)
 
     def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
-        """Return a proxy of which each step, along the first axis, has a part.
+        """Return a proxy whose axis 0 is the steps of a loop.
 
-        An array in it that is wrapped in ``Shared`` is not cut: every step has it whole, such as
-        a stack that an index per step goes with. XLA copies what it cuts for a kernel.
+        An array in it that is wrapped in ``Shared`` is not cut: every step has it whole, for
+        example a stack of packed weights with one index per step. XLA would copy each cut.
 
         Args:
-            axis: of the array, along which the steps are.
-            is_mapped: whether ``vmap`` runs the steps at once.
+            axis: the axis of the array along which the loop steps.
+            is_mapped: whether the loop is a ``vmap``, which runs the steps at once.
+
+        Returns:
+            The proxy, or ``Lost`` if it can't be cut along the axis.
         """
         rest = [i for i in range(len(self.shape)) if i != axis]
         shape = tuple(self.shape[i] for i in rest)
@@ -200,41 +158,41 @@ class ArrayProxy(abc.ABC):
         return Lost(shape, self.dtype, f"steps along axis {axis}, which has one scale or tiles")
 
     def shards(self, counts: Sequence[int]) -> Shards:
-        """Return how devices share it out where each has a part of the array.
+        """Return how devices that get parts of the array share it.
 
         Args:
-            counts: in how many equal parts each axis of the array is cut.
+            counts: into how many equal parts each axis of the array is cut.
 
         Raises:
-            MoveError: a part of the array would need parts of several devices.
+            MoveError: a part of the array would need arrays of several devices.
         """
         return sliced(self, counts)
 
     def encode(self, array: Any, axes: Sequence[int | None]) -> ArrayProxy:
-        """Return an array in the form of this proxy, to be written into it.
+        """Return an array in this proxy's form, to be written into it.
 
         Args:
-            array: what is written.
-            axes: for each of its axes the one of this array that it runs along; None where it
-                counts what is written in several places.
+            array: the new elements.
+            axes: for each axis of ``array`` the axis of this proxy's array along which it runs;
+                None for an axis over several places that are written.
 
         Raises:
-            MoveError: there is no such form.
+            MoveError: the array can't have this form.
         """
         raise MoveError(f"{type(self).__name__} takes no new elements")
 
     def updated(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what stands for the results of a primitive that writes elements.
+        """Return the proxies of the results of a primitive that writes elements.
 
         Args:
             primitive: its name, one of ``UPDATES``.
             params: the parameters of the equation.
-            operands: its operands: this proxy, other proxies, arrays.
+            operands: its operands: this proxy, other proxies, and arrays.
 
         Raises:
-            MoveError: what is written shares scales with what is not, or has another form.
+            MoveError: new elements share scales with others, or have another form.
         """
         data = UPDATES[primitive](operands)
         if not is_proxy(operands[data[0]]) and primitive not in ("concatenate", "select_n"):
@@ -265,25 +223,32 @@ class ArrayProxy(abc.ABC):
     def computed(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any] | None:
-        """Return the results of a primitive that no handler replaces, or None for the original's.
+        """Return the results of a primitive that no handler replaces.
 
         Args:
             primitive: its name, such as ``"dot_general"``.
             params: the parameters of the equation.
-            operands: its operands: this proxy, other proxies, arrays.
+            operands: its operands: this proxy, other proxies, and arrays.
+
+        Returns:
+            The results; None to compute them from the restored array.
         """
         return None
 
     def left(self, why: str) -> None:  # noqa: B027
-        """Take note of why the program has the array, not the proxy, from some place on."""
+        """Learn why the program continues with the array.
+
+        Args:
+            why: the reason, in words.
+        """
 
     def replace_parts(self, values: Mapping[str, Any]) -> Self:
-        """Return this proxy with other parts."""
+        """Return this proxy with other parts, by name."""
         return dataclasses.replace(self, **values)  # type: ignore[type-var]
 
 
 def _move(how: Move, parts: Sequence[Part]) -> Sequence[Any]:
-    """Return a part of each result."""
+    """Return one part of each result of a move."""
     first = parts[0]
     if isinstance(first.value, ArrayProxy):
         operands = list(how.operands)
@@ -305,17 +270,19 @@ def is_proxy(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _is_proxy_type(kind: type) -> bool:
-    # An abstract class looks through all that is registered with it.
+    # ``isinstance`` of an abstract class is slow, and this is asked for each operand.
     return issubclass(kind, ArrayProxy)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lost(ArrayProxy):
-    """What is left of a proxy that could not follow a primitive.
+    """A proxy that could not follow a primitive.
 
     Attributes:
-        why: which primitive, and why.
+        shape: the shape of the array.
+        dtype: the dtype of the array.
+        why: the primitive and the reason, in words.
     """
 
     # pyrefly: ignore [bad-override]
@@ -325,50 +292,9 @@ class Lost(ArrayProxy):
     why: str = dataclasses.field(metadata={"static": True})
 
     def restore(self) -> jax.Array:
-        """Raise: nothing asks for it."""
-        raise AssertionError("the program has the array itself")
+        """Raise: the program has the array, so nothing asks for it."""
+        raise AssertionError("Lost.restore must not be called: the program has the array.")
 
     def step(self, axis: int, is_mapped: bool = False) -> Lost:
-        """Return what is left of it in a step."""
+        """Return the lost proxy of a step."""
         return Lost((*self.shape[:axis], *self.shape[axis + 1 :]), self.dtype, self.why)
-
-
-def follow(
-    primitive: str,
-    params: Mapping[str, Any],
-    values: Sequence[Any],
-    held: Sequence[ArrayProxy | None],
-    avals: Sequence[Any],
-    is_known_zero: Callable[[int], bool],
-) -> list[ArrayProxy | None]:
-    """Return the proxies of the results of an equation, from those of its operands.
-
-    Args:
-        primitive: the name of its primitive.
-        params: its parameters.
-        values: its operands.
-        held: the proxy of each; None where there is none.
-        avals: the types of its results.
-        is_known_zero: whether the operand of that number is zero wherever the program runs.
-    """
-    if primitive in SAME:
-        return list(held[: len(avals)])
-    nothing: list[ArrayProxy | None] = [None] * len(avals)
-    data = data_of(primitive, held, is_proxy) if primitive in MOVES else []
-    moved = [proxy for i in data if (proxy := held[i]) is not None]
-    if not moved:
-        return nothing
-    lost = next((proxy for proxy in moved if isinstance(proxy, Lost)), None)
-    if lost is None:
-        operands = [held[i] or value if i in data else value for i, value in enumerate(values)]
-        if primitive in ("pad", "select_n"):
-            for i, value in enumerate(values):
-                if operands[i] is value and is_known_zero(i):
-                    operands[i] = np.zeros(np.shape(value), value.dtype)
-        try:
-            return list(moved[0].moved(primitive, params, operands))
-        except MoveError as error:
-            why = str(error)
-    else:
-        why = lost.why
-    return [Lost(aval.shape, aval.dtype, why) for aval in avals]

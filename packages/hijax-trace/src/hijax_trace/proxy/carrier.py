@@ -1,4 +1,4 @@
-"""Carrier: an input of a program, with values that the program computes from it, kept elsewhere."""
+"""Carrier: an input together with stored values derived from it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .array_proxy import ArrayProxy, Lost
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carrier(ArrayProxy):
-    """An input, and array proxies of values that the program derives from it.
+    """An input, with array proxies of values derived from it.
 
-    The proxies travel with the input and with what is computed from it, into loops and calls.
-    Where the program computes a value whose ``Expression.key`` is that of a proxy, the proxy
-    stands for it from there on, as if it had been an input.
+    The proxies travel with the input, and with values that are computed from it, into loops and
+    calls. When the program computes a value whose ``Expression.key`` is that of a proxy, the proxy
+    stands for the value from there on, as if it was an input.
 
     Attributes:
-        own: the input itself: an array, an array proxy, or None if nothing of it is needed.
-        derived: the proxies, by the key of the expression that each stands for. One of a value
-            that is computed in loops has the steps of these in its first axes, the outermost
-            loop first: see ``Expression.evaluate``.
-        loops: the numbers of those axes, by key (static).
-        is_parameter: whether the input of a pytree path is a parameter (static): what is computed
-            from anything else is no longer accompanied. Hashable.
-        shape: of the input (static).
-        dtype: of the input (static).
+        own: the input: an array, an array proxy, or None if the program needs only the proxies.
+        derived: the proxies, by the expression key of the value that each stands for. The proxy of
+            a value inside loops has the loops' steps as its first axes, the outermost loop first:
+            see ``Expression.evaluate``.
+        loops: how many of those axes there are, by key (static).
+        is_parameter: whether the input of a pytree path is a parameter (static, hashable). The
+            proxies do not travel with values that are computed from other inputs.
+        shape: the shape of the input (static).
+        dtype: the dtype of the input (static).
     """
 
     own: Any
@@ -44,13 +44,14 @@ class Carrier(ArrayProxy):
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     def restore(self) -> jax.Array:
-        """Return the input; NaN where nothing of it is kept, so that no use of it goes unseen."""
+        """Return the input, or NaNs if nothing of it is stored."""
         if self.own is None:
+            # A use that a plan did not expect must show in the results.
             return jnp.full(self.shape, jnp.nan, self.dtype)
         return self.own.restore() if isinstance(self.own, ArrayProxy) else self.own
 
     def inside(self) -> Carrier:
-        """Return what travels beside the input, which the program has as an array."""
+        """Return this without an input that is a plain array."""
         if isinstance(self.own, ArrayProxy):
             return self
         return dataclasses.replace(self, own=None)
@@ -58,13 +59,13 @@ class Carrier(ArrayProxy):
     def at(
         self, others: Sequence[Carrier], key: str, value: Any, own: ArrayProxy | None
     ) -> Carrier:
-        """Return what travels beside a value that was computed from this and other inputs.
+        """Return the carrier of a value computed from this and others.
 
         Args:
-            others: what travels beside the others.
-            key: of its expression.
+            others: the carriers of the other inputs.
+            key: the key of the value's expression.
             value: its type, with a shape and a dtype.
-            own: its proxy, if it is a view of something that has one.
+            own: its proxy, if it is a view of a value with a proxy.
         """
         derived = {k: one for held in (self, *others) for k, one in held.derived.items()}
         loops = dict(pair for held in (self, *others) for pair in held.loops)
@@ -80,11 +81,15 @@ class Carrier(ArrayProxy):
         )
 
     def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
-        """Return what travels into a loop along an axis; its arrays are stepped along their first.
+        """Return the carrier for a loop along an axis.
 
         Args:
-            axis: of the input.
-            is_mapped: whether ``vmap`` runs the steps at once.
+            axis: the axis of the input.
+            is_mapped: whether the loop is a ``vmap``, which runs the steps at once.
+
+        Returns:
+            The carrier of proxies with this loop's steps along axis 0. If there are none, the
+            stepped input, or ``Lost``.
         """
         count = self.shape[axis]
         own = self.own.step(axis, is_mapped) if isinstance(self.own, ArrayProxy) else None
@@ -108,5 +113,5 @@ class Carrier(ArrayProxy):
 
 
 def proxy_of(held: ArrayProxy | None) -> ArrayProxy | None:
-    """Return what stands for a value itself, without what travels beside it."""
+    """Return the proxy of a value itself, without derived values."""
     return held.own if isinstance(held, Carrier) else held

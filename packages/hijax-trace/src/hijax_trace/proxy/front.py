@@ -1,6 +1,7 @@
-"""Moves of the first axes alone, for arrays whose other axes are not those of the proxy.
+"""Front: moves of the first axes of parts with other axes.
 
-Values that a kernel has packed, say: a stack of them can be sliced and gathered, not a matrix.
+An example is a weight that is packed for a kernel: a stack of packed matrices can be sliced along
+the stack, but not inside a matrix.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from .move import Move, MoveError, numbers_of
 
 
 def leading(how: Move, count: int) -> Move:
-    """Return the move of the first axes alone, for arrays that have others after them.
+    """Return a move restricted to the first axes.
+
+    Args:
+        how: the move of the whole array.
+        count: how many axes, the first, the part has in common with the array.
 
     Raises:
         MoveError: the primitive moves along the other axes, too.
@@ -32,7 +37,7 @@ def leading(how: Move, count: int) -> Move:
 
 
 def _first(name: str) -> Callable[[Move, int], dict[str, Any] | None]:
-    """Return the rule for a parameter that is the axis along which a primitive moves."""
+    """Return the rule for a primitive that moves along one axis."""
     return lambda how, count: {} if how.params[name] < count else None
 
 

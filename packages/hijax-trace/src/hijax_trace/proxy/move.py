@@ -15,19 +15,19 @@ Shape = tuple[int, ...]
 
 
 class MoveError(JaxtapError, ValueError):
-    """An array proxy can't follow a primitive. The message says why."""
+    """An array proxy can't follow a primitive; the message says why."""
 
 
 class Move(NamedTuple):
-    """One equation.
+    """One equation that only moves elements.
 
     Attributes:
         primitive: the name of its primitive.
         params: its parameters.
-        operands: its operands; as NumPy arrays, those known to be zero.
-        data: which of them are moved. The others are indices, masks and padding.
-        shapes: of those that are moved.
-        tiles: the elements of a tile along each axis whose last tile is shorter.
+        operands: its operands. Arrays known to be zero are NumPy arrays.
+        data: the numbers of the operands that are moved. The others are indices, masks, padding.
+        shapes: the shapes of the operands that are moved.
+        tiles: by axis, the number of elements of a tile, for axes whose last tile is shorter.
     """
 
     primitive: str
@@ -43,10 +43,10 @@ class Move(NamedTuple):
         return self.shapes[0]
 
     def kept_axes(self) -> dict[int, int]:
-        """Return, for each axis of `tiles` that is left, which axis of the results it is.
+        """Return which axis of the results each axis of ``tiles`` becomes.
 
         Raises:
-            MoveError: a reshape that merges or splits one of them.
+            MoveError: a reshape merges or splits one of these axes.
         """
         params, ndim = self.params, len(self.shape)
         places = dict(zip(range(ndim), range(ndim), strict=True))
@@ -71,14 +71,14 @@ class Move(NamedTuple):
 
 
 def numbers_of(how: Move) -> lax.GatherDimensionNumbers:
-    """Return the axes of a gather, as ints."""
-    # vmap's rule computes them with NumPy.
+    """Return the dimension numbers of a gather, as ints."""
+    # vmap's rule computes them with NumPy, whose integers are not ints.
     numbers = how.params["dimension_numbers"]
     return type(numbers)(*(tuple(map(int, axes)) for axes in numbers))
 
 
 def _reshaped(how: Move, axis: int) -> int:
-    """Return which axis of a reshaped array one of its axes is."""
+    """Return which axis of a reshape's result an axis becomes."""
     old, new = how.shape, tuple(how.params["new_sizes"])
     before = math.prod(old[:axis])
     for place, size in enumerate(new):

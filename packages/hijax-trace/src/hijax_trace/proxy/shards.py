@@ -1,4 +1,4 @@
-"""Shards: what a device has of an array proxy where ``shard_map`` gives it a part of the array."""
+"""Shards: a device's part of an array proxy, in ``shard_map``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from .. import compat
 from .move import MoveError
 
-ArrayProxy = Any  # which has a method that calls this module
+ArrayProxy = Any  # its module imports this one
 
 
 class Shards(NamedTuple):
-    """How the arrays of a proxy are shared out.
+    """How the arrays of a proxy are distributed to devices.
 
     Attributes:
-        whole: the proxy that enters ``shard_map``, such as quantized values and scales of packed
-            ones.
-        local: the proxy that each device has, with types in place of its arrays.
-        axes: for each of the arrays, and each of its axes, the axis of the array that the proxy
-            stands for along which it is cut; None where all devices have all of it.
-        enter: returns what the program has of ``local`` inside, once its arrays are there.
+        whole: the proxy that enters ``shard_map``. It may have another form, such as quantized
+            values and scales for a packed weight.
+        local: the proxy that each device has, with types instead of arrays.
+        axes: for each array of ``whole`` and each of its axes, the axis of the array that the
+            proxy stands for which cuts it; None if every device has all of it.
+        enter: returns the proxy inside of ``shard_map`` from ``local`` with its arrays.
     """
 
     whole: ArrayProxy
@@ -33,15 +33,16 @@ class Shards(NamedTuple):
 
 
 def sliced(proxy: ArrayProxy, counts: Sequence[int]) -> Shards:
-    """Return how a proxy is shared out that follows slices: a shard is one.
+    """Return how a proxy is distributed whose shards are slices.
 
     Args:
         proxy: the proxy.
-        counts: in how many equal parts each axis of the array is cut.
+        counts: into how many equal parts each axis of the array is cut.
 
     Raises:
-        MoveError: it does not follow them, or a scale would belong to several devices' parts.
+        MoveError: it does not follow the slice, or several devices would need one scale.
     """
+    # The first device's slice tells by its shapes which axes of which arrays are cut.
     types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), proxy)
     axes: list[list[int | None]] = [[None] * leaf.ndim for leaf in jax.tree.leaves(types)]
     local = types
@@ -71,18 +72,18 @@ def _first(proxy: ArrayProxy, axis: int, count: int) -> ArrayProxy:
 
 
 def _kinds(structure: Any) -> Any:
-    """Return the classes of the nodes of a pytree, without what is static in them."""
+    """Return the classes of a pytree's nodes, without their static fields."""
     data = structure.node_data()
     return data and data[0], list(map(_kinds, structure.children()))
 
 
 class Placed(NamedTuple):
-    """A proxy whose arrays ``shard_map`` shares out.
+    """A proxy as an operand of a ``shard_map``.
 
     Attributes:
-        proxy: as it is outside.
-        local: as each device has it, with types in place of its arrays.
-        specs: how each of its arrays is cut.
+        proxy: the proxy outside.
+        local: the proxy that each device has, with types instead of arrays.
+        specs: the partition spec of each of its arrays.
         avals: their types inside.
         enter: see ``Shards``.
     """
@@ -98,12 +99,12 @@ def placed(proxy: ArrayProxy, spec: jax.sharding.PartitionSpec, params: dict[str
     """Return how a proxy enters a ``shard_map``.
 
     Args:
-        proxy: of an operand.
-        spec: of that operand.
-        params: of the equation.
+        proxy: the proxy of an operand.
+        spec: the partition spec of that operand.
+        params: the parameters of the equation.
 
     Raises:
-        MoveError: it can't be cut so.
+        MoveError: the proxy can't be cut as the array is.
     """
     sizes = params["mesh"].shape
     names = [*spec, *[None] * (len(proxy.shape) - len(spec))]
@@ -123,9 +124,10 @@ def placed(proxy: ArrayProxy, spec: jax.sharding.PartitionSpec, params: dict[str
 
 
 def _resharded(array: Any, spec: jax.sharding.PartitionSpec) -> Any:
-    """Return an array as ``shard_map`` wants it on explicit mesh axes: sharded as it is cut.
+    """Return an array, resharded by a spec on an Explicit mesh.
 
-    The program has resharded the array that the proxy stands for, not those of the proxy.
+    ``shard_map`` requires that of its operands. The program resharded the array that the proxy
+    stands for, not the proxy's arrays.
     """
     sharding = getattr(compat.typeof(array), "sharding", None)
     if sharding is None or sharding.spec == spec:

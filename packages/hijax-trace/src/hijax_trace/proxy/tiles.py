@@ -1,4 +1,4 @@
-"""Scales per tile: which moves they cannot follow, and how a reshape regroups them."""
+"""Tiles: how moves rearrange the tiles that share scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .move import Move, Shape
 
 
 def rearranged(how: Move) -> Sequence[int]:
-    """Return the axes of which a primitive makes others, that begin or end in other places."""
+    """Return the axes along which a primitive rearranges tiles."""
     params = how.params
     if how.primitive == "rev":
         return params["dimensions"]
@@ -23,11 +23,19 @@ def rearranged(how: Move) -> Sequence[int]:
 
 
 def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
-    """Return the numbers of scales along the axes of a new shape, None where they don't follow.
+    """Return the numbers of scales along the axes of a reshaped array.
 
-    In row-major order an axis is ``groups`` indices, along which the scale varies, over a tile
-    along which it doesn't. The new axes cut this sequence of factors in other places, and each may
-    have at most a varying factor over a constant one.
+    In row-major order each axis is a factor of ``groups`` tiles, along which the scale varies, and
+    a factor of the elements of a tile, along which it is constant. The new axes cut this sequence
+    of factors at other places. Each may have at most a varying factor and then a constant one.
+
+    Args:
+        old: the shape of the array.
+        groups: how many scales it has along each axis.
+        new: the shape of the result.
+
+    Returns:
+        How many scales the result has along each axis; None if the scales can't follow.
     """
     if 0 in old or math.prod(old) != math.prod(new):
         return None

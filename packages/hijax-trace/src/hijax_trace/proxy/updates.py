@@ -1,7 +1,7 @@
-"""Updates: what writing a part of an array does to the arrays that stand for it.
+"""Updates: what writing primitives do to an array proxy's parts.
 
-The new elements are brought into the form of the proxy first, so that values and scales are
-written in the same way. A scale for several elements can only be replaced with all of them.
+The new elements are encoded in the form of the proxy first. Then quantized values and scales are
+written in the same way. A scale that several elements share can only be replaced with all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Update(NamedTuple):
     Attributes:
         params: the parameters of its primitive.
         operands: its operands.
-        shapes: of the arrays that it reads elements from, the one that is updated first.
+        shapes: the shapes of the arrays that it reads elements from, the updated one first.
     """
 
     params: Mapping[str, Any]
@@ -32,7 +32,7 @@ class Update(NamedTuple):
 
 
 def written(primitive: str, how: Update, parts: Sequence[jax.Array]) -> jax.Array:
-    """Return a part of the result of a primitive that writes elements.
+    """Return one part of the result of a primitive that writes elements.
 
     Args:
         primitive: its name, one of ``UPDATES``.
@@ -40,19 +40,22 @@ def written(primitive: str, how: Update, parts: Sequence[jax.Array]) -> jax.Arra
         parts: the same part of each array that elements are read from.
 
     Raises:
-        MoveError: elements that share a scale with others are written without those.
+        MoveError: only some of the elements that share a scale are written.
     """
     return _RULES[primitive](how, parts)
 
 
 def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) -> list[int | None]:
-    """Return which axis of the updated array each axis of an operand runs along.
+    """Return the updated array's axis for each axis of an operand.
 
     Args:
         primitive: its name, one of ``UPDATES``.
         params: the parameters of the equation.
         ndim: how many axes the operand has.
-        is_new: whether it is what is written.
+        is_new: whether the operand has the new elements.
+
+    Returns:
+        For each axis of the operand the axis of the array; None for an axis over several places.
     """
     if primitive != "scatter" or not is_new:
         return list(range(ndim))
@@ -63,7 +66,7 @@ def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) 
 
 
 def _window(numbers: lax.ScatterDimensionNumbers) -> dict[int, int]:
-    """Return the axes of what a scatter writes, by the axes of the array that it writes to."""
+    """Return the axes of a scatter's updates, by axis of the array."""
     gone = {*map(int, numbers.inserted_window_dims), *map(int, numbers.operand_batching_dims)}
     places = list(map(int, numbers.update_window_dims))
     kept = [axis for axis in range(len(places) + len(gone)) if axis not in gone]
@@ -71,12 +74,13 @@ def _window(numbers: lax.ScatterDimensionNumbers) -> dict[int, int]:
 
 
 def _coarse(how: Update, part: jax.Array) -> list[int]:
-    """Return the axes along which elements share a scale."""
+    """Return the axes along which elements share a scale of a part."""
     full = how.shapes[0]
     return [axis for axis, size in enumerate(full) if part.shape[axis] != size]
 
 
 def _check_whole(primitive: str, how: Update, part: jax.Array, window: Sequence[int]) -> None:
+    """Raise MoveError unless a window covers axes that share scales."""
     full = how.shapes[0]
     for axis in _coarse(how, part):
         if window[axis] != full[axis]:
@@ -89,9 +93,9 @@ def _check_whole(primitive: str, how: Update, part: jax.Array, window: Sequence[
 def _dynamic_update_slice(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
     x, new = parts
     _check_whole("dynamic_update_slice", how, x, how.shapes[1])
-    # Where all of an axis is written it is written from 0 on, whatever the index.
+    # The starts are right for scales, too: XLA clips a start to 0 where all of an axis is written.
     starts = how.operands[2:]
-    # The primitive takes a negative start for 0.
+    # The primitive clips a negative start to 0, where the function would wrap it.
     return lax.dynamic_update_slice(x, new.astype(x.dtype), starts, allow_negative_indices=False)
 
 
@@ -123,7 +127,7 @@ _ELEMENTWISE = frozenset(
 
 
 def _is_constant_along(mask: Any, axis: int) -> bool:
-    """Return whether a mask, or what it is made of, is the same all along an axis."""
+    """Return whether a mask is surely constant along an axis."""
     while compat.is_staged(mask):
         _, eqn = compat.producer(mask)
         if eqn is None:
@@ -155,4 +159,5 @@ UPDATES: Mapping[str, Callable[[Sequence[Any]], list[int]]] = {
     "scatter": lambda operands: [0, 2],
     "select_n": lambda operands: list(range(1, len(operands))),
 }
-"""Primitives that write elements, and which of their operands those and the others come from."""
+"""Primitives that write elements. ``UPDATES[name](operands)`` returns the numbers of the operands
+that elements are read from, the updated array first."""

@@ -1,1 +1,1 @@
-"""Staging: what stands in a staged program for a call whose handler is asked later."""
+"""Staging: calls in a staged program whose handlers are asked later."""

@@ -1,31 +1,28 @@
-"""Functions: what derivatives, transposes and maps make of a program; see ``kept``."""
+"""Functions: programs and their derivatives, transposes and maps; see ``kept``."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
+from .linear import Call, mapped_call, pulled, pushed
 from .mapped import Level, mapped_over, stepped
 
 Proxies = Mapping[int, ArrayProxy]
 Run = Callable[[Sequence[Any], Proxies], list[Any]]
-"""``run(values, proxies)`` in place of the program that a function is made of."""
-Call = Callable[[list[Any]], list[Any]]
-"""A linear function. It is a pytree: of residuals."""
+"""``run(values, proxies)`` runs instead of the program that a function is made of."""
 
 
 class Base(NamedTuple):
-    """What a derivative is of.
+    """The function that a derivative is of.
 
     Attributes:
-        key: of the function.
+        key: its key.
         count: how many arguments it has.
     """
 
@@ -43,10 +40,11 @@ class Function:
     Attributes:
         program: the program that it is made of.
         levels: the maps around the program, outermost first.
-        places: which argument each of the program's is; None where it has one of another value.
-        key: what it has in common with functions that are equal.
+        places: for each argument of the program, the number of this function's argument that it
+            is; None if it is not an argument.
+        key: equal for equal functions.
         base: the function that it is a derivative of, if it takes the same arguments first.
-        is_derived: whether its results are others than the program's.
+        is_derived: whether it returns derivatives, not the program's results.
         is_backward: whether it takes cotangents.
     """
 
@@ -62,17 +60,17 @@ class Function:
         self.in_avals, self.out_avals = list(in_avals), list(out_avals)
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
-        """Return its results, with ``run`` in place of the program.
+        """Return its results, with ``run`` instead of the program.
 
         Args:
             run: called with the values of one example.
             values: the arguments.
-            proxies: what the first of them are kept as, by number.
+            proxies: the array proxies of the first arguments, by number.
         """
         raise NotImplementedError
 
     def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
-        """Return the results of ``base``, and the linear function of what follows."""
+        """Return the results of ``base``, and the linear function."""
         raise NotImplementedError
 
     def __call__(self, *values: Any) -> list[Any]:
@@ -81,33 +79,37 @@ class Function:
         return self.run(lambda values, proxies: call(*values), values, {})
 
     def tangent(self, nonzero: Sequence[int]) -> Tangent:
-        """Return its derivative along some of its arguments."""
+        """Return its derivative along some of its arguments.
+
+        Args:
+            nonzero: the numbers of the arguments whose tangents are not zero.
+        """
         return Tangent(self, nonzero)
 
     def transposed(self, linear: Sequence[int], given: Sequence[int]) -> Function:
-        """Return its transpose, which is called with what is known and cotangents of results.
+        """Return its transpose, a function of the other arguments and cotangents.
 
         Args:
-            linear: the arguments that it is linear in.
-            given: the results whose cotangents are not zero.
+            linear: the numbers of the arguments that it is linear in.
+            given: the numbers of the results whose cotangents are not zero.
         """
         return Transposed(self, linear, given)
 
     def batched(self, axis: Any, axes: Sequence[int | None]) -> Batched:
-        """Return the function of all examples of a ``vmap``, whose results are stacked.
+        """Return the function of all examples, stacked along axis 0.
 
         Args:
-            axis: as JAX has it.
+            axis: the axis, as JAX has it.
             axes: the mapped axis of each argument, or None.
         """
         return Batched(self, Level(axis, tuple(axes), (0,) * len(self.out_avals)))
 
 
 class Program(Function):
-    """A jaxpr.
+    """The function of a jaxpr.
 
     Args:
-        jaxpr: closed, without effects.
+        jaxpr: the closed jaxpr, without effects.
     """
 
     def __init__(self, jaxpr: Any):
@@ -138,7 +140,7 @@ class Batched(Function):
     """A function of all examples of a ``vmap``.
 
     Args:
-        inner: the function of one.
+        inner: the function of one example.
         level: the vmap.
     """
 
@@ -156,7 +158,7 @@ class Batched(Function):
         self.key = self._key(inner.key, level.ins)
         if (base := inner.base) is not None:
             ins = level.ins[: base.count]
-            # What is the same for all examples is not mapped.
+            # Without a mapped argument, the function that it is a derivative of is not batched.
             self.base = Base(self._key(base.key, ins), base.count) if _maps(ins) else base
 
     def _key(self, inner: Hashable, ins: Sequence[int | None]) -> Hashable:
@@ -175,8 +177,7 @@ class Batched(Function):
         count, (axis, ins, outs) = len(values), self._level
         if not _maps(ins[:count]):
             results, call = self._inner.split(run, values, proxies)
-            held, treedef = jax.tree.flatten(call)
-            axes = [None] * len(held)
+            axes_of = lambda treedef: [None] * treedef.num_leaves  # noqa: E731
         else:
             leaves, mapped_axes, inside = stepped(self._level, proxies)
 
@@ -186,23 +187,21 @@ class Batched(Function):
             given = (list(ins[:count]), mapped_axes)
             mapped = compat.vmap_rule(axis, one, given, (0, compat.INFERRED))
             (results, call), (_, found) = mapped(list(values), leaves)
-            held, treedef = jax.tree.flatten(call)
-            axes = treedef.flatten_up_to(found)
-        again = functools.partial(_called_over, axis, treedef, axes, list(ins[count:]), list(outs))
-        return results, Partial(again, held)
+            axes_of = lambda treedef: treedef.flatten_up_to(found)  # noqa: E731
+        return results, mapped_call(call, axis, axes_of, list(ins[count:]), list(outs))
 
     def __repr__(self) -> str:
         return f"Batched({self._inner!r}, {self._level.axis.size}, {self._level.ins})"
 
 
 class Derivative(Function):
-    """What takes the arguments of another function first.
+    """A derivative. It takes the arguments of the original function first.
 
     Args:
-        inner: that function.
-        nonzero: the arguments to differentiate by.
-        results: the results that are differentiated.
-        more: the types of the arguments that follow.
+        inner: the original function.
+        nonzero: the numbers of the arguments to differentiate by.
+        results: the numbers of the results that are differentiated.
+        more: the types of its other arguments.
         out_avals: the types of its results.
     """
 
@@ -230,7 +229,7 @@ class Derivative(Function):
     def _along(
         self, run: Run, values: Sequence[Any], proxies: Proxies
     ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], list[Any]]:
-        """Return a function of the arguments to differentiate by, and these."""
+        """Return a function of the arguments to differentiate by, and their values."""
 
         def fn(*given: Any) -> tuple[list[Any], list[Any]]:
             whole = list(values)
@@ -246,11 +245,11 @@ class Derivative(Function):
 
 
 class Tangent(Derivative):
-    """The derivative of a function, of its arguments and the tangents of some of them.
+    """A function's derivative: takes its arguments and tangents of some of them.
 
     Args:
         inner: the function.
-        nonzero: these arguments.
+        nonzero: the numbers of the arguments that tangents are given for.
     """
 
     def __init__(self, inner: Function, nonzero: Sequence[int]):
@@ -263,21 +262,21 @@ class Tangent(Derivative):
         """Return the results of the function, and its derivative."""
         fn, given = self._along(run, values, proxies)
         _, linear, results = jax.linearize(fn, *given, has_aux=True)
-        return results, Partial(_pushed, linear)
+        return results, pushed(linear)
 
     def transposed(self, linear: Sequence[int], given: Sequence[int]) -> Function:
-        """Return its transpose: what ``vjp`` is made of, if it is by all tangents."""
+        """Return its transpose; by all tangents, that is the ``Cotangent``."""
         if list(linear) == list(range(len(self.inner.in_avals), len(self.in_avals))):
             return Cotangent(self, given)
         return super().transposed(linear, given)
 
 
 class Cotangent(Derivative):
-    """The transpose of a derivative, of its arguments and the cotangents of some results.
+    """A function's ``vjp``: takes its arguments and cotangents of some results.
 
     Args:
-        tangent: the derivative.
-        given: these results.
+        tangent: the derivative that it is the transpose of.
+        given: the numbers of the differentiated results that cotangents are given for.
     """
 
     is_backward = True
@@ -292,16 +291,18 @@ class Cotangent(Derivative):
         """Return the results of the function, and the transpose of its derivative."""
         fn, given = self._along(run, values, proxies)
         _, pullback, results = jax.vjp(fn, *given, has_aux=True)
-        return results, Partial(_pulled, pullback)
+        return results, pulled(pullback)
 
 
 class Transposed(Function):
-    """The transpose of a function that is linear in some arguments, of the others and cotangents.
+    """The transpose of a function that is linear in some arguments.
+
+    It takes the other arguments and cotangents.
 
     Args:
         inner: the function.
-        linear: these arguments.
-        given: the results that cotangents are given of.
+        linear: the numbers of the linear arguments.
+        given: the numbers of the results that cotangents are given for.
     """
 
     is_derived = True
@@ -331,25 +332,6 @@ class Transposed(Function):
 
     def __repr__(self) -> str:
         return f"Transposed({self._inner!r}, {self._linear}, {self._given})"
-
-
-def _pushed(linear: Callable[..., list[Any]], tangents: list[Any]) -> list[Any]:
-    return linear(*tangents)
-
-
-def _pulled(pullback: Callable[[list[Any]], Any], cotangents: list[Any]) -> list[Any]:
-    return list(pullback(cotangents))
-
-
-def _called_over(
-    axis: Any, treedef: Any, axes: Any, ins: Any, outs: Any, held: list[Any], values: list[Any]
-) -> list[Any]:
-    """Call a linear function of one example, made of the arrays that it holds, over all."""
-
-    def one(held: list[Any], values: list[Any]) -> list[Any]:
-        return jax.tree.unflatten(treedef, held)(values)
-
-    return compat.mapped(one, axis, (axes, ins), outs)(held, values)
 
 
 def _maps(axes: Sequence[int | None]) -> bool:

@@ -1,10 +1,10 @@
-"""Mapped: what meets the program's own vmap, kept as it was before it was mapped.
+"""Mapped: operations that meet the program's own vmap.
 
-JAX replaces an operation under ``vmap`` by another one on whole batches, at once. A handler is to
-be asked about the one that the program calls, and often can't be before the program is run again:
-only then is it known where the operands of a nested function come from. So the operation becomes
-the call of a jaxpr, which JAX maps as it maps any other. The call's name holds the jaxpr of before
-and the axes that were mapped; run again, that is mapped by ``vmap`` with its operations tapped.
+JAX at once replaces an operation under ``vmap`` by one on whole batches. A handler is to be asked
+about the operation of one example, often only when the program is re-interpreted: where the
+operands of a nested function come from is not known before. So the operation becomes the call of a
+jaxpr, which JAX maps as any other. The call's name holds the jaxpr from before and the mapped
+axes. The interpreter taps that jaxpr's operations and maps the result by ``vmap``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import compat
-from ..proxy.array_proxy import ArrayProxy, is_shared
+from ..proxy.array_proxy import ArrayProxy
+from ..proxy.parts import is_shared
 from .marker import hoisted
 
 
@@ -25,8 +26,8 @@ class Level(NamedTuple):
 
     Attributes:
         axis: the name and size of its axis, as JAX has them.
-        ins: the mapped axis of each operand; None where it isn't mapped.
-        outs: the same of each result.
+        ins: the mapped axis of each operand; None for operands that are not mapped.
+        outs: the same for each result.
     """
 
     axis: Any
@@ -36,12 +37,12 @@ class Level(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Mapped:
-    """What was mapped.
+    """An operation that was mapped.
 
     Attributes:
-        jaxpr: before, closed.
-        levels: each vmap, outermost first.
-        whole: what JAX has made of it.
+        jaxpr: the closed jaxpr of one example.
+        levels: each vmap around it, outermost first.
+        whole: the jaxpr that JAX made for the whole batch.
         stack: the name stack of the call.
     """
 
@@ -56,12 +57,12 @@ class Mapped:
         values: Sequence[Any],
         proxies: Mapping[int, ArrayProxy],
     ) -> list[Any]:
-        """Run ``fn`` in place of the jaxpr, mapped.
+        """Run ``fn`` instead of the jaxpr, mapped.
 
         Args:
             fn: called once with the operands and array proxies of one example. Returns its results.
-            values: the operands of the whole.
-            proxies: what they are kept as, by number.
+            values: the operands of the whole batch.
+            proxies: their array proxies, by number.
         """
         return mapped_over(self.levels, fn, list(values), proxies)
 
@@ -72,7 +73,7 @@ def mapped_over(
     values: list[Any],
     proxies: Mapping[int, ArrayProxy],
 ) -> list[Any]:
-    """Run a function in maps, outermost first, with the array proxies of one example."""
+    """Run a function of one example in maps; see ``Mapped.run``."""
     if not levels:
         return fn(values, proxies)
     level = levels[0]
@@ -88,7 +89,16 @@ def mapped_over(
 def stepped(
     level: Level, proxies: Mapping[int, ArrayProxy]
 ) -> tuple[list[Any], list[int | None], Callable[[list[Any]], dict[int, ArrayProxy]]]:
-    """Return arrays, the axes to map them along, and what makes the proxies of one example."""
+    """Prepare array proxies for a map.
+
+    Args:
+        level: the map.
+        proxies: the proxies of the whole batch, by number of the operand.
+
+    Returns:
+        The arrays to map, their mapped axes, and a function that makes the proxies of one example
+        from its arrays.
+    """
     same = {i: held for i, held in proxies.items() if level.ins[i] is None}
     parts = {
         i: held.step(axis, is_mapped=True)
@@ -102,32 +112,30 @@ def stepped(
 
 
 class MappedName(str):
-    """The name of the call. ``mapped`` is None until JAX has mapped it."""
+    """The name of a call. ``mapped`` is None before it is mapped."""
 
     __slots__ = ("mapped",)
     mapped: Mapped | None
 
 
 def mapped_in(primitive: Any, params: dict[str, Any]) -> Mapped | None:
-    """Return what an equation has mapped, or None for any other.
-
-    One that was differentiated, or mapped once more, is an ordinary call of that name.
-    """
+    """Return the operation that JAX mapped to an equation, or None."""
     if primitive is not compat.jit_p or type(params["name"]) is not MappedName:
         return None
     mapped = params["name"].mapped
+    # One that was differentiated, or mapped once more, keeps the name, but calls another jaxpr.
     return None if mapped is None or mapped.whole is not params["jaxpr"] else mapped
 
 
 def is_being_mapped(primitive: Any, params: dict[str, Any]) -> bool:
-    """Return whether a call is one that JAX is to map now."""
+    """Return whether a call is one that JAX maps now."""
     if primitive is not compat.jit_p or type(params["name"]) is not MappedName:
         return False
     return params["name"].mapped is None
 
 
 def can_map(trace: Any, values: Sequence[Any]) -> bool:
-    """Return whether ``trace`` stages a program, below nothing but maps over axes of arrays."""
+    """Return whether only maps are between a trace and staging."""
     traces = compat.maps_above_staging(trace)
     for one in traces:
         values, axes = _peel(values, one)
@@ -137,12 +145,12 @@ def can_map(trace: Any, values: Sequence[Any]) -> bool:
 
 
 class Staged(NamedTuple):
-    """A call as it is before it is mapped.
+    """A call before it is mapped or kept.
 
     Attributes:
-        jaxpr: closed.
-        more: the values of its leading inputs, which no argument is.
-        results: what the results are taken from, if anything is to be remembered of that.
+        jaxpr: its closed jaxpr.
+        more: the values of the leading inputs that are not arguments.
+        results: the packed result, if the function returned more than a flat list.
     """
 
     jaxpr: Any
@@ -151,14 +159,20 @@ class Staged(NamedTuple):
 
 
 def staged(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Staged:
-    """Stage ``fn``, called with values like ``values``, which returns a flat list."""
+    """Stage a function of flat values.
+
+    Args:
+        name: its name.
+        fn: the function, which returns a flat list.
+        values: the values that it is called with.
+    """
     info = compat.named_info(name)
     jaxpr, consts = compat.stage(fn, [compat.typeof(value) for value in values], info)
     return Staged(*hoisted(jaxpr, consts))
 
 
 def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
-    """Make a call in the current trace, for which ``can_map`` holds. Return its results."""
+    """Make a call that JAX maps. Return its results."""
     called, stack = MappedName(name), compat.current_stack()
     called.mapped = None
     ins = [*call.more, *values]
@@ -170,7 +184,7 @@ def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
         levels.append(Level(compat.axis_of(trace), tuple(in_axes), tuple(out_axes)))
     eqns = [compat.producer(out)[1] for out in outs if compat.is_staged(out)]
     if eqns and eqns[0] is not None and eqns[0].params.get("name") is called:
-        # Another name: the one that the call was made under is kept in a cache of JAX's.
+        # A new name, because a cache of JAX keeps the one that the call was made under.
         params, named = eqns[0].params, MappedName(name)
         named.mapped = Mapped(call.jaxpr, levels[::-1], params["jaxpr"], stack)
         params["name"] = named
@@ -178,6 +192,6 @@ def map_call(name: str, call: Staged, values: Sequence[Any]) -> list[Any]:
 
 
 def _peel(values: Sequence[Any], trace: Any) -> tuple[list[Any], list[Any]]:
-    """Return what values of a map stand for, and the axes along which they are mapped."""
+    """Return the batches of values of a map, and their mapped axes."""
     pairs = [compat.unmapped(value, trace) for value in values]
     return [value for value, _ in pairs], [axis for _, axis in pairs]

@@ -1,1 +1,1 @@
-"""State: a staged program, made again so that it carries array proxies that it updates."""
+"""State: programs that update array proxies, such as a KV cache."""

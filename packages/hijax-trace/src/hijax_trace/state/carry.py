@@ -1,4 +1,4 @@
-"""Carry: a staged program that takes, updates and returns array proxies instead of arrays."""
+"""Carry: stages a program again so that it carries array proxies."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, holder_of
-from ..proxy.array_proxy import SAME, ArrayProxy, Lost, follow, is_proxy
+from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
+from ..proxy.follow import follow
 from ..proxy.move import MoveError
-from ..proxy.moves import MOVES
+from ..proxy.moves import MOVES, SAME
 from ..proxy.updates import UPDATES
 from ..staging.mapped import map_call, mapped_in, staged
 from ..staging.marker import marker_of
 from . import loops
 from .form import form_of
-from .held import hold
+from .restoring import stage_restoring
 
 
 class Carried(NamedTuple):
     """A program that carries proxies.
 
     Attributes:
-        jaxpr: open. Its inputs are those of the original.
+        jaxpr: the open jaxpr, with the inputs of the original.
         consts: the values of its constants.
-        starts: how many equations there were before each of the original's.
-        results: builds the original's results of its own, proxies among them.
+        starts: for each equation of the original, how many equations are before its replacement.
+        results: builds the original's results, proxies among them, from its own.
     """
 
     jaxpr: Any
@@ -38,13 +39,13 @@ class Carried(NamedTuple):
 
 
 def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]]) -> Carried:
-    """Make a program again that carries the proxies of some of its arguments.
+    """Stage a program again so that it carries array proxies.
 
     Args:
-        jaxpr: the program, open, as ``stage`` returned it.
+        jaxpr: the open jaxpr, as ``stage`` returned it.
         consts: the values of its constants.
-        given: for arguments that are proxies their structures, and which argument the first of
-            their arrays is.
+        given: by number, the arguments that are proxies: the proxy's structure, and the number of
+            the argument that is its first array.
     """
     carrying = Carrying(by_position=True)
     treedef: Any = None
@@ -55,12 +56,12 @@ def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]
         for i, (structure, first) in given.items():
             leaves = args[first : first + structure.num_leaves]
             values[i] = jax.tree.unflatten(structure, leaves)
-        # A part of what was carried, or another arrangement of it, is returned as an array.
+        # A part or another arrangement of a carried proxy is returned as an array.
         forms = {form_of(values[i]) for i in given}
         results = carrying.run(jaxpr, [*consts, *values])
         for i, (value, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
             if is_proxy(value) and form_of(value) not in forms:
-                results[i] = hold(value, var.aval)
+                results[i] = stage_restoring(value, var.aval)
         leaves, treedef = jax.tree.flatten(results)
         return leaves
 
@@ -70,10 +71,13 @@ def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]
 
 
 class Carrying:
-    """Runs jaxprs on values some of which are proxies, and stages what they do.
+    """Runs jaxprs on values, some of which are array proxies.
 
     Args:
-        by_position: whether to note how many equations were staged before each.
+        by_position: whether to fill ``starts`` while the first jaxpr is run.
+
+    Attributes:
+        starts: for each equation, how many equations had been staged before it.
     """
 
     def __init__(self, by_position: bool = False):
@@ -85,8 +89,8 @@ class Carrying:
 
         Args:
             jaxpr: the jaxpr.
-            values: of its constants and arguments.
-            caller: the source of the call in whose place it is run.
+            values: the values of its constants and arguments.
+            caller: the source of the call that it is inlined for, or None.
         """
         trace, by_position = compat.current_trace(), self._by_position
         self._by_position = False
@@ -102,7 +106,7 @@ class Carrying:
             if not is_proxy(value):
                 return value
             if atom not in arrays:
-                arrays[atom] = hold(value, atom.aval)
+                arrays[atom] = stage_restoring(value, atom.aval)
             return arrays[atom]
 
         for eqn in jaxpr.eqns:
@@ -125,7 +129,7 @@ class Carrying:
         return list(map(read, jaxpr.outvars))
 
     def _carried(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
-        """Return the results of an equation that carries proxies; None if it takes arrays."""
+        """Return an equation's results on proxies; None if it needs arrays."""
         name = eqn.primitive.name
         if name in _PLACES:
             return [_placed(eqn, operands[0])]
@@ -154,11 +158,11 @@ class Carrying:
         if eqn.primitive is not compat.jit_p and not any(
             map(is_proxy, loops.types_of(call, operands))
         ):
-            return None  # rules of its own, which nothing needs to give up
+            return None  # no result is a proxy: keep the call with its derivative rules
         return call(operands)
 
     def _mapped(self, name: str, mapped: Any, operands: list[Any]) -> list[Any] | None:
-        """Map what an equation was before JAX has mapped it."""
+        """Run the operation that JAX mapped on proxies, and map the result."""
 
         def one(operands: Sequence[Any]) -> list[Any]:
             leaves, treedef = jax.tree.flatten(list(operands))
@@ -192,11 +196,11 @@ class Carrying:
 
 
 _PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
-"""Primitives that say where an array is, and the parameter that does."""
+"""Primitives that place an array, and their parameter with the sharding."""
 
 
 def _placed(eqn: Any, proxy: ArrayProxy) -> ArrayProxy:
-    """Return a proxy whose arrays are where the program wants the array, axis by axis."""
+    """Return a proxy that is sharded as the program shards the array."""
     name = _PLACES[eqn.primitive.name]
     sharding = eqn.params[name]
 
@@ -215,7 +219,7 @@ def _placed(eqn: Any, proxy: ArrayProxy) -> ArrayProxy:
 
 
 def _why_not_along(proxy: ArrayProxy, axes: Sequence[int | None]) -> str | None:
-    """Return why a proxy can't be mapped along axes, each of what the ones before leave."""
+    """Return why a proxy can't be mapped along axes, or None."""
     for axis in axes:
         if axis is not None:
             proxy = proxy.step(axis, is_mapped=True)
@@ -225,7 +229,7 @@ def _why_not_along(proxy: ArrayProxy, axes: Sequence[int | None]) -> str | None:
 
 
 def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    """Return the results of an equation that moves or writes elements."""
+    """Return the results of a move or update; None for arrays."""
     name = eqn.primitive.name
     if name in UPDATES:
         proxies = [operands[i] for i in UPDATES[name](operands) if is_proxy(operands[i])]
@@ -245,7 +249,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _called(eqn: Any) -> Any:
-    """Return the program that the call of a function runs, None for anything else."""
+    """Return the program of a function's call; None for other equations."""
     if eqn.primitive in CUSTOM_CALLS:
         return eqn.params["call_jaxpr"]
     holder = holder_of(eqn.primitive, eqn.params)

@@ -1,4 +1,4 @@
-"""Form: what two proxies have in common, so that one can take the place of the other."""
+"""Form: what proxies in one place of a carry must share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from ..proxy.array_proxy import ArrayProxy
 
 
 def form_of(proxy: ArrayProxy) -> Hashable:
-    """Return what is equal for proxies of one form: their structure, shapes and dtypes."""
+    """Return a proxy's structure with the shapes and dtypes of its arrays."""
     leaves, treedef = jax.tree.flatten(proxy)
     return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

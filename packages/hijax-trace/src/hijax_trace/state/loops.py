@@ -1,7 +1,7 @@
-"""Loops, branches and shards of programs that carry array proxies.
+"""Loops, branches and ``shard_map`` that carry array proxies.
 
-They are made by JAX's own functions: a proxy is a pytree, which these take for a carry. What is
-carried must have one form in all steps. Where it has not the loop carries the array.
+They are made by JAX's functions, which accept a proxy as a carry because it is a pytree. A carried
+proxy must have the same form in all steps. Otherwise the loop carries the array.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ from jax import lax
 from .. import compat
 from ..proxy.array_proxy import Lost, is_proxy
 from .form import form_of
-from .held import hold
+from .restoring import stage_restoring
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]
 """Runs an open jaxpr on values, proxies among them."""
 
 
 def types_of(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns, with types in place of arrays."""
+    """Return what a function returns, with types instead of arrays."""
     return jax.eval_shape(lambda args: fn(*args), args)
 
 
 def _function(run: Run, closed: Any) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return the function of a list of values that a jaxpr is."""
+    """Return a jaxpr as a function of a list of values."""
     jaxpr, consts = compat.open_of(closed), compat.consts_of(closed)
     return lambda values: run(jaxpr, [*consts, *values])
 
 
 def _labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
-    """Return the results of a loop whose bodies have the labels of an equation's, in op ids.
+    """Give a new loop's bodies the original's labels, for op ids.
 
     Args:
-        results: what JAX's function returned.
-        eqn: the equation that it was called for.
+        results: the results of the new loop.
+        eqn: the original equation.
+
+    Returns:
+        The results.
     """
     staged = (leaf for leaf in jax.tree.leaves(list(results)) if compat.is_staged(leaf))
     made = next((compat.producer(leaf)[1] for leaf in staged), None)
@@ -52,7 +55,7 @@ def _labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
 
 
 def _as_array(value: Any, atom: Any) -> Any:
-    return hold(value, atom.aval) if is_proxy(value) else value
+    return stage_restoring(value, atom.aval) if is_proxy(value) else value
 
 
 def _settled(
@@ -63,16 +66,17 @@ def _settled(
     loop: str,
     body: Any,
 ) -> list[Any]:
-    """Return the carry with arrays for proxies whose form a step changes.
+    """Return the carry with arrays for proxies that change form.
 
     Args:
-        step: a step of the loop: the carry after it, from that before it and ``xs``.
-        carry: as it is before the loop.
-        xs: the types of what a step has of what the loop goes along.
-        atoms: the operands of the loop that it is.
-        loop: what to call the loop.
+        step: returns the carry after a step, from the carry before it and ``xs``.
+        carry: the carry before the loop.
+        xs: the types of one step's part of the operands that the loop steps along.
+        atoms: the operands of the loop that are its carry.
+        loop: the loop's name, for reasons.
         body: its jaxpr.
     """
+    # Restoring one proxy may change the form of another, so try until nothing changes.
     while True:
         after = types_of(step, carry, xs)
         changed = [
@@ -84,11 +88,11 @@ def _settled(
             return carry
         for i in changed:
             carry[i].left(f"{loop} carries {_made_by(compat.open_of(body), i)}")
-            carry[i] = hold(carry[i], atoms[i].aval)
+            carry[i] = stage_restoring(carry[i], atoms[i].aval)
 
 
 def _made_by(jaxpr: Any, index: int) -> str:
-    """Return what a result of a jaxpr is, in words."""
+    """Describe in words how a jaxpr makes a result."""
     maker = next((eqn for eqn in jaxpr.eqns if jaxpr.outvars[index] in eqn.outvars), None)
     if maker is None:
         return "another value in its place"
@@ -96,7 +100,7 @@ def _made_by(jaxpr: Any, index: int) -> str:
 
 
 def _fitted(results: Sequence[Any], carry: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
-    """Return a carry with proxies where there were some before the loop alone."""
+    """Return a step's carry with arrays wherever the loop's carry has arrays."""
     pairs = zip(results, carry, atoms, strict=True)
     return [x if is_proxy(before) else _as_array(x, atom) for x, before, atom in pairs]
 
@@ -109,7 +113,7 @@ def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     for i, x in enumerate(xs):
         if is_proxy(x) and isinstance(lost := x.step(0), Lost):
             x.left(lost.why)
-            xs[i] = hold(x, eqn.invars[stepped + i].aval)
+            xs[i] = stage_restoring(x, eqn.invars[stepped + i].aval)
     outs = compat.open_of(params["jaxpr"]).outvars[:count]
     steps = jax.tree.map(lambda leaf: compat.step_type(compat.typeof(leaf)), xs)
 
@@ -183,7 +187,7 @@ def _shard_map(run: Run, eqn: Any, operands: list[Any]) -> list[Any] | None:
         if is_proxy(x) and any(len({leaf.shape[axis] for leaf in jax.tree.leaves(x)}) > 1
                                for axis in axes):  # fmt: skip
             x.left("shard_map cuts it where elements share scales")
-            operands[i] = hold(x, eqn.invars[i].aval)
+            operands[i] = stage_restoring(x, eqn.invars[i].aval)
 
     def body(*values: Any) -> list[Any]:
         return call(values)
@@ -198,4 +202,4 @@ RULES: Mapping[Any, Callable[[Run, Any, list[Any]], list[Any] | None]] = {
     compat.cond_p: _cond,
     compat.shard_map_p: _shard_map,
 }
-"""By primitive: the results of an equation on operands some of which are proxies."""
+"""By primitive: ``rule(run, eqn, operands)`` returns an equation's results on proxies."""

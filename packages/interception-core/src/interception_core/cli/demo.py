@@ -1,8 +1,8 @@
 """``jaxtap demo``: runs the demo of a provider, its plugin's command ``demo-NAME``."""
 
 import argparse
-from pathlib import Path
 
+from .. import demo_kit
 from ..errors import PluginError, unknown_name
 from ..plugins import host as _host
 from ..plugins.paths import resolve
@@ -20,11 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"whose demo (default: {_DEFAULT}, or the first there is)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-    parser.add_argument(
-        "--engine", choices=["trace", "patch"], help="what taps the model (default: the best)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the data and the training")
+    demo_kit.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int | None:

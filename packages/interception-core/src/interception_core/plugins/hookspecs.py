@@ -10,6 +10,7 @@ from .specs import (
     CommandSpec,
     DoctorCheck,
     EngineSpec,
+    ExportBackendSpec,
     KernelSpec,
     ProviderSpec,
     QTypeSpec,
@@ -21,7 +22,7 @@ PROJECT = "jaxtap"
 
 # (major, minor). A new hook, or a new optional field of a spec, is a minor step; whatever
 # makes a correct plugin stop working is a major one.
-API_VERSION = (1, 5)
+API_VERSION = (1, 6)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -58,6 +59,12 @@ def jaxtap_register_qtypes() -> Iterable[QTypeSpec]:
 
 
 @hookspec
+def jaxtap_register_export_backends() -> Iterable[ExportBackendSpec]:
+    """Return what this plugin quantizes exported files with, as `ExportBackendSpec` objects."""
+    return ()
+
+
+@hookspec
 def jaxtap_register_commands() -> Iterable[CommandSpec]:
     """Returns the commands that this plugin adds to `jaxtap`, as `CommandSpec` objects."""
     return ()
@@ -88,6 +95,7 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_kernels": KernelSpec,
     "jaxtap_register_bridges": BridgeSpec,
     "jaxtap_register_qtypes": QTypeSpec,
+    "jaxtap_register_export_backends": ExportBackendSpec,
     "jaxtap_register_commands": CommandSpec,
     "jaxtap_doctor_checks": DoctorCheck,
 }

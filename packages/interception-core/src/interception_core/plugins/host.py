@@ -19,7 +19,14 @@ from .discovery import Found, discover
 from .paths import resolve
 from .records import PluginRecord
 from .registry import Claim, Registry, build, rivals
-from .specs import BridgeSpec, EngineSpec, KernelSpec, ProviderSpec, QTypeSpec
+from .specs import (
+    BridgeSpec,
+    EngineSpec,
+    ExportBackendSpec,
+    KernelSpec,
+    ProviderSpec,
+    QTypeSpec,
+)
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -35,6 +42,11 @@ _QTYPE_MEMBERS = {
     "name": "the name of the format",
     "storage_dtype": "the dtype of quantized values",
     "scale_dtype": "the dtype of scales",
+}
+_EXPORT_BACKEND_MEMBERS = {
+    "name": "the name that reports give it",
+    "check": "check(rules) -> None",
+    "quantize": "quantize(file) -> QuantizedFile",
 }
 _BRIDGE_MEMBERS = {
     "parameters": "parameters(model) -> pytree of arrays",
@@ -266,6 +278,25 @@ def get_engine(name: str | None = None, /, **config: Any) -> Engine:
     return _made(registry.get(EngineSpec, name), config, _ENGINE_MEMBERS)
 
 
+def get_export_backend(name: str, /, **config: Any) -> Any:
+    """Build an export backend by name.
+
+    Args:
+        name: the name that a plugin declares it under, such as ``"aeq"``.
+        **config: passed on to the backend's factory.
+
+    Returns:
+        The backend: an object with `name`, `check(rules)` and `quantize(file)`.
+
+    Raises:
+        UnknownNameError: no export backend has that name; the known ones are listed, and the
+            plugins that failed, one of which might have had it.
+        PluginError: two plugins claim the name, the plugin of that name failed, the factory
+            cannot be imported, or what it returns is not an export backend.
+    """
+    return _made(ready().get(ExportBackendSpec, name), config, _EXPORT_BACKEND_MEMBERS)
+
+
 def make_qtype(name: str) -> Any:
     """Build a number format that a plugin declares, once.
 
@@ -304,11 +335,7 @@ _PATCH = EngineSpec(
 )
 
 
-def _made(
-    claim: Claim[ProviderSpec] | Claim[EngineSpec] | Claim[BridgeSpec] | Claim[QTypeSpec],
-    config: Mapping[str, Any],
-    members: Mapping[str, str],
-) -> Any:
+def _made(claim: Claim[Any], config: Mapping[str, Any], members: Mapping[str, str]) -> Any:
     factory = claim.spec.factory
     # Errors of the factory itself, such as an option that it does not have, are the caller's.
     made = resolve(factory, claim.label)(**config)

@@ -228,6 +228,24 @@ class QTypeSpec(_FactorySpec):
 
 
 @dataclass(frozen=True, slots=True)
+class ExportBackendSpec(_FactorySpec):
+    """Declare what quantizes an exported float file, which `get_export_backend` builds.
+
+    Args:
+        name: what users ask for, such as ``"aeq"``.
+        summary: one line about it.
+        factory: ``"module:attribute"`` of a callable that takes the config
+            as keyword arguments and returns a backend: an object with
+            `name`, `check(rules)` and `quantize(file)`, as `provider_odml.ExportBackend`.
+
+    Raises:
+        PluginError: a field has the wrong type or form; the message names it.
+    """
+
+    kind: ClassVar[str] = "export backend"
+
+
+@dataclass(frozen=True, slots=True)
 class CommandSpec:
     """Declares a command of the `jaxtap` command line.
 
@@ -319,5 +337,12 @@ class CheckResult:
 
 
 Spec: TypeAlias = (
-    ProviderSpec | EngineSpec | KernelSpec | BridgeSpec | QTypeSpec | CommandSpec | DoctorCheck
+    ProviderSpec
+    | EngineSpec
+    | KernelSpec
+    | BridgeSpec
+    | QTypeSpec
+    | ExportBackendSpec
+    | CommandSpec
+    | DoctorCheck
 )

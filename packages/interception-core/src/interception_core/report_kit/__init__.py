@@ -1,5 +1,36 @@
-"""What pages of reports are made of: charts that need no library and no network."""
+"""What pages of reports are made of: one base page, tables to sort, charts, numbers as text.
+
+Charts need no library. Pages (`Column`, `charts`, `render`) need the extra `report` (Jinja), which
+is imported when one of these names is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .bars import FIRST, SECOND, WARN, Bar, Row, chart, shorten
+from .numbers import show_bytes, show_share, show_sqnr
 
-__all__ = ["FIRST", "SECOND", "WARN", "Bar", "Row", "chart", "shorten"]
+if TYPE_CHECKING:
+    from .page import Column, charts, render
+
+__all__ = [
+    "FIRST",
+    "SECOND",
+    "WARN",
+    "Bar",
+    "Column",
+    "Row",
+    "chart",
+    "charts",
+    "render",
+    "shorten",
+    "show_bytes",
+    "show_share",
+    "show_sqnr",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(".page", __name__), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from .. import Interceptor, get_provider, loaded, primitive_names
+from .. import Interceptor, StorablePlan, get_provider, loaded, primitive_names
 from ..interceptor import PRIMITIVE_PREFIX
 
 Case: TypeAlias = tuple[Callable[..., Any], Sequence[Any]]
@@ -161,6 +162,25 @@ class ProviderConformance:
             stored = plan.quantize(params)
             result = jax.jit(plan.apply(fn))(stored, *others)
             self._close(result, fn(params, *others))
+
+    def test_plan_is_stored(self) -> None:
+        """A plan that has ``manifest`` or ``stored_types`` can be stored, and planned again."""
+        if not hasattr(self.make(), "plan"):
+            return
+        for fn, (params, *others) in self.cases():
+            plan = self.make().plan(fn, params, *others)
+            if not hasattr(plan, "manifest") and not hasattr(plan, "stored_types"):
+                return
+            assert isinstance(plan, StorablePlan), "manifest needs stored_types, and vice versa"
+            manifest = plan.manifest()
+            assert json.loads(json.dumps(manifest, allow_nan=False)) == manifest
+            provider = get_provider(manifest["provider"], **manifest["config"])
+            assert provider.plan(fn, params, *others).manifest() == manifest
+            stored, types = plan.quantize(params), plan.stored_types()
+            assert jax.tree.structure(stored) == jax.tree.structure(types)
+            for one, like in zip(jax.tree.leaves(stored), jax.tree.leaves(types), strict=True):
+                assert isinstance(one, jax.Array), "what is stored is made of arrays"
+                assert (one.shape, one.dtype) == (like.shape, like.dtype)
 
     def _close(self, actual: Any, expected: Any) -> None:
         assert jax.tree.structure(actual) == jax.tree.structure(expected)

@@ -1,5 +1,5 @@
 """``jaxtap demo-odml``: a small model trained for the device, exported, and run in LiteRT."""
 
-from .command import configure, run
+from .command import run
 
-__all__ = ["configure", "run"]
+__all__ = ["run"]

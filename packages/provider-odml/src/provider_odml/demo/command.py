@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,28 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from tabulate import tabulate
 
-from interception_core import JaxtapError
+from interception_core import demo_kit
 
 from ..decide.rules import INT8
 from ..exporting.export import export
-from ..litert import Runner, save
+from ..litert import Runner
 from ..litert.extras import require
 from ..train.provider import qat
 
 if TYPE_CHECKING:
     from ..exporting.artifact import Artifact
-    from .training import Digits
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``jaxtap demo-odml``."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-    parser.add_argument(
-        "--engine", choices=["trace", "patch"], help="what taps the model (default: the best)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the split and the training")
+EPOCHS = {"float": 10, "QAT": 4}
+_RATES = {"float": 3e-3, "QAT": 5e-4}
 
 
 @dataclass(frozen=True)
@@ -62,31 +53,30 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxtapError: a library that the demo needs is missing, or there is nowhere to write to.
     """
-    try:
-        import optax  # noqa: F401
-        import sklearn  # noqa: F401
-        from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        message = f"The demo needs {error.name}: install provider-odml[litert,demo]."
-        raise JaxtapError(message) from error
+    demo_kit.ready(args, "provider-odml[litert,demo]")
     # Said before the training, not after it.
     require("litert_converter")
     require("ai_edge_litert")
     from . import model as _model
-    from .training import EPOCHS, Digits, train
 
-    if args.json is not None and not args.json.parent.is_dir():
-        raise JaxtapError(f"There is no folder {args.json.parent} to write {args.json.name} into.")
+    digits = demo_kit.Digits.load(args.seed, (8, 8, 1))
 
-    digits = Digits.load(args.seed)
-    first = _model.init(jax.random.key(args.seed))
-    with tqdm(total=EPOCHS["float"], desc="training in float", unit="epoch", disable=None) as bar:
-        floats = train(_model.apply, first, digits, "float", args.seed, bar.update)
+    def train(apply: Any, params: Any, kind: str) -> Any:
+        with demo_kit.progress(EPOCHS[kind], f"training, {kind}") as advance:
+            return demo_kit.train(
+                apply,
+                params,
+                digits,
+                epochs=EPOCHS[kind],
+                rate=_RATES[kind],
+                seed=args.seed,
+                advance=advance,
+            )
+
+    floats = train(_model.apply, _model.init(jax.random.key(args.seed)), "float")
     quantized = qat(_model.apply, INT8, engine=args.engine)
     stats = quantized.init(floats, digits.test_images)
-    with tqdm(total=EPOCHS["QAT"], desc="training with QAT", unit="epoch", disable=None) as bar:
-        apply = partial(quantized, quant_stats=stats)
-        params = train(apply, floats, digits, "QAT", args.seed, bar.update)
+    params = train(partial(quantized, quant_stats=stats), floats, "QAT")
 
     art = export(_model.apply, params, stats, INT8, digits.test_images, engine=args.engine)
     evaluate = partial(quantized, quant_stats=stats, update_quant_stats=False)
@@ -98,14 +88,12 @@ def run(args: argparse.Namespace) -> int:
     }
     outcomes = _outcomes(logits, digits, sum(x.nbytes for x in jax.tree.leaves(params)), art)
     _print(outcomes, art, len(digits.test_images))
-    if args.json is not None:
-        found = {
-            "test_images": len(digits.test_images),
-            "outcomes": [asdict(one) for one in outcomes],
-            "report": art.report.as_json(),
-        }
-        save(args.json, (json.dumps(found, indent=2) + "\n").encode())
-        print(f"\nWrote {args.json}.")
+    found = {
+        "test_images": len(digits.test_images),
+        "outcomes": [asdict(one) for one in outcomes],
+        "report": art.report.as_json(),
+    }
+    demo_kit.write_json(args.json, found)
     return 0
 
 
@@ -119,7 +107,7 @@ def _run_file(art: Artifact, images: np.ndarray) -> np.ndarray:
 
 
 def _outcomes(
-    logits: dict[str, Any], digits: Digits, float_bytes: int, art: Artifact
+    logits: dict[str, Any], digits: demo_kit.Digits, float_bytes: int, art: Artifact
 ) -> list[Outcome]:
     found = {where: np.asarray(one).argmax(axis=-1) for where, one in logits.items()}
     return [
@@ -140,6 +128,6 @@ def _print(outcomes: list[Outcome], art: Artifact, count: int) -> None:
         for one in outcomes
     ]
     headers = ["where", "bytes", "accuracy", "same digit as with QAT"]
-    print(tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3)))
+    demo_kit.print_table(headers, rows)
     print("\nthe .tflite, tensor by tensor beside JAX\n")
     print(art.report)

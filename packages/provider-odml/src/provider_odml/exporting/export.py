@@ -17,9 +17,8 @@ from ..errors import MismatchError, OdmlError, OdmlWarning
 from ..litert import Program, convert, integer_io, read
 from ..train.provider import OdmlQatProvider
 from ..train.statistics import QuantStats, check_statistics
-from .aeq import export_with_aeq
-from .aeq_options import AeqOptions
 from .artifact import Artifact
+from .backend import ExportBackend, export_with, find_backend
 from .collect import collect
 from .composite import Grid
 from .grids import grids_of
@@ -38,8 +37,7 @@ def export(
     *args: Any,
     signatures: Mapping[str, Signature | Sequence[Any]] | None = None,
     io: Literal["float", "int8"] = "float",
-    backend: Literal["converter", "aeq"] = "converter",
-    aeq: AeqOptions | None = None,
+    backend: str | ExportBackend = "converter",
     timeout: float = 600.0,
     **options: Any,
 ) -> Artifact:
@@ -53,10 +51,9 @@ def export(
         args: the other arguments: arrays of sample data, of the shapes that the file is for.
         signatures: instead of ``args``, the arguments by name of the signature; see ``Signature``.
         io: whether inputs and outputs of the file are floats, or the integers inside.
-        backend: "converter" exports what was trained; "aeq" exports the float program and has
-            ai-edge-quantizer quantize it by the rules, with ranges of its own: ``stats`` may be
-            None.
-        aeq: what the rules can't say, for ``backend="aeq"``.
+        backend: "converter" exports what was trained. An ``ExportBackend``, or the name under
+            which a plugin declares one, quantizes the float program by the rules instead, and
+            finds its own ranges: ``stats`` may be None.
         timeout: seconds that the converter may take.
         options: of ``OdmlQatProvider``, as in training.
 
@@ -74,30 +71,23 @@ def export(
         MissingExtraError: the extra ``[litert]`` is not installed.
         OdmlError: arguments that don't fit.
     """
-    for name, given, allowed in (
-        ("io", io, ("float", "int8")),
-        ("backend", backend, ("converter", "aeq")),
-    ):
-        if given not in allowed:
-            raise OdmlError(f"{name} must be one of {', '.join(allowed)}, got {given!r}.")
+    if io not in ("float", "int8"):
+        raise OdmlError(f"io must be 'float' or 'int8', got {io!r}.")
     if not callable(fn):
         raise OdmlError(f"fn must be a function fn(params, *args), got a {type(fn).__name__}.")
     check_statistics("stats", stats)
-    if aeq is not None and not isinstance(aeq, AeqOptions):
-        raise OdmlError(f"aeq must be None or AeqOptions, got {aeq!r}.")
-    if aeq is not None and backend != "aeq":
-        raise OdmlError(f"aeq={aeq!r} is for backend='aeq', and backend is {backend!r}.")
+    quantizer = find_backend(backend)
     provider = OdmlQatProvider(rules, **options)
     wanted = signatures_of(signatures, args)
     plans = _plans(provider, fn, params, wanted)
-    # ai-edge-quantizer finds ranges of its own.
-    grids = {} if backend == "aeq" else grids_of([plan for _, _, plan in plans.values()], stats)
+    # A backend finds its own ranges.
+    grids = {} if quantizer else grids_of([plan for _, _, plan in plans.values()], stats)
     exported = [
         _exported(provider, name, wanted[name], own, full, plan, grids)
         for name, (own, full, plan) in plans.items()
     ]
-    if backend == "aeq":
-        return export_with_aeq(exported, provider, io, timeout, aeq)
+    if quantizer:
+        return export_with(quantizer, exported, provider.rules, io, timeout)
     model = _converted(exported, timeout, probing=False)
     if io == "int8":
         model = integer_io(model)

@@ -13,9 +13,8 @@ from ..capture.ops import Passage
 from ..decide.decision import ConstantUse, WeightUse
 from ..decide.plan import Plan
 from ..decide.table import stored_bytes, why
-from ..errors import OdmlError
+from ..errors import MissingExtraError, OdmlError
 from ..litert import Model, Tensor, save
-from .page import page
 from .results import FloatOp, Interface, Results, Weight
 from .verify import OutputResult, SiteResult, bad_ranges
 
@@ -78,9 +77,20 @@ class Report(Results):
         found = asdict(self)
         return json.loads(json.dumps(found), parse_constant=str)
 
-    def to_html(self) -> str:
-        """Returns the report as one page that needs nothing else: no network, no script."""
-        return page(self)
+    def to_html(self, title: str = "Export report") -> str:
+        """Return the report as one page that needs nothing else, as no network.
+
+        Args:
+            title: of the page.
+
+        Raises:
+            MissingExtraError: Jinja, of the extra ``litert``, is not installed.
+        """
+        try:
+            from .page import page
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "jinja2", "litert") from error
+        return page(self, title)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the report: all of it, or nothing.

@@ -69,7 +69,7 @@ class Results:
         signatures: its signatures.
         weights: the parameters that are quantized.
         backend: that of ``export``. The outputs are compared with JAX's fake quantization for
-            "converter", with JAX in float for "aeq".
+            "converter", with JAX in float for any other.
         sqnr_floor: the signal to noise that outputs were held to, in decibels; None for none.
         warnings: ranges that cost far more than those of their neighbours.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,48 +18,43 @@ LOGARITHMIC = (-255 / 16, 0.0)
 """The range of LOG_SOFTMAX: scale 16/256, zero point 127."""
 
 
-def softmax(
-    x: jax.Array,
-    axis: int | Sequence[int] | None = -1,
-    where: Any = None,
-    *,
-    fake_quant: FakeQuant = unquantized,
-) -> jax.Array:
-    """Returns ``jax.nn.softmax``, taken over the last axis, as LiteRT does.
+def _over_one_axis(
+    function: Callable[..., jax.Array],
+    last: Callable[[jax.Array], jax.Array],
+    name: str,
+    span: tuple[float, float],
+) -> Callable[..., jax.Array]:
+    """Return an activation over an axis as LiteRT has it: over the last one.
 
     Args:
-        x: its input.
-        axis: over which to normalize. Over several, it is float.
-        where: which elements count; with it, it is float.
-        fake_quant: is given ``"softmax"``, at the range that the kernel insists on.
+        function: JAX's, called as ``function(x, axis, where)``: several axes and ``where`` stay
+            float.
+        last: the same over the last axis, as the converter recognizes it.
+        name: what ``fake_quant`` is told.
+        span: the range that LiteRT's kernel insists on.
     """
-    if where is not None or not isinstance(axis, int):
-        return island(jax.nn.softmax)(x, axis, where)
-    y = jax.nn.softmax(jnp.moveaxis(x, axis, -1), -1)
-    return jnp.moveaxis(fake_quant(y, "softmax", UNIT), -1, axis)
+
+    def form(
+        x: jax.Array,
+        axis: int | Sequence[int] | None = -1,
+        where: Any = None,
+        *,
+        fake_quant: FakeQuant = unquantized,
+    ) -> jax.Array:
+        if where is not None or not isinstance(axis, int):
+            return island(function)(x, axis, where)
+        return jnp.moveaxis(fake_quant(last(jnp.moveaxis(x, axis, -1)), name, span), -1, axis)
+
+    return form
 
 
-def log_softmax(
-    x: jax.Array,
-    axis: int | Sequence[int] | None = -1,
-    where: Any = None,
-    *,
-    fake_quant: FakeQuant = unquantized,
-) -> jax.Array:
-    """Returns ``jax.nn.log_softmax`` as the converter recognizes it.
+def _log_softmax(x: jax.Array) -> jax.Array:
+    shifted = x - jnp.max(x, -1, keepdims=True)
+    return shifted - jnp.log(jnp.sum(jnp.exp(shifted), -1, keepdims=True))
 
-    Args:
-        x: its input.
-        axis: over which to normalize. Over several, it is float.
-        where: which elements count; with it, it is float.
-        fake_quant: is given ``"log_softmax"``, at the range that the kernel insists on.
-    """
-    if where is not None or not isinstance(axis, int):
-        return island(jax.nn.log_softmax)(x, axis, where)
-    moved = jnp.moveaxis(x, axis, -1)
-    shifted = moved - jnp.max(moved, -1, keepdims=True)
-    y = shifted - jnp.log(jnp.sum(jnp.exp(shifted), -1, keepdims=True))
-    return jnp.moveaxis(fake_quant(y, "log_softmax", LOGARITHMIC), -1, axis)
+
+softmax = _over_one_axis(jax.nn.softmax, jax.nn.softmax, "softmax", UNIT)
+log_softmax = _over_one_axis(jax.nn.log_softmax, _log_softmax, "log_softmax", LOGARITHMIC)
 
 
 def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .aeq import PRESETS, AeqRecipe, AeqRule, names_of_op, quantize_weights
 from .converter import Program, artifact_version, convert
 from .faults import repair
 from .io import deduplicate, integer_io
@@ -12,9 +11,6 @@ from .run import Runner
 from .writer import save
 
 __all__ = [
-    "PRESETS",
-    "AeqRecipe",
-    "AeqRule",
     "Model",
     "Op",
     "Program",
@@ -26,8 +22,6 @@ __all__ = [
     "convert",
     "deduplicate",
     "integer_io",
-    "names_of_op",
-    "quantize_weights",
     "read",
     "repair",
     "save",

@@ -13,7 +13,7 @@ def require(module: str, extra: str = "litert") -> Any:
 
     Args:
         module: its full name.
-        extra: the extra that brings it, "litert" or "aeq".
+        extra: the extra that brings it, such as "litert".
 
     Returns:
         The module.

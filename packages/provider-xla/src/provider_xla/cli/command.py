@@ -121,14 +121,16 @@ def run_report(args: argparse.Namespace) -> int:
     with _told(f"{args.function} can't be measured"):
         import jax
 
+        from ..providers.plan import Plan
+
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, batch))):
             raise JaxtapError(
                 "A report runs the function: its arguments must have values. Write expressions on "
                 f"what the file defines, such as 'params', not types. Got {args.args}."
             )
         _check_has(plan, "report", "jaxtap report")
-        if args.provider is not None:
-            return _print_any(plan.report(params, *batch))
+        if not isinstance(plan, Plan):
+            return _report_of_another(args, plan, params, batch)
         statistics = plan.calibrate(plan.fn, params, [batch]) if plan.ranges else None
         report = plan.report(params, *batch, statistics=statistics, time=not args.no_time)
     if args.json == "-":
@@ -147,17 +149,39 @@ def run_report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_has(plan: Any, name: str, what: str) -> None:
-    """Raises JaxtapError where a provider's plan lacks an optional method."""
-    if not hasattr(plan, name):
+def _check_has(found: Any, name: str, what: str) -> None:
+    """Raise JaxtapError where a provider's plan or report lacks an optional method."""
+    if not hasattr(found, name):
         raise JaxtapError(
-            f"{what} needs a plan with {name}(), and a {type(plan).__name__} has none. See "
+            f"{what} needs {name}(), got a {type(found).__name__} without. See "
             "interception_core.ProviderPlan."
         )
 
 
-def _print_any(report: Any) -> int:
-    print(report)
+def _report_of_another(
+    args: argparse.Namespace, plan: Any, params: Any, batch: tuple[Any, ...]
+) -> int:
+    """Print the report that another provider's plan makes, and write its JSON."""
+    given = {
+        "--html": args.html,
+        "--sort": args.sort != "program",
+        "--top": args.top,
+        "--title": args.title,
+        "--no-time": args.no_time,
+    }
+    if wrong := [name for name, value in given.items() if value]:
+        raise JaxtapError(
+            f"{' and '.join(wrong)} must be left out with a {type(plan).__name__}: only reports of "
+            "provider-xla take them."
+        )
+    report = plan.report(params, *batch)
+    text = ""
+    if args.json is not None:
+        _check_has(report, "as_json", "--json")
+        text = json.dumps(report.as_json(), indent=2, allow_nan=False)
+    print(text if args.json == "-" else report)
+    if args.json not in (None, "-"):
+        _written(args.json, lambda path: write(path, text + "\n"))
     return 0
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from tabulate import tabulate
 
-from interception_core import JaxtapError, get_provider
+from interception_core import demo_kit, get_provider
 
 from ..rules.rule import QuantizationRule
 from ..run.stored import is_stored
@@ -20,16 +17,6 @@ from ..run.stored import is_stored
 if TYPE_CHECKING:
     from ..providers.plan import Plan
     from .models import Model
-    from .training import Digits
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``jaxtap demo-xla``."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
-    parser.add_argument(
-        "--engine", choices=["trace", "patch"], help="what taps the model (default: the best)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the split and the training")
 
 
 FORMATS = {
@@ -75,22 +62,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxtapError: a library that the demo needs is missing, or there is nowhere to write to.
     """
-    try:
-        import optax  # noqa: F401
-        import sklearn  # noqa: F401
-        from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        raise JaxtapError(f"The demo needs {error.name}: install provider-xla[demo].") from error
+    demo_kit.ready(args, "provider-xla[demo]")
     from .models import MODELS
-    from .training import EPOCHS, Digits, train
+    from .training import EPOCHS, train
 
-    if args.json is not None and not args.json.parent.is_dir():
-        raise JaxtapError(f"There is no folder {args.json.parent} to write {args.json.name} into.")
-    digits = Digits.load(args.seed)
+    digits = demo_kit.Digits.load(args.seed)
     results = []
     for model in MODELS:
-        with tqdm(total=EPOCHS, desc=f"training, {model.name}", unit="epoch", disable=None) as bar:
-            params = train(model, digits, args.seed, bar.update)
+        with demo_kit.progress(EPOCHS, f"training, {model.name}") as advance:
+            params = train(model, digits, args.seed, advance)
         outcomes, plan = _quantize(model, params, digits, args.engine)
         count = len(digits.test_images)
         results.append(Result(model.name, count, outcomes, _ops(plan)))
@@ -100,16 +80,14 @@ def run(args: argparse.Namespace) -> int:
             for one in outcomes
         ]
         headers = ["parameters", "stored bytes", "accuracy", "same digit as in float"]
-        print(tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3)))
+        demo_kit.print_table(headers, rows)
         print(f"\nin int8\n\n{plan.ops}\n")
-    if args.json is not None:
-        _write(args.json, [asdict(result) for result in results])
-        print(f"Wrote {args.json}.")
+    demo_kit.write_json(args.json, [asdict(result) for result in results])
     return 0
 
 
 def _quantize(
-    model: Model, params: Any, digits: Digits, engine: str | None
+    model: Model, params: Any, digits: demo_kit.Digits, engine: str | None
 ) -> tuple[list[Outcome], Plan]:
     """Runs a model in all formats. Returns the outcomes, and the plan for int8."""
     images, labels = digits.test_images, digits.test_labels
@@ -140,13 +118,3 @@ def _ops(plan: Plan) -> list[dict[str, Any]]:
         {name: value for name, value in op.items() if not name.startswith("kernel")}
         for op in plan.ops.as_json()
     ]
-
-
-def _write(path: Path, value: Any) -> None:
-    """Writes JSON to a temporary name first, so that ``path`` is whole or not there."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(json.dumps(value, indent=2) + "\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ class Hadamard(Pass):
     K * log2(block) operations a row, beside the contraction's K * N. A kernel that quantizes rows
     may rotate them, too; XLA's rotations are passes over the activation that integer contractions
     are fast enough to feel: rotate where there are outliers, in blocks that are no larger than it
-        takes.
+    takes.
 
     Attributes:
         block: channels that are mixed with each other, a power of two; None for the largest that

@@ -3,51 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
-from interception_core.report_kit import FIRST, SECOND, WARN, Bar, Row, chart
+from interception_core.report_kit import (
+    FIRST,
+    SECOND,
+    WARN,
+    Bar,
+    Column,
+    Row,
+    charts,
+    render,
+    show_bytes,
+    show_share,
+    show_sqnr,
+)
 
 from .fold import float_rows, op_rows, parameter_rows
 from .results import OpQuality, Results
-from .text import show_bytes, show_error, show_ms, show_ranges, show_share, show_sqnr
+from .text import show_error, show_ms, show_ranges
 
-SHOWN = 40
-"""Rows of a chart; the table has all."""
 LOW = 20.0
 """Decibels below which the error is over a tenth of the signal."""
-_WIDTHS = {"wide": 1060, "narrow": 360}
+_COLUMNS = (
+    Column("Operation", choice="program order"),
+    Column("Runs as", is_number=False),
+    Column("SQNR, dB", choice="signal to noise"),
+    Column("Largest error", is_down=True, choice="largest error"),
+    Column("Mflop", is_down=True, choice="multiplications"),
+    Column("Bytes", is_down=True, choice="bytes saved"),
+    Column("Time, ms", is_down=True, choice="time"),
+    Column("Share", is_down=True),
+)
 
 
 def page(report: Results, title: str) -> str:
     """Returns the page."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "bytes": show_bytes,
-        "error": show_error,
-        "ms": show_ms,
-        "ranges": show_ranges,
-        "share": show_share,
-        "sqnr": show_sqnr,
-    }
     numbers = {op.op_id: i for i, op in enumerate(report.ops)}
     reasons: dict[str, list[Any]] = {}
     for op in report.float_ops:
         reasons.setdefault(op.reason, []).append(op)
     by_work = sorted(reasons.items(), key=lambda one: -sum(op.flops or 0 for op in one[1]))
     kept = sorted((p for p in report.parameters if p.qtype is None), key=lambda p: -p.bytes_before)
-    return environment.get_template("page.html.jinja").render(
+    timed = report.seconds is not None
+    return render(
+        Path(__file__).with_name("page.html.jinja"),
         title=title,
+        columns=_COLUMNS[: 8 if timed else 6],
         report=report,
         worst=report.worst_output,
         rows=op_rows(report.ops, report.parameters),
@@ -55,21 +58,15 @@ def page(report: Results, title: str) -> str:
         reasons=[(reason, len(ops), float_rows(ops)) for reason, ops in by_work],
         kept=parameter_rows(kept),
         kept_count=len(kept),
-        timed=report.seconds is not None,
-        errors=_charts(*_error_rows(report, numbers)),
-        weights=_charts(*_size_rows(report)),
-        times=_charts(*_time_rows(report, numbers)),
+        timed=timed,
+        errors=charts(*_error_rows(report, numbers)),
+        weights=charts(*_size_rows(report)),
+        times=charts(*_time_rows(report, numbers)),
         low=LOW,
-        sort_key=_sort_key,
+        error=show_error,
+        ms=show_ms,
+        ranges=show_ranges,
     )
-
-
-def _charts(rows: Sequence[Row], label: str) -> dict[str, Any] | None:
-    """Returns a chart for wide pages and one for narrow ones, and how many rows are left out."""
-    if not rows:
-        return None
-    drawn = {name: Markup(chart(rows[:SHOWN], width, label)) for name, width in _WIDTHS.items()}
-    return {**drawn, "left": len(rows) - len(rows[:SHOWN]), "shown": len(rows[:SHOWN])}
 
 
 def _error_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], str]:
@@ -120,10 +117,3 @@ def _time_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], str
 
 def _runs_as(op: OpQuality) -> str:
     return " x ".join(qtype or "float" for qtype in op.qtypes)
-
-
-def _sort_key(value: float | None) -> str:
-    """Returns a number as scripts read it. Infinity, what is not known, comes last."""
-    if value is None:
-        return "Infinity"
-    return repr(min(float(value), 1e300))  # exact is the best there is

@@ -11,11 +11,13 @@ from typing import Any
 
 from tabulate import tabulate
 
+from interception_core.report_kit import show_bytes, show_share, show_sqnr
+
 from ..errors import QuantizationError
 from ..program.fold import fold_lines, fold_rows
 from .fold import op_rows
 from .results import Results
-from .text import show_bytes, show_error, show_ms, show_ranges, show_share, show_sqnr
+from .text import show_error, show_ms, show_ranges
 
 SCHEMA = 1
 """The version of what ``as_json`` returns."""

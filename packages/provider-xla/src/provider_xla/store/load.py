@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from interception_core import StorablePlan
+
 from ..errors import QuantizationWarning
 from ..lora.weight import AdaptedWeight
 from ..plan.quantize import prepacked
@@ -18,7 +20,7 @@ from .errors import StoreError, StoreMismatchError
 from .forms import put_together
 from .manifest import Manifest, Tree
 from .placing import find_placements, shardings_of
-from .plans import check_storable
+from .plans import check_storable, is_ours
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 def load(
     path: str | os.PathLike[str],
     *,
-    plan: PlanData | None = None,
+    plan: PlanData | StorablePlan | None = None,
     template: Any = None,
     sharding: Any = None,
     prepack: bool = True,
@@ -42,7 +44,8 @@ def load(
         path: of the file, or the folder of a checkpoint or of shards. Several processes load one
             folder of shards with equal arguments, each what its devices need.
         plan: what the parameters must have been quantized by, or by one that gives the same; and
-            the structure that they get.
+            the structure that they get. Of provider-xla, or any
+            ``interception_core.StorablePlan``.
         template: a tree of the structure that they get, of arrays or their types; what can't be
             saved, such as functions, is taken from it. Default: the plan's. Without both, dicts,
             lists and tuples come back as such, and other nodes as dicts of their fields.
@@ -70,13 +73,15 @@ def load(
         manifest = reader.manifest
         if plan is not None:
             _check_plan(path, manifest, plan)
-        if template is None and plan is not None:
+        if template is None and is_ours(plan):
             template = _with_adapters(plan, manifest)
+        elif template is None and isinstance(plan, StorablePlan):
+            template = plan.stored_types()
         leaves = None if template is None else describe(template)[1]
         if leaves is not None:
             _check_template(path, manifest, leaves)
         values = _read(path, reader, manifest.params, sharding, leaves)
-    if plan is not None and prepack:
+    if is_ours(plan) and prepack:
         paths = {leaf.name: plan.prefix + leaf.path for leaf in _planned(plan)}
         for i, leaf in enumerate(manifest.params.leaves):
             if leaf.name in paths:  # not an adapter
@@ -147,9 +152,10 @@ def _with_adapters(plan: PlanData, manifest: Manifest) -> Any:
     return fill(plan.params, found)
 
 
-def _check_plan(path: Path, manifest: Manifest, plan: PlanData) -> None:
+def _check_plan(path: Path, manifest: Manifest, plan: PlanData | StorablePlan) -> None:
     diff = manifest.diff(plan)
-    if diff.of_leaves:
+    # Whether parameters fit rules that differ, only our own leaves can tell.
+    if diff.of_leaves or (diff and not is_ours(plan)):
         raise StoreMismatchError(
             f"{path} was saved with another plan than the one to load it with.\n{diff}\n"
             "Load it with its own plan or with none, or quantize the parameters again.",

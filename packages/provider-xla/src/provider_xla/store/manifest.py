@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 from tabulate import tabulate
 
-from interception_core import JaxtapError
+from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
 from ..rules.rule import QtRule, QuantizationRule
 from .carriers import is_storable
-from .diff import beside, compare
+from .diff import beside, compare, compare_template
 from .errors import StoreError
 from .forms import CARRIER, QUANTIZED, Form
 from .manifest_schema import FormatOnly, ManifestSchema
 from .plan_diff import PlanDiff
+from .plans import is_ours, manifest_changes, manifest_of
 from .rules import rule_json
 from .schema import check
 from .tree import describe, indices, unique
@@ -71,7 +72,8 @@ class Manifest:
         extra: the tree that was saved beside; None if there is none.
         tensors: by name, the dtype and shape of each tensor, as it was before it was stored.
         plan: what the parameters were quantized by, as JSON: ``rules``, of which only fields that
-            are not the default are kept, and ``weights``; None where no plan was given.
+            are not the default are kept, and ``weights``; of another provider what
+            ``StorablePlan.manifest`` returned; None where no plan was given.
         versions: of the packages that wrote it, and of JAX.
     """
 
@@ -89,6 +91,11 @@ class Manifest:
         """
         if self.plan is None:
             raise StoreError("There are no rules: the parameters were saved without their plan.")
+        if "provider" in self.plan:
+            raise StoreError(
+                f"There are no rules: the plan is of the provider {self.plan['provider']!r}. "
+                "manifest.provider() returns it."
+            )
         known: tuple[type[QuantizationRule], ...] = (QuantizationRule, QtRule)
         classes = {cls.__name__: cls for cls in known}
         rules: list[QuantizationRule] = []
@@ -100,14 +107,39 @@ class Manifest:
                 raise StoreError(f"The rule {found} is none of this version: {error}") from error
         return rules
 
-    def diff(self, plan: PlanData) -> PlanDiff:
-        """Returns what differs between the parameters here and those of a plan."""
-        rules = None if self.plan is None else self.plan["rules"]
-        return compare(self.facts(), rules, plan)
+    def provider(self) -> Provider:
+        """Return a provider like the one that quantized the parameters, to plan again.
+
+        Raises:
+            StoreError: as ``rules``.
+            UnknownNameError: the provider is not installed.
+        """
+        if self.plan is not None and "provider" in self.plan:
+            return get_provider(self.plan["provider"], **self.plan["config"])
+        rules = self.rules()
+        trains = any(isinstance(rule, QtRule) for rule in rules)
+        return get_provider("qt" if trains else "ptq", rules=rules)
+
+    def diff(self, plan: Any) -> PlanDiff:
+        """Return what differs between the parameters here and those of a plan.
+
+        Args:
+            plan: of provider-xla, or an ``interception_core.StorablePlan``.
+        """
+        if is_ours(plan):
+            rules = None if self.plan is None else self.plan.get("rules", ())
+            return compare(self.facts(), rules, plan)
+        _, leaves = describe(plan.stored_types())
+        found = compare_template(self.facts(), leaves)
+        if self.plan is None:
+            return found
+        changes = tuple(manifest_changes(self.plan, manifest_of(plan)))
+        return dataclasses.replace(found, rules=changes)
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what the leaves of the parameters are, with their names."""
-        weights = {} if self.plan is None else self.plan["weights"]
+        ours = self.plan is not None and "provider" not in self.plan
+        weights = self.plan["weights"] if ours else {}  # type: ignore[index]
         found = []
         for leaf in self.params.leaves:
             about = leaf.about
@@ -199,7 +231,7 @@ class Manifest:
 def build(
     params: tuple[Any, Sequence[tuple[str, Form]]],
     extra: tuple[Any, Sequence[tuple[str, Form]]] | None,
-    plan: PlanData | None,
+    plan: PlanData | StorablePlan | None,
 ) -> tuple[Manifest, dict[str, tuple[Form, str]]]:
     """Returns a manifest, and by tensor the form and the part that it is.
 
@@ -233,8 +265,13 @@ def build(
     return manifest, tensors
 
 
-def plan_json(plan: PlanData) -> dict[str, Any]:
-    """Returns the rules of a plan, and its weights by their names, as JSON."""
+def plan_json(plan: Any) -> dict[str, Any]:
+    """Return the rules of a plan, and its weights by their names, as JSON.
+
+    Of another provider's plan, its manifest.
+    """
+    if not is_ours(plan):
+        return manifest_of(plan)
     _, leaves = describe(plan.params)
     names = {plan.prefix + leaf.path: leaf.name for leaf in leaves}
     weights = {}

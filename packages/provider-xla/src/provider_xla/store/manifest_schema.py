@@ -182,6 +182,11 @@ class _Plan(Object):
     weights: dict[str, _Weight]
 
 
+class _PlanOfAnother(OpenObject):
+    provider: str
+    config: dict[str, Any]
+
+
 class FormatOnly(OpenObject):
     """What manifests of all versions have."""
 
@@ -196,5 +201,9 @@ class ManifestSchema(Object):
     params: _Tree
     extra: _Tree | None
     tensors: dict[str, tuple[str, _Shape]]
-    plan: _Plan | None
+    plan: dict[str, Any] | None
     versions: dict[str, str]
+
+    def __post_init__(self):
+        if self.plan is not None:
+            check(self.plan, _PlanOfAnother if "provider" in self.plan else _Plan)

@@ -14,8 +14,8 @@ class PlanDiff:
         changed: by the name of a leaf, each difference as (what, stored, planned).
         missing: names of leaves that the plan has and the file has not, with what they are.
         extra: names of leaves that the file has and the plan has not, with what they are.
-        rules: each difference of the rules, as a line. Where nothing else differs the parameters
-            fit nevertheless.
+        rules: each difference of the rules, or of another provider's manifest, as a line. If only
+            rules differ, the parameters fit.
     """
 
     changed: Mapping[str, Sequence[tuple[str, str, str]]]

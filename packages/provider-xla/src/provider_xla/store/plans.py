@@ -1,34 +1,84 @@
-"""Which plans a file can hold: those with what provider-xla's have."""
+"""Which plans a file can hold: provider-xla's, and those of others that can be stored."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from interception_core import StorablePlan
 
 from .errors import StoreError
 
-NEEDED = ("params", "prefix", "weights", "derived", "rules", "lora")
-"""What ``save`` and ``load`` read of a plan."""
+if TYPE_CHECKING:
+    from ..plan.plan import PlanData
+
+_OURS = ("params", "prefix", "weights", "derived", "rules", "lora")
+"""What ``save`` and ``load`` read of a plan of provider-xla."""
+
+
+def is_ours(plan: Any) -> TypeGuard[PlanData]:
+    """Return whether a plan has what provider-xla's have."""
+    return all(hasattr(plan, name) for name in _OURS)
 
 
 def check_storable(plan: Any, call: str) -> None:
-    """Check that a plan can be kept in a file, or compared with one.
+    """Check that a plan can be stored in a file, or compared with one.
 
     Args:
         plan: what was given; None is allowed.
         call: what it was given to, ``"save"`` or ``"load"``.
 
     Raises:
-        StoreError: it is the plan of another provider, or not a plan.
+        StoreError: it is not a plan, or one of another provider without ``manifest`` and
+            ``stored_types``.
     """
-    if plan is None or all(hasattr(plan, name) for name in NEEDED):
+    if plan is None or is_ours(plan) or isinstance(plan, StorablePlan):
         return
-    instead = (
-        "leave plan out: the parameters are saved without it, and a description of the plan can go "
-        "along, as in extra={'plan': text}"
-        if call == "save"
-        else "pass template=, the tree that plan.quantize returns (types are enough)"
-    )
+    instead = "leave plan out" if call == "save" else "pass template= and leave plan out"
     raise StoreError(
-        f"plan must be a plan of provider-xla, got a {type(plan).__name__}. Of another provider, "
-        f"{instead}."
+        f"plan must have manifest() and stored_types(), got a {type(plan).__name__} without. Add "
+        f"them (interception_core.StorablePlan), or {instead}."
     )
+
+
+def check_ours(plan: Any, call: str) -> None:
+    """Raise StoreError unless a plan is provider-xla's."""
+    if not is_ours(plan):
+        raise StoreError(
+            f"{call} needs a plan of provider-xla, got a {type(plan).__name__}. Save what "
+            "plan.quantize returns instead."
+        )
+
+
+def manifest_of(plan: StorablePlan) -> dict[str, Any]:
+    """Return what another provider's plan says of itself, as a file has it.
+
+    Raises:
+        StoreError: it is not JSON, or lacks the provider's name or config.
+    """
+    found = plan.manifest()
+    try:
+        text = json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(
+            f"{type(plan).__name__}.manifest() must return JSON's types, got {found!r}: {error}."
+        ) from error
+    result = json.loads(text)
+    name, config = (result.get(key) for key in ("provider", "config"))
+    if not isinstance(name, str) or not isinstance(config, dict):
+        raise StoreError(
+            f'{type(plan).__name__}.manifest() must have a name as "provider" and an object as '
+            f'"config", got {name!r} and {config!r}.'
+        )
+    return result
+
+
+def manifest_changes(stored: Any, planned: Any, at: str = "") -> Iterator[str]:
+    """Yield where two manifests differ, a line each."""
+    if isinstance(stored, Mapping) and isinstance(planned, Mapping):
+        for key in [*stored, *(key for key in planned if key not in stored)]:
+            below = f"{at}.{key}" if at else str(key)
+            yield from manifest_changes(stored.get(key), planned.get(key), below)
+    elif stored != planned:
+        yield f"{at}: {stored!r} -> {planned!r}"

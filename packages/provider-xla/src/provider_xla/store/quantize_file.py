@@ -19,6 +19,7 @@ from .float_files import FloatFiles, Names, Source, source_of
 from .forms import Form, take_apart
 from .manifest import StoredLeaf, build
 from .placing import Placement, shardings_of
+from .plans import check_ours
 from .safetensors import Writer
 from .save import format_of, save
 from .tree import Leaf, describe, fill
@@ -67,6 +68,7 @@ def quantize_file(
         QuantizationError: values that are not finite.
         MissingExtraError: safetensors is not installed: ``provider-xla[safetensors]``.
     """
+    check_ours(plan, "quantize_file")
     with FloatFiles(source) as files:
         parameters = _Parameters(plan, files, names, sharding)
         if target is None:

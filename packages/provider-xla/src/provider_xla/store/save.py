@@ -15,13 +15,15 @@ from .errors import StoreError, StoreMismatchError
 from .files import appearing
 from .forms import Form, take_apart
 from .manifest import Manifest, build
-from .plans import check_storable
+from .plans import check_storable, is_ours
 from .safetensors import Writer
 from .shards import file_name, own_pieces, write_index, write_pieces
 from .together import appearing_in_all, step
 from .tree import describe
 
 if TYPE_CHECKING:
+    from interception_core import StorablePlan
+
     from ..plan.plan import PlanData
 
 Format = Literal["safetensors", "orbax", "shards"]
@@ -30,7 +32,7 @@ Format = Literal["safetensors", "orbax", "shards"]
 def save(
     path: str | os.PathLike[str],
     params: Any,
-    plan: PlanData | None = None,
+    plan: PlanData | StorablePlan | None = None,
     *,
     extra: Any = None,
     format: Format | None = None,
@@ -49,7 +51,8 @@ def save(
             ``PrepackedWeight`` is saved as quantized values and scales, ``TransformedWeight`` with
             what its activations are transformed by. Other leaves, such as functions, are
             noted by name alone: give ``load`` a template with them.
-        plan: what quantized them. It is kept in the file, and ``params`` must be what it says.
+        plan: what quantized them, of provider-xla or any ``interception_core.StorablePlan``. It is
+            stored in the file, and ``params`` must be what it says.
         extra: another tree, for example the ranges that ``plan.calibrate`` returned; see
             ``load_extra``.
         format: "safetensors", "orbax" or "shards"; None for "safetensors" where ``path`` ends in
@@ -77,7 +80,7 @@ def save(
             "all of them with a folder and format='shards'."
         )
     structure, leaves = describe(params)
-    granularities, derived = ({}, {}) if plan is None else plan_granularities(plan)
+    granularities, derived = plan_granularities(plan) if is_ours(plan) else ({}, {})
     forms = [
         (at.name, take_apart(at.name, at.value, granularities.get(at.name), derived))
         for at in leaves
@@ -175,7 +178,7 @@ def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str
     return own, derived
 
 
-def check_plan(manifest: Manifest, plan: PlanData, what: str) -> None:
+def check_plan(manifest: Manifest, plan: PlanData | StorablePlan, what: str) -> None:
     """Raises StoreMismatchError unless what a manifest has is what a plan says."""
     diff = manifest.diff(plan)
     if diff.of_leaves:

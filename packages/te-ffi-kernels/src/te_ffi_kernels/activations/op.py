@@ -113,7 +113,8 @@ def quantize_dact_dbias(
         dz: cotangent of the result of ``act_lu``: of its shape (..., n) and of x's dtype.
         is_dbias: whether to sum dx over rows, in float32: as it's computed, or with
             CURRENT_TENSOR_SCALING rounded to x's dtype.
-        ...: as for ``act_lu``.
+
+    The other arguments are those of ``act_lu``.
 
     Returns:
         ``(output, colwise_output, scale_inv, colwise_scale_inv, updated_amax, dbias)`` of dx, in

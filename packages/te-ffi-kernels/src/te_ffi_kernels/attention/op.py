@@ -77,11 +77,12 @@ def fused_attn_bwd(
     max_segments_per_seq: int = 1,
     window_size: Sequence[int] | None = None,
 ) -> tuple[Qkv, jax.Array | None, jax.Array | None]:
-    """Return the gradients of attention. Probabilities are computed anew, block by block.
+    """Return the gradients of attention. Probabilities are computed again, block by block.
+
+    Arguments that are not listed are those of ``fused_attn_fwd``; ``softmax_aux``, ``rng_state``
+    and ``output`` are what it returned.
 
     Args:
-        qkv, bias, softmax_offset, sequence_descriptor, ...: as given to ``fused_attn_fwd``.
-        softmax_aux, rng_state, output: what it returned.
         doutput: the gradient of the output.
 
     Returns:

@@ -51,8 +51,10 @@ def gemm(
         bias: as of ``gemm_v2``. With `grad` its shape and dtype alone count.
         gelu_input: with `fuse_gelu` and `grad`: of the result's shape and dtype; else not used.
         fuse_bias: forward, whether `bias` must be there; backward, whether to compute bias_grad.
-        fuse_gelu, grad: see above.
-        ...: as of ``gemm_v2``.
+        fuse_gelu: see above.
+        grad: see above.
+
+    The other arguments are those of ``gemm_v2``.
 
     Returns:
         ``(output, bias_grad, pre_gelu_out)``; bias_grad of bias's shape with `grad`, else empty;

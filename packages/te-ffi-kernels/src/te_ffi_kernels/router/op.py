@@ -113,9 +113,10 @@ def fused_topk_with_score_function_bwd(
 
     Args:
         routing_map: what the forward pass gave; not used with `compute_aux_scores`.
-        saved_scores: likewise, float32.
+        saved_scores: what the forward pass gave, float32.
         grad_probs: the cotangent of the weights or scores: float32, bfloat16 or float16.
-        ...: as in the forward pass.
+
+    The other arguments are those of the forward pass.
 
     Returns:
         An array as grad_probs.

@@ -1,4 +1,4 @@
-"""Taken: the array proxies that the body of a loop, branch or call takes with its operands."""
+"""Body proxies: array proxies that a body takes as operands."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import jax
 
 from .. import compat
 from ..dataflow.holders import SAME, SLICE, Body
-from ..proxy.array_proxy import ArrayProxy, Lost, is_shared
+from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.move import MoveError
+from ..proxy.parts import is_shared
 from ..proxy.shards import Placed, placed
 
 
 def leaves_of(proxies: Sequence[ArrayProxy]) -> list[Any]:
-    """Return the arrays of all of them."""
+    """Return the arrays of proxies."""
     return jax.tree.leaves(list(proxies))
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The array proxies that a body takes with its operands.
+class BodyProxies:
+    """The array proxies that a body takes beside its inputs.
 
     Attributes:
-        inputs: for each of them, the body's input that it stands for.
-        whole: how many of them, the first, are the same in all steps; the others step along axis
-            0 with the input.
-        proxies: they themselves, as they are outside.
-        placed: of a ``shard_map``, how each of them is shared out.
+        inputs: for each proxy, the body's input that it stands for.
+        whole: how many of them, the first, are the same in all steps. The others step along axis
+            0 with their input.
+        proxies: the proxies, as they are outside of the body.
+        placed: in a ``shard_map``, how each proxy is distributed.
     """
 
     inputs: tuple[int, ...] = ()
@@ -39,13 +40,13 @@ class Taken:
 
     @property
     def leading(self) -> list[Any]:
-        """The operands to put before the body's."""
+        """The arrays to put before the body's operands."""
         shared = [leaf.value for leaf in self._of_steps if is_shared(leaf)]
         return [*leaves_of(self.proxies[: self.whole]), *shared]
 
     @property
     def trailing(self) -> list[Any]:
-        """The operands to put after them, that step."""
+        """The arrays to put after them, along which the loop steps."""
         return [leaf for leaf in self._of_steps if not is_shared(leaf)]
 
     @property
@@ -53,25 +54,30 @@ class Taken:
         return jax.tree.leaves(self.proxies[self.whole :], is_leaf=is_shared)
 
     def avals(self) -> tuple[list[Any], list[Any]]:
-        """Return the types of the body's new inputs, before and after its own."""
+        """Return the types of the leading and trailing new inputs."""
         if self.placed:
             return [aval for one in self.placed for aval in one.avals], []
         trailing = [compat.step_type(compat.typeof(value)) for value in self.trailing]
         return [compat.typeof(value) for value in self.leading], trailing
 
     def key(self) -> tuple:
-        """Return what they have in common with others that a body does the same with."""
+        """Return a key that is equal for proxies treated alike."""
         leading, trailing = self.avals()
         structure = jax.tree.structure(self.proxies)
         return self.inputs, self.whole, structure, tuple(leading), tuple(trailing), self.specs
 
     @property
     def specs(self) -> tuple[Any, ...]:
-        """How ``shard_map`` cuts the leading operands."""
+        """The partition specs of the leading operands of a ``shard_map``."""
         return tuple(spec for one in self.placed for spec in one.specs)
 
     def inside(self, leading: Sequence[Any], trailing: Sequence[Any]) -> dict[int, ArrayProxy]:
-        """Return the array proxies in the body, by input, from the values of its new inputs."""
+        """Return the array proxies inside the body, by input.
+
+        Args:
+            leading: the values of the new inputs before the old ones.
+            trailing: the values of the new inputs after them.
+        """
         own = [one.local for one in self.placed] or self.proxies[: self.whole]
         whole = jax.tree.structure(tuple(own))
         steps = jax.tree.structure(self.proxies[self.whole :], is_leaf=is_shared)
@@ -83,16 +89,18 @@ class Taken:
         return dict(zip(self.inputs, (*found, *jax.tree.unflatten(steps, leaves)), strict=True))
 
 
-NONE_TAKEN = Taken()
+NO_PROXIES = BodyProxies()
 
 
-def shared_out(body: Body, proxies: Mapping[int, ArrayProxy], params: dict[str, Any]) -> Taken:
-    """Return which array proxies of its operands the body of a ``shard_map`` can take.
+def proxies_of_shards(
+    body: Body, proxies: Mapping[int, ArrayProxy], params: dict[str, Any]
+) -> BodyProxies:
+    """Return the array proxies that the body of a ``shard_map`` can take.
 
     Args:
         body: the body.
-        proxies: by operand.
-        params: of the equation.
+        proxies: the array proxies of the equation's operands, by number.
+        params: the parameters of the equation.
     """
     found: dict[int, Placed] = {}
     for i, operand in enumerate(body.inputs):
@@ -106,18 +114,18 @@ def shared_out(body: Body, proxies: Mapping[int, ArrayProxy], params: dict[str, 
             lost = Lost(shape, proxy.dtype, str(error))
             found[i] = Placed(lost, lost, (), ())
     ways = tuple(found.values())
-    return Taken(tuple(found), len(ways), tuple(way.proxy for way in ways), ways)
+    return BodyProxies(tuple(found), len(ways), tuple(way.proxy for way in ways), ways)
 
 
-def taken(body: Body, proxies: Mapping[int, ArrayProxy]) -> Taken:
-    """Return which array proxies of an equation's operands a body can take.
+def proxies_of_body(body: Body, proxies: Mapping[int, ArrayProxy]) -> BodyProxies:
+    """Return the array proxies that a body can take.
 
     Args:
         body: the body.
-        proxies: by operand.
+        proxies: the array proxies of the equation's operands, by number.
     """
     if not proxies:
-        return NONE_TAKEN
+        return NO_PROXIES
     found: dict[str, list[tuple[int, ArrayProxy]]] = {SAME: [], SLICE: []}
     for i, (operand, kind) in enumerate(zip(body.inputs, body.kinds, strict=True)):
         proxy = None if operand is None else proxies.get(operand)
@@ -128,4 +136,4 @@ def taken(body: Body, proxies: Mapping[int, ArrayProxy]) -> Taken:
         found[kind].append((i, proxy))
     both = [*found[SAME], *found[SLICE]]
     inputs, values = tuple(i for i, _ in both), tuple(value for _, value in both)
-    return Taken(inputs, len(found[SAME]), values) if both else NONE_TAKEN
+    return BodyProxies(inputs, len(found[SAME]), values) if both else NO_PROXIES

@@ -1,4 +1,4 @@
-"""Equations that move or compute with what has an array proxy."""
+"""Proxy equations: equations that move or use values with array proxies."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Any
 from .. import compat
 from ..dataflow.dataflow import returned_views
 from ..proxy.array_proxy import Lost
-from ..state.held import held_in
+from ..state.restoring import restored_proxy
 from .atoms import computed, followed, variable
 from .entering import inline
 from .one_pass import Pass
 from .tasks import Do, Task
 
 
-def moves(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
-    """Make an equation that moves what has an array proxy. Return whether it did."""
+def make(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
+    """Make an equation by the array proxies of its operands.
+
+    Returns:
+        Whether it was made. It was not if it must be made as its task says.
+    """
     eqn, proxies = task.eqn, run.frame.proxies
     if task.do is not Do.PASS or not eqn.invars:
         return False
@@ -24,14 +28,17 @@ def moves(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
     if not any(held):
         return False
     if task.inlined or _is_view(run, eqn, held):
-        within = run.frame.within | task.within
-        inline(run, task, eqn.params["jaxpr"], values, info, within)
+        inline(run, task, eqn.params["jaxpr"], values, info)
         return True
-    return follows(run, task, values, info) or computes(run, task, values, info)
+    return follow_moves(run, task, values, info) or compute(run, task, values, info)
 
 
-def follows(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
-    """Make an equation that moves elements, with the array proxies of its operands."""
+def follow_moves(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
+    """Make an equation that moves elements, and move array proxies with them.
+
+    Returns:
+        Whether it was made: it is a move of an operand with an array proxy.
+    """
     eqn, frame = task.eqn, run.frame
     with compat.at(info), eqn.ctx.manager:
         found = followed(frame, eqn, values)
@@ -40,7 +47,7 @@ def follows(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
         looked_up = found[0] if eqn.primitive.name == "gather" else None
         is_array = looked_up is not None and not isinstance(looked_up, Lost)
         if is_array:
-            # Rows of a table: those that are needed alone, not the table, become an array.
+            # Only the rows that are looked up are restored, not the whole table.
             run.write(eqn.outvars, [looked_up.restore().astype(eqn.outvars[0].aval.dtype)])
     if not is_array:
         run.again(task, eqn, values, info)
@@ -49,8 +56,12 @@ def follows(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
     return True
 
 
-def computes(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
-    """Make an equation by what the array proxies of its operands compute, if they do."""
+def compute(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
+    """Make an equation by ``ArrayProxy.computed`` of an operand's proxy.
+
+    Returns:
+        Whether it was made: a proxy computes this primitive.
+    """
     eqn, frame = task.eqn, run.frame
     if compat.holds_jaxprs(eqn):
         return False
@@ -64,16 +75,16 @@ def computes(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
 
 
 def _is_view(run: Pass, eqn: Any, held: Sequence[Any]) -> bool:
-    """Return whether an equation is the call of a function that moves what has a proxy."""
+    """Return whether an equation is a call that returns a proxied view."""
     if eqn.primitive is not compat.jit_p:
         return False
     return bool(returned_views(eqn, [proxy is not None for proxy in held]))
 
 
-def held(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Take an array from the proxy that the program carries."""
+def restore(run: Pass, task: Task, values: list[Any], info: Any) -> None:
+    """Restore the array of a proxy that the program carries."""
     eqn = task.eqn
-    proxy = held_in(eqn.primitive, eqn.params, values)
+    proxy = restored_proxy(eqn.primitive, eqn.params, values)
     assert proxy is not None
     with compat.at(info), eqn.ctx.manager:
         array = proxy.restore().astype(eqn.outvars[0].aval.dtype)

@@ -1,4 +1,4 @@
-"""Groups: equations of a jaxpr that together compute what a function of a pattern does."""
+"""Groups: equations of a jaxpr that together spell out a function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .. import compat
 
 
 class Written(Protocol):
-    """What a group of equations computes, in terms of the values that it reads."""
+    """What a group of equations computes from the values that it reads."""
 
     def __call__(self, *values: Any) -> Any:
         """Compute the result of the group from the values of ``Group.inputs``."""
@@ -21,12 +21,13 @@ class Group:
     """Equations that compute one value, which a handler may compute at once.
 
     Attributes:
-        name: what operations are called.
-        members: their places in the jaxpr, in order. The last one makes the value.
-        inputs: the variables that ``written`` reads, of which it is called with the values.
-        written: what they compute.
-        also_used: what of it other equations use; with any, all of them must run anyway.
-        unused: the places of equations that use some of it, and that nothing depends on.
+        name: the name of the operation.
+        members: the numbers of the equations, in order. The last one makes the value.
+        inputs: the variables whose values ``written`` takes.
+        written: what the equations compute.
+        also_used: the intermediate values that other equations use, in words. If there are any,
+            all equations must run.
+        unused: the numbers of dead equations that use intermediate values.
     """
 
     name: str
@@ -38,20 +39,20 @@ class Group:
 
     @property
     def last(self) -> int:
-        """The place of the equation that makes the value."""
+        """The number of the equation that makes the value."""
         return self.members[-1]
 
 
 def uses(jaxpr: Any, members: Sequence[int]) -> tuple[dict[Any, int], list[int]]:
-    """Return what of a group others use.
+    """Return which intermediate values of a group other equations use.
 
     Args:
-        jaxpr: the jaxpr, open.
-        members: the places of the group's equations.
+        jaxpr: the open jaxpr.
+        members: the numbers of the group's equations.
 
     Returns:
-        The variables that all but the last have made and that the program uses elsewhere, with the
-        places of their equations; and the places of equations that use them in vain.
+        The variables that are used elsewhere, with the numbers of the equations that made them,
+        and the numbers of dead equations that use any.
     """
     inside, last = set(members), members[-1]
     made = {var: i for i in members if i != last for var in jaxpr.eqns[i].outvars}

@@ -1,4 +1,4 @@
-"""Moved: the array proxies of what a handler makes of its operands by moving elements."""
+"""Handler proxies: the array proxies of operands that a handler has moved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from .. import compat
 from ..dataflow.nodes import VIEWS
-from ..proxy.array_proxy import ArrayProxy, follow
+from ..proxy.array_proxy import ArrayProxy
+from ..proxy.follow import follow
 
 _OF_INDEXING = frozenset(
     (
@@ -28,11 +29,11 @@ _OF_INDEXING = frozenset(
 
 
 def moved_proxy(value: Any, operands: Mapping[int, ArrayProxy]) -> ArrayProxy | None:
-    """Return the proxy of a value that is being staged, None where it is not known.
+    """Return the array proxy of a handler's value, or None.
 
     Args:
-        value: what a handler made.
-        operands: the proxies of its operands, by the ``id`` of the variables that these are.
+        value: the value.
+        operands: the proxies of the handler's operands, by the ``id`` of their variable.
     """
     if not compat.is_staged(value):
         return None
@@ -51,18 +52,21 @@ def moved_proxy(value: Any, operands: Mapping[int, ArrayProxy]) -> ArrayProxy | 
 
 
 def by_variable(values: Any, held: Any) -> dict[int, ArrayProxy]:
-    """Return proxies by the ``id`` of the variable that the value of each is."""
+    """Return the proxies of values by the ``id`` of the values' variables."""
     pairs = [(x, one) for x, one in zip(values, held, strict=True) if one is not None]
     return {id(compat.producer(x)[0]): one for x, one in pairs if compat.is_staged(x)}
 
 
 def untransposed(value: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return the array that one is a transpose of, and by which permutation.
+    """Return the array before its transposes, and the permutation that they make.
 
-    A kernel that reads several orders of axes need not wait for a transpose.
+    A kernel that can read several orders of axes need not wait for a transpose.
 
     Args:
-        value: an array. One that is not being staged is a transpose of itself.
+        value: an array of any shape. One that is not being staged is returned as it is.
+
+    Returns:
+        The array ``x`` and the permutation ``p``, so that ``value`` is ``x.transpose(p)``.
     """
     order = tuple(range(value.ndim))
     while compat.is_staged(value):

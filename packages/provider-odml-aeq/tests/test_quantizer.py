@@ -1,4 +1,4 @@
-import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.litert_samples import NHWC, program
-from provider_odml.errors import MissingExtraError, OdmlError
-from provider_odml.litert import (
-    PRESETS,
-    AeqRecipe,
-    AeqRule,
-    Runner,
-    convert,
-    names_of_op,
-    quantize_weights,
-    read,
-)
+from provider_odml import OdmlError
+from provider_odml.litert import Runner, convert, read
+from provider_odml_aeq.quantizer import Entry, key_of, quantize_file
 
 pytestmark = pytest.mark.sample(2)
 
@@ -25,7 +17,17 @@ FIRST = RNG.normal(size=(128, 64)).astype(np.float32) / 11
 KERNEL = RNG.normal(size=(3, 3, 1, 8)).astype(np.float32) / 3
 LAST = RNG.normal(size=(8, 128)).astype(np.float32) / 3
 X = RNG.normal(size=(4, 128)).astype(np.float32)
-STATIC = [name for name in PRESETS if name.startswith("static")]
+RUNS = {"main": [{"a0": X}]}
+ENTRIES = {
+    "dynamic_int8": Entry(),
+    "dynamic_int4": Entry(weight_bits=4),
+    "dynamic_int4_block32": Entry(weight_bits=4, block_size=32),
+    "dynamic_int4_block128": Entry(weight_bits=4, block_size=128),
+    "weight_only_int8": Entry(mode="weight_only"),
+    "weight_only_int4": Entry(mode="weight_only", weight_bits=4),
+    "static_int8": Entry(mode="static"),
+    "static_int16": Entry(mode="static", activation_bits=16),
+}
 
 
 def net(x):
@@ -43,6 +45,18 @@ def net(x):
 @pytest.fixture(scope="module")
 def model():
     return convert([program(net, X)], strict=False)
+
+
+def quantized(model, entry, calibration=None, **others):
+    """Quantize all operations by ``entry``; those of a named scope by another, or not (None)."""
+    entries = {}
+    for graph, op in read(model).ops():
+        names = [graph.tensors[i].name for i in (*op.outputs, *op.inputs) if i >= 0]
+        scopes = [s for s in others if s == op.name or any(f"/{s}/" in name for name in names)]
+        found = others[scopes[-1]] if scopes else entry
+        if found is not None:
+            entries[key_of(graph, op)] = found
+    return quantize_file(model, entries, calibration)
 
 
 def _weights(model):
@@ -65,28 +79,28 @@ def _error(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["min_max_uniform", "octav", "mse", "gptq"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets(model, preset, algorithm):
-    if algorithm == "mse" and "block" in preset:
-        with pytest.raises(OdmlError, match="other than 'mse'"):
-            AeqRecipe.preset(preset, algorithm)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_modes(model, name, algorithm):
+    if algorithm == "mse" and "block" in name:
+        with pytest.raises(OdmlError, match="algorithm 'mse', got"):
+            replace(ENTRIES[name], algorithm=algorithm)
         return
-    recipe = AeqRecipe.preset(preset, algorithm)
-    found = quantize_weights(model, recipe, {"main": [{"a0": X}]})
-    kind = "int4" if "int4" in preset else "int8"
+    found = quantized(model, replace(ENTRIES[name], algorithm=algorithm), RUNS)
+    kind = "int4" if "int4" in name else "int8"
     types = _weights(found)
     assert (types["first"], types["last"]) == (kind, kind)
     assert _error(found) < (0.6 if kind == "int4" else 0.1)
     one = read(found).signatures["main"]
     assert (one.inputs["a0"].dtype, one.outputs["o0"].dtype) == ("float32", "float32")
     # GPTQ is for FULLY_CONNECTED; what else there is stays in float.
-    assert bool(read(found).float_ops()) == (preset not in STATIC or algorithm == "gptq")
+    is_static = name.startswith("static")
+    assert bool(read(found).float_ops()) == (not is_static or algorithm == "gptq")
 
 
 @pytest.mark.parametrize("size", [32, 128])
 def test_scales_of_blocks(model, size):
-    recipe = AeqRecipe((AeqRule("/first/", weight_bits=4, block_size=size),))
-    (graph,) = read(quantize_weights(model, recipe)).subgraphs
+    found = quantized(model, None, first=Entry(weight_bits=4, block_size=size))
+    (graph,) = read(found).subgraphs
     (weights,) = [tensor for tensor in graph.tensors if tensor.block_size]
     assert (weights.dtype, weights.shape, weights.block_size) == ("int4", (64, 128), size)
     assert weights.scale.shape == (64, 128 // size)
@@ -96,45 +110,29 @@ def test_scales_of_blocks(model, size):
 
 
 def test_weights_that_a_block_does_not_divide_have_a_scale_per_channel(model):
-    (graph,) = read(quantize_weights(model, AeqRecipe.preset("dynamic_int4_block32"))).subgraphs
+    (graph,) = read(quantized(model, ENTRIES["dynamic_int4_block32"])).subgraphs
     (last,) = [t for t in graph.tensors if "/last/" in t.name and t.dtype == "int4"]
     assert (last.shape, last.block_size, last.scale.shape) == ((128, 8), 0, (128,))
 
 
 def test_a_broken_model_of_the_library_is_refused(model):
-    dense = AeqRule(operation="FULLY_CONNECTED", mode="static", algorithm="gptq")
-    recipe = AeqRecipe((AeqRule(mode="static"), dense))
+    static = ENTRIES["static_int8"]
     with pytest.raises(OdmlError, match=r"wrote a broken model: .*4096 stored bytes"):
-        quantize_weights(model, recipe, {"main": [{"a0": X}]})
+        quantized(model, static, RUNS, FULLY_CONNECTED=replace(static, algorithm="gptq"))
 
 
-def test_the_last_rule_that_matches_holds(model):
-    recipe = AeqRecipe(
-        (AeqRule(), AeqRule("/first/", weight_bits=4), AeqRule("/conv/", mode="none"))
-    )
-    found = quantize_weights(model, recipe)
+def test_each_operation_gets_its_entry(model):
+    found = quantized(model, Entry(), first=Entry(weight_bits=4), conv=None)
     assert _weights(found) == {"first": "int4", "conv": "float32", "last": "int8"}
 
 
-def test_the_operation_that_makes_an_output_is_found_by_its_weights(model):
-    (graph,) = read(model).subgraphs
-    last = next(op for op in graph.ops if graph.outputs[0] in op.outputs)
-    assert "/last/" not in graph.tensors[graph.outputs[0]].name
-    assert "/last/" in names_of_op(graph, last)
-    found = quantize_weights(model, AeqRecipe((AeqRule("/last/"),)))
-    assert _weights(found) == {"first": "float32", "conv": "float32", "last": "int8"}
-
-
-def test_rules_by_operation_and_size(model):
-    found = quantize_weights(model, AeqRecipe((AeqRule(operation="DEPTHWISE_CONV_2D"),)))
-    assert _weights(found) == {"first": "float32", "conv": "int8", "last": "float32"}
-    found = quantize_weights(model, AeqRecipe((AeqRule(min_elements=5000),)))
+def test_small_weights_stay_float(model):
+    found = quantized(model, Entry(min_elements=5000))
     assert _weights(found) == {"first": "int8", "conv": "float32", "last": "float32"}
 
 
 def test_what_an_algorithm_is_not_made_for_gets_min_max(model):
-    found = quantize_weights(model, AeqRecipe.preset("dynamic_int8", "gptq"), {"main": [{"a0": X}]})
-    assert _weights(found)["conv"] == "int8"
+    assert _weights(quantized(model, Entry(algorithm="gptq"), RUNS))["conv"] == "int8"
 
 
 @pytest.mark.slow
@@ -147,7 +145,7 @@ def test_signatures_that_share_a_bias_of_different_scales():
     inputs = {"one": X, "two": X[:2] * np.float32(8)}
     found = convert([program(layer, x, name=name) for name, x in inputs.items()], strict=False)
     runs = {name: [{"a0": x}] for name, x in inputs.items()}
-    runner = Runner(quantize_weights(found, AeqRecipe.preset("static_int8"), runs))
+    runner = Runner(quantized(found, ENTRIES["static_int8"], runs))
     for name, x in inputs.items():
         exact = x.astype(np.float64) @ FIRST + bias
         error = np.abs(runner.run(name, a0=x)["o0"] - exact).max()
@@ -155,53 +153,34 @@ def test_signatures_that_share_a_bias_of_different_scales():
 
 
 def test_calibration_is_needed(model):
-    for recipe in (AeqRecipe.preset("static_int8"), AeqRecipe.preset("dynamic_int8", "gptq")):
-        assert recipe.needs_calibration
-        with pytest.raises(OdmlError, match="needs calibration"):
-            quantize_weights(model, recipe)
-    assert not AeqRecipe.preset("dynamic_int4").needs_calibration
+    for entry in (ENTRIES["static_int8"], Entry(algorithm="gptq")):
+        assert entry.needs_calibration
+        with pytest.raises(OdmlError, match="calibration must have the inputs of a run"):
+            quantized(model, entry)
+    assert not ENTRIES["dynamic_int4"].needs_calibration
 
 
 def test_a_signature_that_is_not_there(model):
     with pytest.raises(OdmlError, match="ai-edge-quantizer can't"):
-        quantize_weights(model, AeqRecipe.preset("static_int8"), {"other": [{"a0": X}]})
-
-
-def test_no_rule_for_the_model(model):
-    with pytest.raises(OdmlError, match=r"No rule .* it has .*FULLY_CONNECTED"):
-        quantize_weights(model, AeqRecipe((AeqRule("/nowhere/"),)))
+        quantized(model, ENTRIES["static_int8"], {"other": [{"a0": X}]})
 
 
 def test_nothing_quantized(model):
-    recipe = AeqRecipe((AeqRule("/conv/", weight_bits=2, block_size=32),))
     with pytest.raises(OdmlError, match="quantized nothing"):
-        quantize_weights(model, recipe)
+        quantized(model, None, conv=Entry(weight_bits=2, block_size=32))
 
 
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"weight_bits": 3}, r"weight_bits is 3; it can be one of \[8, 4, 2\]"),
-        ({"activation_bits": 4}, "activation_bits"),
-        ({"mode": "float"}, "mode is 'float'"),
-        ({"algorithm": "best"}, "algorithm"),
-        ({"block_size": 48}, "block_size is 48"),
-        ({"block_size": 32, "mode": "static"}, "for mode 'dynamic'"),
-        ({"regex": "("}, "regex"),
+        ({"weight_bits": 3}, r"weight_bits must be one of \[8, 4, 2\], got 3"),
+        ({"activation_bits": 4}, "activation_bits must"),
+        ({"mode": "float"}, "mode must be .*, got 'float'"),
+        ({"algorithm": "best"}, "algorithm must"),
+        ({"block_size": 48}, "block_size must be one of .*, got 48"),
+        ({"block_size": 32, "mode": "static"}, "block_size must be 0 with mode 'static'"),
     ],
 )
-def test_rules_that_can_not_be(fields, match):
+def test_entries_that_can_not_be(fields, match):
     with pytest.raises(OdmlError, match=match):
-        AeqRule(**fields)
-
-
-def test_no_such_preset():
-    with pytest.raises(OdmlError, match=r"no preset 'int3'; there are \['dynamic_int8'"):
-        AeqRecipe.preset("int3")
-
-
-def test_a_missing_quantizer(model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ai_edge_quantizer", None)
-    monkeypatch.delitem(sys.modules, "ai_edge_quantizer.quantizer", raising=False)
-    with pytest.raises(MissingExtraError, match=r"pip install 'provider-odml\[aeq\]'"):
-        quantize_weights(model, AeqRecipe.preset("dynamic_int8"))
+        Entry(**fields)

@@ -1,4 +1,4 @@
-"""Apart: a program that an equation was before JAX transformed it, made again with its handlers."""
+"""Originals: programs as they were before JAX mapped or derived them."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from ..proxy.array_proxy import ArrayProxy
 from ..staging.functions import Call, Function, Program
 from ..staging.mapped import Level
 from ..staging.marker import hoisted
-from .frames import Around, Frame, Operands
+from .frames import Frame, Operands, Place
 
 
-class Apart:
-    """A program, inside of maps and derivatives.
+class Original:
+    """A program before maps and derivatives, which is re-interpreted inside of them.
 
     Args:
-        reinterpret: runs its jaxpr: ``reinterpret(frame, jaxpr, values)``.
-        around: where the equation is.
-        program: the jaxpr, closed.
+        reinterpret: called as ``reinterpret(frame, jaxpr, values)``.
+        place: where the equation is that JAX made of it.
+        program: its closed jaxpr.
         levels: the maps around it, outermost first.
         operands: what is known of the equation's operands.
-        is_known: whether the first of them are the program's.
+        is_known: whether the first operands are the program's.
 
     Attributes:
-        frame: what is known of its values, once it was run.
+        frame: the frame of its last run; None before.
     """
 
     def __init__(
         self,
         reinterpret: Callable[[Frame, Any, list[Any]], list[Any]],
-        around: Around,
+        place: Place,
         program: Any,
         levels: Sequence[Level],
         operands: Operands,
         is_known: bool = True,
     ):
         self._reinterpret = reinterpret
-        self._around = around
+        self._place = place
         self._program = program
         self._levels = levels
         self._operands = operands
@@ -55,8 +55,13 @@ class Apart:
         self.frame: Frame | None = None
 
     def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
-        """Run it with the values of one example, and what they are kept as."""
-        outer, operands = self._around.frame, self._operands
+        """Re-interpret it.
+
+        Args:
+            values: the values of its inputs, in one example of the maps.
+            proxies: their array proxies, by number.
+        """
+        operands = self._operands
         jaxpr, consts = compat.open_of(self._program), compat.consts_of(self._program)
         places = range(len(jaxpr.invars))
         origins: list[Resolve | None] = [None] * len(places)
@@ -67,24 +72,19 @@ class Apart:
             metadata = {i: note for i, note in operands.metadata.items() if i in places}
             if operands.expressions is not None:
                 expressions = [functools.partial(self._expression, i) for i in places]
-        self.frame = Frame(
+        self.frame = self._place.inside(
             jaxpr,
             origins,
             metadata,
-            outer.own_path(self._around.scopes),
-            outer.label,
-            self._around.within,
-            self._around.untapped,
-            outer,
-            {i: proxy for i, proxy in proxies.items() if self._is_known and i in places},
-            expressions,
-            consts,
-            outer.depth + len(self._levels),
+            loops=len(self._levels),
+            proxies={i: proxy for i, proxy in proxies.items() if self._is_known and i in places},
+            expressions=expressions,
+            consts=consts,
         )
         return self._reinterpret(self.frame, jaxpr, [*consts, *values])
 
     def _origin(self, index: int) -> Origin | None:
-        """Return which input of the program an operand is inside of the maps."""
+        """Return the origin of an operand inside of the maps."""
         found = self._operands.origins[index]()
         rank = len(getattr(self._operands.avals[index], "shape", ()))
         for level in self._levels:
@@ -94,41 +94,43 @@ class Apart:
         return found
 
     def _expression(self, index: int) -> Expression:
-        """Return how an operand is computed inside of the maps."""
+        """Return the expression of an operand inside of the maps."""
         assert self._operands.expressions is not None
         found = self._operands.expressions[index]()
         for inner, level in enumerate(self._levels):
             axis = level.ins[index]
             if axis is not None:
-                depth = self._around.frame.depth + inner
+                depth = self._place.frame.depth + inner
                 found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
 
 
 class Once:
-    """A program apart, whose handlers are asked at its first run; later ones do the same again.
+    """An original whose handlers are asked at its first run alone.
+
+    Its result is staged then, and later runs call that: an operation and its derivative share it.
 
     Args:
-        apart: the program.
+        original: the program.
     """
 
-    def __init__(self, apart: Apart):
-        self._apart = apart
+    def __init__(self, original: Original):
+        self._original = original
         self._made: tuple[Callable[..., list[Any]], list[Any]] | None = None
 
     @property
     def frame(self) -> Frame | None:
-        """What is known of its values, once it was run."""
-        return self._apart.frame
+        """The frame of its first run; None before."""
+        return self._original.frame
 
     def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
-        """Run it with the values of one example, and what they are kept as."""
+        """Run it; see ``Original.run``."""
         leaves, treedef = jax.tree.flatten(dict(proxies))
         if self._made is None:
 
             def flat(*args: Any) -> list[Any]:
                 held = jax.tree.unflatten(treedef, args[len(values) :])
-                return self._apart.run(args[: len(values)], held)
+                return self._original.run(args[: len(values)], held)
 
             avals = [compat.typeof(value) for value in (*values, *leaves)]
             info = compat.named_info("kept")
@@ -139,12 +141,12 @@ class Once:
 
 
 class Linear(NamedTuple):
-    """The derivative of an equation that was made again.
+    """A derivative's linear function, made together with its equation.
 
     Attributes:
-        count: how many operands that has.
+        count: how many operands that equation has.
         call: returns the results of the linear function.
-        once: the program in it.
+        once: the original.
     """
 
     count: int
@@ -153,12 +155,12 @@ class Linear(NamedTuple):
 
 
 class Derivatives:
-    """The derivatives in a jaxpr, and what was made of the functions that they are of.
+    """The derivatives in a jaxpr, and what was made of them.
 
-    JAX may have put a jaxpr in twice, with the same functions: they are told apart by operands.
+    JAX may inline a jaxpr twice, with the same functions. Their equations differ by operands.
 
     Args:
-        jaxpr: the jaxpr, open.
+        jaxpr: the open jaxpr.
     """
 
     def __init__(self, jaxpr: Any):
@@ -175,31 +177,31 @@ class Derivatives:
         self._once: dict[Hashable, Once] = {}
 
     def is_alone(self, program: Program) -> bool:
-        """Return whether a program has no derivatives here."""
+        """Return whether a program has no derivatives in this jaxpr."""
         return self._programs[program] == 1
 
     def of(self, eqn: Any) -> Function | None:
-        """Return a derivative of an equation; the one of ``vjp`` before others."""
+        """Return a derivative of an equation, the one of ``vjp`` first."""
         found = self._of.get(_at(eqn.params["function"].key, eqn, len(eqn.invars)), ())
         return max(found, key=lambda one: one.is_backward, default=None)
 
     def keep(self, function: Function, eqn: Any, linear: Linear) -> None:
-        """Keep the linear function of a derivative of an equation, which was made with that."""
+        """Keep the linear function of an equation's derivative."""
         self._linear[_at(function, eqn, linear.count)] = linear
 
     def linear(self, eqn: Any) -> Linear | None:
-        """Return what was kept of a derivative."""
+        """Return the linear function that was kept for a derivative's equation."""
         base = eqn.params["function"].base
         return (
             None if base is None else self._linear.get(_at(eqn.params["function"], eqn, base.count))
         )
 
     def keep_program(self, eqn: Any, once: Once) -> None:
-        """Keep what was made of the program of an equation."""
+        """Keep what was made of an equation's original."""
         self._once[_program_at(eqn)] = once
 
     def program(self, eqn: Any) -> Once | None:
-        """Return what was made of the program that a derivative is of."""
+        """Return what was made of the original of a derivative's equation."""
         return self._once.get(_program_at(eqn))
 
 

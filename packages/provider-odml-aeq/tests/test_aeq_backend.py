@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import interception_core as core
 import provider_odml as odml
 from provider_odml.litert import read
+from provider_odml_aeq import AeqBackend
 
 pytestmark = pytest.mark.sample(2)
 
@@ -30,8 +32,10 @@ def params():
     return Net().init(jax.random.key(0), IDS)
 
 
-def export(*rules, **options):
-    return odml.export(Net().apply, params(), None, rules, IDS, backend="aeq", **options)
+def export(*rules, io="float", **options):
+    return odml.export(
+        Net().apply, params(), None, rules, IDS, io=io, backend=AeqBackend(**options)
+    )
 
 
 def types(artifact):
@@ -85,7 +89,7 @@ def test_dynamic_is_compared_with_jax_in_float():
     assert report.outputs[0].sqnr == pytest.approx(_sqnr(artifact), abs=0.01)
     assert report.outputs[0].sqnr > 30
     assert not any("no operation of the file" in one.reason for one in report.floats)
-    assert "ai-edge-quantizer" in report.to_html()
+    assert "the backend aeq" in report.to_html()
 
 
 def test_static_ranges_are_of_the_sample_data():
@@ -106,8 +110,7 @@ def test_static_ranges_are_of_the_sample_data():
 @pytest.mark.parametrize("algorithm", ["min_max_uniform", "gptq"])
 def test_blocks_of_int4(algorithm):
     rule = odml.OdmlRule(weight_qtype="int4", act_qtype="int8", act_static_scale=False)
-    options = odml.AeqOptions(algorithm=algorithm, block_size=32)
-    artifact = export(rule, aeq=options)
+    artifact = export(rule, algorithm=algorithm, block_size=32)
     assert set(types(artifact).values()) == {"int4"}
     sizes = {one.operation: one.block_size for one in artifact.report.weights}
     assert sizes["Net/up/dot_general:0"] == sizes["Net/down/dot_general:0"] == 32
@@ -119,8 +122,8 @@ def test_blocks_of_int4(algorithm):
 
 
 def test_too_much_noise_is_an_error_that_says_how_much():
-    with pytest.raises(odml.MismatchError, match=r"has \d+\.\d dB .* 90\.0 are asked for"):
-        export(odml.OdmlRule(**DYNAMIC), aeq=odml.AeqOptions(min_sqnr=90.0))
+    with pytest.raises(odml.MismatchError, match=r"must have 90\.0 dB .*, got \d+\.\d dB"):
+        export(odml.OdmlRule(**DYNAMIC), min_sqnr=90.0)
 
 
 def test_signatures_with_calibration_of_their_own():
@@ -142,7 +145,7 @@ def test_signatures_with_calibration_of_their_own():
     runs = {"one": [{"x": x}], "two": [{"x": x * 10}]}
     artifact = odml.export(
         fn, {"w": weight}, None, odml.OdmlRule(weight_qtype="int8", act_qtype="int8"),
-        signatures=signatures, backend="aeq", io="int8", aeq=odml.AeqOptions(calibration=runs),
+        signatures=signatures, backend=AeqBackend(calibration=runs), io="int8",
     )  # fmt: skip
     found = read(artifact.model).signatures
     scales = [float(found[name].inputs["x"].scale[0]) for name in ("one", "two")]
@@ -158,38 +161,40 @@ def test_what_ai_edge_quantizer_can_not_do_is_an_error():
 
 
 def test_rules_without_qtypes_are_an_error():
-    with pytest.raises(odml.OdmlError, match="No rule is for an operation of the file"):
+    with pytest.raises(odml.OdmlError, match="A rule must be for an operation of the file"):
         export(odml.OdmlRule())
 
 
 def test_blocks_without_a_dynamic_rule_are_an_error():
-    with pytest.raises(odml.OdmlError, match="block_size=32 is for rules with a dynamic range"):
-        export(odml.OdmlRule(weight_qtype="int4"), aeq=odml.AeqOptions(block_size=32))
+    with pytest.raises(odml.OdmlError, match="block_size=32 needs a rule with a dynamic range"):
+        export(odml.OdmlRule(weight_qtype="int4"), block_size=32)
 
 
-def test_options_are_for_this_backend():
-    with pytest.raises(odml.OdmlError, match="is for backend='aeq', and backend is 'converter'"):
-        odml.export(Net().apply, params(), None, IDS, backend="converter", aeq=odml.AeqOptions())
+def test_a_plugin_declares_the_backend():
+    assert core.get_export_backend("aeq", algorithm="mse") == AeqBackend(algorithm="mse")
+    assert isinstance(core.get_export_backend("aeq"), odml.ExportBackend)
+    with pytest.raises(core.UnknownNameError, match="Did you mean 'aeq'"):
+        odml.export(Net().apply, params(), None, odml.OdmlRule(**DYNAMIC), IDS, backend="aqe")
 
 
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"algorithm": "best"}, "AeqOptions.algorithm must be one of 'min_max_uniform'"),
-        ({"block_size": 48}, "block_size is 48"),
-        ({"block_size": 32, "algorithm": "mse"}, "other than 'mse'"),
+        ({"algorithm": "best"}, r"algorithm must be one of \['min_max_uniform'"),
+        ({"block_size": 48}, "block_size must be one of .*, got 48"),
+        ({"block_size": 32, "algorithm": "mse"}, "algorithm 'mse', got 32"),
     ],
 )
 def test_options_that_can_not_be(fields, match):
     with pytest.raises(odml.OdmlError, match=match):
-        odml.AeqOptions(**fields)
+        AeqBackend(**fields)
 
 
 @pytest.mark.slow
 def test_calibration_of_a_signature_that_is_not_there():
-    options = odml.AeqOptions(calibration={"other": [{"ids": IDS}]})
-    with pytest.raises(odml.OdmlError, match=r"signatures \['other'\]; there are"):
-        export(odml.OdmlRule(weight_qtype="int8", act_qtype="int8"), aeq=options)
+    rule = odml.OdmlRule(weight_qtype="int8", act_qtype="int8")
+    with pytest.raises(odml.OdmlError, match=r"must be of the signatures .*, got \['other'\]"):
+        export(rule, calibration={"other": [{"ids": IDS}]})
 
 
 def test_a_table_that_is_a_product_s_parameter_too():

@@ -1,0 +1,56 @@
+"""Follow: the array proxies of an equation's results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .array_proxy import ArrayProxy, Lost, is_proxy
+from .move import MoveError
+from .moves import MOVES, SAME, data_of
+
+
+def follow(
+    primitive: str,
+    params: Mapping[str, Any],
+    values: Sequence[Any],
+    held: Sequence[ArrayProxy | None],
+    avals: Sequence[Any],
+    is_known_zero: Callable[[int], bool],
+) -> list[ArrayProxy | None]:
+    """Return the array proxies of an equation's results.
+
+    Args:
+        primitive: the name of its primitive.
+        params: its parameters.
+        values: its operands.
+        held: the proxy of each operand, or None.
+        avals: the types of its results.
+        is_known_zero: whether the operand of a number is known to be all zeros.
+
+    Returns:
+        For each result its proxy; ``Lost`` if a proxy can't follow; None if none moves to it.
+    """
+    if primitive in SAME:
+        return list(held[: len(avals)])
+    nothing: list[ArrayProxy | None] = [None] * len(avals)
+    data = data_of(primitive, held, is_proxy) if primitive in MOVES else []
+    moved = [proxy for i in data if (proxy := held[i]) is not None]
+    if not moved:
+        return nothing
+    lost = next((proxy for proxy in moved if isinstance(proxy, Lost)), None)
+    if lost is None:
+        operands = [held[i] or value if i in data else value for i, value in enumerate(values)]
+        if primitive in ("pad", "select_n"):
+            for i, value in enumerate(values):
+                if operands[i] is value and is_known_zero(i):
+                    operands[i] = np.zeros(np.shape(value), value.dtype)
+        try:
+            return list(moved[0].moved(primitive, params, operands))
+        except MoveError as error:
+            why = str(error)
+    else:
+        why = lost.why
+    return [Lost(aval.shape, aval.dtype, why) for aval in avals]

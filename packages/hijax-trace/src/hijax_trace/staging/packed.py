@@ -1,0 +1,150 @@
+"""Packed: a pytree taken apart into arrays and the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import compat
+
+NUMPY: tuple[type, ...] = (np.ndarray, np.generic)
+NUMBERS: tuple[type, ...] = (bool, int, float, complex)
+
+
+class Packed:
+    """A pytree taken apart into arrays, each once, and the other leaves.
+
+    Args:
+        tree: the pytree.
+        kinds: types that count as arrays beside JAX's. NumPy arrays count among a program's
+            arguments, but may be constants of an operation, such as a convolution's padding.
+            Python numbers count among results alone.
+
+    Attributes:
+        arrays: the arrays.
+        rest: the other leaves.
+        treedef: the structure of the pytree.
+    """
+
+    __slots__ = ("_first", "_places", "arrays", "rest", "treedef")
+
+    def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY):
+        leaves, self.treedef = jax.tree.flatten(tree)
+        self.arrays: list[Any] = []
+        self.rest: list[Any] = []
+        self._places: list[int | None] = []
+        self._first: list[int] = []
+        seen: dict[int, int] = {}
+        for leaf in leaves:
+            if not _is_array(leaf, kinds):
+                self._places.append(None)
+                self.rest.append(leaf)
+                continue
+            if id(leaf) not in seen:
+                seen[id(leaf)] = len(self.arrays)
+                self._first.append(len(self._places))
+                self.arrays.append(leaf)
+            self._places.append(seen[id(leaf)])
+
+    def build(self, arrays: Sequence[Any]) -> Any:
+        """Return the pytree with other arrays."""
+        rest = iter(self.rest)
+        leaves = [next(rest) if place is None else arrays[place] for place in self._places]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def leaf_of(self, index: int) -> int:
+        """Return the number of the first leaf that is array ``index``."""
+        return self._first[index]
+
+    def forget(self) -> list[Any]:
+        """Drop the arrays. Return them."""
+        arrays, self.arrays = self.arrays, []
+        return arrays
+
+    def key(self) -> tuple | None:
+        """Return a key of all but the arrays; None if unhashable."""
+        key = (self.treedef, tuple(self._places), tuple((type(x), x) for x in self.rest))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+
+def is_plain(tree: Any) -> bool:
+    """Return whether a call's arguments consist of arrays and constants alone.
+
+    Other objects, such as a bound flax module or a closure, may hold tracers of the program's
+    trace, and the call may change them.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=_is_object)
+    return all(_is_array(leaf, ()) or _is_constant(leaf) for leaf in leaves)
+
+
+def _is_object(node: Any) -> bool:
+    """Return whether a pytree's node may be mutable."""
+    if isinstance(node, jax.core.Tracer):
+        return False
+    return _is_object_type(type(node))
+
+
+@functools.lru_cache(maxsize=256)
+def _is_object_type(kind: type) -> bool:
+    if issubclass(kind, tuple | list | dict | jax.Array):
+        return False
+    return not (dataclasses.is_dataclass(kind) and _is_frozen(kind))
+
+
+def _is_frozen(kind: type) -> bool:
+    return kind.__dataclass_params__.frozen  # pyrefly: ignore[missing-attribute]
+
+
+_CONSTANTS = (
+    *NUMPY,
+    *NUMBERS,
+    str,
+    bytes,
+    type,
+    np.dtype,
+    enum.Enum,
+    slice,
+    range,
+    type(None),
+    type(...),
+)
+
+
+def _is_constant(leaf: Any) -> bool:
+    if isinstance(leaf, _CONSTANTS):
+        return True
+    if callable(leaf):
+        return _is_global(leaf)
+    # Shardings, layouts, dimension numbers and the like: JAX hashes them as constants, too.
+    return type(leaf).__module__.split(".")[0] in ("jax", "jaxlib", "ml_dtypes")
+
+
+def _is_global(function: Any) -> bool:
+    """Return whether a function is a global, which closes over nothing."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    found: Any = module
+    for part in getattr(function, "__qualname__", "?").split("."):
+        found = getattr(found, part, None)
+    return found is function or isinstance(function, compat.PjitFunction | jax.custom_jvp)
+
+
+def _is_array(leaf: Any, kinds: tuple[type, ...]) -> bool:
+    if compat.is_plain_array(leaf):
+        return True
+    if isinstance(leaf, NUMBERS):
+        return bool in kinds
+    if isinstance(leaf, NUMPY):
+        known = leaf.dtype.kind not in "OSUMmT"
+        return np.ndarray in kinds and known and leaf.dtype.names is None
+    return compat.is_jax_type(leaf) and not compat.is_ref(leaf)
