@@ -73,7 +73,7 @@ def test_both_engines_give_the_same_table(outcome, tmp_path):
 def test_nowhere_to_write_is_said_before_the_work(tmp_path):
     run = demo("--json", str(tmp_path / "missing" / "demo.json"))
     assert run.returncode == 1
-    assert "There is no folder" in run.stderr
+    assert "must be in a folder that exists" in run.stderr
     assert "Traceback" not in run.stderr
 
 
@@ -81,4 +81,4 @@ def test_nowhere_to_write_is_said_before_the_work(tmp_path):
 def test_is_a_command_of_its_own_too(tmp_path):
     run = demo("--json", str(tmp_path / "missing" / "demo.json"), command="demo-xla")
     assert run.returncode == 1
-    assert "There is no folder" in run.stderr
+    assert "must be in a folder that exists" in run.stderr

@@ -8,7 +8,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtap_testkit.meshes import grid
+from jaxtap_testkit.collectives import collectives
+from jaxtap_testkit.meshes import grid, put
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
 
 RULES = {
@@ -189,3 +190,24 @@ def test_attention_over_heads(mesh):
     assert "te_ffi_kernels." in text, text
     assert "all-gather" not in text, text
     np.testing.assert_allclose(jax.jit(run)(q, k, v), attend(q, k, v), rtol=2e-5, atol=2e-5)
+
+
+def test_attention_over_a_sharded_sequence():
+    """Blocks of keys go around the devices, forward and backward, and nothing is gathered."""
+    rng = np.random.default_rng(3)
+    qkv = [jnp.asarray(rng.standard_normal((2, 32, n, 16)), jnp.float32) for n in (4, 2, 2)]
+    fused = QuantizationRule(op_names=["attention"], kernel="fused")
+
+    def loss(q, k, v):
+        return (jax.nn.dot_product_attention(q, k, v, is_causal=True) ** 2).sum()
+
+    run = jax.jit(jax.value_and_grad(PtqProvider(fused).apply(loss), (0, 1, 2)))
+    wanted = jax.value_and_grad(loss, (0, 1, 2))(*qkv)
+    mesh = grid((2, 4), ("data", "context"))
+    given = [put(mesh, x, "data", "context") for x in qkv]
+    compiled = run.lower(*given).compile()
+    moved = {kind for kind, _ in collectives(compiled)}
+    assert "collective-permute" in moved, moved
+    assert "all-gather" not in moved, collectives(compiled)
+    for one, other in zip(*map(jax.tree.leaves, (compiled(*given), wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

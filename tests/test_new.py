@@ -145,8 +145,8 @@ def test_texts_are_whole(kind, tmp_path, capsys):
         (["provider", "acme_quant"], "lower-case words with hyphens"),
         (["provider", "class"], "lower-case words with hyphens"),
         (["provider", "../x"], "lower-case words with hyphens"),
-        (["provider", "acme", "--dir", "{}"], "exists. Name a folder that does not"),
-        (["provider", "acme", "--dir", "{}/no/x"], "There is no folder"),
+        (["provider", "acme", "--dir", "{}"], "must not exist, got"),
+        (["provider", "acme", "--dir", "{}/no/x"], "must exist, got"),
     ],
 )
 def test_wrong_input(tmp_path, capsys, monkeypatch, words, said):

@@ -64,8 +64,9 @@ def measure(shape, rules, gguf, tools, folder, rounds, progress):
     in_a_process(write_folder, shape, folder / "float")
     ours = [sys.executable, "-m", "examples.llm"]
     stored, programs = folder / "stored", folder / "programs"
-    subprocess.run([*ours, "quantize", folder / "float", stored, "--rules", rules], check=True)
-    subprocess.run([*ours, "export", stored, programs], check=True)
+    quantize = ["quantize", folder / "float", stored, "--rules", rules]
+    for command in (quantize, ["export", stored, programs]):
+        subprocess.run([*ours, *command], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     generate = ["--prompt", PROMPT, "--count", "1", "--compilation-cache", folder / "cache"]
     sides = {
         "generate, of what quantize wrote": ([*ours, "generate", stored, *generate], len(PROMPT)),

@@ -1,10 +1,11 @@
 """The results as Markdown, written behind the mark of a page."""
 
+import contextlib
 import os
 import platform
 import statistics
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 MARK = "<!-- results -->"
@@ -70,10 +71,12 @@ def ratios(times):
 
 def machine():
     """Return the line about the machine and the versions."""
-    packages = ("jax", "xllamacpp", "onnxruntime")
-    found = ", ".join(f"{name} {version(name)}" for name in packages)
+    found = []
+    for name in ("jax", "xllamacpp", "onnxruntime"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
     python = platform.python_version()
-    return f"- {cpu()}, {os.cpu_count()} cores, Python {python}, {found}, {date.today()}"
+    return f"- {cpu()}, {os.cpu_count()} cores, Python {python}, {', '.join(found)}, {date.today()}"
 
 
 def cpu():

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import jax
@@ -60,8 +59,8 @@ def export(folder, out, generator, plan, prompt=128, positions=1024):
         "decode": (greedy, token, cache, at),
         "step": (model.decode, token, cache, at),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f"{out.name}.", dir=out.parent))
+    part = out.with_name(f"{out.name}.{os.getpid()}")  # whole, it gets its name
+    part.mkdir(parents=True)
     try:
         for name, (fn, *args) in made.items():
             program = plan.export(functools.partial(fn, config), generator.params, *args)

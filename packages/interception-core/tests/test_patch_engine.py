@@ -498,7 +498,7 @@ def test_untapped_functions_are_never_tapped(program):
         ("plain", 1, 2, 3),
         ("tapped", ("plain", 1, 2, 3)),
     )
-    with pytest.raises(TargetError, match="needs a callable"):
+    with pytest.raises(TargetError, match="must be a callable"):
         untapped(3)
 
 
@@ -607,8 +607,8 @@ def test_primitives_need_jit_off():
         (({"": len},), "dotted name"),
         (({"primitive:": len},), "dotted name"),
         (({3: len},), "dotted name"),
-        (({"a.b": 3},), "not callable"),
-        (({"a.b": len}, []), "cannot be hashed"),
+        (({"a.b": 3},), "must be callable"),
+        (({"a.b": len}, []), "must be hashable"),
     ],
 )
 def test_bad_interceptors(arguments, message):
@@ -619,7 +619,7 @@ def test_bad_interceptors(arguments, message):
 def test_bad_arguments_of_wrap_and_engine():
     with pytest.raises(TargetError, match="callable"):
         ENGINE.wrap(3, Interceptor({"a.b": len}))
-    with pytest.raises(TargetError, match="needs an Interceptor"):
+    with pytest.raises(TargetError, match="must be an Interceptor"):
         ENGINE.wrap(len, {"a.b": len})
     with pytest.raises(TypeError, match="disable_jit"):
         PatchEngine(disable_jit="yes")

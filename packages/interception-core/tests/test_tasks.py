@@ -263,7 +263,7 @@ def test_inputs_are_known_until_suspended_code_ends():
         seen.clear()
         run()
         assert seen == ["args[0]"] * 3
-        with pytest.raises(RuntimeError, match="only while the wrapped function runs"):
+        with pytest.raises(RuntimeError, match="must be read while the wrapped function runs"):
             calls[-1].operand(x)
 
 

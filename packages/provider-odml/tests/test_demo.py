@@ -57,7 +57,7 @@ class TestWithLitert:
         path = tmp_path / "missing" / "demo.json"
         run = jaxtap("demo-odml", "--json", str(path))
         assert run.returncode == 1
-        assert "There is no folder" in run.stderr
+        assert "must be in a folder that exists" in run.stderr
         assert "training" not in run.stderr
 
 

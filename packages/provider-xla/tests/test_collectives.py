@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtap_testkit.collectives import collectives
 from jaxtap_testkit.meshes import put
@@ -120,3 +122,33 @@ def test_scales_are_sharded_as_their_weights(mesh):
         assert stored.qvalue.sharding.is_equivalent_to(params["w"].sharding, 2), spec
         scales = put(mesh, np.zeros(stored.scale.shape), *wanted).sharding
         assert stored.scale.sharding.is_equivalent_to(scales, 2), (spec, tile)
+
+
+def test_weights_are_gathered_as_they_are_stored(mesh):
+    """Where the program gathers a weight before it is used, as FSDP does, in a scan or not."""
+    columns = NamedSharding(mesh, P(None, "model"))
+
+    def plain(params, x):
+        return x @ jax.lax.with_sharding_constraint(params["w"], columns)
+
+    def scanned(params, x):
+        step = lambda x, w: (plain({"w": w}, x), None)  # noqa: E731
+        return jax.lax.scan(step, x, params["w"])[0]
+
+    x = put(mesh, *draw((ROWS, K)), "data")
+    for fn, lead in ((plain, ()), (scanned, (3,))):
+        params = {"w": put(mesh, *draw((*lead, K, K)), *[None for _ in lead], *BOTH)}
+        for rule in ("int8", "int8 by int8", "int4 in tiles"):
+            case = f"{fn.__name__} {rule}"
+            plan = PtqProvider(QuantizationRule(**RULES[rule])).plan(fn, params, x, kernels=False)
+            stored = plan.quantize(params)
+            run = jax.jit(plan.apply(fn))
+            moved = collectives(run.lower(stored, x).compile())
+            gathered = {dtype: size for (kind, dtype), size in moved.items() if "gather" in kind}
+            integers = sum(gathered.pop(dtype, 0) for dtype in ("s4", "s8"))
+            assert integers >= K * K // 4 // 2, (case, moved)
+            # Scales, ranges and activations are less than the weight in float32.
+            assert sum(gathered.values()) < K * K, (case, moved)
+            wanted = fn(params, x)
+            error = np.linalg.norm(run(stored, x) - wanted) / np.linalg.norm(wanted)
+            assert error < (0.2 if "int4" in rule else 0.03), (case, error)

@@ -1,4 +1,4 @@
-"""What the tests of jaxtap's packages share; ``plugin`` is loaded by pytest, the rest on import."""
+"""Helpers that the tests of jaxtap's packages share."""
 
 from .tiers import examples
 

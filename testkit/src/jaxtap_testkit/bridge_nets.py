@@ -1,4 +1,4 @@
-"""The same small models in each framework: a transformer, and one without attention (fast)."""
+"""Bridge nets: the same small models in each framework."""
 
 import functools
 
@@ -24,9 +24,7 @@ def qat(*rules, **options):
 
 
 def dequantized(tree):
-    """Float parameters in place of stored ones, computed by NumPy from quantized values and
-    scales.
-    """
+    """Return a tree with stored parameters as floats, computed by NumPy."""
 
     def one(leaf):
         if not isinstance(leaf, qn.QArray):
@@ -49,7 +47,7 @@ def close(actual, expected, tolerance=2e-5):
 
 
 def differs(actual, expected):
-    """Says that a result is that of something quantized: near, and another."""
+    """Say that a result is that of something quantized: near, and another."""
     error = np.linalg.norm(np.asarray(actual) - np.asarray(expected))
     assert 1e-4 < error / np.linalg.norm(np.asarray(expected)) < 0.2
 

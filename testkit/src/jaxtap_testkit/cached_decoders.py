@@ -1,4 +1,4 @@
-"""Decoders that keep their cache in different ways, each with a rounding of rows for reference.
+"""Decoders that keep their cache in different ways.
 
 A reference rounds the rows that it writes to what int8 and a float32 scale of each row can hold, in
 NumPy's terms, and keeps them in float.
@@ -50,7 +50,7 @@ def attend(q, k, v, seen):
 
 
 def layer(p, h, k, v, seen, write):
-    """One layer; ``write(cache, row)`` returns the cache with a row, and what to attend to."""
+    """Compute one layer, whose cache ``write(cache, row)`` updates."""
     k, keys = write(k, heads(h @ p["k"]))
     v, values = write(v, heads(h @ p["v"]))
     out = attend(heads(h @ p["q"]), keys, values, seen)
@@ -83,7 +83,7 @@ def until(pos):
 
 
 def carry(row):
-    """The caches of all layers are the carry of a scan over layers."""
+    """Carry the caches of all layers in a scan over layers."""
 
     def step(params, token, cache, pos):
         def one(carried, p):
@@ -104,7 +104,7 @@ def carry(row):
 
 
 def stacked(row):
-    """The caches go along with the layers of a scan, in and out."""
+    """Step along the caches in a scan over layers."""
 
     def step(params, token, cache, pos):
         def write(cache, new):
@@ -117,7 +117,7 @@ def stacked(row):
 
 
 def unrolled(row):
-    """A dictionary of caches, one of each layer, positions before heads, in jitted functions."""
+    """Keep a dictionary of caches, one per layer, in jitted functions."""
 
     @jax.jit
     def write_at(cache, new, pos):
@@ -141,7 +141,7 @@ def unrolled(row):
 
 
 def ring(row):
-    """A sliding window: the place of a row is its position modulo the window."""
+    """Keep a sliding window: rows at positions modulo the window."""
     window = S // 4
 
     def step(params, token, cache, pos):
@@ -173,7 +173,7 @@ def shifted(row):
 
 
 def selected(row):
-    """A mask tells where the new row goes; sequences that are done keep their cache."""
+    """Write rows by a mask; finished sequences keep their cache."""
 
     def step(params, token, cache, pos):
         running = jnp.arange(B) != 1
@@ -193,7 +193,7 @@ def _positions(pos):
 
 
 def vmapped_update(row):
-    """Sequences at positions of their own, written by a mapped update."""
+    """Write rows of sequences at different positions by a mapped update."""
 
     def step(params, token, cache, pos):
         at = _positions(pos)
@@ -210,7 +210,7 @@ def vmapped_update(row):
 
 
 def scattered(row):
-    """Sequences at positions of their own, written by a scatter; some beyond the cache."""
+    """Write rows of sequences at different positions by a scatter."""
 
     def step(params, token, cache, pos):
         at = _positions(pos)
@@ -227,7 +227,7 @@ def scattered(row):
 
 
 def vmapped_step(row):
-    """The step of one sequence, mapped over sequences with caches and positions of their own."""
+    """Map the step of one sequence over sequences."""
 
     def one_step(params, token, cache, pos):
         def one(carried, p):
@@ -252,7 +252,7 @@ def vmapped_step(row):
 
 
 def branched(row):
-    """A branch writes, another doesn't; the loop over layers is a while loop."""
+    """Write in a branch, in a while loop over layers."""
 
     def step(params, token, cache, pos):
         def one(carried):

@@ -13,7 +13,10 @@ from interception_core import Interceptor
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Coded(ArrayProxy):
-    """int8 codes, with scales that have each axis, or 1, or a divisor of it: one for each tile."""
+    """An array proxy of int8 values and scales, per channel or tile.
+
+    Each axis of ``scale`` has the size of the values' axis, 1, or a divisor of it (tiles).
+    """
 
     codes: jax.Array
     scale: jax.Array
@@ -40,7 +43,7 @@ class Coded(ArrayProxy):
 
 
 def coded(*shape, seed=0, axes=(0,), groups=None):
-    """Returns a Coded with a scale for each index of ``axes``, or with ``groups`` scales."""
+    """Return a Coded with scales along ``axes``, or in groups."""
     rng = np.random.default_rng(seed)
     groups = groups or [n if a in axes else 1 for a, n in enumerate(shape)]
     return Coded(
@@ -50,7 +53,7 @@ def coded(*shape, seed=0, axes=(0,), groups=None):
 
 
 def followed(fn, proxy):
-    """Returns the proxy of ``fn``'s result, given one in place of its argument, or why not."""
+    """Return the proxy of ``fn(proxy)``, or why there is none."""
     found = []
 
     def look(call, x, **params):

@@ -41,7 +41,7 @@ def compile_cheaply():
 
 
 def compile_once(most=2000):
-    """Let XLA compile a program once, however often it is traced anew.
+    """Let XLA compile a program once, however often it is traced again.
 
     Tests trace the same functions again and again, and a tapped one is often the plain one's text.
     Custom calls may have state or point into this process: each such program is compiled, and so is
@@ -71,12 +71,12 @@ def compile_once(most=2000):
         return executable
 
     compiler.backend_compile_and_load = backend_compile_and_load
-    # On disk nothing is looked for, which has a key of its own for each program.
+    # The cache on disk would find nothing, as its key differs from program to program.
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def lower_cheaply():
-    """Load the MLIR dialects that JAX's programs are made of, not all that there are.
+    """Load only the MLIR dialects that JAX's programs use.
 
     JAX 0.10 makes a context for each program, and 3 of its 4 ms go to the other dialects. Those
     that a program needs in spite of it are loaded when it is parsed. Newer JAX keeps its contexts.
@@ -86,7 +86,7 @@ def lower_cheaply():
 
 
 def explain_leaks():
-    """Let JAX see who holds a leaked tracer, also among what ``checking_leaks`` set aside."""
+    """Let JAX find what holds a leaked tracer."""
     original = core.leaked_tracer_error
 
     def leaked_tracer_error(*args):

@@ -1,4 +1,4 @@
-"""A plugin that declares CUDA kernels for ops of te-ffi-kernels: programs are lowered, not run."""
+"""A plugin with CUDA kernels that are lowered and never run."""
 
 from interception_core import KernelSpec, hookimpl
 

@@ -1,4 +1,4 @@
-"""A plugin whose kernels are plain JAX: what te-ffi-kernels offers, in its simplest form.
+"""A plugin whose kernels are plain JAX.
 
 The functions note the shapes that they are called with in ``CALLS``.
 """
@@ -42,8 +42,9 @@ def supports(call):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """Quantized values of a panel side by side: int8[*lead, panels, k, 16], float32[*lead, panels,
-    G, 16].
+    """Weights in panels of 16 columns.
+
+    ``qvalue`` is int8[*lead, panels, k, 16], ``scale`` float32[*lead, panels, G, 16].
     """
 
     qvalue: jax.Array
@@ -132,7 +133,7 @@ def gemm_w8a8(x, weight, *, out_dtype=None, index=None):
 
 @pytest.fixture(autouse=True)
 def kernels(own_programs):
-    """The installed plugins, with these kernels in place of te-ffi-kernels'."""
+    """Install these kernels instead of te-ffi-kernels'."""
     CALLS.clear()
     with installed_plugins(__name__, without={"te-ffi-kernels"}):
         yield

@@ -1,4 +1,4 @@
-"""Two hi types for the tests: a quantized matrix and a tuple that is one value."""
+"""Two hi types: a quantized matrix and a tuple."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class Rows(ht.MappingSpec):
 
 @dataclass(frozen=True)
 class RowsP(ht.HiPspec):
-    """A Quant split by rows over a mesh axis, or whole with None."""
+    """The spec of a Quant split by rows over a mesh axis."""
 
     axis: Any
 

@@ -1,4 +1,4 @@
-"""Programs for the tests of the LiteRT chain, and their integer results in float64."""
+"""Programs for tests of LiteRT, and their integer results."""
 
 import functools
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def fake_quant(x, scale, zero_point=None, dtype="i8", narrow=False, axis=None):
 
 
 def program(fn, *args, name="main"):
-    """A function as a program, with inputs a0, a1, ... and outputs o0, o1, ..."""
+    """Return a function as a program with inputs a0, a1, ..."""
     exported = jax.export.export(jax.jit(fn, keep_unused=True))(*args)
     inputs = tuple(f"a{i}" for i in range(len(exported.in_avals)))
     outputs = tuple(f"o{i}" for i in range(len(exported.out_avals)))
@@ -43,7 +43,7 @@ def program(fn, *args, name="main"):
 
 @dataclass(frozen=True)
 class Layer:
-    """One operation on integers: what JAX is given, and what it must compute.
+    """One operation on integers, and its expected result.
 
     Attributes:
         kind: "FULLY_CONNECTED", "CONV_2D" or "DEPTHWISE_CONV_2D".

@@ -1,4 +1,4 @@
-"""Small decoders of the families that examples/llm reads, and what they compute, in float64."""
+"""Small decoders of the families in examples/llm, and references."""
 
 import math
 
@@ -47,7 +47,7 @@ def varied(params, seed=0):
 
 
 def float64_logits(fields, tensors, tokens, cached=None, rows=lambda x: x):
-    """Logits of one sequence in float64, a position and a head at a time, of a file's tensors.
+    """Return one sequence's logits in float64, position by position.
 
     From position ``cached`` on keys and values are read from a cache of int8. Weights are
     multiplied with what ``rows`` returns for their inputs.

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def objects_kept(action: Callable[[], Any], times: int) -> float:
-    """Return how many Python objects each run of an action leaves behind, on average.
+    """Return how many Python objects a run leaves behind.
 
     Args:
         action: what is run; several times before anything is counted, to fill caches.

@@ -1,4 +1,4 @@
-"""What tests of sharding share beside the fixture ``mesh``: other meshes, and what goes on them."""
+"""Meshes: meshes for tests of sharding, and arrays on them."""
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -16,5 +16,5 @@ def grid(shape, names, kind=AxisType.Auto):
 
 
 def put(mesh, x, *spec):
-    """Return an array whose axes are shared out over those of a mesh."""
+    """Return an array that is sharded over a mesh."""
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))

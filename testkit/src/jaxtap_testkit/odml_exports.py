@@ -1,4 +1,4 @@
-"""Exports with one rule, and how far LiteRT's results are from the float program's."""
+"""Exports with one rule, and the error of LiteRT's results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def exported(fn, params, *args, rule=W8A8, **options) -> odml.Artifact:
 
 
 def signal_to_noise(fn, params, args, artifact) -> float:
-    """In decibels, of the file's first output beside the float program's, in float64."""
+    """Return the signal-to-noise ratio of the first output, in decibels."""
     expected = np.asarray(jax.tree.leaves(fn(params, *args))[0], np.float64)
     names = artifact.report.signatures[0].inputs
     found = artifact.run(**dict(zip(names, map(np.asarray, args), strict=True)))

@@ -1,7 +1,7 @@
-"""Real models of handwritten digits, and their training in float and with QAT.
+"""Models of handwritten digits, and their training.
 
 Each is a function ``fn(variables, images, train=False)``. With ``train=True`` it returns the
-logits and the variables that are no parameters as they are afterwards.
+logits, and all variables but the parameters, as they are afterwards.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CLASSES = 10
 
 @functools.cache
 def load_digits() -> Digits:
-    """Returns the digits, 8x8x1."""
+    """Return the digits, 8x8x1."""
     return Digits.load(shape=(8, 8, 1))
 
 
 def some_batches(digits: Digits, count: int) -> list[np.ndarray]:
-    """Returns the images of some training batches."""
+    """Return the images of some training batches."""
     return [images for images, _ in itertools.islice(digits.batches(), count)]
 
 
@@ -53,7 +53,7 @@ class Cnn(linen.Module):
 
 
 class Residual(linen.Module):
-    """Two residual blocks, one with a projection, behind a stem; max and global average pools."""
+    """A convolutional net with two residual blocks."""
 
     @linen.compact
     def __call__(self, x, train=False):
@@ -135,7 +135,7 @@ def _layer(x, p):
 
 
 def _encoder(variables, x, train=False):
-    """A transformer encoder: its layers in one rolled scan, the rows of an image its tokens."""
+    """Return a transformer encoder of image rows, with a rolled scan."""
     p = variables["params"]
     x = x.reshape(x.shape[0], 8, 8) @ p["embed"] + p["places"]
     x, _ = lax.scan(_layer, x, p["layers"])
@@ -310,5 +310,5 @@ def train(model, digits, *, epochs, variables=None, quantized=None, stats=None, 
 
 
 def accuracy(logits, labels) -> float:
-    """Returns the share of images whose class is right."""
+    """Return the share of images whose class is right."""
     return float(np.mean(np.asarray(logits).argmax(axis=-1) == labels))

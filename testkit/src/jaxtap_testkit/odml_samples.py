@@ -1,4 +1,4 @@
-"""Small programs for the tests of the core, and NumPy's own quantization in float64."""
+"""Small programs for tests of provider-odml, and NumPy references."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The pytest plugin of jaxtap's tests: two tiers, one way to set JAX up, what processes share.
+"""The pytest plugin of jaxtap's tests.
 
 ``pytest`` runs the default tier, ``pytest --full`` everything. A test says where it is written what
 the default tier leaves out of it:
@@ -84,7 +84,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _compiler(request):
-    """Compile what a test marked ``optimized`` runs as for users, and nothing else."""
+    """Compile with XLA's usual passes in tests marked ``optimized``."""
     from . import compat
 
     cheap = "optimized" not in request.keywords
@@ -97,7 +97,7 @@ def _compiler(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_process():
-    """Forget the programs of every tenth module: a process would grow to gigabytes."""
+    """Forget compiled programs after every tenth module."""
     yield
     if next(MODULES) % 10 == 0:
         import jax
@@ -110,7 +110,7 @@ def _small_process():
 
 @pytest.fixture(scope="module")
 def own_programs():
-    """Share no compiled program with other modules: what they were traced with is another."""
+    """Share no compiled program with other modules."""
     import jax
 
     jax.clear_caches()
@@ -120,7 +120,7 @@ def own_programs():
 
 @pytest.fixture
 def leaks():
-    """Return ``jitted(fn)``: ``jax.jit(fn)``, after a trace in which no tracer may outlive its own.
+    """Return ``jax.jit`` for tests, with a check for leaked tracers.
 
     That switches JAX's caches off, so nothing else is done meanwhile.
     """
@@ -141,7 +141,7 @@ def leaks():
 
 @pytest.fixture
 def mesh():
-    """Return a 2 x 4 mesh of CPU devices, its axes "data" and "model", of type Auto."""
+    """Return a 2 x 4 mesh of CPU devices."""
     import jax
 
     auto = (jax.sharding.AxisType.Auto,) * 2

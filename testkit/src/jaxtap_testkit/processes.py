@@ -8,7 +8,7 @@ from . import compat
 
 
 def run_python(*words, strict=True, check=True, timeout=600, cwd=None, **environment):
-    """Run ``python *words`` on the CPU and return the completed process, its output as text.
+    """Run Python on the CPU. Return the completed process.
 
     It compiles cheaply, as tests in this process do.
 

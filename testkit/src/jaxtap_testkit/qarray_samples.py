@@ -1,4 +1,4 @@
-"""What QArrays stand for, by NumPy alone, and what tests of ops are run on."""
+"""QArray samples: NumPy references and inputs for tests of ops."""
 
 import numpy as np
 from jax import lax

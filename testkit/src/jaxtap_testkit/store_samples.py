@@ -31,7 +31,7 @@ def random_bits(dtype, shape, seed=0):
 
 
 def quantized(qtype, shape=(3, 64, 6), zero_point=False, dtype="float32", seed=0):
-    """A QArray of any quantized values and scales; of 3, 5, 6 and 7 bits, packed."""
+    """Return a QArray of random values, packed where bits need it."""
     kind = qn.get_qtype(qtype)
     scales = (shape[0], shape[1] // (kind.block or 8), shape[2])
 
@@ -62,7 +62,7 @@ def is_state(node):
 
 
 def same(actual, expected):
-    """Asserts that two trees are the same: structure, types, and every bit."""
+    """Assert that two trees are the same: structure, types, and every bit."""
     actual, expected = (
         jax.tree.map(lambda s: s.state if is_state(s) else s, tree, is_leaf=is_state)
         for tree in (actual, expected)

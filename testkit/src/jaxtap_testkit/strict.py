@@ -1,4 +1,4 @@
-"""What makes JAX strict: fixtures for every test of a package, and a look for leaks.
+"""Strict: fixtures that make JAX strict, and a check for leaks.
 
 Import a fixture in the package's conftest.py.
 """

@@ -12,7 +12,7 @@ ENGINE = TraceEngine()
 
 
 class Log:
-    """A handler that writes down what it is shown, and lets it run."""
+    """A handler that records calls and lets them run."""
 
     def __init__(self):
         self.calls = []
@@ -43,14 +43,14 @@ def tap(fn, handler, *targets, key=None, path_key=None):
 
 
 def ids_of(fn, *args, targets):
-    """Returns the ids of the operations that a recorder is shown. Nothing is compiled."""
+    """Return the ids of a program's operations, without compiling it."""
     log = Log()
     jax.eval_shape(tap(fn, log, *targets), *args)
     return log.ids
 
 
 def times(factor):
-    """Returns a handler that multiplies results."""
+    """Return a handler that multiplies results."""
 
     def handler(call, *args, **params):
         return jax.tree.map(lambda x: x * factor, call.proceed(*args, **params))
@@ -59,7 +59,7 @@ def times(factor):
 
 
 def assert_same(actual, expected):
-    """Asserts that two results are equal: structure, types, and every bit."""
+    """Assert that two results are equal: structure, types, and every bit."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert type(a) is type(b)
@@ -79,13 +79,13 @@ def assert_close(actual, expected, rtol=1e-6):
 
 
 def stablehlo(fn, *args, debug_info=False):
-    """Returns a program's StableHLO, but for the module's name."""
+    """Return a program's StableHLO, but for the module's name."""
     text = jax.jit(fn).lower(*args).as_text(debug_info=debug_info)
     return re.sub(r"(?m)^module @\S+", "module @m", text)
 
 
 def equations(jaxpr):
-    """Returns how many equations a program has, at every depth."""
+    """Return how many equations a program has, at every depth."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     inner = [
         part

@@ -8,12 +8,12 @@ full = False
 
 
 def count(most):
-    """Return ``most`` in the full tier, an eighth of it in the default one."""
+    """Return ``most``; in the default tier, an eighth of it."""
     return most if full else max(2, most // 8)
 
 
 def examples(most, **options):
-    """Run a Hypothesis test on ``most`` examples in the full tier, on an eighth in the default one.
+    """Run a Hypothesis test on ``most`` examples, or an eighth.
 
     Args:
         most: The number of examples.

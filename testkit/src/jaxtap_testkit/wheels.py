@@ -1,4 +1,4 @@
-"""Plugins of third parties: wheels that are built and installed as their authors would."""
+"""Wheels: third-party plugins that are built and installed."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import zipfile
 
 
 def build_wheel(folder, files):
-    """Write a project's files, path to text, into a folder, and return the path of its wheel."""
+    """Build a project's wheel. Return its path."""
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)

@@ -14,13 +14,13 @@ def draw(*shapes, dtype=np.float32, seed=0):
 
 
 def equations(fn, *args):
-    """Every equation of the jaxpr of ``fn`` and of those within, with the loops around it."""
+    """Yield every equation of ``fn``'s jaxpr, with the loops around it."""
 
     def visit(jaxpr, within):
         for eqn in jaxpr.eqns:
             yield eqn, within
             params = dict(eqn.params)
-            # Of a choice by platform, what runs where there is no other way to do the same.
+            # Of a choice by platform, only the default branch, for any other platform.
             platforms = params.pop("branches_platforms", None)
             if platforms is not None:
                 params = {"branch": params["branches"][platforms.index(None)]}
@@ -38,9 +38,7 @@ CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def contractions(fn, *args, results=False):
-    """The dtypes of the operands of every contraction, with ``results`` those of its result as
-    well.
-    """
+    """Return dtypes of contractions' operands, and of results if ``results``."""
     return [
         tuple(v.aval.dtype.name for v in (*eqn.invars[:2], *(eqn.outvars if results else ())))
         for eqn, _ in equations(fn, *args)
@@ -98,7 +96,7 @@ def experts(params, x):
 
 
 def heads(w, x):
-    """A matrix whose columns are kept by one contraction; the other sums those of each head."""
+    """Return a matrix that one contraction keeps and another sums."""
     q = x @ w
     return jnp.einsum("bhe,dhe->bhd", q.reshape(4, 4, 4), w.reshape(8, 4, 4))
 
@@ -174,7 +172,7 @@ PROGRAMS = {
 
 
 def make(name, dtype=np.float32):
-    """Returns the function, its parameters, and its other argument."""
+    """Return the function, its parameters, and its other argument."""
     fn, shapes, x, _ = PROGRAMS[name]
     if isinstance(shapes, tuple):
         (params,) = draw(shapes, dtype=dtype)

@@ -117,12 +117,12 @@ def test_no_high_jaxpr(file, capsys):
 @pytest.mark.parametrize(
     ("function", "arguments", "said"),
     [
-        ("forwards", (), "has no function 'forwards'. It has: forward, masked, constant."),
-        ("number", (), "has no function 'number'"),
+        ("forwards", (), "got 'forwards'. Name one of: forward, masked, constant."),
+        ("number", (), "FUNCTION must be a function in"),
         ("forward", ("params",), "missing 1 required positional argument: 'x'"),
         ("forward", ("params", "f32[4,9]"), "dot_general"),
         ("forward", ("parms", "f32[4,8]"), "name 'parms' is not defined"),
-        ("forward", ("params", "f33[4,8]"), "neither a type such as 'f32[8,64]'"),
+        ("forward", ("params", "f33[4,8]"), "must be a type or an expression of names in"),
         ("forward", ("params", "f32[4,8]", "--tap", "primitive:dots"), "Unknown primitive 'dots'"),
     ],
 )
@@ -132,7 +132,7 @@ def test_wrong_input(file, capsys, function, arguments, said):
 
 @pytest.mark.parametrize("given", ["nowhere.py:forward", "forward", ":forward"])
 def test_no_file(given, capsys):
-    assert "names no file" in refused(capsys, given)
+    assert "must be FILE:FUNCTION with an existing file" in refused(capsys, given)
 
 
 def test_a_file_that_fails(tmp_path, capsys):

@@ -3,8 +3,8 @@
 Importing this package does not import jax: the names that need it are imported when they are
 first used. A plugin module may therefore import its specs and `hookimpl` from here.
 
-`kernels` and `plugins` are functions. The folders of these names hold how they work; the imports
-below load both folders before they bind the functions, so nothing rebinds the names later.
+`kernels` and `plugins` are functions, and folders have these names, too. The imports below load
+both folders before they bind the functions, so that no later import rebinds the names.
 """
 
 import importlib
@@ -57,7 +57,13 @@ from .plugins.specs import (
 if TYPE_CHECKING:
     from .call import OpCall, Operand, Step, ValueKind
     from .engine import Engine
-    from .explicit import explicit_mesh, explicit_spec, parts_of, with_auto_axes
+    from .explicit import (
+        explicit_mesh,
+        explicit_spec,
+        followed_spec,
+        parts_of,
+        with_auto_axes,
+    )
     from .interceptor import Interceptor
     from .patch.engine import PatchEngine, untapped
     from .patch.targets import loaded, primitive_names
@@ -105,6 +111,7 @@ __all__ = [
     "explicit_mesh",
     "explicit_spec",
     "find_bridge",
+    "followed_spec",
     "get_engine",
     "get_export_backend",
     "get_op",
@@ -146,6 +153,7 @@ _LAZY = {
     "explicit_spec": "explicit",
     "loaded": "patch.targets",
     "matches_path": "patterns",
+    "followed_spec": "explicit",
     "parts_of": "explicit",
     "primitive_names": "patch.targets",
     "untapped": "patch.engine",

@@ -1,6 +1,7 @@
-"""The only place of interception-core that touches private JAX, or depends on its version.
+"""Private JAX: the only place that depends on JAX's version.
 
-Each name says for which versions it holds; all were checked on 0.10.2, 0.11.2 and 0.12.0.
+All names were checked on 0.10.2, 0.11.2 and 0.12.0. A comment at an import says which versions
+have it.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from jax.extend import source_info_util
 from jax.extend.core import primitives as _public_primitives
 from jaxlib import xla_client as _xla_client  # 0.10.2 - 0.12
 
-# Operations have the source line of the program, not that of the tap.
+# So that operations have the source line of the program, not of the tap.
 source_info_util.register_exclusion(str(Path(__file__).parent))
 
 PjitFunction: type = type(jax.jit(lambda: None))
-"""The C++ type of every jitted function, 0.10.2 - 0.12."""
+"""The C++ type of every jitted function."""
 
 NameScope: type = type(jax.named_scope(""))
-"""What ``jax.named_scope`` returns: a Python class with plain enter and exit, 0.10.2 - 0.12.
+"""The class of ``jax.named_scope(...)``, which has Python methods to enter and exit.
 
-JAX's own decorators and flax's and equinox's module calls all go through it.
+JAX's decorators and the module calls of flax and equinox use it.
 """
 
 lower_jaxpr_to_module: FunctionType = _mlir.lower_jaxpr_to_module
-"""Runs all lowering rules, 0.10.2 - 0.12.
+"""Runs all lowering rules.
 
-Rules made by ``mlir.lower_fun`` trace ordinary lax functions, which are no operations of the
-program and must not be tapped.
+Rules made by ``mlir.lower_fun`` trace lax functions. Those are not operations of the program, and
+must not be tapped.
 """
 
 rule_runners: tuple[FunctionType, ...] = (
@@ -56,84 +57,80 @@ rule_runners: tuple[FunctionType, ...] = (
     _remat.RematTrace.process_primitive,
     _shard_map.ShardMapTrace.process_primitive,
 )
-"""Run the rules of primitives (derivative, batching, ...), 0.10.2 - 0.12.
+"""Run the rules of primitives (derivative, batching, ...).
 
-Called with the trace, the primitive, its operands and its parameters. Those rules call lax
-functions too. No code of the program runs below them, except the rules of ``custom_vjp``,
+Called with the trace, the primitive, its operands and its parameters. These rules call lax
+functions, too. Code of the program runs inside of them only in the rules of ``custom_vjp``,
 ``custom_jvp`` and ``custom_vmap``.
 """
 
 backward_pass: FunctionType = _ad.backward_pass3
-"""Runs the transpose rules, 0.10.2 - 0.12. As ``rule_runners``."""
+"""Runs the transpose rules. See ``rule_runners``."""
 
 evaluate_partially: FunctionType = _pe.JaxprTrace.process_primitive
-"""Computes a primitive of known operands and traces one of unknown operands, 0.10.2 - 0.12.
+"""Computes a primitive of known operands, and traces one of unknown operands.
 
-As ``rule_runners``.
+See ``rule_runners``.
 """
 
 hoist: FunctionType = _loops._scan_known_hoisting
 trace_partially: FunctionType = _pe.trace_to_jaxpr_nounits
-"""Computes before a differentiated loop what doesn't change in it, 0.10.2 - 0.12.
-
-The first forgets all name scopes, and calls the second.
-"""
+"""Hoists loop invariants out of a differentiated loop. ``hoist`` forgets all name scopes, and calls
+``trace_partially``."""
 
 eval_shape: FunctionType = _api.eval_shape
 linear_transpose: FunctionType = _api.linear_transpose
-"""0.10.2 - 0.12. Public as ``jax.eval_shape`` and ``jax.linear_transpose``."""
+"""Public as ``jax.eval_shape`` and ``jax.linear_transpose``."""
 
 evaluate_checkpoint: FunctionType = _ad_checkpoint.remat_impl
-"""Binds what ``jax.checkpoint`` has traced once more where nothing else is to be traced,
-0.10.2 - 0.12. It was tapped when it was traced."""
+"""Evaluates a program that ``jax.checkpoint`` has traced. It was tapped when it was traced."""
 
 jit_staging_rule: FunctionType = _pjit.pjit_staging_rule
-"""Puts the call of a jitted function into a jaxpr, or its body in its place, 0.10.2 - 0.12.
+"""Stages the call of a jitted function, or inlines its body.
 
-Called with the trace, the source line and the operands; the parameters are keywords.
+Called with the trace, the source line and the operands. The parameters are keywords.
 """
 
 
 def keep_call(trace: Any, source_info: Any, *operands: Any, **params: Any) -> Any:
-    """Puts the call itself into the jaxpr, however early it wants to be inlined."""
+    """Stage a jitted call in a jaxpr, even one to be inlined."""
     return trace.default_process_primitive(_pjit.jit_p, operands, params, source_info=source_info)
 
 
 SETTLED = "jaxtap.settled"
-"""Begins the name scope of operations that are none of the program's, where an observer looks
-on: what a rule or a handler adds to the program."""
+"""Prefix of the name scope of operations that a rule or a handler adds to an observed program."""
 
 
 def settled(name: str = SETTLED) -> Any:
-    """Returns a context manager: operations made in it are none of the program's."""
-    # Not extend_name_stack: that would be a part of the module path.
+    """Return a context manager that marks operations as not the program's."""
+    # extend_name_stack would make the name a part of the module path.
     return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
 
 
 def is_settled() -> bool:
-    """Returns whether operations made now are none of the program's."""
+    """Return whether operations are marked as not the program's."""
     stack = _source_info.current_name_stack().stack
     return any(entry.name.startswith(SETTLED) for entry in stack)
 
 
 def unsettled() -> Any:
-    """Returns a context manager: operations made in it are the program's again."""
+    """Return a context manager that ends the mark of ``settled``."""
     stack = _source_info.current_name_stack()
     kept = tuple(entry for entry in stack.stack if not entry.name.startswith(SETTLED))
     return _source_info.set_name_stack(_source_info.NameStack(kept))
 
 
 AHEAD = "jaxtap.ahead"
-"""Names the scope of operations that a program computes while it traces a function ahead."""
+"""The name scope of operations that a program computes while it traces a function ahead."""
 
 TRANSPOSED = "jaxtap.transposed"
-"""Names the scope in which ``jax.linear_transpose`` traces a function."""
+"""The name scope in which ``jax.linear_transpose`` traces a function."""
 
 
 def _is_ahead(trace: Any) -> bool:
-    """Returns whether the program evaluates a function partially, ahead of running it.
+    """Return whether the program evaluates a function partially.
 
-    Rules of JAX, and transposes, evaluate partially what is not run a second time.
+    JAX's rules and transposes also evaluate partially, but do not run the function later.
     """
     if not isinstance(trace, _pe.JaxprTrace):
         return False
@@ -142,9 +139,9 @@ def _is_ahead(trace: Any) -> bool:
 
 
 def unknown_ahead(value: Any) -> bool:
-    """Returns whether a value is unknown where the program evaluates a function partially.
+    """Return whether a value is unknown to a partial evaluation.
 
-    An operation of it is only traced: if the program runs it, it does so later.
+    An operation on such a value is only traced. If the program runs it, it runs later.
     """
     while isinstance(value, _core.Tracer):
         if isinstance(value, _pe.JaxprTracer):
@@ -159,9 +156,9 @@ def unknown_ahead(value: Any) -> bool:
 
 
 def known_ahead(trace: Any, values: Any) -> list[Any] | None:
-    """Returns the operands of what is computed while a function is evaluated partially.
+    """Return the known operands of a partial evaluation, or None.
 
-    None for any other trace, and where an operand is unknown.
+    The result is None for other traces, and if an operand is unknown.
     """
     if not _is_ahead(trace):
         return None
@@ -175,7 +172,7 @@ def known_ahead(trace: Any, values: Any) -> list[Any] | None:
 
 
 def around(trace: Any) -> Any:
-    """Returns a context manager: operations are computed outside of such a trace."""
+    """Return a context manager that computes operations outside of a trace."""
     return _core.set_current_trace(trace.parent_trace)
 
 
@@ -183,14 +180,14 @@ Primitive: type = _core.Primitive
 
 
 def traced_function(fn: Any) -> Any:
-    """Returns the Python function that a ``PjitFunction`` traces (0.10.2 - 0.12)."""
+    """Return the Python function that a ``PjitFunction`` traces."""
     return fn._fun
 
 
 def staging_trace() -> Any | None:
-    """Returns the innermost trace that builds a jaxpr, or None outside of any.
+    """Return the innermost trace that builds a jaxpr, or None.
 
-    Traces of ``grad``, ``vmap`` and ``jvp`` are looked through: they evaluate in place.
+    Traces of ``grad``, ``vmap`` and ``jvp`` are skipped: they evaluate in the trace around them.
     """
     trace = _core.trace_ctx.trace
     while trace is not None and not hasattr(trace, "frame"):
@@ -199,7 +196,7 @@ def staging_trace() -> Any | None:
 
 
 def trace_label(trace: Any) -> str:
-    """Returns what a staging trace traces, as ``jit(block)`` or ``scan(body)``."""
+    """Return what a staging trace traces, as ``jit(block)`` or ``scan(body)``."""
     info = trace.frame.debug_info
     if info is None:
         return "trace"
@@ -207,14 +204,14 @@ def trace_label(trace: Any) -> str:
 
 
 def primitives() -> dict[str, Any]:
-    """Returns every primitive that JAX exposes or that has a lowering rule, by name.
+    """Return all primitives with a name in JAX or a lowering.
 
-    The lowering tables (0.10.2 - 0.12) also hold the primitives of other libraries.
+    The lowering tables also have the primitives of other libraries.
     """
     tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
     lowered = [primitive for table in tables for primitive in table]
     public = [p for p in vars(_public_primitives).values() if isinstance(p, Primitive)]
-    # Made of other operations before it is lowered: it has no rule there.
+    # It expands to other operations before it is lowered, so it has no lowering.
     high = [_hijax.call_hi_primitive_p]
     return {primitive.name: primitive for primitive in (*lowered, *public, *high)}
 
@@ -223,17 +220,19 @@ jaxlib_version: str = jaxlib.__version__
 
 
 def start_backend(platform: str) -> None:
-    """Starts the backend of a platform, if it is not running. Raises where it cannot start."""
+    """Start the backend of a platform, if it is not running."""
     jax.devices(platform)
 
 
 @cache
 def ffi_api_version() -> tuple[int, int] | None:
-    """Returns the newest version of XLA's FFI that this jaxlib runs, as (major, minor).
+    """Return the newest version of XLA's FFI that jaxlib runs.
 
-    Nothing in jaxlib's Python tells. The headers that it ships are those it was built with
-    (0.10.2: 0.3, 0.11.2: 0.4, 0.12: 0.5). None where a distributor has left them out: XLA, which
-    looks at the handler itself, then is the only one to check.
+    jaxlib's Python API does not have the version. The headers that jaxlib ships are those that it
+    was built with (0.10.2: 0.3, 0.11.2: 0.4, 0.12: 0.5).
+
+    Returns:
+        (major, minor); None if the headers are missing. Then only XLA checks handlers.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     if not header.is_file():
@@ -245,24 +244,24 @@ def ffi_api_version() -> tuple[int, int] | None:
 
 
 def _xla_platform(platform: str) -> str:
-    # The registry of targets knows platforms by these names, those of JAX's own kernels too.
+    # XLA's registry of targets has these names for platforms.
     return {"cpu": "cpu", "cuda": "CUDA", "rocm": "ROCM"}.get(platform, platform)
 
 
 def ffi_targets(platform: str) -> set[str]:
-    """Returns the names of the targets that XLA has for a platform, whoever registered them.
+    """Return the names of all targets that XLA has for a platform.
 
-    What waits for the backend to start is not among them (0.10.2 - 0.12).
+    Targets that wait for the backend to start are not among them.
     """
     name = _xla_platform(platform)
     return set(_xla_client.custom_call_targets(_xla_client.xla_platform_names.get(name, name)))
 
 
 def register_ffi_target(name: str, stages: dict[str, Any], platform: str) -> None:
-    """Registers the handlers of a target, by stage."""
+    """Register the handlers of a target, by stage."""
     jax.ffi.register_ffi_target(name, stages, platform=_xla_platform(platform))
 
 
 def register_ffi_type(name: str, capsules: Any, platform: str) -> None:
-    """Registers the type of the state that handlers keep, by its parts."""
+    """Register the type of a handler's state, by its parts."""
     jax.ffi.register_ffi_type(name, capsules, platform=_xla_platform(platform))

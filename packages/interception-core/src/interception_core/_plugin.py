@@ -1,4 +1,4 @@
-"""interception-core's own plugin: it has no other way in than a third party's has."""
+"""interception-core's plugin, declared as a third party's would be."""
 
 from .plugins.hookspecs import hookimpl
 from .plugins.specs import CommandSpec, DoctorCheck, EngineSpec
@@ -8,7 +8,7 @@ API = (1, 1)
 
 @hookimpl
 def jaxtap_register_engines() -> list[EngineSpec]:
-    """Returns the engine that works by patching."""
+    """Return PatchEngine's spec."""
     return [
         EngineSpec(
             name="patch",
@@ -21,11 +21,11 @@ def jaxtap_register_engines() -> list[EngineSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Returns the commands that look at the installation, and the one that shows a provider."""
+    """Return the commands that this package adds to ``jaxtap``."""
     return [
         CommandSpec(
             name="plugins",
-            summary="list the installed plugins and what became of them",
+            summary="list the installed plugins and whether they were loaded",
             run="interception_core.cli.plugins:run",
             configure="interception_core.cli.plugins:configure",
         ),
@@ -64,7 +64,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
 
 @hookimpl
 def jaxtap_doctor_checks() -> list[DoctorCheck]:
-    """Returns the checks of the installation."""
+    """Return the checks of the installation."""
     return [
         DoctorCheck(
             name="versions",

@@ -21,14 +21,13 @@ class Operand:
     Attributes:
         shape: its shape, or None if it isn't an array.
         dtype: its dtype, or None if it isn't an array.
-        provenance: the pytree path of the input that it is, such as ``args[0]['w']``. None for a
-            computed value, and for one that the engine can't follow. An engine that follows
-            moves gives the path of an input that was transposed, reshaped, cast or sliced by a
-            loop, too.
-        axes: for each axis of that input, the axis of the operand that it became: a number (two
-            axes that were merged have the same), a tuple if it was split, None if it is gone (a
-            scan took one step of it). None if the provenance is None.
-        metadata: what handlers have attached to the value with ``OpCall.annotate``.
+        provenance: the pytree path of the input that it is, such as ``args[0]['w']``; None for a
+            computed value, and if the engine can't follow it. Some engines also follow an input
+            that was transposed, reshaped, cast or sliced by a loop.
+        axes: for each axis of that input, where it is in the operand: an axis (the same for axes
+            that were merged), a tuple of axes if it was split, or None if it is gone, as in a step
+            of a scan. None if the provenance is None.
+        metadata: what handlers attached to the value with ``OpCall.annotate``.
     """
 
     shape: tuple[int, ...] | None
@@ -39,15 +38,15 @@ class Operand:
 
 
 class ValueKind(NamedTuple):
-    """What a value is to somebody who wants to store parameters in another form.
+    """What a value is to a provider that stores parameters.
 
     Attributes:
         kind: "view" (a part or an arrangement of parameters), "derived" (another value of
             parameters and constants alone), "constant" or "activation".
-        is_dynamic: whether a view or a derived value has an index that the program computes.
+        is_dynamic: whether the program computes an index of a view or a derived value.
         paths: the pytree paths of the parameters behind a view or a derived value.
-        closes_over: whether its values also come from an array that the program closes over: a
-            mask, or data.
+        closes_over: whether the value also depends on an array that the program closes over, such
+            as a mask.
     """
 
     kind: Literal["view", "derived", "activation", "constant"]
@@ -57,11 +56,11 @@ class ValueKind(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A loop around a call, and the step that it is in.
+    """A loop around a call, and the call's step.
 
     Attributes:
-        index: the number of the step, an int32 scalar: of a scan that goes backwards, the place
-            in what it goes along. None where the engine can't tell.
+        index: the number of the step, an int32 scalar. In a reverse scan it is the index into the
+            operands that the scan steps along. None if the engine does not know it.
         length: how many steps the loop has; None if only a run can tell.
     """
 
@@ -72,17 +71,16 @@ class Step(NamedTuple):
 class OpCall(abc.ABC):
     """One call of a target.
 
-    Engines subclass it: they set the attributes and ``_args``, the positional arguments, and
+    Engines subclass it. They set the attributes and ``_args``, the positional arguments, and
     define the abstract members. Engines that follow values through a program also define
-    ``proxy``, ``why_no_proxy``, ``expression``, ``kind``, ``roots`` and ``steps``; the others
-    leave them as they are.
+    ``proxy``, ``why_no_proxy``, ``expression``, ``kind``, ``roots`` and ``steps``.
 
     Attributes:
-        op_name: the target's last name: ``dot``, ``Dense.__call__``, ``dot_general``.
-        module_path: the name scopes (``jax.named_scope``) open since the wrapped function
-            began, joined by ``/``.
+        op_name: the last part of the target's name: ``dot``, ``Dense.__call__``, ``dot_general``.
+        module_path: the name scopes (``jax.named_scope``) that were opened since the wrapped
+            function began, joined by ``/``.
         level: "function" or "primitive".
-        params: the keyword arguments: for a primitive, its parameters.
+        params: the keyword arguments; for a primitive, its parameters.
     """
 
     __slots__ = ("_args", "level", "module_path", "op_name", "params")
@@ -98,128 +96,137 @@ class OpCall(abc.ABC):
     def op_id(self) -> str:
         """Module path, name and a number among such calls: ``encoder/layer_0/dot:0``.
 
-        Calls within a nested trace add its label and are counted apart
-        (``encoder/jit(block)/dot:0``), so that ids don't depend on what JAX has cached.
+        Calls in a nested trace have its label, as in ``encoder/jit(block)/dot:0``, and are counted
+        separately, so that ids do not depend on JAX's caches.
         """
 
     @property
     @abc.abstractmethod
     def within(self) -> frozenset[str]:
-        """The names of the targets, tapped but let run, that this call is a part of."""
+        """The names of the targets around this call that were let run."""
 
     @abc.abstractmethod
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original with these arguments and return its result.
 
-        This interceptor is off meanwhile; others that were active are asked first.
+        This interceptor is off while the original runs. Other active interceptors are asked first.
         """
 
     @abc.abstractmethod
     def provenance(self, value: Any) -> str | None:
-        """Return the pytree path of the input that ``value`` is: see ``Operand.provenance``.
+        """Return the pytree path of the input that a value is.
+
+        Args:
+            value: an argument of this call. See ``Operand.provenance``.
 
         Raises:
             RuntimeError: the wrapped function has returned, and its inputs are forgotten.
         """
 
     def annotate(self, value: Any, **metadata: Any) -> Any:
-        """Attach metadata to ``value``, to be read where it is an operand, and return it.
+        """Attach metadata to a value, and return the value.
 
-        It stays with the value, not with what is computed from it, and replaces what was
-        attached under the same names. An engine that follows values takes it into and out of
-        jitted functions, branches and loops; if two branches disagree, or a loop changes the
-        value, it is dropped.
+        Where the value is an operand, a handler reads it from ``Operand.metadata``. It belongs to
+        the value, not to results that are computed from it, and replaces earlier metadata of the
+        same names. An engine that follows values takes it into and out of jitted functions,
+        branches and loops, and drops it if branches disagree or a loop changes the value.
 
         Args:
-            value: an array: an argument of this call, or what its handler returns.
+            value: an array: an argument of this call, or the handler's result.
             metadata: hashable values.
 
+        Returns:
+            The value.
+
         Raises:
-            TypeError: a value of the metadata can't be hashed: jitted functions that are shown
-                one operand with it and one without must be told apart.
+            TypeError: a value of the metadata can't be hashed.
         """
         for name, note in metadata.items():
+            # The trace of a jitted function depends on the metadata of its operands.
             try:
                 hash(note)
             except TypeError as error:
                 raise TypeError(
-                    f"Metadata {name}={note!r} can't be hashed. Attach strings, numbers, tuples "
-                    "or frozen dataclasses."
+                    f"Metadata must be hashable, got {name}={note!r}, which can't be hashed. "
+                    "Attach strings, numbers, tuples or frozen dataclasses."
                 ) from error
         self._attach(value, MappingProxyType({**self.metadata(value), **metadata}))
         return value
 
     @abc.abstractmethod
     def _attach(self, value: Any, metadata: Mapping[str, Any]) -> None:
-        """Keep ``metadata`` as that of ``value``."""
+        """Set the metadata of a value."""
 
     @abc.abstractmethod
     def metadata(self, value: Any) -> Mapping[str, Any]:
-        """Return what was attached to ``value``; empty if nothing was."""
+        """Return the metadata of a value, which may be empty."""
 
     def proxy(self, value: Any) -> Any:
-        """Return the array proxy that the caller passed where ``value`` is an array, or None.
-
-        ``value`` is an operand, or what the handler has made of operands by moving elements.
+        """Return the array proxy of a value, or None.
 
         An engine may accept objects that hold an array in another form, such as quantized values
-        and scales. It runs the program for the array, and moves the proxy as the program moves
-        the array. What proxies are and can do is documented by the engine.
+        and scales. It traces the program for the array, and moves the proxy as the program moves
+        the array. The engine documents its proxies.
+
+        Args:
+            value: an operand, or a value that the handler made of operands by moving elements.
         """
         return None
 
     def why_no_proxy(self, value: Any) -> str | None:
-        """Return why ``value`` has no proxy, where an array that it is moved from has one."""
+        """Return why a value has lost its array proxy, or None."""
         return None
 
     def expression(self, value: Any) -> Any:
-        """Return how ``value`` is computed from the inputs of the wrapped function, or None.
+        """Return how a value is computed from inputs, or None.
 
-        The expression tells what the value is to somebody who wants to store parameters in
-        another form: ``expression.kind(is_parameter)``, with a predicate of pytree paths, is
-        "view" (a part or an arrangement of parameters), "derived" (another value of parameters
-        and constants alone), "constant" or "activation"; ``expression.is_dynamic(is_parameter)``
-        is whether a view or a derived value has an index that the program computes; its ``str``
-        is for messages. None means that the engine can't tell.
+        Args:
+            value: an argument of this call.
+
+        Returns:
+            The expression; None if the engine does not know it. ``expression.kind(is_parameter)``,
+            with a predicate of pytree paths, is a kind as in ``ValueKind``.
+            ``expression.is_dynamic(is_parameter)`` is whether the program computes an index of it.
+            Its ``str`` is for messages.
         """
         return None
 
     def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind | None:
-        """Return what ``value`` is to somebody who wants to store parameters in another form.
+        """Return what a value is to a provider that stores parameters.
 
-        ``call.expression(value)`` tells more, at a price: an engine that shares the traces of
-        jitted functions shares none of those in which a handler reads an expression, but those
-        in which it asks for the same kinds.
+        ``call.expression(value)`` tells more, but costs more: an engine that reuses the traces of
+        jitted functions does not reuse those in which a handler reads an expression. It reuses
+        those in which a handler asks for kinds, where the answers are the same.
 
         Args:
             value: an argument of this call.
-            is_parameter: whether the input of a pytree path is one. Ask with the same function
+            is_parameter: whether the input of a pytree path is a parameter. Pass the same function
                 each time.
 
         Returns:
-            The kind; None if the engine can't tell.
+            The kind; None if the engine does not know it.
         """
         return None
 
     def roots(self, value: Any) -> frozenset[str] | None:
-        """Return the pytree paths of all inputs that ``value`` is computed from.
+        """Return the pytree paths of all inputs behind a value.
 
-        None means that the engine can't tell.
+        The result is None if the engine does not know them.
         """
         return None
 
     @property
     def steps(self) -> tuple[Step, ...] | None:
-        """The loops around this call, the outermost first. None if the engine can't tell."""
+        """The loops around this call, outermost first; None if not known."""
         return None
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The positional arguments, each with its provenance. Raises as ``operand`` does."""
+        """The positional arguments, each with its provenance; see ``operand``."""
         return tuple(self.operand(arg) for arg in self._args)
 
     def operand(self, value: Any) -> Operand:
-        """Return what is known of ``value``, an argument of this call.
+        """Return what is known of an argument of this call.
 
         Raises:
             RuntimeError: the wrapped function has returned, and its inputs are forgotten.
@@ -235,8 +242,8 @@ class OpCall(abc.ABC):
     def fingerprint(self) -> str:
         """A short hash of the call's structure: shapes, dtypes and static parameters.
 
-        Equal in every process. Stored together with an ``op_id``, it tells whether the id still
-        means the same call.
+        It is equal in every process. Stored together with an ``op_id``, it tells whether the id
+        still means the same call.
         """
         leaves, treedef = jax.tree.flatten((self._args, dict(self.params)))
         text = repr((self.op_name, str(treedef), [_describe(leaf) for leaf in leaves]))

@@ -1,4 +1,4 @@
-"""The contract of an engine."""
+"""Engine: the protocol of engines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ R = TypeVar("R")
 class Engine(Protocol):
     """Runs functions with an interceptor active.
 
-    An engine that follows values through a program, so that ``OpCall.kind``, ``OpCall.proxy`` and
-    provenance behind moves are known under ``jit``, has an attribute ``follows_values`` that is
-    true. Without one providers treat it as ``PatchEngine``.
+    An engine that follows values through a program under ``jit`` has a true attribute
+    ``follows_values``: it knows ``OpCall.kind``, ``OpCall.proxy`` and the provenance of moved
+    inputs. Providers treat engines without it as ``PatchEngine``.
     """
 
     def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
-        """Returns ``fn``, run with ``interceptor`` active."""
+        """Return ``fn`` with an interceptor's targets tapped."""
         ...

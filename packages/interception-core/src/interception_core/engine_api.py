@@ -1,9 +1,9 @@
-"""For authors of engines: what engines are built on.
+"""The API for authors of engines.
 
-An engine is an object with `wrap(fn, interceptor) -> fn`. One that lets the program itself run
-has `Taps`, which finds the targets and runs a function with them tapped: its `on_call` is asked at
-each call of a tapped function, and its `Observer` at each primitive that meets a transformation.
-What handlers are given is a subclass of `interception_core.OpCall`.
+An engine is an object with `wrap(fn, interceptor) -> fn`. It may use `Taps`, which finds the
+targets and runs a function with them tapped. `Taps` calls `on_call` at each call of a tapped
+function, and an `Observer` at each primitive that meets a transformation. An engine gives handlers
+a subclass of `interception_core.OpCall`.
 
 Importing this module imports JAX.
 """

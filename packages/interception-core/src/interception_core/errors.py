@@ -1,13 +1,13 @@
-"""The errors and the warning that jaxtap raises on purpose, and how they are worded.
+"""The errors and warnings that jaxtap raises on purpose.
 
-Every error derives from `JaxtapError`, so that a program (and the command line)
-can tell jaxtap's own refusals from bugs with one ``except``.
+Every error derives from `JaxtapError`, so that programs and the command line can tell jaxtap's
+refusals from bugs with one ``except``.
 """
 
 import difflib
 from collections.abc import Iterable
 
-# Of a longer list than this (the tap targets, say), only what is near is of use.
+# Of a longer list, such as the targets of JAX, an error gives the nearest names alone.
 _LISTED = 20
 _NEAREST = 8
 
@@ -28,16 +28,19 @@ class PluginError(JaxtapError):
 
 
 class KernelError(PluginError):
-    """A kernel cannot be registered with XLA. The message names its plugin and its target."""
+    """A kernel can't be registered with XLA.
+
+    The message names the kernel's plugin and target.
+    """
 
 
 class UnknownNameError(JaxtapError, LookupError):
     """A name that nothing is registered under.
 
     Attributes:
-        kind: what was looked up, such as ``"provider"``.
+        kind: the kind of thing, such as ``"provider"``.
         given: the name that was asked for.
-        known: the names that would have worked, sorted.
+        known: the registered names, sorted.
         nearest: the known name most like `given`, or None.
     """
 
@@ -48,11 +51,11 @@ class UnknownNameError(JaxtapError, LookupError):
 
 
 class PluginWarning(UserWarning):
-    """An installed plugin was left out, or does something that it should not."""
+    """A plugin was left out, or does what it should not."""
 
 
 def nearest_name(given: str, known: Iterable[str]) -> str | None:
-    """Returns the known name most like `given`, letter case ignored, or None if none is near."""
+    """Return the known name most like `given`, or None."""
     folded = {name.casefold(): name for name in known}
     matches = difflib.get_close_matches(given.casefold(), folded, n=1)
     return folded[matches[0]] if matches else None
@@ -61,13 +64,13 @@ def nearest_name(given: str, known: Iterable[str]) -> str | None:
 def unknown_name(
     kind: str, given: object, known: Iterable[str], hint: str = ""
 ) -> UnknownNameError:
-    """Words the error for a name that nothing is registered under. The caller raises it.
+    """Return the error for a name that nothing is registered under.
 
     Args:
-        kind: what was looked up, in the singular, such as ``"provider"``.
+        kind: the kind of thing, in the singular, such as ``"provider"``.
         given: the name that was asked for.
-        known: the names that would have worked.
-        hint: a sentence for the end of the message, if any.
+        known: the registered names.
+        hint: a sentence for the end of the message, or empty.
 
     Returns:
         An `UnknownNameError` whose message gives the nearest name and the known ones.
@@ -92,14 +95,14 @@ def unknown_name(
 
 
 def one_line(error: BaseException) -> str:
-    """Describes an exception in one line, for lists and warnings.
+    """Describe an exception in one line.
 
     Args:
         error: any exception.
 
     Returns:
         Its type and the first line of its text, such as ``"ModuleNotFoundError: No module
-        named 'acme'"``; the type is left out for jaxtap's own errors, whose text says enough.
+        named 'acme'"``. Errors of jaxtap are described without their type.
     """
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""

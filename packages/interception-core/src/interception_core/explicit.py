@@ -1,8 +1,8 @@
-"""Ops on meshes whose axes are of type Explicit: shardings in types go around an op, not into it.
+"""Ops on meshes with axes of type Explicit.
 
-The rules by which JAX propagates shardings in types know its own primitives. An op that is made of
-many of them, with reshapes that cut axes, says what comes out of it as a whole and leaves what is
-inside to the compiler.
+JAX propagates explicit shardings primitive by primitive. An op that is made of many primitives,
+some of which cut axes, tells the sharding of its results as a whole, and leaves shardings inside to
+the compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def explicit_mesh(*trees: Any) -> Any:
     """Return the abstract mesh along which arrays are explicitly sharded, or None.
 
     Args:
-        trees: pytrees of arrays. Leaves of other types count as unsharded.
+        *trees: pytrees of arrays. Other leaves count as unsharded.
     """
     for leaf in jax.tree.leaves(trees):
         sharding = _sharding(leaf)
@@ -28,7 +28,7 @@ def explicit_mesh(*trees: Any) -> Any:
 
 
 def explicit_spec(x: Any) -> tuple[Any, ...]:
-    """Return the explicit mesh axes of each axis of an array, None for those without."""
+    """Return the explicit mesh axes of each axis of an array."""
     sharding = _sharding(x)
     spec = () if sharding is None else tuple(sharding.spec)
     return spec + (None,) * (len(x.shape) - len(spec))
@@ -40,13 +40,15 @@ def with_auto_axes(
     specs: Callable[[Any], Any],
     *operands: Any,
 ) -> Any:
-    """Call a function with the explicit axes of a mesh made Auto, its results explicit again.
+    """Call a function with a mesh's explicit axes made Auto.
+
+    The results are explicitly sharded again.
 
     Args:
-        mesh: the mesh, as ``explicit_mesh`` returns it.
-        fn: a function of the operands. It must close over no array of that mesh.
-        specs: called with the results; returns a PartitionSpec for each array of them, in a tree.
-        operands: pytrees of arrays.
+        mesh: the mesh, from ``explicit_mesh``.
+        fn: a function of the operands. It must not close over arrays of that mesh.
+        specs: called with the results, returns a pytree with a PartitionSpec for each array.
+        *operands: pytrees of arrays.
     """
     explicit = [
         name
@@ -71,7 +73,7 @@ def with_auto_axes(
 
 
 def parts_of(mesh: Any, axes: Any) -> int:
-    """Return into how many parts mesh axes, as an entry of a PartitionSpec, cut an axis."""
+    """Return into how many parts mesh axes cut an axis."""
     names: Sequence[str] = () if axes is None else (axes,) if isinstance(axes, str) else axes
     count = 1
     for name in names:
@@ -79,8 +81,31 @@ def parts_of(mesh: Any, axes: Any) -> int:
     return count
 
 
+def followed_spec(
+    mesh: Any, spec: Sequence[Any], shape: Sequence[int], found: Sequence[int]
+) -> PartitionSpec:
+    """Return the spec of an array that follows another.
+
+    Scales follow quantized values so.
+
+    Args:
+        mesh: the mesh.
+        spec: mesh axes of each axis of the other array.
+        shape: of the other array.
+        found: of this one. Along an axis it has the same size, a number of tiles, or 1.
+    """
+
+    def follows(axes: Any, size: int, n: int) -> bool:
+        if n == size or axes in (None, PartitionSpec.UNCONSTRAINED):
+            return True
+        return n > 1 and size % n == 0 and n % parts_of(mesh, axes) == 0
+
+    pairs = zip(spec, shape, found, strict=True)
+    return PartitionSpec(*(axes if follows(axes, size, n) else None for axes, size, n in pairs))
+
+
 def _sharding(x: Any) -> NamedSharding | None:
-    """Return the sharding in an array's type, where it has a mesh with an explicit axis."""
+    """Return the explicit sharding in an array's type, or None."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None

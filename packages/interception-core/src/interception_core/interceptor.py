@@ -1,4 +1,4 @@
-"""Interceptor: what is tapped, by what, and under which cache key."""
+"""Interceptor: targets, their handlers, and the key in JAX's caches."""
 
 from __future__ import annotations
 
@@ -18,31 +18,28 @@ class Interceptor(Mapping[str, Handler]):
     """A frozen mapping from targets to handlers.
 
     Args:
-        handlers: target name to handler. A target is a dotted name
-            (``jax.numpy.dot``, ``flax.linen.Dense.__call__``) or a primitive
-            (``primitive:dot_general``).
-        key: hashable; part of every JAX trace and jit cache key while the interceptor is
-            active. Equal keys on equal targets promise equal results: such interceptors share
-            traces. Without one, the interceptor gets a key of its own, and what its handlers do is
-            shared with nobody.
-        path_key: maps a module path (``"encoder/layer_0"``) to the hashable that stands for it
-            in the cache key. Two paths with equal values share the traces of the jitted
-            functions called under them, so they must be treated alike by every handler. The
-            default keeps all paths apart, and so traces what a model calls once for each of its
-            layers. ``lambda path: None`` is right, and several times faster to trace, for
-            handlers that ignore ``call.module_path`` and ``call.op_id``.
-        origin_key: maps the provenance of an operand (``"args[0]['w']"``) to the hashable that
-            stands for it where an engine decides whether the handlers have to be asked again
-            about another call of a jitted function. Equal values must be treated alike by every
-            handler. The default keeps all inputs apart.
+        handlers: handlers by target. A target is a dotted name (``jax.numpy.dot``,
+            ``flax.linen.Dense.__call__``) or a primitive (``primitive:dot_general``).
+        key: a hashable, which is a part of JAX's cache keys while the interceptor is active.
+            Interceptors with equal keys and targets share traces, so their handlers must give
+            equal results. Without a key, the interceptor shares traces with no other.
+        path_key: maps a module path (``"encoder/layer_0"``) to a hashable for the cache key. Paths
+            with equal values share the traces of jitted functions that are called under them, so
+            every handler must treat them alike. By default all paths differ, and a model's layers
+            are traced one by one. ``lambda path: None`` is right for handlers that ignore
+            ``call.module_path`` and ``call.op_id``, and several times faster to trace.
+        origin_key: maps the provenance of an operand (``"args[0]['w']"``) to a hashable. An engine
+            asks the handlers again about another call of a jitted function if an operand's value
+            differs. Every handler must treat provenances with equal values alike. By default all
+            inputs differ.
 
     Attributes:
         cache_key: the key and the targets.
-        given_key: the key that it was given; None if it has one of its own.
+        given_key: the argument ``key``.
 
     Raises:
-        TargetError: a target is not a name, a handler is not callable, the mapping is empty or
-            the key cannot be hashed.
+        TargetError: a target is not a name, a handler or a key function is not callable, the
+            mapping is empty, or the key can't be hashed.
     """
 
     __slots__ = (
@@ -65,17 +62,20 @@ class Interceptor(Mapping[str, Handler]):
     ):
         if not isinstance(handlers, Mapping) or not handlers:
             raise TargetError(
-                f"Interceptor needs a non-empty mapping of target names to handlers, got "
-                f"{handlers!r}."
+                f"Interceptor's handlers must be a non-empty mapping, got {handlers!r}. Map target "
+                "names to handlers, such as {'jax.numpy.dot': handler}."
             )
         for target, handler in handlers.items():
             if not isinstance(target, str) or not target.removeprefix(PRIMITIVE_PREFIX):
                 raise TargetError(
-                    f"An interception target is a dotted name such as 'jax.numpy.dot' or "
-                    f"'primitive:dot_general', got {target!r}."
+                    f"A target must be a dotted name or a primitive, got {target!r}. Write for "
+                    "example 'jax.numpy.dot' or 'primitive:dot_general'."
                 )
             if not callable(handler):
-                raise TargetError(f"The handler of {target!r} is not callable: {handler!r}.")
+                raise TargetError(
+                    f"The handler of {target!r} must be callable, got {handler!r}. Pass a function "
+                    "handler(call, *args, **kwargs)."
+                )
         self.given_key = key
         if key is None:
             key = object()
@@ -83,13 +83,15 @@ class Interceptor(Mapping[str, Handler]):
             hash(key)
         except TypeError as error:
             raise TargetError(
-                f"Interceptor key {key!r} cannot be hashed. It becomes part of JAX's cache keys: "
-                "use a string, a tuple of hashables or a frozen dataclass."
+                f"Interceptor's key must be hashable, as a part of JAX's cache keys, got {key!r}. "
+                "Use a string, a tuple of hashables or a frozen dataclass."
             ) from error
-        if path_key is not None and not callable(path_key):
-            raise TargetError(f"path_key must be a function of the module path, got {path_key!r}.")
-        if origin_key is not None and not callable(origin_key):
-            raise TargetError(f"origin_key must be a function of a path, got {origin_key!r}.")
+        for name, function in (("path_key", path_key), ("origin_key", origin_key)):
+            if function is not None and not callable(function):
+                raise TargetError(
+                    f"{name} must be a function of a path, got {function!r}. Pass a function or "
+                    "None."
+                )
         self._handlers = MappingProxyType(dict(handlers))
         self._key = key
         self._path_key = path_key
@@ -98,20 +100,20 @@ class Interceptor(Mapping[str, Handler]):
 
     @property
     def key(self) -> Hashable:
-        """The hashable that stands for this interceptor in JAX's cache keys."""
+        """The interceptor's part of JAX's cache keys."""
         return self._key
 
     @property
     def tells_ids(self) -> bool:
-        """Whether handlers may treat two operations apart by their ids: without a ``path_key``."""
+        """Whether handlers may tell operations apart by ids."""
         return self._path_key is None
 
     def resolve_path(self, path: str) -> Hashable:
-        """Returns what stands for module ``path`` in the cache key."""
+        """Return the key of a module path."""
         return path if self._path_key is None else self._path_key(path)
 
     def resolve_origin(self, path: str) -> Hashable:
-        """Returns what stands for the provenance ``path``."""
+        """Return the key of a provenance."""
         return path if self._origin_key is None else self._origin_key(path)
 
     def __getitem__(self, target: str) -> Handler:

@@ -1,7 +1,7 @@
-"""Logging: what happens behind the scenes, on the logger `jaxtap` and those below it.
+"""Logging: the logger `jaxtap` and those below it.
 
-Nothing is printed unless a program configures `logging`, or `JAXTAP_DEBUG` is 1: then all of it
-goes to stderr.
+Nothing is printed unless a program configures `logging`. With `JAXTAP_DEBUG=1` all logs go to
+stderr.
 """
 
 import logging
@@ -15,7 +15,7 @@ def logger(part: str) -> logging.Logger:
     """Return the logger of a part of jaxtap, such as `jaxtap.plugins`.
 
     Args:
-        part: the name below `jaxtap`; packages with a plugin of theirs take the plugin's name.
+        part: the name below `jaxtap`. Packages with a plugin take the plugin's name.
     """
     return logging.getLogger(f"jaxtap.{part}")
 
@@ -26,7 +26,7 @@ def is_debug(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def log_to_stderr() -> None:
-    """Print all logs of jaxtap to stderr; a second call changes nothing."""
+    """Print all logs of jaxtap to stderr. A second call does nothing."""
     root = logging.getLogger("jaxtap")
     if root.handlers:
         return

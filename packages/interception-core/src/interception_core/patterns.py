@@ -1,4 +1,4 @@
-"""Regular expressions of rules, matched with whole paths in limited time."""
+"""Patterns: regular expressions of rules, matched in limited time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_pattern(pattern: str) -> None:
 
     Raises:
         TypeError: it is not a string.
-        ValueError: it is not a regular expression; the message says where.
+        ValueError: it is not a regular expression. The message tells the position.
     """
     try:
         regex.compile(pattern, regex.ASCII)
@@ -30,9 +30,9 @@ def matches_path(pattern: str, path: str) -> bool:
     """Return whether ``pattern`` matches the whole of ``path``.
 
     Args:
-        pattern: a regular expression in the syntax of Python's ``re``; classes such as ``\\w`` are
+        pattern: a regular expression in the syntax of Python's ``re``. Classes such as ``\\w`` are
             ASCII.
-        path: such as ``"encoder/layer_0/attention"``.
+        path: a module path or pytree path, such as ``"encoder/layer_0/attention"``.
 
     Raises:
         JaxtapError: the match takes longer than ``LIMIT_S`` seconds.
@@ -41,6 +41,6 @@ def matches_path(pattern: str, path: str) -> bool:
         return regex.fullmatch(pattern, path, regex.ASCII, timeout=LIMIT_S) is not None
     except TimeoutError:
         raise JaxtapError(
-            f"The pattern {pattern!r} must match a path within {LIMIT_S:g} s, and did not for "
-            f"{path!r}. Write it without a repeat of a repeat, such as '(a+)+'."
+            f"The pattern {pattern!r} must match a path within {LIMIT_S:g} s, got {path!r}, for "
+            "which it needs longer. Write it without a repeat of a repeat, such as '(a+)+'."
         ) from None

@@ -1,4 +1,4 @@
-"""What a provider is, and what its plan is: protocols, for third parties and for our own."""
+"""The protocols of providers and their plans."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from .interceptor import Interceptor
 
 @runtime_checkable
 class Provider(Protocol):
-    """Something that quantizes functions. ``get_provider`` returns one.
+    """An object that quantizes functions. ``get_provider`` returns one.
 
     A provider may also have:
 
-    - ``plan(fn, params, *args, **kwargs)``, which returns a ``ProviderPlan`` and runs nothing:
-      ``jaxtap plan --provider NAME`` prints it.
-    - ``params_argnum``: index of the argument that holds the parameters (default 0).
+    - ``plan(fn, params, *args, **kwargs)``, which returns a ``ProviderPlan`` without running
+      anything. ``jaxtap plan --provider NAME`` prints it.
+    - ``params_argnum``: the index of the argument with the parameters (default 0).
     - ``strict``: whether problems of a plan are errors (default False).
-    - ``keeps_floats``: whether parameters stay float arrays, as in training. By default those of a
-      provider with ``plan`` are stored as ``plan.quantize`` returns them, and others stay.
-    - ``call_options``: names of the keyword arguments that the functions it returns take beside
-      those of the given ones, such as ``("quant_key",)``.
+    - ``keeps_floats``: whether parameters stay float arrays, as in training. By default the
+      parameters of a provider with ``plan`` are stored as ``plan.quantize`` returns them.
+    - ``call_options``: names of additional keyword arguments of the functions that it returns, such
+      as ``("quant_key",)``.
 
     Attributes:
-        engine: the name of the engine that it runs on; None is the best that is installed.
-        disable_jit: whether that engine is to run with jit off.
+        engine: the name of the engine that it runs on; None for the best that is installed.
+        disable_jit: whether that engine runs with jit off.
     """
 
     engine: str | None
     disable_jit: bool
 
     def interceptor(self) -> Interceptor:
-        """Return which operations are tapped, and by what."""
+        """Return the tapped operations and their handlers."""
         ...
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn`` quantized: it takes stored parameters, or arrays."""
+        """Return a quantized function, which takes stored parameters or arrays."""
         ...
 
 
 @runtime_checkable
 class ProviderPlan(Protocol):
-    """What a provider does to a function. It prints itself.
+    """A plan of what a provider does to a function.
 
     A plan may also have:
 
-    - ``as_json()``, which returns JSON's types: ``jaxtap plan --json`` writes it.
-    - ``report(params, *args)``, which measures it: ``jaxtap report`` prints what it returns, and
+    - ``as_json()``, which returns JSON's types for ``jaxtap plan --json``.
+    - ``report(params, *args)``, which measures it. ``jaxtap report`` prints the result, and
       ``--json`` writes its ``as_json()``.
-    - ``ranges``: the activations whose range has to be measured; where there are any,
-      ``quantize_model`` needs ``statistics``, and ``provider.apply_measured(fn, statistics)`` and
-      ``calibrate(fn, params, batches)`` are there, too.
-    - ``ops``: records of operations (``op_id``, ``rule``, ``weight``, ``operands``), by which
-      ``quantize_model`` tells what can't be followed.
+    - ``ranges``: the activations whose range must be measured. If there are any, ``quantize_model``
+      needs ``statistics``, and the plan has ``calibrate(fn, params, batches)`` and the provider
+      ``apply_measured(fn, statistics)``.
+    - ``ops``: records of operations (``op_id``, ``rule``, ``weight``, ``operands``), from which
+      ``quantize_model`` knows which rules can't be followed.
     - ``lora``, with ``init_adapters(key)``: adapters beside stored parameters.
-    - ``prepack``, as an option of ``quantize``: needed where ``quantize_model(prepack=False)`` is.
+    - ``prepack``, an option of ``quantize`` that ``quantize_model(prepack=False)`` needs.
     - ``manifest()`` and ``stored_types()``: see ``StorablePlan``.
 
     Attributes:
-        problems: what of the rules can't be followed: one line of text each.
+        problems: the rules that can't be followed, and why: one line of text each.
         weights: the parameters that are stored, by path or in a list.
     """
 
@@ -67,11 +67,11 @@ class ProviderPlan(Protocol):
     weights: Any
 
     def quantize(self, params: Any) -> Any:
-        """Return the parameters as they are stored, in the same tree."""
+        """Return the stored parameters, in the same tree."""
         ...
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn``, to be called with stored parameters."""
+        """Return a function of stored parameters."""
         ...
 
 

@@ -300,7 +300,7 @@ class TestDemo:
         host(OWN)
         assert main(["demo"]) == 1
         err = capsys.readouterr().err
-        assert "There is no demo here. Install a provider that brings one" in err
+        assert "A provider with a demo must be installed, got none" in err
 
     def test_one_that_two_plugins_claim(self, host, demos, declare, capsys):
         rival = CommandSpec("demo-odml", "a rival", "a:b")

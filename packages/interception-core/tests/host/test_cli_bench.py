@@ -128,13 +128,16 @@ class TestBench:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["acme.gem"], "target or op 'acme.gem'. Is it acme.gemm?"),
-            (["rival.gemm"], "rival.gemm declares no cases to time"),
-            (["acme.gemm", "--only", "rows=3"], "No case of acme.gemm has the labels"),
-            (["acme.gemm", "--skip", "float"], "the side 'float' can't be left out"),
+            (["acme.gem"], "got 'acme.gem'. Did you mean 'acme.gemm'?"),
+            (["rival.gemm"], "must declare cases to be timed, got rival.gemm"),
+            (["acme.gemm", "--only", "rows=3"], "no case of acme.gemm has these labels"),
+            (["acme.gemm", "--skip", "float"], "--skip must leave the sides kernel and float"),
             (["acme.gemm", "--only", "rows"], "--only must be LABEL=VALUE, got 'rows'"),
             (["acme.gemm", "--cases", "acme_bench:wrong"], "must return a Bench, got 7"),
-            (["acme.gemm", "--cases", "acme_bench:tableless", "--write"], "has no table to write"),
+            (
+                ["acme.gemm", "--cases", "acme_bench:tableless", "--write"],
+                "must have a table for --write, got acme.gemm",
+            ),
         ],
     )
     def test_what_is_wrong(self, bench, capsys, arguments, message):

@@ -89,9 +89,7 @@ class TestByName:
         host(acme)
         with pytest.raises(PluginError) as caught:
             get_provider("half")
-        assert "lacks: whether that engine is to run with jit off; interceptor()" in str(
-            caught.value
-        )
+        assert "lacks: whether that engine runs with jit off; interceptor()" in str(caught.value)
         assert "Provider 'half' of plugin 'acme-plugin' (acme-plugin-dist 1.0)" in str(caught.value)
 
     def test_what_is_not_an_engine_is_refused(self, acme, host):
@@ -104,7 +102,7 @@ class TestByName:
         with pytest.raises(PluginError, match="cannot load 'acme_implementation") as caught:
             get_provider("missing")
         assert isinstance(caught.value.__cause__, AttributeError)
-        with pytest.raises(PluginError, match="is not callable"):
+        with pytest.raises(PluginError, match="must be callable"):
             get_provider("data")
 
     def test_an_unknown_name(self, acme, host):

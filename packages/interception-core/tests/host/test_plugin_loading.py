@@ -101,27 +101,27 @@ class TestImport:
         monkeypatch.delitem(sys.modules, "jax")
         record, _, _ = load(found)
         assert record.status == "ok"
-        assert "imports jax" in record.notes[0]
+        assert "must not import jax, and it does" in record.notes[0]
 
         del sys.modules["jax"], sys.modules["written_plugin"]
         record, specs, _ = load(found, strict=True)
         assert (record.status, record.phase, specs) == ("failed", "import", ())
-        assert "imports jax" in str(record.error)
+        assert "must not import jax, and it does" in str(record.error)
 
 
 class TestApi:
     @pytest.mark.parametrize(
         ("api", "message"),
         [
-            (None, "add `API = (1, 6)`"),
+            (None, "Add `API = (1, 6)`"),
             ("1.0", "tuple of two ints"),
             ((1,), "tuple of two ints"),
             ((1, 0, 0), "tuple of two ints"),
             ((1, True), "tuple of two ints"),
             ([1, 0], "tuple of two ints"),
-            ((2, 0), "upgrade interception-core"),
-            ((1, 7), "upgrade interception-core"),
-            ((0, 9), "upgrade the plugin"),
+            ((2, 0), "Upgrade interception-core"),
+            ((1, 7), "Upgrade interception-core"),
+            ((0, 9), "Upgrade the plugin"),
         ],
     )
     def test_refused(self, declare, api, message):
@@ -146,7 +146,7 @@ class TestHooks:
     def test_an_unmarked_function_is_refused(self, declare, name):
         found = declare("acme")
         setattr(sys.modules[found.value], name, lambda: [SPEC])
-        refused(found, "hooks", "put `@hookimpl` above it")
+        refused(found, "hooks", "Put `@hookimpl` above it")
 
     def test_an_argument_too_many_is_refused(self, declare):
         found = declare("acme", jaxtap_register_providers=lambda config: [SPEC])
@@ -184,13 +184,13 @@ class TestDeclare:
     @pytest.mark.parametrize(
         ("result", "message"),
         [
-            (None, "returned None: return a list of ProviderSpec objects"),
+            (None, "must return a list of ProviderSpec objects, got None"),
             (SPEC, "must return a list of ProviderSpec objects"),
             (3, "must return a list of ProviderSpec objects"),
             (["acme"], "must return ProviderSpec objects, got 'acme'"),
             ("acme", "must return ProviderSpec objects, got 'a'"),
             ([EngineSpec("acme", "s", "a:b")], "must return ProviderSpec objects, got EngineSpec"),
-            ([SPEC, SPEC], "declares the provider 'acme' twice"),
+            ([SPEC, SPEC], "must declare each provider once, got 'acme' twice"),
         ],
     )
     def test_a_wrong_result_is_refused(self, declare, result, message):
@@ -217,7 +217,7 @@ class TestDeclare:
         found = declare("acme")
         module = sys.modules[found.value]
         module.jaxtap_select_kernel = hookimpl(wrapper=True)(wrapper)
-        refused(found, "declare", "jaxtap_select_kernel is a wrapper")
+        refused(found, "declare", "jaxtap_select_kernel must not be a wrapper")
 
     def test_choosing_is_not_done_while_loading(self, declare):
         def choose(call, candidates):

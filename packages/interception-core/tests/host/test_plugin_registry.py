@@ -62,9 +62,9 @@ class TestConflict:
         with pytest.raises(PluginError) as caught:
             registry.get(ProviderSpec, "acme")
         assert str(caught.value) == (
-            "The provider name 'acme' is claimed by plugin 'acme' (acme-dist 1.0) and by plugin "
-            "'rival' (rival-dist 1.0), so neither is used. Disable one: "
-            "JAXTAP_DISABLE_PLUGINS=acme or JAXTAP_DISABLE_PLUGINS=rival."
+            "A provider name must be claimed by one plugin, got 'acme', which is claimed by "
+            "plugin 'acme' (acme-dist 1.0) and by plugin 'rival' (rival-dist 1.0), so neither is "
+            "used. Disable one: JAXTAP_DISABLE_PLUGINS=acme or JAXTAP_DISABLE_PLUGINS=rival."
         )
 
     def test_each_record_says_so_and_warns_once(self, acme, rival):

@@ -110,5 +110,5 @@ class TestResolve:
         assert isinstance(caught.value.__cause__, cause)
 
     def test_wants_something_to_call(self):
-        with pytest.raises(PluginError, match="'string:digits' is not callable"):
+        with pytest.raises(PluginError, match="'string:digits' must be callable"):
             resolve("string:digits", "Provider 'p'")

@@ -127,9 +127,9 @@ class TestSelect:
         [
             (lambda call: 1 / 0, "ZeroDivisionError: division by zero"),
             (lambda call: sys.exit("enough"), "SystemExit: enough"),
-            (lambda call: None, "must return a bool or a str saying why not, got None"),
+            (lambda call: None, "must return a bool or a str that tells why not, got None"),
             (lambda: True, "TypeError"),
-            (None, "is not callable"),
+            (None, "must be callable"),
         ],
     )
     def test_a_broken_predicate_is_warned_about_once(self, kernels, code, supports, message):
@@ -169,7 +169,7 @@ class TestSelect:
             declare("acme", jaxtap_register_kernels=[*both, own]),
             declare("rival", jaxtap_register_kernels=both),
         )
-        with pytest.warns(PluginWarning, match="'acme.gemm@cpu' is claimed by"):
+        with pytest.warns(PluginWarning, match="got 'acme.gemm@cpu', which is claimed by"):
             assert select_kernel("gemm", "cpu").spec == own
 
 
@@ -221,9 +221,9 @@ class TestHook:
         [
             (lambda call, candidates: 1 / 0, "ZeroDivisionError"),
             (lambda call, candidates: sys.exit("enough"), "SystemExit"),
-            (lambda call, candidates: "acme.c", "one of its candidates.*It returned 'acme.c'"),
-            (lambda call, candidates: 3, "It returned 3"),
-            (lambda call, candidates: spec("acme.a", priority=5), "It returned KernelSpec"),
+            (lambda call, candidates: "acme.c", "got 'acme.c'. Return one of acme.*, or None"),
+            (lambda call, candidates: 3, "target, got 3"),
+            (lambda call, candidates: spec("acme.a", priority=5), "target, got KernelSpec"),
         ],
     )
     def test_a_broken_hook_is_warned_about_and_passed_over(self, declare, host, hook, message):

@@ -93,9 +93,9 @@ def test_problems_are_printed(file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("nowhere.py:f",), "names no file"),
-        (("{}",), "is a file, and the function of it is missing. Write FILE:FUNCTION"),
-        (("{}:nothing",), "has no function 'nothing'. It has: model, case, three, fails."),
+        (("nowhere.py:f",), "must be FILE:FUNCTION with an existing file"),
+        (("{}",), "where the function is missing. Write for example"),
+        (("{}:nothing",), "got 'nothing'. Name one of: model, case, three, fails."),
         (("{}:three",), "returned an object of type int. Give the arguments"),
         (("{}:fails",), "can't be called without arguments: RuntimeError: no data here."),
         (("{}:model",), "missing 2 required positional arguments"),

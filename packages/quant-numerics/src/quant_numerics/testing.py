@@ -16,7 +16,7 @@ _DIMS = (((1,), (0,)), ((), ()))
 
 
 class FormatConformance:
-    """The tests that every number format passes. Subclass it in a test module.
+    """The tests of a number format; subclass it in a test module.
 
     ::
 
@@ -69,7 +69,7 @@ class FormatConformance:
         np.testing.assert_allclose(qn.dequantize(q), _exact(q), rtol=1e-5, atol=1e-30)
 
     def test_each_value_is_the_nearest(self) -> None:
-        """No other value of the format, with the same scale, is nearer: up to a rounding error."""
+        """No value of the format is nearer, up to a rounding error."""
         q, weight = self.quantized(), self.weight().astype(np.float64)
         scale = _wide_scale(q)
         book = _book(self.kind)
@@ -100,7 +100,7 @@ class FormatConformance:
         assert (found * weight >= 0).all()
 
     def test_small_and_large(self) -> None:
-        """Finite as far as the scale's dtype goes, and where a scale is too small for it."""
+        """Very small and very large values stay finite."""
         most = min(float(jnp.finfo(self.kind.scale_dtype).max), 1e30) * self.kind.qmax / 4
         for value in (1e-30, most):
             weight = np.full((192, 8), value, np.float32)

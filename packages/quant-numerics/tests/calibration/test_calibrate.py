@@ -159,7 +159,7 @@ def test_methods_are_parsed(text, symmetric, clips):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("max", "there is no method 'max'"),
+        ("max", "the method 'max' does not exist"),
         ("absmax,x", "must be numbers"),
         ("absmax,0", "a factor above 0"),
         ("absmax,1,2", "at most one number"),

@@ -59,7 +59,8 @@ class Op:
         workspace: a ``jax.ShapeDtypeStruct`` that a kernel has as its last result, and nobody sees.
         partition: called as ``partition(config, block, *operands)``; returns a partitionable
             function of the operands. ``block(config, *operands)`` calls the kernel on a device's
-            block. Without it XLA gathers operands.
+            block, for another config the kernel that supports it, or the reference. Without
+            ``partition`` XLA gathers operands.
         batch: called as ``batch(run, config, size, in_batched, *operands)`` as a rule of
             ``custom_vmap``, with ``run(config, *operands)`` for the op; NotImplemented: one by one.
         forward: in place of a kernel, the result by other ops, and what the gradient needs.
@@ -120,22 +121,16 @@ class Op:
 
     def _call(self, config: Any, *operands: jax.Array) -> Any:
         """Call a kernel, or the reference."""
-        name = self._name if isinstance(self._name, str) else self._name(config)
-        if self._asked is not None:
-            asked, params = self._asked(config, *operands)
-        else:
-            asked = jax.eval_shape(functools.partial(self._operands, config), *operands)
-            params = self._attributes_of(config, operands)
         branches: dict[str, Callable[..., Any]] = {}
         for platform in kernel_platforms():
             # First, since kernels for GPUs ask these what they are.
             runs_here = has_backend(platform)
-            spec = select_kernel(name, platform, asked, **params).spec
+            spec = self._select(platform, config, operands)
             if spec is None:
                 continue
             if runs_here:
                 register_kernel(spec)
-            block = functools.partial(self._block, spec)
+            block = functools.partial(self._block_of, platform, spec, config)
             branches[platform] = (
                 functools.partial(block, config)
                 if self._partition is None
@@ -173,6 +168,24 @@ class Op:
             return found
         memory = self._workspace(config, *operands)
         return *found, jnp.zeros(memory.shape, memory.dtype)
+
+    def _select(self, platform: str, config: Any, operands: tuple[jax.Array, ...]) -> Any:
+        """Return the kernel for a call, or None."""
+        name = self._name if isinstance(self._name, str) else self._name(config)
+        if self._asked is not None:
+            asked, params = self._asked(config, *operands)
+        else:
+            asked = jax.eval_shape(functools.partial(self._operands, config), *operands)
+            params = self._attributes_of(config, operands)
+        return select_kernel(name, platform, asked, **params).spec
+
+    def _block_of(
+        self, platform: str, spec: KernelSpec | None, of: Any, config: Any, *operands: jax.Array
+    ) -> Any:
+        """Call the kernel that was selected for config `of`, or the one for another config."""
+        spec = spec if config == of else self._select(platform, config, operands)
+        run = self._in_jax if spec is None else functools.partial(self._block, spec)
+        return run(config, *operands)
 
     def _block(self, spec: KernelSpec, config: Any, *operands: jax.Array) -> Any:
         """Call a kernel."""
@@ -250,6 +263,11 @@ def _varying(axes: frozenset[str], fn: Callable[..., Any], *operands: jax.Array)
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, fn(*operands))
+
+
+def varying_as(operands: Sequence[jax.Array], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return arrays that vary over the mesh axes of a shard_map that any operand varies over."""
+    return _varying(_all_axes(*operands), lambda *given: given, *arrays)
 
 
 def _axes(x: jax.Array) -> frozenset[str]:

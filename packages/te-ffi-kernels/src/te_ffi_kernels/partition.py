@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
+
+from interception_core import parts_of
 
 Names = Sequence[Sequence[str]]
 Spec = tuple[Any, ...]
@@ -89,6 +90,9 @@ def partition_rows(
     axes_found: Names,
     whole: set[str],
     sums: Sequence[int] = (),
+    *,
+    alike: Mapping[str, str] | None = None,
+    on_device: Callable[[Sequence[Spec]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Return an op that can be partitioned along all axes but some.
 
@@ -98,24 +102,41 @@ def partition_rows(
         axes_found: of the results' axes.
         whole: names of axes that each device has all of.
         sums: the numbers of those results that are sums over the axes that they haven't.
+        alike: by name of an axis, that of one of another size which is shared out as it is.
+        on_device: what runs on a device, made of the specs of operands; else `fn`.
     """
+    alike = alike or {}
+    keys_given, keys_found = (
+        [[alike.get(name, name) for name in names] for names in side]
+        for side in (axes_given, axes_found)
+    )
 
     def specs(arguments: Any) -> tuple[list[Spec], list[Spec]]:
         found: dict[str, Any] = {}
-        for names, argument in zip(axes_given, arguments, strict=True):
+        lengths: dict[str, set[int]] = {}
+        for names, argument in zip(keys_given, arguments, strict=True):
+            for name, length in zip(names, argument.shape, strict=True):
+                lengths.setdefault(name, set()).add(length)
+        for names, argument in zip(keys_given, arguments, strict=True):
             given = spec_of(argument, range(len(names)))
             for name, axes in zip(names, given, strict=True):
-                taken = axes_in(tuple(found.values()))
-                if name not in whole and name not in found and not axes_in((axes,)) & taken:
-                    found |= {} if axes is None else {name: axes}
+                if axes is None or name in whole or name in found:
+                    continue
+                parts = parts_of(argument.sharding.mesh, axes)
+                fits = not any(length % parts for length in lengths[name])
+                if fits and not axes_in((axes,)) & axes_in(tuple(found.values())):
+                    found[name] = axes
         given, out = (
             [tuple(found.get(name) for name in names) for names in side]
-            for side in (axes_given, axes_found)
+            for side in (keys_given, keys_found)
         )
         return given, out
 
-    on_device = functools.partial(_summed, fn, sums)
-    return partitioned(fn, specs, axes_given, axes_found, whole, on_device=on_device)
+    def run(given: Sequence[Spec], found: Sequence[Spec]) -> Callable[..., Any]:
+        block = fn if on_device is None else on_device(given)
+        return _summed(block, sums, given, found)
+
+    return partitioned(fn, specs, axes_given, axes_found, whole, on_device=run)
 
 
 def _summed(

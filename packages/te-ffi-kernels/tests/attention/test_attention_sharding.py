@@ -52,15 +52,11 @@ def test_bias(mesh):
         check(mesh, [*normal(3, 4, 8, 8, 16)], [HEADS] * 3, BLOCK, bias=bias)
 
 
-def test_the_sequence_is_gathered(mesh):
-    specs = [("data", "model")] * 3
-    check(mesh, [*normal(3, 4, 8, 8, 16)], specs, "f32[2,8,8,16]", mask="CAUSAL_MASK")
-
-
-@pytest.mark.slow
-def test_with_fewer_heads_of_keys_each_device_has_all_heads(mesh):
-    qkv = [normal(4, 8, 8, 16), *normal(2, 4, 8, 4, 16, seed=1)]
-    check(mesh, qkv, [HEADS] * 3, "f32[2,8,8,16]")
+def test_heads_that_share_keys_are_on_one_device(mesh):
+    for groups, block in ((4, BLOCK), (2, "f32[2,8,8,16]")):
+        qkv = [normal(4, 8, 8, 16), *normal(2, 4, 8, groups, 16, seed=1)]
+        given = [HEADS, *[HEADS if groups == 4 else ("data",)] * 2]
+        check(mesh, qkv, given, block)
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""What the ops of te-ffi-kernels must give, in NumPy and float64: independent of the package."""
+"""References for te-ffi-kernels' ops, in NumPy and float64."""

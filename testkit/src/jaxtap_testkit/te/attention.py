@@ -1,4 +1,4 @@
-"""Attention in float64 with NumPy, one query at a time, and its gradients."""
+"""Attention and its gradients in float64, by NumPy."""
 
 import dataclasses
 
@@ -33,7 +33,13 @@ def attend(
     scale=1.0,
     kept=None,
 ):
-    """`sees`: bool [b, sq, skv]; `kept`: factors of dropout [b, h, sq, skv]; `offset`: [h]."""
+    """Compute attention in float64, one query at a time.
+
+    Args:
+        sees: bool [b, sq, skv], which keys a query sees.
+        offset: [h], a logit of no key for each head (softmax off by one or learned).
+        kept: [b, h, sq, skv], the factors of dropout.
+    """
     q, k, v, grad = (wide(x) for x in (q, k, v, grad))
     (b, sq, h, _), (skv, g) = q.shape, k.shape[1:3]
     out = np.zeros((b, sq, h, v.shape[3]))

@@ -1,4 +1,4 @@
-"""What the ops must give, by NumPy and ml_dtypes: independent of the package."""
+"""References for quantized formats, by NumPy and ml_dtypes."""
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,7 @@ def flushed(x):
 
 
 def rounded(ratio, name):
-    """Quantized values of numbers: half to even, saturated; NaN is NaN, or 0 in int8."""
+    """Return quantized values: half to even, saturated; NaN is 0 in int8."""
     nan = np.isnan(ratio)
     cut = np.clip(np.where(nan, 0, ratio), -most(name), most(name))
     if name == "int8":
@@ -60,7 +60,7 @@ def per_channel(matrix, name, axis):
 
 
 def mx(matrix, name, axis):
-    """Quantized values and biased exponents of blocks of 32 along an axis, all in float64."""
+    """Return values and biased exponents of blocks of 32."""
     rows, cols = matrix.shape
     shape = (rows, cols // 32, 32) if axis == 1 else (rows // 32, 32, cols)
     blocks = matrix.astype(np.float64).reshape(shape)

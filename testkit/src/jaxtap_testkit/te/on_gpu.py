@@ -1,4 +1,4 @@
-"""For tests that need a GPU: where the tests of te-ffi-kernels are, and whether there is one.
+"""On GPU: whether there is a GPU, and which tests run there.
 
 The tests of the ops are those of the CPU, whose functions the modules beside this take: on a
 machine with a GPU it is where JAX puts arrays.

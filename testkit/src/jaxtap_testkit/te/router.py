@@ -15,7 +15,7 @@ def scores(x, function):
 
 
 def best(x, k):
-    """A mask of the k largest of each row; of equal ones the first."""
+    """Return a mask of each row's k largest, first of equals."""
     order = np.argsort(-x, axis=-1, kind="stable")[..., :k]
     mask = np.zeros(x.shape, bool)
     np.put_along_axis(mask, order, True, -1)

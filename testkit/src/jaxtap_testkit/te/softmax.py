@@ -1,4 +1,4 @@
-"""What softmax and its gradient are, in NumPy and float64: independent of the package."""
+"""Softmax and its gradient in float64, by NumPy."""
 
 import numpy as np
 

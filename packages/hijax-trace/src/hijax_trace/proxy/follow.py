@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .array_proxy import ArrayProxy, Lost, is_proxy
 from .move import MoveError
 from .moves import MOVES, SAME, data_of
+from .placing import placed
 
 
 def follow(
@@ -34,7 +36,10 @@ def follow(
         For each result its proxy; ``Lost`` if a proxy can't follow; None if none moves to it.
     """
     if primitive in SAME:
-        return list(held[: len(avals)])
+        found = list(held[: len(avals)])
+        if primitive == "sharding_constraint":
+            found = [proxy and placed(params, "sharding", proxy, _constrained) for proxy in found]
+        return found
     nothing: list[ArrayProxy | None] = [None] * len(avals)
     data = data_of(primitive, held, is_proxy) if primitive in MOVES else []
     moved = [proxy for i in data if (proxy := held[i]) is not None]
@@ -54,3 +59,7 @@ def follow(
     else:
         why = lost.why
     return [Lost(aval.shape, aval.dtype, why) for aval in avals]
+
+
+def _constrained(array: jax.Array, sharding: Any, **_: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, sharding)

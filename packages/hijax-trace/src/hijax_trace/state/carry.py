@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, holder_of
@@ -14,6 +13,7 @@ from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
 from ..proxy.follow import follow
 from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME
+from ..proxy.placing import PLACES, placed
 from ..proxy.updates import UPDATES
 from ..staging.mapped import map_call, mapped_in, staged
 from ..staging.marker import marker_of
@@ -131,8 +131,8 @@ class Carrying:
     def _carried(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
         """Return an equation's results on proxies; None if it needs arrays."""
         name = eqn.primitive.name
-        if name in _PLACES:
-            return [_placed(eqn, operands[0])]
+        if name in PLACES:
+            return [placed(eqn.params, PLACES[name], operands[0], eqn.primitive.bind)]
         if name in SAME:
             return operands[: len(eqn.outvars)]
         if name in UPDATES or name in MOVES:
@@ -193,29 +193,6 @@ class Carrying:
                 operand.left(why)
                 return None
         return level(0, operands)
-
-
-_PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
-"""Primitives that place an array, and their parameter with the sharding."""
-
-
-def _placed(eqn: Any, proxy: ArrayProxy) -> ArrayProxy:
-    """Return a proxy that is sharded as the program shards the array."""
-    name = _PLACES[eqn.primitive.name]
-    sharding = eqn.params[name]
-
-    def one(leaf: Any) -> Any:
-        params = dict(eqn.params)
-        if leaf.ndim != len(proxy.shape):
-            return leaf
-        if leaf.shape != proxy.shape and isinstance(sharding, NamedSharding):
-            spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-            pairs = zip(spec, leaf.shape, proxy.shape, strict=True)
-            spec = PartitionSpec(*(names if size == full else None for names, size, full in pairs))
-            params[name] = sharding.update(spec=spec)
-        return eqn.primitive.bind(leaf, **params)
-
-    return jax.tree.map(one, proxy)
 
 
 def _why_not_along(proxy: ArrayProxy, axes: Sequence[int | None]) -> str | None:

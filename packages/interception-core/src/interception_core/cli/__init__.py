@@ -1,4 +1,4 @@
-"""The command ``jaxtap``, and how commands of plugins read the programs that they are given."""
+"""The command ``jaxtap``, and how commands read programs."""
 
 from .command_line import main
 from .program import find_function, read_argument

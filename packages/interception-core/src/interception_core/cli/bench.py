@@ -1,7 +1,7 @@
-"""``jaxtap bench``: times a kernel beside the op's reference and the kernel that it displaces.
+"""``jaxtap bench``: time a kernel beside reference and displaced kernel.
 
 All sides run in turn, round by round, in one process, so that they see the same machine. Times are
-lower quartiles: what other programs do meanwhile only ever adds to a time.
+lower quartiles, because other programs only add to a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..plugins.specs import KernelSpec
 
 _LEAST_ROUNDS = 4
 _FAR = 8
-"""How much slower than the kernel a side is to be timed twice and not in each round."""
+"""A side that is so many times slower than the kernel is timed twice, not in each round."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=1.0, help="at least, for each case (default: 1)"
     )
     parser.add_argument(
-        "--cases", metavar="MODULE:FUNCTION", help="time what it returns, and not the kernel's own"
+        "--cases", metavar="MODULE:FUNCTION", help="time the cases of this Bench instead"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
@@ -52,14 +52,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time a kernel and print what was found."""
+    """Time a kernel and print the times.
+
+    Returns:
+        0.
+
+    Raises:
+        JaxtapError: the kernel, case or table does not exist, or a needed side is left out.
+    """
     spec = _kernel(args.kernel)
     bench = bench_of(spec, args.cases)
     wanted = _wanted(args.only)
     if args.write and bench.table is None:
-        raise JaxtapError(f"{spec.target} has no table to write. Leave out --write.")
+        raise JaxtapError(
+            f"The kernel must have a table for --write, got {spec.target}, which has none. Leave "
+            "out --write."
+        )
     if {"kernel", bench.against} & {*args.skip}:
-        raise JaxtapError(f"Of {args.skip}, the side {bench.against!r} can't be left out.")
+        raise JaxtapError(
+            f"--skip must leave the sides kernel and {bench.against}, got {args.skip}. Leave "
+            "out that side."
+        )
     found: list[dict[str, Any]] = []
     for case in bench.cases:
         if not all(str(case.labels.get(name)) in values for name, values in wanted.items()):
@@ -68,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(_line(found, bench.against), flush=True)
     if not found:
-        raise JaxtapError(f"No case of {spec.target} has the labels of --only. Leave some out.")
+        raise JaxtapError(
+            f"--only must select cases, got {args.only}, and no case of {spec.target} has these "
+            "labels. Leave some out."
+        )
     if args.json:
         ours = {"kernel": spec.target, "platform": spec.platform, "variant": bench.variant}
         print(json.dumps({**ours, "against": bench.against, "cases": found}, indent=2))
@@ -84,22 +100,35 @@ def _kernel(name: str) -> KernelSpec:
     fit = [spec for spec in here if name in (spec.target, spec.op)]
     if not fit:
         near = nearest_name(name, [part for spec in here for part in (spec.target, spec.op)])
-        hint = f" Is it {near}?" if near else ""
-        raise JaxtapError(f"No kernel for {platform} has the target or op {name!r}.{hint}")
+        hint = f"Did you mean {near!r}?" if near else "Run jaxtap ops to list them."
+        raise JaxtapError(
+            f"The kernel must be the target or op of a kernel for {platform}, got {name!r}. {hint}"
+        )
     return max(fit, key=lambda spec: spec.priority)
 
 
 def bench_of(spec: KernelSpec, given: str | None = None) -> Bench:
-    """Return the calls that a kernel declares, or those of ``"module:function"``."""
+    """Return the calls that a kernel declares, or those of ``"module:function"``.
+
+    Args:
+        spec: the kernel.
+        given: the path of a function to use instead of the kernel's.
+
+    Raises:
+        JaxtapError: the kernel declares no calls.
+        PluginError: the function can't be loaded, or does not return a `Bench`.
+    """
     path = spec.bench if given is None else given
     if path is None:
         raise JaxtapError(
-            f"{spec.target} declares no cases to time. Declare KernelSpec(bench=...), or give "
-            "--cases MODULE:FUNCTION."
+            f"A kernel must declare cases to be timed, got {spec.target}, which declares none. "
+            "Declare KernelSpec(bench=...), or give --cases MODULE:FUNCTION."
         )
     bench = resolve(path, f"the kernel {spec.key!r}")(spec)
     if not isinstance(bench, Bench):
-        raise PluginError(f"{path!r} must return a Bench, got {bench!r}.")
+        raise PluginError(
+            f"{path!r} must return a Bench, got {bench!r}. Return interception_core.Bench(cases)."
+        )
     return bench
 
 
@@ -108,7 +137,9 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
     for one in only:
         name, equals, value = one.partition("=")
         if not equals:
-            raise JaxtapError(f"--only must be LABEL=VALUE, got {one!r}.")
+            raise JaxtapError(
+                f"--only must be LABEL=VALUE, got {one!r}. Write for example --only rows=8."
+            )
         wanted.setdefault(name, []).append(value)
     return wanted
 
@@ -116,10 +147,14 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
 def _timed(
     spec: KernelSpec, case: BenchCase, seconds: float, skip: Sequence[str]
 ) -> dict[str, Any]:
-    """Time all sides of a case in turn; return labels, lower quartiles in seconds and rounds."""
+    """Time all sides of a case in turn.
+
+    Returns:
+        The labels, the lower quartile of each side in seconds, and the number of rounds.
+    """
     runs = {side: _compiled(spec, *what()) for side, what in _sides(spec, case) if side not in skip}
     first = {side: min(_seconds(call) for _ in range(2)) for side, call in runs.items()}
-    # No need to wait often for what is far slower.
+    # A side that is far slower is not timed often.
     quick = [side for side in runs if first[side] < _FAR * first["kernel"]]
     times: dict[str, list[float]] = {side: [] for side in quick}
     end = time.perf_counter() + seconds
@@ -143,7 +178,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 def _sides(
     spec: KernelSpec, case: BenchCase
 ) -> Iterator[tuple[str, Callable[[], tuple[KernelSpec | None, Side]]]]:
-    """Yield the sides of a case: the kernel that calls of the op get, and what is called."""
+    """Yield each side's name, and what makes its kernel and call."""
     op = functools.cache(case.make)
     rivals = [
         other
@@ -162,11 +197,11 @@ def _sides(
 
 
 def _compiled(spec: KernelSpec, kernel: KernelSpec | None, side: Side) -> Callable[[], Any]:
-    """Return a call that waits for its result, with one kernel of an op or with none."""
+    """Return a call that waits for its result, with one kernel."""
     import jax
 
     fn, operands = side
-    # What was traced before holds the kernel that it was given then.
+    # Programs that were traced before keep their kernel.
     jax.clear_caches()
     with chosen_kernel(spec.op, spec.platform, kernel):
         compiled = jax.jit(lambda *given: fn(*given)).lower(*operands).compile()
@@ -175,12 +210,15 @@ def _compiled(spec: KernelSpec, kernel: KernelSpec | None, side: Side) -> Callab
 
 def _ratio(found: dict[str, Any], against: str) -> float:
     if against not in found["seconds"]:
-        raise PluginError(f"Bench.against must be a side, got {against!r}.")
+        raise PluginError(
+            f"Bench.against must be a side, got {against!r}. Name one of "
+            f"{', '.join(found['seconds'])}."
+        )
     return found["seconds"]["kernel"] / found["seconds"][against]
 
 
 def _line(found: list[dict[str, Any]], against: str) -> str:
-    """Return the table's line of the last case, after its head where that is the first."""
+    """Return the table's line of the last case."""
     labels, seconds = found[-1]["labels"], found[-1]["seconds"]
     sides = [f"{side} ms" for side in seconds]
     head = [*labels, *sides, *(f"kernel/{side}" for side in seconds if side != "kernel")]

@@ -1,4 +1,4 @@
-"""interception-core's own checks for ``jaxtap doctor``."""
+"""interception-core's checks for ``jaxtap doctor``."""
 
 import os
 import platform
@@ -18,20 +18,21 @@ from ..plugins.specs import CheckResult, KernelSpec
 
 _DISTRIBUTION = "interception-core"
 _PREFIX = "JAXTAP_"
-# All that jaxtap's own packages read, the kernels' and their builds' too.
+# All variables that jaxtap reads, also those of kernels, their builds and the benchmarks.
 _VARIABLES = {
     DISABLE: "plugins that are not loaded",
     STRICT: "a broken plugin is an error",
     DEBUG: "errors have a traceback, and logs go to stderr",
     "JAXTAP_ISA": "the instruction set of te-ffi-kernels",
     "JAXTAP_CUDA": "whether a build of te-ffi-kernels-cuda13 compiles its kernels",
+    "JAXTAP_LLAMA_CPP": "the folder of llama.cpp's tools, for benchmarks/language_models",
 }
-# How JAX reads a boolean variable: these, in any case, are false.
+# JAX reads these values of a boolean variable as false, in upper and lower case.
 _FALSE = ("", "0", "false", "f", "no", "n", "off")
 
 
 def versions() -> Iterator[CheckResult]:
-    """Compares Python, jax and jaxlib with what this package's metadata asks for."""
+    """Compare Python, jax and jaxlib with this package's metadata."""
     python = SpecifierSet(metadata(_DISTRIBUTION)["Requires-Python"])
     yield _compared("Python", platform.python_version(), python)
     needs = {need.name: need for need in map(Requirement, requires(_DISTRIBUTION) or ())}
@@ -43,7 +44,7 @@ def versions() -> Iterator[CheckResult]:
     if jaxlib is not None and Version(jaxlib).release == Version(jax).release:
         yield CheckResult("ok", f"jaxlib {jaxlib}")
     else:
-        message = f"jaxlib is of version {jaxlib}, and jax of {jax}"
+        message = f"jaxlib must have the version of jax, {jax}, got {jaxlib}"
         yield CheckResult("fail", message, f"pip install jaxlib=={Version(jax).public}")
 
 
@@ -55,7 +56,7 @@ def _installed(name: str) -> str | None:
 
 
 def _compared(name: str, found: str, supported: SpecifierSet) -> CheckResult:
-    # Pre-releases count: a nightly jax is still newer than the last release.
+    # Pre-releases count, because a nightly jax is newer than the last release.
     if supported.contains(found, prereleases=True):
         return CheckResult("ok", f"{name} {found}")
     return CheckResult(
@@ -64,7 +65,7 @@ def _compared(name: str, found: str, supported: SpecifierSet) -> CheckResult:
 
 
 def devices() -> Iterator[CheckResult]:
-    """Initialises JAX's default backend and those of the installed GPU plugins."""
+    """Initialise JAX's default backend and those of GPU plugins."""
     import jax
 
     chosen = os.environ.get("JAX_PLATFORMS", "")
@@ -89,7 +90,7 @@ def devices() -> Iterator[CheckResult]:
 
 
 def plugins() -> Iterator[CheckResult]:
-    """Reports the installed plugins."""
+    """Report the installed plugins."""
     for record in _host.loaded().records:
         if record.error is not None:
             hint = f"upgrade or uninstall {record.distribution}, or set {DISABLE}={record.name}"
@@ -101,7 +102,7 @@ def plugins() -> Iterator[CheckResult]:
 
 
 def kernels() -> Iterator[CheckResult]:
-    """Registers every kernel whose platform has a backend here."""
+    """Register every kernel whose platform has a backend here."""
     from .. import _compat
 
     for claim in _host.loaded().of(KernelSpec):
@@ -120,7 +121,7 @@ def kernels() -> Iterator[CheckResult]:
 
 
 def environment() -> Iterator[CheckResult]:
-    """Reports the environment variables that change what jaxtap or JAX does."""
+    """Report environment variables that change what jaxtap or JAX does."""
     disable_jit = os.environ.get("JAX_DISABLE_JIT", "")
     if disable_jit.lower() not in _FALSE:
         yield CheckResult(

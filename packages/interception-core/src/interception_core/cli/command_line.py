@@ -1,7 +1,7 @@
-"""The command line. Its commands come from plugins; this module finds and runs them.
+"""The command line: finds and runs the commands of plugins.
 
-Building the parser needs the declarations alone, so that ``jaxtap --help`` imports neither JAX
-nor any command. A command's options are added when its parser is first used.
+The parser is built from the declarations alone, so ``jaxtap --help`` imports neither JAX nor a
+command. A command's options are added when its parser is first used.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _EPILOG = f"""environment:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A command's parser, to which the command adds its options once it is needed."""
+    """A command's parser, which gets its options when it is used."""
 
     claim: Claim[CommandSpec] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Adds the options, then parses as usual; argparse comes here for ``--help`` too."""
+        """Add the options, then parse; argparse also does this for ``--help``."""
         claim, self.claim = self.claim, None
         if claim is not None and claim.spec.configure is not None:
             resolve(claim.spec.configure, claim.label)(self)
@@ -42,15 +42,14 @@ class _CommandParser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Args:
-        argv: the words after ``jaxtap``; those of this process by default.
+        argv: the words after ``jaxtap``; by default those of this process.
 
     Returns:
-        The exit status: what the command returned, 1 after an error of class `JaxtapError`
-        (printed in one line, with a traceback where `JAXTAP_DEBUG` is 1), 2 where the command
-        line itself is wrong.
+        The exit status: the command's; 1 after a `JaxtapError`, which is printed in one line, or
+        with a traceback if `JAXTAP_DEBUG` is 1; 2 if the command line is wrong.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -68,7 +67,7 @@ def _report(error: JaxtapError, status: int) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    # What a plugin prints while it is imported must not get into a command's output.
+    # Text that a plugin prints while it is imported must not get into a command's output.
     with contextlib.redirect_stdout(sys.stderr):
         registry = _host.loaded()
     for line in _host.new_warnings():
@@ -79,7 +78,7 @@ def _main(arguments: list[str]) -> int:
         parser.print_help(sys.stderr)
         return 2
     if not arguments[0].startswith("-"):
-        # argparse would refuse a wrong command too, but without the nearest or the reason.
+        # argparse would refuse an unknown command without the nearest name or a reason.
         try:
             registry.get(CommandSpec, arguments[0])
         except UnknownNameError as error:
@@ -92,7 +91,9 @@ def _main(arguments: list[str]) -> int:
     claim = registry.get(CommandSpec, parsed.jaxtap_command)
     status = resolve(claim.spec.run, claim.label)(parsed)
     if status is not None and not isinstance(status, int):
-        raise PluginError(f"{claim.label} must return an int or None, got {status!r}.")
+        raise PluginError(
+            f"{claim.label} must return an int or None, got {status!r}. Return the exit status."
+        )
     return status or 0
 
 

@@ -1,4 +1,4 @@
-"""``jaxtap demo``: runs the demo of a provider, its plugin's command ``demo-NAME``."""
+"""``jaxtap demo``: run a provider's demo, the command ``demo-NAME``."""
 
 import argparse
 
@@ -14,7 +14,7 @@ _DEFAULT = "xla"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that all demos have."""
+    """Add the options that all demos have."""
     parser.add_argument(
         "--provider",
         metavar="NAME",
@@ -24,14 +24,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int | None:
-    """Runs the demo of the chosen provider, with these options and the defaults of its own.
+    """Run the demo of a provider.
+
+    Args:
+        args: the options that all demos have. Others have the demo's defaults.
 
     Returns:
         Its exit status.
 
     Raises:
-        UnknownNameError: no provider of that name has a demo; those that have one are listed.
-        PluginError: two plugins claim the demo, or it can't be loaded.
+        UnknownNameError: no provider of that name has a demo.
+        PluginError: two plugins claim the demo, it can't be loaded, or there is none.
     """
     claim = _find(_host.loaded(), args.provider)
     own = argparse.ArgumentParser(prog=f"jaxtap {claim.spec.name}")
@@ -46,8 +49,8 @@ def _find(registry: Registry, name: str | None) -> Claim[CommandSpec]:
     failed = " ".join(f"Failed: {record.label}, {record.reason}" for record in registry.broken)
     if name is None:
         if not names:
-            hint = "Install a provider that brings one, such as provider-xla[demo]."
-            raise PluginError(" ".join(filter(None, ["There is no demo here.", hint, failed])))
+            text = "A provider with a demo must be installed, got none. Install provider-xla[demo]."
+            raise PluginError(" ".join(filter(None, [text, failed])))
         name = _DEFAULT if _DEFAULT in names else names[0]
     elif name not in names and ("command", PREFIX + name) not in registry.claims:
         raise unknown_name("demo", name, names, failed)

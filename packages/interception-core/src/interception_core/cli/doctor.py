@@ -1,4 +1,4 @@
-"""``jaxtap doctor``: makes the checks that the plugins declare, and reports."""
+"""``jaxtap doctor``: run the checks that plugins declare."""
 
 import argparse
 import json
@@ -20,12 +20,12 @@ class Finding(NamedTuple):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes every check and prints what was found.
+    """Run every check and print the results.
 
     Returns:
         1 when a check fails, 0 otherwise.
@@ -44,17 +44,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(claim: Claim[DoctorCheck]) -> Finding:
-    """Makes one check. A check that raises, or returns anything else, fails."""
+    """Run one check. A check that raises fails."""
     try:
         found = resolve(claim.spec.run, claim.label)()
         if not isinstance(found, Iterable):
-            raise PluginError(f"It must return a list of CheckResult objects, got {found!r}.")
+            raise PluginError(
+                f"It must return a list of CheckResult objects, got {found!r}. Return a list."
+            )
         results = tuple(found)
         for result in results:
             if not isinstance(result, CheckResult):
-                raise PluginError(f"It must return CheckResult objects, got {result!r}.")
+                raise PluginError(
+                    f"It must return CheckResult objects, got {result!r}. Return no others."
+                )
     except (Exception, SystemExit) as error:
-        hint = f"the check itself is broken; it is of {claim.owner.label}"
+        hint = f"the check is broken; it belongs to {claim.owner.label}"
         results = (CheckResult("fail", one_line(error), hint),)
     return Finding(claim.spec, results or (CheckResult("ok", "nothing to report"),))
 

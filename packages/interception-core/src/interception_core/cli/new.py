@@ -1,4 +1,4 @@
-"""``jaxtap new``: a distribution for a provider, a kernel, a bridge or a number format."""
+"""``jaxtap new``: write a distribution with a plugin."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..plugins.hookspecs import API_VERSION
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _SUFFIX = ".in"
-# The oldest supported one: what is built with its headers runs on all.
+# The oldest supported version: kernels that are built with its headers run on all.
 _JAXLIB = "0.10.2"
 
 
 class Kind(NamedTuple):
-    """What can be made.
+    """A kind of distribution.
 
     Attributes:
-        summary: the one line about it until its author writes a better one.
-        needs: the distribution that its implementation imports.
-        implementation: the file to start in, below the package.
+        summary: the first summary of the distribution.
+        needs: the distribution that the implementation imports.
+        implementation: the file to start in, inside the package.
     """
 
     summary: str
@@ -46,7 +46,7 @@ KINDS = {
 
 
 class _Text(string.Template):
-    # "$" is CMake's and GitHub's.
+    # CMake and GitHub use "$".
     delimiter = "@@"
 
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         0.
 
     Raises:
-        JaxtapError: the name can't be that of a distribution and a package, the folder exists, or
+        JaxtapError: the name is not fit for a distribution and a package, the folder exists, or
             it can't be written.
     """
     folder = create(args.kind, args.name, args.dir or Path(args.name))
@@ -80,8 +80,8 @@ def create(kind: str, name: str, folder: Path) -> Path:
 
     Args:
         kind: a key of ``KINDS``.
-        name: of the distribution: lower-case words with hyphens.
-        folder: what to make. It must not exist, and the folder around it must.
+        name: the name of the distribution: lower-case words with hyphens.
+        folder: the new folder. It must not exist, and the folder around it must.
 
     Returns:
         The folder.
@@ -92,12 +92,15 @@ def create(kind: str, name: str, folder: Path) -> Path:
     module = name.replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(module):
         raise JaxtapError(
-            f"NAME must be lower-case words with hyphens, such as acme-quant, got {name!r}."
+            f"NAME must be lower-case words with hyphens, got {name!r}. Write for example "
+            "acme-quant."
         )
     if folder.exists():
-        raise JaxtapError(f"{folder} exists. Name a folder that does not, with --dir.")
+        raise JaxtapError(f"The folder must not exist, got {folder}. Name another one with --dir.")
     if not folder.parent.is_dir():
-        raise JaxtapError(f"There is no folder {folder.parent} to make {folder.name} in.")
+        raise JaxtapError(
+            f"The folder around {folder.name} must exist, got {folder.parent}. Make it first."
+        )
     found = KINDS[kind]
     names = {
         "name": name,
@@ -110,7 +113,7 @@ def create(kind: str, name: str, folder: Path) -> Path:
         "jaxlib": _JAXLIB,
     }
     try:
-        # Made elsewhere and moved: nobody finds a half of it.
+        # Made elsewhere and then moved, so that an error leaves nothing behind.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as temporary:
             made = Path(temporary, "made")
             for path, text in _files(kind):
@@ -119,7 +122,9 @@ def create(kind: str, name: str, folder: Path) -> Path:
                 file.write_text(_Text(text).substitute(names), encoding="utf-8")
             shutil.move(made, folder)
     except OSError as error:
-        raise JaxtapError(f"{folder} can't be written: {error}") from error
+        raise JaxtapError(
+            f"The folder must be writable, got {folder}: {error}. Name another one with --dir."
+        ) from error
     return folder
 
 

@@ -1,7 +1,7 @@
-"""``jaxtap ops``: the ops that have kernels, and the FFI calls that these are given.
+"""``jaxtap ops``: print the ops that have kernels, and their calls.
 
-A call is read off a program: of each dtype, the first of the calls that ``jaxtap bench`` times. So
-what is shown is what a kernel of another package gets that implements the op.
+A call is read from a program: for each dtype, the first of the calls that ``jaxtap bench`` times. A
+kernel of another package that implements the op gets the same call.
 """
 
 from __future__ import annotations
@@ -27,14 +27,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the ops."""
+    """Print the ops.
+
+    Returns:
+        0.
+
+    Raises:
+        JaxtapError: no kernel implements an op.
+    """
     kernels: dict[str, list[KernelSpec]] = {}
     for spec in sorted(_host.kernels(), key=lambda spec: -spec.priority):
         kernels.setdefault(spec.op, []).append(spec)
     for op in args.ops:
         if op not in kernels:
             near = nearest_name(op, kernels)
-            raise JaxtapError(f"No kernel implements {op!r}." + (f" Is it {near}?" if near else ""))
+            hint = f"Did you mean {near!r}?" if near else "Run jaxtap ops to list all."
+            raise JaxtapError(f"OP must be an op that a kernel implements, got {op!r}. {hint}")
     found = [_described(op, kernels[op]) for op in sorted(args.ops or kernels)]
     print(json.dumps(found, indent=2) if args.json else "\n\n".join(map(_text, found)))
     return 0
@@ -62,7 +70,7 @@ def _call(spec: KernelSpec, case: BenchCase) -> dict[str, Any]:
     import jax
 
     fn, operands = case.make()
-    # What was traced before holds the kernel that it was given then.
+    # Programs that were traced before keep their kernel.
     jax.clear_caches()
     with chosen_kernel(spec.op, spec.platform, spec):
         program = jax.make_jaxpr(lambda *given: fn(*given))(*operands)
@@ -90,7 +98,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _type(value: Any) -> Any:
-    """Return the type of an attribute, as a kernel sees it; of a dictionary, those in it."""
+    """Return the type of an attribute, as a kernel sees it."""
     if hasattr(value, "items"):
         return {name: _type(one) for name, one in value.items()}
     name = type(value).__name__

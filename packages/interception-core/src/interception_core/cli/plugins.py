@@ -1,4 +1,4 @@
-"""``jaxtap plugins``: the installed plugins and what became of them."""
+"""``jaxtap plugins``: print the installed plugins and their status."""
 
 import argparse
 import json
@@ -12,15 +12,15 @@ _HEADER = ("name", "distribution", "version", "status", "provides")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plugins.
+    """Print the plugins.
 
     Returns:
-        0, or 1 where `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+        1 if `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken, else 0.
     """
     registry = _host.loaded()
     if args.json:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(records: Iterable[PluginRecord]) -> Iterator[str]:
-    """Yields the lines of the table, with the reasons and notes below the plugin's line."""
+    """Yield the table's lines, with reasons and notes below each plugin."""
     records = tuple(records)
     rows = [_HEADER, *map(_row, records)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

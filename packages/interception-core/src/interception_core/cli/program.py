@@ -23,21 +23,22 @@ _SHORT = {"f": "float", "i": "int", "u": "uint", "c": "complex", "bf": "bfloat"}
 
 
 def find_function(given: str) -> tuple[ModuleType, Callable[..., Any]]:
-    """Imports a file and returns it with a function of it.
+    """Import a file. Return its module and one of its functions.
 
     Args:
         given: ``FILE:FUNCTION``.
 
     Raises:
-        JaxtapError: there is no such file, it can't be imported, or has no such function; names
-            those that it has.
+        JaxtapError: the file does not exist, can't be imported, or does not have the function.
     """
     path, _, name = given.rpartition(":")
     module = _load(path, given)
     fn = getattr(module, name, None)
     if not callable(fn):
         known = ", ".join(key for key, value in vars(module).items() if callable(value)) or "none"
-        raise JaxtapError(f"{path} has no function {name!r}. It has: {known}.")
+        raise JaxtapError(
+            f"FUNCTION must be a function in {path}, got {name!r}. Name one of: {known}."
+        )
     return module, fn
 
 
@@ -45,32 +46,36 @@ def _load(path: str, given: str) -> ModuleType:
     file = Path(path)
     if not path and Path(given).is_file():
         raise JaxtapError(
-            f"{given} is a file, and the function of it is missing. Write FILE:FUNCTION, such as "
-            f"{given}:forward."
+            f"The program must be FILE:FUNCTION, got {given!r}, where the function is missing. "
+            f"Write for example {given}:forward."
         )
     if not path or not file.is_file():
         raise JaxtapError(
-            f"{given!r} names no file. Write FILE:FUNCTION, such as model.py:forward."
+            f"The program must be FILE:FUNCTION with an existing file, got {given!r}. Write for "
+            "example model.py:forward."
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise JaxtapError(f"{path} is not a Python file.")
+        raise JaxtapError(f"FILE must be a Python file, got {path}. Name a file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.resolve().parent))
     sys.modules.setdefault(file.stem, module)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise JaxtapError(f"{path} can't be imported: {type(error).__name__}: {error}") from error
+        raise JaxtapError(
+            f"FILE must be importable, got {path}, which raises {type(error).__name__}: {error}. "
+            "Run it with Python to see where."
+        ) from error
     return module
 
 
 def read_argument(text: str, module: ModuleType) -> Any:
-    """Returns an argument that is given as text.
+    """Return an argument that is given as text.
 
     Args:
-        text: a type such as ``f32[8,64]``, or an expression on what the file defines.
-        module: the file.
+        text: a type such as ``f32[8,64]``, or an expression of names in the file.
+        module: the file's module.
 
     Returns:
         A ``jax.ShapeDtypeStruct``, or the value of the expression.
@@ -93,6 +98,7 @@ def read_argument(text: str, module: ModuleType) -> Any:
         return eval(text, vars(module))
     except Exception as error:
         raise JaxtapError(
-            f"The argument {text!r} is neither a type such as 'f32[8,64]' nor an expression on "
-            f"what {module.__name__}.py defines: {type(error).__name__}: {error}"
+            f"An argument must be a type or an expression of names in {module.__name__}.py, got "
+            f"{text!r}, which raises {type(error).__name__}: {error}. Write for example "
+            "'f32[8,64]' or 'params'."
         ) from error

@@ -1,4 +1,4 @@
-"""What demos of providers share: handwritten digits, their training, and the command's shell.
+"""The kit of providers' demos: digits, training, and command options.
 
 Needs the extra `demo`. Importing this package imports neither jax nor the libraries of the extra.
 """

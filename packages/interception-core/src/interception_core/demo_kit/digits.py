@@ -49,7 +49,7 @@ class Digits:
     def batches(
         self, epochs: int = 1, seed: int = 0, advance: Callable[[], object] | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield images and labels for training, ``BATCH`` at a time, in another order each epoch.
+        """Yield batches of images and labels for training.
 
         Args:
             epochs: how often each image is seen.

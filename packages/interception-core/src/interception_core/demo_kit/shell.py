@@ -1,4 +1,4 @@
-"""What a demo's command does around its work: options, checks, tables, a JSON file."""
+"""The shell of a demo: options, checks, tables, a JSON file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def ready(args: argparse.Namespace, install: str) -> None:
-    """Raise a JaxtapError before the work for what would stop a demo at its end.
+    """Raise before the work if the demo would fail later.
 
     Args:
         args: the options.
@@ -39,14 +39,14 @@ def ready(args: argparse.Namespace, install: str) -> None:
             raise JaxtapError(f"The demo needs {error.name}. Install {install}.") from error
     if args.json is not None and not args.json.parent.is_dir():
         raise JaxtapError(
-            f"--json must be in a folder that exists, got {args.json}. There is no folder "
-            f"{args.json.parent}: make it."
+            f"--json must be in a folder that exists, got {args.json}. Make the folder "
+            f"{args.json.parent}."
         )
 
 
 @contextmanager
 def progress(epochs: int, label: str) -> Iterator[Any]:
-    """Show a bar on a terminal. Give the function that is called after each epoch."""
+    """Show a progress bar. Yield the function that advances it."""
     from tqdm import tqdm
 
     with tqdm(total=epochs, desc=label, unit="epoch", disable=None) as bar:
@@ -62,7 +62,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write results, all of them or nothing, and say so; do nothing without a path."""
+    """Write results to a file, if one is given."""
     if path is None:
         return
     # A temporary name first, so that ``path`` is whole or not there.

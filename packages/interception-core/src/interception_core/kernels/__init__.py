@@ -1,1 +1,1 @@
-"""Kernels: which one a call gets, and how it becomes an XLA FFI target."""
+"""Kernels: which one a call gets, and its registration with XLA."""

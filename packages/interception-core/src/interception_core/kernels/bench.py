@@ -1,6 +1,6 @@
-"""Bench: the calls that a kernel is timed on, and what its package keeps of the times.
+"""Bench: the calls that a kernel is timed on, and tables.
 
-A kernel's package names a function in ``KernelSpec.bench``; ``jaxtap bench`` times what it returns.
+A kernel's package names a function in ``KernelSpec.bench``, whose result ``jaxtap bench`` times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from ..errors import JaxtapError
 
 Side: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
-"""What is timed: a function that `jax.jit` takes, and its operands."""
+"""A function that `jax.jit` takes, and its operands."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class BenchCase:
     """One call that a kernel is timed on.
 
     Args:
-        labels: what tells this case from the others, such as ``{"dtype": "float32", "rows": 8}``.
+        labels: distinguish this case from others, such as ``{"dtype": "float32", "rows": 8}``.
         make: returns a function that calls the op, and its operands. It is timed three times: with
             the kernel, with the kernel that this one displaces, and with the op's reference.
-        others: by name, what else is timed: ``"float": lambda: (jnp.matmul, (x, w))``.
+        others: other sides to time, by name: ``"float": lambda: (jnp.matmul, (x, w))``.
     """
 
     labels: Mapping[str, str | int]
@@ -36,15 +36,15 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Bench:
-    """What ``KernelSpec.bench`` returns.
+    """The result of ``KernelSpec.bench``.
 
     Args:
         cases: the calls, made one after the other.
         against: the name of the side that the kernel must not be slower than: one of ``others``, or
             ``"reference"``.
-        table: the file of the package that keeps the ratios, for ``supports`` to read with
-            `slower_than`; None: ``--write`` has nothing to write.
-        variant: what of this machine the times hold for, such as the instruction set.
+        table: the package's file for the ratios, which ``supports`` reads with `slower_than`; None
+            if there is none.
+        variant: the property of the machine that the times hold for, such as the instruction set.
     """
 
     cases: Iterable[BenchCase]
@@ -54,10 +54,13 @@ class Bench:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Return what a table holds: by target and variant, cases with their ratio.
+    """Return a table: by target and variant, cases with their ratio.
+
+    Args:
+        path: the file. If it does not exist, the table is empty.
 
     Raises:
-        JaxtapError: the file is damaged.
+        JaxtapError: the file is not JSON.
     """
     if not path.exists():
         return {}
@@ -72,14 +75,14 @@ def read_table(path: Path) -> dict[str, Any]:
 def write_table(
     path: Path, target: str, variant: str, cases: Iterable[Mapping[str, str | int | float]]
 ) -> None:
-    """Put cases into a table. Those with the same labels are replaced, others stay.
+    """Put cases into a table, replacing those with the same labels.
 
     Args:
         path: the file.
-        target: of the kernel.
-        variant: what the times hold for.
-        cases: labels of each, and ``ratio``: the kernel's time to that of what it must not be
-            slower than.
+        target: the kernel's target.
+        variant: see ``Bench.variant``.
+        cases: the labels of each case, and ``ratio``: the kernel's time divided by that of
+            ``Bench.against``.
     """
 
     def labels(case: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -108,21 +111,21 @@ def slower_than(
     near: Mapping[str, int],
     margin: float = 0.05,
 ) -> str | None:
-    """Tell where a kernel was measured to be slower, or None where it was not.
+    """Return where a kernel was measured to be slower, or None.
 
-    Of the cases with the same labels, those of the nearest sizes are looked at. A case holds from
-    its place up to that of the next one, the first one before it, too.
+    Of the cases with the call's labels, those with the nearest sizes decide. A case holds for its
+    value of ``along`` and larger ones, up to the next case. The first also holds for smaller ones.
 
     Args:
-        cases: of a kernel and variant, from a table.
+        cases: the cases of a kernel and variant, from a table.
         along: the label that the answer depends on, such as ``"rows"``.
-        at: its value for the call.
-        same: labels that must be those of the call.
-        near: labels that are sizes, and their values for the call.
-        margin: by how much a kernel may seem slower: measuring is noisy.
+        at: the call's value of that label.
+        same: labels whose values must be those of the call.
+        near: labels that are sizes, with the call's values.
+        margin: by how much, as a fraction, a kernel may seem slower: times are noisy.
 
     Returns:
-        The range and the sizes, in a few words.
+        The range and the sizes, in a few words; None if the kernel is not slower.
     """
     fit = [case for case in cases if all(case[name] == value for name, value in same.items())]
     if not fit:

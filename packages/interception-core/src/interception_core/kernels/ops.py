@@ -10,7 +10,7 @@ from ..plugins.specs import KernelSpec
 
 
 def get_op(op: str, /) -> Callable[..., Any]:
-    """Returns the function that programs call for an op.
+    """Return the function that programs call for an op.
 
     Args:
         op: the op, such as ``"gemm_w8a8"``.
@@ -19,8 +19,8 @@ def get_op(op: str, /) -> Callable[..., Any]:
         The `apply` of the op's kernel with the highest priority, among those that declare one.
 
     Raises:
-        UnknownNameError: no kernel with an `apply` implements the op; the known ops are listed.
-        PluginError: the function cannot be imported.
+        UnknownNameError: no kernel with an `apply` implements the op.
+        PluginError: the function can't be imported.
     """
     claims = _host.ready().of(KernelSpec)
     callable_ones = [claim for claim in claims if claim.spec.apply is not None]

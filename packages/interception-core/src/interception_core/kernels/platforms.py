@@ -7,7 +7,7 @@ from typing import Any
 from ..plugins.host import kernels
 
 _GPUS = ("cuda", "rocm")
-"""What JAX's devices call "gpu"."""
+"""The platforms that JAX's devices call "gpu"."""
 
 
 def kernel_platforms() -> tuple[str, ...]:
@@ -19,8 +19,8 @@ def platform_of(where: Any = None) -> str:
     """Return the platform that programs are lowered for, as `KernelSpec.platform` spells it.
 
     Args:
-        where: a device, an array on one or several of these, or the name of a platform, such as
-            JAX's ``"gpu"``; anything else stands for the device that JAX puts new arrays on.
+        where: a device, an array, or the name of a platform, such as JAX's ``"gpu"``. For other
+            values it is the device that JAX puts new arrays on.
     """
     import jax
 

@@ -1,9 +1,9 @@
 """register_kernel: the one place where XLA gets FFI targets.
 
-XLA keeps what was registered before a platform's backend exists, and hands it over while the
-backend starts: targets before the types that their states need. One handler that it refuses
-then stops the backend, and with it every JAX program, with an error about the platform. So the
-backend is started first here: a refusal is an exception of this one call, and names the plugin.
+XLA keeps targets that are registered before a platform's backend exists, and checks them while the
+backend starts, before the types of their states. If it refuses one, the backend does not start, and
+every JAX program fails with an error about the platform. So this module starts the backend first.
+Then a refusal is an exception of one call, which names the plugin.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _log = logger("kernels")
 
 
 class _Owner(NamedTuple):
-    """A kernel with its plugin, for messages, and how to do without that plugin."""
+    """A kernel's plugin in messages, and how to do without it."""
 
     label: str
     remedy: str
 
 
 class _Outcome(NamedTuple):
-    """What became of a target. `error` is why it could not be registered, if so."""
+    """The outcome of a registration. `error` is why it failed."""
 
     spec: KernelSpec
     owner: _Owner
@@ -40,25 +40,25 @@ class _Outcome(NamedTuple):
 
 _lock = threading.RLock()
 _outcomes: dict[str, _Outcome] = {}
-# (platform, type name) to whose it is.
+# By platform and type name: the kernel that registered it.
 _types: dict[tuple[str, str], str] = {}
 
 
 def register_kernel(spec: KernelSpec) -> str:
-    """Registers the FFI target of a kernel, once per process, whichever thread comes first.
+    """Register the FFI target of a kernel, once per process.
 
-    The backend of the kernel's platform is started for it.
+    The backend of the kernel's platform is started first. Any thread may call it.
 
     Args:
-        spec: the kernel, as `select_kernel` or `kernels` return it.
+        spec: the kernel, from `select_kernel` or `kernels`.
 
     Returns:
         The name of the target, for `jax.ffi.ffi_call`.
 
     Raises:
-        KernelError: the target cannot be registered: its handlers cannot be loaded or are built
-            for another version of XLA's FFI, the platform has no backend, someone else has the
-            target, or XLA refuses it. What XLA refused once stays refused. JAX works on.
+        KernelError: the target can't be registered: its handlers can't be loaded or are built for
+            another version of XLA's FFI, the platform has no backend, the target is taken, or XLA
+            refuses it. A later call raises the same error. Other JAX programs are not affected.
     """
     with _lock:
         owner = _owner(spec)
@@ -68,8 +68,8 @@ def register_kernel(spec: KernelSpec) -> str:
             _log.debug("%s: %s", owner.label, done.error or "registered with XLA")
         elif done.spec != spec:
             raise KernelError(
-                f"{owner.label} cannot be registered: the target is that of {done.owner.label} "
-                "already. Rename one of the two."
+                f"{owner.label} cannot be registered: its target must be free, and belongs to "
+                f"{done.owner.label}. Rename one of the two."
             )
         if done.error is not None:
             raise KernelError(str(done.error)) from done.error.__cause__
@@ -85,14 +85,14 @@ def _owner(spec: KernelSpec) -> _Owner:
     (claim,) = claims
     if claim.spec != spec:
         raise KernelError(
-            f"A kernel {spec.key!r} that no plugin declares cannot be registered: the target is "
-            f"that of {claim.owner.label}, which declares it with other fields. Rename it."
+            f"A kernel {spec.key!r} that no plugin declares cannot be registered: its target must "
+            f"be free, and {claim.owner.label} declares it with other fields. Rename it."
         )
     return _Owner(claim.label, f"set {DISABLE}={claim.owner.name}")
 
 
 def _error(spec: KernelSpec, owner: _Owner) -> KernelError | None:
-    """Registers a target. Returns the error, to be kept, instead of raising it."""
+    """Register a target. Return the error instead of raising it."""
     try:
         _register(spec, owner)
     except KernelError as error:
@@ -111,15 +111,15 @@ def _register(spec: KernelSpec, owner: _Owner) -> None:
     except Exception as error:
         raise KernelError(
             f"{owner.label} cannot be registered: this process has no {platform} backend. "
-            f"{one_line(error)}"
+            f"{_text(error)} Run it where JAX finds a {platform} device."
         ) from error
     if spec.target in _compat.ffi_targets(platform):
         raise KernelError(
-            f"{owner.label} cannot be registered: a target of this name is there already, by other "
-            "code than jaxtap. Leave the registration (jax.ffi.register_ffi_target) to jaxtap "
-            f"there, or {owner.remedy}."
+            f"{owner.label} cannot be registered: its target must be free, and other code than "
+            "jaxtap has registered it. Leave the registration (jax.ffi.register_ffi_target) to "
+            f"jaxtap, or {owner.remedy}."
         )
-    # A handler with a state is refused unless the state's type is known.
+    # XLA refuses a handler with a state unless it knows the state's type.
     for name, capsules in target.types.items():
         _register_type(spec, owner, name, capsules)
     try:
@@ -132,7 +132,7 @@ def _register(spec: KernelSpec, owner: _Owner) -> None:
 
 
 def _target(spec: KernelSpec, owner: _Owner) -> FfiTarget:
-    """Asks the plugin for its handlers."""
+    """Return the handlers that a plugin declares."""
     try:
         make = resolve(spec.handlers, owner.label)
     except PluginError as error:
@@ -141,19 +141,20 @@ def _target(spec: KernelSpec, owner: _Owner) -> FfiTarget:
         handlers = make()
     except (Exception, SystemExit) as error:
         raise KernelError(
-            f"{owner.label} cannot be registered: {spec.handlers!r} failed: {one_line(error)}"
+            f"{owner.label} cannot be registered: {spec.handlers!r} failed: {_text(error)} Repair "
+            f"the plugin, or {owner.remedy}."
         ) from error
     if not isinstance(handlers, Mapping) or not isinstance(handlers.get(spec.target), FfiTarget):
         given = sorted(map(str, handlers)) if isinstance(handlers, Mapping) else handlers
         raise KernelError(
             f"{owner.label} cannot be registered: {spec.handlers!r} must return a mapping from "
-            f"{spec.target!r} to an FfiTarget, got {given!r}."
+            f"{spec.target!r} to an FfiTarget, got {given!r}. Add the target to the mapping."
         )
     return handlers[spec.target]
 
 
 def _check_version(target: FfiTarget, owner: _Owner) -> None:
-    """Refuses handlers of newer headers than the runtime's, before XLA sees them."""
+    """Refuse handlers of newer headers than the runtime's, before XLA sees them."""
     from .. import _compat
 
     runtime = _compat.ffi_api_version()
@@ -161,10 +162,10 @@ def _check_version(target: FfiTarget, owner: _Owner) -> None:
     if runtime is None or (major == runtime[0] and minor <= runtime[1]):
         return
     raise KernelError(
-        f"{owner.label} cannot be registered: its handlers are built with the headers of XLA FFI "
-        f"{major}.{minor}, and jaxlib {_compat.jaxlib_version} runs those of "
-        f"{runtime[0]}.{runtime[1]} and before, of the same major version. Build the plugin with "
-        f"the oldest jaxlib that it supports, or upgrade jaxlib, or {owner.remedy}."
+        f"{owner.label} cannot be registered: its handlers must be built with headers of XLA FFI "
+        f"{runtime[0]}.{runtime[1]}, as in jaxlib {_compat.jaxlib_version}, or older ones of that "
+        f"major version, got XLA FFI {major}.{minor}. Build the plugin with the oldest jaxlib that "
+        f"it supports, or upgrade jaxlib, or {owner.remedy}."
     )
 
 
@@ -172,7 +173,7 @@ def _register_type(spec: KernelSpec, owner: _Owner, name: str, capsules: Mapping
     from .. import _compat
 
     try:
-        # XLA takes the same type again, which kernels of one plugin may share.
+        # Kernels of one plugin may share a type. XLA accepts it again.
         _compat.register_ffi_type(name, dict(capsules), spec.platform)
     except Exception as error:
         holder = _types.get((spec.platform, name))

@@ -1,7 +1,7 @@
 """select_kernel: which of the declared kernels a call gets.
 
-Asked once per different call: the answer is kept until the plugins are loaded again. So nothing
-of a plugin runs for each call, and a program that is traced again gets the same kernel.
+The answer for a call is kept until the plugins are loaded again. So plugins are asked once per
+different call, and a program that is traced again gets the same kernel.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _log = logger("kernels")
 
 
 class KernelChoice(NamedTuple):
-    """What `select_kernel` found.
+    """The result of `select_kernel`.
 
     Attributes:
-        spec: the kernel, or None where none can take the call.
-        reason: why it is that one, or why there is none, in one line.
+        spec: the kernel, or None if no kernel can take the call.
+        reason: why it was chosen, or why there is none, in one line.
     """
 
     spec: KernelSpec | None
     reason: str
 
 
-# By registry: a choice holds for the plugins that it was made of.
+# By registry, because a choice depends on the loaded plugins.
 _choices: WeakKeyDictionary[Registry, dict[KernelCall, KernelChoice]] = WeakKeyDictionary()
 
 
-# By op and platform: the kernel that calls get whatever they are, or None for none.
+# By op and platform: the kernel that all calls get; None for no kernel.
 _given: ContextVar[Mapping[tuple[str, str], KernelSpec | None]] = ContextVar(
     "kernels", default=MappingProxyType({})
 )
@@ -50,9 +50,14 @@ _given: ContextVar[Mapping[tuple[str, str], KernelSpec | None]] = ContextVar(
 
 @contextlib.contextmanager
 def chosen_kernel(op: str, platform: str, kernel: KernelSpec | None) -> Iterator[None]:
-    """Let `select_kernel` choose one kernel of an op, or none, whatever the call.
+    """Let `select_kernel` choose one kernel, or none, for all calls.
 
-    Programs that were traced before hold what was chosen then: call ``jax.clear_caches()`` first.
+    Programs that were traced before keep their kernel: call ``jax.clear_caches()`` first.
+
+    Args:
+        op: the op.
+        platform: the platform.
+        kernel: the kernel; None for none.
     """
     token = _given.set({**_given.get(), (op, platform): kernel})
     try:
@@ -64,24 +69,24 @@ def chosen_kernel(op: str, platform: str, kernel: KernelSpec | None) -> Iterator
 def select_kernel(
     op: str, platform: str, operands: Iterable[Any] = (), **params: Any
 ) -> KernelChoice:
-    """Chooses the kernel for a call.
+    """Choose the kernel for a call.
 
-    Of the kernels declared for the op and the platform, those whose `supports` accepts the call
-    are candidates. The first plugin (by name) whose `jaxtap_select_kernel` picks one of them
-    decides; where none does, it is the candidate of the highest priority.
+    Of the kernels for the op and the platform, those whose `supports` accepts the call are
+    candidates. The first plugin (by name) whose `jaxtap_select_kernel` picks a candidate decides.
+    If no plugin does, the candidate with the highest priority is taken.
 
     Args:
         op: the op, such as ``"gemm_w8a8"``.
         platform: the platform as JAX spells it in lowering, such as ``"cpu"``.
-        operands: arrays, tracers or anything else with `.shape` and `.dtype`.
-        **params: the static parameters of the call; they must be hashable.
+        operands: objects with `.shape` and `.dtype`, such as arrays and tracers.
+        **params: the static parameters of the call, which must be hashable.
 
     Returns:
-        The choice. A `supports` or a hook that raises is passed over, with a `PluginWarning` the
-        first time.
+        The choice. A `supports` or a hook that raises is skipped, with a `PluginWarning` the first
+        time.
 
     Raises:
-        TypeError: an operand has no shape or dtype, or a parameter cannot be hashed.
+        TypeError: an operand has no shape or dtype, or a parameter can't be hashed.
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
     """
     registry = _host.ready()
@@ -101,7 +106,7 @@ def select_kernel(
 
 
 def _choose(registry: Registry, call: KernelCall) -> tuple[KernelChoice, list[str]]:
-    """Returns the choice, and the faults of plugins that were met on the way."""
+    """Return the choice, and the faults of plugins."""
     rivals = [
         claim
         for claim in registry.of(KernelSpec)
@@ -109,7 +114,7 @@ def _choose(registry: Registry, call: KernelCall) -> tuple[KernelChoice, list[st
     ]
     if not rivals:
         return KernelChoice(None, f"no kernel for {call.op} on {call.platform}"), []
-    # Sorted by key before, so that equal priorities have an order too.
+    # The sort is stable and claims are sorted by key, so equal priorities have an order, too.
     rivals.sort(key=lambda claim: -claim.spec.priority)
     candidates, refusals, faults = [], [], []
     for claim in rivals:
@@ -137,14 +142,17 @@ def _choose(registry: Registry, call: KernelCall) -> tuple[KernelChoice, list[st
 
 
 def _refusal(claim: Claim[KernelSpec], call: KernelCall) -> tuple[str, str]:
-    """Why a kernel cannot take a call, or nothing; and the plugin's fault, if it is one."""
+    """Return why a kernel can't take a call, and its plugin's fault."""
     path = claim.spec.supports
     if path is None:
         return "", ""
     try:
         answer = resolve(path, claim.label)(call)
         if not isinstance(answer, bool | str):
-            raise PluginError(f"It must return a bool or a str saying why not, got {answer!r}.")
+            raise PluginError(
+                f"It must return a bool or a str that tells why not, got {answer!r}. Return True, "
+                "False or a reason."
+            )
     except (Exception, SystemExit) as error:
         return (
             f"its supports failed: {one_line(error)}",
@@ -162,6 +170,6 @@ def _picked(answer: Any, candidates: list[KernelSpec]) -> KernelSpec | None:
         if answer in (spec, spec.target):
             return spec
     raise PluginError(
-        "It must return None, or one of its candidates or that one's target: "
-        f"{', '.join(spec.target for spec in candidates)}. It returned {answer!r}."
+        "It must return None, a candidate or a candidate's target, got "
+        f"{answer!r}. Return one of {', '.join(spec.target for spec in candidates)}, or None."
     )

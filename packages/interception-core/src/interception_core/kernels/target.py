@@ -1,4 +1,4 @@
-"""FfiTarget: the compiled handlers of one kernel, as a plugin hands them over."""
+"""FfiTarget: the compiled handlers of one kernel."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ _TYPE = ("type_id", "type_info")
 
 @dataclass(frozen=True, slots=True)
 class FfiTarget:
-    """The handlers of one FFI target. A kernel's `handlers` returns them, by target name.
+    """The handlers of one FFI target.
+
+    A kernel's `handlers` returns a mapping of target names to these.
 
     Args:
-        stages: ``"execute"``, and where the kernel has them ``"instantiate"``, ``"prepare"`` and
-            ``"initialize"``, each with the `PyCapsule` of its handler.
+        stages: the `PyCapsule` of the handler for ``"execute"``, and for ``"instantiate"``,
+            ``"prepare"`` and ``"initialize"`` if the kernel has them.
         api_version: (major, minor) of the XLA FFI headers that the handlers were compiled with:
             ``XLA_FFI_API_MAJOR`` and ``XLA_FFI_API_MINOR``.
-        types: the types of the states that the handlers keep, by name, each with its
-            ``"type_id"`` and ``"type_info"`` capsules. The names are shared by the whole process:
-            put the package in front, as for targets.
+        types: by name, the types of the handlers' states, each with its ``"type_id"`` and
+            ``"type_info"`` capsules. The whole process shares the names, so start them with the
+            package, as for targets.
 
     Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+        PluginError: a field has the wrong type or form.
     """
 
     stages: Mapping[str, Any]
@@ -43,8 +45,8 @@ class FfiTarget:
         ):
             given = list(self.stages) if isinstance(self.stages, Mapping) else self.stages
             raise PluginError(
-                "FfiTarget.stages must map 'execute', and where there are any "
-                f"{', '.join(map(repr, STAGES[:-1]))}, to capsules, got {given!r}."
+                "FfiTarget.stages must map 'execute', and optionally "
+                f"{', '.join(map(repr, STAGES[:-1]))}, to capsules, got {given!r}. Use these names."
             )
         for stage, capsule in self.stages.items():
             _check_capsule(f"stages[{stage!r}]", capsule)
@@ -55,32 +57,34 @@ class FfiTarget:
             or not all(isinstance(part, int) and not isinstance(part, bool) for part in version)
         ):
             raise PluginError(
-                "FfiTarget.api_version must be (XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) of the "
-                f"headers that the handlers were compiled with, such as (0, 3), got {version!r}."
+                "FfiTarget.api_version must be a tuple of two ints, got "
+                f"{version!r}. Pass (XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) of the headers that the "
+                "handlers were compiled with, such as (0, 3)."
             )
         if not isinstance(self.types, Mapping):
             raise PluginError(
-                f"FfiTarget.types must map type names to capsules, got {self.types!r}."
+                f"FfiTarget.types must map type names to capsules, got {self.types!r}. Pass a "
+                "dictionary."
             )
         for name, capsules in self.types.items():
             if not isinstance(name, str) or not isinstance(capsules, Mapping):
                 raise PluginError(
-                    "FfiTarget.types must map type names to mappings of 'type_id' and "
-                    f"'type_info', got {name!r}: {capsules!r}."
+                    "FfiTarget.types must map type names to mappings, got "
+                    f"{name!r}: {capsules!r}. Pass a mapping of 'type_id' and 'type_info'."
                 )
             if "type_id" not in capsules or not set(capsules) <= set(_TYPE):
                 raise PluginError(
-                    f"FfiTarget.types[{name!r}] must have 'type_id', and may have 'type_info', "
-                    f"got {list(capsules)!r}."
+                    f"FfiTarget.types[{name!r}] must have 'type_id', and optionally 'type_info', "
+                    f"got {list(capsules)!r}. Use these names."
                 )
             for part, capsule in capsules.items():
                 _check_capsule(f"types[{name!r}][{part!r}]", capsule)
 
 
 def _check_capsule(where: str, value: Any) -> None:
-    # types.CapsuleType is of Python 3.13.
+    # types.CapsuleType needs Python 3.13.
     if type(value).__name__ != "PyCapsule":
         raise PluginError(
-            f"FfiTarget.{where} must be a PyCapsule, as jax.ffi.pycapsule() and nanobind's "
-            f"nb::capsule make them, got {value!r}."
+            f"FfiTarget.{where} must be a PyCapsule, got {value!r}. Make one with "
+            "jax.ffi.pycapsule() or nanobind's nb::capsule."
         )

@@ -1,4 +1,4 @@
-"""kernel_workspace: how much memory beside operands and results a kernel wants for a call."""
+"""kernel_workspace: how much scratch memory a kernel needs for a call."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..plugins.specs import KernelSpec
 def kernel_workspace(
     spec: KernelSpec, operands: Iterable[Any], results: Iterable[Any], **attributes: Any
 ) -> int | None:
-    """Returns the bytes that a kernel wants as one result more, by its `workspace`.
+    """Return the bytes of scratch memory that a kernel needs.
 
     Args:
         spec: the kernel, from `select_kernel`.
-        operands: what the target is called with: anything with `.shape` and `.dtype`. Where a
-            program is sharded, these are a device's.
-        results: the results of the call without that memory, likewise.
-        **attributes: those of the call; they must be hashable.
+        operands: the operands of the target: objects with `.shape` and `.dtype`. In a sharded
+            program they are those of one device.
+        results: the results of the target without that memory, as ``operands``.
+        **attributes: the attributes of the call, which must be hashable.
 
     Returns:
-        The bytes, or None where the target has no such result.
+        The bytes, which the target gets as one more result; None if it has no such result.
 
     Raises:
         PluginError: `workspace` can't be loaded, fails, or returns something else.
-        TypeError: as of `select_kernel`.
+        TypeError: an operand has no shape or dtype, or an attribute can't be hashed.
     """
     if spec.workspace is None:
         return None
@@ -46,5 +46,5 @@ def kernel_workspace(
         return found
     raise PluginError(
         f"{owner}: its workspace {spec.workspace!r} must return bytes, an int of 0 or more, or "
-        f"None, and returned {found!r} for {call}"
+        f"None, got {found!r} for {call}. Return the size of the scratch memory."
     )

@@ -1,7 +1,7 @@
-"""What is active on this thread, and what of it JAX's caches are keyed by.
+"""Context: the state of this thread, and its key in JAX's caches.
 
-JAX's caches keep their keys for as long as they please. So they are given a small key, and the
-state that it stands for, with all that hangs on it, stays here.
+JAX's caches keep their keys for any time. So they get a small key, and the state that it stands
+for is kept here.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, Protocol
 import jax
 
 _KEYS = jax.make_user_context(default_value=None)
-"""None, or the key of the current state. Public JAX API since 0.10."""
+"""The key of the current state, or None. Public JAX API since 0.10."""
 
 
 class Keyed(Protocol):
-    """A state."""
+    """A state with a key."""
 
     @property
     def key(self) -> Hashable:
-        """What stands for it in JAX's caches."""
+        """The state's key in JAX's caches."""
 
 
 class Context(threading.local):
@@ -30,7 +30,7 @@ class Context(threading.local):
     value: Any = None
 
     def __call__(self, state: Keyed | None) -> Current:
-        """Returns a context manager: makes a state current."""
+        """Return a context manager that makes a state current."""
         return Current(state)
 
 
@@ -38,7 +38,7 @@ CONTEXT = Context()
 
 
 class Current:
-    """Makes a state current on this thread, and its key a part of JAX's cache keys."""
+    """Makes a state, and its key in JAX's caches, current."""
 
     __slots__ = ("_before", "_keys", "_state")
 

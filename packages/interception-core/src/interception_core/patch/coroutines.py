@@ -1,7 +1,7 @@
-"""Runs coroutines and generators step by step, each step in its scope.
+"""Coroutines and generators, run step by step, each step in its scope.
 
 A scope is local to the thread, so it must end wherever the function gives up control: at
-``await`` and ``yield``. What runs in between (other tasks, the caller) is outside.
+``await`` and ``yield``. Other tasks, and the caller, run outside of it in between.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .scope import Entered, State
 
 
 class Suspended:
-    """The scope of one run of suspended code, as its last step left it.
+    """The scope of suspended code, as its last step left it.
 
     Args:
         state: the scope of the next step.
-        finish: called when the code has ended, however it did.
+        finish: called when the code has ended, with or without an exception.
     """
 
     def __init__(self, state: State, finish: Callable[[], None]):
@@ -28,7 +28,7 @@ class Suspended:
         self._finish = finish
 
     def _step(self, function: Callable[[], Any]) -> Any:
-        """Calls ``function`` in the scope."""
+        """Call ``function`` in the scope."""
         entered = Entered(self._state)
         try:
             with entered:
@@ -37,7 +37,7 @@ class Suspended:
             self._state = entered.left
 
     def _steps(self, inner: Generator | Coroutine) -> Generator:
-        """Does what ``inner`` does, each step in the scope."""
+        """Run a generator or coroutine, each step in the scope."""
         step: Callable[[], Any] = functools.partial(inner.send, None)
         while True:
             try:
@@ -55,21 +55,21 @@ class Suspended:
                 step = functools.partial(inner.send, sent)
 
     def generator(self, inner: Generator) -> Generator:
-        """Drives a generator."""
+        """Drive a generator."""
         try:
             return (yield from self._steps(inner))
         finally:
             self._finish()
 
     async def coroutine(self, inner: Coroutine) -> Any:
-        """Drives a coroutine."""
+        """Drive a coroutine."""
         try:
             return await _Awaitable(self._steps(inner))
         finally:
             self._finish()
 
     async def async_generator(self, inner: AsyncGenerator) -> AsyncGenerator:
-        """Drives an asynchronous generator."""
+        """Drive an asynchronous generator."""
         step: Callable[[], Any] = functools.partial(inner.asend, None)
         try:
             while True:
@@ -114,9 +114,17 @@ def run_in(
     kwargs: dict,
     finish: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Calls ``fn`` in ``state``; if it returns suspended code, that will run in it as well.
+    """Call a function in a state, and run coroutines from it there.
 
-    ``finish`` is called when all of it has ended.
+    Args:
+        state: the state.
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        finish: called when all of it has ended.
+
+    Returns:
+        The function's result. A coroutine or generator runs in the state, too.
     """
     driver = None
     try:
@@ -130,12 +138,12 @@ def run_in(
 
 
 def disguised(call: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call`` with the name and signature of ``fn``; a coroutine function if it is one."""
+    """Return a function with the name and signature of ``fn``."""
     wrapped = call
     if inspect.iscoroutinefunction(fn):
 
         async def wrapped(*args: Any, **kwargs: Any) -> Any:
             return await call(*args, **kwargs)
 
-    # Not the function's __dict__: that of a model object holds its parameters.
+    # Without the function's __dict__, which holds the parameters of a model object.
     return functools.update_wrapper(wrapped, fn, updated=())

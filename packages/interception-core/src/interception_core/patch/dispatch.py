@@ -1,9 +1,9 @@
-"""What happens at a tap: which interceptor is asked, and what runs in which scope.
+"""Dispatch: which interceptor a tap asks, and in which scope.
 
-The innermost interceptor is asked first. While a handler runs, only the interceptors outside
-its own are active, so no handler ever sees its own operations. What the program itself does
-stays visible: an original that runs on (``proceed``, ``NotImplemented``) keeps the interceptors
-active that have not handled the call.
+The innermost interceptor is asked first. While a handler runs, only interceptors outside its own
+are active, so that a handler never sees its operations. Operations of the program stay visible:
+while an original runs (after ``proceed`` or ``NotImplemented``), the interceptors are active that
+have not handled the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .targets import Site
 
 
 def run(site: Site, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Runs a call of ``site`` that was made in ``state``."""
+    """Run a call of a site that was made in a state."""
     if state.__class__ is not Scope or state.asleep:
         return original(*args, **kwargs)
     return _ask(site, original, state, (), args, kwargs)
@@ -33,7 +33,7 @@ def _ask(
     args: tuple,
     kwargs: dict,
 ) -> Any:
-    """Asks ``level`` and those outside it, then runs the original in what was ``kept``."""
+    """Ask a scope and those outside, then run the original."""
     while level is not None:
         entry = level.activation.table.get(site)
         if entry is None or site in level.within:
@@ -58,7 +58,7 @@ def _ask(
 
 
 class TappedCall(OpCall):
-    """A call of a tapped function, or of a primitive with JIT off, as the program makes it."""
+    """A call of a tapped function or primitive."""
 
     __slots__ = ("_kept", "_number", "_original", "_scope", "_site", "_trace")
 
@@ -97,18 +97,18 @@ class TappedCall(OpCall):
         return _ask(self._site, self._original, self._scope.parent, self._kept, args, kwargs)
 
     def let_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original as after NotImplemented: what it consists of is tapped."""
+        """Run the original as after NotImplemented: operations in it are tapped."""
         kept = (*self._kept, self._scope.inside(self._site))
         return _ask(self._site, self._original, self._scope.parent, kept, args, kwargs)
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The called function. Whichever interceptors are active when it is called are asked."""
+        """The called function, which asks the interceptors active when called."""
         return functools.partial(_run_now, self._site, self._original)
 
     @property
     def site(self) -> Site:
-        """Stands for what is called, under whatever name; hashable, as in `Taps.functions`."""
+        """The target that is called, a key of `Taps.functions`."""
         return self._site
 
     @property

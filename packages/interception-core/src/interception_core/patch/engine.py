@@ -17,50 +17,58 @@ R = TypeVar("R")
 
 
 class PatchEngine:
-    """Patches the functions that an interceptor names while a wrapped function runs.
+    """An engine that patches functions while a wrapped function runs.
 
-    Patches are process-wide, but only the scope of the wrapped call decides what they do: other
-    threads and tasks run the originals, after one check. The scope is part of JAX's cache keys,
-    so what was traced, lowered or compiled inside is never used outside, nor the reverse.
+    Patches are process-wide, but act only in the scope of the wrapped call. Other threads and tasks
+    run the originals after one check. The scope is a part of JAX's cache keys, so traces,
+    lowerings and compiled programs made inside are never reused outside, and vice versa.
 
     Args:
-        disable_jit: run wrapped functions under ``jax.disable_jit``. Primitives can be tapped
-            only then. The default leaves JIT on.
+        disable_jit: whether wrapped functions run under ``jax.disable_jit``. Only then can
+            primitives be tapped.
+
+    Raises:
+        TypeError: ``disable_jit`` is not a bool.
     """
 
     def __init__(self, disable_jit: bool = False):
         if not isinstance(disable_jit, bool):
-            raise TypeError(f"disable_jit must be a bool, got {disable_jit!r}.")
+            raise TypeError(f"disable_jit must be a bool, got {disable_jit!r}. Pass True or False.")
         self.disable_jit = disable_jit
 
     def wrap(self, fn: Callable[P, R], interceptor: Interceptor) -> Callable[P, R]:
-        """Returns ``fn``, run with ``interceptor`` active.
+        """Return ``fn`` with an interceptor's targets tapped.
 
-        The scope is the call, on its thread: threads and tasks that it starts are outside.
-        For coroutines and generators it is each of their steps. Where the interceptor is
-        active already, the wrapper does nothing.
+        The scope is the call, on its thread. Threads and tasks that it starts are outside. For
+        coroutines and generators it is each step. The wrapper does nothing while the interceptor
+        is active already.
 
         Args:
-            fn: any callable: plain, jitted, asynchronous or a generator function.
-            interceptor: the targets and their handlers. Targets are looked up, and patched, at
-                the first call, not before.
+            fn: a callable: plain, jitted, asynchronous or a generator function.
+            interceptor: the targets and their handlers. Targets are looked up and patched at the
+                first call.
 
         Raises:
-            TargetError: at once for wrong types and for primitives without ``disable_jit``; at
-                the call for a target that is unknown, can't be tapped or is named twice.
+            TargetError: at once, for wrong types and for primitives without ``disable_jit``. At
+                the call, for a target that is unknown, can't be tapped or is named twice.
         """
         if not callable(fn):
-            raise TargetError(f"PatchEngine.wrap needs a callable, got {fn!r}.")
+            raise TargetError(
+                f"PatchEngine.wrap's first argument must be a callable, got {fn!r}. Pass the "
+                "function to tap."
+            )
         if not isinstance(interceptor, Interceptor):
             raise TargetError(
-                f"PatchEngine.wrap needs an Interceptor, got {type(interceptor).__name__}. Build "
-                "one with Interceptor({'jax.numpy.dot': handler})."
+                "PatchEngine.wrap's second argument must be an Interceptor, got "
+                f"{type(interceptor).__name__}. Build one with "
+                "Interceptor({'jax.numpy.dot': handler})."
             )
         primitives = [target for target in interceptor if target.startswith(PRIMITIVE_PREFIX)]
         if primitives and not self.disable_jit:
             raise TargetError(
-                f"{primitives[0]!r} can't be tapped with JIT on: JAX's caches hide the binds of "
-                "primitives. Use PatchEngine(disable_jit=True), or tap the function that binds it."
+                f"Targets of PatchEngine must be functions while JIT is on, got {primitives[0]!r}: "
+                "JAX's caches hide the binds of primitives. Use PatchEngine(disable_jit=True), or "
+                "tap the function that binds it."
             )
         taps = Taps(interceptor, disable_jit=self.disable_jit)
 
@@ -73,16 +81,19 @@ class PatchEngine:
 
 
 def untapped(fn: Callable[P, R]) -> Callable[P, R]:
-    """Returns ``fn``, run with no interceptor active.
+    """Return ``fn``, which runs without active interceptors.
 
-    For what must stay as it is wherever it is called from, such as the body of a kernel. A
-    coroutine or generator that it returns inside a scope runs outside of it, too.
+    Use it for code that must not be tapped, such as the body of a kernel. A coroutine or generator
+    that it returns runs without interceptors, too.
+
+    Args:
+        fn: a callable.
 
     Raises:
         TargetError: ``fn`` is not callable.
     """
     if not callable(fn):
-        raise TargetError(f"untapped needs a callable, got {fn!r}.")
+        raise TargetError(f"untapped's argument must be a callable, got {fn!r}. Pass a function.")
 
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
         if CONTEXT.value is None:

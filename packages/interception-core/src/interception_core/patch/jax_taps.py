@@ -1,11 +1,11 @@
-"""Taps on JAX itself, which keep a scope right where JAX works later or elsewhere.
+"""Taps on JAX, which keep the scope right in JAX's machinery.
 
 * A name scope extends the module path of the current scope.
-* ``jax.eval_shape`` runs nothing: nothing is shown of it to who looks on.
-* JAX's own rules (derivatives, batching, lowering) call lax functions that are no operations of
-  the program: the scope sleeps meanwhile.
-* The rules of ``custom_vjp``, ``custom_jvp`` and ``custom_vmap`` are the program's, but run when
-  JAX gets to them, which may be after the scope has ended: they take it along.
+* ``jax.eval_shape`` runs nothing, so observers see nothing of it.
+* JAX's rules (derivatives, batching, lowering) call lax functions that are not operations of the
+  program, so the scope is asleep while they run.
+* The rules of ``custom_vjp``, ``custom_jvp`` and ``custom_vmap`` belong to the program, but may run
+  after the scope has ended, so they take the scope along.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _rules(site: Any, original: Callable, state: State, args: tuple, kwargs: dic
 
 
 def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Shows a primitive to the observers, innermost first, and then runs its rule."""
+    """Show a primitive to the observers, then run its rule."""
     if isinstance(state, Scope) and state.observed and not state.asleep:
         level: Scope | None = state
         while level is not None:
@@ -74,7 +74,7 @@ def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict
 
 
 def _evaluate(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Computes a primitive of known operands where the program evaluates a function partially."""
+    """Compute a primitive of known operands in a partial evaluation."""
     if isinstance(state, Scope) and state.observed and not state.asleep:
         trace, primitive, values, params = args
         known = _compat.known_ahead(trace, values)
@@ -92,7 +92,7 @@ _HOISTING = _Hoisting()
 
 
 def _hoist(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Remembers what JAX forgets here: whether it computes what is none of the program's."""
+    """Remember whether operations are settled, which JAX forgets here."""
     before, _HOISTING.settled = _HOISTING.settled, _compat.is_settled()
     try:
         return original(*args, **kwargs)
@@ -106,9 +106,9 @@ def _trace_partially(site: Any, original: Callable, state: State, args: tuple, k
 
 
 def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Traces for types alone: what is never run is not shown to observers.
+    """Trace for types alone, and show observers nothing of it.
 
-    Other handlers may change types, and are asked.
+    Handlers without an observer may change types, and are asked.
     """
     level = state if isinstance(state, Scope) else None
     while level is not None and level.activation.observer is not None:
@@ -124,9 +124,9 @@ def _transpose(site: Any, original: Callable, state: State, args: tuple, kwargs:
 
 
 def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Keeps the call of a jitted function, which JAX would inline, where an observer wants it.
+    """Keep the call of a jitted function if an observer wants it.
 
-    Also in JAX's own rules: a derivative of what they leave behind sums in the order of calls.
+    JAX's rules keep such calls, too: the derivative of what they leave sums in the calls' order.
     """
     if isinstance(state, Scope) and state.observed:
         level: Scope | None = state
@@ -139,7 +139,7 @@ def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwar
 
 
 def _call(sites: CallSites, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Runs ``instance(...)`` of a class whose ``__call__`` is patched."""
+    """Run ``instance(...)`` of a class whose ``__call__`` is patched."""
     instance, rest = args[0], args[1:]
     call = functools.partial(original, _with_scope(instance, state))
     site = sites.get(id(instance))
@@ -149,11 +149,11 @@ def _call(sites: CallSites, original: Callable, state: State, args: tuple, kwarg
 
 
 def _with_scope(instance: Any, state: State) -> Any:
-    """Returns ``instance``; if it has custom rules, a copy whose rules take ``state`` along."""
+    """Return an instance, whose custom rules take the state along."""
     rules = _CUSTOM_RULES.get(type(instance))
     if rules is None:
         return instance
-    # Not copy.copy: on 0.10.2 custom_vjp.__new__ takes the function.
+    # copy.copy fails on 0.10.2, where custom_vjp.__new__ takes the function.
     carried = object.__new__(type(instance))
     carried.__dict__.update(instance.__dict__)
     for name, carry in rules.items():
@@ -174,9 +174,10 @@ def _carry(rule: Callable, state: State) -> Callable:
 
 
 def _carry_backward(rule: Callable, state: State) -> Callable:
-    """Tapped where the tap wraps the differentiation: in the scope of then, not that of the call.
+    """Return a backward rule that is tapped where it runs.
 
-    Unless the call was made in a handler, whose own rules are never tapped.
+    It is tapped if the tap is around the differentiation: in the scope in which it runs, not in
+    that of the call. A rule of a call in a handler is never tapped.
     """
     if not isinstance(state, Scope):
         return _carry(rule, state)
@@ -195,7 +196,7 @@ def _carry_backward(rule: Callable, state: State) -> Callable:
 
 _CUSTOM_RULES: dict[type, dict[str, Callable[[Callable, State], Callable]]] = {
     jax.custom_jvp: {"jvp": _carry},
-    # The function itself too: with optimize_remat it may stand in for the forward rule.
+    # With optimize_remat the function may replace the forward rule.
     jax.custom_vjp: {"fun": _carry, "fwd": _carry, "bwd": _carry_backward},
     jax.custom_batching.custom_vmap: {"vmap_rule": _carry},
 }

@@ -1,7 +1,7 @@
-"""Patches: how calls are led to the dispatcher, and back, process-wide and counted.
+"""Patches: how calls reach the dispatcher, process-wide and counted.
 
-A patched function costs any thread one look at CONTEXT; whether anything is tapped is decided
-there. Patches are counted, so that scopes of any thread may end in any order.
+A patched function costs every thread one look at CONTEXT, which decides whether it is tapped.
+Patches are counted, so that scopes of any thread may end in any order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .context import CONTEXT
 _LOCK = threading.RLock()
 
 Dispatch = Callable[[Any, Callable, Any, tuple, dict], Any]
-"""Called as ``run(site, original, state, args, kwargs)`` where ``state`` is not None."""
+"""Called as ``run(site, original, state, args, kwargs)`` if ``state`` is not None."""
 
 
 _TEMPLATE = """
@@ -39,7 +39,7 @@ def make({free}):
 
 @functools.cache
 def _template(free: int) -> CodeType:
-    """Returns the code of a tap with so many free variables, which it never reads."""
+    """Return the code of a tap with some free variables."""
     names = ", ".join(f"free_{i}" for i in range(free))
     namespace: dict[str, Any] = {}
     exec(_TEMPLATE.format(free=names), namespace)
@@ -47,11 +47,11 @@ def _template(free: int) -> CodeType:
 
 
 def tap_code(like: CodeType, original: Callable, run: Dispatch, site: Any) -> CodeType:
-    """Returns code that calls ``run`` where CONTEXT has a value, ``original`` elsewhere.
+    """Return code that calls ``run`` if CONTEXT has a value, else ``original``.
 
-    What it needs lies among its constants, so it fits a function of any module. Free variables,
-    name and place are those of ``like``: closures keep their cells, and tracebacks and JAX's
-    debug info say what they would have said.
+    It finds these among its constants, so it fits a function of any module. It has the free
+    variables, name and place of ``like``, so that closures keep their cells, and tracebacks and
+    JAX's debug info do not change.
     """
     parts = {"context": CONTEXT, "original": original, "run": run, "site": site}
     template = _template(len(like.co_freevars))
@@ -69,13 +69,13 @@ def tap_code(like: CodeType, original: Callable, run: Dispatch, site: Any) -> Co
 
 
 def tap_function(like: Any, original: Callable, run: Dispatch, site: Any) -> FunctionType:
-    """Returns a function that stands in for the callable ``like`` as an attribute."""
+    """Return a function that replaces a callable as an attribute."""
     code = tap_code(_template(0), original, run, site)
     tap = FunctionType(code, {"__builtins__": __builtins__})
     for name in ("__name__", "__qualname__", "__doc__", "__module__", "__wrapped__"):
         if hasattr(like, name):
             setattr(tap, name, getattr(like, name))
-    # A jitted function also has lower, trace, eval_shape, ...: bystanders may want them.
+    # Other threads may use attributes such as ``lower`` and ``trace`` of a jitted function.
     for name in dir(like):
         if not name.startswith("__"):
             setattr(tap, name, getattr(like, name))
@@ -87,12 +87,12 @@ _SITE = "__jaxtap_site__"
 
 
 def site_of_tap(value: Any) -> Any | None:
-    """Returns the site whose tap ``value`` is, or None for anything else."""
+    """Return the site of a tap, or None for other values."""
     return getattr(value, "__dict__", {}).get(_SITE) if isinstance(value, FunctionType) else None
 
 
 def copy_function(fn: FunctionType) -> FunctionType:
-    """Returns a function that does what ``fn`` does, however its code is replaced later."""
+    """Return a copy of a function that keeps its code."""
     copy = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     copy.__dict__.update(fn.__dict__)
@@ -102,19 +102,23 @@ def copy_function(fn: FunctionType) -> FunctionType:
 
 
 class Patch(Protocol):
-    """A change of one place, counted by those who need it."""
+    """A counted change of one place.
+
+    Attributes:
+        count: how many scopes need it.
+    """
 
     count: int
 
     def install(self) -> None:
-        """Makes the change. Raises with nothing changed if that's impossible."""
+        """Make the change, or raise with nothing changed."""
 
     def uninstall(self) -> None:
-        """Undoes the change, unless somebody else has changed the place since."""
+        """Undo the change, unless other code has changed the place since."""
 
 
 class CodePatch:
-    """Replaces the code object of a Python function, which covers every alias of it."""
+    """Replaces a Python function's code object, for all its aliases."""
 
     def __init__(self, fn: FunctionType, run: Dispatch, site: Any, *, keep_signature: bool = True):
         self.count = 0
@@ -133,7 +137,7 @@ class CodePatch:
         current = self.fn.__code__
         if current is not self._tap:
             self.original.__code__ = current
-        # Set first: a bystander that inspects the function sees its signature at any time.
+        # Set first, so that other threads see the function's signature at any time.
         if self._signature is not None:
             self.fn.__dict__["__signature__"] = self._signature
         self.fn.__code__ = self._tap
@@ -168,14 +172,14 @@ class AttributePatch:
 
 
 class PatchSet:
-    """The patches of one interceptor, installed while at least one scope holds them."""
+    """The patches of one interceptor, installed while scopes hold them."""
 
     def __init__(self, patches: Sequence[Patch]):
         self._patches = tuple({id(patch): patch for patch in patches}.values())
         self._count = 0
 
     def acquire(self) -> None:
-        """Installs what is not installed yet. All or nothing."""
+        """Install the patches that are not installed yet, all or none."""
         with _LOCK:
             self._count += 1
             if self._count > 1:
@@ -193,7 +197,7 @@ class PatchSet:
                 raise
 
     def release(self) -> None:
-        """Undoes what nobody else holds."""
+        """Undo the patches that no other scope holds."""
         with _LOCK:
             self._count -= 1
             if self._count == 0:

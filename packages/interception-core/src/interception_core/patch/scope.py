@@ -1,8 +1,8 @@
-"""Scopes: what is active on this thread, which is also what JAX's caches are keyed by.
+"""Scopes: the active interceptors of a thread, a key of JAX's caches.
 
-The key of what is active is part of the key of every trace, lowering and compilation cache. A
-tap fires if and only if the scope that is active has a handler for it, so a trace made under a
-scope can never be found from outside of it, nor the other way round.
+The key of the active scope is a part of the key of every trace, lowering and compilation cache. A
+tap acts if and only if the active scope has a handler for it. So traces made in a scope are never
+reused outside of it, and vice versa.
 """
 
 from __future__ import annotations
@@ -23,28 +23,42 @@ Counts = dict[tuple[str, str], int]
 
 
 class Observer(Protocol):
-    """Looks on while a program is staged.
+    """Observes a program while it is staged.
 
-    It is shown the primitives that meet a trace which doesn't stage them (grad, vmap, ...).
+    It is shown the primitives that meet a transformation such as ``grad`` or ``vmap``.
     """
 
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
-        """Returns a primitive's result in ``trace``, or NotImplemented to let it run.
+        """Return a primitive's results, or NotImplemented to let it run.
 
-        ``path`` is the module path, as far as the scope knows it.
+        Args:
+            path: the module path, as far as the scope knows it.
+            trace: the trace that the primitive is bound in.
+            primitive: the primitive.
+            values: its operands.
+            params: its parameters.
         """
 
     def keeps(self, trace: Any) -> bool:
-        """Returns whether ``trace`` keeps the calls of jitted functions that JAX would inline."""
+        """Return whether a trace keeps jitted calls that JAX would inline."""
 
 
 class Activation:
-    """One run of a wrapped function: its taps, its op counters and its inputs.
+    """One run of a wrapped function: its taps, counters and inputs.
 
-    The rules of a program keep the scope alive that it hangs on, so all that is large (the
-    inputs) is dropped when the run ends, and traces are held weakly.
+    Custom derivative rules keep a scope, and with it this object, alive. So the inputs are dropped
+    when the run ends, and traces are held weakly.
+
+    Args:
+        interceptor: the interceptor.
+        table: the name and handler of each targeted site.
+        patches: the patches of the targets.
+        disable_jit: whether the run has JIT off.
+        inputs: the positional and keyword arguments of the wrapped function.
+        observer: the observer, or None.
+        shared_key: its key in JAX's caches, instead of the interceptor's.
     """
 
     __slots__ = (
@@ -77,7 +91,7 @@ class Activation:
         self.key = interceptor.cache_key if shared_key is None else shared_key
         self.resolve_path = interceptor.resolve_path if shared_key is None else _no_path
         self.observer = observer
-        # By identity; the value is held, so that its id isn't given to another one.
+        # By id. The value is kept with its metadata, so that its id isn't given to another one.
         self.metadata: dict[int, tuple[Any, Mapping[str, Any]]] = {}
         self.table = table
         self.patches = patches
@@ -90,14 +104,17 @@ class Activation:
         self._nested: weakref.WeakKeyDictionary[Any, Counts] | None = None
 
     def number(self, path: str, op_name: str) -> tuple[int, str]:
-        """Counts a call of ``op_name`` under module ``path``.
+        """Count a call under a module path.
 
-        Every trace below this run (a jitted function, a scan body) counts for itself: JAX may
-        skip such a trace when it has it cached, and the numbers of the calls around it must not
-        depend on that.
+        Nested traces (a jitted function, the body of a scan) are counted separately. JAX skips a
+        trace that it has cached, and the numbers of calls around it must not depend on that.
+
+        Args:
+            path: the module path.
+            op_name: the name of the operation.
 
         Returns:
-            How many there were before it, and the label of the trace that it is in, if any.
+            How many such calls there were before, and the label of the nested trace, or "".
         """
         trace = _compat.staging_trace()
         if trace is None or (self._base is not None and self._base() is trace):
@@ -112,11 +129,15 @@ class Activation:
         return number, label
 
     def origins(self) -> dict[int, str]:
-        """Returns the pytree path of every array among the inputs, by identity."""
+        """Return the pytree path of every array among the inputs, by ``id``.
+
+        Raises:
+            RuntimeError: the run has ended.
+        """
         if self.inputs is None:
             raise RuntimeError(
-                "OpCall.operands is known only while the wrapped function runs. Read it in the "
-                "handler and keep the result."
+                "OpCall.operands must be read while the wrapped function runs, got a call that "
+                "has ended. Read it in the handler and keep the result."
             )
         if self._origins is None:
             args, kwargs = self.inputs
@@ -131,17 +152,17 @@ class Activation:
         return self._origins
 
     def finish(self) -> None:
-        """Lets go of the inputs."""
+        """Drop the inputs."""
         self.inputs = self._origins = None
         self.metadata = {}
 
 
 def _no_path(path: str) -> None:
-    """Stands for every module path where traces are shared."""
+    """Return one key for all module paths, so that traces are shared."""
 
 
 class _Key:
-    """Stands for a scope in JAX's caches, for as long as a scope or a cache has it."""
+    """A scope's key in JAX's caches."""
 
     __slots__ = ("__weakref__",)
 
@@ -152,10 +173,18 @@ _KEYS: weakref.WeakValueDictionary[tuple, _Key] = weakref.WeakValueDictionary()
 class Scope:
     """One active interceptor and the scopes around it, innermost first.
 
-    Its key stands for the interceptor's key, the resolved module path, the sites whose original
-    it is running, whether it is asleep, and the scope outside: JAX hashes and compares it at
-    every jitted call. A scope is asleep while JAX runs its own rules. It is observed if it, or
-    one outside, has an observer.
+    Attributes:
+        key: an object that is the same for scopes with equal interceptor keys, module path keys,
+            ``within``, ``asleep`` and outer scopes. JAX hashes and compares it at every jitted
+            call, so it is compared by identity.
+        activation: the run of the wrapped function.
+        parent: the scope outside, or None.
+        path: the module path.
+        within: the sites whose original is running because a handler let it.
+        asleep: whether JAX is running its rules, whose operations are not the program's.
+        observed: whether it or a scope outside has an observer.
+        opener: the name scope that opened it.
+        restore: the context manager that the opener leaves.
     """
 
     key: _Key
@@ -178,7 +207,7 @@ class Scope:
         within: frozenset[Site] = frozenset(),
         asleep: bool = False,
     ) -> Scope:
-        """Returns the scope of ``activation`` inside ``parent``."""
+        """Return the scope of an activation inside a parent."""
         outer = None if parent is None else parent.key
         parts = (activation.key, activation.resolve_path(path), within, asleep, outer)
         key = _KEYS.get(parts)
@@ -195,23 +224,23 @@ class Scope:
         return scope
 
     def rebased(self, parent: Scope | None) -> Scope:
-        """Returns the same scope inside another one."""
+        """Return the same scope inside another one."""
         if parent is self.parent:
             return self
         return Scope.make(self.activation, parent, self.path, self.within)
 
     def inside(self, site: Site) -> Scope:
-        """Returns the scope in which the original of ``site`` runs when no handler took it."""
+        """Return the scope for the original that a handler left."""
         return Scope.make(self.activation, self.parent, self.path, self.within | {site})
 
     def extended(self, name: str) -> Scope:
-        """Returns the scope with ``name`` appended to the module path, on every level."""
+        """Return the scope with a longer module path, on every level."""
         parent = self.parent.extended(name) if self.parent is not None else None
         path = f"{self.path}/{name}" if self.path else name
         return Scope.make(self.activation, parent, path, self.within, self.asleep)
 
     def turned(self, asleep: bool) -> Scope:
-        """Returns the scope asleep, or awake."""
+        """Return the scope, asleep or awake."""
         if asleep == self.asleep:
             return self
         if self._other is None:
@@ -220,7 +249,7 @@ class Scope:
         return self._other
 
     def activations(self) -> Iterator[Activation]:
-        """Yields what is active here and outside, innermost first."""
+        """Yield the activations of this scope and those outside, innermost first."""
         scope: Scope | None = self
         while scope is not None:
             yield scope.activation
@@ -228,10 +257,9 @@ class Scope:
 
 
 class _Outside:
-    """The state inside a handler of the outermost interceptor: nothing is tapped.
+    """The state inside the outermost handler, where nothing is tapped.
 
-    It differs from no scope at all, so that lazily evaluated rules (``custom_vjp``) that were
-    made there are known to belong there.
+    It differs from no state, so that custom rules that were made there are run untapped later.
     """
 
     key = "jaxtap outside"
@@ -244,7 +272,7 @@ State = Scope | _Outside
 
 
 class Entered:
-    """Context manager: makes a state current, with its patches installed."""
+    """Context manager that makes a state current and installs its patches."""
 
     __slots__ = ("_context", "_held", "_jit", "_state", "left")
 
@@ -275,7 +303,7 @@ class Entered:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        # A generator may be suspended inside a named scope: its next step resumes there.
+        # A generator may be suspended inside a name scope. Its next step resumes there.
         self.left = CONTEXT.value
         self._context.__exit__(*exc_info)
         self._release()

@@ -1,4 +1,4 @@
-"""Taps: what engines are built on."""
+"""Taps: finds targets, and runs functions with them tapped."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ OnCall = Callable[..., Any]
 
 
 class Taps:
-    """The targets of an interceptor, found, and functions run with them tapped.
+    """Finds the targets of an interceptor, and runs functions with them tapped.
 
     Args:
-        interceptor: the targets and their handlers. They are looked up when they are first
-            needed, and again where a module was reloaded.
-        disable_jit: run functions under ``jax.disable_jit``. Primitives are patched only then.
-        on_call: asked in place of the handlers of functions.
-        shared_key: stands for the interceptor, whatever the module path, in JAX's cache keys,
-            together with the targets. For ``on_call`` and observers that leave the same in what
-            JAX traces for all interceptors with that key.
+        interceptor: the targets and their handlers. Targets are looked up when they are first
+            needed, and again after a module was reloaded.
+        disable_jit: whether functions run under ``jax.disable_jit``. Only then are primitives
+            patched.
+        on_call: called instead of the handlers of functions.
+        shared_key: the key in JAX's caches, together with the targets, for all module paths.
+            ``on_call`` and observers must leave the same in traces for all interceptors with that
+            key.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class Taps:
 
     @staticmethod
     def is_observed() -> bool:
-        """Return whether an observer looks on at what is active on this thread."""
+        """Return whether an observer is active on this thread."""
         state = CONTEXT.value
         return isinstance(state, Scope) and state.observed
 
     def holds(self) -> bool:
-        """Returns whether an equal interceptor is active on this thread."""
+        """Return whether an equal interceptor is active on this thread."""
         state = CONTEXT.value
         if not isinstance(state, Scope):
             return False
@@ -63,7 +64,7 @@ class Taps:
 
     @staticmethod
     def observers() -> list[Any]:
-        """Returns the observers of what is active on this thread, innermost first."""
+        """Return the observers of what is active on this thread, innermost first."""
         state = CONTEXT.value
         if not isinstance(state, Scope):
             return []
@@ -71,7 +72,7 @@ class Taps:
 
     @property
     def key(self) -> Hashable:
-        """What stands for the interceptor in JAX's cache keys. Raises TargetError."""
+        """The interceptor's key in JAX's caches."""
         if self._shared_key is None:
             return self.interceptor.cache_key
         names = ((site, name) for site, (name, _) in self._find().table.items())
@@ -79,24 +80,24 @@ class Taps:
 
     @property
     def primitives(self) -> dict[Any, tuple[str, Handler]]:
-        """The targeted primitives, with their names and handlers. Raises TargetError."""
+        """The targeted primitives, with their names and handlers."""
         table = self._find().table
         return {site.subject: entry for site, entry in table.items() if site.level == "primitive"}
 
     @property
     def functions(self) -> dict[Any, tuple[str, Handler]]:
-        """The sites of the targeted functions, with names and handlers. Raises TargetError."""
+        """The sites of the targeted functions, with names and handlers."""
         table = self._find().table
         return {site: entry for site, entry in table.items() if site.level == "function"}
 
     def run(self, fn: Callable, args: tuple, kwargs: dict, observer: Observer | None = None) -> Any:
-        """Calls ``fn`` with the targets tapped.
+        """Call ``fn`` with the targets tapped.
 
         Args:
             fn: any callable.
             args: its positional arguments.
             kwargs: its keyword arguments.
-            observer: is shown what meets ``grad``, ``vmap`` and their like meanwhile.
+            observer: is shown operations that meet ``grad``, ``vmap`` and the like.
 
         Raises:
             TargetError: a target is unknown, can't be tapped or is named twice.

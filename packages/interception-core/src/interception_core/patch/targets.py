@@ -1,4 +1,4 @@
-"""Targets: from a dotted name to the object that it means and the patches that tap it."""
+"""Targets: from a dotted name to an object and its patches."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from .patches import (
 
 
 class Site:
-    """One callable that can be tapped, however many names and doors it has.
+    """One callable that can be tapped, under all its names.
 
     Attributes:
         subject: the callable itself.
         level: "function" or "primitive".
-        patches: what taps it wherever it is called from.
+        name: the target that it was first found by.
+        tap: a function that replaces it as an attribute.
+        patches: the patches that tap it for all callers.
     """
 
     __slots__ = ("__weakref__", "_attributes", "level", "name", "patches", "subject", "tap")
@@ -46,7 +48,7 @@ class Site:
         self._attributes: dict[tuple[int, str], AttributePatch] = {}
 
     def attribute(self, holder: Any, name: str) -> AttributePatch:
-        """Returns the one patch of that attribute, which all interceptors share."""
+        """Return the patch of an attribute, which all interceptors share."""
         place = (id(holder), name)
         if place not in self._attributes:
             self._attributes[place] = AttributePatch(holder, name, self.tap)
@@ -57,15 +59,15 @@ class Site:
 
 
 class CallSites(dict[int, Site]):
-    """The tapped instances of one class, whose ``__call__`` is patched, by identity."""
+    """The tapped instances of one class, whose ``__call__`` is patched, by ``id``."""
 
 
 class Sites:
-    """Finds or makes the site of an object; one per process, as its patches are.
+    """Finds or makes the site of an object, one per process.
 
     Args:
         run: what a tap calls; see ``patches.Dispatch``.
-        run_call: the same for the ``__call__`` of a class; its site is a ``CallSites``.
+        run_call: what the tap of a class's ``__call__`` calls. Its site is a ``CallSites``.
     """
 
     def __init__(self, run: Dispatch, run_call: Dispatch):
@@ -74,7 +76,11 @@ class Sites:
         self._calls: dict[FunctionType, tuple[CodePatch, CallSites]] = {}
 
     def get(self, subject: Any, name: str) -> Site:
-        """Returns the site of ``subject``. Raises TargetError where it can't be tapped."""
+        """Return the site of an object.
+
+        Raises:
+            TargetError: the object can't be tapped.
+        """
         site = self._sites.get(id(subject))
         if site is None:
             original = subject.bind if isinstance(subject, _compat.Primitive) else subject
@@ -85,12 +91,16 @@ class Sites:
         return site
 
     def call_patch(self, cls: type) -> tuple[CodePatch, CallSites]:
-        """Returns the patch of the class's ``__call__`` and the sites it serves."""
+        """Return the patch of a class's ``__call__``, and its instances' sites.
+
+        Raises:
+            TargetError: ``__call__`` is not a Python function.
+        """
         function = inspect.getattr_static(cls, "__call__", None)
         if not isinstance(function, FunctionType):
             raise TargetError(
-                f"Instances of {cls.__module__}.{cls.__qualname__} can't be tapped: calling them "
-                "doesn't go through a Python function. Tap the function that they call."
+                "A target that is an instance must have a Python function as its __call__, got an "
+                f"instance of {cls.__module__}.{cls.__qualname__}. Tap the function that it calls."
             )
         if function not in self._calls:
             sites = CallSites()
@@ -104,14 +114,15 @@ class Sites:
     def _check(subject: Any, name: str) -> None:
         untappable = type | BuiltinFunctionType | functools.partial
         if not callable(subject) and not isinstance(subject, _compat.Primitive):
-            problem = "is not callable"
+            problem = "which is not callable"
         elif isinstance(subject, untappable):
-            problem = f"is a {type(subject).__name__}, whose aliases would be missed"
+            problem = f"a {type(subject).__name__}, whose aliases would be missed"
         else:
             return
         raise TargetError(
-            f"Target {name!r} {problem}. Tap a Python function, a method, a jitted function, a "
-            "callable instance or a primitive ('primitive:NAME')."
+            f"A target must be a function that can be patched, got {name!r}, {problem}. Tap a "
+            "Python function, a method, a jitted function, a callable instance or a primitive "
+            "('primitive:NAME')."
         )
 
     def _patches(self, site: Site) -> tuple[Patch, ...]:
@@ -127,18 +138,18 @@ class Sites:
         return (patch,)
 
     def _jitted_patches(self, site: Site) -> tuple[Patch, ...]:
-        """Taps a jitted function before its dispatch where it can, inside its trace elsewhere.
+        """Return the patches of a jitted function: before dispatch and inside.
 
-        The first needs a place to patch: the attribute that the target names, and that of the
-        defining module, which JAX's own callers (``x @ w``) look up. Any other alias ends in
-        the Python function that is traced, and is traced anew because the scope is part of the
-        cache key.
+        Before its dispatch, attributes are patched: the one that the target names, and the defining
+        module's, which JAX's callers (``x @ w``) look up. Other aliases reach the Python function
+        that is traced, which is patched, too. It is traced again because the scope is a part of
+        the cache key.
         """
         subject = site.subject
         patches: list[Patch] = []
         traced = _compat.traced_function(subject)
         if isinstance(traced, FunctionType):
-            # Not __module__: JAX sets that to the public module.
+            # ``__module__`` would be the public module, which JAX sets.
             home = sys.modules.get(traced.__globals__.get("__name__", ""))
             if home is not None and vars(home).get(traced.__name__) is subject:
                 patches.append(site.attribute(home, traced.__name__))
@@ -147,13 +158,16 @@ class Sites:
 
 
 class Resolved:
-    """An interceptor's targets, found: its handlers by site, and its patches.
+    """The targets of an interceptor, as handlers by site, and patches.
 
     Args:
         interceptor: the targets and their handlers.
-        sites: where the site of each is found or made.
+        sites: finds or makes the site of each target.
         always: patches beside those of the targets.
-        patch_primitives: whether primitives are patched as well; their sites are found anyway.
+        patch_primitives: whether primitives are patched, too.
+
+    Raises:
+        TargetError: a target is unknown, can't be tapped or is named twice.
     """
 
     def __init__(
@@ -180,8 +194,9 @@ class Resolved:
                     patches.append(site.attribute(holder, attribute))
             if site in names:
                 raise TargetError(
-                    f"{names[site]!r} and {target!r} are the same function under two names, so "
-                    "which handler should run is undecided. Keep one of them: it covers both."
+                    f"Each function must have one handler, got {names[site]!r} and {target!r}, "
+                    "which are the same function under two names. Keep one of them: it covers "
+                    "both."
                 )
             names[site] = target
             self.table[site] = (op_name, handler)
@@ -195,7 +210,7 @@ class Resolved:
         return site_of_tap(subject) or sites.get(subject, target)
 
     def is_current(self) -> bool:
-        """Returns whether every name still means what it meant (modules may be reloaded)."""
+        """Return whether every name still means the same object."""
         for holder, attribute, site in self._found:
             subject = _subject(holder, attribute)
             if subject is not site.subject and site_of_tap(subject) is not site:
@@ -212,16 +227,17 @@ def _subject(holder: Any, attribute: str) -> Any:
 
 
 def find_holder(target: str) -> tuple[Any, str]:
-    """Returns the module or object that holds a dotted target, and the attribute's name.
+    """Return the holder of a dotted target, and the attribute's name.
 
     Raises:
-        UnknownNameError: there's no such module or attribute; says what there is nearby.
+        TargetError: the target is not a dotted name.
+        UnknownNameError: the module or attribute does not exist. The message has the nearest names.
     """
     parts = target.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise TargetError(
-            f"{target!r} is not a dotted name of a function. Write for example 'jax.numpy.dot', "
-            "or 'primitive:dot_general' for a primitive."
+            f"A target must be the dotted name of a function, got {target!r}. Write for example "
+            "'jax.numpy.dot', or 'primitive:dot_general' for a primitive."
         )
     holder: Any = _import(parts[0], target)
     for depth, part in enumerate(parts[1:], start=1):
@@ -247,7 +263,7 @@ def _import(module: str, target: str) -> ModuleType:
 
 
 def find_primitive(name: str) -> Any:
-    """Returns the primitive of that name. Raises UnknownNameError if there is none."""
+    """Return the primitive of a name."""
     known = _compat.primitives()
     if name not in known:
         raise unknown_name("primitive", name, known)
@@ -255,20 +271,23 @@ def find_primitive(name: str) -> Any:
 
 
 def primitive_names() -> frozenset[str]:
-    """Returns the names of all primitives that can be targets, of JAX and of other libraries.
+    """Return the names of all primitives that can be targets.
 
-    They differ between versions of JAX: a table of operations taps those that are there.
+    They include those of other libraries, and differ between versions of JAX.
     """
     return frozenset(_compat.primitives())
 
 
 def loaded(target: str) -> Any:
-    """Returns what a target names; None where the program hasn't imported its package.
+    """Return the object that a target names, if it is imported.
 
-    Nothing is imported: a table of operations taps those of the frameworks that are in use.
+    Nothing is imported, so that a table of operations of many frameworks imports none of them.
 
     Args:
         target: a dotted name, such as ``"flax.linen.LayerNorm.__call__"``.
+
+    Returns:
+        The object; None if its package is not imported, or has no such name.
     """
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):

@@ -1,1 +1,1 @@
-"""The plugin host: finds plugins, loads what they declare, and resolves it when it is used."""
+"""The plugin host: finds plugins, loads declarations, resolves implementations."""

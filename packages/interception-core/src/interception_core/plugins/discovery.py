@@ -1,4 +1,4 @@
-"""The metadata plane: which plugins are installed. Nothing of theirs is imported."""
+"""The metadata plane: which plugins are installed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,12 @@ from .hookspecs import PROJECT
 class Found:
     """An installed entry point of the group ``jaxtap``.
 
-    `error` is why its distribution's metadata could not be read, if so.
+    Attributes:
+        name: the name of the entry point.
+        value: the plugin module.
+        distribution: the name of its distribution.
+        version: the distribution's version.
+        error: why the distribution's metadata could not be read, or None.
     """
 
     name: str
@@ -22,11 +27,11 @@ class Found:
 
 
 def discover() -> tuple[Found, ...]:
-    """Returns the installed plugins, sorted by name."""
+    """Return the installed plugins, sorted by name."""
     try:
         found = [_from_entry_point(entry) for entry in entry_points(group=PROJECT)]
     except Exception:
-        # One distribution with unreadable metadata makes that call fail for everyone.
+        # One distribution with unreadable metadata makes that call fail for all.
         found = list(_one_by_one(distributions()))
     return tuple(sorted(found, key=lambda item: (item.name, item.distribution)))
 
@@ -52,7 +57,7 @@ def _one_by_one(installed: Iterable[Distribution]) -> Iterable[Found]:
         except Exception:
             declares = False
         name, version = _identity(home)
-        # As for imports, what comes earlier on sys.path hides the later.
+        # As for imports, an earlier entry of sys.path hides later ones.
         if not declares or name in seen:
             continue
         seen.add(name)

@@ -1,4 +1,4 @@
-"""The hooks that a plugin may implement, and the version of this contract."""
+"""The hooks that a plugin may implement, and their version."""
 
 from collections.abc import Iterable
 
@@ -20,8 +20,8 @@ from .specs import (
 # Both the pluggy project and the entry-point group.
 PROJECT = "jaxtap"
 
-# (major, minor). A new hook, or a new optional field of a spec, is a minor step; whatever
-# makes a correct plugin stop working is a major one.
+# (major, minor). A new hook or a new optional field of a spec is a minor step. A change that breaks
+# a correct plugin is a major one.
 API_VERSION = (1, 6)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -30,25 +30,25 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def jaxtap_register_providers() -> Iterable[ProviderSpec]:
-    """Returns the providers of this plugin, as `ProviderSpec` objects."""
+    """Return the providers of this plugin, as `ProviderSpec` objects."""
     return ()
 
 
 @hookspec
 def jaxtap_register_engines() -> Iterable[EngineSpec]:
-    """Returns the engines of this plugin, as `EngineSpec` objects."""
+    """Return the engines of this plugin, as `EngineSpec` objects."""
     return ()
 
 
 @hookspec
 def jaxtap_register_kernels() -> Iterable[KernelSpec]:
-    """Returns the kernels of this plugin, as `KernelSpec` objects."""
+    """Return the kernels of this plugin, as `KernelSpec` objects."""
     return ()
 
 
 @hookspec
 def jaxtap_register_bridges() -> Iterable[BridgeSpec]:
-    """Returns the bridges of this plugin, as `BridgeSpec` objects."""
+    """Return the bridges of this plugin, as `BridgeSpec` objects."""
     return ()
 
 
@@ -60,19 +60,19 @@ def jaxtap_register_qtypes() -> Iterable[QTypeSpec]:
 
 @hookspec
 def jaxtap_register_export_backends() -> Iterable[ExportBackendSpec]:
-    """Return what this plugin quantizes exported files with, as `ExportBackendSpec` objects."""
+    """Return the export backends of this plugin, as `ExportBackendSpec` objects."""
     return ()
 
 
 @hookspec
 def jaxtap_register_commands() -> Iterable[CommandSpec]:
-    """Returns the commands that this plugin adds to `jaxtap`, as `CommandSpec` objects."""
+    """Return the commands that this plugin adds to `jaxtap`, as `CommandSpec` objects."""
     return ()
 
 
 @hookspec
 def jaxtap_doctor_checks() -> Iterable[DoctorCheck]:
-    """Returns the checks that this plugin adds to `jaxtap doctor`, as `DoctorCheck` objects."""
+    """Return the checks for `jaxtap doctor`, as `DoctorCheck` objects."""
     return ()
 
 
@@ -80,11 +80,14 @@ def jaxtap_doctor_checks() -> Iterable[DoctorCheck]:
 def jaxtap_select_kernel(
     call: KernelCall, candidates: tuple[KernelSpec, ...]
 ) -> KernelSpec | str | None:
-    """Returns which kernel a call gets: a candidate or its target, or None for no opinion.
+    """Return the kernel that a call gets, or None.
 
     Args:
         call: the op, the platform, the operands and the parameters.
-        candidates: the kernels that support the call, that of the highest priority first.
+        candidates: the kernels that support the call, the one with the highest priority first.
+
+    Returns:
+        A candidate or its target; None for no opinion.
     """
 
 
@@ -100,6 +103,6 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_doctor_checks": DoctorCheck,
 }
 
-# The one hook that is not called while loading: once per different call of an op.
+# The one hook that is not called while plugins are loaded, but once per different call of an op.
 SELECT = "jaxtap_select_kernel"
 ALL_HOOKS = (*HOOKS, SELECT)

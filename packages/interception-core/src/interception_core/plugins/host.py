@@ -1,8 +1,7 @@
-"""The plugin host: what programs ask for by name.
+"""The plugin host: functions that programs call to get things by name.
 
-The plugins are loaded once per process, when something is first asked for, and never again:
-there is no hook call while a program is traced or run, but for the one that chooses a kernel,
-once per different call.
+The plugins are loaded once per process, when a program first asks. While a program is traced or
+run, no hook is called except the one that chooses a kernel, once per different call.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _PROVIDER_MEMBERS = {
     "engine": "the name of the engine that it runs on",
-    "disable_jit": "whether that engine is to run with jit off",
+    "disable_jit": "whether that engine runs with jit off",
     "interceptor": "interceptor() -> Interceptor",
     "apply": "apply(fn) -> fn",
 }
@@ -56,7 +55,7 @@ _BRIDGE_MEMBERS = {
 
 
 class Host:
-    """Loads the plugins once, whichever thread comes first.
+    """Loads the plugins once, from any thread.
 
     Args:
         discover: returns the installed plugins.
@@ -74,14 +73,14 @@ class Host:
         self._announced = False
 
     def registry(self) -> Registry:
-        """Returns the registry, loading the plugins on the first call. Raises for none of them."""
+        """Return the registry; the first call loads the plugins."""
         if self._registry is None:
             with self._lock:
-                # The lock is re-entrant for the sake of this message.
+                # The lock is re-entrant, so that a plugin gets this message and not a deadlock.
                 if self._loading:
                     raise PluginError(
-                        "A plugin must not ask for plugins while it is being loaded: do it in "
-                        "a module that a 'module:attribute' string names."
+                        "A plugin must not ask for plugins while it is being loaded, got such a "
+                        "request. Ask in a module that a 'module:attribute' string names."
                     )
                 if self._registry is None:
                     self._loading = True
@@ -92,7 +91,7 @@ class Host:
         return self._registry
 
     def new_warnings(self) -> tuple[str, ...]:
-        """Returns the warnings on the first call in a process, and none later."""
+        """Return the warnings at the first call, and none later."""
         registry = self.registry()
         with self._lock:
             announced, self._announced = self._announced, True
@@ -103,25 +102,25 @@ _host = Host(discover)
 
 
 def reset(host: Host | None = None) -> None:
-    """Forget what was loaded. For tests alone: modules already imported stay imported."""
+    """Forget the loaded plugins, for tests. Imported modules stay imported."""
     global _host
     _host = Host(discover) if host is None else host
 
 
 def loaded() -> Registry:
-    """Returns the registry even where `JAXTAP_STRICT_PLUGINS` would raise: for diagnosis."""
+    """Return the registry, even if `JAXTAP_STRICT_PLUGINS` would raise."""
     return _host.registry()
 
 
 def new_warnings() -> tuple[str, ...]:
-    """Returns the warnings not given yet in this process, for the command line to print."""
+    """Return the warnings that this process has not given yet."""
     return _host.new_warnings()
 
 
 def ready() -> Registry:
-    """Returns the registry, for functions that programs call.
+    """Return the registry, for functions that programs call.
 
-    They call this directly: a warning about a plugin then points at the program's line.
+    They call this directly, so that a warning about a plugin points at the program's line.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
@@ -134,7 +133,7 @@ def ready() -> Registry:
 
 
 def plugins() -> tuple[PluginRecord, ...]:
-    """Returns what became of each installed plugin, sorted by name.
+    """Return a record of each installed plugin, sorted by name.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
@@ -143,7 +142,7 @@ def plugins() -> tuple[PluginRecord, ...]:
 
 
 def providers() -> tuple[ProviderSpec, ...]:
-    """Returns the declared providers, sorted by name, without those that two plugins claim.
+    """Return the declared providers that one plugin claims, by name.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
@@ -152,7 +151,7 @@ def providers() -> tuple[ProviderSpec, ...]:
 
 
 def engines() -> tuple[EngineSpec, ...]:
-    """Returns the declared engines, sorted by name, without those that two plugins claim.
+    """Return the declared engines that one plugin claims, by name.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
@@ -161,7 +160,7 @@ def engines() -> tuple[EngineSpec, ...]:
 
 
 def kernels() -> tuple[KernelSpec, ...]:
-    """Returns the declared kernels, sorted by target, without those that two plugins claim.
+    """Return the declared kernels that one plugin claims, by target.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
@@ -170,7 +169,7 @@ def kernels() -> tuple[KernelSpec, ...]:
 
 
 def bridges() -> tuple[BridgeSpec, ...]:
-    """Returns the declared bridges, sorted by name, without those that two plugins claim.
+    """Return the declared bridges that one plugin claims, by name.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
@@ -179,7 +178,7 @@ def bridges() -> tuple[BridgeSpec, ...]:
 
 
 def qtypes() -> tuple[QTypeSpec, ...]:
-    """Return the declared number formats, sorted by name, without those that two plugins claim.
+    """Return the declared number formats that one plugin claims, by name.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
@@ -188,11 +187,10 @@ def qtypes() -> tuple[QTypeSpec, ...]:
 
 
 def find_bridge(model: Any) -> Any:
-    """Builds the bridge for a model object.
+    """Build the bridge for a model object.
 
-    The classes of the model are looked at in the order in which Python looks attributes up: the
-    bridge of the nearest base decides, so one for a framework that is built on another goes
-    before the other's.
+    The model's classes are tried in the order in which Python looks up attributes. So the bridge of
+    a framework that is built on another comes before the other's.
 
     Args:
         model: an object of some framework.
@@ -202,10 +200,10 @@ def find_bridge(model: Any) -> Any:
         `rebuild(model, parameters, quantized)`.
 
     Raises:
-        UnknownNameError: no bridge is for such an object. The known ones are listed, with what
-            to install for them, and the plugins that failed, one of which might have had it.
-        PluginError: bridges of several plugins are for the same class, the factory cannot be
-            imported, or what it returns is not a bridge.
+        UnknownNameError: no bridge is for such an object. The message lists the known ones, with
+            what to install for them, and the plugins that failed.
+        PluginError: bridges of several plugins are for the same class, the factory can't be
+            imported, or its result is not a bridge.
     """
     registry = ready()
     claims = registry.of(BridgeSpec)
@@ -224,8 +222,9 @@ def find_bridge(model: Any) -> Any:
     hint = f" Failed: {' '.join(failed)}" if failed else ""
     cls = type(model)
     error = UnknownNameError(
-        f"No bridge is for a {cls.__module__}.{cls.__qualname__}. There are: {known or 'none'}. "
-        f"A plugin can declare another with jaxtap_register_bridges.{hint}"
+        "The model must be of a class that a bridge is for, got a "
+        f"{cls.__module__}.{cls.__qualname__}. There are: {known or 'none'}. Declare a bridge in a "
+        f"plugin, with jaxtap_register_bridges.{hint}"
     )
     error.kind, error.given = "bridge", f"{cls.__module__}.{cls.__qualname__}"
     error.known = tuple(claim.spec.name for claim in claims)
@@ -233,40 +232,40 @@ def find_bridge(model: Any) -> Any:
 
 
 def get_provider(name: str, /, **config: Any) -> Any:
-    """Builds a provider by name.
+    """Build a provider by name.
 
     Args:
         name: the name that a plugin declares it under.
-        **config: passed on to the provider's factory.
+        **config: options for the provider's factory.
 
     Returns:
         The provider: an object with `engine`, `disable_jit`, `interceptor()` and `apply(fn)`.
 
     Raises:
-        UnknownNameError: no provider has that name; the known ones are listed, and the plugins
-            that failed, one of which might have had it.
-        PluginError: two plugins claim the name, the plugin of that name failed, the factory
-            cannot be imported, or what it returns is not a provider.
+        UnknownNameError: no provider has that name. The message lists the known ones, and the
+            plugins that failed.
+        PluginError: two plugins claim the name, the plugin of that name failed, the factory can't
+            be imported, or its result is not a provider.
     """
     return _made(ready().get(ProviderSpec, name), config, _PROVIDER_MEMBERS)
 
 
 def get_engine(name: str | None = None, /, **config: Any) -> Engine:
-    """Builds an engine.
+    """Build an engine.
 
     Args:
-        name: the name that a plugin declares it under, such as ``"patch"``. Without one it is
-            the engine of the highest priority: "trace" where hijax-trace is installed.
-        **config: passed on to the engine's factory.
+        name: the name that a plugin declares it under, such as ``"patch"``. None for the engine
+            with the highest priority: "trace" if hijax-trace is installed.
+        **config: options for the engine's factory.
 
     Returns:
         The engine: an object with `wrap(fn, interceptor)`.
 
     Raises:
-        UnknownNameError: no engine has that name; the known ones are listed, and the plugins
-            that failed, one of which might have had it.
-        PluginError: two plugins claim the name, the plugin of that name failed, the factory
-            cannot be imported, or what it returns is not an engine.
+        UnknownNameError: no engine has that name. The message lists the known ones, and the
+            plugins that failed.
+        PluginError: two plugins claim the name, the plugin of that name failed, the factory can't
+            be imported, or its result is not an engine.
     """
     registry = ready()
     if name is None:
@@ -307,10 +306,10 @@ def make_qtype(name: str) -> Any:
         The format: a `quant_numerics.QType`.
 
     Raises:
-        UnknownNameError: no plugin has a format of that name; the known ones are listed, and the
-            plugins that failed, one of which might have had it.
-        PluginError: two plugins claim the name, the plugin of that name failed, the factory
-            cannot be imported, or what it returns is not a format of that name.
+        UnknownNameError: no plugin has a format of that name. The message lists the known ones,
+            and the plugins that failed.
+        PluginError: two plugins claim the name, the plugin of that name failed, the factory can't
+            be imported, or its result is not a format of that name.
     """
     registry = ready()
     made = _qtypes.setdefault(registry, {})
@@ -330,18 +329,17 @@ def make_qtype(name: str) -> Any:
 _qtypes: weakref.WeakKeyDictionary[Registry, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-_PATCH = EngineSpec(
-    "patch", "named where no engine is there at all", "interception_core:PatchEngine"
-)
+_PATCH = EngineSpec("patch", "asked for if no engine is installed", "interception_core:PatchEngine")
 
 
 def _made(claim: Claim[Any], config: Mapping[str, Any], members: Mapping[str, str]) -> Any:
     factory = claim.spec.factory
-    # Errors of the factory itself, such as an option that it does not have, are the caller's.
+    # Exceptions of the factory, such as for an unknown option, are for the caller.
     made = resolve(factory, claim.label)(**config)
     missing = [meaning for member, meaning in members.items() if not hasattr(made, member)]
     if missing:
         raise PluginError(
-            f"{claim.label}: {factory!r} returned {made!r}, which lacks: {'; '.join(missing)}."
+            f"{claim.label}: the result of {factory!r} must have all members of a "
+            f"{claim.spec.kind}, got {made!r}, which lacks: {'; '.join(missing)}. Define them."
         )
     return made

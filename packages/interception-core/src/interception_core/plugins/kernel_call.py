@@ -1,4 +1,4 @@
-"""KernelCall: one call of an op, as far as choosing a kernel needs it. Imports no JAX."""
+"""KernelCall: what choosing a kernel needs of a call."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Aval:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of an op, as a `supports` predicate and `jaxtap_select_kernel` see it.
+    """One call of an op, as `supports` and `jaxtap_select_kernel` see it.
 
     Attributes:
         op: the op, such as ``"gemm_w8a8"``.
         platform: the platform as JAX spells it in lowering: ``"cpu"``, ``"cuda"``, ...
-        operands: their shapes and dtypes.
-        params: (name, value) of each static parameter, sorted by name.
+        operands: the shapes and dtypes of the operands.
+        params: the name and value of each static parameter, sorted by name.
     """
 
     op: str
@@ -46,28 +46,28 @@ class KernelCall:
         Args:
             op: the op.
             platform: the platform.
-            operands: anything with `.shape` and `.dtype`: arrays, tracers, `jax.ShapeDtypeStruct`.
-            **params: the static parameters.
+            operands: objects with `.shape` and `.dtype`: arrays, tracers, `jax.ShapeDtypeStruct`.
+            **params: the static parameters, which must be hashable.
 
         Returns:
-            The call, which can be hashed.
+            The call, which is hashable.
 
         Raises:
-            TypeError: an operand has no shape or dtype, or a parameter cannot be hashed.
+            TypeError: an operand has no shape or dtype, or a parameter can't be hashed.
         """
         for name, value in params.items():
             try:
                 hash(value)
             except TypeError as error:
                 raise TypeError(
-                    f"{op}: the parameter {name!r} must be hashable, got {value!r}: "
-                    "give arrays as operands and lists as tuples."
+                    f"{op}: the parameter {name!r} must be hashable, got {value!r}. "
+                    "Pass arrays as operands, and tuples instead of lists."
                 ) from error
         avals = tuple(_aval(op, index, operand) for index, operand in enumerate(operands))
         return cls(op, platform, avals, tuple(sorted(params.items())))
 
     def param(self, name: str, default: Any = None) -> Any:
-        """Returns the parameter of that name, or `default` where the call has none."""
+        """Return the parameter of a name, or a default."""
         return next((value for given, value in self.params if given == name), default)
 
     def __str__(self) -> str:
@@ -82,8 +82,8 @@ def _aval(op: str, index: int, operand: Any) -> Aval:
         return Aval(tuple(operand.shape), _name(operand.dtype))
     except (AttributeError, TypeError) as error:
         raise TypeError(
-            f"{op}: operand {index} must have a shape and a dtype, as arrays and "
-            f"jax.ShapeDtypeStruct have, got {operand!r}."
+            f"{op}: operand {index} must have a shape and a dtype, got {operand!r}. Pass an array "
+            "or a jax.ShapeDtypeStruct."
         ) from error
 
 
@@ -91,6 +91,6 @@ def _name(dtype: Any) -> str:
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
     if isinstance(name, str):
         return name
-    import numpy as np  # for scalar types; whoever has one has NumPy
+    import numpy as np  # only NumPy's scalar types come here, so NumPy is imported already
 
     return np.dtype(dtype).name

@@ -1,7 +1,7 @@
-"""The declaration plane: imports one plugin module and takes down what it declares.
+"""The declaration plane: imports a plugin module and collects its specs.
 
-Each plugin is registered with a pluggy manager of its own. Whatever it does, in its module or
-in its hooks, is then between it and the host: it cannot break, wrap or reorder another plugin.
+Each plugin is registered with a separate pluggy manager, so that it can't break, wrap or reorder
+another plugin.
 """
 
 import importlib
@@ -22,16 +22,19 @@ from .specs import Spec
 _PREFIX = f"{PROJECT}_"
 
 JAX_NOTE = (
-    "Importing its plugin module (with the packages around it) imports jax, which makes every "
-    "start of the command line slow. Import jax in the modules that 'module:attribute' strings "
-    "name instead."
+    "Importing its plugin module, with the packages around it, must not import jax, and it does: "
+    "every start of the command line gets slow. Import jax in the modules that "
+    "'module:attribute' strings name."
 )
 
 
 class Loaded(NamedTuple):
-    """A plugin's record and what it declares (nothing, unless its status is ``"ok"``).
+    """A plugin's record and its declarations.
 
-    `select` is its `jaxtap_select_kernel`, or None where it has none.
+    Attributes:
+        record: the record.
+        specs: the declarations; none unless the record's status is ``"ok"``.
+        select: the plugin's `jaxtap_select_kernel`, or None.
     """
 
     record: PluginRecord
@@ -47,7 +50,7 @@ def record_of(
     provides: Iterable[str] = (),
     notes: Iterable[str] = (),
 ) -> PluginRecord:
-    """Builds the record of an installed plugin."""
+    """Build the record of an installed plugin."""
     return PluginRecord(
         name=found.name,
         distribution=found.distribution,
@@ -62,17 +65,17 @@ def record_of(
 
 
 def load(found: Found, strict: bool = False) -> Loaded:
-    """Loads one plugin. Never raises for what the plugin does wrong.
+    """Load one plugin. Faults of the plugin do not raise.
 
     Args:
         found: the installed plugin.
-        strict: whether importing jax is a failure rather than a note.
+        strict: whether importing jax is a failure and not a note.
 
     Returns:
         Its record and its specs.
     """
-    # Where jax is there already, what the plugin itself imports cannot be told. In the rare
-    # case that another thread imports it meanwhile, the plugin is blamed for it.
+    # If jax is imported already, a plugin that imports it can't be found. If another thread imports
+    # jax at this moment, the plugin is blamed, which is rare.
     had_jax = "jax" in sys.modules
     phase: Phase = "metadata"
     try:
@@ -102,8 +105,8 @@ def _module_name(found: Found) -> str:
         raise found.error
     if not all(part.isidentifier() for part in found.value.split(".")):
         raise PluginError(
-            f"The entry point {found.name!r} must name a plugin module, such as "
-            f"'acme_quant.plugin', got {found.value!r}."
+            f"The entry point {found.name!r} must name a plugin module, got {found.value!r}. "
+            "Write for example 'acme_quant.plugin'."
         )
     return found.value
 
@@ -113,8 +116,8 @@ def _check_api(module: ModuleType) -> None:
     api = getattr(module, "API", None)
     if api is None:
         raise PluginError(
-            f"{module.__name__} does not say which plugin API it is written for: "
-            f"add `API = {API_VERSION}` to it."
+            f"{module.__name__} must have the version of the plugin API that it is written for, "
+            f"got none. Add `API = {API_VERSION}` to it."
         )
     if (
         not isinstance(api, tuple)
@@ -122,17 +125,16 @@ def _check_api(module: ModuleType) -> None:
         or not all(isinstance(part, int) and not isinstance(part, bool) for part in api)
     ):
         raise PluginError(
-            f"{module.__name__}.API must be a tuple of two ints, such as {API_VERSION}, "
-            f"got {api!r}."
+            f"{module.__name__}.API must be a tuple of two ints, got {api!r}. Write for example "
+            f"{API_VERSION}."
         )
     major, minor = api
     if major == API_VERSION[0] and minor <= API_VERSION[1]:
         return
-    # Whichever of the two is older has to move.
-    remedy = "interception-core" if api > API_VERSION else "the plugin"
+    older = "interception-core" if api > API_VERSION else "the plugin"
     raise PluginError(
-        f"{module.__name__} is written for plugin API {major}.{minor}, and this "
-        f"interception-core offers {ours}: upgrade {remedy}."
+        f"{module.__name__} must be written for a plugin API that this interception-core offers, "
+        f"{ours}, got {major}.{minor}. Upgrade {older}."
     )
 
 
@@ -146,8 +148,8 @@ def _register(module: ModuleType, name: str) -> pluggy.PluginManager:
             and manager.parse_hookimpl_opts(module, attribute) is None
         ):
             raise PluginError(
-                f"{module.__name__}.{attribute} is not marked as a hook: put `@hookimpl` above "
-                f"it. Where it is not meant as one, rename it: {_PREFIX}* names are for hooks."
+                f"A function called {_PREFIX}* must be a hook, got {module.__name__}.{attribute}, "
+                "which is not marked as one. Put `@hookimpl` above it, or rename it."
                 + _did_you_mean(attribute)
             )
     try:
@@ -159,7 +161,8 @@ def _register(module: ModuleType, name: str) -> pluggy.PluginManager:
     except pluggy.PluginValidationError as error:
         unknown = sorted(hook for hook in vars(manager.hook) if hook not in ALL_HOOKS)
         raise PluginError(
-            f"{module.__name__} implements {', '.join(map(repr, unknown))}, which is not a hook."
+            f"{module.__name__} must implement known hooks, got {', '.join(map(repr, unknown))}, "
+            "which is not a hook."
             + "".join(map(_did_you_mean, unknown))
             + f" Hooks: {', '.join(ALL_HOOKS)}."
         ) from error
@@ -175,12 +178,12 @@ def _declared(manager: pluggy.PluginManager) -> Iterable[Spec]:
     for hook, wanted in HOOKS.items():
         caller: pluggy.HookCaller = getattr(manager.hook, hook)
         implementations = _implementations(caller, "Return a list.")
-        # pluggy leaves out the results that are None.
+        # pluggy leaves out results that are None.
         results = caller()
         if len(results) != len(implementations):
             raise PluginError(
-                f"{hook} returned None: return a list of {wanted.__name__} objects, "
-                "an empty one where there is nothing to declare."
+                f"{hook} must return a list of {wanted.__name__} objects, got None. Return an "
+                "empty list if there is nothing to declare."
             )
         for result in results:
             yield from _checked(hook, wanted, result)
@@ -189,7 +192,9 @@ def _declared(manager: pluggy.PluginManager) -> Iterable[Spec]:
 def _implementations(caller: pluggy.HookCaller, remedy: str) -> list[pluggy.HookImpl]:
     found = caller.get_hookimpls()
     if any(one.wrapper or one.hookwrapper for one in found):
-        raise PluginError(f"{caller.name} is a wrapper; there is nothing to wrap. {remedy}")
+        raise PluginError(
+            f"{caller.name} must not be a wrapper, got one, and there is nothing to wrap. {remedy}"
+        )
     return found
 
 
@@ -201,11 +206,15 @@ def _selector(manager: pluggy.PluginManager) -> Callable[..., Any] | None:
 def _checked(hook: str, wanted: type[Spec], result: Any) -> Iterable[Spec]:
     if isinstance(result, Spec) or not isinstance(result, Iterable):
         raise PluginError(
-            f"{hook} must return a list of {wanted.__name__} objects, got {result!r}."
+            f"{hook} must return a list of {wanted.__name__} objects, got {result!r}. Return a "
+            "list, also for one object."
         )
     for spec in result:
         if not isinstance(spec, wanted):
-            raise PluginError(f"{hook} must return {wanted.__name__} objects, got {spec!r}.")
+            raise PluginError(
+                f"{hook} must return {wanted.__name__} objects, got {spec!r}. Declare other specs "
+                "in their hook."
+            )
         yield spec
 
 
@@ -213,5 +222,8 @@ def _check_repeats(specs: Iterable[Spec]) -> None:
     seen = set()
     for spec in specs:
         if (spec.kind, spec.key) in seen:
-            raise PluginError(f"The plugin declares the {spec.kind} {spec.key!r} twice.")
+            raise PluginError(
+                f"A plugin must declare each {spec.kind} once, got {spec.key!r} twice. Leave one "
+                "out."
+            )
         seen.add((spec.kind, spec.key))

@@ -1,6 +1,6 @@
-"""``"module:attribute"`` strings: how a declaration names its implementation.
+"""Paths: ``"module:attribute"`` strings, by which specs name implementations.
 
-Declaring the string costs nothing; the module is imported when the thing is first used.
+A declaration costs nothing: the module is imported when the thing is first used.
 """
 
 import pkgutil
@@ -12,7 +12,7 @@ PATH_FORM = "'package.module:attribute'"
 
 
 def is_path(text: object) -> bool:
-    """Whether a value has the form ``"package.module:attribute"``; nothing is imported."""
+    """Return whether a value has the form ``"package.module:attribute"``."""
     if not isinstance(text, str):
         return False
     module, colon, attribute = text.partition(":")
@@ -22,23 +22,25 @@ def is_path(text: object) -> bool:
 
 
 def resolve(path: str, owner: str) -> Any:
-    """Imports the object that a path names.
+    """Import the object that a path names.
 
     Args:
-        path: a ``"package.module:attribute"`` string; the attribute may be dotted.
-        owner: who declared it, for the error: ``"Provider 'acme' of plugin 'acme'"``.
+        path: a ``"package.module:attribute"`` string. The attribute may be dotted.
+        owner: the declaration, for the error: ``"Provider 'acme' of plugin 'acme'"``.
 
     Returns:
-        The object, which is callable: a path always names something to call.
+        The object, which is callable.
 
     Raises:
-        PluginError: the module cannot be imported, has no such attribute, or has something
-            there that cannot be called. The original exception, if any, is the cause.
+        PluginError: the module can't be imported, has no such attribute, or the object can't be
+            called. The original exception, if any, is the cause.
     """
     try:
         found = pkgutil.resolve_name(path)
     except (Exception, SystemExit) as error:
         raise PluginError(f"{owner}: cannot load {path!r}: {one_line(error)}") from error
     if not callable(found):
-        raise PluginError(f"{owner}: {path!r} is not callable, it is {found!r}.")
+        raise PluginError(
+            f"{owner}: {path!r} must be callable, got {found!r}. Name a function or a class."
+        )
     return found

@@ -1,4 +1,4 @@
-"""PluginRecord: what became of one installed plugin."""
+"""PluginRecord: the outcome of loading one installed plugin."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -11,22 +11,21 @@ Phase: TypeAlias = Literal["metadata", "import", "api", "hooks", "declare"]
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """What became of one installed plugin. `plugins()` returns one for each.
+    """The outcome of loading one installed plugin.
 
     Attributes:
         name: the entry-point name; `JAXTAP_DISABLE_PLUGINS` takes it.
-        distribution: the distribution that brings the plugin, such as ``"acme-quant"``.
+        distribution: the plugin's distribution, such as ``"acme-quant"``.
         version: the version of that distribution.
-        module: the plugin module, as the entry point gives it.
-        status: ``"ok"``; ``"failed"``: left out; ``"disabled"``: left out on request;
-            ``"conflict"``: works but for the names that another plugin claims as well.
-        phase: the last phase that was reached, so for a failed plugin the one that failed:
-            ``"metadata"`` (the entry point), ``"import"`` (of the module), ``"api"`` (the
-            version), ``"hooks"`` (their names and arguments) or ``"declare"`` (what they return).
-        error: why the plugin failed or what it conflicts with, or None. Its cause and
-            traceback are kept.
-        provides: what was declared, as ``"provider:acme"``.
-        notes: what the plugin should not do but is not left out for.
+        module: the plugin module, as in the entry point.
+        status: ``"ok"``; ``"failed"``, left out; ``"disabled"``, left out on request;
+            ``"conflict"``, without the names that another plugin claims, too.
+        phase: the last phase, so for a failed plugin the one that failed: ``"metadata"`` (the
+            entry point), ``"import"`` (of the module), ``"api"`` (the version), ``"hooks"`` (their
+            names and arguments) or ``"declare"`` (their results).
+        error: why the plugin failed, or its conflict, with cause and traceback; or None.
+        provides: the declarations, such as ``"provider:acme"``.
+        notes: faults that a plugin is not left out for.
     """
 
     name: str
@@ -46,11 +45,11 @@ class PluginRecord:
 
     @property
     def reason(self) -> str:
-        """Why the plugin failed, in one line; empty when it did not."""
+        """Why the plugin failed, in one line; empty if it did not."""
         return "" if self.error is None else f"{self.phase}: {one_line(self.error)}"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the record as built-in types that `json` can write."""
+        """Return the record as built-in types that `json` can write."""
         error = self.error
         return {
             "name": self.name,

@@ -1,4 +1,4 @@
-"""The registry: every declared name and whose it is. Built once, then never changed."""
+"""The registry: every declared name and its owner."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class Claim(NamedTuple, Generic[S]):
 
     @property
     def label(self) -> str:
-        """What it is and whose, for messages."""
+        """The spec and its plugin, for messages."""
         return f"{self.spec.kind.capitalize()} {self.spec.key!r} of {self.owner.label}"
 
 
@@ -41,13 +41,13 @@ class Selector(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Registry:
-    """Every installed plugin, and what each name stands for.
+    """The installed plugins and their declarations. It never changes.
 
     Attributes:
         records: one per installed plugin, sorted by name.
-        claims: (kind, key) to every claim of it, more than one where plugins conflict.
-        warnings: one line per plugin that is left out or misbehaves.
-        strict: whether the failure of a plugin is to be raised.
+        claims: the claims of each (kind, key), several if plugins conflict.
+        warnings: one line per plugin that is left out or has a fault.
+        strict: whether failures of plugins are raised.
         selectors: the plugins that choose kernels, sorted by name.
     """
 
@@ -63,7 +63,7 @@ class Registry:
         return tuple(record for record in self.records if record.error is not None)
 
     def of(self, wanted: type[S]) -> tuple[Claim[S], ...]:
-        """Returns the claims of a kind of spec that nobody contests, sorted by key."""
+        """Return the uncontested claims of a kind of spec, by key."""
         return tuple(
             Claim(claim.spec, claim.owner)
             for (claim, *rivals) in self.claims.values()
@@ -71,19 +71,16 @@ class Registry:
         )
 
     def get(self, wanted: type[S], name: str) -> Claim[S]:
-        """Looks a name up.
+        """Return the claim of a name.
 
         Args:
             wanted: the class of the spec, such as `ProviderSpec`.
             name: the key of the spec.
 
-        Returns:
-            The one claim of that name.
-
         Raises:
             PluginError: two plugins claim the name, or it is the name of a plugin that failed.
-            UnknownNameError: nothing has that name. The plugins that failed are listed, since
-                one of them may be what would provide it, and the first one's error is the cause.
+            UnknownNameError: nothing has that name. The message lists the plugins that failed,
+                because one of them may provide it. The first one's error is the cause.
         """
         kind = wanted.kind
         available = {claim.spec.key: claim for claim in self.of(wanted)}
@@ -91,36 +88,42 @@ class Registry:
             return available[name]
         if (kind, name) in self.claims:
             raise conflict(self.claims[kind, name])
-        # Nobody knows what these would have declared.
-        silent = [record for record in self.broken if not record.provides]
-        for record in silent:
+        # Plugins that failed before they could declare anything. One may have had the name.
+        undeclared = [record for record in self.broken if not record.provides]
+        for record in undeclared:
             if record.name == name:
                 raise PluginError(
                     f"No {kind} {name!r}: {record.label} failed. {record.reason}"
                 ) from record.error
-        hints = [f"Failed: {record.label}, {record.reason}" for record in silent]
+        hints = [f"Failed: {record.label}, {record.reason}" for record in undeclared]
         disabled = [record.name for record in self.records if record.status == "disabled"]
         if disabled:
             hints.append(f"Disabled by {DISABLE}: {', '.join(disabled)}.")
-        cause = silent[0].error if silent else None
+        cause = undeclared[0].error if undeclared else None
         raise unknown_name(kind, name, available, " ".join(hints)) from cause
 
     def raise_if_strict(self) -> None:
-        """Raises a `PluginError` naming every broken plugin, where failures are to be raised."""
+        """Raise for broken plugins, if failures are to be raised.
+
+        Raises:
+            PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
+        """
         if self.strict and self.broken:
             reasons = " ".join(f"{record.label}, {record.reason}" for record in self.broken)
-            raise PluginError(f"{STRICT} is set. Broken: {reasons}") from self.broken[0].error
+            raise PluginError(
+                f"All plugins must load because {STRICT} is set. Broken: {reasons}"
+            ) from self.broken[0].error
 
 
 def build(installed: Iterable[Found], environ: Mapping[str, str]) -> Registry:
-    """Loads the plugins and puts their declarations together.
+    """Load the plugins and collect their declarations.
 
     Args:
         installed: the installed plugins.
-        environ: where `JAXTAP_DISABLE_PLUGINS` and `JAXTAP_STRICT_PLUGINS` are read from.
+        environ: the variables, such as `JAXTAP_DISABLE_PLUGINS` and `JAXTAP_STRICT_PLUGINS`.
 
     Returns:
-        The registry. Whatever is wrong with a plugin is in its record, and in one warning line.
+        The registry. A plugin's faults are in its record, and in one line of warnings.
     """
     installed = tuple(installed)
     strict = environ.get(STRICT, "") not in ("", "0")
@@ -143,8 +146,8 @@ def _load_unless(
     namesakes = [other.distribution for other in installed if other.name == found.name]
     if len(namesakes) > 1:
         error = PluginError(
-            f"The plugin name {found.name!r} is claimed by the distributions "
-            f"{' and '.join(namesakes)}; neither is loaded. Uninstall one of them."
+            f"A plugin name must be claimed by one distribution, got {found.name!r} from the "
+            f"distributions {' and '.join(namesakes)}; neither is loaded. Uninstall one of them."
         )
         return Loaded(record_of(found, "conflict", "metadata", error))
     return load(found, strict)
@@ -174,21 +177,21 @@ def _with_conflicts(
 
 
 def conflict(claims: tuple[Claim, ...]) -> PluginError:
-    """Words the error for a name that several plugins claim. The caller raises it."""
+    """Return the error for a name that several plugins claim."""
     spec = claims[0].spec
     owners = [claim.owner for claim in claims]
     return PluginError(
-        f"The {spec.kind} name {spec.key!r} is claimed by "
+        f"A {spec.kind} name must be claimed by one plugin, got {spec.key!r}, which is claimed by "
         f"{' and by '.join(owner.label for owner in owners)}, so neither is used. Disable one: "
         f"{' or '.join(f'{DISABLE}={owner.name}' for owner in owners)}."
     )
 
 
 def rivals(claims: Iterable[Claim[Any]], what: str) -> PluginError:
-    """Words the error for a thing that specs of several names are for. The caller raises it."""
+    """Return the error for a thing that several specs are for."""
     owners = {claim.owner.name: claim.label for claim in claims}
     return PluginError(
-        f"{what} is what {' and '.join(owners.values())} are for. Disable one: "
+        f"One spec must be for {what}, got {' and '.join(owners.values())}. Disable one: "
         f"{' or '.join(f'{DISABLE}={owner}' for owner in owners)}."
     )
 

@@ -1,7 +1,6 @@
-"""What a plugin declares: frozen, checked descriptions of things not yet imported.
+"""Specs: what a plugin declares, without importing it.
 
-Each class has a `kind` and a `key`. No two plugins may claim the same key of
-the same kind.
+Each class has a `kind` and a `key`. Two plugins must not claim the same key of a kind.
 """
 
 import re
@@ -58,7 +57,7 @@ class _FactorySpec:
 
     @property
     def key(self) -> str:
-        """What no other thing of the kind may be called."""
+        """The name, unique among specs of the kind."""
         return self.name
 
 
@@ -74,7 +73,7 @@ class ProviderSpec(_FactorySpec):
             `engine`, `disable_jit`, `interceptor()` and `apply(fn)`.
 
     Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "provider"
@@ -90,54 +89,55 @@ class EngineSpec(_FactorySpec):
         factory: ``"module:attribute"`` of a callable that takes the config
             as keyword arguments and returns an engine: an object with
             `wrap(fn, interceptor)`.
-        priority: the engine with the highest one is that of `get_engine()`
-            without a name. Ours have 10 and 20; an engine that leaves it at 0
-            is used where it is asked for by name.
+        priority: `get_engine()` without a name returns the engine with the
+            highest one. jaxtap's engines have 10 and 20. An engine with 0 is
+            used only if it is asked for by name.
 
     Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "engine"
     priority: int = 0
 
     def __post_init__(self) -> None:
-        # Not super(): dataclasses with slots make the class anew.
+        # super() fails: a dataclass with slots is another class than the one defined here.
         _FactorySpec.__post_init__(self)
         _check_priority(self)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """Declares a kernel: an XLA FFI target that implements an op on a platform.
+    """Declares a kernel: an XLA FFI target for an op.
 
     Args:
-        target: the FFI target, with its package in front so that targets of
-            different plugins cannot meet: ``"acme_quant.gemm_ternary"``.
+        target: the FFI target. It starts with its package, so that targets of
+            different plugins differ: ``"acme_quant.gemm_ternary"``.
         platform: the platform as JAX spells it in lowering: ``"cpu"``, ``"cuda"``, ...
         handlers: ``"module:attribute"`` of a callable without arguments that
             returns a mapping of target names to `FfiTarget` objects. The one
-            that `target` names is registered when the kernel is first used.
+            of `target` is registered when the kernel is first used.
         op: the op that the kernel implements, such as ``"gemm_w8a8"``. All
             kernels of an op take the same operands and attributes.
-        supports: ``"module:attribute"`` of a predicate that gets a
-            `KernelCall` and returns True, or False or a str saying why the
-            kernel cannot take it; None: it takes every call.
-        priority: among the kernels that support a call the highest is taken.
+        supports: ``"module:attribute"`` of a predicate. It gets a
+            `KernelCall`, and returns True, or False or a str that tells why the
+            kernel can't take the call. None: the kernel takes every call.
+        priority: of the kernels that support a call, the one with the highest
+            priority is taken.
         summary: one line about it, or empty.
         apply: ``"module:attribute"`` of the function that programs call for
-            the op, which `get_op` returns; None where the op has one already.
+            the op, which `get_op` returns; None if another kernel declares it.
         workspace: ``"module:attribute"`` of a function that gets a `KernelCall`,
-            as the target is called, and the results as a tuple of `Aval`, and
-            returns the bytes of memory that the target wants as one result
-            more (uint8, the last), or None for no such result; None: it never
-            wants any.
+            as the target is called, and the results as a tuple of `Aval`. It
+            returns how many bytes of scratch memory the target needs, which
+            the target gets as one more result (uint8, the last), or None for
+            no such result. None: the target never has such a result.
         bench: ``"module:attribute"`` of a function that gets this spec and
-            returns a `Bench`, the calls that ``jaxtap bench`` times and
+            returns a `Bench`: the calls that ``jaxtap bench`` times and
             ``jaxtap ops`` describes; or None.
 
     Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "kernel"
@@ -169,7 +169,7 @@ class KernelSpec:
 
     @property
     def key(self) -> str:
-        """The target on its platform, which no other kernel may claim."""
+        """The target on its platform, unique among kernels."""
         return f"{self.target}@{self.platform}"
 
 
@@ -178,19 +178,19 @@ class BridgeSpec(_FactorySpec):
     """Declares a bridge: how the model objects of a framework are quantized.
 
     Args:
-        name: what the framework is called, such as ``"nnx"``.
+        name: the name of the framework, such as ``"nnx"``.
         summary: one line about it.
         factory: ``"module:attribute"`` of a callable without arguments that
             returns the bridge: an object with `parameters(model)`,
             `function(model, method)` and `rebuild(model, parameters, quantized)`.
-        model: ``"package:Class"``, the class that the framework's models
-            inherit from. A model is known by it without importing anything:
-            one of its classes has that name, in that package or below.
+        model: ``"package:Class"``, the base class of the framework's models.
+            Nothing is imported to recognize a model: one of its classes has
+            that name, in that package or below.
         install: what to install for it, such as ``"provider-xla[nnx]"``, for
             messages; or empty.
 
     Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "bridge"
@@ -198,21 +198,21 @@ class BridgeSpec(_FactorySpec):
     install: str = ""
 
     def __post_init__(self) -> None:
-        # Not super(): dataclasses with slots make the class anew.
+        # super() fails: a dataclass with slots is another class than the one defined here.
         _FactorySpec.__post_init__(self)
         _check_path(self, "model")
         if not isinstance(self.install, str) or "\n" in self.install:
             raise _refuse(self, "install", "one line of text, or empty")
 
     def is_for(self, cls: type) -> bool:
-        """Returns whether a class is the one that the models inherit from."""
+        """Return whether a class is the base class of the models."""
         package, _, name = self.model.partition(":")
         return cls.__qualname__ == name and f"{cls.__module__}.".startswith(f"{package}.")
 
 
 @dataclass(frozen=True, slots=True)
 class QTypeSpec(_FactorySpec):
-    """Declare a number format that arrays can be quantized to.
+    """Declares a number format that arrays can be quantized to.
 
     Args:
         name: what users write for a qtype, such as ``"nf3"``.
@@ -221,7 +221,7 @@ class QTypeSpec(_FactorySpec):
             returns the format: a `quant_numerics.QType` of that name.
 
     Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "qtype"
@@ -252,14 +252,14 @@ class CommandSpec:
     Args:
         name: the word after ``jaxtap``.
         summary: one line for ``jaxtap --help``.
-        run: ``"module:attribute"`` of the command, called with the parsed
-            `argparse.Namespace`; it returns the exit status, an int or None for 0.
+        run: ``"module:attribute"`` of the command. It is called with the parsed
+            `argparse.Namespace`, and returns the exit status, an int or None for 0.
         configure: ``"module:attribute"`` of a callable that gets the command's
             `argparse.ArgumentParser` and adds its options, or None. It is
-            imported only when this command is run or its own help is asked for.
+            imported only for this command and its help.
 
     Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "command"
@@ -276,7 +276,7 @@ class CommandSpec:
 
     @property
     def key(self) -> str:
-        """What no other command may be called."""
+        """The name, unique among commands."""
         return self.name
 
 
@@ -291,7 +291,7 @@ class DoctorCheck:
             returns an iterable of `CheckResult`. It may import JAX.
 
     Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+        PluginError: a field has the wrong type or form.
     """
 
     kind: ClassVar[str] = "check"
@@ -306,7 +306,7 @@ class DoctorCheck:
 
     @property
     def key(self) -> str:
-        """What no other check may be called."""
+        """The name, unique among checks."""
         return self.name
 
 
@@ -315,13 +315,13 @@ class CheckResult:
     """One finding of a `DoctorCheck`.
 
     Args:
-        status: ``"ok"``, ``"warn"`` or ``"fail"``; one ``"fail"`` makes
+        status: ``"ok"``, ``"warn"`` or ``"fail"``. One ``"fail"`` makes
             ``jaxtap doctor`` exit with 1.
-        message: what was found.
-        hint: what to do about it, or empty.
+        message: the finding.
+        hint: what to do, or empty.
 
     Raises:
-        PluginError: a field has the wrong type or value; the message names it.
+        PluginError: a field has the wrong type or value.
     """
 
     status: str

@@ -1,4 +1,4 @@
-"""What pages of reports are made of: one base page, tables to sort, charts, numbers as text.
+"""Report pages: a base page, sortable tables, charts, and numbers.
 
 Charts need no library. Pages (`Column`, `charts`, `render`) need the extra `report` (Jinja), which
 is imported when one of these names is first used.

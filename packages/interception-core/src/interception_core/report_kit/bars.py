@@ -1,4 +1,4 @@
-"""Bar charts as inline SVG that takes its colours and fonts from the page around it."""
+"""Bar charts as inline SVG, with the page's colours and fonts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _NARROW = 600
 
 @dataclass(frozen=True)
 class Bar:
-    """One value in a row: how long, in which colour, and what is written behind it."""
+    """One bar of a row.
+
+    Attributes:
+        value: its length.
+        colour: a CSS colour, such as ``FIRST``.
+        text: the text after it.
+    """
 
     value: float
     colour: str
@@ -31,10 +37,10 @@ class Row:
     """One or more bars with a name.
 
     Attributes:
-        name: at the left, or above the bars.
-        bars: from top to bottom.
-        tip: what a pointer on them shows.
-        link: where they lead to in the page, as ``#op-1``; None for nowhere.
+        name: the text at the left of the bars, or above them.
+        bars: the bars, from top to bottom.
+        tip: the text that a pointer on a bar shows.
+        link: the target of a click, such as ``#op-1``, or None.
         marks: values that are marked on the first bar.
     """
 
@@ -50,7 +56,7 @@ class _Layout:
     """Where things are, in units of the drawing.
 
     Attributes:
-        width: of the drawing.
+        width: the width of the drawing.
         left: where bars begin.
         scale: the length of a bar of value 1.
         thick: the height of a bar.
@@ -68,9 +74,9 @@ def chart(rows: Sequence[Row], width: int, label: str) -> str:
     """Return a chart of horizontal bars as an ``<svg>`` element.
 
     Args:
-        rows: from top to bottom; at least one.
-        width: in pixels; names are above their bars if it is below 600.
-        label: what the chart shows, for screen readers.
+        rows: the rows, from top to bottom; at least one.
+        width: the width in pixels. Below 600, names are above their bars.
+        label: a description of the chart, for screen readers.
     """
     is_above = width < _NARROW
     count = max(len(row.bars) for row in rows)
@@ -130,7 +136,7 @@ def _text(text: str) -> str:
 
 
 def shorten(text: str, size: int) -> str:
-    """Return a text, without its middle if it is longer than ``size`` letters."""
+    """Return a text without its middle if it is too long."""
     if len(text) <= size:
         return text
     tail = max(1, math.ceil((size - 1) * 0.6))

@@ -30,7 +30,7 @@ def show_bytes(size: float) -> str:
 
 
 def sort_key(value: float | None) -> str:
-    """Return a number as the page's script reads it. Infinity, what is not known, comes last."""
+    """Return a number as the page's script sorts it."""
     if value is None or math.isnan(value):
         return "Infinity"
     return repr(max(min(float(value), 1e300), -1e300))  # exact is the best there is

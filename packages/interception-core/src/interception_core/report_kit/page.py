@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no network, no other file."""
+"""Pages: a report as one HTML page, without other files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def render(template: Path, **values: Any) -> str:
 
 
 def charts(rows: Sequence[Row], label: str) -> dict[str, Any] | None:
-    """Return a chart for wide pages and one for narrow ones; None without rows.
+    """Return a wide and a narrow chart; None without rows.
 
     Args:
         rows: from top to bottom; the first ``SHOWN`` are drawn.

@@ -1,5 +1,5 @@
-"""What ``jaxtap new`` writes: a folder for each kind, and what all kinds have, in ``common``.
+"""Templates of ``jaxtap new``: a folder for each kind, and ``common``.
 
-``@@name`` and the like are replaced in texts; ``module`` in paths is the distribution's package,
-and ``dot_github`` is ``.github``. Files end with ``.in``, so that no tool reads them as its own.
+``@@name`` and the like are replaced in texts. In paths, ``module`` becomes the distribution's
+package, and ``dot_github`` becomes ``.github``. Files end with ``.in``, so that no tool reads them.
 """

@@ -1,4 +1,4 @@
-"""For the tests of engines, kernels, providers and plugins: suites, programs and plugins.
+"""Test suites for engines, kernels, providers and plugins.
 
 Needs pytest and Hypothesis (``interception-core[testing]``). interception_core itself never
 imports this package.

@@ -45,7 +45,7 @@ def _scan(x: Array, p: Params, block: Block) -> Array:
 
 
 def _scan_backwards(x: Array, p: Params, block: Block) -> Array:
-    """The body closes over the array itself, and the carry is a pytree."""
+    """The body closes over the array, and the carry is a pytree."""
 
     def body(carry: dict[str, Any], w: Array) -> tuple[dict[str, Any], None]:
         return {"x": x / 2 + block(carry["x"], {**p, "b": w}), "n": carry["n"] + 1}, None
@@ -62,7 +62,7 @@ def _fori_loop(x: Array, p: Params, block: Block) -> Array:
 
 
 def _while_loop(x: Array, p: Params, block: Block) -> Array:
-    """How often it runs depends on values; it has no derivative in reverse, so none is asked."""
+    """Loop as often as values say, without a reverse derivative."""
     fixed, start = lax.stop_gradient((p, x))
 
     def unfinished(state: tuple[Any, Array]) -> Any:

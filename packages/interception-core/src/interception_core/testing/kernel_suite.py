@@ -57,18 +57,18 @@ class KernelConformance:
     examples: ClassVar[int] = 50
 
     def cases(self) -> Sequence[Case] | SearchStrategy[Case]:
-        """Returns the calls to try: a list of (operands, params), or a strategy for them."""
+        """Return the calls to try: a list or a strategy."""
         raise NotImplementedError(f"{type(self).__name__}.cases() must return calls to try.")
 
     def reference(self, *operands: np.ndarray, **params: Any) -> Any:
-        """Returns the result of a call, or a pytree of them, computed in another way.
+        """Return the result of a call, computed in another way.
 
         The operands are NumPy arrays. The result may be of a wider dtype.
         """
         raise NotImplementedError(f"{type(self).__name__}.reference() must compute the result.")
 
     def empty_cases(self) -> Sequence[Case]:
-        """Returns calls with an operand without elements: the first one, without its rows."""
+        """Return calls whose first operand has no rows."""
         found = [
             ((operands[0][:0], *operands[1:]), params)
             for operands, params in self._some()
@@ -78,7 +78,7 @@ class KernelConformance:
         return found[:1]
 
     def wrong_cases(self) -> Sequence[Case]:
-        """Returns calls that must be refused: each operand once as complex numbers."""
+        """Return calls that must be refused: each operand once as complex numbers."""
         operands, params = self._some()[0]
         return [
             (tuple(_complex(x) if i == wrong else x for i, x in enumerate(operands)), params)
@@ -153,7 +153,7 @@ class KernelConformance:
         self._each(check, self._few)
 
     def test_export(self) -> None:
-        """An exported program is StableHLO in bytes, which are read back where it is called."""
+        """An exported program is read back from bytes."""
 
         def check(operands: Sequence[Any], params: Mapping[str, Any]) -> None:
             allowed = [jax.export.DisabledSafetyCheck.custom_call(self.target)]
@@ -206,7 +206,7 @@ class KernelConformance:
         )
 
     def _each(self, check: Callable[[Sequence[Any], Mapping[str, Any]], None], most: int) -> None:
-        """Calls `check` for each case of a list, or for `most` cases of a strategy."""
+        """Call `check` for each case, or `most` of a strategy."""
         cases = self.cases()
         if not isinstance(cases, SearchStrategy):
             assert cases, "cases() returned no cases"
@@ -228,7 +228,7 @@ class KernelConformance:
         run()
 
     def _some(self) -> list[Case]:
-        """Returns a few cases."""
+        """Return a few cases."""
         found: list[Case] = []
         cases = self.cases()
         if not isinstance(cases, SearchStrategy):
@@ -255,7 +255,7 @@ def _complex(x: Any) -> np.ndarray:
 
 
 def _stacked(operands: Sequence[Any], which: str) -> tuple[list, list, tuple]:
-    """Returns three calls, the operands stacked from them, and the axes to map over.
+    """Return three calls, their stacked operands, and the mapped axes.
 
     The calls differ where floating-point numbers are: packed or integer operands may have a form
     that does not survive a change.

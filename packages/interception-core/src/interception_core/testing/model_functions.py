@@ -16,7 +16,7 @@ def _weights(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def mlp(params: dict, x: Any) -> jax.Array:
-    """Two layers under scopes, and one outside of any."""
+    """Compute two layers under scopes, and one outside."""
     with jax.named_scope("encoder"):
         for i in range(2):
             with jax.named_scope(f"layer_{i}"):
@@ -37,7 +37,7 @@ def _norm(x: Any) -> jax.Array:
 
 
 def transformer(params: dict, x: Any) -> jax.Array:
-    """A block with attention; every product is an einsum, as in most public models."""
+    """Compute a block with attention; every matmul is an einsum."""
     with jax.named_scope("attention"):
         h = _norm(x)
         q, k, v = (jnp.einsum("sd,dhk->shk", h, params["attention"][name]) for name in "qkv")
@@ -57,7 +57,7 @@ def transformer_args() -> tuple:
 
 
 def convolutions(params: list, images: Any) -> jax.Array:
-    """Weights in a list, a decorated scope, and a head."""
+    """Compute convolutions with weights in a list, and a head."""
 
     @jax.named_scope("stage")
     def stage(x: Any, kernel: Any) -> jax.Array:
@@ -77,7 +77,7 @@ def convolution_args() -> tuple:
 
 
 def recurrent(params: dict, x: Any) -> jax.Array:
-    """A scan over time between two products."""
+    """Compute a scan over time between two matmuls."""
 
     def cell(state: Any, row: Any) -> tuple:
         with jax.named_scope("cell"):
@@ -96,7 +96,7 @@ def recurrent_args() -> tuple:
 
 
 def layers_in_a_scan(params: Any, x: Any) -> jax.Array:
-    """Stacked layers, themselves in a scope, with an operation before, in and after."""
+    """Compute stacked layers in a scope."""
 
     def block(x: Any, w: Any) -> tuple:
         with jax.named_scope("up"):
@@ -117,7 +117,7 @@ def scan_args() -> tuple:
 
 
 def branches(params: Any, x: Any) -> jax.Array:
-    """A cond and a switch."""
+    """Compute a cond and a switch."""
 
     def narrow(x: Any) -> jax.Array:
         return jnp.dot(x, params["narrow"])
@@ -140,7 +140,7 @@ def branch_args() -> tuple:
 
 
 def iterations(params: Any, x: Any) -> jax.Array:
-    """A while loop in a for loop, which has a loop's label within a loop's."""
+    """Compute a while loop in a for loop."""
 
     def advance(state: tuple) -> tuple:
         i, x = state
@@ -162,7 +162,7 @@ def iteration_args() -> tuple:
 
 
 def per_example(params: Any, x: Any) -> jax.Array:
-    """A vmap and an inner gradient: transformations that JAX evaluates in place."""
+    """Compute a vmap and an inner gradient."""
 
     def energy(row: Any) -> jax.Array:
         with jax.named_scope("energy"):

@@ -1,6 +1,6 @@
 """Models with the ids that every engine gives their operations.
 
-Plain functions over pytrees, with named scopes and no jitted functions of their own: whether
+Plain functions over pytrees, with named scopes, and none of them is jitted: whether
 such a function's label is part of an id is the engine's choice (``labels_jit``).
 """
 
@@ -47,7 +47,7 @@ class Model:
 
 
 def models() -> list[Model]:
-    """Returns the shared models."""
+    """Return the shared models."""
     dot, einsum, softmax = "jax.numpy.dot", "jax.numpy.einsum", "jax.nn.softmax"
     return [
         Model(

@@ -30,11 +30,11 @@ class Step:
     name: str
 
     def lines(self) -> list[str]:
-        """Returns the program's text."""
+        """Return the program's text."""
         return [self.name]
 
     def __call__(self, x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
-        """Applies it."""
+        """Apply it."""
         return STEPS[self.name](x, params)
 
 
@@ -45,11 +45,11 @@ class Block:
     nodes: tuple[Step | Form, ...]
 
     def lines(self) -> list[str]:
-        """Returns the program's text."""
+        """Return the program's text."""
         return [line for node in self.nodes for line in node.lines()]
 
     def __call__(self, x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
-        """Applies them."""
+        """Apply them."""
         for node in self.nodes:
             x = node(x, params)
         return x
@@ -63,7 +63,7 @@ class Form:
     blocks: tuple[Block, ...]
 
     def lines(self) -> list[str]:
-        """Returns the program's text."""
+        """Return the program's text."""
         text = [f"{self.name}:"]
         for i, block in enumerate(self.blocks):
             text += ["or:"] if i else []
@@ -71,7 +71,7 @@ class Form:
         return text
 
     def __call__(self, x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
-        """Applies it."""
+        """Apply it."""
         return FORMS[self.name](x, params, *self.blocks)
 
 
@@ -88,11 +88,11 @@ class Program:
     rows: int
 
     def __call__(self, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        """Returns the loss."""
+        """Return the loss."""
         return jnp.sum(jnp.sin(self.body(x, params)))
 
     def args(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Returns its inputs, always the same: small weights, and a matrix."""
+        """Return its inputs, always the same: small weights, and a matrix."""
         rng = np.random.default_rng(self.rows)
         shapes = {"a": (4, 4), "b": (4, 4), "stack": (2, 4, 4), "bias": (4,)}
         params = {name: rng.normal(size=s).astype(np.float32) / 2 for name, s in shapes.items()}
@@ -104,7 +104,7 @@ class Program:
 
 
 def _block(depth: int, forward: bool) -> st.SearchStrategy[Block]:
-    """Returns blocks of so many levels of forms.
+    """Return blocks of so many levels of forms.
 
     Args:
         depth: the levels.
@@ -135,7 +135,7 @@ def _form(draw: st.DrawFn, depth: int, forward: bool, name: str | None = None) -
 
 
 def programs(form: str | None = None, max_depth: int = MAX_DEPTH) -> st.SearchStrategy[Program]:
-    """Returns a strategy for programs of up to ``max_depth`` forms within each other.
+    """Return a strategy for programs of nested forms.
 
     Args:
         form: the outermost form, one of ``FORM_NAMES``; any if None.

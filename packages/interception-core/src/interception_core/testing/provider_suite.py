@@ -90,12 +90,12 @@ class ProviderConformance:
             _equal(jax.jit(apply)(*args), apply(*args))
 
     def test_jit_inside(self) -> None:
-        """What runs in a jitted function is tapped as well."""
+        """Operations in a jitted function are tapped, too."""
         for fn, args in self.cases():
             _equal(self.make().apply(jax.jit(fn))(*args), self.make().apply(fn)(*args))
 
     def test_loops(self) -> None:
-        """The body of a loop is tapped as it is outside of one."""
+        """A loop's body is tapped as it is outside."""
         for fn, (params, *others) in self.cases():
 
             def looped(params: Any, *others: Any, fn: Any = fn) -> Any:
@@ -117,7 +117,7 @@ class ProviderConformance:
                 self._close(jax.tree.map(lambda x, i=i: x[i], result), exact)
 
     def test_gradient(self) -> None:
-        """It exists, is finite, and is not zero where that of the float function isn't."""
+        """The gradient is finite, and zero only where the float one is."""
         for fn, (params, *others) in self.cases():
             apply = self.make().apply(fn)
 
@@ -130,7 +130,7 @@ class ProviderConformance:
 
     @pytest.mark.parametrize("order", ["float first", "quantized first"])
     def test_the_float_function_stays_as_it_is(self, order: str) -> None:
-        """In either order, jitted: no trace of one is used for the other."""
+        """The jitted functions share no traces, in either order."""
         for fn, args in self.cases():
             jitted = jax.jit(lambda *args, fn=fn: fn(*args))
             if order == "float first":
@@ -150,7 +150,7 @@ class ProviderConformance:
             _equal(first(*args), second(*args), exactly=True)
 
     def test_plan(self) -> None:
-        """A provider may have none. One that has makes it of types alone, and it runs."""
+        """A plan, if there is one, is made of types and runs."""
         if not hasattr(self.make(), "plan"):
             return
         for fn, (params, *others) in self.cases():
@@ -164,7 +164,7 @@ class ProviderConformance:
             self._close(result, fn(params, *others))
 
     def test_plan_is_stored(self) -> None:
-        """A plan that has ``manifest`` or ``stored_types`` can be stored, and planned again."""
+        """A plan with ``manifest`` or ``stored_types`` can be stored."""
         if not hasattr(self.make(), "plan"):
             return
         for fn, (params, *others) in self.cases():
@@ -201,7 +201,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _equal(actual: Any, expected: Any, exactly: bool = False) -> None:
-    """Compare two results of the same operations, in one program or in several."""
+    """Assert that two results of the same operations are equal."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if exactly:

@@ -1,4 +1,4 @@
-"""The operations of generated programs: any keeps the shape of a vector or a matrix."""
+"""Steps: operations that keep the shape of a vector or matrix."""
 
 from __future__ import annotations
 

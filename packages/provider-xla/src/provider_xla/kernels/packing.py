@@ -112,7 +112,7 @@ def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     """Packs a parameter, on the devices that it is on; waits until that is done."""
     arrays = jax.tree.leaves(q)
     sharding = getattr(arrays[0], "sharding", None)
-    return jax.block_until_ready(_prepack(q, packing, _of_panels(packing, q.ndim, sharding)))
+    return jax.block_until_ready(_prepack(q, packing, of_panels(packing, q.ndim, sharding)))
 
 
 def packing_of(weight: PrepackedWeight) -> Packing:
@@ -191,7 +191,7 @@ def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
 
 
-def _of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
+def of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
     """Returns the sharding of what is packed, for that of the quantized values."""
     if not isinstance(sharding, NamedSharding):
         return None

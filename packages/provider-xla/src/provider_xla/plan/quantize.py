@@ -53,8 +53,14 @@ def quantize(plan: PlanData, params: Any, *, donate: bool = False, prepack: bool
     return jax.tree.unflatten(treedef, leaves)
 
 
-def check_parameters(plan: PlanData, given: Mapping[str, Any]) -> None:
-    """Raise QuantizationError unless parameters are those that a plan is for."""
+def check_parameters(plan: PlanData, given: Mapping[str, Any], *, are_types: bool = False) -> None:
+    """Raise QuantizationError unless parameters are those that a plan is for.
+
+    Args:
+        plan: the plan.
+        given: the parameters by path.
+        are_types: whether types of arrays are as good as arrays.
+    """
     arrays = {path for path, leaf in given.items() if path in plan.leaves or is_array(leaf)}
     for path in sorted(plan.leaves.keys() ^ arrays):
         where = "the plan has and the parameters have not" if path in plan.leaves else (
@@ -67,10 +73,11 @@ def check_parameters(plan: PlanData, given: Mapping[str, Any]) -> None:
     for path, expected in plan.leaves.items():
         leaf = given[path]
         about = f"{path}{_because(plan, path)}"
-        if isinstance(leaf, jax.ShapeDtypeStruct) or not hasattr(leaf, "shape"):
+        is_type = isinstance(leaf, jax.ShapeDtypeStruct) and not are_types
+        if is_type or not hasattr(leaf, "shape"):
             raise QuantizationError(
                 f"{about} is {leaf!r}, and only arrays can be quantized. Plan with abstract "
-                "parameters, quantize real ones."
+                "parameters, quantize real ones; plan.quantized_types has the types of the result."
             )
         if leaf.shape != expected.shape or leaf.dtype != expected.dtype:
             raise QuantizationError(

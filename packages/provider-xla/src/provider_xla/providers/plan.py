@@ -16,7 +16,7 @@ from ..cache.use import quantize_cache, with_caches
 from ..lora import tree
 from ..lora.apply import ARGUMENTS, with_adapters
 from ..measure import ranges
-from ..plan import quantize
+from ..plan import abstract, quantize
 from ..plan.plan import PlanData
 from ..run.infer import infer
 from ..run.static import Statistics
@@ -67,6 +67,23 @@ class Plan(PlanData):
                 changed then.
         """
         return quantize.quantize(self, params, donate=donate, prepack=prepack)
+
+    def quantized_types(self, params: Any, *, prepack: bool = True) -> Any:
+        """Return the types of what ``quantize`` would store, to compile without parameters.
+
+        Args:
+            params: the same tree as the plan's, of arrays or ``jax.ShapeDtypeStruct``, whose
+                shardings those of the result follow.
+            prepack: as for ``quantize``.
+
+        Returns:
+            The tree that ``quantize`` returns, with a ``jax.ShapeDtypeStruct`` for each array:
+            ``jax.jit(plan.apply(fn)).lower(types, ...)`` takes it. Nothing is computed.
+
+        Raises:
+            QuantizationError: another tree, other shapes or dtypes.
+        """
+        return abstract.quantized_types(self, params, prepack=prepack)
 
     def prepack(self, params: Any) -> Any:
         """Packs quantized parameters for the kernels that compute their contractions.

@@ -1,4 +1,4 @@
-"""Shardings in types: quantized values and scales have those of the array that they stand for."""
+"""Shardings in types: those of a QArray's arrays and of ops."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from interception_core import explicit_mesh, explicit_spec, parts_of, with_auto_axes
+from interception_core import explicit_mesh, explicit_spec, followed_spec, with_auto_axes
 
 
 def sharded_like(fn: Callable[..., Any], like: jax.Array, *operands: Any) -> Any:
-    """Call a function whose results have the axes of an array, and are sharded along them as it is.
+    """Call a function with results that are sharded as an array is.
 
-    Only where the array or the operands are sharded along explicit mesh axes.
+    It only does so if the array or the operands are sharded along explicit mesh axes. Quantized
+    values and scales of an array are such results.
 
     Args:
       fn: a function of the operands. An axis of a result has the size of the array's, a number of
@@ -30,32 +31,17 @@ def sharded_like(fn: Callable[..., Any], like: jax.Array, *operands: Any) -> Any
     spec = explicit_spec(like)
 
     def specs(found: Any) -> Any:
-        return jax.tree.map(lambda x: _followed(mesh, spec, like.shape, x.shape), found)
+        return jax.tree.map(lambda x: followed_spec(mesh, spec, like.shape, x.shape), found)
 
     return with_auto_axes(mesh, fn, specs, *operands)
-
-
-def _followed(
-    mesh: Any, spec: Sequence[Any], shape: Sequence[int], found: Sequence[int]
-) -> PartitionSpec:
-    """Return the spec of scales: along an axis they are cut where the tiles are."""
-    pairs = zip(spec, shape, found, strict=True)
-    return PartitionSpec(
-        *(
-            axes
-            if n == size or (n > 1 and size % n == 0 and n % parts_of(mesh, axes) == 0)
-            else None
-            for axes, size, n in pairs
-        )
-    )
 
 
 def sharded_as(
     fn: Callable[..., Any], reference: Callable[..., Any], operands: Sequence[Any], out: Any = None
 ) -> Any:
-    """Call an op whose result is sharded as that of an op of JAX.
+    """Call an op with the result sharded as JAX's op shards it.
 
-    Only where operands are sharded along explicit mesh axes, or the result shall be.
+    It only does so if operands are sharded along explicit mesh axes, or the result shall be.
 
     Args:
       fn: the op, called with the operands and, as ``out_sharding``, what is left of `out`.
@@ -78,7 +64,7 @@ def sharded_as(
 
 
 def _float_type(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of the array that an operand stands for; that of integers is theirs."""
+    """Return an operand's type as a float array; integers keep theirs."""
     values = getattr(x, "qvalue", x)
     is_float = values is not x or jnp.issubdtype(x.dtype, jnp.floating)
     dtype = jnp.float32 if is_float else x.dtype

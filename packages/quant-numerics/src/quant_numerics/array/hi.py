@@ -1,4 +1,4 @@
-"""A quantized array as one JAX value of one type, which lowers to its arrays.
+"""A quantized array as one JAX value, which lowers to its arrays.
 
 A QArray is a pytree: to JAX it is several arrays, and a gradient with respect to it is a gradient
 with respect to its scales. A hi value is one array to JAX, whose tangents are float arrays of the
@@ -24,7 +24,7 @@ _NAMES = ("qvalue", "scale", "zero_point", "global_scale")
 
 
 def _static_of(q: Any) -> dict[str, Any]:
-    """Return the static fields of a QArray, a hi value or its type."""
+    """Return the static fields of a QArray or a hi type."""
     return {"qtype": q.qtype, "dtype": q.dtype, "ragged_tiles": q.ragged_tiles}
 
 
@@ -34,7 +34,7 @@ class LeadingAxis(ht.MappingSpec):
 
     It goes into ``in_axes`` and ``out_axes``.
 
-    Pass ``axis_size`` to ``vmap``, too. ``scan`` uses it by itself, and needs ``length``.
+    Pass ``axis_size`` to ``vmap``, too. ``scan`` uses it without being told, and needs ``length``.
     """
 
 
@@ -86,7 +86,7 @@ class QArrayTy(ht.HiType):
         return HiQArray(*self._filled(lo_vals), **_static_of(self))
 
     def _filled(self, values: Any) -> list[Any]:
-        """Return one value per field, None where there is no array."""
+        """Return one value per field, None for a field without an array."""
         rest = iter(values)
         return [None if getattr(self, name) is None else next(rest) for name in _NAMES]
 

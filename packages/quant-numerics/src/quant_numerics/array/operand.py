@@ -1,4 +1,4 @@
-"""What ops take for an operand: a QArray, another form of one, or a float array."""
+"""Operands of ops: a QArray, another form of one, or floats."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -168,7 +168,7 @@ def _byte(kind: QType) -> np.dtype:
 
 
 def _counting(n: int, axis_from_end: int, ndim: int) -> jax.Array:
-    """Return 0 to n - 1 as uint8 along one of `ndim` axes."""
+    """Return ``arange(n)`` in uint8 along one of `ndim` axes."""
     shape = [1] * ndim
     shape[-axis_from_end] = n
     return jnp.arange(n, dtype=jnp.uint8).reshape(shape)

@@ -1,4 +1,4 @@
-"""How an array is cut into slices, the sets of elements that share a scale."""
+"""Slices of an array: the sets of elements that share a scale."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Linear maps that come with a transpose of their own.
+"""Linear maps with custom transposes.
 
 They are a primitive that stays in jaxprs, whole, until XLA's program is made. Autodiff and vmap ask
 a `LinearPair` what to do, and never look inside of the functions.

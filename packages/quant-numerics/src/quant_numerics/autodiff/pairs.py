@@ -1,4 +1,4 @@
-"""Linear maps with a transpose of their own, and how vmap and shard_map see their operands."""
+"""Linear maps with custom transposes, under vmap and shard_map."""
 
 from __future__ import annotations
 

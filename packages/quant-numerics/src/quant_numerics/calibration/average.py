@@ -88,7 +88,7 @@ class Statistics:
     Args:
       shape: of the bounds.
       average: how calibrations are averaged.
-      symmetric: False for calibrations with a lower bound of their own.
+      symmetric: False for calibrations that have a lower bound, too.
     """
 
     def __init__(

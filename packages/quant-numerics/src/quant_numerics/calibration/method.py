@@ -80,7 +80,7 @@ def parse_calibration_method(text: str) -> CalibrationMethod:
         if len(args) > 1 or any(a < 2 or a != int(a) for a in args):
             raise _bad_method(text, "it takes at most one whole number of steps, 2 or more")
     else:
-        raise _bad_method(text, f"there is no method {name!r}")
+        raise _bad_method(text, f"the method {name!r} does not exist")
     return CalibrationMethod(name, args)
 
 

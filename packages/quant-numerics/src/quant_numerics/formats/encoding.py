@@ -8,7 +8,7 @@ from jax import lax
 from quant_numerics.formats.qtypes import QType
 
 _LARGEST_DIVISOR = 2.0**126
-"""Its reciprocal is no subnormal, which the hardware may flush to zero."""
+"""The largest power of two with a normal reciprocal; hardware may flush subnormals to zero."""
 
 
 def encode(

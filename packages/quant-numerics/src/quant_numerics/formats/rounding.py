@@ -19,7 +19,7 @@ class StochasticRounding:
 
     Attributes:
       key: a JAX random key.
-      method: "uniform", or "low_bit_uniform", which draws 8 random bits per element in place of
+      method: "uniform", or "low_bit_uniform", which draws 8 random bits per element instead of
         32 and is unbiased to within 1/512 of a step.
       channelwise_noise_axes: axes along which each index has different noise; elements that
         differ only along other axes share it.

@@ -86,7 +86,7 @@ def has_zero_point_left(q: QArray, dtype: np.dtype) -> bool:
 def numbers(q: QArray, dtype: np.dtype) -> jax.Array:
     """Return the numbers that quantized values stand for, less zero points, exactly.
 
-    In int8 there is no room for the difference of int8 values and zero points: there the zero
+    The difference of int8 values and zero points does not fit in int8: there the zero
     point is left to the caller, as ``has_zero_point_left`` tells.
     """
     values = decode(q.qvalue, qtype_of(q), dtype)

@@ -114,7 +114,7 @@ def _conv(
     rhs: QArray | jax.Array,
     out_sharding: Any,
 ) -> jax.Array:
-    """Convolve; `plain` does it with arrays, and knows all the rest of the arguments."""
+    """Convolve with `plain`, which convolves arrays and has the other arguments."""
     feature_group_count, batch_group_count = groups
     if isinstance(rhs, QArray) and not isinstance(lhs, QArray):
         # Scales that differ within a sum don't factor out of it.
@@ -172,7 +172,7 @@ def _values(
     """Return how to convolve, and the numbers of both sides."""
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
         how = arithmetic(lhs, rhs, precision)
-        # There are no exact corrections as in a contraction: padding is not part of the lhs.
+        # Exact corrections, as in a contraction, do not work: padding is not part of the lhs.
         wide = [
             x for x in (lhs, rhs) if isinstance(x, QArray) and has_zero_point_left(x, how.dtype)
         ]

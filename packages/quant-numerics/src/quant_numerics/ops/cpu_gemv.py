@@ -1,4 +1,4 @@
-"""Integer contractions of one row on CPU, where XLA is slow at them."""
+"""Integer contractions of one row on CPU, where XLA's are slow."""
 
 import math
 from typing import Any

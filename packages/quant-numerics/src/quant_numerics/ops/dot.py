@@ -129,7 +129,7 @@ def _has_many_rows(
     dims: DotDimensionNumbers,
     tiles: Mapping[tuple[int, int], int],
 ) -> bool:
-    """Return whether the sums of all tiles would be larger than the dequantized side."""
+    """Return whether the tiles' sums would be larger than the dequantized side."""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         return False
     side = int(isinstance(lhs, QArray))  # the float one

@@ -1,4 +1,4 @@
-"""The two sides of a contraction, in the layout that it is computed in."""
+"""The sides of a contraction, in the layout of its computation."""
 
 import dataclasses
 import math

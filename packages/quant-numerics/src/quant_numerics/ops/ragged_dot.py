@@ -82,7 +82,10 @@ def ragged_dot(
 
 
 def window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first row of `count` groups from `offset` on, and their sizes, int32."""
+    """Return the first row and the sizes of some groups, int32.
+
+    They are `count` groups from `offset` on.
+    """
     offset = jnp.asarray(offset)
     if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(
@@ -130,7 +133,7 @@ def ragged_dot_general(
       ragged_dot_dimension_numbers: as in ``lax``.
       precision: as in ``dot_general``.
       preferred_element_type: as in ``dot_general``.
-      group_offset: None; JAX has it for kernels of its own only.
+      group_offset: None; JAX has it for its kernels only.
 
     Raises:
       TypeError: a side that is neither a QArray nor a supported float array; what ``lax`` refuses.

@@ -1,4 +1,4 @@
-"""Where the axes of a ragged contraction are in its output, and how it is cut into parts."""
+"""The layout and the parts of a ragged contraction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_PIECES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Cut out a part of a contraction: elements and scales of an axis."""
+    """A part of a contraction: elements of an axis, with their scale."""
 
     axes: tuple[int, int]
     start: int
@@ -48,7 +48,7 @@ class Layout:
 
     Attributes:
       contract: the contracted axes of both sides.
-      outputs: for each side, which axis of the output each of its own axes is.
+      outputs: for each side, the axis of the output that each of its axes is.
       ragged: the lhs axis that is in groups.
       group: the rhs axis of groups, or None.
     """

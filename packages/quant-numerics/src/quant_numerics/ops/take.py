@@ -42,7 +42,7 @@ def take(
       of `axis`.
 
     Raises:
-      TypeError: indices that are no integers; as the ops.
+      TypeError: indices that are not integers; as the ops.
       ValueError: `axis` is out of range, or another mode.
     """
     indices = jnp.asarray(indices)

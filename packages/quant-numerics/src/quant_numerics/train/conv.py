@@ -59,7 +59,7 @@ def train_conv_general_dilated(
     quantized values.
 
     Raises:
-      TypeError: an operand that is no float array.
+      TypeError: an operand that is not a float array.
       ValueError: as ``conv_general_dilated``; tiles, or a format with blocks; stochastic rounding
         without a key.
     """

@@ -1,4 +1,4 @@
-"""The cotangent of a training op, quantized, with the scales of the other operand in it."""
+"""Cotangents of training ops, quantized with the other operand's scales in them."""
 
 from __future__ import annotations
 

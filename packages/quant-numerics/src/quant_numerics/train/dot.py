@@ -84,7 +84,7 @@ def train_dot_general(
       Array as ``dot_general`` returns it. Gradients have the operands' dtypes.
 
     Raises:
-      TypeError: an operand that is no float array.
+      TypeError: an operand that is not a float array.
       ValueError: as ``quantize_for_dot`` and ``dot_general``; stochastic rounding without a key.
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)

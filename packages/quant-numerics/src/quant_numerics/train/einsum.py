@@ -42,7 +42,7 @@ def train_einsum(
       ValueError: a malformed spec, or one of another number of operands; as
         ``train_dot_general``; a calibration for an operand that is summed or of which the diagonal
         is taken.
-      TypeError: an operand that is no float array.
+      TypeError: an operand that is not a float array.
     """
     operands = check_operands((lhs, rhs), (lhs_how, rhs_how), (lhs_calibration, rhs_calibration))
     terms, out = parse(spec, [x.ndim for x in operands])

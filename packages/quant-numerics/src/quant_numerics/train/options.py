@@ -21,12 +21,12 @@ class HowToQuantize:
     """Say how an operand is quantized in the forward pass. Hashable.
 
     Attributes:
-      qtype: a name in ``QTYPES``, an alias or a dtype; kept as the name.
+      qtype: a name in ``QTYPES``, an alias or a dtype; stored as the name.
       tile_size: elements (a float: one over the number of tiles) per scale along the contracted
         axes, as if they were one; contractions only, not convolutions.
       method: calibration method, see ``parse_calibration_method``.
       channelwise: False for one scale in all, tiles aside.
-      scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; kept as the name.
+      scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; stored as the name.
     """
 
     qtype: str
@@ -48,7 +48,7 @@ class Backward:
     """Say how a contraction of the backward pass is quantized. Hashable.
 
     Attributes:
-      qtype: the format of the cotangent; kept as the name.
+      qtype: the format of the cotangent; stored as the name.
       method: calibration method for the cotangent.
       tile_size: elements (a float: one over the number of tiles) per scale along the last axis
         that is contracted; contractions only, not convolutions.
@@ -107,7 +107,7 @@ def check_operands(
     """Return the operands as float arrays.
 
     Raises:
-      TypeError: an operand that is no float array.
+      TypeError: an operand that is not a float array.
       ValueError: a calibration of an operand that stays float.
     """
     arrays = []

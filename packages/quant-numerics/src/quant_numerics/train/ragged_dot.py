@@ -83,7 +83,7 @@ def train_ragged_dot(
       Array of shape (m, n).
 
     Raises:
-      TypeError: an operand that is no float array.
+      TypeError: an operand that is not a float array.
       ValueError: tiles for the gradient of `rhs`; as ``ragged_dot``.
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)

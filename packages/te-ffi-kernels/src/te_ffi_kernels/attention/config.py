@@ -26,6 +26,7 @@ class Config:
     max_segments_per_seq: int
     window_size: tuple[int, int]
     checkpoint_name: str = "context"
+    context_axes: tuple[str, ...] = ()
 
     @property
     def has_bias(self) -> bool:
@@ -73,6 +74,7 @@ def make_config(
     is_training: bool,
     max_segments_per_seq: int,
     window_size: Sequence[int] | None,
+    context_parallel_axis: str | Sequence[str],
 ) -> Config:
     """Return the config for the arguments of an op, which its errors name."""
     layout = checks.member(op, "qkv_layout", qkv_layout, QKVLayout)
@@ -103,7 +105,9 @@ def make_config(
             f"{op}: window_size is {window_size}, and must be two ints, left and right, of which "
             "-1 is without end; or None"
         )
-    return Config(
+    axes = context_parallel_axis
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    found = Config(
         bias,
         mask,
         checks.member(op, "softmax_type", softmax_type, AttnSoftmaxType),
@@ -113,7 +117,26 @@ def make_config(
         bool(is_training),
         int(max_segments_per_seq),
         (window[0], window[1]),
+        context_axes=axes,
     )
+    why = unshared(found) if axes else None
+    if why:
+        raise NotImplementedError(
+            f"{op}: context_parallel_axis is {context_parallel_axis!r}, and a sequence can't be "
+            f"shared out: {why}. Gather it."
+        )
+    return found
+
+
+def unshared(config: Config) -> str | None:
+    """Return why a sequence can't be shared out, or None."""
+    if config.layout.is_thd():
+        return f"qkv_layout is {config.layout.name}, whose segments are packed"
+    if config.dropout > 0:
+        return "random numbers of dropout depend on places in the whole sequence"
+    if config.mask_type is AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK:
+        return f"attn_mask_type is {config.mask_type.name}, which depends on both lengths"
+    return None
 
 
 def sizes_of(op: str, qkv: Sequence[jax.Array], layout: QKVLayout) -> Sizes:
@@ -170,8 +193,17 @@ def _parsed(shapes: Sequence[tuple[int, ...]], layout: QKVLayout) -> Sizes | Non
     return Sizes(q[0], q[1], k[1], q[2], k[2], q[3], v[3])
 
 
-def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any) -> None:
-    """Raise where there is none but should be, or one of another shape or dtype."""
+def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any, parts: int) -> None:
+    """Raise where there is none but should be, or one of another shape or dtype.
+
+    Args:
+        op: which the error names.
+        config: of the call.
+        sizes: of the arrays.
+        bias: what is given.
+        dtype: of the arrays.
+        parts: in how many parts a sequence of keys is cut, of which `sizes` has one.
+    """
     if config.bias_type is AttnBiasType.NO_BIAS:
         if bias is not None:
             raise ValueError(f"{op}: bias is given, and attn_bias_type is NO_BIAS: pass None")
@@ -180,7 +212,7 @@ def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any) -> 
         raise ValueError(f"{op}: bias is None, and attn_bias_type is {config.bias_type.name}")
     if bias.dtype != dtype:
         raise TypeError(f"{op}: bias is {bias.dtype.name}, and must be {dtype.name}, as qkv")
-    rest = (sizes.q_length, sizes.kv_length)
+    rest = (sizes.q_length, sizes.kv_length * parts)
     if (
         bias.ndim != 4
         or bias.shape[2:] != rest
@@ -188,7 +220,7 @@ def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any) -> 
     ):
         raise ValueError(
             f"{op}: bias has shape {bias.shape}, and must have (1 or {sizes.batch}, 1 or "
-            f"{sizes.heads}, {sizes.q_length}, {sizes.kv_length})"
+            f"{sizes.heads}, {rest[0]}, {rest[1]})"
         )
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from ..batching import widened
 from ..op import Op
 from ..partition import Names, partition_rows
-from . import operands, reference
-from .config import Config, Sizes, sizes_of
+from . import operands, reference, ring
+from .config import Config, Sizes, sizes_of, unshared
 from .types import AttnSoftmaxType
 
 Arrays = tuple[jax.Array, ...]
@@ -28,12 +28,6 @@ def random_words(random: jax.Array) -> jax.Array:
     return jnp.pad(flat[:2], (0, 2)) if flat.size < 4 else flat
 
 
-def _random_state(seed: jax.Array) -> jax.Array:
-    """Return seed, and an offset of 0, in rows of four words; as many rows as the seed has."""
-    words = seed.reshape(-1)[:2]
-    return jnp.pad(words, (0, 4 * seed.shape[0] - 2)).reshape(seed.shape[0], 4)
-
-
 def _sizes(config: Config, given: Arrays) -> Sizes:
     return sizes_of("fused_attn", given[: config.layout.arrays], config.layout)
 
@@ -41,7 +35,7 @@ def _sizes(config: Config, given: Arrays) -> Sizes:
 def forward_in_jax(config: Config, *given: jax.Array) -> Arrays:
     """Return the result, the log-sum-exp and the random state."""
     bias, offset, seed, *_ = given[3:]
-    state = _random_state(seed)
+    state = operands.random_state(seed)
     qkv = given[: config.layout.arrays]
     rest = (bias, offset, random_words(state), given[-4:])
     return *reference.forward(config, _sizes(config, given), qkv, *rest), state
@@ -82,54 +76,79 @@ def _lowered(config: Config, *given: jax.Array) -> Arrays:
 def _partition_forward(config: Config, block: Any, *given: jax.Array) -> Any:
     seed = [f"seed{i}" for i in range(given[5].ndim)]
     found = [["b", "s0", "h", "dv"], ["b", "h", "s0", "one"], [seed[0], "words"]]
-    return _partition(config, block, given, [seed], found)
+    return _partition(config, block, ring.forward, given, [seed], found)
 
 
 def _partition_backward(config: Config, block: Any, *given: jax.Array) -> Any:
     result, aux = ["b", "s0", "h", "dv"], ["b", "h", "s0", "one"]
     random = [f"random{i}" for i in range(given[6].ndim)]
     sums = [i for i in (3, 4) if given[i].ndim == 4]
-    return _partition(config, block, given, [aux, random, result, result], None, sums)
+    middle = [aux, random, result, result]
+    return _partition(config, block, ring.backward, given, middle, None, sums)
 
 
 def _partition(
     config: Config,
     block: Any,
+    around: Any,
     given: Arrays,
     middle: Names,
     found: Names | None,
     sums: Any = (),
 ) -> Any:
-    """Share out batches and heads, unless something depends on the whole batch.
+    """Share out batches, heads and sequences, unless something depends on the whole batch.
 
     Args:
         config: of the call.
         block: calls the kernel.
+        around: calls it for each block of keys, where sequences are shared out.
         given: the operands.
         middle: names of the axes of those after the offset and before the sequences.
         found: names of the axes of the results; those of the first operands without.
-        sums: the results that are sums over batches or heads.
+        sums: the results that are sums over batches, heads or queries.
     """
     run = functools.partial(block, config)
     if config.layout.is_thd() or config.dropout > 0:
         return run
     sizes = _sizes(config, given)
-    grouped = sizes.heads != sizes.kv_heads
     bias, offset = given[3:5]
     first = []
     for i, array in enumerate(given[:3]):
         inner = ["three"] if array.ndim == 5 else []
-        axes = ["b", f"s{i}", *inner, "g" if i and grouped else "h", f"d{i}"]
+        axes = ["b", f"s{i}", *inner, "g" if i else "h", f"d{i}"]
         first.append(axes if i < config.layout.arrays else [f"none{i}"])
     first.append([f"bias{i}" for i in range(bias.ndim)])
+    if bias.ndim == 4:
+        first[-1][2] = "s0"
     for i, (name, size) in enumerate((("b", sizes.batch), ("h", sizes.heads))):
         if bias.ndim == 4 and bias.shape[i] == size:
             first[-1][i] = name
     first.append(["offset0", "h", "offset2", "offset3"] if offset.ndim == 4 else ["offset0"])
     names = [*first, *middle, ["b"], ["b"], ["starts0"], ["starts1"]]
-    found = first if found is None else found
-    whole = {name for axes in (*names, *found) for name in axes}
-    return partition_rows(run, names, found, whole - ({"b"} if grouped else {"b", "h"}), sums)
+    # Heads of queries that share keys are side by side: they are shared out as those of keys.
+    grouped = sizes.heads != sizes.kv_heads
+    replaced = {} if grouped else {"g": "h"}
+    cut = {"b", "h", "g"}
+    if unshared(config) is None and sizes.q_length == sizes.kv_length:
+        replaced |= {"s0": "s", "s1": "s", "s2": "s"}
+        cut.add("s")
+    names, found = (
+        [[replaced.get(name, name) for name in axes] for axes in side]
+        for side in (names, first if found is None else found)
+    )
+    whole = {
+        part for axes in (*names, *found) for name in axes for part in name.strip("()").split()
+    }
+
+    def on_device(specs: Any) -> Any:
+        axes = specs[0][1]
+        if axes is None:
+            return run
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        return functools.partial(around, block, axes, config)
+
+    options: dict[str, Any] = {"alike": {"g": "h"}, "on_device": on_device}
+    return partition_rows(run, names, found, whole - cut, sums, **options)
 
 
 def _batch_forward(run: Any, config: Config, size: int, in_batched: Any, *given: jax.Array) -> Any:

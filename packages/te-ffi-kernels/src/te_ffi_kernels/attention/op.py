@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..op import Op
-from . import operands
+from . import operands, ring
 from .config import Config, check_array, check_bias, make_config, sizes_of
 from .kernels import BACKWARD, FORWARD, forward_in_jax
 from .sequence import SequenceDescriptor
@@ -35,6 +37,7 @@ def fused_attn_fwd(
     is_training: bool,
     max_segments_per_seq: int = 1,
     window_size: Sequence[int] | None = None,
+    context_parallel_axis: str | Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return attention, and what its gradient needs. Not differentiable: see ``fused_attn``.
 
@@ -52,10 +55,10 @@ def fused_attn_fwd(
     kinds = (attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     config = make_config(
         op, *kinds, scaling_factor, dropout_probability, is_training, max_segments_per_seq,
-        window_size,
+        window_size, context_parallel_axis,
     )  # fmt: skip
     given = (qkv, bias, softmax_offset, sequence_descriptor, seed)
-    return FORWARD(config, *_prepared(op, config, *given))
+    return _forward_kernel(config, *_prepared(op, config, *given))
 
 
 def fused_attn_bwd(
@@ -76,6 +79,7 @@ def fused_attn_bwd(
     is_training: bool,
     max_segments_per_seq: int = 1,
     window_size: Sequence[int] | None = None,
+    context_parallel_axis: str | Sequence[str] = (),
 ) -> tuple[Qkv, jax.Array | None, jax.Array | None]:
     """Return the gradients of attention. Probabilities are computed again, block by block.
 
@@ -96,7 +100,7 @@ def fused_attn_bwd(
     kinds = (attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     config = make_config(
         op, *kinds, scaling_factor, dropout_probability, is_training, max_segments_per_seq,
-        window_size,
+        window_size, context_parallel_axis,
     )  # fmt: skip
     given = _prepared(op, config, qkv, bias, softmax_offset, sequence_descriptor, rng_state)
     sizes, dtype = sizes_of(op, tuple(qkv), config.layout), given[0].dtype
@@ -104,7 +108,7 @@ def fused_attn_bwd(
     check_array(op, "output", output, sizes.out, dtype)
     check_array(op, "doutput", doutput, sizes.out, dtype)
     saved = (softmax_aux, rng_state, output, doutput)
-    *grads, bias_grad, offset_grad = BACKWARD(config, *given[:5], *saved, *given[6:])
+    *grads, bias_grad, offset_grad = _backward_kernel(config, *given[:5], *saved, *given[6:])
     no_offset = config.softmax_type is AttnSoftmaxType.VANILLA_SOFTMAX
     return (
         tuple(grads[: len(qkv)]),
@@ -129,6 +133,7 @@ def fused_attn(
     window_size: Sequence[int] | None = None,
     context_checkpoint_name: str = "context",
     softmax_offset: jax.Array | None = None,
+    context_parallel_axis: str | Sequence[str] = (),
 ) -> jax.Array:
     """Attend: ``dropout(softmax(scale * q k^T, masked)) v`` for each head.
 
@@ -159,6 +164,11 @@ def fused_attn(
         context_checkpoint_name: of what is saved for the gradient, for policies of
             ``jax.checkpoint``.
         softmax_offset: float32 [1, h, 1, 1]; it has a gradient with LEARNABLE_SOFTMAX.
+        context_parallel_axis: inside of a ``shard_map``, the mesh axis (or axes) along which both
+            sequences are shared out, a device's block after that of the one before. Arrays of
+            queries and keys are blocks then, and segment ids those of their tokens; a bias has the
+            block's rows and all columns; lengths are those of whole sequences. Outside of
+            ``shard_map`` shardings say it.
 
     Returns:
         [b, sq, h, dv], in the dtype of `qkv`. It is 0 for queries that see no key or are padding.
@@ -166,13 +176,14 @@ def fused_attn(
 
     Raises:
         TypeError, ValueError: naming the argument.
-        NotImplementedError: a bias with a THD layout.
+        NotImplementedError: a bias with a THD layout; with `context_parallel_axis` a THD layout,
+            dropout, or PADDING_CAUSAL_BOTTOM_RIGHT_MASK.
     """
     op = "fused_attn"
     kinds = (attn_bias_type, attn_mask_type, qkv_layout, softmax_type)
     config = make_config(
         op, *kinds, scaling_factor, dropout_probability, is_training, max_segments_per_seq,
-        window_size,
+        window_size, context_parallel_axis,
     )  # fmt: skip
     config = dataclasses.replace(config, checkpoint_name=context_checkpoint_name)
     given = (qkv, bias, softmax_offset, sequence_descriptor, seed)
@@ -191,7 +202,8 @@ def _prepared(
     """Return the operands of the forward kernel, checked."""
     arrays = tuple(qkv)
     sizes = sizes_of(op, arrays, config.layout)
-    check_bias(op, config, sizes, bias, arrays[0].dtype)
+    parts = lax.axis_size(config.context_axes) if config.context_axes else 1
+    check_bias(op, config, sizes, bias, arrays[0].dtype, parts)
     return (
         *operands.arrays(arrays),
         jnp.zeros((0,), arrays[0].dtype) if bias is None else bias,
@@ -201,21 +213,37 @@ def _prepared(
     )
 
 
+def _forward_kernel(config: Config, *given: jax.Array) -> Any:
+    """Return the results of the forward kernel, or of a ring of them."""
+    return _around(ring.forward, FORWARD, config)(*given)
+
+
+def _backward_kernel(config: Config, *given: jax.Array) -> Any:
+    """Return those of the kernel of gradients."""
+    return _around(ring.backward, BACKWARD, config)(*given)
+
+
+def _around(along: Callable[..., Any], run: Callable[..., Any], config: Config) -> Any:
+    axes = config.context_axes
+    return functools.partial(along, run, axes, config) if axes else functools.partial(run, config)
+
+
 def _forward(config: Config, *given: jax.Array) -> Any:
-    out, aux, state = (checkpoint_name(x, config.checkpoint_name) for x in FORWARD(config, *given))
+    found = _forward_kernel(config, *given)
+    out, aux, state = (checkpoint_name(x, config.checkpoint_name) for x in found)
     return out, (given, aux, state, out)
 
 
 def _gradient(config: Config, saved: Any, grad: jax.Array) -> Any:
     given, *rest = saved
-    *grads, offset_grad = BACKWARD(config, *given[:5], *rest, grad, *given[6:])
+    *grads, offset_grad = _backward_kernel(config, *given[:5], *rest, grad, *given[6:])
     learns = config.softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX
     return *grads, offset_grad if learns else None, *(None,) * 5
 
 
 _ATTENTION = Op(
     "fused_attn",
-    lambda config, *given: forward_in_jax(config, *given)[0],
+    lambda config, *given: _around(ring.forward, forward_in_jax, config)(*given)[0],
     forward=_forward,
     gradient=_gradient,
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import checks
 from . import config as configs
@@ -49,15 +50,24 @@ def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
     return given
 
 
+def random_state(seed: jax.Array) -> jax.Array:
+    """Return seed, and an offset of 0, in rows of four words; as many rows as the seed has."""
+    words = seed.reshape(-1)[:2]
+    return jnp.pad(words, (0, 4 * seed.shape[0] - 2)).reshape(seed.shape[0], 4)
+
+
 def sequences(
     op: str, config: Config, sizes: Sizes, descriptor: SequenceDescriptor | None
 ) -> Sequences:
-    """Return where the sequences are."""
+    """Return where the sequences are: whole ones, of which `sizes` may have a part."""
     if config.layout.is_thd():
         return _segments(op, config, sizes, descriptor)
     none = jnp.zeros((0,), jnp.int32)
+    axes = config.context_axes
+    parts = lax.axis_size(axes) if axes else 1
     if not config.mask_type.is_padding():
-        full = [jnp.full((sizes.batch,), n, jnp.int32) for n in (sizes.q_length, sizes.kv_length)]
+        lengths = parts * sizes.q_length, parts * sizes.kv_length
+        full = [jnp.full((sizes.batch,), n, jnp.int32) for n in lengths]
         return full[0], full[1], none, none
     if descriptor is None:
         raise ValueError(
@@ -75,11 +85,12 @@ def sequences(
                     f"{name} seqlens of {descriptor.seqlens[at].shape}; it must have seqlens of "
                     f"{wanted[:1]} or segment_ids of {wanted}"
                 )
-            found.append(jnp.sum(ids.reshape(wanted) != 0, axis=1, dtype=jnp.int32))
+            here = jnp.sum(ids.reshape(wanted) != 0, axis=1, dtype=jnp.int32)
+            found.append(lax.psum(here, axes) if axes else here)
             continue
         lengths = descriptor.seqlens[at]
         _integers(op, f"sequence_descriptor's {name} seqlens", lengths, (sizes.batch,))
-        found.append(jnp.clip(lengths.astype(jnp.int32), 0, length))
+        found.append(jnp.clip(lengths.astype(jnp.int32), 0, parts * length))
     return found[0], found[1], none, none
 
 

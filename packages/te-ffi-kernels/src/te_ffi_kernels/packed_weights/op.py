@@ -185,7 +185,7 @@ def _name(form: Form) -> str:
 
 def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
     if form.rotation:
-        *weight, signs = weight
+        weight, signs = weight[:-1], weight[-1]
         rotated = reference.rotate(rows, signs, form.rotation)
         return _MATMUL(dataclasses.replace(form, rotation=0), rotated, *weight)
     one = dataclasses.replace(form, picks="")

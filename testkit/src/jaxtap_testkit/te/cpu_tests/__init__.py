@@ -1,4 +1,4 @@
-"""The tests of te-ffi-kernels as modules: those of te-ffi-kernels-cuda13 run them on a GPU.
+"""The tests of te-ffi-kernels as modules, for te-ffi-kernels-cuda13.
 
 They are beside te-ffi-kernels-cuda13 in a checkout alone, and in none of the two sdists.
 """

@@ -24,7 +24,7 @@ class EngineConformance(
     PrimitiveSuite,
     GeneratedSuite,
 ):
-    """The tests that every engine passes. Subclass it in a test module, with an ``engine``.
+    """The tests that every engine passes. Subclass it in a test module.
 
     ::
 

@@ -1,4 +1,4 @@
-"""What the parts of the suite share: the engine, and handlers that double or only look."""
+"""Base: what the parts of the suite share."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Suite:
 
     @pytest.fixture(autouse=True)
     def _leaves_everything_as_it_was(self) -> Iterator[None]:
-        """Holds for every test, whatever was raised in it."""
+        """Hold for every test, whatever was raised in it."""
         before = snapshot()
         yield
         assert snapshot() == before
 
     def wrap(self, fn: Callable, handlers: dict[str, Callable], key: Hashable = None) -> Callable:
-        """Returns ``fn``, run with these handlers active."""
+        """Return ``fn``, run with these handlers active."""
         return self.engine.wrap(fn, Interceptor(handlers, key=key))
 
     def plain(self, fn: Callable) -> Callable:
-        """Returns ``fn`` untapped, with JIT off where the engine turns it off.
+        """Return ``fn`` untapped, with JIT off where the engine turns it off.
 
         For comparing bits: XLA may compile an unrolled loop to other bits than a loop.
         """
@@ -70,7 +70,7 @@ class Suite:
         look: Callable[[OpCall], Any] = lambda call: call.op_id,
         engine: Engine | None = None,
     ) -> list[Any]:
-        """Returns ``look(call)`` for each different call that is shown, in their order.
+        """Return ``look(call)`` for each different call that is shown, in their order.
 
         The interceptor is new each time: nothing traced before can be reused.
         """
@@ -86,17 +86,17 @@ class Suite:
 
 
 def abstractly(fn: Callable) -> Callable:
-    """Returns ``fn``, traced and no more: for looking at calls, without compiling each."""
+    """Return a function that only traces ``fn``, without compiling."""
     return lambda *args: jax.eval_shape(fn, *args)
 
 
 def once(log: list) -> list:
-    """Returns what is in the log, each once: an engine may show a call again."""
+    """Return the entries of a log, each once."""
     return list(dict.fromkeys(log))
 
 
 def times(factor: float) -> Callable:
-    """Returns a handler that makes its operation's result ``factor`` times what it was."""
+    """Return a handler that multiplies its operation's result."""
 
     def handler(call: OpCall, *args: Any, **kwargs: Any) -> Any:
         return jax.tree.map(
@@ -108,18 +108,18 @@ def times(factor: float) -> Callable:
 
 
 def let(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """A handler that lets its operation run."""
+    """Let the operation run, as a handler."""
     return NotImplemented
 
 
 def arrays(*shapes: tuple[int, ...], seed: int = 0) -> tuple[jax.Array, ...]:
-    """Returns arrays of small whole numbers: sums of their products are exact in any order."""
+    """Return arrays of small integers, whose contractions are exact."""
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.integers(1, 5, size=shape), jnp.float32) for shape in shapes)
 
 
 def same(actual: Any, expected: Any) -> None:
-    """Asserts that two pytrees have the same structure and the same bits."""
+    """Assert that two pytrees have the same structure and the same bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         left, right = np.asarray(left), np.asarray(right)
@@ -130,14 +130,14 @@ def same(actual: Any, expected: Any) -> None:
 
 
 def close(actual: Any, expected: Any) -> None:
-    """Asserts that two pytrees have the same structure and nearly the same numbers."""
+    """Assert that two pytrees are nearly equal."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4)
 
 
 def snapshot() -> tuple:
-    """Returns the identity of all that a tap may have changed, and the setting of JIT."""
+    """Return the identity of all that a tap may change."""
     state: list[Any] = [jax.config.jax_disable_jit]  # pyrefly: ignore[missing-attribute]
     for target in WATCHED:
         module, name = target.rsplit(".", 1)

@@ -1,4 +1,4 @@
-"""What can't be tapped is refused, what is raised arrives, and nothing is left behind.
+"""Errors: refusals, exceptions of programs, and nothing left behind.
 
 That everything is as it was is asserted after every test: see ``Suite``.
 """
@@ -39,7 +39,7 @@ PLACES: dict[str, Callable] = {
 
 
 def failing(error: type[BaseException]) -> Callable:
-    """Returns a handler, or a function, that raises."""
+    """Return a handler, or a function, that raises."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise error
@@ -51,7 +51,7 @@ class ErrorSuite(Suite):
     """Refusals and exceptions."""
 
     def works(self) -> None:
-        """Asserts that targets are plain outside of a scope, and can be tapped again."""
+        """Assert that targets are untapped, and can be tapped again."""
         x, w = arrays((2, 3), (3, 3))
         plain = jnp.dot(x, w)
         same(targets.step(x, w), plain)
@@ -92,7 +92,7 @@ class ErrorSuite(Suite):
         self.works()
 
     def test_an_exception_that_the_program_catches(self) -> None:
-        """The scope goes on, with the paths that it had."""
+        """The scope continues, with the same paths."""
         seen = []
 
         def handler(call: Any, x: Any, w: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The isolation table's rows: one matrix product, in each form that JAX has a cache for."""
+"""Forms: one matmul in each form that JAX caches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _make_custom_jvp() -> Product:
     return lambda x, w: product(x, w)
 
 
-# Each makes a function of its own; what they share is what JAX shares: its functions' caches.
+# Each makes a new function, so that forms share nothing but the caches of JAX's functions.
 FORMS: dict[str, Callable[[], Product]] = {
     "matmul operator": lambda: lambda x, w: x @ w,
     "jnp.dot": lambda: lambda x, w: jnp.dot(x, w),

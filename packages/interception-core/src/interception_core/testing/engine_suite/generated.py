@@ -1,4 +1,4 @@
-"""Programs made at random compute the same bits where every operation is shown and let run."""
+"""Generated: random programs keep their bits under a tap."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class GeneratedSuite(Suite):
 
     @pytest.mark.parametrize("form", FORM_NAMES)
     def test_generated_programs_keep_their_bits(self, form: str) -> None:
-        """Value and gradient, with the tap around the loss or around its gradient."""
+        """Value and gradient, with the tap around either."""
         handlers = dict.fromkeys(TARGETS + (PRIMITIVES if self.primitives else ()), let)
 
-        # Within the test, as Hypothesis wants a test of its own for each subclass.
+        # Within the test, as Hypothesis wants a separate test for each subclass.
         @settings(
             max_examples=-(-self.examples // len(FORM_NAMES)),
             derandomize=True,
@@ -55,7 +55,7 @@ class GeneratedSuite(Suite):
 
 
 def compare(plain: Any, tapped: Any, args: tuple, run: bool = False) -> None:
-    """Asserts that both give the same bits under jit.
+    """Assert that both give the same bits under jit.
 
     Most of the time goes to XLA. Programs of equal text are one program to it, and their results
     would only differ if XLA's did. So those that differ are compiled, with XLA's usual options,

@@ -1,4 +1,4 @@
-"""What a handler is given, what its result does, and that it never meets its own operations."""
+"""Handlers: what one is given, and what its result does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ eager_and_jitted = pytest.mark.parametrize(
 
 
 def shown(value: Any) -> Any:
-    """Returns what a handler can know of an argument before the program runs."""
+    """Return what a handler knows of an argument before the run."""
     return value.shape if hasattr(value, "shape") else value
 
 
@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[Callable, tuple, dict]] = {
 }
 
 RESULTS: dict[str, tuple[Callable, Callable]] = {
-    "of its own": (lambda call, x, w: x - 1, lambda x, w: x - 1),
+    "another value": (lambda call, x, w: x - 1, lambda x, w: x - 1),
     "proceed": (lambda call, x, w: -call.proceed(x, w), lambda x, w: -jnp.dot(x, w)),
     "by keyword": (lambda call, x, w: -call.proceed(x, w=w), lambda x, w: -jnp.dot(x, w)),
     "other arguments": (
@@ -254,7 +254,7 @@ class HandlerSuite(Suite):
         same(OWN[form](x, w) * 2, expected)
 
     def test_a_jitted_function_used_by_handler_and_program(self) -> None:
-        """The handler's use is plain, the program's is tapped: neither takes the other's trace."""
+        """Handler and program never take each other's trace."""
         block = jax.jit(lambda x, w: targets.step(x, w))
 
         def handler(call: Any, x: Any, w: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Ids, paths and fingerprints: equal from run to run, from process to process, between engines."""
+"""Identity: ids, paths and fingerprints are stable."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ IDENTITY_UNDER: dict[str, Callable[[Callable], Callable]] = {
 
 
 def on_arrays(model: Model) -> tuple:
-    """Returns the model's arguments as JAX's arrays."""
+    """Return the model's arguments as JAX's arrays."""
     return jax.tree.map(jnp.asarray, model.make_args())
 
 
 def jitted_model(params: Any, x: Any) -> Any:
-    """Jitted blocks: one used twice, one within another, one under a scope of its own."""
+    """Jitted blocks: used twice, nested, and under a scope."""
 
     @jax.jit
     def block(x: Any, w: Any) -> Any:
@@ -69,10 +69,10 @@ LOOKED_THROUGH.append("dot:0")
 
 
 class IdentitySuite(Suite):
-    """The names by which a handler, a rule or a saved statistic knows an operation."""
+    """The names by which handlers and rules know an operation."""
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Leaves models with loops to the engines that don't unroll them."""
+        """Leave models with loops to the engines that don't unroll them."""
         if "model" in metafunc.fixturenames:
             shared = [m for m in models() if not (m.staged and metafunc.cls.disables_jit)]
             names = metafunc.fixturenames

@@ -1,4 +1,4 @@
-"""JAX's caches never carry a tapped trace out of its scope, nor a plain one into it."""
+"""Isolation: traces never cross between inside and outside a scope."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def scaled(factor: int) -> Interceptor:
-    """An interceptor whose tapped products are ``factor`` times the plain ones.
+    """Return an interceptor that multiplies tapped matmuls by ``factor``.
 
     Those of equal factors are equal, as those that a provider makes from equal rules are.
     """
@@ -29,7 +29,7 @@ def scaled(factor: int) -> Interceptor:
 
 
 def by_path(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """Treats two layers differently."""
+    """Treat two layers differently."""
     factor = {"first": 2, "second": 4}.get(call.module_path.split("/")[0])
     if factor is None:
         return NotImplemented
@@ -37,7 +37,7 @@ def by_path(call: OpCall, *args: Any, **kwargs: Any) -> Any:
 
 
 class Case:
-    """A function of a form with its plain and its tapped version, and an unrelated one."""
+    """A function of a form, with its plain and tapped results."""
 
     def __init__(self, engine: Engine, form: str, mode: str):
         make = FORMS[form]
@@ -51,7 +51,7 @@ class Case:
         return jax.jit(fn) if self._mode == "outer jit" else fn
 
     def tapped(self, interceptor: Interceptor) -> Callable:
-        """Returns the function tapped, newly wrapped."""
+        """Return the function tapped, newly wrapped."""
         return self._outer(self._engine.wrap(self.fn, interceptor))
 
 
@@ -118,7 +118,7 @@ class IsolationSuite(Suite):
     @pytest.mark.parametrize("form", DIFFERENTIABLE)
     @pytest.mark.parametrize("inner", [lambda fn: fn, jax.jit], ids=["direct", "jitted"])
     def test_isolation_of_gradients(self, form: str, inner: Callable) -> None:
-        """Rules that JAX evaluates when it differentiates, after the scope, are tapped as well."""
+        """Rules that JAX evaluates after the scope are tapped, too."""
         fn, (x, w) = FORMS[form](), arrays((4, 4), (4, 4))
 
         def value(product: Callable) -> Any:

@@ -16,7 +16,7 @@ from .handlers import COMPOSITE, STEP, eager_and_jitted
 
 
 def plus(number: int) -> Callable:
-    """Returns a handler that adds, which doesn't commute with `times`."""
+    """Return a handler that adds, which doesn't commute with `times`."""
 
     def handler(call: Any, *args: Any, **kwargs: Any) -> Any:
         return call.proceed(*args, **kwargs) + number
@@ -28,7 +28,7 @@ class NestingSuite(Suite):
     """Wrapped functions that call wrapped functions."""
 
     def nested(self, fn: Callable, *handlers: dict[str, Callable]) -> Callable:
-        """Returns ``fn`` wrapped in each, the innermost first."""
+        """Return ``fn`` wrapped in each, the innermost first."""
         for each in handlers:
             fn = self.wrap(fn, each)
         return fn

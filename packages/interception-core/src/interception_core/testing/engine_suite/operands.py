@@ -25,7 +25,7 @@ class Params(NamedTuple):
 
 
 def provenances(call: OpCall) -> tuple:
-    """Returns what is known of the call's operands."""
+    """Return what is known of the call's operands."""
     return tuple(operand.provenance for operand in call.operands)
 
 
@@ -141,7 +141,7 @@ class OperandSuite(Suite):
             self.wrap(targets.step, {STEP: handler})(*arrays((2, 3), (3, 3)))
 
     def test_any_value_can_be_asked_for(self) -> None:
-        """``call.operand`` also takes what was given by keyword, and what is no array."""
+        """``call.operand`` also takes keyword arguments and other objects."""
 
         def look(call: OpCall) -> tuple:
             return (

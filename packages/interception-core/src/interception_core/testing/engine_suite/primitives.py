@@ -1,4 +1,4 @@
-"""Primitives as targets: for the engines that see them, and refused by the others."""
+"""Primitives as targets, which some engines must refuse."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PrimitiveSuite(Suite):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Takes out what the engine isn't made for: pytest collects no test that is None."""
+        """Take out tests that the engine isn't made for."""
         super().__init_subclass__(**kwargs)
         for name in vars(PrimitiveSuite):
             if name.startswith("test_"):
@@ -60,7 +60,7 @@ class PrimitiveSuite(Suite):
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("mode", ["eager", "outer jit", "inner jit"])
     def test_a_primitive_in_every_form(self, form: str, mode: str) -> None:
-        """Tapped, plain, and tapped otherwise: no trace of one is used for another."""
+        """Tapped, plain and otherwise tapped runs share no traces."""
         fn, (x, w) = FORMS[form](), arrays((4, 4), (4, 4))
         fn = jax.jit(fn) if mode == "inner jit" else fn
 
@@ -112,7 +112,7 @@ class PrimitiveSuite(Suite):
         def look(call: OpCall) -> tuple:
             return call.op_id, call.op_name, call.module_path, call.level
 
-        # None that is part of a custom_jvp: whether that is a trace of its own depends on whether
+        # None that is part of a custom_jvp: whether that is a separate trace depends on whether
         # the wrapped function is traced, for the patch engine.
         names = ("dot_general", "conv_general_dilated", "tanh", "rsqrt")
         targets = tuple(f"primitive:{name}" for name in names)

@@ -1,4 +1,4 @@
-"""Functions of every kind that can be tapped. Only the suite taps them."""
+"""Targets: functions of every kind that can be tapped."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ class Refused(Exception):
 
 
 def affine(x: Any, w: Any, bias: Any = None, *, scale: int = 1, mode: str = "linear") -> Any:
-    """Has optional arguments, and some that are no arrays."""
+    """Compute with optional arguments, some of which are not arrays."""
     y = jnp.dot(x, w) * scale
     y = y if bias is None else y + bias
     return jnp.maximum(y, 0) if mode == "relu" else y
 
 
 def step(x: Any, w: Any) -> Any:
-    """Is called directly and by `composite`."""
+    """Compute a step, called directly and by `composite`."""
     return jnp.dot(x, w)
 
 
 def composite(x: Any, w: Any) -> Any:
-    """Consists of calls of other targets."""
+    """Compute by calls of other targets."""
     return step(step(x, w), w)
 
 
 def even(x: Any, n: int) -> Any:
-    """Recurs through `odd`; doubles ``x`` ``n`` times."""
+    """Double ``x`` ``n`` times, by recursion through `odd`."""
     return x if n == 0 else odd(x * 2, n - 1)
 
 
 def odd(x: Any, n: int) -> Any:
-    """Recurs through `even`."""
+    """Double ``x`` by recursion through `even`."""
     return x if n == 0 else even(x * 2, n - 1)
 
 
 def pair(tree: dict[str, Any]) -> dict[str, Any]:
-    """Takes and returns a pytree."""
+    """Take and returns a pytree."""
     return {"sum": tree["x"] + tree["rest"][0], "both": (tree["x"], tree["rest"][0] * 2)}
 
 
 def refuse(x: Any) -> Any:
-    """Raises."""
+    """Raise."""
     raise Refused(x.shape)
 
 
 @jax.jit
 def jitted(x: Any, w: Any) -> Any:
-    """Is jitted."""
+    """Compute under jit."""
     return jnp.dot(x, w)
 
 
 @jax.custom_jvp
 def clipped(x: Any) -> Any:
-    """Has a derivative rule."""
+    """Clip, with a derivative rule."""
     return jnp.maximum(x, 0)
 
 
@@ -66,7 +66,7 @@ clipped.defjvp(lambda primals, tangents: (clipped(*primals), tangents[0]))
 
 @jax.custom_vjp
 def straight(x: Any) -> Any:
-    """Has a backward rule."""
+    """Round, with a backward rule."""
     return jnp.round(x)
 
 
@@ -80,11 +80,11 @@ class Layer:
         self.factor = factor
 
     def __call__(self, x: Any) -> Any:
-        """Multiplies."""
+        """Multiply."""
         return x * self.factor
 
     def shifted(self, x: Any) -> Any:
-        """Adds."""
+        """Add."""
         return x + self.factor
 
 

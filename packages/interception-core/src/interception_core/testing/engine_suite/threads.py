@@ -1,4 +1,4 @@
-"""Scopes of different threads are nothing to each other, cold caches or not."""
+"""Threads: scopes of different threads do not affect each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .isolation import scaled
 
 
 def race(rounds: int, left: Callable[[int], Any], right: Callable[[int], Any]) -> list[tuple]:
-    """Runs ``left(i)`` and ``right(i)`` at the same time on two threads; returns their results.
+    """Run two functions at the same time on two threads.
 
     What one raises stands for its result: the other goes on.
     """
@@ -60,7 +60,7 @@ class ThreadSuite(Suite):
             same(fn(x, w), plain)
 
     def test_concurrent_eager_cold_starts(self) -> None:
-        """The functions of ``jax.numpy`` themselves, on shapes that nobody used before."""
+        """Tap functions of ``jax.numpy`` on new shapes, from two threads."""
 
         def run(i: int) -> Any:
             return jnp.matmul(jnp.ones((i + 1, 3)), jnp.ones((3, i + 1)))

@@ -1,4 +1,4 @@
-"""A wrapped function under each of JAX's transformations is an ordinary function there."""
+"""Transformations: a wrapped function is an ordinary function."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ TARGET = "jax.numpy.dot"
 
 
 def layer(x: Any, w: Any, dot: Callable | None = None) -> Any:
-    """The function that is wrapped. With ``dot``, what it means when it is tapped."""
+    """Compute the wrapped function; with ``dot``, its tapped meaning."""
     return jnp.tanh((dot or jnp.dot)(x, w) / 8)
 
 
 def doubled(x: Any, w: Any) -> Any:
-    """What the handler makes of the product."""
+    """Return the handler's result for a matmul."""
     return 2 * jnp.dot(x, w)
 
 
 def loss(fn: Callable) -> Callable:
-    """Returns a function with a scalar result."""
+    """Return a function with a scalar result."""
     return lambda x, w: jnp.sum(jnp.sin(fn(x, w)))
 
 
@@ -140,7 +140,7 @@ class TransformationSuite(Suite):
 
     @every_one
     def test_transformed_and_tapped(self, transformation: str) -> None:
-        """It is as if the program had been written with what the handler makes of it."""
+        """The result is that of a program with the handler's operation."""
         apply, (x, w) = TRANSFORMATIONS[transformation], arrays((4, 4), (4, 4))
         plain, expected = apply(layer, x, w), apply(functools.partial(layer, dot=doubled), x, w)
         close(apply(self.wrap(layer, {TARGET: times(2)}), x, w), expected)
@@ -148,7 +148,7 @@ class TransformationSuite(Suite):
 
     @every_traceable
     def test_transformed_inside(self, transformation: str) -> None:
-        """The same where the transformation is the program's own."""
+        """The same, with the transformation in the program."""
         apply, (x, w) = TRANSFORMATIONS[transformation], arrays((4, 4), (4, 4))
         expected = apply(functools.partial(layer, dot=doubled), x, w)
         tapped = self.wrap(lambda x, w: apply(layer, x, w), {TARGET: times(2)})
