@@ -32,7 +32,7 @@ def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> C
     """
     caches = [call.proxy(array) for array in arrays[1:]]
     is_int8 = all(map(_is_read, caches))
-    if not is_int8 and caches != [None, None]:
+    if not is_int8 and any(cache is not None for cache in caches):
         return op
     names = ("qvalue", "scale") if is_int8 else ()
     parts = [getattr(cache, name) for name in names for cache in caches] or list(arrays[1:])
