@@ -35,7 +35,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m examples.minilm", description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="of each latency")
     parser.add_argument(
-        "--plan", action="store_true", help="print what becomes of each operation, and end"
+        "--plan", action="store_true", help="print what happens to each operation, and end"
     )
     parser.add_argument("--json", action="store_true", help="print this process's rows as JSON")
     args = parser.parse_args()

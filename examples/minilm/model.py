@@ -66,7 +66,7 @@ def norm(p, x):
 
 
 def mean(x, mask):
-    """Returns ``[batch, width]``: the mean over the tokens that are no padding."""
+    """Returns ``[batch, width]``: the mean over the tokens, padding left out."""
     weights = mask[..., None].astype(x.dtype)
     return (x * weights).sum(1) / jnp.maximum(weights.sum(1), 1)
 

@@ -71,7 +71,7 @@ _KERNELS = [
     _kernel("dequantize", "quantized values times their scales"),
     _kernel(
         "grouped_quantize",
-        "quantizes groups of rows, each with scales of its own",
+        "quantizes groups of rows, each with separate scales",
         workspace="of_grouped_quantize",
     ),
     _kernel(

@@ -28,7 +28,7 @@ def _compared(need: Requirement) -> CheckResult:
     try:
         found = version(need.name)
     except PackageNotFoundError:
-        # Training does without: what is missing is no fault of the installation.
+        # Training does not need it, so an installation without it is not broken.
         message = f"{need.name} is not installed, which export needs; training does not"
         return CheckResult("warn", message, hint)
     if need.specifier.contains(found, prereleases=True):

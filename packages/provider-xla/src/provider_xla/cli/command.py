@@ -255,8 +255,8 @@ def _provider(args: argparse.Namespace, module: ModuleType) -> Any:
     if isinstance(found, Provider):
         if args.engine is not None or args.strict:
             raise JaxtapError(
-                f"{args.rules} is a provider, which has an engine and is strict or not by itself: "
-                "leave --engine and --strict out."
+                f"--engine and --strict must be left out for the provider {args.rules}. Set them "
+                "in the file."
             )
         return found
     return PtqProvider(found, **config)
@@ -295,7 +295,7 @@ def _from_json(text: str) -> list[Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise JaxtapError(f"--rules is no JSON: {error}.") from error
+        raise JaxtapError(f"--rules must be JSON, got {text!r}: {error}.") from error
     known = [field.name for field in dataclasses.fields(QuantizationRule)]
     rules = []
     for fields in content if isinstance(content, list) else [content]:

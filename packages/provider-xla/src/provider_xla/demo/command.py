@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Result:
-    """One model's outcomes, and what becomes of its operations in int8, whatever computes them."""
+    """One model's outcomes, and what happens to its operations in int8."""
 
     model: str
     test_images: int
