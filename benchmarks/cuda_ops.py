@@ -14,6 +14,7 @@ import sys
 import time
 from functools import partial
 
+import cuda_experts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +167,7 @@ def exercise():
         exercise_activations(dtype)
         exercise_groups(dtype)
         exercise_router(dtype)
+        cuda_experts.exercise(dtype)
         exercise_attention(dtype)
     for m, n, k in ((96, 160, 64), (33, 70, 96)):
         for mode in (0, *MODES.values()):
@@ -377,6 +379,7 @@ def expert_cases(side, dtype):
             lambda m, probs, counts: loss_and_slope(probs, counts, m),
             (logits, counts),
         )
+    yield from cuda_experts.cases(side, dtype)
 
 
 def matmuls(side):

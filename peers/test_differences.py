@@ -382,7 +382,7 @@ def test_static_ranges_have_no_gradient_outside():
 
 @pytest.mark.parametrize("what", ["weight", "act"])
 def test_zero_points_with_bwd_qtype(what):
-    """bwd_qtype goes with zero points: that operand is quantized anew; Qwix asserts there are none.
+    """bwd_qtype goes with zero points: the operand is quantized again; Qwix asserts there are none.
 
     The gradient of the other operand is within what two quantized operands give.
     """
@@ -405,7 +405,7 @@ def _backward_dots(run, rule):
 
 
 def test_tiled_operands_with_bwd_qtype():
-    """bwd_qtype goes with tiles: tiled operands are quantized anew; with Qwix they are float."""
+    """bwd_qtype goes with tiles: tiled operands are quantized again; with Qwix they are float."""
     rule = W8A8 | {"bwd_qtype": INT8, "tile_size": 8}
     assert _backward_dots(our_qt, rule) == [True] * 2
     assert _backward_dots(qwix_qt, rule) == [False] * 2
@@ -448,7 +448,7 @@ def test_stochastic_rounding_of_fp8():
     """
     x, w = DOT.draw()
     g = cotangent(DOT)
-    # A float weight adds no error of its own; with Qwix an operation without one stays float.
+    # A float weight adds no other error; with Qwix an operation without one stays float.
     rule = {"weight_qtype": None, "bwd_qtype": FP8, "act_qtype": INT8}
     rule |= {"bwd_stochastic_rounding": "uniform", "channelwise_noise_axes": (0, 1)}
     provider = xla.QtProvider([xla.QtRule(**rule)])

@@ -59,7 +59,7 @@ def test_an_exported_model_generates_the_same(tmp_path, family, rules, dtype, ca
         tokens_of(served, np.zeros((2, 3), int))
 
 
-def test_bfloat16_is_as_near_as_in_float_and_stores_the_same(tmp_path):
+def test_bfloat16_is_as_near_as_in_float_and_stores_the_same(tmp_path, capsys):
     out = quantized(tmp_path)
     tokens = np.random.default_rng(2).integers(0, 256, (1, 12))
     floats = checkpoint.read(tmp_path / "float")[1]
@@ -83,6 +83,13 @@ def test_bfloat16_is_as_near_as_in_float_and_stores_the_same(tmp_path):
         for name in ("int4", "float")
     }
     assert 0 < errors["int4"] < 2.5 * errors["float"]
+    text = tmp_path / "text"
+    text.write_text("It was a dark night. " * 2)
+    found = []
+    for options in ([], ["--cache", "float"], ["--cache", "int8"]):
+        command.main(["perplexity", str(out), str(text), "--dtype", "bfloat16", *options])
+        found.append(float(capsys.readouterr().out.split()[1]))
+    np.testing.assert_allclose(found, found[0], rtol=0.1)
 
 
 def test_a_fresh_process_and_its_errors(tmp_path, capsys):

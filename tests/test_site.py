@@ -26,6 +26,11 @@ def test_the_index_lists_every_document(build_site):
     assert documents | notebooks <= listed
 
 
+def test_the_reference_has_every_package(build_site):
+    packages = {path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py")}
+    assert packages - {"jaxtap"} == set(build_site.PACKAGES)  # which brings the others
+
+
 def find(group):
     for value in group.values():
         yield from [value] if isinstance(value, str) else (p for one in value for p in find(one))

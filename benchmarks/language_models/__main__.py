@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent.parent / "peers"))
 
 from . import first_token, page, quality
 from .llama_cpp import check_tools
-from .sides import FLOAT_STEPS, NAMES, STEPS, gguf_path, open_sides
+from .sides import FEW_STEPS, NAMES, STEPS, gguf_path, open_sides
 
 progress = functools.partial(tqdm, disable=not sys.stderr.isatty(), leave=False)
 FEW = ["XLA float32", "llama.cpp native Q8_0", "llama.cpp native Q4_0", "onnxruntime int4"]
@@ -39,11 +39,11 @@ def measure(made, prompts, contexts, batches, rounds):
     """
     runs = {}
     for name in made:
-        steps = FLOAT_STEPS if name.startswith("XLA") else STEPS
         for kind, sizes in (("prefill", prompts), ("decode at", contexts)):
             for n, batch in sizes:
                 if batch > 1 and name not in batches:
                     continue
+                steps = FEW_STEPS if batch > 1 or name.startswith("XLA") else STEPS
                 title = f"{kind} {n}" + (f", batch {batch}" if batch > 1 else "")
                 if kind == "prefill":
                     runs[title, name] = ("prefill", n, batch), n * batch

@@ -72,12 +72,8 @@ class Native:
 
     def perplexity(self, text, window):
         """Return the perplexity of the second half of each window of a text."""
-        for _ in range(5):
-            # Its log is written by a thread, whose last lines the end of the process may cut off.
-            found = self._run("llama-perplexity", "-f", text, "-c", window, "-b", window)
-            if line := re.search(r"PPL = ([\d.]+)", found.stdout + found.stderr):
-                return float(line[1])
-        raise RuntimeError(f"llama-perplexity must print its result, got {found.stderr[-400:]}")
+        options = ["-f", text, "-c", window, "-b", window]
+        return float(self._logged(r"PPL = ([\d.]+)", "llama-perplexity", *options))
 
     def quantized(self, path, kind):
         """Return the tools with a file that is written in another format, all its matrices."""
@@ -92,11 +88,24 @@ class Native:
         return one["samples_ns"][0] / 1e9
 
     def _batched(self, batch, prompt, steps):
-        size = batch * (prompt + steps)
-        options = ["-npp", prompt, "-ntg", steps, "-npl", batch, "-c", size, "-b", 2048, "-ub", 512]
-        found = self._run("llama-batched-bench", *options, "--output-format", "jsonl")
-        (line,) = [one for one in found.stdout.splitlines() if one.startswith("{")]
-        return json.loads(line)
+        # Each sequence has a part of the context, in multiples of 256.
+        size = batch * -(-(prompt + steps) // 256) * 256
+        options = ["-npp", prompt, "-ntg", steps, "-npl", batch, "-c", size, "-b", 2048]
+        found = self._logged(
+            r"^(\{.*\})$", "llama-batched-bench", *options, "--output-format", "jsonl"
+        )
+        return json.loads(found)
+
+    def _logged(self, pattern, tool, *options):
+        """Return what a pattern finds in the log of a tool.
+
+        The log is written by a thread, whose last lines the end of the process may cut off.
+        """
+        for _ in range(5):
+            run = self._run(tool, *options)
+            if found := re.search(pattern, run.stdout + run.stderr, re.MULTILINE):
+                return found[1]
+        raise RuntimeError(f"{tool} must print its result, got {run.stderr[-400:]}")
 
     def _run(self, tool, *options):
         command = [self._folder / tool, "-m", self._path, "-t", self._threads, *map(str, options)]

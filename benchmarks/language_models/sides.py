@@ -19,11 +19,8 @@ from .processes import Side, in_a_process
 from .shapes import SHAPES
 
 LLAMA_CPP = {"Q8_0", "Q4_0"}
-OURS = {
-    f"{kind}{suffix}": (kind, dtype)
-    for suffix, dtype in (("", "float32"), (", bfloat16", "bfloat16"))
-    for kind in ("int8", "w8a8", "int4")
-}
+OURS = {kind: (kind, "float32") for kind in ("int8", "w8a8", "int4")}
+OURS |= {f"{kind}, bfloat16": (kind, "bfloat16") for kind in ("int8", "int4")}
 """Format and dtype of the activations, by the name of the side."""
 
 NAMES = (
@@ -31,8 +28,8 @@ NAMES = (
     *("llama.cpp native Q8_0", "llama.cpp native Q4_0", "onnxruntime int4", *OURS),
 )
 STEPS = 64
-FLOAT_STEPS = 16
-"""Of XLA in float, which decodes ten times slower."""
+FEW_STEPS = 16
+"""Of XLA in float, which decodes ten times slower, and of several sequences at once."""
 
 
 class InJax:

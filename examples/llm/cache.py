@@ -31,7 +31,7 @@ def _plan(config, kind, batch, positions, dtype):
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     step = functools.partial(model.decode, config)
     provider = xla.PtqProvider([xla.CacheRule("cache", qtype=kind)], strict=True)
-    return provider.plan(step, checkpoint.shapes(config), tokens, cache, 0)
+    return provider.plan(step, checkpoint.shapes(config, dtype), tokens, cache, 0)
 
 
 def applying(config, plan, kind):

@@ -67,6 +67,8 @@ def perplexity(config, params, tokens, plan=None, window=512, batch=1, cache=Non
     quiet = not sys.stderr.isatty()
     for i in tqdm(range(0, len(windows), batch), "perplexity", disable=quiet):
         part = windows[i : i + batch]
-        held = () if cache is None else (make_cache(config, cache, len(part), window),)
+        held = ()
+        if cache is not None:
+            held = (make_cache(config, cache, len(part), window, params["norm"].dtype),)
         total += float(run(params, part, *held).sum())
     return math.exp(total / (window * len(windows)))

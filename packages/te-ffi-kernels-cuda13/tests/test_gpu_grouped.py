@@ -8,7 +8,7 @@ from jaxtap_testkit.te.cpu_tests.quantize.test_bad_input import test_grouped  # 
 from jaxtap_testkit.te.cpu_tests.quantize.test_grouped import (  # noqa: F401
     grouped,
     test_each_group_by_itself,
-    test_no_gradient_and_vmap,
+    test_vmap,
 )
 
 import te_ffi_kernels as te
@@ -20,7 +20,7 @@ pytestmark = marks
 
 
 @pytest.mark.parametrize("mode", [1, 2, 3, 64])
-@pytest.mark.parametrize("sizes", [[32, 31], [65, -1], [33, 30], []])
+@pytest.mark.parametrize("sizes", [[32, 33], [65, -1], [33, 32]])
 def test_groups_that_cannot_be_give_nan(sizes, mode):
     """An error can't be raised, since nobody waits for the device."""
     found = grouped(sizes, mode, 2)

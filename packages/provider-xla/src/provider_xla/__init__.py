@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from .providers.ptq import PtqProvider
     from .providers.qt import QtProvider
     from .report.quality import QualityReport
-    from .rules.rule import QtRule, QuantizationRule
+    from .rules.qt_rule import QtRule
+    from .rules.rule import QuantizationRule
     from .run.affine import AffineWeight
     from .run.transformed import TransformedWeight
     from .store.errors import StoreError, StoreMismatchError
@@ -135,7 +136,7 @@ _LAZY = {
     "PrepackedWeight": "kernels.packed",
     "PtqProvider": "providers.ptq",
     "QtProvider": "providers.qt",
-    "QtRule": "rules.rule",
+    "QtRule": "rules.qt_rule",
     "QualityReport": "report.quality",
     "QuantizationError": "errors",
     "QuantizationRule": "rules.rule",

@@ -7,7 +7,7 @@ API = (1, 2)
 
 @hookimpl
 def jaxtap_register_providers() -> list[ProviderSpec]:
-    """Returns the providers for inference and for training."""
+    """Return the providers for inference and for training."""
     return [
         ProviderSpec(
             name="ptq",
@@ -24,7 +24,7 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
 
 @hookimpl
 def jaxtap_register_bridges() -> list[BridgeSpec]:
-    """Returns the adapters of the frameworks whose model objects can be quantized."""
+    """Return the adapters of the frameworks whose model objects can be quantized."""
     return [
         BridgeSpec(
             name="nnx",
@@ -52,7 +52,7 @@ def jaxtap_register_bridges() -> list[BridgeSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Returns plans and reports, and the demo, which ``jaxtap demo --provider xla`` runs."""
+    """Return the commands for plans, reports and the demo."""
     return [
         CommandSpec(
             name="plan",

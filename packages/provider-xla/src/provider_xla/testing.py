@@ -51,7 +51,7 @@ class BridgeConformance:
     tolerance: ClassVar[float] = 0.05
 
     def model(self) -> Any:
-        """Return a new float model with two matmuls or more, equal each time."""
+        """Return a new float model with at least two matmuls."""
         raise NotImplementedError(f"{type(self).__name__}.model() must return a model.")
 
     def inputs(self) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ class BridgeConformance:
         assert _differ(result, exact)
 
     def test_result_is_the_plan_s(self) -> None:
-        """The method does what the plan's function does on the same stored parameters."""
+        """Check that the method equals the plan's function on stored parameters."""
         model = self.model()
         made = self.quantized(model)
         bridge = find_bridge(model)
@@ -208,7 +208,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _parted(tree: Any, wanted: Callable[[Any], bool]) -> tuple[list[Any], tuple[Any, list[Any]]]:
-    """Return the wanted leaves of a tree, and what ``_joined`` needs beside them."""
+    """Return a tree's wanted leaves, and what ``_joined`` needs besides."""
     leaves, structure = jax.tree.flatten(tree)
     found = [leaf for leaf in leaves if wanted(leaf)]
     return found, (structure, [_TAKEN if wanted(leaf) else leaf for leaf in leaves])

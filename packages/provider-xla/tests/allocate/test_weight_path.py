@@ -15,7 +15,7 @@ from provider_xla import (
     QuantizationRule,
     QuantizationWarning,
 )
-from provider_xla.program.sites import Rules
+from provider_xla.program.matching import Rules
 
 W8 = QuantizationRule(weight_qtype="int8")
 

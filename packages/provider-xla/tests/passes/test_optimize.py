@@ -280,7 +280,7 @@ def test_sparsity_goes_along_what_is_contracted(name):
     rule = QuantizationRule(weight_qtype="int8", sparsity="1:2")
     provider = PtqProvider(rule)
     if name == "twice":
-        with pytest.warns(xla.QuantizationWarning, match="no one axis that its uses contract"):
+        with pytest.warns(xla.QuantizationWarning, match="its uses contract no common axis"):
             plan = provider.plan(fn, params, x)
         assert plan.weights["args[0]"].sparsity is None
         return

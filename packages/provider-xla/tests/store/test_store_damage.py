@@ -230,5 +230,5 @@ def test_what_is_there_is_not_overwritten(tmp_path):
         xla.save(path, {"b": jnp.ones(1)}, overwrite=True)
         same(xla.load(path), {"b": jnp.ones(1)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "a.safetensors"]
-    with pytest.raises(xla.StoreError, match="is no folder"):
+    with pytest.raises(xla.StoreError, match="is not a folder"):
         xla.save(tmp_path / "no" / "a.safetensors", TREE)

@@ -89,7 +89,7 @@ def test_an_index_of_several_files(tmp_path, params, plan, stored):
         xla.quantize_file(plan, folder)
     for text in ("", "[]", '{"weight_map": 3}'):
         index.write_text(text)
-        with pytest.raises(xla.StoreError, match="is no index"):
+        with pytest.raises(xla.StoreError, match="is not an index"):
             xla.quantize_file(plan, index)
 
 
@@ -198,7 +198,7 @@ def test_errors_name_the_parameter(source, plan, params, tmp_path):
     data = source.read_bytes()
     for length in (0, 7, 100, len(data) - 1):
         other.write_bytes(data[:length])
-        fails("other.safetensors is no safetensors file, or was cut short", path=other)
+        fails("other.safetensors is not a safetensors file, or was cut short", path=other)
     assert not (tmp_path / "target.safetensors").exists()
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
@@ -212,7 +212,7 @@ def test_quantized_files_are_no_sources(tmp_path, plan):
     text = json.dumps({"head": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
     path = tmp_path / "fp8.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"x")
-    with pytest.raises(xla.StoreError, match=r"head in .* is F8_E4M3, which is no float"):
+    with pytest.raises(xla.StoreError, match=r"head in .* is F8_E4M3, which is not a float"):
         xla.quantize_file(plan, path, names=lambda name: "head")
 
 

@@ -68,6 +68,12 @@ inline int atomicMax(int* at, int value) {
   return before;
 }
 
+inline int atomicAdd(int* at, int value) {
+  const int before = *at;
+  *at += value;
+  return before;
+}
+
 // c and the products of four pairs of int8.
 inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; ++i) {

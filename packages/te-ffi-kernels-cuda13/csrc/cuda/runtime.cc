@@ -34,6 +34,10 @@ class Cuda : public Runtime {
   int set_memory(void* memory, int byte, size_t count, Stream stream) override {
     return static_cast<int>(cudaMemsetAsync(memory, byte, count, stream));
   }
+  int read_memory(void* to, const void* memory, size_t count, Stream stream) override {
+    const cudaError_t code = cudaMemcpyAsync(to, memory, count, cudaMemcpyDeviceToHost, stream);
+    return static_cast<int>(code == cudaSuccess ? cudaStreamSynchronize(stream) : code);
+  }
   void clear_error() override { static_cast<void>(cudaGetLastError()); }
   std::string text(int code) override {
     const auto error = static_cast<cudaError_t>(code);

@@ -41,6 +41,8 @@ class Runtime {
   virtual int current_device(int* device) = 0;
   virtual int set_device(int device) = 0;
   virtual int set_memory(void* memory, int byte, size_t count, Stream stream) = 0;
+  // Copies to the host, and waits for what is on the stream. Not while it captures.
+  virtual int read_memory(void* to, const void* memory, size_t count, Stream stream) = 0;
   // CUDA keeps the last error of a thread until this asks for it.
   virtual void clear_error() = 0;
   virtual std::string text(int code) = 0;

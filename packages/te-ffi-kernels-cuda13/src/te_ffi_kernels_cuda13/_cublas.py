@@ -12,7 +12,7 @@ _PACKAGE, _NAME = "nvidia.cu13", "libcublasLt.so.13"
 
 @functools.cache
 def loaded() -> tuple[int, str]:
-    """Loads cuBLASLt. Returns its version, as 130100 for 13.1.0, or 0 and what went wrong."""
+    """Load cuBLASLt. Returns its version, as 130100 for 13.1.0, or 0 and what went wrong."""
     return _library.load(native().load_cublaslt, _PACKAGE, _NAME)
 
 

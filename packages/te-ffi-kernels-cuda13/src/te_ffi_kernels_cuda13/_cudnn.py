@@ -14,7 +14,7 @@ LEAST = 91600
 
 @functools.cache
 def loaded() -> tuple[int, str]:
-    """Loads cuDNN. Returns its version, as 91600 for 9.16.0, or 0 and what went wrong."""
+    """Load cuDNN. Returns its version, as 91600 for 9.16.0, or 0 and what went wrong."""
     return _library.load(native().load_cudnn, _PACKAGE, _NAME)
 
 

@@ -14,7 +14,7 @@ _OTHERS = ("jax-cuda12-plugin",)
 
 
 def cuda() -> Iterator[CheckResult]:
-    """Tells whether there are kernels, and whether JAX's plugin and the driver go with them."""
+    """Tell whether there are kernels, and whether JAX's plugin and the driver go with them."""
     if not _status.built():
         yield CheckResult("ok", _status.status())
         return
@@ -35,7 +35,7 @@ def cuda() -> Iterator[CheckResult]:
 
 
 def _devices() -> Iterator[CheckResult]:
-    """Tells whether a GPU is too old for the kernels."""
+    """Tell whether a GPU is too old for the kernels."""
     why = _gpus.unfit(_gpus.OLDEST)
     if why is not None:
         yield CheckResult(
@@ -46,7 +46,7 @@ def _devices() -> Iterator[CheckResult]:
 
 
 def _libraries() -> Iterator[CheckResult]:
-    """Tells whether the libraries are there that matmuls and attention are computed with."""
+    """Tell whether the libraries are there that matmuls and attention are computed with."""
     for name, module, package, ops in (
         ("cuBLASLt", _cublas, "nvidia-cublas", "matmuls"),
         ("cuDNN", _cudnn, "nvidia-cudnn-cu13", "attention"),
@@ -61,7 +61,7 @@ def _libraries() -> Iterator[CheckResult]:
 
 
 def _jax(plugin: str | None, *, gpu: bool) -> Iterator[CheckResult]:
-    """Tells whether JAX can use the kernels."""
+    """Tell whether JAX can use the kernels."""
     if plugin is None:
         other = next((name for name in _OTHERS if _installed(name)), None)
         found = f"JAX has {other}" if other else "JAX has no CUDA plugin"

@@ -8,7 +8,7 @@ from ._status import native
 
 
 def registrations() -> dict[str, FfiTarget]:
-    """Returns every target of this package with its stages, by name."""
+    """Return every target of this package with its stages, by name."""
     module = native()
     types = module.types()
     return {

@@ -41,6 +41,38 @@ def matmul(call: KernelCall, out: str) -> Matmul:
     )
 
 
+def of_group(call: KernelCall, out: str, size: int | None = None) -> Matmul:
+    """Return the matmul of a group of grouped_gemm_v2.
+
+    Args:
+        call: of all groups.
+        out: dtype of its result.
+        size: what the group has of the axis that is divided; all of it without.
+    """
+    lhs, _, rhs, _, bias, sizes, *_ = call.operands
+    lhs_first, rhs_first = not call.param("lhs_is_trans"), call.param("rhs_is_trans")
+    m, k = _lanes(lhs, call.param("lhs_axis_boundary"), lhs_first)
+    n, _ = _lanes(rhs, call.param("rhs_axis_boundary"), rhs_first)
+    if call.param("ragged") == 0:
+        m = m if size is None else size
+        n = n // sizes.shape[0] if rhs_first else n
+    else:
+        k = k if size is None else size
+    mode, has_bias = call.param("scaling_mode"), math.prod(bias.shape) > 0
+    return m, n, k, mode, lhs.dtype, rhs.dtype, lhs_first, rhs_first, out, has_bias, False
+
+
+def refused_group(call: KernelCall) -> str | None:
+    """Return why cuBLASLt has no algorithm for groups of some sizes; None where it has one."""
+    for size in (32, None):
+        for out in _FLOATS:
+            for device in _gpus.one_of_each():
+                why = _refused(device, of_group(call, out, size), True)
+                if why:
+                    return why
+    return None
+
+
 def _lanes(factor: Aval, axis: int, first: bool) -> tuple[int, int]:
     """(rows or columns of the result, what is contracted)."""
     sides = math.prod(factor.shape[:axis]), math.prod(factor.shape[axis:])

@@ -11,7 +11,7 @@ Load = Callable[[str], tuple[int, str]]
 
 
 def load(load_one: Load, package: str, name: str) -> tuple[int, str]:
-    """Loads a library: that of a package, or else the system's.
+    """Load a library: that of a package, or else the system's.
 
     Args:
         load_one: given a path or a name, returns the library's version and what went wrong.

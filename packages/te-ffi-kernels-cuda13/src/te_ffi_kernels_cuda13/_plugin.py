@@ -16,6 +16,7 @@ OPS = (
     "fused_attn_forward",
     "fused_attn_backward",
     "gemm_v2",
+    "grouped_gemm_v2",
     *_MATMULS,
     "pack_w8",
     "pack_w4",
@@ -24,6 +25,11 @@ OPS = (
     "norm_backward",
     "act_lu",
     "dact_dbias_quantize",
+    "make_row_id_map",
+    "permute_with_mask_map",
+    "unpermute_with_mask_map",
+    "unpermute_bwd_with_merging_probs",
+    "topk",
 )
 """The ops with a kernel on CUDA. The others run as plain JAX there."""
 
@@ -31,9 +37,11 @@ OPS = (
 # What of _supports decides about an op, where that isn't `anything`, and of _workspace.
 _SIZED = {
     "gemm_v2": "gemm_v2",
+    "grouped_gemm_v2": "grouped_gemm_v2",
     "fused_attn_forward": "attention",
     "fused_attn_backward": "attention",
 } | dict.fromkeys(_MATMULS, "packed_matmul")
+_SUPPORTS = _SIZED | {"topk": "topk"}
 _WORKSPACES = _SIZED | {
     "grouped_quantize": "grouped_quantize",
     "fused_moe_aux_loss_forward": "moe_aux_loss",
@@ -42,7 +50,7 @@ _WORKSPACES = _SIZED | {
 
 @hookimpl
 def jaxtap_register_kernels():
-    """Returns the kernels, where they were built."""
+    """Return the kernels, where they were built."""
     if not built():
         return []
     return [
@@ -51,7 +59,7 @@ def jaxtap_register_kernels():
             platform="cuda",
             handlers="te_ffi_kernels_cuda13._ffi:registrations",
             op=op,
-            supports=f"te_ffi_kernels_cuda13._supports:{_SIZED.get(op, 'anything')}",
+            supports=f"te_ffi_kernels_cuda13._supports:{_SUPPORTS.get(op, 'anything')}",
             summary="on CUDA 13",
             workspace=(
                 f"te_ffi_kernels_cuda13._workspace:{_WORKSPACES[op]}" if op in _WORKSPACES else None
@@ -63,6 +71,6 @@ def jaxtap_register_kernels():
 
 @hookimpl
 def jaxtap_doctor_checks():
-    """Returns the checks for ``jaxtap doctor``."""
+    """Return the checks for ``jaxtap doctor``."""
     run = "te_ffi_kernels_cuda13._doctor:cuda"
     return [DoctorCheck("cuda", "whether the CUDA kernels, JAX and the driver fit", run)]

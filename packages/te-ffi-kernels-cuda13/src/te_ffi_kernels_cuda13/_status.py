@@ -8,7 +8,7 @@ from typing import Any
 
 
 def built() -> bool:
-    """Whether this installation has the compiled part."""
+    """Return whether this installation has the compiled part."""
     return importlib.util.find_spec(f"{__package__}._native") is not None
 
 
@@ -18,7 +18,7 @@ def native() -> Any:
 
 
 def status() -> str:
-    """Tells in a line whether there are kernels here, and what is missing if not.
+    """Tell in a line whether there are kernels here, and what is missing if not.
 
     Asks the driver for its version; starts nothing on a GPU.
     """
@@ -44,5 +44,5 @@ def dotted(version: int) -> str:
 
 
 def warm_counts() -> dict[str, int]:
-    """Returns how often each target was warmed up in this process: per call site and device."""
+    """Return how often each target was warmed up in this process: per call site and device."""
     return dict(native().warm_counts()) if built() else {}

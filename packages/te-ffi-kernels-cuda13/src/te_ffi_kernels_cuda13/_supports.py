@@ -10,11 +10,12 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _MOST_EXACT = (1 << 17) - 64
 _MXFP8 = 2
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_MOST_TOPK = 1024
 _NO_GPU = "there is no NVIDIA GPU here"
 
 
 def anything(call: KernelCall) -> bool | str:
-    """Tells that a kernel takes whatever its op lets through, but for symbolic sizes.
+    """Tell that a kernel takes whatever its op lets through, but for symbolic sizes.
 
     On GPUs that are too old nothing has a kernel; without a GPU, programs are lowered for others.
     """
@@ -25,27 +26,55 @@ def anything(call: KernelCall) -> bool | str:
 
 
 def gemm_v2(call: KernelCall) -> bool | str:
-    """Tells whether cuBLASLt has this matmul on the GPUs of this machine."""
+    """Tell whether cuBLASLt has this matmul on the GPUs of this machine."""
     fits = anything(call)
     if fits is not True:
         return fits
     lhs, _, rhs, *_ = call.operands
     if 0 in lhs.shape or 0 in rhs.shape:
         return "a factor is empty"
+    mode = (call.param("config") or {}).get("scaling_mode")
+    return _multiplies(lhs.dtype, rhs.dtype, mode) or _gemm.refused(call) or True
+
+
+def grouped_gemm_v2(call: KernelCall) -> bool | str:
+    """Tells whether cuBLASLt has the matmuls of groups on the GPUs of this machine."""
+    fits = anything(call)
+    if fits is not True:
+        return fits
+    lhs, _, rhs, *_ = call.operands
+    if 0 in lhs.shape or 0 in rhs.shape:
+        return "a factor is empty"
+    mode = call.param("scaling_mode")
+    contracted, last = call.param("ragged") == 1, not call.param("lhs_is_trans")
+    if mode and contracted and (last or call.param("rhs_is_trans")):
+        # Matrices of groups then begin at addresses that cuBLASLt can't read.
+        return "quantized values are divided along their last axis"
+    return _multiplies(lhs.dtype, rhs.dtype, mode) or _gemm.refused_group(call) or True
+
+
+def topk(call: KernelCall) -> bool | str:
+    """Tells whether the largest numbers of a row fit in a block's memory."""
+    if call.param("k_value", 1) > _MOST_TOPK:
+        return f"k_value is {call.param('k_value')}, and at most {_MOST_TOPK} have a kernel"
+    return anything(call)
+
+
+def _multiplies(lhs: str, rhs: str, mode: int | None) -> str | None:
+    """Returns why the GPUs have no matmul of these dtypes; None if they have."""
     if not _gpus.used():
         return _NO_GPU
-    mode = (call.param("config") or {}).get("scaling_mode")
     needed = _gpus.OLDEST
     if mode == _MXFP8:
         needed = 100
-    elif {lhs.dtype, rhs.dtype} & set(_FLOAT8):
+    elif {lhs, rhs} & set(_FLOAT8):
         needed = 89
-    what = f"matmuls of {lhs.dtype} with scaling_mode {mode}"
-    return _gpus.unfit(needed, what) or _cublas.missing() or _gemm.refused(call) or True
+    what = f"matmuls of {lhs} with scaling_mode {mode}"
+    return _gpus.unfit(needed, what) or _cublas.missing()
 
 
 def attention(call: KernelCall) -> bool | str:
-    """Tells whether cuDNN has this attention on the GPUs of this machine."""
+    """Tell whether cuDNN has this attention on the GPUs of this machine."""
     fits = anything(call)
     if fits is not True:
         return fits
@@ -61,7 +90,7 @@ def attention(call: KernelCall) -> bool | str:
 
 
 def packed_matmul(call: KernelCall) -> bool | str:
-    """Tells whether a matmul of x[rows, k] with a weight[k, n] has a kernel."""
+    """Tell whether a matmul of x[rows, k] with a weight[k, n] has a kernel."""
     fits = anything(call)
     if fits is not True:
         return fits

@@ -28,8 +28,14 @@ def gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
     return PART + native().gemm_workspace(*_gemm.matmul(call, results[0].dtype)) + CUBLASLT
 
 
+def grouped_gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for cuBLASLt, and for what it doesn't do, if one group has everything."""
+    beside = native().gemm_workspace(*_gemm.of_group(call, results[0].dtype))
+    return PART + beside + CUBLASLT
+
+
 def multiplies_with_cublaslt(op: str, rows: int, group: int) -> bool:
-    """Whether cuBLASLt multiplies with a packed weight. Otherwise a kernel of this package does."""
+    """Return whether cuBLASLt, and not a kernel here, multiplies."""
     return rows > FEW_ROWS and not (op == _CODES and group)
 
 

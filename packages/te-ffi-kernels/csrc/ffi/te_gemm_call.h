@@ -66,6 +66,28 @@ struct GemmSide {
   te::Factor factor;
 };
 
+// Throws for two factors that have no matmul, with so many numbers contracted.
+inline void CheckMatmul(const Array& lhs, int64_t lhs_k, const Array& rhs, int64_t rhs_k,
+                        te::Scaling scaling) {
+  const bool alike =
+      scaling == te::Scaling::kNone || lhs.dtype == DType::S8 || rhs.dtype == DType::S8;
+  if (alike && lhs.dtype != rhs.dtype) {
+    throw invalid_argument("rhs is ", rhs.Text(), ", and must be of ", jaxtap::name(lhs.dtype),
+                           " like lhs");
+  }
+  if (lhs.dtype == DType::F8E5M2 && rhs.dtype == DType::F8E5M2) {
+    throw invalid_argument("lhs and rhs are both float8_e5m2; one of them must be float8_e4m3fn");
+  }
+  if (lhs_k != rhs_k) {
+    throw invalid_argument("rhs is ", rhs.Text(), " with ", rhs_k,
+                           " contracted, and must have the ", lhs_k, " of lhs, ", lhs.Text());
+  }
+  if (lhs.dtype == DType::S8 && lhs_k > te::kMostInt8) {
+    throw invalid_argument("lhs is ", lhs.Text(), " with ", lhs_k,
+                           " contracted; sums of int8 codes are exact up to ", te::kMostInt8);
+  }
+}
+
 struct GemmCall {
   static constexpr char kTarget[] = "te_ffi_kernels.gemm_v2";
   using Config = GemmConfig;
@@ -85,22 +107,7 @@ struct GemmCall {
                         !config.lhs_transposed, config.scaling);
     const GemmSide right(rhs, rhs_scale_inv, config.rhs_axis, "rhs_axis_boundary",
                          config.rhs_transposed, config.scaling);
-    const bool floats = config.scaling == te::Scaling::kNone;
-    if ((floats || lhs.dtype == DType::S8 || rhs.dtype == DType::S8) && lhs.dtype != rhs.dtype) {
-      throw invalid_argument("rhs is ", rhs.Text(), ", and must be of ", jaxtap::name(lhs.dtype),
-                             " like lhs");
-    }
-    if (lhs.dtype == DType::F8E5M2 && rhs.dtype == DType::F8E5M2) {
-      throw invalid_argument("lhs and rhs are both float8_e5m2; one of them must be float8_e4m3fn");
-    }
-    if (left.k != right.k) {
-      throw invalid_argument("rhs is ", rhs.Text(), " with ", right.k,
-                             " contracted, and must have the ", left.k, " of lhs, ", lhs.Text());
-    }
-    if (lhs.dtype == DType::S8 && left.k > te::kMostInt8) {
-      throw invalid_argument("lhs is ", lhs.Text(), " with ", left.k,
-                             " contracted; sums of int8 codes are exact up to ", te::kMostInt8);
-    }
+    CheckMatmul(lhs, left.k, rhs, right.k, config.scaling);
     for (const Array* number : {&alpha, &beta}) {
       NeedSize(number->NeedDtype({DType::F32}), 1, "a factor");
     }

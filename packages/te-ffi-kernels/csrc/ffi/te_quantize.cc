@@ -1,5 +1,8 @@
 // Handlers of dbias_quantize and grouped_quantize.
 
+#include <cstring>
+#include <tuple>
+
 #include "ffi/call.h"
 #include "ffi/te_outputs.h"
 #include "ffi/te_quantize_call.h"
@@ -54,9 +57,24 @@ void RunGrouped(const GroupedCall& given, const Parallel& parallel) {
     }
     sum += sizes[i];
   }
-  if (sum != x.shape[0]) {
-    throw invalid_argument("group_sizes has the sum ", sum, ", and must have that of the first "
+  if (sum > x.shape[0]) {
+    throw invalid_argument("group_sizes has the sum ", sum, ", and must have at most the first "
                            "axis of x, ", x.Text());
+  }
+  const auto clear = [](const Array& array, int64_t from) {
+    const auto size = static_cast<int64_t>(byte_size(array.dtype));
+    std::memset(static_cast<char*>(array.data) + from * size, 0,
+                static_cast<size_t>((array.size() - from) * size));
+  };
+  // What rows have that no group has.
+  const int64_t used = sum * rows_each;
+  for (const auto& [wanted, codes, scales, by_row] :
+       {std::tuple(rowwise, out, scale_inv, true),
+        std::tuple(colwise, colwise_out, colwise_scale_inv, false)}) {
+    if (!wanted) continue;
+    clear(codes, used * matrix.cols);
+    if (mx) clear(scales, used * matrix.cols / te::kBlock);
+    if (by_row && scaling == Scaling::kChannel) clear(scales, used);
   }
 
   int64_t row = 0;

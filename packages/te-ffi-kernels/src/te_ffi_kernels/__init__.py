@@ -1,4 +1,4 @@
-"""Matrix and quantization kernels for JAX on CPU, warmed up before the first call.
+"""Matrix and quantization kernels for JAX on CPU, warmed up before use.
 
 Importing this package does not import jax, so that plugin discovery stays light. The public names
 and where they are from stand in ``__init__.pyi``, which type checkers read, too.

@@ -29,6 +29,8 @@ from .attention.types import AttnSoftmaxType as AttnSoftmaxType
 from .attention.types import QKVFormat as QKVFormat
 from .attention.types import QKVLayout as QKVLayout
 from .decode.op import decode_attention as decode_attention
+from .grouped_matmul.op import grouped_dense as grouped_dense
+from .grouped_matmul.op import grouped_gemm_v2 as grouped_gemm_v2
 from .matmul.gemm import gemm as gemm
 from .matmul.op import gemm_v2 as gemm_v2
 from .norms.layernorm import layernorm as layernorm
@@ -44,8 +46,11 @@ from .packed_weights.pack import pack_w4 as pack_w4
 from .packed_weights.pack import pack_w8 as pack_w8
 from .packed_weights.take import packed_take as packed_take
 from .packed_weights.weight import PackedWeight as PackedWeight
+from .permutation.op import token_combine as token_combine
+from .permutation.op import token_dispatch as token_dispatch
 from .quantize.dequantize import dequantize as dequantize
 from .quantize.grouped import grouped_quantize as grouped_quantize
+from .quantize.grouped import grouped_quantize_v2 as grouped_quantize_v2
 from .quantize.modes import QuantizeLayout as QuantizeLayout
 from .quantize.modes import ScalingMode as ScalingMode
 from .quantize.modes import compute_scale_from_amax as compute_scale_from_amax
@@ -58,6 +63,7 @@ from .router.loss import fused_moe_aux_loss_fwd as fused_moe_aux_loss_fwd
 from .router.op import fused_topk_with_score_function as fused_topk_with_score_function
 from .router.op import fused_topk_with_score_function_bwd as fused_topk_with_score_function_bwd
 from .router.op import fused_topk_with_score_function_fwd as fused_topk_with_score_function_fwd
+from .router.topk import topk as topk
 from .scaled_softmax.config import SoftmaxFusionType as SoftmaxFusionType
 from .scaled_softmax.op import scaled_masked_softmax_bwd as scaled_masked_softmax_bwd
 from .scaled_softmax.op import scaled_masked_softmax_fwd as scaled_masked_softmax_fwd

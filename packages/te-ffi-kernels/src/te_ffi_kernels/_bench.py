@@ -28,7 +28,7 @@ HEADS = ((16, 16), (16, 4))
 
 
 def matmul(spec: KernelSpec) -> Bench:
-    """Return matmuls with a packed weight, beside XLA's matmul with the float weight.
+    """Return matmuls with a packed weight, beside XLA's with floats.
 
     What runs where the kernel does not is the reference, which dequantizes for many rows.
     """
@@ -56,7 +56,7 @@ def _matmul(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> BenchC
 
 
 def of_stack(spec: KernelSpec) -> Bench:
-    """Return matmuls with one weight of a stack, or of groups of rows with a weight each."""
+    """Return matmuls with a stacked weight, or with one per group."""
     op, _, kind = spec.op.rpartition("_")
     bits, k, n, rows = 4 if "w4" in op else 8, 1024, 1024, 8
 
@@ -116,7 +116,7 @@ def _attention(dtype: str, heads: int, kv_heads: int, positions: int) -> BenchCa
 
 
 def _plain(q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-    """Attend over all of a cache, with nothing that it takes to have a length."""
+    """Attend over a whole cache, without a length."""
     batch, queries, heads, size = q.shape
     q = q.reshape(batch, queries, keys.shape[1], -1, size) * (1 / math.sqrt(size))
     logits = jnp.einsum("btkgd,bksd->bkgts", q, keys)

@@ -1,4 +1,4 @@
-"""What ``jaxtap bench`` times of the ops without packed weights, beside their references.
+"""Cases of ``jaxtap bench`` for ops without packed weights.
 
 ``jaxtap ops`` reads the signatures of ops off the same calls.
 """
@@ -49,7 +49,7 @@ def _pack(bits: int, dtype: str, size: Size) -> Call:
 
 
 def _take(dtype: str, size: Size) -> Call:
-    """Look up a few tokens in the embedding table that the head is packed from."""
+    """Look up a few tokens in an embedding packed for the head."""
     pack, operands = _pack(4, "float16", size)
     fn = functools.partial(te.packed_take, out_dtype=dtype)
     return fn, (pack(*operands), jnp.arange(8, dtype=jnp.int32))
@@ -108,6 +108,32 @@ def _matmul(dtype: str, size: Size) -> Call:
     return fn, (_normal(size, dtype), _normal((size[1], size[1]), dtype))
 
 
+def _groups(dtype: str, size: Size) -> Call:
+    sizes = jnp.full(8, size[0] // 8, jnp.int32)
+    return te.grouped_dense, (_normal(size, dtype), _normal((8, size[1], size[1]), dtype), sizes)
+
+
+def _routing_map(size: Size) -> jax.Array:
+    return te.fused_topk_with_score_function(_normal(size), CHOSEN)[1]
+
+
+def _dispatch(dtype: str, size: Size) -> Call:
+    """Move tokens of 1024 numbers to rows."""
+    fn = lambda x, routed: te.token_dispatch(x, routed, CHOSEN * size[0], align_size=16)[0]  # noqa: E731
+    return fn, (_normal((size[0], 1024), dtype), _routing_map(size))
+
+
+def _combine(dtype: str, size: Size) -> Call:
+    """Move them back, each row with its weight."""
+    tokens, routed = _normal((size[0], 1024), dtype), _routing_map(size)
+    rows, _, row_map, *_ = te.token_dispatch(tokens, routed, CHOSEN * size[0])
+    return te.token_combine, (rows, row_map, jax.nn.softmax(_normal(size, dtype)))
+
+
+def _topk(dtype: str, size: Size) -> Call:
+    return functools.partial(te.topk, k_value=CHOSEN), (_normal(size, dtype),)
+
+
 def _attention(dtype: str, size: Size) -> Call:
     kinds = (
         te.AttnBiasType.NO_BIAS,
@@ -138,7 +164,7 @@ def _router_loss(dtype: str, size: Size) -> Call:
 
 
 def _gradient(make: Callable[[str, Size], Call], dtype: str, size: Size) -> Call:
-    """Return the backward pass alone: what it keeps of the forward pass is an argument."""
+    """Return the backward pass alone, with its residuals as arguments."""
     fn, operands = make(dtype, size)
     out, back = jax.vjp(fn, *operands)
     # Neither ones nor x: the gradients of a softmax and of a norm are zero for these.
@@ -172,6 +198,12 @@ _CALLS = {
     "dequantize": (_dequantize, ROWS),
     "grouped_quantize": (_grouped_quantize, ROWS),
     "gemm_v2": (_matmul, ROWS),
+    "grouped_gemm_v2": (_groups, ROWS),
+    "make_row_id_map": (_dispatch, EXPERTS),
+    "permute_with_mask_map": (_dispatch, EXPERTS),
+    "unpermute_with_mask_map": (_combine, EXPERTS),
+    "unpermute_bwd_with_merging_probs": (functools.partial(_gradient, _combine), EXPERTS),
+    "topk": (_topk, (*EXPERTS, (8, 32000))),
     "pack_w8": (functools.partial(_pack, 8), TABLES),
     "pack_w4": (functools.partial(_pack, 4), TABLES),
 }

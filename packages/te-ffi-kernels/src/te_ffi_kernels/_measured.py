@@ -19,7 +19,7 @@ TABLE = Path(__file__).with_name("measured.json")
 def slower(
     target: str, along: str, at: int, same: Mapping[str, str | int], near: Mapping[str, int]
 ) -> str | None:
-    """Return why XLA is faster than a kernel, or None where it is not; see ``slower_than``."""
+    """Return why XLA is faster than a kernel, or None; see ``slower_than``."""
     variants = _table().get(target)
     if not variants:
         return None

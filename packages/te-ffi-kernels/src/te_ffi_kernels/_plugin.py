@@ -80,6 +80,20 @@ _KERNELS = [
         workspace="of_gemm_v2",
     ),
     _kernel(
+        "grouped_gemm_v2",
+        "groups of rows, each times its own matrix; floats, or quantized values with scales",
+        workspace="of_gemm_v2",
+    ),
+    _kernel("make_row_id_map", "the rows that tokens go to, from a routing map", "token_dispatch"),
+    _kernel("permute_with_mask_map", "tokens copied to the rows of experts", "token_dispatch"),
+    _kernel("unpermute_with_mask_map", "sums of the rows of tokens", "token_combine"),
+    _kernel(
+        "unpermute_bwd_with_merging_probs",
+        "gradients of weighted sums of the rows of tokens",
+        "token_combine",
+    ),
+    _kernel("topk", "the largest numbers of rows, and where they are"),
+    _kernel(
         "fused_attn_forward",
         "attention, block by block, and the log-sum-exp of its scores",
         "fused_attn",

@@ -47,12 +47,12 @@ def targets() -> tuple[str, ...]:
 
 
 def warm_counts() -> dict[str, int]:
-    """Return how often each target was warmed up in this process, by name."""
+    """Return how often each target was warmed up, by name."""
     return dict(_native.warm_counts())
 
 
 def isa() -> str:
-    """Return the instruction set in use: the best that this machine has, or ``JAXTAP_ISA``.
+    """Return the instruction set in use: the best here, or ``JAXTAP_ISA``.
 
     Raises:
         RuntimeError: ``JAXTAP_ISA`` names one that is unknown or that this machine hasn't; the
@@ -62,5 +62,5 @@ def isa() -> str:
 
 
 def isas() -> tuple[str, ...]:
-    """Return the instruction sets that there are kernels for on this machine, best last."""
+    """Return the instruction sets with kernels on this machine, best last."""
     return tuple(_native.isas())

@@ -9,7 +9,7 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 
 def anything(call: KernelCall) -> bool | str:
-    """Tell that a kernel takes whatever its op lets through, but for symbolic sizes."""
+    """Tell that a kernel takes all calls of its op without symbolic sizes."""
     for operand in call.operands:
         if not all(isinstance(size, int) for size in operand.shape):
             return f"an operand has the symbolic shape {operand}"
@@ -17,7 +17,7 @@ def anything(call: KernelCall) -> bool | str:
 
 
 def matmul(call: KernelCall) -> bool | str:
-    """Tell whether a matmul of x[m, k] with a weight[k, n] has a kernel."""
+    """Tell whether a matmul x[m, k] with weight[k, n] has a kernel."""
     x, weight = call.operands
     if x.dtype not in _FLOATS:
         return f"x is {x.dtype}"
@@ -57,7 +57,7 @@ def _like(dtype: str) -> dict[str, str]:
 
 
 def matmul_of_stack(call: KernelCall) -> bool | str:
-    """Tell whether a matmul of x[m, k] with weights of a stack reads the stack."""
+    """Tell whether a matmul with stacked weights reads the stack."""
     op = call.op.rpartition("_")[0]
     found = select_kernel(op, call.platform, call.operands, **dict(call.params))
     if found.spec is None:
@@ -77,7 +77,7 @@ def taking(call: KernelCall) -> bool | str:
 
 
 def packing_of(k: int, group: int) -> bool | str:
-    """Tell whether k rows can have scales for every `group` of them, 0 for one."""
+    """Tell whether k rows can have scales per `group` rows (0: one)."""
     if group and (group % GROUP_ALIGNMENT or k % group):
         return f"groups of {group} rows, and not a multiple of {GROUP_ALIGNMENT} that divides {k}"
     return True

@@ -11,15 +11,15 @@ from interception_core import kernels, register_kernel
 
 
 def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Compiled:
-    """Compile a program, which warms up every kernel in it, without running it.
+    """Compile a program and warm its kernels up, without running it.
 
     Args:
         fn: a function, jitted or not.
         args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
-        kwargs: likewise.
+        kwargs: also.
 
     Returns:
-        The compiled program. Call this one: a later call of ``fn`` compiles anew, unless ``fn`` is
+        The compiled program. Call this one: a later call of ``fn`` compiles again, unless ``fn`` is
         jitted or the persistent compilation cache is on, and warms up once more.
     """
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)

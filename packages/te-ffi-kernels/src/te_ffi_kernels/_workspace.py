@@ -1,4 +1,4 @@
-"""The workspaces that Transformer Engine's targets have, and the CPU's kernels don't use."""
+"""Workspaces of Transformer Engine's targets, which CPU kernels don't use."""
 
 from interception_core import Aval, KernelCall
 

@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 def with_rule(
     fn: Callable[..., Any], rule: Callable[..., tuple[Any, Any]] | None
 ) -> Callable[..., Any]:
-    """Return a function with a rule for ``vmap``; where it has none, it runs once per index."""
+    """Return a function with a ``vmap`` rule; else it loops over indices."""
     wrapped = custom_vmap(fn)
 
     def one_by_one(in_batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ def with_rule(
 
 
 def more_rows(run: Any, config: Any, size: int, in_batched: Sequence[bool], *operands: Any) -> Any:
-    """Run an op with the mapped axis as one more in front of all operands: a rule for ``batch``."""
+    """Run an op with the mapped axis in front of all operands."""
     found = run(config, *widened(size, in_batched, *operands))
     return found, jax.tree.map(lambda _: True, found)
 

@@ -36,7 +36,7 @@ def shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: st
 def member(
     op: str, name: str, given: Any, kind: type[_Member], refused: Sequence[Any] = ()
 ) -> _Member:
-    """Return the member of an enumeration, given itself, one of its value, its value or its name.
+    """Return an enumeration's member for a member, value or name.
 
     What the caller refuses isn't listed in the error.
     """

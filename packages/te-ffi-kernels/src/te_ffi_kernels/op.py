@@ -1,4 +1,4 @@
-"""Op: an operation of this package, said once: kernel, reference, batching, sharding, gradient."""
+"""Op: an operation's kernel, reference, batching, sharding and gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _plain = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def reference_ops() -> Iterator[None]:
-    """Run ops as plain JAX, with JAX's own gradients, wherever they are called or traced inside."""
+    """Run ops traced inside as plain JAX, with JAX's gradients."""
     with _plain(True):
         yield
 
@@ -63,7 +63,7 @@ class Op:
             ``partition`` XLA gathers operands.
         batch: called as ``batch(run, config, size, in_batched, *operands)`` as a rule of
             ``custom_vmap``, with ``run(config, *operands)`` for the op; NotImplemented: one by one.
-        forward: in place of a kernel, the result by other ops, and what the gradient needs.
+        forward: instead of a kernel, the result by other ops, and what the gradient needs.
         save: called as ``save(config, operands, result)``: what the gradient needs. By default the
             operands.
         gradient: called as ``gradient(config, saved, cotangent)``: cotangents of the operands, with
@@ -146,7 +146,7 @@ class Op:
         return found if self._workspace is None else found[:-1]
 
     def _specs(self, config: Any, *operands: jax.Array) -> Callable[[Any], Any]:
-        """Return how results are sharded, as they are where a kernel is partitioned."""
+        """Return the results' shardings, where a kernel is partitioned."""
         rule = None
         if self._partition is not None:
             rule = self._partition(config, self._reference, *operands)
@@ -212,7 +212,7 @@ class Op:
 
 @functools.cache
 def has_backend(platform: str) -> bool:
-    """Return whether this process can run on a platform; ``JAX_PLATFORMS`` may leave the CPU out.
+    """Return whether this process has a platform (see ``JAX_PLATFORMS``).
 
     ``jax.devices`` raises where it can't.
     """
@@ -247,7 +247,7 @@ def _differentiable(
 
 
 def _alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the operands, all varying over the mesh axes of a shard_map that any varies over.
+    """Return operands varying over the same shard_map axes.
 
     Where a function with a custom gradient gets these, the gradient of an operand that was the same
     on all devices is summed over them.
@@ -256,7 +256,7 @@ def _alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _varying(axes: frozenset[str], fn: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Call a function, and make its results vary over some axes of a shard_map."""
+    """Call a function whose results vary over shard_map axes."""
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(axes - _axes(x))
@@ -271,7 +271,7 @@ def varying_as(operands: Sequence[jax.Array], *arrays: jax.Array) -> tuple[jax.A
 
 
 def _axes(x: jax.Array) -> frozenset[str]:
-    """Return the mesh axes of a surrounding shard_map that an array varies over."""
+    """Return the shard_map axes that an array varies over."""
     return jax.typeof(x).manual_axis_type.varying  # pyrefly: ignore[missing-attribute]
 
 
@@ -282,7 +282,7 @@ def _all_axes(*operands: jax.Array) -> frozenset[str]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Empty:
-    """Stands for an array without elements, that varies over some mesh axes of a shard_map."""
+    """An array without elements that varies over shard_map axes."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -290,7 +290,7 @@ class _Empty:
 
 
 def _without_empty(tree: Any) -> Any:
-    """Return what a gradient needs without arrays that have no elements; see ``_with_empty``.
+    """Return residuals without empty arrays; see ``_with_empty``.
 
     Such an array must not leave the body of a shard_map: XLA of jaxlib 0.11.2 crashes on it.
     """

@@ -142,7 +142,7 @@ def partition_rows(
 def _summed(
     fn: Callable[..., Any], sums: Sequence[int], given: Sequence[Spec], found: Sequence[Spec]
 ) -> Callable[..., Any]:
-    """Sum some of the results of a device over the mesh axes that only operands are shared by."""
+    """Sum a device's results over mesh axes that only operands share."""
     shared = axes_in(tuple(axes for spec in given for axes in spec))
     over = {i: tuple(sorted(shared - axes_in(found[i]))) for i in sums}
     if not any(over.values()):

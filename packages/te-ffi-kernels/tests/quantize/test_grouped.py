@@ -26,7 +26,8 @@ def problems(draw):
     sizes = np.array(draw(st.lists(st.sampled_from([0, 1, 2, 5]), min_size=1, max_size=4))) * unit
     cols = draw(st.sampled_from([32, 96] if mode.is_mx else [1, 17, 64, 70]))
     middle = draw(st.sampled_from([None, 3]))
-    shape = (sizes.sum(), cols) if middle is None else (sizes.sum(), middle, cols)
+    length = sizes.sum() + draw(st.sampled_from([0, 4])) * unit
+    shape = (length, cols) if middle is None else (length, middle, cols)
     out = draw(st.sampled_from(list(expected.FORMATS)[: 2 if mode.is_mx else 3]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     x = jnp.asarray(rng.normal(size=shape) * 9, jnp.float32)
@@ -67,7 +68,9 @@ def test_each_group_by_itself(problem):
         assert amax == (np.abs(part).max(initial=0) if mode.is_tensor else 0)
     for i, wanted in enumerate((layout.has_rowwise, layout.has_colwise) * 2):
         if wanted:
-            np.testing.assert_array_equal(raw(found[i]), np.concatenate(parts[i]))
+            # Of rows that no group has, all is zero.
+            rest = np.zeros(found[i].size - sum(map(len, parts[i])), parts[i][0].dtype)
+            np.testing.assert_array_equal(raw(found[i]), np.concatenate([*parts[i], rest]))
         else:
             assert raw(found[i]).tolist() == [0]
 
@@ -84,7 +87,7 @@ def grouped(sizes, mode=1, layout=0):
 @pytest.mark.parametrize(
     ("sizes", "mode", "message"),
     [
-        ([32, 31], 1, r"group_sizes has the sum 63"),
+        ([32, 33], 1, r"group_sizes has the sum 65"),
         ([65, -1], 1, r"group_sizes\[1\] is -1"),
         ([33, 31], 2, r"group_sizes\[0\] is 33"),
     ],
@@ -102,7 +105,7 @@ def test_there_is_no_warm_up_and_a_reason():
 
 
 @pytest.mark.slow
-def test_no_gradient_and_vmap():
+def test_vmap():
     x = jnp.arange(2 * 6 * 4, dtype=jnp.float32).reshape(2, 6, 4)
     sizes = jnp.asarray([[2, 4], [6, 0]], jnp.int32)
     run = lambda x, sizes: te.grouped_quantize(  # noqa: E731
@@ -112,5 +115,3 @@ def test_no_gradient_and_vmap():
     for i in range(2):
         for one, other in zip(found, run(x[i], sizes[i]), strict=True):
             np.testing.assert_array_equal(raw(one[i]), raw(other))
-    grad = jax.grad(lambda x: run(x, sizes[0])[4].sum())(x[0])
-    np.testing.assert_array_equal(grad, jnp.zeros_like(grad))

@@ -79,7 +79,7 @@ def untransposed(value: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def unsliced(value: Any) -> tuple[Any, Any] | None:
-    """Return the stack that an array is one of along the first axis, and its index.
+    """Return the stack that an array is taken out of, and its index.
 
     A kernel that reads an array where it lies in a stack need not wait for a copy.
 
@@ -104,7 +104,7 @@ def unsliced(value: Any) -> tuple[Any, Any] | None:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two scalars are one, or are computed alike of the same values.
+    """Return whether two scalars are computed alike of the same values.
 
     Args:
         one: an array or a number.
@@ -131,7 +131,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _inlined(value: Any) -> Any:
-    """Return a value that a small jitted function cuts out as made by its equations.
+    """Return what a small jitted function of slices computes, inlined.
 
     ``lax.dynamic_index_in_dim`` is such a function. What is not used of it is not compiled.
     """

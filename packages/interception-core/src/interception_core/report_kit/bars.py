@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-FIRST, SECOND, WARN = "var(--first)", "var(--second)", "var(--warn)"
-"""Colours of bars: variables of the page, which has one set in light and one in dark."""
+# Colours are variables of the page, which has one set in light and one in dark.
+FIRST = "var(--first)"
+"""Colour of the first kind of bar."""
+SECOND = "var(--second)"
+"""Colour of the second kind of bar."""
+WARN = "var(--warn)"
+"""Colour of a bar that is a warning."""
 
 _SIZE = 12
 _LETTER = 7.2

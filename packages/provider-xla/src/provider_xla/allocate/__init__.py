@@ -1,1 +1,1 @@
-"""Allocation: which parameter gets how many bits, so that the output of the model errs least."""
+"""Choose the bits of each parameter for the least output error."""

@@ -37,7 +37,7 @@ def allocate(
     error: Error | None,
     errors: Errors | None,
 ) -> PlanData:
-    """Makes a plan with the least error within a budget: see ``Plan.allocate``."""
+    """Make a plan with the least error within a budget: see ``Plan.allocate``."""
     from tqdm import tqdm
 
     candidates = make_candidates(qtypes, tile_size)
@@ -99,7 +99,7 @@ def _elements(options: Options) -> int:
 
 
 def _budget(plan: PlanData, options: Options, bits: float | None, size: int | None) -> int:
-    """Returns the bytes of the quantized parameters, at most.
+    """Return the bytes of the quantized parameters, at most.
 
     Raises:
         ValueError: not one of both is given.
@@ -131,7 +131,7 @@ def _budget(plan: PlanData, options: Options, bits: float | None, size: int | No
 
 
 def _check_used(measure: Measure, options: Options, errors: Mapping[str, Sequence[float]]) -> None:
-    """Raises QuantizationError for parameters that the batch says nothing about."""
+    """Raise QuantizationError for parameters that the batch says nothing about."""
     unused = [
         path
         for path, some in options.items()
@@ -158,7 +158,7 @@ def _uniform(
     measure: Measure,
     candidates: Sequence[Candidate],
 ) -> Iterable[Uniform]:
-    """Yields what each candidate would be by itself, where all parameters can have it."""
+    """Yield what each candidate alone costs, where all parameters can have it."""
     elements = _elements(options)
     for candidate in candidates:
         places = {}
@@ -186,7 +186,7 @@ def _planned(
     picked: Mapping[str, Option],
     allocation: Allocation,
 ) -> PlanData:
-    """Returns the plan of what was chosen.
+    """Return the plan of what was chosen.
 
     Raises:
         QuantizationError: an operation has two parameters, which can't have a format each.
@@ -203,17 +203,17 @@ def _planned(
     made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
     for path, asked in _weights(picked).items():
         weight = made.weights.get(path)
-        # What is derived is known by its path: each plan has an expression of its own.
+        # What is derived is known by its path: each plan has its own expression.
         same = weight is not None and dataclasses.replace(
             weight, rule=asked.rule, packings={}, platform="", derived=None
         ) == dataclasses.replace(asked, packings={}, platform="", derived=None)
         if not same:
             raise QuantizationError(
-                f"{path} can't have {asked.qtype} by a rule of its own: an operation of "
+                f"{path} can't have {asked.qtype} by a separate rule: an operation of "
                 "it has another parameter, too. Leave one of them as it is, by a rule with "
                 "weight_path and without qtypes."
             )
-    # A rule whose parameters all have a rule of their own now is none that decides nothing.
+    # A rule whose parameters all have separate rules now is not reported as unused.
     before = {f"rule {i} decides nothing" for i in range(len(plan.rules.rules))}
     before -= {problem.partition(":")[0] for problem in plan.problems}
     known = {

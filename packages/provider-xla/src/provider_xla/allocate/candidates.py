@@ -1,4 +1,4 @@
-"""Candidates: what each parameter could be quantized to, and the rules that say so."""
+"""Candidates: the formats that each parameter could have, with their rules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..errors import QuantizationError
 from ..plan.make import look, weights_of
 from ..plan.survey import Survey
 from ..plan.weight import WeightPlan
+from ..program.matching import Rules
 from ..program.record import OpRecord
-from ..program.sites import Rules
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -39,7 +39,7 @@ class Candidate:
     tile_size: Any = OWN
 
     def rule(self, rule: Any, **fields: Any) -> Any:
-        """Returns a rule with this format for parameters."""
+        """Return a rule with this format for parameters."""
         fields["weight_qtype"] = self.qtype
         kind = qn.get_qtype(self.qtype)
         if rule.scale_dtype is not None and jnp.dtype(rule.scale_dtype) not in kind.scale_dtypes:
@@ -108,7 +108,7 @@ def parameters_of(weight: WeightPlan) -> tuple[str, ...]:
 
 
 def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
-    """Returns all combinations, each once.
+    """Return all combinations, each once.
 
     Raises:
         ValueError: there is none, or a qtype that isn't one.
@@ -144,7 +144,7 @@ def options_of(
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
     for candidate in candidates:
-        # All without blocks of their own have scales at the same places.
+        # All formats without blocks have scales at the same places.
         block = qn.get_qtype(candidate.qtype).block
         key = (candidate.tile_size, block and candidate.qtype)
         if key not in trials:
@@ -187,7 +187,7 @@ class _Trial(Survey):
 def _try(
     plan: PlanData, params: Any, batch: Sequence[Any], candidate: Candidate
 ) -> dict[str, WeightPlan]:
-    """Returns how parameters are quantized where all of them have the same format."""
+    """Return how parameters are quantized if all have one format."""
     rules = tuple(
         rule if rule.weight_qtype is None else candidate.rule(rule) for rule in plan.rules.rules
     )
@@ -201,7 +201,7 @@ def _try(
 
 
 def rules_for(plan: PlanData, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[int, int]]:
-    """Returns rules that quantize parameters as chosen, and all else as those of the plan.
+    """Return rules for the chosen formats, and the plan's for the rest.
 
     Each is put before the rule of the plan that it narrows, so that those before that one still
     come first. Parameters with the same format share one: so do their traces.

@@ -1,4 +1,4 @@
-"""The choice: one option for each item, of least total cost within a budget of sizes.
+"""Choose an option per item: least total cost within a size budget.
 
 The multiple-choice knapsack problem (Sinha and Zoltners 1979, "The Multiple-Choice Knapsack
 Problem"), solved by HiGHS. Sizes are integers and hold exactly; costs are floats.
@@ -27,7 +27,7 @@ _ATTEMPTS = 20
 
 
 def choose(sizes: Sizes, costs: Costs, budget: int) -> Choice | None:
-    """Returns the number of the option of each item, of least total cost.
+    """Return each item's option of least total cost, as its number.
 
     Args:
         sizes: by item and option: integers, not negative.
@@ -54,7 +54,7 @@ def choose(sizes: Sizes, costs: Costs, budget: int) -> Choice | None:
 
 
 def _useful(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
-    """Returns the options that no smaller one, nor one of the same size, is as cheap as."""
+    """Return the options that no smaller or equal one beats in cost."""
     kept: list[int] = []
     for j in sorted(range(len(sizes)), key=lambda j: (sizes[j], costs[j])):
         if not kept or costs[j] < costs[kept[-1]]:
@@ -63,7 +63,7 @@ def _useful(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
 
 
 def _greedy(extra: Sizes, excess: Costs, room: int) -> Choice:
-    """Returns a choice that fits: the steps along the convex hulls that save most per size."""
+    """Return a choice that fits, from the steepest steps of the convex hulls."""
     steps = []
     for i, (row, costs) in enumerate(_zip(extra, excess)):
         at = 0
@@ -81,7 +81,7 @@ def _greedy(extra: Sizes, excess: Costs, room: int) -> Choice:
 
 
 def _exact(extra: Sizes, excess: Costs, room: int, bound: float) -> Choice | None:
-    """Returns the best choice among those that cost at most ``bound``."""
+    """Return the best choice among those that cost at most ``bound``."""
     # Any other option makes a choice dearer, or larger, than what is known to be possible.
     options = [
         (i, j)
@@ -93,7 +93,7 @@ def _exact(extra: Sizes, excess: Costs, room: int, bound: float) -> Choice | Non
     items = np.array([i for i, _ in options])
     cost = np.array([excess[i][j] for i, j in options]) * (_SPREAD / bound)
     each = csr_array((np.ones(len(options)), (items, numbers)), shape=(len(extra), len(options)))
-    # In units of what all sizes are multiples of, half of one is no size.
+    # In units of the sizes' common divisor, sizes are whole numbers.
     unit = math.gcd(*(extra[i][j] for i, j in options)) or 1
     most = room // unit + 0.5
     size = np.array([[extra[i][j] // unit for i, j in options]]) / most

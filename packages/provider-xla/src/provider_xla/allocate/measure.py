@@ -1,4 +1,4 @@
-"""The error of the output: what quantized parameters do to what a program returns.
+"""Output error: how far quantized parameters move a program's results.
 
 The error of one parameter's format is measured: the program runs in float with the values that
 this parameter's quantized values stand for. No gradient, no second derivative and no statistics of
@@ -35,7 +35,7 @@ Error = Callable[[Any, Any], Any]
 
 
 def noise_to_signal(expected: Any, actual: Any) -> jax.Array:
-    """Returns the squared error over the squared norm: the mean over floating arrays."""
+    """Return squared error over squared norm, averaged over floating arrays."""
 
     def one(expected: jax.Array, actual: jax.Array) -> jax.Array:
         wide = jnp.promote_types(expected.dtype, jnp.float32)
@@ -115,7 +115,7 @@ class Measure:
         self._compared = jax.jit(compared)
 
     def __call__(self, weights: Mapping[str, WeightPlan]) -> float:
-        """Returns the error with these parameters quantized, and all others as they are.
+        """Return the error with only these parameters quantized.
 
         Raises:
             QuantizationError: a parameter has values that are not finite, or the error is none.

@@ -1,1 +1,1 @@
-"""Bridges: quantizes model objects of frameworks, and gives back objects of the same kind."""
+"""Bridges: quantize the model objects of frameworks, in their own classes."""

@@ -1,4 +1,4 @@
-"""Bridge: how the model objects of a framework are taken apart and put together."""
+"""Bridge: how a framework's model object is taken apart and rebuilt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Quantized:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether a rule gives parameters an adapter."""
+        """Return whether a rule gives parameters an adapter."""
         rules = getattr(self.provider, "rules", ())
         return any(getattr(rule, "rank", None) is not None for rule in rules)
 
@@ -49,12 +49,12 @@ class Quantized:
         return self
 
     def key_of(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Take the provider's own out of keyword arguments, such as a random key."""
+        """Remove the provider's options, such as a random key, from keyword arguments."""
         names = getattr(self.provider, "call_options", ())
         return {name: kwargs.pop(name) for name in names if name in kwargs}
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``fn(parameters, *args, **kwargs)`` with its operations quantized."""
+        """Return ``fn(parameters, *args, **kwargs)`` with its operations quantized."""
         if self.statistics is None:
             return self.provider.apply(fn)
         return self.provider.apply_measured(fn, self.statistics)  # type: ignore[attr-defined]
@@ -69,11 +69,11 @@ class Bridge(abc.ABC):
 
     @abc.abstractmethod
     def parameters(self, model: Any) -> Any:
-        """Returns the parameters of a model: a pytree of its arrays, or None if it holds none."""
+        """Return a model's parameters as a pytree of arrays; None without any."""
 
     @abc.abstractmethod
     def function(self, model: Any, method: str) -> Callable[..., Any]:
-        """Returns a method of a model as a function of its parameters.
+        """Return a method of a model as a function of its parameters.
 
         It is called as ``fn(parameters, *args, **kwargs)`` with the tree of ``parameters``, and
         traced. It must not change the model. What it runs under name scopes has these as its
@@ -82,7 +82,7 @@ class Bridge(abc.ABC):
 
     @abc.abstractmethod
     def rebuild(self, model: Any, parameters: Any, quantized: Quantized) -> Any:
-        """Returns a new model of the same kind with other parameters.
+        """Return a new model of the same kind with other parameters.
 
         Args:
             model: the model, which stays as it is.
@@ -95,7 +95,7 @@ class Bridge(abc.ABC):
         """
 
     def caches(self, model: Any) -> Any:
-        """Return the KV caches that a model holds and its methods update; None if it holds none.
+        """Return the KV caches that a model's methods update; None without any.
 
         Returns:
             A tree of arrays, or of their types.
@@ -103,7 +103,7 @@ class Bridge(abc.ABC):
         return None
 
     def step(self, model: Any, method: str) -> Callable[..., Any]:
-        """Return a method as a function of parameters and caches, for models that hold some.
+        """Return a method as a function of parameters and caches.
 
         It is as that of ``function``, called as ``fn(parameters, caches, *args, **kwargs)`` with
         the tree of ``caches``, and returns the result and the tree that the method leaves.
@@ -120,7 +120,7 @@ class Bridge(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} must implement with_caches().")
 
     def quantized(self, model: Any) -> Quantized | None:
-        """Returns what ``rebuild`` was given for a model; None for a float one."""
+        """Return what ``rebuild`` was given for a model; None if it is float."""
         return None
 
     def restore(self, model: Any, parameters: Any) -> Any:
@@ -153,7 +153,7 @@ def holds_kept(tree: Any) -> bool:
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """Returns a path as rules write it, ``blocks/0/attn``: of JAX's keys, or of plain ones."""
+    """Return a path as rules write it: ``blocks/0/attn``."""
     return "/".join(map(_shown, keys))
 
 

@@ -1,4 +1,4 @@
-"""The caches that a model object holds: planned as an argument, and kept quantized in the model."""
+"""Caches of model objects: planned as an argument, stored quantized."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("cache", "state")
 def planned_function(
     bridge: Bridge, model: Any, method: str, provider: Provider, given: Collection[str]
 ) -> tuple[Callable[..., Any], Mapping[str, Any]]:
-    """Return a method as a plan takes it, and what it takes beside the inputs.
+    """Return a method as a plan takes it, with its extra arguments.
 
     Where rules are about caches, those that the model holds are an argument, and what the method
     leaves of them is a result. Arguments have the method's names.
@@ -63,7 +63,7 @@ def planned_function(
 
 
 def check_planned(model: Any, provider: Provider) -> None:
-    """Check that rules need no plan, for a model that there is none for.
+    """Check that rules work without a plan, for models that cannot have one.
 
     Raises:
         QuantizationError: a rule is about caches, which a plan finds.
@@ -77,7 +77,7 @@ def check_planned(model: Any, provider: Provider) -> None:
 
 
 def with_caches(bridge: Bridge, model: Any, plan: Any, held: Mapping[str, Any]) -> Any:
-    """Return a model that was rebuilt, with the caches quantized that the plan carries.
+    """Return a rebuilt model with the caches quantized that the plan carries.
 
     Args:
         bridge: of the model's framework.

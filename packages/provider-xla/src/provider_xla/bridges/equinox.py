@@ -19,11 +19,11 @@ class EquinoxBridge(Bridge):
     """Takes ``eqx.Module`` objects. Parameters are all of their arrays: the module itself."""
 
     def parameters(self, model: eqx.Module) -> Any:
-        """Returns the model, which is a pytree of its parameters."""
+        """Return the model, which is a pytree of its parameters."""
         return model
 
     def function(self, model: eqx.Module, method: str) -> Callable[..., Any]:
-        """Returns a method as a function of the model."""
+        """Return a method as a function of the model."""
 
         def fn(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             return getattr(_tagged(parameters, None), method)(*args, **kwargs)
@@ -31,11 +31,11 @@ class EquinoxBridge(Bridge):
         return fn
 
     def rebuild(self, model: eqx.Module, parameters: Any, quantized: Quantized) -> eqx.Module:
-        """Returns a model of the same structure."""
+        """Return a model of the same structure."""
         return _tagged(parameters, quantized)
 
     def quantized(self, model: eqx.Module) -> Quantized | None:
-        """Returns how a model is quantized."""
+        """Return how a model is quantized."""
         return _tag_of(model).quantized if is_ours(type(model)) else None
 
     def restore(self, model: eqx.Module, parameters: Any) -> eqx.Module:
@@ -66,7 +66,7 @@ def _is_module(node: Any) -> bool:
 def _mapped(
     tree: Any, change: Callable[[eqx.Module, str], eqx.Module], path: str = "", top: bool = True
 ) -> Any:
-    """Returns a tree with every module in it changed, the inner ones first.
+    """Return a tree with every module changed, inner ones first.
 
     Args:
         tree: a module, or a pytree of modules.
@@ -93,7 +93,7 @@ def _join(*paths: str) -> str:
 
 
 def _with_tag(module: eqx.Module, tag: Tag) -> Any:
-    """Returns a copy of a module, of the subclass of its class, with a tag."""
+    """Return a tagged copy of a module, of a subclass of its class."""
     cls = _subclasses.of(type(module))
     if not is_ours(cls):
         return module
@@ -105,12 +105,12 @@ def _with_tag(module: eqx.Module, tag: Tag) -> Any:
 
 
 def _tagged(tree: Any, quantized: Quantized | None, path: str = "") -> Any:
-    """Returns a tree with its modules tagged, by their place in it."""
+    """Return a tree with its modules tagged, by their place in it."""
     return _mapped(tree, lambda module, path: _with_tag(module, Tag(quantized, path)), path)
 
 
 def _handed_out(tree: Any, quantized: Quantized | None, path: str) -> Any:
-    """Returns what a method of the module at ``path`` has returned, with its modules tagged.
+    """Return a method's result, with the modules in it tagged.
 
     They are tagged by their places in that module: a layer that the method has picked, say, or
     the module itself with other parameters.
@@ -128,14 +128,14 @@ def _handed_out(tree: Any, quantized: Quantized | None, path: str) -> Any:
 
 
 def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: dict) -> Any:
-    """Runs a method under its module's name scope."""
+    """Run a method under its module's name scope."""
     with jax.named_scope(path):
         result = run(_tagged(self, None), *args, **kwargs)
     return _handed_out(result, None, path)
 
 
 def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
-    """Runs a method of a model, or of a part of one, quantized."""
+    """Run a method of a model, or of a submodule, quantized."""
 
     def fn(model: Any, *args: Any, **kwargs: Any) -> Any:
         inner = _tagged(model, None)
@@ -160,7 +160,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _plain(cls: type, method: Any) -> Any:
-    """Returns what of a method is run.
+    """Return what of a method is run.
 
     Equinox's own layers run without the name scope of their kind: ``head/eqx.nn.Linear`` is
     ``head`` to rules, as in other frameworks. Norms keep theirs: they hold no contractions, and

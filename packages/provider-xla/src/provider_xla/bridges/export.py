@@ -1,4 +1,4 @@
-"""export_model: the method of a quantized model object as a program that needs no model."""
+"""export_model: a quantized model's method as a program without the model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from interception_core import find_bridge
 from ..errors import QuantizationError
 from ..export.make import export
 from ..export.program import ExportedProgram
-from ..program.sites import is_array
+from ..program.arrays import is_array
 from .bridge import Bridge, is_kept, path_of
 
 
 def model_parameters(model: Any) -> dict[str, Any]:
-    """Return the parameters of a model object by path, as programs of ``export_model`` take them.
+    """Return a model's parameters by path, as ``export_model``'s programs take them.
 
     Args:
         model: what ``quantize_model`` returned.

@@ -35,11 +35,11 @@ class LinenBridge(Bridge):
     """
 
     def parameters(self, model: linen.Module) -> Any:
-        """Returns the variables of a bound module; None for an unbound one."""
+        """Return the variables of a bound module; None for an unbound one."""
         return None if model.scope is None else _joined(dict(model.variables))
 
     def function(self, model: linen.Module, method: str) -> Callable[..., Any]:
-        """Returns a method as a function of the variables, without what it changes in them."""
+        """Return a method as a function of the variables, discarding its updates."""
         module, rngs = _original(model.unbind()[0]), _rngs(model)
         mutable = _scope(model).mutable
 
@@ -52,7 +52,7 @@ class LinenBridge(Bridge):
         return fn
 
     def caches(self, model: linen.Module) -> Any:
-        """Return the collection ``"cache"`` of a bound module in which it is mutable."""
+        """Return a bound module's collection ``"cache"``, if it is mutable."""
         if model.scope is None or not in_filter(_scope(model).mutable, _CACHE):
             return None
         return flax.core.unfreeze(dict(model.variables)).get(_CACHE)
@@ -78,7 +78,7 @@ class LinenBridge(Bridge):
         return module.bind(variables, rngs=_rngs(model), mutable=_scope(model).mutable)
 
     def rebuild(self, model: linen.Module, parameters: Any, quantized: Quantized) -> linen.Module:
-        """Returns a module of the same fields, bound where the given one is."""
+        """Return a module of the same fields, bound like the given one."""
         module = model if model.scope is None else model.unbind()[0]
         module = _recast(module, _subclasses(quantized.methods).of(_class_of(module)))
         object.__setattr__(module, _FIELD, quantized)
@@ -92,12 +92,12 @@ class LinenBridge(Bridge):
         return module.bind(parameters, rngs=_rngs(model), mutable=_scope(model).mutable)
 
     def quantized(self, model: linen.Module) -> Quantized | None:
-        """Returns how a module is quantized."""
+        """Return how a module is quantized."""
         return getattr(model, _FIELD) if is_ours(type(model)) else None
 
 
 def _apart(variables: Any) -> dict[str, Any]:
-    """Return variables with adapters in collections of their own, such as ``"lora"``."""
+    """Return variables with adapters in separate collections, such as ``"lora"``."""
     found: dict[str, Any] = {}
     for name, group in variables.items():
         found[name] = jax.tree.map(lambda x: x.base if is_adapted(x) else x, group, is_leaf=is_kept)
@@ -133,7 +133,7 @@ def _collection(name: str) -> str:
 
 
 def _scope(model: linen.Module) -> Any:
-    """Returns the scope of a bound module."""
+    """Return the scope of a bound module."""
     return model.scope
 
 
@@ -147,14 +147,14 @@ def _class_of(module: linen.Module) -> type:
 
 
 def _recast(module: linen.Module, cls: type) -> Any:
-    """Returns a copy of a module as one of another class with the same fields."""
+    """Return a copy of a module in another class with equal fields."""
     copy = module.clone()
     object.__setattr__(copy, "__class__", cls)
     return copy
 
 
 def _original(module: linen.Module) -> Any:
-    """Returns an unbound module as one of the class that it had before it was quantized."""
+    """Return an unbound module in the class it had before quantization."""
     return _recast(module, _class_of(module)) if is_ours(type(module)) else module
 
 
@@ -169,7 +169,7 @@ def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
-    """Runs a method of a bound module quantized: a lifted transformation, as ``linen.remat``.
+    """Run a bound module's method quantized, as a lifted transformation.
 
     Variables, random keys and what is mutable are handed on as other transformations do it, but
     for collections with stored parameters, which can't be written to.
@@ -210,7 +210,7 @@ def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dic
 
 @linen.nowrap
 def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-    """Applies a method, quantized; see ``linen.Module.apply``."""
+    """Apply a method, quantized; see ``linen.Module.apply``."""
     quantized = getattr(self, _FIELD, None)
     plain = _original(self)
     if quantized is None:
@@ -243,7 +243,7 @@ def _to_state(value: Any) -> dict[str, Any]:
 
 
 def _from_state(target: Any, state: dict[str, Any]) -> Any:
-    """Returns the parameter that was written, into the place of one like it."""
+    """Return the written parameter in the place of a similar one."""
     expected = _to_state(target)
     if expected.keys() != state.keys() or expected["qtype"] != state["qtype"]:
         raise QuantizationError(

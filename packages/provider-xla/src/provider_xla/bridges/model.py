@@ -1,4 +1,4 @@
-"""quantize_model: quantizes a model object of any framework that there is a bridge for."""
+"""quantize_model: quantize the model object of any framework with a bridge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from interception_core import Provider, ProviderPlan, find_bridge
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
-from ..program.sites import is_array, short
+from ..program.arrays import is_array
+from ..program.sites import short
 from .bridge import Quantized, holds_kept, keeps_floats, path_of
 from .caches import check_planned, planned_function, with_caches
 
@@ -28,7 +29,7 @@ def quantize_model(
     adapter_key: jax.Array | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Returns a quantized model of the same kind; the given one stays as it is.
+    """Return a quantized model of the same kind; the given one stays float.
 
     With a ``PtqProvider`` parameters are stored as quantized values and scales, in the model's own
     places, and the methods run on those. With a ``QtProvider`` they stay float arrays, those of the
@@ -47,7 +48,7 @@ def quantize_model(
     Args:
         model: an NNX module, a Linen module (bound to its variables where they are to be stored:
             ``net.bind(variables)``), an Equinox module, or an object of another framework that a
-            plugin has a bridge for. A model that was quantized for training is quantized anew
+            plugin has a bridge for. A model that was quantized for training is quantized again
             from its parameters.
         provider: a ``PtqProvider``, a ``QtProvider``, or any ``interception_core.Provider``. Its
             rules name modules by the framework's own paths.
@@ -113,7 +114,7 @@ def calibrate_model(
     *,
     methods: Collection[str] = ("__call__",),
 ) -> Mapping[str, Any]:
-    """Measures the static ranges of a float model's activations, in float.
+    """Measure the static ranges of a float model's activations, in float.
 
     Args:
         model: a model as ``quantize_model`` takes it.
@@ -148,7 +149,7 @@ def calibrate_model(
         result = jax.tree.leaves(fn(held, *args))
         return [leaf for leaf in result if is_array(leaf)]
 
-    # What is no array (an activation function in an Equinox module) stays what it is under jit.
+    # A leaf that is not an array (an activation function in Equinox) stays what it is under jit.
     parameters = jax.tree.map(
         lambda leaf: leaf if is_array(leaf) else _Constant(leaf), bridge.parameters(model)
     )
@@ -158,13 +159,13 @@ def calibrate_model(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Constant:
-    """A leaf of parameters that is no array."""
+    """A leaf of parameters that is not an array."""
 
     value: Any
 
 
 def model_plan(model: Any) -> ProviderPlan | None:
-    """Returns the plan of a model that ``quantize_model`` returned.
+    """Return the plan of a model that ``quantize_model`` returned.
 
     None if it was made without example inputs.
 
@@ -212,7 +213,7 @@ def _planned(
     methods: Collection[str],
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, Any, Mapping[str, Any]]:
-    """Checks what it is given; returns the bridge, a plan where there is one to make, and caches.
+    """Check the arguments; return the bridge, the plan (or None) and the caches.
 
     The caches are those that the model holds, by the name of the argument that the plan has them
     in.
@@ -274,7 +275,7 @@ def _planned(
 
 
 def _lost(plan: Any, provider: Any, parameters: Any) -> Iterator[str]:
-    """Yields the parameters that a rule is about and whose module uses what looks like them."""
+    """Yield parameters with a rule whose module uses values derived from them."""
     leaves = {
         keys: leaf
         for keys, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]

@@ -28,12 +28,12 @@ class NnxBridge(Bridge):
     """
 
     def parameters(self, model: nnx.Module) -> Any:
-        """Returns the values of the model's ``nnx.Param``."""
+        """Return the values of the model's ``nnx.Param``."""
         params, adapters = nnx.state(model, _is_base, _is_adapter)
         return _joined(nnx.to_pure_dict(params), adapters)
 
     def function(self, model: nnx.Module, method: str) -> Callable[..., Any]:
-        """Returns a method that changes a copy of the model only."""
+        """Return a method that changes a copy of the model only."""
 
         def fn(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             copy = _copy(model, parameters, of_rest=_concrete)
@@ -47,7 +47,7 @@ class NnxBridge(Bridge):
         return nnx.to_pure_dict(nnx.state(model, nnx.Cache)) or None
 
     def step(self, model: nnx.Module, method: str) -> Callable[..., Any]:
-        """Return a method of a copy of the model, and what it makes of the caches."""
+        """Return a method of a model copy, and the caches after it."""
 
         def fn(parameters: Any, caches: Any, *args: Any, **kwargs: Any) -> Any:
             copy = _copy(model, parameters, of_rest=_concrete)
@@ -63,7 +63,7 @@ class NnxBridge(Bridge):
         return model
 
     def rebuild(self, model: nnx.Module, parameters: Any, quantized: Quantized) -> nnx.Module:
-        """Returns a copy of the model, with Variables of its own that hold the parameters."""
+        """Return a copy of the model with new Variables for the parameters."""
         bases = jax.tree.map(lambda x: x.base if is_adapted(x) else x, parameters, is_leaf=is_kept)
         copy = _copy(model, bases)
         _add_adapters(copy, parameters)
@@ -84,7 +84,7 @@ class NnxBridge(Bridge):
         return copy
 
     def quantized(self, model: nnx.Module) -> Quantized | None:
-        """Returns how a model is quantized."""
+        """Return how a model is quantized."""
         return _tag_of(model).quantized if is_ours(type(model)) else None
 
 
@@ -153,7 +153,7 @@ def _stem(path: tuple) -> str:
 def _copy(
     model: nnx.Module, parameters: Any, of_rest: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """Returns a model of our classes, with other parameters and nothing else copied."""
+    """Return a model of our classes with new parameters; share the rest."""
     graph, params, rest = nnx.split(model, _is_base, ...)
     rest = jax.tree.map(of_rest, rest)
     copy = nnx.merge(graph, _replaced(params, parameters), rest, copy=True)
@@ -165,7 +165,7 @@ def _copy(
 
 
 def _concrete(leaf: Any) -> Any:
-    """Returns some value for the state of an abstract model, of which only types count."""
+    """Return placeholder values for an abstract model's state: only types count."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -174,7 +174,7 @@ def _concrete(leaf: Any) -> Any:
 
 
 def _replaced(state: nnx.State, values: Any) -> nnx.State:
-    """Returns a state with other values, of which there is a nested dictionary."""
+    """Return a state with the values of a nested dictionary."""
     state = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(state, values)
     return state
@@ -185,7 +185,7 @@ def _tag_of(module: nnx.Module) -> Tag:
 
 
 def _tag(model: nnx.Module, quantized: Quantized | None, path: str = "") -> list[tuple[Any, Tag]]:
-    """Tags a model, which is at a path, and all modules in it. Returns the tags that they had."""
+    """Tag a model and its submodules; return the tags they had."""
     before = []
     for below, module in nnx.iter_modules(model):
         if is_ours(type(module)):
@@ -201,7 +201,7 @@ def _set_tag(module: nnx.Module, tag: Tag) -> None:
 
 
 def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: dict) -> Any:
-    """Runs a method under its module's name scope."""
+    """Run a method under its module's name scope."""
     before = _tag(self, None)
     try:
         with jax.named_scope(path):
@@ -212,7 +212,7 @@ def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: 
 
 
 def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
-    """Runs a method of a model, or of a part of one, quantized.
+    """Run a method of a model, or of a submodule, quantized.
 
     It runs on a copy that is a function of the parameters, of the other state, and of what there
     is of both in the arguments (``rngs=``). What it has changed is changed in the originals then,
@@ -239,7 +239,7 @@ def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any
         result = getattr(model, name)(*args, **kwargs)
         _tag(model, quantized, path)
         after = nnx.to_flat_state(nnx.state(both))
-        # JAX hands on what a nested function doesn't change as it is.
+        # JAX passes on unchanged what a nested function does not change.
         changed = {
             where: variable
             for where, variable in after
@@ -303,7 +303,7 @@ def _is_node(leaf: Any) -> bool:
 
 
 def _is_given(leaf: Any) -> bool:
-    """Return whether a node of arguments is passed to a method as it is."""
+    """Return whether a node of arguments reaches a method unchanged."""
     return _is_node(leaf) or is_cache(leaf)
 
 

@@ -1,7 +1,7 @@
 """Subclasses of a model's classes, whose methods are wrapped.
 
-Linen opens a name scope for every module by itself; NNX and Equinox don't. A quantized model
-consists of objects of such subclasses, each with a Tag. No class of anybody is changed, for any
+Linen opens a name scope for each module; NNX and Equinox don't. A quantized model
+consists of objects of such subclasses, each with a Tag. No class of anyone is changed, for any
 thread, and jitted methods (``nnx.jit``, ``eqx.filter_jit``) are what they were, with the scope
 around them, so that equal blocks share a trace.
 """
@@ -74,7 +74,7 @@ class Subclasses:
         self._lock = threading.Lock()
 
     def of(self, cls: type) -> type:
-        """Returns the subclass of a class; the class itself if it is one or stays as it is."""
+        """Return the subclass for a class; itself if it has none to get."""
         if is_ours(cls) or issubclass(cls, self._unchanged):
             return cls
         with self._lock:
@@ -108,7 +108,7 @@ def by_tag(
         tag_of: returns the tag of a module; None for one that is being built.
         scoped: runs a method under a name scope: of the path, the method's function, the module,
             and the arguments as a tuple and a dict.
-        quantized: runs one by itself, quantized: of the tag, the method's name, the module, and
+        quantized: runs one alone, quantized: of the tag, the method's name, the module, and
             the arguments.
     """
 
@@ -127,7 +127,7 @@ def by_tag(
 
 
 def is_ours(cls: type) -> bool:
-    """Returns whether a class is one that a ``Subclasses`` has made."""
+    """Return whether a class is one that a ``Subclasses`` has made."""
     return MARK in vars(cls)
 
 
@@ -137,7 +137,7 @@ def wrapped(
     method: Any,
     wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Returns a method of ``cls`` wrapped, with its name and its documentation."""
+    """Return a method of ``cls`` wrapped, with its name and its documentation."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method.__get__(self, type(self))(*args, **kwargs)
@@ -150,7 +150,7 @@ def wrapped(
 
 
 def methods_of(cls: type, base: type) -> Iterator[str]:
-    """Yields the names of the methods that ``cls`` has beyond those of ``base``.
+    """Yield the methods that ``cls`` has beyond those of ``base``.
 
     ``__call__`` counts. Other names with two underscores don't, nor do properties, static and
     class methods, fields, abstract methods, generators and what is asynchronous.

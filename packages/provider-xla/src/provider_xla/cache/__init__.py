@@ -1,1 +1,1 @@
-"""The KV cache by rule: state that a program updates and contracts with, carried quantized."""
+"""The KV cache by rule: updated and contracted state, carried quantized."""

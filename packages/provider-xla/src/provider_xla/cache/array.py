@@ -1,4 +1,4 @@
-"""CacheArray: a cache as quantized values and scales, which a program updates and returns."""
+"""CacheArray: a cache as quantized values and scales that a program updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .contract import contract
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class CacheArray(qn.QArray):
-    """Stand for a float array that a program updates: quantized values and scales. A pytree.
+    """A float cache as quantized values and scales; a pytree.
 
     A function that a plan was applied to takes it where the program takes a cache, and returns
     it where the program returns that. An update quantizes what it writes, and nothing else. The

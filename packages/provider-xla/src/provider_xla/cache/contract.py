@@ -42,7 +42,7 @@ def roles_of(params: Mapping[str, Any], side: int, ndim: int) -> Roles:
 def contract(
     cache: qn.QArray, params: Mapping[str, Any], operands: Sequence[Any]
 ) -> list[jax.Array] | None:
-    """Return the result of a ``dot_general``; None where scales vary along too many axes.
+    """Return a ``dot_general``'s result; None if scales vary along too many axes.
 
     Args:
         cache: the operand that is quantized.
@@ -91,7 +91,7 @@ def contract(
 
 
 def _arranged(cache: qn.QArray, places: Mapping[int, int], ndim: int) -> jax.Array:
-    """Return the scales with axes in other places, and size 1 along all others."""
+    """Return the scales with axes permuted, and size 1 along the others."""
     scale, shape = cache.scale, cache.qvalue.shape
     for axis in places:
         if 1 < scale.shape[axis] < shape[axis]:

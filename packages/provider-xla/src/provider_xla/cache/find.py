@@ -1,4 +1,4 @@
-"""Finding caches: which arguments rules are about, and how each of them can be carried."""
+"""Find caches: the arguments that rules name, and how to carry each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from interception_core import Engine
 
-from ..program.weights import follows_values
+from ..program.matching import follows_values
 from .array import CacheArray
 from .plan import CachePlan
 from .rule import CacheRule
@@ -40,7 +40,7 @@ class Leaf(NamedTuple):
 
 
 def is_cache(node: Any) -> bool:
-    """Return whether a node of arguments is a cache that is carried quantized."""
+    """Return whether a node of arguments is a quantized cache."""
     return isinstance(node, CacheArray)
 
 
@@ -92,7 +92,7 @@ def find_caches(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[dict[str, CachePlan], list[str]]:
-    """Return how each argument that rules are about is carried, and where they can't be followed.
+    """Return how each named argument is carried, and where it cannot be followed.
 
     Args:
         rules: the first that matches an array counts.
@@ -136,7 +136,7 @@ def _rule(rules: Sequence[CacheRule], leaf: Leaf, params: int) -> CacheRule | No
 
 
 def _candidates(path: str, value: Any, rule: CacheRule) -> Iterator[CachePlan]:
-    """Yield the ways to carry an array, the likeliest first: along the last axis.
+    """Yield the ways to carry an array, the likeliest (last axis) first.
 
     The last of them is to leave it float.
     """
@@ -152,7 +152,7 @@ def _candidates(path: str, value: Any, rule: CacheRule) -> Iterator[CachePlan]:
 
 
 def _type_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of an array: its sharding is a part of that where axes are explicit."""
+    """Return an array's type, with its sharding where axes are explicit."""
     sharding = getattr(array, "sharding", None)
     kinds = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
     known = sharding if AxisType.Explicit in kinds else None
@@ -160,7 +160,7 @@ def _type_of(array: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Search:
-    """Tries one way after the other for each cache, all of them at once.
+    """Try one way after the other for each cache, all caches at once.
 
     Args:
         engine: taps the program.
@@ -213,7 +213,7 @@ class _Search:
             path: jax.eval_shape(plan.quantize, _type_of(types[path]))
             for path, plan in plans.items()
         }
-        # What is no array is a constant.
+        # A leaf that is not an array is a constant.
         arrays = {
             i: _type_of(x)
             for i, x in enumerate(self._flat)

@@ -47,7 +47,7 @@ class CachePlan:
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of quantized values and scales, or of the float array where it stays that."""
+        """Bytes of quantized values and scales; of the float array without them."""
         if self.axis is None:
             return self.bytes_before
         abstract = jax.ShapeDtypeStruct(self.shape, self.dtype)

@@ -10,7 +10,7 @@ import quant_numerics as qn
 
 @dataclasses.dataclass(frozen=True)
 class CacheRule:
-    """Carry arguments that a program updates and contracts with quantized, such as a KV cache.
+    """Carry an argument that a program updates quantized, such as a KV cache.
 
     It is about the float arrays of an argument with two axes or more. Whether it can be followed,
     and along which axis elements share a scale, a plan finds out: see ``Plan.caches``.

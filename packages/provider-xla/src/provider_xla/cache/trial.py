@@ -1,4 +1,4 @@
-"""Trial: a program is traced with caches that take note of what it does with them."""
+"""Trial: trace a program with caches that record how they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Using caches: making them of float arrays, before a program or as it is called."""
+"""Make caches of float arrays, before a program or when it is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 def with_caches(
     plans: Mapping[str, CachePlan], fn: Callable[..., Any], applied: Callable[P, R]
 ) -> Callable[P, R]:
-    """Return a function that quantizes the caches among its arguments that are still float.
+    """Return a function that quantizes the float caches among its arguments.
 
     Args:
         plans: by path.
@@ -44,7 +44,7 @@ def with_caches(
 
 
 def _entering(plan: CachePlan | None, value: Any) -> Any:
-    """Return an argument as the program takes it: other shapes are other programs' caches."""
+    """Return an argument as the program takes it; refuse caches of other shapes."""
     fits = plan is not None and getattr(value, "shape", None) == plan.shape
     return plan.quantize(value) if fits and value.dtype == plan.dtype else value
 
@@ -108,7 +108,7 @@ def _quantized(plan: CachePlan, array: Any) -> Any:
 
 
 def _shardings(types: CacheArray, sharding: NamedSharding) -> Any:
-    """Return the shardings of what a cache is made of: that of the array along what it has."""
+    """Return the shardings of a cache's arrays, from that of the float array."""
     spec = [*sharding.spec, *[None] * (len(types.shape) - len(sharding.spec))]
 
     def one(leaf: Any) -> NamedSharding:

@@ -26,7 +26,7 @@ and returns them all: (function, parameters, *other arguments).
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``jaxtap plan``."""
+    """Add the options of ``jaxtap plan``."""
     _configure(parser)
     parser.add_argument(
         "--json", metavar="FILE", help="also write the plan to FILE; - prints it instead"
@@ -34,7 +34,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_report(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``jaxtap report``."""
+    """Add the options of ``jaxtap report``."""
     _configure(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots to FILE")
     parser.add_argument(
@@ -77,7 +77,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Prints a plan.
+    """Print a plan.
 
     Returns:
         0.
@@ -103,7 +103,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Measures and prints a report.
+    """Measure and prints a report.
 
     Returns:
         0.
@@ -186,7 +186,7 @@ def _report_of_another(
 
 
 def _plan(args: argparse.Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Returns the plan, the parameters, and the other arguments."""
+    """Return the plan, the parameters, and the other arguments."""
     module, fn = find_function(args.function)
     if args.args:
         values = [read_argument(text, module) for text in args.args]
@@ -214,7 +214,7 @@ def _plan(args: argparse.Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
 
 
 def _returned(given: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
-    """Returns a function and its arguments: what ``fn`` returns."""
+    """Return a function and its arguments: what ``fn`` returns."""
     how = (
         "Give the arguments of the function after it, or name a function without arguments that "
         "returns (function, parameters, *other arguments)."
@@ -263,7 +263,7 @@ def _provider(args: argparse.Namespace, module: ModuleType) -> Any:
 
 
 def _named(args: argparse.Namespace) -> Any:
-    """Returns the provider that ``--provider`` names."""
+    """Return the provider that ``--provider`` names."""
     given = {"--rules": args.rules, "--weight": args.weight, "--act": args.act, "--tile": args.tile}
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
@@ -310,7 +310,7 @@ def _from_json(text: str) -> list[Any]:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Makes every error one of jaxtap's, which the command line prints."""
+    """Make every error one of jaxtap's, which the command line prints."""
     try:
         yield
     except JaxtapError:
@@ -326,7 +326,7 @@ def _line(error: Exception) -> str:
 
 
 def _check_folders(*paths: Any) -> None:
-    """Raises JaxtapError where a file has no folder to be written into."""
+    """Raise JaxtapError where a file has no folder to be written into."""
     for path in paths:
         if path is not None and str(path) != "-" and not Path(path).parent.is_dir():
             raise JaxtapError(

@@ -54,7 +54,7 @@ class Result:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo.
+    """Run the demo.
 
     Returns:
         0.
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def _quantize(
     model: Model, params: Any, digits: demo_kit.Digits, engine: str | None
 ) -> tuple[list[Outcome], Plan]:
-    """Runs a model in all formats. Returns the outcomes, and the plan for int8."""
+    """Run a model in all formats. Returns the outcomes, and the plan for int8."""
     images, labels = digits.test_images, digits.test_labels
 
     def digits_of(fn: Any, params: Any) -> Any:
@@ -113,7 +113,7 @@ def _quantize(
 
 
 def _ops(plan: Plan) -> list[dict[str, Any]]:
-    """Returns the operations without their kernels, which depend on the machine and the engine."""
+    """Return the operations without their kernels, which depend on the machine and the engine."""
     return [
         {name: value for name, value in op.items() if not name.startswith("kernel")}
         for op in plan.ops.as_json()

@@ -1,4 +1,4 @@
-"""The two models: plain functions of a parameter pytree and a batch of 8x8 images."""
+"""The two models: functions of a parameter pytree and 8x8 images."""
 
 from __future__ import annotations
 

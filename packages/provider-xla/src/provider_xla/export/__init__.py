@@ -1,1 +1,1 @@
-"""Export: a program with its kernels in a file, for processes that serve it."""
+"""Export: a program and its kernels in a file, for serving."""

@@ -58,7 +58,7 @@ def called_in(exported: jax.export.Exported) -> dict[str, KernelOf]:
 
 
 def register(wanted: Mapping[str, KernelOf], check_versions: bool) -> None:
-    """Register the kernels of an exported program, for the platforms that this process has.
+    """Register an exported program's kernels for this process's platforms.
 
     Raises:
         StoreError: one of them is of a package that isn't installed, or of another version.
@@ -84,7 +84,7 @@ def register(wanted: Mapping[str, KernelOf], check_versions: bool) -> None:
 
 
 def import_nodes() -> None:
-    """Import the classes that are nodes of an exported program's arguments: they register them."""
+    """Import the node classes of an exported program's arguments."""
     from ..cache import array  # noqa: F401
 
     for op in PACK_OPS:

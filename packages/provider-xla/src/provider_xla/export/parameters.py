@@ -23,7 +23,7 @@ _ADAPTED = {"base", "a", "b"}
 
 
 def fitted(given: Any, wanted: Any) -> Any:
-    """Return parameters in other forms: packed for kernels, or as quantized values and scales.
+    """Return parameters packed for kernels, or as quantized values and scales.
 
     Args:
         given: what ``plan.quantize`` or ``load`` returned, with a plan or without.

@@ -27,7 +27,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 @dataclasses.dataclass(frozen=True)
 class ExportedProgram:
-    """A program of ``plan.export``: call it with the arguments that it was exported for.
+    """A program of ``plan.export``, called with the arguments it was exported for.
 
     Attributes:
         exported: what ``jax.export`` made: shapes, platforms and the lowered program.
@@ -52,7 +52,7 @@ class ExportedProgram:
         return self._jitted(*args)
 
     def parameters(self, stored: Any) -> Any:
-        """Return stored parameters in the form that the program takes as its first argument.
+        """Return stored parameters in the form that the program takes.
 
         A process that serves needs neither the plan nor the function: what ``load(path)`` returns
         without a plan is packed here for the kernels that the program calls.
@@ -70,13 +70,13 @@ class ExportedProgram:
         return fitted(stored, args[0])
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
-        """Compile it for the shapes of arguments, which warms its kernels up, without running it.
+        """Compile for the arguments' shapes and warm kernels up, without running.
 
         Args:
             args: arrays, or ``jax.ShapeDtypeStruct`` in their place.
 
         Returns:
-            The compiled program, to be called in place of this one.
+            The compiled program, to be called instead of this one.
         """
         return self._jitted.lower(*args).compile()
 
@@ -103,7 +103,7 @@ class ExportedProgram:
         except ValueError as error:
             raise StoreError(
                 f"The arguments and results of a program must be trees that jax.export can write: "
-                f"{error} Or export with inside=True, where the parameters are no argument."
+                f"{error} Or export with inside=True, where the parameters are not an argument."
             ) from error
         kernels = {name: dataclasses.asdict(kernel) for name, kernel in self.kernels.items()}
         header = json.dumps({"kernels": kernels, "jax": jax.__version__}).encode()
@@ -111,7 +111,7 @@ class ExportedProgram:
         return _MAGIC + hashlib.sha256(body).digest() + body
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write it to a file, which is there whole or not at all.
+        """Write to a file, which is there whole or not at all.
 
         Args:
             path: of the file.
@@ -138,7 +138,7 @@ class ExportedProgram:
 def load_exported(
     source: str | os.PathLike[str] | bytes, *, check_versions: bool = True
 ) -> ExportedProgram:
-    """Load a program that ``plan.export`` made, and register the kernels that it calls.
+    """Load a program of ``plan.export`` and register its kernels.
 
     Args:
         source: the file, or the bytes of ``serialize``.
@@ -183,7 +183,7 @@ def load_exported(
 
 
 def _types(avals: Any) -> str:
-    """Return the types of arrays; of many, how many there are, and the last."""
+    """Return the types of arrays; of many, their number and the last."""
     if len(avals) <= 4:
         return ", ".join(aval.str_short() for aval in avals)
     return f"{len(avals)} arrays, {', '.join(aval.str_short() for aval in avals[-2:])} the last"

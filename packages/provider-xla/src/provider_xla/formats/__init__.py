@@ -1,1 +1,1 @@
-"""Other people's formats: GGUF and compressed-tensors, read and written as trees of QArrays."""
+"""Other projects' formats: GGUF and compressed-tensors as trees of QArrays."""

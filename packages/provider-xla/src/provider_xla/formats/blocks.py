@@ -1,4 +1,4 @@
-"""The blocks of GGML's quantized types, as quantized values, scales and least values.
+"""The blocks of GGML's quantized types: values, scales and minima.
 
 A type cuts the last axis of an array into blocks of 32 or 256 numbers, each of which has a few
 bytes: scales, maybe least values, and the bits of the numbers. In what follows the numbers of a
@@ -15,12 +15,12 @@ import numpy as np
 
 
 class Groups(NamedTuple):
-    """What blocks stand for: ``(values + shift) * scale + minimum``, group by group.
+    """What blocks represent, per group: ``(values + shift) * scale + minimum``.
 
     Attributes:
         values: int8 [n, size], signed.
         scale: float16 or float32 [n, groups].
-        minimum: likewise; None where there is none. With it, ``BlockType.shift`` counts.
+        minimum: also; None where there is none. With it, ``BlockType.shift`` counts.
     """
 
     values: np.ndarray
@@ -71,7 +71,7 @@ def _bytes(numbers: np.ndarray) -> np.ndarray:
 
 
 def _fields(field: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Return numbers of a few bits: of each ``run`` bytes first all low bits, then the next ones.
+    """Return few-bit numbers: per ``run`` bytes, low bits first.
 
     Args:
         field: uint8 [n, bytes].
@@ -110,7 +110,7 @@ def _write_q8_0(groups: Groups) -> np.ndarray:
 
 
 def _plain(bits: int, has_minimum: bool) -> tuple[Callable, Callable]:
-    """Return how types of 4 and 5 bits without super-blocks are read and written."""
+    """Return how 4- and 5-bit types without super-blocks are read and written."""
     halves = 2 if has_minimum else 1
     high = 4 if bits == 5 else 0
 
@@ -148,7 +148,7 @@ def _read_q3_k(blocks: np.ndarray) -> Groups:
 
 
 def _scales_and_minima(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 8 scales and 8 minima of 6 bits that 12 bytes hold.
+    """Return the 8 scales and 8 minima of 6 bits in 12 bytes.
 
     The first four of each have a byte; the others 4 bits in the last four bytes, and the two high
     bits of those before.

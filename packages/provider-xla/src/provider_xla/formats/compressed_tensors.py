@@ -91,7 +91,7 @@ def save_compressed_tensors(
     act_qtype: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write parameters as a checkpoint that vLLM and llm-compressor read, quantized as they are.
+    """Write parameters as a checkpoint for vLLM and llm-compressor.
 
     Args:
         folder: to be made, which is there whole or not at all: config.json and model.safetensors.
@@ -193,7 +193,7 @@ class _Tensors(Mapping[str, Path]):
 
 
 def _write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file: its library for NumPy lacks dtypes that JAX has."""
+    """Write a safetensors file: NumPy's library lacks some of JAX's dtypes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers asks for
     # The largest elements first, so that all are aligned.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -230,7 +230,7 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the module of a tensor, and which part of its weight it is; else its own name."""
+    """Return a tensor's module and part; its own name if neither."""
     module, _, last = name.rpartition(".")
     if last == _WEIGHT:
         return module, _WEIGHT
@@ -292,7 +292,7 @@ def _weight(
 
 
 def _tiles(scheme: Scheme, shape: tuple[int, ...]) -> dict[int, int]:
-    """Return the tiles of a weight whose last ones are shorter, by axis."""
+    """Return the tiles of a weight whose last tiles are shorter, by axis."""
     if scheme.block is None:
         return {}
     sizes = zip((len(shape) - 2, len(shape) - 1), scheme.block, strict=True)

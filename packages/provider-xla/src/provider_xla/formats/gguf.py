@@ -1,4 +1,4 @@
-"""GGUF, the files of llama.cpp: trees of QArrays read from them, and written to them."""
+"""GGUF, llama.cpp's files: read and write trees of QArrays."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def _check_name(leaf: str, name: str) -> None:
 
 
 def _add(library: Any, writer: Any, key: str, value: Any) -> None:
-    """Add a key to a file, of the type that its value has."""
+    """Add a key to a file, with its value's type."""
     types = library.GGUFValueType
 
     def kind(one: Any) -> Any:

@@ -101,7 +101,7 @@ def _like(about: str, source: Any, value: Any, wanted: Any) -> Any:
 
 
 def _stored(value: Any) -> Any:
-    """Return a leaf as plans have it: packed where its storage has bits to spare."""
+    """Return a leaf as plans store it: packed if its storage has spare bits."""
     if isinstance(value, AffineWeight):
         return dataclasses.replace(value, inner=_stored(value.inner))
     if isinstance(value, qn.QArray):
@@ -113,10 +113,10 @@ def _stored(value: Any) -> Any:
 
 
 def tensors_of(params: Any, names: Targets) -> list[tuple[str, str, Callable[[], Any]]]:
-    """Return the tensors that a tree becomes: leaf, name, and a function that returns it.
+    """Return the tensors of a tree: leaf, name, and a function for the value.
 
     Raises:
-        StoreError: two tensors of a name, or a leaf that is no array of numbers.
+        StoreError: two tensors of a name, or a leaf that is not an array of numbers.
     """
     found: list[tuple[str, str, Callable[[], Any]]] = []
     taken: dict[str, str] = {}
@@ -154,7 +154,7 @@ def _maker(name: str, value: Any, target: Target) -> Callable[[], Any]:
 
 
 def _portable(name: str, value: Any) -> Any:
-    """Return a leaf as quantized values and scales, or as a NumPy array."""
+    """Return a leaf as quantized values and scales, or a NumPy array."""
     if isinstance(value, AffineWeight):
         inner = value.inner
         if hasattr(inner, "qarray"):
@@ -170,6 +170,6 @@ def _portable(name: str, value: Any) -> Any:
         raise StoreError(
             f"{name} must be an array, or quantized values with scales, to be written in another "
             f"format, got a {type(value).__name__}. Write what plan.quantize returned, without "
-            "passes; functions and settings are no tensors."
+            "passes; functions and settings are not tensors."
         )
     return np.asarray(value)

@@ -1,4 +1,4 @@
-"""The rules that a tree of stored parameters was quantized by, as far as it tells."""
+"""The rules that stored parameters were quantized by, as far as known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..store.errors import StoreError
 
 
 def rules_of(params: Any, act_qtype: str | None = None) -> list[QuantizationRule]:
-    """Return rules by which a plan has the formats that stored parameters have.
+    """Return rules whose plan has the formats of stored parameters.
 
     With them, ``plan.prepack`` packs parameters of GGUF or compressed-tensors for kernels.
 

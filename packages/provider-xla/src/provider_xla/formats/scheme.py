@@ -48,7 +48,7 @@ class Scheme:
         return "float8_e4m3fn" if self.kind == "float" else f"int{self.bits}"
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales, with as many axes as the weight."""
+        """Return the shape of the scales, with the weight's number of axes."""
         *lead, n, k = shape
         if self.strategy == "tensor":
             return (*(1 for _ in lead), 1, 1)
@@ -110,7 +110,7 @@ def scheme_of(what: str, q: qn.QArray, act_qtype: str | None) -> Scheme:
 
 
 def _block(q: qn.QArray) -> tuple[int, int]:
-    """Return the rows and columns that share a scale; 0 where that is no number."""
+    """Return the rows and columns that share a scale; 0 where unknown."""
     ragged = dict(q.ragged_tiles)
     pairs = [(axis, q.shape[axis], q.scale.shape[axis]) for axis in (-2, -1)]
     rows, columns = (ragged.get(axis, 0 if n % count else n // count) for axis, n, count in pairs)
@@ -118,10 +118,10 @@ def _block(q: qn.QArray) -> tuple[int, int]:
 
 
 def read_schemes(where: str, config: Mapping[str, Any]) -> dict[str, tuple[list[str], Scheme]]:
-    """Return the groups of a config: their targets, and the scheme of their weights.
+    """Return a config's groups: their targets and weight schemes.
 
     Raises:
-        StoreError: it is no such config, or one of a scheme that isn't read.
+        StoreError: not such a config, or a scheme that is not read.
     """
     try:
         if config["quant_method"] != "compressed-tensors":
@@ -180,7 +180,7 @@ def _scheme(what: str, form: str, args: Mapping[str, Any]) -> Scheme:
 
 
 def find(module: str, groups: Mapping[str, tuple[list[str], Scheme]]) -> Scheme | None:
-    """Return the scheme of a module: by its name, by a pattern, by its class, which none tells."""
+    """Return a module's scheme: by name, by pattern, then by class."""
     tests = (
         lambda target: target == module,
         lambda target: target.startswith("re:") and re.match(target[3:], module) is not None,

@@ -1,1 +1,1 @@
-"""Kernels: which package computes a matmul with a stored weight, and how it is packed for it."""
+"""Kernels: which package computes a matmul, and its packed weight."""

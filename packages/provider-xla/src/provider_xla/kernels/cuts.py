@@ -13,7 +13,7 @@ from hijax_trace import Shards
 
 
 def shards_of(weight: Any, counts: Sequence[int], form: Callable[..., Any]) -> Shards | None:
-    """Return how devices share a ``PrepackedWeight`` out; None if its packed form can't be cut so.
+    """Return how devices share a ``PrepackedWeight``; None if it cannot be cut.
 
     Args:
         weight: the weight.

@@ -1,4 +1,4 @@
-"""Contractions under ``vmap``: rows of a batch are rows, and mapped columns are columns.
+"""Contractions under ``vmap``: a batch's rows are rows, mapped columns columns.
 
 Programs with named axes map a weight over the axes that are not contracted, so that what they
 multiply is a vector. A kernel multiplies with the whole weight all the same, once.
@@ -19,7 +19,7 @@ Run = Callable[[jax.Array, Any], jax.Array]
 
 
 def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) -> Callable[..., Any]:
-    """Return a contraction with some of a packed weight's columns, with a rule for ``vmap``.
+    """Return a contraction with some packed columns, with a ``vmap`` rule.
 
     Args:
         run: multiplies with all of them.

@@ -1,4 +1,4 @@
-"""Kernels: which op of a kernel package a contraction of a packed parameter is, and calling it."""
+"""Kernels: choose and call the op for a packed parameter's contraction."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NoKernel(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a contraction of an activation and a weight is one of matrices.
+    """How a contraction of activation and weight is a matmul.
 
     Attributes:
         kept: the axes of the activation that the result has.
@@ -65,7 +65,7 @@ class Layout:
 def layout_of(
     contraction: Contraction, side: int, x_shape: Sequence[int], w_shape: Sequence[int]
 ) -> Layout:
-    """Returns how a contraction is read as one of matrices.
+    """Return how a contraction is read as one of matrices.
 
     Args:
         contraction: the contraction.
@@ -141,13 +141,13 @@ def op_of(
 
 
 def check_groups(contraction: RaggedMatmul, side: int) -> None:
-    """Raise NoKernel for a ragged matmul that is not ``lax.ragged_dot`` with a weight."""
+    """Raise NoKernel unless a ragged matmul is ``lax.ragged_dot`` with a weight."""
     if side != 1 or not contraction.trains:
         raise NoKernel("a ragged matmul of other axes than those of ragged_dot")
 
 
 def check_dtypes(contraction: Matmul | RaggedMatmul, x: Any, dtype: Any) -> np.dtype:
-    """Returns the dtype of the result, for an activation and a weight of that dtype.
+    """Return the result's dtype for the dtypes of activation and weight.
 
     Raises:
         NoKernel: kernels don't have one of the dtypes.
@@ -260,7 +260,7 @@ def _multiply_groups(
     side: int,
     sizes: jax.Array,
 ) -> jax.Array:
-    """Return ``lax.ragged_dot`` with a stack of packed weights, one for each group of rows."""
+    """Return ``lax.ragged_dot`` with one packed weight per group of rows."""
     check_groups(contraction, side)
     dtype = check_dtypes(contraction, x, weight.dtype)
     if len(weight.lead) != 1 or weight.axes() != [0, 1, 2] or weight.order != (0, 1):

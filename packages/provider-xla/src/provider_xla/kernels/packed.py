@@ -1,4 +1,4 @@
-"""PrepackedWeight: a parameter in the form that a kernel's package packs weights in."""
+"""PrepackedWeight: a parameter in the layout of a kernel's package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .rows import Rows, rows_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrepackedWeight(ArrayProxy):
-    """A quantized parameter in the order in which a kernel reads it; a pytree of its arrays.
+    """A quantized parameter in a kernel's memory order; a pytree of arrays.
 
     ``plan.quantize`` makes it of parameters all of whose contractions run in a kernel. It is what
     the kernels of one platform read; on others it is unpacked at each use. ``plan.convert`` changes
@@ -83,14 +83,14 @@ class PrepackedWeight(ArrayProxy):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Sizes of the leading axes."""
+        """Return the sizes of the leading axes."""
         if self.index is not None:
             return np.shape(self.index)
         shape = np.shape(jax.tree.leaves(self.packed)[0])
         if len(shape) < self.inner:
             raise QuantizationError(
                 f"A packed parameter of {self.qtype} with rows {self.k_sizes} and columns "
-                f"{self.n_sizes} was taken apart along an axis of its own, as by a scan over "
+                f"{self.n_sizes} was taken apart along a column axis, as by a scan over "
                 "rows. Make the plan for this function, or use plan.quantize(params, "
                 "prepack=False)."
             )
@@ -125,7 +125,7 @@ class PrepackedWeight(ArrayProxy):
         return [places[axis] if axis in places else next(rest) for axis in range(self.ndim)]
 
     def transposed(self, permutation: Sequence[int]) -> PrepackedWeight:
-        """Return it with its axes in another order: what is packed stays as it is."""
+        """Return a permuted view: the packed bytes stay as they are."""
         lead, old = len(self.lead), self.axes()
         axes = [old[axis] for axis in permutation]
         order = tuple(self.order[axis - lead] for axis in axes if axis >= lead)
@@ -137,16 +137,16 @@ class PrepackedWeight(ArrayProxy):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed arrays."""
+        """Return the bytes of the packed arrays."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.packed))
 
     @property
     def bits(self) -> int:
-        """Bits of a packed code: 8 or 4."""
+        """Return the bits of a packed value: 8 or 4."""
         return packed_bits(self.qtype)
 
     def unpacked(self) -> qn.QArray:
-        """Returns its quantized values and scales, in the order of its axes."""
+        """Return its quantized values and scales, in the order of its axes."""
         return _unpacked(self)
 
     def qarray(self, scale_shape: Sequence[int] | None = None) -> qn.QArray | qn.PackedQArray:
@@ -163,11 +163,11 @@ class PrepackedWeight(ArrayProxy):
         return qn.pack(q) if qn.get_qtype(q.qtype).packable else q
 
     def restore(self) -> jax.Array:
-        """Returns the dequantized array."""
+        """Return the dequantized array."""
         return _restored(self)
 
     def stacked(self) -> PrepackedWeight:
-        """Return it as a stack along one axis, and the index of each weight in it."""
+        """Return a stack along one axis, and each weight's index in it."""
         if self.index is not None:
             return self
         lead = self.lead
@@ -178,7 +178,7 @@ class PrepackedWeight(ArrayProxy):
         )
 
     def gathered(self) -> PrepackedWeight:
-        """Return it without an index: what that takes of the stack is copied.
+        """Return the weight without an index, copying its part of the stack.
 
         A weight that was looked up out of bounds is another one then.
         """
@@ -190,7 +190,7 @@ class PrepackedWeight(ArrayProxy):
         )
 
     def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
-        """Return it with an index per step along an axis: a leading one, or one of columns."""
+        """Return the weight with an index per step along an axis."""
         lead, rank, axes = len(self.lead), len(self.k_sizes), self.axes()
         which = axes.pop(axis)
         lead_at = _lead_at(axes, lead)
@@ -213,14 +213,14 @@ class PrepackedWeight(ArrayProxy):
         )
 
     def shards(self, counts: Sequence[int]) -> Shards:
-        """Return how devices share it out: whole panels of columns, or weights of a stack.
+        """Return how devices share it: panels of columns, or whole stack entries.
 
         Any other cut makes it quantized values and scales.
         """
         return shards_of(self, counts, packed_form) or self.unpacked().shards(counts)
 
     def alone(self) -> PrepackedWeight:
-        """Return it without the axis of its pieces, where it has only one."""
+        """Return the weight without its axis of pieces, if it has one piece."""
         if self.pieces != 1:
             return self
         packed = jax.tree.map(lambda x: jax.lax.squeeze(x, [len(self.lead)]), self.packed)
@@ -288,7 +288,7 @@ def _lead_at(axes: Sequence[int], lead: int) -> tuple[int, ...] | None:
 
 
 def _indexed(weight: Any) -> Any:
-    """Return a weight whose index has a NaN for what is out of bounds, with -1 for that."""
+    """Return a weight with index -1 where its index is out of bounds."""
     index = jnp.where(jnp.isnan(weight.index), -1.0, weight.index)
     return dataclasses.replace(weight, index=index.astype(jnp.int32))
 
@@ -312,7 +312,7 @@ def _form_of(op: Any, k: int, n: int, group: int, platform: str, scale_dtype: st
 
 
 def packed_bits(qtype: str) -> int:
-    """Returns the bits that quantized values of a qtype are packed in."""
+    """Return the bits that quantized values of a qtype are packed in."""
     return 4 if qn.get_qtype(qtype).bits <= 4 else 8
 
 
@@ -358,7 +358,7 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
 
 
 def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
-    """Return the sizes of the contracted axes of scales, for groups of rows; 0 for one group."""
+    """Return the sizes of scales along contracted axes; 0 for one group."""
     left, sizes = group or math.prod(k_sizes), []
     for size in reversed(k_sizes):
         within = math.gcd(left, size)

@@ -52,11 +52,11 @@ class Packing:
         return f"pack_w{self.bits}"
 
     def sizes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the sizes of the axes of K and of N."""
+        """Return the sizes of the axes of K and of N."""
         return tuple(shape[a] for a in self.k_axes), tuple(shape[a] for a in self.n_axes)
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Returns K and N."""
+        """Return K and N."""
         k_sizes, n_sizes = self.sizes(shape)
         return math.prod(k_sizes), math.prod(n_sizes)
 
@@ -69,7 +69,7 @@ class Packing:
         return packed_form(self.bits, *self.matrix(shape), self.group, self.platform)
 
     def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
-        """Returns why a parameter that is sharded so can't be packed, or None."""
+        """Return why a parameter that is sharded so can't be packed, or None."""
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             return "it is on a mesh with explicit axes"
         if sharding is None or sharding.is_fully_replicated:
@@ -109,7 +109,7 @@ class Packing:
 
 
 def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
-    """Packs a parameter, on the devices that it is on; waits until that is done."""
+    """Pack a parameter, on the devices that it is on; waits until that is done."""
     arrays = jax.tree.leaves(q)
     sharding = getattr(arrays[0], "sharding", None)
     return jax.block_until_ready(_prepack(q, packing, of_panels(packing, q.ndim, sharding)))
@@ -133,7 +133,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
 
 
 def abstract(q: Any, packing: Packing) -> Any:
-    """Returns the type of what ``prepack`` gives for an array of this type."""
+    """Return the type of what ``prepack`` gives for an array of this type."""
     return jax.eval_shape(lambda q: _packed(q, packing), q)
 
 
@@ -186,13 +186,13 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
 
 
 def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """Returns the names of the mesh axes that each axis is sharded along."""
+    """Return the names of the mesh axes that each axis is sharded along."""
     spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
 
 
 def of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
-    """Returns the sharding of what is packed, for that of the quantized values."""
+    """Return the packed sharding for that of the quantized values."""
     if not isinstance(sharding, NamedSharding):
         return None
     parts = _parts(sharding, ndim)

@@ -47,7 +47,7 @@ class Rows(ArrayProxy):
 
 
 def looked_up_axes(params: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the axes that a ``lax.gather_p`` takes indices of, with all of the others.
+    """Return the axes that a ``lax.gather_p`` indexes while keeping the others.
 
     None if it takes less of these, or windows.
     """
@@ -62,7 +62,7 @@ def looked_up_axes(params: Mapping[str, Any], shape: Sequence[int]) -> tuple[int
 
 
 def rows_of(weight: Any, indices: jax.Array, params: Mapping[str, Any]) -> jax.Array | None:
-    """Return what ``lax.gather_p`` gives of a packed parameter, without unpacking all of it.
+    """Return a ``lax.gather_p`` of a packed parameter without unpacking all of it.
 
     Args:
         weight: the parameter, one, but maybe of a stack.

@@ -1,1 +1,1 @@
-"""LoRA and QLoRA by rule: float adapters beside parameters that are quantized, or not."""
+"""LoRA and QLoRA by rule: float adapters for stored or float parameters."""

@@ -19,8 +19,9 @@ from interception_core import Engine, Interceptor
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
+from ..program.matching import Rules
 from ..program.record import OpRecord
-from ..program.sites import Rules, Site, ignore
+from ..program.sites import Site, ignore
 from ..run.contraction import quantized_contraction, stored_operands
 from ..run.infer import prepared, sites_of, sparse
 from ..run.lookup import gather
@@ -224,7 +225,7 @@ def _adapter(
     extras: tuple[Any, ...],
     number: Any,
 ) -> jax.Array:
-    """Returns the contraction of an activation with an adapter, scaled."""
+    """Return the contraction of an activation with an adapter, scaled."""
     seen = dropped_out(x, weight, number)
     return adapter_contraction(
         contraction, side, seen, weight.a, weight.b, weight.shape, extras
@@ -232,7 +233,7 @@ def _adapter(
 
 
 def _typed(key: Any) -> jax.Array:
-    """Returns a random key of the new style."""
+    """Return a random key of the new style."""
     dtype = getattr(key, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.shape == ():
         return key

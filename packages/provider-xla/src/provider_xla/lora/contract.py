@@ -1,4 +1,4 @@
-"""Contractions of an activation with an adapter, without the product of its factors."""
+"""Contract activations with adapters, one factor after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Labels = list[str]
 
 
 def delta_of(a: jax.Array, b: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns ``sum(a * b, axis=-1)`` of two factors, broadcast to a shape."""
+    """Return ``sum(a * b, axis=-1)`` of two factors, broadcast to a shape."""
     labels = _symbols(len(shape) + 1)
     ours, theirs = (_squeezed(factor, labels[:-1], labels[-1]) for factor in (a, b))
     out = [x for x in labels[:-1] if x in ours[1] or x in theirs[1]]
@@ -34,8 +34,7 @@ def adapter_contraction(
     shape: tuple[int, ...],
     extras: tuple[Any, ...],
 ) -> jax.Array:
-    """Returns a contraction of an activation and ``sum(a * b, axis=-1)``, one factor after the
-    other.
+    """Return the contraction with ``sum(a * b, axis=-1)``, one factor at a time.
 
     Args:
         contraction: the contraction.
@@ -63,7 +62,7 @@ def adapter_contraction(
 
 
 def labels_of(contraction: Matmul, shapes: Sequence[Sequence[int]]) -> list[Labels]:
-    """Returns a label for each axis of both operands, and of the result."""
+    """Return labels for the axes of both operands and the result."""
     if contraction.spec is not None:
         inputs, output, _ = parser.parse_einsum_input((contraction.spec, *shapes), shapes=True)
         return [list(part) for part in (*inputs.split(","), output)]
@@ -116,7 +115,7 @@ def _matrix(
 def _convolution(
     contraction: Convolution, x: jax.Array, a: jax.Array, b: jax.Array
 ) -> jax.Array | None:
-    """Returns the convolution with the one factor and then, per pixel, the other."""
+    """Return the convolution with one factor, then the other per pixel."""
     numbers, arguments = contraction.numbers, dict(contraction.arguments)
     out, groups, rank = numbers.rhs_spec[0], arguments["feature_group_count"], a.shape[-1]
     if a.shape[out] != 1:
@@ -141,7 +140,7 @@ def _convolution(
 def _ragged(
     contraction: RaggedMatmul, x: jax.Array, a: jax.Array, b: jax.Array, extras: tuple[Any, ...]
 ) -> jax.Array | None:
-    """Factors of [groups, K, N], each group with its own."""
+    """Return the ragged matmul with factors per group."""
     if a.shape[2] != 1 or b.shape[1] != 1 or a.shape[0] != b.shape[0]:
         return None
     small = contraction.run(x, a[:, :, 0, :], *extras).astype(x.dtype)
@@ -149,7 +148,7 @@ def _ragged(
 
 
 def _squeezed(factor: jax.Array, labels: Sequence[str], rank: str) -> tuple[jax.Array, Labels]:
-    """Returns a factor without the axes that it does not depend on, and its labels."""
+    """Return a factor without axes it does not depend on, and its labels."""
     gone = tuple(axis for axis in range(factor.ndim - 1) if factor.shape[axis] == 1)
     kept = [label for axis, label in enumerate(labels) if axis not in gone]
     return lax.squeeze(factor, gone), [*kept, rank]

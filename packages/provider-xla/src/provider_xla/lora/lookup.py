@@ -14,7 +14,7 @@ from .weight import LoraWeight
 
 
 def adapter_rows(weight: LoraWeight, indices: jax.Array, params: Any) -> jax.Array | None:
-    """Returns what ``lax.gather_p`` gives of ``scale * sum(a * b, axis=-1)``, or None.
+    """Return a ``lax.gather_p`` of ``scale * sum(a * b, axis=-1)``, or None.
 
     Args:
         weight: the parameter with its adapter.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def init_adapters(
     plan: PlanData, key: jax.Array, dtype: Any = None
 ) -> dict[str, dict[str, jax.Array]]:
-    """Makes adapters that change nothing yet: see ``Plan.init_adapters``."""
+    """Make adapters that change nothing yet: see ``Plan.init_adapters``."""
     if not plan.lora:
         check_adapters(plan.lora, {})
     dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
@@ -51,7 +51,7 @@ def _init(plan: LoraPlan, key: jax.Array, dtype: Any) -> dict[str, jax.Array]:
 
 
 def salt(name: str) -> int:
-    """Returns a number for a name, the same in every process."""
+    """Return a number for a name, the same in every process."""
     return zlib.crc32(name.encode())
 
 
@@ -125,7 +125,7 @@ def _is_kept(node: Any) -> bool:
 
 
 def check_params(plan: PlanData, given: Mapping[str, Any]) -> None:
-    """Raises QuantizationError unless the parameters that adapters are for are there."""
+    """Raise QuantizationError unless the parameters that adapters are for are there."""
     for path, one in plan.lora.items():
         leaf = given.get(path)
         if getattr(leaf, "shape", None) != one.shape:

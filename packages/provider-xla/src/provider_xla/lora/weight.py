@@ -46,7 +46,7 @@ class AdaptedWeight:
 
     @property
     def dtype(self) -> Any:
-        """Its dtype."""
+        """Return its dtype."""
         return self.base.dtype
 
 
@@ -84,7 +84,7 @@ def adapter_mask(tree: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoraWeight(ArrayProxy):
-    """A parameter with its adapter: stands for ``base + scale * sum(a * b, axis=-1)``.
+    """A parameter with its adapter: ``base + scale * sum(a * b, axis=-1)``.
 
     Both factors have the axes of the parameter, each of its size or, where the factor does not
     depend on it, of size 1; and then the rank. So they are moved as it is, element by element,
@@ -118,25 +118,25 @@ class LoraWeight(ArrayProxy):
     @property
     # pyrefly: ignore [bad-override]
     def dtype(self) -> np.dtype:
-        """Its dtype."""
+        """Return its dtype."""
         return self.base.dtype
 
     def base_array(self) -> jax.Array:
-        """Returns the parameter without the adapter, as an array."""
+        """Return the parameter without the adapter, as an array."""
         return self.base.restore() if isinstance(self.base, ArrayProxy) else self.base
 
     def restore(self) -> jax.Array:
-        """Returns the parameter with the adapter added, as an array of its dtype."""
+        """Return the parameter plus the adapter, as an array."""
         return _restored(self)
 
     def parts(self) -> dict[str, Part]:
-        """Return the parameter, and factors and keys, which have axes of size 1 and others."""
+        """Return the parameter, factors and keys, broadcastable to its axes."""
         return {
             name: Part(getattr(self, name), name == "base") for name in ("base", "a", "b", "key")
         }
 
     def astype(self, dtype: Any) -> LoraWeight:
-        """Return it for a parameter of another float dtype. Factors stay as exact as they are."""
+        """Return it for another float dtype; factors keep theirs."""
         if isinstance(self.base, ArrayProxy):
             return self  # it was converted with its parts
         return dataclasses.replace(self, base=self.base.astype(dtype))
@@ -167,12 +167,12 @@ def _restored(weight: LoraWeight) -> jax.Array:
 
 
 def wide(*dtypes: Any) -> np.dtype:
-    """Returns the float dtype in which arrays of these are added."""
+    """Return the float dtype in which arrays of these are added."""
     return np.dtype(np.float64 if np.dtype(np.float64) in map(np.dtype, dtypes) else np.float32)
 
 
 def dropped_out(x: jax.Array, weight: LoraWeight, salt: Any) -> jax.Array:
-    """Returns an activation as the adapter sees it in training: with elements dropped.
+    """Return an activation with elements dropped, for the adapter in training.
 
     Args:
         x: float array.

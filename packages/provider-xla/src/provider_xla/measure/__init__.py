@@ -1,1 +1,1 @@
-"""Measuring: a program runs in float on data, and each operation is looked at."""
+"""Measure: run a program in float on data and look at each operation."""

@@ -1,4 +1,4 @@
-"""Probes: what is measured at the operations of a program while it runs in float on real data."""
+"""Probe: measure each operation while a program runs in float."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..errors import QuantizationError
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.contractions import Contraction
+from ..program.matching import follows_values
 from ..program.sites import Site, Sites, ignore
-from ..program.weights import follows_values
 from ..run.stored import is_stored, unpacked_leaf
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ arrays.
 
 
 class Largest(NamedTuple):
-    """Something measured of which the largest is kept instead of the sum; 0 or more."""
+    """A measurement whose largest value is kept, not the sum; 0 or more."""
 
     value: jax.Array
 
@@ -54,7 +54,7 @@ class Lookup(NamedTuple):
 
     Attributes:
         op_id: as in the plan.
-        read: takes an array in place of the parameter; returns what is looked up in it.
+        read: takes an array instead of the parameter; returns what is looked up in it.
         table: the parameter, float, as the lookup gets it.
         stored: the same, quantized as the plan says; None where it can't be followed.
         path: of the parameter.
@@ -92,7 +92,7 @@ def probe(
     lookup: VisitLookup | None = None,
     leave: VisitFloat | None = None,
 ) -> dict[str, Probed]:
-    """Runs the function of a plan in float, and measures at each operation that is quantized.
+    """Run a plan's function in float and measure each quantized operation.
 
     Nothing is changed: each operation gives its float result. ``visit`` is traced, once for each
     operation; it must return the same shapes for operations of the same id.
@@ -195,7 +195,7 @@ def probe(
 
 
 def _everywhere(params: Any) -> NamedSharding | None:
-    """Returns the sharding of what is whole on all devices of sharded parameters."""
+    """Return the replicated sharding on the devices of sharded parameters."""
     for leaf in jax.tree.leaves(params):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
@@ -204,7 +204,7 @@ def _everywhere(params: Any) -> NamedSharding | None:
 
 
 class _Numbered(ArrayProxy):
-    """A parameter with the number of the step that each part of it is for.
+    """A parameter with the step number of each of its parts.
 
     The number goes along with the parameter, through transposes and backward scans: it is kept
     as the scale of a QArray whose quantized values are the values. So does the quantized parameter.
@@ -256,7 +256,7 @@ jax.tree_util.register_pytree_node(
 
 
 def stored_operand(site: Site, side: int) -> ArrayProxy | None:
-    """Returns an operand as it is stored, where ``probe`` was given that; else None."""
+    """Return the stored form of an operand if ``probe`` has it, else None."""
     return _stored(site.call.proxy(site.operands[side]))
 
 
@@ -265,7 +265,7 @@ def _stored(held: Any) -> ArrayProxy | None:
 
 
 def numbered(plan: PlanData, params: Any, stored: Any = None) -> Any:
-    """Returns the parameters; those that loops take in steps or that are stored, with numbers."""
+    """Return the parameters, with step numbers where loops step along them."""
     held: dict[str, Any] = {}
     if stored is not None:
         found, _ = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_stored)
@@ -290,7 +290,7 @@ def numbered(plan: PlanData, params: Any, stored: Any = None) -> Any:
 
 
 def _with_numbers(weight: WeightPlan | None, leaf: Any, held: Any) -> Any:
-    """Return an array with the numbers of its steps, and what is stored for it, if it has any."""
+    """Return an array with its step numbers, and its stored form if any."""
     held = held if is_stored(held) else None
     if weight is None or not (weight.stepped or held is not None):
         return leaf
@@ -301,7 +301,7 @@ def _with_numbers(weight: WeightPlan | None, leaf: Any, held: Any) -> Any:
 
 
 def _steps(plan: PlanData, op_id: str) -> tuple[int, ...]:
-    """Return the sizes of the axes of an operation's first weight that loops step along."""
+    """Return the sizes of the loop axes of an operation's first weight."""
     if not follows_values(plan.engine):
         return ()
     for weight in plan.weights.values():
@@ -311,7 +311,7 @@ def _steps(plan: PlanData, op_id: str) -> tuple[int, ...]:
 
 
 def _step(call: Any, operands: Sequence[Any]) -> jax.Array | None:
-    """Returns the number of the step that an operation is in; None without any."""
+    """Return the step that an operation is in; None outside loops."""
     for operand in operands:
         held = call.proxy(operand)
         if isinstance(held, _Numbered) and held.stepped:
@@ -326,7 +326,7 @@ def _step(call: Any, operands: Sequence[Any]) -> jax.Array | None:
 
 
 def _merged(kept: Any, found: Any, step: jax.Array | None) -> Any:
-    """Adds what was found, at one step of what was kept; or keeps the largest."""
+    """Add a measurement at one step, or keep the largest."""
     if isinstance(found, Largest):
         return Largest(_merged_at(_maximum, kept.value, found.value, step))
     return _merged_at(_sum, kept, found, step)
@@ -341,7 +341,7 @@ def _merged_at(
 
 @custom_vmap
 def _sum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
-    """Adds to ``kept``, at one step of it; where the program maps, what is found in each example.
+    """Add a measurement at one step, summed over mapped examples.
 
     Under ``vmap`` the step is one of each example too, where the parameter is mapped over.
     """
@@ -355,7 +355,7 @@ def _sum_rule(size: int, is_batched: Sequence[bool], *args: jax.Array) -> tuple[
 
 @custom_vmap
 def _maximum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
-    """Keeps the largest in the same way."""
+    """Keep the largest in the same way."""
     return kept.at[step].max(found)
 
 

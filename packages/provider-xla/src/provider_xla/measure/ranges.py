@@ -13,8 +13,8 @@ from hijax_trace import Carrier
 from ..errors import QuantizationError
 from ..plan.plan import PlanData
 from ..program.arrays import of_arrays
+from ..program.matching import follows_values
 from ..program.sites import Site, Sites, ignore
-from ..program.weights import follows_values
 from ..run.infer import prepared
 from ..run.static import Observation, Statistics, key_of
 from ..run.stored import is_stored

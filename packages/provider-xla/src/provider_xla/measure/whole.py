@@ -1,4 +1,4 @@
-"""Measures of arrays that are sharded along explicit mesh axes: numbers that each device has."""
+"""Arrays sharded along explicit mesh axes, made whole on each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interception_core import explicit_mesh, with_auto_axes
 
 
 def whole_results(fn: Callable[..., Any], *operands: Any) -> Any:
-    """Call a function whose results are small; with explicit mesh axes each device has them whole.
+    """Call a function whose small results are whole on each device.
 
     Args:
         fn: a function of the operands that closes over no sharded array.
@@ -27,7 +27,7 @@ def whole_results(fn: Callable[..., Any], *operands: Any) -> Any:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """Return an array, each device with all of it where it was sharded along explicit mesh axes."""
+    """Return an array replicated where explicit mesh axes sharded it."""
     if explicit_mesh(x) is None:
         return x
     assert isinstance(x.sharding, NamedSharding)

@@ -1,1 +1,1 @@
-"""Calibration passes: what is done to parameters, with data, before they are rounded."""
+"""Passes: change parameters with data before they are rounded."""

@@ -22,8 +22,7 @@ _LEAST_FACTOR = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Awq(Pass):
-    """Multiplies channels of the parameter by ``s[k] = size(x[:, k]) ** a`` and divides those of
-    the activation, with the ``a`` of a grid that gives the results with the least error.
+    """Scale channels by ``s[k] = size(x[:, k]) ** a``, with the best ``a`` of a grid.
 
     Lin et al. 2023, arXiv:2306.00978, section 3.2: the grid is 0, 1/grid, ... below 1. ``size`` is
     the root of the mean square, which the Gram matrix has; the paper's is the mean magnitude. The
@@ -56,7 +55,7 @@ class Awq(Pass):
         return self._clip(weight) if self.clip > 1 else None
 
     def _scales(self, weight: Weight, squares: jax.Array) -> jax.Array:
-        """Returns the scales [S, K] of the least error, by step."""
+        """Return the scales [S, K] of the least error, by step."""
         best = jnp.ones_like(squares)
         least = jnp.full(squares.shape[:1], jnp.inf)
         for i in range(self.grid):
@@ -99,7 +98,7 @@ class Awq(Pass):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _normal(squares: jax.Array, exponent: float) -> jax.Array:
-    """Returns the scales of an exponent, the largest the inverse of the least."""
+    """Return an exponent's scales, normalized: largest times least is 1."""
     # Half the exponent: of squares. A channel that was always 0 has no say.
     scale = jnp.where(squares > 0, squares, 1.0) ** (exponent / 2)
     ends = scale.max(-1, keepdims=True), scale.min(-1, keepdims=True)
@@ -107,7 +106,7 @@ def _normal(squares: jax.Array, exponent: float) -> jax.Array:
 
 
 def _tile(weight: Weight) -> int | None:
-    """Returns the channels that share a scale with each output; None where outputs share one."""
+    """Return the channels that share scales per output; None if outputs share."""
     granularity, layout = weight.plan.granularity, weight.layout
     others = [a for a in range(len(layout.shape)) if a not in layout.k_axes]
     if any(layout.shape[a] > 1 and a not in granularity.channel_axes for a in others):
@@ -122,7 +121,7 @@ def _tile(weight: Weight) -> int | None:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _tile_squares(e: jax.Array, gram: jax.Array, tile: int) -> jax.Array:
-    """Return the squared error that each tile makes alone, [S, ceil(K / tile), N]."""
+    """Return the squared error of each tile alone, [S, ceil(K / tile), N]."""
     steps, k, n = e.shape
     # What a shorter last tile has not makes no error.
     tiles, missing = -(-k // tile), -k % tile

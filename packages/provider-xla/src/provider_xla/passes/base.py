@@ -11,7 +11,7 @@ TRANSFORM, MASK, CODES = range(3)
 
 
 class Pass(abc.ABC):
-    """One pass over the parameters of a plan, a parameter at a time.
+    """Base of passes, which change one parameter of a plan at a time.
 
     Attributes:
         stage: passes that transform channels come before those that choose zeros, and these
@@ -29,4 +29,4 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def run(self, weight: Weight) -> str | None:
-        """Changes a parameter; returns why it leaves it as it is, or None."""
+        """Change a parameter; return why it is left alone, or None."""

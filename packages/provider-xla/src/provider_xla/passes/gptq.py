@@ -1,4 +1,4 @@
-"""GPTQ: each channel is rounded so that it makes up for the errors of those before."""
+"""GPTQ: round channel by channel, later channels compensating earlier errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .state import Weight
 
 @dataclasses.dataclass(frozen=True)
 class Gptq(Pass):
-    """Rounds the parameter channel by channel; each error is made up for by the channels to come.
+    """Round channel by channel; later channels compensate each error.
 
     The channels to come change by ``-error * inv(H)[k, k + 1:] / inv(H)[k, k]``, for the Gram
     matrix ``H`` of the activations (Frantar et al. 2022, arXiv:2210.17323, algorithm 1), in
@@ -75,7 +75,7 @@ class Gptq(Pass):
         return None
 
     def _factor(self, weight: Weight, gram: np.ndarray) -> np.ndarray:
-        """Returns upper triangular ``U`` with ``U.T @ U = inv(H)``, for the damped ``H``."""
+        """Return upper triangular ``U`` with ``U.T @ U = inv(H)``, ``H`` damped."""
         diagonal = np.diag(gram)
         # A channel that was always 0 has no say, and nothing can make up for it.
         damp = np.where(diagonal > 0, self.damping * diagonal.mean(), 1.0)
@@ -95,9 +95,7 @@ class Gptq(Pass):
 
 
 def spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the scale and the zero point of each element, of the shape of the quantized
-    values.
-    """
+    """Return scale and zero point per element, in the values' shape."""
     scale = q.scale.astype(jnp.float32)
     if q.global_scale is not None:
         scale = scale * q.global_scale
@@ -124,7 +122,7 @@ def _qvalue(
     qtype: str,
     block: int,
 ) -> jax.Array:
-    """Returns quantized values as float32 [K, N], channels in the order in which they are rounded.
+    """Return quantized values as float32 [K, N], channels in rounding order.
 
     Args:
         w: float32 [K, N].

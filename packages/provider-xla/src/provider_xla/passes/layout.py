@@ -1,4 +1,4 @@
-"""Which axes of a parameter its contractions contract: how it is [steps, K, N] to a pass."""
+"""Layout: which axes contractions sum over, as [steps, K, N]."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.contractions import Matmul
+from ..program.matching import Weight as ProgramWeight
 from ..program.sites import Site, Sites, ignore
-from ..program.weights import Weight as ProgramWeight
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
 
 class NotMatrix(Exception):
-    """A parameter that passes leave to plain quantization; says why, in a few words."""
+    """Raised for a parameter that passes cannot change, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a parameter is a stack of matrices: [S, K, N], of steps, contracted axes and others.
+    """How a parameter is [S, K, N]: steps, contracted axes, others.
 
     Attributes:
         shape: of the parameter.
@@ -48,26 +48,26 @@ class Layout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Its axes: steps, contracted ones, others."""
+        """Return its axes: steps, contracted ones, others."""
         rest = [a for a in range(self.lead, len(self.shape)) if a not in self.k_axes]
         return (*range(self.lead), *self.k_axes, *rest)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Sizes of the axes of steps."""
+        """Return the sizes of the step axes."""
         return self.shape[: self.lead]
 
     @property
     def k(self) -> int:
-        """Elements that one contraction sums over."""
+        """Return the number of elements that one contraction sums."""
         return math.prod(self.shape[axis] for axis in self.k_axes)
 
     def matrices(self, x: jax.Array) -> jax.Array:
-        """Returns an array of the shape of the parameter as [S, K, N]."""
+        """Return an array of the parameter's shape as [S, K, N]."""
         return x.transpose(self.order).reshape(math.prod(self.steps), self.k, -1)
 
     def array(self, x: jax.Array) -> jax.Array:
-        """Returns [S, K, N] as an array of the shape of the parameter."""
+        """Return [S, K, N] in the parameter's shape."""
         moved = x.reshape([self.shape[axis] for axis in self.order])
         return moved.transpose([self.order.index(axis) for axis in range(len(self.shape))])
 
@@ -202,7 +202,7 @@ def _axes(
 def _settled(
     plan: PlanData, path: str, weight: WeightPlan, uses: Mapping[str, Layout | str]
 ) -> Layout | str:
-    """Returns how all uses of a parameter see it, or why they don't agree."""
+    """Return how all uses see a parameter, or why they disagree."""
     computed = {op_id for one in plan.derived.values() for op_id in one.ops}
     others = [op_id for op_id in weight.ops if op_id not in uses]
     others += [
@@ -213,7 +213,7 @@ def _settled(
         and record.op_id not in computed
     ]
     if others:
-        return f"{others[0]} uses it too, and is no contraction that a pass can change"
+        return f"{others[0]} uses it too, and is not a contraction that a pass can change"
     if not uses:
         return "no contraction of it was seen in the first batch"
     for one in uses.values():
@@ -302,5 +302,5 @@ def _matrices(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def as_matrices(x: Any, layout: Layout) -> jax.Array:
-    """Returns a parameter as float32 [S, K, N]."""
+    """Return a parameter as float32 [S, K, N]."""
     return _matrices(whole(x), layout)

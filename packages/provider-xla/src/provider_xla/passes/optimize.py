@@ -16,8 +16,8 @@ from ..measure.probe import Largest, probe
 from ..measure.whole import whole_results
 from ..plan.quantize import carried, check_parameters, prepacked
 from ..plan.weight import quantize_leaf
+from ..program.matching import follows_values
 from ..program.sites import Site
-from ..program.weights import follows_values
 from .base import Pass
 from .layout import Layout, Operand, as_matrices, layouts, rows_of
 from .report import PassReport, WeightErrors
@@ -51,7 +51,7 @@ def optimize(
     donate: bool,
     prepack: bool,
 ) -> Optimized:
-    """Runs passes: see ``Plan.optimize``."""
+    """Run passes: see ``Plan.optimize``."""
     from tqdm import tqdm
 
     passes = _checked(passes)
@@ -103,7 +103,7 @@ def optimize(
 
 
 def _checked(passes: Sequence[Pass]) -> list[Pass]:
-    """Returns the passes. Raises unless they are some, in an order that means something."""
+    """Return the passes; raise unless their order means something."""
     passes = list(passes)
     for one in passes:
         if not isinstance(one, Pass):
@@ -121,7 +121,7 @@ def _checked(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def _parts(seen: Mapping[str, Layout]) -> Iterator[dict[str, Layout]]:
-    """Yields parameters whose Gram matrices are measured together."""
+    """Yield parameters whose Gram matrices are measured together."""
     part: dict[str, Layout] = {}
     total = 0
     for path, layout in seen.items():
@@ -151,7 +151,7 @@ def _run(
     passes: Sequence[Pass],
     operands: Mapping[tuple[str, int], Operand],
 ) -> Iterator[tuple[Weight, WeightErrors]]:
-    """Runs the passes over some parameters, and yields each at its end."""
+    """Run the passes over some parameters, and yields each at its end."""
     grams = _measured(plan, params, batches, operands, part, gram)
     weights = {}
     for path, layout in part.items():
@@ -187,7 +187,7 @@ def _run(
 
 
 def _names(passes: Sequence[Pass]) -> list[str]:
-    """Returns a name for each pass, with a number where there are several of a kind."""
+    """Return a name per pass, numbered where several are of a kind."""
     names: list[str] = []
     for one in passes:
         count = sum(name.split(" ")[0] == one.name for name in names)
@@ -196,7 +196,7 @@ def _names(passes: Sequence[Pass]) -> list[str]:
 
 
 def gram(rows: jax.Array) -> jax.Array:
-    """Returns ``x.T @ x`` of float32 [rows, K]."""
+    """Return ``x.T @ x`` of float32 [rows, K]."""
     return jnp.matmul(rows.T, rows, precision="highest")
 
 
@@ -209,8 +209,7 @@ def _measured(
     measure: Any,
     steps: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
-    """Returns by path what a measure of the activations gives, over all contractions of a
-    parameter.
+    """Return a measure of each parameter's activations, by path.
 
     Args:
         plan: of the function.
@@ -255,14 +254,14 @@ def _measured(
 
 
 def _of_step(step: Any, site: Site, side: int) -> Any:
-    """Returns what activations go through in the step of the loop that a site is in."""
+    """Return the activations' transformation in the loop step of a site."""
     held = getattr(site.call.proxy(site.operands[side]), "moving", None)
     number = 0 if held is None else held.scale.reshape(()).astype(jnp.int32)
     return jax.tree.map(lambda x: x[number], step)
 
 
 def _placed(stored: Any, leaf: Any) -> Any:
-    """Returns a stored parameter sharded as the parameter was."""
+    """Return a stored parameter sharded as the parameter was."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return stored

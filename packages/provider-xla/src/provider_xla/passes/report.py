@@ -32,12 +32,12 @@ class WeightErrors:
 
 
 class PassReport(tuple[WeightErrors, ...]):
-    """What passes did to each quantized parameter. ``print(report)`` shows it as a table."""
+    """What passes did to each parameter. ``print(report)`` shows a table."""
 
     __slots__ = ()
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Returns the rows as JSON values."""
+        """Return the rows as JSON values."""
         return [dataclasses.asdict(row) for row in self]
 
     def __str__(self) -> str:

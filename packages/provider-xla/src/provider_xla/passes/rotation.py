@@ -34,7 +34,7 @@ class Hadamard(Pass):
             in rules; None for all. Others are left.
 
     Raises:
-        ValueError: ``block`` is no power of two from 2, or ``weight_path`` no regular expression.
+        ValueError: ``block`` is not a power of two from 2, or ``weight_path`` not a pattern.
     """
 
     block: int | None = None

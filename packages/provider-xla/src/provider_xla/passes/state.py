@@ -18,7 +18,7 @@ from .layout import Layout
 
 
 class Weight:
-    """A parameter with what its contractions' activations are like. Passes change it in place.
+    """A parameter with statistics of its activations. Passes change it in place.
 
     Attributes:
         path: its pytree path.
@@ -59,19 +59,19 @@ class Weight:
         self._size = output_squares(w, gram).sum()
 
     def transform(self, step: Step) -> None:
-        """Takes a step: the parameter, and the activations that go with it, are transformed."""
+        """Transform the parameter, and its activations with it."""
         self.w, self.gram = _transformed(step, self.w, self.gram)
         self.steps.append(step)
         self.peaks = self.ranges = None
 
     def mask(self, w: jax.Array | None = None) -> jax.Array | None:
-        """Returns which elements, of it or of another, stay, bool [S, K, N]; None for all."""
+        """Return which elements stay, bool [S, K, N]; None for all."""
         if self.keep is not None or self.plan.sparsity is None:
             return self.keep
         return mask_of(jnp.abs(self.w if w is None else w), self.layout, self.plan.sparsity)
 
     def rounded(self, w: jax.Array | None = None) -> qn.QArray:
-        """Returns it, or another [S, K, N], rounded by the rule, with the zeros that it asks for.
+        """Return it, or another [S, K, N], rounded with the rule's zeros.
 
         In the shape of the parameter, of dtype float32.
         """
@@ -80,21 +80,21 @@ class Weight:
         return quantized(w if mask is None else jnp.where(mask, w, 0), self)
 
     def quantized(self) -> qn.QArray:
-        """Returns its quantized values as they are now, in the shape of the parameter."""
+        """Return its current quantized values, in the parameter's shape."""
         return self.rounded() if self.qarray is None else self.qarray
 
     def errors(self, q: qn.QArray | None = None) -> jax.Array:
-        """Returns the squared error of the contractions' results by step, float32 [S]."""
+        """Return the squared error of the contractions' results by step, float32 [S]."""
         q = self.quantized() if q is None else q
         return output_squares(difference(self.w, q, self.layout), self.gram)
 
     def error(self) -> float:
-        """Returns the root of the squared error of the results, relative to the results."""
+        """Return the relative root mean squared error of the results."""
         size = float(self._size)
         return (float(self.errors().sum()) / size) ** 0.5 if size > 0 else 0.0
 
     def stored(self) -> Any:
-        """Returns it as ``plan.apply`` takes it."""
+        """Return it as ``plan.apply`` takes it."""
         q = self.quantized().astype(self.plan.dtype)
         q = qn.pack(q) if qn.get_qtype(q.qtype).packable else q
         if not self.steps:
@@ -119,24 +119,24 @@ def _transformed(step: Step, w: jax.Array, gram: jax.Array) -> tuple[jax.Array, 
 
 @jax.jit
 def output_squares(w: jax.Array, gram: jax.Array) -> jax.Array:
-    """Returns the sum of squares of what [S, K, N] gives with activations of a Gram matrix, [S]."""
+    """Return the squared norm of results from a Gram matrix, [S]."""
     return jnp.maximum(jnp.sum(w * jnp.matmul(gram, w, precision="highest"), axis=(1, 2)), 0)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def difference(w: jax.Array, q: qn.QArray, layout: Layout) -> jax.Array:
-    """Returns [S, K, N] less what a QArray of the shape of the parameter stands for."""
+    """Return [S, K, N] minus what a QArray represents."""
     return w - layout.matrices(qn.dequantize(q))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def mask_of(score: jax.Array, layout: Layout, sparsity: Sparsity) -> jax.Array:
-    """Returns which elements of [S, K, N] stay, by their scores."""
+    """Return which elements of [S, K, N] stay, by their scores."""
     return layout.matrices(kept(layout.array(score), sparsity.pattern, sparsity.axis))
 
 
 def quantized(w: jax.Array, weight: Weight) -> qn.QArray:
-    """Returns [S, K, N] rounded in the shape of the parameter."""
+    """Return [S, K, N] rounded in the shape of the parameter."""
     plan, array = weight.plan, weight.layout.array(w)
     if weight.ranges is not None:
         parts = qn.scale_of(weight.ranges, plan.qtype, plan.scale_dtype)

@@ -12,9 +12,9 @@ from .state import Weight, mask_of
 
 @dataclasses.dataclass(frozen=True)
 class Wanda(Pass):
-    """Chooses the zeros of rules with ``sparsity`` by ``|w[k, n]| * norm(x[:, k])``.
+    """Choose the zeros of ``sparsity`` by ``|w[k, n]| * norm(x[:, k])``.
 
-    The largest scores of each group stay, in place of the largest magnitudes (Sun et al. 2023,
+    The largest scores of each group stay, instead of the largest magnitudes (Sun et al. 2023,
     arXiv:2306.11695, section 3). Followed by ``Gptq``, the elements that stay make up for the
     zeros, as in SparseGPT (Frantar and Alistarh 2023, arXiv:2301.00774).
     """

@@ -1,1 +1,1 @@
-"""Plans: what rules do to a program and its parameters, and the parameters stored by one."""
+"""Plans: what rules do to a program, and parameters stored by one."""

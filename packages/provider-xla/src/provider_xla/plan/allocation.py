@@ -32,13 +32,13 @@ class AllocatedWeight:
 
     @property
     def bits(self) -> float:
-        """Bits per element, scales included."""
+        """Return the bits per element, scales included."""
         return 8 * self.bytes / max(self.elements, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """What it would be with one format for all parameters that can have it.
+    """The result with one format for all parameters that can have it.
 
     Attributes:
         name: the format.
@@ -67,7 +67,7 @@ class Allocation:
         budget: bytes of all quantized parameters, at most.
         predicted: the sum of the errors of single parameters, which is what is made least.
         measured: the error of the output.
-        uniform: the same of each format by itself.
+        uniform: the same of each format alone.
         errors: by parameter and format, what was measured: to be passed to ``allocate`` with the
             same batch and another budget.
     """
@@ -81,16 +81,16 @@ class Allocation:
 
     @property
     def bytes(self) -> int:
-        """Of quantized values and scales of all quantized parameters, as they are saved."""
+        """Return the saved bytes of all quantized parameters."""
         return sum(weight.bytes for weight in self.weights)
 
     @property
     def bits(self) -> float:
-        """Bits per element of the quantized parameters, scales included."""
+        """Return the bits per quantized element, scales included."""
         return 8 * self.bytes / max(sum(weight.elements for weight in self.weights), 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Return it as JSON values."""
         weights = [dataclasses.asdict(one) | {"bits": one.bits} for one in self.weights]
         return {
             "weights": weights,

@@ -1,4 +1,4 @@
-"""Choices: which kernel each contraction of a plan gets, and which parameters are packed for it."""
+"""Choose each contraction's kernel, and which parameters are packed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class MatrixUse:
 
 @dataclasses.dataclass(frozen=True)
 class RowsUse:
-    """A lookup of whole rows of a parameter, or of whole matrices in a stack.
+    """A lookup of whole rows, or of whole matrices in a stack.
 
     Attributes:
         axes: of the parameter, of which indices are taken.
@@ -76,7 +76,7 @@ class RowsUse:
 
 
 def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> MatrixUse:
-    """Returns a use of a stored weight of this shape, the operand on that side.
+    """Return a use of a stored weight, which is the given operand.
 
     Args:
         site: the operation.
@@ -122,7 +122,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
 def _cuts(
     site: Site, side: int, axes: Axes, shape: Sequence[int], operand_shape: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return in how many parts ``shard_map`` cuts each axis of a parameter; () if it cuts none."""
+    """Return ``shard_map``'s parts of each axis; () if it cuts none."""
     sizes = [
         operand_shape[became] if isinstance(became, int) else size
         for became, size in zip(axes, shape, strict=True)
@@ -140,7 +140,7 @@ def _cuts(
 def _places(
     axes: Axes, shape: Sequence[int], operand_shape: Sequence[int]
 ) -> tuple[frozenset[int], dict[int, int]]:
-    """Return which axes of a parameter are gone, and which the operand's are."""
+    """Return a parameter's missing axes, and where the operand's are."""
     places = {became: axis for axis, became in enumerate(axes) if isinstance(became, int)}
     gone = frozenset(axis for axis, became in enumerate(axes) if became is None)
     same = {became: shape[axis] for became, axis in places.items()} == dict(
@@ -157,7 +157,7 @@ def choose(
     sharding: Any,
     platforms: Sequence[str],
 ) -> tuple[dict[str, Packing], dict[str, dict[str, Choice]]]:
-    """Return how a parameter is packed on each platform, and what computes each operation there.
+    """Return each platform's packing, and what computes each operation there.
 
     It is packed where all of them run in a kernel: for the others it would be unpacked each time.
 
@@ -184,7 +184,7 @@ def _choose_on(
     uses: Mapping[str, MatrixUse | RowsUse | NoKernel],
     sharding: Any,
 ) -> tuple[Packing | None, dict[str, Choice]]:
-    """Return how a parameter is packed on a platform, or None, and what computes each operation."""
+    """Return one platform's packing or None, and what computes each operation."""
     reasons: dict[str, str] = {}
     choices: dict[str, Choice] = {}
     packing = None
@@ -275,7 +275,7 @@ def _packing(
 
 
 def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return contracted axes in an order in which rows that share a scale follow one another.
+    """Return contracted axes so that rows sharing a scale are adjacent.
 
     And how many of these rows there are, 0 if all rows share a scale.
     """
@@ -293,7 +293,7 @@ def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...],
 
 
 def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
-    """Returns the FFI target for a contraction."""
+    """Return the FFI target for a contraction."""
     # Inside shard_map a device calls the kernel on its part.
     shape = use.local(weight.shape)
     k_sizes, _ = packing.sizes(shape)

@@ -16,8 +16,8 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..program.contractions import Matmul, RaggedMatmul
-from ..program.sites import Rules, Site, short
-from ..program.weights import Weight, follows_values
+from ..program.matching import Rules, Weight, follows_values
+from ..program.sites import Site, short
 from ..rules.rule import QuantizationRule
 from .views import places_in
 
@@ -69,12 +69,12 @@ class LoraForm:
 
     @property
     def size(self) -> int:
-        """Numbers in A and B together."""
+        """Return the number of elements in A and B together."""
         return math.prod(self.a_shape) + math.prod(self.b_shape)
 
     @property
     def fan_in(self) -> int:
-        """Elements that a column of A sums."""
+        """Return the number of elements that a column of A sums."""
         return math.prod(self._sizes(self.contracted))
 
     def factors(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +110,7 @@ class LoraPlan(LoraForm):
 
     @property
     def form(self) -> LoraForm:
-        """Its form alone, which parameters at other paths may have as well."""
+        """Return the form alone, which other parameters may share."""
         fields = dataclasses.fields(LoraForm)
         return LoraForm(**{field.name: getattr(self, field.name) for field in fields})
 
@@ -160,7 +160,7 @@ def _all(became: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 class LoraSurvey:
-    """Collects which parameters get an adapter in one abstract run of a program.
+    """Collect the parameters that get an adapter in one abstract run.
 
     Args:
         rules: the rules.
@@ -179,7 +179,7 @@ class LoraSurvey:
         self._computed: dict[tuple[str, int], tuple[tuple[str, ...], Expression | None]] = {}
 
     def contraction(self, site: Site) -> None:
-        """Takes a contraction that a rule is about."""
+        """Take a contraction that a rule is about."""
         if site.rule.rank is None:
             return
         for side, weight in enumerate(site.weights):
@@ -193,13 +193,13 @@ class LoraSurvey:
     def lookup(
         self, call: OpCall, operand: Any, index: int | None, weight: Weight, along: Sequence[int]
     ) -> None:
-        """Takes a lookup in a parameter, along these axes of the operand."""
+        """Take a lookup in a parameter, along these axes of the operand."""
         if index is not None and self._rules.rules[index].rank is not None:
             op_id = call.op_id.replace("gather:", "take:")
             self._use(_Asked(op_id, index, along, (), True), weight, call, operand)
 
     def plans(self) -> dict[str, LoraPlan]:
-        """Returns the adapters, by the path of their parameter.
+        """Return the adapters, by the path of their parameter.
 
         Raises:
             QuantizationError: a rank is larger than that of the parameter.
@@ -305,7 +305,7 @@ class LoraSurvey:
 
 
 def _batch(site: Site, side: int) -> tuple[int, ...]:
-    """Returns the axes of an operand that both operands, and the result, have."""
+    """Return the batch axes of an operand."""
     contraction = site.contraction
     if isinstance(contraction, Matmul):
         return contraction.dims[1][side]
@@ -322,12 +322,12 @@ def _check_rank(plan: LoraPlan, op_id: str) -> None:
             f"Rule {plan.rule} can't be followed for {plan.path}, an operand of {op_id}: "
             f"rank {plan.rank} is larger than that of its matrix of {rows} contracted by "
             f"{columns} kept elements. Choose a rank of at most {min(rows, columns)}, or give "
-            "the operation a rule of its own."
+            "the operation a separate rule."
         )
 
 
 def check_engine(engine: Any, paths: Sequence[str]) -> None:
-    """Raises QuantizationError where adapters can't travel with their parameters."""
+    """Raise QuantizationError where adapters can't travel with their parameters."""
     if paths and not follows_values(engine):
         raise QuantizationError(
             f"Rules give {paths[0]} an adapter, which the patch engine can't hand to the "
@@ -336,7 +336,7 @@ def check_engine(engine: Any, paths: Sequence[str]) -> None:
 
 
 def check_adapters(plans: Mapping[str, LoraPlan], adapters: Any) -> None:
-    """Raises QuantizationError unless adapters are those of the plans, in paths and shapes."""
+    """Raise QuantizationError unless adapters match the plan's paths and shapes."""
     if not plans:
         raise QuantizationError(
             "This plan has no adapters: no rule with a rank decides an operation of a parameter. "

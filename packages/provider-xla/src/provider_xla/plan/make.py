@@ -1,4 +1,4 @@
-"""Making a plan: the survey of a program, settled for all uses of each weight."""
+"""Make a plan: survey a program, then settle all uses per weight."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from interception_core.log import logger
 
 from ..program.arrays import is_array, of_arrays
 from ..program.granularity import Granularity
+from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
-from ..program.sites import Rules, Site, Sites, ignore
-from ..program.weights import follows_values
+from ..program.sites import Site, Sites, ignore
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
 from .choose import choose
@@ -41,7 +41,7 @@ def make_plan(
     kwargs: Mapping[str, Any],
     kernels: bool = True,
 ) -> PlanData:
-    """Makes a plan: see ``XlaProvider.plan``."""
+    """Make a plan: see ``XlaProvider.plan``."""
     found, params_tree = jax.tree_util.tree_flatten_with_path(params)
     given = {
         rules.params + jax.tree_util.keystr(path): leaf for path, leaf in found if is_array(leaf)
@@ -88,7 +88,7 @@ def _kept_for_adapters(plan: PlanData) -> set[str]:
 
 
 def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters that a program doesn't use once derived weights are stored."""
+    """Return the parameters that are unused once derived weights are stored."""
     derived = {
         weight.path: jax.eval_shape(
             weight._quantize, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
@@ -137,7 +137,7 @@ def look(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Runs a program abstractly, and shows its operations to a survey."""
+    """Run a program abstractly, and shows its operations to a survey."""
     lookup = None if not follows_values(engine) else survey.lookup
     taken = {"lookup": lookup, "remark": survey.remark}
     sites = Sites(survey.rules, survey.run, survey.record, **taken, keyed=False)
@@ -147,14 +147,14 @@ def look(
 
 
 def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:
-    """Returns the record of an operation with the rank of its parameter's adapter."""
+    """Return an operation's record with its adapter's rank."""
     paths = (record.weight or "").split(" and ")
     rank = next((lora[path].rank for path in paths if path in lora), None)
     return dataclasses.replace(record, rank=rank)
 
 
 def _settled(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
-    """Returns the record of a lookup with what is done with its parameter."""
+    """Return a lookup's record with how its parameter is stored."""
     weight = weights.get(record.weight or "")
     if record.op_name != "take" or weight is None:
         return record
@@ -188,7 +188,7 @@ def _with_kernels(
 
 
 def weights_of(survey: Survey) -> dict[str, WeightPlan]:
-    """Returns how each parameter is quantized, so that all of its operations can use it."""
+    """Return how each parameter is quantized, for all of its operations."""
     by_path: dict[str, list[Use]] = {}
     for use in survey.uses:
         by_path.setdefault(use.path, []).append(use)
@@ -239,7 +239,7 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
 
 
 def _with_scales(weight: WeightPlan, leaf: Any, survey: Survey) -> WeightPlan:
-    """Return how a parameter is quantized, noting where its scales are not the rule's."""
+    """Return how a parameter is quantized, noting scales that differ from the rule's."""
     found = weight.of_values(leaf)
     if found is not weight:
         survey.notes[f"{weight.path}: scales beyond normal float16: float32 scales"] = None
@@ -247,7 +247,7 @@ def _with_scales(weight: WeightPlan, leaf: Any, survey: Survey) -> WeightPlan:
 
 
 def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:
-    """Returns which elements of a parameter are zeros, by the first rule that decides."""
+    """Return a parameter's sparsity by the first rule that decides."""
     first = next(use for use in uses if use.rule is not None)
     assert first.rule is not None
     text = survey.rules.rules[first.rule].sparsity
@@ -257,7 +257,7 @@ def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None
     axes = {use.sparse_axis for use in uses}
     if first.is_lookup or len(axes) > 1 or None in axes:
         ops = ", ".join(use.op_id for use in uses)
-        survey.problems.append(f"{about}: there is no one axis that its uses contract ({ops})")
+        survey.problems.append(f"{about}: its uses contract no common axis ({ops})")
         return None
     (axis,) = axes
     assert axis is not None

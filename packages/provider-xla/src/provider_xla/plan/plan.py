@@ -1,4 +1,4 @@
-"""Plan: what rules do to a program and its parameters, before anything is done."""
+"""PlanData: what rules do to a program, before anything runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from interception_core import Engine
 
 from ..cache.plan import CachePlan
 from ..program.fold import fold_lines
+from ..program.matching import Rules
 from ..program.record import OpRecord, Report
-from ..program.sites import Rules
 from ..run.static import StaticRange
 from .weight import WeightPlan
 
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class PlanData:
-    """What rules do to a program and its parameters. ``print(plan)`` shows it as a table.
+    """What rules do to a program and its parameters. ``print`` shows a table.
 
     Attributes:
         ops: every operation: its rule and its parameter, or why it stays float.
@@ -79,18 +79,18 @@ class PlanData:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of all parameters as they are."""
+        """Return the bytes of all float parameters."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves.values())
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of all parameters when those of ``weights`` are quantized."""
+        """Return the bytes of all parameters, those of ``weights`` quantized."""
         kept = self.leaves.keys() - self.weights.keys() - self.absorbed
         floats = sum(self.leaves[path].size * self.leaves[path].dtype.itemsize for path in kept)
         return floats + sum(weight.bytes_after for weight in self.weights.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON values."""
+        """Return the plan as JSON values."""
         return {
             "ops": self.ops.as_json(),
             "weights": [weight.as_json() for weight in self.weights.values()],
@@ -147,5 +147,5 @@ class PlanData:
 
     @property
     def prefix(self) -> str:
-        """Begins the pytree path of every parameter."""
+        """Begin the pytree path of every parameter."""
         return self.rules.params

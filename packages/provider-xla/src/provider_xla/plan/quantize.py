@@ -103,7 +103,7 @@ def _derived(
 
 
 def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
-    """Return what stands for a parameter: with the derived weights that are stored beside it.
+    """Return a parameter together with the derived weights stored for it.
 
     Args:
         plan: the plan.
@@ -157,7 +157,7 @@ def convert(plan: PlanData, params: Any, platform: str | None = None) -> Any:
 
 
 def prepacked(plan: PlanData, path: str, leaf: Any, platform: str | None = None) -> Any:
-    """Return a leaf of stored parameters, packed for kernels where the plan says so.
+    """Return a stored leaf, packed for kernels where the plan says so.
 
     Args:
         plan: the plan.
@@ -178,7 +178,7 @@ def prepacked(plan: PlanData, path: str, leaf: Any, platform: str | None = None)
 def _each(
     plan: PlanData, path: str, leaf: Any, change: Callable[[WeightPlan | None, Any], Any]
 ) -> Any:
-    """Return a leaf with what is stored in it changed, given the plan of each."""
+    """Return a leaf with each stored part changed by its plan."""
 
     def one(weight: WeightPlan | None, held: Any) -> Any:
         return change(weight, held) if is_stored(held) else held

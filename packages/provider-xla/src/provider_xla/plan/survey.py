@@ -1,4 +1,4 @@
-"""The survey: one abstract run of a program, in which its operations are found."""
+"""Survey: find a program's operations in one abstract run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..program.granularity import (
     tile_elements,
     tiles_of,
 )
+from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
-from ..program.sites import Rules, Site, short
-from ..program.weights import Weight
+from ..program.sites import Site, short
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure, steps_of
 from .choose import MatrixUse, RowsUse, use_of
@@ -119,7 +119,7 @@ class Survey:
         self.lora = LoraSurvey(rules, leaves, self.problems.append) if rules.adapts else None
 
     def record(self, record: OpRecord, problem: str | None) -> None:
-        """Takes an operation."""
+        """Take an operation."""
         self.records.setdefault((record.op_id, record.operands), record)
         if not record.quantized:
             for path in filter(None, (record.weight or "").split(" and ")):
@@ -140,17 +140,17 @@ class Survey:
             raise QuantizationError(
                 f"Rule {record.rule} can't be followed for {record.weight}, an operand of "
                 f"{record.op_id}: {problem}. Choose another tile_size, or give the operation a "
-                "rule of its own."
+                "separate rule."
             )
         what = ":" if record.quantized else " stays float:"
         self.problems.append(f"{record.op_id}{about}{what} {problem} (rule {record.rule})")
 
     def remark(self, call: OpCall, text: str) -> None:
-        """Take what is done with an operation that its rule does not say."""
+        """Record what is done to an operation besides its rule."""
         self.notes[f"{call.op_id}: {text}"] = None
 
     def run(self, site: Site) -> Any:
-        """Takes an operation that is quantized, or has an adapter."""
+        """Take an operation that is quantized, or has an adapter."""
         if self.lora is not None:
             self.lora.contraction(site)
         op_id = site.call.op_id
@@ -181,7 +181,7 @@ class Survey:
         return NotImplemented
 
     def lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        """Takes a lookup in a parameter."""
+        """Take a lookup in a parameter."""
         among = self.rules.weights(call, (operand,))
         (weight,) = among.found
         if weight is None or weight.is_dynamic:
@@ -221,11 +221,11 @@ class Survey:
         return NotImplemented
 
     def _contraction(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:
-        """Takes what a kernel is asked to do with a parameter."""
+        """Take what a kernel is asked to do with a parameter."""
         self.contractions.setdefault(path, {})[op_id] = use
 
     def _stored(self, call: OpCall, operand: Any, weight: Weight, asked: _Asked) -> list[_Stored]:
-        """Return what is to be stored for an operand; nothing, with a problem, if it can't be."""
+        """Return what to store for an operand; if impossible, note a problem."""
         if weight.axes is not None:
             shape = self.leaves[weight.path].shape
             return [_Stored(weight.path, shape, weight.axes, self._granularity(weight, asked))]
@@ -264,7 +264,7 @@ class Survey:
         tiles: Mapping[int, int],
         asked: _Asked,
     ) -> _Stored | None:
-        """Return how a parameter is stored for a view of it, or None if scales can't follow."""
+        """Return how a viewed parameter is stored; None if scales cannot follow."""
 
         def is_stored(node: Expression) -> bool:
             return isinstance(node, Leaf)
@@ -282,7 +282,7 @@ class Survey:
     def _derived(
         self, view: Expression, root: Expression, tiles: Mapping[int, int], asked: _Asked
     ) -> _Stored | None:
-        """Return how a derived weight is stored: what the view is of, or if need be the view."""
+        """Return how a derived weight is stored: its base, else the view."""
         whole = view.base(self.rules.is_parameter)
         for base in (root, whole):
             if base is None or base.is_dynamic(self.rules.is_parameter):
@@ -323,7 +323,7 @@ class Survey:
         return f"{name} #{count + 1}" if count else name
 
     def _shape_of(self, base: Expression) -> tuple[int, ...] | None:
-        """Return the shape of a derived weight, for all steps of the loops that it is in.
+        """Return a derived weight's shape over all steps of its loops.
 
         None if it can't be computed before the program runs.
         """
@@ -336,7 +336,7 @@ class Survey:
             return None
 
     def _tiles(self, shape: Sequence[int], asked: _Asked) -> dict[int, int]:
-        """Return the elements that share a scale, by axis of the operand; see ``tiles_of``."""
+        """Return the elements that share a scale, by axis; see ``tiles_of``."""
         how, shared = asked.how, asked.shared
         if how is None or how.tile_size is None or not shared or asked.rule is None:
             return {}
@@ -351,7 +351,7 @@ class Survey:
         return {shared[place]: tile for place, tile in found.items()}
 
     def _granularity(self, weight: Weight, asked: _Asked) -> Granularity:
-        """Return the finest granularity of a parameter that is an operand as it is, or a step."""
+        """Return the finest granularity of a parameter used whole or by step."""
         assert weight.axes is not None
         shape, tiles = self.leaves[weight.path].shape, self._tiles(weight.shape, asked)
         found = of_operand(weight.axes, shape, weight.shape, asked.shared, tiles)
@@ -363,7 +363,7 @@ class Survey:
         return Granularity(_gone(axes), found.tile_axes)
 
     def _note_lost_tiles(self, stored: _Stored, asked: _Asked, weight: Weight) -> None:
-        """Note where the tiles that a rule asks for don't follow how a weight is made."""
+        """Note where a rule's tiles cannot follow how a weight is made."""
         how = asked.how
         if how is None or how.tile_size is None or not how.channelwise:
             return
@@ -398,5 +398,5 @@ class Survey:
 
 
 def _gone(axes: Axes) -> tuple[int, ...]:
-    """Return the axes of a stored array that are gone in the operand: steps, or indices."""
+    """Return a stored array's axes that the operand lacks: steps, indices."""
     return tuple(axis for axis, became in enumerate(axes) if became is None)

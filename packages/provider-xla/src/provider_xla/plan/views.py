@@ -1,4 +1,4 @@
-"""Views: which scales a stored array can have, found by replaying how the program moves it.
+"""Views: find scales for a stored array by replaying its moves.
 
 What a program does to a parameter before a matmul decides along which of its axes scales may
 differ. A small array with the shape of the scales is moved as the program moves the parameter; the
@@ -59,7 +59,7 @@ class _Scaled(ArrayProxy):
 def scales_in(
     view: Expression, is_stored: IsStored, ndim: int, scaled: Granularity
 ) -> tuple[int, ...] | None:
-    """Return the shape that scales have in a view, or None where they don't follow it.
+    """Return the scales' shape in a view; None if they cannot follow.
 
     Args:
         view: the expression of the operand.
@@ -95,7 +95,7 @@ def scales_in(
 
 
 def axes_in(view: Expression, is_stored: IsStored, shape: Sequence[int]) -> Axes | None:
-    """Return which axis of a view each axis of a stored array became; None where it was cut.
+    """Return each stored axis's axis in a view; None where cut.
 
     An axis of which the view has one index became None.
     """
@@ -175,7 +175,7 @@ def _numbers(view: Expression, is_stored: IsStored, ndim: int, axis: int) -> jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Packed(PrepackedWeight):
-    """A packed array that is not unpacked: what it can't follow is an error."""
+    """A packed array that refuses moves it would have to unpack for."""
 
     def unpacked(self) -> Any:
         raise MoveError("the packed form is unpacked")
@@ -184,7 +184,7 @@ class _Packed(PrepackedWeight):
 def stays_packed(
     view: Expression, is_stored: IsStored, shape: Sequence[int], loops: int, gone: Sequence[int]
 ) -> bool:
-    """Return whether a stored array that is packed for a kernel is still packed in a view.
+    """Return whether a packed array stays packed in a view.
 
     Args:
         view: the expression of the operand.
@@ -220,7 +220,7 @@ def finest(
     shared: Sequence[int],
     tile_sizes: Mapping[int, int],
 ) -> Granularity | None:
-    """Return the finest scales with which an operation can use a view, or None without any.
+    """Return the finest scales an operation can use in a view, or None.
 
     Args:
         view: the expression of the operand.

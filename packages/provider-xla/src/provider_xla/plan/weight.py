@@ -36,7 +36,7 @@ class WeightPlan:
         qtype: the name of its quantized type.
         method: the calibration method.
         granularity: which axes have scales.
-        stepped: axes along which each index is an array of its own (the layers of a scan).
+        stepped: axes along which each index is a separate array (the layers of a scan).
         ops: the ids of the operations that use it.
         packings: by platform, how it is packed for the kernels that compute these; no entry where
             XLA does.
@@ -63,16 +63,16 @@ class WeightPlan:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes as it is."""
+        """Return the bytes of the float array."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     @functools.cached_property
     def bytes_after(self) -> int:
-        """Bytes of its quantized values and scales, packed for a kernel where it is."""
+        """Return the stored bytes, packed for a kernel where it is."""
         return self.bytes_on(self.packings.get(self.platform))
 
     def bytes_on(self, packing: Packing | None) -> int:
-        """Return bytes of its quantized values and scales, or of what is packed so."""
+        """Return the stored bytes on a platform."""
         stored = jax.eval_shape(self._quantize, self.abstract())
         return (stored if packing is None else abstract(stored, packing)).nbytes
 
@@ -82,11 +82,11 @@ class WeightPlan:
         return self.bytes_before, self.bytes_after
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """Returns its type."""
+        """Return its type."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Return it as JSON values."""
         return {
             "path": self.path,
             "shape": list(self.shape),
@@ -108,14 +108,14 @@ class WeightPlan:
         }
 
     def has_wide_scales(self, leaf: Any) -> bool:
-        """Return whether scales of a value would leave the range of normal float16."""
+        """Return whether a value's scales leave float16's normal range."""
         if self.scale_dtype != "float16":
             return False
         where = self.granularity.channel_axes, tuple(self.granularity.tile_axes.items())
         return not bool(_fits_float16(leaf, self.qtype, *where, self.method))
 
     def of_values(self, leaf: Any) -> WeightPlan:
-        """Return this, with float32 scales where float16 does not hold those of a value.
+        """Return this plan, with float32 scales if a value needs them.
 
         Args:
             leaf: the value; of a type or tracer nothing is known.
@@ -127,7 +127,7 @@ class WeightPlan:
         return dataclasses.replace(self, scale_dtype=None) if wide else self
 
     def check(self, leaf: Any) -> None:
-        """Raise QuantizationError for a value that can't be quantized as the plan says."""
+        """Raise QuantizationError if a value cannot be quantized as planned."""
         if not bool(_all_finite(leaf)):
             raise QuantizationError(
                 f"{self.path} has values that are not finite, and can't be quantized to "
@@ -159,7 +159,7 @@ class WeightPlan:
 
 
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
-    """Quantizes one parameter, and waits until that is done.
+    """Quantize one parameter, and waits until that is done.
 
     Raises:
         QuantizationError: it has values that are not finite, or scales that the plan's dtype of
@@ -171,7 +171,7 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
 
 
 def portable_leaf(plan: WeightPlan | None, held: Any) -> Any:
-    """Return a stored parameter as quantized values and scales, which run on every platform."""
+    """Return a stored parameter in the portable form: values and scales."""
     if isinstance(held, TransformedWeight | AffineWeight):
         return dataclasses.replace(held, inner=portable_leaf(plan, held.inner))
     if not isinstance(held, PrepackedWeight):
@@ -181,7 +181,7 @@ def portable_leaf(plan: WeightPlan | None, held: Any) -> Any:
 
 
 def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
-    """Pack a quantized parameter for kernels, if the plan says so and its sharding allows it.
+    """Pack a quantized parameter if its plan and sharding allow it.
 
     Args:
         plan: of the parameter.
@@ -221,7 +221,7 @@ def _quantize(
     stepped: tuple[int, ...],
     scale_dtype: str | None,
 ) -> qn.QArray | qn.PackedQArray:
-    """Quantizes; along ``stepped`` axes each index by itself, with a global scale of its own."""
+    """Quantize; each index of ``stepped`` axes apart, with its own global scale."""
     if stepped:
         axis, *rest = stepped
         fewer = tuple(a - (a > axis) for a in channel_axes if a != axis)

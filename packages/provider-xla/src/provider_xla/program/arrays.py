@@ -1,4 +1,4 @@
-"""Calling a function with its arrays alone as arguments, as JAX's transformations want it."""
+"""Call a function with its arrays alone, as JAX's transformations need."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, or the type of one."""
+    """Return whether a leaf is an array, or the type of one."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[Sequence[Any]], list[Any]], list[Any]]:
-    """Returns ``fn`` as a function of the arrays in its arguments, and those arrays.
+    """Return ``fn`` as a function of its arguments' arrays, and the arrays.
 
-    What is no array (a string, an activation function in an Equinox module) stays what it is. The
-    function returns the arrays of the result.
+    A leaf that is not an array (a string, an activation function) stays what it is. The function
+    returns the arrays of the result.
     """
     flat, treedef = jax.tree.flatten((list(args), dict(kwargs)))
     places = [i for i, leaf in enumerate(flat) if is_array(leaf)]

@@ -1,4 +1,4 @@
-"""Attention: the functions of frameworks, and what programs write out, as the ops of kernels."""
+"""Attention of frameworks and programs, read as kernels' ops."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def of_written(given: dict[str, Any]) -> Any:
 
 
 def is_of_weights(written: Attention, are_weights: Sequence[bool]) -> bool:
-    """Return whether an attention is over parameters: its contractions are a rule's, then.
+    """Return whether an attention's operands are parameters.
 
     Args:
         written: the attention.
@@ -116,7 +116,7 @@ def _attention(
     lengths: Any = None,
     softcap: float | None = None,
 ) -> Any:
-    """Attention of ``[..., length, heads, size]``, with one batch axis for all before these."""
+    """Attend over ``[..., length, heads, size]`` with the leading axes as batch."""
     arrays = (query, key, value)
     if any(getattr(x, "ndim", 0) < 3 for x in arrays) or len({x.ndim for x in arrays}) != 1:
         raise StaysFloat("query, key and value have other axes than length, heads and size")
@@ -165,7 +165,7 @@ def _decode(
 
 
 def _seen(mask: Any, batch: Sequence[int], keys: int) -> jax.Array | None:
-    """Return a mask that all heads share as ``[1 or batch, 1 or length, keys]``, else None."""
+    """Return a mask shared by heads as ``[1 or batch, 1 or length, keys]``, else None."""
     if mask is None or mask.ndim != len(batch) + 3 or mask.shape[-3] != 1:
         return None
     shape, leading = mask.shape[-2:], mask.shape[: len(batch)]
@@ -179,7 +179,7 @@ def _seen(mask: Any, batch: Sequence[int], keys: int) -> jax.Array | None:
 def _scores(
     bias: Any, mask: Any, batch: Sequence[int], shape: tuple[int, int, int], dtype: Any
 ) -> jax.Array | None:
-    """Returns what is added to the scores, ``[1 or batch, 1 or heads, length, keys]``."""
+    """Return the bias of scores, ``[1 or batch, 1 or heads, length, keys]``."""
     if bias is None and mask is None:
         return None
     parts = [part for part in (bias, mask) if part is not None]

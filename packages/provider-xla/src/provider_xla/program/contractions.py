@@ -18,7 +18,7 @@ Side = jax.Array | qn.QArray
 
 
 class Contraction(abc.ABC):
-    """A bilinear operation of two float arrays, without them. Hashable: it keys a jit cache.
+    """A bilinear operation of two float arrays, without them. Hashable.
 
     Attributes:
         takes_tiles: whether scales may differ along contracted axes.
@@ -28,17 +28,17 @@ class Contraction(abc.ABC):
 
     @property
     def trains(self) -> bool:
-        """Whether its gradients can be contractions of quantized arrays."""
+        """Return whether its gradients can be contractions of quantized arrays."""
         return True
 
     @abc.abstractmethod
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
-        """Returns the axes of operand 0 or 1, of ``ndim`` axes, that a scale is shared along."""
+        """Return the axes of operand 0 or 1 that share a scale."""
 
     def tiled_sizes(
         self, shapes: Sequence[tuple[int, ...]], hows: Sequence[qn.HowToQuantize | None]
     ) -> tuple[int, ...]:
-        """Return the sizes of the contracted axes, in order; none where they can't be tiled.
+        """Return the contracted sizes in order; empty if tiles are impossible.
 
         Args:
             shapes: of both operands.
@@ -52,21 +52,21 @@ class Contraction(abc.ABC):
         return sizes.pop() if self.takes_tiles and len(sizes) == 1 else ()
 
     def sparse_axis(self, side: int, ndim: int) -> int | None:
-        """Returns the axis of operand 0 or 1 that N:M sparsity goes along: contracted the last."""
+        """Return the axis of operand 0 or 1 that N:M sparsity follows."""
         shared = self.shared(side, ndim)
         return shared[-1] if shared else None
 
     @abc.abstractmethod
     def quantize(self, side: int, x: jax.Array, how: qn.HowToQuantize) -> qn.QArray:
-        """Quantizes operand 0 or 1 as finely as the operation allows."""
+        """Quantize operand 0 or 1 as finely as the operation allows."""
 
     @abc.abstractmethod
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
-        """Returns the result; operands may be quantized."""
+        """Return the result; operands may be quantized."""
 
     @abc.abstractmethod
     def train(self, lhs: jax.Array, rhs: jax.Array, *extras: Any, **options: Any) -> jax.Array:
-        """Returns the same of float operands, with quantized gradients.
+        """Return the same of float operands, with quantized gradients.
 
         Args:
             lhs: the left operand.
@@ -78,7 +78,7 @@ class Contraction(abc.ABC):
 
 @dataclass(frozen=True)
 class Matmul(Contraction):
-    """What ``lax.dot_general`` and a two-operand einsum can say; one of the latter has a spec."""
+    """``lax.dot_general``, or a two-operand einsum if it has a spec."""
 
     dims: Dims
     spec: str | None
@@ -187,14 +187,14 @@ class RaggedMatmul(Contraction):
 
     @property
     def trains(self) -> bool:
-        """Whether these are the numbers of ``lax.ragged_dot``."""
+        """Return whether these are the numbers of ``lax.ragged_dot``."""
         return self.numbers == (((((1,), (1,)), ((), ())), (0,), (0,)))
 
     @staticmethod
     def freeze(
         numbers: lax.RaggedDotDimensionNumbers,
     ) -> tuple[Dims, tuple[int, ...], tuple[int, ...]]:
-        """Returns dimension numbers as tuples."""
+        """Return dimension numbers as tuples."""
         (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
         dims = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
         return dims, tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)

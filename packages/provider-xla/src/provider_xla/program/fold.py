@@ -31,7 +31,7 @@ class Fold(NamedTuple):
 def folded(
     names: Sequence[Sequence[str]], same: Callable[[int], object] = lambda row: None
 ) -> list[Fold]:
-    """Return the rows of a table, those together that differ in numbers of their names alone.
+    """Return a table's rows, merging those that differ only in numbers.
 
     Args:
         names: of each row the columns in which numbers may differ.
@@ -70,7 +70,7 @@ def fold_rows(rows: Sequence[Sequence[str]], names: Sequence[int]) -> list[list[
 
 
 def fold_lines(lines: Sequence[str]) -> list[str]:
-    """Return lines, of which equal ones but for their numbers are one if there are many."""
+    """Return lines, merging many that differ only in numbers."""
     if len(lines) <= _LINES:
         return list(lines)
     return [
@@ -80,7 +80,7 @@ def fold_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _joined(names: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return columns in which each number that differs is all of its values."""
+    """Return columns in which differing numbers list all their values."""
     return tuple(_column(values) for values in zip(*names, strict=True))
 
 

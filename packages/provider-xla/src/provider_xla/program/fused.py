@@ -1,4 +1,4 @@
-"""Named functions that a kernel computes in one pass, where a rule asks for ``kernel="fused"``.
+"""Functions that one kernel computes, for rules with ``kernel="fused"``.
 
 Softmax, attention, norms and activations aren't quantized. As programs write them they are several
 operations each, which XLA runs one after the other with arrays between; a kernel of an installed
@@ -44,12 +44,12 @@ class FusedOp:
     def read(
         self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]
     ) -> tuple[str, tuple[Any, ...], Callable[..., Any], Callable[..., Any]]:
-        """Return the op of a call, its arrays, what computes it by the op's function, and that.
+        """Return a call's op, its arrays, and functions with and without it.
 
         Args:
             function: the function, for its signature.
             args: the arguments of the call.
-            kwargs: likewise.
+            kwargs: also.
 
         Raises:
             StaysFloat: the kernels don't compute this call.
@@ -202,6 +202,6 @@ _FUSED = {
 
 
 def fused_ops() -> dict[str, tuple[FusedOp, Callable[..., Any]]]:
-    """Returns the functions by target, those of a framework where that is imported."""
+    """Return fused functions by target; a framework's if it is imported."""
     found = {target: loaded(target) for target in _FUSED}
     return {target: (_FUSED[target], fn) for target, fn in found.items() if fn is not None}

@@ -1,4 +1,4 @@
-"""Granularity: along which axes of a parameter scales differ, and which tiles a rule's are."""
+"""Granularity: the axes along which scales differ, and tiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Granularity:
     tile_axes: Mapping[int, int] = field(default_factory=dict)
 
     def join(self, other: Granularity) -> Granularity:
-        """Returns the finest that is no finer than either: both operations can use it."""
+        """Return the finest granularity that both operations can use."""
         tiles = {}
         for axis in {*self.channel_axes, *self.tile_axes} & {*other.channel_axes, *other.tile_axes}:
             size = math.lcm(self.tile_axes.get(axis, 1), other.tile_axes.get(axis, 1))
@@ -35,7 +35,7 @@ class Granularity:
         return Granularity(channels, {a: size for a, size in sorted(tiles.items()) if size > 1})
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the scales of an array."""
+        """Return the shape of the scales of an array."""
         tiles = self.tile_axes
         return tuple(
             n if a in self.channel_axes else -(-n // tiles[a]) if a in tiles else 1
@@ -126,7 +126,7 @@ def _tile(
     channels: list[int],
     tiles: dict[int, int],
 ) -> None:
-    """Tiles an axis that several, outer to inner, were merged into."""
+    """Tile an axis that several, outer to inner, were merged into."""
     left = tile_size
     for axis in reversed(parts):
         if left == 1:
@@ -141,7 +141,7 @@ def _tile(
 
 
 def tile_elements(tile_size: int | float, size: int) -> int:
-    """Return the elements of a tile of a contraction; a float is one over the number of tiles."""
+    """Return a tile's elements; a float size is one over the tile count."""
     return round(tile_size * size) if isinstance(tile_size, float) else tile_size
 
 
@@ -152,7 +152,7 @@ def tiles_of(sizes: Sequence[int], tile_size: int | float) -> dict[int, int] | N
 
 
 def misfit(sizes: Sequence[int], tile_size: int | float, fallback: str | None = None) -> str | None:
-    """Return why a contraction can't be cut in tiles of that size, or None.
+    """Return why a contraction cannot have such tiles, or None.
 
     Args:
         sizes: of the contracted axes, the last of which changes fastest.
@@ -171,7 +171,7 @@ def misfit(sizes: Sequence[int], tile_size: int | float, fallback: str | None = 
 def fitted(
     how: qn.HowToQuantize, sizes: Sequence[int], fallback: str | None
 ) -> tuple[qn.HowToQuantize, str | None]:
-    """Return how an operand is quantized, with tiles that its contracted axes can have.
+    """Return an operand's quantization with tiles that fit its axes.
 
     Args:
         how: the rule's.

@@ -152,7 +152,7 @@ def _ragged(arguments: dict[str, Any], numbers: lax.RaggedDotDimensionNumbers) -
 
 
 def _frozen(value: Any) -> Any:
-    """Returns sequences and NumPy arrays as tuples, all the way down."""
+    """Return sequences and NumPy arrays as tuples, all the way down."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
@@ -171,14 +171,14 @@ def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _promoted(*values: Any) -> tuple[jax.Array, jax.Array]:
-    """As ``_operands``, but refuses what JAX's promotion mode refuses in ``jax.numpy``."""
+    """Return operands, refusing what JAX's promotion mode refuses."""
     lhs, rhs = _operands(*values)
     jnp.result_type(lhs, rhs)
     return lhs, rhs
 
 
 def _options(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Returns precision, preferred_element_type and out_sharding."""
+    """Return precision, preferred_element_type and out_sharding."""
     preferred = arguments["preferred_element_type"]
     if preferred is not None and jnp.dtype(preferred) not in qn.FLOAT_DTYPES:
         raise StaysFloat(f"preferred_element_type is {jnp.dtype(preferred)}")
@@ -205,7 +205,7 @@ class TappedOp:
     signature: inspect.Signature
 
     def read(self, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
-        """Returns the call as a contraction. Raises StaysFloat with the reason if it is none."""
+        """Return the call as a contraction; raise StaysFloat if it is not one."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:  # the function itself will say it best

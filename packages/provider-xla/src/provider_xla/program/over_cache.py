@@ -1,4 +1,4 @@
-"""Attention over a cache: the kernel reads it where it lies, and as it is carried.
+"""Attention over a cache: kernels read it where it lies.
 
 A cache that is carried as int8 is read as quantized values and scales. One that a program
 transposes for its attention is read in the order that it has in memory. One that a program takes
@@ -23,7 +23,7 @@ ATTENTION = "decode_attention"
 
 
 def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the op of attention, of what keys and values are carried as.
+    """Return the attention op for caches of quantized keys and values.
 
     Args:
         call: the call.
@@ -59,7 +59,7 @@ def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> C
 
 
 def _is_read(cache: Any) -> bool:
-    """Return whether the kernel reads a cache: int8, and a scale for each head and position."""
+    """Return whether the kernel reads a cache: int8, scales per head and position."""
     if not isinstance(cache, qn.QArray) or cache.qvalue.dtype != jnp.int8:
         return False
     if cache.zero_point is not None or cache.scale.dtype != jnp.float32:
@@ -91,7 +91,7 @@ def _lying(part: Any) -> _Lying:
 
 
 def _stack(lying: Sequence[_Lying]) -> tuple[Any, list[Any]] | None:
-    """Return the index that all parts of a cache have in their stacks, and these; None for none."""
+    """Return the index of a cache in stacks, and these, or None."""
     if any(one.stack is None for one in lying):
         return None
     stacks = [one.stack for one in lying if one.stack is not None]
@@ -104,6 +104,6 @@ def _stack(lying: Sequence[_Lying]) -> tuple[Any, list[Any]] | None:
 
 
 def _scale(scale: jax.Array, values: jax.Array, lead: int) -> jax.Array:
-    """Return scales for each head and position, with one batch axis after the ``lead`` ones."""
+    """Return scales with one batch axis after the ``lead`` ones."""
     rows = jnp.broadcast_to(scale[..., 0], values.shape[:-1])
     return rows.reshape(*rows.shape[:lead], -1, *rows.shape[-2:])

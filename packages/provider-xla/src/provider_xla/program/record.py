@@ -1,4 +1,4 @@
-"""The report: every operation that a provider saw, what it did with it, and what computes it."""
+"""Report of a provider: its operations, their rules and kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 
 
 class Choice(NamedTuple):
-    """What computes an operation on a platform: the FFI target, or None and why XLA does."""
+    """What computes an operation on a platform: an FFI target, or XLA and why."""
 
     kernel: str | None
     reason: str | None
@@ -34,7 +34,7 @@ def platforms(first: str | None = None) -> tuple[str, ...]:
 
 
 def choice(op: str, platform: str, operands: Sequence[Any], **question: Any) -> Choice:
-    """Return the kernel for a call on a platform, or why there is none.
+    """Return a call's kernel on a platform, or why it has none.
 
     Args:
         op: the op.
@@ -47,7 +47,7 @@ def choice(op: str, platform: str, operands: Sequence[Any], **question: Any) -> 
 
 
 def choices(op: str, operands: Sequence[Any]) -> dict[str, Choice]:
-    """Return the kernel for a call on each platform, or why there is none."""
+    """Return a call's kernel on each platform, or why it has none."""
     return {platform: choice(op, platform, operands) for platform in platforms()}
 
 
@@ -89,7 +89,7 @@ class OpRecord:
 
     @property
     def kernel(self) -> str | None:
-        """The FFI target that computes it where parameters are; None if XLA does."""
+        """Return the FFI target where parameters are; None for XLA."""
         return next((one.kernel for one in self.kernels.values()), None)
 
     @property
@@ -99,12 +99,12 @@ class OpRecord:
 
     @property
     def quantized(self) -> bool:
-        """Whether at least one operand is quantized."""
+        """Return whether at least one operand is quantized."""
         return any(self.qtypes)
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether it stays float, and consists of an operation that is a record of its own."""
+        """Return whether it stays float because its parts are records."""
         if self.quantized or self.op_name not in IN_PARTS:
             return False
         return (
@@ -115,7 +115,7 @@ class OpRecord:
 
 
 class Report(tuple[OpRecord, ...]):
-    """The operations that a provider saw, in the order of their first appearance.
+    """The operations a provider saw, in order of first appearance.
 
     ``print(report)`` shows it as a table.
     """
@@ -123,7 +123,7 @@ class Report(tuple[OpRecord, ...]):
     __slots__ = ()
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Returns the records as JSON values."""
+        """Return the records as JSON values."""
         return [
             {
                 **asdict(record),
@@ -135,7 +135,7 @@ class Report(tuple[OpRecord, ...]):
     def table(
         self, sizes: Mapping[str, tuple[int, int]] | None = None, *, fold: bool = True
     ) -> str:
-        """Returns the operations as a table.
+        """Return the operations as a table.
 
         Args:
             sizes: by weight, its bytes before and after; None leaves them out.

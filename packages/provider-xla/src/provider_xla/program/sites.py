@@ -1,4 +1,4 @@
-"""Sites: the operations of a program that rules are about, found and read."""
+"""Sites: find and read a program's operations that rules match."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .attention import WRITTEN, is_of_weights
 from .contractions import Contraction
 from .fused import FusedOp, fused_ops
 from .granularity import fitted, misfit
+from .matching import Rules, Weight
 from .ops import OPS, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
 from .record import OpRecord, choices
-from .weights import Weight, Weights, weights_among
 
 SIDES = ("lhs", "rhs")
 
@@ -55,103 +55,8 @@ class Site:
     hows: tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 
     def key(self, side: int) -> str:
-        """Returns what the statistics of an operand are kept under."""
+        """Return what the statistics of an operand are kept under."""
         return f"{self.call.op_id}#{SIDES[side]}"
-
-
-@dataclass(frozen=True)
-class Under:
-    """Tells the parameters among the inputs of a program: their pytree paths begin alike."""
-
-    prefix: str
-
-    def __call__(self, path: str) -> bool:
-        """Return whether the path is that of a parameter."""
-        return path.startswith(self.prefix)
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Rules in their order, and which argument holds the parameters.
-
-    Attributes:
-        rules: the first match counts.
-        params: begins the pytree path of every parameter.
-        adapted: paths of the parameters that have an adapter in this call.
-    """
-
-    rules: tuple[QuantizationRule, ...]
-    params: str
-    adapted: frozenset[str] = frozenset()
-
-    def __post_init__(self):
-        object.__setattr__(self, "find", functools.lru_cache(maxsize=None)(self._find))
-        object.__setattr__(self, "origin_key", functools.lru_cache(maxsize=None)(self._origin_key))
-        object.__setattr__(self, "is_parameter", Under(self.params))
-        by_weight = any(rule.weight_path is not None for rule in self.rules)
-        object.__setattr__(self, "_by_weight", by_weight)
-
-    find: Callable[..., int | None] = None  # type: ignore[assignment]
-    """Returns the number of the rule for an operation with these names, under a module path, of
-    the parameters that ``paths`` returned."""
-
-    is_parameter: Under = None  # type: ignore[assignment]
-    """Returns whether the input of that path is a parameter."""
-
-    origin_key: Callable[[str], Hashable] = None  # type: ignore[assignment]
-    """Maps the path of an input to a key; equal keys mean that no rule tells the inputs apart."""
-
-    def _find(
-        self,
-        names: tuple[str, ...],
-        module_path: str,
-        paths: tuple[str, ...] = (),
-        has_weight: bool = True,
-    ) -> int | None:
-        for i, rule in enumerate(self.rules):
-            if any(rule.matches(n, module_path, paths, has_weight=has_weight) for n in names):
-                return i
-        return None
-
-    def _origin_key(self, path: str) -> Hashable:
-        if not path.startswith(self.params):
-            return None
-        below = (path.removeprefix(self.params),)
-        # What is left of the rules for this parameter; equal ones of several paths are one.
-        left = (rule for rule in self.rules if rule.matches_weight(below))
-        same = dict.fromkeys(dataclasses.replace(rule, weight_path=None) for rule in left)
-        return path in self.adapted, tuple(same)
-
-    def weights(self, call: OpCall, operands: Sequence[Any]) -> Weights:
-        """Return which operands of an operation are weights."""
-        return weights_among(call, operands, self.is_parameter)
-
-    def paths(self, weights: Weights) -> tuple[str, ...]:
-        """Return the paths of parameters for ``find``, if any rule asks for them."""
-        if not self._by_weight:  # type: ignore[attr-defined]
-            return ()
-        return tuple(path.removeprefix(self.params) for path in weights.paths)
-
-    def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
-        """Returns how a rule quantizes an operand."""
-        qtype = rule.weight_qtype if is_weight else rule.act_qtype
-        if qtype is None:
-            return None
-        method = rule.weight_calibration_method if is_weight else rule.act_method
-        tile = rule.tile_size if rule.tile_size is not None else qn.get_qtype(qtype).block
-        channelwise = not getattr(rule, "disable_channelwise_axes", False)
-        scales = rule.scale_dtype if is_weight else None
-        return qn.HowToQuantize(qtype, tile, method, channelwise, scales)
-
-    @property
-    def adapts(self) -> bool:
-        """Whether any parameter may have an adapter."""
-        return any(rule.rank is not None for rule in self.rules)
-
-    @property
-    def is_static(self) -> bool:
-        """Whether any activation has a static range."""
-        return any(rule.act_static_scale for rule in self.rules)
 
 
 Record = Callable[[OpRecord, str | None], None]
@@ -169,7 +74,7 @@ _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 
 
 class Sites:
-    """The handlers of a provider: find the rule, read the call, and hand a Site on.
+    """A provider's handlers: find the rule, read the call, pass a Site on.
 
     Args:
         rules: the rules.
@@ -178,7 +83,7 @@ class Sites:
         record: called for every operation seen.
         lookup: the handler of lookups of parameters, or None.
         leave: called for each contraction that stays float, or None. What consists of another
-            contraction that is looked at by itself is not one.
+            contraction that is looked at alone is not one.
         remark: called with a call, and what is done with it that its rule does not say.
         keyed: whether operations in jitted functions are treated alike where no rule tells
             their module paths, and whether their operands are parameters, apart; or each by
@@ -283,14 +188,14 @@ class Sites:
         if result is not NotImplemented:
             return result
         result = call.proceed(*args, **kwargs)
-        # What was quantized is no weight, whatever it was computed from: it is another array here,
+        # A quantized value is not a weight, whatever it was computed from: it is another array,
         # as it is where the quantized program runs.
         return jax.tree.map(jnp.copy, result) if self._surveys else result
 
     def _fuse(
         self, op: FusedOp, function: Callable[..., Any], call: OpCall, *args: Any, **kwargs: Any
     ) -> Any:
-        """Computes a named function by the op of a kernel, where its rule asks for it."""
+        """Compute a function by a kernel's op, where its rule asks for it."""
         index = self._rules.find((op.name,), call.module_path)
         if index is None or self._is_fused_around(call):
             return NotImplemented
@@ -327,7 +232,7 @@ class Sites:
         written: Attention,
         also_used: Sequence[str],
     ) -> Any:
-        """Compute an attention that the program writes out, unless its parts are a rule's."""
+        """Compute a written-out attention, unless rules match its parts."""
         kinds = (call.kind(value, self._rules.is_parameter) for value in values)
         weights = [kind is not None and kind.kind in ("view", "derived") for kind in kinds]
         if is_of_weights(written, weights):
@@ -335,7 +240,7 @@ class Sites:
         return self._fuse(op, function, call, *values, written=written, also_used=also_used)
 
     def _is_fused_around(self, call: OpCall) -> bool:
-        """Returns whether a rule is about a function that this operation is a part of.
+        """Return whether a rule matches a function around this operation.
 
         Then its parts are not looked at, fused or not.
         """
@@ -371,7 +276,7 @@ class Sites:
         operands: Sequence[Any],
         hows: Sequence[Any],
     ) -> tuple[str | None, bool]:
-        """Returns why an operation stays float, and whether that is against its rule."""
+        """Return why an operation stays float, and if its rule forbids that."""
         if not any(hows):
             if rule.weight_qtype is None and rule.rank is None:
                 return "the rule leaves it float", False
@@ -403,12 +308,12 @@ class Sites:
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """A Pallas kernel computes on blocks in memory that it manages: it stays as it was written."""
+    """Leave a Pallas kernel as written: it manages blocks of memory."""
     return untapped(call.proceed(*args, **kwargs))
 
 
 def short(x: Any) -> str:
-    """Returns dtype and shape as ``f32[8,64]``."""
+    """Return dtype and shape as ``f32[8,64]``."""
     return f"{_SHORT.get(x.dtype.name, x.dtype.name)}{list(x.shape)}".replace(" ", "")
 
 

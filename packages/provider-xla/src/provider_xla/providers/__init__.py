@@ -1,1 +1,1 @@
-"""Providers: what users make a plan with, and what a plan can do."""
+"""Providers: make plans and quantized functions; what a plan can do."""

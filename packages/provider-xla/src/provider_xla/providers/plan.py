@@ -1,4 +1,4 @@
-"""Plan: what rules do to a program, with all that can be done with it."""
+"""Plan: what rules do to a program, with its methods."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Plan(PlanData):
-    """What rules do to a program and its parameters. ``print(plan)`` shows it as a table.
+    """What rules do to a program and its parameters. ``print`` shows a table.
 
     Attributes: see ``PlanData``. Nothing is done yet: the methods are what can be done with it.
     """
@@ -44,7 +44,7 @@ class Plan(PlanData):
         return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
 
     def quantize(self, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
-        """Quantizes the parameters, one after the other, with a progress bar on a terminal.
+        """Quantize parameters one by one, with a progress bar on terminals.
 
         Each keeps its sharding. At its peak this needs, beside ``params``, what is quantized so
         far and a copy of one parameter.
@@ -57,12 +57,12 @@ class Plan(PlanData):
                 False for quantized values and scales alone, to be saved: see ``prepack``.
 
         Returns:
-            The tree with a ``quant_numerics.QArray`` in place of each quantized parameter
+            The tree with a ``quant_numerics.QArray`` instead of each quantized parameter
             (a ``PackedQArray`` for 3, 5, 6 and 7 bits, which JAX has no dtypes for), or a
             ``PrepackedWeight``.
 
         Raises:
-            QuantizationError: another tree, other shapes or dtypes, leaves that are no arrays,
+            QuantizationError: another tree, other shapes or dtypes, leaves that are not arrays,
                 values that are not finite. Names the parameter and its rule. Nothing is
                 changed then.
         """
@@ -86,7 +86,7 @@ class Plan(PlanData):
         return abstract.quantized_types(self, params, prepack=prepack)
 
     def prepack(self, params: Any) -> Any:
-        """Packs quantized parameters for the kernels that compute their contractions.
+        """Pack quantized parameters for the kernels that compute their contractions.
 
         ``quantize`` does it for the platform that they are on. This is for parameters that were
         stored without; ``convert`` packs for other platforms.
@@ -95,7 +95,7 @@ class Plan(PlanData):
             params: what ``quantize(..., prepack=False)`` returned, here or elsewhere.
 
         Returns:
-            The tree with a ``PrepackedWeight`` in place of what the plan has a kernel for. One
+            The tree with a ``PrepackedWeight`` instead of what the plan has a kernel for. One
             that is sharded along an axis that is contracted, or within a panel, stays what it
             is, and so does what is packed already.
 
@@ -105,7 +105,7 @@ class Plan(PlanData):
         return quantize.prepack(self, params)
 
     def convert(self, params: Any, platform: str | None = None) -> Any:
-        """Change the form of stored parameters to what the kernels of a platform read.
+        """Convert stored parameters for the kernels of another platform.
 
         Quantized values and scales are the same in every form, bit for bit. Nothing is moved to
         other devices.
@@ -129,7 +129,7 @@ class Plan(PlanData):
         donate: bool = False,
         prepack: bool = True,
     ) -> Optimized:
-        """Quantizes the parameters as ``quantize`` does, after passes that look at data.
+        """Quantize the parameters as ``quantize`` does, after passes that look at data.
 
         The function is run in float on the batches, and what is measured at its contractions
         decides how parameters are transformed and rounded. The function stays what it is: what
@@ -151,14 +151,14 @@ class Plan(PlanData):
         Raises:
             QuantizationError: as ``quantize``; there is no batch; activations are not finite; the
                 plan is for the patch engine.
-            TypeError, ValueError: what is no pass, or passes in an order without a meaning.
+            TypeError, ValueError: not a pass, or passes in a meaningless order.
         """
         from ..passes.optimize import optimize
 
         return optimize(self, params, batches, passes, donate=donate, prepack=prepack)
 
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
-        """Returns ``fn`` for parameters that ``quantize`` returned.
+        """Return ``fn`` for parameters that ``quantize`` returned.
 
         Put a ``jax.jit`` around it, or around what calls it: eagerly, each parameter is also
         dequantized at each call. Arguments: see ``PtqProvider.apply``.
@@ -186,7 +186,7 @@ class Plan(PlanData):
         return with_caches(self.caches, fn, applied) if self.caches else applied
 
     def quantize_cache(self, value: Any, argument: int | str | None = None) -> Any:
-        """Quantize the caches of an argument, to be passed to what ``apply`` returned.
+        """Quantize the caches of an argument, for the function of ``apply``.
 
         ``apply`` does it for those that are float when it is called. Made before, they are as
         large as they stay, and can be donated from the first call on.
@@ -197,7 +197,7 @@ class Plan(PlanData):
                 argument alone.
 
         Returns:
-            The tree with a ``CacheArray`` in place of each array that ``caches`` carries
+            The tree with a ``CacheArray`` instead of each array that ``caches`` carries
             quantized, sharded as that.
 
         Raises:
@@ -241,7 +241,7 @@ class Plan(PlanData):
         return export(applied, stored, args, shapes=shapes, platforms=platforms, inside=inside)
 
     def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
-        """Makes adapters for ``apply`` and ``merge``, which change nothing before training.
+        """Make adapters for ``apply`` and ``merge``, which change nothing before training.
 
         Args:
             key: random key.
@@ -254,12 +254,12 @@ class Plan(PlanData):
             zero and B normal.
 
         Raises:
-            QuantizationError: no rule gives a parameter an adapter, or dtype is no float.
+            QuantizationError: no rule gives a parameter an adapter, or dtype is not a float.
         """
         return tree.init_adapters(self, key, dtype)
 
     def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
-        """Adds adapters to their parameters, ``W + (alpha / rank) * A B``, for good.
+        """Merge adapters into their parameters: ``W + (alpha / rank) * A B``.
 
         Args:
             params: the plan's parameters, quantized or not.
@@ -277,7 +277,7 @@ class Plan(PlanData):
     def calibrate(
         self, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
     ) -> Statistics:
-        """Measures the static ranges of activations, in float, with a progress bar.
+        """Measure the static ranges of activations, in float, with a progress bar.
 
         Args:
             fn: the function that the plan is for.
@@ -303,7 +303,7 @@ class Plan(PlanData):
         stored: Any = None,
         time: bool = True,
     ) -> QualityReport:
-        """Measures what quantization costs on data, operation by operation and end to end.
+        """Measure what quantization costs on data, per operation and in all.
 
         The function runs in float; each operation that is quantized is computed from the same
         float operands in both ways. Then the quantized program runs as a whole.
@@ -316,7 +316,7 @@ class Plan(PlanData):
                 returns.
             stored: the parameters as ``optimize`` or ``load`` returned them; None for what
                 ``quantize`` makes of ``params``.
-            time: whether to time operations and programs, too, each compiled by itself.
+            time: whether to time operations and programs, too, each compiled alone.
 
         Returns:
             The report: ``print`` it, or ``save_html`` it.
@@ -343,7 +343,7 @@ class Plan(PlanData):
         error: Callable[[Any, Any], Any] | None = None,
         errors: Mapping[str, Mapping[str, float]] | None = None,
     ) -> Self:
-        """Returns a plan that gives each parameter the qtype that its bits are best spent on.
+        """Return a plan whose bits are spent where they help most.
 
         Of all choices within the budget it is the one with the least error of the output, as far
         as the errors of single parameters add up. Each is measured, with a progress bar: the
@@ -393,7 +393,7 @@ class Plan(PlanData):
         return self.of(found)
 
     def empty_statistics(self, params: Any = None) -> dict[str, qn.Statistics]:
-        """Returns statistics for each activation with a static range, with nothing in them.
+        """Return empty statistics for each activation with a static range.
 
         Args:
             params: what ``optimize`` returned, where the function is run with that.

@@ -18,8 +18,9 @@ from ..cache.find import find_caches
 from ..cache.rule import CacheRule
 from ..errors import QuantizationError, QuantizationWarning
 from ..plan.make import make_plan
+from ..program.matching import Rules
 from ..program.record import OpRecord, Report
-from ..program.sites import Rules, Site, Sites
+from ..program.sites import Site, Sites
 from ..rules.rule import QuantizationRule
 from ..run.infer import sites_of
 from .plan import Plan
@@ -95,7 +96,7 @@ class XlaProvider(abc.ABC):
         return self._sites(self._run).interceptor
 
     def interceptor(self) -> Interceptor:
-        """Returns the interceptor, the same each time: what it traces is cached under it."""
+        """Return the interceptor, always the same: traces are cached under it."""
         return self._interceptor
 
     def plan(
@@ -106,7 +107,7 @@ class XlaProvider(abc.ABC):
         kernels: bool = True,
         **kwargs: Any,
     ) -> Plan:
-        """Finds what the rules do to ``fn``. Nothing is run, copied or changed.
+        """Find what the rules do to ``fn``, without running or copying anything.
 
         Args:
             fn: called as ``fn(params, *args, **kwargs)``, ``params`` at ``params_argnum``.
@@ -146,19 +147,19 @@ class XlaProvider(abc.ABC):
 
     @property
     def call_options(self) -> tuple[str, ...]:
-        """Names of the keyword arguments that functions of ``apply`` take beside their own."""
+        """Return the names of extra keyword arguments of ``apply``'s functions."""
         return ()
 
     @abc.abstractmethod
     def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
-        """Return ``fn`` quantized, with static ranges that were measured and do not change."""
+        """Return ``fn`` quantized with fixed static ranges."""
 
     def report(self) -> Report:
-        """Returns every operation seen so far, with its rule or the reason why it stays float."""
+        """Return all operations seen, with rules or reasons."""
         return Report(self._records.values())
 
     def get_unused_rules(self) -> list[QuantizationRule]:
-        """Returns the rules that decided nothing so far: perhaps a misspelt path."""
+        """Return the rules that decided nothing so far: perhaps a misspelt path."""
         return [rule for i, rule in enumerate(self.rules) if i not in self._used]
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
@@ -169,7 +170,7 @@ class XlaProvider(abc.ABC):
 
     @abc.abstractmethod
     def _run(self, site: Site) -> Any:
-        """Returns the result of an operation."""
+        """Return the result of an operation."""
 
     def _record(self, record: OpRecord, problem: str | None) -> None:
         if record.rule is not None:

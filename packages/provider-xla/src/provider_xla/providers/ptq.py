@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from ..lora.apply import AdaptedRun
+from ..program.matching import follows_values
 from ..program.sites import Site
-from ..program.weights import follows_values
 from ..run.infer import infer, prepared, run_site
 from ..run.static import Statistics
 from .provider import XlaProvider

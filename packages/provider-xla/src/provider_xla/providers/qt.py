@@ -12,7 +12,8 @@ import jax
 from interception_core import JaxtapError
 
 from ..program.sites import Site
-from ..rules.rule import QtRule, QuantizationRule
+from ..rules.qt_rule import QtRule
+from ..rules.rule import QuantizationRule
 from ..run.contraction import trained_contraction
 from ..run.static import Observation, Statistics, calibrations, read
 from .provider import XlaProvider
@@ -37,7 +38,7 @@ class QtProvider(XlaProvider):
         *,
         update: bool = True,
     ) -> Callable[..., Any]:
-        """Returns ``fn`` with its operations quantized by the rules, to be differentiated.
+        """Return ``fn`` with its operations quantized by the rules, to be differentiated.
 
         Args:
             fn: the function: a model, or a whole loss.
@@ -81,7 +82,7 @@ class QtProvider(XlaProvider):
     def init_statistics(
         self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
     ) -> Statistics:
-        """Returns empty statistics for the activations of ``fn`` that need them.
+        """Return empty statistics for the activations of ``fn`` that need them.
 
         Arguments as for ``plan``. What is returned is a pytree of Boxes: save it with the
         parameters.

@@ -1,1 +1,1 @@
-"""Reports: what quantization costs a program, operation by operation, and what it saves."""
+"""Reports: what quantization costs and saves, operation by operation."""

@@ -1,4 +1,4 @@
-"""The error of one operation: its quantized result beside its float one, as sums."""
+"""One operation's error: quantized beside float results, as sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ranges = tuple[qn.Calibration | None, qn.Calibration | None]
 
 
 class Sums(NamedTuple):
-    """What two results have in common and apart, summed; a pytree for ``probe``.
+    """Sums that compare two results; a pytree for ``probe``.
 
     Scalars, float32 (float64 of float64 results).
 
@@ -48,7 +48,7 @@ def site_error(
     ranges: Ranges = (None, None),
     operands: Operands | None = None,
 ) -> Sums:
-    """Returns the error that quantizing one operation makes, on its float operands.
+    """Return the error that quantizing one operation makes, on its float operands.
 
     Args:
         site: the operation, with float operands.
@@ -64,7 +64,7 @@ def site_error(
 
 
 def difference(expected: jax.Array, found: jax.Array) -> Sums:
-    """Returns how far ``found`` is from ``expected``, floats of one shape."""
+    """Return how far ``found`` is from ``expected``, floats of one shape."""
     return whole_results(_difference, expected, found)
 
 
@@ -83,7 +83,7 @@ def _difference(expected: jax.Array, found: jax.Array) -> Sums:
 
 
 def visits(*values: jax.Array) -> jax.Array:
-    """Returns 1, float32: mapped over where one of the values is, so that ``probe`` counts it."""
+    """Return 1.0, mapped like the values, so that ``probe`` counts it."""
     return whole_results(_visits, *values)
 
 
@@ -96,7 +96,7 @@ def _visits(*values: jax.Array) -> jax.Array:
 
 
 def decibels(signal: Any, noise: Any) -> float | None:
-    """Returns the signal-to-quantization-noise ratio in dB.
+    """Return the signal-to-quantization-noise ratio in dB.
 
     Returns:
         ``10 log10(signal / noise)``; infinity where there is no noise, None where either is not
@@ -111,7 +111,7 @@ def decibels(signal: Any, noise: Any) -> float | None:
 
 
 def flops(contraction: Contraction, lhs: Any, rhs: Any, extras: tuple[Any, ...]) -> int:
-    """Returns the floating-point operations of a contraction: two per multiplication.
+    """Return the floating-point operations of a contraction: two per multiplication.
 
     What a convolution multiplies with padding counts too.
 

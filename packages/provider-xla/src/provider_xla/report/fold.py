@@ -1,4 +1,4 @@
-"""Operations of equal layers in one row of a report, where there are many."""
+"""Equal layers' operations in one row, where there are many."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NameRow(NamedTuple):
 def op_rows(
     ops: Sequence[OpQuality], parameters: Sequence[ParameterQuality], *, fold: bool = True
 ) -> list[OpRow]:
-    """Return the rows of operations, folded if there are many and ``fold`` is given."""
+    """Return operations' rows, folded if many and ``fold`` is given."""
     sizes = {one.path: (one.bytes_before, one.bytes_after) for one in parameters}
     if not fold or len(ops) <= LEAST:
         return [OpRow(op, (op,), sizes.get(op.weight or "")) for op in ops]

@@ -20,8 +20,8 @@ from ..plan.quantize import prepack, quantize
 from ..plan.weight import WeightPlan
 from ..program.arrays import is_array, of_arrays
 from ..program.contractions import Contraction
+from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
-from ..program.weights import follows_values
 from ..run.infer import infer, run_operands
 from ..run.static import Statistics, calibrations, key_of, read
 from ..run.stored import is_stored
@@ -42,7 +42,7 @@ def make_report(
     stored: Any,
     time: bool,
 ) -> QualityReport:
-    """Makes a report: see ``Plan.report``."""
+    """Make a report: see ``Plan.report``."""
     taken = [tuple(batch) for batch in batches]
     if not taken:
         raise QuantizationError("There is nothing to measure on: batches is empty.")
@@ -91,9 +91,7 @@ def _probe(
     batches: Sequence[tuple],
     statistics: Statistics | None,
 ) -> tuple[dict[str, int], dict[str, Probed]]:
-    """Returns the floating-point operations of one visit of each contraction, and what was
-    measured.
-    """
+    """Return each contraction's flops per visit, and the measurements."""
     per_visit: dict[str, int] = {}
 
     def count(op_id: str, contraction: Contraction, operands: Any, extras: Any) -> None:
@@ -145,7 +143,7 @@ def _ranges(
 
 
 def _mapped(found: dict[str, Probed]) -> dict[str, int]:
-    """Returns, by operation, over how many examples the program maps it."""
+    """Return, by operation, over how many examples the program maps it."""
     mapped = {}
     for op_id, one in found.items():
         if isinstance(one.total, Sums):
@@ -213,7 +211,7 @@ def _ops(
 
 
 def _shared(ops: tuple[OpQuality, ...], whole: float | None) -> tuple[OpQuality, ...]:
-    """Returns the operations with their share of the program's time."""
+    """Return the operations with their share of the program's time."""
     if whole is None:
         return ops
     # Alone, operations may take longer than in the program, where XLA fuses them.
@@ -246,7 +244,7 @@ def _parameters(
     given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
     trees = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (stored, packed))
     held = dict(zip(given, zip(*trees, strict=True), strict=True))
-    # Derived weights are rows of their own, and what is beside a parameter is none of it.
+    # Derived weights have separate rows, so they do not count with their parameter.
     values = {path: leaf for path, leaf in given.items() if is_array(leaf)}
     parts = {path: tuple(map(_own, pair)) for path, pair in held.items()}
     for path, weight in plan.weights.items():
@@ -337,7 +335,7 @@ def _output(name: str, x: Any, parts: Sequence[tuple[Any, int]]) -> OutputQualit
 
 
 def _called(fn: Callable[..., Any], plan: PlanData, params: Any, batch: tuple) -> Callable[[], Any]:
-    """Returns a jitted call, which returns the arrays of the result and where they are in it."""
+    """Return a jitted call that returns the result's arrays and structure."""
     names: list[str] = []
 
     def named(*args: Any) -> list[Any]:

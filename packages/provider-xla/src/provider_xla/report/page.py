@@ -39,7 +39,7 @@ _COLUMNS = (
 
 
 def page(report: Results, title: str) -> str:
-    """Returns the page."""
+    """Return the page."""
     numbers = {op.op_id: i for i, op in enumerate(report.ops)}
     reasons: dict[str, list[Any]] = {}
     for op in report.float_ops:

@@ -31,7 +31,7 @@ class QualityReport(Results):
     """
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values: docs/reports.md describes them.
+        """Return the report as JSON values: docs/reports.md describes them.
 
         Numbers that are not finite are null.
         """
@@ -64,7 +64,7 @@ class QualityReport(Results):
         )
 
     def table(self, sort: str = "program", top: int | None = None) -> str:
-        """Returns the operations that are quantized as a table.
+        """Return the operations that are quantized as a table.
 
         If there are many, those of equal layers share a row, with the largest error of them and the
         sums of all else.
@@ -113,7 +113,7 @@ class QualityReport(Results):
         return self.text()
 
     def text(self, sort: str = "program", top: int | None = None) -> str:
-        """Returns the whole report as text: ``table``, ``summary``, and what stays float."""
+        """Return the whole report as text: ``table``, ``summary``, and what stays float."""
         parts = [self.table(sort, top)] if self.ops else []
         parts.append("\n".join(self.summary()))
         if self.float_ops:
@@ -124,7 +124,7 @@ class QualityReport(Results):
         return "\n\n".join(parts)
 
     def summary(self) -> list[str]:
-        """Returns the report in a few sentences."""
+        """Return the report in a few sentences."""
         total = len(self.ops) + len(self.float_ops)
         part = self.flops_quantized
         lines = [f"{len(self.ops)} of {total} operations quantized"]
@@ -150,13 +150,13 @@ class QualityReport(Results):
         return lines
 
     def save_json(self, path: str | Path) -> None:
-        """Writes ``as_json()``; the file is whole or not there."""
+        """Write ``as_json()``; the file is whole or not there."""
         import json
 
         write(path, json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
 
     def save_html(self, path: str | Path, title: str = "Quantization report") -> None:
-        """Writes one HTML page with plots, which needs no network; it is whole or not there.
+        """Save one offline HTML page with plots, whole or not at all.
 
         Args:
             path: of the page.
@@ -172,7 +172,7 @@ _RIGHT = frozenset({"SQNR dB", "max error", "Mflop", "float ms", "ms", "share", 
 
 
 def load_page() -> Callable[[QualityReport, str], str]:
-    """Returns what draws the page.
+    """Return what draws the page.
 
     Raises:
         QuantizationError: a library that it needs is missing; names what to install.
@@ -187,7 +187,7 @@ def load_page() -> Callable[[QualityReport, str], str]:
 
 
 def write(path: str | Path, text: str) -> None:
-    """Writes to a temporary name first, so that ``path`` is whole or not there."""
+    """Write under a temporary name, so that ``path`` is whole or absent."""
     path = Path(path)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -202,7 +202,7 @@ def _dicts(records: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
-    """Returns JSON values: tuples as lists, None for what is not finite."""
+    """Return JSON values: tuples as lists, None for what is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

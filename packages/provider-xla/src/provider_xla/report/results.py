@@ -182,17 +182,17 @@ class Results:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of all parameters as they are."""
+        """Return the bytes of all float parameters."""
         return sum(parameter.bytes_before for parameter in self.parameters)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of all parameters, those that are quantized as they are stored."""
+        """Return the bytes of all parameters as stored."""
         return sum(parameter.bytes_after for parameter in self.parameters)
 
     @property
     def bytes_float(self) -> int:
-        """Bytes of the parameters that stay as they are."""
+        """Return the bytes of parameters that stay float."""
         return sum(p.bytes_after for p in self.parameters if p.qtype is None)
 
     @property
@@ -204,18 +204,18 @@ class Results:
 
     @property
     def worst_output(self) -> OutputQuality | None:
-        """The output of floats with the lowest SQNR; None if there is none."""
+        """Return the float output with the lowest SQNR, or None."""
         known = [o for o in self.outputs if o.error is not None and o.error.sqnr_db is not None]
         return min(known, key=lambda o: o.error.sqnr_db, default=None)  # type: ignore[union-attr]
 
     @property
     def rest_share(self) -> float | None:
-        """Part of the quantized program's time that is none of ``ops``'; None if not measured."""
+        """Return the share of time outside ``ops``; None if not measured."""
         shares = [op.share for op in self.ops if op.share is not None]
         return None if self.seconds is None else max(0.0, 1 - sum(shares))
 
     def sorted_ops(self, by: str = "program") -> list[OpQuality]:
-        """Returns ``ops`` in another order.
+        """Return ``ops`` in another order.
 
         Args:
             by: "program" for that of the plan; "sqnr" and "error", the worst first; "flops",

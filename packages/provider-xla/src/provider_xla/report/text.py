@@ -8,12 +8,12 @@ from .results import Range
 
 
 def show_error(value: float | None) -> str:
-    """Returns an error for people."""
+    """Return an error for people."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def show_ms(seconds: float | None) -> str:
-    """Returns milliseconds for people."""
+    """Return milliseconds for people."""
     if seconds is None:
         return "-"
     value = seconds * 1e3
@@ -22,7 +22,7 @@ def show_ms(seconds: float | None) -> str:
 
 
 def show_ranges(ranges: Sequence[Range | None]) -> str:
-    """Return the static ranges of an operation: of several steps the least and the largest."""
+    """Return an operation's static ranges; of steps, least and largest."""
     return "; ".join(show_range(one) for one in ranges if one is not None)
 
 

@@ -21,8 +21,8 @@ from ..kernels.packed import PrepackedWeight, scale_sizes
 from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
 from ..program.contractions import Contraction, RaggedMatmul
+from ..program.matching import follows_values
 from ..program.sites import Site, Sites
-from ..program.weights import follows_values
 from ..run.contraction import quantized_contraction
 from ..run.infer import prepared, run_operands
 from ..run.static import Statistics, calibrations
@@ -67,7 +67,7 @@ class _Call:
         self.key = (self.contraction, self.hows, structure, shapes, static, self.axes, self.mapped)
 
     def seconds(self) -> tuple[float, float]:
-        """Returns the median time in float and quantized, for what is mapped at once."""
+        """Return median times in float and quantized, for mapped examples together."""
         rng = np.random.default_rng(0)
         extras = tuple(map(functools.partial(_extra, self.contraction, self.floats), self.extras))
         in_float = self._mapped(lambda x, y, e, c: self.contraction.run(x, y, *e), self.floats)
@@ -121,9 +121,9 @@ def time_ops(
     statistics: Statistics | None,
     mapped: Mapping[str, int],
 ) -> dict[str, tuple[float, float]]:
-    """Returns the seconds of each contraction, alone, in float and quantized, by operation id.
+    """Return seconds per contraction alone, float and quantized, by id.
 
-    Each is compiled by itself for the types of its operands, which hold random numbers;
+    Each is compiled alone for the types of its operands, which hold random numbers;
     contractions that are alike are timed once.
 
     Args:
@@ -159,7 +159,7 @@ def time_ops(
 
 
 def time_both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
-    """Returns the median seconds of two calls, taken in turn, after one that is not counted."""
+    """Return median seconds of two calls in turn, after a warm-up."""
     calls = first, second
     for call in calls:
         call()
@@ -180,21 +180,21 @@ def _types(tree: Any) -> Any:
 
 
 def _extra(contraction: Contraction, operands: Sequence[Any], x: Any) -> np.ndarray:
-    """Returns the other array of a grouped matmul: groups of one size."""
+    """Return the other array of a grouped matmul: groups of one size."""
     assert isinstance(contraction, RaggedMatmul)
     rows = operands[0].shape[contraction.numbers[1][0]]
     return np.full(x.shape, rows // x.shape[-1], x.dtype)
 
 
 def _columns(held: Any) -> int:
-    """Return how many of the examples that a program maps are columns of a packed weight."""
+    """Return how many mapped examples are columns of a packed weight."""
     if not isinstance(held, PrepackedWeight):
         return 1
     return math.prod(held.n_sizes[part] for part in held.gone)
 
 
 def _over_columns(fn: Callable[..., Any], side: int, weight: PrepackedWeight) -> Callable[..., Any]:
-    """Return a function of operands mapped over the columns that one of them is mapped over."""
+    """Return a function mapped over an operand's mapped columns."""
     for i in range(len(weight.gone)):
         places = tuple(0 if j == i else None for j in range(len(weight.gone)))
         axes: list[Any] = [None] * 4
@@ -204,7 +204,7 @@ def _over_columns(fn: Callable[..., Any], side: int, weight: PrepackedWeight) ->
 
 
 def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight:
-    """Return a parameter as a kernel takes it, which knows what it has packed itself.
+    """Return a parameter as a kernel takes it, given what is packed.
 
     Alone where it is one of a stack, and with all indices of what is mapped.
     """
@@ -231,7 +231,7 @@ def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight
 
 
 def _random(rng: np.random.Generator, shape: Sequence[int], dtype: Any, parent: Any) -> jax.Array:
-    """Returns numbers of any dtype; of an array that is stored, small ones above 0."""
+    """Return random numbers of any dtype; positive ones for scales."""
     stored = isinstance(parent, ArrayProxy)
     # A short row over and over: what they are makes no difference.
     if jnp.issubdtype(dtype, np.integer):

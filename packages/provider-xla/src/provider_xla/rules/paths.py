@@ -24,7 +24,7 @@ _LONGEST = 500
 
 
 class PathKeys:
-    """Maps a module path to a key; equal keys mean that the patterns can't tell paths apart.
+    """Map module paths to keys; equal keys match the same patterns.
 
     Args:
         patterns: regular expressions that are matched with whole paths.
@@ -33,12 +33,12 @@ class PathKeys:
     def __init__(self, patterns: Iterable[str]):
         automata = [_automaton(pattern) for pattern in patterns]
         known = [automaton for automaton in automata if automaton is not None]
-        # Beyond automata (a back reference, say): every path by itself.
+        # Beyond automata (a back reference, say): every path alone.
         self._automata = known if len(known) == len(automata) else None
         self._key = functools.lru_cache(maxsize=None)(self._find_key)
 
     def __call__(self, path: str) -> Hashable:
-        """Returns the key of ``path``."""
+        """Return the key of ``path``."""
         return self._key(path)
 
     def _find_key(self, path: str) -> Hashable:
@@ -48,7 +48,7 @@ class PathKeys:
 
 
 def _automaton(pattern: str) -> interegular.FSM | None:
-    """Returns the smallest automaton of ``pattern``, or None if it has none, or a huge one."""
+    """Return ``pattern``'s smallest automaton; None without a small one."""
     repeats = math.prod(map(int, _COUNTED.findall(pattern)))
     if len(pattern) > _LONGEST or repeats > _MOST_REPEATS:
         return None
@@ -59,14 +59,14 @@ def _automaton(pattern: str) -> interegular.FSM | None:
 
 
 def _state(automaton: interegular.FSM, path: str) -> tuple[bool, Any]:
-    """Returns whether ``path`` matches, and the state that the paths below it start from."""
+    """Return whether ``path`` matches, and the state for paths below."""
     state = _follow(automaton, automaton.initial, path)
     below = _follow(automaton, state, _SEPARATOR) if path else state
     return state in automaton.finals, below
 
 
 def _follow(automaton: interegular.FSM, state: Any, text: str) -> Any:
-    """Returns the state after ``text``; None where no continuation can match any more."""
+    """Return the state after ``text``; None if nothing can match."""
     for character in text:
         if state is None:
             return None

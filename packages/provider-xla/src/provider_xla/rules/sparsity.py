@@ -1,4 +1,4 @@
-"""N:M sparsity: of each m consecutive elements along an axis, n stay and the others are zeros."""
+"""N:M sparsity: n of each m consecutive elements stay, others are zero."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class Pattern(NamedTuple):
-    """N:M, as ``"2:4"``: of each ``m`` consecutive elements at most ``n`` are not zero."""
+    """N:M, as ``"2:4"``: at most ``n`` of ``m`` consecutive elements are nonzero."""
 
     n: int
     m: int
@@ -27,7 +27,7 @@ class Sparsity(NamedTuple):
 
 
 def parse_sparsity(text: str) -> Pattern:
-    """Reads a pattern such as ``"2:4"``.
+    """Read a pattern such as ``"2:4"``.
 
     Raises:
         ValueError: it is none.
@@ -39,7 +39,7 @@ def parse_sparsity(text: str) -> Pattern:
 
 
 def kept(score: jax.Array, pattern: Pattern, axis: int) -> jax.Array:
-    """Returns which elements stay: of each m along an axis, the n with the largest scores.
+    """Return which elements stay: the n largest scores of each m.
 
     Of equal ones the first (arXiv:2104.08378, section 3.1, with magnitudes as scores).
 
@@ -59,6 +59,6 @@ def kept(score: jax.Array, pattern: Pattern, axis: int) -> jax.Array:
 
 
 def sparsified(w: jax.Array, sparsity: Sparsity) -> jax.Array:
-    """Returns an array with zeros in place of its smaller magnitudes."""
+    """Return an array with zeros instead of its smaller magnitudes."""
     keep = kept(jnp.abs(w), sparsity.pattern, sparsity.axis)
     return jnp.where(keep, w, jnp.zeros((), w.dtype))

@@ -1,4 +1,4 @@
-"""AffineWeight: a stored parameter whose groups have a least value, a float, beside the scale."""
+"""AffineWeight: a stored parameter with a float minimum per group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..program.contractions import Contraction, Matmul
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AroundStored(ArrayProxy):
-    """Base of stored parameters that are quantized values and scales, ``inner``, and more.
+    """Base of stored parameters that hold a QArray, ``inner``, and more.
 
     Attributes:
         inner: a QArray, PackedQArray or PrepackedWeight.
@@ -58,7 +58,7 @@ class AroundStored(ArrayProxy):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class AffineWeight(AroundStored):
-    """A quantized parameter that stands for ``(value + shift) * scale + minimum``.
+    """A quantized parameter for ``(value + shift) * scale + minimum``.
 
     It is what GGUF's formats with a minimum are (Q4_1, Q4_K, ...). A contraction with it is that
     with ``inner``, in a kernel if there is one, and one of sums of the activation with a number for
@@ -77,7 +77,7 @@ class AffineWeight(AroundStored):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays."""
+        """Return the bytes of all its arrays."""
         return self.inner.nbytes + self.minimum.size * self.minimum.dtype.itemsize
 
     @property
@@ -109,7 +109,7 @@ class AffineWeight(AroundStored):
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what a primitive makes of it; rows that are looked up are not packed."""
+        """Return a primitive's move of it; looked-up rows are unpacked."""
         if primitive == "gather" and not isinstance(self.inner, qn.QArray):
             held = dataclasses.replace(self, inner=_values_of(self.inner))
             return held.moved(primitive, params, [held if x is self else x for x in operands])
@@ -143,14 +143,14 @@ class AffineWeight(AroundStored):
 
 
 def takes_minimum(contraction: Contraction) -> bool:
-    """Return whether a contraction with a minimum is a contraction of sums: one of matrices."""
+    """Return whether a contraction with a minimum is a matmul of sums."""
     return isinstance(contraction, Matmul)
 
 
 def without_minimum(
     contraction: Contraction, operands: Sequence[Any]
 ) -> tuple[list[Any], jax.Array | None]:
-    """Return the operands of a contraction, without minima, and what it lacks then."""
+    """Return operands without minima, and what the result then lacks."""
     found, lacks = list(operands), None
     for side, held in enumerate(operands):
         if isinstance(held, AffineWeight):

@@ -34,11 +34,11 @@ def fits(contraction: Contraction, side: int, held: Stored) -> bool:
 
 
 def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
-    """Returns the operands of a site, quantized where they are stored, and how to quantize them.
+    """Return a site's operands, stored or float, and how to quantize them.
 
     Args:
         site: the operation.
-        stored: what each operand is stored as; anything that is no quantized values for one that
+        stored: each operand's stored form; anything but quantized values for one that
             isn't.
     """
     operands, hows, stored = list(site.operands), list(site.hows), list(stored)
@@ -65,7 +65,7 @@ def quantized_contraction(
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
 ) -> jax.Array:
-    """Quantizes the operands that are still float and have to be; runs the contraction.
+    """Quantize operands that are still float, then run the contraction.
 
     A contraction of a packed parameter runs in the kernel that it was packed for, if it is such a
     contraction; of its quantized values otherwise.
@@ -133,7 +133,7 @@ def trained_contraction(
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
     key: jax.Array | None,
 ) -> jax.Array:
-    """Runs the contraction of quantized operands, with the gradients of quantized training."""
+    """Run the contraction of quantized operands, with the gradients of quantized training."""
     if not contraction.trains:
         return quantized_contraction(contraction, hows, lhs, rhs, extras, calibrations)
     return contraction.train(

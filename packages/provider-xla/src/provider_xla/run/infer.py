@@ -11,9 +11,9 @@ import jax
 from interception_core import Engine
 
 from ..errors import QuantizationError
+from ..program.matching import Rules, follows_values
 from ..program.record import OpRecord
-from ..program.sites import Rules, Site, Sites, ignore
-from ..program.weights import follows_values
+from ..program.sites import Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, quantized_contraction, stored_operands
 from .static import Statistics, calibrations
@@ -51,14 +51,14 @@ def sites_of(
     record: Callable[[OpRecord, str | None], None] = ignore,
     lookup: Callable[..., Any] | None = None,
 ) -> Sites:
-    """Return the handlers of a provider; programs that no rule tells apart share their traces."""
+    """Return a provider's handlers; equivalent programs share traces."""
     # Lookups are seen as primitives: by an engine that taps them with JIT on.
     taps = (lookup or leave_lookup) if follows_values(engine) else None
     return Sites(rules, run, record, lookup=taps, keyed=not rules.is_static)
 
 
 def leave_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-    """Leave a lookup to the engine, which takes the rows of a stored array."""
+    """Leave a lookup to the engine, which gathers stored rows."""
     return NotImplemented
 
 
@@ -91,7 +91,7 @@ def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
 
 
 def run_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
-    """Returns what the contraction of a site is run with; see ``stored_operands``."""
+    """Return what the contraction of a site is run with; see ``stored_operands``."""
     found, hows = stored_operands(site, stored)
     operands = [
         x if how is None or weight is None else sparse(site, side, x)
@@ -101,7 +101,7 @@ def run_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
 
 
 def sparse(site: Site, side: int, w: jax.Array) -> jax.Array:
-    """Returns a parameter that is still an array, with the zeros that its rule asks for."""
+    """Return a float parameter with the zeros its rule asks for."""
     axis = site.contraction.sparse_axis(side, w.ndim)
     if site.rule.sparsity is None or axis is None:
         return w

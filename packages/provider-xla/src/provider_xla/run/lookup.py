@@ -13,12 +13,12 @@ import quant_numerics as qn
 
 
 def looked_up(params: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the axes of the operand of a ``gather`` that indices go along."""
+    """Return the operand axes that a ``gather``'s indices follow."""
     return tuple(params["dimension_numbers"].start_index_map)
 
 
 def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Array | None:
-    """Returns what ``lax.gather_p`` gives of the dequantized array.
+    """Return what ``lax.gather_p`` gives of the dequantized array.
 
     Quantized values and scales are gathered alike, so that only what was looked up is dequantized.
 

@@ -44,7 +44,7 @@ class StaticRange(NamedTuple):
 
 
 def is_static(site: Site, side: int) -> bool:
-    """Returns whether an operand has a static range."""
+    """Return whether an operand has a static range."""
     activation = site.weights[side] is None and site.hows[side] is not None
     return activation and bool(site.rule.act_static_scale)
 
@@ -63,7 +63,7 @@ def _count(steps: Sequence[Step]) -> int:
 
 
 def measure(site: Site, side: int) -> qn.Calibration:
-    """Returns the range of an activation: one for all of it, as float32 of shape (1, ..., 1).
+    """Return an activation's range, float32 of shape (1, ..., 1).
 
     The mean over the batch axes of the rule of the largest over the others. Where the program
     maps over examples, by ``vmap``, the mean over these.
@@ -81,7 +81,7 @@ def measure(site: Site, side: int) -> qn.Calibration:
 
 @custom_vmap
 def _mean(x: jax.Array) -> jax.Array:
-    """Returns ``x``; where the program maps over it, the mean of what is mapped."""
+    """Return ``x``, averaged over mapped examples."""
     return x
 
 
@@ -115,7 +115,7 @@ class Observation:
             seen.set(nothing)
 
     def observe(self, site: Site) -> None:
-        """Take the ranges of the activations of a site that have a static one."""
+        """Record the ranges of a site's static activations."""
         for side in (0, 1):
             if is_static(site, side):
                 seen = self._seen[_key(self._statistics, site, side)]
@@ -151,7 +151,7 @@ class Observation:
 
 
 def _filled(seen: qn.Calibration) -> qn.Calibration:
-    """Return bounds in which steps that have not been seen have those of all that have."""
+    """Return bounds where unseen steps take those of all seen."""
 
     def fill(bound: jax.Array, unseen: float, extreme: Any) -> jax.Array:
         return jnp.where(bound == unseen, extreme(bound), bound)
@@ -161,7 +161,7 @@ def _filled(seen: qn.Calibration) -> qn.Calibration:
 
 
 class _Place(NamedTuple):
-    """Where the range of a site is, in bounds of shape (*steps, 1, ..., 1).
+    """A site's place in bounds of shape (*steps, 1, ..., 1).
 
     Attributes:
         index: the number of the step in each loop; None for all of them.
@@ -186,7 +186,7 @@ class _Place(NamedTuple):
         return all(index is not None for index in self.index)
 
     def take(self, bounds: qn.Calibration) -> qn.Calibration:
-        """Return the bounds of the steps, with axes of size 1 where it is one."""
+        """Return a step's bounds, with its axes of size 1."""
         if not self.index:
             return bounds
 
@@ -236,7 +236,7 @@ def read(statistics: Statistics) -> dict[str, qn.Calibration]:
 def calibrations(
     statistics: Statistics | None, site: Site
 ) -> tuple[qn.Calibration | None, qn.Calibration | None]:
-    """Returns the static ranges of both operands, where they have one.
+    """Return the static ranges of both operands, where they have one.
 
     Raises:
         JaxtapError: a range is needed and there is none.
@@ -254,9 +254,7 @@ def calibrations(
 
 
 def key_of(key: str, transformed: bool) -> str:
-    """Returns what the statistics of an operand are kept under: those of a transformed one apart,
-    so that its range is never that of the activation as it was.
-    """
+    """Return the statistics key of an operand, transformed ones apart."""
     return f"{key} (transformed)" if transformed else key
 
 
@@ -267,7 +265,7 @@ def _of(statistics: Statistics | None, site: Site, side: int) -> Any:
 
 
 def _key(statistics: Statistics | None, site: Site, side: int) -> str:
-    """Return what the statistics of an operand are kept under. Raise if there are none."""
+    """Return an operand's statistics key; raise if it has none."""
     key = key_of(site.key(side), beside(site, side) is not None)
     if statistics is None:
         raise JaxtapError(

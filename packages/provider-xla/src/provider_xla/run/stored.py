@@ -1,4 +1,4 @@
-"""Stored parameters: the nodes that stand for them in a tree, and as operands."""
+"""Stored parameters: their nodes in a tree, and as operands."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hijax_trace import Carrier
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
-from ..program.sites import Site, Under
+from ..program.matching import Under
+from ..program.sites import Site
 from .affine import AffineWeight, takes_minimum
 from .transformed import TransformedWeight
 
 
 def is_stored(node: Any) -> bool:
-    """Returns whether a node of parameters is a quantized one, packed or not."""
+    """Return whether a node is a quantized parameter, packed or not."""
     quantized = qn.QArray | qn.PackedQArray | PrepackedWeight
     return isinstance(node, quantized | TransformedWeight | AffineWeight | Carrier)
 
@@ -47,7 +48,7 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
 def transformed(
     contraction: Contraction, operands: Sequence[Any], *, but_rotated: bool = False
 ) -> list[Any]:
-    """Returns the operands of a contraction, a transformed parameter's and its activation's inside.
+    """Return operands with transformed parameters and activations.
 
     Args:
         contraction: the contraction.
@@ -64,9 +65,7 @@ def transformed(
 
 
 def takes(site: Site, side: int, held: Any) -> bool:
-    """Returns whether a stored parameter can be that operand of a site: a transformed one needs
-    a contraction and an activation that it was made for, one with minima a contraction of matrices.
-    """
+    """Return whether a stored parameter can be that operand of a site."""
     if not isinstance(held, TransformedWeight | AffineWeight):
         return True
     other = site.operands[1 - side]
@@ -78,14 +77,14 @@ def takes(site: Site, side: int, held: Any) -> bool:
 
 
 def beside(site: Site, side: int) -> TransformedWeight | None:
-    """Returns the transformed parameter that an operand is transformed for, if there is one."""
+    """Return the transformed parameter for an activation, or None."""
     other = site.call.proxy(site.operands[1 - side])
     is_made_for_it = isinstance(other, TransformedWeight) and takes(site, 1 - side, other)
     return other if is_made_for_it else None
 
 
 def stored_form(held: Any) -> Any:
-    """Returns what holds the quantized values of a stored parameter."""
+    """Return what holds the quantized values of a stored parameter."""
     return held.inner if isinstance(held, TransformedWeight | AffineWeight) else held
 
 

@@ -25,27 +25,25 @@ from .affine import AroundStored
 
 
 class Step(Protocol):
-    """An invertible linear map T of vectors of K elements: a contraction ``x @ w`` is that of
-    ``x @ T`` and ``T**-1 @ w``. A pytree; its arrays begin with the axes of the loops' steps.
-    """
+    """An invertible map T of K channels: ``x @ w`` is ``(x @ T) @ (T**-1 @ w)``."""
 
     def forward(self, x: jax.Array) -> jax.Array:
-        """Returns ``x @ T`` of float32 [..., K]."""
+        """Return ``x @ T`` of float32 [..., K]."""
         ...
 
     def weight(self, w: jax.Array) -> jax.Array:
-        """Returns ``T**-1 @ w`` of float32 [*lead, K, N]."""
+        """Return ``T**-1 @ w`` of float32 [*lead, K, N]."""
         ...
 
     def back(self, w: jax.Array) -> jax.Array:
-        """Returns ``T @ w``: what ``weight`` was given."""
+        """Return ``T @ w``: what ``weight`` was given."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scaled(Step):
-    """Each channel of the activation is divided by a number: T is diagonal.
+    """Divide each activation channel by a number: T is diagonal.
 
     Attributes:
         by: float32 [*lead, K], above 0.
@@ -69,7 +67,7 @@ class Scaled(Step):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rotated(Step):
-    """Signs, then an orthonormal Hadamard matrix on each block of channels: T is orthogonal.
+    """Signs, then a Hadamard matrix per block of channels: T is orthogonal.
 
     Attributes:
         signs: int8 [*lead, K], 1 or -1.
@@ -95,7 +93,7 @@ class Rotated(Step):
 
 
 def hadamard(x: jax.Array, block: int) -> jax.Array:
-    """Multiply each block of the last axis with the orthonormal Hadamard matrix of its size.
+    """Multiply blocks of the last axis with an orthonormal Hadamard matrix.
 
     Sylvester's: symmetric, its own inverse.
 
@@ -147,20 +145,20 @@ class TransformedWeight(AroundStored):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays."""
+        """Return the bytes of all its arrays."""
         steps = jax.tree.leaves(self.steps)
         return self.inner.nbytes + sum(x.size * x.dtype.itemsize for x in steps)
 
     def restore(self) -> jax.Array:
-        """Returns the parameter, dequantized."""
+        """Return the parameter, dequantized."""
         return _restored(self)
 
     def parts(self) -> dict[str, Part]:
-        """Return the transformed parameter, and the maps, which have the axes of steps."""
+        """Return the transformed parameter and its maps, by steps."""
         return {"inner": Part(self.inner), "steps": Part(self.steps, True, axes=self.lead)}
 
     def astype(self, dtype: Any) -> TransformedWeight:
-        """Return it for a parameter of another float dtype, which ``inner`` already has."""
+        """Return it for another float dtype, which ``inner`` already has."""
         return self
 
     def moved(
@@ -187,7 +185,7 @@ class TransformedWeight(AroundStored):
     def pairs(
         self, contraction: Contraction, side: int, x_shape: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """Returns the contracted axes of the parameter and of the activation, in the order of K.
+        """Return contracted axes of parameter and activation, in K's order.
 
         None where the contraction is one that the transformed parameter can't be an operand of.
         """
@@ -203,7 +201,7 @@ class TransformedWeight(AroundStored):
         return [(axis, pairs[axis]) for axis in k_axes]
 
     def split(self) -> tuple[TransformedWeight, TransformedWeight | None]:
-        """Return it with the maps before a rotation at the end, and with that rotation alone.
+        """Return the maps before a last rotation, and that rotation alone.
 
         A kernel may rotate the activation itself: the second is None where the parameter is not
         packed for kernels, or the last map is no rotation.
@@ -221,7 +219,7 @@ class TransformedWeight(AroundStored):
         return Rotation(step.signs, step.block, tuple(axis for axis, _ in pairs))
 
     def activation(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
-        """Returns the transformed activation of a contraction, for one that ``pairs`` allows."""
+        """Return the transformed activation of a contraction, for one that ``pairs`` allows."""
         if not self.steps:
             return x
         pairs = self.pairs(contraction, side, x.shape)

@@ -1,8 +1,8 @@
-"""How arrays of every dtype become arrays of the dtypes that any reader of safetensors knows.
+"""Carriers: arrays of every dtype as dtypes that safetensors readers know.
 
 Readers differ in the small formats they know (the one for NumPy has no float8), and one tensor of
 an unknown dtype makes some refuse the file. So quantized values of 2 and 4 bits are packed, and
-8-bit floats are kept as their bits, all as uint8. A complex number is a pair of floats.
+8-bit floats are stored as their bits, all as uint8. A complex number is a pair of floats.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SAFETENSORS = {
     "int64": "I64",
     "float64": "F64",
 }
-"""The dtypes that are kept as they are, and the format's names for them."""
+"""The dtypes that are stored as they are, and the format's names for them."""
 
 
 def is_storable(dtype: str) -> bool:
-    """Returns whether arrays of a dtype can be stored."""
+    """Return whether arrays of a dtype can be stored."""
     return dtype in SAFETENSORS or dtype in _BITS or dtype in _COMPLEX or dtype[:6] == "float8"
 
 
 def carrier(dtype: str, shape: Sequence[int]) -> tuple[np.dtype, tuple[int, ...]]:
-    """Returns dtype and shape of the array that stands for one of this dtype and shape.
+    """Return the carrier's dtype and shape for a dtype and shape.
 
     Quantized values of less than a byte are packed along the last axis, which is filled up to whole
     bytes.
@@ -55,7 +55,7 @@ def carrier(dtype: str, shape: Sequence[int]) -> tuple[np.dtype, tuple[int, ...]
 
 
 def encode(array: np.ndarray) -> np.ndarray:
-    """Returns the array that stands for another, contiguous."""
+    """Return the array that stands for another, contiguous."""
     dtype, shape = array.dtype.name, array.shape
     array = np.ascontiguousarray(array).reshape(shape)  # which ascontiguousarray gives an axis
     if dtype in SAFETENSORS:
@@ -67,14 +67,14 @@ def encode(array: np.ndarray) -> np.ndarray:
 
 
 def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
-    """Returns the array that another one stands for.
+    """Return the array that another one stands for.
 
     Raises:
         ValueError: the two don't belong together.
     """
     shape = tuple(shape)
     if (array.dtype, array.shape) != carrier(dtype, shape):
-        raise ValueError(f"{array.dtype.name}{list(array.shape)} is no {dtype}{list(shape)}")
+        raise ValueError(f"{array.dtype.name}{list(array.shape)} is not {dtype}{list(shape)}")
     if dtype in SAFETENSORS:
         return array
     if dtype in _COMPLEX:
@@ -92,7 +92,7 @@ def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def _pack(qvalue: np.ndarray, bits: int) -> np.ndarray:
-    """Packs along the last axis; the first code of a byte is in its lowest bits."""
+    """Pack along the last axis, a byte's first value in its low bits."""
     count = 8 // bits
     qvalue = np.atleast_1d(qvalue) & np.uint8(2**bits - 1)
     missing = -qvalue.shape[-1] % count
@@ -114,5 +114,5 @@ def _unpack(packed: np.ndarray, bits: int, last: int) -> np.ndarray:
 
 
 def nbytes(dtype: np.dtype, shape: Sequence[int]) -> int:
-    """Returns the bytes of an array."""
+    """Return the bytes of an array."""
     return math.prod(shape) * dtype.itemsize

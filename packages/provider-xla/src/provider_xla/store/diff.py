@@ -1,4 +1,4 @@
-"""What differs between stored parameters and those of a plan or a template."""
+"""Differences between stored parameters and a plan or template."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: PlanDa
 def _adapters(
     stored: Mapping[str, Facts], planned: Mapping[str, Facts], plan: PlanData
 ) -> set[str]:
-    """Return the leaves of a file that are the adapters of a plan, whatever they are called.
+    """Return a file's leaves that are a plan's adapters, by any name.
 
-    Frameworks keep them in places of their own. They are known by their shapes, all of them.
+    Frameworks keep them in other places. They are known by their shapes, all of them.
     """
     extra = stored.keys() - planned.keys()
     forms = plan.lora.values()
@@ -57,7 +57,7 @@ def _adapters(
 
 
 def compare_template(stored: Sequence[Facts], leaves: Sequence[Leaf]) -> PlanDiff:
-    """Returns what differs between the parameters of a file and a template of them.
+    """Return what differs between a file's parameters and a template.
 
     A leaf of a template is the quantized one, or the array that it stands for.
     """
@@ -71,7 +71,7 @@ def compare_template(stored: Sequence[Facts], leaves: Sequence[Leaf]) -> PlanDif
 
 
 def of_plan(plan: PlanData, leaf: Leaf) -> dict[str, Any]:
-    """Returns what a plan makes of a leaf."""
+    """Return what a plan makes of a leaf."""
     facts, path = _facts(leaf), plan.prefix + leaf.path
     weight = plan.weights.get(path)
     derived = plan.beside(path).values()
@@ -92,7 +92,7 @@ def of_plan(plan: PlanData, leaf: Leaf) -> dict[str, Any]:
 
 
 def beside(own: str | None, derived: Sequence[tuple[str, Sequence[int]]]) -> str:
-    """Return what is stored for a parameter with derived weights beside it, as text."""
+    """Return a text of the derived weights stored with a parameter."""
     beside = ", ".join(f"{qtype}{list(shape)}" for qtype, shape in derived)
     return f"{own or 'nothing'}, and derived weights: {beside or 'elsewhere'}"
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class StoreError(QuantizationError):
-    """A file that can't be read or written: cut short, altered, of another kind, or not fitting."""
+    """A file that cannot be read or written, or does not fit."""
 
 
 class StoreMismatchError(StoreError):
-    """A file that holds other parameters than a plan or a template says.
+    """A file whose parameters differ from a plan or template.
 
     Attributes:
         diff: what differs.
@@ -40,7 +40,7 @@ class MissingExtraError(JaxtapError, ImportError):
 
 
 def require(module: str, extra: str) -> Any:
-    """Imports a module of an extra.
+    """Import a module of an extra.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -56,7 +56,7 @@ def require(module: str, extra: str) -> Any:
 
 
 def damaged(path: Path, what: str) -> StoreError:
-    """Returns the error of a file that isn't what was written."""
+    """Return the error of a file that isn't what was written."""
     return StoreError(
         f"{path} is not what was saved: {what}. It was cut short or altered; take another copy, "
         "or save it again."

@@ -15,10 +15,10 @@ from .locks import locked, remove_stale
 
 @contextlib.contextmanager
 def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Gives a path to write to beside ``path``, which takes its place when all went well.
+    """Yield a temporary path that replaces ``path`` on success.
 
-    A file that is there is replaced in one step. A folder has to be moved away first, in a step
-    of its own. Of several that write to one path without ``overwrite``, one does. What a process
+    A file that is there is replaced in one step. A folder has to be moved away first, in
+    another step. Of several that write to one path without ``overwrite``, one does. What a process
     left that was killed while it wrote is removed by the next one that writes to ``path``.
 
     Raises:
@@ -26,7 +26,7 @@ def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
             the system can't write, for lack of space or of rights.
     """
     if not path.parent.is_dir():
-        raise StoreError(f"{path} can't be written: {path.parent} is no folder. Make it first.")
+        raise StoreError(f"{path} can't be written: {path.parent} is not a folder. Make it first.")
     _check(path, overwrite)
     try:
         remove_stale(path)
@@ -54,7 +54,7 @@ def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there."""
+    """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -62,7 +62,7 @@ def remove(path: Path) -> None:
 
 
 def _replace(new: Path, path: Path, old: Path) -> None:
-    """Put what is new in the place of what is there, if anything is."""
+    """Move the new file to its place, replacing an old one."""
     if path.is_dir() or (new.is_dir() and os.path.lexists(path)):
         path.rename(old)
     try:
@@ -98,7 +98,7 @@ def _check(path: Path, overwrite: bool) -> None:
 
 
 def _synchronize(path: Path) -> None:
-    """Waits until everything is on the disk, so that the new name never stands for less."""
+    """Flush to disk, so that the new name never holds less."""
     if path.is_dir():
         for folder, _, files in os.walk(path):
             for name in files:

@@ -60,7 +60,7 @@ Names = Mapping[str, str | Source] | Callable[[str], str | Source | None] | None
 
 
 def source_of(names: Names, name: str) -> Source:
-    """Returns the source of a parameter.
+    """Return the source of a parameter.
 
     Raises:
         StoreError: `names` gives something else.
@@ -103,7 +103,7 @@ class FloatFiles:
         self._files.clear()
 
     def parameter(self, name: str, source: Source, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Returns a parameter, in C order.
+        """Return a parameter, in C order.
 
         Raises:
             StoreError: a tensor is missing, or they make something else; names the parameter.
@@ -146,24 +146,24 @@ class FloatFiles:
         found = file.get_slice(tensor).get_dtype()
         if found not in _DTYPES:
             raise StoreError(
-                f"{tensor} in {path} is {found}, which is no float to be quantized. Take the "
+                f"{tensor} in {path} is {found}, which is not a float to quantize. Take the "
                 "parameters before they were quantized, or load what provider_xla.save wrote."
             )
         return file.get_tensor(tensor)
 
     def _open(self, path: Path) -> Any:
         if not path.is_file():
-            raise StoreError(f"{path} is not there, or is no file.")
+            raise StoreError(f"{path} is not there, or is not a file.")
         try:
             return self._library.safe_open(path, framework="np", backend="pread")
         except self._library.SafetensorError as error:
             raise StoreError(
-                f"{path} is no safetensors file, or was cut short or altered: {error}."
+                f"{path} is not a safetensors file, or was cut short or altered: {error}."
             ) from error
 
 
 def files_of(source: Any) -> list[Path]:
-    """Returns the files that a source stands for."""
+    """Return the files that a source stands for."""
     if not isinstance(source, str | os.PathLike):
         return [Path(one) for one in source]
     path = Path(source)
@@ -179,7 +179,7 @@ def files_of(source: Any) -> list[Path]:
         files = sorted(path.parent / name for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(
-            f"{path} is no index of safetensors files: it needs a 'weight_map' from tensors to "
+            f"{path} is not an index of safetensors files: it needs a 'weight_map' from tensors to "
             f"files ({error!r})."
         ) from error
     for name in names:

@@ -1,4 +1,4 @@
-"""The kinds of leaves: what arrays each consists of, and how it is made of these again."""
+"""Forms of leaves: their arrays, and how to rebuild them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hijax_trace import Carrier
 
 from ..kernels.packed import PrepackedWeight, qarray_of
 from ..program.granularity import Granularity
-from ..program.sites import Under
+from ..program.matching import Under
 from ..run.affine import AffineWeight
 from ..run.transformed import Rotated, Scaled, TransformedWeight
 from .carriers import is_storable
@@ -52,7 +52,7 @@ def take_apart(
     granularity: Granularity | None = None,
     derived: Mapping[str, Granularity] | None = None,
 ) -> Form:
-    """Returns the form of a leaf, which may be abstract.
+    """Return the form of a leaf, which may be abstract.
 
     Args:
         name: of the leaf, for errors.
@@ -97,7 +97,7 @@ def take_apart(
 
 
 def put_together(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    """Returns the leaf that ``take_apart`` took apart.
+    """Return the leaf that ``take_apart`` took apart.
 
     Raises:
         StoreError: the parts don't belong together.
@@ -176,7 +176,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
 
 
 def part_of(leaf: Any, part: str) -> Any:
-    """Returns what a leaf that is whole has as one of its parts; None if it has not."""
+    """Return a whole leaf's part of that name; None without it."""
     if isinstance(leaf, Carrier):
         number, _, part = part.partition(".")
         held = [leaf.own, *leaf.derived.values()][int(number)]
@@ -191,7 +191,7 @@ def part_of(leaf: Any, part: str) -> Any:
 
 
 def _below(parts: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the parts of one of the things that a carrier holds, by their own names."""
+    """Return the parts of one thing a carrier holds, by name."""
     found = {}
     for name, value in parts.items():
         first, _, rest = name.partition(".")
@@ -239,9 +239,7 @@ def _carrier(
 
 
 def _transformed(name: str, leaf: TransformedWeight, granularity: Granularity | None) -> Form:
-    """Takes a weight apart whose activations are transformed: quantized values, scales, and an
-    array each.
-    """
+    """Split a transformed weight: values, scales, and its maps' arrays."""
     inner = take_apart(name, leaf.inner, granularity)
     steps, arrays = [], {}
     for i, step in enumerate(leaf.steps):
@@ -274,7 +272,7 @@ def _affine(name: str, leaf: AffineWeight, granularity: Granularity | None) -> F
 
 
 def _around(inner: Form, own: Form) -> Form:
-    """Return the form of a weight that holds another, with arrays of its own."""
+    """Return the form of a weight that holds another and more arrays."""
     about = {"inner": inner.kind, **own.about, **inner.about}
     found, arrays = inner.arrays, own.arrays
     both = None if found is None or arrays is None else (lambda: {**found(), **arrays()})
@@ -309,7 +307,7 @@ def _ragged(about: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """Returns the arrays of a dataclass of arrays and static fields."""
+    """Return the arrays of a dataclass of arrays and static fields."""
     fields = dataclasses.fields(leaf)
     return {f.name: getattr(leaf, f.name) for f in fields if not f.metadata.get("static")}
 
@@ -338,7 +336,7 @@ def _check(name: str, array: Any) -> None:
 
 
 def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | None) -> Form:
-    """Takes a weight apart that is packed for kernels, as quantized values and scales."""
+    """Split a weight packed for kernels into values and scales."""
 
     scales = None if granularity is None else granularity.scale_shape(weight.shape)
     try:

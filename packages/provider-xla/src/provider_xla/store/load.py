@@ -35,7 +35,7 @@ def load(
     sharding: Any = None,
     prepack: bool = True,
 ) -> Any:
-    """Loads parameters that ``save`` or ``quantize_file`` wrote. Nothing in the file is executed.
+    """Load parameters of ``save`` or ``quantize_file``, executing nothing.
 
     All is checked before it is used: checksums of every tensor and of the header, or of every
     file of a checkpoint. At its peak this needs, beside what is loaded, one tensor on the host.
@@ -93,7 +93,7 @@ def load(
 
 
 def load_extra(path: str | os.PathLike[str], *, template: Any = None, sharding: Any = None) -> Any:
-    """Loads the tree that was saved beside the parameters, as ``save(..., extra=...)``.
+    """Load the tree that was saved beside the parameters, as ``save(..., extra=...)``.
 
     Arguments and errors: see ``load``. None where there is none.
     """
@@ -117,7 +117,7 @@ def load_extra(path: str | os.PathLike[str], *, template: Any = None, sharding: 
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Returns what a file or a checkpoint holds, without its tensors.
+    """Return what a file or a checkpoint holds, without its tensors.
 
     Raises:
         StoreError: as ``load``; of a safetensors file, where the header is damaged.
@@ -139,7 +139,7 @@ def _planned(plan: PlanData) -> list[Leaf]:
 
 
 def _with_adapters(plan: PlanData, manifest: Manifest) -> Any:
-    """Return a plan's parameters, with the adapters that a file has beside them."""
+    """Return a plan's parameters with the adapters in a file."""
     names = {leaf.name for leaf in manifest.params.leaves}
     found = []
     for leaf in _planned(plan):
@@ -183,7 +183,7 @@ def _check_template(path: Path, manifest: Manifest, leaves: list[Leaf]) -> None:
 def _read(
     path: Path, reader: Any, tree: Tree, sharding: Any, template: list[Leaf] | None
 ) -> list[Any]:
-    """Reads the leaves of a tree, one after the other."""
+    """Read the leaves of a tree, one after the other."""
     shardings = shardings_of(sharding, [leaf.name for leaf in tree.leaves])
     placements = find_placements(tree.leaves, reader.manifest.tensors, shardings)
     given = {leaf.name: leaf.value for leaf in template or ()}

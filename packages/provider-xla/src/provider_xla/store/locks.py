@@ -1,4 +1,4 @@
-"""Locks: they tell what is being written from what a killed process left."""
+"""Locks: distinguish files being written from leftovers of killed processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ except ImportError:  # Windows, where nothing that was left is removed
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, which the system lets go when the process ends, however it does."""
+    """Hold a lock file that the system releases when the process ends."""
     with path.open("xb") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -25,7 +25,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def remove_stale(path: Path) -> None:
-    """Remove what was left beside ``path`` by a process that ended while it wrote there."""
+    """Remove leftovers of dead writers next to ``path``."""
     if fcntl is None:
         return
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.lock")
@@ -36,7 +36,7 @@ def remove_stale(path: Path) -> None:
 
 
 def _remove(path: Path, lock: Path) -> None:
-    """Remove what is named as a lock is, the lock last; put back what was being replaced."""
+    """Remove a lock's files, the lock last; restore what was replaced."""
     hidden = lock.name.removesuffix("lock")
     for left in [p for p in lock.parent.iterdir() if p.name.startswith(hidden) and p != lock]:
         if left.name.endswith(".old") and not os.path.lexists(path):

@@ -13,7 +13,8 @@ from tabulate import tabulate
 
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
-from ..rules.rule import QtRule, QuantizationRule
+from ..rules.qt_rule import QtRule
+from ..rules.rule import QuantizationRule
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
 from .errors import StoreError
@@ -84,7 +85,7 @@ class Manifest:
     versions: Mapping[str, str]
 
     def rules(self) -> list[QuantizationRule]:
-        """Returns the rules that the parameters were quantized by, to make their plan again.
+        """Return the rules the parameters were quantized by.
 
         Raises:
             StoreError: no plan was saved, or its rules are of a version with other fields.
@@ -108,7 +109,7 @@ class Manifest:
         return rules
 
     def provider(self) -> Provider:
-        """Return a provider like the one that quantized the parameters, to plan again.
+        """Return a provider like the one that quantized the parameters.
 
         Raises:
             StoreError: as ``rules``.
@@ -162,14 +163,14 @@ class Manifest:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Return it as JSON values."""
         found = dataclasses.asdict(self)
         tensors = {name: [dtype, list(shape)] for name, (dtype, shape) in self.tensors.items()}
         return {"format": VERSION, **found, "tensors": tensors}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Manifest:
-        """Returns what ``as_json`` returned.
+        """Return what ``as_json`` returned.
 
         Raises:
             StoreError: a later version of the format, or no manifest.
@@ -197,10 +198,10 @@ class Manifest:
             raise StoreError(f"its manifest can't be read ({error!r})") from error
 
     def _check(self) -> None:
-        """Raises ValueError unless trees, leaves and tensors belong together."""
+        """Raise ValueError unless trees, leaves and tensors belong together."""
         for dtype, shape in self.tensors.values():
             if not is_storable(dtype) or not all(type(n) is int and n >= 0 for n in shape):
-                raise ValueError(f"{dtype}{list(shape)} is no type of an array")
+                raise ValueError(f"{dtype}{list(shape)} is not the type of an array")
         trees = [self.params] if self.extra is None else [self.params, self.extra]
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         used = [tensor for leaf in leaves for tensor in leaf.tensors.values()]
@@ -233,7 +234,7 @@ def build(
     extra: tuple[Any, Sequence[tuple[str, Form]]] | None,
     plan: PlanData | StorablePlan | None,
 ) -> tuple[Manifest, dict[str, tuple[Form, str]]]:
-    """Returns a manifest, and by tensor the form and the part that it is.
+    """Return a manifest, and each tensor's form and part.
 
     Args:
         params: the structure of the parameters, and their leaves by name.
@@ -266,7 +267,7 @@ def build(
 
 
 def plan_json(plan: Any) -> dict[str, Any]:
-    """Return the rules of a plan, and its weights by their names, as JSON.
+    """Return a plan's rules and weights by name, as JSON.
 
     Of another provider's plan, its manifest.
     """

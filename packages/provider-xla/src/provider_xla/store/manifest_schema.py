@@ -25,7 +25,7 @@ _Key = str | int | float | bool | _TupleKey
 
 
 class _Node(Object):
-    """A node of a tree, of one of four kinds that its fields tell apart: see ``tree.describe``."""
+    """A tree node, of one of four kinds: see ``tree.describe``."""
 
     entries: list[tuple[_Key, _Structure]] | UnsetType = field(default=UNSET, name="dict")
     items: list[_Structure] | UnsetType = field(default=UNSET, name="list")

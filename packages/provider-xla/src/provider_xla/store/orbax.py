@@ -1,8 +1,8 @@
-"""Checkpoints of orbax-checkpoint, with a file beside that has the manifest and the checksums.
+"""orbax checkpoints with a manifest and checksums in another file.
 
 A checkpoint is a folder: orbax's item ``tensors``, one array per tensor under the name that a
 safetensors file would have it, and ``jaxtap.json``. Quantized values of dtypes that tensorstore has
-not are kept as int8 or uint8; it compresses what it writes.
+not are stored as int8 or uint8; it compresses what it writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WIDER = {"int2": "int8", "uint2": "uint8", "int4": "int8", "uint4": "uint8"}
 
 
 def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
-    """Writes a checkpoint to a folder that is not there.
+    """Write a checkpoint to a folder that is not there.
 
     Args:
         path: of the folder.
@@ -93,7 +93,7 @@ class Reader:
         pass
 
     def read(self, placements: Mapping[str, Placement]) -> _Tensors:
-        """Returns the tensors by name, on the devices that they go to."""
+        """Return the tensors by name, on the devices that they go to."""
         ocp = require("orbax.checkpoint", "orbax")
         wanted, how, result = {}, {}, {}
         for name, placement in placements.items():
@@ -120,7 +120,7 @@ class Reader:
         return _Tensors(result, self.manifest, placements)
 
     def _check(self, digests: Mapping[str, str]) -> None:
-        """Raises StoreError unless the files are those that were written."""
+        """Raise StoreError unless the files are those that were written."""
         there = {file.relative_to(self._path).as_posix(): file for file in _files(self._path)}
         there.pop(BESIDE)
         for name in sorted(digests.keys() | there.keys()):
@@ -133,7 +133,7 @@ class Reader:
 
 
 class _Tensors:
-    """Tensors that get their own dtype, and go where they should be, when they are popped."""
+    """Tensors that get their dtype and device when popped."""
 
     def __init__(
         self, tensors: dict[str, Any], manifest: Manifest, placements: Mapping[str, Placement]
@@ -148,7 +148,7 @@ class _Tensors:
 
 
 def _widened(array: Any) -> Any:
-    """Returns an array of a dtype that tensorstore has; on the devices that it is on."""
+    """Return an array of a dtype that tensorstore has, on its devices."""
     wider = _WIDER.get(array.dtype.name)
     if isinstance(array, np.generic):
         array = np.asarray(array)
@@ -156,7 +156,7 @@ def _widened(array: Any) -> Any:
 
 
 def _files(path: Path) -> list[Path]:
-    """Returns the files of a folder, without hidden ones, which file systems put there."""
+    """Return a folder's files without hidden ones."""
     return [f for f in sorted(path.rglob("*")) if f.is_file() and not f.name.startswith(".")]
 
 

@@ -38,7 +38,7 @@ class Placement:
     on_host: bool = False
 
     def put(self, array: np.ndarray) -> Any:
-        """Puts an array there: each device gets its part of it alone."""
+        """Put an array there: each device gets its part of it alone."""
         return self.fill(array.shape, lambda part: array[part])
 
     def fill(self, shape: Sequence[int], part: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
@@ -57,7 +57,7 @@ class Placement:
         )
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raises StoreError where an array can't be cut so."""
+        """Raise StoreError where an array can't be cut so."""
         if self.sharding is None:
             return
         try:
@@ -73,7 +73,7 @@ def find_placements(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     shardings: Shardings,
 ) -> dict[str, Placement]:
-    """Returns where each tensor of these leaves goes.
+    """Return where each tensor of these leaves goes.
 
     Raises:
         StoreError: 64 bits where JAX has 32.
@@ -98,7 +98,7 @@ def find_placements(
 
 
 def shardings_of(given: Any, names: Sequence[str]) -> Shardings:
-    """Returns the shardings that an argument ``sharding`` stands for; see ``load``.
+    """Return the shardings that an argument ``sharding`` stands for; see ``load``.
 
     Args:
         given: the argument.
@@ -140,7 +140,7 @@ def _is_within(name: str, at: Leaf) -> bool:
 def _of_tree(
     found: Sequence[Leaf], leaf: StoredLeaf, part: str, shape: Sequence[int]
 ) -> Sharding | None:
-    """Returns what a tree of shardings, or the beginning of one, says about a leaf."""
+    """Return what a sharding tree, or its prefix, says about a leaf."""
     fits = [at for at in found if _is_within(leaf.name, at)]
     if not fits:
         return None
@@ -155,7 +155,7 @@ def _of_tree(
 
 
 def derived(sharding: Sharding, leaf: StoredLeaf, part: str, shape: Sequence[int]) -> Sharding:
-    """Returns the sharding of a part, for that of the array which the leaf stands for.
+    """Return a part's sharding from that of the represented array.
 
     Quantized values are cut as the array is. Scales and zero points are where they have an index or
     a tile for each cut, and are on every device otherwise.

@@ -25,7 +25,7 @@ class PlanDiff:
 
     @property
     def of_leaves(self) -> bool:
-        """Whether leaves differ, and not the rules alone."""
+        """Return whether leaves differ, and not the rules alone."""
         return bool(self.changed or self.missing or self.extra)
 
     def __bool__(self) -> bool:

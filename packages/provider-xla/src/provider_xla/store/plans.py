@@ -1,4 +1,4 @@
-"""Which plans a file can hold: provider-xla's, and those of others that can be stored."""
+"""Plans that files can hold: provider-xla's and others'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_ours(plan: Any) -> TypeGuard[PlanData]:
 
 
 def check_storable(plan: Any, call: str) -> None:
-    """Check that a plan can be stored in a file, or compared with one.
+    """Check that a plan can be stored in, or compared with, a file.
 
     Args:
         plan: what was given; None is allowed.
@@ -52,7 +52,7 @@ def check_ours(plan: Any, call: str) -> None:
 
 
 def manifest_of(plan: StorablePlan) -> dict[str, Any]:
-    """Return what another provider's plan says of itself, as a file has it.
+    """Return another provider's plan as a file stores it.
 
     Raises:
         StoreError: it is not JSON, or lacks the provider's name or config.

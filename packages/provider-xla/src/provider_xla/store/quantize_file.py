@@ -12,7 +12,7 @@ import jax
 
 from ..plan.quantize import carried, prepacked
 from ..plan.weight import WeightPlan, quantize_leaf
-from ..program.sites import is_array
+from ..program.arrays import is_array
 from .errors import StoreError
 from .files import appearing
 from .float_files import FloatFiles, Names, Source, source_of
@@ -38,7 +38,7 @@ def quantize_file(
     prepack: bool = True,
     overwrite: bool = False,
 ) -> Any:
-    """Quantizes parameters from float safetensors files, without ever holding them all.
+    """Quantize parameters from float safetensors files, without ever holding them all.
 
     Make the plan with abstract parameters (``jax.eval_shape`` of an ``init`` function, say). Each
     parameter is read, quantized and let go before the next one. At its peak this needs, beside
@@ -104,7 +104,7 @@ class _Parameters:
         }
 
     def get(self, leaf: Leaf, prepack: bool) -> Any:
-        """Returns a parameter, quantized if it is to be; what is no array is the plan's."""
+        """Return a parameter, quantized if planned; other values from the plan."""
         if leaf.name not in self._sources:
             return leaf.value
         plan, path = self._plan, self._plan.prefix + leaf.path
@@ -137,7 +137,7 @@ class _Parameters:
         return {path: self._array(by_path[path]) for path in weight.derived.leaves}
 
     def write(self, target: Path, overwrite: bool) -> None:
-        """Writes all to a safetensors file, one after the other."""
+        """Write all to a safetensors file, one after the other."""
         forms = [(leaf.name, self._form(leaf)) for leaf in self.leaves]
         manifest, _ = build((self.structure, forms), None, self._plan)
         with contextlib.ExitStack() as stack:
@@ -154,7 +154,7 @@ class _Parameters:
             writer.finish()
 
     def _form(self, leaf: Leaf) -> Form:
-        """Returns the form that a parameter will have."""
+        """Return the form that a parameter will have."""
         plan, path = self._plan, self._plan.prefix + leaf.path
         types = {one.path: jax.eval_shape(one._quantize, one.abstract())
                  for one in plan.weights.values()}  # fmt: skip

@@ -10,7 +10,7 @@ from ..rules.rule import QuantizationRule
 
 
 def rule_json(rule: QuantizationRule) -> dict[str, Any]:
-    """Returns the class of a rule, and its fields that are not the default."""
+    """Return a rule's class and its non-default fields."""
     given = {
         field.name: getattr(rule, field.name)
         for field in dataclasses.fields(rule)

@@ -1,4 +1,4 @@
-"""Files of the safetensors format, written as they come and read with their checksums.
+"""Write safetensors files as a stream, and read them with checksums.
 
 The format: 8 bytes with the length of a JSON header, the header, and the tensors. Here its
 ``__metadata__`` holds the manifest, the SHA-256 of each tensor's bytes, and that of the header.
@@ -27,7 +27,7 @@ _MANIFEST, _TENSORS = "jaxtap.manifest", "jaxtap.tensors"
 
 
 class Writer:
-    """Writes tensors in any order, each once, into a file whose layout is known before.
+    """Write tensors in any order into a file of known layout.
 
     A context manager; ``finish`` writes the header, without which the file is none.
 
@@ -58,7 +58,7 @@ class Writer:
         self._file.close()
 
     def write(self, name: str, array: Any) -> None:
-        """Writes a tensor."""
+        """Write a tensor."""
         dtype, shape = self._manifest.tensors[name]
         array = np.asarray(array)
         assert (array.dtype.name, array.shape) == (dtype, shape), (name, array.dtype, array.shape)
@@ -68,7 +68,7 @@ class Writer:
         self._file.write(data)
 
     def finish(self) -> None:
-        """Writes the header."""
+        """Write the header."""
         missing = self._types.keys() - self._digests.keys()
         assert not missing, missing
         header = self._header()
@@ -78,7 +78,7 @@ class Writer:
         self._file.flush()
 
     def _header(self) -> bytes:
-        """Returns the header, of the same length each time."""
+        """Return the header, of the same length each time."""
         digests = {name: self._digests.get(name, BLANK) for name in self._types}
         metadata = {
             FIELD: BLANK,
@@ -143,11 +143,11 @@ class Reader:
         self._file = None
 
     def read(self, placements: Mapping[str, Any]) -> _Tensors:
-        """Returns the tensors by name, each of which is read when it is popped."""
+        """Return tensors by name, each read when popped."""
         return _Tensors(self, placements)
 
     def tensor(self, name: str) -> np.ndarray:
-        """Reads a tensor.
+        """Read a tensor.
 
         Raises:
             StoreError: its bytes are others than those that were written.
@@ -182,7 +182,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def _read_header(path: Path) -> bytes:
-    """Returns the header of a file whose checksum is right."""
+    """Return the header of a file whose checksum is right."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)

@@ -38,7 +38,7 @@ def save(
     format: Format | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves parameters that a plan quantized, bit for bit.
+    """Save parameters that a plan quantized, bit for bit.
 
     Everything is written under another name first, so that ``path`` is there whole or not at all.
     Tensors are written one after the other; orbax gets all at once, with a copy of those that have
@@ -158,7 +158,7 @@ def _write_shards(
 
 
 def format_of(path: Path, format: str | None) -> str:
-    """Returns the format of a path."""
+    """Return the format of a path."""
     if format not in (None, "safetensors", "orbax", "shards"):
         raise StoreError(
             f"format is {format!r}. It must be 'safetensors', 'orbax', 'shards' or None."
@@ -167,7 +167,7 @@ def format_of(path: Path, format: str | None) -> str:
 
 
 def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str, Granularity]]:
-    """Return the granularity of each weight of a plan, by the name of the leaf.
+    """Return each weight's granularity, by its leaf's name.
 
     Those of derived weights by the key of their expression.
     """
@@ -179,7 +179,7 @@ def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str
 
 
 def check_plan(manifest: Manifest, plan: PlanData | StorablePlan, what: str) -> None:
-    """Raises StoreMismatchError unless what a manifest has is what a plan says."""
+    """Raise StoreMismatchError unless what a manifest has is what a plan says."""
     diff = manifest.diff(plan)
     if diff.of_leaves:
         raise StoreMismatchError(f"{what}.\n{diff}", diff)
@@ -188,7 +188,7 @@ def check_plan(manifest: Manifest, plan: PlanData | StorablePlan, what: str) -> 
 def write_forms(
     writer: Writer, manifest: Manifest, tensors: Mapping[str, tuple[Form, str]]
 ) -> None:
-    """Writes the arrays of forms, one form after the other."""
+    """Write the arrays of forms, one form after the other."""
     by_form: dict[int, tuple[Form, dict[str, str]]] = {}
     for name, (form, part) in tensors.items():
         by_form.setdefault(id(form), (form, {}))[1][part] = name

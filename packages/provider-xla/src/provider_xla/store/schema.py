@@ -1,4 +1,4 @@
-"""JSON that files hold, read strictly: what another program wrote fails here, not where it is used.
+"""Strict reading of files' JSON: foreign content fails here.
 
 Checksums find accidents. A schema finds what was sealed and is malformed. Schemas are msgspec's:
 types and ``Object`` classes.

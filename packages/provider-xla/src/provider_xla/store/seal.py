@@ -1,4 +1,4 @@
-"""A text that holds its own checksum: SHA-256 of all of it, with zeros for the checksum."""
+"""Seal: a text with its own SHA-256, computed over zeros there."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _FIELD = re.compile(rb'"jaxtap\.sha256":"([0-9a-f]{64})"')
 
 
 def canonical(value: Any) -> str:
-    """Returns JSON with sorted keys and no spaces, in ASCII."""
+    """Return JSON with sorted keys and no spaces, in ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def seal(text: bytes) -> bytes:
-    """Returns a JSON text whose field ``jaxtap.sha256`` is blank with the checksum there."""
+    """Return a JSON text with the checksum in ``jaxtap.sha256``."""
     (found,) = _FIELD.finditer(text)
     digest = hashlib.sha256(text).hexdigest().encode()
     return text[: found.start(1)] + digest + text[found.end(1) :]
 
 
 def is_intact(text: bytes) -> bool | None:
-    """Returns whether a text is what ``seal`` returned; None if it has no checksum."""
+    """Return whether a sealed text is intact; None without a checksum."""
     found = list(_FIELD.finditer(text))
     if len(found) != 1:
         return None if not found else False

@@ -1,4 +1,4 @@
-"""Folders that several processes write: each its own shards, and one of them the index.
+"""Folders of several processes: shards by each, one index.
 
 A folder has ``jaxtap.index.json``, with the manifest, the pieces of each tensor and the checksums
 of the files, and a file of the safetensors format for each process. A piece is a block of a
@@ -32,7 +32,7 @@ Block = tuple[tuple[int, int], ...]
 
 
 class _Index(Object):
-    """What the index has: checksums by file, and by tensor the file, name and block of pieces."""
+    """The index: checksums by file; file, name and block by tensor."""
 
     sha256: str = field(name=FIELD)
     files: dict[FileName, str]
@@ -46,7 +46,7 @@ def file_name(process: int, count: int) -> str:
 
 
 def own_pieces(array: Any, is_first: bool) -> dict[Block, Any]:
-    """Return the blocks of an array that this process writes, each on the host or one device.
+    """Return the blocks that this process writes, on host or device.
 
     Of what is on several devices, one has the block to write. What is in this process alone, as
     a NumPy array, is taken to be the same in all, and the first one writes it.
@@ -70,7 +70,7 @@ def own_pieces(array: Any, is_first: bool) -> dict[Block, Any]:
 def write_pieces(
     path: Path, manifest: Manifest, pieces: Mapping[str, Mapping[Block, Any]]
 ) -> dict[str, list[Any]]:
-    """Write a file of pieces, and return what the index says of them.
+    """Write a file of pieces, and return its index entry.
 
     Args:
         path: of the file, a new one.
@@ -158,7 +158,7 @@ class Reader:
             file.__exit__()
 
     def read(self, placements: Mapping[str, Placement]) -> _Tensors:
-        """Return the tensors by name, each of which is read when it is popped."""
+        """Return tensors by name, each read when popped."""
         return _Tensors(self, placements)
 
     def block(
@@ -190,7 +190,7 @@ class Reader:
         return result
 
     def _check(self) -> None:
-        """Raise StoreError unless the pieces of each tensor are all of it, and in their files."""
+        """Raise StoreError unless each tensor's pieces are complete."""
         if self._pieces.keys() != self.manifest.tensors.keys():
             raise damaged(self._path, "its manifest names other tensors than it has")
         for tensor, (dtype, shape) in self.manifest.tensors.items():
@@ -203,7 +203,7 @@ class Reader:
 
 
 def _is_grid(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
-    """Return whether blocks are all those of a grid, each once, as those of shardings are."""
+    """Return whether blocks tile an array as a grid, each once."""
     if len(set(blocks)) != len(blocks) or any(len(block) != len(shape) for block in blocks):
         return False
     count = 1
@@ -217,7 +217,7 @@ def _is_grid(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
 
 
 class _Tensors:
-    """Tensors that are put together when they are popped, on each device its part."""
+    """Tensors assembled when popped, on each device its part."""
 
     def __init__(self, reader: Reader, placements: Mapping[str, Placement]):
         self._reader, self._placements = reader, placements
@@ -235,7 +235,7 @@ class _Tensors:
 
 
 def _digest(file: Path) -> str:
-    """Return the checksum of the header of a file, which has those of its tensors."""
+    """Return the checksum of a file's header, which holds its tensors'."""
     with file.open("rb") as opened:
         start = opened.read(8)
         return hashlib.sha256(start + opened.read(int.from_bytes(start, "little"))).hexdigest()

@@ -1,4 +1,4 @@
-"""Several processes that write one folder: what one says to all, and errors that all have."""
+"""Several processes that write one folder, with shared errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tell_all(value: Any) -> list[Any]:
 
 
 def step(what: str, run: Callable[[], Any]) -> list[Any]:
-    """Run a step in each process, and return what it returned in all.
+    """Run a step in each process, and return all results.
 
     Args:
         what: it does, for errors.
@@ -58,7 +58,7 @@ def step(what: str, run: Callable[[], Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def appearing_in_all(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Give all processes one folder to write to, which takes the place of ``path`` at the end.
+    """Yield one folder to all processes, which replaces ``path`` at the end.
 
     See ``appearing``, which process 0 does.
     """

@@ -16,7 +16,7 @@ from .errors import StoreError
 
 
 class Leaf(NamedTuple):
-    """A leaf: its name, the dotted path (``layers.0.up``); its pytree path; and what it is."""
+    """A leaf: its dotted name, pytree path, and value."""
 
     name: str
     path: str
@@ -24,14 +24,14 @@ class Leaf(NamedTuple):
 
 
 def is_whole(node: Any) -> bool:
-    """Returns whether a node is stored as one thing."""
+    """Return whether a node is stored as one thing."""
     return is_stored(node) or isinstance(node, qn.Calibration | qn.Statistics)
 
 
 def describe(
     tree: Any, root: str = "params", is_leaf: Callable[[Any], bool] = is_whole
 ) -> tuple[Any, list[Leaf]]:
-    """Returns the structure of a tree, and its leaves in JAX's order.
+    """Return the structure of a tree, and its leaves in JAX's order.
 
     The structure is JSON: the index of a leaf, None, ``{"dict": [[key, structure], ...]}``,
     ``{"list": [...]}``, ``{"tuple": [...]}`` or, for other nodes, ``{"object": class name,
@@ -45,7 +45,7 @@ def describe(
         is_leaf: which nodes are leaves beside JAX's.
 
     Raises:
-        StoreError: a key that is no text and no number.
+        StoreError: a key that is neither text nor a number.
     """
     leaves: list[Leaf] = []
     names = {"__metadata__"}  # what a safetensors file keeps for itself
@@ -71,7 +71,7 @@ def describe(
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """Returns a name that is not taken, and takes it."""
+    """Return a name that is not taken, and takes it."""
     while name in taken:
         name += "~"
     taken.add(name)
@@ -79,7 +79,7 @@ def unique(name: str, taken: set[str]) -> str:
 
 
 def indices(structure: Any) -> list[int]:
-    """Returns the leaves that a structure has.
+    """Return the leaves that a structure has.
 
     Raises:
         ValueError: it is none.
@@ -89,7 +89,7 @@ def indices(structure: Any) -> list[int]:
     if type(structure) is int:
         return [structure]
     if not isinstance(structure, dict):
-        raise ValueError(f"{structure!r} is no structure")
+        raise ValueError(f"{structure!r} is not a structure of a tree")
     children = structure.get("list", structure.get("tuple"))
     if children is None:
         pairs = structure["dict"] if "dict" in structure else structure["fields"]
@@ -98,7 +98,7 @@ def indices(structure: Any) -> list[int]:
 
 
 def rebuild(structure: Any, leaves: Sequence[Any]) -> Any:
-    """Returns the tree of a structure as dicts, lists and tuples."""
+    """Return the tree of a structure as dicts, lists and tuples."""
     if structure is None:
         return None
     if isinstance(structure, int):
@@ -111,7 +111,7 @@ def rebuild(structure: Any, leaves: Sequence[Any]) -> Any:
 
 
 def fill(tree: Any, values: Sequence[Any]) -> Any:
-    """Returns ``tree`` with other leaves, those of ``describe`` in order."""
+    """Return ``tree`` with other leaves, those of ``describe`` in order."""
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_whole), values)
 
 

@@ -88,7 +88,7 @@ class Backward:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether scales differ along the contracted axis."""
+        """Return whether scales differ along the contracted axis."""
         residual = self.residual if isinstance(self.residual, HowToQuantize) else None
         formats = [self.qtype] if residual is None else [self.qtype, residual.qtype]
         sizes = (self.tile_size, None if residual is None else residual.tile_size)

@@ -44,6 +44,7 @@ GemmPlan::GemmPlan(CublasLt& lt, LtHandle handle, const te::Gemm& args, const Op
     : lt_(lt),
       handle_(handle),
       steps_(args, options.has_bias),
+      alignment_(options.alignment),
       product_(lt),
       a_(lt),
       b_(lt),
@@ -107,17 +108,21 @@ LtCall GemmPlan::call() const {
 }
 
 void GemmPlan::choose(const te::Gemm& args, size_t workspace) {
-  if (!lt_choose(lt_, handle_, call(), workspace, &algorithm_, &workspace_)) {
+  if (!lt_choose(lt_, handle_, call(), workspace, &algorithm_, &workspace_,
+                 alignment_)) {
     throw failed_precondition("cuBLASLt has no algorithm on this GPU for ", text_of(args),
                               "; use another scaling_mode, or te_ffi_kernels.reference.gemm_v2");
   }
 }
 
 void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream) {
-  for (const void* address : {args.lhs.data, args.rhs.data, const_cast<const void*>(args.out)}) {
-    if (reinterpret_cast<uintptr_t>(address) % kLtAlignment != 0) {
+  // Those that cuBLASLt reads and writes itself.
+  for (const void* address : {steps_.arranges_lhs ? nullptr : args.lhs.data,
+                              steps_.arranges_rhs ? nullptr : args.rhs.data,
+                              steps_.keeps_sums ? nullptr : const_cast<const void*>(args.out)}) {
+    if (reinterpret_cast<uintptr_t>(address) % alignment_ != 0) {
       throw invalid_argument("an array begins at ", address, ", which isn't a multiple of ",
-                             kLtAlignment, "; XLA's arrays are");
+                             alignment_, "; XLA's arrays are");
     }
   }
   char* workspace = section_of(memory.workspace);

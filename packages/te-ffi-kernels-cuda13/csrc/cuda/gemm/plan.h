@@ -24,6 +24,7 @@ class GemmPlan {
     bool has_bias = false;
     bool fast = false;     // sums of float8 may lose digits
     size_t workspace = 0;  // bytes that there will be
+    uint32_t alignment = 16;  // of operands and results; XLA's arrays have it
   };
 
   // Takes from `args` everything but addresses. Throws where cuBLASLt has no algorithm.
@@ -42,6 +43,7 @@ class GemmPlan {
   CublasLt& lt_;
   const LtHandle handle_;
   const GemmSteps steps_;
+  const uint32_t alignment_;
   // Addresses are part of the description: one call at a time.
   std::mutex lock_;
   OwnedProduct product_;

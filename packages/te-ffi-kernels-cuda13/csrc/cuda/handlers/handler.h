@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <initializer_list>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -42,6 +43,15 @@ xffi::Error Guarded(const char* target, Body&& body) {
   if (failure.code == XLA_FFI_Error_Code_OK) return xffi::Error::Success();
   return xffi::Error(static_cast<xffi::ErrorCode>(failure.code), std::move(failure.message));
 }
+
+// Whether calls may be part of CUDA graphs; those that wait for the device may not.
+enum class Graphs { kNo, kYes };
+
+template <Graphs kGraphs>
+inline constexpr std::initializer_list<xffi::Traits> kTraits = {};
+template <>
+inline constexpr std::initializer_list<xffi::Traits> kTraits<Graphs::kYes> = {
+    xffi::Traits::kCmdBufferCompatible};
 
 // Whether a workspace is the last result, beside those that the op has on all platforms.
 enum class Workspace { kNone, kMaybe, kIs };

@@ -12,7 +12,8 @@ namespace jaxtap::cuda {
 // The handlers of an op, which `Op` describes for all platforms. Its last result is a workspace.
 // kMake returns the std::unique_ptr<Plan> for a device, and kRun follows it.
 template <class Op, class Plan, std::unique_ptr<Plan> (*kMake)(const Op&, const Call&, int),
-          void (*kRun)(const Op&, const Call&, Plan&), Workspace kWorkspace = Workspace::kIs>
+          void (*kRun)(const Op&, const Call&, Plan&), Workspace kWorkspace = Workspace::kIs,
+          Graphs kGraphs = Graphs::kYes>
 class PlannedHandlers : Stages<Op, kWorkspace> {
  public:
   // Put as a static variable beside the body.
@@ -76,7 +77,7 @@ class PlannedHandlers : Stages<Op, kWorkspace> {
                     kRun(Op(call), call, *plan);
                   });
                 },
-                {xffi::Traits::kCmdBufferCompatible})
+                kTraits<kGraphs>)
             .release();
     return handler->Call(frame);
   }

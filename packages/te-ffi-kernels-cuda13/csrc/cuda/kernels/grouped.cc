@@ -19,7 +19,7 @@ void grouped_quantize(const GroupedQuantize& args, Stream stream) {
   } else {
     grouped_codes(args, stream);
   }
-  grouped_refuse(args, stream);
+  grouped_rest(args, stream);
 }
 
 }  // namespace jaxtap::cuda

@@ -22,7 +22,7 @@ struct GroupedQuantize {
   const void* x = nullptr;  // [length, rows_each, cols]
   te::Float dtype = te::Float::kF32;
   int64_t length = 0, rows_each = 1, cols = 0;
-  const int32_t* sizes = nullptr;  // [groups], with the sum `length`
+  const int32_t* sizes = nullptr;  // [groups], with a sum of at most `length`
   int64_t groups = 0;
   te::Code code = te::Code::kE4M3;
   te::Scaling scaling = te::Scaling::kDelayedTensor;
@@ -37,14 +37,14 @@ struct GroupedQuantize {
   int64_t rows() const { return length * rows_each; }
 };
 
-// Where sizes are negative, have another sum, or with MX by column aren't whole blocks, every byte
-// of the results is 0xff: scales and magnitudes are NaN.
+// What rows have that no group has is zero. Where sizes are negative, have a larger sum, or with MX
+// by column aren't whole blocks, every byte of the results is 0xff: scales and magnitudes are NaN.
 void grouped_quantize(const GroupedQuantize& args, Stream stream);
 
 // The kernels.
 void grouped_starts(const GroupedQuantize& args, Stream stream);
 void grouped_absmax(const GroupedQuantize& args, Stream stream);
 void grouped_codes(const GroupedQuantize& args, Stream stream);
-void grouped_refuse(const GroupedQuantize& args, Stream stream);
+void grouped_rest(const GroupedQuantize& args, Stream stream);
 
 }  // namespace jaxtap::cuda

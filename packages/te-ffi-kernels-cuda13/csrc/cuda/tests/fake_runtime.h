@@ -124,6 +124,14 @@ class FakeRuntime : public cuda::Runtime {
     });
   }
 
+  int read_memory(void* to, const void* memory, size_t size, Stream stream) override {
+    return call("read_memory", [&] {
+      if (capturing.count(stream) != 0) return kIllegal;
+      std::memcpy(to, memory, size);
+      return 0;
+    });
+  }
+
   void clear_error() override {
     std::lock_guard<std::mutex> hold(lock_);
     last_error = 0;

@@ -431,11 +431,11 @@ TEST(cuda_gemm_calls_only_what_it_must) {
     CHECK(lt.calls.size() == static_cast<size_t>(3 + lt.count("set_pointer")));
     te::Gemm odd = run.args;
     odd.lhs.data = run.lhs.data.get() + 1;
-    CHECK(throws<Error>(
-        [&] {
-          plan.run(odd, {numbers, numbers + 1, workspace.get(), options.workspace}, nullptr);
-        },
-        "isn't a multiple of 16"));
+    const auto run_odd = [&] {
+      plan.run(odd, {numbers, numbers + 1, workspace.get(), options.workspace}, nullptr);
+    };
+    // What is copied before may begin anywhere.
+    if (!plan.steps().arranges_lhs) CHECK(throws<Error>(run_odd, "isn't a multiple of 16"));
     CHECK(throws<Error>(
         [&] { plan.run(run.args, {numbers, numbers + 1, workspace.get(), 8}, nullptr); },
         "workspace has 8 bytes"));

@@ -212,7 +212,7 @@ CASE(grouped_quantize) {
            {[](Program& p) { p.operands[2].as<int32_t>()[0] = -1; },
             "group_sizes[0] is -1, and must be at least 0"},
            {[](Program& p) { p.operands[2].as<int32_t>()[0] = 3; },
-            "group_sizes has the sum 6, and must have that"},
+            "group_sizes has the sum 6, and must have at most"},
            {operand(1, kF32, {2}), "what each group is multiplied with"},
            {result(0, kS8, {5, 2, 31}), "one code for each of x"},
            {result(2, kF32, {2}), "one for each group"},

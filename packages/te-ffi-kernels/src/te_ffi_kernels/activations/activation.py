@@ -35,7 +35,7 @@ def activation(
     scaling_mode: Any = ScalingMode.NO_SCALING,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Return an activation, plain or gated. After Transformer Engine's function of that name.
+    """Return an activation, plain or gated, as Transformer Engine's ``activation``.
 
     With a scaling mode the result is quantized by row, and dequantized: what training sees of a
     quantized activation. The last three arguments stand for Transformer Engine's quantizer.

@@ -44,7 +44,7 @@ def act_lu(
     scale_dtype: DTypeLike | None = None,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Return an activation, plain or gated, whose result may be quantized in the same pass.
+    """Return an activation, plain or gated, quantized in the same pass.
 
     With two names, such as ``("silu", "linear")``, the result is the first function of ``x[..., 0,
     :]`` times the second of ``x[..., 1, :]``. In float32; gelu is in its form with tanh. The name
@@ -104,7 +104,7 @@ def quantize_dact_dbias(
     scale_dtype: DTypeLike | None = None,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Return the gradient of an activation, quantized where it's wanted, and its sums for a bias.
+    """Return an activation's gradient, quantized on request, and its bias sums.
 
     Where a clamped part is at its limit its derivative is that of the inside, as in Transformer
     Engine. Sums go with every activation and mode here.
@@ -174,7 +174,7 @@ def plain_gradient(config: ActivationConfig, dz: jax.Array, x: jax.Array) -> jax
 
 
 def _partition(config: ActivationConfig, block: Any, *operands: jax.Array) -> Any:
-    """Share out elements where nothing is of several, but for the parts of a gate."""
+    """Partition elements where no scale spans several, except gate halves."""
     *dz, x, _, _ = operands
     run = functools.partial(block, config)
     names = [f"axis{i}" for i in range(x.ndim - 1)]
@@ -189,7 +189,7 @@ def _partition(config: ActivationConfig, block: Any, *operands: jax.Array) -> An
 
 
 def _batch(run: Any, config: ActivationConfig, size: int, batched: Any, *operands: Any) -> Any:
-    """Make rows of a batch rows, unless something is of all rows of one element."""
+    """Fold a batch into rows, unless a scale spans all rows."""
     rows = all(batched[:-2]) and not any(batched[-2:])
     if not rows or config.is_dbias or not config.outputs.follows_rows:
         return NotImplemented

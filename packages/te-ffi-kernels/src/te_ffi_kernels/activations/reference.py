@@ -44,7 +44,7 @@ def _clamped(config: ActivationConfig) -> ClampedSwigluParams:
 
 
 def _swish(x: jax.Array, u: jax.Array, slope: jax.Array | float) -> tuple[jax.Array, jax.Array]:
-    """Return x * sigmoid(u) and its derivative, where u' is slope; 0 where the sigmoid is."""
+    """Return x * sigmoid(u) and its derivative, with u' = slope."""
     gate = jax.nn.sigmoid(u)
     change = gate * jax.nn.sigmoid(-u)
     rest = jnp.where(change == 0, 0, x * slope * change)

@@ -150,7 +150,7 @@ def fused_attn(
         seed: uint32 of two numbers at least, or a key; needed with dropout. The words are those of
             Philox 4x32-10 with the seed as the key; their counter is (key's place // 4, query's
             place, segment * h + head, 0), and the word that of key's place % 4.
-        attn_bias_type: an ``AttnBiasType``, its name or its number; likewise the next three.
+        attn_bias_type: an ``AttnBiasType``, its name or its number; also the next three.
         attn_mask_type: an ``AttnMaskType``.
         qkv_layout: a ``QKVLayout``.
         softmax_type: an ``AttnSoftmaxType``.

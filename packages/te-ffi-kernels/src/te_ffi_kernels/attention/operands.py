@@ -142,7 +142,7 @@ def _integers(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> N
 
 
 def cumulative(lengths: jax.Array) -> jax.Array:
-    """Return of lengths [n] the sums before each and after the last, int32[n + 1]."""
+    """Return the cumulative sums of lengths [n] from 0, int32[n + 1]."""
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
 
 
@@ -175,7 +175,7 @@ def attributes(config: Config, sizes: Sizes, bias_shape: tuple[int, ...]) -> dic
 
 
 def _deterministic() -> bool:
-    """Return whether kernels must give the same bits at each call, where that makes them slower.
+    """Return whether kernels must be deterministic, where that is slower.
 
     Those for CPU do in any case, others as XLA's own attention does.
     """

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 (Salmon et al. 2011): the same words as the kernel draws."""
+"""Philox 4x32-10 (Salmon et al. 2011), with the kernel's words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def philox(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
-    """Return four random words uint32 for a counter of four, of one shape."""
+    """Return four random uint32 words for a counter of four."""
     c0, c1, c2, c3 = counter
     key0, key1 = key
     for _ in range(10):
@@ -22,7 +22,7 @@ def philox(counter: Words, key: tuple[jax.Array, jax.Array]) -> Words:
 
 
 def _product(factor: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the upper and the lower half of a product of 64 bits, by halves of 16."""
+    """Return the high and low half of a 64-bit product."""
     high, low = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
     x_high, x_low = x >> 16, x & jnp.uint32(0xFFFF)
     middle = low * x_high + ((low * x_low) >> 16)

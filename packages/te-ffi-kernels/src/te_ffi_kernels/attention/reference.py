@@ -19,7 +19,7 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Of tokens [b, s]: their segments (-1: of none) and places in these, and segments' lengths."""
+    """Tokens' segments (-1: none) and positions [b, s], and segment lengths."""
 
     q_segment: jax.Array
     kv_segment: jax.Array
@@ -85,7 +85,7 @@ def visible(config: Config, at: Places) -> jax.Array:
 
 
 def kept(config: Config, at: Places, heads: int, random: jax.Array) -> jax.Array:
-    """Return factors of dropout, [b, heads, sq, skv]; `random` is seed and offset, uint32[4]."""
+    """Return dropout factors [b, heads, sq, skv] for seed and offset, uint32[4]."""
     shape = (at.q_place.shape[0], heads, at.q_place.shape[1], at.kv_place.shape[1])
     place = at.kv_place[:, None, None, :]
     head = jnp.arange(heads, dtype=jnp.int32)[None, :, None, None]
@@ -117,7 +117,7 @@ def scores(config: Config, q: jax.Array, k: jax.Array, bias: jax.Array) -> jax.A
 
 
 def spread(x: jax.Array, heads: int) -> jax.Array:
-    """Return each head of keys [b, s, g, d] for all heads of queries that have it."""
+    """Repeat each head of keys [b, s, g, d] for its query heads."""
     return jnp.repeat(x, heads // x.shape[2], axis=2)
 
 

@@ -12,7 +12,7 @@ _Pair = tuple[jax.Array, jax.Array]
 
 @jax.tree_util.register_pytree_node_class
 class SequenceDescriptor:
-    """Lengths and places of sequences, of queries and of keys, made by one of its class methods."""
+    """Lengths and positions of query and key sequences; see the class methods."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class SequenceDescriptor:
 
     @classmethod
     def from_seqlens(cls, seqlens: jax.Array | _Pair) -> SequenceDescriptor:
-        """Describe one sequence per batch entry: integers [b] of queries and keys, or of both."""
+        """Describe one sequence per batch entry by integer lengths [b]."""
         return cls(seqlens=_pair("seqlens", seqlens))
 
     @classmethod

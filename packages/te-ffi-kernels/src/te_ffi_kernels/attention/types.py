@@ -22,7 +22,7 @@ class AttnMaskType(enum.IntEnum):
     """Which keys a query sees.
 
     Causal: those up to its own place, counted from the first query and key, or (bottom right) from
-    the last ones. Padding: sequences have lengths of their own, and what is after them is not seen.
+    the last ones. Padding: sequences have separate lengths, and what is after them is not seen.
     """
 
     NO_MASK = 0
@@ -37,7 +37,7 @@ class AttnMaskType(enum.IntEnum):
         return self >= AttnMaskType.CAUSAL_MASK
 
     def is_padding(self) -> bool:
-        """Return whether sequences have lengths of their own."""
+        """Return whether sequences have separate lengths."""
         return self in (
             AttnMaskType.PADDING_MASK,
             AttnMaskType.PADDING_CAUSAL_MASK,
@@ -73,7 +73,7 @@ class AttnSoftmaxType(enum.IntEnum):
 
 
 class QKVFormat(enum.IntEnum):
-    """The order of axes: BSHD is [batch, sequence, heads, size]; THD the same, packed."""
+    """Axis order: BSHD is [batch, sequence, heads, size], THD packed."""
 
     SBHD = 0
     BSHD = 1

@@ -50,7 +50,7 @@ def decode_attention(
         length: int32[] or int32[batch], the positions that are filled, those of the queries among
             them.
         key_scale: float32[batch, kv_heads, positions], of an int8 cache.
-        value_scale: likewise.
+        value_scale: also.
         mask: bool[batch or 1, queries or 1, positions], true where a position is seen, if its
             query sees it by the length.
         index: int32[], which cache of a stack [layers, batch, kv_heads, positions, size] to attend

@@ -22,7 +22,7 @@ def attend(
     lengths: jax.Array,
     *rest: jax.Array,
 ) -> jax.Array:
-    """Attend with the operands of the kernel; as its result, [b, t, k, g, d]."""
+    """Attend with the kernel's operands; return [b, t, k, g, d]."""
     if config.stacked:
         *rest, index = rest  # type: ignore[assignment]
         scales = [_one_of(x, index) for x in rest[: 2 * config.scaled]]

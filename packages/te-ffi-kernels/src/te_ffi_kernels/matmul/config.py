@@ -59,7 +59,7 @@ class GemmConfig:
 
 
 class Attributes(dict):
-    """A dictionary attribute that can be a key of caches; it isn't changed once made."""
+    """An immutable, hashable dictionary, which caches can use as a key."""
 
     def __hash__(self) -> int:  # pyrefly: ignore
         """Return the hash of the entries."""

@@ -1,4 +1,4 @@
-"""gemm_v2: a matmul of two matrices, in floats or in quantized values with scales."""
+"""gemm_v2: a matmul in floats, or in quantized values with scales."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gemm_v2(
     collective_op: Any = 0,
     fuse_gelu: bool = False,
 ) -> jax.Array:
-    """Return ``gelu(alpha * matmul(lhs, rhs) + bias)``; bias and gelu may be left out.
+    """Return ``gelu(alpha * matmul(lhs, rhs) + bias)``; bias and gelu are optional.
 
     The arguments are those of Transformer Engine's primitive, and `fuse_gelu`. Sums are in
     float32 (of float8 on GPUs, in what their tensor cores have), and the result is rounded once.
@@ -159,7 +159,7 @@ def numbers_of(
 def _of_factor(
     mode: ScalingMode, side: Side, x: jax.Array, scales: jax.Array, grad: jax.Array
 ) -> tuple[Any, Any]:
-    """Return cotangents of a factor and of its scales, from that of its numbers."""
+    """Return a factor's and its scales' cotangents from its values' cotangent."""
     if mode is ScalingMode.NO_SCALING:
         return cotangent_of(x, grad), None
     wide = numbers.spread(scales, x.shape, mode, side.boundary, by_column=side.leading)

@@ -16,7 +16,7 @@ from .config import GemmConfig
 def partition_gemm(
     config: GemmConfig, block: Callable[..., Any], *operands: jax.Array
 ) -> Callable[..., Any]:
-    """Return a gemm_v2 that can be partitioned along the axes that are kept.
+    """Return a gemm_v2 that can be partitioned along kept axes.
 
     What is contracted is gathered.
 

@@ -1,4 +1,4 @@
-"""The factors of a matmul: which of their axes are contracted, and what scales they have."""
+"""The factors of a matmul: their contracted axes and scales."""
 
 from __future__ import annotations
 

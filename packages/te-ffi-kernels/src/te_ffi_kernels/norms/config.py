@@ -23,7 +23,7 @@ class NormType(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
-    """What tracing is keyed by. The gradient needs no more than the first two."""
+    """Static options of a norm, the key of traces."""
 
     norm_type: NormType
     zero_centered_gamma: bool
@@ -36,7 +36,7 @@ class NormConfig:
         return self.norm_type is NormType.LAYERNORM
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes of both FFI calls; sm_margin is not used on CPU."""
+        """Return the attributes of both FFI calls (sm_margin: GPU only)."""
         found = {
             "norm_type": int(self.norm_type),
             "zero_centered_gamma": self.zero_centered_gamma,
@@ -51,7 +51,7 @@ class NormConfig:
 
     @property
     def has_workspace(self) -> bool:
-        """Return whether norm_forward gets a number for each row, to pass on from kernel to kernel.
+        """Return whether norm_forward passes a number per row between kernels.
 
         There are several on CUDA, where a quantized layer norm keeps there what rounding takes
         from means.
@@ -89,7 +89,7 @@ def norm_type(op: str, given: Any) -> NormType:
 def check_weights(
     op: str, kind: NormType, x: jax.Array, gamma: jax.Array, beta: jax.Array | None
 ) -> jax.Array:
-    """Check x, gamma and beta, which is returned: some array where the norm has none."""
+    """Check x, gamma and beta; return beta, or a placeholder."""
     dtype = checks.dtype(op, "x", x.dtype, checks.FLOATS)
     if x.ndim == 0:
         raise ValueError(f"{op}: x has shape (), and must have an axis to norm along")
@@ -116,7 +116,7 @@ def check_epsilon(op: str, epsilon: float) -> float:
 def check_backward(
     op: str, kind: NormType, dz: jax.Array, x: jax.Array, mu: jax.Array | None, rsigma: jax.Array
 ) -> jax.Array:
-    """Check the operands of the gradient but for the weights; returns mu, or some array."""
+    """Check the gradient's operands except weights; return mu or a placeholder."""
     checks.dtype(op, "dz", dz.dtype, (x.dtype,))
     checks.shape(op, "dz", dz, x.shape, "that of x")
     checks.dtype(op, "rsigma", rsigma.dtype, (jnp.float32,))

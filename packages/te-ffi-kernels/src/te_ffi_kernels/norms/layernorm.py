@@ -28,7 +28,7 @@ def layernorm(
     scaling_mode: Any = ScalingMode.NO_SCALING,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Norm the rows of an array. After Transformer Engine's function of that name.
+    """Norm the rows of an array, as Transformer Engine's ``layernorm``.
 
     With a scaling mode the result is quantized by row, and dequantized: what training sees of a
     quantized norm. The last three arguments stand for Transformer Engine's quantizer.

@@ -33,7 +33,7 @@ def normalization_fwd(
     scale_dtype: DTypeLike | None = None,
     output_amax_when_no_scaling: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Norm the rows of an array, and may quantize the result in the same pass.
+    """Norm the rows of an array, and optionally quantize the result.
 
     ``(x - mu) * rsigma * gamma + beta`` along the last axis, in float32; for "rmsnorm" without mu
     and beta. The name and the first arguments are Transformer Engine's; the others, which stand
@@ -147,12 +147,12 @@ def _forward_partition(config: NormConfig, block: Any, x: jax.Array, *_: jax.Arr
 
 
 def _whole(given: list[list[str]], found: list[list[str]]) -> set[str]:
-    """Return the axes that are no rows."""
+    """Return the axes that are not rows."""
     return {name for names in (*given, *found) for name in names if not name.startswith("row")}
 
 
 def _forward_batch(run: Any, config: NormConfig, size: int, batched: Any, *operands: Any) -> Any:
-    """Make rows of a batch rows, unless something is of all rows of one element."""
+    """Fold a batch into rows, unless a scale spans all rows."""
     assert config.outputs is not None
     if batched != (True, False, False, False, False) or not config.outputs.follows_rows:
         return NotImplemented

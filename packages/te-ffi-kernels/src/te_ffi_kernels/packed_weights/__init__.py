@@ -1,1 +1,1 @@
-"""Matmuls with weights in 8 and 4 bits, and how these are packed."""
+"""Matmuls with weights packed in 8 and 4 bits."""

@@ -1,4 +1,4 @@
-"""Form: what a matmul with packed weights knows at compile time, and its checks."""
+"""Form: static options of matmuls with packed weights, and checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weight import PackedWeight
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a matmul knows of its weight and its result at compile time. Hashable.
+    """A matmul's weight layout and result type. Hashable.
 
     Attributes:
         op: its name.
@@ -42,7 +42,7 @@ class Form:
         return {"rotation": self.rotation} if self.rotation else {}
 
     def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
-        """Return the weight of a buffer, or that of an index of a stack."""
+        """Return the weight in a buffer, or in an index of a stack."""
         for i in index:
             buffer = lax.dynamic_index_in_dim(buffer, i, keepdims=False)
         return PackedWeight.of(buffer, self.n, self.layout)

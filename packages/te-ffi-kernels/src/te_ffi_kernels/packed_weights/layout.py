@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def _parts(self) -> int:
-        """Return how many times scales and the quantized values of their rows follow each other."""
+        """Return how many (scales, values) parts follow each other."""
         return 1 if self.bits == 8 else self.groups
 
     def panels(self, n: int) -> int:

@@ -29,7 +29,7 @@ def gemm_w8a8(
     signs: jax.Array | None = None,
     rotation: int = 0,
 ) -> jax.Array:
-    """Multiply activations that are quantized to int8 on the way, row by row.
+    """Multiply activations, quantized to int8 by row, with int8 weights.
 
     Products of quantized values are summed in int32, exactly, and rescaled in float32: times the
         scale of the
@@ -105,7 +105,7 @@ def gemv_w8(
     signs: jax.Array | None = None,
     rotation: int = 0,
 ) -> jax.Array:
-    """Multiply as ``gemm_w8a16`` one row or a few: it takes as long as reading the weight."""
+    """Multiply one or a few rows at the speed of reading the weight."""
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
     return _matmul("gemv_w8", 8, *given)
 
@@ -120,7 +120,7 @@ def gemv_w4(
     signs: jax.Array | None = None,
     rotation: int = 0,
 ) -> jax.Array:
-    """Multiply as ``gemm_w8a16`` any number of rows, with a weight packed by ``pack_w4``.
+    """Multiply any number of rows with a weight of ``pack_w4``.
 
     On a CPU with AMX it multiplies in bfloat16 from 16 rows of bfloat16 on.
     """
@@ -201,7 +201,7 @@ def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
 def _group_by_group(
     one: Form, rows: jax.Array, stack: jax.Array, index: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """Multiply all rows with the weight of each group, and keep those of the group."""
+    """Multiply all rows with each group's weight, and keep its rows."""
     ends = jnp.cumsum(group_sizes)
     at = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
 

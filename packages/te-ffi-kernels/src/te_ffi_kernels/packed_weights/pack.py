@@ -70,9 +70,7 @@ _PACK = Op(
 
 
 def layout_of(op: str, qvalue: jax.Array, scale: jax.Array, bits: int) -> Layout:
-    """Return how quantized values and scales are packed; raise as ``pack_w8`` and ``pack_w4``
-    do.
-    """
+    """Return the layout for values and scales; check them."""
     allowed = ("int8", "int4") if bits == 4 else ("int8",)
     if qvalue.dtype.name not in allowed:
         raise TypeError(f"{op}: qvalue is {qvalue.dtype.name}, and must be {' or '.join(allowed)}")

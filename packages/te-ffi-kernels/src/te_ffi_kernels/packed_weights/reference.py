@@ -1,4 +1,4 @@
-"""Matmuls with packed weights and look-ups in them, in plain JAX: what the kernels compute."""
+"""Matmuls with packed weights and lookups, in plain JAX."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax
 
 
 def _has_many_rows(x: jax.Array, weight: PackedWeight) -> bool:
-    """Return whether sums of groups are as large as the weight, and better not made."""
+    """Return whether sums of groups would be larger than the weight."""
     rows = math.prod(x.shape[:-1])
     return bool(weight.group) and not (isinstance(rows, int) and 4 * rows < weight.group)
 
@@ -123,7 +123,7 @@ def _floats(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
 
 
 def dequantized(qvalue: jax.Array, scale: jax.Array, k: int) -> jax.Array:
-    """Return quantized values [*stack, k, n] times their scales [*stack, groups, n], in float32."""
+    """Return values [*stack, k, n] times scales [*stack, groups, n], in float32."""
     scale = jnp.repeat(scale.astype(jnp.float32), k // scale.shape[-2], -2)
     return qvalue.astype(jnp.float32) * scale
 

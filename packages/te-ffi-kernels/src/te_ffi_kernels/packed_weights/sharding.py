@@ -1,4 +1,4 @@
-"""How a matmul with a packed weight is partitioned: each device calls the kernel on its block."""
+"""Partition matmuls with packed weights: each device calls the kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .config import Form
 def partition_matmul(
     form: Form, block: Callable[..., jax.Array], *operands: jax.Array
 ) -> Callable[..., jax.Array]:
-    """Return a matmul that can be partitioned along the rows of x and along panels.
+    """Return a matmul that can be partitioned along rows and panels.
 
     Panels can be shared out where all of them are full, since a device computes whole panels. What
     is contracted is gathered, and so are the weights of a stack, and rows that come in groups.

@@ -15,7 +15,7 @@ from .layout import FEW_ROWS, Layout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A quantized weight, packed by ``pack_w8`` or ``pack_w4``; a pytree of its buffer.
+    """A weight packed by ``pack_w8`` or ``pack_w4``; a pytree.
 
     It stands for a matrix of shape ``(k, n)``, or for several: ``lead`` are the axes of a stack of
     layers, which ``scan`` and ``vmap`` go through.
@@ -39,7 +39,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, buffer: jax.Array, n: int, layout: Layout) -> PackedWeight:
-        """Return the weight of n columns that a buffer of a layout holds."""
+        """Return the weight of n columns in a layout's buffer."""
         return cls(buffer, layout.k, n, layout.bits, layout.group, layout.scale_dtype)
 
     @property
@@ -59,12 +59,12 @@ class PackedWeight:
 
     @property
     def panel(self) -> int:
-        """Columns that are packed together: shards along columns are cut between panels."""
+        """Return the columns of a panel: shards are cut between panels."""
         return self.layout.columns
 
     @property
     def question(self) -> dict[str, Any]:
-        """What kernels are asked about, beside shapes and dtypes of activation and weight."""
+        """Return the parameters that kernels are asked about."""
         return self.layout.question
 
     @property
@@ -73,7 +73,7 @@ class PackedWeight:
         return True
 
     def matmul_op(self, rows: Any, *, quantizes: bool) -> str | None:
-        """Return the op that multiplies with it the fastest, or None where there is none.
+        """Return the fastest op for this weight, or None.
 
         Args:
             rows: of the activation; maybe symbolic.
@@ -86,14 +86,12 @@ class PackedWeight:
         return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
 
     def unpack(self) -> tuple[jax.Array, jax.Array]:
-        """Return quantized values, int8[*lead, k, n], and scales [*lead, groups, n], in plain
-        JAX.
-        """
+        """Return values int8[*lead, k, n] and scales [*lead, groups, n]."""
         self.check()
         return self.layout.unpack(self.buffer, self.n)
 
     def check(self) -> None:
-        """Raise a ValueError where the buffer's shape or dtype can't be that of such a weight."""
+        """Raise a ValueError if the buffer cannot be such a weight."""
         wanted = self.layout.buffer(self.n).shape
         found: Any = self.buffer
         if found.dtype != "uint8" or found.shape[-2:] != wanted:

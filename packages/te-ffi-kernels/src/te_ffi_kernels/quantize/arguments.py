@@ -1,4 +1,4 @@
-"""What the ops of this folder refuse, with errors that name the op and the argument."""
+"""Argument checks of this folder's ops, which name op and argument."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def number(op: str, name: str, array: jax.Array) -> None:
 
 
 def axis(op: str, name: str, given: int, array_name: str, array_shape: tuple[int, ...]) -> int:
-    """Return the axis counted from the front, with axes on both of its sides."""
+    """Return the axis counted from the front, strictly inside the array."""
     found = positive_axis(given, len(array_shape))
     if not 0 < found < len(array_shape):
         raise ValueError(
@@ -89,7 +89,7 @@ def scales(
     mode: ScalingMode,
     wanted: tuple[int, ...],
 ) -> None:
-    """Raise where scales have another dtype or number than their quantized values need."""
+    """Raise where scales do not fit their quantized values."""
     scales_dtype(op, name, array.dtype, mode)
     if mode.is_tensor and array.size == 1:
         return

@@ -32,7 +32,7 @@ class QuantizeConfig:
     is_dbias: bool = False
 
     def results(self, x: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return those of dbias_quantize but for its workspace; of shape (1,) if not wanted."""
+        """Return dbias_quantize's results without its workspace; unwanted ones (1,)."""
         mode, axis = self.scaling_mode, self.axis
         rowwise, colwise = self.q_layout.has_rowwise, self.q_layout.has_colwise
         by_column = x.shape if mode.is_mx else turned(x.shape, axis)
@@ -70,7 +70,7 @@ class QuantizeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DequantizeConfig:
-    """Of dequantize; `axis` is counted from the front, 0 where the mode needs none."""
+    """Static options of dequantize; `axis` counts from the front."""
 
     mode: ScalingMode
     dtype: Any

@@ -1,7 +1,8 @@
-"""Cotangents of quantized values and scales, and of the numbers that they are made of."""
+"""Cotangents of quantized values, scales, and their sources."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..groups import as_rows, only_owned, owner, per_row
 from . import numbers
 from .config import QuantizeConfig
-from .modes import qmax, turn
+from .modes import BLOCK, qmax, turn
 
 
 def cotangent_of(primal: jax.Array, value: jax.Array | None) -> Any:
@@ -57,3 +59,47 @@ def straight_through(
         qvalue = qvalue.astype(jnp.float32)
         grad = grad + (numbers.divide_by_power(qvalue, wide) if mode.is_mx else qvalue / wide)
     return grad
+
+
+def grouped_straight_through(
+    config: QuantizeConfig,
+    shape: tuple[int, ...],
+    group_sizes: jax.Array,
+    scales: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+) -> jax.Array:
+    """Return the same for numbers that are quantized in groups; zero for those of no group.
+
+    Args:
+        config: how they are quantized.
+        shape: of the numbers.
+        group_sizes: how much of the first axis each group has.
+        scales: by row, and by column.
+        cotangents: of the quantized values by row, and by column.
+    """
+    mode, axis = config.scaling_mode, config.axis
+    rows, cols = math.prod(shape[:axis]), math.prod(shape[axis:])
+    grad = jnp.zeros((rows, cols), jnp.float32)
+    if config.out_dtype == jnp.int8:
+        return grad.reshape(shape)
+    groups, sizes = group_sizes.shape[0], group_sizes * math.prod(shape[1:axis])
+    owners = owner(sizes, rows)
+    wanted = (config.q_layout.has_rowwise, config.q_layout.has_colwise)
+    for by_column, given, scale in zip((False, True), cotangents, scales, strict=True):
+        if not wanted[by_column]:
+            continue
+        turned = by_column and not mode.is_mx
+        of_rows = as_rows(given, sizes, rows) if turned else given.reshape(rows, cols)
+        of_rows = of_rows.astype(jnp.float32)
+        if mode.is_mx:
+            at = (rows // BLOCK, cols) if by_column else (rows, cols // BLOCK)
+            wide = jnp.repeat(numbers.as_bytes(scale).reshape(at), BLOCK, axis=not by_column)
+            found = numbers.divide_by_power(of_rows, wide)
+        elif mode.is_tensor:
+            found = of_rows / per_row(scale, owners)[:, None]
+        elif by_column:
+            found = of_rows / per_row(scale.reshape(groups, cols), owners)
+        else:
+            found = of_rows / scale[:, None]
+        grad = grad + only_owned(found, owners, groups)
+    return grad.reshape(shape)

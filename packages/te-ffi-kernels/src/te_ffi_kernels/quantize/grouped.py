@@ -1,4 +1,4 @@
-"""grouped_quantize: groups of rows, each with scales of its own."""
+"""grouped_quantize: groups of rows, each with separate scales."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from .. import checks
 from ..op import Op
 from . import reference
 from .config import QuantizeConfig, quantize_config
+from .cotangents import grouped_straight_through
+from .modes import ScalingMode
 
 
 def grouped_quantize(
@@ -24,7 +26,7 @@ def grouped_quantize(
     flatten_axis: int = -1,
     scale_dtype: DTypeLike | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantize groups of x one by one, as ``dbias_quantize`` does with one array.
+    """Quantize groups of x one by one, as ``dbias_quantize`` would.
 
     The arguments are those of Transformer Engine's primitive. Groups are of x's first axis, one
     after the other; the axes from there to `flatten_axis` are rows of theirs.
@@ -32,7 +34,8 @@ def grouped_quantize(
     Args:
         x: float32, bfloat16 or float16, of 2 or more axes.
         scale: float32[groups]; used per tensor.
-        group_sizes: int32[groups], with the sum ``x.shape[0]``.
+        group_sizes: int32[groups], with a sum of at most ``x.shape[0]``. Rows beyond it aren't
+            read, and what they have in the results is zero.
         out_dtype: float8_e4m3fn, float8_e5m2, or (ours) int8, which MXFP8 hasn't.
         scaling_mode: a ``ScalingMode`` or its number.
         q_layout: a ``QuantizeLayout`` or its number.
@@ -46,11 +49,11 @@ def grouped_quantize(
         float32[groups]: per tensor the largest magnitude of each group, else 0. What isn't wanted
         has shape (1,).
 
-    There is no gradient.
+    The gradient is straight-through, as that of ``dbias_quantize``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``dbias_quantize``.
-        jax.errors.JaxRuntimeError: when it runs: negative groups, another sum, or MXFP8 by column
+        jax.errors.JaxRuntimeError: when it runs: negative groups, a larger sum, or MXFP8 by column
             with groups that aren't multiples of 32 rows. On CUDA, where nobody waits for what the
             sizes are, all scales and magnitudes are NaN then. (The reference can't tell.)
     """
@@ -67,6 +70,37 @@ def grouped_quantize(
     return _GROUPED(config, x, jnp.asarray(scale), group_sizes)
 
 
+def grouped_quantize_v2(
+    x: jax.Array,
+    scale: jax.Array,
+    group_sizes: jax.Array,
+    out_dtype: DTypeLike,
+    q_layout: Any,
+    flatten_axis: int = -1,
+    scale_dtype: DTypeLike | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Quantize groups of x to MXFP8, whose sizes the host never reads.
+
+    The arguments are those of Transformer Engine's primitive for CUDA graphs. ``grouped_quantize``,
+    which this calls, reads sizes on the device in every mode. Scales aren't swizzled, and rows
+    needn't be multiples of 128.
+
+    Args:
+        x, group_sizes, out_dtype, q_layout, flatten_axis, scale_dtype: as ``grouped_quantize``.
+        scale: not used.
+
+    Returns:
+        As ``grouped_quantize``.
+
+    Raises:
+        TypeError, ValueError, jax.errors.JaxRuntimeError: as ``grouped_quantize``.
+    """
+    mode = ScalingMode.MXFP8_1D_SCALING
+    return grouped_quantize(
+        x, scale, group_sizes, out_dtype, mode, q_layout, flatten_axis, scale_dtype
+    )
+
+
 def _attributes(config: QuantizeConfig, *_: jax.Array) -> dict[str, Any]:
     return {
         "scaling_mode": int(config.scaling_mode),
@@ -75,11 +109,22 @@ def _attributes(config: QuantizeConfig, *_: jax.Array) -> dict[str, Any]:
     }
 
 
+def _gradient(config: QuantizeConfig, saved: Any, cts: Any) -> Any:
+    like, sizes, *scales = saved
+    grad = grouped_straight_through(config, like.shape[1:], sizes, scales, cts[:2])
+    return grad.astype(like.dtype), None, None
+
+
 _GROUPED = Op(
     "grouped_quantize",
     reference.grouped,
     results=lambda config, x, scale, sizes: config.grouped_results(x, sizes.shape[0]),
     attributes=_attributes,
-    save=lambda *_: (),
-    gradient=lambda *_: (None, None, None),
+    # The shape of x, without its numbers.
+    save=lambda config, operands, found: (
+        jnp.zeros((0, *operands[0].shape), operands[0].dtype),
+        operands[2],
+        *found[2:4],
+    ),
+    gradient=_gradient,
 )

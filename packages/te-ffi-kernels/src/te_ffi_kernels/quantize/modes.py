@@ -1,4 +1,4 @@
-"""How scales are made and laid out: Transformer Engine's enumerations, and the shapes of scales."""
+"""Transformer Engine's scaling modes, and the shapes of scales."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def positive_axis(axis: int, ndim: int) -> int:
 
 
 def turned(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """Return the shape of the transposed matrix of an array that is flattened at `axis`."""
+    """Return the transposed shape of an array flattened at `axis`."""
     return (*shape[axis:], *shape[:axis])
 
 
@@ -93,7 +93,7 @@ def turn(x: jax.Array, axis: int) -> jax.Array:
 def scale_shape(
     shape: tuple[int, ...], mode: ScalingMode, axis: int, *, by_column: bool
 ) -> tuple[int, ...]:
-    """Return the shape of scales of an array that is flattened at `axis` (from the front).
+    """Return the scales' shape of an array flattened at `axis`.
 
     MX scales have the shape of the array, with 32 along the last axis made one (by column: along
     the axis before `axis`). Scales of channels have the axes before `axis` (by column: from it).
@@ -120,7 +120,7 @@ def grouped_scale_size(
 def compute_scale_from_amax(
     amax: jax.Array, q_dtype: DTypeLike, margin: float = 0.0, scale: jax.Array | None = None
 ) -> jax.Array:
-    """Return what to multiply an array with so that its largest magnitude becomes the largest code.
+    """Return the factor that maps the largest magnitude to the largest value.
 
     Args:
         amax: float32, the largest magnitude.

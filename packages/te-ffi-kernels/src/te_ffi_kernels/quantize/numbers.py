@@ -1,6 +1,4 @@
-"""Numbers to quantized values and back, in plain JAX: what the kernels' loops do, in the same
-order.
-"""
+"""Floats to quantized values and back, in the kernels' order."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _LEAST_NORMAL = 0x00800000
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
-    """Return the bits of |x| as int32, in its order; 0 for NaN and for subnormal numbers."""
+    """Return |x|'s bits as int32; 0 for NaN and subnormals."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & np.int32(0x7FFFFFFF)
     return jnp.where((bits > _INF) | (bits < _LEAST_NORMAL), 0, bits)
 
@@ -47,7 +45,7 @@ def encode(ratio: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def channel_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the factor of a slice: largest code over largest magnitude, given as its bits.
+    """Return a slice's factor: largest value over largest magnitude (bits).
 
     1 where that magnitude is 0 or infinite; at most 2**126, so that the inverse isn't subnormal.
     """
@@ -58,7 +56,7 @@ def channel_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def block_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the biased exponent of the least scale with which no code saturates, uint8.
+    """Return the least scale's biased exponent without saturation, uint8.
 
     254 for an infinity, 0 for zeros. Both float8 formats end at 1.75 times a power of two.
     """
@@ -69,7 +67,7 @@ def block_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def divide_by_power(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x / 2**(scale - 127), for uint8; by way of factors that aren't subnormal."""
+    """Return x / 2**(scale - 127) for uint8, avoiding subnormal factors."""
     scale = scale.astype(jnp.int32)
     low = scale >= 254
     return (
@@ -94,7 +92,7 @@ def as_bytes(scales: jax.Array) -> jax.Array:
 def spread(
     scales: jax.Array, shape: tuple[int, ...], mode: ScalingMode, axis: int, *, by_column: bool
 ) -> jax.Array:
-    """Return scales that broadcast against an array of `shape` that is flattened at `axis`."""
+    """Return scales that broadcast against an array flattened at `axis`."""
     if mode.is_tensor:
         return scales.reshape(())
     if mode.is_mx:

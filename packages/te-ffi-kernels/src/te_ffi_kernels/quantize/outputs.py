@@ -1,4 +1,4 @@
-"""Results of ops that quantize what they compute: floats, or quantized values with their scales."""
+"""Results of ops that quantize: floats, or values with scales."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .modes import QuantizeLayout, ScalingMode, compute_scale_from_amax
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What is made of a matrix of float32 numbers; its last `trailing` axes are columns.
+    """Results made of a float32 matrix; its `trailing` axes are columns.
 
     Of `dtype` without scaling, and rounded to it before current scaling.
     """
@@ -91,7 +91,7 @@ class Outputs:
         return DequantizeConfig(self.mode, self.dtype, axis)
 
     def rounded(self, found: jax.Array) -> jax.Array:
-        """Return the numbers that current scaling sees, of `dtype`; others as they are."""
+        """Return numbers rounded to `dtype` for current scaling; others unchanged."""
         if self.mode is not ScalingMode.CURRENT_TENSOR_SCALING:
             return found
         return found.astype(self.dtype).astype(jnp.float32)
@@ -103,7 +103,7 @@ class Outputs:
 
     @property
     def follows_rows(self) -> bool:
-        """Return whether rows of a batch can be rows of one call: none is of all rows."""
+        """Return whether a batch can fold into rows: no scale spans all."""
         if self.mode is ScalingMode.NO_SCALING:
             return not self.output_amax
         return not self.mode.is_tensor and self.layout is QuantizeLayout.ROWWISE
@@ -114,7 +114,7 @@ class Outputs:
         return (True, False, self.mode is not ScalingMode.NO_SCALING, False, False)
 
     def axes(self, names: Sequence[str]) -> list[list[str]] | None:
-        """Return names of the results' axes, to partition by elements; None where that can't be.
+        """Return axis names to partition by elements; None if impossible.
 
         Args:
             names: of the axes of what is quantized.
@@ -130,9 +130,7 @@ class Outputs:
         colwise_scale_inv: jax.Array,
         cts: Sequence[Any],
     ) -> jax.Array:
-        """Return that of the numbers, straight through the quantized values, from those of the
-        results.
-        """
+        """Return the numbers' cotangent, straight through, from the results'."""
         if self.mode is ScalingMode.NO_SCALING:
             return cts[0]
         scales = (scale_inv, colwise_scale_inv)
@@ -188,7 +186,7 @@ def outputs_config(
 def given_numbers(
     op: str, outputs: Outputs, scale: jax.Array | None, amax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return scale and amax, checked where they are used; ones and zeros where not given."""
+    """Return scale and amax, checked where used; else ones and zeros."""
     scale = jnp.ones((1,), jnp.float32) if scale is None else jnp.asarray(scale)
     amax = jnp.zeros((1,), jnp.float32) if amax is None else jnp.asarray(amax)
     if outputs.mode is ScalingMode.DELAYED_TENSOR_SCALING:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..groups import as_matrices, only_owned, owner, per_row
 from . import numbers
 from .config import DequantizeConfig, QuantizeConfig
 from .modes import BLOCK, turn
@@ -113,30 +114,29 @@ def grouped(
     groups = group_sizes.shape[0]
     results = config.grouped_results(x, groups)
     mode, layout = config.scaling_mode, config.q_layout
-    matrix = _matrix(x, config.axis)
-    rows = matrix.shape[0]
     sizes = group_sizes * math.prod(x.shape[1 : config.axis])
-    ends = jnp.cumsum(sizes)
-    group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
-    group = jnp.minimum(group, max(groups - 1, 0))
+    owners = owner(sizes, math.prod(x.shape[: config.axis]))
+    matrix = only_owned(_matrix(x, config.axis), owners, groups)
     most = jnp.zeros(groups, jnp.float32)
     found: list[jax.Array | None] = [None] * 4
     if mode.is_tensor:
-        qvalue = numbers.encode(matrix * scale[group, None], config.out_dtype)
-        found = [qvalue, _turned_groups(qvalue, group, ends, sizes), 1 / scale, 1 / scale]
-        bits = jnp.zeros(groups, jnp.int32).at[group].max(numbers.absmax_bits(matrix, axis=1))
+        qvalue = numbers.encode(matrix * per_row(scale, owners)[:, None], config.out_dtype)
+        found = [qvalue, _turned_groups(qvalue, sizes), 1 / scale, 1 / scale]
+        bits = numbers.absmax_bits(matrix, axis=1)
+        bits = jnp.zeros(groups, jnp.int32).at[owners].max(bits, mode="drop")
         most = numbers.of_bits(bits)
     elif mode.is_mx:
         found[0], found[2] = _blocks(config, matrix, by_column=False)
         if layout.has_colwise:
             found[1], found[3] = _blocks(config, matrix, by_column=True)
     else:
-        found[0], found[2] = _channels(config, matrix, by_column=False)
+        found[0], inverses = _channels(config, matrix, by_column=False)
+        found[2] = only_owned(inverses, owners, groups)
         bits = jnp.zeros((groups, matrix.shape[1]), jnp.int32)
-        bits = bits.at[group].max(numbers.magnitudes(matrix))
+        bits = bits.at[owners].max(numbers.magnitudes(matrix), mode="drop")
         scales = numbers.channel_scale(bits, config.out_dtype)
-        qvalue = numbers.encode(matrix * scales[group], config.out_dtype)
-        found[1], found[3] = _turned_groups(qvalue, group, ends, sizes), 1 / scales
+        qvalue = numbers.encode(matrix * per_row(scales, owners), config.out_dtype)
+        found[1], found[3] = _turned_groups(qvalue, sizes), 1 / scales
     return (
         *(
             _shaped(array, result) if wanted and array is not None else _nothing(result)
@@ -148,16 +148,7 @@ def grouped(
     )
 
 
-def _turned_groups(
-    qvalue: jax.Array, group: jax.Array, ends: jax.Array, sizes: jax.Array
-) -> jax.Array:
-    """Return the matrices of the groups one after the other, each transposed, as one vector."""
-    rows, cols = qvalue.shape
-    if rows == 0:
-        return qvalue.reshape(-1)
-    start, size = (ends - sizes)[group][:, None], sizes[group][:, None]
-    row, col = jnp.arange(rows)[:, None], jnp.arange(cols)[None]
-    at = start * cols + col * size + row - start
+def _turned_groups(qvalue: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return the transposed matrices of groups as one vector."""
     raw = lax.bitcast_convert_type(qvalue, jnp.uint8)
-    moved = jnp.zeros(rows * cols, jnp.uint8).at[at.reshape(-1)].set(raw.reshape(-1))
-    return lax.bitcast_convert_type(moved, qvalue.dtype)
+    return lax.bitcast_convert_type(as_matrices(raw, sizes), qvalue.dtype)

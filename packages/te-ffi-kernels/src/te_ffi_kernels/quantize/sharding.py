@@ -17,7 +17,7 @@ from .modes import BLOCK, ScalingMode
 def partition_quantize(
     config: QuantizeConfig, block: Callable[..., Any], *operands: jax.Array
 ) -> Callable[..., Any]:
-    """Return a dbias_quantize that can be partitioned along the axes that no scale goes across.
+    """Return a dbias_quantize that can be partitioned between scales.
 
     Per tensor these are all; with MXFP8 all but those whose blocks can't be shared out evenly; per
     channel, those before flatten_axis by row, and those from it by column. Sums of columns are
@@ -80,7 +80,7 @@ def partition_quantize(
 
 
 def _results_of(config: QuantizeConfig, x: Sequence[Any], otherwise: Sequence[Any]) -> list[Any]:
-    """Return for each result what belongs to its axes; x's for those of x."""
+    """Return each result's entry for its axes, from x's."""
     mode, axis, layout = config.scaling_mode, config.axis, config.q_layout
     found = list(otherwise)
     channel = mode is ScalingMode.CHANNEL_SCALING

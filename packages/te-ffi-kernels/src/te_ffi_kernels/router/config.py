@@ -1,4 +1,4 @@
-"""Options of the router, checked, with errors that name the op and the argument."""
+"""Options of the router, with checks that name op and argument."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RoutingMapFormat(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is fixed while a program is traced; the defaults where scores are dense."""
+    """Static options of the router; defaults for dense scores."""
 
     topk: int
     score: ScoreFunction
@@ -135,7 +135,7 @@ def experts(op: str, name: str, array: jax.Array, given: Options) -> None:
 
 
 def bias(op: str, given: jax.Array | None, logits: jax.Array, of: Options) -> jax.Array:
-    """Return the bias; an empty array where there is none, or where it isn't used."""
+    """Return the bias; an empty array where unused."""
     if given is None or of.dense or given.size == 0:
         return jnp.zeros((0,), logits.dtype)
     if of.score is ScoreFunction.SOFTMAX:

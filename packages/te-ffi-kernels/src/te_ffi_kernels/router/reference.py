@@ -19,7 +19,7 @@ _EPSILON = np.float32(1e-20)
 def forward(
     of: Options, logits: jax.Array, bias: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return weights or scores, the routing map and what is saved, for checked arguments."""
+    """Return weights or scores, routing map and residuals."""
     x = logits.astype(jnp.float32)
     of_all = of.pre_softmax or of.dense
     if of.score is ScoreFunction.SOFTMAX:
@@ -94,7 +94,7 @@ def loss(
 def loss_gradient(
     tokens: int, const_buf: jax.Array, tokens_per_expert: jax.Array, grad: jax.Array
 ) -> jax.Array:
-    """Return the gradient of probs, for one loss, or several along leading axes."""
+    """Return the gradient of probs for one or several losses."""
     counts = tokens_per_expert.astype(jnp.float32)
     row = const_buf[..., :1] * counts * grad.astype(jnp.float32)[..., None]
     shape = (*counts.shape[:-1], tokens, counts.shape[-1])

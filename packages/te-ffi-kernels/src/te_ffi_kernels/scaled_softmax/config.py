@@ -1,4 +1,4 @@
-"""What the ops of this folder refuse, and what they make of their arguments."""
+"""Argument checks of this folder's ops."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config(op: str, given: Any, scale_factor: Any) -> Config:
 
 
 def logits(op: str, name: str, given: jax.Array, axes: int) -> None:
-    """Raise where an array isn't float, or has fewer than so many axes."""
+    """Raise unless an array is float with enough axes."""
     checks.dtype(op, name, given.dtype, checks.FLOATS)
     if given.ndim < axes:
         wanted = "[..., heads, q, k]" if axes == 3 else "[..., q, k]"
@@ -74,7 +74,7 @@ def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
     if not fits or math.prod(given.shape[:-3]) not in (1, batch):
         raise ValueError(
             f"{op}: mask has shape {given.shape}, and must have {(batch, 1, *x.shape[-2:])}, or 1 "
-            f"in place of the first: logits have shape {x.shape}, and their heads share a mask"
+            f"instead of the first: logits have shape {x.shape}, and their heads share a mask"
         )
     return given
 

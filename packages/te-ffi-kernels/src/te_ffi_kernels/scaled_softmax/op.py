@@ -28,7 +28,7 @@ def softmax(
     scale_factor: float = 1.0,
     softmax_fusion_type: SoftmaxFusionType = _SCALED,
 ) -> jax.Array:
-    """Return the softmax along the last axis of logits times a number, in float32.
+    """Return the softmax of scaled logits along the last axis.
 
     As ``softmax`` of ``transformer_engine.jax.softmax``, without its limits: of sizes, of batches
     that are multiples of 4, and of float16 and bfloat16.
@@ -55,7 +55,7 @@ def softmax(
 
 
 def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
-    """Return the softmax along the last axis of logits times a number: ``softmax`` with SCALED.
+    """Return ``softmax`` with SCALED.
 
     Args:
         logits: float32, bfloat16 or float16 [..., q, k].
@@ -72,7 +72,7 @@ def scaled_softmax_fwd(logits: jax.Array, scale_factor: float) -> jax.Array:
 
 
 def scaled_masked_softmax_fwd(logits: jax.Array, mask: jax.Array, scale_factor: float) -> jax.Array:
-    """Return the softmax of the logits that a mask leaves: ``softmax`` with SCALED_MASKED.
+    """Return ``softmax`` with SCALED_MASKED.
 
     Args:
         logits: float32, bfloat16 or float16 [b, heads, q, k].
@@ -158,7 +158,7 @@ def scaled_upper_triang_masked_softmax_bwd(
     Args:
         dz: cotangent of the result: float32, bfloat16 or float16 [..., q, k]. What is beyond the
             diagonal isn't read.
-        softmax_out: the result, likewise.
+        softmax_out: the result, also.
         logits: not used; may be None.
         scale_factor: that of the forward pass.
 
@@ -195,7 +195,7 @@ def _attributes(config: Config, *_: jax.Array) -> dict[str, Any]:
 
 
 def _partition(config: Config, block: Any, x: jax.Array, *mask: jax.Array) -> Any:
-    """Share out rows, but where the number of a row counts: up to a diagonal."""
+    """Partition rows, except where a diagonal counts them."""
     names, whole = _axes(config, x)
     given = [names]
     for one in mask:
@@ -217,7 +217,7 @@ def _partition_gradient(config: Config, block: Any, *operands: jax.Array) -> Any
 
 
 def _axes(config: Config, x: jax.Array) -> tuple[list[str], set[str]]:
-    """Return names of the axes of logits, and of those that each device has all of."""
+    """Return the logits' axis names, and those each device has whole."""
     names = [*(f"b{i}" for i in range(x.ndim - 2)), "q", "k"]
     return names, {"k", "q"} if config.causal else {"k"}
 

@@ -1,0 +1,199 @@
+"""Matching: which operands are weights, and which rule decides about an operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import quant_numerics as qn
+from interception_core import Engine, OpCall, ValueKind
+
+from ..rules.rule import QuantizationRule
+from .granularity import Axes
+
+
+def follows_values(engine: Engine) -> bool:
+    """Return whether an engine follows values through a program.
+
+    One that does knows views and derived weights, sees lookups as primitives with JIT on, and
+    hands stored parameters to the operations that use them.
+    """
+    return bool(getattr(engine, "follows_values", False))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An operand that is a parameter, a view, or a derived weight.
+
+    Attributes:
+        path: the pytree path of the parameter; of several, joined by " and ".
+        paths: the pytree paths of the parameters behind it.
+        shape: of the operand.
+        dtype: of the operand.
+        axes: for each axis of the parameter, the axis of the operand that it became; None unless
+            the operand is one whole parameter, or a step of it, with its axes in another order.
+        is_dynamic: whether the program computes which part of the parameters it is.
+    """
+
+    path: str
+    paths: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: Axes | None
+    is_dynamic: bool = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights among the operands of an operation.
+
+    Attributes:
+        found: the weight that each operand is; None for activations.
+        is_part: whether all operands are weights: the result is a weight, or a part of one.
+    """
+
+    found: tuple[Weight | None, ...]
+    is_part: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The pytree paths of the parameters behind them."""
+        return tuple(path for weight in self.found if weight for path in weight.paths)
+
+
+def weights_among(
+    call: OpCall, operands: Sequence[Any], is_parameter: Callable[[str], bool]
+) -> Weights:
+    """Return which operands of a matmul or convolution are weights.
+
+    What the program closes over is data as often as it is a mask: of two operands that come from
+    parameters, the one without it is the weight. What is looked up by a computed index is an
+    activation beside a weight (a row of an embedding table), and a weight beside an activation
+    (an expert).
+    """
+    kinds: dict[int, ValueKind] = {}
+    found: list[Weight | None] = [None] * len(operands)
+    for i, operand in enumerate(operands):
+        known = call.operand(operand)
+        path = known.provenance
+        if path is not None:
+            if not is_parameter(path):
+                continue
+            kind = ValueKind("view", False, frozenset([path]))
+        else:
+            kind = call.kind(operand, is_parameter)
+            if kind is None or kind.kind not in ("view", "derived"):
+                continue
+        if known.shape is None:
+            continue
+        kinds[i] = kind
+        paths = tuple(sorted(kind.paths))
+        found[i] = Weight(
+            " and ".join(paths), paths, known.shape, known.dtype, known.axes, kind.is_dynamic
+        )
+    if len(kinds) < 2:
+        return Weights(tuple(found))
+    static = [i for i, kind in kinds.items() if not kind.is_dynamic]
+    own = [i for i in static if not kinds[i].closes_over]
+    if len(own) == len(kinds):
+        return Weights(tuple(found), is_part=True)
+    kept = own if len(own) == 1 else static if len(static) == 1 else []
+    return Weights(tuple(one if i in kept else None for i, one in enumerate(found)))
+
+
+@dataclass(frozen=True)
+class Under:
+    """Recognize parameters among inputs by a common pytree path prefix."""
+
+    prefix: str
+
+    def __call__(self, path: str) -> bool:
+        """Return whether the path is that of a parameter."""
+        return path.startswith(self.prefix)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules in their order, and which argument holds the parameters.
+
+    Attributes:
+        rules: the first match counts.
+        params: begins the pytree path of every parameter.
+        adapted: paths of the parameters that have an adapter in this call.
+    """
+
+    rules: tuple[QuantizationRule, ...]
+    params: str
+    adapted: frozenset[str] = frozenset()
+
+    def __post_init__(self):
+        object.__setattr__(self, "find", functools.lru_cache(maxsize=None)(self._find))
+        object.__setattr__(self, "origin_key", functools.lru_cache(maxsize=None)(self._origin_key))
+        object.__setattr__(self, "is_parameter", Under(self.params))
+        by_weight = any(rule.weight_path is not None for rule in self.rules)
+        object.__setattr__(self, "_by_weight", by_weight)
+
+    find: Callable[..., int | None] = None  # type: ignore[assignment]
+    """Returns the number of the rule for an operation with these names, under a module path, of
+    the parameters that ``paths`` returned."""
+
+    is_parameter: Under = None  # type: ignore[assignment]
+    """Returns whether the input of that path is a parameter."""
+
+    origin_key: Callable[[str], Hashable] = None  # type: ignore[assignment]
+    """Maps the path of an input to a key; equal keys mean that no rule tells the inputs apart."""
+
+    def _find(
+        self,
+        names: tuple[str, ...],
+        module_path: str,
+        paths: tuple[str, ...] = (),
+        has_weight: bool = True,
+    ) -> int | None:
+        for i, rule in enumerate(self.rules):
+            if any(rule.matches(n, module_path, paths, has_weight=has_weight) for n in names):
+                return i
+        return None
+
+    def _origin_key(self, path: str) -> Hashable:
+        if not path.startswith(self.params):
+            return None
+        below = (path.removeprefix(self.params),)
+        # What is left of the rules for this parameter; equal ones of several paths are one.
+        left = (rule for rule in self.rules if rule.matches_weight(below))
+        same = dict.fromkeys(dataclasses.replace(rule, weight_path=None) for rule in left)
+        return path in self.adapted, tuple(same)
+
+    def weights(self, call: OpCall, operands: Sequence[Any]) -> Weights:
+        """Return which operands of an operation are weights."""
+        return weights_among(call, operands, self.is_parameter)
+
+    def paths(self, weights: Weights) -> tuple[str, ...]:
+        """Return paths of parameters for ``find``, if a rule needs them."""
+        if not self._by_weight:  # type: ignore[attr-defined]
+            return ()
+        return tuple(path.removeprefix(self.params) for path in weights.paths)
+
+    def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
+        """Return how a rule quantizes an operand."""
+        qtype = rule.weight_qtype if is_weight else rule.act_qtype
+        if qtype is None:
+            return None
+        method = rule.weight_calibration_method if is_weight else rule.act_method
+        tile = rule.tile_size if rule.tile_size is not None else qn.get_qtype(qtype).block
+        channelwise = not getattr(rule, "disable_channelwise_axes", False)
+        scales = rule.scale_dtype if is_weight else None
+        return qn.HowToQuantize(qtype, tile, method, channelwise, scales)
+
+    @property
+    def adapts(self) -> bool:
+        """Return whether any parameter may have an adapter."""
+        return any(rule.rank is not None for rule in self.rules)
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether any activation has a static range."""
+        return any(rule.act_static_scale for rule in self.rules)

@@ -1,0 +1,160 @@
+"""The rule for quantized training: how the backward pass is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import quant_numerics as qn
+
+from .rule import QuantizationRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class QtRule(QuantizationRule):
+    """A rule for quantized training, with fields for the backward pass.
+
+    A plain QuantizationRule counts as a QtRule with these fields at their defaults.
+
+    The backward pass of a contraction of an activation and a parameter has two contractions. One
+    gives the gradient of the activation, from the incoming gradient and the parameter. The other
+    gives the gradient of the parameter, from the incoming gradient and the activation. Fields with
+    ``bwd_act_grad_`` are for the first, those with ``bwd_weight_grad_`` for the second, and those
+    with ``bwd_`` alone for both. Where both operands are activations, both are of the first kind.
+
+    Attributes:
+        bwd_qtype: qtype of the incoming gradient in the two contractions of the backward pass; None
+            leaves the backward pass float, at the unquantized operands (straight through).
+        bwd_act_grad_qtype: the same for the gradient of activations alone; None is `bwd_qtype`.
+        bwd_weight_grad_qtype: the same for the gradient of parameters alone; None is `bwd_qtype`.
+        bwd_calibration_method: how the range of that gradient is found.
+        bwd_act_grad_calibration_method: the same for the gradient of activations alone; None is
+            `bwd_calibration_method`.
+        bwd_weight_grad_calibration_method: the same for the gradient of parameters alone.
+        bwd_act_grad_tile_size: elements that share a scale along the axis that is contracted for
+            the gradient of an activation (the output channels); as ``tile_size``.
+        bwd_weight_grad_tile_size: the same for the gradient of a parameter (batch and sequence).
+        bwd_original_residuals: whether the other operand of both contractions is the unquantized
+            one, instead of the quantized values of the forward pass.
+        bwd_act_residual_qtype: qtype that an activation is quantized to again for the gradient of
+            its parameter, whatever it had in the forward pass; None for none.
+        bwd_weight_residual_qtype: qtype that a parameter is quantized to again for the gradient of
+            its activation; None for none.
+        bwd_residual_calibration_method: how the ranges of these are found.
+        disable_channelwise_axes: one scale for all of an operand (but for tiles), forward and
+            backward.
+        bwd_stochastic_rounding: ``"uniform"`` or ``"low_bit_uniform"`` noise when the gradient is
+            rounded; None rounds to nearest. Needs ``quant_key`` in the call.
+        channelwise_noise_axes: axes of the gradient along which the noise differs.
+    """
+
+    bwd_qtype: Any = None
+    bwd_act_grad_qtype: Any = None
+    bwd_weight_grad_qtype: Any = None
+    bwd_calibration_method: str = "absmax"
+    bwd_act_grad_calibration_method: str | None = None
+    bwd_weight_grad_calibration_method: str | None = None
+    bwd_act_grad_tile_size: int | float | None = None
+    bwd_weight_grad_tile_size: int | float | None = None
+    bwd_original_residuals: bool = False
+    bwd_act_residual_qtype: Any = None
+    bwd_weight_residual_qtype: Any = None
+    bwd_residual_calibration_method: str = "absmax"
+    disable_channelwise_axes: bool = False
+    bwd_stochastic_rounding: Literal["uniform", "low_bit_uniform"] | None = None
+    channelwise_noise_axes: Sequence[int] = (0,)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rank is not None:
+            raise self._error(
+                "rank",
+                "None: adapters are trained beside parameters that stay as they are. Use a "
+                "QuantizationRule with PtqProvider(rules), for plan(...) or quantize_model(...)",
+            )
+        if self.sparsity is not None:
+            raise self._error(
+                "sparsity", "None: training keeps parameters dense, PtqProvider makes them sparse"
+            )
+        if self.bwd_stochastic_rounding not in (None, "uniform", "low_bit_uniform"):
+            raise self._error("bwd_stochastic_rounding", "None, 'uniform' or 'low_bit_uniform'")
+        self._set("channelwise_noise_axes", self._integers("channelwise_noise_axes"))
+        self._check_backward()
+
+    def backward(self, of_weight: bool) -> qn.Backward | None:
+        """Return how the contraction that gives a gradient is quantized.
+
+        Args:
+            of_weight: whether it is the gradient of a parameter.
+        """
+        kind = "weight" if of_weight else "act"
+        qtype = self.backward_qtype(of_weight)
+        if qtype is None:
+            return None
+        # The incoming gradient is multiplied with the operand of the other kind.
+        again = self.bwd_act_residual_qtype if of_weight else self.bwd_weight_residual_qtype
+        residual: Any = "original" if self.bwd_original_residuals else None
+        tile = getattr(self, f"bwd_{kind}_grad_tile_size")
+        if again is not None:
+            own = tile if qn.get_qtype(again).block is None else None
+            method = self.bwd_residual_calibration_method
+            residual = qn.HowToQuantize(again, own, method, not self.disable_channelwise_axes)
+        return qn.Backward(
+            qtype,
+            getattr(self, f"bwd_{kind}_grad_calibration_method") or self.bwd_calibration_method,
+            tile,
+            not self.disable_channelwise_axes,
+            self.bwd_stochastic_rounding,
+            tuple(self.channelwise_noise_axes),
+            residual,
+        )
+
+    def _check_backward(self) -> None:
+        of = {"act": self.backward_qtype(False), "weight": self.backward_qtype(True)}
+        for kind, qtype in of.items():
+            self._check_tile(f"bwd_{kind}_grad_tile_size")
+            names = [f"bwd_{kind}_grad_tile_size", f"bwd_{kind}_grad_calibration_method"]
+            other = "act" if kind == "weight" else "weight"
+            for name in (*names, f"bwd_{other}_residual_qtype"):
+                if qtype is None and getattr(self, name) is not None:
+                    raise self._error(
+                        name, f"None where neither bwd_qtype nor bwd_{kind}_grad_qtype is given"
+                    )
+        if not isinstance(self.bwd_original_residuals, bool):
+            raise self._error("bwd_original_residuals", "a bool")
+        if self.bwd_original_residuals and of == {"act": None, "weight": None}:
+            raise self._error(
+                "bwd_original_residuals",
+                "False without bwd_qtype: a float backward pass has them",
+            )
+        for name in (
+            "bwd_calibration_method",
+            "bwd_act_grad_calibration_method",
+            "bwd_weight_grad_calibration_method",
+        ):
+            method = getattr(self, name)
+            if method is not None and not qn.parse_calibration_method(method).is_symmetric:
+                raise self._error(name, "a symmetric method, such as 'absmax' or 'rms,7'")
+
+    def backward_qtype(self, of_weight: bool) -> str | None:
+        """Return the incoming gradient's qtype in one of both contractions."""
+        own = self.bwd_weight_grad_qtype if of_weight else self.bwd_act_grad_qtype
+        return own or self.bwd_qtype
+
+    def _qtypes(self) -> Sequence[str]:
+        own = ("bwd_qtype", "bwd_act_grad_qtype", "bwd_weight_grad_qtype")
+        residuals = ("bwd_act_residual_qtype", "bwd_weight_residual_qtype")
+        return (*super()._qtypes(), *own, *residuals)
+
+    def _methods(self) -> Sequence[str]:
+        own = ("bwd_calibration_method", "bwd_residual_calibration_method")
+        grads = ("bwd_act_grad_calibration_method", "bwd_weight_grad_calibration_method")
+        return (*super()._methods(), *own, *grads)
+
+    @classmethod
+    def of(cls, rule: QuantizationRule) -> QtRule:
+        """Return ``rule`` as a QtRule."""
+        if isinstance(rule, cls):
+            return rule
+        return cls(**{field.name: getattr(rule, field.name) for field in fields(rule)})

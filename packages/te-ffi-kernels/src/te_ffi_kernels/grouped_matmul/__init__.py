@@ -1,0 +1,1 @@
+"""Matmuls of groups of rows, each with its own matrix, after Transformer Engine."""

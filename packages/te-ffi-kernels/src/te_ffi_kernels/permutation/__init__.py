@@ -1,0 +1,1 @@
+"""Moving tokens to their experts and back, after Transformer Engine."""

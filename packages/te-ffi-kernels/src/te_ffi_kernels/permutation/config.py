@@ -1,0 +1,64 @@
+"""What token_dispatch and token_combine refuse."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import checks
+
+
+def count(op: str, name: str, given: Any) -> int:
+    """Return a positive integer."""
+    try:
+        found = operator.index(given)
+    except TypeError:
+        raise TypeError(
+            f"{op}: {name} is of type {type(given).__name__}, and must be an integer of Python: it "
+            "is part of the compiled program"
+        ) from None
+    if found < 1:
+        raise ValueError(f"{op}: {name} is {found}, and must be positive")
+    return found
+
+
+def flat(op: str, name: str, x: jax.Array, last: str) -> jax.Array:
+    """Return an array as a matrix whose rows are tokens."""
+    if x.ndim < 2:
+        raise ValueError(f"{op}: {name} has shape {x.shape}, and must be [tokens, {last}]")
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def tokens(op: str, name: str, x: jax.Array, wanted: int, of: str) -> None:
+    """Raise where a matrix has another number of tokens."""
+    if x.shape[0] != wanted:
+        raise ValueError(
+            f"{op}: {name} has {x.shape[0]} tokens, and must have the {wanted} of {of}"
+        )
+
+
+def row_map(op: str, row_id_map: jax.Array, pad_offsets: jax.Array) -> int:
+    """Return the number of experts of a map of rows."""
+    checks.dtype(op, "row_id_map", row_id_map.dtype, (jnp.int32,))
+    checks.dtype(op, "pad_offsets", pad_offsets.dtype, (jnp.int32,))
+    if row_id_map.ndim != 2 or row_id_map.shape[1] % 2 == 0:
+        raise ValueError(
+            f"{op}: row_id_map has shape {row_id_map.shape}, and must have [tokens, 2 * experts + "
+            "1], as token_dispatch gives it"
+        )
+    experts = row_id_map.shape[1] // 2
+    if pad_offsets.shape != (0,):
+        checks.shape(op, "pad_offsets", pad_offsets, (experts,), "as token_dispatch gives it")
+    return experts
+
+
+def probs(op: str, name: str, given: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Return probabilities as [tokens, experts]."""
+    checks.dtype(op, name, given.dtype, checks.FLOATS)
+    found = flat(op, name, given, "experts")
+    checks.shape(op, name, found, shape, "one for each token and expert")
+    return found
