@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import resource
 import subprocess
@@ -88,6 +89,7 @@ def model(
     cache: Any = None,
     position: Any = None,
     rows: Any = None,
+    columns: Any = None,
 ) -> Any:
     """Return logits, and the cache with the tokens' keys and values.
 
@@ -98,6 +100,7 @@ def model(
         cache: keys and values, ``[layers, batch, positions, kv_heads, head]``; None in training.
         position: int32, of the first token.
         rows: the sharding of ``[batch, length, width]``; None to leave it to the compiler.
+        columns: that of ``[batch, length, heads * head]``, or None.
     """
     import jax
     import jax.numpy as jnp
@@ -125,13 +128,24 @@ def model(
         names = ("model", None) if path[-1].key in ("out", "down") else (None, "model")
         return lax.with_sharding_constraint(x, NamedSharding(rows.mesh, PartitionSpec(*names)))
 
+    def by_columns(x: Any) -> Any:
+        # What heads are computed from and give moves between devices, so that weights do not.
+        return x if columns is None else lax.with_sharding_constraint(x, columns)
+
+    def by_heads(x: Any) -> Any:
+        if columns is None:
+            return x
+        fits = x.shape[2] % columns.mesh.shape["model"] == 0
+        spec = PartitionSpec("data", None, "model" if fits else None)
+        return lax.with_sharding_constraint(x, NamedSharding(columns.mesh, spec))
+
     def layer(x: Any, given: Any) -> Any:
         p, kept = given
         p = jax.tree_util.tree_map_with_path(gathered, p)
         y = norm(p["attention_norm"], x)
         with jax.named_scope("attention"):
             q, k, v = (
-                (y @ p[name]).reshape(*x.shape[:2], n, sizes.head)
+                by_heads(by_columns(y @ p[name]).reshape(*x.shape[:2], n, sizes.head))
                 for name, n in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads))
             )
             q, k, mask = turned(q), turned(k), None
@@ -141,7 +155,8 @@ def model(
                 kept = k, v
                 mask = (jnp.arange(k.shape[1]) <= position)[None, None, None]
             mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=mask is None)
-            x = x + mixed.reshape(*x.shape[:2], -1) @ p["out"]
+            mixed = by_heads(mixed)
+            x = x + by_columns(mixed.reshape(*x.shape[:2], -1)) @ p["out"]
         y = norm(p["mlp_norm"], x)
         with jax.named_scope("mlp"):
             x = x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
@@ -177,7 +192,10 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
 
     axes = (None, ("data", "model")) if program == "decode" else ("data", "model")
     params = make_params(sizes, of, *axes)
-    rule = FORMATS[name]
+    rule = dict(FORMATS[name])
+    if program == "decode" and "tile_size" in rule:
+        # A device's rows are whole tiles; otherwise scales would be gathered.
+        rule["tile_size"] = math.gcd(rule["tile_size"], sizes.inner // side**2)
     start = time.perf_counter()
     if program == "decode":
         batch = 8 * side
@@ -188,7 +206,8 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
         given = of((batch, 1), dtype=jnp.int32), cache, of((), dtype=jnp.int32)
 
         def decode(params: Any, tokens: Any, cache: Any, position: Any) -> Any:
-            return model(sizes, params, tokens, cache, position)
+            columns = NamedSharding(mesh, PartitionSpec(None, None, ("data", "model")))
+            return model(sizes, params, tokens, cache, position, columns=columns)
 
         run, stored = decode, params
         if rule:
@@ -256,11 +275,8 @@ def measure(program: str, name: str, side: int, sizes: Sizes) -> dict[str, Any]:
         start = time.perf_counter()
         compiled = found.compile(options)
         seconds["compile"] = time.perf_counter() - start
-        (text,) = (
-            path.read_text()
-            for path in Path(folder).glob("*.txt")
-            if "after_spmd-partitioning" in path.name
-        )
+        dumped = Path(folder).glob("*after_spmd-partitioning*.txt")
+        text = max(dumped, key=lambda path: path.stat().st_size).read_text()
     memory = compiled.memory_analysis()
     return {
         "arguments": memory.argument_size_in_bytes,

@@ -138,4 +138,4 @@ def test_no_file(given, capsys):
 def test_a_file_that_fails(tmp_path, capsys):
     path = tmp_path / "failing_program.py"
     path.write_text("1 / 0")
-    assert "can't be imported: ZeroDivisionError" in refused(capsys, f"{path}:f")
+    assert "which raises ZeroDivisionError: division by zero" in refused(capsys, f"{path}:f")

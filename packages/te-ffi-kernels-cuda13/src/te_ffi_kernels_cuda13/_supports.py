@@ -101,6 +101,8 @@ def packed_matmul(call: KernelCall) -> bool | str:
         return f"x is {x.dtype}"
     if k == 0:
         return "nothing is contracted"
+    if call.param("rotation", 0):
+        return "rows are rotated by another program, before the kernel, on GPUs"
     if group and (group % 8 or k % group):
         return f"groups of {group} rows, and not a multiple of 8 that divides {k}"
     if quantizes and not group and k > _MOST_EXACT:

@@ -194,7 +194,7 @@ class _Ring:
         )
 
     def are_queries(self) -> jax.Array:
-        """Return which of the device's queries are not padding, bool ``[batch, 1, queries, 1]``."""
+        """Return which queries are in a sequence, bool ``[batch, 1, queries, 1]``."""
         size = self.sizes.q_length
         here = lengths_in(self.given[-4], self.rank, size, 0)
         return (jnp.arange(size)[None] < here[:, None])[:, None, :, None]
