@@ -1,4 +1,6 @@
-"""Attention over caches that are carried as int8: the kernel takes values and scales."""
+"""Attention over caches: the kernel reads them as they are carried, and where they lie."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -50,3 +52,86 @@ def test_kernel_reads_int8(fn):
     sizes = "x".join(map(str, shape))  # as the cache lies in memory
     assert f"tensor<{sizes}xi8>" in called
     assert f"tensor<{sizes}xf32>" not in called
+
+
+L = 3
+
+
+def attention(params, x, k, v, pos):
+    q = (x @ params["q"]).reshape(B, 1, H, D)
+    lengths = jnp.full(B, pos + 1, jnp.int32)
+    out = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
+    return x + out.reshape(B, -1) @ params["o"]
+
+
+def written(params, x, k, v, pos):
+    """The same as operations: with heads before positions, as ``k`` and ``v`` lie."""
+    q = (x @ params["q"]).reshape(B, K, H // K, D)
+    scores = jnp.einsum("bkgd,bskd->bkgs", q, k) / np.sqrt(D)
+    weights = jax.nn.softmax(jnp.where(jnp.arange(S) <= pos, scores, -1e30))
+    return x + jnp.einsum("bkgs,bskd->bkgd", weights, v).reshape(B, -1) @ params["o"]
+
+
+def decoder(attend, heads_first, take):
+    """Return a step of a scan over layers that carries the caches of all of them."""
+
+    def step(params, x, cache, pos):
+        def layer(carried, given):
+            x, cache = carried
+            p, i = given
+            order = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
+            new = {name: (x @ p[name]).reshape(B, 1, K, D).transpose(order) for name in "kv"}
+            at = (i, 0, 0, pos, 0) if heads_first else (i, 0, pos, 0, 0)
+            cache = {n: jax.lax.dynamic_update_slice(cache[n], new[n][None], at) for n in "kv"}
+            k, v = (take(cache[name], i).transpose(order) for name in "kv")
+            return (attend(p, x, k, v, pos), cache), None
+
+        return jax.lax.scan(layer, (x, cache), (params, jnp.arange(L)))[0]
+
+    return step
+
+
+DECODERS = {
+    "named, positions first": (attention, False, lambda s, i: s[i]),
+    "named, heads first": (attention, True, lambda s, i: s[i]),
+    "written, heads first": (
+        written,
+        True,
+        lambda s, i: jax.lax.dynamic_index_in_dim(s, i, keepdims=False),
+    ),
+}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_scan_over_layers_copies_no_cache(name, kind):
+    fn, heads_first = decoder(*DECODERS[name]), DECODERS[name][1]
+    keys = jax.random.split(jax.random.key(0), 5)
+    sizes = {"q": (32, H * D), "k": (32, K * D), "v": (32, K * D), "o": (H * D, 32)}
+    params = {
+        part: jax.random.normal(key, (L, *size)) / 20
+        for key, (part, size) in zip(keys, sizes.items(), strict=False)
+    }
+    x = jax.random.normal(keys[4], (4, B, 32))
+    shape = (L, B, K, S, D) if heads_first else (L, B, S, K, D)
+    cache = {part: jnp.zeros(shape) for part in "kv"}
+    rules = RULES if kind == "int8" else RULES[1:]
+    plan = xla.PtqProvider(rules).plan(fn, params, x[0], cache, 0)
+    run = jax.jit(plan.apply(fn), donate_argnums=2)
+    held = plan.quantize_cache(cache) if kind == "int8" else cache
+    compiled = run.lower(params, x[0], held, 0).compile()
+    floats = jax.tree.map(jnp.copy, cache)
+    for pos, row in enumerate(x):
+        found, held = run(params, row, held, pos)
+        expected, floats = jax.jit(fn)(params, row, floats, pos)
+        off = 0.02 if kind == "int8" else 1e-5
+        assert np.linalg.norm(found - expected) < off * np.linalg.norm(expected)
+    text = compiled.as_text()
+    (called,) = set(re.findall(r"custom-call\(.*te_ffi_kernels.decode_attention.*", text))
+    letter = "s8" if kind == "int8" else "f32"
+    assert f"{letter}[{','.join(map(str, shape))}]" in called
+    # Neither one layer's cache nor all of them, in any order of axes.
+    axes = {"x".join(sorted(map(str, one))) for one in (shape, shape[1:], (1, *shape[1:]))}
+    for found, how in re.findall(r"\w+\[([\d,]+)\]\S* (copy|transpose|dynamic-slice)\(", text):
+        assert "x".join(sorted(found.split(","))) not in axes, (how, found)

@@ -9,13 +9,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def build_site():
-    """``tools/build_site``, as a module."""
-    loader = SourceFileLoader("build_site", str(ROOT / "tools" / "build_site"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("build_site", loader))
+def tool(name):
+    """Return a script of ``tools``, as a module."""
+    loader = SourceFileLoader(name, str(ROOT / "tools" / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def build_site():
+    return tool("build_site")
 
 
 def test_the_index_lists_every_document(build_site):
@@ -36,7 +40,8 @@ def find(group):
         yield from [value] if isinstance(value, str) else (p for one in value for p in find(one))
 
 
-def test_broken_links_are_found(build_site, tmp_path):
+def test_broken_links_are_found(tmp_path):
+    check_links = tool("check_links")
     pages = {
         "index.html": '<a href="a/">a</a> <a href="#top">top</a> <p id="top">',
         "a/index.html": '<a href="../b/#there">b</a> <a href="https://example.org/x">x</a>',
@@ -48,7 +53,7 @@ def test_broken_links_are_found(build_site, tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     (tmp_path / "a.svg").write_text("<svg/>")
-    assert list(build_site.check(tmp_path)) == []
+    assert list(check_links.check(tmp_path)) == []
     for text, problem in [
         ('<a href="gone/">', "gone/ does not exist"),
         ('<a href="b/#gone">', "names a place that is not there"),
@@ -57,12 +62,12 @@ def test_broken_links_are_found(build_site, tmp_path):
         ('<link rel="stylesheet" href="//example.org/x.css">', "from the network"),
     ]:
         (tmp_path / "index.html").write_text(pages["index.html"] + text)
-        (found,) = build_site.check(tmp_path)
+        (found,) = check_links.check(tmp_path)
         assert problem in found
     (tmp_path / "index.html").write_text("")
-    assert {line.partition(":")[0] for line in build_site.check(tmp_path)} == {"a/index.html"}
+    assert {line.partition(":")[0] for line in check_links.check(tmp_path)} == {"a/index.html"}
     (tmp_path / "x.css").write_text("@font-face { src: url(https://example.org/x.woff2) }")
-    assert any("x.css loads" in line for line in build_site.check(tmp_path))
+    assert any("x.css loads" in line for line in check_links.check(tmp_path))
 
 
 def test_links_to_what_is_not_a_page_lead_to_the_source(build_site, tmp_path):

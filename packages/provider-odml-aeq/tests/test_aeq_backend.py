@@ -173,7 +173,7 @@ def test_blocks_without_a_dynamic_rule_are_an_error():
 def test_a_plugin_declares_the_backend():
     assert core.get_export_backend("aeq", algorithm="mse") == AeqBackend(algorithm="mse")
     assert isinstance(core.get_export_backend("aeq"), odml.ExportBackend)
-    with pytest.raises(core.UnknownNameError, match="Did you mean 'aeq'"):
+    with pytest.raises(odml.OdmlError, match="Did you mean 'aeq'"):
         odml.export(Net().apply, params(), None, odml.OdmlRule(**DYNAMIC), IDS, backend="aqe")
 
 

@@ -66,5 +66,5 @@ def test_wrong_kinds(call, message):
 
 @pytest.mark.parametrize("rules", [None, "int8", [None]])
 def test_rules_of_the_wrong_kind(rules):
-    with pytest.raises(TypeError, match="OdmlRules are needed, got"):
+    with pytest.raises(TypeError, match="rules must be OdmlRule objects, got"):
         odml.qat(model, rules)

@@ -144,7 +144,7 @@ def test_a_version_that_the_converter_can_not_read():
 
 
 def test_what_is_no_artifact():
-    with pytest.raises(ConversionError, match="no StableHLO portable artifact"):
+    with pytest.raises(ConversionError, match="must be a StableHLO portable artifact"):
         convert([Program("main", b"func.func @main() {", (), ())])
 
 
@@ -170,9 +170,9 @@ def test_names_that_do_not_fit_the_program(inputs, outputs, match):
     ("programs", "match"),
     [
         ([], "at least one"),
-        ([Program("a", b"", (), ()), Program("a", b"", (), ())], "different names"),
-        ([Program("", b"", (), ())], "different names"),
-        ([Program("a", b"", ("x", "x"), ())], "inputs.*different"),
+        ([Program("a", b"", (), ()), Program("a", b"", (), ())], "different names, at least"),
+        ([Program("", b"", (), ())], "different names, at least"),
+        ([Program("a", b"", ("x", "x"), ())], "inputs of .* must have different"),
         ([Program("a", b"", (), ("y", ""))], "outputs.*non-empty"),
     ],
 )
@@ -215,7 +215,7 @@ def test_the_time_limit_ends_the_worker_and_its_children(
         return communicate(self, *args, timeout=timeout)
 
     monkeypatch.setattr(converter.subprocess.Popen, "communicate", at_work)
-    with pytest.raises(ConversionError, match=r"did not end within 0\.5 s") as error:
+    with pytest.raises(ConversionError, match=r"must end within 0\.5 s") as error:
         convert([program(double, X)], timeout=0.5)
     assert error.value.log == "at work\n"
     assert list(folders.iterdir()) == []

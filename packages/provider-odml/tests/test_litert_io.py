@@ -177,5 +177,5 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
 
 def test_what_is_no_tflite():
     for fn in (integer_io, deduplicate):
-        with pytest.raises(OdmlError, match=r"no \.tflite"):
+        with pytest.raises(OdmlError, match=r"Bytes 4 to 8 of a \.tflite must"):
             fn(b"nothing like it")

@@ -88,7 +88,7 @@ def test_odd_numbers_of_packed_values():
 
 def test_bytes_that_are_too_few():
     one = read(_with_constant("INT32", np.zeros(8, np.uint8), (3,))).subgraphs[0].tensors[0]
-    with pytest.raises(OdmlError, match=r"int32\[3\] and has 8 stored bytes"):
+    with pytest.raises(OdmlError, match=r"must be those of int32\[3\], got 8"):
         _ = one.data
 
 
@@ -139,7 +139,7 @@ def test_stored_data_is_aligned():
 
 @pytest.mark.parametrize("data", [b"", b"short", b"\0\0\0\0ONNXxxxx"])
 def test_what_is_no_tflite(data):
-    with pytest.raises(OdmlError, match=r"no \.tflite"):
+    with pytest.raises(OdmlError, match=r"Bytes 4 to 8 of a \.tflite must"):
         read(data)
 
 

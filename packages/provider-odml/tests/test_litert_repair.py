@@ -84,7 +84,7 @@ def test_a_bias_that_an_8_bit_operation_reads_too(layer, unrepaired):
 
 @pytest.mark.slow
 def test_what_is_no_tflite():
-    with pytest.raises(OdmlError, match=r"no \.tflite"):
+    with pytest.raises(OdmlError, match=r"Bytes 4 to 8 of a \.tflite must"):
         repair(b"nothing like it")
 
 

@@ -82,11 +82,11 @@ def test_inputs_that_do_not_fit(dense):
     with pytest.raises(OdmlError) as error:
         runner.run("main", a0=np.zeros((2, 24), np.float32))
     assert str(error.value) == (
-        "Signature 'main': input 'a0' is int8[32, 24], but float32[2, 24] was given."
+        "Inputs of signature 'main': 'a0' must be int8[32, 24], got float32[2, 24]."
     )
-    with pytest.raises(OdmlError, match=r"\['a0'\] are missing; inputs \['b'\] are unknown"):
+    with pytest.raises(OdmlError, match=r"\['a0'\] are missing; \['b'\] are unknown"):
         runner.run("main", b=np.zeros(3))
-    with pytest.raises(OdmlError, match=r"no signature 'other'; there are: 'main'"):
+    with pytest.raises(OdmlError, match=r"signature must be one of 'main', got 'other'"):
         runner.run("other")
 
 

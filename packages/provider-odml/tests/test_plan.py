@@ -574,7 +574,7 @@ def test_transformations_inside_of_the_model_hide_nothing(engine, wrap):
         return
     if wrap not in (jax.checkpoint, jax.jit):
         # A vmap that was made before the model is run can't be seen through.
-        with pytest.raises(OdmlError, match=r"jax\.vmap inside of the function"):
+        with pytest.raises(OdmlError, match=r"jax\.vmap must be called inside"):
             plan_of(lambda w, x: inner(w, x), W, X, engine=engine)
         return
     plan = plan_of(lambda w, x: inner(w, x), W, X, engine=engine)

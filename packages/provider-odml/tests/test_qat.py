@@ -378,7 +378,7 @@ def test_calibration_sees_the_extremes_of_the_float_model(engine):
 
 
 def test_calibration_of_nothing():
-    with pytest.raises(OdmlError, match="empty"):
+    with pytest.raises(OdmlError, match="at least one tuple of arguments, got none"):
         qat(dot, W8A8).calibrate(W, [])
 
 

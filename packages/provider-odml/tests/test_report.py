@@ -166,7 +166,7 @@ def test_save_by_suffix(tmp_path):
 
 
 def test_save_refuses_other_suffixes(tmp_path):
-    with pytest.raises(OdmlError, match=r"saved as \.html, \.json, \.txt, .* got '.*a\.pdf'"):
+    with pytest.raises(OdmlError, match=r"must end with \.html, \.json, \.txt, got '.*a\.pdf'"):
         REPORT.save(tmp_path / "a.pdf")
     assert not list(tmp_path.iterdir())
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .hi.hitype import HiPspec, HiType, MappingSpec, register_hitype
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
-    from .interpreter.handler_proxies import untransposed
+    from .interpreter.handler_proxies import is_same, unsliced, untransposed
     from .patterns.attention import Attention, attention
     from .proxy.array_proxy import ArrayProxy
     from .proxy.carrier import Carrier
@@ -67,6 +67,7 @@ __all__ = [
     "instantiate_zeros",
     "is_cut",
     "is_high",
+    "is_same",
     "jit",
     "jvp_from_lin",
     "linearize_from_jvp",
@@ -80,6 +81,7 @@ __all__ = [
     "root_of",
     "typeof",
     "unmap_avals",
+    "unsliced",
     "untransposed",
     "used_inputs",
     "vjp_from_jvp",
@@ -113,6 +115,7 @@ _LAZY = {
     "instantiate_zeros": "hi.hiprim",
     "is_cut": "dataflow.nodes",
     "is_high": "hi.inspect",
+    "is_same": "interpreter.handler_proxies",
     "jit": "box.jit",
     "jvp_from_lin": "hi.hiprim",
     "linearize_from_jvp": "hi.hiprim",
@@ -126,6 +129,7 @@ _LAZY = {
     "root_of": "dataflow.replay",
     "typeof": "hi.inspect",
     "unmap_avals": "hi.hiprim",
+    "unsliced": "interpreter.handler_proxies",
     "untransposed": "interpreter.handler_proxies",
     "used_inputs": "compat.jaxpr",
     "vjp_from_jvp": "hi.hiprim",

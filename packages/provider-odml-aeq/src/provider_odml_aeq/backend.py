@@ -56,7 +56,7 @@ class AeqBackend:
         Entry(algorithm=self.algorithm, block_size=self.block_size)
 
     def check(self, rules: Sequence[OdmlRule]) -> None:
-        """Raise an OdmlError if blocks are asked for and no rule can have them."""
+        """Raise an OdmlError if no rule can have the blocks."""
         entries = [self._entry(rule) for rule in rules]
         if self.block_size and not any(entry and entry.block_size for entry in entries):
             raise OdmlError(
@@ -146,7 +146,7 @@ def _of_static_rule(one: FileOp, entry: Entry) -> Entry | None:
 
 
 def _quantized(model: bytes, entries: Mapping[Key, Entry], calibration: Calibration) -> bytes:
-    """Quantize a file, in two runs where there is GPTQ beside another algorithm.
+    """Quantize a file, in two runs if GPTQ meets another algorithm.
 
     In one run, a contraction gets GPTQ's statistics of its input only where no operation of
     another algorithm has made that input; without them the library writes a broken file.

@@ -131,7 +131,7 @@ def quantize_file(
 
 
 def _fitting(model: Model, entries: Mapping[Key, Entry]) -> dict[Key, Entry]:
-    """Return the entries without blocks where these don't divide the rows of a weight."""
+    """Return the entries, without blocks that don't divide a weight's rows."""
     found = {}
     for graph, op in model.ops():
         entry = entries.get(key_of(graph, op))
@@ -146,7 +146,7 @@ def _fitting(model: Model, entries: Mapping[Key, Entry]) -> dict[Key, Entry]:
 
 
 def _check_stored(model: Model) -> None:
-    """Read all constants, which fails where what is stored is not of a tensor's type."""
+    """Raise an OdmlError if a constant's bytes don't fit its type."""
     for graph in model.subgraphs:
         for tensor in graph.tensors:
             try:
@@ -171,7 +171,7 @@ def _recipe(chosen: Mapping[Key, Entry]) -> list[dict[str, Any]]:
             f"{exact}(?:)": entry.algorithm,
         }
         if entry.mode == "static" and entry.algorithm == "gptq":
-            # It finds no statistics of its own where another algorithm came first, and then
+            # It finds no statistics where another algorithm came first, and then
             # leaves the weights' bytes in float under an integer type.
             del algorithms[exact]
         for regex, algorithm in algorithms.items():

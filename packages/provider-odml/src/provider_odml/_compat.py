@@ -1,4 +1,4 @@
-"""The only place of provider-odml that touches private JAX, or depends on its version."""
+"""Private JAX, and what depends on its version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.interpreters import batching  # 0.10.2 - 0.12
 
 
 def define_batching(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Says what a primitive of one operand becomes under ``vmap``, 0.10.2 - 0.12.
+    """Define ``vmap`` of a primitive of one operand, 0.10.2 - 0.12.
 
     Args:
         primitive: the primitive, of one result.
@@ -26,18 +26,18 @@ def define_batching(primitive: Any, rule: Callable[..., Any]) -> None:
 
 
 def is_mapped(value: Any) -> bool:
-    """Returns whether a value is one of ``vmap``, 0.10.2 - 0.12."""
+    """Return whether a value is one of ``vmap``, 0.10.2 - 0.12."""
     return type(value).__name__ == "BatchTracer"
 
 
 def scopes_of(eqn: Any) -> list[str]:
-    """Returns the name scopes of an equation, without transformations, 0.10.2 - 0.12."""
+    """Return the name scopes of an equation, without transformations, 0.10.2 - 0.12."""
     stack = eqn.source_info.name_stack.stack
     return [entry.name for entry in stack if type(entry).__name__ == "Scope"]
 
 
 def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of an equation's operation for other operands, 0.10.2 - 0.12."""
+    """Return an equation's results for other operands, 0.10.2 - 0.12."""
     params = eqn.primitive.get_bind_params(eqn.params)
     found = eqn.primitive.bind(*operands, **params)
     return found if eqn.primitive.multiple_results else [found]

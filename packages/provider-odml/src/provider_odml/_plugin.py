@@ -7,7 +7,7 @@ API = (1, 0)
 
 @hookimpl
 def jaxtap_register_providers() -> list[ProviderSpec]:
-    """Returns the providers for training and for conversion."""
+    """Return the providers for training and for conversion."""
     return [
         ProviderSpec(
             name="odml-qat",
@@ -24,7 +24,7 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Returns the demo, which ``jaxtap demo --provider odml`` runs."""
+    """Return the demo, which ``jaxtap demo --provider odml`` runs."""
     return [
         CommandSpec(
             name="demo-odml",
@@ -37,7 +37,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
 
 @hookimpl
 def jaxtap_doctor_checks() -> list[DoctorCheck]:
-    """Returns the check of the libraries that export needs."""
+    """Return the check of the libraries that export needs."""
     return [
         DoctorCheck(
             name="litert",

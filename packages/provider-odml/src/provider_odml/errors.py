@@ -36,7 +36,9 @@ class MissingExtraError(OdmlError, ImportError):
     extra: str
 
     def __init__(self, module: str, extra: str):
-        super().__init__(f"{module} is missing: run pip install 'provider-odml[{extra}]'")
+        super().__init__(
+            f"{module} must be installed, got none. Run pip install 'provider-odml[{extra}]'."
+        )
         self.name = module
         self.extra = extra
 
@@ -49,8 +51,8 @@ class MismatchError(OdmlError):
 
 
 class OdmlWarning(UserWarning):
-    """An exported file computes what was trained, and that is far from the float program."""
+    """An exported file is as trained, and far from the float program."""
 
 
 class ManifestError(OdmlError):
-    """A manifest that cannot be read, or does not belong to its .tflite."""
+    """Statistics or a manifest that can't be read, or don't fit."""

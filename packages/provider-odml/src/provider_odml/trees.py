@@ -9,14 +9,14 @@ import jax
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, concrete or abstract."""
+    """Return whether a leaf is an array, concrete or abstract."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns the arrays of a tree, and what puts others in their place.
+    """Return a tree's arrays, and a function that puts in others.
 
-    What is no array (a number, a function that an Equinox module holds) stays where it is.
+    What is not an array (a number, a function that an Equinox module holds) stays where it is.
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]

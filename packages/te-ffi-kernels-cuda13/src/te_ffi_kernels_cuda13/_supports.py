@@ -113,6 +113,8 @@ def packed_matmul(call: KernelCall) -> bool | str:
         return f"x is {x.dtype}"
     if k == 0:
         return "nothing is contracted"
+    if call.param("rotation", 0):
+        return "rows are rotated by another program, before the kernel, on GPUs"
     if group and (group % GROUP_ROWS or k % group):
         return f"groups of {group} rows, and not a multiple of {GROUP_ROWS} that divides {k}"
     if call.op in _workspace.QUANTIZE and not group and k > _MOST_EXACT:

@@ -4,6 +4,7 @@
 
 #include "decode/decode.h"
 #include "ffi/call.h"
+#include "ffi/stack.h"
 
 namespace jaxtap::ffi {
 namespace {
@@ -18,7 +19,8 @@ struct DecodeConfig {
         scaled(NeedAttribute<bool>(attributes, "scaled")),
         masked(NeedAttribute<bool>(attributes, "masked")),
         causal(NeedAttribute<bool>(attributes, "causal")),
-        heads_first(NeedAttribute<bool>(attributes, "heads_first")) {
+        heads_first(NeedAttribute<bool>(attributes, "heads_first")),
+        stacked(AttributeOr<bool>(attributes, "stacked", false)) {
     if (window < 0) throw invalid_argument("window is ", window, ", and must be at least 0");
     if (!(softcap >= 0)) throw invalid_argument("softcap is ", softcap, ", and must be at least 0");
   }
@@ -37,6 +39,7 @@ struct DecodeConfig {
   bool masked;
   bool causal;
   bool heads_first;
+  bool stacked;  // the cache is one of several, and its index the last operand
 };
 
 struct DecodeCall {
@@ -45,9 +48,20 @@ struct DecodeCall {
 
   explicit DecodeCall(const Call& call) {
     const Config config(call.attributes);
-    call.NeedCounts(4 + 2 * config.scaled + config.masked, 1);
-    const Array q = call.Operand(0, "q"), keys = call.Operand(1, "keys");
-    const Array values = call.Operand(2, "values"), lengths = call.Operand(3, "lengths");
+    const int64_t last = 4 + 2 * config.scaled + config.masked;
+    call.NeedCounts(last + config.stacked, 1);
+    int32_t index = 0;
+    if (config.stacked) {
+      const Array given = call.Operand(last, "index");
+      given.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
+      index = *static_cast<const int32_t*>(given.data);
+    }
+    const auto cached = [&](int64_t operand, const char* name) {
+      const Array given = call.Operand(operand, name);
+      return config.stacked ? OneOf(given, index) : given;
+    };
+    const Array q = call.Operand(0, "q"), keys = cached(1, "keys");
+    const Array values = cached(2, "values"), lengths = call.Operand(3, "lengths");
     const Array out = call.Result(0, "out");
     q.NeedRank(5).NeedDtype({DType::F32, DType::BF16, DType::F16});
     keys.NeedRank(4).NeedDtype({DType::F32, DType::BF16, DType::F16, DType::S8});
@@ -79,7 +93,7 @@ struct DecodeCall {
       throw invalid_argument("keys is ", keys.Text(), ", and int8 alone must have scales");
     }
     if (config.scaled) {
-      const Array of_keys = call.Operand(4, "key_scale"), of_values = call.Operand(5, "value_scale");
+      const Array of_keys = cached(4, "key_scale"), of_values = cached(5, "value_scale");
       for (const Array& scale : {of_keys, of_values}) {
         scale.NeedDtype({DType::F32})
             .NeedShape({args.batch, first, second}, "that of keys but for the last");

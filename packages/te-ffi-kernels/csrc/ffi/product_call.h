@@ -14,13 +14,20 @@ struct ProductConfig {
       : n(NeedAttribute<int64_t>(attributes, "n")),
         layout(panel_layout(NeedAttribute<int64_t>(attributes, "k"),
                             NeedAttribute<int64_t>(attributes, "group"), bits,
-                            static_cast<int>(AttributeOr<int64_t>(attributes, "scale_bits", 32)))) {
+                            static_cast<int>(AttributeOr<int64_t>(attributes, "scale_bits", 32)))),
+        rotation(AttributeOr<int64_t>(attributes, "rotation", 0)) {
     if (n < 0) throw invalid_argument("n is ", n, ", and must be at least 0");
     if (n >= int64_t{1} << 31) throw invalid_argument("n is ", n, ", and must be below 2**31");
+    if (rotation != 0 &&
+        (rotation < 2 || (rotation & (rotation - 1)) != 0 || layout.k % rotation != 0)) {
+      throw invalid_argument("rotation is ", rotation, ", and must be 0 or a power of two from 2 "
+                             "that divides k");
+    }
   }
 
   int64_t n;
   PanelLayout layout;
+  int64_t rotation;  // the block in which rows of x are rotated by signs, the last operand; or 0
 };
 
 inline constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
@@ -30,7 +37,7 @@ inline constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
 inline constexpr char kGemmW4A8[] = "te_ffi_kernels.gemm_w4a8";
 
 // A product of x[m, k] with one weight; operands after those say which where there are several, of
-// `kOperands` in all.
+// `kOperands` in all but for signs.
 template <const char* kName, int kBits, int kOperands = 2>
 struct ProductCall {
   static constexpr const char* kTarget = kName;
@@ -41,7 +48,7 @@ struct ProductCall {
 
   template <class Call>
   explicit ProductCall(const Call& call)
-      : config(ConfigOf<Config>(call, kOperands, 1)),
+      : config(Checked(call)),
         x(call.Operand(0, "x")),
         buffer(call.Operand(1, "buffer")),
         y(call.Result(0, "y")) {
@@ -50,10 +57,22 @@ struct ProductCall {
     buffer.NeedRank(kOperands == 2 ? 2 : 3).NeedDtype({DType::U8});
     y.NeedDtype({DType::F32, DType::BF16, DType::F16})
         .NeedShape({x.shape[0], config.n}, "the rows of x and the attribute n");
+    if (config.rotation == 0) return;
+    const Array given = call.Operand(kOperands, "signs");
+    given.NeedDtype({DType::S8}).NeedShape({config.layout.k}, "the attribute k");
+    signs = static_cast<const int8_t*>(given.data);
+  }
+
+  template <class Call>
+  static Config Checked(const Call& call) {
+    const Config config(call.attributes);
+    call.NeedCounts(kOperands + (config.rotation != 0), 1);
+    return config;
   }
 
   Config config;
   Array x, buffer, y;
+  const int8_t* signs = nullptr;  // where x is rotated
 };
 
 }  // namespace jaxtap::ffi

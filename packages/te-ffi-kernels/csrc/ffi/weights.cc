@@ -8,6 +8,7 @@
 #include "ffi/call.h"
 #include "ffi/pack_call.h"
 #include "ffi/product_call.h"
+#include "ffi/stack.h"
 #include "matmul/floats.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
@@ -67,22 +68,13 @@ void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const void* buff
   args.y = static_cast<char*>(y.data) + begin * config.n * Bytes(y);
   args.y_dtype = y.dtype;
   args.planes = kPlanes;
+  args.rotation = {given.signs, config.rotation};
   matmul(args, parallel, selected_isa());
 }
 
 template <class Op, int kPlanes>
 void Multiply(const Op& given, const Parallel& parallel) {
   MultiplyRows<kPlanes>(given, 0, given.x.shape[0], given.buffer.data, parallel);
-}
-
-// The buffer of one weight of a stack [weights, panels, panel_bytes]. A negative index counts from
-// the end, and one beyond the ends is the end, as XLA's slices have it.
-inline const uint8_t* OneOfStack(const Array& stack, int32_t index) {
-  const int64_t count = stack.shape[0];
-  if (count == 0) throw invalid_argument("buffer is ", stack.Text(), ", and must have a weight");
-  const int64_t wrapped = index < 0 ? index + count : index;
-  const int64_t place = std::clamp<int64_t>(wrapped, 0, count - 1);
-  return static_cast<const uint8_t*>(stack.data) + place * stack.Product(1, 3);
 }
 
 // Where the rows of each group end, of `rows` rows of x in all. Throws for sizes that are negative.
@@ -115,7 +107,7 @@ struct StackCall : ProductCall<kName, kBits, 3> {
 template <class Op, int kPlanes>
 void MultiplyStack(const Op& given, const Parallel& parallel) {
   const int32_t place = *static_cast<const int32_t*>(given.index.data);
-  MultiplyRows<kPlanes>(given, 0, given.x.shape[0], OneOfStack(given.buffer, place), parallel);
+  MultiplyRows<kPlanes>(given, 0, given.x.shape[0], OneOf(given.buffer, place).data, parallel);
 }
 
 // Rows in groups, each with the weight of its index.
@@ -125,6 +117,9 @@ struct GroupsCall : ProductCall<kName, kBits, 4> {
       : ProductCall<kName, kBits, 4>(call),
         index(call.Operand(2, "index")),
         sizes(call.Operand(3, "group_sizes")) {
+    if (this->signs != nullptr) {
+      throw invalid_argument("attribute rotation must be 0 where rows come in groups");
+    }
     sizes.NeedRank(1).NeedDtype({DType::S32});
     index.NeedDtype({DType::S32}).NeedShape({sizes.shape[0]}, "that of group_sizes");
   }
@@ -141,8 +136,8 @@ void MultiplyGroups(const Op& given, const Parallel& parallel) {
   for (size_t group = 0; group < ends.size(); ++group) {
     if (ends[group] > begin) {
       const int32_t place = static_cast<const int32_t*>(given.index.data)[group];
-      MultiplyRows<kPlanes>(given, begin, ends[group] - begin, OneOfStack(given.buffer, place),
-                            parallel);
+      const void* buffer = OneOf(given.buffer, place).data;
+      MultiplyRows<kPlanes>(given, begin, ends[group] - begin, buffer, parallel);
     }
     begin = ends[group];
   }

@@ -33,6 +33,8 @@ struct Tile {
   int32_t* sums;  // [rows, sums_stride]; 16 columns for each panel
   int64_t sums_stride;
   bool first;
+  // Not null: the sums are those of all rows of K, and are rescaled and stored by this.
+  const struct Finish* finish;
 
   // Scaled: sums over segments of (float32 sum of products - offset) * scale of x * scale. Paired:
   // the same of two plane rows put together, sum of plane 1 * 256 + sum of plane 0, in int32 where
@@ -60,6 +62,17 @@ struct Quantize {
   int32_t* offsets;  // [planes, offsets_stride]
   int64_t offsets_stride;
   float* scale;  // of the row, or of each segment
+};
+
+// One row of x times signs, then times Hadamard's matrix of each block.
+struct Rotate {
+  const uint8_t* x;  // [k] of x_dtype, unaligned
+  DType x_dtype;
+  int64_t k;
+  const int8_t* signs;  // [k]
+  int64_t block;        // a power of two from 2 that divides k
+  float factor;         // of the result: 1 / sqrt(block)
+  float* out;           // [k, rounded up to a multiple of 16]
 };
 
 // Products of a few rows with one panel of 4 bits, to rows of y. The planes of a row are put
@@ -125,11 +138,13 @@ struct Kernels {
   int64_t block_k;       // rows of K too, for exact sums; a multiple of 64
   int64_t least_rows;    // plane rows from which these kernels are worthwhile
   bool expands_signed;   // what `expand_panel` gives
+  bool finishes;         // `exact8` knows `finish`, for one plane
   void (*exact8)(const Tile&);
   void (*scaled8)(const Tile&);
   void (*paired8)(const Tile&);
   void (*expand_panel)(const Expand&);
   void (*stream)(const Stream&);  // null where least_rows is beyond kStreamRows
+  void (*rotate)(const Rotate&);
   void (*quantize)(const Quantize&);
   void (*quantize_pairs)(const Quantize&);  // two planes, with a scale for each segment
   void (*finish)(const Finish&);

@@ -1,41 +1,17 @@
 #include "matmul/matmul.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
-#include "common/arena.h"
 #include "common/error.h"
 #include "matmul/checks.h"
 #include "matmul/floats.h"
 #include "matmul/kernels.h"
 #include "matmul/pack.h"
+#include "matmul/slab.h"
 
 namespace jaxtap {
 namespace {
-
-// Longest range of K with exact sums: |code of x| <= 128 by |code of w| <= 128 stays in int32.
-constexpr int64_t kExactK = (int64_t{1} << 17) - 64;
-constexpr int64_t kLongSegment = int64_t{1} << 16;
-// Numbers of a row with a scale of their own, where it has two planes and the weight no groups: an
-// outlier costs its neighbours their last bits.
-constexpr int64_t kPairSegment = 256;
-// Largest magnitude of a number in two planes.
-constexpr int64_t kPairLimit = 127 * (1 + 256);
-// Plane rows per task where there are many: a multiple of all block sizes and numbers of planes.
-constexpr int64_t kTaskRows = 192;
-// Bytes of plane rows that are held at once.
-constexpr int64_t kSlabBytes = int64_t{16} << 20;
-// Steps of multiplying 64 bytes that are worth a task: about 10 microseconds.
-constexpr int64_t kTaskSteps = 30000;
-
-struct PlanesTag {};
-struct OffsetsTag {};
-struct ScalesTag {};
-struct GroupScalesTag {};
-struct SumsTag {};
-struct CodesTag {};
-struct PanelScalesTag {};
 
 const Kernels& kernels_of(Isa isa) {
   switch (isa) {
@@ -70,250 +46,13 @@ void check(const Matmul& a) {
   if (a.planes < 0 || a.planes > 3) {
     throw invalid_argument("matmul: planes must be 0, 1, 2 or 3, got ", a.planes);
   }
+  const int64_t block = a.rotation.block;
+  if (block != 0 && (block < 2 || (block & (block - 1)) != 0 || w.layout.k % block != 0)) {
+    throw invalid_argument("matmul: the block of a rotation must be 0 or a power of two from 2 that "
+                           "divides k = ", w.layout.k, ", got ", block);
+  }
   check_size(w.layout, w.n, w.panels, w.panel_bytes);
 }
-
-// Gives the kernels' registers back, also when a panel turns out to be corrupted.
-struct Release {
-  void (*release)();
-  ~Release() {
-    if (release != nullptr) release();
-  }
-};
-
-// A product of one slab of rows: what all tasks need to know.
-class Product {
- public:
-  Product(const Matmul& args, int planes, const Kernels& kernels)
-      : args_(args), layout_(args.weights.layout), planes_(planes), kernels_(kernels) {
-    const PanelLayout& layout = layout_;
-    streamed_ = layout.bits == 4 && args.m * planes <= kStreamRows;
-    k_ = layout.padded_k();
-    paired_ = planes == 2;
-    exact_ = layout.group == 0 && k_ <= kExactK && !paired_;
-    const int64_t segment = paired_ ? kPairSegment : exact_ ? k_ : kLongSegment;
-    segment_k_ = layout.group == 0 ? segment : layout.group;
-    segments_ = (k_ + segment_k_ - 1) / segment_k_;
-    grouped_x_ = paired_ || (planes == 1 && layout.group != 0);
-    const int64_t most_code = layout.bits == 8 ? 128 : 8;
-    whole_ = kPairLimit * most_code * segment_k_ <= INT32_MAX;
-    // Rows a power of two apart would share cache sets.
-    stride_ = k_ + 64;
-    segments_stride_ = segments_ + 16;
-  }
-
-  void run(int64_t begin, int64_t end, const Parallel& parallel) {
-    begin_ = begin;
-    rows_ = end - begin;
-    const int64_t plane_rows = rows_ * planes_;
-    planes_of_x_ = Arena<PlanesTag>::get_array<int8_t>(plane_rows * stride_);
-    offsets_ = Arena<OffsetsTag>::get_array<int32_t>(plane_rows * segments_stride_);
-    row_scales_ = Arena<ScalesTag>::get_array<float>(rows_);
-    if (grouped_x_) {
-      group_scales_ = Arena<GroupScalesTag>::get_array<float>(rows_ * segments_stride_);
-    }
-    const int64_t few = std::max<int64_t>(1, (int64_t{1} << 15) / k_);
-    parallel.ranges(rows_, few, [&](int64_t from, int64_t to) {
-      for (int64_t r = from; r < to; ++r) quantize(r);
-    });
-    multiply(plane_rows, parallel);
-  }
-
- private:
-  void quantize(int64_t row) {
-    Quantize q;
-    q.x = static_cast<const uint8_t*>(args_.x) +
-          (begin_ + row) * layout_.k * static_cast<int64_t>(byte_size(args_.x_dtype));
-    q.x_dtype = args_.x_dtype;
-    q.k = layout_.k;
-    q.padded_k = k_;
-    q.planes = planes_;
-    q.segment_k = segment_k_;
-    q.zero_point = layout_.bits == 8 ? 128 : 8;
-    q.out = planes_of_x_ + row * planes_ * stride_;
-    q.out_stride = stride_;
-    q.offsets = offsets_ + row * planes_ * segments_stride_;
-    q.offsets_stride = segments_stride_;
-    q.scale = row_scales_ + row;
-    if (!grouped_x_) return kernels_.quantize(q);
-    // What is left to multiply rows with is 1.
-    *q.scale = 1.0f;
-    if (paired_) {
-      q.scale = group_scales_ + row * segments_stride_;
-      return kernels_.quantize_pairs(q);
-    }
-    // Each group as a row of its own.
-    q.k = q.padded_k = layout_.group;
-    for (int64_t i = 0; i < segments_; ++i) {
-      q.scale = group_scales_ + row * segments_stride_ + i;
-      kernels_.quantize(q);
-      q.x += layout_.group * static_cast<int64_t>(byte_size(args_.x_dtype));
-      q.out += layout_.group;
-      ++q.offsets;
-    }
-  }
-
-  // Splits the panels, and the rows too where there are many.
-  void multiply(int64_t plane_rows, const Parallel& parallel) {
-    const int64_t panels = args_.weights.panels, wide = layout_.columns() / kPanelColumns;
-    const int64_t task_rows = plane_rows <= 2 * kTaskRows ? plane_rows : kTaskRows;
-    const int64_t row_tasks = (plane_rows + task_rows - 1) / task_rows;
-    // Reading a panel from memory takes as long as multiplying 8 rows.
-    const int64_t steps = std::max<int64_t>(task_rows, 8) * (k_ / 4) * wide;
-    int64_t task_panels = (kTaskSteps + steps - 1) / steps;
-    if (parallel.threads() == 1) task_panels = panels;
-    const int64_t wanted = std::max<int64_t>(1, 16 * parallel.threads() / row_tasks);
-    task_panels = std::max(task_panels, (panels + wanted - 1) / wanted);
-    const int64_t block = std::max<int64_t>(1, kernels_.block_panels / wide);
-    task_panels = (task_panels + block - 1) / block * block;
-    const int64_t panel_tasks = (panels + task_panels - 1) / task_panels;
-    std::atomic<uint64_t> key{0};
-    parallel.run(row_tasks * panel_tasks, [&](int64_t task) {
-      const int64_t r = task / panel_tasks * task_rows, p = task % panel_tasks * task_panels;
-      const int64_t rows = std::min(plane_rows - r, task_rows);
-      const int64_t end = std::min(panels, p + task_panels);
-      const Release release{kernels_.release};
-      uint64_t keys = 0;
-      for (int64_t i = p; i < end; i += block) {
-        const int64_t count = std::min(block, end - i);
-        // Each header once, where its panel is about to be read.
-        if (begin_ == 0 && r == 0) keys += check_headers(args_.weights, i, count);
-        if (streamed_) {
-          multiply_stream(i, count);
-        } else {
-          multiply_block(r, rows, i, count);
-        }
-      }
-      key.fetch_add(keys, std::memory_order_relaxed);
-    });
-    // What was made of codes that turn out to be damaged is not returned.
-    if (begin_ == 0) {
-      check_payloads(panel_at(0), layout_, 0, panels, key.load(), parallel);
-    }
-  }
-
-  const uint8_t* panel_at(int64_t index) const {
-    return jaxtap::panel_at(args_.weights, index);
-  }
-
-  void multiply_stream(int64_t panel, int64_t count) {
-    const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
-    Stream s;
-    s.x = planes_of_x_;
-    s.x_stride = stride_;
-    s.rows = rows_;
-    s.planes = planes_;
-    s.offsets = offsets_;
-    s.offsets_stride = segments_stride_;
-    // Codes of x are rescaled before the scales of the weight, planes after.
-    s.x_scales = grouped_x_ ? group_scales_ : planes_ == 1 ? row_scales_ : nullptr;
-    s.x_scales_stride = grouped_x_ ? segments_stride_ : 1;
-    s.x_scales_step = grouped_x_ ? 1 : 0;
-    s.row_scales = planes_ == 3 ? row_scales_ : nullptr;
-    s.whole = whole_;
-    s.scale_bits = layout_.scale_bits;
-    s.grouped = layout_.group != 0;
-    s.k = k_;
-    s.segment_k = segment_k_;
-    s.y_dtype = args_.y_dtype;
-    s.y_stride = n * size;
-    for (int64_t i = panel; i < panel + count; ++i) {
-      s.payload = panel_at(i) + kPanelHeader;
-      s.y = static_cast<uint8_t*>(args_.y) + (begin_ * n + i * layout_.columns()) * size;
-      s.columns = panel_columns(n, i, layout_.columns());
-      kernels_.stream(s);
-    }
-  }
-
-  // `count` panels, which are twice as many of 16 columns in 4 bits.
-  void multiply_block(int64_t r, int64_t rows, int64_t panel, int64_t count) {
-    const int64_t panels = count * layout_.columns() / kPanelColumns;
-    const int64_t panel_bytes = args_.weights.panel_bytes;
-    const uint8_t* first = panel_at(panel);
-    Tile t{};
-    t.x = planes_of_x_ + r * stride_;
-    t.x_stride = stride_;
-    t.rows = rows;
-    t.offsets = offsets_ + r * segments_stride_;
-    t.offsets_stride = segments_stride_;
-    t.codes = first + layout_.codes_offset();
-    t.codes_stride = panel_bytes;
-    t.panels = panels;
-    t.sums_stride = 16 * std::max(panels, kernels_.block_panels);
-    t.sums = Arena<SumsTag>::get_array<int32_t>(rows * t.sums_stride);
-    t.k = k_;
-    t.segment_k = segment_k_;
-    t.scales = first + kPanelHeader;
-    t.scales_stride = panel_bytes;
-    t.scales_step = layout_.group == 0 ? 0 : 64;
-    t.whole = whole_;
-    if (grouped_x_) t.x_scales = group_scales_ + r / planes_ * segments_stride_;
-    t.totals = reinterpret_cast<float*>(t.sums);
-    if (layout_.bits == 4) {
-      uint8_t* codes = Arena<CodesTag>::get_array<uint8_t>(panels * 16 * k_);
-      const int64_t groups = layout_.scales();
-      float* scales = Arena<PanelScalesTag>::get_array<float>(panels * 16 * groups);
-      for (int64_t i = 0; i < count; ++i) {
-        kernels_.expand_panel({first + i * panel_bytes + kPanelHeader, layout_.scale_bits, groups,
-                               k_ / groups, codes + i * 32 * k_, scales + i * 32 * groups});
-      }
-      t.scales = reinterpret_cast<const uint8_t*>(scales);
-      t.scales_stride = 64 * groups;
-      t.codes = codes;
-      t.codes_stride = 16 * k_;
-      if (kernels_.expands_signed) t.offsets = nullptr;
-    }
-    if (paired_) {
-      kernels_.paired8(t);
-    } else if (!exact_) {
-      kernels_.scaled8(t);
-    } else {
-      for (int64_t i = 0; i < k_; i += kernels_.block_k) {
-        t.k = std::min(kernels_.block_k, k_ - i);
-        t.first = i == 0;
-        kernels_.exact8(t);
-        t.x += t.k;
-        t.codes += t.k * 16;
-      }
-    }
-    finish(t, r / planes_, rows / planes_, panel);
-  }
-
-  void finish(const Tile& t, int64_t row, int64_t rows, int64_t panel) {
-    const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
-    const int64_t column = panel * layout_.columns();
-    Finish f;
-    f.sums = exact_ ? t.sums : nullptr;
-    f.totals = t.totals;
-    f.stride = t.sums_stride;
-    f.rows = rows;
-    f.planes = paired_ ? 1 : planes_;  // put together
-    f.row_scales = row_scales_ + row;
-    f.scales = exact_ ? t.scales : nullptr;  // else they are in the totals
-    f.scales_stride = t.scales_stride;
-    f.y = static_cast<uint8_t*>(args_.y) + ((begin_ + row) * n + column) * size;
-    f.y_dtype = args_.y_dtype;
-    f.y_stride = n * size;
-    f.columns = std::min(n - column, t.panels * kPanelColumns);
-    kernels_.finish(f);
-  }
-
-  const Matmul& args_;
-  const PanelLayout layout_;
-  const int planes_;
-  const Kernels& kernels_;
-  int64_t k_, segment_k_, segments_, segments_stride_, stride_;
-  bool exact_;
-  bool streamed_;   // few rows of a weight of 4 bits
-  bool paired_;     // two planes, with a scale for each segment of a row
-  bool whole_;      // sums of both planes of a segment fit int32
-  bool grouped_x_;  // a scale for each segment of a row
-  int64_t begin_ = 0, rows_ = 0;
-  int8_t* planes_of_x_ = nullptr;
-  int32_t* offsets_ = nullptr;
-  float* row_scales_ = nullptr;
-  float* group_scales_ = nullptr;
-};
 
 }  // namespace
 

@@ -19,6 +19,13 @@ struct PackedWeights {
   PanelLayout layout;
 };
 
+// What each row of x is multiplied with first: signs, then the orthonormal Hadamard matrix of each
+// block (Sylvester's), in float32.
+struct Rotation {
+  const int8_t* signs = nullptr;  // [k]
+  int64_t block = 0;              // a power of two from 2 that divides k; 0: none
+};
+
 struct Matmul {
   const void* x = nullptr;  // [m, k] row-major, of any alignment
   DType x_dtype = DType::F32;
@@ -26,6 +33,7 @@ struct Matmul {
   PackedWeights weights;
   void* y = nullptr;  // [m, n] row-major, of any alignment
   DType y_dtype = DType::F32;
+  Rotation rotation;
   // int8 numbers that stand for one of x:
   //   1: x is quantized to int8, per row, or per row and group of the weight; the result is
   //      float32(sum of codes' products) * scale of x * scale of the weight, rounded once per

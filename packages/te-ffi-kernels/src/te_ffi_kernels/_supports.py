@@ -42,6 +42,7 @@ def attention(call: KernelCall) -> bool | str:
     q, keys = (operand.shape for operand in call.operands[:2])
     if len(q) == 5:  # as the op has it: [batch, queries, kv_heads, group, size]
         heads, kv_heads = q[2] * q[3], q[2]
+        keys = keys[1:] if call.param("stacked", False) else keys
         positions = keys[2 if call.param("heads_first", True) else 1]
     else:  # as programs do: [..., positions, heads, size]
         heads, (positions, kv_heads) = q[-2], keys[-3:-1]

@@ -124,6 +124,64 @@ def test_masks():
 
 
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+def test_one_of_a_stack(cache):
+    """An index beyond the ends is the end, and a negative one counts from it."""
+    parts = [made(s=90, t=2, cache=cache, seed=seed) for seed in range(3)]
+    q, mask = parts[0][0], jnp.asarray(np.random.default_rng(1).random((1, 1, 90)) < 0.8)
+    keys, values = (jnp.stack([part[i] for part in parts]) for i in (1, 2))
+    scales = {name: jnp.stack([part[3][name] for part in parts]) for name in parts[0][3]}
+
+    @jax.jit
+    def run(index):
+        return te.decode_attention(q, keys, values, 80, index=index, mask=mask, **scales)
+
+    for index, place in ((0, 0), (1, 1), (2, 2), (5, 2), (-1, 2), (-3, 0)):
+        _, k, v, one = parts[place]
+        wanted = te.decode_attention(q, k, v, 80, mask=mask, **one)
+        np.testing.assert_array_equal(run(index), wanted)
+        reference = te.reference.decode_attention(
+            q, keys, values, 80, index=index, mask=mask, **scales
+        )
+        np.testing.assert_allclose(
+            wanted, reference, rtol=1e-4, atol=2e-3 if cache == "bfloat16" else 1e-5
+        )
+
+
+def test_stacks_mapped_and_differentiated():
+    q, keys, values, _ = made(s=20)
+    stacks = [jnp.stack([x, -x]) for x in (keys, values)]
+    alone = te.decode_attention(q, -keys, -values, 20)
+    mapped = [jnp.stack([x, x[::-1]]) for x in stacks]
+
+    def run(q, k, v):
+        return te.decode_attention(q, k, v, 20, index=1)
+
+    found = jax.vmap(run)(jnp.stack([q, q]), *mapped)
+    wanted = jnp.stack([alone, te.decode_attention(q, keys, values, 20)])
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    grads = jax.grad(lambda k: run(q, k, stacks[1]).sum())(stacks[0])
+    one = jax.grad(lambda k: te.decode_attention(q, k, -values, 20).sum())(-keys)
+    np.testing.assert_allclose(grads, jnp.stack([0 * one, one]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda k: (k, 0), ValueError, "keys must have 5 axes"),
+        (lambda k: (k[None], None), ValueError, "keys must have 4 axes"),
+        (lambda k: (k[None], 0.5), TypeError, "index must be a scalar integer"),
+        (lambda k: (k[None], jnp.zeros(2, int)), TypeError, "index must be a scalar integer"),
+        (lambda k: (k[None][:0], 0), ValueError, "one or more where there is an index"),
+    ],
+)
+def test_bad_stacks(change, error, message):
+    q, keys, _, _ = made(s=20)
+    stack, index = change(keys)
+    with pytest.raises(error, match=message):
+        te.decode_attention(q, stack, stack, 20, index=index)
+
+
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_positions_first(cache):
     q, keys, values, scales = made(s=90, t=2, cache=cache)
     wanted = te.decode_attention(q, keys, values, 80, **scales)

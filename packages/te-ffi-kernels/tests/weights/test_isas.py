@@ -29,6 +29,10 @@ for op, pack, most in ((te.gemm_w8a8, te.pack_w8, 127), (te.gemm_w8a16, te.pack_
             rows = min(m, 15) if dtype == jnp.bfloat16 and op is te.gemv_w4 else m
             x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
             digest.update(np.asarray(op(x, pack(qvalue, scale)), np.float32).tobytes())
+            if k % 32 == 0:
+                turn = {"signs": jnp.where(jnp.arange(k) % 3 == 0, -1, 1).astype(jnp.int8)}
+                y = op(x, pack(qvalue, scale), rotation=32, **turn)
+                digest.update(np.asarray(y, np.float32).tobytes())
 print(te.isa(), digest.hexdigest())
 """
 

@@ -1,4 +1,4 @@
-"""Which axes of a product's parameter have scales of their own."""
+"""The axes along which the scales of a contraction's parameter differ."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _CONV_3D = {"float": "LiteRT has no integer kernel for convolutions along three 
 
 
 def channels_of(op: Op, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is needed to find the channel axes of a product's operands; else nothing.
+    """Return what finds the channel axes of a contraction's operands.
 
-    An operand with batch axes has one scale for all: LiteRT's batched products know no other.
+    An operand with batch axes has one scale for all: LiteRT's batched contractions know no other.
     """
     if op.target == "primitive:dot_general":
         contracted, batch = params["dimension_numbers"]
@@ -36,7 +36,7 @@ def channels_of(op: Op, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def channel_axes(params: Mapping[str, Any], side: int, ndim: int) -> tuple[int, ...]:
-    """Returns the channel axes of an operand with ``ndim`` axes of a product."""
+    """Return the channel axes of a contraction's operand with ``ndim`` axes."""
     if "features" in params:
         axis = params["features"][side]
         return () if axis is None else (axis,)
@@ -46,7 +46,7 @@ def channel_axes(params: Mapping[str, Any], side: int, ndim: int) -> tuple[int, 
 
 
 def output_channels(params: Mapping[str, Any], ndims: Sequence[int], side: int) -> tuple[int, ...]:
-    """Returns the axes of a product's output that its parameter's channels are along.
+    """Return the axes of a contraction's output that hold its parameter's channels.
 
     Args:
         params: what ``channels_of`` returned.

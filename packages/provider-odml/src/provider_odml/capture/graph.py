@@ -22,7 +22,7 @@ class Fact:
         tensor: the name of the tensor that it is, in whatever form; None if that has none.
             Inside an operation, that of its input.
         begin: inside an operation, the id of the mark that it begins with.
-        channels: of what a product of a parameter has made, the axes that are the parameter's
+        channels: of what a contraction of a parameter has made, the axes that are the parameter's
             channels, in its order.
         path: of what is computed from one parameter alone, the parameter's pytree path.
     """
@@ -110,11 +110,11 @@ class Graph:
     functions: set[str] = field(default_factory=set)
 
     def add(self, node: Node) -> None:
-        """Adds an operation; a second visit of the same one replaces the first."""
+        """Add an operation. A second visit replaces the first."""
         self.nodes[node.op_id] = node
 
     def readers(self) -> dict[str, list[tuple[Node, Use]]]:
-        """Returns who reads each tensor."""
+        """Return who reads each tensor."""
         found: dict[str, list[tuple[Node, Use]]] = {}
         for node in self.nodes.values():
             for use in node.activations:
@@ -124,7 +124,7 @@ class Graph:
 
 
 def rolled(key: str) -> str:
-    """Returns what an operation of a step of a loop is called where the loop is not written out.
+    """Return the op id in the rolled loop of an operation of a step.
 
     There it has the label of its innermost loop or branch, behind all scopes.
     """
@@ -139,7 +139,7 @@ def rolled(key: str) -> str:
 
 
 def steps_in(key: str) -> tuple[int, ...]:
-    """Return the numbers of the steps that an operation is in, where loops are written out."""
+    """Return the numbers of the written-out steps around an operation."""
     found = (_STEP.search(scope) for scope in key.split("/"))
     numbers = (one.group()[1:-1] for one in found if one is not None)
     return tuple(int(number) for number in numbers if number != "if")

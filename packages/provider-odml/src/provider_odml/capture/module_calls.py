@@ -17,17 +17,17 @@ from interception_core import Interceptor, OpCall, PatchEngine
 
 
 def model_output(x: Any) -> Any:
-    """Returns an output of the model. Tapped, like all of these."""
+    """Return an output of the model. Tapped, like all of these."""
     return x
 
 
 def loop_value(x: Any) -> Any:
-    """Returns what goes from one step of a loop to the next, where the loop is written out."""
+    """Return what a written-out loop carries from step to step."""
     return x
 
 
 def branch_value(index: Any, *results: Any) -> Any:
-    """Returns the result of the branch that is taken, where all are computed."""
+    """Return the taken branch's result, where all branches are computed."""
     found = results[0]
     for i, one in enumerate(results[1:], 1):
         found = jnp.where(index == i, one, found)
@@ -35,52 +35,52 @@ def branch_value(index: Any, *results: Any) -> Any:
 
 
 def norm_op_begin(x: Any) -> Any:
-    """Returns the input of a normalization."""
+    """Return the input of a normalization."""
     return x
 
 
 def norm_op(x: Any) -> Any:
-    """Returns its output."""
+    """Return its output."""
     return x
 
 
 def batch_norm_op_begin(x: Any) -> Any:
-    """Returns the input of a BatchNorm."""
+    """Return the input of a BatchNorm."""
     return x
 
 
 def batch_norm_op(x: Any) -> Any:
-    """Returns its output."""
+    """Return its output."""
     return x
 
 
 def dropout_begin(x: Any) -> Any:
-    """Returns the input of a Dropout."""
+    """Return the input of a Dropout."""
     return x
 
 
 def dropout(x: Any) -> Any:
-    """Returns its output."""
+    """Return its output."""
     return x
 
 
 def avg_pool_begin(x: Any) -> Any:
-    """Returns the input of a module that takes averages."""
+    """Return the input of a module that takes averages."""
     return x
 
 
 def avg_pool(x: Any) -> Any:
-    """Returns its output."""
+    """Return its output."""
     return x
 
 
 def max_pool_begin(x: Any) -> Any:
-    """Returns the input of a module that takes maxima."""
+    """Return the input of a module that takes maxima."""
     return x
 
 
 def max_pool(x: Any) -> Any:
-    """Returns its output."""
+    """Return its output."""
     return x
 
 
@@ -88,7 +88,7 @@ _PLACES = {"inputs": 1, "x": 1}
 
 
 def bracketed(fn: Callable[..., Any], methods: dict[str, str]) -> Callable[..., Any]:
-    """Returns ``fn`` with the calls of methods between marks.
+    """Return ``fn`` with the calls of methods between marks.
 
     Args:
         fn: the function.

@@ -55,7 +55,7 @@ class NoKernel(enum.Enum):
 
 
 class Passage(enum.Enum):
-    """What a tapped call means to a survey that is not an operation of the device."""
+    """What a tapped call means if it is not a device operation."""
 
     NAME = enum.auto()
     """Let run: it only gives the operations in it a name for rules."""
@@ -97,7 +97,7 @@ class Op:
         return self.target.startswith(PRIMITIVE)
 
     def slots(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int | str]:
-        """Returns where in the arguments its arrays are."""
+        """Return where in the arguments its arrays are."""
         if self.operands is None:
             return [i for i, arg in enumerate(args) if is_float(arg)]
         found: list[int | str] = []
@@ -110,7 +110,7 @@ class Op:
 
 
 def is_float(value: Any) -> bool:
-    """Returns whether a value is an array of floats."""
+    """Return whether a value is an array of floats."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     return is_array and jnp.issubdtype(value.dtype, jnp.floating)
 
@@ -169,7 +169,7 @@ RANDOM = frozenset(
 
 
 def _unknown() -> list[Op]:
-    """Returns the primitives that are not in the table: no integer kernel is known for them."""
+    """Return the primitives that are not in the table: no integer kernel is known for them."""
     table = {op.target.removeprefix(PRIMITIVE) for op in _PRIMITIVES} | _HOLDS_A_PROGRAM
     public = {p.name for p in vars(primitives).values() if hasattr(p, "bind")}
     return _primitives(NoKernel.UNKNOWN, *sorted(public - table))
@@ -247,7 +247,7 @@ OP_NAMES = frozenset(
 
 
 def ops() -> dict[str, Op]:
-    """Returns the operations by target: those of a framework where that is imported."""
+    """Return the operations by target: those of a framework where that is imported."""
     found = [*_primitives_here(), *_FUNCTIONS, *_MARKED, _OUTPUT]
     found += [op for op in _POOLS if loaded(op.target) is not None]
     return {op.target: op for op in found}
@@ -255,14 +255,14 @@ def ops() -> dict[str, Op]:
 
 @functools.cache
 def _primitives_here() -> tuple[Op, ...]:
-    """Returns the primitives that this JAX has. Made once: models ask at each call."""
+    """Return the primitives that this JAX has. Made once: models ask at each call."""
     known = primitive_names()
     found = [*_PRIMITIVES, *_unknown()]
     return tuple(op for op in found if op.target.removeprefix(PRIMITIVE) in known)
 
 
 def methods() -> dict[str, str]:
-    """Returns the methods that marks are put around, with the marks' names."""
+    """Return the methods that marks are put around, with the marks' names."""
     return {
         target: name
         for package, of_package in _METHODS.items()

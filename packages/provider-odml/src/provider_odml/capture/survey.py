@@ -27,7 +27,7 @@ NOTE = "odml"
 
 
 def survey(engine: Engine, fn: Callable[..., Any], params: str, args: Any, kwargs: Any) -> Graph:
-    """Finds the operations of ``fn(*args, **kwargs)``. Nothing is run.
+    """Find the operations of ``fn(*args, **kwargs)``. Nothing is run.
 
     Args:
         engine: runs it.
@@ -51,7 +51,7 @@ def survey(engine: Engine, fn: Callable[..., Any], params: str, args: Any, kwarg
 
 
 def prepared(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fn`` with marks: around methods of modules, and at its float results."""
+    """Return ``fn`` with marks: around methods of modules, and at its float results."""
     marked = lifted(bracketed(fn, methods()))
 
     @functools.wraps(fn, updated=())
@@ -72,7 +72,7 @@ class _Visitor:
         self._params = params
 
     def visit(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
-        """Handles one operation."""
+        """Handle one operation."""
         if op.kind is Passage.NAME:
             return NotImplemented
         if not op.is_primitive:
@@ -83,9 +83,8 @@ class _Visitor:
             return out
         if any(is_mapped(arg) for arg in args):
             raise OdmlError(
-                f"{call.op_id} is under a jax.vmap that was made outside of the model, where its "
-                "operations can't be told from those of one example. Call jax.vmap inside of the "
-                "function: lambda params, x: jax.vmap(f)(x)."
+                f"A jax.vmap must be called inside the model, got {call.op_id} under one around "
+                "it. Call it inside: lambda params, x: jax.vmap(f)(x)."
             )
         slots = op.slots(args, kwargs)
         values = [args[slot] if isinstance(slot, int) else kwargs[slot] for slot in slots]
@@ -93,12 +92,12 @@ class _Visitor:
         roles = {None if fact is None else fact.role for fact in facts}
         if op.kind is Scales.CONTRACTION and all(self._is_unknown(call, value) for value in values):
             raise OdmlError(
-                f"The patch engine can't tell what the operands of {call.op_id} are: they come "
-                "into the body of a jax.checkpoint or a lax.cond. Use engine='trace'."
+                "Operands must not come into a jax.checkpoint or a lax.cond with engine='patch', "
+                f"got those of {call.op_id}. Use engine='trace'."
             )
         out = call.proceed(*args, **kwargs)
         if op.target.startswith(MARKS):
-            out = jnp.copy(out)  # another value than its operand, to have facts of its own
+            out = jnp.copy(out)  # another value than its operand, so that it has separate facts
         inside = next((f for f in facts if f is not None and f.role == INSIDE), None)
         if inside is not None and op.kind is Passage.OUTPUT:
             return out  # statistics of a BatchNorm, say: no reader of its input
@@ -123,7 +122,7 @@ class _Visitor:
     def _active(
         self, op: Op, call: OpCall, out: Any, operands: list[Operand], inside: Fact | None
     ) -> None:
-        """Takes an operation on activations."""
+        """Take an operation on activations."""
         active = next((f for _, f, _ in operands if f is not None and f.role == ACTIVATION), None)
         first = jax.tree.leaves(out)[0]
         if op.kind is Passage.LOOP:
@@ -184,18 +183,18 @@ class _Visitor:
 
     def _loops(self, call: OpCall) -> tuple[int | None, ...]:
         if not self._knows_loops:
-            return ()  # they run with JIT off: each step is a call of its own
+            return ()  # they run with JIT off: each step is a separate call
         steps = call.steps
         return (None,) if steps is None else tuple(step.length for step in steps)
 
     def _is_unknown(self, call: OpCall, value: Any) -> bool:
-        """Returns whether a traced value is one that the engine has lost."""
+        """Return whether a traced value is one that the engine has lost."""
         if not isinstance(value, jax.core.Tracer) or call.metadata(value).get(NOTE) is not None:
             return False
         return call.provenance(value) is None and call.roots(value) is None
 
     def fact(self, call: OpCall, value: Any) -> Fact | None:
-        """Returns what is known of a value; None for a constant."""
+        """Return what is known of a value; None for a constant."""
         note: Fact | None = call.metadata(value).get(NOTE)
         if note is not None:
             return None if note.role == CONSTANT else note
@@ -223,7 +222,7 @@ def _attach(call: OpCall, out: Any, fact: Fact) -> None:
 
 
 def _moved(channels: tuple[int, ...], call: OpCall, before: Any, after: Any) -> tuple[int, ...]:
-    """Returns where channels are after a view."""
+    """Return where channels are after a view."""
     if call.op_name == "transpose" and "permutation" in call.params:
         return tuple(call.params["permutation"].index(axis) for axis in channels)
     if call.op_name == "broadcast_in_dim" and "broadcast_dimensions" in call.params:

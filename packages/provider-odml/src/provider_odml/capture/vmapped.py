@@ -40,7 +40,7 @@ class _Kept:
 
 
 class _Call(Primitive):
-    """The call of a function that is kept whole; when bound in a program that runs, that call."""
+    """The call of a function that stays whole until it runs."""
 
     def bind(self, x: Any, *, kept: _Kept, staging: bool = False) -> Any:
         return super().bind(x, kept=kept) if staging else kept.fn(x, kept.before)
@@ -62,7 +62,7 @@ define_batching(
 
 
 def lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fn`` with the functions that it maps by ``jax.vmap`` batched."""
+    """Return ``fn`` with the functions that it maps by ``jax.vmap`` batched."""
     interceptor = Interceptor({"jax.vmap": _vmap}, key="odml vmap", path_key=anywhere)
     return PatchEngine().wrap(fn, interceptor)
 
@@ -93,7 +93,7 @@ def _vmap(call: OpCall, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _evaluated(closed: Any, arrays: list[Any]) -> list[Any]:
-    """Runs what was staged, under the name scopes that it was staged under."""
+    """Run what was staged, under its name scopes."""
     jaxpr, values = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, arrays, strict=True))
 
@@ -110,7 +110,7 @@ def _evaluated(closed: Any, arrays: list[Any]) -> list[Any]:
 
 
 def _keep(op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """Keeps a call whole: one of a single array, the first of the operands."""
+    """Keep a call whole: one of a single array, the first of the operands."""
     slots = op.slots(args, kwargs)
     arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "dtype")]
     if len(slots) != 1 or len(arrays) != 1:
@@ -143,7 +143,7 @@ Arguments = tuple[list[Any], dict[str, Any]]
 
 
 def _axis(place: int, default: Any) -> Callable[..., Arguments]:
-    """Shifts the argument that names axes."""
+    """Shift the argument that names axes."""
 
     def shift(x: jax.Array, args: list[Any], kwargs: dict[str, Any], before: int) -> Arguments:
         axis = args[place] if len(args) > place else kwargs.get("axis", default)

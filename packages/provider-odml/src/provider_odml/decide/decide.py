@@ -35,7 +35,7 @@ class Options:
 
 
 def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
-    """Returns where the tensors of a program are quantized.
+    """Return where the tensors of a program are quantized.
 
     Every tensor has one scale: it is quantized where it is made, and all that read it read the
     same quantized values, as on the device. What is made in float is quantized where it is read
@@ -55,7 +55,7 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
 
 
 class _Decider:
-    """Decides about one operation after the other, in the order of the program."""
+    """Decides about operations in the order of the program."""
 
     def __init__(self, program: Ruled, options: Options):
         self.program = program
@@ -85,7 +85,7 @@ class _Decider:
         return self._static(node, index, rule)
 
     def _static(self, node: Node, index: int | None, rule: OdmlRule) -> Decision:
-        """An operation that a kernel is known for, whose rule has static ranges."""
+        """Decide about an operation with a kernel and static ranges."""
         if node.op.name == "select_n" and len(node.activations) < len(node.uses):
             self.placed.masked.add(node.op_id)
             return Decision(node, index, is_float=True, reason=MASK)
@@ -128,7 +128,7 @@ class _Decider:
         return Decision(node, index, inputs, SiteUse(key, device_only=True))
 
     def _lookup(self, node: Node, index: int | None, rule: OdmlRule | None) -> Decision:
-        """Rows of a parameter, which has one scale."""
+        """Row of a parameter, which has one scale."""
         if rule is None or (rule.weight_qtype is None and not rule.is_static):
             return Decision(node, index, is_float=True)
         if not rule.is_static:

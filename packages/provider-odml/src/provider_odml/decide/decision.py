@@ -63,11 +63,11 @@ class SiteUse:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """Quantize the parameter of a product: per channel, symmetric.
+    """Quantize the parameter of a contraction: per channel, symmetric.
 
     Attributes:
         qtype: its qtype.
-        channel_axes: the axes with scales of their own.
+        channel_axes: the axes along which scales differ.
         method: the calibration method.
     """
 
@@ -78,7 +78,7 @@ class WeightUse:
 
 @dataclass(frozen=True)
 class ConstantUse:
-    """Quantize a parameter or constant that is no product's: one range, that of its values.
+    """Quantize a parameter or constant of other operations: one range for all values.
 
     Attributes:
         qtype: its qtype.
@@ -91,10 +91,10 @@ class ConstantUse:
 
 @dataclass(frozen=True)
 class DynamicUse:
-    """Quantize as the device does in a product whose ranges it finds itself.
+    """Quantize as the device does where it finds the ranges.
 
     Attributes:
-        channel_axes: the axes with ranges of their own: the rows.
+        channel_axes: the axes along which ranges differ: the rows.
     """
 
     channel_axes: tuple[int, ...]
@@ -114,8 +114,8 @@ class Decision:
         output: how the output is.
         is_float: whether LiteRT computes it in float.
         reason: why it stays float, if a rule is about it.
-        fused: whether it is a part of the product before it.
-        head: that product's op id, where it is an affine function of the product's output.
+        fused: whether it is a part of the contraction before it.
+        head: that contraction's op id, where it is an affine function of the contraction's output.
     """
 
     node: Node

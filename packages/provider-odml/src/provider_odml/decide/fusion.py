@@ -49,7 +49,7 @@ class Ruled:
         return None if index is None else self.rules[index]
 
     def only_reader(self, node: Node) -> tuple[Node, Use, OdmlRule] | None:
-        """Return who alone reads an output, where, and its rule, if that is static, too."""
+        """Return the one static reader of an output, its slot and rule."""
         readers = self.readers.get(node.op_id, [])
         if len(readers) != 1:
             return None
@@ -60,7 +60,7 @@ class Ruled:
 
 @dataclass
 class Fusion:
-    """Decides what is folded into what; told of the tensors that have a scale already.
+    """Decides what is folded into what.
 
     Attributes:
         program: the operations with their rules.
@@ -92,7 +92,7 @@ class Fusion:
         return None
 
     def into(self, node: Node) -> bool:
-        """Return whether a node is folded into what makes one of its inputs."""
+        """Return whether a node is folded into its input's maker."""
         for use in node.activations:
             maker = self.program.graph.nodes.get(use.tensor or "")
             if maker is not None and self.reader(maker) is node:
@@ -119,11 +119,11 @@ class Fusion:
         return None
 
     def why_float(self, node: Node, rule: OdmlRule) -> str | None:
-        """Return why LiteRT can't compute a node in integers; None if it can."""
+        """Return why LiteRT can't compute a node in integers, or None."""
         return why_float(node, rule, self.into)
 
     def _takes_relu(self, node: Node) -> bool:
-        """Return whether LiteRT's kernel of a node has a relu as its last step."""
+        """Return whether LiteRT's kernel of a node can end with relu."""
         if node.op.kind is Scales.CONTRACTION:
             return len(node.activations) == 1
         if node.op_id in self.chains:
@@ -146,7 +146,7 @@ class Fusion:
 
 
 def _is_by_channel(reader: Node, use: Use) -> bool:
-    """Return whether arithmetic with a constant acts by the channels of what is before it."""
+    """Return whether arithmetic with a constant acts by channel."""
     others = [other for other in reader.uses if other.role != ACTIVATION]
     is_divisor = reader.op.name == "truediv" and use.slot == 1
     return bool(others) and not is_divisor and per_channel(use, others[0])

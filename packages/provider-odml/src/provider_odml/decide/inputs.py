@@ -73,7 +73,7 @@ class Inputs:
         return found
 
     def activation(self, node: Node, use: Use, rule: OdmlRule) -> SiteUse | None:
-        """Return how an activation is quantized where it is read; None if it has its scale."""
+        """Return how an activation is quantized where it is read, or None."""
         qtype, placed = str(rule.act_qtype), self.placed
         if use.tensor in placed.masked:
             return None

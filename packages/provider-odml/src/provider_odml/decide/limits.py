@@ -1,4 +1,4 @@
-"""The limits of LiteRT's integer kernels, as the converter and the interpreter have them.
+"""The limits of LiteRT's integer kernels.
 
 Found by converting and running each operation (litert-converter 0.5, ai-edge-litert 2.3).
 """
@@ -34,12 +34,12 @@ NO_INT16 = "LiteRT has no int16 kernel for it"
 
 
 def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str | None:
-    """Returns why LiteRT can't compute an operation in integers; None if it can.
+    """Return why LiteRT can't compute an operation in integers, or None.
 
     Args:
         node: the operation.
         rule: its rule, with a static range.
-        fused: says whether an operation is folded into the product before it.
+        fused: says whether an operation is folded into the contraction before it.
     """
     name, kind = node.op.name, node.op.kind
     if kind is Scales.AVERAGE and node.begin is not None:
@@ -51,7 +51,7 @@ def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str 
     if rule.act_qtype == "int16" and name in INT16_FLOAT:
         return NO_INT16
     if kind is Scales.NORM and not fused(node):
-        return "no product before it that it could be folded into"
+        return "no contraction before it that it could be folded into"
     if kind is Scales.CONTRACTION:
         weights = [use for use in node.uses if use.role != ACTIVATION]
         if weights and rule.weight_qtype is None:

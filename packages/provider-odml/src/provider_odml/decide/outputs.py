@@ -27,7 +27,7 @@ class Outputs:
     placed: Placed
 
     def of(self, node: Node, rule: OdmlRule) -> SiteUse | None:
-        """Return how the output of an integer operation is quantized; None if it is fused on."""
+        """Return how an integer output is quantized; None if it is fused."""
         if self.fusion.reader(node) is not None:
             return None
         alias = self._input_scale(node)
@@ -42,7 +42,7 @@ class Outputs:
         return SiteUse(self.placed.add_output(node, rule), observe=True)
 
     def fix(self, node: Node, limits: tuple[float, float]) -> None:
-        """Give an output of the model a range, if what makes it leaves that open."""
+        """Give an output of the model a range, if it has none."""
         tensor = node.uses[0].tensor if node.uses else None
         if tensor not in self.placed.made:
             return
@@ -53,7 +53,7 @@ class Outputs:
             sites[key] = replace(sites[key], fixed=limits)
 
     def _input_scale(self, node: Node) -> str | None:
-        """Return the site of the input of an operation whose output shares its scale."""
+        """Return the site whose scale an output shares with its input."""
         if node.op.kind not in (Scales.CLAMP, Scales.AVERAGE) or len(node.activations) != 1:
             return None
         name = node.activations[0].tensor
@@ -64,7 +64,7 @@ class Outputs:
         return name if name in self.placed.sites else None
 
     def _reader_scale(self, node: Node, rule: OdmlRule) -> str | None:
-        """Return the site of the one operation that reads the output and shares its scale."""
+        """Return the site whose scale an output shares with its reader."""
         found = self.program.only_reader(node)
         if found is None or node.op.fixed is not None or node.op.kind is Scales.JOIN:
             return None

@@ -1,4 +1,4 @@
-"""Where tensors are quantized, as far as the operations of a program are decided."""
+"""Where tensors are quantized, as far as operations are decided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .traits import fingerprint
 
 @dataclass
 class Placed:
-    """The tensors with a static range, and those that are on a grid where they are made.
+    """The tensors with a static range, and those on a grid.
 
     Attributes:
         graph: the program.
@@ -63,7 +63,7 @@ class Placed:
         return key
 
     def add_output(self, node: Node, rule: OdmlRule) -> str:
-        """Add the output of an operation, quantized where it is made; return its site's key."""
+        """Add an output that is quantized where made. Return its site."""
         key = self.add(node.op_id, node, rule, node.shape, node.op.fixed)
         self.made[node.op_id] = key, str(rule.act_qtype)
         return key
@@ -72,7 +72,7 @@ class Placed:
 def _steps(
     tensor: str, node: Node, rule: OdmlRule, nodes: Mapping[str, Node]
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the loops whose steps have a range each, and whether other steps are joined.
+    """Return the loops with a range per step, and whether others join.
 
     A tensor that is made outside of a loop is one for all of its steps.
     """

@@ -23,7 +23,7 @@ class Plan(Decisions):
     """
 
     def chains(self) -> dict[str, str]:
-        """Returns, by product, the last operation that is folded into its weight and bias."""
+        """Return, by contraction, the last operation folded into weight and bias."""
         return {d.head: op_id for op_id, d in self.decisions.items() if d.head is not None}
 
     def as_json(self) -> dict[str, Any]:

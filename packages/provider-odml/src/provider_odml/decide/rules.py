@@ -26,8 +26,8 @@ class OdmlRule:
     - static range: ``act_qtype`` (``act_static_scale`` is then True unless it is set): inputs
       and outputs are integers, with ranges from training or calibration.
     - dynamic range: ``act_qtype="int8", act_static_scale=False``: the device finds the range
-      of each input of a product as it runs; for products of parameters alone.
-    - weight only: ``act_qtype=None``: parameters are kept as integers and multiplied as floats.
+      of each input of a contraction as it runs; for contractions of parameters alone.
+    - weight only: ``act_qtype=None``: parameters are stored as integers and multiplied as floats.
 
     Attributes:
         module_path: regular expression that must match the whole module path.
@@ -93,7 +93,7 @@ class OdmlRule:
                               "int16 ranges as it runs")  # fmt: skip
         if self.act_static_scale is False and self.weight_qtype is None:
             raise self._error("weight_qtype", "set with act_static_scale=False: the device finds "
-                              "ranges only for products of quantized parameters")  # fmt: skip
+                              "ranges only for contractions of quantized parameters")  # fmt: skip
         for field in ("weight_calibration_method", "act_calibration_method"):
             self._method(field)
         axes = self.act_batch_axes
@@ -105,7 +105,7 @@ class OdmlRule:
         self._set("act_batch_axes", tuple(axes))
 
     def matches(self, names: Iterable[str], module_path: str) -> bool:
-        """Returns whether the rule is for an operation with these names."""
+        """Return whether the rule is for an operation with these names."""
         if self.op_names is not None and not set(names) & set(self.op_names):
             return False
         return matches_path(self.module_path, module_path)
@@ -160,14 +160,14 @@ class OdmlRule:
             raise self._error(field, "symmetric: LiteRT's weights have no zero point")
 
     def _error(self, field: str, allowed: str) -> ValueError:
-        return ValueError(f"OdmlRule.{field} must be {allowed}. Got {getattr(self, field)!r}.")
+        return ValueError(f"OdmlRule.{field} must be {allowed}, got {getattr(self, field)!r}.")
 
 
 INT8 = OdmlRule(weight_qtype="int8", act_qtype="int8")
 
 
 def as_rules(rules: OdmlRule | Iterable[OdmlRule]) -> tuple[OdmlRule, ...]:
-    """Returns one rule or several as a tuple.
+    """Return one rule or several as a tuple.
 
     Raises:
         TypeError: something else is among them.
@@ -177,7 +177,7 @@ def as_rules(rules: OdmlRule | Iterable[OdmlRule]) -> tuple[OdmlRule, ...]:
     for rule in rules:
         if not isinstance(rule, OdmlRule):
             raise TypeError(
-                f"OdmlRules are needed, got {rule!r}. Write for example "
+                f"rules must be OdmlRule objects, got {rule!r}. Write for example "
                 "OdmlRule(weight_qtype='int8', act_qtype='int8')."
             )
     return rules

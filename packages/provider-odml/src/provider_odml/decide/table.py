@@ -49,7 +49,7 @@ class Row:
 
 
 def rows(plan: Decisions) -> list[Row]:
-    """Return a row for each operation of a plan; outputs of the program are not operations."""
+    """Return a row for each operation of a plan."""
     heads: dict[str, str] = {}
     found = []
     for op_id, decision in plan.decisions.items():
@@ -64,7 +64,7 @@ def rows(plan: Decisions) -> list[Row]:
 
 
 def table(plan: Decisions) -> str:
-    """Return a plan as a table, with the number of its rows by what computes them."""
+    """Return a plan as a table, with a count of its rows."""
     from tabulate import tabulate
 
     found = rows(plan)

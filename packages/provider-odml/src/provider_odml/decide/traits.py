@@ -1,4 +1,4 @@
-"""What is to be read off an operation by itself."""
+"""Traits of an operation that need no other operation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..capture.graph import ACTIVATION, Node, Use, rolled
 
 
 def is_relu(node: Node) -> bool:
-    """Return whether an operation clips at zero from below, and maybe at six from above."""
+    """Return whether an operation is relu or relu6."""
     if node.op.name in ("relu", "relu6"):
         return True
     return node.op.name == "max" and any(use.scalar == 0.0 for use in node.uses)
 
 
 def per_channel(use: Use, other: Use) -> bool:
-    """Returns whether a constant is the same but along the channels of a contraction's output."""
+    """Return whether a constant varies along a contraction's channels alone."""
     if other.scalar is not None or math.prod(other.shape) == 1:
         return True
     offset = len(use.shape) - len(other.shape)
@@ -28,7 +28,7 @@ def per_channel(use: Use, other: Use) -> bool:
 
 
 def fingerprint(node: Node) -> str:
-    """Returns what tells an operation from another one with the same id; not by its batch."""
+    """Return what tells apart operations of one id, but for the batch."""
     reads = [
         (use.slot, use.role, _COUNTER.sub("", rolled(use.tensor or "")), _size(use))
         for use in node.uses

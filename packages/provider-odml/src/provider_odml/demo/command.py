@@ -29,7 +29,7 @@ _RATES = {"float": 3e-3, "QAT": 5e-4}
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the model is where it runs; fractions are of the test images.
+    """How good the model is in one place.
 
     Attributes:
         where: "JAX, float", "JAX, QAT" or "LiteRT".
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo.
+    """Run the demo.
 
     Returns:
         0.
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_file(art: Artifact, images: np.ndarray) -> np.ndarray:
-    """Writes the .tflite, and runs what was written."""
+    """Write the .tflite, and runs what was written."""
     with tempfile.TemporaryDirectory() as folder:
         path = art.save(Path(folder) / "digits.tflite")
         runner = Runner(path.read_bytes())

@@ -16,7 +16,7 @@ _SHAPES = {
 
 
 def init(key: jax.Array) -> Params:
-    """Returns the first parameters."""
+    """Return the first parameters."""
     draw = jax.nn.initializers.he_normal()
     zeros = jax.nn.initializers.zeros
     keys = jax.random.split(key, len(_SHAPES))
@@ -27,7 +27,7 @@ def init(key: jax.Array) -> Params:
 
 
 def apply(params: Params, image: jax.Array) -> jax.Array:
-    """Returns the logits, f32 [N, 10], of images, f32 [N, 8, 8, 1]."""
+    """Return logits, f32 [N, 10], of images, f32 [N, 8, 8, 1]."""
 
     def conv(x: jax.Array, name: str, stride: int) -> jax.Array:
         layout = ("NHWC", "HWIO", "NHWC")

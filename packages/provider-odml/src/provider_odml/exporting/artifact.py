@@ -25,13 +25,13 @@ class Artifact:
     report: Report
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the file: all of it, or nothing. Returns the path."""
+        """Write the file: all of it, or nothing. Return the path."""
         return save(path, self.model)
 
     def run(
         self, signature: str = "serving_default", /, **inputs: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Runs a signature in LiteRT's interpreter: inputs and outputs as typed in the file."""
+        """Run a signature in LiteRT's interpreter: inputs and outputs as typed in the file."""
         return Runner(self.model).run(signature, **inputs)
 
     def __repr__(self) -> str:

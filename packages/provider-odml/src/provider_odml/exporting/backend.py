@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from interception_core import get_export_backend
+from interception_core import UnknownNameError, get_export_backend
 
 from ..decide.rules import OdmlRule
 from ..errors import MismatchError, OdmlError
@@ -29,7 +29,7 @@ _BITS = {"int2": 2, "int4": 4, "int8": 8, "int16": 16, "float16": 16, "bfloat16"
 
 @dataclass(frozen=True)
 class FloatFile:
-    """A float .tflite that computes what JAX computes, and what the rules say of it.
+    """A float .tflite of the program, and what the rules say.
 
     Attributes:
         model: the bytes of the file.
@@ -71,7 +71,7 @@ class ExportBackend(Protocol):
     name: str
 
     def check(self, rules: Sequence[OdmlRule]) -> None:
-        """Raise an OdmlError for rules that it can't follow, before anything is converted."""
+        """Raise an OdmlError for rules that it can't follow."""
         ...
 
     def quantize(self, file: FloatFile) -> QuantizedFile:
@@ -84,16 +84,20 @@ class ExportBackend(Protocol):
 
 
 def find_backend(backend: str | ExportBackend) -> ExportBackend | None:
-    """Return the backend of a name; None for "converter", which exports what was trained.
+    """Return the backend of a name; None for "converter".
 
     Raises:
-        UnknownNameError: no plugin declares the name.
-        OdmlError: ``backend`` is something else.
+        OdmlError: no plugin declares the name, or ``backend`` is something else.
     """
     if backend == "converter":
         return None
     if isinstance(backend, str):
-        return get_export_backend(backend)
+        try:
+            return get_export_backend(backend)
+        except UnknownNameError as error:
+            raise OdmlError(
+                f"{error} Without a plugin there is 'converter'; provider-odml-aeq brings 'aeq'."
+            ) from error
     if not isinstance(backend, ExportBackend):
         raise OdmlError(
             f"backend must be 'converter', the name of an export backend or an ExportBackend, got "
@@ -147,7 +151,7 @@ def export_with(
 def _check_float(
     model: bytes, exported: Sequence[Exported], expected: Mapping[str, Sequence[np.ndarray]]
 ) -> None:
-    """Compare the float file with JAX, so that what differs later is the quantization.
+    """Compare the float file with JAX: later differences are quantization's.
 
     Raises:
         MismatchError: they differ.

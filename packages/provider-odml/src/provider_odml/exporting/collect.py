@@ -32,7 +32,7 @@ class Collected:
 
     Attributes:
         values: by op id, ``#`` and slot: as they are emitted, with their grids.
-        folds: by op id of the product.
+        folds: by op id of the contraction.
     """
 
     values: Mapping[str, tuple[np.ndarray, Grid]]
@@ -42,7 +42,7 @@ class Collected:
 def collect(
     engine: Engine, fn: Callable[..., Any], plan: Plan, args: tuple, kwargs: Mapping[str, Any]
 ) -> Collected:
-    """Runs a program and keeps its constants.
+    """Run a program and keeps its constants.
 
     Args:
         engine: runs it.
@@ -89,7 +89,7 @@ def collect(
 
 
 def _channels(values: np.ndarray, node: Node) -> np.ndarray:
-    """Returns one value per channel, of values that are the same but along those."""
+    """Return one value per channel of values that vary by channel."""
     values = values.reshape(node.shape)
     others = [axis for axis in range(values.ndim) if axis not in node.channels]
     return values.transpose([*others, *node.channels])[(0,) * len(others)].reshape(-1)
@@ -110,7 +110,7 @@ def _run(
 
 
 class _Keep(Runtime):
-    """Keeps constants, and what products become."""
+    """Keeps constants, and what contractions become."""
 
     def __init__(
         self,

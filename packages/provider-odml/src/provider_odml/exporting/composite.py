@@ -38,7 +38,7 @@ class Grid:
 
     @classmethod
     def of(cls, calibration: qn.Calibration, qtype: str) -> Grid:
-        """Returns the grid of a range."""
+        """Return the grid of a range."""
         bounds = jax.tree.map(lambda bound: jnp.float32(np.asarray(bound)), calibration)
         scale, zero_point, _ = qn.scale_of(bounds, qtype)
         point = None if zero_point is None else int(np.asarray(zero_point))
@@ -46,7 +46,7 @@ class Grid:
 
     @classmethod
     def fixed(cls, bounds: tuple[float, float], qtype: str) -> Grid:
-        """Returns the grid that LiteRT asks for where the range of an output is known."""
+        """Return the grid that LiteRT prescribes for a known output range."""
         if qtype == "int16":
             return cls(qtype, np.asarray(1 / 32768, np.float32))
         # In NumPy: it is asked for while a program is traced.
@@ -54,14 +54,14 @@ class Grid:
         return cls(qtype, scale, round(-128 - bounds[0] / float(scale)))
 
     def same(self, other: Grid) -> bool:
-        """Returns whether another grid is this one."""
+        """Return whether another grid is this one."""
         return (
             (self.qtype, self.zero_point or 0) == (other.qtype, other.zero_point or 0)
             and bool(np.all(self.scale == other.scale))
         )  # fmt: skip
 
     def attributes(self) -> dict[str, Any]:
-        """Returns the attributes of the composite."""
+        """Return the attributes of the composite."""
         found: dict[str, Any] = {
             "scale": np.asarray(self.scale, np.float32).reshape(-1),
             "dtype": _CODES[self.qtype][0],
@@ -74,7 +74,7 @@ class Grid:
         return found
 
     def round(self, x: jax.Array) -> jax.Array:
-        """Returns values on the grid, float32."""
+        """Return values on the grid, float32."""
         _, low, high = _CODES[self.qtype]
         shape = [1] * x.ndim
         if self.axis is not None:
@@ -82,12 +82,12 @@ class Grid:
         scale = np.asarray(self.scale, np.float32).reshape(shape)
         point = np.float32(self.zero_point or 0)
         low = np.float32(low + self.narrow)
-        codes = jnp.clip(jnp.round(x / scale) + point, low, np.float32(high))
-        return (codes - point) * scale
+        rounded = jnp.clip(jnp.round(x / scale) + point, low, np.float32(high))
+        return (rounded - point) * scale
 
 
 def fake_quant(x: jax.Array, grid: Grid, converting: bool) -> jax.Array:
-    """Returns a tensor on its grid, as an operation that the converter knows.
+    """Return a tensor on its grid, as the converter knows it.
 
     Args:
         x: the tensor.
@@ -105,7 +105,7 @@ def fake_quant(x: jax.Array, grid: Grid, converting: bool) -> jax.Array:
 
 
 def dynamic(x: jax.Array, channel_axes: tuple[int, ...]) -> jax.Array:
-    """Returns a tensor whose range the device finds as it runs."""
+    """Return a tensor whose range the device finds as it runs."""
     attributes = {"scale": np.zeros(0, np.float32), "dtype": "i8", "narrow_range": False}
 
     @functools.partial(jax.lax.composite, name="quant.fake_quant")
@@ -117,7 +117,7 @@ def dynamic(x: jax.Array, channel_axes: tuple[int, ...]) -> jax.Array:
 
 
 def grid_of(site: Site, calibration: qn.Calibration) -> Grid:
-    """Returns the grid of a site."""
+    """Return the grid of a site."""
     lower, upper = calibration
     if float(upper) == 0 and (lower is None or float(lower) == 0):
         upper = jnp.float32(1)  # a tensor of zeros: any scale will do but 0

@@ -21,9 +21,9 @@ _LEAST_SCALE = 1e-30
 def product_constant(
     node: Node, slot: int, values: np.ndarray, use: WeightUse, fold: Fold | None
 ) -> tuple[np.ndarray, Grid]:
-    """Returns a product's parameter as it is emitted, and its grid.
+    """Return a contraction's parameter as it is emitted, and its grid.
 
-    That of a matrix product is a matrix, of the contracted axes and the others: LiteRT's
+    That of a matmul is a matrix, of the contracted axes and the others: LiteRT's
     parameters have scales along one axis.
     """
     params = node.params
@@ -40,7 +40,7 @@ def product_constant(
 
 
 def weight_axes(node: Node, slot: int, ndim: int) -> tuple[list[int], list[int]]:
-    """Returns the contracted axes of a parameter, in the other operand's order, and the others."""
+    """Return a parameter's contracted axes, in the operand's order, and the others."""
     contracted = node.params["contracted"]
     inner = [w for _, w in sorted(zip(contracted[1 - slot], contracted[slot], strict=True))]
     return inner, [axis for axis in range(ndim) if axis not in inner]
@@ -49,9 +49,9 @@ def weight_axes(node: Node, slot: int, ndim: int) -> tuple[list[int], list[int]]
 def weight_on_grid(
     values: np.ndarray, use: WeightUse, axis: int | None, fold: Fold | None
 ) -> tuple[np.ndarray, Grid]:
-    """Returns a product's parameter, scaled by what follows, and its grid.
+    """Return a contraction's parameter, scaled by what follows, and its grid.
 
-    The codes are those of training: the parameter's own ranges are scaled with it.
+    The quantized values are those of training: the parameter's own ranges are scaled with it.
     """
     if not use.channel_axes:
         axis_of_range: tuple[int, ...] = ()
@@ -79,13 +79,13 @@ def weight_on_grid(
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def _rounded(values: jax.Array, use: WeightUse) -> tuple[jax.Array, jax.Array]:
-    """Returns values on the grid of training, and its scales."""
+    """Return values on the grid of training, and its scales."""
     found = qn.quantize(values, use.qtype, channel_axes=use.channel_axes, method=use.method)
     return qn.dequantize(found), found.scale
 
 
 def _live(scale: np.ndarray) -> np.ndarray:
-    """Returns scales with those of channels that are all zero replaced by an ordinary one.
+    """Return scales, with an ordinary one for channels of zeros.
 
     The converter crashes at a scale of 0, and the scale of a bias follows from it.
     """
@@ -95,7 +95,7 @@ def _live(scale: np.ndarray) -> np.ndarray:
 
 
 def constant_grid(values: np.ndarray, use: ConstantUse) -> Grid:
-    """Returns the grid of a constant's own range."""
+    """Return the grid of a constant's own range."""
     values = np.asarray(values, np.float32)
     lower = np.float32(min(float(values.min(initial=0)), 0))
     upper = np.float32(max(float(values.max(initial=0)), 0))

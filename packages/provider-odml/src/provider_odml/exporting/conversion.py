@@ -22,7 +22,7 @@ class OdmlConversionProvider(OdmlQatProvider):
     """Emits a program for LiteRT's converter: tensors on their grids, told by composites.
 
     ``export`` is what to use for a .tflite. This is its program as a JAX function, for those who
-    have a converter of their own; run in JAX, it computes what the file does.
+    bring a converter; run in JAX, it computes what the file does.
 
     Args:
         rules: those of training.
@@ -44,7 +44,7 @@ class OdmlConversionProvider(OdmlQatProvider):
         self._stats = quant_stats
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:  # pyrefly: ignore[bad-override]
-        """Returns ``fn`` as the device computes it; of the parameters, those given here count.
+        """Return ``fn`` as the device computes it, with the provider's parameters.
 
         Raises (at the call):
             ManifestError: the statistics are not those of the program.
@@ -55,7 +55,7 @@ class OdmlConversionProvider(OdmlQatProvider):
             full = list(args)
             full[self.params_argnum] = self._params
             with jax.ensure_compile_time_eval():
-                # A tracer is no sample; the constants don't depend on what the program is given.
+                # A tracer is not a sample; the constants don't depend on what the program is given.
                 samples = jax.tree.map(_sample, tuple(full))
                 named = jax.tree.map(_sample, kwargs)
                 plan = self._plan(fn, samples, named)

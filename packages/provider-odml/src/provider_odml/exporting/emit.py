@@ -44,7 +44,7 @@ class Device(Runtime):
     def activation(
         self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
     ) -> jax.Array:
-        """Returns a tensor with the scale of its site."""
+        """Return a tensor with the scale of its site."""
         is_operand = "#" in where.rpartition("/")[2]
         if is_operand and not site.tensor.startswith(("args[", "kwargs[")):
             # Made in float, or on another grid: that is not to be changed.
@@ -56,32 +56,32 @@ class Device(Runtime):
             return fake_quant(x.astype(jnp.float32), grid, self._converting).astype(x.dtype)
 
     def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
-        """Returns a constant with its scale; a product's operands are left to ``run``."""
+        """Return a constant with its scale; ``run`` quantizes contractions' operands."""
         if isinstance(use, WeightUse | DynamicUse):
             return x
         values, grid = self._constants.values[where]
         return self._quantized(jnp.asarray(values, jnp.float32), grid, where)
 
     def enter(self, decision: Decision, x: jax.Array) -> jax.Array:
-        """Returns the input of what is between two marks."""
+        """Return the input of what is between two marks."""
         self._held[decision.node.op_id] = x
         return walled(x) if decision.is_float else x
 
     def taken(self, call: OpCall, args: tuple) -> jax.Array:
-        """Emits the choice of a branch in float: results have scales of their own."""
+        """Emit the choice of a branch in float: results have different scales."""
         return walled(call.proceed(args[0], *map(walled, args[1:])))
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Emits one operation."""
+        """Emit one operation."""
         node = decision.node
         if decision.head is not None:
-            # Folded into the product before it.
+            # Folded into the contraction before it.
             place = next(u.slot for u in node.activations)
             return self._held[node.op_id] if node.begin else args[int(place)]
         if node.op.kind is Scales.LOOKUP and 0 in decision.inputs:
             return self._lookup(decision, call, args, kwargs)
         if any(isinstance(use, WeightUse) for use in decision.inputs.values()):
-            return self._product(decision, call, args, kwargs)
+            return self._contraction(decision, call, args, kwargs)
         if decision.is_float:
             args = tuple(walled(a) if is_float(a) else a for a in args)
             kwargs = {k: walled(v) if is_float(v) else v for k, v in kwargs.items()}
@@ -116,7 +116,7 @@ class Device(Runtime):
         return quantized
 
     def _fixed(self, decision: Decision, out: Any) -> Any:
-        """Returns an output at the scale that LiteRT insists on, where its site has another."""
+        """Return an output at LiteRT's scale, then at its site's."""
         node = decision.node
         if node.op.fixed is None or decision.output is None or node.op.target in FORMS:
             return out
@@ -127,7 +127,7 @@ class Device(Runtime):
     def _lookup(
         self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]
     ) -> jax.Array:
-        """Emits rows of a table."""
+        """Emit rows of a table."""
         where, use = f"{decision.node.op_id}#0", decision.inputs[0]
         values, grid = self._constants.values[where]
         if isinstance(use, WeightUse):
@@ -139,10 +139,10 @@ class Device(Runtime):
             return walled(out)
         return self._quantized(out, grid, f"{decision.node.op_id}.rows")
 
-    def _product(
+    def _contraction(
         self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Emits a product of a parameter, with all that is folded into it."""
+        """Emit a contraction of a parameter, with all folded into it."""
         node = decision.node
         slot = next(int(s) for s, u in decision.inputs.items() if isinstance(u, WeightUse))
         where = f"{node.op_id}#{slot}"
@@ -170,7 +170,7 @@ class Device(Runtime):
         fold: Fold | None,
         params: Mapping[str, Any],
     ) -> jax.Array:
-        """Emits a convolution: CONV_2D, also of one axis."""
+        """Emit a convolution: CONV_2D, also of one axis."""
         form = FORMS["jax.lax.conv_general_dilated"]
         options = _conv_options(params)
         if x.ndim == 3:
@@ -196,7 +196,7 @@ class Device(Runtime):
     def _matrix(
         self, decision: Decision, slot: int, weight: jax.Array, fold: Fold | None, x: jax.Array
     ) -> jax.Array:
-        """Emits a product as that of rows and a matrix: FULLY_CONNECTED."""
+        """Emit a contraction as that of rows and a matrix: FULLY_CONNECTED."""
         node = decision.node
         given = next(use.shape for use in node.uses if use.slot == slot)
         _, free_w = weight_axes(node, slot, len(given))
@@ -223,7 +223,7 @@ class Device(Runtime):
 def _in_2d(
     options: dict[str, Any], x: jax.Array, weight: jax.Array
 ) -> tuple[dict[str, Any], jax.Array, jax.Array]:
-    """Returns a convolution along one axis as one along two."""
+    """Return a convolution along one axis as one along two."""
     numbers = options["dimension_numbers"]
     specs = [numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec]
     wide = [(*(a + (a >= s) for a in (n, c)), s, s + 1) for n, c, s in specs]

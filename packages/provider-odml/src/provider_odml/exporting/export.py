@@ -41,7 +41,7 @@ def export(
     timeout: float = 600.0,
     **options: Any,
 ) -> Artifact:
-    """Converts a function to a .tflite, and compares it with JAX on sample data.
+    """Export a function to a .tflite that was compared with JAX.
 
     Args:
         fn: called as ``fn(params, *args)``: as in training, or its form for inference.
@@ -116,16 +116,16 @@ def _plans(
 
 
 def _check_loops(plan: Plan) -> None:
-    """Refuse a rolled loop whose steps have parameters of their own: a file has one of each."""
+    """Refuse a rolled loop whose steps read different parameters: a file has one of each."""
     for op_id, decision in plan.decisions.items():
         reads = [
             use for use in decision.inputs.values() if isinstance(use, WeightUse | ConstantUse)
         ]
         if reads and any(length is not None for length in decision.node.loops):
             raise OdmlError(
-                f"{op_id} reads a parameter in a loop of {decision.node.loops} steps, which must "
-                "be written out and was not: jax.lax.scan and fori_loop are, where they are "
-                "called while the model is. Call one of them, or a Python loop."
+                f"A loop that reads a parameter must be one that export writes out, got {op_id} in "
+                f"a loop of {decision.node.loops} steps. Use jax.lax.scan, fori_loop or a Python "
+                "loop, called while the model runs."
             )
 
 
@@ -166,7 +166,7 @@ def _converted(exported: Sequence[Exported], timeout: float, probing: bool) -> b
 def _verified(
     model: bytes, exported: Sequence[Exported], timeout: float
 ) -> tuple[list[SiteResult], list[OutputResult]]:
-    """Compares the file with JAX.
+    """Compare the file with JAX.
 
     Raises:
         MismatchError: they differ.
@@ -187,19 +187,19 @@ def _verified(
             for one in wrong[:10]
         )
         raise MismatchError(
-            f"LiteRT computes {len(wrong)} of {len(sites)} tensors otherwise than JAX, given the "
-            f"same inputs:\n{lines}\nGive these operations a rule without qtypes, or report them "
-            "with the versions that `jaxtap doctor` shows."
+            f"LiteRT must compute what JAX computes from the same inputs, got other values in "
+            f"{len(wrong)} of {len(sites)} tensors:\n{lines}\nGive these operations a rule without "
+            "qtypes, or report them with the versions that `jaxtap doctor` shows."
         )
     for one in exported:
         outputs += compare_outputs(model, one, probed.get(one.name))
     for one in outputs:
         if not one.error <= one.tolerance or not one.same:
             raise MismatchError(
-                f"Output {one.name!r} of signature {one.signature!r} differs from JAX by "
-                f"{one.error:.2%} of its greatest magnitude ({one.tolerance:.2%} is allowed)"
-                + ("" if one.same else ", and from the file whose tensors were compared")
-                + "."
+                f"Output {one.name!r} of signature {one.signature!r} must be within "
+                f"{one.tolerance:.2%} of JAX, got {one.error:.2%} of its greatest magnitude"
+                + ("" if one.same else ", and other values than the file with all sites as outputs")
+                + ". Report the program with the versions that `jaxtap doctor` shows."
             )
     return sites, outputs
 

@@ -18,12 +18,12 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_
 
 
 def widened(x: Any) -> Any:
-    """Returns an array of half precision in float32; any other as it is."""
+    """Return an array, in float32 if it has half precision."""
     return x.astype(jnp.float32) if getattr(x, "dtype", None) in _HALF else x
 
 
 def in_float32(fn: Callable[..., Any], types: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Returns ``fn(*values)``, computed in float32 where ``fn`` computes in half precision.
+    """Return ``fn(*values)``, computed in float32 where ``fn`` computes in half precision.
 
     Args:
         fn: a function of arrays.

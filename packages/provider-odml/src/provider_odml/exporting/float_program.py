@@ -20,12 +20,12 @@ from .program import Exported
 
 
 def marker(op_id: str) -> str:
-    """Returns the name scope that an operation is put under: no path, and no end of a name."""
+    """Return the name scope that an operation is put under: no path, and no end of a name."""
     return op_id.replace("/", ".").replace(";", ",")
 
 
 def float_program(one: Exported) -> Program:
-    """Returns a signature's program with the parameters as constants, for the converter."""
+    """Return a signature's program with the parameters as constants, for the converter."""
     targets = ops()
     visitor = _Visitor(one.plan.decisions)
     handlers = {target: functools.partial(visitor, op) for target, op in targets.items()}
@@ -38,7 +38,7 @@ def float_program(one: Exported) -> Program:
 
 
 def float_results(one: Exported) -> list[np.ndarray]:
-    """Returns what JAX computes from the sample data, with nothing quantized."""
+    """Return what JAX computes from the sample data, with nothing quantized."""
     run = jax.jit(lambda inputs: jax.tree.leaves(one.fn(*one.filled(inputs))))
     return [np.asarray(leaf) for leaf in run(one.samples)]
 

@@ -1,4 +1,4 @@
-"""What follows a product and is folded into its parameter."""
+"""What follows a contraction and is folded into its parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Fold:
-    """What follows a product of a parameter and is folded into it: ``slope * y + offset``.
+    """What follows a contraction of a parameter and is folded into it: ``slope * y + offset``.
 
     Attributes:
         slope: one per channel, float64.

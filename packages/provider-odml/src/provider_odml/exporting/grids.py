@@ -1,4 +1,4 @@
-"""The grids of a program's tensors, from the statistics of training or calibration."""
+"""The grids of a program's tensors, from its statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .composite import Grid, grid_of
 
 
 def grids_of(plans: Sequence[Plan], stats: QuantStats | None) -> dict[str, Grid]:
-    """Returns the grid of every site.
+    """Return the grid of every site.
 
     Raises:
         ManifestError: the statistics are not those of these programs.
@@ -29,23 +29,24 @@ def grids_of(plans: Sequence[Plan], stats: QuantStats | None) -> dict[str, Grid]
     if stats is None:
         if needed:
             raise ManifestError(
-                f"{len(needed)} tensors have a static range, and there are no statistics: "
+                f"stats must have the ranges of {len(needed)} tensors, got None: "
                 f"{', '.join(sorted(needed)[:5])}. Measure them with qat(fn, rules).calibrate"
                 "(params, batches) or in training, and pass them."
             )
         stats = QuantStats({}, qn.MovingAverage(), Manifest((), jax.__version__))
     elif (difference := stats.manifest.diff(_manifest(plans))) is not None:
         raise ManifestError(
-            f"The statistics (made with JAX {stats.manifest.jax_version}) are not those of this "
-            f"program (JAX {jax.__version__}). Below, - is what the statistics alone have, + what "
-            "the program alone has, ~ what has changed. Export the function that was trained, or "
-            f"calibrate this one.\n{difference}"
+            f"stats must be those of this program (JAX {jax.__version__}), got others (made with "
+            f"JAX {stats.manifest.jax_version}). Export the function that was trained, or "
+            "calibrate this one. Below, - is in the statistics alone, + in the program alone, "
+            "~ has changed.\n"
+            f"{difference}"
         )
     unseen = sorted(key for key in needed if not int(stats[rolled(key)].count))
     if unseen:
         raise ManifestError(
-            f"The statistics have never seen {', '.join(unseen)}. Run the model on data first: "
-            "in training with quant_stats=, or with calibrate."
+            f"Statistics must have seen every site, got none of {', '.join(unseen)}. Run the model "
+            "on data first: in training with quant_stats=, or with calibrate."
         )
     grids = {}
     for key, site in sites.items():

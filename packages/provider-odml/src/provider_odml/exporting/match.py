@@ -32,7 +32,7 @@ _TRANSFORMED = re.compile(r"\w+\((.*)\)")
 
 @dataclass(frozen=True)
 class FileOp:
-    """An operation of a float file, and what the rules say of it.
+    """An operation of a float file, and what rules say.
 
     Attributes:
         graph: its subgraph in the file.
@@ -111,7 +111,7 @@ class _Matcher:
                 if decision.node.op.kind is not Passage.OUTPUT:
                     self._decisions.setdefault(marker(op_id), (op_id, decision))
         self._ids = dict(self._decisions.values())
-        # What is between marks has the path of its module, and no name of its own.
+        # What is between marks has the path of its module, and not a separate name.
         self._between = {
             f"/{decision.node.module_path}/": op_id
             for op_id, decision in self._ids.items()
@@ -187,18 +187,18 @@ class _Matcher:
         return list(dict.fromkeys(found))
 
     def _bare(self, part: str) -> str:
-        """Return a part of a name without the transformations around it, such as vmap(...)."""
+        """Return a name's part without transformations such as vmap(...)."""
         while part not in self._decisions and (inner := _TRANSFORMED.fullmatch(part)):
             part = inner[1]
         return part
 
     @staticmethod
     def _rank(decision: Decision) -> int:
-        """What is fused into a contraction has its rule; else the last one makes the output."""
+        """Return which of several operations decides: contractions of parameters first."""
         return 2 if _has_parameters(decision) else int(decision.node.op.kind is Scales.CONTRACTION)
 
     def _outputs(self, model: Model, graph: Subgraph) -> dict[int, str]:
-        """Return what makes the outputs of the model, which have names of their own there."""
+        """Return the operations that make the outputs of the model."""
         found = {}
         for one in self._exported:
             signature = model.signatures[one.name]

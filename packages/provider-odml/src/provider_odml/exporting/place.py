@@ -9,7 +9,7 @@ from ..litert import Model, Tensor
 
 @dataclass(frozen=True)
 class Place:
-    """An operand of an operation of a file, that is found again when the file is quantized.
+    """An operand in a file, to find it again in the quantized one.
 
     Attributes:
         graph: the index of the subgraph.
@@ -24,7 +24,7 @@ class Place:
     slot: int
 
     def tensor(self, model: Model) -> Tensor | None:
-        """Returns what is stored for it, if it is still there."""
+        """Return what is stored for it, if it is still there."""
         graph = model.subgraphs[self.graph]
         makers = {i: op for op in graph.ops for i in op.outputs}
         for op in graph.ops:

@@ -81,7 +81,7 @@ class Exported:
         return self.plan.decisions[op_id].node
 
     def shape_of(self, place: str) -> tuple[tuple[int, ...], str]:
-        """Returns shape and dtype of the tensor at a place."""
+        """Return shape and dtype of the tensor at a place."""
         node = self.node_of(place)
         if place in self.plan.decisions:
             return node.shape, node.dtype
@@ -90,7 +90,7 @@ class Exported:
         return use.shape, use.dtype
 
     def program(self, probing: bool) -> Program:
-        """Returns the program for the converter; with the sites as outputs where probing."""
+        """Return the program for the converter, with sites as outputs if probing."""
 
         def run(*inputs: Any) -> Any:
             out, sites = in_float32(lambda *i: self._run(i, probing, None), self._types, inputs)
@@ -100,7 +100,7 @@ class Exported:
         return self.lowered(run, (*self.outputs, *names))
 
     def lowered(self, run: Callable[..., Any], outputs: tuple[str, ...]) -> Program:
-        """Returns a function of the inputs for the converter.
+        """Return a function of the inputs for the converter.
 
         Args:
             run: the function, of flat inputs and results.
@@ -112,7 +112,7 @@ class Exported:
         return Program(self.name, exported.mlir_module_serialized, self.inputs, outputs)
 
     def filled(self, inputs: Sequence[Any]) -> Any:
-        """Returns the arguments with other inputs."""
+        """Return the arguments with other inputs."""
         return filled(self.args, self.places, inputs)
 
     @functools.cached_property
@@ -123,11 +123,11 @@ class Exported:
     def replay(
         self, forced: Mapping[str, np.ndarray] | None = None
     ) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-        """Runs the program in JAX.
+        """Run the program in JAX.
 
         Args:
             forced: by place, what the operations behind it are given instead: LiteRT's values,
-                so that each place shows the difference of its own operation alone.
+                so that each place shows the difference of one operation alone.
 
         Returns:
             The results, and by place what was computed there.
@@ -221,7 +221,7 @@ class _Probes:
 
 
 class _Float(Runtime):
-    """Runs a program in float, and keeps what is computed where others quantize."""
+    """Runs in float, and keeps the values where tensors are quantized."""
 
     def __init__(self, probes: _Probes):
         self._probes = probes
@@ -262,7 +262,7 @@ class _Probed(Device):
 
 
 def filled(args: tuple, places: Sequence[int], inputs: Sequence[Any]) -> Any:
-    """Returns arguments with other values for those of their leaves that are inputs."""
+    """Return arguments with other values for their inputs."""
     leaves, treedef = jax.tree.flatten(args)
     for place, value in zip(places, inputs, strict=True):
         leaves[place] = value
@@ -270,7 +270,7 @@ def filled(args: tuple, places: Sequence[int], inputs: Sequence[Any]) -> Any:
 
 
 def places_of(args: tuple, argnum: int) -> tuple[int, ...]:
-    """Returns which leaves of the arguments are arrays, and not parameters."""
+    """Return which leaves of the arguments are arrays, and not parameters."""
     found, count = [], 0
     for number, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):

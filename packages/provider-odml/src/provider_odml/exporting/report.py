@@ -39,7 +39,7 @@ class Report(Results):
         weights: Sequence[Weight] | None = None,
         floats: Sequence[FloatOp] = (),
     ) -> Report:
-        """Returns the report of a file.
+        """Return the report of a file.
 
         Args:
             plans: those of the signatures.
@@ -73,12 +73,12 @@ class Report(Results):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values; what is no finite number, as text."""
+        """Return the report as JSON values, infinities and NaN as text."""
         found = asdict(self)
         return json.loads(json.dumps(found), parse_constant=str)
 
     def to_html(self, title: str = "Export report") -> str:
-        """Return the report as one page that needs nothing else, as no network.
+        """Return the report as one HTML page, which needs no network.
 
         Args:
             title: of the page.
@@ -93,7 +93,7 @@ class Report(Results):
         return page(self, title)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the report: all of it, or nothing.
+        """Write the report: all of it, or nothing.
 
         Args:
             path: where to; its suffix says how: ``.html``, ``.json`` or ``.txt``.
@@ -112,8 +112,7 @@ class Report(Results):
         suffix = Path(path).suffix.lower()
         if suffix not in forms:
             raise OdmlError(
-                f"A report is saved as {', '.join(forms)}, by the suffix of the path; got "
-                f"{os.fspath(path)!r}."
+                f"The path of a report must end with {', '.join(forms)}, got {os.fspath(path)!r}."
             )
         return save(path, forms[suffix]().encode())
 
@@ -167,7 +166,7 @@ def _type(tensor: Tensor) -> str:
 
 
 def _planned(plans: Sequence[Plan]) -> list[Weight]:
-    """Returns the parameters that the plans quantize."""
+    """Return the parameters that the plans quantize."""
     found = {}
     for plan in plans:
         for op_id, decision in plan.decisions.items():

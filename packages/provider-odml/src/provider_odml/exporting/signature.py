@@ -21,7 +21,7 @@ class Signature:
 
     Attributes:
         args: arguments of the function but for the parameters: arrays of sample data, of the
-            shapes that the file is for; what is no array is a constant.
+            shapes that the file is for; other values are constants.
         fn: the function, if it is another than that of ``export``.
         inputs: a name for each array among the arguments; None for those of the arguments.
         outputs: a name for each result; None for ``output_0`` and so on, or keys of a dictionary.
@@ -34,7 +34,7 @@ class Signature:
 
 
 def signatures_of(given: Any, args: Sequence[Any]) -> dict[str, Signature]:
-    """Returns the signatures that ``export`` was asked for.
+    """Return the signatures that ``export`` was asked for.
 
     Raises:
         OdmlError: there is none, or arguments hold no sample data.
@@ -56,17 +56,19 @@ def signatures_of(given: Any, args: Sequence[Any]) -> dict[str, Signature]:
         for leaf in jax.tree.leaves(one.args):
             if is_array(leaf) and isinstance(leaf, jax.ShapeDtypeStruct):
                 raise OdmlError(
-                    f"Signature {name!r} has the argument {leaf}: sample data is needed, on which "
-                    "the file is compared with JAX. Pass arrays."
+                    f"The arguments of signature {name!r} must be sample data, on which the file "
+                    f"is compared with JAX, got {leaf}. Pass arrays."
                 )
         if not any(is_array(leaf) for leaf in jax.tree.leaves(one.args)):
-            raise OdmlError(f"Signature {name!r} has no arrays among its arguments {one.args!r}.")
+            raise OdmlError(
+                f"Signature {name!r} must have arrays among its arguments, got {one.args!r}."
+            )
         found[name] = one
     return found
 
 
 def input_names(fn: Callable[..., Any], signature: Signature, argnum: int) -> tuple[str, ...]:
-    """Returns a name for each array among the arguments.
+    """Return a name for each array among the arguments.
 
     Raises:
         OdmlError: another number of names was given.
@@ -76,7 +78,7 @@ def input_names(fn: Callable[..., Any], signature: Signature, argnum: int) -> tu
     if signature.inputs is not None:
         if len(signature.inputs) != len(arrays):
             raise OdmlError(
-                f"There are {len(arrays)} input arrays, and the names {list(signature.inputs)}."
+                f"inputs must name each of {len(arrays)} arrays, got {list(signature.inputs)}."
             )
         return tuple(signature.inputs)
     names = _parameter_names(fn, argnum)
@@ -84,12 +86,12 @@ def input_names(fn: Callable[..., Any], signature: Signature, argnum: int) -> tu
 
 
 def output_names(signature: Signature, out: Any) -> tuple[str, ...]:
-    """Returns a name for each result. Raises OdmlError as ``input_names``."""
+    """Return a name for each result. Raise OdmlError as ``input_names``."""
     paths, _ = jax.tree_util.tree_flatten_with_path(out)
     if signature.outputs is not None:
         if len(signature.outputs) != len(paths):
             raise OdmlError(
-                f"There are {len(paths)} results, and the names {list(signature.outputs)}."
+                f"outputs must name each of {len(paths)} results, got {list(signature.outputs)}."
             )
         return tuple(signature.outputs)
     names = [
@@ -135,5 +137,5 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def arrays_of(args: Any) -> list[np.ndarray]:
-    """Returns the arrays among arguments, as NumPy's."""
+    """Return the arrays among arguments, as NumPy's."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(args) if is_array(leaf)]

@@ -17,7 +17,7 @@ from ..capture.ops import is_float
 
 
 def unrolled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fn`` with the steps of its scans, and of its loops of known length, written out.
+    """Return ``fn`` with its scans and fixed loops written out.
 
     Step i of ``scan(body)`` is under the name scope ``scan(body)[i]``: its operations have the
     ids that they had in the rolled scan, but for that. So it is with branches, which are all
@@ -108,7 +108,7 @@ def _switch(
 
 
 def _taken(kind: str, index: jax.Array, branches: Sequence[Any], operands: Any) -> Any:
-    """Return the result of one of several branches, all of which are computed."""
+    """Return the result of one of several computed branches."""
     found = []
     for branch in branches:
         with jax.named_scope(f"{kind}({_name(branch)}){BRANCH}"):
@@ -120,7 +120,7 @@ def _one_of(index: jax.Array, results: Sequence[Any]) -> jax.Array:
     results = [jnp.asarray(one) for one in results]
     if is_float(results[0]):
         return module_calls.branch_value(index, *results)
-    # Integers are no tensors with a range.
+    # Integers don't have a range.
     return untapped(module_calls.branch_value)(index, *results)
 
 

@@ -38,8 +38,8 @@ class SiteResult:
         qtype: its qtype.
         scale: its scale.
         zero_point: its zero point.
-        lsb: the greatest difference between LiteRT and JAX where both are given the same codes,
-            in steps of the scale.
+        lsb: the greatest difference between LiteRT and JAX where both are given the same
+            quantized values, in steps of the scale.
         tolerance: how great it may be.
         sqnr: signal to noise between the two programs run by themselves, in decibels.
         is_float: whether LiteRT computes it in float.
@@ -86,7 +86,7 @@ class OutputResult:
 
 
 def sqnr(signal: np.ndarray, other: np.ndarray) -> float:
-    """Returns signal to noise in decibels: infinity where nothing differs."""
+    """Return signal to noise in decibels: infinity where nothing differs."""
     signal, other = np.asarray(signal, np.float64), np.asarray(other, np.float64)
     noise = float(np.sum((signal - other) ** 2))
     power = float(np.sum(signal**2))
@@ -96,7 +96,7 @@ def sqnr(signal: np.ndarray, other: np.ndarray) -> float:
 
 
 def dequantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
-    """Returns the numbers that an output stands for."""
+    """Return the numbers that an output stands for."""
     if tensor.scale is None or values.dtype.kind == "f" or not np.size(tensor.scale):
         return values
     scale = np.asarray(tensor.scale, np.float32).reshape(-1)[0]
@@ -106,7 +106,7 @@ def dequantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
 
 
 def quantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
-    """Returns sample data as an input has it."""
+    """Return sample data as an input has it."""
     if tensor.dtype == values.dtype.name:
         return values
     if tensor.scale is None or not np.size(tensor.scale):
@@ -115,13 +115,13 @@ def quantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
     scale = np.float32(np.asarray(tensor.scale).reshape(-1)[0])
     points = tensor.zero_point
     point = 0 if points is None or not np.size(points) else int(np.asarray(points).reshape(-1)[0])
-    codes = np.round(values.astype(np.float32) / scale) + point
+    rounded = np.round(values.astype(np.float32) / scale) + point
     bounds = np.iinfo(kind)
-    return np.clip(codes, bounds.min, bounds.max).astype(kind)
+    return np.clip(rounded, bounds.min, bounds.max).astype(kind)
 
 
 def run(model: bytes, one: Exported) -> dict[str, np.ndarray]:
-    """Runs a signature of a file on its sample data. Returns numbers, dequantized."""
+    """Run a signature of a file on its sample data. Return numbers, dequantized."""
     runner = Runner(model)
     details = runner.details(one.name)
     inputs = {
@@ -133,7 +133,7 @@ def run(model: bytes, one: Exported) -> dict[str, np.ndarray]:
 
 
 def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[str, Any]]:
-    """Compares every place where a tensor is quantized.
+    """Compare every place where a tensor is quantized.
 
     Args:
         probe: a file with the sites as outputs.
@@ -166,7 +166,7 @@ def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[s
                 scale,
                 grid.zero_point or 0,
                 float(np.max(steps, initial=0.0)),
-                # Codes are whole; the numbers that they stand for are rounded.
+                # Quantized values are whole; the numbers that they stand for are rounded.
                 tolerance + 0.01,
                 sqnr(alone[place], device[place]),
                 decision.is_float,
@@ -206,7 +206,7 @@ def bad_ranges(sites: Sequence[SiteResult]) -> list[str]:
 def compare_outputs(
     model: bytes, one: Exported, probed: dict[str, Any] | None
 ) -> list[OutputResult]:
-    """Compares the results of the file itself."""
+    """Compare the results of the file itself."""
     found = run(model, one)
     expected, _ = one.alone
     results = []
@@ -215,7 +215,7 @@ def compare_outputs(
         value = np.asarray(value, np.float64)
         most = float(np.max(np.abs(value), initial=0.0)) or 1.0
         error = float(np.max(np.abs(ours - value), initial=0.0)) / most
-        # Both files compute the same codes; floats may be added up otherwise.
+        # Both files compute the same quantized values; floats may be added up otherwise.
         same = probed is None or bool(
             np.allclose(found[name], probed[name], rtol=1e-4, atol=1e-5 * most, equal_nan=True)
         )
@@ -226,7 +226,7 @@ def compare_outputs(
 
 
 def _tolerance(one: Exported) -> float:
-    """Returns how far outputs may be off: sites are what is held to a step."""
+    """Return how far outputs may be off: sites are what is held to a step."""
     rules = one.plan.rules
     if any(rule.is_static for rule in rules):
         return float("inf")

@@ -58,7 +58,7 @@ log_softmax = _over_one_axis(jax.nn.log_softmax, _log_softmax, "log_softmax", LO
 
 
 def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
-    """Returns ``jax.nn.gelu``, also the exact one, as one GELU."""
+    """Return ``jax.nn.gelu``, also the exact one, as one GELU."""
 
     def body(x: jax.Array, *, approximate: str) -> jax.Array:
         return jax.nn.gelu(x, approximate=approximate == "tanh")
@@ -68,7 +68,7 @@ def gelu(x: jax.Array, approximate: bool = True) -> jax.Array:
 
 
 def neg(x: jax.Array, *, fake_quant: FakeQuant = unquantized) -> jax.Array:
-    """Returns ``jax.lax.neg`` as SUB: NEG is float.
+    """Return ``jax.lax.neg`` as SUB: NEG is float.
 
     Args:
         x: its input.
@@ -78,7 +78,7 @@ def neg(x: jax.Array, *, fake_quant: FakeQuant = unquantized) -> jax.Array:
 
 
 def div(x: Any, y: Any, *, fake_quant: FakeQuant = unquantized) -> jax.Array:
-    """Returns ``jax.lax.div`` by a constant as MUL; else it is float.
+    """Return ``jax.lax.div`` by a constant as MUL; else it is float.
 
     LiteRT's 8-bit DIV returns an end of its range where the quotient is near 0.
 

@@ -21,12 +21,12 @@ asks for one."""
 
 
 def unquantized(x: jax.Array, name: str, fixed: tuple[float, float] | None) -> jax.Array:
-    """Returns a value inside of a form as it is."""
+    """Return a value inside of a form as it is."""
     return x
 
 
 def wall(x: Any) -> Any:
-    """Returns a value such that what is behind it is converted apart from what is before it.
+    """Return a value that the converter does not look through.
 
     It belongs between a quantized value and each consumer that is not integer at the value's own
     scale: a float operation, or a second fake quantization.
@@ -35,7 +35,7 @@ def wall(x: Any) -> Any:
 
 
 def island(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function as float operations between a DEQUANTIZE and a QUANTIZE.
+    """Return a function as float operations between a DEQUANTIZE and a QUANTIZE.
 
     Args:
         fn: the function. Its float arrays among the positional arguments get a wall, and so do

@@ -1,4 +1,4 @@
-"""Products and convolutions as FULLY_CONNECTED and CONV_2D."""
+"""Contractions and convolutions as FULLY_CONNECTED and CONV_2D."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def conv_general_dilated(
     dimension_numbers: Any = None,
     **options: Any,
 ) -> jax.Array:
-    """Returns ``jax.lax.conv_general_dilated``, its input dilated before it.
+    """Return ``jax.lax.conv_general_dilated``, its input dilated before it.
 
     The converter gets a transposed convolution wrong, or makes it float. With zeros between the
     input's values it is a plain one.
@@ -38,11 +38,11 @@ def conv_general_dilated(
 
 
 def dilate(x: jax.Array, axis: int, factor: int) -> jax.Array:
-    """Returns an array with zeros between its values along an axis."""
+    """Return an array with zeros between its values along an axis."""
     if factor == 1:
         return x
     before, count, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
-    # Interior padding is float, padding at the end of an axis of its own is not.
+    # Interior padding is float, padding at the end of a separate axis is not.
     rows = x.reshape(int(np.prod(before)), count, 1, int(np.prod(after)))
     padded = jnp.pad(rows, ((0, 0), (0, 0), (0, factor - 1), (0, 0)))
     wide = padded.reshape(*before, count * factor, *after)
@@ -57,7 +57,7 @@ def dot_general(
     preferred_element_type: Any = None,
     **options: Any,
 ) -> jax.Array:
-    """Returns ``jax.lax.dot_general``, its contracted axes in the same order in both operands.
+    """Return ``jax.lax.dot_general``, its contracted axes in the same order in both operands.
 
     The converter takes them to be, and gives other numbers without an error where they are not.
     """
@@ -74,7 +74,7 @@ def dot_general(
 
 
 def unsplat(constant: Any) -> np.ndarray:
-    """Returns a bias or weight for a product whose weight has a scale per channel.
+    """Return a bias or weight that the converter scales by channel.
 
     The converter keeps an array of one value as that value. It quantizes it with the scale of
     the first channel and takes the result for all of them. So one value becomes the next float;

@@ -1,4 +1,4 @@
-"""Rows of a table as EMBEDDING_LOOKUP, which takes a table with a scale for each row."""
+"""Rows of a table as EMBEDDING_LOOKUP, with a scale per row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gather(
     slice_sizes: Any,
     **options: Any,
 ) -> jax.Array:
-    """Returns ``jax.lax.gather``; the rows of a table in one operation.
+    """Return ``jax.lax.gather``; the rows of a table in one operation.
 
     Indices are those of rows that there are, or are clipped to them by the mode "clip".
     """
@@ -35,7 +35,7 @@ def is_row_lookup(
     numbers: lax.GatherDimensionNumbers,
     slice_sizes: Any,
 ) -> bool:
-    """Returns whether a gather takes whole rows of a table, in the order of its indices."""
+    """Return whether a gather takes whole rows in its indices' order."""
     return (
         len(shape) == 2
         and tuple(slice_sizes) == (1, shape[1])
@@ -47,7 +47,7 @@ def is_row_lookup(
 
 
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns the rows of a table by their numbers."""
+    """Return the rows of a table by their numbers."""
 
     def body(ids: jax.Array, table: jax.Array) -> jax.Array:
         return table.at[ids].get(mode="promise_in_bounds")

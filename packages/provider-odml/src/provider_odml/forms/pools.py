@@ -20,9 +20,9 @@ def avg_pool(
     padding: Padding = "VALID",
     count_include_pad: bool = True,
 ) -> jax.Array:
-    """Returns ``flax.linen.avg_pool``.
+    """Return ``flax.linen.avg_pool``.
 
-    AVERAGE_POOL_2D does not count its padding: padding that counts is a PAD of its own. One
+    AVERAGE_POOL_2D does not count its padding: padding that counts is a separate PAD. One
     axis is pooled as two. Averages over more axes are float, and so are those at explicit
     padding that does not count.
     """
@@ -43,7 +43,7 @@ def max_pool(
     strides: Sequence[int] | None = None,
     padding: Padding = "VALID",
 ) -> jax.Array:
-    """Returns ``flax.linen.max_pool``. One axis is pooled as two."""
+    """Return ``flax.linen.max_pool``. One axis is pooled as two."""
     x, window, steps, pads, restore = _in_2d(inputs, window_shape, strides, padding)
     return restore(_reduce(x, -np.inf, lax.max, window, steps, pads))
 
@@ -58,7 +58,7 @@ def _in_2d(
     strides: Sequence[int] | None,
     padding: Padding,
 ) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...], Any, Callable[[jax.Array], jax.Array]]:
-    """Returns a pool's arguments with one batch axis and at least two to pool, and the way back."""
+    """Return a pool's arguments in 2-D, and the way back."""
     window, count = tuple(window_shape), len(window_shape)
     steps = (1,) * count if strides is None else tuple(strides)
     pads: Any = padding

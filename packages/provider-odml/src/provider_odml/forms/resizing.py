@@ -27,7 +27,7 @@ def resize(
     antialias: bool = True,
     precision: Any = lax.Precision.HIGHEST,
 ) -> jax.Array:
-    """Returns ``jax.image.resize``, as one operation where LiteRT has it.
+    """Return ``jax.image.resize``, as one operation where LiteRT has it.
 
     It has it for the second and third of four axes: the nearest pixel, and bilinear without
     antialiasing, which has no effect on enlarging. The others are float.

@@ -44,7 +44,7 @@ class Program:
 
 
 def convert(programs: Sequence[Program], *, timeout: float = 600.0, strict: bool = True) -> bytes:
-    """Converts programs to one .tflite with a signature each. Equal constants are stored once.
+    """Convert programs to one .tflite with a signature each. Equal constants are stored once.
 
     Args:
         programs: at least one, with different names.
@@ -84,20 +84,18 @@ def convert(programs: Sequence[Program], *, timeout: float = 600.0, strict: bool
 def _check(programs: Sequence[Program]) -> None:
     names = [one.name for one in programs]
     if not names or len(set(names)) != len(names) or not all(names):
-        raise ConversionError(
-            f"The signatures are {names}: at least one is needed, with different names."
-        )
+        raise ConversionError(f"Signatures must have different names, at least one, got {names}.")
     for one in programs:
         for what, given in (("inputs", one.inputs), ("outputs", one.outputs)):
             if len(set(given)) != len(given) or not all(given):
                 raise ConversionError(
-                    f"Signature {one.name!r} has the {what} {list(given)}: they need different,"
-                    " non-empty names."
+                    f"The {what} of signature {one.name!r} must have different, non-empty names, "
+                    f"got {list(given)}."
                 )
 
 
 def _run(command: list[str], timeout: float) -> tuple[int, str]:
-    """Runs a command. Returns its exit status and what it printed; nothing of it is left."""
+    """Run a command. Return its exit status and what it printed; nothing of it is left."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -112,7 +110,7 @@ def _run(command: list[str], timeout: float) -> tuple[int, str]:
         _kill(process)
         output, _ = process.communicate()
         raise ConversionError(
-            f"The converter did not end within {timeout:g} s and was stopped. Give it a longer"
+            f"The converter must end within {timeout:g} s, and was stopped. Give it a longer"
             " timeout, or a smaller program.",
             output.decode(errors="replace"),
         ) from error
@@ -144,7 +142,7 @@ def _crash(status: int, log: str) -> str:
 
 
 def _explain(error: dict[str, Any], programs: Sequence[Program]) -> str:
-    """Returns the message for what the worker said went wrong."""
+    """Return the message for what the worker said went wrong."""
     stage, name = error["stage"], error.get("program")
     one = next((program for program in programs if program.name == name), None)
     whose = f"signature {name!r}" if name else "the program"
@@ -154,7 +152,7 @@ def _explain(error: dict[str, Any], programs: Sequence[Program]) -> str:
         version = artifact_version(one.artifact)
         text = f"The converter can't read {whose}: {said}."
         if version is None:
-            return f"{text} This is no StableHLO portable artifact."
+            return f"{text} The program must be a StableHLO portable artifact."
         text += f" It is of StableHLO {version}, and the converter has {error['converter']}"
         if _numbers(version) > _numbers(error["converter"]):
             return f"{text}: install a newer litert-converter, or an older jax."
@@ -184,7 +182,7 @@ def _explain(error: dict[str, Any], programs: Sequence[Program]) -> str:
 
 
 def artifact_version(artifact: bytes) -> str | None:
-    """Returns the StableHLO version of a portable artifact, or None if it has none."""
+    """Return the StableHLO version of a portable artifact, or None."""
     found = re.match(rb"ML\xefR.?StableHLO_v(\d+\.\d+\.\d+)\x00", artifact, re.DOTALL)
     return found[1].decode() if found else None
 

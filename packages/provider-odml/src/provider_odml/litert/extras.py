@@ -1,4 +1,4 @@
-"""Imports of what only the extras bring, made where it is first needed."""
+"""Imports of the extras' libraries, made where they are needed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ BIAS = {"FULLY_CONNECTED": 2, "CONV_2D": 2, "DEPTHWISE_CONV_2D": 2, "TRANSPOSE_C
 
 
 def repair(model: bytes) -> bytes:
-    """Makes the biases of operations on 16-bit activations int64.
+    """Make the biases of operations on 16-bit activations int64.
 
     Args:
         model: a .tflite.
@@ -50,7 +50,7 @@ def _name(code: Any) -> str:
 
 
 def _widen(model: Any, graph: Any, op: Any, place: int) -> bool:
-    """Gives one operation an int64 bias, if it needs one."""
+    """Give one operation an int64 bias, if it needs one."""
     kinds = schema().TensorType
     if len(op.inputs) <= place or op.inputs[place] < 0:
         return False
@@ -60,7 +60,7 @@ def _widen(model: Any, graph: Any, op: Any, place: int) -> bool:
     is_wide = graph.tensors[op.outputs[0]].type == kinds.INT16
     if not is_wide or bias.type != kinds.INT32 or data is None:
         return False
-    # A tensor of its own: operations on 8-bit activations may read the old one.
+    # A separate tensor: operations on 8-bit activations may read the old one.
     new, buffer = copy.copy(bias), schema().BufferT()
     values = np.asarray(data, np.uint8).view(np.int32)
     buffer.data = values.astype(np.int64).view(np.uint8)

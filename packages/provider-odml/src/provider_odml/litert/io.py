@@ -11,7 +11,7 @@ from .schema import names_of, pack, schema, unpack
 
 
 def deduplicate(model: bytes) -> bytes:
-    """Stores equal constants once, whatever tensors and signatures they are of.
+    """Store equal constants once, whatever tensors and signatures they are of.
 
     Args:
         model: a .tflite.
@@ -28,8 +28,8 @@ def deduplicate(model: bytes) -> bytes:
 
 
 def compact(model: Any) -> None:
-    """Makes a ``ModelT``'s tensors share equal buffers, and drops the buffers of none."""
-    # Buffer 0 is by convention empty. Variables start from buffers of their own.
+    """Make a ``ModelT``'s tensors share equal buffers, and drop unused ones."""
+    # Buffer 0 is by convention empty. Variables start from separate buffers.
     used = {0}
     own = set()
     for graph in model.subgraphs:
@@ -60,7 +60,7 @@ def compact(model: Any) -> None:
 
 
 def integer_io(model: bytes) -> bytes:
-    """Gives the signatures' inputs and outputs their quantized types.
+    """Give the signatures' inputs and outputs their quantized types.
 
     A float input that is quantized first, and an output that is dequantized last, become what is
     on the integer side; all others stay as they are. Scales, zero points and names are kept.
@@ -99,7 +99,7 @@ def _is_float(tensor: Any) -> bool:
 
 
 def _quantized_input(graph: Any, codes: list[str], index: int) -> int:
-    """Takes away an input's QUANTIZE where nothing else reads it. Returns the new input."""
+    """Take away an input's QUANTIZE where nothing else reads it. Return the new input."""
     readers = [op for op in graph.operators if index in op.inputs]
     one = readers[0] if len(readers) == 1 else None
     if one is None or codes[one.opcodeIndex] != "QUANTIZE":
@@ -117,7 +117,7 @@ def _quantized_input(graph: Any, codes: list[str], index: int) -> int:
 
 
 def _quantized_output(graph: Any, codes: list[str], index: int) -> int:
-    """Takes away an output's DEQUANTIZE where nothing else reads it. Returns the new output."""
+    """Take away an output's DEQUANTIZE where nothing else reads it. Return the new output."""
     makers = [op for op in graph.operators if index in op.outputs]
     readers = [op for op in graph.operators if index in op.inputs]
     one = makers[0] if makers else None
@@ -137,7 +137,7 @@ def _quantized_output(graph: Any, codes: list[str], index: int) -> int:
 
 
 def _rename(graph: Any, old: int, new: int) -> None:
-    """Gives the integer tensor the float tensor's name, by which the graph's user knows it."""
+    """Give the integer tensor the float tensor's name."""
     first, second = graph.tensors[old], graph.tensors[new]
     first.name, second.name = second.name, first.name
 

@@ -71,8 +71,8 @@ class Tensor:
             values = self.raw[: self.raw.size // kind.itemsize * kind.itemsize].view(kind)
         if values.size != size:
             raise OdmlError(
-                f"Tensor {self.name!r} is {self.dtype}{list(self.shape)} and has {self.raw.size}"
-                " stored bytes."
+                f"The stored bytes of tensor {self.name!r} must be those of "
+                f"{self.dtype}{list(self.shape)}, got {self.raw.size}."
             )
         return values.reshape(self.shape)
 
@@ -84,7 +84,7 @@ class Op:
     Attributes:
         name: the builtin's, such as "FULLY_CONNECTED"; a custom operation's own.
         inputs: indices of tensors in the subgraph, -1 for one left out.
-        outputs: likewise.
+        outputs: indices of tensors in the subgraph.
         fused_activation: such as "RELU", or "NONE".
         composite: the name of the composite that it is, or "".
         options: other options of interest, by their names in the schema.
@@ -100,7 +100,7 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Subgraph:
-    """A graph of tensors and operations; `inputs` and `outputs` are indices of tensors."""
+    """A graph of tensors and operations."""
 
     index: int
     name: str
@@ -135,13 +135,13 @@ class Model:
     nbytes: int
 
     def ops(self) -> Iterator[tuple[Subgraph, Op]]:
-        """Yields all operations, each with its subgraph."""
+        """Yield all operations, each with its subgraph."""
         for graph in self.subgraphs:
             for op in graph.ops:
                 yield graph, op
 
     def float_ops(self) -> list[tuple[Subgraph, Op]]:
-        """Returns the operations that read or write floats, other than to quantize them."""
+        """Return the operations that compute in floats."""
         found = []
         for graph, op in self.ops():
             places = [index for index in (*op.inputs, *op.outputs) if index >= 0]
@@ -151,11 +151,11 @@ class Model:
         return found
 
     def op_counts(self) -> dict[str, int]:
-        """Returns how many there are of each operation, by name."""
+        """Return how many there are of each operation, by name."""
         return dict(sorted(Counter(op.name for _, op in self.ops()).items()))
 
     def bytes_by_dtype(self) -> dict[str, int]:
-        """Returns the stored bytes of the constants, shared buffers counted once."""
+        """Return the stored bytes of the constants, shared buffers counted once."""
         buffers: dict[int, Tensor] = {}
         for graph in self.subgraphs:
             for tensor in graph.tensors:
@@ -176,7 +176,7 @@ def _numpy_dtype(name: str) -> np.dtype:
 
 
 def _unpacked(raw: np.ndarray, bits: int, signed: bool) -> np.ndarray:
-    """Returns the values of a packed type, the lowest bits of a byte first."""
+    """Return the values of a packed type, lowest bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     values = (raw[:, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(-1)
     if not signed:

@@ -13,7 +13,7 @@ from .schema import names_of, root, schema
 
 
 def read(model: bytes) -> Model:
-    """Reads a .tflite. Constants are views of the bytes.
+    """Read a .tflite. Constants are views of the bytes.
 
     Args:
         model: the bytes of the file.
@@ -29,7 +29,7 @@ def read(model: bytes) -> Model:
     try:
         return _model(found, model)
     except (TypeError, ValueError, LookupError, struct.error) as error:
-        raise OdmlError(f"The .tflite is broken: {error}") from error
+        raise OdmlError(f"A .tflite must be whole, got a broken one: {error}") from error
 
 
 def _model(found: Any, model: bytes) -> Model:
@@ -108,7 +108,7 @@ def _tensor(table: Any, index: int, raws: _Buffers) -> Tensor:
 
 
 def _blockwise(table: Any, tensor: Tensor, tensors: list[Tensor]) -> Tensor:
-    """Gives a tensor that is quantized in blocks its scales, which are a tensor of their own."""
+    """Return a tensor of blocks with its scales, another tensor's values."""
     quantization, fb = table.Quantization(), schema()
     if quantization is None:
         return tensor
@@ -118,7 +118,7 @@ def _blockwise(table: Any, tensor: Tensor, tensors: list[Tensor]) -> Tensor:
     details.Init(union.Bytes, union.Pos)
     scale = tensors[details.Scales()].data
     if scale is None:
-        raise OdmlError(f"Tensor {tensor.name!r} is quantized in blocks and has no scales.")
+        raise OdmlError(f"Tensor {tensor.name!r}, quantized in blocks, must have scales, got none.")
     scale = scale.astype(np.float32)
     zeros = details.ZeroPoints()
     zero = tensors[zeros].data if 0 < zeros < len(tensors) else None
@@ -143,7 +143,7 @@ def _op_name(code: Any) -> str:
 
 
 def _options(op: Any) -> dict[str, Any]:
-    """Returns the scalar options of an operation, by the names of their accessors."""
+    """Return the scalar options of an operation, by name."""
     found: dict[str, Any] = {}
     for union in ("BuiltinOptions", "BuiltinOptions2"):
         kind = names_of(union)[getattr(op, f"{union}Type")()]

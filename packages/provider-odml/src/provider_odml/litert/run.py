@@ -1,4 +1,4 @@
-"""Runs a .tflite on this machine, with values as they are typed in the file."""
+"""Running a .tflite on this machine, in the file's types."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ class Runner:
         self._last: int | None = None
 
     def details(self, signature: str) -> Signature:
-        """Returns a signature's inputs and outputs.
+        """Return a signature's inputs and outputs.
 
         Raises:
-            OdmlError: there is no such signature.
+            OdmlError: the file lacks the signature.
         """
         try:
             return self.model.signatures[signature]
         except KeyError:
             known = ", ".join(map(repr, self.model.signatures)) or "none"
-            raise OdmlError(f"There is no signature {signature!r}; there are: {known}.") from None
+            raise OdmlError(f"signature must be one of {known}, got {signature!r}.") from None
 
     def run(self, signature: str, /, **inputs: np.ndarray) -> dict[str, np.ndarray]:
-        """Runs a signature.
+        """Run a signature.
 
         Args:
             signature: its name.
@@ -81,7 +81,7 @@ class Runner:
             The outputs, typed as in the file: integers are not dequantized.
 
         Raises:
-            OdmlError: there is no such signature, the inputs are not those of it, or a kernel
+            OdmlError: the file lacks the signature, the inputs are not those of it, or a kernel
                 failed.
         """
         one = self.details(signature)
@@ -89,7 +89,7 @@ class Runner:
         values = {name: np.asarray(value, order="C") for name, value in inputs.items()}
         faults = _faults(one.inputs, values)
         if faults:
-            raise OdmlError(f"Signature {signature!r}: {'; '.join(faults)}.")
+            raise OdmlError(f"Inputs of signature {signature!r}: {'; '.join(faults)}.")
         try:
             found = self._runners[signature](**values)
         except (RuntimeError, ValueError) as error:
@@ -98,7 +98,7 @@ class Runner:
         return {name: np.array(found[name]) for name in one.outputs}
 
     def tensor(self, index: int, subgraph: int | None = None) -> np.ndarray:
-        """Returns what a tensor had in the last run.
+        """Return what a tensor had in the last run.
 
         Args:
             index: of the tensor.
@@ -108,7 +108,7 @@ class Runner:
             OdmlError: nothing was run, or tensors are not preserved.
         """
         if not self._preserves or self._last is None:
-            raise OdmlError("Tensors are there after a run with preserve_all_tensors=True.")
+            raise OdmlError("tensor must be asked for after a run with preserve_all_tensors=True.")
         graph = self._last if subgraph is None else subgraph
         try:
             return np.array(self._interpreter.get_tensor(index, graph))
@@ -117,14 +117,14 @@ class Runner:
 
 
 def _faults(expected: dict[str, Tensor], given: dict[str, np.ndarray]) -> list[str]:
-    """Returns what is wrong with inputs, in words."""
+    """Return what is wrong with inputs, in words."""
     missing = [name for name in expected if name not in given]
     unknown = [name for name in given if name not in expected]
     faults = []
     if missing:
-        faults.append(f"inputs {missing} are missing")
+        faults.append(f"{missing} are missing")
     if unknown:
-        faults.append(f"inputs {unknown} are unknown, it has {list(expected)}")
+        faults.append(f"{unknown} are unknown, it has {list(expected)}")
     for name in expected.keys() & given.keys():
         tensor, value = expected[name], given[name]
         fits = len(tensor.shape) == value.ndim and all(
@@ -133,8 +133,8 @@ def _faults(expected: dict[str, Tensor], given: dict[str, np.ndarray]) -> list[s
         kind = "int8" if tensor.dtype in ("int4", "int2") else tensor.dtype
         if not fits or value.dtype.name != kind:
             faults.append(
-                f"input {name!r} is {tensor.dtype}{list(tensor.shape)}, but"
-                f" {value.dtype.name}{list(value.shape)} was given"
+                f"{name!r} must be {tensor.dtype}{list(tensor.shape)}, got"
+                f" {value.dtype.name}{list(value.shape)}"
             )
     return sorted(faults)
 

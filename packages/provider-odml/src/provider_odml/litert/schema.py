@@ -17,13 +17,13 @@ ALIGNMENT = 16
 
 
 def schema() -> Any:
-    """Returns the module with the schema's classes."""
+    """Return the module with the schema's classes."""
     return require("ai_edge_litert.schema_py_generated")
 
 
 @cache
 def names_of(enum: str) -> dict[int, str]:
-    """Returns the names of a schema enum's values.
+    """Return the names of a schema enum's values.
 
     Args:
         enum: such as "TensorType".
@@ -33,21 +33,21 @@ def names_of(enum: str) -> dict[int, str]:
 
 
 def root(model: bytes) -> Any:
-    """Returns the flatbuffer's ``Model``, whose fields are read when asked for.
+    """Return the flatbuffer's ``Model``, whose fields are read when asked for.
 
     Raises:
         OdmlError: this is no .tflite.
     """
     if len(model) < 8 or model[4:8] != IDENTIFIER:
         raise OdmlError(
-            f"These {len(model)} bytes are no .tflite: bytes 4 to 8 are {bytes(model[4:8])!r},"
-            f" not {IDENTIFIER!r}."
+            f"Bytes 4 to 8 of a .tflite must be {IDENTIFIER!r}, got {bytes(model[4:8])!r} in "
+            f"{len(model)} bytes."
         )
     return schema().Model.GetRootAs(model, 0)
 
 
 def unpack(model: bytes) -> Any:
-    """Returns the model as a ``ModelT``, an object whose fields can be changed.
+    """Return the model as a ``ModelT``, whose fields can be changed.
 
     Data that lies behind the flatbuffer, at an offset, is moved into it.
 
@@ -69,7 +69,7 @@ def unpack(model: bytes) -> Any:
 
 
 def pack(model: Any) -> bytes:
-    """Returns a ``ModelT`` as the bytes of a .tflite.
+    """Return a ``ModelT`` as the bytes of a .tflite.
 
     Raises:
         OdmlError: it is larger than a flatbuffer can be, 2 GiB.
@@ -81,7 +81,9 @@ def pack(model: Any) -> bytes:
         model.buffers = [_Aligned(one.data) for one in kept]
         builder.Finish(model.Pack(builder), file_identifier=IDENTIFIER)
     except flatbuffers.builder.BuilderSizeError as error:
-        raise OdmlError(f"The model's {size} bytes of constants are more than 2 GiB.") from error
+        raise OdmlError(
+            f"Constants must take at most 2 GiB, got {size} bytes. Quantize more parameters."
+        ) from error
     finally:
         model.buffers = kept
     return bytes(builder.Output())

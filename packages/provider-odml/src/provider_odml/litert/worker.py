@@ -1,4 +1,4 @@
-"""Turns StableHLO into a .tflite, in a process of its own. Run as a script, never imported.
+"""Turns StableHLO into a .tflite, in a separate process. Run as a script, never imported.
 
 A folder is its only argument. It has ``job.json`` and the programs; what comes out is
 ``model.tflite``, or ``error.json``. Imports litert_converter and the standard library alone.
@@ -33,7 +33,7 @@ class Failure(Exception):
 
 
 def main(folder: Path) -> int:
-    """Runs the job of a folder. Returns the exit status."""
+    """Run the job of a folder. Return the exit status."""
     job = json.loads((folder / "job.json").read_text())
     messages: list[str] = []
     fields: dict[str, Any]
@@ -67,7 +67,7 @@ def main(folder: Path) -> int:
 
 
 def convert(folder: Path, job: Any, context: Any) -> bytes:
-    """Returns all programs as one .tflite."""
+    """Return all programs as one .tflite."""
     modules = [lower(folder, program, job["strict"], context) for program in job["programs"]]
     module = modules[0]
     if len(modules) > 1:
@@ -83,7 +83,7 @@ def convert(folder: Path, job: Any, context: Any) -> bytes:
 
 
 def lower(folder: Path, program: Any, strict: bool, context: Any) -> Any:
-    """Returns a program as a module of TFLite operations."""
+    """Return a program as a module of TFLite operations."""
     name, inputs, outputs = program["name"], program["inputs"], program["outputs"]
     try:
         artifact = (folder / program["file"]).read_bytes()
@@ -110,7 +110,7 @@ def lower(folder: Path, program: Any, strict: bool, context: Any) -> Any:
 
 
 def prefix_private(module: Any, name: str) -> Any:
-    """Makes the private functions' names the program's own. Returns the public function."""
+    """Make the private functions' names the program's own. Return the public function."""
     entry = None
     for one in list(module.body.operations):
         symbol = ir.StringAttr(one.attributes["sym_name"]).value
@@ -126,7 +126,7 @@ def prefix_private(module: Any, name: str) -> Any:
 
 
 def left_over(module: Any) -> list[str]:
-    """Returns the operations that are no TFLite operations, with their names in the program."""
+    """Return the operations that are not TFLite's, by name."""
     found: dict[str, None] = {}
 
     def look(op: Any) -> Any:
@@ -142,7 +142,7 @@ def left_over(module: Any) -> list[str]:
 
 
 def name_of(location: Any) -> str:
-    """Returns where in the program a location is: its name stack, else its file and line."""
+    """Return where in the program a location is: its name stack, else its file and line."""
     text = str(location)
     names = re.findall(r'"([^"]*)"\(', text)
     line = re.search(r'"([^"]+)":(\d+):\d+', text)
@@ -155,7 +155,7 @@ def name_of(location: Any) -> str:
 
 
 def outline_loops(module: Any, name: str) -> None:
-    """Moves the regions of loops into functions, as the exporter wants them.
+    """Move the regions of loops into functions, as the exporter wants them.
 
     The converter's own passes leave the regions where they are, and it then can't export them.
     """
@@ -172,7 +172,7 @@ def outline_loops(module: Any, name: str) -> None:
 
 
 def outline(module: Any, loop: Any, name: str) -> None:
-    """Makes functions of one loop's condition and body."""
+    """Make functions of one loop's condition and body."""
     captured = capture(loop)
     operands = [*loop.operands, *captured]
     types, location = [value.type for value in operands], loop.location
@@ -213,7 +213,7 @@ def outline(module: Any, loop: Any, name: str) -> None:
 
 
 def capture(loop: Any) -> list[Any]:
-    """Returns what a loop uses from outside. Constants are copied into it instead."""
+    """Return what a loop uses from outside. Constants are copied into it instead."""
     captured: list[Any] = []
     for region in loop.regions:
         block = region.blocks[0]
@@ -235,7 +235,7 @@ def capture(loop: Any) -> list[Any]:
 
 
 def all_in(block: Any) -> list[Any]:
-    """Returns the operations of a block, and those within them."""
+    """Return the operations of a block, and those within them."""
     found: list[Any] = []
 
     def look(op: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def save(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Writes a file under a temporary name beside it, then renames it.
+    """Write a file under a temporary name beside it, then renames it.
 
     Args:
         path: where to; what is there is replaced.
@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], data: bytes) -> Path:
 
 
 def _umask() -> int:
-    # Read by setting it: there is no other portable way.
+    # Read by setting it: no other way is portable.
     value = os.umask(0)
     os.umask(value)
     return value

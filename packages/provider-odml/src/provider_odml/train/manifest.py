@@ -40,7 +40,7 @@ class Manifest:
 
     @classmethod
     def of(cls, plan: Plan) -> Manifest:
-        """Returns the manifest of a plan's sites: of those whose ranges are found in data."""
+        """Return the manifest of a plan's sites: of those whose ranges are found in data."""
         entries = tuple(
             (key, Entry(site.qtype, site.shape, site.fingerprint))
             for key, site in plan.sites.items()
@@ -49,7 +49,7 @@ class Manifest:
         return cls(entries, jax.__version__)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Return it as JSON values."""
         sites = {
             key: {"qtype": e.qtype, "shape": list(e.shape), "fingerprint": e.fingerprint}
             for key, e in self.entries
@@ -58,7 +58,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Manifest:
-        """Returns what ``as_json`` returned."""
+        """Return what ``as_json`` returned."""
         entries = tuple(
             (key, Entry(e["qtype"], tuple(e["shape"]), e["fingerprint"]))
             for key, e in found["sites"].items()
@@ -66,7 +66,7 @@ class Manifest:
         return cls(entries, found["jax"])
 
     def diff(self, now: Manifest) -> str | None:
-        """Returns how the sites of a program differ from these; None where they don't.
+        """Return how a program's sites differ from these, or None.
 
         Lines begin with ``-`` for what the statistics alone have, with ``+`` for what the
         program alone has, with ``~`` for what has changed.

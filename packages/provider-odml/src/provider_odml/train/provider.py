@@ -80,13 +80,13 @@ class OdmlQatProvider:
         self._engine = PatchEngine(disable_jit=True) if isinstance(found, PatchEngine) else found
 
     def interceptor(self) -> Interceptor:
-        """Returns what a survey of a program taps: the table of operations."""
+        """Return what a survey of a program taps: the table of operations."""
         from ..capture.ops import ops
 
         return Interceptor(dict.fromkeys(ops(), _let_run), key="odml")
 
     def plan(self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Plan:
-        """Finds where the rules quantize the tensors of ``fn``. Nothing is run.
+        """Find where the rules quantize the tensors of ``fn``. Nothing is run.
 
         Args:
             fn: called as ``fn(params, *args, **kwargs)``, ``params`` at ``params_argnum``.
@@ -107,11 +107,11 @@ class OdmlQatProvider:
         plan = decide(graph, self.rules, self._options)
         if plan.problems and self._options.strict:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
-            raise OdmlError(f"The rules can't be followed (strict=True):\n{text}")
+            raise OdmlError(f"Every rule must be followed with strict=True, got:\n{text}")
         return plan
 
     def apply(self, fn: Callable[..., Any]) -> QatModel:
-        """Returns ``fn`` with its tensors rounded as the device will round them."""
+        """Return ``fn`` with its tensors rounded as the device will round them."""
         return QatModel(self, fn)
 
 
@@ -130,7 +130,15 @@ class QatModel:
         return self._provider
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """Finds where the tensors are quantized: arguments are those of the function."""
+        """Find where the tensors are quantized. Nothing is run.
+
+        Args:
+            args: those of the function: arrays or ``jax.ShapeDtypeStruct``.
+            kwargs: its keyword arguments.
+
+        Raises:
+            OdmlError: with ``strict=True``, the rules can't be followed.
+        """
         leaves, treedef = jax.tree.flatten((args, kwargs))
         types = tuple(
             (tuple(leaf.shape), str(leaf.dtype)) if is_array(leaf) else _hashable(leaf)
@@ -142,7 +150,15 @@ class QatModel:
         return self._plans[key]
 
     def init(self, *args: Any, **kwargs: Any) -> QuantStats:
-        """Returns empty statistics. Nothing is run; arguments may be ``jax.ShapeDtypeStruct``."""
+        """Return empty statistics. Nothing is run.
+
+        Args:
+            args: those of the function: arrays or ``jax.ShapeDtypeStruct``.
+            kwargs: its keyword arguments.
+
+        Raises:
+            OdmlError: with ``strict=True``, the rules can't be followed.
+        """
         return QuantStats.empty(self.plan(*args, **kwargs), self._provider.average)
 
     def __call__(
@@ -152,13 +168,16 @@ class QatModel:
         update_quant_stats: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Runs the function.
+        """Run the function.
 
         Args:
             args: its arguments.
             quant_stats: the statistics, which change in place; None takes each tensor's own range.
             update_quant_stats: False leaves them as they are: in evaluation.
             kwargs: its keyword arguments.
+
+        Raises:
+            OdmlError: ``quant_stats`` is something else, or lacks a site of this program.
         """
         check_statistics("quant_stats", quant_stats)
         runtime = Training(quant_stats, update_quant_stats)
@@ -172,17 +191,21 @@ class QatModel:
         update_quant_stats: bool = True,
         **kwargs: Any,
     ) -> tuple[Any, jax.Array]:
-        """Runs the function with statistics as an explicit argument.
+        """Run the function with statistics as an explicit argument.
 
         Args:
             stats: what ``init`` returned: says what the sites are, and isn't changed.
-            state: the sums and counts: at first ``stats.state``.
+            state: sums and counts, float32[rows, 3]; at first ``stats.state``.
             args: the arguments of the function.
-            update_quant_stats: as in a call.
+            update_quant_stats: False returns the state as it is.
             kwargs: keyword arguments of the function.
 
         Returns:
-            The result, and the new state.
+            The result, and the new state, float32[rows, 3].
+
+        Raises:
+            OdmlError: ``stats`` is something else, or lacks a site of this program.
+            ManifestError: the state has another shape.
         """
         if stats is None:
             raise OdmlError("stats must be what init or calibrate returned, got None.")
@@ -192,17 +215,18 @@ class QatModel:
         return out, own.state
 
     def calibrate(self, params: Any, batches: Iterable[Sequence[Any]]) -> QuantStats:
-        """Measures the ranges of the float model, batch by batch, with a progress bar.
+        """Measure the ranges of the float model, batch by batch.
 
         Args:
-            params: the parameters.
-            batches: each the other arguments of a call, as a tuple.
+            params: the parameters: a pytree of arrays.
+            batches: for each batch the other arguments of a call, as a tuple. A bar shows how
+                far it is.
 
         Returns:
-            The statistics, for ``export`` or for training to begin with.
+            The statistics, for ``export`` or as the start of training.
 
         Raises:
-            OdmlError: there is no batch, or one that is not a tuple.
+            OdmlError: batches are empty, or one of them is not a tuple.
         """
         from tqdm import tqdm
 
@@ -225,9 +249,9 @@ class QatModel:
             except NotImplementedError as error:
                 if "both cond and body" in str(error):
                     raise OdmlError(
-                        "The condition of a while_loop reads a tensor that is quantized, and JAX "
-                        "lets no condition update statistics. Give what the condition computes a "
-                        "rule without qtypes, by a jax.named_scope around it."
+                        "The condition of a while_loop must not read a quantized tensor: JAX lets "
+                        "no condition update statistics. Give what it computes a rule without "
+                        "qtypes, by a jax.named_scope around it."
                     ) from error
                 raise
 
@@ -244,7 +268,7 @@ class QatModel:
             stats = self.init(*args) if stats is None else stats
             jax.block_until_ready(run(tuple(args), stats))
         if stats is None:
-            raise OdmlError("There is nothing to calibrate from: batches is empty.")
+            raise OdmlError("batches must have at least one tuple of arguments, got none.")
         return stats
 
     def _run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -260,7 +284,7 @@ class QatModel:
 def qat(
     fn: Callable[..., Any], rules: OdmlRule | Iterable[OdmlRule] = (INT8,), **options: Any
 ) -> QatModel:
-    """Returns ``fn`` with its tensors rounded as LiteRT will round them.
+    """Return ``fn`` with its tensors rounded as LiteRT will round them.
 
     It is an ordinary function: put ``jax.jit``, ``jax.grad``, ``jax.vmap``, ``jax.checkpoint`` or
     a whole train step around it.
@@ -290,7 +314,7 @@ def _range(name: str, given: Any) -> tuple[float, float] | None:
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be None or (lower, upper), got {given!r}.") from None
     if not (lower <= 0 <= upper and lower < upper and math.isfinite(upper - lower)):
-        raise ValueError(f"{name} must be finite, hold 0 and be no point, got {given!r}.")
+        raise ValueError(f"{name} must be finite, hold 0 and have lower < upper, got {given!r}.")
     return lower, upper
 
 

@@ -63,14 +63,14 @@ class Training(Runtime):
         self._seen.set(nothing)
 
     def forget(self) -> None:
-        """Forgets the statistics: the model has been run."""
+        """Forget the statistics: the model has been run."""
         self._stats = self._before = self._seen = None
         self._rows = {}
 
     def activation(
         self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
     ) -> jax.Array:
-        """Returns a tensor on the grid of its site."""
+        """Return a tensor on the grid of its site."""
         if use.device_only:
             return x
         stats = self._stats
@@ -114,7 +114,7 @@ class Training(Runtime):
         return out
 
     def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
-        """Returns a parameter on its own grid."""
+        """Return a parameter on its own grid."""
         if self._calibrating:
             return x if not (isinstance(use, ConstantUse) and use.inverted) else 1 / x
         match use:
@@ -127,20 +127,20 @@ class Training(Runtime):
         raise AssertionError(use)
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Runs an operation."""
+        """Run an operation."""
         if inverted(decision):
             return args[0] * args[1]
         return call.proceed(*args, **kwargs)
 
     def _row(self, stats: QuantStats, site: Site, call: OpCall) -> Any:
-        """Return the row of a site, of this step; None where the step is not known."""
+        """Return the row of a site's step; None for unknown steps."""
         try:
             row, steps = self._rows[site.key], stats.steps(site.key)
         except KeyError:
             raise OdmlError(
-                f"There are no statistics for {site.key}, only for {len(stats)} other "
-                "sites: they were made for another program, or for other rules. Make them with "
-                "init(params, ...) of this model."
+                f"quant_stats must be those of this program and its rules, got those of "
+                f"{len(stats)} sites without {site.key}. Make them with init(params, ...) of this "
+                "model."
             ) from None
         if not steps:
             return row

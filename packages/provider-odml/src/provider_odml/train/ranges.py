@@ -42,20 +42,20 @@ class How:
 
     @classmethod
     def of(cls, site: Site, symmetric: bool, decay: float | None, batch: tuple[int, ...]) -> How:
-        """Returns how a site's tensor is quantized; ``batch`` is for rules that say nothing."""
+        """Return how a site's tensor is quantized."""
         symmetric = symmetric or site.is_symmetric
         axes = batch if site.batch_axes is None else site.batch_axes
         return cls(site.qtype, site.method, axes, symmetric, decay, site.fixed)
 
 
 def calibration_of(row: jax.Array, decay: float | None, symmetric: bool) -> qn.Calibration:
-    """Returns the average that a row of statistics, or each of several, stands for."""
+    """Return the average of rows of statistics."""
     lower, upper = _average(row, decay)
     return qn.Calibration(None if symmetric else lower, upper)
 
 
 def _average(row: jax.Array, decay: float | None) -> tuple[jax.Array, jax.Array]:
-    """Returns the average bounds, float32."""
+    """Return the average bounds, float32."""
     total_lower, total_upper, count = (row[..., i] for i in range(3))
     weight = count if decay is None else 1.0 - jnp.float32(decay) ** count
     weight = jnp.maximum(weight, jnp.float32(1.0 if decay is None else 1.0 - decay))
@@ -63,7 +63,7 @@ def _average(row: jax.Array, decay: float | None) -> tuple[jax.Array, jax.Array]
 
 
 def joined_row(rows: jax.Array, decay: float | None) -> jax.Array:
-    """Return a row of statistics whose average holds those of all rows that have seen anything.
+    """Return a row whose range holds those of all seen rows.
 
     Args:
         rows: float32[..., 3].
@@ -80,7 +80,7 @@ def joined_row(rows: jax.Array, decay: float | None) -> jax.Array:
 
 
 def _observed(x: jax.Array, how: How) -> jax.Array:
-    """Returns the bounds of a tensor, float32[2].
+    """Return the bounds of a tensor, float32[2].
 
     The mean over the batch axes of the extremes over the others. Under ``vmap`` the mapped axis
     is a batch axis too, and the range one for all of it.
@@ -137,7 +137,7 @@ def at_site(
     quantize: bool,
     before: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Rounds a tensor to the codes of its range, and back.
+    """Round a tensor to the quantized values of its range.
 
     The derivative is that of clipping to the range (Bengio et al. 2013, arXiv:1308.3432, and
     section 3 of arXiv:1712.05877).
@@ -156,7 +156,7 @@ def at_site(
     """
     # The barriers are for XLA on CPU, whose compile time is a few milliseconds for each kernel,
     # however small. This one: else it computes what made the tensor again for each of the minimum,
-    # the maximum, the codes and the mask of the gradient.
+    # the maximum, the rounded values and the mask of the gradient.
     x = lax.optimization_barrier(x)
     if how.fixed is not None:
         lower, upper = map(jnp.float32, how.fixed)
@@ -224,20 +224,20 @@ def _rounded_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def fake_quant_weight(x: jax.Array, use: WeightUse) -> jax.Array:
-    """Rounds a parameter to the codes of its own ranges, straight through."""
+    """Round a parameter to the ranges of its channels, straight through."""
     return qn.fake_quant(x, use.qtype, channel_axes=use.channel_axes, method=use.method)
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def fake_quant_constant(x: jax.Array, use: ConstantUse) -> jax.Array:
-    """Rounds a constant to the codes of its own range, straight through."""
+    """Round a constant to its range, straight through."""
     method = "minmax" if use.qtype == "int8" else "absmax"
     return qn.fake_quant(x, use.qtype, method=method)
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def fake_quant_dynamic(x: jax.Array, use: DynamicUse) -> jax.Array:
-    """Rounds the rows of an activation to the codes of their own ranges, straight through.
+    """Round each row of an activation to its range, straight through.
 
     With a zero point for each row, as LiteRT's XNNPACK kernels (``qd8``) do.
     """

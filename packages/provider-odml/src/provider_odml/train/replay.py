@@ -1,4 +1,4 @@
-"""Running a program again with its tensors quantized where a plan says so."""
+"""Running a program with its tensors quantized as planned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Runtime(abc.ABC):
     def activation(
         self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
     ) -> jax.Array:
-        """Returns a tensor quantized with the range of its site.
+        """Return a tensor quantized with the range of its site.
 
         Args:
             x: the tensor.
@@ -40,7 +40,7 @@ class Runtime(abc.ABC):
 
     @abc.abstractmethod
     def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
-        """Returns a parameter, a constant or the input of a dynamic product, quantized.
+        """Return a quantized parameter, constant or input of a dynamic contraction.
 
         Args:
             x: the array.
@@ -49,7 +49,7 @@ class Runtime(abc.ABC):
         """
 
     def enter(self, decision: Decision, x: jax.Array) -> jax.Array:
-        """Returns the input of a marked operation, as what is between the marks gets it."""
+        """Return the input of a marked operation, as its body gets it."""
         return x
 
     def taken(self, call: OpCall, args: tuple) -> jax.Array:
@@ -57,14 +57,14 @@ class Runtime(abc.ABC):
         return call.proceed(*args)
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Runs an operation on what was made of its operands."""
+        """Run an operation on what was made of its operands."""
         return call.proceed(*args, **kwargs)
 
 
 def replay(
     engine: Engine, fn: Callable[..., Any], plan: Plan, runtime: Runtime
 ) -> Callable[..., Any]:
-    """Returns ``fn`` with its tensors quantized where the plan says so."""
+    """Return ``fn`` with its tensors quantized where the plan says so."""
     handler = _Handler(plan, runtime)
     active = {d.node.op.target for d in plan.decisions.values() if handler.acts(d)}
     begins = {f"{target}_begin" for target in active}
@@ -88,7 +88,7 @@ class _Handler:
         self._begins = {d.node.begin: d for d in plan.decisions.values() if d.node.begin}
 
     def acts(self, decision: Decision) -> bool:
-        """Returns whether anything is done at an operation."""
+        """Return whether anything is done at an operation."""
         if decision.is_active or decision.fused:
             return True
         return (
@@ -139,6 +139,6 @@ class _Handler:
 
 
 def inverted(decision: Decision) -> bool:
-    """Returns whether an operation divides by a constant whose inverse is quantized."""
+    """Return whether an operation divides by a constant whose inverse is quantized."""
     use = decision.inputs.get(1)
     return isinstance(use, ConstantUse) and use.inverted

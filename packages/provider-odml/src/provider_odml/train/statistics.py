@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class SiteStatistics:
-    """The statistics of one site, as they were when they were asked for.
+    """The statistics of one site, a snapshot.
 
     Attributes:
         row: weighted sums of the bounds and how many were added: float32[3]; float32[steps, 3]
@@ -63,7 +63,7 @@ class SiteStatistics:
 
     @property
     def count(self) -> jax.Array:
-        """How many ranges were added, int32; of steps that saw different numbers the most."""
+        """The number of ranges added, int32; of several steps, the most."""
         return jnp.max(self.row[..., 2]).astype(jnp.int32)
 
     def calibration(self) -> qn.Calibration:
@@ -71,7 +71,7 @@ class SiteStatistics:
         return calibration_of(self.row, self.average.decay, self.symmetric)
 
     def at(self, index: Sequence[int]) -> SiteStatistics:
-        """Return the statistics of a step; joined ones if there are none of it.
+        """Return the statistics of a step, or else the joined ones.
 
         Args:
             index: the number of the step in each loop, the outermost first.
@@ -85,7 +85,7 @@ class SiteStatistics:
 
 
 class QuantStats(Mapping[str, SiteStatistics]):
-    """The statistics of a model's tensors, by site, with the manifest of the sites.
+    """The statistics of a model's tensors by site, with their manifest.
 
     A pytree of one ``hijax_trace.Box``: what runs under ``jit``, ``grad``, ``scan`` or ``remat``
     changes it in place. ``state`` is the same as a plain array, float32[rows, 3]: a row for each
@@ -120,7 +120,7 @@ class QuantStats(Mapping[str, SiteStatistics]):
 
     @classmethod
     def empty(cls, plan: Plan, average: qn.MovingAverage) -> QuantStats:
-        """Returns statistics of nothing for a plan's sites without a fixed range."""
+        """Return statistics of nothing for a plan's sites without a fixed range."""
         sites = {
             key: Kept(_symmetric(site), site.steps)
             for key, site in plan.sites.items()
@@ -140,24 +140,24 @@ class QuantStats(Mapping[str, SiteStatistics]):
         return len(self._sites)
 
     def row(self, key: str) -> int:
-        """Returns the row of a site in the state: the first of its steps. Raises KeyError."""
+        """Return the row of a site in the state: the first of its steps. Raise KeyError."""
         return self._first[key]
 
     def steps(self, key: str) -> tuple[int, ...]:
-        """Return how many steps of loops a site has a range for each of. Raises KeyError."""
+        """Return the lengths of the loops with a range per step."""
         return self._sites[key].steps
 
     def is_symmetric(self, key: str) -> bool:
-        """Returns whether the range of a site is symmetric. Raises KeyError."""
+        """Return whether the range of a site is symmetric. Raise KeyError."""
         return self._sites[key].symmetric
 
     @property
     def state(self) -> jax.Array:
-        """Sums of lower and upper bounds, and counts: float32[rows, 3], in the sites' order."""
+        """Sum of lower and upper bounds, and counts: float32[rows, 3], in the sites' order."""
         return self.box.get()
 
     def with_state(self, state: jax.Array) -> QuantStats:
-        """Returns statistics of the same sites, with other sums and counts, in a Box of their own.
+        """Return statistics of the same sites with another state.
 
         Raises:
             ManifestError: the state is of another number of sites.
@@ -170,7 +170,7 @@ class QuantStats(Mapping[str, SiteStatistics]):
         return QuantStats(self._sites, self.average, self.manifest, jnp.asarray(state))
 
     def to_json(self) -> str:
-        """Returns the statistics and the manifest as JSON text."""
+        """Return the statistics and the manifest as JSON text."""
         state = np.asarray(jax.device_get(self.state))
         sites = {}
         for key, kept in self._sites.items():
@@ -184,10 +184,10 @@ class QuantStats(Mapping[str, SiteStatistics]):
 
     @classmethod
     def from_json(cls, text: str) -> QuantStats:
-        """Returns what ``to_json`` wrote.
+        """Return what ``to_json`` wrote.
 
         Raises:
-            ManifestError: it is no such text.
+            ManifestError: the text is something else.
         """
         try:
             found = json.loads(text)
@@ -196,7 +196,7 @@ class QuantStats(Mapping[str, SiteStatistics]):
             kept = {key: Kept.from_json(site) for key, site in sites.items()}
             rows = [_rows(site, kept[key]) for key, site in sites.items()]
             if set(sites) != {key for key, _ in manifest.entries}:
-                raise ValueError("the manifest has other sites than the statistics")
+                raise ValueError("the manifest must have the sites of the statistics, got others")
             return cls(
                 kept,
                 qn.MovingAverage(found["decay"]),
@@ -205,18 +205,18 @@ class QuantStats(Mapping[str, SiteStatistics]):
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ManifestError(
-                f"These are no statistics as QuantStats.to_json writes them: {error!r}."
+                f"The text must be what QuantStats.to_json writes, got another: {error!r}."
             ) from error
 
     def save(self, path: Any) -> None:
-        """Writes them to a file, all or nothing."""
+        """Write them to a file, all or nothing."""
         from ..litert import save
 
         save(path, self.to_json().encode())
 
     @classmethod
     def load(cls, path: Any) -> QuantStats:
-        """Reads what ``save`` wrote. Raises ManifestError as ``from_json``."""
+        """Read what ``save`` wrote. Raise ManifestError as ``from_json``."""
         return cls.from_json(Path(path).read_bytes().decode(errors="replace"))
 
     def __repr__(self) -> str:
@@ -245,9 +245,11 @@ def _rows(site: Mapping[str, Any], kept: Kept) -> np.ndarray:
     columns = [np.asarray(site[name], np.float32) for name in ("lower", "upper", "count")]
     rows, counts = np.stack(columns, -1), columns[-1]
     if rows.shape != (*kept.steps, 3) or not np.isfinite(rows).all():
-        raise ValueError(f"sums are finite, one for each of {kept.steps} steps; got {dict(site)}")
+        raise ValueError(
+            f"sums must be finite, one for each of {kept.steps} steps, got {dict(site)}"
+        )
     if (counts < 0).any() or (counts != np.trunc(counts)).any():
-        raise ValueError(f"counts are whole numbers from 0 on; got {dict(site)}")
+        raise ValueError(f"counts must be whole numbers from 0 on, got {dict(site)}")
     return rows.reshape(-1, 3)
 
 

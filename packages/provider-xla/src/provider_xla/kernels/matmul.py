@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from interception_core import get_op
 
 from ..program.contractions import Contraction, Matmul, RaggedMatmul
 from ..program.granularity import tile_elements
+from ..program.record import choice
 from .mapped import mapped_contraction
 from .packed import PrepackedWeight
 
@@ -25,6 +26,20 @@ _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 GROUPS = "_groups"
 """The end of the name of an op's kernel for rows in groups, each with its own weight."""
+
+
+class Rotation(NamedTuple):
+    """How rows of an activation are rotated: signs, then Hadamard matrices of blocks.
+
+    Attributes:
+        signs: int8 [K].
+        block: numbers of a block, a power of two.
+        axes: of the weight, those that make K, in that order.
+    """
+
+    signs: jax.Array
+    block: int
+    axes: tuple[int, ...]
 
 
 class NoKernel(Exception):
@@ -154,6 +169,7 @@ def multiply(
     weight: PrepackedWeight,
     side: int,
     extras: Sequence[jax.Array] = (),
+    rotation: Rotation | None = None,
 ) -> jax.Array:
     """Return a contraction with a packed weight, by a kernel's op.
 
@@ -165,6 +181,7 @@ def multiply(
         weight: the other operand.
         side: which operand the weight is.
         extras: of a ragged matmul, the sizes of groups.
+        rotation: what the op does to ``x`` first, if anything.
 
     Raises:
         NoKernel: the op doesn't compute this.
@@ -192,16 +209,21 @@ def multiply(
         return op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, rows)
 
     op(math.prod(kept))  # raises where there is none, whatever the rows
+    if rotation is not None:
+        _check_rotation(rotation, op(math.prod(kept)), x, kept, weight)
     pairs = dict(layout.pairs)
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
 
     def run(rows: jax.Array, stored: Any) -> jax.Array:
-        packed, index = stored
+        packed, options = stored
         found = op(math.prod(rows.shape[:-1]))
-        return get_op(found)(rows, packed, out_dtype=dtype, index=index)
+        return get_op(found)(rows, packed, out_dtype=dtype, **options, **static)
 
-    stored = weight.packed, weight.index
+    options, static = {"index": weight.index}, {}
+    if rotation is not None:
+        options, static = options | {"signs": rotation.signs}, {"rotation": rotation.block}
+    stored = weight.packed, options
     y = mapped_contraction(run, weight.n_sizes, weight.gone)(rows, stored, weight.places)
     if weight.misses:
         y = jnp.where(weight.index < 0, jnp.asarray(jnp.nan, y.dtype), y)
@@ -209,6 +231,24 @@ def multiply(
     columns = sorted(left, key=lambda part: places[part])
     order = [*range(len(kept)), *(len(kept) + left.index(part) for part in columns)]
     return y.transpose([order[place] for place in layout.result])
+
+
+def _check_rotation(
+    rotation: Rotation, op: str, x: jax.Array, kept: Sequence[int], weight: PrepackedWeight
+) -> None:
+    """Raise NoKernel where the kernel of an op can't rotate the rows that it reads."""
+    packed, k = weight.packed, math.prod(weight.k_sizes)
+    if not getattr(packed, "rotates", False):
+        raise NoKernel("its package has no rotations")
+    places = [weight.order.index(part) for part in range(len(weight.k_sizes))]
+    if tuple(places) != rotation.axes:
+        raise NoKernel("it was packed in another order than it was rotated in")
+    rows = jax.ShapeDtypeStruct((math.prod(kept), k), x.dtype)
+    qvalue = jax.ShapeDtypeStruct((k, math.prod(weight.n_sizes)), jnp.int8)
+    question = packed.question | {"rotation": rotation.block}
+    kernel, why = choice(op, weight.platform, (rows, qvalue), **question)
+    if kernel is None:
+        raise NoKernel(str(why))
 
 
 def _multiply_groups(

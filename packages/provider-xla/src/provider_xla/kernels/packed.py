@@ -39,7 +39,8 @@ class PrepackedWeight(ArrayProxy):
             that begin with the leading axes. ``unpack()`` gives quantized values, int8
             [*lead, K, N], and scales, float32 [*lead, K / group, N]; ``panel`` is the columns that
             are packed together, ``question`` what kernels are asked about it, and
-            ``matmul_op(rows, quantizes=)`` the op that multiplies with it.
+            ``matmul_op(rows, quantizes=)`` the op that multiplies with it. Where ``rotates`` is
+            there and true, its ops take ``signs=`` and ``rotation=``.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).
         k_sizes: of the contracted axes, in the order in which they make K (static).

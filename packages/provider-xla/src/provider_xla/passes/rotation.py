@@ -21,10 +21,10 @@ class Hadamard(Pass):
     The contraction stays what it is, and no channel stands out any more, in the activation or in
     the parameter (incoherence: Tseng et al. 2024, QuIP#, arXiv:2402.04396, section 3; Ashkboos et
     al. 2024, QuaRot, arXiv:2404.00456). The activation is rotated at the contraction: it costs
-    K * log2(block) operations a row, beside the contraction's K * N, in passes over the activation
-    that integer contractions are fast enough to feel: rotate where there are outliers, in blocks
-        that
-    are no larger than it takes.
+    K * log2(block) operations a row, beside the contraction's K * N. A kernel that quantizes rows
+    may rotate them, too; XLA's rotations are passes over the activation that integer contractions
+    are fast enough to feel: rotate where there are outliers, in blocks that are no larger than it
+    takes.
 
     Attributes:
         block: channels that are mixed with each other, a power of two; None for the largest that

@@ -1,19 +1,25 @@
-"""Attention over an int8 cache: kernels read values and scales."""
+"""Attention over a cache: kernels read it where it lies.
+
+A cache that is carried as int8 is read as quantized values and scales. One that a program
+transposes for its attention is read in the order that it has in memory. One that a program takes
+out of the caches of all layers, by an index, is read in their stack. XLA would copy what a kernel
+reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from hijax_trace import untransposed
+from hijax_trace import is_same, unsliced, untransposed
 from interception_core import OpCall
 
 ATTENTION = "decode_attention"
-"""The op that reads int8 caches with one scale for each head and position."""
+"""The op that reads stacks of caches, and int8 ones with a scale for each head and position."""
 
 
 def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,22 +31,31 @@ def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> C
         op: computes attention of floats, ``[batch, length, heads, size]``, or of int8 with scales.
     """
     caches = [call.proxy(array) for array in arrays[1:]]
-    if not all(map(_is_read, caches)):
+    is_int8 = all(map(_is_read, caches))
+    if not is_int8 and any(cache is not None for cache in caches):
         return op
-    is_transposed = all(map(_has_heads_first, caches))
-    (keys, key_scale), (values, value_scale) = (_flat(one, is_transposed) for one in caches)
+    names = ("qvalue", "scale") if is_int8 else ()
+    parts = [getattr(cache, name) for name in names for cache in caches] or list(arrays[1:])
+    lying = list(map(_lying, parts))
+    if len({one.heads_first for one in lying}) > 1:
+        lying = [_Lying(part, False, unsliced(part)) for part in parts]
+    heads_first, stack = lying[0].heads_first, _stack(lying)
+    if not (is_int8 or heads_first or stack):
+        return op
+    index, held = stack or (None, [one.array for one in lying])
+    lead = 0 if index is None else 1
+    keys, values = (x.reshape(*x.shape[:lead], -1, *x.shape[-3:]) for x in held[:2])
+    given: dict[str, Any] = {"heads_first": heads_first}
+    if index is not None:
+        given["index"] = index
+    if is_int8:
+        scales = (_scale(x, of, lead) for x, of in zip(held[2:], held[:2], strict=True))
+        given |= dict(zip(("key_scale", "value_scale"), scales, strict=True))
 
     def attend(query: Any, key: Any, value: Any, length: Any, **options: Any) -> Any:
-        options |= {"key_scale": key_scale, "value_scale": value_scale}
-        return op(query, keys, values, length, **{**options, "heads_first": is_transposed})
+        return op(query, keys, values, length, **{**options, **given})
 
     return attend
-
-
-def _has_heads_first(cache: qn.QArray) -> bool:
-    """Return whether a cache has heads before positions in memory."""
-    rank = len(cache.shape)
-    return untransposed(cache.qvalue)[1] == (*range(rank - 3), rank - 2, rank - 3, rank - 1)
 
 
 def _is_read(cache: Any) -> bool:
@@ -52,11 +67,43 @@ def _is_read(cache: Any) -> bool:
     return cache.scale.shape[-1] == 1 or cache.shape[-1] == 1
 
 
-def _flat(cache: qn.QArray, is_transposed: bool) -> tuple[jax.Array, jax.Array]:
-    """Return values and scales with one batch axis, in memory order."""
-    values, scale = cache.qvalue, cache.scale
-    if is_transposed:
-        values, scale = jnp.swapaxes(values, -2, -3), jnp.swapaxes(scale, -2, -3)
-    positions = jnp.broadcast_to(scale[..., 0], values.shape[:-1])
-    rows = values.shape[-3:]
-    return values.reshape(-1, *rows), positions.reshape(-1, *rows[:-1])
+class _Lying(NamedTuple):
+    """A part of a cache as it lies in memory.
+
+    Attributes:
+        array: ``[..., heads, positions, size]`` or ``[..., positions, heads, size]``.
+        heads_first: which of the two.
+        stack: the array that it is one of along the first axis, and its index; None for none.
+    """
+
+    array: Any
+    heads_first: bool
+    stack: tuple[Any, Any] | None
+
+
+def _lying(part: Any) -> _Lying:
+    """Return ``[..., positions, heads, size]`` as it lies in memory."""
+    array, order = untransposed(part)
+    rank = len(order)
+    heads_first = order == (*range(rank - 3), rank - 2, rank - 3, rank - 1)
+    array = array if heads_first else part
+    return _Lying(array, heads_first, unsliced(array))
+
+
+def _stack(lying: Sequence[_Lying]) -> tuple[Any, list[Any]] | None:
+    """Return the index of a cache in stacks, and these, or None."""
+    if any(one.stack is None for one in lying):
+        return None
+    stacks = [one.stack for one in lying if one.stack is not None]
+    _, index = stacks[0]
+    # Scales that are shared would be repeated for all layers.
+    whole = all(one.array.shape[:-1] == lying[0].array.shape[:-1] for one in lying)
+    if not whole or not all(is_same(index, other) for _, other in stacks):
+        return None
+    return index, [stack for stack, _ in stacks]
+
+
+def _scale(scale: jax.Array, values: jax.Array, lead: int) -> jax.Array:
+    """Return scales with one batch axis after the ``lead`` ones."""
+    rows = jnp.broadcast_to(scale[..., 0], values.shape[:-1])
+    return rows.reshape(*rows.shape[:lead], -1, *rows.shape[-2:])

@@ -74,19 +74,24 @@ def quantized_contraction(
     """
 
     def unpacked(operands: Operands) -> list[Any]:
-        return [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in operands]
+        found = transformed(contraction, operands)
+        return [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in found]
 
     # All arrays are arguments: a derivative's rule can't close over those of a trace.
     def quantized(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
     ) -> jax.Array:
-        for side, weight in enumerate(operands):
-            if isinstance(weight, PrepackedWeight):
-                other, static = operands[1 - side], calibrations[1 - side] is not None
+        # With a rotation in the kernel, or else before it.
+        for given in (operands, transformed(contraction, operands)):
+            for side, held in enumerate(given):
+                rotation, weight, x = None, held, given[1 - side]
+                if isinstance(held, TransformedWeight):
+                    weight, rotation = held.inner, held.rotation(contraction, side, x.shape)
+                if not isinstance(weight, PrepackedWeight):
+                    continue
+                how, static = hows[1 - side], calibrations[1 - side] is not None
                 try:
-                    return multiply(
-                        contraction, hows[1 - side], static, other, weight, side, extras
-                    )
+                    return multiply(contraction, how, static, x, weight, side, extras, rotation)
                 except NoKernel:
                     continue
         sides = []
@@ -106,10 +111,10 @@ def quantized_contraction(
     ) -> jax.Array:
         return contraction.run(*unpacked(operands), *extras)
 
-    # Before, not within: the activation is transformed exactly, and so are its derivatives.
-    lhs, rhs = transformed(contraction, (lhs, rhs))
+    # The activation is transformed exactly, and so are its derivatives.
+    lhs, rhs = transformed(contraction, (lhs, rhs), but_rotated=True)
     (lhs, rhs), lacks = without_minimum(contraction, (lhs, rhs))
-    stored = any(isinstance(x, qn.QArray | PrepackedWeight) for x in (lhs, rhs))
+    stored = any(isinstance(x, Stored) for x in (lhs, rhs))
     # The backward pass dequantizes again: kept for it would be a float array for each step of a
     # scan, that is, the float model.
     differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore

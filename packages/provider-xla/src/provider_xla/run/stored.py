@@ -45,13 +45,22 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 
 
-def transformed(contraction: Contraction, operands: Sequence[Any]) -> list[Any]:
-    """Return operands with transformed parameters and activations."""
+def transformed(
+    contraction: Contraction, operands: Sequence[Any], *, but_rotated: bool = False
+) -> list[Any]:
+    """Return operands with transformed parameters and activations.
+
+    Args:
+        contraction: the contraction.
+        operands: activations and stored parameters.
+        but_rotated: whether a rotation that a kernel may do stays with the parameter.
+    """
     found = list(operands)
     for side, held in enumerate(operands):
         if isinstance(held, TransformedWeight):
-            found[1 - side] = held.activation(contraction, side, found[1 - side])
-            found[side] = held.inner
+            first, rotated = held.split() if but_rotated else (held, None)
+            found[1 - side] = first.activation(contraction, side, found[1 - side])
+            found[side] = held.inner if rotated is None else rotated
     return found
 
 

@@ -18,6 +18,8 @@ import quant_numerics as qn
 from hijax_trace import Part
 from interception_core import explicit_mesh, explicit_spec, with_auto_axes
 
+from ..kernels.matmul import Rotation
+from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction, Matmul
 from .affine import AroundStored
 
@@ -198,8 +200,28 @@ class TransformedWeight(AroundStored):
             return None
         return [(axis, pairs[axis]) for axis in k_axes]
 
+    def split(self) -> tuple[TransformedWeight, TransformedWeight | None]:
+        """Return the maps before a last rotation, and that rotation alone.
+
+        A kernel may rotate the activation itself: the second is None where the parameter is not
+        packed for kernels, or the last map is no rotation.
+        """
+        if not isinstance(self.inner, PrepackedWeight) or not isinstance(self.steps[-1], Rotated):
+            return self, None
+        first = dataclasses.replace(self, steps=self.steps[:-1])
+        return first, dataclasses.replace(self, steps=self.steps[-1:])
+
+    def rotation(self, contraction: Contraction, side: int, x_shape: Sequence[int]) -> Rotation:
+        """Return the rotation that it has alone, as a kernel is told of it."""
+        pairs = self.pairs(contraction, side, x_shape)
+        assert pairs is not None
+        (step,) = self.steps
+        return Rotation(step.signs, step.block, tuple(axis for axis, _ in pairs))
+
     def activation(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
         """Return the transformed activation of a contraction, for one that ``pairs`` allows."""
+        if not self.steps:
+            return x
         pairs = self.pairs(contraction, side, x.shape)
         assert pairs is not None
         axes = [axis for _, axis in pairs]

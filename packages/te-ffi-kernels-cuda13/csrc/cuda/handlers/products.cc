@@ -11,6 +11,7 @@ namespace {
 
 template <class Op, bool kQuantizes>
 PackedProduct ProductOf(const Op& given) {
+  if (given.config.rotation != 0) throw invalid_argument("attribute rotation must be 0 on GPUs");
   const PanelLayout& layout = given.config.layout;
   given.buffer.NeedShape({panel_count(given.config.n, layout.columns()), layout.panel_bytes()},
                          "panels and the bytes of one");

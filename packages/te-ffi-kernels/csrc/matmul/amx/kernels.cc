@@ -14,6 +14,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/rotate.inl"
 
 // The most rows of K per instruction that divide all segments: 64 but for odd groups.
 int64_t chunk_of(int64_t segment) {
@@ -102,8 +103,8 @@ void exact8(const Tile& t) {
 
 const Kernels& amx_kernels() {
   static constexpr Kernels kKernels = {
-      2,       1024,           16,   true,   exact8, scaled8, paired8, expand_panel<8>, nullptr,
-      quantize_row, quantize_pairs, finish, release};
+      2,       1024,           16,   true,   false, exact8, scaled8, paired8, expand_panel<8>, nullptr,
+      rotate_row, quantize_row, quantize_pairs, finish, release};
   return kKernels;
 }
 

@@ -13,6 +13,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/rotate.inl"
 
 constexpr int64_t kAhead = 1024;  // bytes
 
@@ -260,11 +261,13 @@ const Kernels& avx2_kernels() {
                                        4096,
                                        1,
                                        false,
+                                       false,
                                        all_blocks<false>,
                                        all_blocks<true>,
                                        paired8,
                                        expand_panel<0>,
                                        stream,
+                                       rotate_row,
                                        quantize_row,
                                        quantize_pairs,
                                        finish,

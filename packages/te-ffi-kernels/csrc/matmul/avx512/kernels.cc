@@ -12,6 +12,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/rotate.inl"
 
 constexpr int64_t kRows = 6;  // 6 rows by 4 panels of sums leave 8 registers for the operands
 constexpr int64_t kFewRows = 4;  // up to here memory is the limit: prefetch
@@ -53,6 +54,34 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
   }
 }
 
+// Whole sums of one plane to rows of y.
+template <int R, int P>
+JAXTAP_INLINE void finish_block(const Finish& f, int64_t r0, int64_t p0,
+                                const __m512i (&sums)[R][P]) {
+  const int64_t size = f.y_dtype == DType::F32 ? 4 : 2;
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p) {
+    const int64_t column = 16 * (p0 + p), count = f.columns - column;
+    if (count <= 0) break;
+    const __m512 scale = _mm512_loadu_ps(f.scales + (p0 + p) * f.scales_stride);
+    const auto used = static_cast<__mmask16>(count < 16 ? (1 << count) - 1 : 0xffff);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const __m512 by_row =
+          _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][p]), _mm512_set1_ps(f.row_scales[r0 + r]));
+      const __m512 value = _mm512_mul_ps(by_row, scale);
+      uint8_t* y = f.y + (r0 + r) * f.y_stride + column * size;
+      if (f.y_dtype == DType::F32) {
+        _mm512_mask_storeu_ps(y, used, value);
+      } else {
+        float values[16];
+        _mm512_storeu_ps(values, value);
+        store_16(values, f.y_dtype, y, count < 16 ? count : 16);
+      }
+    }
+  }
+}
+
 template <int R, int P>
 void exact_block(const Tile& t, int64_t r0, int64_t p0) {
   __m512i acc[R][P];
@@ -68,6 +97,7 @@ void exact_block(const Tile& t, int64_t r0, int64_t p0) {
   }
   add_products<R, P>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p0 * t.codes_stride,
                             t.codes_stride, t.k, acc);
+  if (t.finish != nullptr) return finish_block<R, P>(*t.finish, r0, p0, acc);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -281,8 +311,8 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
-      4,       4096,   1,      false,        exact8,         scaled8, paired8,
-      expand_panel<0>, stream, quantize_row, quantize_pairs, finish,  nullptr};
+      4,          4096,         1,              false,  true,   exact8, scaled8, paired8, expand_panel<0>, stream,
+      rotate_row, quantize_row, quantize_pairs, finish, nullptr};
   return kKernels;
 }
 

@@ -8,6 +8,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/rotate.inl"
 
 // Adds the products of one plane row and the 16 columns of a panel over `k` rows of K. Unsigned, so
 // that passing the ends of int32 on the way is defined and the sums are right in the end.
@@ -118,8 +119,8 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& generic_kernels() {
   static constexpr Kernels kKernels = {
-      1,       4096,   1,      false,        exact8,         scaled8, paired8,
-      expand_panel<0>, stream, quantize_row, quantize_pairs, finish,  nullptr};
+      1,          4096,         1,              false,  false,  exact8, scaled8, paired8, expand_panel<0>, stream,
+      rotate_row, quantize_row, quantize_pairs, finish, nullptr};
   return kKernels;
 }
 

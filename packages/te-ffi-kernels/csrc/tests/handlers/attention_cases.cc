@@ -1,4 +1,4 @@
-// Calls of attention: in training, and over a cache.
+// Calls of attention in training.
 #include "tests/handlers/cases.h"
 
 namespace {
@@ -242,85 +242,6 @@ CASE(attention_gradient) {
                 {result(1, kF32, {1}), "k is float32[1]"},
                 {result(3, kF32, {1}), "dbias is float32[1]"},
                 {result(4, kF32, {1}), "dsoftmax_offset is float32[1]"}})};
-}
-
-constexpr int64_t kPositions = 6, kGroup = 2;
-
-Program decode_program(XLA_FFI_DataType cache, bool scaled, bool masked) {
-  Program program{"te_ffi_kernels.decode_attention",
-                  {normal({kBatch, 1, 2, kGroup, kSize}), Tensor(cache, {kBatch, kPositions, 2, kSize}),
-                   Tensor(cache, {kBatch, kPositions, 2, kSize}), values(kS32, {4, 6})},
-                  {Tensor(kF32, {kBatch, 1, 2, kGroup, kSize})},
-                  {{"scale", 0.5},
-                   {"softcap", 0.0},
-                   {"window", 0},
-                   {"scaled", scaled},
-                   {"masked", masked},
-                   {"causal", true},
-                   {"heads_first", false}}};
-  for (size_t i : {1, 2}) {
-    const Tensor draws = normal(program.operands[i].dims);
-    for (int64_t j = 0; j < draws.size(); ++j) {
-      set_number(program.operands[i], j, (scaled ? 40 : 1) * number(draws, j));
-    }
-  }
-  for (int i = 0; i < 2 * scaled; ++i) {
-    program.operands.push_back(filled(kF32, {kBatch, kPositions, 2}, 0.02 * (i + 1)));
-  }
-  if (masked) program.operands.push_back(filled(kPred, {1, 1, kPositions}, 1));
-  return program;
-}
-
-void expect_decoded(const Program& p) {
-  const bool scaled = std::get<bool>(p.attributes.at("scaled").value);
-  const auto cached = [&](size_t which, int64_t b, int64_t at, int64_t head, int64_t d) {
-    const int64_t line = (b * kPositions + at) * 2 + head;
-    return number(p.operands[which], line * kSize + d) *
-           (scaled ? number(p.operands[which + 3], line) : 1);
-  };
-  expect_close(p.results[0], "out", [&](int64_t i) {
-    const int64_t head = i / kSize / kGroup % 2, b = i / kSize / kGroup / 2;
-    double sum = 0, of_values = 0;
-    for (int64_t at = 0; at < number(p.operands[3], b); ++at) {
-      double score = 0;
-      for (int64_t d = 0; d < kSize; ++d) {
-        score += 0.5 * number(p.operands[0], i / kSize * kSize + d) * cached(1, b, at, head, d);
-      }
-      sum += std::exp(score);
-      of_values += std::exp(score) * cached(2, b, at, head, i % kSize);
-    }
-    return of_values / sum;
-  }, 1e-4);
-}
-
-CASE(decode) {
-  return {decode_program(kF32, false, true), expect_decoded,
-          {{set("window", -1), "window is -1, and must be at least 0"},
-           {set("softcap", -1.0), "softcap is -1, and must be at least 0"},
-           {set("heads_first", true), "the batch, the heads of keys"},
-           {operand(0, kF32, {1}), "q is float32[1], and must have 5 axes"},
-           {operand(0, kS8, {kBatch, 1, 2, kGroup, kSize}), "q is int8"},
-           {operand(1, kS8, {kBatch, kPositions, 2, kSize}), "values is float32"},
-           {operand(1, kS32, {kBatch, kPositions, 2, kSize}), "keys is int32"},
-           {operand(1, kF32, {1}), "keys is float32[1], and must have 4 axes"},
-           {operand(2, kF32, {kBatch, kPositions, 2, 1}), "that of keys"},
-           {operand(3, kS32, {1}), "lengths is int32[1], and must have the shape [2]"},
-           {operand(3, kF32, {2}), "lengths is float32[2]"},
-           {operand(4, kPred, {3, 1, kPositions}), "and must be [2 or 1, 1 or 1, 6]"},
-           {operand(4, kU8, {1, 1, kPositions}), "mask is uint8"},
-           {result(0, kF32, {kBatch}), "that of q"},
-           {result(0, kS8, {kBatch, 1, 2, kGroup, kSize}), "out is int8"}}};
-}
-
-CASE(decode_of_int8) {
-  return {decode_program(kS8, true, false), expect_decoded,
-          {{operand(4, kF32, {1}), "that of keys but for the last"},
-           {operand(5, kBF16, {kBatch, kPositions, 2}), "value_scale is bfloat16"},
-           {[](Program& p) {
-              p.operands[1] = Tensor(kF32, {kBatch, kPositions, 2, kSize});
-              p.operands[2] = p.operands[1];
-            },
-            "and int8 alone must have scales"}}};
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ Dictionary attributes(int bits) {
   return made;
 }
 
-const std::set<std::string> kOptional = {"scale_bits"};
+const std::set<std::string> kOptional = {"scale_bits", "rotation"};
 
 // The product of row i of x with a weight.
 double product_at(const Program& p, const Weights& w, int64_t i) {
@@ -137,11 +137,56 @@ Case stack_case() {
               p.operands[1].dims[0] = 0;
               p.operands[1].fit();
             },
-            "and must have a weight"},
+            "and must be a stack of one or more"},
            {operand(1, kU8, {2, 2}), "buffer is uint8[2, 2], and must have 3 axes"},
            {set("group", 3), "got 3"}},
           kOptional};
 }
+
+// Rows times signs and the Hadamard matrix of each 16 numbers.
+constexpr int64_t kBlock = 16;
+
+Program rotated(const Program& p) {
+  Program found = p;
+  const Tensor& signs = p.operands.back();
+  for (int64_t i = 0; i < kRows * kK; ++i) {
+    double sum = 0;
+    for (int64_t j = 0; j < kBlock; ++j) {
+      const int64_t from = i / kBlock * kBlock + j;
+      const bool minus = __builtin_popcountll(static_cast<uint64_t>(i % kBlock & j)) % 2 != 0;
+      sum += (minus ? -1 : 1) * number(p.operands[0], from) * number(signs, from % kK);
+    }
+    set_number(found.operands[0], i, sum / std::sqrt(static_cast<double>(kBlock)));
+  }
+  return found;
+}
+
+template <int kOp>
+Case rotated_case(Case made, int index) {
+  made.program.attributes.insert({"rotation", kBlock});
+  Tensor signs(kS8, {kK});
+  for (int64_t i = 0; i < kK; ++i) signs.as<int8_t>()[i] = i % 3 == 0 ? -1 : 1;
+  made.program.operands.push_back(signs);
+  const size_t last = made.program.operands.size() - 1;
+  made.expect = [index](const Program& p) {
+    constexpr Op op = kOps<kOp>;
+    const Program turned = rotated(p);
+    expect_close(p.results[0], op.name, [&](int64_t i) {
+      return product_at(turned, weight_of(op.bits, index), i);
+    }, op.slack);
+  };
+  made.bad = {{set("rotation", 1), "rotation is 1, and must be 0 or a power of two"},
+              {set("rotation", -2), "rotation is -2"},
+              {set("rotation", 128), "that divides k"},
+              {operand(last, kS8, {kK + 1}), "the attribute k"},
+              {operand(last, kF32, {kK}), "signs is float32"}};
+  return made;
+}
+
+template <int kOp>
+Case rotated_product_case() { return rotated_case<kOp>(product_case<kOp>(), 0); }
+template <int kOp>
+Case rotated_stack_case() { return rotated_case<kOp>(stack_case<kOp>(), 1); }
 
 template <int kOp>
 Case groups_case() {
@@ -165,6 +210,18 @@ Case groups_case() {
             "group_sizes[1] is -4, and must be at least 0"},
            {set("n", 41), "the attribute n"}},
           kOptional};
+}
+
+// Rows in groups are not rotated.
+template <int kOp>
+Case unrotated_groups_case() {
+  Case made = groups_case<kOp>();
+  made.bad = {{[](Program& p) {
+                 p.attributes.insert({"rotation", kBlock});
+                 p.operands.push_back(filled(kS8, {kK}, 1));
+               },
+               "rotation must be 0 where rows come in groups"}};
+  return made;
 }
 
 template <int kBits>
@@ -225,6 +282,9 @@ const Registered kRegistered[] = {
     Registered(stack_case<1>),   Registered(stack_case<2>),   Registered(stack_case<3>),
     Registered(stack_case<4>),   Registered(groups_case<0>),  Registered(groups_case<1>),
     Registered(groups_case<2>),  Registered(groups_case<3>),  Registered(groups_case<4>),
+    Registered(rotated_product_case<0>), Registered(rotated_product_case<3>),
+    Registered(rotated_stack_case<0>), Registered(rotated_stack_case<4>),
+    Registered(unrotated_groups_case<0>),
     Registered(pack_case<8>),    Registered(pack_case<4>),    Registered(take_case<8>),
     Registered(take_case<4>)};
 

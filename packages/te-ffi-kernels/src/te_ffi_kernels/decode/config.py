@@ -24,6 +24,7 @@ class Config:
         masked: whether there is a mask.
         causal: whether a query sees no later one's position.
         heads_first: whether the cache is [b, k, s, d], and not [b, s, k, d].
+        stacked: whether it is one of several, of an index that is the last operand.
     """
 
     scale: float
@@ -33,6 +34,7 @@ class Config:
     masked: bool
     causal: bool
     heads_first: bool
+    stacked: bool
 
 
 def prepared(
@@ -43,6 +45,7 @@ def prepared(
     key_scale: jax.Array | None,
     value_scale: jax.Array | None,
     mask: jax.Array | None,
+    index: Any,
     *,
     scale: float | None,
     window: int | None,
@@ -55,11 +58,14 @@ def prepared(
     Returns:
         What is known at compile time, and the operands of the kernel: q [b, t, k, g, d], keys and
         values [b, k, s, d] or [b, s, k, d], lengths int32[b]; where the cache has scales, those of
-        keys and values, float32; where there is one, the mask bool[b or 1, t or 1, s].
+        keys and values, float32; where there is one, the mask bool[b or 1, t or 1, s]; where the
+        cache is one of a stack, with an axis more, its index int32[].
     """
-    for name, given, rank in (("q", q, 4), ("keys", keys, 4), ("values", values, 4)):
-        if given.ndim != rank:
-            raise ValueError(f"decode_attention: {name} must have {rank} axes, got {given.shape}")
+    stack = () if index is None else _stack(keys, index)
+    rank = 4 + len(stack)
+    for name, given, wanted in (("q", q, 4), ("keys", keys, rank), ("values", values, rank)):
+        if given.ndim != wanted:
+            raise ValueError(f"decode_attention: {name} must have {wanted} axes, got {given.shape}")
     if q.dtype not in FLOATS:
         raise TypeError(f"decode_attention: q must be float32, bfloat16 or float16, got {q.dtype}")
     if keys.dtype not in (*FLOATS, jnp.int8) or values.dtype != keys.dtype:
@@ -68,11 +74,12 @@ def prepared(
             f"got {keys.dtype} and {values.dtype}"
         )
     batch, queries, heads, size = q.shape
-    kv_heads, positions = keys.shape[1:3] if heads_first else keys.shape[2:0:-1]
-    if (keys.shape[0], keys.shape[3]) != (batch, size) or values.shape != keys.shape:
+    kv_heads, positions = keys.shape[-3:-1] if heads_first else keys.shape[-2:-4:-1]
+    if (keys.shape[-4], keys.shape[-1]) != (batch, size) or values.shape != keys.shape:
         axes = "kv_heads, positions" if heads_first else "positions, kv_heads"
         raise ValueError(
-            f"decode_attention: keys and values must be [batch, {axes}, size] with the batch and "
+            f"decode_attention: keys and values must be [{'layers, ' if stack else ''}batch, "
+            f"{axes}, size] with the batch and "
             f"size of q {q.shape}, got {keys.shape} and {values.shape}"
         )
     if kv_heads == 0 or heads % kv_heads:
@@ -89,10 +96,24 @@ def prepared(
         masked=mask is not None,
         causal=bool(causal),
         heads_first=bool(heads_first),
+        stacked=bool(stack),
     )
     grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, size)
     rest = () if mask is None else (_mask(mask, batch, queries, positions),)
-    return config, (grouped, keys, values, _lengths(length, batch), *scales, *rest)
+    return config, (grouped, keys, values, _lengths(length, batch), *scales, *rest, *stack)
+
+
+def _stack(keys: jax.Array, index: Any) -> tuple[jax.Array]:
+    """Return the index of a cache in a stack of one or more."""
+    if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+        found = jax.typeof(jnp.asarray(index))
+        raise TypeError(f"decode_attention: index must be a scalar integer, got {found}")
+    if keys.ndim and keys.shape[0] == 0:
+        raise ValueError(
+            "decode_attention: a stack of caches must have one or more where there is an index, "
+            f"got {keys.shape}"
+        )
+    return (jnp.asarray(index, jnp.int32),)
 
 
 def _scales(keys: jax.Array, *scales: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -103,9 +124,9 @@ def _scales(keys: jax.Array, *scales: jax.Array | None) -> tuple[jax.Array, ...]
             f"none, got {keys.dtype} with {len(given)} of them"
         )
     for scale in given:
-        if scale.dtype != jnp.float32 or scale.shape != keys.shape[:3]:
+        if scale.dtype != jnp.float32 or scale.shape != keys.shape[:-1]:
             raise ValueError(
-                f"decode_attention: a scale must be float32{list(keys.shape[:3])}, one for each "
+                f"decode_attention: a scale must be float32{list(keys.shape[:-1])}, one for each "
                 f"head and position, got {scale.dtype}{list(scale.shape)}"
             )
     return tuple(given)

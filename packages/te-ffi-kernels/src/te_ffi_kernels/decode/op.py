@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..batching import widened
 from ..op import Op
@@ -27,6 +28,7 @@ def decode_attention(
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
     mask: jax.Array | None = None,
+    index: Any = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -51,6 +53,9 @@ def decode_attention(
         value_scale: also.
         mask: bool[batch or 1, queries or 1, positions], true where a position is seen, if its
             query sees it by the length.
+        index: int32[], which cache of a stack [layers, batch, kv_heads, positions, size] to attend
+            over; scales have that axis, too. It is read where it lies: what
+            ``lax.dynamic_index_in_dim`` cuts out is copied. Beyond the ends it is the end.
         scale: of logits, by default 1 / sqrt(size).
         window: the last positions that a query sees, its own among them; None or 0 for all.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118); None or
@@ -67,7 +72,7 @@ def decode_attention(
     Raises:
         TypeError, ValueError: an argument has another dtype, shape or value than above.
     """
-    given = q, keys, values, length, key_scale, value_scale, mask
+    given = q, keys, values, length, key_scale, value_scale, mask, index
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     options |= {"causal": causal, "heads_first": heads_first}
     config, operands = prepared(*given, **options)
@@ -90,19 +95,30 @@ def _partition(
 ) -> Callable[..., Any]:
     """Share out sequences and heads of keys."""
     cache = "bks" if config.heads_first else "bsk"
-    names = [[*"btkgd"], [*cache, "d"], [*cache, "d"], ["b"]]
+    stack = ["l"] if config.stacked else []
+    names = [[*"btkgd"], [*stack, *cache, "d"], [*stack, *cache, "d"], ["b"]]
     if config.scaled:
-        names += [[*cache], [*cache]]
+        names += [[*stack, *cache], [*stack, *cache]]
     if config.masked:
-        mask = operands[-1]
+        mask = operands[4 + 2 * config.scaled]
         names += [["b" if mask.shape[0] > 1 else "m", "t" if mask.shape[1] > 1 else "n", "s"]]
-    whole = {"t", "g", "d", "s", "m", "n"} & {name for one in names for name in one}
+    names += [[]] if config.stacked else []
+    whole = {*"tgdsmnl"} & {name for one in names for name in one}
     run = functools.partial(block, config)
     return partition_rows(run, names, [[*"btkgd"]], whole)
 
 
 def _batch(run: Any, config: Config, size: int, in_batched: Any, *operands: jax.Array) -> Any:
     """Make mapped sequences sequences of one batch."""
+    if config.stacked:
+        *given, index = operands
+        if in_batched[-1] or not all(in_batched[:3]):
+            return NotImplemented
+        places = [i for i in (1, 2, 4, 5)[: 2 + 2 * config.scaled] if in_batched[i]]
+        for i in places:  # of each mapped stack one cache, which is copied
+            given[i] = lax.dynamic_index_in_dim(given[i], index, 1, keepdims=False)
+        one = dataclasses.replace(config, stacked=False)
+        return _batch(run, one, size, in_batched[:-1], *given)
     if not all((*in_batched[:3], *in_batched[4 : 4 + 2 * config.scaled])):
         return NotImplemented
     batch = operands[0].shape[1]

@@ -10,6 +10,10 @@ import jax.numpy as jnp
 from .config import Config
 
 
+def _one_of(stack: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
 def attend(
     config: Config,
     q: jax.Array,
@@ -19,6 +23,11 @@ def attend(
     *rest: jax.Array,
 ) -> jax.Array:
     """Attend with the kernel's operands; return [b, t, k, g, d]."""
+    if config.stacked:
+        *rest, index = rest  # type: ignore[assignment]
+        scales = [_one_of(x, index) for x in rest[: 2 * config.scaled]]
+        rest = (*scales, *rest[2 * config.scaled :])
+        keys, values = _one_of(keys, index), _one_of(values, index)
     scales, mask = rest[: 2 * config.scaled], rest[2 * config.scaled :]
     if not config.heads_first:
         keys, values, *scales = (x.swapaxes(1, 2) for x in (keys, values, *scales))

@@ -25,6 +25,8 @@ class Form:
         dtype: of the result.
         picks: "" for one weight; "stack" for that of an index, which is the last operand;
             "groups" for each group of rows with that of its index, of indices and sizes.
+        rotation: numbers of a block in which rows are rotated by signs, the last operand; 0 for
+            none.
     """
 
     op: str
@@ -32,6 +34,12 @@ class Form:
     n: int
     dtype: Any
     picks: str
+    rotation: int = 0
+
+    @property
+    def rotated(self) -> dict[str, int]:
+        """Return what kernels are told and asked about rotated rows."""
+        return {"rotation": self.rotation} if self.rotation else {}
 
     def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
         """Return the weight in a buffer, or in an index of a stack."""
@@ -73,6 +81,27 @@ def check(
             f"{op}: x has shape {x.shape}, and its last axis must have the {weight.k} rows of the "
             "weight"
         )
+
+
+def check_rotation(
+    op: str, k: int, signs: jax.Array | None, rotation: int, group_sizes: jax.Array | None
+) -> None:
+    """Raise where a rotation is not one of rows of `k` numbers."""
+    if rotation == 0 and signs is None:
+        return
+    if rotation < 2 or rotation & (rotation - 1) or k % rotation:
+        raise ValueError(
+            f"{op}: rotation must be 0, or a power of two from 2 that divides the {k} rows of the "
+            f"weight, got {rotation}"
+        )
+    if signs is None or signs.dtype != jnp.int8 or signs.shape != (k,):
+        found = None if signs is None else jax.typeof(signs)
+        raise ValueError(
+            f"{op}: signs must be int8[{k}] where there is a rotation, one for each row of the "
+            f"weight, got {found}"
+        )
+    if group_sizes is not None:
+        raise ValueError(f"{op}: rows in groups are not rotated. Rotate x before the call.")
 
 
 def _check_stack(

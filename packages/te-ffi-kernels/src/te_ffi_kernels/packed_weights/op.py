@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..op import Op
 from . import reference
-from .config import Form, check
+from .config import Form, check, check_rotation
 from .sharding import partition_matmul
 from .weight import PackedWeight
 
@@ -26,6 +26,8 @@ def gemm_w8a8(
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
+    signs: jax.Array | None = None,
+    rotation: int = 0,
 ) -> jax.Array:
     """Multiply activations, quantized to int8 by row, with int8 weights.
 
@@ -47,6 +49,12 @@ def gemm_w8a8(
             its weights is multiplied with, in order, as in ``lax.ragged_dot``. Rows beyond the last
             group give zeros. On CPU a weight without rows is not read. With an index int32[groups],
             which weight of the stack each group has.
+        signs: int8[k], 1 or -1, that rows are multiplied with before they are rotated.
+        rotation: each block of so many numbers of a row is multiplied with the orthonormal Hadamard
+            matrix of that size, Sylvester's, before the row is quantized; 0 for none. A power of
+            two that divides k. ``weight`` is rotated alike, so that the matmul is that of plain
+            rows and a plain weight (QuaRot, arXiv:2404.00456). It goes with ``signs``, and not
+            with ``group_sizes``.
 
     Returns:
         [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
@@ -59,7 +67,8 @@ def gemm_w8a8(
         jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged, or a
             negative size of a group. On a GPU the columns of a panel with a damaged header are NaN.
     """
-    return _matmul("gemm_w8a8", 8, x, weight, out_dtype, index, group_sizes)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    return _matmul("gemm_w8a8", 8, *given)
 
 
 def gemm_w8a16(
@@ -69,6 +78,8 @@ def gemm_w8a16(
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
+    signs: jax.Array | None = None,
+    rotation: int = 0,
 ) -> jax.Array:
     """Multiply float activations with a weight in 8 bits.
 
@@ -80,7 +91,8 @@ def gemm_w8a16(
     Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN, or infinities where x
     has one, in bfloat16 on AMX and in 16 bits on GPUs.
     """
-    return _matmul("gemm_w8a16", 8, x, weight, out_dtype, index, group_sizes)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    return _matmul("gemm_w8a16", 8, *given)
 
 
 def gemv_w8(
@@ -90,9 +102,12 @@ def gemv_w8(
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
+    signs: jax.Array | None = None,
+    rotation: int = 0,
 ) -> jax.Array:
     """Multiply one or a few rows at the speed of reading the weight."""
-    return _matmul("gemv_w8", 8, x, weight, out_dtype, index, group_sizes)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    return _matmul("gemv_w8", 8, *given)
 
 
 def gemv_w4(
@@ -102,12 +117,15 @@ def gemv_w4(
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
+    signs: jax.Array | None = None,
+    rotation: int = 0,
 ) -> jax.Array:
     """Multiply any number of rows with a weight of ``pack_w4``.
 
     On a CPU with AMX it multiplies in bfloat16 from 16 rows of bfloat16 on.
     """
-    return _matmul("gemv_w4", 4, x, weight, out_dtype, index, group_sizes)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    return _matmul("gemv_w4", 4, *given)
 
 
 def gemm_w4a8(
@@ -117,13 +135,16 @@ def gemm_w4a8(
     out_dtype: DTypeLike | None = None,
     index: ArrayLike | None = None,
     group_sizes: jax.Array | None = None,
+    signs: jax.Array | None = None,
+    rotation: int = 0,
 ) -> jax.Array:
     """Multiply as ``gemm_w8a8`` with a weight packed by ``pack_w4``.
 
     In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0, for which it is
     up to twice as fast as ``gemv_w4`` with many rows.
     """
-    return _matmul("gemm_w4a8", 4, x, weight, out_dtype, index, group_sizes)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    return _matmul("gemm_w4a8", 4, *given)
 
 
 def _matmul(
@@ -134,16 +155,22 @@ def _matmul(
     out_dtype: DTypeLike | None,
     index: ArrayLike | None,
     group_sizes: jax.Array | None,
+    signs: jax.Array | None,
+    rotation: int,
 ) -> jax.Array:
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check(op, bits, x, weight, dtype, index, group_sizes)
+    check_rotation(op, weight.k, signs, rotation, group_sizes)
     picks, given = "", ()
     if group_sizes is not None:
         places = jnp.arange(weight.shape[0]) if index is None else jnp.asarray(index)
         picks, given = "groups", (places.astype(jnp.int32), group_sizes.astype(jnp.int32))
     elif index is not None:
         picks, given = "stack", (jnp.asarray(index, jnp.int32),)
-    return _run(Form(op, weight.layout, weight.n, dtype, picks), x, weight.buffer, *given)
+    if signs is not None:
+        given = (*given, signs)
+    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation))
+    return _run(form, x, weight.buffer, *given)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -157,6 +184,10 @@ def _name(form: Form) -> str:
 
 
 def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
+    if form.rotation:
+        weight, signs = weight[:-1], weight[-1]
+        rotated = reference.rotate(rows, signs, form.rotation)
+        return _MATMUL(dataclasses.replace(form, rotation=0), rotated, *weight)
     one = dataclasses.replace(form, picks="")
     if form.picks == "groups":
         return _group_by_group(one, rows, *weight)
@@ -193,7 +224,12 @@ def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
     It says `to_pack` besides: here the weight is packed already.
     """
     layout = form.layout
-    return (rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)), layout.question
+    question = layout.question | form.rotated
+    return (rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)), question
+
+
+def _attributes(form: Form, *_: jax.Array) -> dict[str, Any]:
+    return {"k": form.layout.k, "n": form.n, **form.layout.attributes, **form.rotated}
 
 
 def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weight: Any) -> Any:
@@ -210,7 +246,8 @@ def _save(form: Form, operands: tuple[jax.Array, ...], y: jax.Array) -> Any:
 
 
 def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any, ...]:
-    like, *weight = saved
+    like, *given = saved
+    weight = given[:-1] if form.rotation else given
     ct = ct.astype(jnp.float32)
     grouped = form.picks == "groups"
     if grouped:  # of each group, so that all of them are floats at once
@@ -220,14 +257,16 @@ def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[
         qvalue, scale = form.weight(*weight).unpack()
     turned = reference.dequantized(qvalue, scale, form.layout.k).swapaxes(-2, -1)
     grad = lax.ragged_dot(ct, turned, weight[2]) if grouped else ct @ turned
-    return grad.astype(like.dtype), *(None for _ in weight)
+    if form.rotation:
+        grad = reference.rotate_back(grad, given[-1], form.rotation)
+    return grad.astype(like.dtype), *(None for _ in given)
 
 
 _MATMUL = Op(
     _name,
     _reference,
     results=_results,
-    attributes=lambda form, *_: {"k": form.layout.k, "n": form.n, **form.layout.attributes},
+    attributes=_attributes,
     asked=_asked,
     partition=partition_matmul,
     batch=_batch,

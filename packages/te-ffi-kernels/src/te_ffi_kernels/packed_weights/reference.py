@@ -38,6 +38,37 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return qvalue.astype(jnp.int8), scale
 
 
+def rotate(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
+    """Multiply rows with signs, then blocks of them with the orthonormal Hadamard matrix.
+
+    Args:
+        x: [m, k], any float.
+        signs: int8[k].
+        block: a power of two that divides k.
+
+    Returns:
+        float32[m, k].
+    """
+    return _hadamard(x.astype(jnp.float32) * signs.astype(jnp.float32)[None], block)
+
+
+def rotate_back(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
+    """Multiply with the inverse of ``rotate``, for float32[m, k]."""
+    return _hadamard(x, block) * signs.astype(jnp.float32)[None]
+
+
+def _hadamard(x: jax.Array, block: int) -> jax.Array:
+    """Multiply blocks of float32[m, k] with a symmetric matrix, by sums and differences."""
+    m, k = x.shape
+    step = 1
+    while step < block:  # the order of a kernel, so that results are the same numbers
+        pairs = x.reshape(m, k // (2 * step), 2, step)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        x = jnp.stack([first + second, first - second], axis=2)
+        step *= 2
+    return x.reshape(m, k) * np.float32(1 / math.sqrt(block))
+
+
 def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
     """Multiply int8 values; see ``te_ffi_kernels.gemm_w8a8``.
 

@@ -25,7 +25,8 @@ def partition_matmul(
         form: of the matmul.
         block: called as ``block(form, *operands)``.
         operands: ``x[m, k]`` and ``buffer[panels, bytes]``; or ``x``, ``stack[weights, panels,
-            bytes]``, and ``index[]``, or ``index[groups]`` and ``group_sizes[groups]``.
+            bytes]``, and ``index[]``, or ``index[groups]`` and ``group_sizes[groups]``. Last,
+            ``signs[k]`` of rows that are rotated.
     """
     panel = form.layout.columns
     stacked, grouped = bool(form.picks), form.picks == "groups"
@@ -42,7 +43,7 @@ def partition_matmul(
             rows, panels = (None, panels) if x < weight else (rows, None)
         picks = [(None,), (None,)] if grouped else [()]
         weight = [(None, panels, None), *picks] if stacked else [(panels,)]
-        return [(rows, None), *weight], [(rows, panels)]
+        return [(rows, None), *weight, *([(None,)] if form.rotation else [])], [(rows, panels)]
 
     def on_device(given: Any, found: Any) -> Callable[..., jax.Array]:
         shared_out = found[0][1] is not None
@@ -56,6 +57,7 @@ def partition_matmul(
     # One factor for the panels, and one for the columns of a panel.
     picks = [["g"], ["g"]] if grouped else [[]]
     weight = [["l", "p", "b"], *picks] if stacked else [["p", "b"]]
+    weight += [["k"]] if form.rotation else []
     columns, whole = ("(p c)", {"k", "l", "b", "c"}) if by_panels else ("n", {*"klpbn"})
     return partitioned(
         lambda *operands: block(form, *operands),

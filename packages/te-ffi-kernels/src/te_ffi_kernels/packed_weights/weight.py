@@ -67,6 +67,11 @@ class PackedWeight:
         """Return the parameters that kernels are asked about."""
         return self.layout.question
 
+    @property
+    def rotates(self) -> bool:
+        """Whether ops that multiply with it can rotate the activation: by ``signs=``."""
+        return True
+
     def matmul_op(self, rows: Any, *, quantizes: bool) -> str | None:
         """Return the fastest op for this weight, or None.
 

@@ -38,11 +38,11 @@ def token_dispatch(
 
     Returns:
         - the rows [num_out_tokens, hidden], or with padding as many as there can be: the multiple
-          of `align_size` at or below ``num_out_tokens + experts * (align_size - 1)``. Zero where
-          no token goes.
+            of `align_size` at or below ``num_out_tokens + experts * (align_size - 1)``. Zero where
+            no token goes.
         - the probabilities of rows, or None.
         - int32 [tokens, 2 * experts + 1]: for each token its rows without padding, as many experts,
-          in ascending order, and the number of either; -1 between.
+            in ascending order, and the number of either; -1 between.
         - int32 [experts] with padding, else None: what padding adds to the rows of each expert.
         - int32 [experts]: how many rows each expert has, padding among them.
 

@@ -86,8 +86,9 @@ def grouped_quantize_v2(
     needn't be multiples of 128.
 
     Args:
-        x, group_sizes, out_dtype, q_layout, flatten_axis, scale_dtype: as ``grouped_quantize``.
         scale: not used.
+
+    The other arguments are those of ``grouped_quantize``.
 
     Returns:
         As ``grouped_quantize``.

@@ -1,0 +1,81 @@
+"""Exports all-MiniLM-L6-v2 for LiteRT in several ways, and prints what each costs beside JAX.
+
+uv run --group minilm python -m examples.minilm.device
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+
+import provider_odml as odml
+from provider_odml.litert import Runner
+
+from . import load, model
+from .sentences import SENTENCES
+
+LENGTH = 32
+"""Tokens per sentence."""
+
+RULES = {
+    "float": {},
+    "int8, dynamic range": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False},
+    "int8, static": {"weight_qtype": "int8", "act_qtype": "int8"},
+    "int8 weights": {"weight_qtype": "int8"},
+    "int4 weights": {"weight_qtype": "int4"},
+}
+
+
+def export(name, params, tokens, mask):
+    """Returns the file of one mode. Static ranges are those of the same sentences."""
+    rules = [odml.OdmlRule(**RULES[name])]
+    stats = None
+    if rules[0].is_static:
+        quantized = odml.qat(model.encode, rules, strict=False)
+        stats = quantized.calibrate(params, [(tokens, mask)])
+    return odml.export(model.encode, params, stats, rules, tokens, mask, strict=False).model
+
+
+def main():
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m examples.minilm.device", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="of each latency; sides in turn")
+    parser.add_argument("--sentences", type=int, default=len(SENTENCES), help="the first so many")
+    parser.add_argument("--modes", nargs="*", choices=list(RULES), default=list(RULES))
+    args = parser.parse_args()
+    params = load.read_params()
+    tokens, mask = load.read_tokenizer()(list(SENTENCES[: args.sentences]), LENGTH)
+    on_device = jax.device_put(params)
+    encode = jax.jit(model.encode)
+    expected = np.asarray(encode(on_device, tokens, mask))
+    runs = {"JAX, float": lambda: jax.block_until_ready(encode(on_device, tokens, mask))}
+    sizes = {"JAX, float": sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
+    cosines = {"JAX, float": np.ones(1)}
+    for name in args.modes:
+        file = export(name, params, tokens, mask)
+        runner = Runner(file)
+        run = lambda runner=runner: runner.run("serving_default", tokens=tokens, mask=mask)  # noqa: E731
+        runs[name], sizes[name] = run, len(file)
+        (found,) = run().values()
+        cosines[name] = (found * expected).sum(-1)
+    seconds = {name: [] for name in runs}
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    print(
+        "| | MB | cosine, least | mean | tokens/s | to JAX |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    ours = statistics.median(seconds["JAX, float"])
+    for name, times in seconds.items():
+        time_of = statistics.median(times)
+        least, mean = cosines[name].min(), cosines[name].mean()
+        speed = f"{tokens.size / time_of:,.0f} | {ours / time_of:.2f}"
+        print(f"| {name} | {sizes[name] / 1e6:.1f} | {least:.4f} | {mean:.4f} | {speed} |")
+
+
+if __name__ == "__main__":
+    main()

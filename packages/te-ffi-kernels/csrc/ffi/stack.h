@@ -1,0 +1,27 @@
+// One array of a stack, read where it lies. On CPU: the index is read here.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/buffers.h"
+
+namespace jaxtap::ffi {
+
+// Array `index` along the first axis of a stack. A negative index counts from the end, and one beyond
+// the ends is the end, as XLA's slices have it.
+inline Array OneOf(const Array& stack, int32_t index) {
+  if (stack.rank() == 0 || stack.shape[0] == 0) {
+    throw invalid_argument(stack.name, " is ", stack.Text(), ", and must be a stack of one or more");
+  }
+  const int64_t count = stack.shape[0], size = stack.Product(1, stack.rank());
+  const int64_t place = std::clamp<int64_t>(index < 0 ? index + count : index, 0, count - 1);
+  Array one = stack;
+  one.shape = {stack.shape.sizes + 1, stack.shape.rank - 1};
+  one.data = static_cast<char*>(stack.data) +
+             place * size * static_cast<int64_t>(byte_size(stack.dtype));
+  return one;
+}
+
+}  // namespace jaxtap::ffi
