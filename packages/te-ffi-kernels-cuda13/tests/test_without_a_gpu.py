@@ -314,7 +314,7 @@ def test_every_target_is_warmed_up():
 
     found = _ffi.registrations()
     assert set(found) == {f"te_ffi_kernels.{op}" for op in _plugin.OPS}
-    planned_ops = ("gemm_v2", "fused_attn_forward", "fused_attn_backward", *_plugin._MATMULS)
+    planned_ops = _plugin._SIZED
     with_plans = {f"te_ffi_kernels.{op}" for op in planned_ops}
     for name, target in found.items():
         planned = {"prepare"} if name in with_plans else set()
