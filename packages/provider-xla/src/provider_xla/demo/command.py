@@ -1,4 +1,4 @@
-"""The command: trains, quantizes, runs, prints."""
+"""The command of the demo: train, quantize, run, print."""
 
 from __future__ import annotations
 

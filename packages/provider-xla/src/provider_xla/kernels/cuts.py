@@ -17,8 +17,8 @@ def shards_of(weight: Any, counts: Sequence[int], form: Callable[..., Any]) -> S
 
     Args:
         weight: the weight.
-        counts: in how many equal parts each of its axes is cut.
-        form: returns what a matrix is packed in; see ``packed_form``.
+        counts: into how many equal parts each of its axes is cut.
+        form: returns the type of a packed matrix; see ``packed_form``.
     """
     lead, axes, rank = len(weight.lead), weight.axes(), len(weight.k_sizes)
     if all(count == 1 for count in counts):

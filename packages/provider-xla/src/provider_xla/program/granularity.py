@@ -60,8 +60,8 @@ def of_operand(
 ) -> Granularity:
     """Return the finest granularity of a parameter that an operation can use.
 
-    What is contracted has one scale, or one per tile of the contraction. An axis that is gone in
-    the operand (a step of a scan) has a scale per index.
+    Contracted axes have one scale, or one per tile of the contraction. An axis that the operand
+    lacks (a step of a scan) has a scale per index.
 
     Args:
         axes: where the parameter's axes are in the operand.
@@ -179,7 +179,7 @@ def fitted(
         fallback: the rule's ``tile_fallback``.
 
     Returns:
-        It, and what is done instead of what the rule says, if anything.
+        The quantization; and what is done instead of what the rule says, or None.
     """
     tile = how.tile_size
     why = None if tile is None else misfit(sizes, tile)

@@ -40,7 +40,7 @@ def choice(op: str, platform: str, operands: Sequence[Any], **question: Any) -> 
         op: the op.
         platform: where the program is to run.
         operands: arrays or their types.
-        **question: what kernels are asked about beside these.
+        **question: other facts that kernels decide by, such as the panel of a packed weight.
     """
     spec, why = select_kernel(op, platform, operands, **question)
     return Choice(None, why) if spec is None else Choice(spec.target, None)

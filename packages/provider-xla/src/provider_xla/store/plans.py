@@ -30,7 +30,7 @@ def check_storable(plan: Any, call: str) -> None:
         call: what it was given to, ``"save"`` or ``"load"``.
 
     Raises:
-        StoreError: it is not a plan, or one of another provider without ``manifest`` and
+        StoreError: ``plan`` is not a plan, or is another provider's without ``manifest`` and
             ``stored_types``.
     """
     if plan is None or is_ours(plan) or isinstance(plan, StorablePlan):
@@ -55,7 +55,7 @@ def manifest_of(plan: StorablePlan) -> dict[str, Any]:
     """Return another provider's plan as a file stores it.
 
     Raises:
-        StoreError: it is not JSON, or lacks the provider's name or config.
+        StoreError: the manifest is not JSON, or lacks the provider's name or config.
     """
     found = plan.manifest()
     try:
